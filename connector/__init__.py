@@ -9,7 +9,9 @@
 | `copier.py`         | the copy thread: the socket and the copies           | each worker       |
 | `handoff.py`        | plans and results between the worker's two threads   | each worker       |
 | `mapping.py`        | engine configuration → space and shard (pure)        | each worker       |
+| `devices.py`        | the cache's pages, the copy engine of its device     | each worker       |
 | `drafts.py`         | the draft model and its layers (pure)                | both              |
+| `groups.py`         | KV cache groups, the engine's rules for hits         | both              |
 | `kv_formats.py`     | engine versions whose caches have the same bytes     | each worker       |
 | `weights.py`        | the digest of the weights on disk                    | each worker       |
 | `config.py`         | keys of kv_connector_extra_config                    | both              |

@@ -5,13 +5,16 @@ Mistakes of configuration raise here; failures of the node never do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvstore.connector.groups import is_full, specs_of
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
 class NotServed(msgspec.Struct, frozen=True):
@@ -55,7 +58,7 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None)
         )
     _check_images(vllm_config)
     if kv_cache_config is not None:
-        _check_groups(kv_cache_config)
+        _check_groups(vllm_config, kv_cache_config)
 
 
 def _check_images(vllm_config: VllmConfig) -> None:
@@ -74,25 +77,81 @@ def _check_images(vllm_config: VllmConfig) -> None:
         )
 
 
-def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, iter_layer_specs
-
-    groups = kv_cache_config.kv_cache_groups
-    hash_tokens = kv_cache_config.hash_block_size
-    if groups and hash_tokens not in (None, groups[0].kv_cache_spec.block_size):
+def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    groups, hash_tokens = kv_cache_config.kv_cache_groups, kv_cache_config.hash_block_size
+    if len(groups) == 1 and hash_tokens not in (None, groups[0].kv_cache_spec.block_size):
         raise ValueError(
             f"KVStoreConnector stores whole blocks of {groups[0].kv_cache_spec.block_size} tokens, "
             f"but keys are made every {hash_tokens}: drop --prefix-match-unit"
         )
-    if len(groups) > 1:
+    specs = [spec for group in groups for spec in specs_of(group)]
+    _check_kinds(specs, are_several=len(groups) > 1)
+    if groups and not any(map(is_full, groups)):
         raise ValueError(
-            f"KVStoreConnector serves models with one KV cache group, this one has {len(groups)}: "
-            "try --disable-hybrid-kv-cache-manager, or run it without --kv-transfer-config"
+            "KVStoreConnector finds hits by the layers with full attention, and this model has "
+            "none: run it without --kv-transfer-config"
         )
-    # Exactly these: subclasses keep windows or sinks, whose blocks do not hold what the key says.
-    for spec in iter_layer_specs(groups[0].kv_cache_spec) if groups else ():
-        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+    _check_states(specs, hash_tokens, has_drafts=vllm_config.speculative_config is not None)
+    speculative = vllm_config.speculative_config
+    if len(groups) > 1 and speculative is not None and speculative.use_eagle_block_drop():
+        raise ValueError(
+            "KVStoreConnector serves drafts that read the model's hidden states (EAGLE, MTP) with "
+            f"one KV cache group, this model has {len(groups)}: drop --speculative-config, or run "
+            "it without --kv-transfer-config"
+        )
+
+
+def _check_kinds(specs: Sequence[KVCacheSpec], *, are_several: bool) -> None:
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        CircularBufferSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+    )
+
+    # Exactly these: blocks of subclasses, such as sinks, do not hold what the key says. Scratch
+    # memory of a request has no keys: a hit begins with none.
+    served: set[type] = {FullAttentionSpec, MLAAttentionSpec, CircularBufferSpec}
+    if are_several:
+        served |= {SlidingWindowSpec, SlidingWindowMLASpec, ChunkedLocalAttentionSpec, MambaSpec}
+    for spec in specs:
+        if spec.prefix_replay_tokens:
             raise ValueError(
-                "KVStoreConnector serves full attention only, this model has "
-                f"{type(spec).__name__}: run it without --kv-transfer-config"
+                "KVStoreConnector serves windows that a hit restores, and this model computes "
+                f"the last {spec.prefix_replay_tokens} tokens of a hit again: run it without "
+                "--kv-transfer-config"
+            )
+        if type(spec) not in served:
+            raise ValueError(
+                "KVStoreConnector serves full attention, alone or beside windows, chunks and "
+                f"recurrent layers; this model has {type(spec).__name__}: run it "
+                "without --kv-transfer-config"
+            )
+
+
+def _check_states(
+    specs: Sequence[KVCacheSpec], hash_tokens: int | None, *, has_drafts: bool
+) -> None:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    for state in (spec for spec in specs if isinstance(spec, MambaSpec)):
+        if has_drafts:
+            raise ValueError(
+                "KVStoreConnector serves models with recurrent layers without drafts, whose states "
+                "hold tokens that may be rejected: drop --speculative-config, or run it without "
+                "--kv-transfer-config"
+            )
+        if state.mamba_cache_mode != "align":
+            raise ValueError(
+                "KVStoreConnector stores the states that the engine hands over at the end of "
+                "blocks: add --enable-prefix-caching and --mamba-cache-mode align (the mode is "
+                f"{state.mamba_cache_mode})"
+            )
+        if hash_tokens not in (None, state.block_size):
+            raise ValueError(
+                f"KVStoreConnector stores the states of whole blocks of {state.block_size} tokens, "
+                f"but keys are made every {hash_tokens}: drop --prefix-match-unit"
             )

@@ -3,11 +3,14 @@
     DOWN ──connect──▶ GREETED ──Welcome──▶ ATTACHED ──socket ended, no heartbeat for long──▶ DOWN
 
 The thread attaches by itself, reconnects without end, and raises for no message or silence of the
-node. Copies run without the GIL (`kvstore.kernels`). An idle thread wakes ten times a second to
-check the node's heartbeat.
+node. A copy engine (`kvstore.ports.CopyEngine`) moves the bytes, without the GIL. An idle thread
+wakes ten times a second to check the node's heartbeat.
 
 A copy is valid when the slot's generation is the granted one before and after it. Between the two
-reads and the copy lie calls that release and take the GIL, which are full memory barriers.
+reads and the copy lie calls that release and take the GIL, which are full memory barriers. A block
+that took bytes of no use is cleared before its load ends: the engine uses it for other tokens, and
+its attention reads whole blocks. While copies are under way the thread neither attaches nor takes
+another mapping.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -31,15 +33,14 @@ from kvstore.client.core.copies import (
     LoadBlock,
     Mismatch,
     Outcome,
+    StoreBlock,
 )
 from kvstore.client.core.dial import Dial, DialState
 from kvstore.client.link import Link, Lost
 from kvstore.connector.handoff import Handoff
 from kvstore.errors import AttachError, ProtocolError
-from kvstore.kernels.compare import BOUNDS
-from kvstore.kernels.pack import PagedCache
-from kvstore.kernels.reference import Bytes
 from kvstore.obs.logs import RateLimit
+from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.checksum import checksum_of
 from kvstore.wire.messages import Message, NodeMessage, Refused, Welcome
@@ -50,6 +51,11 @@ logger.addFilter(RateLimit())  # two engines with one id would detach each other
 TICK_S = 0.1
 POPULATE_BYTES = 16 << 20
 """Mapped ahead of use per idle turn: a few milliseconds at most."""
+UNDER_WAY_S = 0.000_1
+"""Between two looks at copies that are under way."""
+DRAIN_S_MAX = 1.0
+"""How long the thread waits for copies under way before it ends."""
+_WAYS = {LoadBlock: CopyWay.LOAD, StoreBlock: CopyWay.STORE, CompareBlock: CopyWay.COMPARE}
 
 
 class Copier:
@@ -58,24 +64,27 @@ class Copier:
     def __init__(
         self,
         handoff: Handoff,
-        caches: Sequence[PagedCache],
+        copies: CopyEngine,
         *,
         socket: str,
         heartbeat_timeout_ms: int,
-        values: str = "",
     ) -> None:
         """Args:
         handoff: source of jobs.
-        caches: blocks to copy, by KV cache group.
+        copies: moves the blocks; this thread's alone but for `mark`.
         socket: the node's.
         heartbeat_timeout_ms: silence of `dial.GONE_TIMES` as long ends the connection.
-        values: type of the numbers in the cache, for comparing; empty: they cannot be compared.
         """
         self._handoff = handoff
-        self._caches = caches
+        self._copies = copies
+        self._under_way: dict[int, Copy] = {}
+        self._clearing: dict[int, Outcome] = {}
+        """Loads of no use whose blocks are being cleared: how they ended."""
+        self._number = 0
+        self._has_trouble = False
+        """The copy engine's trouble has been logged."""
         self._socket = socket
         self._dial = Dial(heartbeat_timeout_ms)
-        self._values = values
         self._link: Link | None = None
         self._arena: ArenaView | None = None
         self._generations: GenerationView | None = None
@@ -101,18 +110,28 @@ class Copier:
             while not self._handoff.stopping:
                 self._handoff.clear_wake()
                 self._attend(time.monotonic_ns())
-                if not self._copy_one() and not self._populate():
+                if not self._copy() and not self._populate():
                     self._sleep()
             reason = "the engine is shutting down"
         finally:
             # Also when a bug of ours ends the thread: nobody may wait for it for ever.
             self._say(f"detached: {reason}")
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        try:
+            self._drain(until_ns=time.monotonic_ns() + int(DRAIN_S_MAX * 1e9))
+            self._copies.close()
+        finally:
             with self._handoff.core() as core:
                 core.retire(reason)
             if self._link is not None:
                 self._link.close()
 
     def _sleep(self) -> None:
+        if self._under_way:
+            self._pause()
+            return
         poller = select.poll()
         poller.register(self._handoff.wake_fd, select.POLLIN)
         if self._link is not None:
@@ -148,6 +167,8 @@ class Copier:
             self._speak()
 
     def _connect(self, now_ns: int) -> None:
+        if not self._drain():
+            return
         with self._handoff.core() as core:
             hello = core.hello()
         try:
@@ -163,8 +184,11 @@ class Copier:
         if isinstance(message, Lost):
             return message.reason
         try:
+            is_welcome = isinstance(message, Welcome) and self._dial.state is DialState.GREETED
+            if is_welcome and not self._drain():
+                return "the engine is shutting down"
             with self._handoff.core() as core:
-                if isinstance(message, Welcome) and self._dial.state is DialState.GREETED:
+                if isinstance(message, Welcome) and is_welcome:
                     core.connected(message)
                     self._take_mapping()
                     self._dial.welcomed(now_ns, message.now_ns)
@@ -183,6 +207,7 @@ class Copier:
         if arena is None or generations is None:
             raise ProtocolError("Welcome to a rank without an arena")
         self._arena, self._generations = arena, generations
+        self._copies.attach(arena.array, generations.ready_bytes)
         self._populated = 0
         self._say("attached")
 
@@ -208,53 +233,97 @@ class Copier:
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────
 
-    def _copy_one(self) -> bool:
+    def _copy(self) -> bool:
+        """Begin a copy, and take those that ended. False: neither."""
+        is_busy = self._begin()
+        return self._take_ended() or is_busy
+
+    def _drain(self, until_ns: int = 0) -> bool:
+        """Wait for the copies under way; others are not begun. False: the thread is to end first,
+        or at `until_ns` some are still under way."""
+        while self._under_way:
+            if self._take_ended():
+                continue
+            is_late = time.monotonic_ns() > until_ns if until_ns else self._handoff.stopping
+            if is_late:
+                return False
+            self._pause()
+        return True
+
+    def _pause(self) -> None:
+        self._handoff.await_wake(UNDER_WAY_S)
+
+    def _begin(self) -> bool:
         with self._handoff.core() as core:
             copy = core.next_copy()
         if copy is None:
             return False
-        outcome = self._copy(copy)
-        with self._handoff.core() as core:
-            core.finished(copy, outcome)
+        assert self._generations is not None, "a session without a mapping"
+        begin = copy.slot * PAGE_BYTES
+        if begin + self._copies.block_bytes(copy.group) > self._generations.ready_bytes():
+            self._finish(copy, CopyVoid("the slot lies outside the arena"))
+        elif not self._is_current(copy):
+            self._finish(copy, CopyVoid())
+        else:
+            self._number += 1
+            self._copies.begin(
+                BlockCopy(
+                    self._number,
+                    _WAYS[type(copy)],
+                    copy.group,
+                    copy.block_id,
+                    begin,
+                    copy.header,
+                    is_verified=getattr(copy, "checksum", None) is not None,
+                    after=copy.after,
+                )
+            )
+            self._under_way[self._number] = copy  # unless an error ends this thread
         return True
 
-    def _copy(self, copy: Copy) -> Outcome:
-        assert self._arena is not None, "a session without a mapping"
-        assert self._generations is not None, "a session without a mapping"
-        begin, cache = copy.slot * PAGE_BYTES, self._caches[copy.group]
-        end = begin + cache.block_bytes
-        if end > self._generations.ready_bytes():
-            return CopyVoid("the slot lies outside the arena")
-        if not self._is_current(copy):
-            return CopyVoid()
-        slot = self._arena.array[begin:end]
-        if isinstance(copy, CompareBlock):
-            return self._compare(copy, slot)
-        begin_ns = time.perf_counter_ns()
-        checksum = b""
-        if not isinstance(copy, LoadBlock):
-            checksum = cache.store(copy.block_id, slot, copy.header)
-        elif copy.checksum is None:
-            cache.load(slot, copy.block_id)
-        else:
-            checksum = cache.load_checked(slot, copy.block_id, copy.header)
-        duration_ns = time.perf_counter_ns() - begin_ns
-        if not self._is_current(copy):
-            return CopyVoid()
-        if isinstance(copy, LoadBlock) and copy.checksum not in (None, checksum):
-            return Mismatch()
-        return Copied(checksum, duration_ns)
+    def _take_ended(self) -> bool:
+        ends = self._copies.ended()
+        for end in ends:
+            copy = self._under_way.pop(end.number)
+            if end.number in self._clearing:
+                self._finish(copy, self._clearing.pop(end.number))
+                continue
+            outcome = self._outcome(copy, end)
+            if isinstance(copy, LoadBlock) and not isinstance(outcome, Copied):
+                self._under_way[end.number] = copy
+                self._clearing[end.number] = outcome
+                self._copies.begin(BlockCopy(end.number, CopyWay.CLEAR, copy.group, copy.block_id))
+            else:
+                self._finish(copy, outcome)
+        if self._copies.trouble and not self._has_trouble:
+            self._has_trouble = True
+            logger.warning("kvstore: %s", self._copies.trouble)
+        return bool(ends)
 
-    def _compare(self, copy: CompareBlock, slot: Bytes) -> Outcome:
-        if not self._values:
-            return CopyVoid("values of this type cannot be compared")
-        error = self._caches[copy.group].error(copy.block_id, slot, values=self._values)
-        diverged = error > BOUNDS[self._values]
-        # Damaged bytes fail their checksum, and are no evidence against the space.
-        damaged = diverged and checksum_of(copy.header, [slot.data]) != copy.checksum
+    def _finish(self, copy: Copy, outcome: Outcome) -> None:
+        with self._handoff.core() as core:
+            core.finished(copy, outcome)
+
+    def _outcome(self, copy: Copy, end: CopyEnd) -> Outcome:
+        if end.reason:
+            return CopyVoid(end.reason)
+        if isinstance(copy, CompareBlock):
+            # Damaged bytes fail their checksum, and are no evidence against the space.
+            if end.diverged and self._slot_sum(copy) != copy.checksum:
+                return Mismatch() if self._is_current(copy) else CopyVoid()
+            compared = CopyCompared(end.error, end.diverged)
+            return compared if self._is_current(copy) else CopyVoid()
         if not self._is_current(copy):
             return CopyVoid()
-        return Mismatch() if damaged else CopyCompared(error, diverged)
+        if isinstance(copy, LoadBlock) and copy.checksum not in (None, end.checksum):
+            return Mismatch()
+        return Copied(end.checksum, end.duration_ns)
+
+    def _slot_sum(self, copy: CompareBlock) -> bytes:
+        assert self._arena is not None
+        begin = copy.slot * PAGE_BYTES
+        slot = self._arena.array[begin : begin + self._copies.block_bytes(copy.group)]
+        return checksum_of(copy.header, [slot.data])
 
     def _is_current(self, copy: Copy) -> bool:
         assert self._generations is not None

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvstore.client.core.plan import RankReport, StepPlan
 from kvstore.client.core.rank import RankCore
+
+SELECT_FD_END = 1024
+"""From here on descriptors are too large for select, the only clock that is finer."""
 
 
 class Handoff:
@@ -28,13 +32,16 @@ class Handoff:
         self._changed = threading.Condition(self._lock)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
+        self._is_over: Callable[[], bool] | None = None
+        """Condition that the engine's thread waits for. The copy thread checks it, since a wake in
+        vain costs every block a change of threads."""
 
     # ── engine's thread ──────────────────────────────────────────────────────────────────────────
 
-    def submit(self, plan: StepPlan) -> None:
-        """Queue a step's jobs and wake the copy thread."""
+    def submit(self, plan: StepPlan, after: int = 0) -> None:
+        """Queue a step's jobs, which must not overtake this mark, and wake the copy thread."""
         with self._lock:
-            self._core.submit(plan)
+            self._core.submit(plan, after)
         self._wake()
 
     def keep_off(self, block_ids: Sequence[int], *, timeout_s: float) -> bool:
@@ -47,17 +54,23 @@ class Handoff:
             if not self._core.fence(block_ids):
                 return True
             self._wake()
-            if self._changed.wait_for(lambda: not self._core.fence(block_ids), timeout_s):
+            if self._wait(lambda: not self._core.fence(block_ids), timeout_s):
                 return True
             self._core.give_up(block_ids)
             return False
 
     def wait_for_load(self, timeout_s: float) -> None:
-        """Wait until a load has ended, at most `timeout_s`; no wait if none runs."""
+        """Wait until all loads of a request have ended, at most `timeout_s`; no wait if none
+        runs."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._core.has_ended_loads or not self._core.has_loads, timeout_s
-            )
+            self._wait(lambda: self._core.has_loaded_request or not self._core.has_loads, timeout_s)
+
+    def _wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        self._is_over = is_over
+        try:
+            return self._changed.wait_for(is_over, timeout_s)
+        finally:
+            self._is_over = None
 
     def take_report(self) -> RankReport:
         """Results since the last call."""
@@ -73,10 +86,11 @@ class Handoff:
 
     @contextmanager
     def core(self) -> Iterator[RankCore]:
-        """The core, locked; waiting threads wake and look again afterwards."""
+        """The core, locked; afterwards the waiting thread wakes if what it waits for is so."""
         with self._changed:
             yield self._core
-            self._changed.notify_all()
+            if self._is_over is not None and self._is_over():
+                self._changed.notify()
 
     @property
     def stopping(self) -> bool:
@@ -86,6 +100,16 @@ class Handoff:
     def wake_fd(self) -> int:
         """Readable when there may be something to do."""
         return self._wake_fd
+
+    def await_wake(self, timeout_s: float) -> None:
+        """Wait until there may be something to do; finer than a millisecond."""
+        if self._wake_fd < SELECT_FD_END:
+            select.select([self._wake_fd], [], [], timeout_s)
+        else:
+            poller = select.poll()
+            poller.register(self._wake_fd, select.POLLIN)
+            poller.poll(1)
+        self.clear_wake()
 
     def clear_wake(self) -> None:
         """Before looking for work, so that no wake is lost."""

@@ -15,21 +15,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from numpy.lib.stride_tricks import as_strided
-from numpy.typing import NDArray
 
 from kvstore.connector.checks import NotServed
 from kvstore.connector.drafts import draft_layers, lookahead_tokens, models_of
+from kvstore.connector.groups import is_state, kind_of, served_groups, specs_of
 from kvstore.connector.kv_formats import kv_format
-from kvstore.kernels.compare import BOUNDS
 from kvstore.types import Shard
-from kvstore.wire.space import Space
+from kvstore.wire.space import Space, name_group
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 _NOT_THE_MODEL = frozenset(
     {
@@ -65,6 +62,10 @@ _OF_IMAGES = (
 request's options, but not of these."""
 
 
+LAYOUTS = ("LBHNC", "BLHNC")
+"""Those in which a block of a layer is one run of bytes, heads outermost."""
+
+
 class RankPart(msgspec.Struct, frozen=True):
     """A rank's part of the model."""
 
@@ -97,61 +98,18 @@ def layers_in_order(kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
     return list(owners.values())
 
 
-def cache_arrays(
-    kv_caches: Mapping[str, torch.Tensor], *, block_count: int
-) -> list[NDArray[np.uint8]] | NotServed:
-    """Per layer, in order, the cache as [block_count, page_bytes] u8, sharing its memory.
-
-    Args:
-        kv_caches: per layer [block_count, heads, tokens, content], any strides outside of a page.
-        block_count: of the engine; a cache of smaller kernel blocks is not served.
-    """
-    import torch
-
-    arrays = []
-    for name in layers_in_order(kv_caches):
-        cache = kv_caches[name]
-        if cache.device.type != "cpu":
-            return NotServed(
-                f"the KV cache is on {cache.device.type}: this version serves CPU caches only, "
-                "CUDA streams follow"
-            )
-        if cache.ndim != 4 or cache.shape[0] != block_count or not cache[0].is_contiguous():
-            return NotServed(
-                f"the KV cache of {name} is not laid out as one page a block: shape "
-                f"{tuple(cache.shape)}, strides {cache.stride()}"
-            )
-        size = cache.element_size()
-        begin, stride = cache.storage_offset() * size, cache.stride(0) * size
-        memory = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).numpy()
-        page_bytes = cache[0].numel() * size
-        assert begin + (block_count - 1) * stride + page_bytes <= memory.size
-        arrays.append(
-            as_strided(memory[begin:], shape=(block_count, page_bytes), strides=(stride, 1))
-        )
-    return arrays
-
-
-def value_type(kv_caches: Mapping[str, torch.Tensor]) -> str:
-    """Type of the numbers in the cache, a key of `compare.BOUNDS`; empty: another one, such as
-    8 bit, which means little without its scales."""
-    types = {str(cache.dtype).removeprefix("torch.") for cache in kv_caches.values()}
-    name = types.pop() if len(types) == 1 else ""
-    return name if name in BOUNDS else ""
-
-
 def grouped(
     kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> list[dict[str, torch.Tensor]] | NotServed:
-    """The caches by layer of each group whose blocks have keys. Groups share the memory of their
-    layers: a block belongs to one of them at a time."""
+    """The caches by layer of each group that is served, in that order. Groups share the memory of
+    their layers: a block belongs to one of them at a time."""
     names = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
     owned = {cache.data_ptr() for name, cache in kv_caches.items() if name in names}
     if any(cache.data_ptr() not in owned for cache in kv_caches.values()):
         return NotServed("layers outside of the KV cache groups have a cache")
     return [
         {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
-        for group in kv_cache_config.prefix_cacheable_groups
+        for group in (kv_cache_config.kv_cache_groups[n] for n in served_groups(kv_cache_config))
     ]
 
 
@@ -163,7 +121,7 @@ def describe(
     weights: Sequence[str],
     group: int = 0,
 ) -> RankModel | NotServed:
-    """Space and shard of a KV cache group whose caches `cache_arrays` accepted.
+    """Space and shard of a KV cache group whose caches have pages (`devices.cache_pages`).
 
     Args:
         vllm_config, kv_cache_config: of this rank.
@@ -180,7 +138,12 @@ def describe(
         return drafts
     caches = {name: kv_caches[name] for name in names}
     heads = {name: int(cache.shape[1]) for name, cache in caches.items()}
-    part = part_of(vllm_config, kv_cache_config, heads, drafts=drafts)
+    number = served_groups(kv_cache_config)[group]
+    of = kv_cache_config.kv_cache_groups[number]
+    if is_state(of):
+        part = state_part(vllm_config, of, heads)
+    else:
+        part = part_of(vllm_config, kv_cache_config, heads, drafts=drafts)
     if isinstance(part, NotServed):
         return part
     held = part.shard.head_end - part.shard.head_begin
@@ -188,14 +151,18 @@ def describe(
     if len(set(sizes)) > 1 and part.layer_count != len(names):
         return NotServed("its layers differ in size, and those of other pipeline stages are hidden")
     layers = [vllm_config.compilation_config.static_forward_context[name] for name in names]
-    if "" in map(_isa, layers):
+    is_packed = all(cache.device.type == "cpu" for cache in caches.values())
+    isa = _machine() if is_state(of) else _each(map(_isa, layers))
+    if not is_packed:
+        isa = "cuda"  # its backends do not pack pages for a processor
+    elif not is_state(of) and "" in map(_isa, layers):
         return NotServed("the attention backend does not say how it packs its pages")
-    spec = kv_cache_config.prefix_cacheable_groups[group].kv_cache_spec
+    spec = of.kv_cache_spec
     space = Space(
-        **_settings(vllm_config, kv_cache_config, int(spec.block_size), caches, layers),
+        **_settings(vllm_config, kv_cache_config, int(spec.block_size), caches, layers, isa=isa),
         weights=weights[0],
         draft=_draft_digest(vllm_config, weights[-1]) if drafts else "",
-        group=_group_digest(kv_cache_config, spec, names),
+        group=_group_digest(kv_cache_config, of, names),
         layer_count=part.layer_count,
         kv_head_count=part.head_count,
         head_bytes=sizes if len(set(sizes)) > 1 else sizes[:1],
@@ -211,12 +178,13 @@ def _settings(
     block_tokens: int,
     caches: Mapping[str, torch.Tensor],
     layers: Sequence[Any],
+    *,
+    isa: str,
 ) -> dict[str, Any]:
     """Fields of the space that do not depend on the rank's part of the model."""
     import vllm
 
     model, cache_config = vllm_config.model_config, vllm_config.cache_config
-    isa = _each(map(_isa, layers))
     types = _each(cache.dtype for cache in caches.values())
     return {
         "model": model_digest(model),
@@ -299,6 +267,22 @@ def part_of(
     )
 
 
+def state_part(
+    vllm_config: VllmConfig, group: KVCacheGroupSpec, heads: Mapping[str, int]
+) -> RankPart | NotServed:
+    """As `part_of`, of a group of recurrent layers: a state is bytes in an order that only its
+    layer knows, and the part of one rank counts as one head."""
+    parallel = vllm_config.parallel_config
+    alike = {bool(spec.tp_replicated) for spec in specs_of(group)}
+    if len(alike) != 1 or set(heads.values()) != {1}:
+        return NotServed("its recurrent layers are not shared by ranks in one way")
+    total = 1 if alike == {True} else parallel.tensor_parallel_size
+    begin = parallel.rank % total
+    return RankPart(
+        shard=Shard(0, len(heads), begin, begin + 1), layer_count=len(heads), head_count=total
+    )
+
+
 def model_digest(model: ModelConfig) -> str:
     """Digest (hex) of the model's computation, the weights aside.
 
@@ -333,12 +317,17 @@ def _without(config: Any) -> Any:
     return config
 
 
-def _group_digest(kv_cache_config: KVCacheConfig, spec: KVCacheSpec, names: list[str]) -> str:
-    """Digest (hex) of a group's layers and their kind; empty for the only one."""
+def _group_digest(kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec, names: list[str]) -> str:
+    """`Space.group`: kind and digest of a group's layers; empty for the only one."""
     if len(kv_cache_config.kv_cache_groups) == 1:
         return ""
-    kind = (type(spec).__name__, getattr(spec, "sliding_window", 0), names)
-    return hashlib.sha256(msgspec.json.encode(kind)).hexdigest()
+    kinds = []
+    for spec in specs_of(group):
+        reach = [getattr(spec, name, 0) for name in ("sliding_window", "attention_chunk_size")]
+        states = [str(getattr(spec, name, "")) for name in ("mamba_type", "shapes", "dtypes")]
+        kinds.append((type(spec).__name__, reach, states))
+    digest = hashlib.sha256(msgspec.json.encode((kinds, names))).hexdigest()
+    return name_group(kind_of(group), digest)
 
 
 def _draft_digest(vllm_config: VllmConfig, weights: str) -> str:
@@ -358,8 +347,10 @@ def _draft_digest(vllm_config: VllmConfig, weights: str) -> str:
 
 
 def _why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    if kv_cache_config.kv_cache_layout != "LBHNC":
-        return f"the KV cache layout is {kv_cache_config.kv_cache_layout}, not LBHNC"
+    if kv_cache_config.kv_cache_layout not in LAYOUTS:
+        return (
+            f"the KV cache layout is {kv_cache_config.kv_cache_layout}, not {' or '.join(LAYOUTS)}"
+        )
     groups = len(kv_cache_config.kv_cache_groups)
     if groups > 1 and vllm_config.parallel_config.pipeline_parallel_size > 1:
         return f"the layers of {groups} KV cache groups are on several pipeline stages"
@@ -372,12 +363,16 @@ def _isa(layer: Any) -> str:
     MLA layers hide it, which costs nothing: vllm's reference MLA for CPUs turns prefix caching
     off, because it cannot continue a prefix that it did not compute.
     """
-    import torch
-
     isa = getattr(layer, "isa", None)
     if not isinstance(isa, str) or not isa:
         return ""
-    return f"{isa}/{torch.backends.cpu.get_cpu_capability()}/{platform.machine()}"
+    return f"{isa}/{_machine()}"
+
+
+def _machine() -> str:
+    import torch
+
+    return f"{torch.backends.cpu.get_cpu_capability()}/{platform.machine()}"
 
 
 def _hash_seed(algorithm: str) -> str:

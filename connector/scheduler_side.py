@@ -2,10 +2,10 @@
 
 Translates only. Runs on the engine's scheduler thread and never waits for the node, with one
 exception that is bounded: after a lease was asked for it may watch the socket for the answer for up
-to `_SPIN_NS_PER_STEP` a step, because the answer usually takes less than the extra engine step that
-"ask again" costs. For anything else, as blocks that come from disk, only an engine that has nothing
-to compute watches: a step of others is never late for it. While the engine is idle a thread looks
-instead (`attendant.py`), never both at once.
+to `_SPIN_NS_PER_STEP` a step, or `_SPIN_NS_IDLE` while nothing is computed, because the answer
+usually takes less than the extra engine step that "ask again" costs. For anything else, as blocks
+that come from disk, only an engine that has nothing to compute watches: a step of others is never
+late for it. While the engine is idle a thread looks instead (`attendant.py`), never both at once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.client.link import Link, Lost
 from kvstore.connector.adapters import AdapterKeys, Adapters
 from kvstore.connector.checks import NotServed
+from kvstore.connector.handoff import SELECT_FD_END
 from kvstore.connector.media import why_left_out
 from kvstore.errors import AttachError
 from kvstore.obs.logs import RateLimit
-from kvstore.wire.messages import Hint, Message, Story
+from kvstore.wire.messages import Message, Story
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,18 +40,20 @@ if TYPE_CHECKING:
     from kvstore.client.core.config import SchedulerConfig
     from kvstore.client.core.plan import RankReport
     from kvstore.connector.config import ConnectorConfig
+    from kvstore.connector.groups import EngineGroups
 
 logger = logging.getLogger("vllm.kvstore.scheduler")
 logger.addFilter(RateLimit())
 request_logger = logging.getLogger("vllm.kvstore.requests")
 
 _SPIN_NS_PER_STEP = 300_000
+_SPIN_NS_IDLE = 3_000_000
+"""The same while the engine has nothing to compute, where a step more costs 1 to 2 ms."""
 _KEYS_ASKED_PER_STEP = 4096
 """Lookups begun in one step, in keys: a backlog is asked about over several steps, because joining
 and sending keys takes the scheduler's time (2 ms for so many, at the most)."""
 _UNREAD_NS_MAX = 250_000_000
 """A node that takes nothing from a full socket for so long is as good as stopped."""
-_SELECT_FD_END = 1024
 _IDLE_NS = 100_000_000
 """An engine that has not looked at the socket for so long is idle, or in a long step."""
 
@@ -59,12 +62,20 @@ class SchedulerSide:
     """One per engine, in the scheduler's process."""
 
     def __init__(
-        self, config: ConnectorConfig, core_config: SchedulerConfig, *, adapter_dtype: str = ""
+        self,
+        config: ConnectorConfig,
+        core_config: SchedulerConfig,
+        groups: EngineGroups | None = None,
+        *,
+        adapter_dtype: str = "",
+        in_lockstep: bool = False,
     ) -> None:
+        """`groups`: of the engine; None: there is one. `in_lockstep`: other engines wait for each
+        step of this one."""
         self._config = config
-        self._core = SchedulerCore(core_config)
-        self._block_tokens = core_config.block_tokens
-        self._lookahead_tokens = core_config.lookahead_tokens
+        self._groups = groups if groups is not None and groups.are_several else None
+        self._core = SchedulerCore(core_config, None if groups is None else groups.rules)
+        self._table_tokens = core_config.block_sizes if groups is None else groups.table_tokens
         self._link: Link | None = None
         self._adapters = Adapters(dtype=adapter_dtype)
         self._requests: dict[str, Request] = {}
@@ -74,9 +85,11 @@ class SchedulerSide:
         """Requests that wait for their adapter to be read."""
         self._due_tokens: dict[str, int] = {}
         """Tokens at which the next block of a request is complete: most steps complete none."""
-        self._spin_left_ns = _SPIN_NS_PER_STEP
-        self._computes = False
-        """Whether the last step had anything to compute."""
+        self._in_lockstep = in_lockstep
+        self._watched_ns = 0
+        """Time spent in this step on watching the socket."""
+        self._computing: set[str] = set()
+        """Requests that were admitted and have not ended: they wait for the next step."""
         self._keys_left = _KEYS_ASKED_PER_STEP
         self._unsent: deque[Message] = deque()
         """Messages that a full socket did not take yet; bounded: no lookup begins meanwhile."""
@@ -137,8 +150,8 @@ class SchedulerSide:
     def _flush(self, now_ns: int) -> None:
         is_behind = bool(self._unsent)
         for message in self._core.take_outbox():
-            # Hints and stories may be lost; in a backlog they would only make it longer.
-            if not (is_behind and isinstance(message, Hint | Story)):
+            # Stories may be lost; in a backlog they would only make it longer.
+            if not (is_behind and isinstance(message, Story)):
                 self._unsent.append(message)
         if self._link is None:
             self._unsent.clear()
@@ -160,15 +173,24 @@ class SchedulerSide:
 
     def _watch(self) -> None:
         """Wait for the answer to a question just asked, within this step's bound."""
-        if self._link is None or self._spin_left_ns <= 0:
+        if self._link is None or self._watch_left_ns <= 0:
             return
-        if self._link.fileno() >= _SELECT_FD_END:  # which select, the only finer clock, cannot take
-            self._spin_left_ns = 0
+        if self._link.fileno() >= SELECT_FD_END:
+            self._watched_ns = _SPIN_NS_IDLE
             return
         begin_ns = time.monotonic_ns()
-        select.select([self._link.fileno()], [], [], self._spin_left_ns / 1e9)
+        select.select([self._link.fileno()], [], [], self._watch_left_ns / 1e9)
         self.poll()
-        self._spin_left_ns -= time.monotonic_ns() - begin_ns
+        self._watched_ns += time.monotonic_ns() - begin_ns
+
+    @property
+    def _is_idle(self) -> bool:
+        """Nobody waits for the next step but the requests that it would begin."""
+        return not (self._computing or self._in_lockstep)
+
+    @property
+    def _watch_left_ns(self) -> int:
+        return (_SPIN_NS_IDLE if self._is_idle else _SPIN_NS_PER_STEP) - self._watched_ns
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
@@ -196,10 +218,14 @@ class SchedulerSide:
             return True
         self._keys[request.request_id] = keys
         self._requests[request.request_id] = request
-        self._due_tokens[request.request_id] = self._block_tokens + self._lookahead_tokens
         self._core.new_request(
-            request.request_id, keys, prompt_tokens=request.num_prompt_tokens, now_ns=now_ns
+            request.request_id,
+            keys,
+            prompt_tokens=request.num_prompt_tokens,
+            now_ns=now_ns,
+            may_hint=not self._unsent,  # in a backlog hints would only make it longer
         )
+        self._due_tokens[request.request_id] = self._core.due_tokens(request.request_id)
         self._flush(now_ns)
         return True
 
@@ -225,6 +251,7 @@ class SchedulerSide:
         self, request: Request, local_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens to load beyond the local ones; None: ask again next step."""
+        self._computing.discard(request.request_id)  # preempted, if it was
         if request.request_id in self._unread:
             self._unread.discard(request.request_id)
             if not self._begin(request):
@@ -238,9 +265,9 @@ class SchedulerSide:
         while (
             outcome is PENDING
             and self._link is not None
-            and self._spin_left_ns > 0
+            and self._watch_left_ns > 0
             and not self._unsent
-            and (not self._computes or self._core.awaits_answer(request.request_id))
+            and (self._is_idle or self._core.awaits_answer(request.request_id))
         ):
             self._flush(time.monotonic_ns())
             self._watch()
@@ -258,6 +285,7 @@ class SchedulerSide:
             request.request_id,
             self._keys[request.request_id],
             local_tokens=local_tokens,
+            tokens_max=request.num_tokens - 1,
             now_ns=time.monotonic_ns(),
             may_ask=self._keys_left > 0 and not self._unsent,
         )
@@ -271,18 +299,24 @@ class SchedulerSide:
         """The engine admitted the request with this block table."""
         if request.request_id not in self._requests:
             return
-        block_ids = blocks.get_block_ids()[0] if external_tokens else []
+        tables = self._tables(blocks.get_block_ids()) if external_tokens else ()
         if external_tokens:
             # Should an error of ours follow, this load still ends: as failed, and computed again.
-            self._promised = LoadJob(request.request_id, 0, 0, tuple(block_ids), b"", b"", b"")
+            # The engine's own blocks before it are others' too, and valid.
+            targets = tuple(tables[0][self._core.local_blocks(request.request_id) :])
+            self._promised = LoadJob(request.request_id, 0, 0, targets, b"", b"", b"")
         self._core.allocated(
             request.request_id,
             self._keys[request.request_id],
-            block_ids=block_ids,
+            tables=tables,
             external_tokens=external_tokens,
             now_ns=time.monotonic_ns(),
         )
         self._promised = None
+
+    def _tables(self, block_ids: Sequence[list[int]]) -> Sequence[list[int]]:
+        """Tables of the groups that are served."""
+        return block_ids if self._groups is None else self._groups.tables(block_ids)
 
     def file_tokens(self, request: Request) -> int:
         """Tokens of the request's load that came from disk for it."""
@@ -290,6 +324,7 @@ class SchedulerSide:
 
     def request_finished(self, request: Request) -> None:
         """The request ended; its blocks are free at once, fences protect running copies."""
+        self._computing.discard(request.request_id)
         if request.request_id in self._unread:
             self._unread.discard(request.request_id)
             self._leave_out(request, "adapter", time.monotonic_ns())
@@ -317,8 +352,8 @@ class SchedulerSide:
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
         """This step's orders to the ranks."""
         self.poll()
-        self._spin_left_ns = _SPIN_NS_PER_STEP
-        self._computes = bool(output.num_scheduled_tokens)
+        self._computing.update(output.num_scheduled_tokens)
+        self._watched_ns = 0
         self._keys_left = _KEYS_ASKED_PER_STEP
         state = output.kv_connector_block_state
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -329,7 +364,7 @@ class SchedulerSide:
             if computed >= self._due_tokens[request_id] and state is not None:
                 self._store(request, computed, state)
         self._unreturned = plan = self._core.plan(
-            _new_blocks(output, self._block_tokens),
+            _new_blocks(output, self._table_tokens),
             time.monotonic_ns(),
             computed_tokens=sum(output.num_scheduled_tokens.values()),
         )
@@ -342,16 +377,19 @@ class SchedulerSide:
         if self._is_left_out(request):
             return
         request_id = request.request_id
-        full = self._core.full_blocks(
+        settled = self._core.settled_tokens(
             request_id, computed_tokens=computed, known_tokens=request.num_tokens
         )
-        block_ids = state.get_block_ids(request_id) if full else None
+        block_ids = state.get_block_ids(request_id) if settled else None
         if block_ids is not None:
+            tables: Sequence[list[int]] = block_ids
+            if self._groups is not None:
+                offers = state.boundary_state_offloads.get(request_id, ())
+                tables = self._groups.stored_tables(block_ids, offers)
             self._core.fill(
-                request_id, self._keys[request_id], block_ids=block_ids[0], full_blocks=full
+                request_id, self._keys[request_id], tables=tables, settled_tokens=settled
             )
-            done = self._core.dealt_with_blocks(request_id)
-            self._due_tokens[request_id] = (done + 1) * self._block_tokens + self._lookahead_tokens
+            self._due_tokens[request_id] = self._core.due_tokens(request_id)
 
     def rescue_plan(self) -> StepPlan:
         """After an error of ours: loads that the engine waits for must still reach the ranks."""
@@ -409,22 +447,24 @@ class SchedulerSide:
         self._drop("the engine is shutting down", time.monotonic_ns())
 
 
-def _new_blocks(output: SchedulerOutput, block_tokens: int) -> list[int]:
+def _new_blocks(output: SchedulerOutput, table_tokens: Sequence[int]) -> list[int]:
     """Engine blocks that the forward or a copy of this step will overwrite. Blocks computed before,
-    such as prefix-cache hits, are only read; the core names a load's targets."""
+    such as prefix-cache hits, are only read; the core names a load's targets. `table_tokens`: of a
+    block, by group; 0: all its blocks are written in every step."""
     blocks: list[int] = []
+
+    def add(tables: Sequence[list[int]], computed: int) -> None:
+        for table, tokens in zip(tables, table_tokens, strict=True):
+            blocks.extend(table[computed // tokens if tokens else 0 :])
+
     for new in output.scheduled_new_reqs:
-        for group in new.block_ids:
-            blocks.extend(group[new.num_computed_tokens // block_tokens :])
+        add(new.block_ids, new.num_computed_tokens)
     cached = output.scheduled_cached_reqs
-    for request_id, groups, computed in zip(
+    for request_id, tables, computed in zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     ):
-        if groups is None:
-            continue
         # The whole table for a request that was preempted, for others the blocks added to it.
-        first = computed // block_tokens if request_id in cached.resumed_req_ids else 0
-        for group in groups:
-            blocks.extend(group[first:])
+        if tables is not None:
+            add(tables, computed if request_id in cached.resumed_req_ids else 0)
     blocks.extend(copy[1] for copy in output.kv_cache_block_copies or ())
     return blocks

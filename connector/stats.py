@@ -33,6 +33,7 @@ _METRICS = {
     "misses_deadline": "Misses because the node did not answer in time.",
     "misses_breaker_open": "Misses because the circuit breaker was open after several failures.",
     "misses_shadow_check": "Hits that a shadow check recomputed.",
+    "misses_group_not_stored": "Misses because only the blocks with full attention were there.",
     "breaker_openings": "Times the circuit breaker opened after several failures in a row.",
     "shadow_blocks": "Blocks recomputed by shadow checks.",
     "shadow_blocks_diverged": "Recomputed blocks that differed; the space is switched off.",

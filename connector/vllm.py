@@ -33,8 +33,10 @@ from kvstore.client.core.plan import RankReport, StepPlan
 from kvstore.connector.attendant import TURN, Attendant
 from kvstore.connector.checks import check_engine
 from kvstore.connector.config import ConnectorConfig, parse_config
+from kvstore.connector.devices import OpenCopies, open_copies
 from kvstore.connector.drafts import lookahead_tokens
 from kvstore.connector.events import event_endpoints
+from kvstore.connector.groups import EngineGroups
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.connector.stats import KVStorePromMetrics, KVStoreStats
 from kvstore.connector.worker_side import WorkerSide
@@ -116,6 +118,9 @@ def _guarded(
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module. One instance in the scheduler's process, one in each worker's."""
 
+    open_copies: OpenCopies = staticmethod(open_copies)
+    """Makes a rank's copy engine."""
+
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -131,15 +136,20 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             lora = vllm_config.lora_config
+            groups = EngineGroups(vllm_config, kv_cache_config)
             self._scheduler = SchedulerSide(
                 config,
-                _core_config(config, vllm_config),
+                _core_config(config, vllm_config, groups),
+                groups,
                 adapter_dtype="" if lora is None else str(lora.lora_dtype),
+                in_lockstep=vllm_config.parallel_config.data_parallel_size > 1,
             )
             self._attendant = Attendant(weakref.WeakMethod(self.attend))
             self._attendant.start()
         else:
-            self._worker = WorkerSide(config, vllm_config, kv_cache_config)
+            self._worker = WorkerSide(
+                config, vllm_config, kv_cache_config, open_copies=self.open_copies
+            )
 
     def turn_off(self, where: str, error: Exception) -> None:
         """After an error of our own: detach and stay off. Said once."""
@@ -193,7 +203,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    @_guarded(lambda self: None)
+    @_guarded(lambda self: None, also_when_off=True)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -401,19 +411,27 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._detach()
 
 
-def _core_config(config: ConnectorConfig, vllm_config: VllmConfig) -> SchedulerConfig:
+def _core_config(
+    config: ConnectorConfig, vllm_config: VllmConfig, groups: EngineGroups
+) -> SchedulerConfig:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     assert transfer.engine_id is not None
     data_rank = vllm_config.parallel_config.data_parallel_index
     events, events_replay = event_endpoints(vllm_config.kv_events_config, data_rank)
+    if groups.served[0]:
+        # Readers take the events of the engine's first group for those of the prefix.
+        events = events_replay = ""
     return SchedulerConfig(
         engine_id=transfer.engine_id,
         nonce=vllm_config.instance_id or "0",
         process=secrets.token_hex(8),
         tenant=config.tenant,
         rank_count=vllm_config.parallel_config.world_size,
-        block_tokens=vllm_config.cache_config.block_size,
+        block_tokens=groups.block_sizes[0],
+        group_tokens=groups.block_sizes,
+        group_names=groups.names,
+        key_tokens=groups.key_tokens,
         lookahead_tokens=lookahead_tokens(vllm_config),
         label=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
         data_rank=data_rank,

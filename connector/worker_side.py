@@ -20,11 +20,18 @@ from kvstore.client.core.plan import LoadResult, RankReport, StepPlan
 from kvstore.client.core.rank import RankConfig, RankCore, refuse
 from kvstore.connector.checks import NotServed
 from kvstore.connector.copier import Copier
+from kvstore.connector.devices import (
+    GroupLayers,
+    OpenCopies,
+    cache_pages,
+    device_of,
+    open_copies,
+)
 from kvstore.connector.drafts import models_of
 from kvstore.connector.handoff import Handoff
-from kvstore.connector.mapping import cache_arrays, describe, grouped, value_type
+from kvstore.connector.mapping import describe, grouped
 from kvstore.connector.weights import digest_weights
-from kvstore.kernels.pack import PagedCache
+from kvstore.ports import CopyEngine
 from kvstore.wire.groups import Group
 from kvstore.wire.layout import shard_bytes
 
@@ -47,13 +54,21 @@ class WorkerSide:
     """One per worker process. All methods belong to the engine's worker thread."""
 
     def __init__(
-        self, config: ConnectorConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+        self,
+        config: ConnectorConfig,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        open_copies: OpenCopies = open_copies,
     ) -> None:
+        """`open_copies`: makes the copy engine for the caches, by KV cache group."""
+        self._open_copies = open_copies
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._rank: int = vllm_config.parallel_config.rank
         self._handoff: Handoff | None = None
+        self._copies: CopyEngine | None = None
         self._copier: Copier | None = None
         self._reason = "the rank has no cache yet"
         """Why there is no handoff."""
@@ -77,14 +92,14 @@ class WorkerSide:
             self._reason = found.reason
             logger.warning("kvstore: the cache is off: %s", found.reason)
             return
-        rank_config, caches = found
-        self._handoff = Handoff(RankCore(rank_config))
+        rank_config, copies = found
+        self._copies = copies
+        self._handoff = Handoff(RankCore(rank_config, copies_max=copies.copies_max))
         self._copier = Copier(
             self._handoff,
-            caches,
+            copies,
             socket=self._config.socket,
             heartbeat_timeout_ms=self._config.heartbeat_timeout_ms,
-            values=value_type(kv_caches),
         )
         self._copier.start()
 
@@ -95,7 +110,10 @@ class WorkerSide:
 
     def _describe(
         self, kv_caches: dict[str, torch.Tensor]
-    ) -> tuple[RankConfig, list[PagedCache]] | NotServed:
+    ) -> tuple[RankConfig, CopyEngine] | NotServed:
+        device = device_of(kv_caches, unproven_cuda=self._config.unproven_cuda)
+        if isinstance(device, NotServed):
+            return device
         by_group = grouped(self._kv_cache_config, kv_caches)
         if isinstance(by_group, NotServed):
             return by_group
@@ -107,13 +125,18 @@ class WorkerSide:
                 return digest
             weights.append(digest)
         digests = [each.digest for each in weights]
-        groups, caches = [], []
+        groups, held = [], []
         for number, layers in enumerate(by_group):
             group = self._describe_group(number, layers, digests)
             if isinstance(group, NotServed):
                 return group
             groups.append(group[0])
-            caches.append(group[1])
+            held.append(group[1])
+        copies = self._open_copies(held, self._kv_cache_config.num_blocks)
+        if isinstance(copies, NotServed):
+            return copies
+        for number, each in enumerate(groups):
+            assert copies.block_bytes(number) == each.block_bytes, (number, each)
         logger.info(
             "kvstore: weights %s from %d files, %.1f MiB read in %.0f ms",
             " and ".join(each.digest[:8] for each in weights),
@@ -132,23 +155,21 @@ class WorkerSide:
             process=secrets.token_hex(8),
             groups=tuple(groups),
         )
-        return config, caches
+        return config, copies
 
     def _describe_group(
         self, number: int, layers: dict[str, torch.Tensor], weights: list[str]
-    ) -> tuple[Group, PagedCache] | NotServed:
-        arrays = cache_arrays(layers, block_count=self._kv_cache_config.num_blocks)
-        if isinstance(arrays, NotServed):
-            return arrays
+    ) -> tuple[Group, GroupLayers] | NotServed:
+        pages = cache_pages(layers, block_count=self._kv_cache_config.num_blocks)
+        if isinstance(pages, NotServed):
+            return pages
         model = describe(
             self._vllm_config, self._kv_cache_config, layers, weights=weights, group=number
         )
         if isinstance(model, NotServed):
             return model
-        cache = PagedCache(arrays, uncompared=model.uncompared)
-        expected = shard_bytes(model.space, model.shard)
-        assert cache.block_bytes == expected, (cache.block_bytes, expected)
-        return Group(model.space, model.shard, cache.block_bytes), cache
+        size = shard_bytes(model.space, model.shard)
+        return Group(model.space, model.shard, size), GroupLayers(layers, model.uncompared)
 
     # ── a step, in order ─────────────────────────────────────────────────────────────────────────
 
@@ -243,8 +264,8 @@ class WorkerSide:
 
     def _submit(self, plan: StepPlan) -> None:
         self._loading.update(load.request for load in plan.loads)
-        if self._handoff is not None:
-            self._handoff.submit(plan)
+        if self._handoff is not None and self._copies is not None:
+            self._handoff.submit(plan, self._copies.mark())
             return
         refused = refuse(plan, rank=self._rank, reason=self._reason)
         self._refused = _join(self._refused, refused)

@@ -4,6 +4,10 @@
 |----------------|------------------------------------------------|------------------------------|
 | `reference.py` | being obviously right; tests compare with it   | pages ⇄ slot, checksum       |
 | `pack.py`      | speed on a CPU core, any strides               | pages ⇄ slot, checksum       |
+| `compare.py`   | numbers, not bytes                             | pages, slot → distance       |
+| `host.py`      | a cache in the host's memory; the reference    | orders → ends                |
+| `device.py`    | streams, events, pinned memory                 | orders → ends                |
+| `cuda.py`      | one device, through NVIDIA's bindings          | calls of `device.Device`     |
 
-New devices get a module each, compared with the reference. Imports `wire` and `types` only.
+`host` and `device` are `kvstore.ports.CopyEngine`. Imports `ports`, `wire` and `types` only.
 """

@@ -45,12 +45,13 @@ class PagedCache:
     """
 
     def __init__(
-        self, layers: Sequence[Bytes], *, uncompared: Collection[int] = frozenset()
+        self, layers: Sequence[Bytes], *, uncompared: Collection[int] = (), values: str = ""
     ) -> None:
         """Args:
         layers: per layer, in model order, [block_count, page_bytes] u8, writable; bytes of a page
             are contiguous, everything else is free.
         uncompared: places of the layers that `error` leaves out.
+        values: type of the numbers, a key of `compare.BOUNDS`; empty: `error` is not asked for.
 
         Raises:
             ValueError: layers that are no such thing, or differ in their number of blocks.
@@ -62,8 +63,9 @@ class PagedCache:
                 raise ValueError("pages of a cache must be writable bytes")
             if layer.strides[1] != 1:
                 raise ValueError("pages of a cache must be contiguous")
+        self.values, self.uncompared = values, frozenset(uncompared)
         self.block_count = len(layers[0])
-        self._layers = tuple(layers)  # keeps every allocation alive: a run may span several
+        self.layers = tuple(layers)  # keeps every allocation alive: a run may span several
         ends = np.cumsum([layer.shape[1] for layer in layers]).tolist()
         self.block_bytes = int(ends[-1])
         self._compared = [
@@ -99,12 +101,18 @@ class PagedCache:
         self._check(block, slot)
         return checksum_of(header, self._copied(block, slot, is_store=False))
 
-    def error(self, block: int, slot: Bytes, *, values: str) -> float:
+    def clear(self, block: int) -> None:
+        """Fill a block with zeros: attention multiplies masked values by 0, and NaN stays NaN."""
+        assert 0 <= block < self.block_count, f"block {block} of {self.block_count}"
+        for layer in self.layers:
+            layer[block] = 0
+
+    def error(self, block: int, slot: Bytes) -> float:
         """Distance of a block from the slot's (`compare.error_of`); copies nothing."""
         self._check(block, slot)
         computed = [layer[block] for layer, _, _ in self._compared]
         cached = [slot[begin:end] for _, begin, end in self._compared]
-        return error_of(computed, cached, values=values)
+        return error_of(computed, cached, values=self.values)
 
     def _copied(self, block: int, slot: Bytes, *, is_store: bool) -> Iterator[memoryview]:
         """The pages of a block in order, which may lie apart, each piece once it is copied."""

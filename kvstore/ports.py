@@ -7,12 +7,13 @@ FileStore   blocks on a disk                  tiers/file/tier.py, tests/kit/memo
 Transport   from and to arenas of others      transport/{nixl,tcp,ucx}.py, transport/loopback.py
                                               (reference)
 IndexStore  locations of blocks               stores/redis.py, stores/local.py (reference)
+CopyEngine  an engine's cache and slots       kernels/device.py, kernels/host.py (reference)
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -255,6 +256,100 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give all back. Transfers under way get no outcome: as good as UNKNOWN. Idempotent."""
+        ...
+
+
+class CopyWay(enum.Enum):
+    """Work of a copy engine on an engine block and a slot."""
+
+    STORE = "store"
+    """Engine block → slot, with the checksum of the bytes."""
+    LOAD = "load"
+    """Slot → engine block."""
+    COMPARE = "compare"
+    """Nothing is written; how far the values in the two are apart."""
+    CLEAR = "clear"
+    """The engine block is filled with zeros; there is no slot."""
+
+
+class BlockCopy(NamedTuple):
+    """An order to a CopyEngine."""
+
+    number: int
+    """Chosen by the caller; no copy under way has it."""
+    way: CopyWay
+    group: int
+    """KV cache group of the block."""
+    block_id: int
+    begin: int = 0
+    """Offset of the slot in the memory, in bytes."""
+    header: bytes = b""
+    """Bytes before the payload that the checksum covers."""
+    is_verified: bool = True
+    """Whether the checksum of a load is wanted."""
+    after: int = 0
+    """The mark that it must not overtake; 0: none."""
+
+
+class CopyEnd(NamedTuple):
+    """A copy has ended: nothing touches its block and its slot for it any more."""
+
+    number: int
+    checksum: bytes = b""
+    """16 bytes: of the bytes stored, or of those that a verified load read."""
+    error: float = 0.0
+    """Relative distance of the values compared."""
+    diverged: bool = False
+    """The values compared are of another block, model or prompt: another order of computing does
+    not explain them."""
+    duration_ns: int = 0
+    """Time for which it was served; that of copies before it is not counted twice."""
+    reason: str = ""
+    """Why it failed, if it did. The block of such a load holds nothing of use."""
+
+
+class CopyEngine(Protocol):
+    """Moves blocks between a rank's paged cache and the memory that holds slots.
+
+    `mark` is called on the engine's thread, all else on one other. No call waits for a copy. Every
+    copy that was begun ends exactly once, in any order, unless the device hangs. The caller
+    checks generations, before `begin` and after the end.
+    """
+
+    @property
+    def copies_max(self) -> int:
+        """Copies that may be under way at once."""
+        ...
+
+    @property
+    def trouble(self) -> str:
+        """Reason why it is slow or drops stores, with the way to mend it; empty: none."""
+        ...
+
+    def block_bytes(self, group: int) -> int:
+        """Size of a block of a KV cache group."""
+        ...
+
+    def attach(self, memory: NDArray[np.uint8], ready_bytes: Callable[[], int]) -> None:
+        """Slots are in this memory from now on; no copy is under way. Only bytes below
+        `ready_bytes`, which grows, are touched."""
+        ...
+
+    def mark(self) -> int:
+        """A name, more than 0, for all that the engine has given its device to do so far; 0 if
+        that has been done."""
+        ...
+
+    def begin(self, copy: BlockCopy) -> None:
+        """Begin a copy, of which there are fewer than `copies_max` under way."""
+        ...
+
+    def ended(self) -> list[CopyEnd]:
+        """Copies that ended since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Give all back. Copies under way get no end. Idempotent."""
         ...
 
 

@@ -27,8 +27,9 @@ from typing import Any
 
 import msgspec
 
+from kvstore.client.core.copies import Copied
 from kvstore.client.core.plan import RankReport, StepPlan
-from kvstore.client.core.rank import Copied, RankConfig, RankCore
+from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.client.link import Link, Lost
 from kvstore.testing.process import NodeProcess
 from kvstore.types import Shard
@@ -227,9 +228,11 @@ class Bench:
 
 def make_connector(socket: Path, model: Path) -> Any:
     """The real class, with vLLM's real configuration, in the scheduler's role."""
+    import torch
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     from kvstore.connector.vllm import KVStoreConnector
 
@@ -245,7 +248,12 @@ def make_connector(socket: Path, model: Path) -> Any:
         ),
     ).create_engine_config()
     config.cache_config.block_size = BLOCK_TOKENS
-    groups = SimpleNamespace(kv_cache_groups=[], hash_block_size=BLOCK_TOKENS)
+    attention = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.float32
+    )
+    groups = KVCacheConfig(
+        num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["0"], attention)]
+    )
     return KVStoreConnector(config, KVConnectorRole.SCHEDULER, groups), config
 
 

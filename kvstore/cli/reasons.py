@@ -53,6 +53,7 @@ TEXTS: Final = {
     Reason.IMAGES_OFF: "requests with images are neither stored nor loaded (images: none)",
     Reason.NOT_ASKED: "the engine never asked: it ended early, or must not read a cache",
     Reason.OTHER_VERSION: "the engine is of another version, and so is its reason",
+    Reason.GROUP_NOT_STORED: "not all KV cache groups had the blocks that a longer hit needs",
     Reason.NO_ANSWER_YET: "the index had not answered yet which other node holds it",
     Reason.INDEX_AWAY: "which other node holds it is not known: the index does not answer",
     Reason.TOO_MANY_QUESTIONS: "other nodes were not asked: too many questions were under way",

@@ -30,6 +30,8 @@ class ServerConfig:
     max_num_seqs: int = 64
     hash_algorithm: str = "sha256_cbor"
     load_failure_policy: str = "recompute"
+    connector: tuple[str, str] = ("kvstore.connector", "KVStoreConnector")
+    """Module and class."""
     connector_extra: dict[str, object] = field(default_factory=dict)
     """Further keys of `kv_connector_extra_config`."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -49,8 +51,8 @@ class ServerConfig:
             command += ["--num-gpu-blocks-override", str(self.kv_blocks)]
         if self.socket is not None:
             transfer = {
-                "kv_connector": "KVStoreConnector",
-                "kv_connector_module_path": "kvstore.connector",
+                "kv_connector": self.connector[1],
+                "kv_connector_module_path": self.connector[0],
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": self.load_failure_policy,
                 "kv_connector_extra_config": {"socket": str(self.socket), **self.connector_extra},

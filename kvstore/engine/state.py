@@ -37,7 +37,7 @@ from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.learned import Learned
 from kvstore.wire.messages import Message
-from kvstore.wire.space import Space
+from kvstore.wire.space import Space, is_prefix
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,6 +162,8 @@ class State:
         self.commands: list[Command] = []
         self.hung_up: set[ConnectionId] = set()
         """Connections hung up in this step: messages queued from them are ignored."""
+        self._published_unknown: set[tuple[str, SpaceId]] = set()
+        """Spaces of changes that were published before an engine had named their kind."""
         self.credits_due = True
         """Whether a change may allow or need a grant."""
 
@@ -197,10 +199,17 @@ class State:
             self.commands += self.offers.told(changes)
 
     def in_words(self, changes: Iterable[Change]) -> Iterator[Changed]:
-        """Changes with the label and block size of their spaces."""
+        """Changes with the label and block size of their spaces. Readers take any block for a part
+        of a prefix, so those of windows and recurrent layers are left out."""
         for change in changes:
             tenant, space, shard = change.scope
             known = self.known.get((tenant, space))
+            if known is None:
+                self._published_unknown.add((tenant, space))
+            elif not is_prefix(known.space) and (
+                change.stored or (tenant, space) not in self._published_unknown
+            ):
+                continue
             yield Changed(
                 tier=change.tier,
                 stored=change.stored,

@@ -6,5 +6,6 @@
 | `tied`                                      | children that end with this process               |
 | `raw_engine`                                | an engine driven by hand, over the real sockets   |
 | `transports`, `transport_parties`           | the contract of `ports.Transport`, as checks      |
+| `simulated_device`                          | a GPU at its worst, without one                   |
 | `indexer`                                   | the pattern of an indexer that follows KV events  |
 """

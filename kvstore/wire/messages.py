@@ -138,6 +138,8 @@ class Hint(Message, frozen=True):
     request: U64
     keys: KeyArray
     group: GroupIndex = 0
+    first_block: U64 = 0
+    """Number in the prompt of the first of these blocks."""
 
 
 class LeaseAsk(Message, frozen=True):
@@ -320,6 +322,8 @@ class HintReply(Message, frozen=True):
     present: Annotated[bytes, msgspec.Meta(max_length=KEYS_PER_DATAGRAM_MAX // 8)]
     """One bit per key, little bit order, whole bytes: 1 = all shards known in any tier."""
     group: GroupIndex = 0
+    first_block: U64 = 0
+    """As in the Hint."""
 
 
 class LeaseReply(Message, frozen=True):

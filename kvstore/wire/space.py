@@ -18,6 +18,10 @@ from kvstore.wire.bounds import BlockBytes, Count, Label, Tokens
 SIZED_LAYERS_MAX: Final = 1024
 """Layers of a model whose layers differ in size."""
 
+FULL_ATTENTION: Final = "full attention"
+"""Kind of a group of which a leading run of blocks is what an engine can begin with."""
+_BEHIND_KIND: Final = ": "
+
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 
@@ -31,7 +35,8 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft: Label
     """Digest of the draft model whose layers lie in the blocks, too (hex); empty: none does."""
     group: Label
-    """Digest of the KV cache group's layers and kind, of several (hex); empty: the only one."""
+    """Kind and digest (hex) of the KV cache group, one of several: `name_group`; empty: the only
+    one."""
     dtype: Label
     kv_dtype: Label
     quantization: Label
@@ -54,6 +59,22 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash_seed: Label
     kv_format: Label
     """Name that engine versions share which make the same bytes; another version's own name."""
+
+
+def name_group(kind: str, digest: str) -> str:
+    """For `Space.group`."""
+    return f"{kind}{_BEHIND_KIND}{digest}"
+
+
+def group_kind(space: Space) -> str:
+    """Kind of its KV cache group, for people; empty: the model has one group."""
+    return space.group.rpartition(_BEHIND_KIND)[0]
+
+
+def is_prefix(space: Space) -> bool:
+    """Whether its blocks say how long a prefix of a prompt is held. Those of windows and recurrent
+    layers have the same keys, and are of use only beside them."""
+    return group_kind(space) in ("", FULL_ATTENTION)
 
 
 def fingerprint(space: Space, *, weights_epoch: str) -> SpaceId:

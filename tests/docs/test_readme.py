@@ -34,7 +34,13 @@ GUIDES = [
 WORDS_MAX = 1200
 FOREIGN = {  # flags of vLLM, pip and programs of the repository
     *("--prefix-caching-hash-algo", "--kv-transfer-config", "--kv-events-config"),
-    *("--disable-hybrid-kv-cache-manager", "--mm-processor-cache-gb", "--no-enable-prefix-caching"),
+    *(
+        "--mamba-cache-mode",
+        "--prefix-cache-retention-interval",
+        "--speculative-config",
+        "--mm-processor-cache-gb",
+        "--no-enable-prefix-caching",
+    ),
     *("--extra-index-url", "--again", "--seed", "--seeds", "--type", "--patch-file"),
 }
 _FENCE = re.compile(r"([^\n]*)\n```(python|bash|sh)\n(.*?)```", re.DOTALL)

@@ -14,6 +14,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
@@ -45,15 +46,20 @@ from kvstore.wire.messages import (
 ARENA_BYTES: Final = 8 << 20
 BEAT_S: Final = 0.02
 SESSION: Final = 1
+LIES: Final = range(10)
+NOISE: Final = 9
+"""The lie that is about bytes alone: slots that hold noise."""
 
 
 class Liar:
     """Listens at `path` from a thread of its own, for an engine of one rank."""
 
-    def __init__(self, path: Path, *, seed: int) -> None:
+    def __init__(self, path: Path, *, seed: int, lies: Sequence[int] = LIES) -> None:
+        """`lies`: those of `_lie` that it tells."""
         self.asked = 0
         """Questions that it lied to."""
         self._seed = seed
+        self._lies = lies
         self._random = random.Random(seed)
         self._arena = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(seed))
         self._arena.populate(0, ARENA_BYTES)
@@ -152,7 +158,7 @@ class Liar:
     def _lie(self, peer: socket.socket, lease: int, count: int) -> None:
         slots, generations = self._slots(count)
         noise = self._random.randbytes(16 * count)
-        match self._random.randrange(10):
+        match self._random.choice(self._lies):
             case 0:
                 self._send(peer, LeaseReply(lease + 7, 10_000, slots, generations, noise))
             case 1:
@@ -174,6 +180,9 @@ class Liar:
                 self._send(peer, LeaseReply(lease, 10_000, slots, generations))
             case 7:
                 self._send(peer, LeaseReply(lease, 10_000, slots, generations, bytes(16 * count)))
+            case 8:
+                self._send(peer, LeaseReply(lease, 10_000, slots, generations, noise))
+                self._send(peer, LeaseReply(lease, 10_000, slots[:4], generations[:8], noise[:16]))
             case _:
                 self._send(peer, LeaseReply(lease, 10_000, slots, generations, noise))
 

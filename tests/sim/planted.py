@@ -26,12 +26,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.core import loads, lookups, stores
 from kvstore.client.core.lookup import Lookup
 from kvstore.client.core.lookups import EngineLookups
-from kvstore.client.core.plan import LoadJob, LoadResult
+from kvstore.client.core.plan import LoadJob, LoadResult, StoreJob
 from kvstore.client.core.rank import RankCore
+from kvstore.client.core.scheduler import SchedulerCore
+from kvstore.client.core.stores import EngineStores
 from kvstore.engine.events import Fetch, Fetched
 from kvstore.engine.memory.journal import Journal, JournalContents
+from kvstore.engine.memory.quotas import QuotaGroup, Quotas
 from kvstore.engine.memory.table import BlockTable, Keys, Rows
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.sessions.leases import Leases
@@ -49,11 +53,14 @@ from kvstore.tiers.file.segments.catalog import Segment
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.shared import Peers
 from kvstore.tiers.file.tier import FileTier
-from kvstore.types import ConnectionId
+from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.assembly import Assembly
-from kvstore.wire.messages import Distrust
-from kvstore.wire.record import Scope
+from kvstore.wire.checksum import checksum_of
+from kvstore.wire.messages import Distrust, LeaseRelease
+from kvstore.wire.record import BlockPage, Scope, parse_page
+from tests.sim.world import engine, groups
 from tests.sim.world.copies import SimCopies
+from tests.sim.world.groups import NULL_BLOCK, Kind
 
 Planted = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -311,6 +318,127 @@ def fetched_slots_freed_by_a_timer() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Borrower, "_borrow", broken)
 
 
+# ── of engines with several KV cache groups, and of what several ranks share ─────────────────────
+
+
+def window_off_by_one() -> contextlib.AbstractContextManager[Any]:
+    """A load leaves out the first of the blocks that a window reaches."""
+    needed = loads.needed_blocks
+
+    def broken(*arguments: Any) -> list[range]:
+        first, *others = needed(*arguments)
+        return [first, *(each[1:] for each in others)]
+
+    return mock.patch.object(lookups, "needed_blocks", broken)
+
+
+def groups_swapped() -> contextlib.AbstractContextManager[Any]:
+    """Blocks are stored under the keys of the next KV cache group."""
+    bind = EngineStores.bind
+
+    def broken(self: EngineStores, progress: Any, group: int, **more: Any) -> None:
+        bind(self, progress, (group + 1) % len(self._config.block_sizes), **more)
+
+    return mock.patch.object(EngineStores, "bind", broken)
+
+
+def null_block_stored() -> contextlib.AbstractContextManager[Any]:
+    """What stands in a table for blocks that are not kept is taken for one."""
+    return mock.patch.object(stores, "NULL_BLOCK", -1)
+
+
+def state_of_another_boundary() -> contextlib.AbstractContextManager[Any]:
+    """Of a recurrent layer the state that the engine hands over is taken for the one before."""
+    handed_over = groups.handed_over
+
+    def broken(kind: Kind, table: Sequence[int], computed: int) -> list[int]:
+        blocks = handed_over(kind, table, computed)
+        return [*blocks[1:], NULL_BLOCK] if kind == "state" else blocks
+
+    return mock.patch.object(engine, "handed_over", broken)
+
+
+def fence_skipped_for_a_freed_window() -> contextlib.AbstractContextManager[Any]:
+    """Blocks of other groups than the first are handed out again while a store reads them."""
+    begin = EngineStores._begin
+
+    def broken(self: EngineStores, job: StoreJob) -> None:
+        begin(self, job)
+        if job.group:
+            self._source_blocks.subtract(job.block_ids)
+            self._source_blocks = +self._source_blocks
+
+    return mock.patch.object(EngineStores, "_begin", broken)
+
+
+def load_targets_not_fenced() -> contextlib.AbstractContextManager[Any]:
+    """A load writes where a store still reads."""
+    plan = SchedulerCore.plan
+
+    def broken(self: SchedulerCore, *arguments: Any, **more: Any) -> Any:
+        self._load_targets = []
+        return plan(self, *arguments, **more)
+
+    return mock.patch.object(SchedulerCore, "plan", broken)
+
+
+def lease_released_at_the_first_rank() -> contextlib.AbstractContextManager[Any]:
+    """The other ranks still copy."""
+    reported = EngineLookups.reported
+
+    def broken(self: EngineLookups, result: LoadResult, now_ns: int) -> Lookup | None:
+        lookup = reported(self, result, now_ns)
+        entry = self._by_lease.get(result.lease)
+        if lookup is None and entry is not None and entry[0].parts:
+            self._attachment.outbox.append(LeaseRelease(leases=[p.lease for p in entry[0].parts]))
+        return lookup
+
+    return mock.patch.object(EngineLookups, "reported", broken)
+
+
+# ── of tenants and spaces ────────────────────────────────────────────────────────────────────────
+
+
+def quota_rounded_up() -> contextlib.AbstractContextManager[Any]:
+    """A group loses a slot more than it has above its share."""
+    spare = Quotas.spare_bytes
+
+    def broken(self: Quotas, giver: QuotaGroup, asker: QuotaGroup) -> int:
+        found = spare(self, giver, asker)
+        return found + SLOT_BYTES_MIN - 1 if found else 0
+
+    return mock.patch.object(Quotas, "spare_bytes", broken)
+
+
+def record_of_another_space() -> contextlib.AbstractContextManager[Any]:
+    """A record on disk is good, wherever it lies, for whoever asks for its key."""
+
+    def broken(
+        self: Reader, segment: Segment, scope: Scope, prefix: bytes, wanted: WantedBlock, row: int
+    ) -> bool:
+        page = self._headers.page(row)
+        found = parse_page(
+            page, segment_id=bytes(page[8:24]), place=int.from_bytes(page[24:32], "little")
+        )
+        if not isinstance(found, BlockPage) or found.key != wanted.key:
+            return False
+        payload = self._payload(wanted.slot * PAGE_BYTES, scope.block_bytes)
+        return checksum_of(found.scope.prefix() + found.key, [payload]) == found.checksum
+
+    return mock.patch.object(Reader, "_is_good", broken)
+
+
+GROUPED: Sequence[Planted] = (
+    window_off_by_one,
+    groups_swapped,
+    null_block_stored,
+    state_of_another_boundary,
+    fence_skipped_for_a_freed_window,
+    load_targets_not_fenced,
+    lease_released_at_the_first_rank,
+)
+SHARED: Sequence[Planted] = (quota_rounded_up, record_of_another_space)
+"""Of what tenants and spaces share."""
 PLANTED: Sequence[Planted] = (
     free_on_abort,
     lease_checked_before_the_copy_only,
@@ -341,5 +469,6 @@ FOUND: dict[Planted, tuple[str, ...]] = {
     identity_put_aside_too_early: ("disk full", "no descriptors", "node killed"),
     stale_index_after_same_address_restart: ("directory emptied", "directory swapped"),
     batch_path_without_check: ("misdirected read", "clear", "node restarts in a step"),
+    record_of_another_space: ("misdirected read",),
 }
 """With the faults that it takes."""

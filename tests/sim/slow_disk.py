@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.lookups import PENDING, Hit
+from kvstore.client.core.hits import PENDING, Hit
 from kvstore.client.core.plan import LoadResult, RankReport, StepPlan
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.client.core.scheduler import SchedulerCore
@@ -272,7 +272,7 @@ class SlowDiskWorld:
                 self.now_ns += POLL_NS
         loaded = outcome.tokens if isinstance(outcome, Hit) else 0
         self.core.allocated(
-            name, keys, block_ids=range(blocks + 1), external_tokens=loaded, now_ns=self.now_ns
+            name, keys, tables=(range(blocks + 1),), external_tokens=loaded, now_ns=self.now_ns
         )
         if loaded:
             self._load(self.core.plan((), self.now_ns))

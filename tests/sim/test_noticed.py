@@ -20,8 +20,9 @@ from kvstore.engine.memory.slots import SlotState
 from kvstore.wire.messages import NodeMessage, Quiesce
 from tests.sim.world import shrink as shrinking
 from tests.sim.world.copies import Violation
-from tests.sim.world.engine import SimEngine, SimRequest
+from tests.sim.world.engine import SimEngine
 from tests.sim.world.play import World, main
+from tests.sim.world.requests import SimRequest
 from tests.unit.engine import broken
 
 STEPS = 1000
@@ -35,18 +36,18 @@ def fence_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def stores_while_loading(patch: pytest.MonkeyPatch) -> None:
     """A request's blocks are bound to stores while its load still writes them."""
-    full_blocks = SchedulerCore.full_blocks
+    settled_tokens = SchedulerCore.settled_tokens
 
     def changed(self: SchedulerCore, request: str, **tokens: int) -> int:
         entry = self._requests.get(request)
         if entry is None or entry.lookup.stage is not LookupStage.LOADING:
-            return full_blocks(self, request, **tokens)
+            return settled_tokens(self, request, **tokens)
         entry.lookup.stage = LookupStage.NONE
-        full = full_blocks(self, request, **tokens)
+        settled = settled_tokens(self, request, **tokens)
         entry.lookup.stage = LookupStage.LOADING
-        return full
+        return settled
 
-    patch.setattr(SchedulerCore, "full_blocks", changed)
+    patch.setattr(SchedulerCore, "settled_tokens", changed)
 
 
 def freed_while_loading(patch: pytest.MonkeyPatch) -> None:
@@ -102,8 +103,8 @@ def failed_copies_are_sealed(patch: pytest.MonkeyPatch) -> None:
     """A block of which a part was written is published."""
     finished = RankCore._store_finished
 
-    def changed(self: RankCore, job: RunningStore, outcome: Outcome) -> None:
-        finished(self, job, Copied(bytes(16)) if isinstance(outcome, CopyVoid) else outcome)
+    def changed(self: RankCore, job: RunningStore, index: int, outcome: Outcome) -> None:
+        finished(self, job, index, Copied(bytes(16)) if isinstance(outcome, CopyVoid) else outcome)
 
     patch.setattr(RankCore, "_store_finished", changed)
 
@@ -113,7 +114,7 @@ def what_was_given_up_counts(patch: pytest.MonkeyPatch) -> None:
     finished = RankCore.finished
 
     def changed(self: RankCore, copy: Copy, outcome: Outcome) -> None:
-        self._spoiled = False
+        self._spoiled.clear()
         finished(self, copy, outcome)
 
     patch.setattr(RankCore, "finished", changed)

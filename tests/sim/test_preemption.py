@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.world.engine import BLOCK_TOKENS, SimEngine, SimRequest
+from tests.sim.world.engine import SimEngine
+from tests.sim.world.groups import BLOCK_TOKENS
 from tests.sim.world.parts import Knobs
 from tests.sim.world.play import World
+from tests.sim.world.requests import SimRequest
 
 
 def quiet_world(seed: int) -> World:

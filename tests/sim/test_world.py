@@ -15,9 +15,10 @@ from kvstore.types import Shard
 from tests.amounts import amount, covered
 from tests.sim.catalogue import CATALOGUE
 from tests.sim.world.copies import Violation
-from tests.sim.world.engine import SimEngine, SimRequest
+from tests.sim.world.engine import SimEngine
 from tests.sim.world.parts import CLUSTER_FAULTS, FAULTS, LAYOUTS, Knobs
 from tests.sim.world.play import LIVES, Totals, World, draw_steps, main, run_case, run_seeds
+from tests.sim.world.requests import SimRequest
 from tests.sim.world.shrink import Case, shrink
 from tests.sim.world.world import folded
 

@@ -19,15 +19,15 @@ MODULES_MAX = 18
 MEDIAN_LINES_MAX = 8
 LINES_MAX = {
     "cli": 1_920,
-    "client": 2_583,
+    "client": 2_931,
     "config": 1_070,
-    "connector": 2_040,
+    "connector": 2_459,
     "demo": 1_260,
-    "engine": 6_483,
+    "engine": 6_500,
     "index": 1_810,
     "indexer": 710,
-    "kernels": 157,
-    "kvstore": 700,
+    "kernels": 632,
+    "kvstore": 740,
     "net": 510,
     "node": 2_500,
     "obs": 300,
@@ -35,10 +35,10 @@ LINES_MAX = {
     "proto": 430,
     "stores": 1_160,
     "supervisor": 1_060,
-    "testing": 1_150,
+    "testing": 1_309,
     "tiers": 2_790,
     "transport": 1_750,
-    "wire": 1_188,
+    "wire": 1_195,
 }
 """Lines of code of each package, without blanks, comments and docstrings. Whoever needs more takes
 it from another one, or says in the commit why the product is to be larger."""

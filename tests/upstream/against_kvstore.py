@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvstore.client.core.lookup import LookupStage
 from kvstore.client.core.plan import LoadJob, LoadResult, RankReport
 from kvstore.client.link import Link, Lost
 from kvstore.connector import scheduler_side
@@ -51,10 +52,13 @@ PATIENT: Final[dict[str, object]] = {
 }
 
 SYNCHRONOUS: Final = "synchronous load: kvstore's are all asynchronous"
+SEVERAL_GROUPS: Final = "several KV cache groups: what is stored beforehand has one"
 REFUSED: Final = {
     "turns every fault into a recompute": "policy fail: kvstore refuses to start with it",
-    "with one KV cache group": "several KV cache groups: kvstore refuses to start",
-    "serves full attention only": "no full attention: kvstore refuses to start",
+    "with one KV cache group": "drafts beside several groups: kvstore refuses to start",
+    "at the end of blocks": "recurrent layers without prefix caching: kvstore refuses to start",
+    "may be rejected": "drafts beside recurrent layers: kvstore refuses to start",
+    "serves full attention": "no full attention: kvstore refuses to start",
     "whole blocks": "context parallelism: kvstore refuses to start",
 }
 """Words of the connector's own sentence: why the test does not apply."""
@@ -140,7 +144,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in ("cpu_test", "slow_test", "optional", "skip_global_cleanup"):
         config.addinivalue_line("markers", f"{marker}: upstream's")
     # The answer must be there in the step that asks: upstream's tests count steps.
-    scheduler_side._SPIN_NS_PER_STEP = 1_000_000_000
+    scheduler_side._SPIN_NS_PER_STEP = scheduler_side._SPIN_NS_IDLE = 1_000_000_000
     create = KVConnectorFactory.create_connector
     KVConnectorFactory.create_connector = _substitute(create)
     utils: Any = importlib.import_module("tests.v1.kv_connector.unit.utils")
@@ -177,6 +181,8 @@ def _substitute(create: Callable[..., Any]) -> Callable[..., Any]:
         except ValueError as error:
             pytest.skip(_refusal(str(error)))
         assert type(connector) is KVStoreConnector
+        if connector._scheduler is not None and connector._scheduler._groups is not None:
+            pytest.skip(SEVERAL_GROUPS)
         _the_stock().attach(connector, config)
         _stock_as_asked(connector, wanted, config.cache_config.block_size)
         return connector
@@ -207,6 +213,20 @@ def _stock_as_asked(connector: KVStoreConnector, wanted: dict[str, Any], block_t
         return match(request, computed)
 
     cast("Any", connector).get_num_new_matched_tokens = stocked
+    admit = connector.update_state_after_alloc
+
+    def admitted(request: Any, blocks: Any, tokens: int) -> None:
+        """A test that answers in the connector's place must say what the connector would."""
+        side = connector._scheduler
+        assert side is not None
+        entry = side._core._requests[request.request_id]
+        if tokens and entry.lookup.stage is LookupStage.NONE:
+            _the_stock().hold(list(request.block_hashes[: tokens // block_tokens]))
+            answer = match(request, 0)
+            assert answer == (tokens, True), f"the script says {tokens} tokens, kvstore {answer}"
+        admit(request, blocks, tokens)
+
+    cast("Any", connector).update_state_after_alloc = admitted
     build = connector.build_connector_meta
     jobs: dict[str, LoadJob] = {}
 

@@ -6,9 +6,12 @@
 | `config.py`     | limits and names                             | –                             |
 | `dial.py`       | back-off, late greetings, heartbeats         | times → connect, hang up      |
 | `attachment.py` | the scheduler's session and credits          | datagrams → state, credits    |
+| `hits.py`       | lengths of hits, the port of their rules     | –                             |
 | `lookup.py`     | the state of one request's lookup            | –                             |
+| `windows.py`    | blocks of the other KV cache groups          | answers → HitPlan             |
+| `loads.py`      | leased blocks as jobs                        | replies → LoadJob             |
+| `requests.py`   | a request under way, its story               | –                             |
 | `lookups.py`    | leases and loads                             | keys → hit, miss, pending     |
-| `checksums.py`  | checksums of leased slots                    | replies → bytes               |
 | `stores.py`     | which filled blocks go where, fences         | full blocks, credits → StoreJob |
 | `stats.py`      | counters                                     | –                             |
 | `scheduler.py`  | joins them for one engine                    | requests → StepPlan           |

@@ -21,6 +21,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     rank_count: int
     block_tokens: int
+    """Tokens of a block of the first KV cache group, the one with full attention."""
+    group_tokens: tuple[int, ...] = ()
+    """Tokens of a block of each KV cache group; empty: there is one group."""
+    group_names: tuple[str, ...] = ("full attention",)
+    """Names of the KV cache groups, for people."""
+    key_tokens: int = 0
+    """Tokens between two keys of a request, where blocks are longer; 0: `block_tokens`."""
     lookahead_tokens: int = 0
     """Tokens past a block on which its last entries depend, with drafts that read the model's
     hidden states: a block is stored when they are known, and a hit leaves its last block out."""
@@ -52,3 +59,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Keys remembered as stored, so that equal prompts are stored once."""
     push_work_ms_max: int = 1000
     """Longest time that running copies keep an otherwise idle engine stepping."""
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block, by KV cache group."""
+        return self.group_tokens or (self.block_tokens,)
+
+    def keys_per_block(self, group: int) -> int:
+        """Keys of a request for each block of a group."""
+        return self.block_sizes[group] // (self.key_tokens or self.block_tokens)

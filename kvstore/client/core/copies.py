@@ -4,7 +4,7 @@
     StoreJob ────────▶ RunningStore ──copy()──▶ StoreBlock      Copied | Void
       with `compare` ▶ RunningCheck ──copy()──▶ CompareBlock    Compared | Void | Mismatch
 
-Covers: unpacking a plan's arrays, which block is next, the driver's answers, the datagrams about
+Covers: unpacking a plan's arrays, which block is next, ends of copies, the datagrams about
 them. Does not cover: order and reports of jobs (`kvstore.client.core.rank`).
 """
 
@@ -45,6 +45,8 @@ class LoadBlock(msgspec.Struct, frozen=True):
     checksum: bytes | None
     """16 bytes to compare with, or None: the bytes crossed no medium and no restart of the node,
     do not verify."""
+    after: int = 0
+    """The copy engine's mark that it must not overtake; 0: none."""
 
 
 class StoreBlock(msgspec.Struct, frozen=True):
@@ -56,6 +58,8 @@ class StoreBlock(msgspec.Struct, frozen=True):
     generation: Generation
     key: BlockKey
     header: bytes
+    after: int = 0
+    """As of LoadBlock."""
 
 
 class CompareBlock(msgspec.Struct, frozen=True):
@@ -69,6 +73,8 @@ class CompareBlock(msgspec.Struct, frozen=True):
     header: bytes
     checksum: bytes | None
     """16 bytes. Where values differ: without a match the slot's bytes are damaged, nothing more."""
+    after: int = 0
+    """As of LoadBlock."""
 
 
 class Copied(msgspec.Struct, frozen=True):
@@ -113,16 +119,30 @@ class RankColumn(msgspec.Struct, frozen=True):
 
 
 class Job:
-    """One job under way; blocks before `index` are done."""
+    """One job under way. Blocks before `next` were handed out in order; their copies end in any."""
 
-    __slots__ = ("abandoned", "checksums", "generations", "index", "plan", "prefix", "slots")
+    __slots__ = (
+        "abandoned",
+        "after",
+        "checksums",
+        "generations",
+        "in_flight",
+        "next",
+        "plan",
+        "prefix",
+        "slots",
+    )
 
-    def __init__(self, plan: LoadJob | StoreJob, its: RankColumn) -> None:
+    def __init__(self, plan: LoadJob | StoreJob, its: RankColumn, after: int) -> None:
         self.plan = plan
-        self.index = 0
+        self.after = after
+        """The copy engine's mark that no copy of it may overtake."""
+        self.next = 0
+        self.in_flight: set[int] = set()
+        """Indexes of blocks whose copy has not ended."""
         self.prefix = its.prefix
         self.abandoned = ""
-        """Why the job ends with its copy in flight; empty while it goes on."""
+        """Why the job ends with its copies in flight; empty while it goes on."""
         n, column = len(plan.block_ids), its.number
         checksums = plan.checksums
         shards, rest = divmod(len(plan.slots), 4 * n)
@@ -143,9 +163,27 @@ class Job:
         """One per block, None where there is nothing to verify; empty if that is so for all."""
 
     @property
+    def has_next(self) -> bool:
+        """Whether there is a copy to hand out."""
+        return not self.abandoned and self.next < len(self.plan.block_ids)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is in flight, and nothing will be."""
+        return not (self.in_flight or self.has_next)
+
+    @property
     def remaining(self) -> tuple[int, ...]:
-        """Engine blocks from the next one on."""
-        return self.plan.block_ids[self.index :]
+        """Engine blocks whose copy has not ended."""
+        in_flight = (self.plan.block_ids[i] for i in self.in_flight)
+        return (*in_flight, *self.plan.block_ids[self.next :])
+
+    def begin(self) -> int:
+        """Hand out the next copy. Returns its index."""
+        index = self.next
+        self.in_flight.add(index)
+        self.next += 1
+        return index
 
     def places(self, indexes: Iterable[int]) -> tuple[bytes, bytes]:
         """Slots and generations of these blocks, as they travel."""
@@ -155,33 +193,47 @@ class Job:
     def key(self, index: int) -> BlockKey:
         return BlockKey(self.plan.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
 
+    def _block(self, index: int) -> tuple[int, int, SlotId, Generation, BlockKey, bytes]:
+        """The fields that all kinds of copies begin with."""
+        key = self.key(index)
+        return (
+            self.plan.group,
+            self.plan.block_ids[index],
+            SlotId(self.slots[index]),
+            Generation(self.generations[index]),
+            key,
+            header(self.prefix, key),
+        )
+
 
 class RunningLoad(Job):
-    """Slots → engine blocks; ends at the first block that cannot be loaded."""
+    """Slots → engine blocks; no copy begins after one that failed."""
 
-    __slots__ = ("duration_ns",)
+    __slots__ = ("copied", "duration_ns")
     plan: LoadJob
 
-    def __init__(self, plan: LoadJob, its: RankColumn) -> None:
-        super().__init__(plan, its)
+    def __init__(self, plan: LoadJob, its: RankColumn, after: int) -> None:
+        super().__init__(plan, its, after)
+        self.copied: set[int] = set()
         self.duration_ns = 0
+
+    @property
+    def loaded_blocks(self) -> int:
+        """Leading blocks that hold what was stored."""
+        count = 0
+        while count in self.copied:
+            count += 1
+        return count
 
     def verified(self) -> list[int]:
         """Indexes of the blocks that were copied and compared with their checksum."""
-        done = self.checksums[: self.index]
-        return [i for i, checksum in enumerate(done) if checksum is not None]
+        if not self.checksums:
+            return []
+        return [i for i in sorted(self.copied) if self.checksums[i] is not None]
 
-    def copy(self) -> LoadBlock:
-        i, key = self.index, self.key(self.index)
-        return LoadBlock(
-            group=self.plan.group,
-            block_id=self.plan.block_ids[i],
-            slot=SlotId(self.slots[i]),
-            generation=Generation(self.generations[i]),
-            key=key,
-            header=header(self.prefix, key),
-            checksum=self.checksums[i] if self.checksums else None,
-        )
+    def copy(self, index: int) -> LoadBlock:
+        checksum = self.checksums[index] if self.checksums else None
+        return LoadBlock(*self._block(index), checksum, self.after)
 
 
 class RunningStore(Job):
@@ -190,21 +242,13 @@ class RunningStore(Job):
     __slots__ = ("sealed",)
     plan: StoreJob
 
-    def __init__(self, plan: StoreJob, its: RankColumn) -> None:
-        super().__init__(plan, its)
+    def __init__(self, plan: StoreJob, its: RankColumn, after: int) -> None:
+        super().__init__(plan, its, after)
         self.sealed: dict[int, bytes] = {}
         """Checksum by index of the blocks that were copied."""
 
-    def copy(self) -> StoreBlock:
-        i, key = self.index, self.key(self.index)
-        return StoreBlock(
-            group=self.plan.group,
-            block_id=self.plan.block_ids[i],
-            slot=SlotId(self.slots[i]),
-            generation=Generation(self.generations[i]),
-            key=key,
-            header=header(self.prefix, key),
-        )
+    def copy(self, index: int) -> StoreBlock:
+        return StoreBlock(*self._block(index), self.after)
 
 
 class RunningCheck(Job):
@@ -213,34 +257,27 @@ class RunningCheck(Job):
     __slots__ = ("compared", "diverged", "worst")
     plan: StoreJob
 
-    def __init__(self, plan: StoreJob, its: RankColumn) -> None:
-        super().__init__(plan, its)
+    def __init__(self, plan: StoreJob, its: RankColumn, after: int) -> None:
+        super().__init__(plan, its, after)
         self.compared = 0
         self.diverged: list[int] = []
         self.worst = 0.0
 
-    def copy(self) -> CompareBlock:
-        i, key = self.index, self.key(self.index)
-        return CompareBlock(
-            group=self.plan.group,
-            block_id=self.plan.block_ids[i],
-            slot=SlotId(self.slots[i]),
-            generation=Generation(self.generations[i]),
-            key=key,
-            header=header(self.prefix, key),
-            checksum=self.checksums[i] if self.checksums else None,
-        )
+    def copy(self, index: int) -> CompareBlock:
+        checksum = self.checksums[index] if self.checksums else None
+        return CompareBlock(*self._block(index), checksum, self.after)
 
-    def take(self, outcome: Outcome) -> None:
-        """Take the outcome of the block at `index`."""
+    def take(self, index: int, outcome: Outcome) -> None:
+        """Take the outcome of a block."""
         if isinstance(outcome, CopyCompared):
             self.compared += 1
             self.worst = max(self.worst, outcome.error)
             if outcome.diverged:
-                self.diverged.append(self.index)
+                self.diverged.append(index)
 
     def result(self) -> CompareResult:
-        return CompareResult(self.plan.job, self.compared, tuple(self.diverged), self.worst)
+        blocks = tuple(sorted(self.diverged))
+        return CompareResult(self.plan.job, self.compared, blocks, self.worst)
 
 
 # ── messages to the node ─────────────────────────────────────────────────────────────────────────
@@ -272,9 +309,9 @@ def verified(job: RunningLoad) -> Iterator[Verified]:
         yield Verified(*job.places(batch))
 
 
-def distrust(job: Job) -> Distrust:
-    """The bytes of the block at hand are damaged."""
-    return Distrust(*job.places([job.index]))
+def distrust(job: Job, index: int) -> Distrust:
+    """The bytes of this block are damaged."""
+    return Distrust(*job.places([index]))
 
 
 def _batches(indexes: list[int]) -> Iterator[list[int]]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import enum
 
+from kvstore.client.core.hits import HitPlan, Presence
 from kvstore.wire.messages import LeaseReply
 
 
 class LookupStage(enum.Enum):
-    """Where the lookup of one request stands; `lookups.py` has a picture."""
+    """Stage of one request's lookup; `lookups.py` has a picture."""
 
     NONE = 0
     ASKED = 1
@@ -26,11 +27,13 @@ WAITING_STAGES = (LookupStage.ASKED, LookupStage.PROMOTING, LookupStage.HELD)
 
 
 class LookupPart:
-    """One LeaseAsk of a request; long prompts need several."""
+    """One LeaseAsk of a request: long prompts and KV cache groups need several."""
 
     __slots__ = (
         "count",
         "file_blocks",
+        "first",
+        "group",
         "lease",
         "peer_blocks",
         "promoting",
@@ -39,8 +42,11 @@ class LookupPart:
         "ttl_ns",
     )
 
-    def __init__(self, lease: int, count: int) -> None:
+    def __init__(self, lease: int, group: int, first: int, count: int) -> None:
         self.lease = lease
+        self.group = group
+        self.first = first
+        """Number in the prompt of its first block."""
         self.count = count
         self.promoting = 0
         """Blocks behind those of the reply that are on their way to dram."""
@@ -57,34 +63,49 @@ class Lookup:
     """The lookup state of one request. Only `Lookups` changes it."""
 
     __slots__ = (
+        "asked_again_ns",
         "asked_at_ns",
         "asked_leases",
         "detail",
         "failed",
         "first_block",
         "found_blocks",
+        "hinted_ns",
+        "hinted_session",
         "is_probe",
         "is_shadow",
         "is_trial",
         "is_verified",
+        "load_jobs",
         "load_reports",
         "miss_reason",
         "parts",
+        "plan",
+        "present",
         "promoted_until_ns",
         "replied_at_ns",
+        "rounds",
         "session",
         "stage",
-        "target_blocks",
+        "tag",
         "waited_for_disk",
         "waiting_since_ns",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, tag: int = 0) -> None:
+        self.tag = tag
+        """The request's number in hints."""
+        self.present = Presence()
+        self.hinted_ns = 0
+        """When the node was sent hints that name all blocks of the request."""
+        self.hinted_session = 0
+        """In which session; 0: it was not."""
         self.stage = LookupStage.NONE
         self.detail = ""
         """A rank's reason for a load that failed."""
         self.asked_leases: list[int] = []
-        """Leases of the last question, in chain order; kept after their release."""
+        """Leases of the last question about the first KV cache group, in chain order; kept after
+        their release."""
         self.replied_at_ns = 0
         """When the last question was answered in full; 0 while it is not."""
         self.waited_for_disk = False
@@ -102,21 +123,29 @@ class Lookup:
         self.is_verified = False
         """Every block of its load is compared with its checksum."""
         self.asked_at_ns = 0
+        """When the lookup began."""
+        self.asked_again_ns = 0
+        """When its last question was asked."""
+        self.plan: HitPlan | None = None
+        """Blocks of all KV cache groups that the hit takes; with one group always None."""
+        self.rounds = 0
+        """Plans so far."""
         self.waiting_since_ns = 0
         """Since when the engine has got the answer to ask again, for any reason; 0: its last answer
         was another."""
         self.parts: list[LookupPart] = []
         self.promoted_until_ns = 0
+        self.load_jobs = 0
+        """Under way: one for each KV cache group."""
         self.load_reports = 0
         self.miss_reason = ""
-        self.target_blocks: tuple[int, ...] = ()
 
     @property
     def file_blocks(self) -> int:
-        """Blocks found that came from disk for this request."""
-        return sum(part.file_blocks for part in self.parts)
+        """Blocks found of the first group that came from disk for this request."""
+        return sum(part.file_blocks for part in self.parts if not part.group)
 
     @property
     def peer_blocks(self) -> int:
-        """Blocks found that came from another node for this request."""
-        return sum(part.peer_blocks for part in self.parts)
+        """Blocks found of the first group that came from another node for this request."""
+        return sum(part.peer_blocks for part in self.parts if not part.group)

@@ -13,6 +13,11 @@ request whose load failed is answered 0 for ever; so is one whose hit is compute
 3: nothing here waits, and no request gets the answer to ask again for ever, whatever the node does.
 4: of the loads that begin, every n-th is verified, whatever lookups come between; hits are chosen
 for a shadow check in the same way.
+
+With several KV cache groups the first question is about the leading run of the first group, which
+has full attention; hints ask which blocks of the others the node knows. From HELD the lookup goes
+back to ASKED for those that the engine's rules want of them, at most ROUNDS_MAX times: where some
+are gone by then, the rules have to find a shorter hit.
 Does not cover: a request's state (`lookup.py`), comparing (`shadow.py`), stores (`stores.py`), the
 connection (`attachment.py`).
 """
@@ -25,13 +30,21 @@ import msgspec
 
 from kvstore.breaker import Breaker
 from kvstore.client.core.attachment import Attachment
-from kvstore.client.core.checksums import all_sent, joined_checksums
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
+from kvstore.client.core.hits import PENDING, Hit, HitPlan, HitRules, Miss, Outcome, block_keys
+from kvstore.client.core.loads import (
+    all_sent,
+    found_blocks,
+    joined_checksums,
+    leading_blocks,
+    load_job,
+    needed_blocks,
+)
 from kvstore.client.core.lookup import WAITING_STAGES, Lookup, LookupPart, LookupStage
 from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.stats import SchedulerStats
-from kvstore.types import CHECKSUM_BYTES
+from kvstore.client.core.windows import next_plan, short_parts, surveys
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
     ASKS_PER_LOOKUP_MAX,
@@ -45,27 +58,10 @@ from kvstore.wire.messages import (
     LeaseReply,
 )
 
-
-class Pending(msgspec.Struct, frozen=True):
-    """Ask again in the next step."""
-
-
-class Hit(msgspec.Struct, frozen=True):
-    """So many tokens beyond the prefix-cache hit can be loaded."""
-
-    tokens: int
-
-
-class Miss(msgspec.Struct, frozen=True):
-    """Nothing to load; `reason` is one of a small fixed set of words for metrics and logs."""
-
-    reason: str
-
-
-Outcome = Pending | Hit | Miss
-PENDING = Pending()
-
-
+ROUNDS_MAX = 3
+"""Plans of one lookup: each is shorter, since blocks were missing that the node had known."""
+HINT_NS_MAX = 50 * NS_PER_MS
+"""Answers to the hints of a request are good for so long."""
 SHADOW_CHECK = "shadow check"
 """Why a hit that is computed to be compared is a miss."""
 
@@ -80,8 +76,11 @@ class EngineLookups:
         breaker: Breaker,
         stats: SchedulerStats,
         costs: Costs,
+        rules: HitRules | None,
     ) -> None:
         self._config = config
+        self._sizes = config.block_sizes
+        self._rules = rules
         self._attachment = attachment
         self._breaker = breaker
         """Circuit breaker for lookups."""
@@ -109,6 +108,7 @@ class EngineLookups:
         keys: Sequence[bytes],
         *,
         first_block: int,
+        tokens_max: int,
         now_ns: int,
         may_ask: bool = True,
     ) -> Outcome:
@@ -116,8 +116,11 @@ class EngineLookups:
 
         Idempotent: the engine repeats the question until the request is admitted. With `may_ask`
         False nothing new is asked of the node in this step; the deadline begins with the question.
+        With several KV cache groups a hit ends after at most `tokens_max` tokens of the prompt.
         """
         outcome = self._match(lookup, keys, first_block, now_ns, may_ask=may_ask)
+        if lookup.stage is LookupStage.HELD and outcome is PENDING:
+            outcome = self._held(lookup, keys, first_block, tokens_max, now_ns)
         if outcome is not PENDING:
             lookup.waiting_since_ns = 0
         return outcome
@@ -134,8 +137,8 @@ class EngineLookups:
         if lookup.stage is LookupStage.HELD and self._is_old(lookup, now_ns):
             self.release(lookup)
         if lookup.stage is LookupStage.NONE:
-            wanted = (len(keys) - first_block) * self._config.block_tokens
-            if self._has_waited_long(lookup, wanted, now_ns):
+            blocks = len(keys) // self._config.keys_per_block(0) - first_block
+            if self._has_waited_long(lookup, blocks * self._sizes[0], now_ns):
                 return self._give_up(lookup, now_ns)
             if not may_ask and self._attachment.is_open:
                 return PENDING
@@ -145,35 +148,93 @@ class EngineLookups:
                 return PENDING
             return refusal
         if lookup.stage is LookupStage.ASKED:
-            wanted = sum(part.count for part in lookup.parts) * self._config.block_tokens
-            if now_ns - lookup.asked_at_ns < self._costs.answer_ns(wanted):
+            wanted = sum(part.count for part in lookup.parts) * self._sizes[0]
+            if now_ns - lookup.asked_again_ns < self._costs.answer_ns(wanted):
                 return PENDING
             return self._give_up(lookup, now_ns)
         if lookup.stage is LookupStage.PROMOTING:
             if now_ns < lookup.promoted_until_ns:
                 return PENDING
             self._stats.add("promotions_given_up")
+            for part in lookup.parts:
+                part.promoting = 0
             lookup.stage = LookupStage.HELD
         assert lookup.stage is LookupStage.HELD, lookup.stage
+        return PENDING
+
+    def _held(
+        self,
+        lookup: Lookup,
+        keys: Sequence[bytes],
+        first_block: int,
+        tokens_max: int,
+        now_ns: int,
+    ) -> Outcome:
+        """The answer, once the node has given its own."""
         if lookup.is_verified and not all_sent([part.reply for part in lookup.parts if part.reply]):
             self.release(lookup)
             self._count_failure(self._breaker, now_ns)
             lookup.failed, lookup.detail = "load failed", "the node sent no checksums"
             return self._miss(lookup, lookup.failed)
-        blocks = lookup.first_block + lookup.found_blocks - first_block
-        if self._config.lookahead_tokens:
-            blocks -= 1  # what follows it need not be what followed it when it was stored
-        tokens = blocks * self._config.block_tokens
+        if self._rules is None:
+            blocks = lookup.first_block + lookup.found_blocks - first_block
+            if self._config.lookahead_tokens:
+                blocks -= 1  # what follows it need not be what followed it when it was stored
+            tokens = blocks * self._sizes[0]
+        else:
+            plan = self._plan(self._rules, lookup, keys, tokens_max, now_ns)
+            if plan is None:
+                return PENDING
+            tokens = plan.tokens - first_block * self._sizes[0]
+        lookup.miss_reason = ""
+        if lookup.plan is not None and lookup.plan.lacking_group:
+            lookup.miss_reason = "group not stored"
+            lookup.detail = self._config.group_names[lookup.plan.lacking_group]
         if tokens < max(self._config.min_load_tokens, 1):
             self.release(lookup)
-            return self._miss(lookup, "cost gate" if tokens > 0 else "not stored")
+            nothing = lookup.miss_reason or "not stored"
+            return self._miss(lookup, "cost gate" if tokens > 0 else nothing)
         if lookup.is_shadow and self._is_due(self._hits_unchecked, self._config.shadow_every):
             self._hits_unchecked = 0
             lookup.stage = LookupStage.SHADOW
             lookup.failed = SHADOW_CHECK
             return self._miss(lookup, lookup.failed)
-        lookup.miss_reason = ""
         return Hit(min(tokens, self._costs.least_tokens) if lookup.is_probe else tokens)
+
+    def _plan(
+        self,
+        rules: HitRules,
+        lookup: Lookup,
+        keys: Sequence[bytes],
+        tokens_max: int,
+        now_ns: int,
+    ) -> HitPlan | None:
+        """The hit that is leased in all groups, maybe none; None: its blocks are asked for."""
+        short = short_parts(lookup, self.found_blocks)
+        if lookup.plan is not None and not short:
+            return lookup.plan
+        for part in short:
+            end = part.first + part.count
+            lookup.present.lack(part.group, part.first + self.found_blocks(part), end)
+        self._give_back(lookup, [part for part in lookup.parts if part.group])
+        lookup.rounds += 1
+        if lookup.rounds > ROUNDS_MAX:
+            lookup.plan = HitPlan(0, (), lacking_group=short[0].group if short else 0)
+            return lookup.plan
+        local_tokens = lookup.first_block * self._sizes[0]
+        if lookup.is_probe:
+            tokens_max = min(tokens_max, local_tokens + self._costs.least_tokens)
+        lookup.plan = plan = next_plan(
+            rules, self._config, lookup, key_count=len(keys), tokens_max=tokens_max
+        )
+        if plan.tokens > local_tokens:
+            ranges = needed_blocks(plan, self._sizes, local_tokens, plan.tokens)
+            for group, blocks in enumerate(ranges[1:], 1):
+                self._ask_part(lookup, group, keys, blocks)
+        if all(part.reply for part in lookup.parts):
+            return plan
+        lookup.stage, lookup.asked_again_ns = LookupStage.ASKED, now_ns
+        return None
 
     def _has_waited_long(self, lookup: Lookup, wanted_tokens: int, now_ns: int) -> bool:
         """Whether a request without an answer so far may ask no more. Each wait has its own end;
@@ -197,13 +258,16 @@ class EngineLookups:
         return self._miss(lookup, lookup.failed)
 
     def replied(self, reply: LeaseReply, now_ns: int) -> None:
-        """The node's answer to a LeaseAsk; late or unknown ones are given back."""
+        """The node's answer to a LeaseAsk; late or unknown ones are given back. Only the first
+        counts: what was decided by it must stay true."""
         entry = self._by_lease.get(reply.lease)
         if entry is None:
             if reply.slots:
                 self._attachment.outbox.append(LeaseRelease(leases=[reply.lease]))
             return
         lookup, part = entry
+        if part.reply is not None:
+            return
         part.reply = reply
         part.promoting = reply.promoting
         part.file_blocks, part.peer_blocks = reply.from_file, reply.from_peer
@@ -214,7 +278,7 @@ class EngineLookups:
         self._breaker.succeeded()
         lookup.replied_at_ns = now_ns
         lookup.stage = LookupStage.HELD
-        self._count_found(lookup)
+        lookup.found_blocks = leading_blocks(lookup.parts, self._attachment.shard_counts[0])
         wait_ns = self._worth_waiting_ns(lookup)
         if wait_ns > 0:
             lookup.stage = LookupStage.PROMOTING
@@ -224,13 +288,11 @@ class EngineLookups:
     def grew(self, more: LeaseMore) -> None:
         """More blocks of a lease have come to dram, or none will."""
         entry = self._by_lease.get(more.lease)
-        if entry is None or entry[1].reply is None:
+        if entry is None or (reply := entry[1].reply) is None:
             return
         lookup, part = entry
         if lookup.stage not in (LookupStage.ASKED, LookupStage.PROMOTING):
             return  # nobody waits for them any more; they are released with the lease
-        reply = part.reply
-        assert reply is not None
         part.reply = msgspec.structs.replace(
             reply,
             slots=reply.slots + more.slots,
@@ -241,36 +303,36 @@ class EngineLookups:
         part.file_blocks += more.from_file
         part.peer_blocks += more.from_peer
         if lookup.stage is LookupStage.PROMOTING:
-            self._count_found(lookup)
-            if not self._coming(lookup):
+            lookup.found_blocks = leading_blocks(lookup.parts, self._attachment.shard_counts[0])
+            if not self._coming_tokens(lookup):
                 lookup.stage = LookupStage.HELD
 
-    def _count_found(self, lookup: Lookup) -> None:
-        lookup.found_blocks = 0
-        for part in lookup.parts:
-            found = self.found_blocks(part)
-            lookup.found_blocks += found
-            if found < part.count:
-                break
-
-    def _coming(self, lookup: Lookup) -> int:
-        """Blocks on their way that would lengthen the prefix found."""
+    def _coming_tokens(self, lookup: Lookup) -> int:
+        """Tokens of the blocks on their way that would lengthen the hit."""
+        if lookup.plan is not None:  # without one of these blocks there is no such hit
+            short = short_parts(lookup, self.found_blocks)
+            if any(self.found_blocks(p) + p.promoting < p.count for p in short):
+                return 0
+            local_tokens = lookup.first_block * self._sizes[0]
+            return lookup.plan.tokens - local_tokens if short else 0
         coming = 0
         for part in lookup.parts:
             coming += part.promoting
             if self.found_blocks(part) + part.promoting < part.count:
                 break
-        return coming
+        return coming * self._sizes[0]
 
     def _worth_waiting_ns(self, lookup: Lookup) -> int:
         """How long to wait for blocks from disk."""
-        coming = self._coming(lookup)
-        if not coming:
+        coming_tokens = self._coming_tokens(lookup)
+        if not coming_tokens:
             return 0
-        estimates = [p.reply.promoting_ms for p in lookup.parts if p.reply and p.promoting]
-        return self._costs.patience_ns(
-            coming * self._config.block_tokens, max(estimates) * NS_PER_MS
-        )
+        estimates = [
+            part.reply.promoting_ms
+            for part in lookup.parts
+            if part.reply and part.promoting and bool(part.group) == (lookup.plan is not None)
+        ]
+        return self._costs.patience_ns(coming_tokens, max(estimates) * NS_PER_MS)
 
     def start_load(
         self,
@@ -278,36 +340,34 @@ class EngineLookups:
         *,
         request: str,
         keys: Sequence[bytes],
-        block_ids: Sequence[int],
-        first_block: int,
-        now_ns: int,
-    ) -> LoadJob:
-        """The job that fills `block_ids` with blocks `first_block`… of the held leases."""
+        tables: Sequence[Sequence[int]],
+        local_tokens: int,
+        tokens: int,
+    ) -> list[LoadJob]:
+        """The jobs, one for each KV cache group, that fill the `tokens` of a Hit behind the
+        `local_tokens` of the engine's own. `tables`: block tables of the request, by group."""
         assert lookup.stage is LookupStage.HELD, lookup.stage
-        shards = self._attachment.shard_counts[0]
-        begin = first_block - lookup.first_block
-        end = begin + len(block_ids)
-        assert 0 <= begin < end <= lookup.found_blocks, (begin, end, lookup.found_blocks)
-        replies = [part.reply for part in lookup.parts if part.reply is not None]
+        end_tokens = local_tokens + tokens
+        assert lookup.plan is None or end_tokens == lookup.plan.tokens, (lookup.plan, end_tokens)
         self._loads_unverified = 0 if lookup.is_verified else self._loads_unverified + 1
         self._hits_unchecked += 1
-
-        def cut(arrays: list[bytes], size: int) -> bytes:
-            return b"".join(arrays)[begin * shards * size : end * shards * size]
-
+        ranges = needed_blocks(lookup.plan, self._sizes, local_tokens, end_tokens)
+        jobs = [
+            load_job(
+                [part for part in lookup.parts if part.group == group],
+                blocks,
+                request=request,
+                session=lookup.session,
+                keys=block_keys(keys, self._config.keys_per_block(group)),
+                table=tables[group],
+                shards=self._attachment.shard_counts[group],
+            )
+            for group, blocks in enumerate(ranges)
+            if blocks
+        ]
         lookup.stage = LookupStage.LOADING
-        lookup.load_reports = 0
-        lookup.target_blocks = tuple(block_ids)
-        return LoadJob(
-            request=request,
-            lease=lookup.parts[0].lease,
-            session=lookup.session,
-            block_ids=lookup.target_blocks,
-            keys=b"".join(keys[first_block : first_block + len(block_ids)]),
-            slots=cut([r.slots for r in replies], 4),
-            generations=cut([r.generations for r in replies], 8),
-            checksums=cut([joined_checksums(replies)], CHECKSUM_BYTES),
-        )
+        lookup.load_jobs, lookup.load_reports = len(jobs), 0
+        return jobs
 
     def reported(self, result: LoadResult, now_ns: int) -> Lookup | None:
         """One rank's result. Returns the lookup when all ranks have reported, else None."""
@@ -323,7 +383,7 @@ class EngineLookups:
                 # Not for a session that ended under its loads.
                 self._count_failure(self._copies, now_ns)
         lookup.load_reports += 1
-        if lookup.load_reports < self._config.rank_count:
+        if lookup.load_reports < self._config.rank_count * lookup.load_jobs:
             return None
         if not lookup.failed:
             self._copies.succeeded()
@@ -333,18 +393,19 @@ class EngineLookups:
 
     def release(self, lookup: Lookup) -> None:
         """Give every lease of the lookup back. No effect when there is none."""
-        released = [part.lease for part in lookup.parts]
-        for lease in released:
-            self._by_lease.pop(lease, None)
-        # An unanswered ask is released too: the node handles datagrams in order.
-        if released and lookup.session == self._attachment.session:
-            self._attachment.outbox.append(LeaseRelease(leases=released))
+        self._give_back(lookup, lookup.parts)
         if lookup.is_trial:
             lookup.is_trial = False
             self._copies.unused()
-        lookup.parts = []
         lookup.stage = LookupStage.NONE
-        lookup.target_blocks = ()
+        lookup.plan, lookup.rounds = None, 0
+
+    def _give_back(self, lookup: Lookup, parts: Sequence[LookupPart]) -> None:
+        released = [part.lease for part in parts if self._by_lease.pop(part.lease, None)]
+        # An unanswered ask is released too: the node handles datagrams in order.
+        if released and lookup.session == self._attachment.session:
+            self._attachment.outbox.append(LeaseRelease(leases=released))
+        lookup.parts = [part for part in lookup.parts if part not in parts]
 
     def renew(self, now_ns: int) -> None:
         """Renew leases past a third of their life. Called every step; cheap when none is due."""
@@ -361,7 +422,7 @@ class EngineLookups:
         self, lookup: Lookup, keys: Sequence[bytes], *, first_block: int, now_ns: int
     ) -> Outcome | None:
         attachment = self._attachment
-        wanted = len(keys) - first_block
+        wanted = len(keys) // self._config.keys_per_block(0) - first_block
         if not attachment.is_open:
             patience_ns = self._costs.answer_ns(wanted * self._config.block_tokens)
             if attachment.is_coming(now_ns, patience_ns):
@@ -381,29 +442,35 @@ class EngineLookups:
         lookup.is_shadow = self._is_due(self._hits_unchecked, self._config.shadow_every)
         due = self._is_due(self._loads_unverified, self._config.verify_every)
         lookup.is_verified = due or lookup.is_shadow
-        keys_per_ask = max(1, KEYS_PER_DATAGRAM_MAX // attachment.shard_counts[0])
         lookup.session = attachment.session
         lookup.first_block = first_block
         lookup.found_blocks = 0
         lookup.asked_at_ns, lookup.replied_at_ns = now_ns, 0
-        lookup.asked_leases, lookup.waited_for_disk = [], False
+        lookup.asked_again_ns = now_ns
+        lookup.waited_for_disk = False
         lookup.stage = LookupStage.ASKED
-        end = min(len(keys), first_block + keys_per_ask * ASKS_PER_LOOKUP_MAX)
-        for begin in range(first_block, end, keys_per_ask):
-            batch = keys[begin : min(begin + keys_per_ask, end)]
-            part = LookupPart(self._next_lease, len(batch))
+        # The node answers in order: these before the question that follows.
+        is_known = lookup.hinted_session == attachment.session
+        if not is_known or now_ns - lookup.hinted_ns > HINT_NS_MAX:
+            attachment.outbox.extend(surveys(self._config, lookup, keys, attachment.shard_counts))
+        blocks = keys_per_ask(attachment.shard_counts[0]) * ASKS_PER_LOOKUP_MAX
+        self._ask_part(lookup, 0, keys, range(first_block, first_block + min(wanted, blocks)))
+        lookup.asked_leases = [part.lease for part in lookup.parts]
+        return None
+
+    def _ask_part(self, lookup: Lookup, group: int, keys: Sequence[bytes], blocks: range) -> None:
+        """Ask for blocks of a group."""
+        names = block_keys(keys, self._config.keys_per_block(group))
+        size = keys_per_ask(self._attachment.shard_counts[group])
+        for begin in blocks[::size]:
+            batch = names[begin : min(begin + size, blocks.stop)]
+            part = LookupPart(self._next_lease, group, begin, len(batch))
             self._next_lease += 1
             lookup.parts.append(part)
-            lookup.asked_leases.append(part.lease)
             self._by_lease[part.lease] = (lookup, part)
-            attachment.outbox.append(
-                LeaseAsk(
-                    lease=part.lease,
-                    keys=b"".join(batch),
-                    with_checksums=lookup.is_verified,
-                )
+            self._attachment.outbox.append(
+                LeaseAsk(part.lease, b"".join(batch), lookup.is_verified, group)
             )
-        return None
 
     @property
     def is_breaker_open(self) -> bool:
@@ -420,10 +487,14 @@ class EngineLookups:
         return 0 < every <= since + 1
 
     def found_blocks(self, part: LookupPart) -> int:
-        """Blocks that the answer to one question leases."""
-        assert part.reply is not None
-        return min(len(part.reply.slots) // (4 * self._attachment.shard_counts[0]), part.count)
+        """As `loads.found_blocks`."""
+        return found_blocks(part, self._attachment.shard_counts[part.group])
 
     def _miss(self, lookup: Lookup, reason: str) -> Miss:
         lookup.miss_reason = reason
         return Miss(reason)
+
+
+def keys_per_ask(shards: int) -> int:
+    """Most keys of one LeaseAsk, whose answer has so many shards for each."""
+    return max(1, KEYS_PER_DATAGRAM_MAX // shards)

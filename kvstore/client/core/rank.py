@@ -1,10 +1,11 @@
 """The state machine of one rank: order of copies, and messages to the node and the scheduler.
 
 Rules:
-1. One copy is in flight at most. Between two copies everything can change: session, plans, socket.
+1. At most `copies_max` copies are in flight, and end in any order; of several places one is left to
+   loads. Meanwhile everything can change: session, plans, socket.
 2. A job of a session that this rank does not serve is not begun: its load fails, its store is
    dropped without a word to the node, because the session's end already voided its credits.
-3. A job ends only after its copy in flight has ended, so that memory is not reused while it is
+3. A job ends only after its copies in flight have ended, so that memory is not reused while it is
    being read or written. Every LoadJob ends in exactly one LoadResult, every StoreJob in exactly
    one entry of `store_jobs_done`, on every path.
 4. Quiet is sent when no copy is in flight and no job is left; so is Hello.
@@ -28,7 +29,6 @@ import msgspec
 
 from kvstore.client.core.copies import (
     PLAN_MALFORMED,
-    CompareBlock,
     Copied,
     Copy,
     CopyVoid,
@@ -39,7 +39,6 @@ from kvstore.client.core.copies import (
     RunningCheck,
     RunningLoad,
     RunningStore,
-    StoreBlock,
     distrust,
     drops,
     seals,
@@ -72,6 +71,8 @@ from kvstore.wire.space import fingerprint
 SESSION_OVER = "the session of this plan is over"
 ATTACHED_ANEW = "the rank attached to the node anew"
 
+RunningJob = RunningLoad | RunningStore | RunningCheck
+
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of this rank. Fixed for the life of its process."""
@@ -87,22 +88,25 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 class RankCore:
     """See the rules on top. Not thread-safe: the driver holds one lock around every call."""
 
-    def __init__(self, config: RankConfig) -> None:
+    def __init__(self, config: RankConfig, *, copies_max: int = 1) -> None:
+        """`copies_max`: copies that the driver can have in flight at once."""
         self._config = config
+        self._copies_max = copies_max
         self._attached = False
         self._session = 0
         self._columns: tuple[RankColumn, ...] = ()
         """By group, of the session."""
         self._quiesce: Quiesce | None = None
-        """Received while a copy was in flight; answered when that ends."""
+        """Received while copies were in flight; answered when they end."""
         self._loads: deque[RunningLoad] = deque()
         self._stores: deque[RunningStore | RunningCheck] = deque()
-        self._current: tuple[RunningLoad | RunningStore | RunningCheck, Copy] | None = None
+        self._in_flight: dict[int, tuple[Copy, RunningJob, int]] = {}
+        """By identity: each copy with its job and its index there."""
         self._reading: Counter[int] = Counter()
         """Engine blocks that a queued or running store has yet to read."""
         self._fenced: frozenset[int] = frozenset()
-        self._spoiled = False
-        """The copy in flight reads a block that is being overwritten: its result is void."""
+        self._spoiled: set[int] = set()
+        """Copies in flight that read a block which is being overwritten: their results are void."""
         self._outbox: list[Message] = []
         self._refused: Refused | None = None
         self._load_results: list[LoadResult] = []
@@ -129,7 +133,7 @@ class RankCore:
 
     def hello(self) -> HelloRank:
         """The first datagram of a connection; asserts that no copy is in flight."""
-        assert self._current is None, "Hello while a copy is in flight"
+        assert not self._in_flight, "Hello while a copy is in flight"
         c = self._config
         return HelloRank(
             protocol=PROTOCOL_VERSION,
@@ -147,7 +151,7 @@ class RankCore:
         Raises:
             ProtocolError: the node speaks another version; close the connection.
         """
-        assert self._current is None, "attached while a copy is in flight"
+        assert not self._in_flight, "attached while a copy is in flight"
         if welcome.protocol != PROTOCOL_VERSION:
             raise ProtocolError(f"protocol {welcome.protocol} where {PROTOCOL_VERSION} is spoken")
         self._abandon_all(ATTACHED_ANEW)
@@ -184,7 +188,10 @@ class RankCore:
 
     def retire(self, reason: str) -> None:
         """The driver ends: nothing runs or will be copied any more. Jobs still end, as failed."""
-        self._session, self._current, self._attached = 0, None, False
+        self._session, self._attached = 0, False
+        for _, job, index in self._in_flight.values():
+            job.in_flight.discard(index)
+        self._in_flight = {}
         self._abandon_all(reason)
         self.disconnected()
 
@@ -195,41 +202,53 @@ class RankCore:
 
     # ── plans ────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, plan: StepPlan) -> None:
-        """Queue a step's jobs. `plan.fence_blocks` is not looked at: see `fence`."""
+    def submit(self, plan: StepPlan, after: int = 0) -> None:
+        """Queue a step's jobs, whose copies must not overtake the copy engine's mark `after`.
+        `plan.fence_blocks` is not looked at: see `fence`."""
         for load in plan.loads:
-            self._submit_load(load)
+            self._submit_load(load, after)
         for store in plan.stores:
-            self._submit_store(store)
+            self._submit_store(store, after)
 
     def next_copy(self) -> Copy | None:
-        """The block to copy now, or None when nothing is left. `finished` must follow."""
-        assert self._current is None, "a copy is in flight"
-        if self._stores and (not self._loads or self._reads(self._stores[0], self._fenced)):
-            store = self._stores[0]
-            self._current = (store, store.copy())
-        elif self._loads:
-            load = self._loads[0]
-            self._current = (load, load.copy())
-        return self._current[1] if self._current else None
+        """A block to copy now, or None: nothing is left to begin, or enough is in flight.
+        `finished` must follow."""
+        if len(self._in_flight) >= self._copies_max:
+            return None
+        load = next((job for job in self._loads if job.has_next), None)
+        store = next((job for job in self._stores if job.has_next), None)
+        job: RunningJob | None = load
+        if store is not None and (load is None or self._reads(store, self._fenced)):
+            job = store
+        if job is None or (job is store and self._is_full_of_stores):
+            return None
+        index = job.begin()
+        copy = job.copy(index)
+        self._in_flight[id(copy)] = (copy, job, index)
+        return copy
+
+    @property
+    def _is_full_of_stores(self) -> bool:
+        """A load that comes finds a place, where there are several."""
+        stores = sum(not isinstance(job, RunningLoad) for _, job, _ in self._in_flight.values())
+        return stores >= max(1, self._copies_max - 1)
 
     def finished(self, copy: Copy, outcome: Outcome) -> None:
-        """The copy that `next_copy` gave has ended."""
-        assert self._current is not None, "no copy is in flight"
-        job, current = self._current
-        assert current is copy, "another copy is in flight"
-        self._current = None
-        if self._spoiled:
-            self._spoiled, outcome = False, CopyVoid("the block was overwritten meanwhile")
+        """A copy that `next_copy` gave has ended."""
+        _, job, index = self._in_flight.pop(id(copy))
+        job.in_flight.discard(index)
+        if id(copy) in self._spoiled:
+            self._spoiled.discard(id(copy))
+            outcome = CopyVoid("the block was overwritten meanwhile")
         if isinstance(job, RunningLoad):
-            self._load_finished(job, outcome)
+            self._load_finished(job, index, outcome)
         else:
-            self._store_finished(job, outcome)
+            self._store_finished(job, index, outcome)
         self._answer_quiesce()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._current or self._loads or self._stores)
+        return bool(self._loads or self._stores)
 
     @property
     def has_loads(self) -> bool:
@@ -237,9 +256,10 @@ class RankCore:
         return bool(self._loads)
 
     @property
-    def has_ended_loads(self) -> bool:
-        """A load's end waits to be reported."""
-        return bool(self._load_results)
+    def has_loaded_request(self) -> bool:
+        """All loads of a request have ended, and the last end waits to be reported."""
+        running = {job.plan.request for job in self._loads}
+        return any(result.request not in running for result in self._load_results)
 
     # ── fences ───────────────────────────────────────────────────────────────────────────────────
 
@@ -263,8 +283,9 @@ class RankCore:
         """End the stores that have yet to read one of these blocks, which may be overwritten from
         now on: the result of a copy in flight that reads one is discarded."""
         fenced = frozenset(block_ids)
-        if self._current is not None and isinstance(self._current[1], StoreBlock | CompareBlock):
-            self._spoiled = self._spoiled or self._current[1].block_id in fenced
+        for copy, _, _ in self._in_flight.values():
+            if copy.block_id in fenced and not isinstance(copy, LoadBlock):
+                self._spoiled.add(id(copy))
         for job in [job for job in self._stores if self._reads(job, fenced)]:
             self._abandon(job, "fenced off")
 
@@ -301,46 +322,46 @@ class RankCore:
 
     # ── loads ────────────────────────────────────────────────────────────────────────────────────
 
-    def _submit_load(self, plan: LoadJob) -> None:
+    def _submit_load(self, plan: LoadJob, after: int) -> None:
         if not plan.block_ids:
             self._load_result(plan, loaded=0, duration_ns=0, reason="")
         elif not self._serves(plan):
             self._load_result(plan, loaded=0, duration_ns=0, reason=SESSION_OVER)
         else:
             try:
-                job = RunningLoad(plan, self._column(plan))
+                job = RunningLoad(plan, self._column(plan), after)
             except ProtocolError as error:
                 self._load_result(plan, loaded=0, duration_ns=0, reason=str(error))
             else:
                 self._loads.append(job)
 
-    def _load_finished(self, job: RunningLoad, outcome: Outcome) -> None:
+    def _load_finished(self, job: RunningLoad, index: int, outcome: Outcome) -> None:
         match outcome:
             case Copied():
-                job.index += 1
+                job.copied.add(index)
                 job.duration_ns += outcome.duration_ns
-                if job.remaining and not job.abandoned:
-                    return
-                self._close_load(job, job.abandoned)
             case CopyVoid():
-                self._close_load(job, outcome.reason)
+                job.abandoned = job.abandoned or outcome.reason
             case Mismatch():
-                self._distrust(job)
-                self._close_load(job, "the checksum of a block does not match")
+                self._distrust(job, index)
+                job.abandoned = job.abandoned or "the checksum of a block does not match"
+        if job.is_over:
+            self._close_load(job, job.abandoned)
 
-    def _distrust(self, job: RunningLoad | RunningCheck) -> None:
+    def _distrust(self, job: RunningLoad | RunningCheck, index: int) -> None:
         if self._attached:
-            self._outbox.append(distrust(job))
+            self._outbox.append(distrust(job, index))
 
     def _close_load(self, job: RunningLoad, reason: str) -> None:
         self._loads.remove(job)
         if self._attached:
             self._outbox += verified(job)
+        loaded = job.loaded_blocks
         self._load_result(
             job.plan,
-            loaded=job.index,
+            loaded=loaded,
             duration_ns=job.duration_ns,
-            reason=reason if job.remaining else "",
+            reason=reason if loaded < len(job.plan.block_ids) else "",
         )
 
     def _load_result(self, plan: LoadJob, *, loaded: int, duration_ns: int, reason: str) -> None:
@@ -358,7 +379,7 @@ class RankCore:
 
     # ── stores ───────────────────────────────────────────────────────────────────────────────────
 
-    def _submit_store(self, plan: StoreJob) -> None:
+    def _submit_store(self, plan: StoreJob, after: int) -> None:
         try:
             if not (self._attached and self._serves(plan) and plan.block_ids):
                 raise ProtocolError(SESSION_OVER)
@@ -367,7 +388,7 @@ class RankCore:
                 self._stores_done.append(plan.job)
                 return
             kind = RunningCheck if plan.compare else RunningStore
-            job = kind(plan, column)
+            job = kind(plan, column, after)
         except ProtocolError:
             self._stores_done.append(plan.job)
             self._blocks_dropped += 0 if plan.compare else len(plan.block_ids)
@@ -375,19 +396,20 @@ class RankCore:
             self._stores.append(job)
             self._reading.update(plan.block_ids)
 
-    def _store_finished(self, job: RunningStore | RunningCheck, outcome: Outcome) -> None:
+    def _store_finished(
+        self, job: RunningStore | RunningCheck, index: int, outcome: Outcome
+    ) -> None:
         if isinstance(job, RunningCheck):
-            job.take(outcome)
+            job.take(index, outcome)
             if isinstance(outcome, Mismatch):
-                self._distrust(job)
+                self._distrust(job, index)
         elif isinstance(outcome, Copied):
             assert len(outcome.checksum) == CHECKSUM_BYTES
-            job.sealed[job.index] = outcome.checksum
+            job.sealed[index] = outcome.checksum
             self._store_ns += outcome.duration_ns
             self._store_bytes += self._config.groups[job.plan.group].block_bytes
-        self._unread(job.plan.block_ids[job.index : job.index + 1])
-        job.index += 1
-        if job.abandoned or not job.remaining:
+        self._unread([job.plan.block_ids[index]])
+        if job.is_over:
             self._close_store(job)
 
     def _close_store(self, job: RunningStore | RunningCheck) -> None:
@@ -425,8 +447,8 @@ class RankCore:
         for store in list(self._stores):
             self._abandon(store, SESSION_OVER)
 
-    def _abandon(self, job: RunningLoad | RunningStore | RunningCheck, reason: str) -> None:
-        if self._current is not None and self._current[0] is job:
+    def _abandon(self, job: RunningJob, reason: str) -> None:
+        if job.in_flight:
             job.abandoned = reason  # closed by `finished`, rule 3
         elif isinstance(job, RunningLoad):
             self._close_load(job, reason)
@@ -434,7 +456,7 @@ class RankCore:
             self._close_store(job)
 
     def _answer_quiesce(self) -> None:
-        if self._quiesce is None or self._current is not None:
+        if self._quiesce is None or self._in_flight:
             return
         assert not self._loads, "a job outlived its session"
         assert not self._stores, "a job outlived its session"
@@ -476,17 +498,3 @@ def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:
         store_jobs_done=tuple(store.job for store in plan.stores),
         blocks_dropped=sum(len(s.block_ids) for s in plan.stores if not s.compare),
     )
-
-
-__all__ = [
-    "Copied",
-    "Copy",
-    "CopyVoid",
-    "LoadBlock",
-    "Mismatch",
-    "Outcome",
-    "RankConfig",
-    "RankCore",
-    "StoreBlock",
-    "refuse",
-]

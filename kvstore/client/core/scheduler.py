@@ -13,20 +13,20 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 import msgspec
-import numpy as np
 
 from kvstore.breaker import Breaker
 from kvstore.client.core.attachment import Attachment, AttachState
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
+from kvstore.client.core.hits import PENDING, Hit, HitRules, Miss, Outcome, block_keys
 from kvstore.client.core.lookup import WAITING_STAGES, Lookup, LookupStage
-from kvstore.client.core.lookups import PENDING, EngineLookups, Hit, Miss, Outcome
-from kvstore.client.core.plan import LoadJob, RankReport, StepPlan
+from kvstore.client.core.lookups import EngineLookups
+from kvstore.client.core.plan import LoadJob, LoadResult, RankReport, StepPlan
+from kvstore.client.core.requests import TrackedRequest, cut_name, story_of
 from kvstore.client.core.shadow import Shadows
 from kvstore.client.core.stats import SchedulerStats
 from kvstore.client.core.stores import HINT_KEYS_MAX, EngineStores, StoreProgress
 from kvstore.wire.messages import (
-    REQUEST_BYTES_MAX,
     Hint,
     HintReply,
     LeaseMore,
@@ -38,50 +38,16 @@ from kvstore.wire.messages import (
 
 STORIES_KEPT_MAX = 64
 """Stories of requests that ended while the node was unreachable; sent when it is back."""
-DETAIL_LENGTH_MAX = 255
-
-
-class _Request:
-    __slots__ = (
-        "answer",
-        "answered_ns",
-        "arrived_ns",
-        "file_tokens",
-        "finished",
-        "load_ns",
-        "loaded_tokens",
-        "local_blocks",
-        "local_tokens",
-        "lookup",
-        "peer_tokens",
-        "progress",
-        "prompt_tokens",
-        "tag",
-    )
-
-    def __init__(self, tag: int, prompt_tokens: int, progress: StoreProgress) -> None:
-        self.tag = tag
-        self.prompt_tokens = prompt_tokens
-        self.progress = progress
-        self.lookup = Lookup()
-        self.local_blocks = 0
-        self.local_tokens = 0
-        self.loaded_tokens = 0
-        self.file_tokens = 0
-        self.peer_tokens = 0
-        self.answer: Outcome | None = None
-        self.arrived_ns = 0
-        self.answered_ns = 0
-        """First answer after the last question to the node."""
-        self.load_ns = 0
-        self.finished = False
 
 
 class SchedulerCore:
     """See the module. All times are the caller's monotonic nanoseconds."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, rules: HitRules | None = None) -> None:
+        """`rules`: of an engine with several KV cache groups."""
+        assert (rules is not None) == (len(config.block_sizes) > 1)
         self.config = config
+        self._rules = rules
         self.stats = SchedulerStats()
         self.attachment = Attachment(config)
         self._breaker = Breaker(
@@ -89,15 +55,14 @@ class SchedulerCore:
         )
         self.costs = Costs(config)
         self._lookups = EngineLookups(
-            config, self.attachment, self._breaker, self.stats, self.costs
+            config, self.attachment, self._breaker, self.stats, self.costs, rules
         )
         self._stores = EngineStores(config, self.attachment, self.stats)
         self._shadows = Shadows(config, self.attachment, self._lookups, self._stores, self.stats)
-        self._requests: dict[str, _Request] = {}
-        self._by_tag: dict[int, _Request] = {}
+        self._requests: dict[str, TrackedRequest] = {}
+        self._by_tag: dict[int, TrackedRequest] = {}
         self._next_tag = 1
         self._loads: list[LoadJob] = []
-        self._loads_running = 0
         self._load_targets: list[int] = []
         self._incarnation = 0
         self._engine_holds_old = False
@@ -120,10 +85,8 @@ class SchedulerCore:
             case HintReply():
                 request = self._by_tag.get(message.request)
                 if request is not None:
-                    bits = np.unpackbits(
-                        np.frombuffer(message.present, dtype=np.uint8), bitorder="little"
-                    )
-                    request.progress.present = bits.astype(bool)
+                    present = request.progress.present
+                    present.heard(message.group, message.first_block, message.present)
             case _:
                 reason = self.attachment.received(message, now_ns)
                 if isinstance(message, SessionOpen):
@@ -168,18 +131,30 @@ class SchedulerCore:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     def new_request(
-        self, request: str, keys: Sequence[bytes], *, prompt_tokens: int, now_ns: int
+        self,
+        request: str,
+        keys: Sequence[bytes],
+        *,
+        prompt_tokens: int,
+        now_ns: int,
+        may_hint: bool = True,
     ) -> None:
-        """A request arrived. Sends a hint; pins nothing."""
+        """A request arrived. Sends hints, if it may; pins nothing."""
         tag = self._next_tag
         self._next_tag += 1
-        entry = _Request(tag, prompt_tokens, self._stores.new_progress())
+        lookup = Lookup(tag)
+        progress = self._stores.new_progress(lookup.present)
+        entry = TrackedRequest(prompt_tokens, lookup, progress)
         self._now_ns = entry.arrived_ns = now_ns
         self._requests[request] = entry
         self._by_tag[tag] = entry
-        if self.attachment.is_open and keys:
-            hinted = b"".join(keys[:HINT_KEYS_MAX])
-            self.attachment.outbox.append(Hint(request=tag, keys=hinted))
+        if not (self.attachment.is_open and may_hint):
+            return
+        for group in range(len(self.config.block_sizes)):
+            if hinted := self._keys(keys, group)[:HINT_KEYS_MAX]:
+                self.attachment.outbox.append(Hint(tag, b"".join(hinted), group))
+        if len(keys) <= HINT_KEYS_MAX:
+            lookup.hinted_ns, lookup.hinted_session = now_ns, self.attachment.session
 
     def match(
         self,
@@ -188,20 +163,21 @@ class SchedulerCore:
         *,
         local_tokens: int,
         now_ns: int,
+        tokens_max: int = 0,
         may_ask: bool = True,
     ) -> Outcome:
-        """How many tokens beyond `local_tokens` (whole blocks) can be loaded. `may_ask`: see
-        `Lookups.match`."""
+        """How many tokens beyond `local_tokens` (whole blocks) can be loaded. `tokens_max`,
+        `may_ask`: see `Lookups.match`."""
         entry = self._requests.get(request)
         if entry is None:
             return Miss("unknown request")
         self._now_ns = now_ns
         entry.local_tokens = local_tokens
-        entry.local_blocks = local_tokens // self.config.block_tokens
         outcome = self._lookups.match(
             entry.lookup,
             keys,
-            first_block=entry.local_blocks,
+            first_block=local_tokens // self.config.block_tokens,
+            tokens_max=tokens_max,
             now_ns=now_ns,
             may_ask=may_ask,
         )
@@ -222,11 +198,11 @@ class SchedulerCore:
         request: str,
         keys: Sequence[bytes],
         *,
-        block_ids: Sequence[int],
+        tables: Sequence[Sequence[int]],
         external_tokens: int,
         now_ns: int,
     ) -> None:
-        """The engine admitted the request; `block_ids` is its whole table.
+        """The engine admitted the request; `tables` are its whole block tables, by KV cache group.
 
         With `external_tokens` > 0 a load is planned into the blocks after the local ones; with 0
         the engine computes, and held leases are given back.
@@ -235,7 +211,7 @@ class SchedulerCore:
         if entry is None:
             return
         lookup = entry.lookup
-        if self._engine_holds_old and entry.local_blocks:
+        if self._engine_holds_old and entry.local_tokens >= self.config.block_tokens:
             entry.progress.is_old = True
             self._shadows.ended(lookup)  # what it computes differs, and nobody is to blame
         # The engine repeats its question at will, but admits a request once a start.
@@ -245,28 +221,26 @@ class SchedulerCore:
         if entry.answer is not None:
             self._count(entry.answer, file_tokens=file_tokens, peer_tokens=peer_tokens)
             entry.answer = None
-        if external_tokens > 0 and lookup.stage is LookupStage.HELD:
-            count = external_tokens // self.config.block_tokens
-            targets = block_ids[entry.local_blocks : entry.local_blocks + count]
-            job = self._lookups.start_load(
+        if external_tokens > 0:
+            jobs = self._lookups.start_load(
                 lookup,
                 request=request,
                 keys=keys,
-                block_ids=targets,
-                first_block=entry.local_blocks,
-                now_ns=now_ns,
+                tables=tables,
+                local_tokens=entry.local_tokens,
+                tokens=external_tokens,
             )
-            self._loads.append(job)
-            self._load_targets.extend(job.block_ids)
-            self._loads_running += 1
+            self._loads.extend(jobs)
+            self._load_targets.extend(block for job in jobs for block in job.block_ids)
+            entry.load_ns = {}
             entry.loaded_tokens = external_tokens
             entry.file_tokens, entry.peer_tokens = file_tokens, peer_tokens
-            self.stats.add("load_blocks", count)
-        elif external_tokens == 0 and lookup.stage in WAITING_STAGES:
+            self.stats.add("load_blocks", sum(len(job.block_ids) for job in jobs))
+        elif lookup.stage in WAITING_STAGES:
             self._lookups.release(lookup)
 
-    def full_blocks(self, request: str, *, computed_tokens: int, known_tokens: int) -> int:
-        """Blocks of the request that will be complete and verified after this step, or 0 when
+    def settled_tokens(self, request: str, *, computed_tokens: int, known_tokens: int) -> int:
+        """Tokens of the request that will be computed and verified after this step, or 0 when
         nothing is left to store or compare: the cheap question asked for every running request.
 
         Args:
@@ -277,41 +251,66 @@ class SchedulerCore:
         entry = self._requests.get(request)
         if entry is None or entry.lookup.stage is LookupStage.LOADING:
             return 0
-        tokens = min(computed_tokens, known_tokens) - self.config.lookahead_tokens
+        tokens = max(0, min(computed_tokens, known_tokens) - self.config.lookahead_tokens)
         if self.config.store == "prompt":
             tokens = min(tokens, entry.prompt_tokens)
-        full = max(tokens, 0) // self.config.block_tokens
-        has_work = self._has_to_store(entry.progress, full)
-        return full if has_work or self._shadows.has_work(entry.lookup, full) else 0
+        if self._has_to_store(entry.progress, tokens):
+            return tokens
+        return tokens if self._shadows.has_work(entry.lookup, tokens) else 0
 
-    def _has_to_store(self, progress: StoreProgress, full_blocks: int) -> bool:
-        return self.config.store != "none" and self._stores.has_work(progress, full_blocks)
+    def _has_to_store(self, progress: StoreProgress, settled_tokens: int) -> bool:
+        return self.config.store != "none" and self._stores.has_work(progress, settled_tokens)
 
     def fill(
-        self, request: str, keys: Sequence[bytes], *, block_ids: Sequence[int], full_blocks: int
+        self,
+        request: str,
+        keys: Sequence[bytes],
+        *,
+        tables: Sequence[Sequence[int]],
+        settled_tokens: int,
     ) -> None:
-        """Store, or compare, the blocks that this step completes. Call only if `full_blocks` is not
-        0."""
+        """Store, or compare, the blocks that this step completes. Call only if `settled_tokens` is
+        not 0. `tables`: of the request, by KV cache group."""
         entry = self._requests[request]
-        full_blocks = min(full_blocks, len(keys), len(block_ids))
-        if self._shadows.has_work(entry.lookup, full_blocks):
+        has_to_store = self._has_to_store(entry.progress, settled_tokens)
+        local_tokens = entry.local_tokens + entry.loaded_tokens
+        for group, (size, table) in enumerate(zip(self.config.block_sizes, tables, strict=True)):
+            names = self._keys(keys, group)
+            full_blocks = min(settled_tokens // size, len(names), len(table))
             self._shadows.bind(
-                entry.lookup, keys=keys, block_ids=block_ids, full_blocks=full_blocks
+                entry.lookup, group, keys=names, block_ids=table, full_blocks=full_blocks
             )
-        if not self._has_to_store(entry.progress, full_blocks):
-            return
-        loaded_end = entry.local_blocks + entry.loaded_tokens // self.config.block_tokens
-        self._stores.bind(
-            entry.progress,
-            keys=keys,
-            block_ids=block_ids,
-            full_blocks=full_blocks,
-            local_blocks=loaded_end,
-        )
+            first = entry.progress.next_blocks[group]
+            if has_to_store and first < full_blocks:
+                self._stores.bind(
+                    entry.progress,
+                    group,
+                    keys=names,
+                    block_ids=table,
+                    full_blocks=full_blocks,
+                    local_blocks=local_tokens // size,
+                    needed=self._needed(group, first, full_blocks),
+                )
 
-    def dealt_with_blocks(self, request: str) -> int:
-        """Leading blocks of the request that are stored, on their way, or known to be held."""
-        return self._requests[request].progress.next_block
+    def _keys(self, keys: Sequence[bytes], group: int) -> Sequence[bytes]:
+        return block_keys(keys, self.config.keys_per_block(group))
+
+    def _needed(self, group: int, first_block: int, end_block: int) -> Sequence[bool] | None:
+        if self._rules is None:
+            return None
+        return self._rules.are_needed(group, first_block, end_block)
+
+    def due_tokens(self, request: str) -> int:
+        """Tokens at which the next block of the request is complete, of any KV cache group."""
+        blocks = zip(
+            self._requests[request].progress.next_blocks, self.config.block_sizes, strict=True
+        )
+        return min((done + 1) * size for done, size in blocks) + self.config.lookahead_tokens
+
+    def local_blocks(self, request: str) -> int:
+        """Leading blocks of the request that the engine had itself when it last asked."""
+        entry = self._requests.get(request)
+        return entry.local_tokens // self.config.block_tokens if entry is not None else 0
 
     def file_tokens(self, request: str) -> int:
         """Tokens of the request's load that came from disk for it."""
@@ -321,19 +320,19 @@ class SchedulerCore:
     def left_out(self, request: str, *, prompt_tokens: int, reason: str, now_ns: int) -> None:
         """A request that bypasses the cache, and why: only its story is sent."""
         self._now_ns = now_ns
-        self._tell(Story(request=_cut(request), prompt_tokens=prompt_tokens, outcome=reason))
+        self._tell(Story(request=cut_name(request), prompt_tokens=prompt_tokens, outcome=reason))
 
     def finished(self, request: str) -> Story | None:
         """The request ended, in whatever way. A running load ends by its ranks' reports."""
         entry = self._requests.pop(request, None)
         if entry is None:
             return None
-        self._by_tag.pop(entry.tag, None)
+        self._by_tag.pop(entry.lookup.tag, None)
         lookup = entry.lookup
         if lookup.stage in WAITING_STAGES:
             self._lookups.release(lookup)
         self._shadows.ended(lookup)
-        story = _story(request, entry)
+        story = story_of(request, entry)
         self._tell(story)
         return story
 
@@ -397,25 +396,7 @@ class SchedulerCore:
             self.attachment.outbox.append(news)
         self._now_ns = now_ns
         for result in report.loads:
-            self.costs.load.loaded(
-                result.loaded_blocks * self.config.block_tokens, result.duration_ns
-            )
-            self.stats.add("load_bytes", result.bytes_moved)
-            self.stats.add("load_ns", result.duration_ns)
-            entry = self._requests.get(result.request)
-            if result.failed_block_ids and not (entry and entry.lookup.failed):
-                self.stats.add("load_failures")
-            if entry is not None:
-                entry.load_ns = max(entry.load_ns, result.duration_ns)
-                if result.failed_block_ids:
-                    entry.loaded_tokens = min(
-                        entry.loaded_tokens, result.loaded_blocks * self.config.block_tokens
-                    )
-                    entry.file_tokens = min(entry.file_tokens, entry.loaded_tokens)
-                    left = entry.loaded_tokens - entry.file_tokens
-                    entry.peer_tokens = min(entry.peer_tokens, left)
-            if self._lookups.reported(result, now_ns) is not None:
-                self._loads_running -= 1
+            self._load_reported(report.rank, result, now_ns)
         for compared in report.compared:
             self._shadows.reported(compared)
         for job in self._stores.reported(report.store_jobs_done):
@@ -424,6 +405,26 @@ class SchedulerCore:
         self.stats.add("store_blocks_dropped", report.blocks_dropped)
         self.stats.add("store_bytes", report.store_bytes)
         self.stats.add("store_ns", report.store_ns)
+
+    def _load_reported(self, rank: int, result: LoadResult, now_ns: int) -> None:
+        self.stats.add("load_bytes", result.bytes_moved)
+        self.stats.add("load_ns", result.duration_ns)
+        entry = self._requests.get(result.request)
+        if result.failed_block_ids and not (entry and entry.lookup.failed):
+            self.stats.add("load_failures")
+        if entry is not None:
+            entry.load_ns[rank] = entry.load_ns.get(rank, 0) + result.duration_ns
+            if result.failed_block_ids:
+                # With several groups the engine computes the whole request.
+                blocks = 0 if self._rules else result.loaded_blocks
+                entry.cut_load(blocks * self.config.block_tokens)
+        has_ended = self._lookups.reported(result, now_ns) is not None
+        if self._rules is None:
+            tokens = result.loaded_blocks * self.config.block_tokens
+            self.costs.load.loaded(tokens, result.duration_ns)
+        elif has_ended and entry is not None:
+            for duration_ns in entry.load_ns.values():  # of all groups
+                self.costs.load.loaded(entry.loaded_tokens, duration_ns)
 
     def has_pending_work(self, now_ns: int) -> bool:
         """Whether an idle engine should keep stepping: copies run, and not for too long."""
@@ -438,37 +439,6 @@ class SchedulerCore:
     def leases_open(self) -> int:
         """Leases not yet given back; 0 when no request is under way."""
         return self._lookups.leases_open
-
-
-def _story(request: str, entry: _Request) -> Story:
-    lookup = entry.lookup
-    asked, answered, replied = lookup.asked_at_ns, entry.answered_ns, lookup.replied_at_ns
-    reason = lookup.miss_reason
-    if not entry.answered_ns:
-        reason = "not asked"
-    return Story(
-        request=_cut(request),
-        prompt_tokens=entry.prompt_tokens,
-        local_tokens=entry.local_tokens,
-        loaded_tokens=entry.loaded_tokens,
-        file_tokens=entry.file_tokens,
-        peer_tokens=entry.peer_tokens,
-        outcome=reason,
-        detail=lookup.detail[:DETAIL_LENGTH_MAX],
-        session=lookup.session,
-        leases=lookup.asked_leases,
-        first_block=lookup.first_block,
-        queued_ns=max(0, (asked or answered) - entry.arrived_ns),
-        lookup_ns=max(0, (replied or answered) - asked) if asked else 0,
-        promotion_ns=max(0, answered - replied) if lookup.waited_for_disk else 0,
-        load_ns=entry.load_ns,
-        stored_blocks=entry.progress.next_block,
-    )
-
-
-def _cut(request: str) -> str:
-    """A request's id as it may travel: users choose theirs."""
-    return request.encode("utf-8", "replace")[:REQUEST_BYTES_MAX].decode("utf-8", "ignore") or "?"
 
 
 __all__ = ["PENDING", "Hit", "Miss", "Outcome", "SchedulerCore"]

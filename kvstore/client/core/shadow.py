@@ -18,43 +18,58 @@ import numpy as np
 
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.lookup import Lookup, LookupStage
+from kvstore.client.core.lookup import Lookup, LookupPart, LookupStage
 from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import CompareResult
 from kvstore.client.core.stats import SchedulerStats
-from kvstore.client.core.stores import EngineStores
+from kvstore.client.core.stores import NULL_BLOCK, EngineStores
 from kvstore.types import CHECKSUM_BYTES
-from kvstore.wire.messages import Compared, LeaseReply
+from kvstore.wire.messages import Compared
 
 BLOCKS_MAX: Final = 64
-"""Compared per hit, spread over all of it: an error in a prefix affects most of its blocks."""
+"""Compared per lease, spread over all of it: an error in a prefix affects most of its blocks."""
 PPM: Final = 1_000_000
 
 
 class _Check:
-    """A hit that is being computed."""
+    """The leased blocks of one KV cache group of a hit that is being computed."""
 
-    __slots__ = ("end_block", "jobs_out", "lookup", "next_block", "reply", "step")
+    __slots__ = ("end_block", "jobs_out", "lookup", "next_block", "part", "reply", "step")
 
-    def __init__(self, lookup: Lookup, reply: LeaseReply, found_blocks: int) -> None:
+    def __init__(self, lookup: Lookup, part: LookupPart, found_blocks: int) -> None:
+        assert part.reply is not None
         self.lookup = lookup
-        self.reply = reply
-        self.step = -(-found_blocks // BLOCKS_MAX)
-        self.next_block = lookup.first_block
-        self.end_block = lookup.first_block + found_blocks
+        self.part = part
+        self.reply = part.reply
+        self.step = max(1, -(-found_blocks // BLOCKS_MAX))
+        self.next_block = part.first
+        self.end_block = part.first + found_blocks
         self.jobs_out = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.next_block >= self.end_block and not self.jobs_out
+
+    def take(self, block_ids: Sequence[int], full_blocks: int) -> list[int]:
+        """Blocks to compare of those up to `full_blocks`, as indices in the lease. The engine does
+        not keep all blocks of a window or of recurrent layers."""
+        first, end = self.part.first, min(full_blocks, self.end_block)
+        blocks = range(self.next_block, end)
+        self.next_block = max(self.next_block, end)
+        return [
+            b - first for b in blocks if not (b - first) % self.step and block_ids[b] != NULL_BLOCK
+        ]
 
 
 class _Job:
     """Some blocks of a hit, under comparison. `blocks` are indices in the lease."""
 
-    __slots__ = ("blocks", "check", "compared", "diverged", "lease", "session", "worst")
+    __slots__ = ("blocks", "check", "compared", "diverged", "session", "worst")
 
     def __init__(self, check: _Check, blocks: list[int]) -> None:
         self.check = check
         self.blocks = blocks
         self.session = check.lookup.session
-        self.lease = check.reply.lease
         self.compared = len(blocks)
         self.diverged: set[int] = set()
         self.worst = 0.0
@@ -76,55 +91,69 @@ class Shadows:
         self._lookups = lookups
         self._stores = stores
         self._stats = stats
-        self._checks: dict[int, _Check] = {}
-        """Lease → check."""
+        self._checks: dict[int, list[_Check]] = {}
+        """By lookup."""
         self._jobs: dict[int, _Job] = {}
 
-    def has_work(self, lookup: Lookup, full_blocks: int) -> bool:
+    def has_work(self, lookup: Lookup, settled_tokens: int) -> bool:
         """Whether `bind` could do anything: the cheap question of every step."""
         if lookup.stage is not LookupStage.SHADOW:
             return False
-        check = self._checks.get(lookup.parts[0].lease)
-        return full_blocks > (lookup.first_block if check is None else check.next_block)
+        sizes = self._config.block_sizes
+        checks = self._checks.get(lookup.tag)
+        if checks is None:
+            return any(settled_tokens // sizes[p.group] > p.first for p in lookup.parts)
+        return any(settled_tokens // sizes[c.part.group] > c.next_block for c in checks)
 
     def bind(
         self,
         lookup: Lookup,
+        group: int,
         *,
         keys: Sequence[bytes],
         block_ids: Sequence[int],
         full_blocks: int,
     ) -> None:
-        """Compare the blocks that this step completes. Arguments as of `EngineStores.bind`."""
-        part = lookup.parts[0]
-        assert part.reply is not None
+        """Compare the blocks of a KV cache group that this step completes. Arguments as of
+        `EngineStores.bind`."""
+        if lookup.stage is not LookupStage.SHADOW:
+            return
         if lookup.session != self._attachment.session:
             self._end(lookup)
             return
-        check = self._checks.get(part.lease)
-        if check is None:
-            found = self._lookups.found_blocks(part)
-            check = self._checks[part.lease] = _Check(lookup, part.reply, found)
-        first, end = lookup.first_block, min(full_blocks, check.end_block)
-        blocks = [b - first for b in range(check.next_block, end) if not (b - first) % check.step]
-        check.next_block = max(check.next_block, end)
-        if blocks:
-            number = self._stores.compare(
-                [block_ids[first + b] for b in blocks],
-                keys=[bytes(keys[first + b]) for b in blocks],
-                slots=self._rows(check.reply.slots, blocks, 4),
-                generations=self._rows(check.reply.generations, blocks, 8),
-                checksums=self._rows(check.reply.checksums, blocks, CHECKSUM_BYTES),
-            )
-            check.jobs_out += 1
-            self._jobs[number] = _Job(check, blocks)
-        self._end_if_done(part.lease, check)
+        checks = self._checks.get(lookup.tag)
+        if checks is None:
+            checks = self._checks[lookup.tag] = [
+                _Check(lookup, part, self._lookups.found_blocks(part)) for part in lookup.parts
+            ]
+        for check in checks:
+            if check.part.group == group:
+                self._compare(check, keys, block_ids, full_blocks)
+        self._end_if_done(lookup)
 
-    def _rows(self, array: bytes, rows: list[int], size: int) -> bytes:
+    def _compare(
+        self, check: _Check, keys: Sequence[bytes], block_ids: Sequence[int], full_blocks: int
+    ) -> None:
+        blocks = check.take(block_ids, full_blocks)
+        if not blocks:
+            return
+        first, group = check.part.first, check.part.group
+        number = self._stores.compare(
+            [block_ids[first + b] for b in blocks],
+            group,
+            keys=[bytes(keys[first + b]) for b in blocks],
+            slots=self._rows(check.reply.slots, group, blocks, 4),
+            generations=self._rows(check.reply.generations, group, blocks, 8),
+            checksums=self._rows(check.reply.checksums, group, blocks, CHECKSUM_BYTES),
+        )
+        check.jobs_out += 1
+        self._jobs[number] = _Job(check, blocks)
+
+    def _rows(self, array: bytes, group: int, rows: list[int], size: int) -> bytes:
         """Rows of an array [n][S]; empty if the array is."""
         if not array:
             return b""
-        shape = (-1, self._attachment.shard_counts[0] * size)
+        shape = (-1, self._attachment.shard_counts[group] * size)
         return np.frombuffer(array, np.uint8).reshape(shape)[rows].tobytes()
 
     def reported(self, result: CompareResult) -> None:
@@ -149,25 +178,24 @@ class Shadows:
             self._attachment.outbox.append(
                 Compared(
                     session=job.session,
-                    lease=job.lease,
+                    lease=check.part.lease,
                     blocks=job.compared,
                     diverged=np.array(blocks, "<u4").tobytes(),
                     error_ppm=int(min(job.worst, 1000.0) * PPM),
                 )
             )
-        self._end_if_done(job.lease, check)
+        self._end_if_done(check.lookup)
 
     def ended(self, lookup: Lookup) -> None:
         """The request is over: running comparisons still end, under generations alone."""
         if lookup.stage is LookupStage.SHADOW:
             self._end(lookup)
 
-    def _end_if_done(self, lease: int, check: _Check) -> None:
-        is_done = check.next_block >= check.end_block and not check.jobs_out
-        if is_done and self._checks.get(lease) is check:
-            self._end(check.lookup)
+    def _end_if_done(self, lookup: Lookup) -> None:
+        checks = self._checks.get(lookup.tag)
+        if checks is not None and all(check.is_done for check in checks):
+            self._end(lookup)
 
     def _end(self, lookup: Lookup) -> None:
-        if lookup.parts:
-            self._checks.pop(lookup.parts[0].lease, None)
+        self._checks.pop(lookup.tag, None)
         self._lookups.release(lookup)

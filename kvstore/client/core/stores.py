@@ -6,6 +6,8 @@ once, so a block that is handed out again while its copy may still run goes into
 
 Rules. 1: a credit is bound to one key, once. 2: keys are taken in chain order; without credits the
 rest waits for a later step of the same request. 3: only a rank's report ends an outstanding block.
+4: each KV cache group has keys, credits and jobs of its own. A block that the engine has freed, or
+that no later hit can need, is left out.
 """
 
 from __future__ import annotations
@@ -13,30 +15,43 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from kvstore.client.core.attachment import Attachment, Credit, credit_arrays
 from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.hits import Mask, Presence
 from kvstore.client.core.plan import StoreJob
 from kvstore.client.core.stats import SchedulerStats
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 
 HINT_KEYS_MAX = KEYS_PER_DATAGRAM_MAX
+NULL_BLOCK = 0
+"""Stands in a block table for blocks that the engine does not keep."""
 
 
 class StoreProgress:
-    """How far one request's blocks have been dealt with. Only `EngineStores` changes it."""
+    """Blocks of one request that are stored, or left out. Only `EngineStores` changes it."""
 
-    __slots__ = ("hint_sequence", "is_old", "next_block", "present")
+    __slots__ = ("hint_sequence", "is_old", "next_blocks", "present")
 
-    def __init__(self, hint_sequence: int) -> None:
-        self.next_block = 0
+    def __init__(self, hint_sequence: int, present: Presence, group_count: int) -> None:
+        self.next_blocks = [0] * group_count
+        """By KV cache group."""
         self.is_old = False
         """Its blocks, or some before them, are of before a reset: none is stored."""
         self.hint_sequence = hint_sequence
-        self.present: np.ndarray | None = None
-        """Bool per prompt block, from the node's answer to the hint."""
+        self.present = present
+        """From the node's answers to hints."""
+
+
+class _BlockBatch:
+    """Blocks of one group that the next plan stores."""
+
+    __slots__ = ("blocks", "credits", "keys")
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.keys: list[bytes] = []
+        self.credits: list[Credit] = []
 
 
 class _Outstanding:
@@ -62,76 +77,98 @@ class EngineStores:
         self._outstanding: dict[int, _Outstanding] = {}
         self._source_blocks: Counter[int] = Counter()
         self._last_submit_ns = 0
-        self._batch_blocks: list[int] = []
-        self._batch_keys: list[bytes] = []
-        self._batch_credits: list[Credit] = []
+        self._batches: dict[int, _BlockBatch] = {}
+        """By KV cache group."""
         self._comparing: list[StoreJob] = []
 
-    def new_progress(self) -> StoreProgress:
+    def new_progress(self, present: Presence) -> StoreProgress:
         """The state of a request whose hint is sent now."""
         self._sequence += 1
-        return StoreProgress(self._sequence)
+        return StoreProgress(self._sequence, present, len(self._config.block_sizes))
 
-    def has_work(self, progress: StoreProgress, full_blocks: int) -> bool:
+    def has_work(self, progress: StoreProgress, settled_tokens: int) -> bool:
         """Whether `bind` could do anything: the cheap question of every step."""
-        is_due = full_blocks > progress.next_block and not progress.is_old
-        return is_due and bool(self._attachment.credits[0])
+        if progress.is_old:
+            return False
+        credits = self._attachment.credits
+        for group, size in enumerate(self._config.block_sizes):
+            if settled_tokens // size > progress.next_blocks[group] and credits[group]:
+                return True
+        return False
 
     def bind(
         self,
         progress: StoreProgress,
+        group: int,
         *,
         keys: Sequence[bytes],
         block_ids: Sequence[int],
         full_blocks: int,
         local_blocks: int,
+        needed: Sequence[bool] | None = None,
     ) -> None:
-        """Bind blocks next_block … full_blocks-1 to credits, as far as credits go.
+        """Bind blocks next_block … full_blocks-1 of a KV cache group to credits, as far as credits
+        go.
 
         Args:
             progress: the request's.
-            keys: of the request, at least `full_blocks`.
+            group: number of the group.
+            keys: of the request's blocks, at least `full_blocks`.
             block_ids: the request's whole block table, at least `full_blocks`.
             full_blocks: blocks complete once this step's forward has run.
             local_blocks: leading blocks that the engine had in its own cache; without an answer to
                 the hint they count as stored.
+            needed: flags of the blocks from next_block on that a later hit can need; None: all.
         """
-        credits = self._attachment.credits[0]
+        credits, batch = (
+            self._attachment.credits[group],
+            self._batches.setdefault(group, _BlockBatch()),
+        )
+        mask = progress.present.get(group)
         self._sequence += 1
-        for i in range(progress.next_block, full_blocks):
-            key = bytes(keys[i])
-            if not self._is_stored(progress, key, i, local_blocks):
+        first = progress.next_blocks[group]
+        for i in range(first, full_blocks):
+            key, block = bytes(keys[i]), int(block_ids[i])
+            name = key + bytes((group,)) if group else key
+            is_kept = block != NULL_BLOCK and (needed is None or needed[i - first])
+            if is_kept and not self._is_stored(progress, mask, name, i, local_blocks):
                 if not credits:
                     self._stats.add("store_blocks_without_credit", full_blocks - i)
                     return
-                self._batch_credits.append(credits.popleft())
-                self._batch_keys.append(key)
-                self._batch_blocks.append(int(block_ids[i]))
-                self._remember(key)
-            progress.next_block = i + 1
+                batch.credits.append(credits.popleft())
+                batch.keys.append(key)
+                batch.blocks.append(block)
+                self._remember(name)
+            progress.next_blocks[group] = i + 1
 
     def take_jobs(self, now_ns: int) -> tuple[StoreJob, ...]:
         """The step's jobs: blocks that were bound, blocks to compare."""
         comparing, self._comparing = tuple(self._comparing), []
         for job in comparing:
             self._begin(job)
-        if not self._batch_keys:
-            return comparing
-        slots, generations = credit_arrays(self._batch_credits)
+        jobs = tuple(
+            self._job(group, batch) for group, batch in self._batches.items() if batch.keys
+        )
+        if jobs:
+            self._last_submit_ns = now_ns
+        self._batches = {}
+        return (*jobs, *comparing)
+
+    def _job(self, group: int, batch: _BlockBatch) -> StoreJob:
+        slots, generations = credit_arrays(batch.credits)
         job = StoreJob(
             job=self._next_job,
             session=self._attachment.session,
-            block_ids=tuple(self._batch_blocks),
-            keys=b"".join(self._batch_keys),
+            block_ids=tuple(batch.blocks),
+            keys=b"".join(batch.keys),
             slots=slots,
             generations=generations,
+            group=group,
         )
         self._begin(job)
         self._stats.add("store_blocks_submitted", len(job.block_ids))
         self._next_job += 1
-        self._last_submit_ns = now_ns
-        self._batch_blocks, self._batch_keys, self._batch_credits = [], [], []
-        return (job, *comparing)
+        return job
 
     def _begin(self, job: StoreJob) -> None:
         self._outstanding[job.job] = _Outstanding(job.block_ids)
@@ -140,13 +177,14 @@ class EngineStores:
     def compare(
         self,
         block_ids: Sequence[int],
+        group: int,
         *,
         keys: list[bytes],
         slots: bytes,
         generations: bytes,
         checksums: bytes,
     ) -> int:
-        """With this step's jobs: read these engine blocks, complete by then, beside these slots.
+        """With this step's jobs: read these blocks of a group, complete by then, beside slots.
         Returns the job's number; it ends like a store, and its blocks are fenced like a store's."""
         self._comparing.append(
             StoreJob(
@@ -158,6 +196,7 @@ class EngineStores:
                 generations=generations,
                 compare=True,
                 checksums=checksums,
+                group=group,
             )
         )
         self._next_job += 1
@@ -201,18 +240,23 @@ class EngineStores:
         return bool(self._outstanding) and now_ns - self._last_submit_ns < limit_ns
 
     def _is_stored(
-        self, progress: StoreProgress, key: bytes, index: int, local_blocks: int
+        self,
+        progress: StoreProgress,
+        present: Mask | None,
+        name: bytes,
+        index: int,
+        local_blocks: int,
     ) -> bool:
-        stored_at = self._recent.get(key)
+        stored_at = self._recent.get(name)
         if stored_at is not None and stored_at > progress.hint_sequence:
             return True
-        # A hint covers the first blocks of a prompt, and its answer is padded to whole bytes.
-        if progress.present is not None and index < min(len(progress.present), HINT_KEYS_MAX):
-            return bool(progress.present[index])
+        # Hints cover the blocks of a prompt, and their answers are padded to whole bytes.
+        if present is not None and index < len(present):
+            return bool(present[index])
         return stored_at is not None or index < local_blocks
 
-    def _remember(self, key: bytes) -> None:
-        self._recent[key] = self._sequence
-        self._recent.move_to_end(key)
+    def _remember(self, name: bytes) -> None:
+        self._recent[name] = self._sequence
+        self._recent.move_to_end(name)
         if len(self._recent) > self._config.recent_keys_max:
             self._recent.popitem(last=False)

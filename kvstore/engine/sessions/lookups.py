@@ -160,7 +160,7 @@ class Lookups:
             if not state.is_off(*asker.address):
                 present = self._hint(asker, keys)
         bits = np.packbits(present, bitorder="little").tobytes()
-        reply = HintReply(request=hint.request, present=bits, group=hint.group)
+        reply = HintReply(hint.request, bits, hint.group, hint.first_block)
         state.send(connection, reply)
         return ""
 

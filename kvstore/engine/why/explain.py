@@ -21,6 +21,7 @@ from kvstore.engine.why.reasons import Reason, reason_of
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import Story, keys_array
+from kvstore.wire.space import is_prefix
 
 STORIES_MAX: Final = 1024
 NS_PER_US: Final = 1000
@@ -141,7 +142,7 @@ class Explain:
         return []
 
     def hashings(self) -> list[HashingReport]:
-        """Parameters for computing the keys of each known space."""
+        """Parameters for computing the keys of each known space that holds prefixes."""
         return [
             HashingReport(
                 space=space.hex(),
@@ -152,6 +153,7 @@ class Explain:
                 hash_seed=known.space.hash_seed,
             )
             for (tenant, space), known in self._state.known.items()
+            if is_prefix(known.space)
         ]
 
     def prefix(self, tenant: str, space: SpaceId, keys: bytes) -> list[RangeReport]:

@@ -59,6 +59,7 @@ class Reason(enum.IntEnum):
     IMAGES_OFF = 60
     NOT_ASKED = 61
     OTHER_VERSION = 62
+    GROUP_NOT_STORED = 63
 
     # What became of asking other nodes.
     NO_ANSWER_YET = 80
@@ -77,7 +78,7 @@ class Reason(enum.IntEnum):
 _OF_ENGINES: Final = {
     reason.name.lower().replace("_", " "): reason
     for reason in Reason
-    if Reason.NODE_AWAY <= reason < Reason.OTHER_VERSION or reason is Reason.PINNED_SHARE_USED_UP
+    if Reason.NODE_AWAY <= reason < Reason.NO_ANSWER_YET or reason is Reason.PINNED_SHARE_USED_UP
 } | {"": Reason.NONE}
 
 

@@ -14,6 +14,7 @@ from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.load import EngineEntry, Load
 from kvstore.wire.messages import HelloRank, HelloScheduler
+from kvstore.wire.space import group_kind
 
 if TYPE_CHECKING:
     from kvstore.engine.state import State
@@ -88,6 +89,8 @@ class SpaceReport(msgspec.Struct, frozen=True):
     """All hex digits, as other commands need them."""
     tenant: str
     label: str
+    group: str
+    """Kind of the model's KV cache group, if there are several."""
     blocks_dram: int
     blocks_file: int
     bytes_dram: int
@@ -256,7 +259,7 @@ def spaces(state: State) -> list[SpaceReport]:
     words = residency.words(used)
     found: dict[tuple[str, str], list[int]] = {}
     # Of the latest engine, also when it is gone.
-    labels = {(tenant, space.hex()): known.label for (tenant, space), known in state.known.items()}
+    known_of = {(tenant, space.hex()): known for (tenant, space), known in state.known.items()}
     for group in state.open_groups():
         tenant, its_space = group.asker.address
         found.setdefault((tenant, its_space.hex()), [0, 0, 0, 0])[3] += 1
@@ -285,7 +288,8 @@ def spaces(state: State) -> list[SpaceReport]:
         SpaceReport(
             space=space,
             tenant=tenant,
-            label=labels.get((tenant, space), ""),
+            label=known.label if (known := known_of.get((tenant, space))) else "",
+            group=group_kind(known.space) if known else "",
             blocks_dram=row[0],
             blocks_file=row[1],
             bytes_dram=row[2],

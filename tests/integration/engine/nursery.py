@@ -35,6 +35,7 @@ from kvstore.demo.engine import READY_TIMEOUT_S, EngineError, Launched, VllmServ
 from kvstore.demo.engine_config import ServerConfig
 from kvstore.testing import tied
 
+ROOT: Final = Path(__file__).resolve().parents[3]
 ORDER_BYTES_MAX: Final = 64 << 10
 IMPORTED: Final = [
     "vllm.entrypoints.openai.api_server",
@@ -107,6 +108,7 @@ class EngineNursery:
 
 def main(arguments: Sequence[str]) -> None:
     """Command line without the program's name."""
+    sys.path.append(str(ROOT))  # for connectors of the tests
     # Processes that vLLM would spawn are forked.
     import multiprocessing.context as contexts
 

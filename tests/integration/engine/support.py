@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,24 +14,40 @@ from typing import Any
 
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.models import BLOCK_TOKENS
+from kvstore.kernels.compare import BOUNDS
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import RawEngine
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import look
 
 __all__ = [
     "BLOCK_TOKENS",
+    "COMPARED",
+    "DIVERGED",
     "PATIENT",
+    "SHADOWED",
+    "WORST",
     "attached",
     "blocks_in_dram",
     "blocks_on_disk",
     "cache_off_lines",
+    "damage",
+    "hits",
     "inspect",
+    "metric",
+    "no_alarm",
     "node_for",
     "wait_until",
 ]
 
 PATIENT: dict[str, object] = {"lookup_deadline_ms": 1000, "heartbeat_timeout_ms": 5000}
 """Where a test is about content, a busy machine must not turn hits into misses."""
+
+SHADOWED: dict[str, object] = {**PATIENT, "shadow_every": 1}
+COMPARED = "kvstore_shadow_blocks_total"
+DIVERGED = "kvstore_shadow_blocks_diverged_total"
+WORST = "kvstore_shadow_error_max"
+"""Metrics of shadow checks."""
 
 WAIT_S = 60.0
 _POLL_S = 0.05
@@ -46,8 +63,6 @@ def node_for(
     """
     flags = ("--socket", str(engine.config.socket), *flags)
     with NodeProcess.start(directory, dram=dram, flags=flags) as node:
-        # Before, there are few credits, and what has none is not stored.
-        wait_until(lambda: has_all_its_memory(node), "memory has come", seconds=60)
         wait_until(lambda: attached(engine, node), "the engine attached", seconds=60)
         engine.forget()
         yield node
@@ -55,16 +70,19 @@ def node_for(
 
 def has_all_its_memory(node: NodeProcess) -> bool:
     """Whether all pages of dram exist."""
-    (dram,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "dram"]
-    return bool(dram["ready_bytes"] == dram["capacity_bytes"])
+    tiers = kvstore(node, "inspect", "tiers").get("tiers", [])
+    dram = [tier for tier in tiers if tier["tier"] == "dram"]
+    return bool(dram and dram[0]["ready_bytes"] == dram[0]["capacity_bytes"])
 
 
 def attached(engine: VllmServer, node: NodeProcess) -> bool:
     """Whether the node serves an engine, which is asked for something meanwhile, and once more: by
-    then it has taken the credits that come with a session."""
+    then it has taken its credits. Before all memory has come there are few of them, and a block
+    that has none is not stored."""
     engine.warm_up()
     with suppress(OSError):  # it is being replaced
-        if look(node).sessions > 0:
+        held = look(node)
+        if held.sessions > 0 and held.slots_granted > 0 and has_all_its_memory(node):
             engine.warm_up()
             return True
     return False
@@ -89,9 +107,38 @@ def kvstore(node: NodeProcess, *arguments: str) -> Any:
     return json.loads(done.stdout) if done.returncode == 0 else {}
 
 
+def hits(engine: VllmServer) -> float:
+    """Requests that took blocks from the node so far."""
+    return engine.metrics().get("vllm:kvstore_hits_total", 0)
+
+
+def damage(node: NodeProcess) -> None:
+    """A bit of each block in dram changes, by the hand of another engine that may write there."""
+    with RawEngine(node.socket) as other:
+        other.open()
+        arena = other.ranks[0].arena
+        assert arena is not None
+        arena.array[100 :: 64 << 10] ^= 1
+
+
 def inspect(node: NodeProcess, what: str) -> Any:
     """`kvstore inspect WHAT`."""
     return kvstore(node, "inspect", what)[what]
+
+
+def metric(node: NodeProcess, name: str) -> float:
+    """Of the node, without labels."""
+    with urllib.request.urlopen(node.metrics_url) as page:
+        lines = page.read().decode().splitlines()
+    (line,) = [line for line in lines if line.startswith(name + " ")]
+    return float(line.split()[-1])
+
+
+def no_alarm(node: NodeProcess, dtype: str, *, compared_min: int) -> None:
+    """Shadow checks compared so many blocks at least, and found them alike by far."""
+    assert metric(node, COMPARED) >= compared_min
+    assert metric(node, DIVERGED) == 0
+    assert metric(node, WORST) < BOUNDS[dtype] / 4, "the bound is near what honest computing gives"
 
 
 def blocks_in_dram(node: NodeProcess) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -24,6 +25,9 @@ from tests.integration.engine.support import (
     wait_until,
 )
 
+FEW_BLOCKS = 40
+OWN_ERRORS = "vllm:kvstore_connector_errors_total"
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -31,6 +35,21 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 def node(plain: VllmServer, tmp_path: Path) -> Iterator[NodeProcess]:
     with node_for(plain, tmp_path, dram="512MiB") as process:
         yield process
+
+
+def loaded_in_two_rounds(
+    engine: VllmServer, prompts: Sequence[tuple[int, ...]], reference: Reference
+) -> list[int]:
+    """Tokens from the node in each round, the engine's own cache empty before it. All answers are
+    those of the reference."""
+    loaded = []
+    for _ in range(2):
+        engine.forget()
+        before = engine.hits().external_hits
+        done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
+        assert [i for i, c in enumerate(done) if c.tokens != reference.answers[i]] == []
+        loaded.append(engine.hits().external_hits - before)
+    return loaded
 
 
 def test_tokens_are_identical_cold_from_dram_and_in_another_engine(
@@ -41,13 +60,7 @@ def test_tokens_are_identical_cold_from_dram_and_in_another_engine(
     reference: Reference,
     tmp_path: Path,
 ) -> None:
-    loaded = []
-    for _ in range(2):
-        plain.forget()
-        before = plain.hits().external_hits
-        done = plain.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
-        assert [i for i, c in enumerate(done) if c.tokens != reference.answers[i]] == []
-        loaded.append(plain.hits().external_hits - before)
+    loaded = loaded_in_two_rounds(plain, prompts, reference)
     full = sum(len(p) // BLOCK_TOKENS for p in prompts) * BLOCK_TOKENS
     distinct = len({p[:BLOCK_TOKENS] for p in prompts if len(p) >= BLOCK_TOKENS}) * BLOCK_TOKENS
     assert loaded[1] >= distinct, f"{loaded[1]} tokens from dram of {full} in full blocks"
@@ -57,6 +70,28 @@ def test_tokens_are_identical_cold_from_dram_and_in_another_engine(
         done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
         assert [i for i, c in enumerate(done) if c.tokens != reference.answers[i]] == []
         assert engine.hits().external_hits >= distinct
+
+
+def test_tokens_are_identical_where_copies_are_those_of_a_gpu(
+    vllm: EngineNursery,
+    plain: VllmServer,
+    node: NodeProcess,
+    prompts: Sequence[tuple[int, ...]],
+    reference: Reference,
+    tmp_path: Path,
+) -> None:
+    """Its memory is the simulated device's: copies are done later, and in an order of its choice.
+    With few blocks they are needed again while stores read them."""
+    config = dataclasses.replace(
+        plain.config,
+        connector=("tests.kit.simulated_gpu", "SimulatedGpuConnector"),
+        kv_blocks=FEW_BLOCKS,
+    )
+    with vllm.start(config, log=tmp_path / "gpu.log") as engine:
+        _, loaded = loaded_in_two_rounds(engine, prompts, reference)
+        full = sum(len(p) // BLOCK_TOKENS for p in prompts) * BLOCK_TOKENS
+        assert loaded >= full // 2, f"{loaded} tokens from dram of {full} in full blocks"
+        assert not engine.metrics().get(OWN_ERRORS)
 
 
 def test_one_token_requests_and_the_last_request_before_idle_are_stored(

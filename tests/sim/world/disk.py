@@ -6,7 +6,8 @@ turns (`threads`), time, and what becomes of a system call:
     read, write, sync error, no descriptors, disk full
                             the call fails, for a while; it may have read or written a part
     disk slow, disk hangs   the call takes its time; the world may end before it does
-    misdirected read        bytes from a few pages further on or back
+    misdirected read        bytes from a few pages further on or back, or of another record of the
+                            key, which another space has
     torn write              a part is written, and the process dies
     disk bit flipped, power cut, older layout, directory emptied or swapped
                             what is found is not what was left
@@ -35,7 +36,7 @@ from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import PosixDisk
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
-from kvstore.wire.record import payload_pages
+from kvstore.wire.record import BlockPage, parse_page, payload_pages
 from tests.sim.world.copies import Violation
 from tests.sim.world.ground import Machine
 from tests.sim.world.parts import Knobs, SimMemory
@@ -55,8 +56,28 @@ _STRIKE_SHARE: Final = {
 """Of the calls that an enabled fault could hit."""
 _BLOCK_READ_FACTOR: Final = 5
 """Calls that read blocks are rare among the others, and the ones that matter."""
+_TWIN_SHARE: Final = 0.9
 _LASTING: Final = ("read error", "write error", "sync error", "no descriptors", "disk full")
 _PAUSES_MS: Final = {"disk slow": (2, 10, 60), "disk hangs": (100, 1000, 10**6)}
+
+
+def _twins(fd: int, offset: int) -> list[int]:
+    """Places of other records in the file that have the key of the record at `offset`."""
+    page = os.pread(fd, PAGE_BYTES, offset)
+    if len(page) < PAGE_BYTES:
+        return []
+    found = parse_page(
+        page, segment_id=bytes(page[8:24]), place=int.from_bytes(page[24:32], "little")
+    )
+    if not isinstance(found, BlockPage):
+        return []
+    content = os.pread(fd, os.fstat(fd).st_size, 0)
+    key_at = page.index(found.key)
+    return [
+        place
+        for place in range(0, len(content), PAGE_BYTES)
+        if place != offset and content.startswith(found.key, place + key_at)
+    ]
 
 
 class SimClock:
@@ -112,7 +133,11 @@ class SimDisk(PosixDisk):
                 super().preadv(fd, buffers[: len(buffers) // 2], offset)
             raise OSError(errno.EIO, "an error, says the world")
         if self._strikes("misdirected read", factor):
-            offset = max(0, offset + self._random.choice((-33, -2, -1, 1, 2, 33)) * PAGE_BYTES)
+            twins = _twins(fd, offset)
+            if twins and self._random.random() < _TWIN_SHARE:
+                offset = self._random.choice(twins)
+            else:
+                offset = max(0, offset + self._random.choice((-33, -2, -1, 1, 2, 33)) * PAGE_BYTES)
         return super().preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -6,7 +6,6 @@ Real: `SchedulerCore`. Simulated: the engine's block pool and scheduler, its soc
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -17,61 +16,27 @@ from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.types import Shard
 from kvstore.wire.space import Space
 from tests.sim.world.copies import Violation
+from tests.sim.world.engine_clock import SimEngineClock
+from tests.sim.world.groups import (
+    BLOCK_TOKENS,
+    NULL_BLOCK,
+    Kind,
+    SimRules,
+    block_count,
+    chunk,
+    first_needed,
+    handed_over,
+    places,
+    places_of_hit,
+)
 from tests.sim.world.machine import Machine
 from tests.sim.world.parts import CORRUPTIONS, Knobs
 from tests.sim.world.rank import SimRank
+from tests.sim.world.requests import SimRequest, state_word
 
-BLOCK_TOKENS = 16
 _RESTART_SHARE: Final = 0.03
 """Of the steps."""
 _ATTACH_TURNS: Final = 30
-
-
-class SimRequest:
-    """One request: `keys` for its full blocks, as far as its tokens are known."""
-
-    def __init__(self, name: str, keys: list[bytes], *, tokens: int, decode_tokens: int) -> None:
-        self.name = name
-        self.all_keys = keys
-        self.prompt_tokens = tokens
-        self.tokens = tokens
-        self.tokens_end = tokens + decode_tokens
-        self.computed = 0
-        self.table: list[int] = []
-        self.loading = False
-        self.load_done = False
-        self.aborted = False
-        self.loads_ended = 0
-        """Ranks that reported the end of its load."""
-        self.good_blocks = 0
-        """The least that any of those ranks loaded."""
-        self.load_failed = False
-        self.waiting_since_ns = 0
-        """Since it was added, preempted or failed to load: no lease of it is older."""
-
-    @property
-    def keys(self) -> list[bytes]:
-        return self.all_keys[: self.tokens // BLOCK_TOKENS]
-
-
-class SimEngineClock:
-    """Time as one engine sees it: of a namespace of its own, perhaps, and not at the same pace."""
-
-    def __init__(self, machine: Machine) -> None:
-        world = machine.world
-        self._machine = machine
-        self._shift_ns = world.random.choice((0, 10**13, -(5 * 10**11)))
-        self._drift_ppm = 0
-        self._born_ns = machine.now_ns
-        if "clock drifts" in world.enabled:
-            world.strike("clock drifts", machine)
-            self._drift_ppm = world.random.choice((-50_000, -200, 200, 50_000))
-
-    @property
-    def now_ns(self) -> int:
-        machine_ns = self._machine.now_ns
-        drift_ns = (machine_ns - self._born_ns) * self._drift_ppm // 1_000_000
-        return machine_ns + self._shift_ns + drift_ns
 
 
 class SimEngine:
@@ -87,7 +52,9 @@ class SimEngine:
         shards: Sequence[Shard] | None = None,
         tenant: str = "t",
         knobs: Knobs | None = None,
+        kinds: Sequence[Kind] | None = None,
     ) -> None:
+        """`kinds`: of its KV cache groups; None: the world's."""
         self.machine = machine
         self.world = world = machine.world
         self.tenant = tenant
@@ -100,39 +67,46 @@ class SimEngine:
         verify = (1, 1, 3) if world.enabled.intersection(CORRUPTIONS) else (0, 0, 3)
         verify_every = world.random.choice(verify)
         self.verifies_all = verify_every == 1
+        self.kinds: Sequence[Kind] = world.knobs.group_kinds if kinds is None else kinds
         self._clock = SimEngineClock(machine)
-        self.core = SchedulerCore(
-            SchedulerConfig(
-                engine_id=name,
-                nonce="1",
-                process=f"{name}-scheduler",
-                tenant=tenant,
-                rank_count=len(self.shards),
-                block_tokens=BLOCK_TOKENS,
-                lookup_deadline_ms=knobs.lookup_deadline_ms,
-                promotion_deadline_ms=knobs.promotion_deadline_ms,
-                prefill_ns_per_token=knobs.prefill_ns_per_token,
-                breaker_cooldown_ms=knobs.cooldown_ms,
-                min_load_tokens=world.random.choice((0, BLOCK_TOKENS, 2 * BLOCK_TOKENS)),
-                verify_every=verify_every,
-                shadow_every=knobs.shadow_every,
-            )
-        )
+        config = self._core_config(knobs, verify_every=verify_every)
+        self.core = SchedulerCore(config, SimRules(self.kinds) if len(self.kinds) > 1 else None)
+        blocks_total = len(self.kinds) * blocks + 1
         self.ranks = [
-            SimRank(self, rank=rank, space=space, shard=shard, blocks=blocks)
+            SimRank(self, rank=rank, space=space, shard=shard, blocks=blocks_total)
             for rank, shard in enumerate(self.shards)
         ]
         self.dead_rank: SimRank | None = None
         """Its process was killed: the engine steps no more, and ends soon."""
         self.blocks = blocks
+        """For each KV cache group."""
         self._stopped_until_ns = 0
-        self.free = deque(range(blocks))
+        self.free = deque(range(1, blocks_total))
         self.waiting: deque[SimRequest] = deque()
         self.running: list[SimRequest] = []
         self.scheduler_socket = 0
         self._disturbed_ns = 0
         self.finished_count = 0
         self.loaded_blocks = 0
+
+    def _core_config(self, knobs: Knobs, *, verify_every: int) -> SchedulerConfig:
+        return SchedulerConfig(
+            engine_id=self.name,
+            nonce="1",
+            process=f"{self.name}-scheduler",
+            tenant=self.tenant,
+            rank_count=len(self.shards),
+            block_tokens=BLOCK_TOKENS,
+            group_tokens=(BLOCK_TOKENS,) * len(self.kinds),
+            group_names=tuple(self.kinds),
+            lookup_deadline_ms=knobs.lookup_deadline_ms,
+            promotion_deadline_ms=knobs.promotion_deadline_ms,
+            prefill_ns_per_token=knobs.prefill_ns_per_token,
+            breaker_cooldown_ms=knobs.cooldown_ms,
+            min_load_tokens=self.world.random.choice((0, BLOCK_TOKENS, 2 * BLOCK_TOKENS)),
+            verify_every=verify_every,
+            shadow_every=knobs.shadow_every,
+        )
 
     @property
     def weights(self) -> str:
@@ -246,14 +220,15 @@ class SimEngine:
         """Other weights: whatever was computed with the old ones is let go first."""
         for request in list(self.running):
             self.preempt(request)
-        for request in [r for r in self.waiting if r.table and not r.aborted]:
+        for request in [r for r in self.waiting if r.tables and not r.aborted]:
             self.abort(request)
         self.core.new_weights(f"w{self.random.randrange(10**9)}", self.now_ns, emptied=True)
         self.drop_scheduler("reset")
 
     def _free(self, request: SimRequest) -> None:
-        self.free.extend(reversed(request.table))
-        request.table = []
+        for table in request.tables:
+            self.free.extend(block for block in reversed(table) if block != NULL_BLOCK)
+        request.tables = []
 
     def step(self) -> None:
         """One step in vLLM's order: schedule, plan, fence, forward, loads, stores, report."""
@@ -263,15 +238,17 @@ class SimEngine:
         self._schedule_running(new_blocks, scheduled)
         self._schedule_waiting(new_blocks, scheduled)
         for request, count in scheduled:
-            full = self.core.full_blocks(
+            settled = self.core.settled_tokens(
                 request.name,
                 computed_tokens=request.computed + count,
                 known_tokens=request.tokens,
             )
-            if full:
-                self.core.fill(
-                    request.name, request.keys, block_ids=request.table, full_blocks=full
-                )
+            if settled:
+                tables = [
+                    handed_over(kind, table, request.computed + count)
+                    for kind, table in zip(self.kinds, request.tables, strict=True)
+                ]
+                self.core.fill(request.name, request.keys, tables=tables, settled_tokens=settled)
         self._check_loading_is_not_stored()
         plan = self.core.plan(new_blocks, self.now_ns)
         self.poll_scheduler()
@@ -282,7 +259,9 @@ class SimEngine:
         for request in self.waiting:
             if request.loading and not request.load_done and not request.aborted:
                 tokens = request.tokens
-                if self.core.full_blocks(request.name, computed_tokens=tokens, known_tokens=tokens):
+                if self.core.settled_tokens(
+                    request.name, computed_tokens=tokens, known_tokens=tokens
+                ):
                     raise Violation(f"{self.name}: {request.name} is stored while it loads")
 
     def _schedule_running(
@@ -291,7 +270,7 @@ class SimEngine:
         for request in list(self.running):
             if request not in self.running:
                 continue
-            count = min(request.tokens - request.computed, 3 * BLOCK_TOKENS)
+            count = chunk(self.kinds, request.computed, request.tokens, 3 * BLOCK_TOKENS)
             if not self._grow(request, request.computed + count, new_blocks):
                 self.preempt(self.running[-1])
                 continue
@@ -302,28 +281,35 @@ class SimEngine:
         self, new_blocks: list[int], scheduled: list[tuple[SimRequest, int]]
     ) -> None:
         # Those that hold blocks come first, or a full pool could wait for itself.
-        for request in sorted(self.waiting, key=lambda r: not r.table):
+        for request in sorted(self.waiting, key=lambda r: not r.tables):
             if request.loading:
                 if request.aborted or not request.load_done:
                     continue
                 request.loading = request.load_done = False
             elif request.computed == 0:
                 outcome = self.core.match(
-                    request.name, request.keys, local_tokens=0, now_ns=self.now_ns
+                    request.name,
+                    request.keys,
+                    local_tokens=0,
+                    tokens_max=request.tokens - 1,
+                    now_ns=self.now_ns,
                 )
                 if outcome is PENDING:
                     continue
                 external = outcome.tokens if isinstance(outcome, Hit) else 0
-                if not self._fits(request) or not self._grow(request, external, new_blocks):
+                if not self._fits(request) or not self._grow(
+                    request, external, new_blocks, is_hit=True
+                ):
                     break
                 self._allocated(request, external)
                 if external:
                     request.computed = external
+                    request.good_blocks = external // BLOCK_TOKENS
                     request.loading = True
                     continue
             if request.computed >= request.tokens:
                 request.computed = request.tokens - 1  # the last token is always computed
-            count = min(request.tokens - request.computed, 4 * BLOCK_TOKENS)
+            count = chunk(self.kinds, request.computed, request.tokens, 4 * BLOCK_TOKENS)
             if not self._fits(request):
                 break
             self._grow(request, request.computed + count, new_blocks)
@@ -336,25 +322,44 @@ class SimEngine:
         self.core.allocated(
             request.name,
             request.keys,
-            block_ids=request.table,
+            tables=request.tables,
             external_tokens=external,
             now_ns=self.now_ns,
         )
 
     def _fits(self, request: SimRequest) -> bool:
         """As vLLM admits: the whole request beside what the prompts under way still need."""
-        under_way = [*self.running, *(r for r in self.waiting if r.table and r is not request)]
-        reserved = sum(max(0, _blocks(r.tokens) - len(r.table)) for r in under_way)
-        return _blocks(request.tokens) - len(request.table) <= len(self.free) - reserved
+        under_way = [*self.running, *(r for r in self.waiting if r.tables and r is not request)]
+        reserved = sum(max(0, self._lacks(r)) for r in under_way)
+        return self._lacks(request) <= len(self.free) - reserved
 
-    def _grow(self, request: SimRequest, tokens: int, new_blocks: list[int]) -> bool:
-        wanted = _blocks(tokens) - len(request.table)
-        if wanted > len(self.free):
+    def _lacks(self, request: SimRequest) -> int:
+        """Blocks that its tokens may take beyond those it has, in tables without gaps."""
+        return len(self.kinds) * block_count(request.tokens) - sum(map(len, request.tables))
+
+    def _grow(
+        self, request: SimRequest, tokens: int, new_blocks: list[int], *, is_hit: bool = False
+    ) -> bool:
+        """Room for so many tokens, after blocks that are not needed any more were let go."""
+        tables = request.tables or [[] for _ in self.kinds]
+        wanted = [
+            places_of_hit(kind, tokens) if is_hit else places(kind, len(table), tokens)
+            for kind, table in zip(self.kinds, tables, strict=True)
+        ]
+        for kind, table in zip(self.kinds, tables, strict=True):
+            for at in range(min(first_needed(kind, request.computed), len(table))):
+                if table[at] != NULL_BLOCK:
+                    self.free.append(table[at])
+                    table[at] = NULL_BLOCK
+        if sum(map(sum, wanted)) > len(self.free):
             return False
-        for _ in range(wanted):
-            block = self.free.popleft()
-            new_blocks.append(block)
-            request.table.append(block)
+        for table, flags in zip(tables, wanted, strict=True):
+            for is_real in flags:
+                table.append(self.free.popleft() if is_real else NULL_BLOCK)
+                if is_real and not is_hit:  # the core names the targets of a load
+                    new_blocks.append(table[-1])
+        if tokens:
+            request.tables = tables
         return True
 
     def _execute(self, plan: StepPlan, scheduled: Sequence[tuple[SimRequest, int]]) -> None:
@@ -368,12 +373,14 @@ class SimEngine:
         for request, count in scheduled:
             self._forward(request, count)
         self._fall_behind()
+        by_name = {request.name: request for request in self.waiting}
+        for job in plan.loads:
+            by_name[job.request].load_count += 1
         for rank in self.ranks:
             rank.core.submit(plan)
         # The copying threads may have run before the engine looks for what has ended.
         for _ in range(self.random.randrange(4)):
             self.copy_step()
-        by_name = {request.name: request for request in self.waiting}
         for rank in self.ranks:
             report = rank.core.take_report()
             self.core.reported(report, self.now_ns)
@@ -381,7 +388,19 @@ class SimEngine:
                 loading = by_name.get(result.request)
                 if loading is None or not loading.loading or loading.load_done:
                     raise Violation(f"{rank.name}: a load of {result.request} ended unasked")
+                if not result.failed_block_ids:
+                    self._check_lease_is_held(loading, result.lease)
                 self._load_ended(loading, result.loaded_blocks, len(result.failed_block_ids))
+
+    def _check_lease_is_held(self, request: SimRequest, lease: int) -> None:
+        """A load that a rank has just ended was leased to its end, whatever others did."""
+        last = request.loads_ended + 1 == request.load_count * len(self.ranks)
+        is_calm = self.world.is_calm(self, since_ns=request.waiting_since_ns)
+        if last or request.aborted or request.load_failed or not is_calm:
+            return
+        held = {each.lease for each in self.machine.node.leases() if each.engine_id == self.name}
+        if lease not in held:
+            raise Violation(f"{self.name}: a lease of {request.name} ended before its loads")
 
     def _fall_behind(self) -> None:
         """The scheduler may be a step ahead of its ranks: until they have this plan the node may
@@ -401,26 +420,27 @@ class SimEngine:
             machine.node_step()
 
     def _load_ended(self, request: SimRequest, loaded: int, failed: int) -> None:
-        """One rank's part ended; with the last one the request goes on, where all ranks can."""
-        if not request.loads_ended:
-            request.good_blocks = loaded + failed
+        """A load of one rank ended; with the last one the request goes on, where all ranks can.
+        With several KV cache groups it begins anew where one of them failed."""
         request.loads_ended += 1
-        request.good_blocks = min(request.good_blocks, loaded)
         if failed:
             if self.world.is_calm(self, since_ns=request.waiting_since_ns):
                 raise Violation(f"{self.name}: {request.name} lost what its lease promised")
             request.load_failed = True
-        if request.loads_ended < len(self.ranks):
+            good = loaded if len(self.kinds) == 1 else 0
+            request.good_blocks = min(request.good_blocks, good)
+        if request.loads_ended < request.load_count * len(self.ranks):
             return
-        request.loads_ended = 0
+        request.loads_ended = request.load_count = 0
         failed_at_all, request.load_failed = request.load_failed, False
         if request.aborted:
             self._free(request)
             self.waiting.remove(request)
             return
         good = request.good_blocks
-        for i in range(good):
-            self._check_block(request, i, "loaded")
+        for group, kind in enumerate(self.kinds):
+            for i in range(first_needed(kind, good * BLOCK_TOKENS), good):
+                self._check_block(request, group, i, "loaded")
         self.loaded_blocks += good
         request.load_done = True
         if failed_at_all:
@@ -431,16 +451,12 @@ class SimEngine:
                 self._free(request)
 
     def _forward(self, request: SimRequest, count: int) -> None:
-        done = request.computed // BLOCK_TOKENS
-        for i in range(done):
-            self._check_block(request, i, "read by attention")
+        before = request.computed
         request.computed += count
-        known = len(request.keys)
-        for i in range(done, -(-request.computed // BLOCK_TOKENS)):
-            full = i < known and (i + 1) * BLOCK_TOKENS <= request.computed
-            for rank in self.ranks:
-                word = rank.expected(request.keys[i]) if full else b"partial" + bytes([i])
-                rank.pool[request.table[i]] = word
+        for group, kind in enumerate(self.kinds):
+            for i in range(first_needed(kind, before), before // BLOCK_TOKENS):
+                self._check_block(request, group, i, "read by attention")
+            self._write(request, group, before)
         if request.computed == request.tokens:
             if request.tokens == request.tokens_end:
                 self.running.remove(request)
@@ -450,29 +466,35 @@ class SimEngine:
             else:
                 request.tokens += 1
 
-    def _check_block(self, request: SimRequest, index: int, when: str) -> None:
+    def _write(self, request: SimRequest, group: int, before: int) -> None:
+        """The blocks of the tokens that were computed; of states, the one at their end."""
+        known, table = len(request.keys), request.tables[group]
+        if self.kinds[group] == "state" and before % BLOCK_TOKENS:
+            word = self.ranks[0].pool[table[(before - 1) // BLOCK_TOKENS]]
+            if word != state_word(request, before):
+                raise Violation(f"{self.name}: {request.name} begins with the state {word!r:.60}")
+        for i in range(before // BLOCK_TOKENS, block_count(request.computed)):
+            if table[i] == NULL_BLOCK:
+                continue
+            full = i < known and (i + 1) * BLOCK_TOKENS <= request.computed
+            for rank in self.ranks:
+                if full:
+                    word = rank.expected(request.keys[i], group)
+                elif self.kinds[group] == "state":
+                    word = state_word(request, request.computed)
+                else:
+                    word = b"partial" + bytes([i])
+                rank.pool[table[i]] = word
+
+    def _check_block(self, request: SimRequest, group: int, index: int, when: str) -> None:
         for rank in self.ranks:
-            what = f"{request.name} block {index} {when}"
-            rank.check_block(request.table[index], request.all_keys[index], what)
+            what = f"{request.name} block {index} of group {group} {when}"
+            rank.check_block(
+                request.tables[group][index], request.all_keys[index], what, group=group
+            )
 
     @property
     def idle(self) -> bool:
         if self.dead_rank is not None:
             return False
         return not (self.waiting or self.running) and all(rank.idle for rank in self.ranks)
-
-
-def _blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS)
-
-
-def new_random_request(
-    source: random.Random, chains: Sequence[list[bytes]], number: int, blocks: int
-) -> SimRequest:
-    """A prompt over one of the known chains: most share prefixes, lengths are around edges."""
-    keys = source.choice(chains)
-    longest = min(len(keys), blocks - 2) * BLOCK_TOKENS
-    tokens = max(1, source.randrange(1, longest) + source.choice((-1, 0, 0, 1)))
-    decode = min(source.choice((0, 0, 1, BLOCK_TOKENS, 40)), len(keys) * BLOCK_TOKENS - tokens)
-    decode = max(0, min(decode, (blocks - 2) * BLOCK_TOKENS - tokens))
-    return SimRequest(f"r{number}", keys, tokens=tokens, decode_tokens=decode)

@@ -19,6 +19,7 @@ from kvstore.engine.engine import Engine as NodeEngine
 from kvstore.types import Shard, SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import HelloRank, HelloScheduler, Message
+from tests.sim.world.groups import Kind
 from tests.sim.world.loop import SimLoop
 from tests.sim.world.parts import (
     CLUSTER_FAULTS,
@@ -143,6 +144,7 @@ class Engine(Protocol):
     name: str
     tenant: str
     shards: Sequence[Shard]
+    kinds: Sequence[Kind]
     verifies_all: bool
     scheduler_socket: int
 

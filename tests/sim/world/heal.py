@@ -17,9 +17,11 @@ from typing import Final
 from kvstore.types import KEY_BYTES, Tier
 from kvstore.units import NS_PER_MS, NS_PER_S
 from tests.sim.world.copies import Violation
-from tests.sim.world.engine import BLOCK_TOKENS, SimEngine, SimRequest
+from tests.sim.world.engine import SimEngine
+from tests.sim.world.groups import BLOCK_TOKENS
 from tests.sim.world.machine import Machine
 from tests.sim.world.parts import Knobs
+from tests.sim.world.requests import SimRequest
 from tests.sim.world.stage import Stage
 
 _PROBE_BLOCKS: Final = 2
@@ -129,7 +131,7 @@ _PATIENT = Knobs(prefill_ns_per_token=400_000_000)
 def probe(world: Stage, machine: Machine) -> SimEngine:
     """A new engine, alone on its machine."""
     name, space = world.next_engine_name(), world.spaces[0]
-    engine = SimEngine(machine, name, space=space, blocks=16, knobs=_PATIENT)
+    engine = SimEngine(machine, name, space=space, blocks=16, knobs=_PATIENT, kinds=("full",))
     world.engines.append(engine)
     _attach(engine)
     return engine

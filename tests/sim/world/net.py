@@ -25,6 +25,8 @@ from tests.sim.world.loop import SimLoop
 PATIENCE_NS: Final = 4 * NS_PER_S
 """A stream that is held back for longer is given up by both ends, as by keep-alive."""
 DELAYS_NS: Final = (0, NS_PER_MS // 5, NS_PER_MS, 3 * NS_PER_MS)
+_NOTICED_NS: Final = 200 * NS_PER_MS
+_STALLED_NS: Final = (NS_PER_S, 4 * NS_PER_S)
 _DIAL_S: Final = 0.05
 _WINDOW: Final = 64
 """Words that nobody read: whoever writes more waits."""
@@ -86,7 +88,8 @@ class SimNet:
     def break_one(self) -> bool:
         """Some stream breaks. False: there is none."""
         if self._streams:
-            self.random.choice(self._streams).break_off()
+            stream = self.random.choice(self._streams)
+            stream.stall() if self.random.random() < 0.5 else stream.break_off()
         return bool(self._streams)
 
     def go_on(self) -> bool:
@@ -107,8 +110,10 @@ class SimNet:
         """A process is gone."""
         self._listeners = {a: its for a, its in self._listeners.items() if its.loop is not loop}
         for stream in self._streams:
-            if loop in (stream.client_loop, stream.server_loop):
+            if stream.server_loop is loop:
                 stream.break_off()
+            elif stream.client_loop is loop:
+                stream.stall() if self.random.random() < 0.5 else stream.break_off()
 
     def at(self, address: str) -> str:
         """Name of the host where somebody listens; empty: nobody does."""
@@ -321,6 +326,13 @@ class _Way:
         while len(self._under_way) > kept:
             self._under_way.pop()
 
+    def hold_until(self, until_ns: int) -> None:
+        """Nothing that is under way, or comes, arrives before."""
+        self._last_ns = max(until_ns, self._last_ns)
+        self._under_way = deque(
+            (max(due, until_ns), how, what) for due, how, what in self._under_way
+        )
+
     def go_on(self) -> bool:
         net, now_ns, moved = self._net, self._net.now_ns, False
         if net.is_cut(self._source, self._target):
@@ -356,10 +368,12 @@ class _Stream:
         self._requests = _Requests(self._decode)
         self._serving: asyncio.Task[None] | None = None
         self._is_ended = self._is_broken = False
+        self._stalled_until_ns = 0
 
     @property
     def is_over(self) -> bool:
         ends = (self._is_ended or self._is_broken) and not self.to_server and not self.to_client
+        ends = ends and not self._stalled_until_ns
         return ends or (self.client_loop.is_dead and self.server_loop.is_dead)
 
     def begin(self, call: SimCall) -> None:
@@ -384,8 +398,23 @@ class _Stream:
         if self._call is not None:
             self.to_client.put(self._call.ended, grpc.StatusCode.UNAVAILABLE, "connection lost")
 
+    def stall(self) -> None:
+        """The client gives it up soon, and dials another one; what it said until then arrives
+        late."""
+        if self._is_broken or self._call is None:
+            return
+        now_ns = self.net.now_ns
+        self._is_broken = True
+        self._stalled_until_ns = now_ns + self.net.random.choice(_STALLED_NS)
+        self.to_server.hold_until(self._stalled_until_ns)
+        self.to_client.hold_until(now_ns + _NOTICED_NS)
+        self.to_client.put(self._call.ended, grpc.StatusCode.UNAVAILABLE, "connection lost")
+
     def go_on(self) -> bool:
         moved = self.to_server.go_on()
+        if self._stalled_until_ns and self._stalled_until_ns < self.net.now_ns:
+            self._stalled_until_ns = 0
+            self.to_server.put(self._stop)
         moved = self.to_client.go_on() or moved
         held = [w.held_since_ns for w in (self.to_server, self.to_client) if w.held_since_ns]
         if held and not self._is_broken and self.net.now_ns - min(held) > PATIENCE_NS:

@@ -57,7 +57,8 @@ from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
 from tests.sim.world.disk import SimFiles
 from tests.sim.world.ground import Machine
-from tests.sim.world.parts import WARM_KILL, SimMemory
+from tests.sim.world.guarantees import Guarantees
+from tests.sim.world.parts import WARM_KILL, Knobs, SimMemory
 from tests.sim.world.peers import SimPeers
 from tests.sim.world.tape import Tape, image, tape
 
@@ -106,27 +107,24 @@ class SimNode:
         # A check's cost grows with the arena, that of a step does not.
         self._check_interval = 8 + knobs.arena_slots // 8
         self.files = SimFiles(machine, directory, self.memory) if directory else None
-        config = EngineConfig(
-            incarnation=incarnation,
-            arena_bytes=knobs.arena_bytes,
-            slab_bytes=max(SLOT_BYTES_MIN * 2, knobs.arena_bytes // 4),
-            first_generation=first_generation,
-            restarts=int(kept is not None),
-            generation_bytes=8192,
-            block_count_max=knobs.arena_slots + (knobs.disk_rows if directory else 512),
-            file_bytes=knobs.disk_bytes if directory else 0,
-            lease_ttl_ms=knobs.ttl_ms,
-            credit_share=knobs.credit_share,
-            tell_offers=cluster is not None,
-            fetches=cluster is not None,
+        config = _config(
+            knobs,
+            incarnation,
+            first_generation,
+            has_disk=directory is not None,
+            is_clustered=cluster is not None,
+            is_restart=kept is not None,
         )
+        self._guarantees = Guarantees(knobs.quotas, arena_bytes=knobs.arena_bytes)
         self._first_events: list[Event] = [Ready(knobs.arena_bytes)]
         self.journal = self._new_journal(config) if kept is None else kept.journal
         journal = Journal(
             self.journal, arena_bytes=config.arena_bytes, slab_bytes=config.slab_bytes
         )
         if kept is not None:
-            found = journal.examine(quotas=(), writers=set(kept.ranks))
+            found = journal.examine(
+                quotas=[name for name, _ in knobs.quotas], writers=set(kept.ranks)
+            )
             writers = tuple(
                 AdoptedWriter(ConnectionId(c), hello) for c, hello in kept.ranks.items()
             )
@@ -141,7 +139,12 @@ class SimNode:
         size_bytes = Journal.size_bytes(config.arena_bytes, config.slab_bytes)
         dies = WARM_KILL in self._machine.world.enabled
         memory = tape(size_bytes) if dies else np.zeros(size_bytes // 8, np.uint64)
-        Journal.fresh(arena_bytes=config.arena_bytes, slab_bytes=config.slab_bytes, memory=memory)
+        Journal.fresh(
+            arena_bytes=config.arena_bytes,
+            slab_bytes=config.slab_bytes,
+            quotas=[name for name, _ in config.quotas],
+            memory=memory,
+        )
         return memory
 
     def start(self) -> None:
@@ -188,7 +191,9 @@ class SimNode:
     def feed(self, events: Sequence[Event]) -> None:
         """As the driver: events in, commands carried out in order, until nothing follows."""
         while events:
+            before = self._guarantees.look(self.engine)
             commands = self.engine.step(events, self._machine.now_ns)
+            self._guarantees.check(self.engine, before, events, commands)
             self._learn(events, commands)
             events = [e for command in commands for e in self._carry_out(command)]
             self._steps += 1
@@ -252,6 +257,32 @@ class SimNode:
         self._machine.world.foreign_blocks += int((places >= FOREIGN_LOCATION).sum())
         if self._bad_places.intersection(places.tolist()):
             raise Violation("a record that is gone is read again")
+
+
+def _config(
+    knobs: Knobs,
+    incarnation: int,
+    first_generation: int,
+    *,
+    has_disk: bool,
+    is_clustered: bool,
+    is_restart: bool,
+) -> EngineConfig:
+    return EngineConfig(
+        incarnation=incarnation,
+        arena_bytes=knobs.arena_bytes,
+        slab_bytes=max(SLOT_BYTES_MIN * 2, knobs.arena_bytes // 4),
+        first_generation=first_generation,
+        restarts=int(is_restart),
+        generation_bytes=8192,
+        block_count_max=knobs.arena_slots + (knobs.disk_rows if has_disk else 512),
+        file_bytes=knobs.disk_bytes if has_disk else 0,
+        lease_ttl_ms=knobs.ttl_ms,
+        credit_share=knobs.credit_share,
+        tell_offers=is_clustered,
+        fetches=is_clustered,
+        quotas=knobs.quotas,
+    )
 
 
 def _copies(slots: bytes, generations: bytes) -> set[tuple[int, int]]:

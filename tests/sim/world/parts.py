@@ -19,6 +19,7 @@ from kvstore.tiers.memory import MemoryTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId
 from kvstore.units import KIB, MIB
 from kvstore.wire.space import Space
+from tests.sim.world.groups import Kind
 
 DISK_CALL_FAULTS = (
     "read error",
@@ -145,6 +146,10 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     cooldown_ms: int = 1000
     shadow_every: int = 0
     """Every n-th hit is computed, and compared."""
+    group_kinds: tuple[Kind, ...] = ("full",)
+    """Of the KV cache groups of engines."""
+    quotas: tuple[tuple[str, int], ...] = ()
+    """Guaranteed bytes of dram by tenant."""
     machines: int = 1
     index_replicas: int = 0
     """0: machines know nothing of each other's memory."""
@@ -158,6 +163,13 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
         return self.arena_slots * SLOT_BYTES_MIN
 
 
+_SEVERAL_GROUPS: tuple[tuple[Kind, ...], ...] = (
+    ("full", "window"),
+    ("full", "state"),
+    ("full", "window", "state", "full"),
+)
+
+
 def draw_knobs(source: random.Random, seed: int, *, machines: int = 0) -> Knobs:
     """All of a world's; 0 machines: 1 to 3."""
     knobs = _draw_machines(source, machines)
@@ -165,7 +177,23 @@ def draw_knobs(source: random.Random, seed: int, *, machines: int = 0) -> Knobs:
     # Of four slots an engine's share is one less while a block is written to disk.
     slots = max(knobs.arena_slots, 8 if knobs.has_disk else 4)
     knobs = msgspec.structs.replace(knobs, shadow_every=shadow_every, arena_slots=slots)
+    knobs = _with_groups_or_quotas(seed, knobs)
     return knobs if seed % 4 else _as_cluster(seed, knobs, machines=machines)
+
+
+def _with_groups_or_quotas(seed: int, knobs: Knobs) -> Knobs:
+    """Two worlds of seven have one of them."""
+    if seed % 7 == 1:
+        kinds = random.Random(f"groups of {seed}").choice(_SEVERAL_GROUPS)
+        return msgspec.structs.replace(knobs, group_kinds=kinds)
+    if seed % 7 == 2:
+        part = random.Random(f"quotas of {seed}").choice((0.4, 0.5, 0.6))
+        # Enough for a prompt in the part that credits are of a share; no multiple of any slot, so
+        # that what is left of a share is less than one.
+        knobs = msgspec.structs.replace(knobs, arena_slots=32)
+        quotas = (("t", int(knobs.arena_bytes * part) - PAGE_BYTES),)
+        return msgspec.structs.replace(knobs, quotas=quotas)
+    return knobs
 
 
 def _draw_machines(source: random.Random, machines: int) -> Knobs:

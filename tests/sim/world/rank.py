@@ -14,6 +14,8 @@ happens when (`world`).
 
 from __future__ import annotations
 
+import msgspec
+
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.types import Shard
 from kvstore.wire.groups import Group
@@ -37,8 +39,10 @@ class SimRank:
         self.space = space
         self.shard = shard
         self._engine = engine
-        self._address: tuple[str | None, bytes] = (None, b"")
+        self._addresses: dict[tuple[str, int], bytes] = {}
         self.block_bytes: int = shard_bytes(space, shard)
+        others = range(1, len(engine.kinds))
+        spaces = [space, *(msgspec.structs.replace(space, group=str(n)) for n in others)]
         self.core = RankCore(
             RankConfig(
                 engine_id=engine.name,
@@ -46,7 +50,7 @@ class SimRank:
                 tenant=engine.tenant,
                 rank=rank,
                 process=f"{engine.name}-rank{rank}",
-                groups=(Group(space, shard, self.block_bytes),),
+                groups=tuple(Group(each, shard, self.block_bytes) for each in spaces),
             )
         )
         self.pool: list[bytes | None] = [None] * blocks
@@ -69,16 +73,18 @@ class SimRank:
 
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 
-    def expected(self, key: bytes) -> bytes:
-        """What this rank's shard of the block must be."""
+    def expected(self, key: bytes, group: int = 0) -> bytes:
+        """What this rank's shard of the block of a KV cache group must be."""
         weights = self._engine.weights
-        if self._address[0] != weights:
-            text = f"{self._engine.tenant}/{self.space.model}/{weights}/{self.shard}/"
-            self._address = (weights, text.encode())
-        return self._address[1] + key
+        address = self._addresses.get((weights, group))
+        if address is None:
+            of_group = f"/group {group}" if group else ""
+            text = f"{self._engine.tenant}/{self.space.model}/{weights}{of_group}/{self.shard}/"
+            address = self._addresses[weights, group] = text.encode()
+        return address + key
 
-    def check_block(self, block: int, key: bytes, what: str) -> None:
-        found, expected = self.pool[block], self.expected(key)
+    def check_block(self, block: int, key: bytes, what: str, *, group: int = 0) -> None:
+        found, expected = self.pool[block], self.expected(key, group)
         if found == expected:
             return
         if found != DAMAGED or self._engine.verifies_all or not self.machine.was_damaged:

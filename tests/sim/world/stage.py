@@ -104,6 +104,10 @@ class Stage(Ground):
             space, shards, tenant = self._deployment
         if self.cluster is not None:
             shards = self._deployment[1]  # bytes of the oracle cannot be cut in another way
+        if self.knobs.quotas:
+            # Each group has somebody to take from. One size of slots: no slab is taken from groups
+            # whose blocks lie mixed in it, where shares are as small as here.
+            space, shards, tenant = self.spaces[0], LAYOUTS[0], "tu"[self._next_engine % 2]
         self.note(f"{name} starts on {machine.name} with {len(shards)} ranks")
         self.engines.append(
             SimEngine(machine, name, space=space, blocks=blocks, shards=shards, tenant=tenant)

@@ -14,8 +14,9 @@ from pathlib import Path
 from kvstore.units import NS_PER_MS, NS_PER_S
 from tests.sim.world import faults as sim_faults, heal as sim_heal
 from tests.sim.world.copies import Violation
-from tests.sim.world.engine import SimEngine, new_random_request
+from tests.sim.world.engine import SimEngine
 from tests.sim.world.parts import WorldResult
+from tests.sim.world.requests import new_random_request
 from tests.sim.world.shrink import Case
 from tests.sim.world.stage import Stage
 

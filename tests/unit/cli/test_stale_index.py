@@ -110,7 +110,7 @@ def test_keys_need_no_node_and_a_stale_index_does_not_know(
 def test_a_space_is_whole_for_programs_and_short_for_people(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows: dict[str, list[Row]] = {"spaces": [SpaceReport(SPACE, "t", "m", 1, 2, 3, 4, "")]}
+    rows: dict[str, list[Row]] = {"spaces": [SpaceReport(SPACE, "t", "m", "", 1, 2, 3, 4, "")]}
     show(rows)
     shown = capsys.readouterr().out
     assert SPACE[:16] in shown

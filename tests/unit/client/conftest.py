@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.hits import HitRules
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
@@ -21,18 +23,21 @@ def chain(name: str, count: int) -> list[bytes]:
 
 
 class ScriptedNode:
-    """Holds one core and a clock; `keys` are what it pretends to hold."""
+    """Holds one core and a clock; `keys` are what it pretends to hold, those of later KV cache
+    groups as `named` writes them."""
 
-    def __init__(self, **changes: object) -> None:
+    def __init__(self, *, rules: HitRules | None = None, **changes: Any) -> None:
         config = SchedulerConfig(
             engine_id="e",
             nonce="n",
             process="p",
             tenant="t",
             block_tokens=BLOCK_TOKENS,
-            **{"rank_count": 1, **changes},  # type: ignore[arg-type]
+            **{"rank_count": 1, **changes},
         )
-        self.core = SchedulerCore(config)
+        self.core = SchedulerCore(config, rules)
+        self.group_count = len(config.block_sizes)
+        self.shard_counts = (1,) * self.group_count
         self.now_ns = 1_000_000_000
         self.keys: set[bytes] = set()
         self.session = 0
@@ -55,18 +60,15 @@ class ScriptedNode:
                 generation_bytes=8192,
             )
         )
-        self.give(m.SessionOpen(session=self.session, shard_counts=(1,)))
-        self.grant(credits)
+        self.give(m.SessionOpen(session=self.session, shard_counts=self.shard_counts))
+        for group in range(self.group_count):
+            self.grant(credits, group=group)
 
-    def grant(self, credits: int, first_slot: int = 0) -> None:
+    def grant(self, credits: int, first_slot: int = 0, group: int = 0) -> None:
         if credits:
             slots = np.arange(first_slot, first_slot + 16 * credits, 16, dtype="<u4")
             generations = np.ones(credits, dtype="<u8")
-            self.give(
-                m.Grant(
-                    session=self.session, slots=slots.tobytes(), generations=generations.tobytes()
-                )
-            )
+            self.give(m.Grant(self.session, slots.tobytes(), generations.tobytes(), group))
 
     def give(self, message: m.Message) -> str | None:
         return self.core.received(message, self.now_ns)
@@ -79,27 +81,33 @@ class ScriptedNode:
             if isinstance(message, m.LeaseAsk):
                 self.give(self.lease_reply(message))
             elif isinstance(message, m.Hint):
-                present = [bytes(k) in self.keys for k in split(message.keys)]
+                present = [named(k, message.group) in self.keys for k in split(message.keys)]
                 bits = np.packbits(np.array(present, dtype=bool), bitorder="little").tobytes()
-                self.give(m.HintReply(request=message.request, present=bits))
+                self.give(m.HintReply(message.request, bits, message.group, message.first_block))
         return sent
 
     def lease_reply(self, ask: m.LeaseAsk) -> m.LeaseReply:
         count = 0
         for key in split(ask.keys):
-            if key not in self.keys:
+            if named(key, ask.group) not in self.keys:
                 break
             count += 1
+        shards = count * self.shard_counts[ask.group]
         return m.LeaseReply(
             lease=ask.lease,
             ttl_ms=900,
-            slots=np.arange(0, 16 * count, 16, dtype="<u4").tobytes(),
-            generations=np.full(count, 5, dtype="<u8").tobytes(),
-            checksums=b"x" * 16 * count if ask.with_checksums else b"",
+            slots=np.arange(0, 16 * shards, 16, dtype="<u4").tobytes(),
+            generations=np.full(shards, 5, dtype="<u8").tobytes(),
+            checksums=b"x" * 16 * shards if ask.with_checksums else b"",
         )
 
     def of(self, kind: type[m.Message]) -> list[m.Message]:
         return [message for message in self.sent if isinstance(message, kind)]
+
+
+def named(key: bytes, group: int) -> bytes:
+    """A block of a KV cache group."""
+    return key + bytes((group,)) if group else key
 
 
 def split(keys: bytes) -> list[bytes]:

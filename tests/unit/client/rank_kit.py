@@ -87,8 +87,10 @@ def store(session: int, first: int, count: int, *, job: int = 1) -> StoreJob:
     )
 
 
-def serving(session: int = 5, *, column: int = COLUMN, writes: bool = True) -> RankCore:
-    core = RankCore(CONFIG)
+def serving(
+    session: int = 5, *, column: int = COLUMN, writes: bool = True, copies_max: int = 1
+) -> RankCore:
+    core = RankCore(CONFIG, copies_max=copies_max)
     core.hello()
     core.connected(WELCOME)
     core.received(Quiesce(session, columns=(ShardColumn(column, writes=writes),)))

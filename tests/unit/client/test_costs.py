@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import PROBE_EVERY, TELL_EVERY, Costs
-from kvstore.client.core.lookups import PENDING, Hit, Miss, Outcome
+from kvstore.client.core.hits import PENDING, Hit, Miss, Outcome
 from kvstore.client.core.plan import LoadResult, RankReport
 from kvstore.wire import messages as m
 from kvstore.wire.learned import COMPUTE_NS_MAX, COMPUTE_NS_MIN
@@ -22,7 +24,7 @@ def report(blocks: int, ns_per_token: int, session: int = 1) -> RankReport:
     return RankReport(rank=0, session=session, loads=(load,))
 
 
-def attached(*, load_ns: int = 0, **changes: object) -> ScriptedNode:
+def attached(*, load_ns: int = 0, **changes: Any) -> ScriptedNode:
     """An engine that computes a token in COMPUTE_NS, and has copied some in `load_ns` each."""
     node = ScriptedNode(**{"prefill_ns_per_token": COMPUTE_NS, **changes})
     node.attach()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.client.core.checksums import joined_checksums
+from kvstore.client.core.loads import joined_checksums
 from kvstore.client.core.plan import LoadResult, RankReport
 from kvstore.client.core.scheduler import PENDING, Hit, Miss
 from kvstore.wire import messages as m
@@ -26,7 +26,7 @@ def load(node: ScriptedNode, request: str, keys: list[bytes], blocks: list[int],
     node.core.allocated(
         request,
         keys,
-        block_ids=blocks,
+        tables=(blocks,),
         external_tokens=n * BLOCK_TOKENS,
         now_ns=node.now_ns,
     )
@@ -65,6 +65,21 @@ def test_a_held_prefix_is_a_hit_and_the_answer_repeats(node: ScriptedNode) -> No
         assert ask(node, "r", keys) == Hit(3 * BLOCK_TOKENS)
     assert len(node.of(m.LeaseAsk)) == 1
     assert node.core.leases_open == 1
+
+
+def test_a_second_answer_to_one_question_changes_nothing(node: ScriptedNode) -> None:
+    keys = chain("a", 5)
+    node.keys = set(keys)
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    (question,) = (each for each in node.exchange() if isinstance(each, m.LeaseAsk))
+    node.keys = set(keys[:1])
+    node.give(node.lease_reply(question))
+    assert ask(node, "r", keys) == Hit(5 * BLOCK_TOKENS)
+    load(node, "r", keys, [1, 2, 3, 4, 5], 5)
+    (job,) = node.core.plan((), node.now_ns).loads
+    assert len(job.block_ids) == 5
 
 
 def test_only_blocks_beyond_the_engines_own_hit_are_asked_for_and_loaded(

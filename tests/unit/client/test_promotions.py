@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
-from kvstore.client.core.lookups import PENDING, Hit, Miss
+from kvstore.client.core.hits import PENDING, Hit, Miss
 from kvstore.client.core.pace import SAMPLES, STEP_TOKENS_MIN, Pace
 from kvstore.client.core.plan import RankReport
 from kvstore.wire import messages as m
@@ -19,7 +21,7 @@ COMPUTE_NS_PER_TOKEN = 100_000
 class SlowDisk(ScriptedNode):
     """Has `keys` in dram and says that `coming` more are on their way."""
 
-    def __init__(self, *, coming: int, promoting_ms: int = 1, **changes: object) -> None:
+    def __init__(self, *, coming: int, promoting_ms: int = 1, **changes: Any) -> None:
         super().__init__(prefill_ns_per_token=COMPUTE_NS_PER_TOKEN, **changes)
         self.coming = coming
         self.promoting_ms = promoting_ms
@@ -46,10 +48,10 @@ class SlowDisk(ScriptedNode):
         return self.core.match("r", keys, local_tokens=0, now_ns=self.now_ns)
 
 
-def waiting(keys: list[bytes], held: int = 0, **changes: object) -> SlowDisk:
+def waiting(keys: list[bytes], held: int = 0, **changes: Any) -> SlowDisk:
     """A request that waits for what follows its first `held` blocks."""
     changes.setdefault("coming", len(keys) - held)
-    node = SlowDisk(**changes)  # type: ignore[arg-type]
+    node = SlowDisk(**changes)
     node.attach()
     node.keys = set(keys[:held])
     node.core.new_request("r", keys, prompt_tokens=len(keys) * BLOCK_TOKENS, now_ns=node.now_ns)
@@ -67,7 +69,7 @@ def test_a_request_waits_for_what_comes_from_disk_and_loads_all_of_it() -> None:
     node.bring(3)
     assert node.ask(keys) == Hit(10 * BLOCK_TOKENS)
     node.core.allocated(
-        "r", keys, block_ids=range(10), external_tokens=10 * BLOCK_TOKENS, now_ns=node.now_ns
+        "r", keys, tables=(range(10),), external_tokens=10 * BLOCK_TOKENS, now_ns=node.now_ns
     )
     (job,) = node.core.plan((), node.now_ns).loads
     slots = np.frombuffer(job.slots, "<u4").tolist()
@@ -175,7 +177,7 @@ def test_checksums_come_with_what_comes_later() -> None:
     node.bring(2)
     assert node.ask(keys) == Hit(4 * BLOCK_TOKENS)
     node.core.allocated(
-        "r", keys, block_ids=range(4), external_tokens=4 * BLOCK_TOKENS, now_ns=node.now_ns
+        "r", keys, tables=(range(4),), external_tokens=4 * BLOCK_TOKENS, now_ns=node.now_ns
     )
     (job,) = node.core.plan((), node.now_ns).loads
     assert len(job.checksums) == 4 * 16

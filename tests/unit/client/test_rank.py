@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.client.core.copies import Copied, CopyVoid, LoadBlock, Mismatch, Outcome, StoreBlock
+from kvstore.client.core.copies import (
+    Copied,
+    Copy,
+    CopyVoid,
+    LoadBlock,
+    Mismatch,
+    Outcome,
+    StoreBlock,
+)
 from kvstore.client.core.plan import RankReport
 from kvstore.client.core.rank import RankCore, refuse
 from kvstore.errors import ProtocolError
@@ -88,6 +96,26 @@ def test_a_job_is_about_the_column_of_its_group() -> None:
     assert (int(second.slot), int(first.slot)) == (0, 16)
     assert first.header != second.header
     assert [each.bytes_moved for each in core.take_report().loads] == [2 * 4096, 2 * 8192]
+
+
+def test_a_request_is_loaded_with_the_last_of_its_groups() -> None:
+    core = two_groups()
+    core.submit(plan(load(5, 0, 1), msgspec.structs.replace(load(5, 0, 1), group=1)))
+    seen: list[bool] = []
+
+    def copied(_: Copy) -> Copied:
+        seen.append(core.has_loaded_request)
+        return Copied(SUM)
+
+    run(core, copied)
+    assert (seen, core.has_loaded_request) == ([False, False], True)
+    core.take_report()
+    assert not core.has_loaded_request
+    core.submit(plan(load(5, 1, 1, lease=2), load(5, 2, 1, lease=3)))
+    copy = core.next_copy()
+    assert copy is not None
+    core.finished(copy, Copied(SUM))
+    assert core.has_loaded_request, "another request's loads are not waited for"
 
 
 def test_of_each_group_a_rank_stores_what_it_writes() -> None:

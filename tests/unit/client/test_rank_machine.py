@@ -35,27 +35,29 @@ SELDOM = st.sampled_from([False, False, False, True])
 
 
 class RankMachine(CountedMachine):
-    """Truth: which jobs are owed an end, which copy runs, which slots were acknowledged."""
+    """Truth: which jobs are owed an end, which copies run, which slots were acknowledged."""
 
-    @initialize()
-    def start(self) -> None:
-        self.core = RankCore(CONFIG)
+    @initialize(width=st.sampled_from([1, 2, 5]))
+    def start(self, width: int) -> None:
+        self.width = width
+        self.core = RankCore(CONFIG, copies_max=width)
         self.node_session = 0  # last session the node asked for, on this connection
         self.quiet: int | None = None
         self.asked = self.role = (0, False)  # column and whether it writes
         self.next_session = 1
         self.next_number = 1
         self.attached = False
-        self.copy: Copy | None = None
+        self.copies: list[Copy] = []
         self.owed_loads: dict[int, LoadJob] = {}
         self.owed_stores: dict[int, StoreJob] = {}
         self.compared: set[int] = set()
+        self.loaded: set[int] = set()  # engine blocks
         self.copied: dict[int, bytes] = {}  # slot → checksum of a finished store
         self.accepted: dict[int, set[int]] = {}  # session → slots of stores that were accepted
         self.acknowledged: set[tuple[int, int]] = set()
         self.spoiled: set[int] = set()  # slots whose source may be overwritten
 
-    @precondition(lambda self: not self.attached and self.copy is None)
+    @precondition(lambda self: not self.attached and not self.copies)
     @rule()
     def connect(self) -> None:
         self.core.hello()
@@ -63,7 +65,7 @@ class RankMachine(CountedMachine):
         self.attached, self.quiet, self.node_session = True, None, 0
         assert self.core.next_copy() is None, "a job outlived its mapping"
 
-    @precondition(lambda self: not self.attached and self.copy is None)
+    @precondition(lambda self: not self.attached and not self.copies)
     @rule(column=st.integers(0, SHARDS - 1), replica=SELDOM)
     def open_session(self, column: int, replica: bool) -> None:
         self.connect()
@@ -114,30 +116,36 @@ class RankMachine(CountedMachine):
         self.next_number += max(count, 1)
         return number
 
-    @precondition(lambda self: self.copy is None)
     @rule()
     def begin(self) -> None:
-        self.copy = self.core.next_copy()
-        assert (self.copy is not None) == self.core.has_work
-        if self.copy is not None:
+        copy = self.core.next_copy()
+        if not self.copies:
+            assert (copy is not None) == self.core.has_work
+        if copy is not None:
+            self.copies.append(copy)
+            assert len(self.copies) <= self.width
             column, writes = self.role
-            assert self.copy.slot // 16 % SHARDS == column, "another rank's slot"
-            assert writes or isinstance(self.copy, LoadBlock), "a replica stores"
+            assert copy.slot // 16 % SHARDS == column, "another rank's slot"
+            assert writes or isinstance(copy, LoadBlock), "a replica stores"
 
-    @precondition(lambda self: self.copy is not None)
-    @rule(kind=st.sampled_from(["copied", "copied", "copied", "void", "mismatch"]))
-    def end(self, kind: str) -> None:
-        assert self.copy is not None
-        outcome: Outcome = Copied(int(self.copy.slot).to_bytes(16, "big"), 1)
-        if kind == "void" or (kind == "mismatch" and isinstance(self.copy, StoreBlock)):
+    @precondition(lambda self: self.copies)
+    @rule(
+        kind=st.sampled_from(["copied", "copied", "copied", "void", "mismatch"]),
+        which=st.integers(0, 4),
+    )
+    def end(self, kind: str, which: int) -> None:
+        copy = self.copies.pop(which % len(self.copies))
+        outcome: Outcome = Copied(int(copy.slot).to_bytes(16, "big"), 1)
+        if kind == "void" or (kind == "mismatch" and isinstance(copy, StoreBlock)):
             outcome = CopyVoid()
         elif kind == "mismatch":
             outcome = Mismatch()
-        elif isinstance(self.copy, StoreBlock):
-            self.copied[self.copy.slot] = int(self.copy.slot).to_bytes(16, "big")
-        elif self.copy.checksum is not None:
-            self.compared.add(self.copy.slot)
-        copy, self.copy = self.copy, None
+        elif isinstance(copy, StoreBlock):
+            self.copied[copy.slot] = int(copy.slot).to_bytes(16, "big")
+        else:
+            self.loaded.add(copy.block_id)
+            if copy.checksum is not None:
+                self.compared.add(copy.slot)
         self.core.finished(copy, outcome)
 
     @rule(give_up=SELDOM, data=st.data())
@@ -145,11 +153,11 @@ class RankMachine(CountedMachine):
         blocks = data.draw(st.frozensets(st.integers(1, self.next_number), max_size=3))
         if give_up:
             self.core.give_up(blocks)
-            in_flight = self.copy.block_id if isinstance(self.copy, StoreBlock) else None
-            if in_flight in blocks and self.copy is not None:
-                self.spoiled.add(self.copy.slot)
-            owner = [j for j in self.owed_stores.values() if in_flight in j.block_ids]
-            rest = blocks - frozenset(owner[0].block_ids if owner else ())
+            in_flight = {c.block_id: c.slot for c in self.copies if isinstance(c, StoreBlock)}
+            self.spoiled |= {slot for block, slot in in_flight.items() if block in blocks}
+            jobs = [set(j.block_ids) for j in self.owed_stores.values()]
+            owners = [job for job in jobs if not job.isdisjoint(in_flight)]
+            rest = blocks.difference(*owners)
             assert not self.core.fence(rest)
         else:
             waits = self.core.fence(blocks)
@@ -195,6 +203,7 @@ class RankMachine(CountedMachine):
         for result in report.loads:
             job = self.owed_loads.pop(result.lease)  # KeyError: reported twice
             assert job.block_ids[result.loaded_blocks :] == result.failed_block_ids
+            assert self.loaded.issuperset(job.block_ids[: result.loaded_blocks])
             assert bool(result.reason) == bool(result.failed_block_ids)
             self._not_in_flight(job)
         for number in report.store_jobs_done:
@@ -202,24 +211,23 @@ class RankMachine(CountedMachine):
 
     def _not_in_flight(self, job: LoadJob | StoreJob) -> None:
         kind = LoadBlock if isinstance(job, LoadJob) else StoreBlock
-        if isinstance(self.copy, kind):
-            assert self.copy.block_id not in job.block_ids, "reported while a copy runs"
+        running = {copy.block_id for copy in self.copies if isinstance(copy, kind)}
+        assert running.isdisjoint(job.block_ids), "reported while a copy runs"
 
     @invariant()
     def pending_blocks_are_owed(self) -> None:
         if hasattr(self, "core"):
             self.read_outbox()
             reading = self.core.pending_store_blocks()
-            if isinstance(self.copy, StoreBlock):
-                assert self.copy.block_id in reading
+            assert reading.issuperset(c.block_id for c in self.copies if isinstance(c, StoreBlock))
             self.read_report()
             assert reading <= {b for job in self.owed_stores.values() for b in job.block_ids}
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
-        if self.copy is not None:
-            self.end("copied")
+        while self.copies:
+            self.end("copied", 0)
         run(self.core, lambda copy: CopyVoid())
         self.read_outbox()
         self.read_report()

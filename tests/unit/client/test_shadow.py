@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ def lookup(node: ScriptedNode, request: str, keys: list[bytes], *, local: int = 
 
 
 def shadowed(
-    count: int = 4, *, held: int | None = None, local: int = 0, **changes: object
+    count: int = 4, *, held: int | None = None, local: int = 0, **changes: Any
 ) -> tuple[ScriptedNode, list[bytes]]:
     """Request r is a hit that is computed; it has been admitted."""
     node = ScriptedNode(shadow_every=1, **changes)
@@ -42,10 +44,10 @@ def compute(
 ) -> list[StoreJob]:
     """A step after which so many blocks are complete; the jobs that compare."""
     tokens = blocks * BLOCK_TOKENS
-    full = node.core.full_blocks("r", computed_tokens=tokens, known_tokens=tokens)
-    if full:
+    settled = node.core.settled_tokens("r", computed_tokens=tokens, known_tokens=tokens)
+    if settled:
         table = list(range(100, 100 + len(keys)))
-        node.core.fill("r", keys, block_ids=table, full_blocks=full)
+        node.core.fill("r", keys, tables=(table,), settled_tokens=settled)
     return [job for job in node.core.plan(new, node.now_ns).stores if job.compare]
 
 

@@ -20,13 +20,15 @@ def step(
     new: tuple[int, ...] = (),
 ) -> StoreJob | None:
     """One engine step of one request that has `computed` tokens after it."""
-    full = node.core.full_blocks(
+    settled = node.core.settled_tokens(
         request,
         computed_tokens=computed,
         known_tokens=computed if known is None else known,
     )
-    if full:
-        node.core.fill(request, keys, block_ids=table or list(range(100, 200)), full_blocks=full)
+    if settled:
+        node.core.fill(
+            request, keys, tables=(table or list(range(100, 200)),), settled_tokens=settled
+        )
     jobs = node.core.plan(new, node.now_ns).stores
     return jobs[0] if jobs else None
 
@@ -37,7 +39,7 @@ def begin(node: ScriptedNode, request: str, keys: list[bytes], local: int = 0) -
     node.core.match(request, keys, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
     node.exchange()
     node.core.match(request, keys, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
-    node.core.allocated(request, keys, block_ids=[], external_tokens=0, now_ns=node.now_ns)
+    node.core.allocated(request, keys, tables=([],), external_tokens=0, now_ns=node.now_ns)
 
 
 def test_blocks_are_stored_in_the_step_that_completes_them(node: ScriptedNode) -> None:
@@ -148,11 +150,11 @@ def test_nothing_is_stored_while_the_requests_load_runs(node: ScriptedNode) -> N
     node.core.allocated(
         "r",
         keys,
-        block_ids=[1, 2, 3, 4],
+        tables=([1, 2, 3, 4],),
         external_tokens=3 * BLOCK_TOKENS,
         now_ns=node.now_ns,
     )
-    assert node.core.full_blocks("r", computed_tokens=512, known_tokens=512) == 0
+    assert node.core.settled_tokens("r", computed_tokens=512, known_tokens=512) == 0
 
 
 def test_only_the_prompt_is_stored_when_asked_so() -> None:
@@ -171,7 +173,7 @@ def test_nothing_is_stored_when_asked_so() -> None:
     node.attach(credits=10)
     begin(node, "r", keys)
     assert step(node, "r", keys, computed=4 * BLOCK_TOKENS) is None
-    assert node.core.full_blocks("r", computed_tokens=512, known_tokens=512) == 0
+    assert node.core.settled_tokens("r", computed_tokens=512, known_tokens=512) == 0
 
 
 def test_a_block_that_is_handed_out_again_is_fenced_until_every_rank_read_it(
@@ -203,7 +205,7 @@ def test_load_targets_are_fenced_too(node: ScriptedNode) -> None:
     node.exchange()
     node.core.match("s", other, local_tokens=0, now_ns=node.now_ns)
     node.core.allocated(
-        "s", other, block_ids=[8, 3, 4], external_tokens=2 * BLOCK_TOKENS, now_ns=node.now_ns
+        "s", other, tables=([8, 3, 4],), external_tokens=2 * BLOCK_TOKENS, now_ns=node.now_ns
     )
     assert node.core.plan((), node.now_ns).fence_blocks == (8,)
 
@@ -219,7 +221,7 @@ def test_loads_outlast_a_plan_that_fails(
     node.exchange()
     node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
     node.core.allocated(
-        "r", keys, block_ids=[8, 3, 4], external_tokens=2 * BLOCK_TOKENS, now_ns=node.now_ns
+        "r", keys, tables=([8, 3, 4],), external_tokens=2 * BLOCK_TOKENS, now_ns=node.now_ns
     )
 
     def fail(*_: object) -> None:
@@ -316,7 +318,7 @@ def test_blocks_beyond_the_hint_that_were_loaded_are_not_stored_again(node: Scri
     node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
     table = list(range(2101))
     node.core.allocated(
-        "r", keys, block_ids=table, external_tokens=2100 * BLOCK_TOKENS, now_ns=node.now_ns
+        "r", keys, tables=(table,), external_tokens=2100 * BLOCK_TOKENS, now_ns=node.now_ns
     )
     (load,) = node.core.plan((), node.now_ns).loads
     result = LoadResult("r", load.lease, 2100, (), 1, 1)

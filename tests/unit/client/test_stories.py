@@ -44,7 +44,7 @@ def load(node: ScriptedNode, request: str, keys: list[bytes], blocks: int, local
     node.core.allocated(
         request,
         keys,
-        block_ids=list(range(local + blocks)),
+        tables=(list(range(local + blocks)),),
         external_tokens=blocks * BLOCK_TOKENS,
         now_ns=node.now_ns,
     )

@@ -68,7 +68,7 @@ class Scheduler(Question):
         self.exchange()
         core.match(request, KEYS, local_tokens=0, now_ns=now_ns)
         blocks = list(range(BLOCKS))
-        core.allocated(request, KEYS, block_ids=blocks, external_tokens=tokens, now_ns=now_ns)
+        core.allocated(request, KEYS, tables=(blocks,), external_tokens=tokens, now_ns=now_ns)
         (job,) = core.plan((), now_ns).loads
         core.finished(request)
         return job
@@ -120,5 +120,5 @@ def test_the_checksum_is_of_what_was_copied_not_of_what_the_slot_holds_later(
     assert cache.store(0, slot, b"h") == before
     slot[:] = 5
     loaded = cache.load_checked(slot, 0, b"h")
-    own = b"".join(layer[0].tobytes() for layer in cache._layers)
+    own = b"".join(layer[0].tobytes() for layer in cache.layers)
     assert loaded == checksum(b"h", own)

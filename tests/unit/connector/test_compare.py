@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +13,12 @@ import pytest
 from kvstore.client.core.plan import CompareResult, StepPlan, StoreJob
 from kvstore.client.core.rank import RankCore
 from kvstore.connector.copier import Copier
+from kvstore.connector.devices import value_type
 from kvstore.connector.handoff import Handoff
-from kvstore.connector.mapping import value_type
-from kvstore.kernels.pack import PagedCache
+from kvstore.ports import BlockCopy, CopyEngine
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import Distrust, Seal
+from tests.kit.copy_parties import BOTH_KINDS
 from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode, node_at
 from tests.unit.connector.test_copier import BLOCKS, CONFIG, LAYERS, PAGE, SLOT_PAGES, key
 
@@ -25,14 +26,13 @@ from tests.unit.connector.test_copier import BLOCKS, CONFIG, LAYERS, PAGE, SLOT_
 class Rank:
     """A copy thread with a cache of numbers."""
 
-    def __init__(self, path: Path, values: str) -> None:
+    def __init__(self, path: Path, values: str, make: Callable[..., CopyEngine]) -> None:
         rng = np.random.default_rng(3)
         self.numbers = rng.standard_normal((LAYERS, BLOCKS, PAGE // 4), np.float32)
-        cache = PagedCache([layer.view(np.uint8) for layer in self.numbers])
-        self.handoff = Handoff(RankCore(CONFIG))
-        self.copier = Copier(
-            self.handoff, [cache], socket=str(path), heartbeat_timeout_ms=2000, values=values
-        )
+        layers = [layer.view(np.uint8) for layer in self.numbers]
+        self.copies = copies = make(layers, values=values)
+        self.handoff = Handoff(RankCore(CONFIG, copies_max=copies.copies_max))
+        self.copier = Copier(self.handoff, copies, socket=str(path), heartbeat_timeout_ms=2000)
         self.copier.start()
 
     def submit(
@@ -71,9 +71,16 @@ def node(tmp_path: Path) -> Iterator[ScriptedNode]:
         yield node
 
 
+@pytest.fixture(params=BOTH_KINDS, ids=["host", "device"])
+def make(request: pytest.FixtureRequest) -> Callable[..., CopyEngine]:
+    return request.param  # type: ignore[no-any-return]
+
+
 @pytest.fixture(params=["float32"])
-def rank(node: ScriptedNode, request: pytest.FixtureRequest) -> Iterator[Rank]:
-    rank = Rank(node.path, request.param)
+def rank(
+    node: ScriptedNode, make: Callable[..., CopyEngine], request: pytest.FixtureRequest
+) -> Iterator[Rank]:
+    rank = Rank(node.path, request.param, make)
     node.open_session(5)
     yield rank
     rank.stop()
@@ -126,18 +133,17 @@ def test_a_slot_that_is_reused_says_nothing(
     node: ScriptedNode, rank: Rank, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums = stored(node, rank)
-    cache = rank.copier._caches[0]
-    original = cache.error
+    begin = rank.copies.begin
 
     def reuse() -> None:
         node.arena.raise_generations(np.array([SLOTS[2]], np.uint32), np.array([2], np.uint64))
 
-    def error(block: int, slot: Any, *, values: str) -> float:
-        if block == 7:
+    def begin_and_reuse(copy: BlockCopy) -> None:
+        begin(copy)
+        if copy.block_id == 7:
             reuse()
-        return original(block, slot, values=values)
 
-    monkeypatch.setattr(cache, "error", error)
+    monkeypatch.setattr(rank.copies, "begin", begin_and_reuse)
     if when == "before":
         reuse()
     rank.submit([1, 2, 7], SLOTS, compare=True, checksums=sums)

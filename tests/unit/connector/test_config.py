@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,7 @@ def engine(**changes: Any) -> Any:
             enable_prefix_caching=values.get("prefix_caching", True),
         ),
         model_config=SimpleNamespace(multimodal_config=values.get("images")),
+        speculative_config=values.get("drafts"),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=values["policy"]),
         parallel_config=SimpleNamespace(
             world_size=4,
@@ -94,10 +96,12 @@ def test_images_that_the_engine_hashes_are_served() -> None:
 
 
 @pytest.mark.engine
-def test_only_one_group_of_full_attention_is_served() -> None:
+def test_full_attention_is_served_alone_or_beside_windows() -> None:
     import torch
     from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
         FullAttentionSpec,
+        MambaSpec,
         MLAAttentionSpec,
         SinkFullAttentionSpec,
         SlidingWindowSpec,
@@ -119,9 +123,33 @@ def test_only_one_group_of_full_attention_is_served() -> None:
     )
     with pytest.raises(ValueError, match="SinkFullAttentionSpec"):
         check_engine(engine(), groups(UniformTypeKVCacheSpecs.from_specs({"a": full, "b": sink})))
-    with pytest.raises(ValueError, match="--disable-hybrid-kv-cache-manager"):
-        check_engine(engine(), groups(full, window))
+    chunks = ChunkedLocalAttentionSpec(
+        block_size=128,
+        num_kv_heads=2,
+        head_size=64,
+        dtype=torch.float32,
+        attention_chunk_size=512,
+    )
+    check_engine(engine(), groups(window, full, chunks, hash_tokens=64))
     with pytest.raises(ValueError, match="SlidingWindowSpec"):
         check_engine(engine(), groups(window))
+    with pytest.raises(ValueError, match="has none"):
+        check_engine(engine(), groups(window, chunks))
+    state = MambaSpec(
+        block_size=128, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+    )
+    check_engine(engine(), groups(state, full, window, hash_tokens=128))
+    with pytest.raises(ValueError, match="MambaSpec"):
+        check_engine(engine(), groups(state))
+    with pytest.raises(ValueError, match="--prefix-match-unit"):
+        check_engine(engine(), groups(full, state, hash_tokens=64))
+    with pytest.raises(ValueError, match=r"--mamba-cache-mode align .*is none"):
+        check_engine(engine(), groups(full, replace(state, mamba_cache_mode="none")))
+    with pytest.raises(ValueError, match="--speculative-config"):
+        check_engine(engine(drafts=object()), groups(full, state))
+    drafts = SimpleNamespace(use_eagle_block_drop=lambda: True)
+    check_engine(engine(drafts=drafts), groups(full))
+    with pytest.raises(ValueError, match="--speculative-config"):
+        check_engine(engine(drafts=drafts), groups(full, window))
     with pytest.raises(ValueError, match="--prefix-match-unit"):
         check_engine(engine(), groups(full, hash_tokens=64))

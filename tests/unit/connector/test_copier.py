@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +15,20 @@ from kvstore.client.core import dial
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.client.link import Link
+from kvstore.connector import copier
 from kvstore.connector.copier import Copier
 from kvstore.connector.handoff import Handoff
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes, checksum
 from kvstore.obs.logs import RECORDS_PER_PERIOD_MAX
+from kvstore.ports import BlockCopy, CopyEngine
+from kvstore.testing.simulated_device import SimulatedDevice, simulated_copies
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.groups import Group
 from kvstore.wire.messages import Distrust, Drop, Quiesce, Quiet, Refused, Seal
 from kvstore.wire.record import header, header_prefix
 from kvstore.wire.space import Space, fingerprint
+from tests.kit.copy_parties import BOTH_KINDS, host_copies
 from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode, node_at
 
 LAYERS, BLOCKS, PAGE = 4, 8, 32 << 10
@@ -73,13 +77,12 @@ def key(number: int) -> bytes:
 class Rank:
     """A copy thread with a cache of random bytes."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, make: Callable[[list[Bytes]], CopyEngine] = host_copies) -> None:
         memory = np.random.default_rng(1).integers(0, 256, (LAYERS, BLOCKS, PAGE), np.uint8)
         self.memory: Bytes = memory
-        self.handoff = Handoff(RankCore(CONFIG))
-        self.copier = Copier(
-            self.handoff, [PagedCache(list(memory))], socket=str(path), heartbeat_timeout_ms=250
-        )
+        self.copies = copies = make(list(memory))
+        self.handoff = Handoff(RankCore(CONFIG, copies_max=copies.copies_max))
+        self.copier = Copier(self.handoff, copies, socket=str(path), heartbeat_timeout_ms=250)
         self.copier.start()
 
     def block(self, index: int) -> bytes:
@@ -104,7 +107,7 @@ class Rank:
             generations=np.full(len(slots), generation, "<u8").tobytes(),
             checksums=checksums,
         )
-        self.handoff.submit(StepPlan(loads=(job,)))
+        self.handoff.submit(StepPlan(loads=(job,)), self.copies.mark())
 
     def store(
         self, blocks: tuple[int, ...], slots: list[int], *, session: int, generation: int = 1
@@ -117,7 +120,7 @@ class Rank:
             slots=np.array(slots, "<u4").tobytes(),
             generations=np.full(len(slots), generation, "<u8").tobytes(),
         )
-        self.handoff.submit(StepPlan(stores=(job,)))
+        self.handoff.submit(StepPlan(stores=(job,)), self.copies.mark())
 
     def loaded(self) -> RankReport:
         """Wait for the end of a load."""
@@ -143,9 +146,9 @@ def node(path: Path) -> Iterator[ScriptedNode]:
         yield node
 
 
-@pytest.fixture
-def rank(path: Path) -> Iterator[Rank]:
-    rank = Rank(path)
+@pytest.fixture(params=BOTH_KINDS, ids=["host", "device"])
+def rank(path: Path, request: pytest.FixtureRequest) -> Iterator[Rank]:
+    rank = Rank(path, request.param)
     yield rank
     rank.stop()
 
@@ -189,6 +192,7 @@ def test_a_flipped_byte_fails_a_checked_load(node: ScriptedNode, rank: Rank, fli
     rank.load((3,), [SLOT_PAGES], session=5, checksums=sums)
     (result,) = rank.loaded().loads
     assert result.failed_block_ids == (3,)
+    assert rank.block(3) == bytes(BLOCK), "what it holds is read behind the last token of others"
     distrust = node.receive(Distrust)
     assert distrust.slots == SLOT_PAGES.to_bytes(4, "little")
 
@@ -218,22 +222,21 @@ def test_a_generation_raised_during_a_copy_voids_it(
     node: ScriptedNode, rank: Rank, store: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.open_session(5)
-    cache = rank.copier._caches[0]
-    verb = "store" if store else "load"
-    original = getattr(cache, verb)
+    begin = rank.copies.begin
 
-    def copy_and_raise(*args: object) -> object:
-        result = original(*args)
+    def begin_and_raise(copy: BlockCopy) -> None:
+        begin(copy)
         node.arena.raise_generations(np.array([0], np.uint32), np.array([2], np.uint64))
-        return result
 
-    monkeypatch.setattr(cache, verb, copy_and_raise)
+    monkeypatch.setattr(rank.copies, "begin", begin_and_raise)
     if store:
         rank.store((3,), [0], session=5)
         node.receive(Drop)
     else:
+        node.arena.array[:BLOCK] = 0xFF
         rank.load((3,), [0], session=5)
         assert rank.loaded().loads[0].failed_block_ids == (3,)
+        assert rank.block(3) == bytes(BLOCK)
 
 
 @pytest.mark.parametrize("slot", [(4 << 20) // PAGE_BYTES - 1, 2**32 - 1])
@@ -378,6 +381,7 @@ def test_a_bug_in_a_copy_ends_the_thread_but_no_load_hangs(
 ) -> None:
     seen = []
     monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_type))
+    monkeypatch.setattr(copier, "DRAIN_S_MAX", 2 * WAIT_S)  # there is nothing to wait for
     rank = Rank(path)
     node.open_session(5)
     rank.load((BLOCKS,), [0], session=5)  # a block that the cache does not have
@@ -386,6 +390,24 @@ def test_a_bug_in_a_copy_ends_the_thread_but_no_load_hangs(
     assert rank.loaded().loads[0].failed_block_ids == (2,)
     rank.stop()
     assert seen == [AssertionError]
+
+
+def test_memory_that_cannot_be_pinned_is_said_once_with_the_way_to_mend_it(
+    node: ScriptedNode, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = SimulatedDevice(seed=1)
+    rank = Rank(path, lambda layers: simulated_copies([PagedCache(layers)], on=device))
+    device.pin_failures.append("cudaErrorMemoryAllocation")
+    node.open_session(5)
+    for number in range(2):
+        rank.store((number,), [number * SLOT_PAGES], session=5)
+        node.receive(Drop)
+    rank.load((3,), [0], session=5)
+    assert rank.loaded().loads[0].loaded_blocks == 1
+    rank.stop()
+    said = [record.getMessage() for record in caplog.records if "pinned" in record.getMessage()]
+    assert len(said) == 1
+    assert "(ulimit -l unlimited) and start it again (cudaErrorMemoryAllocation)" in said[0]
 
 
 def test_the_arena_is_mapped_ahead_of_use(node: ScriptedNode, rank: Rank) -> None:

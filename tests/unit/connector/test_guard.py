@@ -76,6 +76,16 @@ def test_a_failing_scheduler_side_answers_as_no_cache(
         assert len(caplog.records) == 1
 
 
+def test_a_load_that_was_promised_before_the_cache_went_off_is_planned() -> None:
+    """Another thread's error, between the answer and the request's admission."""
+    connector = scheduler_connector()
+    connector.turn_off("attend", KeyError("bug"))
+    seen: list[object] = []
+    connector._scheduler.update_state_after_alloc = lambda *of: seen.append(of)
+    connector.update_state_after_alloc("request", "blocks", 128)
+    assert seen == [("request", "blocks", 128)]
+
+
 def test_loads_that_were_promised_reach_the_ranks_after_a_failure() -> None:
     connector = scheduler_connector()
     rescued = connector._scheduler.rescued

@@ -147,6 +147,7 @@ def test_a_full_socket_is_waited_for_and_only_then_given_up(
     assert side.get_num_new_matched_tokens(long, 0) == (None, False)
     late = request(2, 64)
     side.on_new_request(late)
+    assert side._core._requests["r2"].lookup.hinted_session == 0, "a hint would wait in the backlog"
     assert side.get_num_new_matched_tokens(late, 0) == (None, False)
     assert len(link.sent) == 1
     clock.now_ns += 200_000_000
@@ -162,33 +163,50 @@ def test_a_full_socket_is_waited_for_and_only_then_given_up(
     assert link.closed
 
 
-@pytest.mark.parametrize("computes", [False, True])
+@pytest.mark.parametrize(
+    "other", ["none", "computes", "is in flight", "has ended", "self", "lockstep"]
+)
 def test_steps_of_others_do_not_wait_for_blocks_from_disk(
     make_side: Callable[[FullSocket], SchedulerSide],
     monkeypatch: pytest.MonkeyPatch,
-    *,
-    computes: bool,
+    other: str,
 ) -> None:
     link = FullSocket(room=100)
-    side, one = make_side(link), request(1, 8)
+    side, one, another = make_side(link), request(1, 8), request(2, 1)
+    side._in_lockstep = other == "lockstep"  # engines that step together wait for one another
     watched: list[LookupStage] = []
+    left_ns: list[int] = []
 
     def watch() -> None:
         watched.append(side._core._requests["r1"].lookup.stage)
-        side._spin_left_ns = 0
+        left_ns.append(side._watch_left_ns)
+        side._watched_ns = left_ns[-1]
 
     monkeypatch.setattr(side, "_watch", watch)
     monkeypatch.setattr(Costs, "patience_ns", lambda *_: 10**9)
-    scheduled = {"another": 1} if computes else {}
-    side.build_plan(output(scheduled=scheduled))
+
+    def step_of_another() -> None:
+        name = one.request_id if other == "self" else another.request_id  # it was preempted
+        side.build_plan(output(scheduled={} if other in ("none", "lockstep") else {name: 1}))
+        if other == "is in flight":  # the engine schedules while a step runs
+            side.build_plan(output())
+        if other == "has ended":  # the engine is idle since
+            side.request_finished(another)
+
+    step_of_another()
     side.on_new_request(one)
     assert side.get_num_new_matched_tokens(one, 0) == (None, False)
     assert watched == [LookupStage.ASKED], "an answer that is due at once is watched for"
     (ask,) = (message for message in link.sent if isinstance(message, m.LeaseAsk))
     link.inbox.append(m.LeaseReply(ask.lease, 10_000, b"", b"", promoting=8, promoting_ms=1))
-    side.build_plan(output(scheduled=scheduled))
+    step_of_another()
     assert side.get_num_new_matched_tokens(one, 0) == (None, False)
-    assert watched == [LookupStage.ASKED] + [LookupStage.PROMOTING] * (not computes)
+    if other in ("computes", "is in flight", "lockstep"):
+        assert watched == [LookupStage.ASKED]
+        assert left_ns == [scheduler_side._SPIN_NS_PER_STEP]
+    else:
+        assert watched == [LookupStage.ASKED, LookupStage.PROMOTING]
+        assert left_ns == [scheduler_side._SPIN_NS_IDLE] * 2
 
 
 def grant(credits: int) -> m.Grant:
@@ -243,13 +261,14 @@ def test_a_promise_that_cannot_be_planned_becomes_a_load_that_fails(
         raise KeyError("bug")
 
     monkeypatch.setattr(side._core, "allocated", fail)
+    side.get_num_new_matched_tokens(one, BLOCK_TOKENS)  # the first block is its own, and valid
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([4, 5, 6],))
     with pytest.raises(KeyError):
         side.update_state_after_alloc(one, blocks, 2 * BLOCK_TOKENS)
     plan = side.rescue_plan()
     assert plan.fence_blocks == (7, 8), "no later step will fence them"
     (load,) = plan.loads
-    assert (load.request, load.block_ids) == ("r1", (4, 5, 6))
+    assert (load.request, load.block_ids) == ("r1", (5, 6))
     assert side.rescue_plan().loads == ()
 
 

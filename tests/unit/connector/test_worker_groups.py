@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,18 @@ import pytest
 from kvstore.client.core.plan import LoadJob, StepPlan, StoreJob
 from kvstore.connector.checks import NotServed
 from kvstore.connector.config import ConnectorConfig
-from kvstore.connector.mapping import describe
+from kvstore.connector.mapping import RankModel, describe
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.wire.messages import Seal
 from tests.unit.connector.scripted_node import ScriptedNode, node_at
 from tests.unit.connector.test_worker_side import (
     BLOCK,
+    BLOCKS,
+    CONTENT,
+    HEADS,
     NAMES,
     TOKENS,
+    Layer,
     finish,
     job,
     kv_cache_config,
@@ -39,12 +44,23 @@ def node(tmp_path: Path) -> Iterator[ScriptedNode]:
 
 @pytest.fixture
 def groups(tmp_path: Path) -> Iterator[tuple[WorkerSide, dict[str, Any]]]:
-    """A rank with two KV cache groups of two layers and of one, in the same memory."""
+    """A rank with two KV cache groups, of one layer with a window and of two with full attention,
+    in the same memory. In the protocol the one with full attention is the first."""
+    import torch
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
     caches = {name: cache for name, cache in kv_caches().items() if name in NAMES[:2]}
     config = kv_cache_config(names=NAMES[:2])
     caches[NAMES[2]] = caches[NAMES[0]]
-    window = SimpleNamespace(block_size=TOKENS, sliding_window=64)
-    config.kv_cache_groups.append(SimpleNamespace(layer_names=NAMES[2:3], kv_cache_spec=window))
+    window = SlidingWindowSpec(
+        block_size=TOKENS,
+        num_kv_heads=HEADS,
+        head_size=CONTENT // 2,
+        dtype=torch.float32,
+        sliding_window=64,
+    )
+    group = SimpleNamespace(layer_names=NAMES[2:3], kv_cache_spec=window)
+    config.kv_cache_groups.insert(0, group)
     side = WorkerSide(
         ConnectorConfig(socket=str(tmp_path / "node.sock")), vllm_config("/a"), config
     )
@@ -101,6 +117,46 @@ def test_a_request_of_several_groups_ends_with_its_last_load_and_fails_whole(
     assert failed == ({"r"} if fails else set())
     assert side.failed_requests({"r", "s"}) == set()
     assert not side._loading
+
+
+@pytest.mark.parametrize(
+    ("tp", "alike", "heads"),
+    [(1, False, (0, 1, 1)), (2, False, (1, 2, 2)), (2, True, (0, 1, 1))],
+)
+def test_a_state_is_one_head_of_each_rank(
+    tp: int, alike: bool, heads: tuple[int, int, int]
+) -> None:
+    """Its bytes have an order of their own: none of them is served to a rank of another size."""
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    spec = MambaSpec(
+        block_size=TOKENS,
+        shapes=((4, 2), (3,)),
+        dtypes=(torch.bfloat16, torch.float32),
+        mamba_cache_mode="align",
+        tp_replicated=alike,
+    )
+    config = kv_cache_config(names=NAMES[:1])
+    config.kv_cache_groups.append(SimpleNamespace(layer_names=NAMES[1:], kv_cache_spec=spec))
+    engine = vllm_config(
+        "/a", tp=tp, layer=SimpleNamespace(get_attn_backend=Layer().get_attn_backend)
+    )
+    engine.parallel_config.rank = tp - 1
+    states = {
+        name: torch.zeros(BLOCKS, 1, 1, spec.page_size_bytes, dtype=torch.int8)
+        for name in NAMES[1:]
+    }
+    found = describe(engine, config, states, weights=["w"], group=1)
+    assert isinstance(found, RankModel), found
+    shard, space = found.shard, found.space
+    assert (shard.head_begin, shard.head_end, space.kv_head_count) == heads
+    assert space.head_bytes == (16 + 12,)
+    assert (shard.layer_end, space.layer_count) == (len(states), len(states))
+    config.kv_cache_groups[1].kv_cache_spec = replace(spec, shapes=((2, 4), (3,)))
+    other = describe(engine, config, states, weights=["w"], group=1)
+    assert isinstance(other, RankModel)
+    assert other.space != space, "the same bytes in another order"
 
 
 def test_groups_on_several_stages_are_not_served() -> None:

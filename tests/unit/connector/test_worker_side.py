@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,19 @@ import numpy as np
 import pytest
 
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
-from kvstore.connector import worker_side
+from kvstore.connector import devices, worker_side
 from kvstore.connector.checks import NotServed
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.kv_formats import FORMATS
-from kvstore.connector.mapping import RankModel, cache_arrays, describe, layers_in_order
+from kvstore.connector.mapping import RankModel, describe, layers_in_order
 from kvstore.connector.worker_side import WorkerSide
+from kvstore.kernels.cuda import CudaDevice
+from kvstore.kernels.host import HostCopies
+from kvstore.testing.simulated_device import SimulatedDevice
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import Seal
+from tests.kit.fake_cuda import FakeCuda
 from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode, node_at
 
 pytestmark = pytest.mark.engine
@@ -100,12 +105,23 @@ def vllm_config(path: str, **changes: Any) -> Any:
     )
 
 
+class CacheConfig(SimpleNamespace):
+    @property
+    def prefix_cacheable_group_ids(self) -> tuple[int, ...]:
+        return tuple(range(len(self.kv_cache_groups)))
+
+
 def kv_cache_config(layout: str = "LBHNC", names: Sequence[str] = NAMES) -> Any:
-    groups = [SimpleNamespace(layer_names=names, kv_cache_spec=SimpleNamespace(block_size=TOKENS))]
-    return SimpleNamespace(
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(
+        block_size=TOKENS, num_kv_heads=HEADS, head_size=CONTENT // 2, dtype=torch.float32
+    )
+    groups = [SimpleNamespace(layer_names=names, kv_cache_spec=spec)]
+    return CacheConfig(
         num_blocks=BLOCKS,
         kv_cache_groups=groups,
-        prefix_cacheable_groups=groups,
         kv_cache_layout=layout,
         hash_block_size=TOKENS,
         kv_tp_replicas=1,
@@ -147,46 +163,6 @@ def test_layers_are_ordered_by_number_and_shared_ones_left_out() -> None:
     caches["model.layers.99.self_attn.attn"] = caches["model.layers.3.self_attn.attn"]
     names = layers_in_order(caches)
     assert names == NAMES
-
-
-def test_arrays_are_the_tensors_memory() -> None:
-    caches = kv_caches("bfloat16")
-    arrays = cache_arrays(caches, block_count=BLOCKS)
-    assert not isinstance(arrays, NotServed)
-    assert [a.shape for a in arrays] == [(BLOCKS, BLOCK // LAYERS // 2)] * LAYERS
-    arrays[10][3] = 0
-    assert not caches["model.layers.10.self_attn.attn"][3].any()
-    assert caches["model.layers.10.self_attn.attn"][2].any()
-    assert caches["model.layers.9.self_attn.attn"][3].any()
-
-
-def test_padded_pages_in_blocks_are_seen_without_their_padding() -> None:
-    import torch
-
-    memory = torch.rand(BLOCKS, 2, HEADS * TOKENS * CONTENT + 16)
-    caches = {
-        f"layers.{n}": memory[:, n, : HEADS * TOKENS * CONTENT].unflatten(
-            1, (HEADS, TOKENS, CONTENT)
-        )
-        for n in range(2)
-    }
-    arrays = cache_arrays(caches, block_count=BLOCKS)
-    assert not isinstance(arrays, NotServed)
-    for n in range(2):
-        expected = caches[f"layers.{n}"][4].contiguous().numpy().tobytes()
-        assert arrays[n][4].tobytes() == expected
-
-
-def test_caches_that_are_not_one_page_a_block_are_not_served() -> None:
-    caches = kv_caches()
-    split = {name: cache.unflatten(2, (2, -1)).flatten(0, 1) for name, cache in caches.items()}
-    turned = {name: cache.transpose(1, 2) for name, cache in caches.items()}
-    elsewhere = {name: cache.to("meta") for name, cache in caches.items()}
-    for bad in (split, turned, elsewhere):
-        assert isinstance(cache_arrays(bad, block_count=BLOCKS), NotServed)
-    found = cache_arrays(elsewhere, block_count=BLOCKS)
-    assert isinstance(found, NotServed)
-    assert "CPU caches only" in found.reason
 
 
 def test_space_and_shard_fit_the_cache() -> None:
@@ -246,7 +222,7 @@ def test_what_the_model_sees_of_an_image_is_in_the_space() -> None:
 def test_what_cannot_be_told_for_certain_is_not_served(changes: dict[str, Any]) -> None:
     found = describe(vllm_config("/a", **changes), kv_cache_config(), kv_caches(), weights=["w"])
     assert isinstance(found, NotServed)
-    found = describe(vllm_config("/a"), kv_cache_config("BLHNC"), kv_caches(), weights=["w"])
+    found = describe(vllm_config("/a"), kv_cache_config("LBNHC"), kv_caches(), weights=["w"])
     assert isinstance(found, NotServed)
 
 
@@ -264,11 +240,43 @@ def caches() -> dict[str, Any]:
     return kv_caches()
 
 
+class OnCuda:
+    """A tensor of the host's that says that it is on a GPU: its memory is the simulated one's."""
+
+    device = SimpleNamespace(type="cuda", index=0)
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tensor[index]
+
+
+BOTH_DEVICES = pytest.mark.parametrize("side", ["cpu", "cuda"], indirect=True)
+
+
 @pytest.fixture
-def side(tmp_path: Path, caches: dict[str, Any]) -> Iterator[WorkerSide]:
-    config = ConnectorConfig(socket=str(tmp_path / "node.sock"))
+def side(
+    tmp_path: Path,
+    caches: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Iterator[WorkerSide]:
+    config = ConnectorConfig(socket=str(tmp_path / "node.sock"), unproven_cuda=True)
     side = WorkerSide(config, vllm_config("/a"), kv_cache_config())
-    side.register_kv_caches(caches)
+    if getattr(request, "param", "cpu") == "cuda":
+        import torch
+
+        runtime = FakeCuda(SimulatedDevice(seed=3))
+        stream = SimpleNamespace(cuda_stream=runtime.engine_stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda ordinal: stream)
+        monkeypatch.setattr(devices, "CudaDevice", partial(CudaDevice, runtime=runtime))
+        side.register_kv_caches({name: OnCuda(cache) for name, cache in caches.items()})
+    else:
+        side.register_kv_caches(caches)
     yield side
     side.shutdown()
 
@@ -305,12 +313,14 @@ def finish(side: WorkerSide) -> tuple[set[str], set[int], list[RankReport]]:
     raise AssertionError("no load ended")
 
 
+@BOTH_DEVICES
 def test_blocks_go_to_the_node_and_come_back(
     node: ScriptedNode, side: WorkerSide, caches: dict[str, Any]
 ) -> None:
     hello = node.open_session(5)
     assert (hello.engine_id, hello.nonce, hello.tenant) == ("engine", "instance", "default")
     assert hello.groups[0].block_bytes == BLOCK
+    assert hello.groups[0].space.isa.split("/")[0] in ("vec", "cuda")
     step(side, StepPlan(stores=(job(StoreJob, (2, 4), job=1),)), idle=False)
     checksums = node.receive(Seal).checksums
     before = [cache[2].clone() for cache in caches.values()]
@@ -327,6 +337,7 @@ def test_blocks_go_to_the_node_and_come_back(
     assert side.build_worker_meta() is None
 
 
+@BOTH_DEVICES
 def test_a_failed_load_is_told_once_with_its_blocks(node: ScriptedNode, side: WorkerSide) -> None:
     node.open_session(5)
     load = job(LoadJob, (2, 4), request="r", lease=1, checksums=b"\1" * 32)
@@ -388,8 +399,7 @@ def test_a_rank_without_a_cache_says_why_once_and_ends_every_job(
     side.register_kv_caches({name: cache.to("meta") for name, cache in kv_caches().items()})
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("kvstore: the cache is off: the KV cache is on meta")
-    assert "this version serves CPU caches only" in line
-    assert "this version serves CPU caches only" in side.unserved
+    assert side.unserved in line
     load = job(LoadJob, (2,), request="r", lease=1)
     plan = StepPlan(loads=(load,), stores=(job(StoreJob, (3,), job=9),))
     assert step(side, plan, idle=True) == ({"r"}, {2})
@@ -407,8 +417,8 @@ def test_a_fence_is_waited_for_through_the_copy_thread(
 ) -> None:
     node.open_session(5)
     assert side._handoff is not None
-    assert side._copier is not None
-    core, cache, fenced = side._handoff._core, side._copier._caches[0], threading.Event()
+    assert isinstance(side._copies, HostCopies)
+    core, cache, fenced = side._handoff._core, side._copies._caches[0], threading.Event()
     fence, store = core.fence, cache.store
 
     def note_fence(blocks: Any) -> bool:

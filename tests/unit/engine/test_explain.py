@@ -191,6 +191,7 @@ def test_behind_a_gap() -> None:
         ("breaker open", Reason.BREAKER_OPEN, False),
         ("no full block", Reason.NO_FULL_BLOCK, False),
         ("not stored", Reason.NOT_STORED, False),
+        ("group not stored", Reason.GROUP_NOT_STORED, True),
         ("pinned share used up", Reason.PINNED_SHARE_USED_UP, False),
         ("adapter", Reason.ADAPTER, False),
         ("image uuid", Reason.IMAGE_UUID, False),

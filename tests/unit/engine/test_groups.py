@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvstore.engine.events import Changed, Clear
 from kvstore.types import Shard
 from kvstore.wire.groups import GROUPS_MAX, ShardColumn
 from kvstore.wire.layout import slot_bytes
@@ -21,7 +22,8 @@ from kvstore.wire.messages import (
     Seal,
     SessionOpen,
 )
-from kvstore.wire.space import Space
+from kvstore.wire.space import FULL_ATTENTION, Space, fingerprint, name_group
+from tests.unit.engine.disk import DiskNode, known
 from tests.unit.engine.harness import (
     HALVES,
     SMALL,
@@ -99,6 +101,27 @@ def test_a_credit_serves_the_group_that_it_was_granted_for() -> None:
     assert peer.hint(1) == peer.hint(1, group=1) == [False]
     node.hear(rank, sealed(peer, 1, group=1))
     assert peer.hint(1, group=1) == [True]
+
+
+def test_windows_are_no_prefix_in_events_and_for_inspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(slots=64, tell_offers=False)
+    monkeypatch.setattr(node, "_held", lambda: node.told)  # the tables hold more
+    full, window = (
+        msgspec.structs.replace(LARGE, group=name_group(kind, "ab"))
+        for kind in (FULL_ATTENTION, "window of 256 tokens")
+    )
+    peer = Peer(node, space=full, more=((window, (WHOLE,)),))
+    node.hear(peer.ranks[0], sealed(peer, 1, 2, group=0))
+    node.hear(peer.ranks[0], sealed(peer, 2, 3, group=1))
+    space_id = fingerprint(full, weights_epoch="")
+    assert {(told[2], told[4]) for told in node.told} == {(space_id, keys(n)) for n in (1, 2)}
+    assert {(row.group, row.blocks_dram) for row in node.engine.spaces()} == {
+        (FULL_ATTENTION, 2),
+        ("window of 256 tokens", 2),
+    }
+    (hashing,) = node.engine.explain.hashings()
+    assert hashing.space == space_id.hex()
+    assert pairs(peer.lease(1, 2, 3, group=1)), "they are found all the same"
 
 
 def test_a_drop_is_topped_up_in_its_own_group() -> None:
@@ -200,3 +223,22 @@ def test_the_largest_number_of_groups_has_room_in_a_session() -> None:
     for rank in peer.ranks:
         node.hear(rank, Quiet(node.last(rank, Quiesce).session))
     assert node.last(peer.scheduler, SessionOpen).session >= before + GROUPS_MAX
+
+
+def test_what_was_told_of_a_window_before_an_engine_came_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From a disk, of which nobody knows yet what its blocks are."""
+    window = msgspec.structs.replace(SMALL, group=name_group("recurrent state", "ab"))
+    space_id = fingerprint(window, weights_epoch="")
+    node = DiskNode(tell_offers=False)
+    told: list[Changed] = []
+    monkeypatch.setattr(node, "_hear_change", told.append)
+    monkeypatch.setattr(node, "_held", lambda: node.told)
+    node.step(known(5, space=space_id))
+    Peer(node, space=window).store(6)
+    assert [(each.stored, each.keys) for each in told] == [(True, keys(5))]
+    told.clear()
+    node.step(Clear(None, None))
+    assert keys(5) in [each.keys for each in told]
+    assert not any(each.stored for each in told)

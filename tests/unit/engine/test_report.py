@@ -75,8 +75,8 @@ def test_spaces_name_tenant_label_and_size(node: Node) -> None:
     peer.be_quiet()
     name = space_id.hex()
     assert node.engine.spaces() == [
-        report.SpaceReport(name, "t", "tiny-model", 2, 2, 2 * SLOT_BYTES_MIN, 1, ""),
-        report.SpaceReport(name, "u", "b", 0, 0, 0, 1, ""),
+        report.SpaceReport(name, "t", "tiny-model", "", 2, 2, 2 * SLOT_BYTES_MIN, 1, ""),
+        report.SpaceReport(name, "u", "b", "", 0, 0, 0, 1, ""),
     ]
     assert node.engine.space_ids() == [space_id]
 

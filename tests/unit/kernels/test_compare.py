@@ -96,11 +96,11 @@ def test_nothing_is_equal_to_nothing_and_to_nothing_else() -> None:
 def test_a_cache_compares_its_blocks_with_slots_and_changes_neither() -> None:
     memory = np.stack([block(), block()], axis=1)  # [layer][block][value]
     layers = [np.ascontiguousarray(layer).view(np.uint8) for layer in memory]
-    cache = PagedCache(layers)
+    cache = PagedCache(layers, values="float32")
     slot = np.zeros(cache.block_bytes + 8, np.uint8)
     cache.store(1, slot, b"")
     before = (slot.copy(), [layer.copy() for layer in layers])
-    assert cache.error(1, slot, values="float32") == 0.0
-    assert cache.error(0, slot, values="float32") > 1
+    assert cache.error(1, slot) == 0.0
+    assert cache.error(0, slot) > 1
     assert np.array_equal(slot, before[0])
     assert all(np.array_equal(a, b) for a, b in zip(layers, before[1], strict=True))

@@ -89,7 +89,7 @@ ROWS: list[Row] = [
         *("closed", "half-open", 10, 11, 12, NO_PASS),
     ),
     QuotaReport("llama", 2**40, 2),
-    SpaceReport("ab", "t", "model", 1, 2, 3, 4, "file"),
+    SpaceReport("ab", "t", "model", "full attention", 1, 2, 3, 4, "file"),
     BlockReport("k", "s", "t", "layers 0-1 heads 0-1", "dram", -1, 2**63, 3),
     LeaseReport("e", 1, 2, 3, 4, -5),
     JobReport("e", 1, 2, True, 3, 4),

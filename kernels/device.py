@@ -1,0 +1,465 @@
+"""Copies between slots and a cache in the memory of a device, on streams of their own.
+
+    engine's stream  ──forward──┬─mark─────────────forward──▶        (the engine's thread)
+    store stream                └──wait──block→slot──event           pages → slot, then hashed
+    load stream                    └wait──slot→block──event          hashed while it moves
+
+A mark is an event on the engine's stream: a copy waits for it on its own stream, never a thread.
+Its end is an event too, and is looked for. So nothing of the engine's that was launched before a
+copy was ordered can write what it reads, or read what it writes; what is launched after its end
+cannot either. In between the caller forbids it (fences).
+
+A device copies to and from pinned memory only. Chunks of the slots' memory are pinned when a copy
+first needs them, by a thread: a store waits for that, up to a second, a load goes through staging
+memory. The checksum of a store is that of the slot after the copy: between the two no other process
+has a grant for it.
+
+Does not cover: one device's calls (`cuda.py`), generations, which copies and when (`client.core`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.kernels.compare import BOUNDS, error_of
+from kvstore.kernels.host import NOT_COMPARABLE
+from kvstore.kernels.reference import Bytes
+from kvstore.ports import BlockCopy, CopyEnd, CopyWay
+from kvstore.wire.checksum import checksum_of
+
+COPIES_MAX: Final = 8
+"""Under way at once: enough to keep both directions busy while one block of each is hashed."""
+CHUNK_BYTES: Final = 64 << 20
+"""Pinned in one go: some 20 ms."""
+NOT_PINNED: Final = (
+    "memory cannot be pinned, so blocks are loaded and not stored: raise the memlock limit of the "
+    "engine's process (ulimit -l unlimited) and start it again ({})"
+)
+PIN_NS_MAX: Final = 1_000_000_000
+"""How long a store waits for its slot to be pinned. Nobody else can end that wait: the pages of a
+node that died while it grew never arrive."""
+NOT_PINNED_IN_TIME: Final = "the memory of its slot was not pinned in time"
+HAS_FAILED: Final = "a copy of the device failed: "
+
+Addresses = NDArray[np.uint64]
+
+
+class DeviceError(Exception):
+    """A call of the device failed."""
+
+
+class Device(Protocol):
+    """A device with streams, which run what they are given in order, and events on them.
+
+    Copies are between its memory and pinned memory of the host, in either direction. Any thread may
+    call; no call but `pin` and `unpin` waits. Handles are numbers of the device's choice.
+
+    Every method raises DeviceError.
+    """
+
+    def stream(self, *, is_urgent: bool) -> int:
+        """A new stream; of two with work the urgent one goes first."""
+        ...
+
+    def event(self) -> int:
+        """A new event, which has happened."""
+        ...
+
+    def record(self, event: int, stream: int | None) -> None:
+        """The event happens when all that the stream was given so far is done. None: that of the
+        calling thread's engine."""
+        ...
+
+    def wait(self, stream: int, event: int) -> None:
+        """Work given to the stream from now on begins after the event, as last recorded."""
+        ...
+
+    def has_happened(self, event: int) -> bool:
+        """Whether the event has happened since it was last recorded."""
+        ...
+
+    def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        """Copy pieces: `sizes[i]` bytes from `sources[i]` to `targets[i]`. The arrays may change
+        afterwards."""
+        ...
+
+    def clear(self, stream: int, targets: Addresses, sizes: Addresses) -> None:
+        """Fill pieces of the device's memory with zeros."""
+        ...
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        """Keep memory of the host in place, for copies."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Undo a `pin`; no copy touches that memory."""
+        ...
+
+
+class LayerPages(NamedTuple):
+    """The pages of a layer: one of `size_bytes` a block, `stride_bytes` apart."""
+
+    address: int
+    stride_bytes: int
+    size_bytes: int
+
+
+class DeviceCache:
+    """A rank's KV cache of one group, by addresses: blocks of one page a layer."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerPages],
+        block_count: int,
+        *,
+        uncompared: Collection[int] = (),
+        values: str = "",
+    ) -> None:
+        """`layers`: in model order. The rest as of `pack.PagedCache`."""
+        self.block_count, self.values = block_count, values
+        ends = np.cumsum([layer.size_bytes for layer in layers]).tolist()
+        self.block_bytes = int(ends[-1])
+        self.compared = [
+            (end - layer.size_bytes, end)
+            for place, (layer, end) in enumerate(zip(layers, ends, strict=True))
+            if place not in uncompared
+        ]
+        runs = list(_runs(layers))
+        self._addresses = np.array([run.address for run in runs], np.uint64)
+        self._strides = np.array([run.stride_bytes for run in runs], np.uint64)
+        self.sizes = np.array([run.size_bytes for run in runs], np.uint64)
+        self.offsets = np.concatenate(([0], np.cumsum(self.sizes)[:-1])).astype(np.uint64)
+        """Places of a block's pieces in its slot."""
+
+    def places(self, block: int) -> Addresses:
+        """Addresses of the pieces of a block."""
+        assert 0 <= block < self.block_count, f"block {block} of {self.block_count}"
+        return self._addresses + np.uint64(block) * self._strides
+
+
+def _runs(layers: Sequence[LayerPages]) -> list[LayerPages]:
+    """Layers joined where their pages follow one another in every block."""
+    runs: list[LayerPages] = []
+    for layer in layers:
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and last.stride_bytes == layer.stride_bytes
+            and last.address + last.size_bytes == layer.address
+        ):
+            runs[-1] = last._replace(size_bytes=last.size_bytes + layer.size_bytes)
+        else:
+            runs.append(layer)
+    return runs
+
+
+class _Pins:
+    """Chunks of the memory of slots that are pinned, or about to be, by a thread."""
+
+    def __init__(self, device: Device, memory: Bytes, ready_bytes: Callable[[], int]) -> None:
+        self._device = device
+        self._memory = memory
+        self._ready_bytes = ready_bytes
+        self._address = int(memory.ctypes.data)
+        self._pinned: set[int] = set()
+        self._wanted: deque[int] = deque()
+        self._asked: set[int] = set()
+        self._wake = threading.Condition()
+        self._closed = False
+        self.trouble = ""
+        self._thread = threading.Thread(target=self._run, name="kvstore-pin", daemon=True)
+        self._thread.start()
+
+    def has(self, begin: int, end: int) -> bool:
+        """Whether these bytes are pinned. If not, they soon are, or there is `trouble`."""
+        chunks = range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES))
+        missing = [chunk for chunk in chunks if chunk not in self._pinned]
+        new = [chunk for chunk in missing if chunk not in self._asked]
+        if new:
+            with self._wake:
+                self._asked.update(new)
+                self._wanted.extend(new)
+                self._wake.notify()
+        return not missing
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._wanted or self._closed):
+                    self._wake.wait()
+                if self._closed:
+                    return
+                chunk = self._wanted.popleft()
+            begin = chunk * CHUNK_BYTES
+            end = min(begin + CHUNK_BYTES, self._memory.size)
+            if self._ready_bytes() < end:
+                # Its pages have not all arrived. They do within seconds of a node's start.
+                with self._wake:
+                    self._wanted.append(chunk)
+                    self._wake.wait(0.05)
+                continue
+            try:
+                self._device.pin(self._address + begin, end - begin)
+            except DeviceError as error:
+                self.trouble = self.trouble or NOT_PINNED.format(error)
+            else:
+                self._pinned.add(chunk)
+
+    def close(self) -> None:
+        """Give all back; no copy is under way."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+        for chunk in self._pinned:
+            self._device.unpin(self._address + chunk * CHUNK_BYTES)
+        self._pinned = set()
+
+
+class _Flight:
+    """A copy under way."""
+
+    __slots__ = ("begun_ns", "checksum", "copy", "event", "ordered_ns", "staging")
+
+    def __init__(self, copy: BlockCopy) -> None:
+        self.copy = copy
+        self.event = -1
+        self.ordered_ns = time.perf_counter_ns()
+        self.begun_ns = 0
+        self.staging: Bytes | None = None
+        """In place of the slot."""
+        self.checksum = b""
+
+
+class DeviceCopies:
+    """See the module, and the port for the methods."""
+
+    copies_max = COPIES_MAX
+
+    def __init__(self, device: Device, caches: Sequence[DeviceCache]) -> None:
+        """`caches`: by KV cache group.
+
+        Raises:
+            DeviceError: the device has no streams or no pinned memory for this process.
+        """
+        self._device = device
+        self._caches = caches
+        # What one stream does is done in order: a block is cleared after its load.
+        stores, loads = device.stream(is_urgent=False), device.stream(is_urgent=True)
+        self._streams = {
+            CopyWay.STORE: stores,
+            CopyWay.COMPARE: stores,
+            CopyWay.LOAD: loads,
+            CopyWay.CLEAR: loads,
+        }
+        self._flights: dict[int, deque[_Flight]] = {stores: deque(), loads: deque()}
+        self._served_ns = dict.fromkeys(self._flights, 0)
+        """Until when each stream has been accounted for."""
+        self._unpinned: deque[_Flight] = deque()
+        """Stores that wait for their slot to be pinned."""
+        self._events: deque[int] = deque()
+        """Free ones."""
+        self._ends: list[CopyEnd] = []
+        self._memory: Bytes | None = None
+        self._pins: _Pins | None = None
+        self._marking = threading.Lock()
+        self._marks: deque[tuple[int, int]] = deque()
+        """Marks not known to be passed, in order, with their events."""
+        self._last_mark = 0
+        self._staging = np.zeros((COPIES_MAX, max(cache.block_bytes for cache in caches)), np.uint8)
+        device.pin(int(self._staging.ctypes.data), self._staging.nbytes)
+        self._free_staging = list(self._staging)
+        self._closed = False
+
+    @property
+    def trouble(self) -> str:
+        return self._pins.trouble if self._pins is not None else ""
+
+    def block_bytes(self, group: int) -> int:
+        return self._caches[group].block_bytes
+
+    def attach(self, memory: Bytes, ready_bytes: Callable[[], int]) -> None:
+        assert not self._is_busy, "the memory changes while a copy is under way"
+        if self._pins is not None:
+            self._pins.close()
+        self._memory = memory
+        self._pins = _Pins(self._device, memory, ready_bytes)
+
+    # ── marks ────────────────────────────────────────────────────────────────────────────────────
+
+    def mark(self) -> int:
+        with self._marking:
+            self._forget_passed()
+            event = self._take_event()
+            self._device.record(event, None)
+            self._last_mark += 1
+            self._marks.append((self._last_mark, event))
+            return self._last_mark
+
+    def _wait_for(self, mark: int, stream: int) -> None:
+        """Work given to the stream from now on comes after the mark."""
+        with self._marking:
+            self._forget_passed()
+            for number, event in self._marks:
+                if number >= mark:
+                    self._device.wait(stream, event)
+                    return
+
+    def _forget_passed(self) -> None:
+        """Their events are free again."""
+        while self._marks and self._device.has_happened(self._marks[0][1]):
+            self._events.append(self._marks.popleft()[1])
+
+    def _take_event(self) -> int:
+        try:
+            return self._events.popleft()
+        except IndexError:
+            return self._device.event()
+
+    # ── copies ───────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._unpinned or any(self._flights.values()))
+
+    def begin(self, copy: BlockCopy) -> None:
+        if copy.way is CopyWay.COMPARE and not self._caches[copy.group].values:
+            self._ends.append(CopyEnd(copy.number, reason=NOT_COMPARABLE))
+            return
+        self._begin(_Flight(copy))
+
+    def _begin(self, flight: _Flight) -> None:
+        """Give the copy to its stream, or let it wait for its slot to be pinned."""
+        copy = flight.copy
+        if copy.way is not CopyWay.CLEAR and not self._is_reachable(flight):
+            self._unpinned.append(flight)
+            return
+        stream = self._streams[copy.way]
+        try:
+            flight.begun_ns = time.perf_counter_ns()
+            if copy.after:
+                self._wait_for(copy.after, stream)
+            self._launch(flight, stream)
+            flight.event = self._take_event()
+            self._device.record(flight.event, stream)
+        except DeviceError as error:
+            self._failed(flight, error)
+            return
+        self._flights[stream].append(flight)
+        if copy.way is CopyWay.LOAD and copy.is_verified:
+            # While the bytes move: the slot has no writer, or its generation says so afterwards.
+            flight.checksum = checksum_of(copy.header, [self._source(flight).data])
+
+    def _is_reachable(self, flight: _Flight) -> bool:
+        """Whether the device can copy now. A load or comparison takes staging memory if need be."""
+        copy = flight.copy
+        assert self._pins is not None, "no memory of slots"
+        if copy.way is CopyWay.COMPARE:
+            flight.staging = self._free_staging.pop()
+            return True
+        is_pinned = self._pins.has(copy.begin, copy.begin + self.block_bytes(copy.group))
+        if is_pinned or copy.way is CopyWay.STORE:
+            return is_pinned
+        flight.staging = self._free_staging.pop()
+        flight.staging[: self.block_bytes(copy.group)] = self._slot(copy)
+        return True
+
+    def _slot(self, copy: BlockCopy) -> Bytes:
+        assert self._memory is not None
+        return self._memory[copy.begin : copy.begin + self.block_bytes(copy.group)]
+
+    def _source(self, flight: _Flight) -> Bytes:
+        """The host's end of a copy."""
+        if flight.staging is None:
+            return self._slot(flight.copy)
+        return flight.staging[: self.block_bytes(flight.copy.group)]
+
+    def _launch(self, flight: _Flight, stream: int) -> None:
+        copy, cache = flight.copy, self._caches[flight.copy.group]
+        blocks = cache.places(copy.block_id)
+        if copy.way is CopyWay.CLEAR:
+            self._device.clear(stream, blocks, cache.sizes)
+            return
+        host = np.uint64(self._source(flight).ctypes.data) + cache.offsets
+        if copy.way is CopyWay.LOAD:
+            self._device.copy(stream, blocks, host, cache.sizes)
+        else:
+            self._device.copy(stream, host, blocks, cache.sizes)
+
+    # ── their ends ───────────────────────────────────────────────────────────────────────────────
+
+    def ended(self) -> list[CopyEnd]:
+        for _ in range(len(self._unpinned)):
+            flight = self._unpinned.popleft()
+            is_late = time.perf_counter_ns() - flight.ordered_ns > PIN_NS_MAX
+            if self.trouble or is_late:
+                reason = self.trouble or NOT_PINNED_IN_TIME
+                self._ends.append(CopyEnd(flight.copy.number, reason=reason))
+            else:
+                self._begin(flight)
+        for stream, flights in self._flights.items():
+            while flights and self._is_over(flights[0]):
+                self._close(flights.popleft(), stream)
+        ends, self._ends = self._ends, []
+        return ends
+
+    def _is_over(self, flight: _Flight) -> bool:
+        try:
+            return self._device.has_happened(flight.event)
+        except DeviceError:
+            return True  # `_close` asks again, and reports it
+
+    def _close(self, flight: _Flight, stream: int) -> None:
+        copy = flight.copy
+        try:
+            self._device.has_happened(flight.event)
+        except DeviceError as error:
+            self._failed(flight, error)
+            return
+        self._events.append(flight.event)
+        now_ns = time.perf_counter_ns()
+        duration_ns = now_ns - max(flight.begun_ns, self._served_ns[stream])
+        self._served_ns[stream] = now_ns
+        end = CopyEnd(copy.number, checksum=flight.checksum, duration_ns=duration_ns)
+        if copy.way is CopyWay.STORE:
+            end = end._replace(checksum=checksum_of(copy.header, [self._slot(copy).data]))
+        elif copy.way is CopyWay.COMPARE:
+            error_found = self._error(flight)
+            bound = BOUNDS[self._caches[copy.group].values]
+            end = end._replace(error=error_found, diverged=error_found > bound)
+        self._give_back(flight)
+        self._ends.append(end)
+
+    def _error(self, flight: _Flight) -> float:
+        cache, slot = self._caches[flight.copy.group], self._slot(flight.copy)
+        computed = self._source(flight)
+        return error_of(
+            [computed[begin:end] for begin, end in cache.compared],
+            [slot[begin:end] for begin, end in cache.compared],
+            values=cache.values,
+        )
+
+    def _failed(self, flight: _Flight, error: DeviceError) -> None:
+        self._give_back(flight)
+        self._ends.append(CopyEnd(flight.copy.number, reason=f"{HAS_FAILED}{error}"))
+
+    def _give_back(self, flight: _Flight) -> None:
+        if flight.staging is not None:
+            self._free_staging.append(flight.staging)
+            flight.staging = None
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._pins is not None and not self._is_busy:
+            self._pins.close()
+        if not self._is_busy:
+            self._device.unpin(int(self._staging.ctypes.data))

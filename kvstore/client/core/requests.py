@@ -1,0 +1,85 @@
+"""A request under way, and its story once it has ended."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstore.client.core.hits import Outcome
+from kvstore.client.core.lookup import Lookup
+from kvstore.client.core.stores import StoreProgress
+from kvstore.wire.messages import REQUEST_BYTES_MAX, Story
+
+DETAIL_LENGTH_MAX: Final = 255
+
+
+class TrackedRequest:
+    """State only; `SchedulerCore` changes it."""
+
+    __slots__ = (
+        "answer",
+        "answered_ns",
+        "arrived_ns",
+        "file_tokens",
+        "finished",
+        "load_ns",
+        "loaded_tokens",
+        "local_tokens",
+        "lookup",
+        "peer_tokens",
+        "progress",
+        "prompt_tokens",
+    )
+
+    def __init__(self, prompt_tokens: int, lookup: Lookup, progress: StoreProgress) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.progress = progress
+        self.lookup = lookup
+        self.local_tokens = 0
+        self.loaded_tokens = 0
+        self.file_tokens = 0
+        self.peer_tokens = 0
+        self.answer: Outcome | None = None
+        self.arrived_ns = 0
+        self.answered_ns = 0
+        """First answer after the last question to the node."""
+        self.load_ns: dict[int, int] = {}
+        """Time of its copies, by rank."""
+        self.finished = False
+
+    def cut_load(self, tokens: int) -> None:
+        """No more than so many tokens were loaded."""
+        self.loaded_tokens = min(self.loaded_tokens, tokens)
+        self.file_tokens = min(self.file_tokens, self.loaded_tokens)
+        self.peer_tokens = min(self.peer_tokens, self.loaded_tokens - self.file_tokens)
+
+
+def story_of(request: str, entry: TrackedRequest) -> Story:
+    """The story of a request that has ended."""
+    lookup = entry.lookup
+    asked, answered, replied = lookup.asked_at_ns, entry.answered_ns, lookup.replied_at_ns
+    reason = lookup.miss_reason
+    if not entry.answered_ns:
+        reason = "not asked"
+    return Story(
+        request=cut_name(request),
+        prompt_tokens=entry.prompt_tokens,
+        local_tokens=entry.local_tokens,
+        loaded_tokens=entry.loaded_tokens,
+        file_tokens=entry.file_tokens,
+        peer_tokens=entry.peer_tokens,
+        outcome=reason,
+        detail=lookup.detail[:DETAIL_LENGTH_MAX],
+        session=lookup.session,
+        leases=lookup.asked_leases,
+        first_block=lookup.first_block,
+        queued_ns=max(0, (asked or answered) - entry.arrived_ns),
+        lookup_ns=max(0, (replied or answered) - asked) if asked else 0,
+        promotion_ns=max(0, answered - replied) if lookup.waited_for_disk else 0,
+        load_ns=max(entry.load_ns.values(), default=0),
+        stored_blocks=entry.progress.next_blocks[0],
+    )
+
+
+def cut_name(request: str) -> str:
+    """A request's id as it may travel: users choose theirs."""
+    return request.encode("utf-8", "replace")[:REQUEST_BYTES_MAX].decode("utf-8", "ignore") or "?"

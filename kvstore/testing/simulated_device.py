@@ -1,0 +1,233 @@
+"""A device without hardware, which does what a device may do at worst: `kernels.device.Device`.
+
+Streams are queues. Whenever it is asked something, it takes a random number of turns (seeded); in a
+turn the head of a random queue is done, if what it waits for has happened. So any legal order can
+occur, a copy reads its source when it is done and not when it is ordered, and nothing is done that
+nobody asks for. Memory of its own cannot be touched by the host but in its turns: a stray access
+ends the process. A copy whose host side is not pinned is refused.
+
+Does not cover: speed, graphs, what several processes see of one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.kernels.device import (
+    Addresses,
+    DeviceCache,
+    DeviceCopies,
+    DeviceError,
+    LayerPages,
+)
+from kvstore.kernels.pack import PagedCache
+
+ENGINE_STREAM = 0
+"""The engine's, whichever thread asks."""
+TURNS_MAX = 3
+EAGERNESS = (0.05, 0.3, 1.0)
+"""Share of the calls that find that something was done since the last one."""
+SEED = 20_261_124
+_PROT_NONE = 0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_Work = Callable[[], None]
+
+
+class SimulatedDevice:
+    """See the module. Any thread may call."""
+
+    def __init__(self, seed: int, memory_bytes: int = 0) -> None:
+        """`memory_bytes`: of its own; 0: what it copies lies in memory of the host's, which stands
+        for its own."""
+        self._random = random.Random(seed)
+        self._eagerness = self._random.choice(EAGERNESS)
+        self._lock = threading.RLock()
+        self._queues: dict[int, deque[_Work | tuple[int, int] | int]] = {ENGINE_STREAM: deque()}
+        """Work; or an event and the number of the record of it that is waited for; or an event that
+        happens."""
+        self._recorded: dict[int, int] = {}
+        """How often each event was recorded."""
+        self._happened: dict[int, int] = {}
+        self._pinned: dict[int, int] = {}
+        self._own = mmap.mmap(-1, memory_bytes) if memory_bytes else None
+        self.address = 0
+        """Where its own memory begins."""
+        self.pin_failures: list[str] = []
+        """Why the next pins fail."""
+        self.failure = ""
+        """Why every call fails from now on; empty: none does."""
+        if self._own is not None:
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._own))
+            self._protect(_PROT_NONE)
+
+    # ── the port ─────────────────────────────────────────────────────────────────────────────────
+
+    def stream(self, *, is_urgent: bool) -> int:
+        with self._asked():
+            self._queues[len(self._queues)] = deque()
+            return len(self._queues) - 1
+
+    def event(self) -> int:
+        with self._asked():
+            event = len(self._recorded)
+            self._recorded[event] = self._happened[event] = 0
+            return event
+
+    def record(self, event: int, stream: int | None) -> None:
+        with self._asked():
+            self._recorded[event] += 1
+            self._queues[ENGINE_STREAM if stream is None else stream].append(event)
+
+    def wait(self, stream: int, event: int) -> None:
+        with self._asked():
+            self._queues[stream].append((event, self._recorded[event]))
+
+    def has_happened(self, event: int) -> bool:
+        with self._asked():
+            return self._happened[event] >= self._recorded[event]
+
+    def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+
+        def work() -> None:
+            for target, source, size in pieces:
+                ctypes.memmove(target, source, size)
+
+        with self._asked():
+            for target, source, size in pieces:
+                if self._own is not None:
+                    sides = sorted((self._is_own(target, size), self._is_own(source, size)))
+                    assert sides == [False, True], "one side is the device's, the other is not"
+                    host = source if self._is_own(target, size) else target
+                    assert self._is_pinned(host, size), "the host's side is not pinned"
+            self._queues[stream].append(work)
+
+    def clear(self, stream: int, targets: Addresses, sizes: Addresses) -> None:
+        pieces = list(zip(targets.tolist(), sizes.tolist(), strict=True))
+
+        def work() -> None:
+            for target, size in pieces:
+                ctypes.memset(target, 0, size)
+
+        with self._asked():
+            self._queues[stream].append(work)
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        with self._asked():
+            if self.pin_failures:
+                raise DeviceError(self.pin_failures.pop(0))
+            for begin, size in self._pinned.items():
+                assert address + size_bytes <= begin or begin + size <= address, "pinned twice"
+            self._pinned[address] = size_bytes
+
+    def unpin(self, address: int) -> None:
+        with self._asked():
+            del self._pinned[address]
+
+    # ── what a test sees of it ───────────────────────────────────────────────────────────────────
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Memory of the host's that is pinned."""
+        return sum(self._pinned.values())
+
+    @property
+    def event_count(self) -> int:
+        """Events made so far."""
+        return len(self._recorded)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is left to do."""
+        return not any(self._queues.values())
+
+    def launch(self, work: Callable[[NDArray[np.uint8]], None]) -> None:
+        """Give the engine's stream something to do with the device's memory."""
+
+        def done() -> None:
+            assert self._own is not None
+            work(np.frombuffer(self._own, np.uint8))
+
+        with self._lock:
+            self._queues[ENGINE_STREAM].append(done)
+
+    def turn(self) -> bool:
+        """Do one thing, of a random stream. False: nothing can be done."""
+        with self._lock:
+            ready = [queue for queue in self._queues.values() if queue and self._may_go(queue[0])]
+            if not ready:
+                return False
+            match self._random.choice(ready).popleft():
+                case int() as event:
+                    self._happened[event] += 1
+                case tuple():
+                    pass
+                case work:
+                    self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+                    try:
+                        work()
+                    finally:
+                        self._protect(_PROT_NONE)
+            return True
+
+    def finish(self) -> None:
+        """Do all that is left."""
+        while self.turn():
+            pass
+        assert self.is_idle, "streams wait for one another"
+
+    def _may_go(self, head: Any) -> bool:
+        return not isinstance(head, tuple) or self._happened[head[0]] >= head[1]
+
+    def _protect(self, protection: int) -> None:
+        if self._own is not None and _libc.mprotect(self.address, len(self._own), protection):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+    def _is_own(self, address: int, size: int) -> bool:
+        assert self._own is not None
+        return self.address <= address and address + size <= self.address + len(self._own)
+
+    def _is_pinned(self, address: int, size: int) -> bool:
+        """All of it, which may lie in several pins that follow one another."""
+        end = address + size
+        for begin, length in sorted(self._pinned.items()):
+            if begin <= address < begin + length:
+                address = begin + length
+        return address >= end
+
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        """A call: some time has passed since the last one."""
+        with self._lock:
+            if self.failure:
+                raise DeviceError(self.failure)
+            if self._random.random() < self._eagerness:
+                for _ in range(self._random.randint(1, TURNS_MAX)):
+                    self.turn()
+            yield
+
+
+def simulated_copies(
+    caches: Sequence[PagedCache], *, on: SimulatedDevice | None = None
+) -> DeviceCopies:
+    """Copies on a simulated device, whose memory these caches are from now on."""
+    device = SimulatedDevice(SEED) if on is None else on
+    return DeviceCopies(device, [_on_device(cache) for cache in caches])
+
+
+def _on_device(cache: PagedCache) -> DeviceCache:
+    layers = [LayerPages(a.ctypes.data, a.strides[0], a.shape[1]) for a in cache.layers]
+    return DeviceCache(layers, cache.block_count, uncompared=cache.uncompared, values=cache.values)

@@ -1,0 +1,217 @@
+"""What every copy engine keeps: bytes, checksums, ends, order behind marks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvstore.kernels import device
+from kvstore.kernels.device import CHUNK_BYTES, COPIES_MAX, NOT_PINNED_IN_TIME
+from kvstore.kernels.host import NOT_COMPARABLE
+from kvstore.kernels.pack import PagedCache
+from kvstore.kernels.reference import checksum
+from kvstore.ports import BlockCopy, CopyWay
+from tests.kit.copy_parties import (
+    BLOCKS,
+    HEADER,
+    SLOTS,
+    CudaParty,
+    DeviceParty,
+    HostParty,
+    Party,
+    noise,
+)
+from tests.kit.gpu_party import GpuParty
+
+Make = Callable[..., Party]
+
+
+@pytest.fixture(
+    params=[HostParty, DeviceParty, CudaParty, pytest.param(GpuParty, marks=pytest.mark.gpu)]
+)
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    made: list[Party] = []
+
+    def new(
+        page_bytes: tuple[int, ...] = (96, 96, 40), *, block_major: bool = False, values: str = ""
+    ) -> Party:
+        made.append(request.param(page_bytes, block_major=block_major, values=values))
+        return made[-1]
+
+    yield new
+    for party in made:
+        party.close()
+
+
+@pytest.mark.parametrize("block_major", [False, True])
+@pytest.mark.parametrize("page_bytes", [(64,), (96, 96, 40), (1, 700_001), (16,) * 80])
+def test_what_is_stored_is_loaded(
+    make: Make, page_bytes: tuple[int, ...], block_major: bool
+) -> None:
+    party = make(page_bytes, block_major=block_major)
+    blocks = [noise(party.block_bytes, seed) for seed in range(BLOCKS)]
+    for block, data in enumerate(blocks):
+        party.write(block, data)
+    for block in (2, 5):
+        end = party.do(CopyWay.STORE, block, slot=block - 2)
+        assert (end.reason, end.checksum) == ("", checksum(HEADER, blocks[block]))
+        assert party.slot(block - 2).tobytes() == blocks[block]
+    end = party.do(CopyWay.LOAD, 0, slot=3)
+    assert (end.reason, end.checksum) == ("", checksum(HEADER, blocks[5]))
+    assert party.do(CopyWay.LOAD, 1, slot=0, is_verified=False).checksum == b""
+    party.do(CopyWay.CLEAR, 4)
+    changed = {0: blocks[5], 1: blocks[2], 4: bytes(party.block_bytes)}
+    assert [party.read(block) for block in range(BLOCKS)] == [
+        changed.get(block, data) for block, data in enumerate(blocks)
+    ]
+
+
+def test_the_checksum_of_a_load_is_that_of_the_bytes(make: Make) -> None:
+    party = make()
+    party.slot(1)[:] = np.frombuffer(noise(party.block_bytes, 7), np.uint8)
+    party.slot(1)[-1] ^= 1
+    end = party.do(CopyWay.LOAD, 3, slot=1)
+    assert end.checksum == checksum(HEADER, party.slot(1).tobytes())
+
+
+@pytest.mark.parametrize("off", [0.0, 1.0])
+def test_values_are_compared_and_nothing_is_written(make: Make, off: float) -> None:
+    party = make((64, 128), values="float32")
+    numbers = np.random.default_rng(3).standard_normal(48).astype(np.float32)
+    party.write(2, numbers.tobytes())
+    other = numbers + np.float32(off)
+    party.slot(4)[:] = other.view(np.uint8)
+    end = party.do(CopyWay.COMPARE, 2, slot=4)
+    assert (end.reason, end.diverged, end.error > 0) == ("", bool(off), bool(off))
+    assert party.read(2) == numbers.tobytes()
+    assert party.slot(4).tobytes() == other.tobytes()
+
+
+def test_values_that_cannot_be_compared_are_not(make: Make) -> None:
+    party = make()
+    assert party.do(CopyWay.COMPARE, 2, slot=4).reason == NOT_COMPARABLE
+
+
+def test_every_copy_ends_once(make: Make) -> None:
+    party = make()
+    for block in range(BLOCKS):
+        party.write(block, noise(party.block_bytes, block))
+    mark, ways = party.copies.mark(), (CopyWay.STORE, CopyWay.LOAD)
+    for begin in range(0, 40, party.copies.copies_max):
+        orders = [
+            party.order(ways[at % 2], at % BLOCKS, at % SLOTS, after=mark)
+            for at in range(begin, begin + party.copies.copies_max)
+        ]
+        assert sorted(party.ended(len(orders))) == orders
+    assert party.copies.ended() == []
+
+
+def test_memory_can_be_another_one_later(make: Make) -> None:
+    party = make()
+    party.write(0, noise(party.block_bytes, 1))
+    party.do(CopyWay.STORE, 0, slot=1)
+    party.slots = np.zeros_like(party.slots)
+    party.attach()
+    party.do(CopyWay.STORE, 0, slot=2)
+    assert party.slot(2).tobytes() == noise(party.block_bytes, 1)
+    assert not party.slot(1).any()
+
+
+# ── of a device alone ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(params=[DeviceParty, CudaParty])
+def party(request: pytest.FixtureRequest) -> Iterator[DeviceParty]:
+    party: DeviceParty = request.param((96, 40), block_major=False, values="float32")
+    yield party
+    party.close()
+
+
+def test_a_block_that_runs_over_two_chunks_waits_for_both(party: DeviceParty) -> None:
+    ready = 0
+    party.slots = np.zeros(CHUNK_BYTES + party.block_bytes, np.uint8)
+    party.copies.attach(party.slots, lambda: ready)
+    party.write(1, noise(party.block_bytes, 1))
+    begin = CHUNK_BYTES - 50
+    copy = BlockCopy(1, CopyWay.STORE, 0, 1, begin, HEADER, after=party.copies.mark())
+    party.copies.begin(copy)
+    for _ in range(100):
+        assert not party.copies.ended(), "pages of its slot have not arrived"
+    ready = party.slots.size
+    while not party.copies.ended():
+        pass
+    assert party.slots[begin : begin + party.block_bytes].tobytes() == noise(party.block_bytes, 1)
+    assert party.device.pinned_bytes > CHUNK_BYTES
+
+
+def test_a_store_whose_slot_is_never_pinned_ends_all_the_same(
+    party: DeviceParty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node died while its memory grew. The copy thread attaches anew once nothing is left."""
+    monkeypatch.setattr(device, "PIN_NS_MAX", 10_000_000)
+    party.copies.attach(party.slots, lambda: 0)
+    assert party.do(CopyWay.STORE, 1, slot=2).reason == NOT_PINNED_IN_TIME
+    party.attach()
+    monkeypatch.undo()
+    assert not party.do(CopyWay.STORE, 1, slot=2).reason
+
+
+def test_a_load_that_breaks_off_leaves_nothing_in_its_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    party = HostParty((96, 40), block_major=False, values="")
+    party.write(3, noise(party.block_bytes, 1))
+
+    def breaks_off(*_: object) -> bytes:
+        raise MemoryError
+
+    monkeypatch.setattr(PagedCache, "load_checked", breaks_off)
+    with pytest.raises(MemoryError):
+        party.order(CopyWay.LOAD, 3)
+    assert party.read(3) == bytes(party.block_bytes)
+
+
+def test_a_load_does_not_wait_for_its_slot_to_be_pinned(party: DeviceParty) -> None:
+    party.copies.attach(party.slots, lambda: 0)
+    data = noise(party.block_bytes, 5)
+    party.slot(2)[:] = np.frombuffer(data, np.uint8)
+    assert party.do(CopyWay.LOAD, 3, slot=2).checksum == checksum(HEADER, data)
+    assert party.read(3) == data
+
+
+def test_without_pinned_memory_blocks_are_loaded_and_not_stored(party: DeviceParty) -> None:
+    party.slots = np.zeros_like(party.slots)
+    party.device.pin_failures.append("no more than 64 KiB of memory may be locked")
+    party.attach()
+    party.write(1, bytes(party.block_bytes))
+    assert party.do(CopyWay.STORE, 1).reason == party.copies.trouble != ""
+    assert party.do(CopyWay.STORE, 1).reason
+    assert not party.do(CopyWay.LOAD, 2).reason
+
+
+def test_copies_of_a_device_that_fails_end_as_failed(party: DeviceParty) -> None:
+    orders = [party.order(CopyWay.LOAD, at) for at in range(3)]
+    party.device.failure = "an illegal memory access was encountered"
+    orders.append(party.order(CopyWay.STORE, 4))
+    ends = party.ended(4)
+    assert sorted(ends) == orders
+    assert all(end.reason for end in ends.values())
+    party.device.failure = ""
+
+
+def test_marks_that_no_copy_waits_for_are_forgotten(party: DeviceParty) -> None:
+    before = party.device.event_count
+    for number in range(1, 200):
+        assert party.copies.mark() == number
+        party.device.finish()
+    assert party.device.event_count <= before + 1
+
+
+def test_staging_memory_suffices_for_all_that_is_under_way(party: DeviceParty) -> None:
+    party.copies.attach(party.slots, lambda: 0)
+    for _ in range(3):
+        ways = [CopyWay.LOAD, CopyWay.COMPARE] * (COPIES_MAX // 2)
+        orders = [party.order(way, at % BLOCKS, at % SLOTS) for at, way in enumerate(ways)]
+        assert sorted(party.ended(COPIES_MAX)) == orders

@@ -1,0 +1,201 @@
+"""Engines whose models have recurrent layers beside full attention: the shape of Qwen3-Next.
+
+Such layers exist in bfloat16 only on CPUs, and their states differ in the last bits with the chunks
+that made them. So the standard is the engine's own cache after the same requests: hits of the same
+length give the same tokens. The engine keeps a state at the end of a prompt's last full block if
+chunks end there, and where a second prompt has left the first one; so hits begin with the third.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine_config import ServerConfig
+from kvstore.demo.workload import Encode, text_tokens
+from kvstore.testing.process import NodeProcess
+from tests.amounts import amount
+from tests.integration.engine.fixtures import ANSWER_TOKENS, MAX_TOKENS, SEED, VERIFIED
+from tests.integration.engine.nursery import EngineNursery
+from tests.integration.engine.support import (
+    PATIENT,
+    SHADOWED,
+    damage,
+    hits,
+    inspect,
+    no_alarm,
+    node_for,
+    wait_until,
+)
+from tests.kit.hybrid_models import STATE_BLOCK_TOKENS, build_hybrid
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEMS = amount(6, nightly=30)
+PROMPTS_PER_STEM = 4
+FEW_BLOCKS = 44
+"""Of all groups together: too few for as many requests as run at once."""
+OWN_ERRORS = "vllm:kvstore_connector_errors_total"
+
+
+class Answer(NamedTuple):
+    """What an engine made of one prompt."""
+
+    cached_tokens: int
+    tokens: tuple[int, ...]
+
+
+class Recurrent(NamedTuple):
+    """A model, prompts, and the answers of an engine that has all of them in its own cache, and of
+    one that has none."""
+
+    model: Path
+    prompts: list[tuple[int, ...]]
+    answers: list[Answer]
+    computed: list[Answer]
+
+    def served(self, socket: Path, **changes: Any) -> ServerConfig:
+        """An engine with the connector; it verifies every load unless `changes` say otherwise."""
+        changes = {"connector_extra": VERIFIED, **changes}
+        return ServerConfig(model=self.model, dtype="bfloat16", socket=socket, **changes)
+
+
+def ask(engine: VllmServer, prompts: Sequence[tuple[int, ...]], *, forget: bool) -> list[Answer]:
+    """Answers one by one, each with the engine's own cache emptied before it or not."""
+    answers = []
+    for prompt in prompts:
+        if forget:
+            engine.forget()
+        done = engine.complete(prompt, max_tokens=MAX_TOKENS)
+        answers.append(Answer(done.cached_tokens, done.tokens))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def recurrent(
+    vllm: EngineNursery, tiny_model: Path, encode: Encode, tmp_path_factory: pytest.TempPathFactory
+) -> Recurrent:
+    directory = tmp_path_factory.mktemp("recurrent")
+    model = build_hybrid(directory / "model", tiny_model, shape="qwen3-next")
+    source = random.Random(SEED)
+    prompts = []
+    for _ in range(STEMS):
+        stem = text_tokens(source, encode, source.randrange(20, 4 * STATE_BLOCK_TOKENS))
+        for _ in range(PROMPTS_PER_STEM):
+            tail = text_tokens(source, encode, source.randrange(1, STATE_BLOCK_TOKENS))
+            prompts.append((*stem, *tail))
+    with vllm.start(
+        ServerConfig(model=model, dtype="bfloat16"), log=directory / "own.log"
+    ) as engine:
+        for _ in range(2):
+            ask(engine, prompts, forget=False)
+        answers = ask(engine, prompts, forget=False)
+        return Recurrent(model, prompts, answers, ask(engine, prompts, forget=True))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    with NodeProcess.start(tmp_path, dram="512MiB") as node:
+        yield node
+
+
+def test_hits_and_tokens_are_those_of_the_engines_own_cache(
+    vllm: EngineNursery, recurrent: Recurrent, node: NodeProcess, tmp_path: Path
+) -> None:
+    config = recurrent.served(node.socket)
+    with vllm.start(config, log=tmp_path / "engine.log") as engine:
+        for _ in range(2):
+            ask(engine, recurrent.prompts, forget=False)
+        assert ask(engine, recurrent.prompts, forget=True) == recurrent.answers
+        assert sum(each.cached_tokens > 0 for each in recurrent.answers) > STEMS
+        assert not engine.metrics().get(OWN_ERRORS)
+        wait_until(lambda: not inspect(node, "leases"), "every lease was given back")
+
+
+def test_states_stored_amid_preemption_are_those_of_their_keys(
+    vllm: EngineNursery, recurrent: Recurrent, node: NodeProcess, tmp_path: Path
+) -> None:
+    config = recurrent.served(node.socket, kv_blocks=FEW_BLOCKS, max_model_len=2560)
+    with vllm.start(config, log=tmp_path / "few.log") as engine:
+        for _ in range(2):
+            engine.complete_many(recurrent.prompts, max_tokens=ANSWER_TOKENS, concurrency=16)
+        assert engine.hits().preemptions > 0, "blocks were few"
+        answers = ask(engine, recurrent.prompts, forget=True)
+        compared = [
+            (answer, own)
+            for answer, own in zip(answers, recurrent.answers, strict=True)
+            if answer.cached_tokens == own.cached_tokens > 0
+        ]
+        assert len(compared) > STEMS
+        assert [(a, own) for a, own in compared if a.tokens != own.tokens] == []
+        assert not engine.metrics().get(OWN_ERRORS)
+        wait_until(lambda: not inspect(node, "leases"), "every lease was given back")
+
+
+def test_a_node_that_is_killed_or_stopped_and_damaged_states_change_no_answer(
+    vllm: EngineNursery, recurrent: Recurrent, tmp_path: Path
+) -> None:
+    config = recurrent.served(tmp_path / "node.sock")
+    few = slice(3 * PROMPTS_PER_STEM)
+    prompts, own, computed = recurrent.prompts[few], recurrent.answers[few], recurrent.computed[few]
+
+    def check(answers: list[Answer]) -> None:
+        # A load that failed is computed: the answer is that of one way or of the other.
+        for at, answer in enumerate(answers):
+            assert answer.tokens in (own[at].tokens, computed[at].tokens), at
+
+    with vllm.start(config, log=tmp_path / "engine.log") as engine, ThreadPoolExecutor(1) as pool:
+        for fault in (NodeProcess.kill, NodeProcess.pause, damage):
+            with node_for(engine, tmp_path) as node:
+                for _ in range(2):
+                    check(ask(engine, prompts, forget=False))
+                before = hits(engine)
+                load = pool.submit(ask, engine, prompts, forget=True)
+                while hits(engine) == before and not load.done():
+                    continue
+                fault(node)
+                check(load.result())
+                if fault is NodeProcess.pause:
+                    node.resume()
+                check(ask(engine, prompts, forget=True))
+        assert engine.metrics()["vllm:kvstore_load_failures_total"] > 0, "damage was met"
+        assert not engine.metrics().get(OWN_ERRORS)
+
+
+def test_shadow_checks_raise_no_alarm_where_recurrence_is_not_exact(
+    vllm: EngineNursery, recurrent: Recurrent, node: NodeProcess, tmp_path: Path
+) -> None:
+    config = recurrent.served(node.socket, connector_extra=SHADOWED)
+    few = recurrent.prompts[: 3 * PROMPTS_PER_STEM]
+    with vllm.start(config, log=tmp_path / "shadow.log") as engine:
+        for _ in range(3):
+            ask(engine, few, forget=True)
+        assert engine.hits().external_hits == 0, "every hit is computed"
+        wait_until(lambda: not inspect(node, "leases"), "every lease was given back")
+        assert not engine.metrics().get(OWN_ERRORS)
+    no_alarm(node, "bfloat16", compared_min=1)
+
+
+def test_two_ranks_load_what_they_would_have_had_themselves(
+    vllm: EngineNursery, recurrent: Recurrent, node: NodeProcess, tmp_path: Path
+) -> None:
+    config = recurrent.served(
+        node.socket,
+        connector_extra={**VERIFIED, **PATIENT},
+        arguments=("--tensor-parallel-size", "2"),
+    )
+    few = recurrent.prompts[: 3 * PROMPTS_PER_STEM]
+    with vllm.start(config, log=tmp_path / "two.log") as engine:
+        for _ in range(2):
+            ask(engine, few, forget=False)
+        own = ask(engine, few, forget=False)
+        assert ask(engine, few, forget=True) == own
+        assert any(each.cached_tokens for each in own)
+        assert engine.hits().external_hits > 0
+        assert not engine.metrics().get(OWN_ERRORS)

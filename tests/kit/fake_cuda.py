@@ -1,0 +1,100 @@
+"""NVIDIA's runtime, as its bindings offer it, over a simulated device: for `kernels.cuda`.
+
+Constants, enumerations and structures are the real ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+from cuda.bindings import runtime as real
+
+from kvstore.kernels.device import DeviceError
+from kvstore.testing.simulated_device import ENGINE_STREAM, SimulatedDevice
+
+OK, FAILED = real.cudaError_t.cudaSuccess, real.cudaError_t.cudaErrorIllegalAddress
+NO_MEMORY = real.cudaError_t.cudaErrorMemoryAllocation
+FIRST_HANDLE = 0x7F00_0000
+"""Handles are addresses, not small numbers."""
+
+
+class FakeCuda:
+    """Functions of the runtime that `kernels.cuda` calls. `engine_stream` is the engine's."""
+
+    engine_stream = FIRST_HANDLE + ENGINE_STREAM
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self._thread = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(real, name)
+        assert not name.startswith("cuda") or isinstance(found, (int, type)), f"{name}: not faked"
+        return found
+
+    def _answer(self, function: Any, *arguments: Any, error: Any = FAILED) -> tuple[Any, ...]:
+        assert getattr(self._thread, "device", None) == 0, "no device was chosen in this thread"
+        try:
+            value = function(*arguments)
+        except DeviceError:
+            return (error, None)
+        return (OK,) if value is None else (OK, value)
+
+    def cudaSetDevice(self, device: int) -> tuple[Any, ...]:
+        self._thread.device = device
+        return (OK,)
+
+    def cudaDeviceGetStreamPriorityRange(self) -> tuple[Any, ...]:
+        return (OK, 0, -5)
+
+    def cudaStreamCreateWithPriority(self, flags: int, priority: int) -> tuple[Any, ...]:
+        assert flags == real.cudaStreamNonBlocking, "it would wait for the default stream"
+        assert priority in (0, -5)
+        return self._answer(lambda: FIRST_HANDLE + self._device.stream(is_urgent=priority == -5))
+
+    def cudaEventCreateWithFlags(self, flags: int) -> tuple[Any, ...]:
+        assert flags == real.cudaEventDisableTiming
+        return self._answer(lambda: FIRST_HANDLE + self._device.event())
+
+    def cudaEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:
+        return self._answer(self._device.record, event - FIRST_HANDLE, stream - FIRST_HANDLE)
+
+    def cudaStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[Any, ...]:
+        assert flags == 0
+        return self._answer(self._device.wait, stream - FIRST_HANDLE, event - FIRST_HANDLE)
+
+    def cudaEventQuery(self, event: int) -> tuple[Any, ...]:
+        status, *values = self._answer(self._device.has_happened, event - FIRST_HANDLE)
+        return (real.cudaError_t.cudaErrorNotReady if values == [False] else status,)
+
+    def cudaMemcpyBatchAsync(
+        self,
+        targets: list[int],
+        sources: list[int],
+        sizes: list[int],
+        count: int,
+        attributes: list[Any],
+        first_of: list[int],
+        attribute_count: int,
+        stream: int,
+    ) -> tuple[Any, ...]:
+        assert len(targets) == len(sources) == len(sizes) == count
+        assert len(attributes) == len(first_of) == attribute_count
+        order = real.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+        assert all(each.srcAccessOrder == order for each in attributes)
+        arrays = (np.array(each, np.uint64) for each in (targets, sources, sizes))
+        return self._answer(self._device.copy, stream - FIRST_HANDLE, *arrays)
+
+    def cudaMemsetAsync(self, target: int, value: int, size: int, stream: int) -> tuple[Any, ...]:
+        assert value == 0
+        pieces = np.array([target], np.uint64), np.array([size], np.uint64)
+        return self._answer(self._device.clear, stream - FIRST_HANDLE, *pieces)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> tuple[Any, ...]:
+        assert flags == real.cudaHostRegisterPortable
+        return self._answer(self._device.pin, address, size, error=NO_MEMORY)
+
+    def cudaHostUnregister(self, address: int) -> tuple[Any, ...]:
+        return self._answer(self._device.unpin, address)

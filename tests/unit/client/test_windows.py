@@ -1,0 +1,376 @@
+"""Requests of an engine with several KV cache groups: full attention, and windows beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.client.core.hits import (
+    PENDING,
+    BlockKeys,
+    Hit,
+    HitPlan,
+    Mask,
+    Miss,
+    Outcome,
+    Presence,
+)
+from kvstore.client.core.lookups import HINT_NS_MAX, ROUNDS_MAX
+from kvstore.client.core.plan import CompareResult, LoadJob, LoadResult, RankReport, StoreJob
+from kvstore.wire import messages as m
+from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain, named, split
+
+WINDOW_BLOCKS = 2
+"""Blocks before its end that a hit needs of the second group."""
+NAMES = ("all of it", "the window")
+TABLES = (list(range(100, 130)), list(range(200, 230)))
+
+
+class WindowRules:
+    """A window beside full attention, of blocks of one size."""
+
+    def longest(self, present: Sequence[Mask], *, tokens_max: int) -> HitPlan:
+        run = int(np.argmin([*present[0], False]))
+        bound = end = min(run, tokens_max // BLOCK_TOKENS)
+        while not present[1][max(0, end - WINDOW_BLOCKS) : end].all():
+            end -= 1
+        first = max(0, end - WINDOW_BLOCKS)
+        return HitPlan(end * BLOCK_TOKENS, (0, first), int(end < bound))
+
+    def are_needed(self, group: int, first_block: int, end_block: int) -> None:
+        return None
+
+
+@pytest.fixture
+def node() -> ScriptedNode:
+    return make()
+
+
+def make(shard_counts: tuple[int, int] = (1, 1), **changes: Any) -> ScriptedNode:
+    changes = {"group_tokens": (BLOCK_TOKENS, BLOCK_TOKENS), "group_names": NAMES} | changes
+    node = ScriptedNode(rules=WindowRules(), **changes)
+    node.shard_counts = shard_counts
+    node.attach(credits=50)
+    return node
+
+
+def begin(node: ScriptedNode, keys: list[bytes]) -> None:
+    node.core.new_request("r", keys, prompt_tokens=len(keys) * BLOCK_TOKENS, now_ns=node.now_ns)
+    node.exchange()
+
+
+def match(node: ScriptedNode, keys: list[bytes], local: int = 0, most: int = 100) -> Outcome:
+    """The answer, after so many exchanges as it takes."""
+    for _ in range(2 + ROUNDS_MAX):
+        outcome = node.core.match(
+            "r",
+            keys,
+            local_tokens=local * BLOCK_TOKENS,
+            tokens_max=most * BLOCK_TOKENS,
+            now_ns=node.now_ns,
+        )
+        if outcome is not PENDING:
+            return outcome
+        node.exchange()
+    return PENDING
+
+
+def load(node: ScriptedNode, keys: list[bytes], tokens: int) -> tuple[LoadJob, ...]:
+    node.core.allocated("r", keys, tables=TABLES, external_tokens=tokens, now_ns=node.now_ns)
+    return node.core.plan((), node.now_ns).loads
+
+
+def asked(node: ScriptedNode, group: int) -> list[list[bytes]]:
+    return [split(a.keys) for a in node.of(m.LeaseAsk) if a.group == group]  # type: ignore[attr-defined]
+
+
+def held(keys: list[bytes], *windows: int) -> set[bytes]:
+    """All blocks of the first group and these of the second."""
+    return {*keys, *(named(keys[at], 1) for at in windows)}
+
+
+def test_a_hit_takes_of_a_window_only_what_it_reaches(node: ScriptedNode) -> None:
+    keys = chain("a", 6)
+    node.keys = held(keys, 0, 1, 2, 3, 4, 5)
+    begin(node, keys)
+    assert match(node, keys) == Hit(6 * BLOCK_TOKENS)
+    assert asked(node, 0) == [keys]
+    assert asked(node, 1) == [keys[4:]]
+    first, second = load(node, keys, 6 * BLOCK_TOKENS)
+    assert (first.group, first.block_ids, first.keys) == (0, tuple(range(100, 106)), b"".join(keys))
+    assert (second.group, second.block_ids) == (1, (204, 205))
+    assert second.keys == b"".join(keys[4:])
+    assert len(m.slots_array(second.slots)) == 2
+    assert {first.lease, second.lease} == {a.lease for a in node.of(m.LeaseAsk)}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("windows", "blocks"),
+    [
+        (tuple(range(6)), 6),
+        ((0, 1, 2, 3), 4),
+        ((0, 1, 3, 5), 2),
+        ((1, 2, 4), 3),
+        ((0,), 1),
+        ((), 0),
+        ((5,), 0),
+    ],
+)
+def test_a_hit_ends_where_every_group_can_serve_it(
+    node: ScriptedNode, windows: tuple[int, ...], blocks: int
+) -> None:
+    keys = chain("a", 6)
+    node.keys = held(keys, *windows)
+    begin(node, keys)
+    expected = Hit(blocks * BLOCK_TOKENS) if blocks else Miss("group not stored")
+    assert match(node, keys) == expected
+    story = node.core.finished("r")
+    assert story is not None
+    cut = ("group not stored", "the window") if blocks < 6 else ("", "")
+    assert (story.outcome, story.detail) == cut
+    node.exchange()
+    assert node.core.leases_open == 0
+
+
+def test_a_hit_ends_before_the_last_token_of_the_prompt(node: ScriptedNode) -> None:
+    keys = chain("a", 6)
+    node.keys = held(keys, *range(6))
+    begin(node, keys)
+    assert match(node, keys, most=5) == Hit(5 * BLOCK_TOKENS)
+    assert asked(node, 1) == [keys[3:5]]
+
+
+def test_what_the_engine_has_itself_is_not_asked_for(node: ScriptedNode) -> None:
+    keys = chain("a", 6)
+    node.keys = held(keys, 4)
+    begin(node, keys)
+    assert match(node, keys, local=4) == Hit(BLOCK_TOKENS)
+    assert asked(node, 0) == [keys[4:]]
+    assert asked(node, 1) == [[keys[4]]]
+    first, second = load(node, keys, BLOCK_TOKENS)
+    assert (first.block_ids, second.block_ids) == ((104,), (204,))
+
+
+def test_a_window_that_is_gone_by_then_makes_the_hit_shorter(node: ScriptedNode) -> None:
+    keys = chain("a", 6)
+    node.keys = held(keys, *range(6))
+    begin(node, keys)
+    assert node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=1) is PENDING
+    node.exchange()  # the answers to the hints name all six
+    node.keys -= {named(keys[5], 1)}
+    assert match(node, keys) == Hit(5 * BLOCK_TOKENS)
+    assert asked(node, 1) == [keys[4:], keys[3:5]]
+    assert len(load(node, keys, 5 * BLOCK_TOKENS)) == 2
+    released = [lease for each in node.of(m.LeaseRelease) for lease in each.leases]  # type: ignore[attr-defined]
+    assert len(released) == 1, "the question whose answer was too short"
+
+
+def test_answers_that_promise_too_much_end_after_some_rounds(node: ScriptedNode) -> None:
+    keys = chain("a", 20)
+    node.keys = {*keys}
+    begin(node, keys)
+    node.now_ns += HINT_NS_MAX + 1
+    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    for message in node.core.take_outbox():
+        if isinstance(message, m.Hint):
+            bits = b"\xff" * 3
+            node.give(m.HintReply(message.request, bits, message.group, message.first_block))
+        elif isinstance(message, m.LeaseAsk):
+            node.give(node.lease_reply(message))
+    assert match(node, keys) == Miss("group not stored")
+    assert len(asked(node, 1)) == ROUNDS_MAX
+    node.exchange()
+    assert node.core.leases_open == 0
+
+
+@pytest.mark.parametrize(
+    "change", ["none", "later", "another session", "not hinted", "more keys than a hint takes"]
+)
+def test_what_the_hints_asked_is_not_asked_again(change: str) -> None:
+    node, keys = make(), chain("a", 6)
+    if change == "more keys than a hint takes":
+        keys = chain("a", m.KEYS_PER_DATAGRAM_MAX + 1)
+    may_hint = change != "not hinted"
+    node.core.new_request("r", keys, prompt_tokens=10**6, now_ns=node.now_ns, may_hint=may_hint)
+    hints = node.core.take_outbox()
+    assert [h.group for h in hints if isinstance(h, m.Hint)] == ([0, 1] if may_hint else [])
+    if change == "later":
+        node.now_ns += HINT_NS_MAX + 1
+    if change == "another session":
+        node.give(m.SessionClosed(node.session, "a rank left"))
+        node.session += 1
+        node.give(m.SessionOpen(session=node.session, shard_counts=(1, 1)))
+    assert node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns) is PENDING
+    again = [h for h in node.core.take_outbox() if isinstance(h, m.Hint)]
+    assert bool(again) == (change != "none")
+    assert {h.group for h in again} <= {1}, "the lease tells of the first"
+
+
+def test_an_answer_behind_a_gap_is_none() -> None:
+    present = Presence()
+    present.heard(1, 8, b"\xff")
+    assert present.get(1) is None, "it has no beginning"
+    present.heard(1, 0, b"\x01")
+    present.heard(1, 8, b"\x02")
+    for far in (17, 1 << 40, (1 << 64) - 1):
+        present.heard(1, far, b"\xff")
+    assert np.flatnonzero(present.resized(1, 40)).tolist() == [0, 9]
+    present.heard(1, 8, b"\x00")
+    assert np.flatnonzero(present.resized(1, 40)).tolist() == [0]
+
+
+def test_an_answer_that_does_not_come_is_not_waited_for(node: ScriptedNode) -> None:
+    keys = chain("a", 6)
+    node.keys = held(keys, *range(6))
+    begin(node, keys)
+    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    node.exchange()
+    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    node.core.take_outbox()  # the question about the window is lost
+    node.wait(1000)
+    assert match(node, keys) == Miss("deadline")
+    assert node.core.leases_open == 0
+
+
+def test_a_window_on_disk_is_waited_for_as_a_whole(node: ScriptedNode) -> None:
+    node = make(prefill_ns_per_token=10_000_000)
+    keys = chain("a", 6)
+    node.keys = held(keys, *range(6))
+    begin(node, keys)
+    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    node.exchange()
+    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    (ask,) = [a for a in node.core.take_outbox() if isinstance(a, m.LeaseAsk)]
+    nothing = m.LeaseReply(
+        lease=ask.lease, ttl_ms=900, slots=b"", generations=b"", promoting=2, promoting_ms=5
+    )
+    node.give(nothing)
+    assert match(node, keys) is PENDING
+    slots = np.arange(0, 32, 16, dtype="<u4").tobytes()
+    node.give(
+        m.LeaseMore(ask.lease, slots, np.ones(2, "<u8").tobytes(), checksums=b"x" * 32, from_file=2)
+    )
+    assert match(node, keys) == Hit(6 * BLOCK_TOKENS)
+    assert [len(job.block_ids) for job in load(node, keys, 6 * BLOCK_TOKENS)] == [6, 2]
+
+
+def test_a_window_that_does_not_come_from_disk_makes_the_hit_shorter() -> None:
+    node = make(prefill_ns_per_token=10_000_000)
+    keys = chain("a", 6)
+    node.keys = held(keys, *range(6))
+    begin(node, keys)
+    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    node.exchange()
+    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    (ask,) = [a for a in node.core.take_outbox() if isinstance(a, m.LeaseAsk)]
+    node.give(
+        m.LeaseReply(
+            lease=ask.lease, ttl_ms=900, slots=b"", generations=b"", promoting=2, promoting_ms=5
+        )
+    )
+    assert match(node, keys) is PENDING
+    node.wait(500)
+    node.keys -= {named(keys[5], 1), named(keys[4], 1)}
+    assert match(node, keys) == Hit(4 * BLOCK_TOKENS)
+
+
+def test_a_request_ends_when_all_its_loads_have_and_fails_whole(node: ScriptedNode) -> None:
+    keys = chain("a", 6)
+    node.keys = held(keys, *range(6))
+    begin(node, keys)
+    match(node, keys)
+    first, second = load(node, keys, 6 * BLOCK_TOKENS)
+    assert node.core.settled_tokens("r", computed_tokens=10**6, known_tokens=10**6) == 0
+    done = LoadResult("r", first.lease, 6, (), 100, 7)
+    node.core.reported(RankReport(rank=0, session=1, loads=(done,)), node.now_ns)
+    assert node.core.settled_tokens("r", computed_tokens=10**6, known_tokens=10**6) == 0
+    assert node.core.leases_open == 2
+    failed = LoadResult("r", second.lease, 1, (205,), 10, 7, "damaged")
+    node.core.reported(RankReport(rank=0, session=1, loads=(failed,)), node.now_ns)
+    assert node.core.leases_open == 0
+    story = node.core.finished("r")
+    assert story is not None
+    assert (story.loaded_tokens, story.outcome) == (0, "load failed")
+
+
+def test_each_group_stores_with_credits_of_its_own(node: ScriptedNode) -> None:
+    keys = chain("a", 6)
+    node.keys = {keys[0], named(keys[1], 1)}
+    begin(node, keys)
+    match(node, keys)
+    node.core.allocated("r", keys, tables=(), external_tokens=0, now_ns=node.now_ns)
+    assert node.core.due_tokens("r") == BLOCK_TOKENS
+    settled = node.core.settled_tokens("r", computed_tokens=4 * BLOCK_TOKENS, known_tokens=10**6)
+    # The engine has let go of the first block of the window.
+    tables = (TABLES[0], [0, *TABLES[1][1:]])
+    node.core.fill("r", keys, tables=tables, settled_tokens=settled)
+    assert node.core.due_tokens("r") == 5 * BLOCK_TOKENS
+    first, second = node.core.plan((), node.now_ns).stores
+    assert (first.group, first.block_ids) == (0, (101, 102, 103))
+    assert (second.group, second.block_ids) == (1, (202, 203))
+    assert second.keys == b"".join(keys[2:4])
+    assert node.core.plan([202, 101, 7], node.now_ns).fence_blocks == (101, 202)
+
+
+@pytest.mark.parametrize("shards", [(1, 1), (2, 1), (1, 2)])
+def test_a_shadow_check_compares_what_a_hit_takes_of_every_group(shards: tuple[int, int]) -> None:
+    node = make(shadow_every=1, shard_counts=shards)
+    keys = chain("a", 6)
+    node.keys = held(keys, *range(6))
+    begin(node, keys)
+    assert match(node, keys) == Miss("shadow check")
+    node.core.allocated("r", keys, tables=(), external_tokens=0, now_ns=node.now_ns)
+    jobs: list[StoreJob] = []
+    for blocks in (4, 6):
+        settled = node.core.settled_tokens(
+            "r", computed_tokens=blocks * BLOCK_TOKENS, known_tokens=10**6
+        )
+        # The engine keeps no more of the window than it reaches.
+        gone = blocks - WINDOW_BLOCKS + 1
+        tables = (TABLES[0], [0] * gone + TABLES[1][gone:])
+        node.core.fill("r", keys, tables=tables, settled_tokens=settled)
+        jobs += node.core.plan((), node.now_ns).stores
+    assert all(job.compare for job in jobs)
+    assert [(job.group, job.block_ids) for job in jobs] == [
+        (0, (100, 101, 102, 103)),
+        (0, (104, 105)),
+        (1, (205,)),
+    ]
+    assert jobs[2].keys == keys[5]
+    for job in jobs:
+        wanted = len(job.block_ids) * shards[job.group]
+        assert len(m.slots_array(job.slots)) == wanted
+        assert len(job.checksums) == 16 * wanted
+    for job, diverged in zip(jobs, ((), (), (0,)), strict=True):
+        assert node.core.leases_open == 2
+        done = CompareResult(job.job, len(job.block_ids), diverged, 1.0)
+        report = RankReport(rank=0, session=1, store_jobs_done=(job.job,), compared=(done,))
+        node.core.reported(report, node.now_ns)
+    assert node.core.leases_open == 0
+    told = [each for each in node.exchange() if isinstance(each, m.Compared)]
+    leases = [ask.lease for ask in node.of(m.LeaseAsk)]  # type: ignore[attr-defined]
+    assert [each.lease for each in told] == [leases[0], leases[0], leases[1]]
+    assert m.slots_array(told[2].diverged).tolist() == [1], "counted from the start of the lease"
+
+
+def test_long_prompts_are_asked_about_in_pieces() -> None:
+    node = make(lookup_deadline_ms=1000)
+    count = m.KEYS_PER_DATAGRAM_MAX + 300
+    keys = chain("a", count)
+    node.keys = {*keys, *(named(key, 1) for key in keys)}
+    begin(node, keys)
+    assert match(node, keys, most=count) == Hit(count * BLOCK_TOKENS)
+    hints = [h for h in node.of(m.Hint) if h.group == 1]  # type: ignore[attr-defined]
+    assert [h.first_block for h in hints] == [0, 0, m.KEYS_PER_DATAGRAM_MAX]  # type: ignore[attr-defined]
+
+
+def test_keys_of_longer_blocks_are_every_nth() -> None:
+    keys = chain("a", 7)
+    blocks = BlockKeys(keys, 3)
+    assert (len(blocks), list(blocks), blocks[-1]) == (2, [keys[2], keys[5]], keys[5])
+    assert blocks[1:] == [keys[5]]
+    with pytest.raises(IndexError):
+        blocks[2]

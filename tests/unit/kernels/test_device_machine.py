@@ -1,0 +1,256 @@
+"""DeviceCopies on the simulated device, between an engine's own writes: 0 wrong bytes, and each
+event that is not waited for is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+from hypothesis import Phase, settings, strategies as st
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+
+from kvstore.kernels.device import COPIES_MAX, DeviceCopies
+from kvstore.kernels.reference import Bytes, checksum
+from kvstore.ports import CopyEnd, CopyWay
+from kvstore.testing.simulated_device import SimulatedDevice
+from tests.amounts import amount
+from tests.kit.copy_parties import BLOCKS, HEADER, SLOTS, CudaParty, DeviceParty, noise
+from tests.steps import CountedMachine
+
+BLOCK, SLOT = st.integers(0, BLOCKS - 1), st.integers(0, SLOTS - 1)
+
+
+class Order(NamedTuple):
+    way: CopyWay
+    block: int
+    slot: int
+    data: bytes
+    """What it moves."""
+
+
+class CopyMachine(CountedMachine):
+    """Truth: what each block holds once all is done that the engine has launched, and each slot
+    once the copies that were ordered are."""
+
+    party_class: ClassVar[type[DeviceParty]] = DeviceParty
+
+    @initialize(seed=st.integers(0, 10_000))
+    def begin(self, seed: int) -> None:
+        self.party = self.party_class(
+            (48, 48, 24), block_major=bool(seed % 2), values="", seed=seed
+        )
+        size = self.party.block_bytes
+        self.party.order(CopyWay.STORE, 0, 0)  # pins the slots: the one thing done by a thread
+        self.party.ended(1)
+        self.blocks, self.slots = [bytes(size)] * BLOCKS, [bytes(size)] * SLOTS
+        self.under_way: dict[int, Order] = {}
+        self.seen: list[tuple[bytes, bytes]] = []
+        """What the engine read, and what it should have."""
+        self.values = 0
+
+    def new_value(self) -> bytes:
+        self.values += 1
+        return noise(self.party.block_bytes, self.values)
+
+    def blocks_of(self, *ways: CopyWay) -> set[int]:
+        return {order.block for order in self.under_way.values() if order.way in ways}
+
+    def slots_of(self, *ways: CopyWay) -> set[int]:
+        return {order.slot for order in self.under_way.values() if order.way in ways}
+
+    # ── the engine ───────────────────────────────────────────────────────────────────────────────
+
+    @rule(block=BLOCK)
+    def compute(self, block: int) -> None:
+        if block in self.blocks_of(*CopyWay):
+            return  # what a fence, and a request that waits for its load, forbid
+        self.blocks[block] = data = self.new_value()
+        self.party.write(block, data)
+
+    @rule(block=BLOCK)
+    def attend(self, block: int) -> None:
+        if block in self.blocks_of(CopyWay.LOAD, CopyWay.CLEAR):
+            return
+        due, seen, party = self.blocks[block], self.seen, self.party
+
+        def read(memory: Bytes) -> None:
+            seen.append((party.block_of(memory, block), due))
+
+        party.device.launch(read)
+
+    @rule(block=BLOCK)
+    def reuse_after_a_fence(self, block: int) -> None:
+        while block in self.blocks_of(*CopyWay):
+            self.take_ends()
+        self.compute(block)
+
+    # ── copies ───────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.under_way) < COPIES_MAX
+
+    def order(self, way: CopyWay, block: int, slot: int, data: bytes) -> None:
+        number = self.party.order(way, block, slot, after=self.party.copies.mark())
+        self.under_way[number] = Order(way, block, slot, data)
+
+    @precondition(lambda self: self.has_room)
+    @rule(block=BLOCK, slot=SLOT)
+    def store(self, block: int, slot: int) -> None:
+        writers = self.blocks_of(CopyWay.LOAD, CopyWay.CLEAR)
+        if block not in writers and slot not in self.slots_of(CopyWay.STORE, CopyWay.LOAD):
+            self.order(CopyWay.STORE, block, slot, self.blocks[block])
+
+    @precondition(lambda self: self.has_room)
+    @rule(block=BLOCK, slot=SLOT)
+    def load(self, block: int, slot: int) -> None:
+        if block not in self.blocks_of(*CopyWay) and slot not in self.slots_of(CopyWay.STORE):
+            self.order(CopyWay.LOAD, block, slot, self.slots[slot])
+
+    @precondition(lambda self: self.has_room)
+    @rule(block=BLOCK)
+    def clear(self, block: int) -> None:
+        if block not in self.blocks_of(*CopyWay):
+            self.order(CopyWay.CLEAR, block, -1, bytes(self.party.block_bytes))
+
+    @rule()
+    def take_ends(self) -> None:
+        for end in self.party.copies.ended():
+            self.ended(self.under_way.pop(end.number), end)
+
+    def ended(self, order: Order, end: CopyEnd) -> None:
+        assert not end.reason
+        if order.way is CopyWay.STORE:
+            assert self.party.slot(order.slot).tobytes() == order.data
+            self.slots[order.slot] = order.data
+        else:
+            self.blocks[order.block] = order.data
+        if order.way is not CopyWay.CLEAR:
+            assert end.checksum == checksum(HEADER, order.data)
+
+    @rule(turns=st.integers(1, 8))
+    def pass_time(self, turns: int) -> None:
+        for _ in range(turns):
+            self.party.device.turn()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "party"):
+            return
+        for _ in range(10_000):
+            if not self.under_way:
+                break
+            self.take_ends()
+        assert not self.under_way, "some never end"
+        for block in range(BLOCKS):
+            self.attend(block)
+        self.party.close()
+        assert all(found == due for found, due in self.seen)
+        super().teardown()
+
+
+RUNS = settings(max_examples=amount(200, nightly=5000), stateful_step_count=40, deadline=None)
+TestCopies = CopyMachine.TestCase
+TestCopies.settings = RUNS
+
+
+class CudaMachine(CopyMachine):
+    """The same through the calls of CUDA."""
+
+    party_class = CudaParty
+
+
+TestCudaCopies = CudaMachine.TestCase
+TestCudaCopies.settings = RUNS
+
+
+# ── what it finds ────────────────────────────────────────────────────────────────────────────────
+
+Replace = Callable[[type, str, Any], None]
+
+
+def _stream_does_not_wait(replace: Replace, number: int) -> None:
+    wait = SimulatedDevice.wait
+
+    def forgets(device: SimulatedDevice, stream: int, event: int) -> None:
+        if stream != number:
+            wait(device, stream, event)
+
+    replace(SimulatedDevice, "wait", forgets)
+
+
+def stores_do_not_wait(replace: Replace) -> None:
+    _stream_does_not_wait(replace, 1)
+
+
+def loads_do_not_wait(replace: Replace) -> None:
+    _stream_does_not_wait(replace, 2)
+
+
+def an_older_mark_is_waited_for(replace: Replace) -> None:
+    wait_for = DeviceCopies._wait_for
+
+    def waits(copies: DeviceCopies, mark: int, stream: int) -> None:
+        wait_for(copies, mark - 1, stream)
+
+    replace(DeviceCopies, "_wait_for", waits)
+
+
+def a_copy_ends_when_it_is_begun(replace: Replace) -> None:
+    replace(DeviceCopies, "_is_over", lambda copies, flight: True)
+
+
+def marks_are_of_another_stream(replace: Replace) -> None:
+    record = SimulatedDevice.record
+
+    def records(device: SimulatedDevice, event: int, stream: int | None) -> None:
+        record(device, event, 1 if stream is None else stream)
+
+    replace(SimulatedDevice, "record", records)
+
+
+def a_store_is_hashed_when_it_is_begun(replace: Replace) -> None:
+    begin = DeviceCopies._begin
+
+    def begins(copies: DeviceCopies, flight: Any) -> None:
+        begin(copies, flight)
+        if flight.copy.way is CopyWay.STORE:
+            flight.checksum = checksum(HEADER, copies._slot(flight.copy).tobytes())
+
+    def closes(copies: DeviceCopies, flight: Any, stream: int) -> None:
+        close(copies, flight, stream)
+        if flight.copy.way is CopyWay.STORE:
+            copies._ends[-1] = copies._ends[-1]._replace(checksum=flight.checksum)
+
+    close = DeviceCopies._close
+    replace(DeviceCopies, "_begin", begins)
+    replace(DeviceCopies, "_close", closes)
+
+
+PLANTED = [
+    stores_do_not_wait,
+    loads_do_not_wait,
+    an_older_mark_is_waited_for,
+    a_copy_ends_when_it_is_begun,
+    marks_are_of_another_stream,
+    a_store_is_hashed_when_it_is_begun,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_each_planted_fault_is_found(
+    plant: Callable[[Replace], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch.setattr)
+    monkeypatch.setattr(CopyMachine, "is_counted", False)
+    quickly = settings(
+        max_examples=1000,
+        stateful_step_count=40,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+    )
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(CopyMachine, settings=quickly)
