@@ -48,7 +48,7 @@ def loaded_in_two_rounds(
         before = engine.hits().external_hits
         done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
         assert [i for i, c in enumerate(done) if c.tokens != reference.answers[i]] == []
-        loaded.append(engine.hits().external_hits - before)
+        loaded.append(int(engine.hits().external_hits - before))
     return loaded
 
 
