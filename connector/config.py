@@ -40,9 +40,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shadow_every: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Shadow check of every n-th hit: recomputed and compared with the cached blocks. A
     difference switches the model's space off, and `/healthz` names it. 0: none."""
-    unproven_cuda: bool = False
-    """Serve a KV cache on CUDA. Copies on CUDA are simulated by kvstore's tests and were not run on
-    a device yet: for trials."""
     log_requests: bool = False
     """One log line per request with the tokens loaded and the reason for the rest."""
 

@@ -1,9 +1,16 @@
-"""The device that a rank's KV cache is on: its pages there, and the copy engine for them."""
+"""The device that a rank's KV cache is on: its pages there, and the copy engine for them.
+
+The copy engine proves itself on the engine's own device before it serves: while the cache is still
+empty, known bytes are stored, loaded and cleared, behind work of the engine's stream. So a driver,
+layout or order of streams that is not as expected turns the cache off, with the reason.
+"""
 
 from __future__ import annotations
 
+import mmap
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -16,10 +23,17 @@ from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.device import DeviceCache, DeviceCopies, DeviceError, LayerPages
 from kvstore.kernels.host import HostCopies
 from kvstore.kernels.pack import PagedCache
-from kvstore.ports import CopyEngine
+from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
+from kvstore.wire.checksum import checksum_of
 
 if TYPE_CHECKING:
     import torch
+
+PROOF_S_MAX: Final = 10.0
+"""Longest copy of the proof: the first ones of a process load the driver's code."""
+BUSY_CYCLES: Final = 50_000_000
+"""Some 30 ms of a GPU: a store that does not wait for the engine's stream reads old bytes."""
+_HEADER: Final = b"proof"
 
 
 class GroupLayers(NamedTuple):
@@ -97,32 +111,161 @@ def cache_pages(
     """Per layer, in order, where its pages lie in the memory of its device.
 
     Args:
-        kv_caches: per layer [block_count, heads, tokens, content], any strides outside of a page.
-        block_count: of the engine; a cache of smaller kernel blocks is not served.
+        kv_caches: per layer [kernel blocks, heads, tokens, content], where the kernel blocks of a
+            block follow one another. A page is one run of bytes, in any order
+            (`mapping.page_order`).
+        block_count: of the engine.
     """
     pages = []
     for name in layers_in_order(kv_caches):
         cache = kv_caches[name]
-        if cache.ndim != 4 or cache.shape[0] != block_count or not cache[0].is_contiguous():
+        if cache.ndim != 4 or cache.shape[0] % block_count or not _is_one_run(cache, block_count):
             return NotServed(
                 f"the KV cache of {name} is not laid out as one page a block: shape "
                 f"{tuple(cache.shape)}, strides {cache.stride()}"
             )
-        size = cache.element_size()
-        pages.append(LayerPages(cache.data_ptr(), cache.stride(0) * size, cache[0].numel() * size))
+        size, parts = cache.element_size(), cache.shape[0] // block_count
+        page = LayerPages(
+            cache.data_ptr(), cache.stride(0) * parts * size, cache[0].numel() * parts * size
+        )
+        pages.append(page)
     return pages
 
 
-def device_of(kv_caches: Mapping[str, torch.Tensor], *, unproven_cuda: bool) -> str | NotServed:
+def _is_one_run(cache: torch.Tensor, block_count: int) -> bool:
+    """Whether the bytes of a block have no gap between them, and none of another block."""
+    axes = sorted(
+        (stride, size)
+        for size, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True)
+        if size > 1
+    )
+    run = 1
+    for stride, size in axes:
+        if stride != run:
+            return False
+        run *= size
+    is_split = cache.shape[0] != block_count
+    return cache.stride(0) == run if is_split else cache.stride(0) >= run
+
+
+def prove(copies: CopyEngine, groups: Sequence[GroupLayers], block_count: int) -> str:
+    """Why these copies cannot be trusted, by trying them; empty: they can. The engine has not used
+    its cache yet. Leaves zeros in the blocks tried."""
+    size = max(copies.block_bytes(number) for number in range(len(groups)))
+    memory = np.frombuffer(mmap.mmap(-1, 2 * size), np.uint8)
+    try:
+        copies.attach(memory, lambda: memory.size)
+        reasons = (
+            _Proof(copies, number, group, block_count, memory).reason()
+            for number, group in enumerate(groups)
+        )
+        return next(filter(None, reasons), "")
+    except DeviceError as error:
+        return str(error)
+
+
+class _Proof:
+    """The proof of a KV cache group, which the engine's thread runs alone."""
+
+    def __init__(
+        self,
+        copies: CopyEngine,
+        number: int,
+        group: GroupLayers,
+        block_count: int,
+        memory: NDArray[np.uint8],
+    ) -> None:
+        """`memory`: room for two blocks."""
+        self._copies, self._number = copies, number
+        names = layers_in_order(group.caches)
+        self._caches = [group.caches[name] for name in names]
+        self._block_count, self._memory = block_count, memory
+        self._size = copies.block_bytes(number)
+
+    def reason(self) -> str:
+        """See `prove`."""
+        first, last = 0, self._block_count - 1
+        near = [block for block in (first + 1, last - 1) if first < block < last]
+        before = [self._read(block) for block in near]
+        found = self._stores(last) or self._loads(first)
+        if not found and [self._read(block) for block in near] != before:
+            found = "a copy changed another block"
+        for block in (first, last):
+            end = self._do(CopyWay.CLEAR, block, 0)
+            if not found and (end.reason or any(self._read(block))):
+                found = end.reason or "a cleared block is not zero"
+        return found
+
+    def _stores(self, block: int) -> str:
+        data = self._noise(1)
+        self._write(block, data)
+        end = self._do(CopyWay.STORE, block, 0)
+        if end.reason:
+            # Without pinned memory, loads go on: an operator sees it, and the engine is served.
+            return "" if self._copies.trouble else end.reason
+        if self._slot(0).tobytes() != data or end.checksum != checksum_of(_HEADER, [data]):
+            return "a stored block has other bytes than the engine wrote"
+        return ""
+
+    def _loads(self, block: int) -> str:
+        data = self._noise(2)
+        self._slot(self._size)[:] = np.frombuffer(data, np.uint8)
+        end = self._do(CopyWay.LOAD, block, self._size)
+        if end.reason:
+            return end.reason
+        if self._read(block) != data or end.checksum != checksum_of(_HEADER, [data]):
+            return "a loaded block has other bytes than were stored"
+        return ""
+
+    def _noise(self, seed: int) -> bytes:
+        return np.random.default_rng(seed).bytes(self._size)
+
+    def _slot(self, begin: int) -> NDArray[np.uint8]:
+        return self._memory[begin : begin + self._size]
+
+    def _do(self, way: CopyWay, block: int, begin: int) -> CopyEnd:
+        copy = BlockCopy(1, way, self._number, block, begin, _HEADER, after=self._copies.mark())
+        self._copies.begin(copy)
+        deadline = time.monotonic() + PROOF_S_MAX
+        while time.monotonic() < deadline:
+            for end in self._copies.ended():
+                return end
+        return CopyEnd(1, reason=f"a copy did not end within {PROOF_S_MAX:.0f} s")
+
+    # ── the engine's side ────────────────────────────────────────────────────────────────────────
+
+    def _pages(self, block: int) -> list[torch.Tensor]:
+        """The bytes of a block in each layer, in the order of memory."""
+        import torch
+
+        pages = []
+        for cache in self._caches:
+            count = cache.numel() // self._block_count
+            parts = cache.shape[0] // self._block_count
+            begin = cache.storage_offset() + block * parts * cache.stride(0)
+            pages.append(cache.as_strided((count,), (1,), begin).view(torch.uint8))
+        return pages
+
+    def _read(self, block: int) -> bytes:
+        return b"".join(page.cpu().numpy().tobytes() for page in self._pages(block))
+
+    def _write(self, block: int, data: bytes) -> None:
+        """On the engine's stream, behind work that takes a while."""
+        import torch
+
+        pages = self._pages(block)
+        held = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(pages[0].device)
+        if held.device.type == "cuda":
+            torch.cuda._sleep(BUSY_CYCLES)  # noqa: SLF001 - torch's own tests of streams use it
+        for page, part in zip(pages, held.split([page.numel() for page in pages]), strict=True):
+            page.copy_(part)
+
+
+def device_of(kv_caches: Mapping[str, torch.Tensor]) -> str | NotServed:
     """Type of the device that the caches are on, if it is served."""
     kinds = {str(cache.device.type) for cache in kv_caches.values()}
-    if kinds == {"cpu"} or (kinds == {"cuda"} and unproven_cuda):
+    if kinds in ({"cpu"}, {"cuda"}):
         return kinds.pop()
-    if kinds == {"cuda"}:
-        return NotServed(
-            "the KV cache is on cuda, and copies there are simulated by tests but were not run on "
-            'a device yet: to try them, add "unproven_cuda":true to kv_connector_extra_config'
-        )
     return NotServed(f"the KV cache is on {' and '.join(sorted(kinds))}: cpu and cuda are served")
 
 

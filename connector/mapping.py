@@ -62,8 +62,8 @@ _OF_IMAGES = (
 request's options, but not of these."""
 
 
-LAYOUTS = ("LBHNC", "BLHNC")
-"""Those in which a block of a layer is one run of bytes, heads outermost."""
+LAYOUTS = ("LBHNC", "BLHNC", "LBNHC", "BLNHC")
+"""Those in which a block of a layer is one run of bytes."""
 
 
 class RankPart(msgspec.Struct, frozen=True):
@@ -96,6 +96,19 @@ def layers_in_order(kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
     for name in sorted(kv_caches, key=numbers):
         owners.setdefault(kv_caches[name].data_ptr(), name)
     return list(owners.values())
+
+
+def page_order(caches: Iterable[torch.Tensor], block_count: int) -> str:
+    """Order of the bytes of a page in any of these caches, of which `devices.cache_pages` made
+    pages, that is not [head][token][content]; empty if all are in that order."""
+    orders = {}
+    for cache in caches:
+        if cache.shape[1] > 1 and cache.shape[0] != block_count:
+            orders[f"in kernel blocks of {cache.shape[2]} tokens"] = None
+        if not cache[0].is_contiguous():
+            axes = sorted(range(1, 4), key=lambda axis: -cache.stride(axis))
+            orders["as " + "".join("BHNC"[axis] for axis in axes)] = None
+    return ", ".join(orders)
 
 
 def grouped(
@@ -146,8 +159,11 @@ def describe(
         part = part_of(vllm_config, kv_cache_config, heads, drafts=drafts)
     if isinstance(part, NotServed):
         return part
+    order = page_order(caches.values(), kv_cache_config.num_blocks)
+    if order:
+        part = _as_one_head(part)
     held = part.shard.head_end - part.shard.head_begin
-    sizes = tuple(cache[0].nbytes // held for cache in caches.values())
+    sizes = tuple(c.nbytes // kv_cache_config.num_blocks // held for c in caches.values())
     if len(set(sizes)) > 1 and part.layer_count != len(names):
         return NotServed("its layers differ in size, and those of other pipeline stages are hidden")
     layers = [vllm_config.compilation_config.static_forward_context[name] for name in names]
@@ -158,8 +174,10 @@ def describe(
     elif not is_state(of) and "" in map(_isa, layers):
         return NotServed("the attention backend does not say how it packs its pages")
     spec = of.kv_cache_spec
+    layout = " ".join(filter(None, (str(kv_cache_config.kv_cache_layout), order)))
     space = Space(
         **_settings(vllm_config, kv_cache_config, int(spec.block_size), caches, layers, isa=isa),
+        kv_layout=layout,
         weights=weights[0],
         draft=_draft_digest(vllm_config, weights[-1]) if drafts else "",
         group=_group_digest(kv_cache_config, of, names),
@@ -192,7 +210,6 @@ def _settings(
         "kv_dtype": f"{cache_config.cache_dtype} as {types}",
         "quantization": str(model.quantization or ""),
         "attention_backend": _each(layer.get_attn_backend().get_name() for layer in layers),
-        "kv_layout": str(kv_cache_config.kv_cache_layout),
         "isa": isa,
         "block_tokens": block_tokens,
         "hash_block_tokens": int(kv_cache_config.hash_block_size or block_tokens),
@@ -265,6 +282,17 @@ def part_of(
         layer_count=layers_total,
         head_count=heads_total,
     )
+
+
+def _as_one_head(part: RankPart) -> RankPart:
+    """The same part where heads cannot be told apart in its bytes: ranks of another parallel size
+    have another space."""
+    begin, end = part.shard.head_begin, part.shard.head_end
+    held = end - begin
+    shard = msgspec.structs.replace(
+        part.shard, head_begin=begin // held, head_end=begin // held + 1
+    )
+    return msgspec.structs.replace(part, shard=shard, head_count=part.head_count // held)
 
 
 def state_part(

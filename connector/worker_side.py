@@ -26,6 +26,7 @@ from kvstore.connector.devices import (
     cache_pages,
     device_of,
     open_copies,
+    prove,
 )
 from kvstore.connector.drafts import models_of
 from kvstore.connector.handoff import Handoff
@@ -111,7 +112,7 @@ class WorkerSide:
     def _describe(
         self, kv_caches: dict[str, torch.Tensor]
     ) -> tuple[RankConfig, CopyEngine] | NotServed:
-        device = device_of(kv_caches, unproven_cuda=self._config.unproven_cuda)
+        device = device_of(kv_caches)
         if isinstance(device, NotServed):
             return device
         by_group = grouped(self._kv_cache_config, kv_caches)
@@ -132,9 +133,12 @@ class WorkerSide:
                 return group
             groups.append(group[0])
             held.append(group[1])
-        copies = self._open_copies(held, self._kv_cache_config.num_blocks)
+        block_count = self._kv_cache_config.num_blocks
+        copies = self._open_copies(held, block_count)
         if isinstance(copies, NotServed):
             return copies
+        if reason := prove(copies, held, block_count):
+            return NotServed(f"copies from and to the KV cache do not work on {device}: {reason}")
         for number, each in enumerate(groups):
             assert copies.block_bytes(number) == each.block_bytes, (number, each)
         logger.info(

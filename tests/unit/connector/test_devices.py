@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvstore.connector import devices
 from kvstore.connector.checks import NotServed
-from kvstore.connector.devices import cache_arrays, cache_pages, device_of
+from kvstore.connector.devices import (
+    GroupLayers,
+    cache_arrays,
+    cache_pages,
+    device_of,
+    host_caches,
+    prove,
+)
+from kvstore.kernels.host import HostCopies
+from kvstore.kernels.pack import PagedCache
+from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from tests.unit.connector.test_worker_side import (
     BLOCK,
     BLOCKS,
@@ -48,30 +60,122 @@ def test_padded_pages_in_blocks_are_seen_without_their_padding() -> None:
         assert arrays[n][4].tobytes() == expected
 
 
-def test_caches_that_are_not_one_page_a_block_are_not_served() -> None:
+def test_caches_whose_blocks_are_not_one_run_are_not_served() -> None:
     caches = kv_caches()
-    split = {name: cache.unflatten(2, (2, -1)).flatten(0, 1) for name, cache in caches.items()}
-    turned = {name: cache.transpose(1, 2) for name, cache in caches.items()}
-    for bad in (split, turned):
+    apart = {  # heads outside of the blocks
+        name: cache.transpose(0, 1).contiguous().transpose(0, 1) for name, cache in caches.items()
+    }
+    gaps = {name: cache[..., :-1] for name, cache in caches.items()}
+    padded = {  # split, with a gap behind each part
+        name: cache.new_zeros(BLOCKS * 2, HEADS, TOKENS // 2 + 1, CONTENT)[:, :, 1:]
+        for name, cache in caches.items()
+    }
+    for bad in (apart, gaps, padded):
         assert isinstance(cache_pages(bad, block_count=BLOCKS), NotServed)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "is_tried", "said"),
+    ("kinds", "said"),
     [
-        (["cpu", "cpu"], False, "cpu"),
-        (["cuda", "cuda"], True, "cuda"),
-        (["cuda", "cuda"], False, 'add "unproven_cuda":true to kv_connector_extra_config'),
-        (["cpu", "cuda"], True, "the KV cache is on cpu and cuda: cpu and cuda are served"),
-        (["xpu"], True, "the KV cache is on xpu: cpu and cuda are served"),
+        (["cpu", "cpu"], "cpu"),
+        (["cuda", "cuda"], "cuda"),
+        (["cpu", "cuda"], "the KV cache is on cpu and cuda: cpu and cuda are served"),
+        (["xpu"], "the KV cache is on xpu: cpu and cuda are served"),
     ],
 )
-def test_caches_on_other_devices_are_not_served(
-    kinds: list[str], is_tried: bool, said: str
-) -> None:
+def test_caches_on_other_devices_are_not_served(kinds: list[str], said: str) -> None:
     caches: Any = {
         f"layers.{number}": SimpleNamespace(device=SimpleNamespace(type=name))
         for number, name in enumerate(kinds)
     }
-    found = device_of(caches, unproven_cuda=is_tried)
+    found = device_of(caches)
     assert said in (found.reason if isinstance(found, NotServed) else found)
+
+
+# ── the proof ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_copies_that_work_are_proven_and_leave_zeros() -> None:
+    caches = {name: cache.zero_() for name, cache in kv_caches().items()}
+    groups = [GroupLayers(caches, frozenset())]
+    assert prove(HostCopies(host_caches(groups, BLOCKS)), groups, BLOCKS) == ""
+    assert not any(cache.any() for cache in caches.values())
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lambda arrays: arrays[::-1], "a stored block has other bytes than the engine wrote"),
+        (lambda arrays: [array[::-1] for array in arrays], "a stored block has other bytes"),
+    ],
+)
+def test_copies_of_other_bytes_are_found(
+    break_it: Callable[[list[Any]], list[Any]], said: str
+) -> None:
+    caches = kv_caches()
+    arrays = break_it(cache_arrays(caches, block_count=BLOCKS))
+    copies = HostCopies([PagedCache(arrays)])
+    assert said in prove(copies, [GroupLayers(caches, frozenset())], BLOCKS)
+
+
+class Broken(HostCopies):
+    """Copies with a fault in one way."""
+
+    def __init__(
+        self, cache: PagedCache, way: CopyWay, fault: Callable[[CopyEnd], CopyEnd]
+    ) -> None:
+        super().__init__([cache])
+        self._way, self._fault = way, fault
+
+    def begin(self, copy: BlockCopy) -> None:
+        super().begin(copy)
+        if copy.way is self._way:
+            self._ends[-1] = self._fault(self._ends[-1])
+
+
+@pytest.mark.parametrize(
+    ("way", "fault", "said"),
+    [
+        (CopyWay.STORE, {"checksum": bytes(16)}, "a stored block has other bytes"),
+        (CopyWay.LOAD, {"checksum": bytes(16)}, "a loaded block has other bytes"),
+        (CopyWay.STORE, {"reason": "device gone"}, "device gone"),
+        (CopyWay.LOAD, {"reason": "device gone"}, "device gone"),
+        (CopyWay.CLEAR, {"reason": "device gone"}, "device gone"),
+    ],
+)
+def test_a_copy_that_fails_is_said(way: CopyWay, fault: dict[str, Any], said: str) -> None:
+    caches = kv_caches()
+    cache = PagedCache(cache_arrays(caches, block_count=BLOCKS))
+    copies = Broken(cache, way, lambda end: end._replace(**fault))
+    assert said in prove(copies, [GroupLayers(caches, frozenset())], BLOCKS)
+
+
+@pytest.mark.parametrize("way", [CopyWay.LOAD, CopyWay.CLEAR])
+def test_a_copy_that_does_nothing_or_reaches_another_block_is_found(way: CopyWay) -> None:
+    caches = kv_caches()
+    cache = PagedCache(cache_arrays(caches, block_count=BLOCKS))
+
+    class Misses(HostCopies):
+        def begin(self, copy: BlockCopy) -> None:
+            wrong = copy._replace(block_id=(copy.block_id + 1) % BLOCKS)
+            super().begin(wrong if copy.way is way else copy)
+
+    assert prove(Misses([cache]), [GroupLayers(caches, frozenset())], BLOCKS)
+
+
+def test_without_pinned_memory_loads_are_proven_alone() -> None:
+    caches = kv_caches()
+    cache = PagedCache(cache_arrays(caches, block_count=BLOCKS))
+    copies = Broken(cache, CopyWay.STORE, lambda end: end._replace(reason="memlock"))
+    copies.trouble = "memory cannot be pinned"
+    assert prove(copies, [GroupLayers(caches, frozenset())], BLOCKS) == ""
+
+
+def test_a_copy_that_never_ends_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = kv_caches()
+    cache = PagedCache(cache_arrays(caches, block_count=BLOCKS))
+    monkeypatch.setattr(devices, "PROOF_S_MAX", 0.01)
+    copies = HostCopies([cache])
+    monkeypatch.setattr(copies, "ended", list)
+    said = prove(copies, [GroupLayers(caches, frozenset())], BLOCKS)
+    assert said == "a copy did not end within 0 s"

@@ -10,17 +10,15 @@ import pytest
 
 from kvstore.connector.checks import NotServed
 from kvstore.connector.devices import cache_pages
+from kvstore.connector.mapping import LAYOUTS, page_order
 from kvstore.kernels.device import DeviceCache
 
 pytestmark = pytest.mark.engine
 
 LAYERS, BLOCKS = 3, 5
-SERVED = {"LBHNC", "BLHNC"}
-"""Layouts in which a block of a layer is one run of bytes, heads outermost."""
-TOKEN_MAJOR_ALONE = {"FLEX_ATTENTION", "HPC_ATTN", "TURBOQUANT"}
 ON_GPUS = {
     *("FLASH_ATTN", "TRITON_ATTN", "TRITON_MLA", "FLASHMLA", "FLASHMLA_SPARSE", "B12X"),
-    *("TOKENSPEED_MLA", "FLASHINFER_MLA_SPARSE", *TOKEN_MAJOR_ALONE),
+    *("TOKENSPEED_MLA", "FLASHINFER_MLA_SPARSE", "FLEX_ATTENTION", "HPC_ATTN", "TURBOQUANT"),
 }
 """Backends that can be imported without a GPU and without further packages."""
 
@@ -64,49 +62,64 @@ def bytes_of(cache: DeviceCache, block: int) -> bytes:
     return b"".join(ctypes.string_at(address, size) for address, size in pieces)
 
 
+def memory_of(raw: Any, cache: Any, block: int) -> bytes:
+    """The bytes of a block in one layer, in the order of memory."""
+    parts = cache.shape[0] // BLOCKS
+    begin = (
+        cache.data_ptr() - raw.data_ptr() + block * parts * cache.stride(0) * cache.element_size()
+    )
+    return bytes(raw[begin : begin + cache[0].nbytes * parts].numpy().tobytes())
+
+
+@pytest.mark.parametrize("kernel_tokens", [None, 16, 64])
 @pytest.mark.parametrize("name", ["LBHNC", "BLHNC", "LBNHC", "BLNHC"])
-def test_a_block_is_gathered_as_vllm_sees_it_or_not_served(name: str) -> None:
+def test_a_block_is_gathered_byte_by_byte_and_its_order_is_told(
+    name: str, kernel_tokens: int | None
+) -> None:
     import torch
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    layout, served = KVCacheLayout[name], 0
+    layout, seen = KVCacheLayout[name], 0
     for spec, has_one_head in specs():
-        raw, caches = views(spec, layout)
+        is_split = kernel_tokens not in (None, spec.block_size)
+        if is_split and (layout.is_block_outermost or spec.block_size % (kernel_tokens or 1)):
+            continue  # vLLM splits dense pages of one layer only
+        raw, caches = views(spec, layout, kernel_tokens)
         pages = cache_pages(caches, block_count=BLOCKS)
-        if name not in SERVED and not has_one_head:
-            assert isinstance(pages, NotServed), (name, spec)
-            continue
         assert not isinstance(pages, NotServed), (pages, spec)
-        served += 1
         cache = DeviceCache(pages, BLOCKS)
         assert cache.block_bytes == LAYERS * spec.page_size_bytes
         assert len(cache.sizes) == (1 if layout.is_block_outermost else LAYERS), (
             "one run, one piece"
         )
+        order = page_order(caches.values(), BLOCKS)
+        is_plain = has_one_head or (name in ("LBHNC", "BLHNC") and not is_split)
+        assert (order == "") is is_plain, (name, spec, order)
         for block in range(BLOCKS):
-            seen = [c[block].contiguous().view(torch.uint8).numpy() for c in caches.values()]
-            assert bytes_of(cache, block) == b"".join(page.tobytes() for page in seen)
-        del raw
-    assert served
+            held = bytes_of(cache, block)
+            assert held == b"".join(memory_of(raw, each, block) for each in caches.values())
+            if is_plain and not is_split:
+                views_of = [c[block].contiguous().view(torch.uint8) for c in caches.values()]
+                assert held == b"".join(view.numpy().tobytes() for view in views_of)
+        seen += 1
+    assert seen or (layout.is_block_outermost and kernel_tokens)
 
 
-def test_blocks_that_the_backend_splits_are_not_served() -> None:
+def test_heads_between_blocks_are_not_served() -> None:
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    spec = next(spec for spec, _ in specs() if spec.block_size == 256)
-    _, caches = views(spec, KVCacheLayout.LBHNC, kernel_tokens=64)
-    found = cache_pages(caches, block_count=BLOCKS)
+    spec = next(spec for spec, has_one_head in specs() if not has_one_head)
+    _, caches = views(spec, KVCacheLayout.LBHNC)
+    apart = {n: c.transpose(0, 1).contiguous().transpose(0, 1) for n, c in caches.items()}
+    found = cache_pages(apart, block_count=BLOCKS)
     assert isinstance(found, NotServed)
     assert "is not laid out as one page a block" in found.reason
 
 
-def test_backends_take_a_layout_that_is_served_but_for_three() -> None:
+def test_every_backend_takes_a_layout_that_is_served() -> None:
     """The connector asks for one; vLLM follows where the backend has it."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    refusing = set()
     for name in sorted(ON_GPUS):
         layouts = AttentionBackendEnum[name].get_class().supported_kv_cache_layouts()
-        if layouts is not None and SERVED.isdisjoint(layout.name for layout in layouts):
-            refusing.add(name)
-    assert refusing == TOKEN_MAJOR_ALONE
+        assert layouts is None or not set(LAYOUTS).isdisjoint(layout.name for layout in layouts)

@@ -222,7 +222,7 @@ def test_what_the_model_sees_of_an_image_is_in_the_space() -> None:
 def test_what_cannot_be_told_for_certain_is_not_served(changes: dict[str, Any]) -> None:
     found = describe(vllm_config("/a", **changes), kv_cache_config(), kv_caches(), weights=["w"])
     assert isinstance(found, NotServed)
-    found = describe(vllm_config("/a"), kv_cache_config("LBNHC"), kv_caches(), weights=["w"])
+    found = describe(vllm_config("/a"), kv_cache_config("LHBNC"), kv_caches(), weights=["w"])
     assert isinstance(found, NotServed)
 
 
@@ -265,12 +265,13 @@ def side(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Iterator[WorkerSide]:
-    config = ConnectorConfig(socket=str(tmp_path / "node.sock"), unproven_cuda=True)
+    config = ConnectorConfig(socket=str(tmp_path / "node.sock"))
     side = WorkerSide(config, vllm_config("/a"), kv_cache_config())
     if getattr(request, "param", "cpu") == "cuda":
         import torch
 
         runtime = FakeCuda(SimulatedDevice(seed=3))
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
         stream = SimpleNamespace(cuda_stream=runtime.engine_stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda ordinal: stream)
         monkeypatch.setattr(devices, "CudaDevice", partial(CudaDevice, runtime=runtime))
