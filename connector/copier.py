@@ -43,7 +43,14 @@ from kvstore.obs.logs import RateLimit
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.checksum import checksum_of
-from kvstore.wire.messages import Message, NodeMessage, Refused, Welcome
+from kvstore.wire.messages import (
+    UNSERVED_LENGTH_MAX,
+    Message,
+    NodeMessage,
+    Pinned,
+    Refused,
+    Welcome,
+)
 
 logger = logging.getLogger("vllm.kvstore.rank")
 logger.addFilter(RateLimit())  # two engines with one id would detach each other ten times a second
@@ -81,8 +88,10 @@ class Copier:
         self._clearing: dict[int, Outcome] = {}
         """Loads of no use whose blocks are being cleared: how they ended."""
         self._number = 0
-        self._has_trouble = False
-        """The copy engine's trouble has been logged."""
+        self._trouble = ""
+        """Trouble of the copy engine, as last logged."""
+        self._reported = Pinned(0)
+        """Pinned memory, as last reported to the node."""
         self._socket = socket
         self._dial = Dial(heartbeat_timeout_ms)
         self._link: Link | None = None
@@ -208,15 +217,27 @@ class Copier:
             raise ProtocolError("Welcome to a rank without an arena")
         self._arena, self._generations = arena, generations
         self._copies.attach(arena.array, generations.ready_bytes)
-        self._populated = 0
+        self._populated, self._reported = 0, Pinned(0)
         self._say("attached")
 
     def _speak(self) -> None:
         assert self._link is not None
         with self._handoff.core() as core:
             self._unsent.extend(core.take_outbox())
+        self._report_pins()
         while self._unsent and self._link.send(self._unsent[0]):
             self._unsent.popleft()
+
+    def _report_pins(self) -> None:
+        """Pinned memory, for the node's operator; in one message while another is unsent."""
+        trouble = self._copies.trouble
+        pinned = Pinned(self._copies.pinned_bytes, trouble[:UNSERVED_LENGTH_MAX])
+        if pinned != self._reported and self._dial.state is DialState.WELCOMED and not self._unsent:
+            self._reported = pinned
+            self._unsent.append(pinned)
+        if trouble != self._trouble:
+            self._trouble = trouble
+            logger.warning("kvstore: %s", trouble)
 
     def _detach(self, reason: str, now_ns: int, *, is_refused: bool) -> None:
         if self._link is not None:
@@ -295,9 +316,6 @@ class Copier:
                 self._copies.begin(BlockCopy(end.number, CopyWay.CLEAR, copy.group, copy.block_id))
             else:
                 self._finish(copy, outcome)
-        if self._copies.trouble and not self._has_trouble:
-            self._has_trouble = True
-            logger.warning("kvstore: %s", self._copies.trouble)
         return bool(ends)
 
     def _finish(self, copy: Copy, outcome: Outcome) -> None:

@@ -145,7 +145,8 @@ def _is_one_run(cache: torch.Tensor, block_count: int) -> bool:
             return False
         run *= size
     is_split = cache.shape[0] != block_count
-    return cache.stride(0) == run if is_split else cache.stride(0) >= run
+    block = int(cache.stride(0))
+    return block == run if is_split else block >= run
 
 
 def prove(copies: CopyEngine, groups: Sequence[GroupLayers], block_count: int) -> str:

@@ -101,7 +101,7 @@ def layers_in_order(kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
 def page_order(caches: Iterable[torch.Tensor], block_count: int) -> str:
     """Order of the bytes of a page in any of these caches, of which `devices.cache_pages` made
     pages, that is not [head][token][content]; empty if all are in that order."""
-    orders = {}
+    orders: dict[str, None] = {}
     for cache in caches:
         if cache.shape[1] > 1 and cache.shape[0] != block_count:
             orders[f"in kernel blocks of {cache.shape[2]} tokens"] = None
@@ -159,8 +159,7 @@ def describe(
         part = part_of(vllm_config, kv_cache_config, heads, drafts=drafts)
     if isinstance(part, NotServed):
         return part
-    order = page_order(caches.values(), kv_cache_config.num_blocks)
-    if order:
+    if order := page_order(caches.values(), kv_cache_config.num_blocks):
         part = _as_one_head(part)
     held = part.shard.head_end - part.shard.head_begin
     sizes = tuple(c.nbytes // kv_cache_config.num_blocks // held for c in caches.values())
@@ -174,10 +173,9 @@ def describe(
     elif not is_state(of) and "" in map(_isa, layers):
         return NotServed("the attention backend does not say how it packs its pages")
     spec = of.kv_cache_spec
-    layout = " ".join(filter(None, (str(kv_cache_config.kv_cache_layout), order)))
     space = Space(
         **_settings(vllm_config, kv_cache_config, int(spec.block_size), caches, layers, isa=isa),
-        kv_layout=layout,
+        kv_layout=f"{kv_cache_config.kv_cache_layout} {order}".strip(),
         weights=weights[0],
         draft=_draft_digest(vllm_config, weights[-1]) if drafts else "",
         group=_group_digest(kv_cache_config, of, names),
@@ -185,7 +183,7 @@ def describe(
         kv_head_count=part.head_count,
         head_bytes=sizes if len(set(sizes)) > 1 else sizes[:1],
     )
-    volatile = drafts if lookahead_tokens(vllm_config) else frozenset()
+    volatile = drafts if lookahead_tokens(vllm_config) else ()
     uncompared = frozenset(at for at, name in enumerate(names) if name in volatile)
     return RankModel(space=space, shard=part.shard, uncompared=uncompared)
 
@@ -285,8 +283,8 @@ def part_of(
 
 
 def _as_one_head(part: RankPart) -> RankPart:
-    """The same part where heads cannot be told apart in its bytes: ranks of another parallel size
-    have another space."""
+    """The same part, of bytes in which heads have no places of their own: ranks of another parallel
+    size have another space."""
     begin, end = part.shard.head_begin, part.shard.head_end
     held = end - begin
     shard = msgspec.structs.replace(

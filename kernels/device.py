@@ -177,6 +177,11 @@ class _Pins:
         self._thread = threading.Thread(target=self._run, name="kvstore-pin", daemon=True)
         self._thread.start()
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that are pinned."""
+        return min(len(self._pinned) * CHUNK_BYTES, self._memory.size)
+
     def has(self, begin: int, end: int) -> bool:
         """Whether these bytes are pinned. If not, they soon are, or there is `trouble`."""
         chunks = range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES))
@@ -281,6 +286,10 @@ class DeviceCopies:
     @property
     def trouble(self) -> str:
         return self._pins.trouble if self._pins is not None else ""
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._pins.size_bytes if self._pins is not None else 0
 
     def block_bytes(self, group: int) -> int:
         return self._caches[group].block_bytes

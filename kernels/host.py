@@ -21,6 +21,7 @@ class HostCopies:
 
     copies_max = 1
     trouble = ""
+    pinned_bytes = 0
 
     def __init__(self, caches: Sequence[PagedCache]) -> None:
         """`caches`: by KV cache group."""

@@ -326,6 +326,11 @@ class CopyEngine(Protocol):
         """Reason why it is slow or drops stores, with the way to mend it; empty: none."""
         ...
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Memory of slots that is pinned; 0 where copies need none."""
+        ...
+
     def block_bytes(self, group: int) -> int:
         """Size of a block of a KV cache group."""
         ...

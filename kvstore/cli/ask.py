@@ -107,7 +107,7 @@ def _call(call: Callable[..., Any], request: Any, *, timeout_s: float = TIMEOUT_
 # ── what it looks like ───────────────────────────────────────────────────────────────────────────
 
 MS_PER_HOUR: Final = 3_600_000
-_OF_DRAM = ("slots_sealed", "slots_granted", "slots_quarantined", "slots_leased")
+_OF_DRAM = ("pinned_bytes", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased")
 _OF_FILE = ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes")
 _BREAKERS = {"closed": "ok", "half-open": "being tried again", "open": "off: errors"}
 """Circuit breaker of a disk → text."""
@@ -182,6 +182,8 @@ def _title(name: str) -> str:
 def _cell(name: str, value: object) -> Text:
     if (name, value) == ("budget_left_bytes", NO_BUDGET):
         return Text("any")
+    if (name, value) == ("pinned_bytes", 0):
+        return Text("-")
     if name == "scrub_age_ms" and isinstance(value, int):
         return Text("-" if value == NO_PASS else f"{value / MS_PER_HOUR:.1f} h")
     if name == "space" and isinstance(value, str):

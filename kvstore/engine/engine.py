@@ -77,6 +77,7 @@ from kvstore.wire.messages import (
     LeaseRelease,
     LeaseRenew,
     Measured,
+    Pinned,
     Quiet,
     Seal,
     Story,
@@ -261,6 +262,8 @@ class Engine:
                 self._stores.distrust(connection, message)
             case Verified():
                 self._stores.verified(connection, message)
+            case Pinned(size_bytes=pinned, trouble=trouble):
+                connection.pinned_bytes, connection.trouble = pinned, trouble
             case _:
                 raise AssertionError(f"{type(message).__name__} has no handler")
         return ""
@@ -332,6 +335,10 @@ class Engine:
         """Engines that this node does not serve, and why."""
         state = self._state
         return unserved(state.owners.values(), state.refusals, state.now_ns)
+
+    def unpinned(self) -> str:
+        """Trouble of a rank that cannot pin the arena; empty: none has any."""
+        return report.unpinned(self._state)
 
     def load(self) -> Load:
         """Load of this node, without its traffic with other nodes."""

@@ -143,6 +143,7 @@ def _engine_families(engine: Engine) -> list[Family]:
     return [
         family("kvstore_blocks", [((tier.tier,), tier.blocks) for tier in tiers]),
         family("kvstore_used_bytes", [((tier.tier,), tier.used_bytes) for tier in tiers]),
+        family("kvstore_pinned_bytes", [((dram.tier,), dram.pinned_bytes)]),
         family(
             "kvstore_slots",
             [
@@ -205,6 +206,8 @@ def _trouble(engine: Engine, files: FileEnd | None, refused: str) -> str:
         found.append(f"engine {unserved[0].engine}{more} gets nothing: {unserved[0].reason}")
     elif refused:
         found.append(refused)
+    if unpinned := engine.unpinned():
+        found.append(unpinned)
     off = engine.spaces_off()
     if off:
         tenant, space, tier = off[0]

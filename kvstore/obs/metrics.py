@@ -47,6 +47,7 @@ _HISTOGRAMS: Final = frozenset({"step_seconds", "transfer_seconds"})
 METRICS: Final = _rows(
     {
         "ready_bytes{tier}": "Bytes with allocated pages.",
+        "pinned_bytes{tier}": "Most that one rank has pinned for the copies of its GPU.",
         "used_bytes{tier}": (
             "Bytes in use: slots with a block; on disk whole segments, the open one at its full"
             " size."
@@ -130,7 +131,7 @@ METRICS: Final = _rows(
         "feed_streams_total": "Streams to replicas opened.",
         "sessions": "Engines whose ranks are all attached.",
         "engines_unserved": (
-            "Engines that are not served: cache on a GPU, refused, or ranks missing. 'kvstore"
+            "Engines that are not served: cache not served, refused, or ranks missing. 'kvstore"
             " inspect nodes' shows the reason."
         ),
         "leases": "Runs of blocks being read by engines.",

@@ -10,7 +10,7 @@ Control only: the bytes of blocks never pass through a socket.
       │                              │◀──────────── Quiet(session) ────│   … serve this session only
       │◀──── SessionOpen, Grant … ───│   (when every rank is quiet)    │
       │ Hint, LeaseAsk, Renew, Release│◀─ Seal, Drop, Distrust, Verified │
-      │ Measured, Story, Compared ──▶│                                 │
+      │ Measured, Story, Compared ──▶│◀──────────────────────── Pinned │
       │ Unserved ───────────────────▶│                                 │
       │◀──── HintReply, LeaseReply, LeaseMore, Grant                              │
       │◀──── SessionClosed ──────────│   (a member left; forms again by itself)
@@ -47,14 +47,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ProtocolError
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES
-from kvstore.wire.bounds import (
-    NAME_BYTES_MAX,
-    U64,
-    Label,
-    Name,
-    Sentence,
-    Small,
-)
+from kvstore.wire.bounds import NAME_BYTES_MAX, U64, Label, Name, Sentence, Small
 from kvstore.wire.groups import PER_GROUP, Group, GroupIndex, ShardColumn
 
 PROTOCOL_VERSION: Final = 2
@@ -265,6 +258,13 @@ class Verified(Message, frozen=True):
     generations: GenerationArray
 
 
+class Pinned(Message, frozen=True):
+    """Rank: bytes of the arena pinned for its device, and why not more, if so. For operators."""
+
+    size_bytes: U64
+    trouble: Annotated[str, msgspec.Meta(max_length=UNSERVED_LENGTH_MAX)] = ""
+
+
 # ── node → engine ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -384,6 +384,7 @@ EngineMessage = (
     | Drop
     | Distrust
     | Verified
+    | Pinned
 )
 NodeMessage = (
     Welcome

@@ -193,7 +193,7 @@ def test_log_lines_and_reasons_of_the_troubleshooting_page_are_in_the_code() -> 
     sections = {part.partition("\n")[0]: part for part in page.split("\n## ")}
     sources = [
         path.read_text()
-        for folder in ("kvstore", "connector")
+        for folder in ("kvstore", "connector", "kernels")
         for path in sorted((ROOT / folder).rglob("*.py"))
     ]
     code = re.sub(r"""["']\s*\n\s*f?["']""", "", "\n".join(sources))

@@ -21,12 +21,12 @@ LINES_MAX = {
     "cli": 1_920,
     "client": 2_931,
     "config": 1_070,
-    "connector": 2_459,
+    "connector": 2_600,
     "demo": 1_260,
-    "engine": 6_500,
+    "engine": 6_520,
     "index": 1_810,
     "indexer": 710,
-    "kernels": 632,
+    "kernels": 640,
     "kvstore": 740,
     "net": 510,
     "node": 2_500,
@@ -38,7 +38,7 @@ LINES_MAX = {
     "testing": 1_309,
     "tiers": 2_790,
     "transport": 1_750,
-    "wire": 1_195,
+    "wire": 1_200,
 }
 """Lines of code of each package, without blanks, comments and docstrings. Whoever needs more takes
 it from another one, or says in the commit why the product is to be larger."""

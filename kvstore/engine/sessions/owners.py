@@ -23,7 +23,10 @@ OwnerKey = tuple[str, str, str]
 class Connection:
     """One attached process. Stays here after its socket ended while the process may still write."""
 
-    __slots__ = ("asked_session", "ended", "hello", "id", "owner", "quiet_session")
+    __slots__ = (
+        *("asked_session", "ended", "hello", "id", "owner", "quiet_session"),
+        *("pinned_bytes", "trouble"),
+    )
 
     def __init__(self, id: ConnectionId, hello: HelloScheduler | HelloRank, owner: Owner) -> None:
         self.id = id
@@ -34,6 +37,10 @@ class Connection:
         """Session of the last Quiesce to this rank."""
         self.quiet_session = 0
         """Session of the last Quiet from this rank."""
+        self.pinned_bytes = 0
+        """Arena pinned by this rank."""
+        self.trouble = ""
+        """Why it cannot pin more; empty: it can."""
 
     @property
     def role(self) -> Literal["scheduler", "rank"]:

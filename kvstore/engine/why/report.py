@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +17,7 @@ from kvstore.wire.messages import HelloRank, HelloScheduler
 from kvstore.wire.space import group_kind
 
 if TYPE_CHECKING:
+    from kvstore.engine.sessions.owners import Connection
     from kvstore.engine.state import State
     from kvstore.engine.trust.scrubs import TierScrub
 
@@ -45,6 +46,8 @@ class TierReport(msgspec.Struct, frozen=True):
     tier: str
     capacity_bytes: int
     ready_bytes: int
+    pinned_bytes: int
+    """Dram that some rank has pinned for the copies of its GPU, at most; 0: no rank did."""
     used_bytes: int
     """Slots that hold a block; in the disk tier, whole segments."""
     blocks: int
@@ -180,6 +183,7 @@ def tiers(
             tier="dram",
             capacity_bytes=state.config.arena_bytes,
             ready_bytes=slots.slabs_ready * slots.slab_bytes,
+            pinned_bytes=max((c.pinned_bytes for c in _ranks(state)), default=0),
             used_bytes=slots.sealed_bytes,
             blocks=state.residency.count(Tier.DRAM),
             slots_sealed=held[SlotState.SEALED],
@@ -201,6 +205,7 @@ def tiers(
             tier="file",
             capacity_bytes=state.config.file_bytes,
             ready_bytes=state.config.file_bytes,
+            pinned_bytes=0,
             used_bytes=state.file_used_bytes,
             blocks=state.residency.count(Tier.FILE),
             slots_sealed=0,
@@ -219,6 +224,19 @@ def tiers(
             scrub_age_ms=file_scrub.age_ms(state.now_ns),
         ),
     ]
+
+
+def _ranks(state: State) -> Iterator[Connection]:
+    """Attached ranks."""
+    connections = state.connections.values()
+    return (each for each in connections if each.role == "rank" and not each.ended)
+
+
+def unpinned(state: State) -> str:
+    """Trouble of a rank that cannot pin memory, for operators; empty: none has any."""
+    found = [each for each in _ranks(state) if each.trouble]
+    more = f" (and {len(found) - 1} more ranks)" if len(found) > 1 else ""
+    return f"engine {found[0].owner.title}{more}: {found[0].trouble}" if found else ""
 
 
 def load(state: State) -> Load:

@@ -20,14 +20,41 @@ from kvstore.supervisor.upgrade import not_yours
 GIB = 1 << 30
 NEVER = ("closed", "closed", 0, 0, 0, NO_PASS)
 DRAM = TierReport(
-    *("dram", 64 * GIB, 64 * GIB, 63 * GIB, 1_234_567, 1_234_567, 500, 3, 12_345, "reuse", 0, 0),
+    *(
+        "dram",
+        64 * GIB,
+        64 * GIB,
+        2 * GIB,
+        63 * GIB,
+        1_234_567,
+        1_234_567,
+        500,
+        3,
+        12_345,
+        "reuse",
+        0,
+        0,
+    ),
     *(NO_BUDGET, "closed", "closed", 1_000_000, 50 * GIB, 0, 86_400_000),
 )
 FILE = TierReport(
-    *("file", 2048 * GIB, 2048 * GIB, 1999 * GIB, 9_876_543, 0, 0, 0, 0, "second-sight", 1_234_567),
+    *(
+        "file",
+        2048 * GIB,
+        2048 * GIB,
+        0,
+        1999 * GIB,
+        9_876_543,
+        0,
+        0,
+        0,
+        0,
+        "second-sight",
+        1_234_567,
+    ),
     *(7_654_321, 17 * GIB, "half-open", "closed", 9_000_000, 1024 * GIB, 3, NO_PASS),
 )
-ABSENT = TierReport(*("file", 0, 0, 0, 0, 0, 0, 0, 0, "all", 0, 0, NO_BUDGET), *NEVER)
+ABSENT = TierReport(*("file", 0, 0, 0, 0, 0, 0, 0, 0, 0, "all", 0, 0, NO_BUDGET), *NEVER)
 QUOTAS = [QuotaReport("llama", 20 * GIB, 30 * GIB), QuotaReport("", 44 * GIB, 0)]
 
 
@@ -48,6 +75,7 @@ def test_tiers_and_quotas_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
         ["dram", "file"],
         ["capacity", "64 GiB", "2 TiB"],
         ["ready", "64 GiB", "2 TiB"],
+        ["pinned", "2 GiB", "-"],
         ["used", "63 GiB", "1.952 TiB"],
         ["blocks", "1234567", "9876543"],
         ["slots sealed", "1234567", "-"],

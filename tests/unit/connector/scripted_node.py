@@ -19,6 +19,7 @@ from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     HelloRank,
     Message,
+    Pinned,
     Quiesce,
     Quiet,
     Welcome,
@@ -62,15 +63,21 @@ class ScriptedNode:
         return self.receive(HelloRank)
 
     def receive(self, kind: type[M]) -> M:
-        """Wait for the next datagram, which must be of that kind."""
+        """Wait for the next datagram, which must be of that kind; news of pinned memory, which a
+        rank with a device has at any time, is passed over unless it is asked for."""
+        message = self._receive()
+        while isinstance(message, Pinned) and kind is not Pinned:
+            message = self._receive()
+        assert isinstance(message, kind), message
+        return message
+
+    def _receive(self) -> Message:
         assert self.connection is not None
         datagram, fds, _, _ = socket.recv_fds(self.connection, DATAGRAM_BYTES_MAX, 4)
         for fd in fds:
             os.close(fd)
         assert datagram, "the rank hung up"
-        message = decode_from_engine(datagram)
-        assert isinstance(message, kind), message
-        return message
+        return decode_from_engine(datagram)
 
     def is_hung_up(self) -> bool:
         """Wait until the rank closes the connection."""

@@ -25,11 +25,11 @@ from kvstore.ports import BlockCopy, CopyEngine
 from kvstore.testing.simulated_device import SimulatedDevice, simulated_copies
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.groups import Group
-from kvstore.wire.messages import Distrust, Drop, Quiesce, Quiet, Refused, Seal
+from kvstore.wire.messages import Distrust, Drop, Pinned, Quiesce, Quiet, Refused, Seal
 from kvstore.wire.record import header, header_prefix
 from kvstore.wire.space import Space, fingerprint
-from tests.kit.copy_parties import BOTH_KINDS, host_copies
-from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode, node_at
+from tests.kit.copy_parties import BOTH_KINDS, device_copies, host_copies
+from tests.unit.connector.scripted_node import ARENA_BYTES, WAIT_S, ScriptedNode, node_at
 
 LAYERS, BLOCKS, PAGE = 4, 8, 32 << 10
 BLOCK = LAYERS * PAGE
@@ -399,15 +399,29 @@ def test_memory_that_cannot_be_pinned_is_said_once_with_the_way_to_mend_it(
     rank = Rank(path, lambda layers: simulated_copies([PagedCache(layers)], on=device))
     device.pin_failures.append("cudaErrorMemoryAllocation")
     node.open_session(5)
-    for number in range(2):
-        rank.store((number,), [number * SLOT_PAGES], session=5)
-        node.receive(Drop)
+    rank.store((0,), [0], session=5)
+    told = node.receive(Pinned)
+    assert (told.size_bytes, "raise the memlock limit" in told.trouble) == (0, True)
+    rank.store((1,), [SLOT_PAGES], session=5)
+    node.receive(Drop)
     rank.load((3,), [0], session=5)
     assert rank.loaded().loads[0].loaded_blocks == 1
     rank.stop()
     said = [record.getMessage() for record in caplog.records if "pinned" in record.getMessage()]
     assert len(said) == 1
     assert "(ulimit -l unlimited) and start it again (cudaErrorMemoryAllocation)" in said[0]
+
+
+def test_a_node_hears_of_pinned_memory_anew_in_each_connection(
+    node: ScriptedNode, path: Path
+) -> None:
+    rank = Rank(path, device_copies)
+    for session in (5, 6):
+        node.open_session(session)
+        rank.store((0,), [0], session=session)
+        assert node.receive(Pinned) == Pinned(ARENA_BYTES)
+        node.hang_up()
+    rank.stop()
 
 
 def test_the_arena_is_mapped_ahead_of_use(node: ScriptedNode, rank: Rank) -> None:

@@ -17,6 +17,7 @@ from kvstore.wire.messages import (
     LeaseAsk,
     LeaseRelease,
     LeaseRenew,
+    Pinned,
     Quiesce,
     Quiet,
     Verified,
@@ -45,6 +46,10 @@ def _quiet(node: Node, peer: Peer) -> list[Event]:
 
 def _seal(node: Node, peer: Peer) -> list[Event]:
     return [peer.sealed(1, 2, 3)]
+
+
+def _pinned(node: Node, peer: Peer) -> list[Event]:
+    return [Received(ConnectionId(peer.ranks[0]), Pinned(4096))]
 
 
 def _end(node: Node, peer: Peer) -> list[Event]:
@@ -85,6 +90,7 @@ EVENTS: dict[str, Make] = {
     "drop": _from_rank(Drop),
     "distrust": _from_rank(Distrust),
     "verified": _from_rank(Verified),
+    "pinned": _pinned,
     "hint": _from_scheduler(Hint(request=1, keys=keys(1, 2, 3, 4))),
     "ask": _from_scheduler(LeaseAsk(lease=1, keys=keys(1, 2, 3, 4))),
     "renew": _from_scheduler(LeaseRenew(leases=[9])),

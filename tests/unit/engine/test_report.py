@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvstore.engine.events import Exited, FileKnown
 from kvstore.engine.why import report
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
+from kvstore.wire.messages import Pinned
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES
@@ -54,6 +55,22 @@ def test_nodes_and_tiers_count_what_is_there(node: Node) -> None:
     assert dram.used_bytes == 3 * SLOT_BYTES_MIN
     assert dram.slots_granted == len(one.unused()) + len(two.unused(0))
     assert dram.slots_quarantined == len(two.unused(1))
+
+
+def test_pinned_memory_is_that_of_attached_ranks(node: Node) -> None:
+    one, two = Peer(node, "a"), Peer(node, "b", shards=HALVES)
+    assert (node.engine.tiers()[0].pinned_bytes, node.engine.unpinned()) == (0, "")
+    node.hear(one.ranks[0], Pinned(64 << 20))
+    node.hear(two.ranks[0], Pinned(128 << 20, "memlock"))
+    node.hear(two.ranks[1], Pinned(0, "memlock"))
+    assert node.engine.tiers()[0].pinned_bytes == 128 << 20
+    assert node.engine.unpinned() == "engine b (b) (and 1 more ranks): memlock"
+    node.hear(two.ranks[1], Pinned(0))
+    assert node.engine.unpinned() == "engine b (b): memlock"
+    node.end(two.ranks[0])
+    assert (node.engine.tiers()[0].pinned_bytes, node.engine.unpinned()) == (64 << 20, "")
+    node.hear(one.scheduler, Pinned(1))
+    assert node.hangups[one.scheduler] == "Pinned from a scheduler"
 
 
 def test_spaces_name_tenant_label_and_size(node: Node) -> None:

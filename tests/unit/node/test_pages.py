@@ -19,6 +19,7 @@ class ScriptedDriver:
         self.busy = False
         self.off: list[tuple[str, SpaceId, Tier | None]] = []
         self.lacking: list[UnservedReport] = []
+        self.pinning = ""
 
     def query(self, ask: Any, *, timeout_s: float) -> Any:
         assert timeout_s > 0
@@ -28,6 +29,9 @@ class ScriptedDriver:
 
     def unserved(self) -> list[UnservedReport]:
         return self.lacking
+
+    def unpinned(self) -> str:
+        return self.pinning
 
     def spaces_off(self) -> list[tuple[str, SpaceId, Tier | None]]:
         return self.off
@@ -83,3 +87,10 @@ def test_engines_that_get_nothing_are_named_with_the_reason() -> None:
     assert page().body.decode() == (
         "ok, but engine e (llama) (and 1 more) gets nothing: the KV cache is on cuda\n"
     )
+
+
+def test_a_rank_that_cannot_pin_memory_is_named_with_the_way_to_mend_it() -> None:
+    driver, listener = ScriptedDriver(), SimpleNamespace(is_in_place=True, path="/run/n")
+    page = make_pages(*cast("Any", (EmptyCollector(), driver, listener)))["/healthz"]
+    driver.pinning = "engine e (llama): memory cannot be pinned: raise the memlock limit"
+    assert page().body.decode() == f"ok, but {driver.pinning}\n"
