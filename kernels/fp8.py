@@ -80,7 +80,9 @@ def _codes(numbers: _Floats) -> NDArray[np.uint8]:
     power = np.maximum(exponent.astype(np.int64) - 1, -6)
     steps = np.rint(np.ldexp(size, 3 - power)).astype(np.int64)  # rint: ties to even
     codes = np.where(size < 2.0**-6, steps, steps + 8 * (power + 6))
-    return (np.clip(codes, 0, 0x7E) | np.signbit(numbers) * 0x80).astype(np.uint8)
+    signs = np.signbit(numbers).astype(np.uint8) * np.uint8(0x80)
+    found: NDArray[np.uint8] = np.clip(codes, 0, 0x7E).astype(np.uint8) | signs
+    return found
 
 
 def _floats(values: Halves, kind: str) -> _Floats:
@@ -92,8 +94,8 @@ def _floats(values: Halves, kind: str) -> _Floats:
 def _halves(numbers: _Floats, kind: str) -> Halves:
     """To the nearest, ties to even; of what would be infinite the largest finite value."""
     if kind == "float16":
-        limit = np.float32(65504)
-        return np.clip(numbers, -limit, limit).astype(np.float16).view(np.uint16)
+        largest = np.float32(65504)
+        return np.clip(numbers, -largest, largest).astype(np.float16).view(np.uint16)
     bits = numbers.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> np.uint32(16)
     limit = bits >> 16 & 0x8000 | 0x7F7F

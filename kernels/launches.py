@@ -101,7 +101,7 @@ def moved(
     """Copy pieces: `sizes[i]` bytes from `sources[i]` to `targets[i]`, in any order."""
     for begin in range(0, len(sizes), PIECES_MAX):
         pieces = _Pieces()
-        table = np.frombuffer(pieces, np.uint64)
+        table = np.ctypeslib.as_array(pieces)
         columns = table[: 3 * PIECES_MAX].reshape(3, PIECES_MAX)
         end = min(begin + PIECES_MAX, len(sizes))
         for column, values in zip(columns, (targets, sources, sizes), strict=True):
@@ -163,7 +163,7 @@ def digests(launch: Launch, payloads: Addresses, size: int, *, sums: int, found:
     for begin in range(0, len(payloads), PAYLOADS_MAX):
         some = payloads[begin : begin + PAYLOADS_MAX]
         given, count = _Payloads(), len(some)
-        table = np.frombuffer(given, np.uint64)
+        table = np.ctypeslib.as_array(given)
         table[:count] = some
         table[PAYLOADS_MAX:] = count, size
         launch(_SUM, _row(count * -(-size // 1024) * 4), [given, _address(sums)])
@@ -211,7 +211,7 @@ def fp8_decoded(
 
 
 def _shape(plan: Plan, words: int) -> Any:
-    return _Shape(plan.count, plan.groups, plan.tiles, plan.planes, words)
+    return _Shape(plan.elements, plan.groups, plan.tiles, plan.planes, words)
 
 
 def planes_encoded(launch: Launch, data: int, plan: Plan, *, sizes: int, encoded: int) -> None:
@@ -223,7 +223,7 @@ def planes_encoded(launch: Launch, data: int, plan: Plan, *, sizes: int, encoded
         encoded: room for as many bytes as the payload has, aligned to 4. If more words are needed
             than fit (`plan.words_max`), which the last of the offsets says, none are written.
     """
-    if not plan.count or plan.words_max < 0:
+    if not plan.elements or plan.words_max < 0:
         return
     shape, groups = _shape(plan, plan.words_max), _address(encoded + plan.groups_at)
     offsets, each = _address(encoded), _row(plan.planes * plan.groups)

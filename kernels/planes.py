@@ -39,14 +39,14 @@ class Plan(NamedTuple):
     """Bytes of an element: 1, 2 or 4."""
 
     @property
-    def count(self) -> int:
+    def elements(self) -> int:
         """Whole elements."""
         return self.size // self.planes
 
     @property
     def groups(self) -> int:
         """Of a plane."""
-        return -(-self.count // GROUP)
+        return -(-self.elements // GROUP)
 
     @property
     def tiles(self) -> int:
@@ -125,7 +125,7 @@ def decode(encoded: bytes, size: int, planes: int) -> bytes:
     held[is_kept] = words[places[is_kept]]
     bits = np.unpackbits(held.view(np.uint8).reshape(count, 8, 4), axis=-1, bitorder="little")
     above = (bits << np.arange(8, dtype=np.uint8)[:, None]).sum(axis=1, dtype=np.uint8)
-    parts = (above + groups[:, :1]).reshape(planes, -1)[:, : plan.count]
+    parts = (above + groups[:, :1]).reshape(planes, -1)[:, : plan.elements]
     return _elements_of(parts, planes) + encoded[len(encoded) - plan.tail_bytes :]
 
 
@@ -140,20 +140,21 @@ def _begins(tiles: NDArray[np.uint32], widths: NDArray[np.int64], plan: Plan) ->
 
 def _widths(largest: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Bits that numbers have."""
-    return (largest[..., None] >> np.arange(8, dtype=np.uint8) > 0).sum(axis=-1)
+    found: NDArray[np.int64] = (largest[..., None] >> np.arange(8, dtype=np.uint8) > 0).sum(axis=-1)
+    return found
 
 
 def _planes_of(payload: bytes, plan: Plan) -> NDArray[np.uint8]:
     """u8 [planes][groups × 32], filled up with the last byte of each."""
     kind = _TYPES[plan.planes]
-    elements = np.frombuffer(payload, kind, plan.count)
+    elements = np.frombuffer(payload, kind, plan.elements)
     turned = elements << kind(1) | elements >> kind(8 * plan.planes - 1)
-    parts = turned.astype(f">u{plan.planes}").view(np.uint8).reshape(plan.count, plan.planes).T
-    missing = plan.groups * GROUP - plan.count
+    parts = turned.astype(f">u{plan.planes}").view(np.uint8).reshape(plan.elements, plan.planes).T
+    missing = plan.groups * GROUP - plan.elements
     return np.pad(parts, ((0, 0), (0, missing)), mode="edge")
 
 
 def _elements_of(parts: NDArray[np.uint8], planes: int) -> bytes:
     kind = _TYPES[planes]
     turned = np.ascontiguousarray(parts.T).view(f">u{planes}").astype(kind)
-    return (turned >> kind(1) | turned << kind(8 * planes - 1)).tobytes()
+    return bytes((turned >> kind(1) | turned << kind(8 * planes - 1)).tobytes())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
@@ -27,7 +29,7 @@ VALUES = np.array([_value(code) for code in range(256)])
 FINITE = (CODES & 0x7F) != 0x7F
 
 
-def _halves(numbers: NDArray[np.float32], kind: str) -> NDArray[np.uint16]:
+def _halves(numbers: NDArray[np.floating[Any]], kind: str) -> NDArray[np.uint16]:
     return fp8._halves(numbers.astype(np.float32), kind)
 
 
