@@ -1,19 +1,28 @@
 """One CUDA device, through NVIDIA's bindings of its runtime: `kernels.device.Device`.
 
 Pieces of a block are copied by the device's copy engines, a call a block (cudaMemcpyBatchAsync
-of CUDA 13). Its arguments are checked against the real library, its order of events
-against a simulated one. **Not run on a device yet.**
+of CUDA 13), or by a kernel of `csrc/` (`strategy.py` chooses). Arguments are checked against the
+real library, the order of events against a simulated one, the kernels run on a host. **Not run on a
+device yet.**
 
-Does not cover: pages that need another order of bytes, kernels, memory of the device's own.
+The runtime keeps its last error for each thread, and the engine asks for it after its own launches:
+no call leaves one behind.
+
+Does not cover: pages that need another order of bytes, machine code (`compiled.py`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
+from kvstore.kernels.compiled import cubin
 from kvstore.kernels.device import Addresses, DeviceError
+from kvstore.kernels.launches import MOVE_PIECES, THREADS, Kernel, Launch, moved
 
 _PORTABLE: Final = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""
@@ -34,17 +43,78 @@ def cuda_runtime() -> Any:
     return runtime
 
 
+class CudaKernels:
+    """Kernels of `csrc/` on one architecture, each source loaded when it is first needed. Called
+    in threads that have chosen the device."""
+
+    def __init__(self, arch: str, *, folder: Path | None = None, driver: Any = None) -> None:
+        """`arch`: such as `sm_90`. `folder`: of machine code, as of `compiled.cubin`. `driver`:
+        its bindings; None: the real ones."""
+        self._arch, self._folder, self._driver = arch, folder, driver
+        self._libraries: dict[str, Any] = {}
+        self._functions: dict[Kernel, Any] = {}
+        self._loading = threading.Lock()
+
+    def load(self, kernel: Kernel) -> Any:
+        """The function, in the memory of the device: a first launch allocates nothing.
+
+        Raises:
+            DeviceError: it cannot be compiled or loaded.
+        """
+        found = self._functions.get(kernel)
+        if found is not None:
+            return found
+        with self._loading:
+            library = self._libraries.get(kernel.source)
+            if library is None:
+                code = cubin(kernel.source, self._arch, folder=self._folder)
+                library = self._call("cuLibraryLoadData", code, [], [], 0, [], [], 0)
+                self._libraries[kernel.source] = library
+            held = self._call("cuLibraryGetKernel", library, kernel.name.encode())
+            self._functions[kernel] = self._call("cuKernelGetFunction", held)
+        return self._functions[kernel]
+
+    def launch(
+        self, stream: int, kernel: Kernel, grid: tuple[int, int], arguments: Sequence[Any]
+    ) -> None:
+        """Give a launch to a stream; see `launches.Launch`. Arguments are copied."""
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        size = (*grid, 1, THREADS, 1, 1, 0)
+        function = self.load(kernel)
+        self._call("cuLaunchKernel", function, *size, stream, ctypes.addressof(pointers), 0)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """The value that a function of the driver returns beside its status, if any."""
+        try:
+            if self._driver is None:
+                from cuda.bindings import driver
+
+                self._driver = driver
+            status, *values = getattr(self._driver, name)(*arguments)
+        except (ImportError, RuntimeError) as error:
+            raise DeviceError(f"{name}: {str(error).splitlines()[0]}") from None
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise DeviceError(f"{name}: {status.name}")
+        return values[0] if values else None
+
+
 class CudaDevice:
     """See the module, and the port for the methods."""
 
     def __init__(
-        self, ordinal: int, *, engine_stream: Callable[[], int], runtime: Any = None
+        self,
+        ordinal: int,
+        *,
+        engine_stream: Callable[[], int],
+        runtime: Any = None,
+        kernels: CudaKernels | None = None,
     ) -> None:
         """
         Args:
             ordinal: of the device, as this process counts them.
             engine_stream: address of the calling thread's stream on which the engine computes.
             runtime: as of `cuda_runtime`, which is the default.
+            kernels: for this device; None: compiled for its architecture, if they are needed.
 
         Raises:
             DeviceError: no bindings, no driver, or no such device.
@@ -60,6 +130,7 @@ class CudaDevice:
             self._runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
         )
         self._in_stream_order = [attributes]
+        self._kernels = kernels
 
     def _call(self, function: Callable[..., Any], *arguments: object) -> tuple[Any, ...]:
         """The values that a function of the runtime returns beside its status."""
@@ -75,6 +146,7 @@ class CudaDevice:
     def _check(self, function: Callable[..., Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
         status, *values = result
         if status != self._runtime.cudaError_t.cudaSuccess:
+            self._runtime.cudaGetLastError()
             raise DeviceError(f"{getattr(function, '__name__', function)}: {status.name}")
         return tuple(values)
 
@@ -105,6 +177,7 @@ class CudaDevice:
         self._choose()
         (status,) = self._runtime.cudaEventQuery(event)
         if status == self._runtime.cudaError_t.cudaErrorNotReady:
+            self._runtime.cudaGetLastError()
             return False
         self._check(self._runtime.cudaEventQuery, (status,))
         return True
@@ -121,6 +194,47 @@ class CudaDevice:
             1,
             stream,
         )
+
+    def move_trouble(self) -> str:
+        try:
+            self.kernels().load(MOVE_PIECES)
+        except DeviceError as error:
+            return str(error)
+        return ""
+
+    def move(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        moved(self.launcher(stream), targets, sources, sizes)
+
+    def launcher(self, stream: int) -> Launch:
+        """Launches on a stream."""
+        return functools.partial(self.kernels().launch, stream)
+
+    def kernels(self) -> CudaKernels:
+        """Those of the device, which this thread has chosen."""
+        self._choose()
+        if self._kernels is None:
+            attributes = self._runtime.cudaDeviceAttr
+            major, minor = (
+                self._call(self._runtime.cudaDeviceGetAttribute, attribute, self._ordinal)[0]
+                for attribute in (
+                    attributes.cudaDevAttrComputeCapabilityMajor,
+                    attributes.cudaDevAttrComputeCapabilityMinor,
+                )
+            )
+            self._kernels = CudaKernels(f"sm_{major}{minor}")
+        return self._kernels
+
+    def allocate(self, size_bytes: int) -> int:
+        self._choose()
+        status, address = self._runtime.cudaMalloc(size_bytes)
+        if status == self._runtime.cudaError_t.cudaErrorMemoryAllocation:
+            self._runtime.cudaGetLastError()
+            return 0
+        self._check(self._runtime.cudaMalloc, (status,))
+        return int(address)
+
+    def free(self, address: int) -> None:
+        self._call(self._runtime.cudaFree, address)
 
     def clear(self, stream: int, targets: Addresses, sizes: Addresses) -> None:
         for target, size in zip(targets.tolist(), sizes.tolist(), strict=True):

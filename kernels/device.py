@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from kvstore.kernels.compare import BOUNDS, error_of
 from kvstore.kernels.host import NOT_COMPARABLE
 from kvstore.kernels.reference import Bytes
+from kvstore.kernels.strategy import BlockMoves, Thresholds
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from kvstore.wire.checksum import checksum_of
 
@@ -63,6 +64,22 @@ class Device(Protocol):
 
     Every method raises DeviceError.
     """
+
+    def move_trouble(self) -> str:
+        """Why `move` cannot be called; empty: it can. The first call may take seconds."""
+        ...
+
+    def move(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        """As `copy`, by a kernel: pieces in any order; both sides may be the device's memory."""
+        ...
+
+    def allocate(self, size_bytes: int) -> int:
+        """Address of memory of the device's; 0: it has none left."""
+        ...
+
+    def free(self, address: int) -> None:
+        """Give memory of `allocate` back; nothing uses it."""
+        ...
 
     def stream(self, *, is_urgent: bool) -> int:
         """A new stream; of two with work the urgent one goes first."""
@@ -248,7 +265,13 @@ class DeviceCopies:
 
     copies_max = COPIES_MAX
 
-    def __init__(self, device: Device, caches: Sequence[DeviceCache]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        caches: Sequence[DeviceCache],
+        *,
+        thresholds: Thresholds = Thresholds(),  # noqa: B008 - frozen
+    ) -> None:
         """`caches`: by KV cache group.
 
         Raises:
@@ -281,6 +304,7 @@ class DeviceCopies:
         self._staging = np.zeros((COPIES_MAX, max(cache.block_bytes for cache in caches)), np.uint8)
         device.pin(int(self._staging.ctypes.data), self._staging.nbytes)
         self._free_staging = list(self._staging)
+        self.moves = BlockMoves(device, self._flights, [c.sizes for c in caches], thresholds)
         self._closed = False
 
     @property
@@ -396,11 +420,8 @@ class DeviceCopies:
         if copy.way is CopyWay.CLEAR:
             self._device.clear(stream, blocks, cache.sizes)
             return
-        host = np.uint64(self._source(flight).ctypes.data) + cache.offsets
-        if copy.way is CopyWay.LOAD:
-            self._device.copy(stream, blocks, host, cache.sizes)
-        else:
-            self._device.copy(stream, host, blocks, cache.sizes)
+        move = self.moves.load if copy.way is CopyWay.LOAD else self.moves.store
+        move(stream, blocks, int(self._source(flight).ctypes.data), cache.offsets, cache.sizes)
 
     # ── their ends ───────────────────────────────────────────────────────────────────────────────
 
@@ -471,4 +492,5 @@ class DeviceCopies:
         if self._pins is not None and not self._is_busy:
             self._pins.close()
         if not self._is_busy:
+            self.moves.close()
             self._device.unpin(int(self._staging.ctypes.data))

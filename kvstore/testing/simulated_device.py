@@ -4,7 +4,8 @@ Streams are queues. Whenever it is asked something, it takes a random number of 
 turn the head of a random queue is done, if what it waits for has happened. So any legal order can
 occur, a copy reads its source when it is done and not when it is ordered, and nothing is done that
 nobody asks for. Memory of its own cannot be touched by the host but in its turns: a stray access
-ends the process. A copy whose host side is not pinned is refused.
+ends the process. A copy whose host side is not pinned is refused. A kernel moves its pieces in any
+order and in several turns, between which other streams go on.
 
 Does not cover: speed, graphs, what several processes see of one device.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import random
 import threading
@@ -31,6 +33,7 @@ from kvstore.kernels.device import (
     LayerPages,
 )
 from kvstore.kernels.pack import PagedCache
+from kvstore.kernels.strategy import Thresholds
 
 ENGINE_STREAM = 0
 """The engine's, whichever thread asks."""
@@ -62,16 +65,21 @@ class SimulatedDevice:
         """How often each event was recorded."""
         self._happened: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
-        self._own = mmap.mmap(-1, memory_bytes) if memory_bytes else None
+        self._own: dict[int, mmap.mmap] = {}
+        """Memory of its own, by address."""
+        self._is_apart = memory_bytes > 0
         self.address = 0
-        """Where its own memory begins."""
+        """Where its first memory begins."""
         self.pin_failures: list[str] = []
         """Why the next pins fail."""
         self.failure = ""
         """Why every call fails from now on; empty: none does."""
-        if self._own is not None:
-            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._own))
-            self._protect(_PROT_NONE)
+        self.no_kernels = ""
+        """Why there are none; empty: there are."""
+        self.allocations_max = 1 << 30
+        """How many blocks of its memory there are room for."""
+        if memory_bytes:
+            self.address = self._new_memory(memory_bytes)
 
     # ── the port ─────────────────────────────────────────────────────────────────────────────────
 
@@ -102,18 +110,43 @@ class SimulatedDevice:
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
 
-        def work() -> None:
-            for target, source, size in pieces:
-                ctypes.memmove(target, source, size)
-
         with self._asked():
             for target, source, size in pieces:
-                if self._own is not None:
+                if self._is_apart:
                     sides = sorted((self._is_own(target, size), self._is_own(source, size)))
                     assert sides == [False, True], "one side is the device's, the other is not"
                     host = source if self._is_own(target, size) else target
                     assert self._is_pinned(host, size), "the host's side is not pinned"
-            self._queues[stream].append(work)
+            self._queues[stream].append(functools.partial(_move_all, pieces))
+
+    def move_trouble(self) -> str:
+        with self._asked():
+            return self.no_kernels
+
+    def move(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+        with self._asked():
+            assert not self.no_kernels
+            for target, source, size in pieces:
+                for address in (target, source) if self._is_apart else ():
+                    is_reached = self._is_own(address, size) or self._is_pinned(address, size)
+                    assert is_reached, "neither the device's memory nor pinned"
+            self._random.shuffle(pieces)
+            turns = self._random.randint(1, TURNS_MAX)
+            for turn in range(turns):
+                some = pieces[turn::turns]
+                self._queues[stream].append(functools.partial(_move_all, some))
+
+    def allocate(self, size_bytes: int) -> int:
+        with self._asked():
+            return self._new_memory(size_bytes) if len(self._own) < self.allocations_max else 0
+
+    def free(self, address: int) -> None:
+        with self._asked():
+            others = (queue for stream, queue in self._queues.items() if stream != ENGINE_STREAM)
+            assert not any(others), "memory in use goes back"
+            memory = self._own.pop(address)
+            _set_protection(address, len(memory), mmap.PROT_READ | mmap.PROT_WRITE)
 
     def clear(self, stream: int, targets: Addresses, sizes: Addresses) -> None:
         pieces = list(zip(targets.tolist(), sizes.tolist(), strict=True))
@@ -145,6 +178,11 @@ class SimulatedDevice:
         return sum(self._pinned.values())
 
     @property
+    def allocation_count(self) -> int:
+        """Blocks of its memory that are allocated."""
+        return len(self._own)
+
+    @property
     def event_count(self) -> int:
         """Events made so far."""
         return len(self._recorded)
@@ -158,8 +196,7 @@ class SimulatedDevice:
         """Give the engine's stream something to do with the device's memory."""
 
         def done() -> None:
-            assert self._own is not None
-            work(np.frombuffer(self._own, np.uint8))
+            work(np.frombuffer(self._own[self.address], np.uint8))
 
         with self._lock:
             self._queues[ENGINE_STREAM].append(done)
@@ -192,13 +229,22 @@ class SimulatedDevice:
     def _may_go(self, head: Any) -> bool:
         return not isinstance(head, tuple) or self._happened[head[0]] >= head[1]
 
+    def _new_memory(self, size_bytes: int) -> int:
+        memory = mmap.mmap(-1, size_bytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._own[address] = memory
+        self._protect(_PROT_NONE)
+        return address
+
     def _protect(self, protection: int) -> None:
-        if self._own is not None and _libc.mprotect(self.address, len(self._own), protection):
-            raise OSError(ctypes.get_errno(), "mprotect")
+        for address, memory in self._own.items():
+            _set_protection(address, len(memory), protection)
 
     def _is_own(self, address: int, size: int) -> bool:
-        assert self._own is not None
-        return self.address <= address and address + size <= self.address + len(self._own)
+        return any(
+            begin <= address and address + size <= begin + len(memory)
+            for begin, memory in self._own.items()
+        )
 
     def _is_pinned(self, address: int, size: int) -> bool:
         """All of it, which may lie in several pins that follow one another."""
@@ -220,12 +266,25 @@ class SimulatedDevice:
             yield
 
 
+def _set_protection(address: int, size: int, protection: int) -> None:
+    if _libc.mprotect(address, size, protection):
+        raise OSError(ctypes.get_errno(), "mprotect")
+
+
+def _move_all(pieces: Sequence[tuple[int, int, int]]) -> None:
+    for target, source, size in pieces:
+        ctypes.memmove(target, source, size)
+
+
 def simulated_copies(
-    caches: Sequence[PagedCache], *, on: SimulatedDevice | None = None
+    caches: Sequence[PagedCache],
+    *,
+    on: SimulatedDevice | None = None,
+    thresholds: Thresholds = Thresholds(),  # noqa: B008 - frozen
 ) -> DeviceCopies:
     """Copies on a simulated device, whose memory these caches are from now on."""
     device = SimulatedDevice(SEED) if on is None else on
-    return DeviceCopies(device, [_on_device(cache) for cache in caches])
+    return DeviceCopies(device, [_on_device(cache) for cache in caches], thresholds=thresholds)
 
 
 def _on_device(cache: PagedCache) -> DeviceCache:

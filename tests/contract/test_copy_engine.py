@@ -15,22 +15,23 @@ from kvstore.kernels.reference import checksum
 from kvstore.ports import BlockCopy, CopyWay
 from tests.kit.copy_parties import (
     BLOCKS,
+    DEVICE_PARTIES,
     HEADER,
     SLOTS,
-    CudaParty,
     DeviceParty,
     HostParty,
     Party,
     noise,
 )
-from tests.kit.gpu_party import GpuParty
+from tests.kit.gpu_party import GPU_PARTIES
 
 Make = Callable[..., Party]
 
 
-@pytest.fixture(
-    params=[HostParty, DeviceParty, CudaParty, pytest.param(GpuParty, marks=pytest.mark.gpu)]
-)
+ON_GPU = [pytest.param(party, marks=pytest.mark.gpu) for party in GPU_PARTIES]
+
+
+@pytest.fixture(params=[HostParty, *DEVICE_PARTIES, *ON_GPU])
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     made: list[Party] = []
 
@@ -122,7 +123,7 @@ def test_memory_can_be_another_one_later(make: Make) -> None:
 # ── of a device alone ────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(params=[DeviceParty, CudaParty])
+@pytest.fixture(params=DEVICE_PARTIES)
 def party(request: pytest.FixtureRequest) -> Iterator[DeviceParty]:
     party: DeviceParty = request.param((96, 40), block_major=False, values="float32")
     yield party

@@ -14,13 +14,20 @@ from kvstore.kernels.device import Device, DeviceCache, DeviceCopies, LayerPages
 from kvstore.kernels.host import HostCopies
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes
+from kvstore.kernels.strategy import Strategy, Thresholds
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
 from kvstore.testing.simulated_device import SimulatedDevice, simulated_copies
-from tests.kit.fake_cuda import FakeCuda
+from tests.kit.fake_cuda import FakeCuda, FakeKernels
 
 BLOCKS, SLOTS = 6, 5
 WAIT_S = 60.0
 HEADER = b"the address of a block"
+ALWAYS = {
+    Strategy.COPY: Thresholds(copy_piece_bytes=0),
+    Strategy.MOVE: Thresholds(copy_piece_bytes=1 << 40, staged_block_bytes=1 << 40),
+    Strategy.STAGED: Thresholds(copy_piece_bytes=1 << 40, staged_block_bytes=0),
+}
+"""Thresholds that have every block of several pieces go one way."""
 
 
 class Party(abc.ABC):
@@ -121,13 +128,17 @@ class HostParty(Party):
 
 
 class DeviceParty(Party):
+    strategy = Strategy.COPY
+
     def __init__(
         self, page_bytes: tuple[int, ...], *, block_major: bool, values: str, seed: int = 1
     ) -> None:
         super().__init__(page_bytes, block_major=block_major)
         self.device = SimulatedDevice(seed, self.cache_bytes)
         cache = DeviceCache(self.pages(self.device.address), BLOCKS, values=values)
-        self.copies = DeviceCopies(self.device_of_copies(), [cache])
+        self.copies: DeviceCopies = DeviceCopies(
+            self.device_of_copies(), [cache], thresholds=ALWAYS[self.strategy]
+        )
         self.attach()
 
     def device_of_copies(self) -> Device:
@@ -147,14 +158,40 @@ class DeviceParty(Party):
         self.device.finish()
         super().close()
         assert self.device.pinned_bytes == 0, "memory stays pinned"
+        assert self.device.allocation_count == 1, "memory of the device stays allocated"
+
+
+class MoveParty(DeviceParty):
+    strategy = Strategy.MOVE
+
+
+class StagedParty(DeviceParty):
+    strategy = Strategy.STAGED
 
 
 class CudaParty(DeviceParty):
     """The same through the calls of CUDA."""
 
     def device_of_copies(self) -> Device:
-        runtime = FakeCuda(self.device)
-        return CudaDevice(0, engine_stream=lambda: runtime.engine_stream, runtime=runtime)
+        self.runtime = FakeCuda(self.device)
+        return CudaDevice(
+            0,
+            engine_stream=lambda: self.runtime.engine_stream,
+            runtime=self.runtime,
+            kernels=FakeKernels(self.device),
+        )
+
+    def close(self) -> None:
+        super().close()
+        (last,) = self.runtime.cudaGetLastError()
+        assert last == 0, "the engine finds an error that is not its own"
+
+
+class StagedCudaParty(CudaParty):
+    strategy = Strategy.STAGED
+
+
+DEVICE_PARTIES = (DeviceParty, MoveParty, StagedParty, CudaParty, StagedCudaParty)
 
 
 def noise(size: int, seed: int) -> bytes:

@@ -6,12 +6,15 @@ Constants, enumerations and structures are the real ones.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from cuda.bindings import runtime as real
 
+from kvstore.kernels.cuda import CudaKernels
 from kvstore.kernels.device import DeviceError
+from kvstore.kernels.launches import MOVE_PIECES, PIECES_MAX, Kernel
 from kvstore.testing.simulated_device import ENGINE_STREAM, SimulatedDevice
 
 OK, FAILED = real.cudaError_t.cudaSuccess, real.cudaError_t.cudaErrorIllegalAddress
@@ -39,8 +42,24 @@ class FakeCuda:
         try:
             value = function(*arguments)
         except DeviceError:
+            self._thread.last_error = error
             return (error, None)
         return (OK,) if value is None else (OK, value)
+
+    def cudaGetLastError(self) -> tuple[Any, ...]:
+        """Of this thread; the engine asks for it, too."""
+        last = getattr(self._thread, "last_error", OK)
+        self._thread.last_error = OK
+        return (last,)
+
+    def cudaMalloc(self, size: int) -> tuple[Any, ...]:
+        status, *address = self._answer(self._device.allocate, size)
+        if address == [0]:
+            status = self._thread.last_error = NO_MEMORY
+        return (status, *address)
+
+    def cudaFree(self, address: int) -> tuple[Any, ...]:
+        return self._answer(self._device.free, address)
 
     def cudaSetDevice(self, device: int) -> tuple[Any, ...]:
         self._thread.device = device
@@ -67,7 +86,9 @@ class FakeCuda:
 
     def cudaEventQuery(self, event: int) -> tuple[Any, ...]:
         status, *values = self._answer(self._device.has_happened, event - FIRST_HANDLE)
-        return (real.cudaError_t.cudaErrorNotReady if values == [False] else status,)
+        if values == [False]:
+            status = self._thread.last_error = real.cudaError_t.cudaErrorNotReady
+        return (status,)
 
     def cudaMemcpyBatchAsync(
         self,
@@ -98,3 +119,27 @@ class FakeCuda:
 
     def cudaHostUnregister(self, address: int) -> tuple[Any, ...]:
         return self._answer(self._device.unpin, address)
+
+
+class FakeKernels(CudaKernels):
+    """The kernel that moves pieces, on a simulated device."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__("sm_90")
+        self._device = device
+
+    def load(self, kernel: Kernel) -> Any:
+        trouble = self._device.move_trouble()
+        if trouble:
+            raise DeviceError(trouble)
+        return None
+
+    def launch(
+        self, stream: int, kernel: Kernel, grid: tuple[int, int], arguments: Sequence[Any]
+    ) -> None:
+        assert kernel == MOVE_PIECES
+        assert min(grid) > 0
+        (pieces,) = arguments
+        table = np.frombuffer(pieces, np.uint64).copy()
+        columns = table[:-1].reshape(3, PIECES_MAX)[:, : int(table[-1])]
+        self._device.move(stream - FIRST_HANDLE, *columns)

@@ -8,11 +8,14 @@ import numpy as np
 
 from kvstore.kernels.cuda import CudaDevice, cuda_runtime
 from kvstore.kernels.device import DeviceCache, DeviceCopies
-from tests.kit.copy_parties import BLOCKS, Party
+from kvstore.kernels.strategy import Strategy
+from tests.kit.copy_parties import ALWAYS, BLOCKS, Party
 
 
 class GpuParty(Party):
     """The cache is memory of device 0, which the engine's stream writes and reads."""
+
+    strategy = Strategy.COPY
 
     def __init__(self, page_bytes: tuple[int, ...], *, block_major: bool, values: str) -> None:
         super().__init__(page_bytes, block_major=block_major)
@@ -23,7 +26,8 @@ class GpuParty(Party):
         self._call("cudaMemset", self._address, 0, self.cache_bytes)
         device = CudaDevice(0, engine_stream=lambda: int(self._stream))
         cache = DeviceCache(self.pages(int(self._address)), BLOCKS, values=values)
-        self.copies = DeviceCopies(device, [cache])
+        self.copies: DeviceCopies = DeviceCopies(device, [cache], thresholds=ALWAYS[self.strategy])
+        assert not self.copies.moves.trouble
         self.attach()
 
     def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
@@ -54,3 +58,14 @@ class GpuParty(Party):
     def close(self) -> None:
         super().close()
         self._call("cudaFree", self._address)
+
+
+class MoveGpuParty(GpuParty):
+    strategy = Strategy.MOVE
+
+
+class StagedGpuParty(GpuParty):
+    strategy = Strategy.STAGED
+
+
+GPU_PARTIES = (GpuParty, MoveGpuParty, StagedGpuParty)

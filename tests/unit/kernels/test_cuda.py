@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda.bindings import runtime as real
 
-from kvstore.kernels.cuda import CudaDevice
+from kvstore.kernels.cuda import CudaDevice, CudaKernels
 from kvstore.kernels.device import DeviceError
+from kvstore.kernels.launches import MOVE_PIECES, Launch, moved
+from kvstore.testing.simulated_device import SimulatedDevice
+from tests.kit.fake_cuda import FakeCuda
 
 HAS_DEVICE = real.cudaGetDeviceCount()[0] == real.cudaError_t.cudaSuccess
 PIECES = np.array([4096, 8192], np.uint64)
@@ -46,6 +51,9 @@ class Begun:
         lambda device: device.clear(128, PIECES, PIECES),
         lambda device: device.pin(4096, 4096),
         lambda device: device.unpin(4096),
+        lambda device: device.move(128, PIECES, PIECES, PIECES),
+        lambda device: device.allocate(4096),
+        lambda device: device.free(4096),
     ],
 )
 def test_the_real_runtime_takes_every_call_and_misses_a_driver(
@@ -57,6 +65,52 @@ def test_the_real_runtime_takes_every_call_and_misses_a_driver(
         DeviceError, match=r"^cuda[A-Za-z]+: cudaError(InsufficientDriver|NoDevice)"
     ):
         call(device)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("cuLibraryLoadData", lambda kernels: kernels.load(MOVE_PIECES)),
+        ("cuLibraryGetKernel", lambda kernels: _loaded(kernels).load(MOVE_PIECES)),
+        ("cuKernelGetFunction", lambda kernels: kernels._call("cuKernelGetFunction", 4096)),
+        ("cuLaunchKernel", lambda kernels: moved(_launch(kernels), PIECES, PIECES, PIECES)),
+    ],
+)
+def test_the_real_driver_takes_every_call_and_is_missing(
+    name: str, call: Callable[[CudaKernels], object], tmp_path: Path
+) -> None:
+    """Arguments are read before the library is looked for."""
+    with pytest.raises(DeviceError, match=f"^{name}: "):
+        call(CudaKernels("sm_90", folder=tmp_path))
+
+
+def _loaded(kernels: CudaKernels) -> CudaKernels:
+    kernels._libraries["move"] = 4096
+    return kernels
+
+
+def _launch(kernels: CudaKernels) -> Launch:
+    kernels._functions[MOVE_PIECES] = 4096
+    return functools.partial(kernels.launch, 128)
+
+
+def test_no_error_is_left_behind_for_the_engine() -> None:
+    """Its own check after each launch would take it for one of its own."""
+    simulated = SimulatedDevice(1, 4096)
+    runtime = FakeCuda(simulated)
+    device = CudaDevice(0, engine_stream=lambda: runtime.engine_stream, runtime=runtime)
+    event, stream = device.event(), device.stream(is_urgent=False)
+    simulated.launch(lambda memory: None)
+    device.record(event, None)
+    assert device.has_happened(event) is False
+    assert runtime.cudaGetLastError() == (0,)
+    simulated.allocations_max = 1
+    assert device.allocate(4096) == 0
+    assert runtime.cudaGetLastError() == (0,)
+    simulated.failure = "an illegal memory access was encountered"
+    with pytest.raises(DeviceError):
+        device.clear(stream, PIECES, PIECES)
+    assert runtime.cudaGetLastError() == (0,)
 
 
 def test_without_a_driver_it_says_so_at_once() -> None:

@@ -12,10 +12,20 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 
 from kvstore.kernels.device import COPIES_MAX, DeviceCopies
 from kvstore.kernels.reference import Bytes, checksum
+from kvstore.kernels.strategy import BlockMoves
 from kvstore.ports import CopyEnd, CopyWay
 from kvstore.testing.simulated_device import SimulatedDevice
 from tests.amounts import amount
-from tests.kit.copy_parties import BLOCKS, HEADER, SLOTS, CudaParty, DeviceParty, noise
+from tests.kit.copy_parties import (
+    BLOCKS,
+    HEADER,
+    SLOTS,
+    DeviceParty,
+    MoveParty,
+    StagedCudaParty,
+    StagedParty,
+    noise,
+)
 from tests.steps import CountedMachine
 
 BLOCK, SLOT = st.integers(0, BLOCKS - 1), st.integers(0, SLOTS - 1)
@@ -154,12 +164,28 @@ TestCopies = CopyMachine.TestCase
 TestCopies.settings = RUNS
 
 
+class MoveMachine(CopyMachine):
+    """Pieces are moved by kernels."""
+
+    party_class = MoveParty
+
+
+class StagedMachine(CopyMachine):
+    """Blocks go through staging memory."""
+
+    party_class = StagedParty
+
+
 class CudaMachine(CopyMachine):
     """The same through the calls of CUDA."""
 
-    party_class = CudaParty
+    party_class = StagedCudaParty
 
 
+TestMoves = MoveMachine.TestCase
+TestMoves.settings = RUNS
+TestStagedCopies = StagedMachine.TestCase
+TestStagedCopies.settings = RUNS
 TestCudaCopies = CudaMachine.TestCase
 TestCudaCopies.settings = RUNS
 
@@ -227,6 +253,52 @@ def a_store_is_hashed_when_it_is_begun(replace: Replace) -> None:
     replace(DeviceCopies, "_close", closes)
 
 
+def streams_share_staging_memory(replace: Replace) -> None:
+    begin = BlockMoves.__init__
+
+    def begins(moves: BlockMoves, *arguments: Any) -> None:
+        begin(moves, *arguments)
+        for stream in moves._staging:
+            moves._staging[stream] = max(moves._staging.values())
+
+    replace(BlockMoves, "__init__", begins)
+    replace(BlockMoves, "close", lambda moves: None)
+    replace(SimulatedDevice, "allocation_count", 1)
+
+
+def a_block_is_scattered_by_another_stream(replace: Replace) -> None:
+    move = SimulatedDevice.move
+
+    def moves(device: SimulatedDevice, stream: int, *pieces: Any) -> None:
+        move(device, 3 - stream, *pieces)
+
+    replace(SimulatedDevice, "move", moves)
+
+
+def a_copy_ends_before_its_kernel(replace: Replace) -> None:
+    """Its event is recorded between the two steps."""
+    load, move, record = BlockMoves.load, SimulatedDevice.move, SimulatedDevice.record
+    late: list[Any] = []
+
+    def loads(moves: BlockMoves, *arguments: Any) -> None:
+        replace(SimulatedDevice, "move", lambda device, *given: late.append(given))
+        load(moves, *arguments)
+        replace(SimulatedDevice, "move", move)
+
+    def records(device: SimulatedDevice, event: int, stream: int | None) -> None:
+        record(device, event, stream)
+        while late:
+            move(device, *late.pop())
+
+    replace(BlockMoves, "load", loads)
+    replace(SimulatedDevice, "record", records)
+
+
+STAGED = [
+    streams_share_staging_memory,
+    a_block_is_scattered_by_another_stream,
+    a_copy_ends_before_its_kernel,
+]
 PLANTED = [
     stores_do_not_wait,
     loads_do_not_wait,
@@ -237,9 +309,14 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize("plant", PLANTED)
+@pytest.mark.parametrize(
+    ("plant", "machine"),
+    [*((plant, CopyMachine) for plant in PLANTED), *((plant, StagedMachine) for plant in STAGED)],
+)
 def test_each_planted_fault_is_found(
-    plant: Callable[[Replace], None], monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[Replace], None],
+    machine: type[CopyMachine],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(monkeypatch.setattr)
     monkeypatch.setattr(CopyMachine, "is_counted", False)
@@ -253,4 +330,4 @@ def test_each_planted_fault_is_found(
         report_multiple_bugs=False,
     )
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(CopyMachine, settings=quickly)
+        run_state_machine_as_test(machine, settings=quickly)

@@ -1,0 +1,197 @@
+"""Machine code of the kernels in `csrc/`: compiled by NVRTC for one architecture, kept on disk.
+
+    csrc/move.cu, bytes.h ──NVRTC, a second or two──▶ cubin for sm_90 ──▶ ~/.cache/kvstore/kernels
+
+A kept file is named after everything that decides its content (source, architecture, options,
+NVRTC's version) and begins with a digest of its content under that name; another file, a damaged or
+a shortened one is compiled again. The folder belongs to this user alone, and a file is used only if
+no other user could have written it: machine code is executed with the engine's rights. Where no
+such folder can be had, as on a read-only file system, every start compiles.
+
+Does not cover: loading and launching (`cuda.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from kvstore.kernels.device import DeviceError
+
+SOURCES: Final = Path(__file__).parent / "csrc"
+OPTIONS: Final = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
+"""No fused multiply-add: FP8 is bit for bit that of the reference. The log has the registers."""
+CUBIN_BYTES_MAX: Final = 16 << 20
+_DIGEST_BYTES: Final = 32
+
+
+class Cubin(NamedTuple):
+    """Machine code, and what the compiler said."""
+
+    code: bytes
+    log: str
+
+
+def cache_folder() -> Path:
+    """Where machine code is kept unless a folder is named."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    return root / "kvstore" / "kernels"
+
+
+def cubin(source: str, arch: str, *, folder: Path | None = None) -> bytes:
+    """Machine code of `csrc/{source}.cu` for an architecture, such as `sm_90`.
+
+    Args:
+        folder: of kept ones; None: `cache_folder`.
+
+    Raises:
+        DeviceError: no compiler, or none that knows the architecture.
+    """
+    compiler = nvrtc()
+    key = _key(compiler, source, arch)
+    name = f"{source}-{arch}-{key.hex()[:24]}.cubin"
+    with _opened(folder or cache_folder()) as place:
+        kept = _read(place, name, key) if place is not None else None
+        if kept is not None:
+            return kept
+        code = compiled(source, arch).code
+        if place is not None:
+            _write(place, name, key, code)
+        return code
+
+
+# ── the compiler ─────────────────────────────────────────────────────────────────────────────────
+
+
+def nvrtc() -> Any:
+    """The bindings of the compiler, which is there.
+
+    Raises:
+        DeviceError: it is not.
+    """
+    try:
+        from cuda.bindings import nvrtc as found
+
+        found.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).partition(":")[0]
+        raise DeviceError(
+            f"CUDA's runtime compiler is missing ({reason}), so blocks of small pieces are copied "
+            "piece by piece: pip install 'kvstore-llm[cuda]'"
+        ) from None
+    return found
+
+
+def compiled(source: str, arch: str) -> Cubin:
+    """Compile; arguments and errors as of `cubin`."""
+    compiler = nvrtc()
+    files = _files(source)
+    texts, names = list(files.values()), [name.encode() for name in files]
+    main = texts.pop(), names.pop()
+    status, program = compiler.nvrtcCreateProgram(*main, len(texts), texts, names)
+    _check(compiler, status)
+    try:
+        options = [option.encode() for option in _options(arch)]
+        (status,) = compiler.nvrtcCompileProgram(program, len(options), options)
+        log = _output(compiler, program, "ProgramLog").decode(errors="replace").strip("\0\n ")
+        if status != compiler.nvrtcResult.NVRTC_SUCCESS:
+            raise DeviceError(f"{source}.cu was not compiled for {arch}: {log or status.name}")
+        return Cubin(_output(compiler, program, "CUBIN"), log)
+    finally:
+        compiler.nvrtcDestroyProgram(program)
+
+
+def _output(compiler: Any, program: Any, what: str) -> bytes:
+    status, size = getattr(compiler, f"nvrtcGet{what}Size")(program)
+    _check(compiler, status)
+    held = bytes(size)
+    (status,) = getattr(compiler, f"nvrtcGet{what}")(program, held)
+    _check(compiler, status)
+    return held
+
+
+def _check(compiler: Any, status: Any) -> None:
+    if status != compiler.nvrtcResult.NVRTC_SUCCESS:
+        raise DeviceError(f"CUDA's runtime compiler failed: {status.name}")
+
+
+def _options(arch: str) -> tuple[str, ...]:
+    return (f"--gpu-architecture={arch}", *OPTIONS)
+
+
+def _files(source: str) -> dict[str, bytes]:
+    """Text by name: headers, then the source."""
+    paths = [*sorted(SOURCES.glob("*.h")), SOURCES / f"{source}.cu"]
+    return {path.name: path.read_bytes() for path in paths}
+
+
+# ── kept machine code ────────────────────────────────────────────────────────────────────────────
+
+
+def _key(compiler: Any, source: str, arch: str) -> bytes:
+    """Digest of all that decides the machine code."""
+    status, *version = compiler.nvrtcVersion()
+    _check(compiler, status)
+    parts = [repr((version, _options(arch))).encode()]
+    for name, text in _files(source).items():
+        parts += [name.encode(), text]
+    sized = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return hashlib.blake2b(sized, digest_size=_DIGEST_BYTES).digest()
+
+
+def _digest(key: bytes, code: bytes) -> bytes:
+    return hashlib.blake2b(code, key=key, digest_size=_DIGEST_BYTES).digest()
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Any:
+    """A descriptor of the folder, made if need be; None: there is none, or others reach it."""
+    place = None
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield place if place is not None and _is_own(os.fstat(place)) else None
+    finally:
+        if place is not None:
+            os.close(place)
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Whether this user alone can reach it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def _read(place: int, name: str, key: bytes) -> bytes | None:
+    """The machine code of a kept file, if that is what it is."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with open(os.open(name, flags, dir_fd=place), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not (stat.S_ISREG(status.st_mode) and _is_own(status)):
+                return None
+            held = file.read(CUBIN_BYTES_MAX)
+    except OSError:
+        return None
+    code = held[_DIGEST_BYTES:]
+    return code if held[:_DIGEST_BYTES] == _digest(key, code) else None
+
+
+def _write(place: int, name: str, key: bytes, code: bytes) -> None:
+    """Keep it: whole or not at all. No room is no error."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    partial = f"{name}.{secrets.token_hex(4)}"
+    with contextlib.suppress(OSError):
+        try:
+            with open(os.open(partial, flags, 0o600, dir_fd=place), "wb") as file:
+                file.write(_digest(key, code) + code)
+            os.rename(partial, name, src_dir_fd=place, dst_dir_fd=place)
+        except OSError:
+            os.unlink(partial, dir_fd=place)
+            raise

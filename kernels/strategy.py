@@ -1,0 +1,139 @@
+"""Ways of a block between the pages of a device's cache and its slot, chosen by size.
+
+    COPY     page ─▶ slot, page ─▶ slot, …     one batch of the copy engines, an entry a piece
+    MOVE     pages ─▶ slot                     one kernel, straight to or from pinned memory
+    STAGED   pages ─▶ staging ─▶ slot          a kernel within the device, one large copy
+
+A copy engine pays for each entry, a kernel keeps multiprocessors of the engine busy for as long as
+PCIe takes. Staging does both at their best, at the price of a second step and of memory on the
+device: one block for each stream. On one stream a step begins when the one before has ended, so a
+staging block is free again for the next block without anybody looking.
+
+Where kernels cannot be had (no compiler, no machine code for this device), COPY is right for all
+sizes, and slower. Does not cover: when a block may be copied (`device.py`), grids (`launches.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvstore.kernels.device import Addresses, Device
+
+
+class Strategy(enum.Enum):
+    """See the module."""
+
+    COPY = "copy"
+    MOVE = "move"
+    STAGED = "staged"
+
+
+class Thresholds(NamedTuple):
+    """Sizes at which the ways change places. **Assumed**, from others' measurements, until
+    `bench/micro/gpu_kernels.py` has run on a device."""
+
+    copy_piece_bytes: int = 64 << 10
+    """From this mean size of a piece on, copy engines reach their rate by themselves."""
+    staged_block_bytes: int = 256 << 10
+    """From this size of a block on, the second step costs less than the time of multiprocessors
+    that it saves."""
+
+    def chosen(self, sizes: Addresses) -> Strategy:
+        """The way of blocks whose pieces have these sizes."""
+        block_bytes = int(sizes.sum())
+        if block_bytes >= self.copy_piece_bytes * len(sizes) or len(sizes) == 1:
+            return Strategy.COPY
+        is_large = block_bytes >= self.staged_block_bytes
+        return Strategy.STAGED if is_large else Strategy.MOVE
+
+
+class BlockMoves:
+    """Gives a device's streams what moves a block, in the way that suits its pieces."""
+
+    def __init__(
+        self,
+        device: Device,
+        streams: Collection[int],
+        sizes: Collection[Addresses],
+        thresholds: Thresholds,
+    ) -> None:
+        """
+        Args:
+            streams: those that blocks are moved on.
+            sizes: of the pieces of a block, for each cache.
+        """
+        self._device = device
+        self._thresholds = thresholds
+        self.trouble = ""
+        """Why blocks are copied piece by piece although another way suits them; empty: they are
+        not."""
+        self._staging = dict.fromkeys(streams, 0)
+        """Address of a stream's staging memory; 0: it has none."""
+        ways = [thresholds.chosen(each) for each in sizes]
+        if any(way is not Strategy.COPY for way in ways):
+            self.trouble = device.move_trouble()
+        if Strategy.STAGED in ways and not self.trouble:
+            largest = max(int(each.sum()) for each in sizes)
+            for stream in streams:
+                self._staging[stream] = device.allocate(largest)
+
+    def way(self, stream: int, sizes: Addresses) -> Strategy:
+        """The way of a block on this stream."""
+        way = self._thresholds.chosen(sizes)
+        if way is Strategy.COPY or self.trouble:
+            return Strategy.COPY
+        has_staging = self._staging[stream] != 0
+        return way if has_staging else Strategy.MOVE
+
+    def store(
+        self, stream: int, pages: Addresses, slot: int, offsets: Addresses, sizes: Addresses
+    ) -> None:
+        """From pages, one an entry, into the memory of a slot.
+
+        Args:
+            slot: its address, pinned.
+            offsets: of the pieces in the slot, which they fill.
+        """
+        way = self.way(stream, sizes)
+        if way is not Strategy.STAGED:
+            self._pieces(way, stream, np.uint64(slot) + offsets, pages, sizes)
+            return
+        staging = self._staging[stream]
+        self._device.move(stream, np.uint64(staging) + offsets, pages, sizes)
+        self._device.copy(stream, *_one(slot, staging, sizes))
+
+    def load(
+        self, stream: int, pages: Addresses, slot: int, offsets: Addresses, sizes: Addresses
+    ) -> None:
+        """The other way round; arguments as of `store`."""
+        way = self.way(stream, sizes)
+        if way is not Strategy.STAGED:
+            self._pieces(way, stream, pages, np.uint64(slot) + offsets, sizes)
+            return
+        staging = self._staging[stream]
+        self._device.copy(stream, *_one(staging, slot, sizes))
+        self._device.move(stream, pages, np.uint64(staging) + offsets, sizes)
+
+    def _pieces(
+        self, way: Strategy, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses
+    ) -> None:
+        verb = self._device.move if way is Strategy.MOVE else self._device.copy
+        verb(stream, targets, sources, sizes)
+
+    def close(self) -> None:
+        """Give staging memory back; nothing is under way."""
+        for stream, staging in self._staging.items():
+            if staging:
+                self._device.free(staging)
+                self._staging[stream] = 0
+
+
+def _one(target: int, source: int, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
+    """One piece, of a whole block."""
+    block_bytes = sizes.sum(keepdims=True)
+    return np.array([target], np.uint64), np.array([source], np.uint64), block_bytes
