@@ -3,6 +3,7 @@
     engine's stream  ──forward──┬─mark─────────────forward──▶        (the engine's thread)
     store stream                └──wait──block→slot──event           pages → slot, then hashed
     load stream                    └wait──slot→block──event          hashed while it moves
+                                                                     (by threads: `hashes.py`)
 
 A mark is an event on the engine's stream: a copy waits for it on its own stream, never a thread.
 Its end is an event too, and is looked for. So nothing of the engine's that was launched before a
@@ -29,11 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.kernels.compare import BOUNDS, error_of
+from kvstore.kernels.hashes import Hashes, Hashing, hashes_for_this_process
 from kvstore.kernels.host import NOT_COMPARABLE
 from kvstore.kernels.reference import Bytes
 from kvstore.kernels.strategy import BlockMoves, Thresholds
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
-from kvstore.wire.checksum import checksum_of
 
 COPIES_MAX: Final = 8
 """Under way at once: enough to keep both directions busy while one block of each is hashed."""
@@ -248,7 +249,10 @@ class _Pins:
 class _Flight:
     """A copy under way."""
 
-    __slots__ = ("begun_ns", "checksum", "copy", "event", "ordered_ns", "staging")
+    __slots__ = (
+        *("begun_ns", "copy", "duration_ns", "event", "hashing", "ordered_ns", "reason"),
+        "staging",
+    )
 
     def __init__(self, copy: BlockCopy) -> None:
         self.copy = copy
@@ -257,7 +261,11 @@ class _Flight:
         self.begun_ns = 0
         self.staging: Bytes | None = None
         """In place of the slot."""
-        self.checksum = b""
+        self.hashing: Hashing | None = None
+        """Its checksum, once it is being hashed."""
+        self.duration_ns = 0
+        self.reason = ""
+        """Why it failed."""
 
 
 class DeviceCopies:
@@ -271,8 +279,9 @@ class DeviceCopies:
         caches: Sequence[DeviceCache],
         *,
         thresholds: Thresholds = Thresholds(),  # noqa: B008 - frozen
+        hashes: Hashes | None = None,
     ) -> None:
-        """`caches`: by KV cache group.
+        """`caches`: by KV cache group. `hashes`: as the cores suggest, if left out.
 
         Raises:
             DeviceError: the device has no streams or no pinned memory for this process.
@@ -304,6 +313,9 @@ class DeviceCopies:
         self._staging = np.zeros((COPIES_MAX, max(cache.block_bytes for cache in caches)), np.uint8)
         device.pin(int(self._staging.ctypes.data), self._staging.nbytes)
         self._free_staging = list(self._staging)
+        self._hashes = hashes_for_this_process() if hashes is None else hashes
+        self._hashed: list[_Flight] = []
+        """Copies that ended and whose blocks are being hashed."""
         self.moves = BlockMoves(device, self._flights, [c.sizes for c in caches], thresholds)
         self._closed = False
 
@@ -360,7 +372,7 @@ class DeviceCopies:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._unpinned or any(self._flights.values()))
+        return bool(self._unpinned or self._hashed or any(self._flights.values()))
 
     def begin(self, copy: BlockCopy) -> None:
         if copy.way is CopyWay.COMPARE and not self._caches[copy.group].values:
@@ -388,7 +400,7 @@ class DeviceCopies:
         self._flights[stream].append(flight)
         if copy.way is CopyWay.LOAD and copy.is_verified:
             # While the bytes move: the slot has no writer, or its generation says so afterwards.
-            flight.checksum = checksum_of(copy.header, [self._source(flight).data])
+            flight.hashing = self._hashes.begin(copy.header, self._source(flight))
 
     def _is_reachable(self, flight: _Flight) -> bool:
         """Whether the device can copy now. A load or comparison takes staging memory if need be."""
@@ -436,7 +448,8 @@ class DeviceCopies:
                 self._begin(flight)
         for stream, flights in self._flights.items():
             while flights and self._is_over(flights[0]):
-                self._close(flights.popleft(), stream)
+                self._arrived(flights.popleft(), stream)
+        self._hashed = [flight for flight in self._hashed if not self._is_closed(flight)]
         ends, self._ends = self._ends, []
         return ends
 
@@ -444,9 +457,10 @@ class DeviceCopies:
         try:
             return self._device.has_happened(flight.event)
         except DeviceError:
-            return True  # `_close` asks again, and reports it
+            return True  # `_arrived` asks again, and reports it
 
-    def _close(self, flight: _Flight, stream: int) -> None:
+    def _arrived(self, flight: _Flight, stream: int) -> None:
+        """The bytes are there; now the rest is done with the host's end of the copy."""
         copy = flight.copy
         try:
             self._device.has_happened(flight.event)
@@ -455,17 +469,30 @@ class DeviceCopies:
             return
         self._events.append(flight.event)
         now_ns = time.perf_counter_ns()
-        duration_ns = now_ns - max(flight.begun_ns, self._served_ns[stream])
+        flight.duration_ns = now_ns - max(flight.begun_ns, self._served_ns[stream])
         self._served_ns[stream] = now_ns
-        end = CopyEnd(copy.number, checksum=flight.checksum, duration_ns=duration_ns)
         if copy.way is CopyWay.STORE:
-            end = end._replace(checksum=checksum_of(copy.header, [self._slot(copy).data]))
+            flight.hashing = self._hashes.begin(copy.header, self._slot(copy))
+        self._hashed.append(flight)
+
+    def _is_closed(self, flight: _Flight) -> bool:
+        """Report the end of a copy, unless its block is still being hashed."""
+        copy, checksum = flight.copy, b""
+        if flight.hashing is not None:
+            found = flight.hashing()
+            if found is None:
+                return False
+            checksum = found
+        end = CopyEnd(copy.number, checksum=checksum, duration_ns=flight.duration_ns)
+        if flight.reason:
+            end = CopyEnd(copy.number, reason=flight.reason)
         elif copy.way is CopyWay.COMPARE:
             error_found = self._error(flight)
             bound = BOUNDS[self._caches[copy.group].values]
             end = end._replace(error=error_found, diverged=error_found > bound)
         self._give_back(flight)
         self._ends.append(end)
+        return True
 
     def _error(self, flight: _Flight) -> float:
         cache, slot = self._caches[flight.copy.group], self._slot(flight.copy)
@@ -477,8 +504,9 @@ class DeviceCopies:
         )
 
     def _failed(self, flight: _Flight, error: DeviceError) -> None:
-        self._give_back(flight)
-        self._ends.append(CopyEnd(flight.copy.number, reason=f"{HAS_FAILED}{error}"))
+        """Its end is reported once no thread reads its bytes any more."""
+        flight.reason = f"{HAS_FAILED}{error}"
+        self._hashed.append(flight)
 
     def _give_back(self, flight: _Flight) -> None:
         if flight.staging is not None:
@@ -489,6 +517,7 @@ class DeviceCopies:
         if self._closed:
             return
         self._closed = True
+        self._hashes.close()
         if self._pins is not None and not self._is_busy:
             self._pins.close()
         if not self._is_busy:

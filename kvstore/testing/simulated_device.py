@@ -32,6 +32,7 @@ from kvstore.kernels.device import (
     DeviceError,
     LayerPages,
 )
+from kvstore.kernels.hashes import HashesAtOnce
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.strategy import Thresholds
 
@@ -284,7 +285,12 @@ def simulated_copies(
 ) -> DeviceCopies:
     """Copies on a simulated device, whose memory these caches are from now on."""
     device = SimulatedDevice(SEED) if on is None else on
-    return DeviceCopies(device, [_on_device(cache) for cache in caches], thresholds=thresholds)
+    return DeviceCopies(
+        device,
+        [_on_device(cache) for cache in caches],
+        thresholds=thresholds,
+        hashes=HashesAtOnce(),
+    )
 
 
 def _on_device(cache: PagedCache) -> DeviceCache:

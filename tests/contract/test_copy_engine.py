@@ -9,9 +9,10 @@ import pytest
 
 from kvstore.kernels import device
 from kvstore.kernels.device import CHUNK_BYTES, COPIES_MAX, NOT_PINNED_IN_TIME
+from kvstore.kernels.hashes import Hashes, HashesAtOnce, Hashing
 from kvstore.kernels.host import NOT_COMPARABLE
 from kvstore.kernels.pack import PagedCache
-from kvstore.kernels.reference import checksum
+from kvstore.kernels.reference import Bytes, checksum
 from kvstore.ports import BlockCopy, CopyWay
 from tests.kit.copy_parties import (
     BLOCKS,
@@ -216,3 +217,37 @@ def test_staging_memory_suffices_for_all_that_is_under_way(party: DeviceParty) -
         ways = [CopyWay.LOAD, CopyWay.COMPARE] * (COPIES_MAX // 2)
         orders = [party.order(way, at % BLOCKS, at % SLOTS) for at, way in enumerate(ways)]
         assert sorted(party.ended(COPIES_MAX)) == orders
+
+
+class HeldHashes(HashesAtOnce):
+    """Threads that have no time until `may_go`."""
+
+    def __init__(self) -> None:
+        self.may_go = False
+
+    def begin(self, header: bytes, block: Bytes) -> Hashing:
+        checksum = super().begin(header, block)
+        return lambda: checksum() if self.may_go else None
+
+
+class HeldParty(DeviceParty):
+    def hashes(self) -> Hashes:
+        self.held = HeldHashes()
+        return self.held
+
+
+@pytest.mark.parametrize("failure", ["", "an illegal memory access was encountered"])
+def test_no_copy_ends_while_a_thread_reads_its_bytes(failure: str) -> None:
+    party = HeldParty((96, 40), block_major=False, values="")
+    party.held.may_go = True
+    party.do(CopyWay.STORE, 0)  # pins the slots
+    party.held.may_go = False
+    load = party.order(CopyWay.LOAD, 1, 1)
+    party.device.finish()
+    party.device.failure = failure
+    for _ in range(100):
+        assert party.copies.ended() == []
+    party.held.may_go = True
+    assert bool(party.ended(1)[load].reason) is bool(failure)
+    party.device.failure = ""
+    party.close()

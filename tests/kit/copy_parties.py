@@ -11,6 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.device import Device, DeviceCache, DeviceCopies, LayerPages
+from kvstore.kernels.hashes import Hashes, HashesAtOnce, HashThreads
 from kvstore.kernels.host import HostCopies
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes
@@ -137,9 +138,16 @@ class DeviceParty(Party):
         self.device = SimulatedDevice(seed, self.cache_bytes)
         cache = DeviceCache(self.pages(self.device.address), BLOCKS, values=values)
         self.copies: DeviceCopies = DeviceCopies(
-            self.device_of_copies(), [cache], thresholds=ALWAYS[self.strategy]
+            self.device_of_copies(),
+            [cache],
+            thresholds=ALWAYS[self.strategy],
+            hashes=self.hashes(),
         )
         self.attach()
+
+    def hashes(self) -> Hashes:
+        """How blocks are hashed: the same way in every run."""
+        return HashesAtOnce()
 
     def device_of_copies(self) -> Device:
         """The device, as the copies know it."""
@@ -169,6 +177,13 @@ class StagedParty(DeviceParty):
     strategy = Strategy.STAGED
 
 
+class ThreadsParty(DeviceParty):
+    """With checksums by threads, as in an engine."""
+
+    def hashes(self) -> Hashes:
+        return HashThreads()
+
+
 class CudaParty(DeviceParty):
     """The same through the calls of CUDA."""
 
@@ -191,7 +206,7 @@ class StagedCudaParty(CudaParty):
     strategy = Strategy.STAGED
 
 
-DEVICE_PARTIES = (DeviceParty, MoveParty, StagedParty, CudaParty, StagedCudaParty)
+DEVICE_PARTIES = (DeviceParty, MoveParty, StagedParty, ThreadsParty, CudaParty, StagedCudaParty)
 
 
 def noise(size: int, seed: int) -> bytes:

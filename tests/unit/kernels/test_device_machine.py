@@ -236,21 +236,21 @@ def marks_are_of_another_stream(replace: Replace) -> None:
 
 
 def a_store_is_hashed_when_it_is_begun(replace: Replace) -> None:
-    begin = DeviceCopies._begin
+    begin, arrived = DeviceCopies._begin, DeviceCopies._arrived
+    early: dict[int, bytes] = {}
 
     def begins(copies: DeviceCopies, flight: Any) -> None:
         begin(copies, flight)
         if flight.copy.way is CopyWay.STORE:
-            flight.checksum = checksum(HEADER, copies._slot(flight.copy).tobytes())
+            early[flight.copy.number] = checksum(HEADER, copies._slot(flight.copy).tobytes())
 
-    def closes(copies: DeviceCopies, flight: Any, stream: int) -> None:
-        close(copies, flight, stream)
+    def arrives(copies: DeviceCopies, flight: Any, stream: int) -> None:
+        arrived(copies, flight, stream)
         if flight.copy.way is CopyWay.STORE:
-            copies._ends[-1] = copies._ends[-1]._replace(checksum=flight.checksum)
+            flight.hashing = lambda: early[flight.copy.number]
 
-    close = DeviceCopies._close
     replace(DeviceCopies, "_begin", begins)
-    replace(DeviceCopies, "_close", closes)
+    replace(DeviceCopies, "_arrived", arrives)
 
 
 def streams_share_staging_memory(replace: Replace) -> None:
