@@ -6,6 +6,7 @@
 | `pack.py`      | speed on a CPU core, any strides               | pages ⇄ slot, checksum       |
 | `compare.py`   | numbers, not bytes                             | pages, slot → distance       |
 | `host.py`      | a cache in the host's memory; the reference    | orders → ends                |
+| `pins.py`      | pinned memory of slots, by a thread            | place → pinned?              |
 | `hashes.py`    | checksums of blocks, by threads                | block → checksum             |
 | `device.py`    | streams, events, pinned memory                 | orders → ends                |
 | `cuda.py`      | one device, through NVIDIA's bindings          | calls of `device.Device`     |

@@ -32,18 +32,13 @@ from numpy.typing import NDArray
 from kvstore.kernels.compare import BOUNDS, error_of
 from kvstore.kernels.hashes import Hashes, Hashing, hashes_for_this_process
 from kvstore.kernels.host import NOT_COMPARABLE
+from kvstore.kernels.pins import Pins
 from kvstore.kernels.reference import Bytes
 from kvstore.kernels.strategy import BlockMoves, Thresholds
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 
 COPIES_MAX: Final = 8
 """Under way at once: enough to keep both directions busy while one block of each is hashed."""
-CHUNK_BYTES: Final = 64 << 20
-"""Pinned in one go: some 20 ms."""
-NOT_PINNED: Final = (
-    "memory cannot be pinned, so blocks are loaded and not stored: raise the memlock limit of the "
-    "engine's process (ulimit -l unlimited) and start it again ({})"
-)
 PIN_NS_MAX: Final = 1_000_000_000
 """How long a store waits for its slot to be pinned. Nobody else can end that wait: the pages of a
 node that died while it grew never arrive."""
@@ -178,74 +173,6 @@ def _runs(layers: Sequence[LayerPages]) -> list[LayerPages]:
     return runs
 
 
-class _Pins:
-    """Chunks of the memory of slots that are pinned, or about to be, by a thread."""
-
-    def __init__(self, device: Device, memory: Bytes, ready_bytes: Callable[[], int]) -> None:
-        self._device = device
-        self._memory = memory
-        self._ready_bytes = ready_bytes
-        self._address = int(memory.ctypes.data)
-        self._pinned: set[int] = set()
-        self._wanted: deque[int] = deque()
-        self._asked: set[int] = set()
-        self._wake = threading.Condition()
-        self._closed = False
-        self.trouble = ""
-        self._thread = threading.Thread(target=self._run, name="kvstore-pin", daemon=True)
-        self._thread.start()
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that are pinned."""
-        return min(len(self._pinned) * CHUNK_BYTES, self._memory.size)
-
-    def has(self, begin: int, end: int) -> bool:
-        """Whether these bytes are pinned. If not, they soon are, or there is `trouble`."""
-        chunks = range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES))
-        missing = [chunk for chunk in chunks if chunk not in self._pinned]
-        new = [chunk for chunk in missing if chunk not in self._asked]
-        if new:
-            with self._wake:
-                self._asked.update(new)
-                self._wanted.extend(new)
-                self._wake.notify()
-        return not missing
-
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._wanted or self._closed):
-                    self._wake.wait()
-                if self._closed:
-                    return
-                chunk = self._wanted.popleft()
-            begin = chunk * CHUNK_BYTES
-            end = min(begin + CHUNK_BYTES, self._memory.size)
-            if self._ready_bytes() < end:
-                # Its pages have not all arrived. They do within seconds of a node's start.
-                with self._wake:
-                    self._wanted.append(chunk)
-                    self._wake.wait(0.05)
-                continue
-            try:
-                self._device.pin(self._address + begin, end - begin)
-            except DeviceError as error:
-                self.trouble = self.trouble or NOT_PINNED.format(error)
-            else:
-                self._pinned.add(chunk)
-
-    def close(self) -> None:
-        """Give all back; no copy is under way."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
-        self._thread.join()
-        for chunk in self._pinned:
-            self._device.unpin(self._address + chunk * CHUNK_BYTES)
-        self._pinned = set()
-
-
 class _Flight:
     """A copy under way."""
 
@@ -305,7 +232,7 @@ class DeviceCopies:
         """Free ones."""
         self._ends: list[CopyEnd] = []
         self._memory: Bytes | None = None
-        self._pins: _Pins | None = None
+        self._pins: Pins | None = None
         self._marking = threading.Lock()
         self._marks: deque[tuple[int, int]] = deque()
         """Marks not known to be passed, in order, with their events."""
@@ -335,7 +262,15 @@ class DeviceCopies:
         if self._pins is not None:
             self._pins.close()
         self._memory = memory
-        self._pins = _Pins(self._device, memory, ready_bytes)
+        self._pins = Pins(self._pin, self._device.unpin, memory, ready_bytes)
+
+    def _pin(self, address: int, size_bytes: int) -> str:
+        """Why memory cannot be pinned; empty: it is."""
+        try:
+            self._device.pin(address, size_bytes)
+        except DeviceError as error:
+            return str(error)
+        return ""
 
     # ── marks ────────────────────────────────────────────────────────────────────────────────────
 

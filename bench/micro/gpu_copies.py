@@ -203,9 +203,8 @@ def measured(gpu: Gpu, seconds: float) -> dict[str, Any]:
     ):
         with gpu.memory(layers * page_bytes * BLOCKS) as address:
             rank = Rank(gpu.device, address, page_bytes, layers, make())
-            row: dict[str, float | None] = {
-                way.value: rank.rate((way,), seconds) for way in (CopyWay.STORE, CopyWay.LOAD)
-            }
+            ways = (CopyWay.STORE, CopyWay.LOAD)
+            row: dict[str, float | None] = {way.value: rank.rate((way,), seconds) for way in ways}
             both = rank.rate(ways, seconds)
             row |= {f"{each}_ratio": (row[each] or 0) / peak[each] for each in ("store", "load")}
             row |= {"both": both, "both_ratio": both / (peak["store"] + peak["load"])}
