@@ -38,12 +38,15 @@ _METRICS = {
     "shadow_blocks": "Blocks recomputed by shadow checks.",
     "shadow_blocks_diverged": "Recomputed blocks that differed; the space is switched off.",
     "promotions_given_up": "Waits for blocks from disk ended by their deadline.",
-    "store_blocks_submitted": "Blocks submitted to the ranks for storing.",
+    "store_blocks_submitted": (
+        "Blocks submitted to the ranks for storing; without those sealed and dropped: the queue."
+    ),
     "store_blocks_sealed": "Block shards stored.",
     "store_blocks_dropped": "Block shards whose store was abandoned.",
     "store_blocks_without_credit": "Full blocks not stored for lack of a credit.",
     "store_bytes": "Bytes copied into kvstore.",
     "store_ns": "Nanoseconds spent on copying stores.",
+    "fence_ns": "Nanoseconds for which the engine waited for stores to leave blocks that it needs.",
     "connector_errors": "Exceptions caught by the connector; each turns the cache off.",
 }
 

@@ -47,6 +47,8 @@ logger = logging.getLogger("vllm.kvstore.rank")
 
 FENCE_S_MAX = 0.1
 """A fenced store overtakes all others and takes about 0.3 ms a block."""
+STALL_NS_MIN = 100_000
+"""A fence that nothing is behind takes some 10 us."""
 IDLE_WAIT_S_MAX = 0.005
 SHUTDOWN_S_MAX = 2.0
 
@@ -184,8 +186,13 @@ class WorkerSide:
         self.wait_for_save(self._unsaved)
         if not plan.fence_blocks or self._handoff is None:
             return
+        begin_ns = time.perf_counter_ns()
         if not self._handoff.keep_off(plan.fence_blocks, timeout_s=FENCE_S_MAX):
             logger.warning("kvstore: stores were abandoned: their blocks are needed")
+        waited_ns = time.perf_counter_ns() - begin_ns
+        if waited_ns > STALL_NS_MIN:
+            stalled = RankReport(rank=self._rank, session=0, fence_ns=waited_ns)
+            self._report = stalled if self._report is None else _join(stalled, self._report)
 
     def start_load_kv(self, plan: StepPlan) -> None:
         """Submit the step's loads."""
@@ -289,6 +296,7 @@ def _join(first: RankReport | None, second: RankReport) -> RankReport:
         blocks_dropped=first.blocks_dropped + second.blocks_dropped,
         store_bytes=first.store_bytes + second.store_bytes,
         store_ns=first.store_ns + second.store_ns,
+        fence_ns=first.fence_ns + second.fence_ns,
     )
 
 

@@ -7,6 +7,7 @@
 | `compare.py`   | numbers, not bytes                             | pages, slot → distance       |
 | `host.py`      | a cache in the host's memory; the reference    | orders → ends                |
 | `pins.py`      | pinned memory of slots, by a thread            | place → pinned?              |
+| `ranges.py`    | copies in NVIDIA's tools                       | copy → range                 |
 | `hashes.py`    | checksums of blocks, by threads                | block → checksum             |
 | `device.py`    | streams, events, pinned memory                 | orders → ends                |
 | `cuda.py`      | one device, through NVIDIA's bindings          | calls of `device.Device`     |

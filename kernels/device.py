@@ -33,6 +33,7 @@ from kvstore.kernels.compare import BOUNDS, error_of
 from kvstore.kernels.hashes import Hashes, Hashing, hashes_for_this_process
 from kvstore.kernels.host import NOT_COMPARABLE
 from kvstore.kernels.pins import Pins
+from kvstore.kernels.ranges import Range, begin_range
 from kvstore.kernels.reference import Bytes
 from kvstore.kernels.strategy import BlockMoves, Thresholds
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
@@ -177,8 +178,8 @@ class _Flight:
     """A copy under way."""
 
     __slots__ = (
-        *("begun_ns", "copy", "duration_ns", "event", "hashing", "ordered_ns", "reason"),
-        "staging",
+        *("begun_ns", "copy", "duration_ns", "end_range", "event", "hashing", "ordered_ns"),
+        *("reason", "staging"),
     )
 
     def __init__(self, copy: BlockCopy) -> None:
@@ -186,6 +187,7 @@ class _Flight:
         self.event = -1
         self.ordered_ns = time.perf_counter_ns()
         self.begun_ns = 0
+        self.end_range: Range | None = None
         self.staging: Bytes | None = None
         """In place of the slot."""
         self.hashing: Hashing | None = None
@@ -324,6 +326,7 @@ class DeviceCopies:
         stream = self._streams[copy.way]
         try:
             flight.begun_ns = time.perf_counter_ns()
+            flight.end_range = begin_range(copy.way.value)
             if copy.after:
                 self._wait_for(copy.after, stream)
             self._launch(flight, stream)
@@ -426,6 +429,8 @@ class DeviceCopies:
             bound = BOUNDS[self._caches[copy.group].values]
             end = end._replace(error=error_found, diverged=error_found > bound)
         self._give_back(flight)
+        if flight.end_range is not None:
+            flight.end_range()
         self._ends.append(end)
         return True
 

@@ -101,5 +101,7 @@ class RankReport(msgspec.Struct, frozen=True):
     blocks_dropped: int = 0
     store_bytes: int = 0
     store_ns: int = 0
+    fence_ns: int = 0
+    """The engine's thread waited for stores whose blocks it needed."""
     compared: tuple[CompareResult, ...] = ()
     """Results of comparisons among `store_jobs_done`."""

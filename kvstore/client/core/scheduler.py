@@ -405,6 +405,7 @@ class SchedulerCore:
         self.stats.add("store_blocks_dropped", report.blocks_dropped)
         self.stats.add("store_bytes", report.store_bytes)
         self.stats.add("store_ns", report.store_ns)
+        self.stats.add("fence_ns", report.fence_ns)
 
     def _load_reported(self, rank: int, result: LoadResult, now_ns: int) -> None:
         self.stats.add("load_bytes", result.bytes_moved)

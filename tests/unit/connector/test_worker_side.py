@@ -433,8 +433,13 @@ def test_a_fence_is_waited_for_through_the_copy_thread(
     monkeypatch.setattr(core, "fence", note_fence)
     monkeypatch.setattr(cache, "store", store_when_fenced)
     monkeypatch.setattr(worker_side, "FENCE_S_MAX", WAIT_S)
+    monkeypatch.setattr(worker_side, "STALL_NS_MIN", 0)
     side.wait_for_save(StepPlan(stores=(job(StoreJob, (1, 2, 3), job=1),)))
     side.handle_preemptions(StepPlan(fence_blocks=(3,)))
+    side.get_finished()
+    report = side.build_worker_meta()
+    assert report is not None
+    assert (report.session, report.fence_ns > 0) == (5, True)
     with side._handoff.core():
         assert 3 not in core.pending_store_blocks()
     fenced.set()
