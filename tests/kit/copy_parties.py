@@ -22,12 +22,6 @@ from tests.kit.fake_cuda import FakeCuda, FakeKernels
 BLOCKS, SLOTS = 6, 5
 WAIT_S = 60.0
 HEADER = b"the address of a block"
-ALWAYS = {
-    Strategy.COPY: Thresholds(copy_piece_bytes=0),
-    Strategy.MOVE: Thresholds(copy_piece_bytes=1 << 40, staged_block_bytes=1 << 40),
-    Strategy.STAGED: Thresholds(copy_piece_bytes=1 << 40, staged_block_bytes=0),
-}
-"""Thresholds that have every block of several pieces go one way."""
 
 
 class Party(abc.ABC):
@@ -137,7 +131,7 @@ class DeviceParty(Party):
         self.device = SimulatedDevice(seed, self.cache_bytes)
         cache = DeviceCache(self.pages(self.device.address), BLOCKS, values=values)
         self.copies: DeviceCopies = DeviceCopies(
-            self.device_of_copies(), [cache], thresholds=ALWAYS[self.strategy]
+            self.device_of_copies(), [cache], thresholds=Thresholds.that_choose(self.strategy)
         )
         self.attach()
 

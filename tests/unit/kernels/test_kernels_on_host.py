@@ -20,16 +20,11 @@ from kvstore.types import Shard
 from kvstore.wire.checksum import PIECE_BYTES
 from kvstore.wire.layout import corners, layer_offsets, shared
 from tests.amounts import amount, covered
-from tests.kit.host_kernels import SKEWS, HostKernels, Stray, compile_kernels
+from tests.kit.host_kernels import SKEWS, HostKernels, Stray
 
 RUNS = settings(max_examples=amount(60, nightly=10_000), deadline=None)
 SEEDS = st.integers(0, 2**32 - 1)
 SKEW = st.sampled_from(SKEWS)
-
-
-@pytest.fixture(scope="session")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="module")
