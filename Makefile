@@ -72,6 +72,7 @@ gpu-check: $(VENV)/.engine ## the copies, on this machine's NVIDIA GPU; without 
  same suite runs on a simulated device, and what needs a GPU is skipped" >&2
 	$(PYTEST) tests/contract/test_copy_engine.py tests/unit/kernels
 	$(BIN)/python bench/micro/gpu_arena.py
+	$(BIN)/python bench/micro/gpu_kernels.py
 
 upstream: $(VENV)/.engine ## vLLM's own connector tests against kvstore's; fetches them once
 	$(BIN)/python -m tests.upstream.run
