@@ -25,12 +25,12 @@ from kvstore.types import PAGE_BYTES
 from kvstore.wire.checksum import PIECE_BYTES
 
 THREADS: Final = 256
-"""Of a block of the grid."""
+"""Threads of a block of the grid."""
 MOVE_BLOCKS_MAX: Final = 32
-"""Of a grid that moves pieces: 32 × 256 threads with four loads of 16 bytes each have 512 KiB under
+"""Blocks of a grid that moves pieces: 32 × 256 threads with four loads of 16 bytes each have 512 KiB under
 way, several times what PCIe 5 needs, and leave the other multiprocessors to the engine. Assumed."""
 BLOCKS_MAX: Final = 1024
-"""Of the other grids, whose threads take what is left in turns."""
+"""Blocks of the other grids, whose threads take what is left in turns."""
 PIECES_MAX: Final = 160
 PAYLOADS_MAX: Final = 256
 KINDS: Final = {"bfloat16": 0, "float16": 1}
