@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import record
 from bench.micro.gpu_arena import gpu_name
 from kvstore.kernels import fp8, launches, planes
-from kvstore.kernels.cuda import CudaDevice, cuda_runtime
+from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.device import Device, DeviceError
 from kvstore.kernels.launches import Launch
 from kvstore.kernels.reference import Bytes
@@ -331,6 +331,7 @@ def reshard(memory: Memory, size: int) -> Outcome:
             targets=tables[1],
             shard_counts=(2, 4),
             block_count=len(blocks),
+            run_bytes=int(runs.lengths.max()),
         )
 
     speed = rate(work, memory.wait, len(blocks) * whole)
@@ -419,6 +420,15 @@ def kernels(memory: Memory, size: int) -> dict[str, Any]:
     return {"copy_within_gb_per_s": copied} | rows
 
 
+def measured(size: int, count: int) -> dict[str, Any]:
+    device = CudaDevice(0, engine_stream=lambda: 0)
+    memory = DeviceMemory(device, 2 * size)
+    of_kernels = kernels(memory, size)
+    memory.close()
+    of_cycles, of_ways = cycles(device, count), ways(device, size, SHAPES)
+    return {"kernels": of_kernels, "cycles": of_cycles, "ways": of_ways}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cycles", type=int, default=10_000)
@@ -428,13 +438,11 @@ def main() -> int:
     if not name:
         print("kernels: skipped, because there is no NVIDIA GPU on this machine")
         return 0
-    runtime = cuda_runtime()
-    device = CudaDevice(0, engine_stream=lambda: 0, runtime=runtime)
-    memory = DeviceMemory(device, 2 * options.mib * MIB)
-    result: dict[str, Any] = {"gpu": name, "kernels": kernels(memory, options.mib * MIB)}
-    memory.close()
-    result["cycles"] = cycles(device, options.cycles)
-    result["ways"] = ways(device, options.mib * MIB, SHAPES)
+    try:
+        result = {"gpu": name} | measured(options.mib * MIB, options.cycles)
+    except DeviceError as error:
+        print(f"kernels: {error}", file=sys.stderr)
+        return 1
     path = record.write("gpu_kernels", result, seed=SEED)
     print(json.dumps(result, indent=1))
     print(f"kernels: {path}")

@@ -71,7 +71,7 @@ def test_cycles_compare_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ways_are_measured_for_each_shape() -> None:
-    found = gpu_kernels.ways(SimulatedDevice(3, 4096), 64 * KIB, [(2, 64), (5, 4 * KIB)])
+    found = gpu_kernels.ways(SimulatedDevice(3, 4096), 4 * KIB, [(2, 64), (5, 512)])
     for row in found:
         for verb in ("store", "load"):
             assert row[verb].keys() == {"copy", "move", "staged", "one_copy", "fastest"}

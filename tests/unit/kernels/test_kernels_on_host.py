@@ -149,6 +149,7 @@ def test_heads_move_between_parallel_sizes(
         targets=device.put(np.array(targets, np.uint64)),
         shard_counts=(len(sides[0]), len(sides[1])),
         block_count=block_count,
+        run_bytes=int(runs.lengths.max()),
     )
     for block, row in zip(held[1], targets, strict=True):
         for data, address in zip(block, row, strict=True):
