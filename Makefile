@@ -74,6 +74,7 @@ gpu-check: $(VENV)/.engine ## the copies, on this machine's NVIDIA GPU; without 
 	$(BIN)/python bench/micro/gpu_arena.py
 	mkdir -p build
 	$(BIN)/python bench/micro/gpu_copies.py --out build/gpu.json
+	$(BIN)/python bench/micro/gpu_kernels.py
 
 upstream: $(VENV)/.engine ## vLLM's own connector tests against kvstore's; fetches them once
 	$(BIN)/python -m tests.upstream.run

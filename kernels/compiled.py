@@ -18,6 +18,7 @@ import hashlib
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -37,10 +38,13 @@ class Cubin(NamedTuple):
     log: str
 
 
-def cache_folder() -> Path:
-    """Where machine code is kept unless a folder is named."""
+def cache_folder() -> Path | None:
+    """Where machine code is kept unless a folder is named. None: this user has no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    try:
+        root = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    except RuntimeError:
+        return None
     return root / "kvstore" / "kernels"
 
 
@@ -128,7 +132,12 @@ def _options(arch: str) -> tuple[str, ...]:
 def _files(source: str) -> dict[str, bytes]:
     """Text by name: headers, then the source."""
     paths = [*sorted(SOURCES.glob("*.h")), SOURCES / f"{source}.cu"]
-    return {path.name: path.read_bytes() for path in paths}
+    try:
+        return {path.name: path.read_bytes() for path in paths}
+    except OSError as error:
+        raise DeviceError(
+            f"the source of a kernel is missing: install kvstore anew ({error})"
+        ) from None
 
 
 # ── kept machine code ────────────────────────────────────────────────────────────────────────────
@@ -150,10 +159,12 @@ def _digest(key: bytes, code: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Any:
+def _opened(folder: Path | None) -> Iterator[int | None]:
     """A descriptor of the folder, made if need be; None: there is none, or others reach it."""
     place = None
     with contextlib.suppress(OSError):
+        if folder is None:
+            raise FileNotFoundError
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

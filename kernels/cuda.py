@@ -24,8 +24,11 @@ from kvstore.kernels.compiled import cubin
 from kvstore.kernels.device import Addresses, DeviceError
 from kvstore.kernels.launches import MOVE_PIECES, THREADS, Kernel, Launch, moved
 
-_PORTABLE: Final = 1
-"""cudaHostRegisterPortable: pinned for every context of the process."""
+_PIN_FLAGS: Final = 1 | 2
+"""cudaHostRegisterPortable, Mapped: for every context of the process, and for kernels."""
+_OTHER_ADDRESSES: Final = (
+    "kernels of this device reach the host's memory under other addresses only"
+)
 
 
 def cuda_runtime() -> Any:
@@ -197,6 +200,8 @@ class CudaDevice:
 
     def move_trouble(self) -> str:
         try:
+            if not self._attribute("CanUseHostPointerForRegisteredMem"):
+                return _OTHER_ADDRESSES
             self.kernels().load(MOVE_PIECES)
         except DeviceError as error:
             return str(error)
@@ -213,16 +218,16 @@ class CudaDevice:
         """Those of the device, which this thread has chosen."""
         self._choose()
         if self._kernels is None:
-            attributes = self._runtime.cudaDeviceAttr
             major, minor = (
-                self._call(self._runtime.cudaDeviceGetAttribute, attribute, self._ordinal)[0]
-                for attribute in (
-                    attributes.cudaDevAttrComputeCapabilityMajor,
-                    attributes.cudaDevAttrComputeCapabilityMinor,
-                )
+                self._attribute(f"ComputeCapability{part}") for part in ("Major", "Minor")
             )
             self._kernels = CudaKernels(f"sm_{major}{minor}")
         return self._kernels
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(self._runtime.cudaDeviceAttr, f"cudaDevAttr{name}")
+        (value,) = self._call(self._runtime.cudaDeviceGetAttribute, attribute, self._ordinal)
+        return int(value)
 
     def allocate(self, size_bytes: int) -> int:
         self._choose()
@@ -241,7 +246,7 @@ class CudaDevice:
             self._call(self._runtime.cudaMemsetAsync, target, 0, size, stream)
 
     def pin(self, address: int, size_bytes: int) -> None:
-        self._call(self._runtime.cudaHostRegister, address, size_bytes, _PORTABLE)
+        self._call(self._runtime.cudaHostRegister, address, size_bytes, _PIN_FLAGS)
 
     def unpin(self, address: int) -> None:
         self._call(self._runtime.cudaHostUnregister, address)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from kvstore.kernels.compare import BOUNDS, error_of
 from kvstore.kernels.hashes import Hashes, Hashing, hashes_for_this_process
 from kvstore.kernels.host import NOT_COMPARABLE
-from kvstore.kernels.pins import Pins
+from kvstore.kernels.pinning import PinnedChunks
 from kvstore.kernels.ranges import Range, begin_range
 from kvstore.kernels.reference import Bytes
 from kvstore.kernels.strategy import BlockMoves, Thresholds
@@ -234,7 +234,7 @@ class DeviceCopies:
         """Free ones."""
         self._ends: list[CopyEnd] = []
         self._memory: Bytes | None = None
-        self._pins: Pins | None = None
+        self._pins: PinnedChunks | None = None
         self._marking = threading.Lock()
         self._marks: deque[tuple[int, int]] = deque()
         """Marks not known to be passed, in order, with their events."""
@@ -264,7 +264,7 @@ class DeviceCopies:
         if self._pins is not None:
             self._pins.close()
         self._memory = memory
-        self._pins = Pins(self._pin, self._device.unpin, memory, ready_bytes)
+        self._pins = PinnedChunks(self._pin, self._device.unpin, memory, ready_bytes)
 
     def _pin(self, address: int, size_bytes: int) -> str:
         """Why memory cannot be pinned; empty: it is."""

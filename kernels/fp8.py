@@ -9,7 +9,7 @@ are rounded once, to the nearest code, ties to even. A row with an infinity or N
     scales u8 [rows]     codes u8 [rows][length]     errors f32 [rows]
 
 The error is measured and not estimated: the largest difference between a value of the row and what
-decodes from its code. Of values within 2⁻¹⁴ of a row's largest it is at most 1/16 of the value;
+decodes from its code. Values within 2⁻¹⁴ of a row's largest are at most 1/16 of themselves off;
 the distance of whole blocks (`compare.error_of`) is about 0.026 for normally distributed ones,
 below every bound that shadow checks set (`compare.BOUNDS`).
 """

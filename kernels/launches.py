@@ -21,16 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.kernels.planes import Plan
-from kvstore.types import PAGE_BYTES
 from kvstore.wire.checksum import PIECE_BYTES
 
 THREADS: Final = 256
-"""Of a block of the grid."""
+"""Threads of a block of the grid."""
 MOVE_BLOCKS_MAX: Final = 32
-"""Of a grid that moves pieces: 32 × 256 threads with four loads of 16 bytes each have 512 KiB under
-way, several times what PCIe 5 needs, and leave the other multiprocessors to the engine. Assumed."""
+"""Blocks of a grid that moves pieces: 32 × 256 threads with four loads of 16 bytes each have 512
+KiB under way, several times what PCIe 5 needs, and leave the other multiprocessors to the engine.
+Assumed."""
 BLOCKS_MAX: Final = 1024
-"""Of the other grids, whose threads take what is left in turns."""
+"""Blocks of the other grids, whose threads take what is left in turns."""
 PIECES_MAX: Final = 160
 PAYLOADS_MAX: Final = 256
 KINDS: Final = {"bfloat16": 0, "float16": 1}
@@ -125,6 +125,7 @@ def resharded(
     targets: int,
     shard_counts: tuple[int, int],
     block_count: int,
+    run_bytes: int,
 ) -> None:
     """Copy the runs that two sets of shards of each block share.
 
@@ -132,11 +133,12 @@ def resharded(
         runs: address of a table [run_count][5] (`run_table`).
         sources, targets: addresses of tables u64 [block_count][shards] of addresses of slots.
         shard_counts: of sources and of targets.
+        run_bytes: length of the longest run.
     """
     of_sources, of_targets = shard_counts
     tables = (runs, run_count, sources, of_sources, targets, of_targets)
     arguments = [(_number if at % 2 else _address)(value) for at, value in enumerate(tables)]
-    grid = _rows(run_count * block_count, PAGE_BYTES // 16, BLOCKS_MAX)
+    grid = _rows(run_count * block_count, run_bytes // 16, BLOCKS_MAX)
     launch(RESHARD, grid, [*arguments, _number(block_count)])
 
 

@@ -34,7 +34,7 @@ class Plan(NamedTuple):
     """Where the parts of an encoded payload lie."""
 
     size: int
-    """Of the payload in bytes."""
+    """Bytes of the payload."""
     planes: int
     """Bytes of an element: 1, 2 or 4."""
 
@@ -45,12 +45,12 @@ class Plan(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Of a plane."""
+        """Groups of a plane."""
         return -(-self.elements // GROUP)
 
     @property
     def tiles(self) -> int:
-        """Of a plane."""
+        """Tiles of a plane."""
         return -(-self.groups // TILE)
 
     @property
@@ -118,7 +118,7 @@ def decode(encoded: bytes, size: int, planes: int) -> bytes:
     widths = groups[:, 1].astype(np.int64)
     begins = _begins(np.frombuffer(encoded, "<u4", planes * plan.tiles), widths, plan)
     if (widths > 8).any() or (begins + widths > len(words)).any():
-        raise ValueError("the groups of an encoded payload do not fit its words")
+        raise ValueError("the groups of an encoded payload do not fit its data")
     places = np.arange(8) + begins[:, None]
     is_kept = np.arange(8) < widths[:, None]
     held = np.zeros((count, 8), "<u4")

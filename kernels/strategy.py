@@ -43,10 +43,18 @@ class Thresholds(NamedTuple):
     """From this size of a block on, the second step costs less than the time of multiprocessors
     that it saves."""
 
+    @classmethod
+    def that_choose(cls, strategy: Strategy) -> Thresholds:
+        """For blocks of several pieces, of any size: measurements and tests."""
+        if strategy is Strategy.COPY:
+            return cls(copy_piece_bytes=0)
+        no_size = 1 << 62
+        return cls(no_size, 0 if strategy is Strategy.STAGED else no_size)
+
     def chosen(self, sizes: Addresses) -> Strategy:
         """The way of blocks whose pieces have these sizes."""
         block_bytes = int(sizes.sum())
-        if block_bytes >= self.copy_piece_bytes * len(sizes) or len(sizes) == 1:
+        if len(sizes) == 1 or block_bytes >= self.copy_piece_bytes * len(sizes):
             return Strategy.COPY
         is_large = block_bytes >= self.staged_block_bytes
         return Strategy.STAGED if is_large else Strategy.MOVE

@@ -12,7 +12,7 @@ from kvstore.kernels.device import COPIES_MAX, NOT_PINNED_IN_TIME
 from kvstore.kernels.hashes import Hashes, HashesAtOnce, Hashing
 from kvstore.kernels.host import NOT_COMPARABLE
 from kvstore.kernels.pack import PagedCache
-from kvstore.kernels.pins import CHUNK_BYTES
+from kvstore.kernels.pinning import CHUNK_BYTES
 from kvstore.kernels.reference import Bytes, checksum
 from kvstore.ports import BlockCopy, CopyWay
 from tests.kit.copy_parties import (

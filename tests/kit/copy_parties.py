@@ -23,12 +23,6 @@ from tests.kit.fake_cuda import FakeCuda, FakeKernels
 BLOCKS, SLOTS = 6, 5
 WAIT_S = 60.0
 HEADER = b"the address of a block"
-ALWAYS = {
-    Strategy.COPY: Thresholds(copy_piece_bytes=0),
-    Strategy.MOVE: Thresholds(copy_piece_bytes=1 << 40, staged_block_bytes=1 << 40),
-    Strategy.STAGED: Thresholds(copy_piece_bytes=1 << 40, staged_block_bytes=0),
-}
-"""Thresholds that have every block of several pieces go one way."""
 
 
 class Party(abc.ABC):
@@ -140,7 +134,7 @@ class DeviceParty(Party):
         self.copies: DeviceCopies = DeviceCopies(
             self.device_of_copies(),
             [cache],
-            thresholds=ALWAYS[self.strategy],
+            thresholds=Thresholds.that_choose(self.strategy),
             hashes=self.hashes(),
         )
         self.attach()

@@ -52,6 +52,11 @@ class FakeCuda:
         self._thread.last_error = OK
         return (last,)
 
+    def cudaDeviceGetAttribute(self, attribute: Any, device: int) -> tuple[Any, ...]:
+        assert device == 0
+        known = {real.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem: 1}
+        return self._answer(lambda: known[attribute])
+
     def cudaMalloc(self, size: int) -> tuple[Any, ...]:
         status, *address = self._answer(self._device.allocate, size)
         if address == [0]:
@@ -114,7 +119,7 @@ class FakeCuda:
         return self._answer(self._device.clear, stream - FIRST_HANDLE, *pieces)
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> tuple[Any, ...]:
-        assert flags == real.cudaHostRegisterPortable
+        assert flags == real.cudaHostRegisterPortable | real.cudaHostRegisterMapped
         return self._answer(self._device.pin, address, size, error=NO_MEMORY)
 
     def cudaHostUnregister(self, address: int) -> tuple[Any, ...]:

@@ -8,8 +8,8 @@ import numpy as np
 
 from kvstore.kernels.cuda import CudaDevice, cuda_runtime
 from kvstore.kernels.device import DeviceCache, DeviceCopies
-from kvstore.kernels.strategy import Strategy
-from tests.kit.copy_parties import ALWAYS, BLOCKS, Party
+from kvstore.kernels.strategy import Strategy, Thresholds
+from tests.kit.copy_parties import BLOCKS, Party
 
 
 class GpuParty(Party):
@@ -26,7 +26,9 @@ class GpuParty(Party):
         self._call("cudaMemset", self._address, 0, self.cache_bytes)
         device = CudaDevice(0, engine_stream=lambda: int(self._stream))
         cache = DeviceCache(self.pages(int(self._address)), BLOCKS, values=values)
-        self.copies: DeviceCopies = DeviceCopies(device, [cache], thresholds=ALWAYS[self.strategy])
+        self.copies: DeviceCopies = DeviceCopies(
+            device, [cache], thresholds=Thresholds.that_choose(self.strategy)
+        )
         assert not self.copies.moves.trouble
         self.attach()
 

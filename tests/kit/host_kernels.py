@@ -83,8 +83,11 @@ class HostKernels:
         """Address of a copy of the data."""
         data = data if isinstance(data, bytes) else data.tobytes()
         address = self.room(len(data), skew)
-        self._ask(b"w" + struct.pack("<QQ", address, len(data)) + data, 0)
+        self.write(address, data)
         return address
+
+    def write(self, address: int, data: bytes) -> None:
+        self._ask(b"w" + struct.pack("<QQ", address, len(data)) + data, 0)
 
     def get(self, address: int, size: int) -> bytes:
         return self._ask(b"r" + struct.pack("<QQ", address, size), size)

@@ -105,6 +105,8 @@ def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
     assert len(re.findall(r"^Project-URL: ", text, re.MULTILINE)) == 4
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"kvstore", "kvstore_llm"}
     assert {"kvstore/connector/vllm.py", "kvstore/kernels/pack.py", "kvstore/py.typed"} <= {*names}
+    sources = {f"kvstore/kernels/csrc/{file.name}" for file in (ROOT / "kernels/csrc").iterdir()}
+    assert sources <= {*names}
 
 
 def test_without_the_extra_a_command_says_what_to_install(installed: Path, tmp_path: Path) -> None:

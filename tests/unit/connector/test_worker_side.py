@@ -26,7 +26,7 @@ from kvstore.testing.simulated_device import SimulatedDevice
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import Seal
-from tests.kit.fake_cuda import FakeCuda
+from tests.kit.fake_cuda import FakeCuda, FakeKernels
 from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode, node_at
 
 pytestmark = pytest.mark.engine
@@ -270,11 +270,14 @@ def side(
     if getattr(request, "param", "cpu") == "cuda":
         import torch
 
-        runtime = FakeCuda(SimulatedDevice(seed=3))
+        device = SimulatedDevice(seed=3)
+        runtime, kernels = FakeCuda(device), FakeKernels(device)
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
         stream = SimpleNamespace(cuda_stream=runtime.engine_stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda ordinal: stream)
-        monkeypatch.setattr(devices, "CudaDevice", partial(CudaDevice, runtime=runtime))
+        monkeypatch.setattr(
+            devices, "CudaDevice", partial(CudaDevice, runtime=runtime, kernels=kernels)
+        )
         side.register_kv_caches({name: OnCuda(cache) for name, cache in caches.items()})
     else:
         side.register_kv_caches(caches)

@@ -257,6 +257,26 @@ def test_the_folder_is_the_users(base: str, expected: str, monkeypatch: pytest.M
     assert compiled.cache_folder() == Path(expected).expanduser() / "kvstore" / "kernels"
 
 
+def test_a_user_without_a_home_compiles_each_time(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", fails)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cubin("move", "sm_90") == b"move sm_90 1" * 100
+    assert cubin("move", "sm_90") == b"move sm_90 2" * 100
+
+
+def test_a_source_that_is_missing_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "SOURCES", tmp_path)
+    with pytest.raises(DeviceError, match="the source of a kernel is missing: install kvstore"):
+        cubin("move", "sm_90", folder=tmp_path)
+
+
 # ── loading it ───────────────────────────────────────────────────────────────────────────────────
 
 

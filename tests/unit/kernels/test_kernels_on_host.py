@@ -20,16 +20,11 @@ from kvstore.types import Shard
 from kvstore.wire.checksum import PIECE_BYTES
 from kvstore.wire.layout import corners, layer_offsets, shared
 from tests.amounts import amount, covered
-from tests.kit.host_kernels import SKEWS, HostKernels, Stray, compile_kernels
+from tests.kit.host_kernels import SKEWS, HostKernels, Stray
 
 RUNS = settings(max_examples=amount(60, nightly=10_000), deadline=None)
 SEEDS = st.integers(0, 2**32 - 1)
 SKEW = st.sampled_from(SKEWS)
-
-
-@pytest.fixture(scope="session")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +149,7 @@ def test_heads_move_between_parallel_sizes(
         targets=device.put(np.array(targets, np.uint64)),
         shard_counts=(len(sides[0]), len(sides[1])),
         block_count=block_count,
+        run_bytes=int(runs.lengths.max()),
     )
     for block, row in zip(held[1], targets, strict=True):
         for data, address in zip(block, row, strict=True):

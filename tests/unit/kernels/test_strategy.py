@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cuda.bindings import runtime as real
 
+from kvstore.kernels.cuda import _OTHER_ADDRESSES
 from kvstore.kernels.device import Device
 from kvstore.kernels.reference import checksum
 from kvstore.kernels.strategy import Strategy, Thresholds
 from kvstore.ports import CopyWay
-from tests.kit.copy_parties import HEADER, StagedParty, noise
+from tests.kit.copy_parties import HEADER, DeviceParty, StagedCudaParty, StagedParty, noise
 
 KIB = 1 << 10
 
@@ -31,7 +33,7 @@ def test_sizes_choose_the_way(pieces: int, size: int, expected: Strategy) -> Non
     assert Thresholds().chosen(np.full(pieces, size, np.uint64)) is expected
 
 
-def _moves_a_block(party: StagedParty) -> None:
+def _moves_a_block(party: DeviceParty) -> None:
     data = noise(party.block_bytes, 1)
     party.write(1, data)
     assert party.do(CopyWay.STORE, 1, slot=0).checksum == checksum(HEADER, data)
@@ -46,6 +48,13 @@ class _WithoutKernels(StagedParty):
         return self.device
 
 
+class _WithOtherAddresses(StagedCudaParty):
+    def device_of_copies(self) -> Device:
+        device = super().device_of_copies()
+        setattr(self.runtime, "cudaDeviceGetAttribute", lambda *_: (real.cudaError_t(0), 0))  # noqa: B010
+        return device
+
+
 class _WithoutRoom(StagedParty):
     def device_of_copies(self) -> Device:
         self.device.allocations_max = 1
@@ -57,11 +66,12 @@ class _WithoutRoom(StagedParty):
     [
         (StagedParty, Strategy.STAGED, ""),
         (_WithoutKernels, Strategy.COPY, "CUDA's runtime compiler is missing"),
+        (_WithOtherAddresses, Strategy.COPY, _OTHER_ADDRESSES),
         (_WithoutRoom, Strategy.MOVE, ""),
     ],
 )
 def test_without_what_a_way_needs_another_one_serves(
-    party_class: type[StagedParty], expected: Strategy, trouble: str
+    party_class: type[DeviceParty], expected: Strategy, trouble: str
 ) -> None:
     party = party_class((96, 96, 40), block_major=False, values="")
     moves, cache = party.copies.moves, party.copies._caches[0]

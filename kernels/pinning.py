@@ -20,7 +20,7 @@ NOT_PINNED: Final = (
 )
 
 
-class Pins:
+class PinnedChunks:
     """Chunks of the memory of slots that are pinned, or about to be, by a thread."""
 
     def __init__(
