@@ -7,6 +7,6 @@ COPY connector /src/connector
 COPY kernels /src/kernels
 # Without the extra `node`: vLLM keeps its grpcio and protobuf. Constrained by what the image has.
 RUN pip freeze --exclude-editable > /tmp/have.txt \
- && pip install --no-cache-dir -c /tmp/have.txt /src \
+ && pip install --no-cache-dir -c /tmp/have.txt '/src[cuda]' \
  && rm -r /src /tmp/have.txt
 ENV PYTHONSAFEPATH=1
