@@ -77,6 +77,11 @@ from kvstore.wire.messages import (
     LeaseRelease,
     LeaseRenew,
     Measured,
+    PushCancel,
+    PushClose,
+    PushEnd,
+    PushExpect,
+    PushOpen,
     Quiet,
     Seal,
     Story,
@@ -90,7 +95,11 @@ CLEAR_ROWS_MAX = 32_768
 """Rows of one Clear, about 10 ms: the caller sends Clear again until fewer rows were there."""
 HELD_ROWS_MAX = 16_384
 """Rows of one slice of `held`."""
-_FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story, Compared, Unserved)
+_PUSH_WORDS = (PushOpen, PushClose, PushExpect, PushCancel)
+_FROM_SCHEDULER = (
+    *(Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story, Compared, Unserved),
+    *_PUSH_WORDS,
+)
 
 
 class Engine:
@@ -251,6 +260,11 @@ class Engine:
                     state.paces.told(*connection.owner.groups[0].asker.address, message)
             case Unserved(reason=reason):
                 connection.owner.unserved = reason
+            case PushExpect(transfer=transfer, group=group, first_block=first):
+                end = PushEnd(transfer, group, first, reason="this node takes no pushes")
+                state.send(connection, end)
+            case PushOpen() | PushClose() | PushCancel():
+                pass
             case Seal():
                 return self._stores.seal(connection, message)
             case Drop():
