@@ -305,6 +305,8 @@ class SessionOpen(Message, frozen=True):
     compute_ns_per_token: U64 = 0
     """As earlier engines of this space measured it; 0: unknown."""
     load_ns_per_token: U64 = 0
+    node: Label = ""
+    """Name of this node, by which pushes find it; empty: it serves none."""
 
 
 class SessionClosed(Message, frozen=True):
