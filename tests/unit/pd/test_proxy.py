@@ -183,7 +183,8 @@ def test_half_an_answer_is_seen_to_be_half() -> None:
             on.d.may_go_on.clear()
             async with on.post(ASK) as answer:
                 await answer.content.readany()
-                for connection in on.d.server.handler.connections:  # type: ignore[union-attr]
+                for connection in on.d.server.handler.connections:
+                    assert connection.transport is not None
                     connection.transport.abort()
                 with pytest.raises(Exception, match=r"(?i)not enough data|closed|reset|payload"):
                     await answer.content.read()
