@@ -31,16 +31,23 @@ from kvstore.engine.events import (
     FileReclaim,
     FileWritten,
     Hangup,
+    Landed,
+    LandingUp,
     Lend,
     LoanReturned,
     Located,
     Offered,
     PeerGone,
+    PushAsked,
+    Pushed,
+    PushOver,
+    PushRevoked,
     Ready,
     Received,
     Release,
     Scrubbed,
     Tick,
+    Written,
 )
 from kvstore.engine.memory.admission import Admission
 from kvstore.engine.memory.adoption import adopt
@@ -48,9 +55,12 @@ from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import Files
+from kvstore.engine.moves.grants import Grants
 from kvstore.engine.moves.intake import Intake
 from kvstore.engine.moves.loans import Loans
+from kvstore.engine.moves.pushes import Pushes
 from kvstore.engine.moves.stores import Stores
+from kvstore.engine.moves.transfers import Transfers
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.lookups import Lookups
 from kvstore.engine.sessions.owners import Connection
@@ -77,17 +87,13 @@ from kvstore.wire.messages import (
     LeaseRelease,
     LeaseRenew,
     Measured,
-    PushCancel,
-    PushClose,
-    PushEnd,
-    PushExpect,
-    PushOpen,
     Quiet,
     Seal,
     Story,
     Unserved,
     Verified,
 )
+from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -127,10 +133,19 @@ class Engine:
         self._files = Files(self._state, intake, self._arrivals, writes, numbers)
         self._stores = Stores(self._state, admission, intake)
         self._fetches = Fetches(self._state, intake, self._arrivals, numbers)
-        for source in (self._files, self._fetches):
-            self._arrivals.add(source)
         self._loans = Loans(self._state, self._files, self._arrivals)
-        self._lookups = Lookups(self._state, self._files, self._fetches, self._arrivals)
+        self._transfers = Transfers(self._state)
+        self._grants = Grants(
+            self._state, self._files, intake, self._arrivals, self._transfers, numbers
+        )
+        self._pushes = Pushes(
+            self._state, self._files, self._arrivals, self._loans, self._transfers, numbers
+        )
+        for source in (self._files, self._fetches, self._grants):
+            self._arrivals.add(source)
+        self._lookups = Lookups(
+            self._state, self._files, self._fetches, self._grants, self._arrivals
+        )
         self._switches = Switches(self._state, self._files)
         self._scrubs = Scrubs(self._state)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
@@ -140,7 +155,14 @@ class Engine:
             Fetched: self._fetches.fetched,
             Lend: self._loans.lend,
             LoanReturned: self._loans.returned,
-            PeerGone: self._loans.gone,
+            PeerGone: self._peer_gone,
+            LandingUp: self._grants.up,
+            Pushed: self._grants.pushed,
+            PushOver: self._grants.over,
+            Landed: self._grants.landed,
+            PushAsked: self._pushes.asked,
+            PushRevoked: self._pushes.revoked,
+            Written: self._pushes.written,
             FileKnown: self._files.known,
             FileMoved: self._files.moved,
             FileGone: self._files.gone,
@@ -192,7 +214,9 @@ class Engine:
             case Exited(connection=connection):
                 self._sessions.exited(connection)
             case Ready(ready_bytes=ready_bytes):
-                state.slots.ready(ready_bytes)
+                # The landing slab is at the end: no slot lies in it.
+                config = state.config
+                state.slots.ready(min(ready_bytes, config.arena_bytes - config.landing_bytes))
                 state.credits_due = True
             case Tick(file_used_bytes=used_bytes, file_breakers=breakers):
                 state.file_used_bytes, state.file_breakers = used_bytes, breakers
@@ -201,6 +225,8 @@ class Engine:
                 state.credits_due = True
                 state.trail.findings.tick(state)
                 self._loans.tick()
+                self._pushes.tick()
+                self._grants.tick()
                 self._empty_what_is_off()
             case Adopt():
                 adopt(state, event)
@@ -213,6 +239,10 @@ class Engine:
                 state.say(Cleared(count))
             case _:
                 self._handlers[type(event)](event)
+
+    def _peer_gone(self, event: PeerGone) -> None:
+        self._pushes.gone(event)
+        self._loans.gone(event)
 
     def _received(self, event: Received) -> None:
         id, message = event.connection, event.message
@@ -260,11 +290,16 @@ class Engine:
                     state.paces.told(*connection.owner.groups[0].asker.address, message)
             case Unserved(reason=reason):
                 connection.owner.unserved = reason
-            case PushExpect(transfer=transfer, group=group, first_block=first):
-                end = PushEnd(transfer, group, first, reason="this node takes no pushes")
-                state.send(connection, end)
-            case PushOpen() | PushClose() | PushCancel():
-                pass
+            case PushExpect():
+                return self._grants.expect(connection, message)
+            case PushCancel(transfer=transfer):
+                self._grants.cancel(connection, transfer)
+            case PushOpen():
+                self._transfers.open(connection, message)
+            case PushClose():
+                self._transfers.close(connection, message)
+                self._pushes.tick()  # a word, and no timer, is what others wait for
+                self._grants.tick()
             case Seal():
                 return self._stores.seal(connection, message)
             case Drop():
@@ -304,6 +339,7 @@ class Engine:
         residency.drop_file(in_file, stamp)
         self._state.empty(words[words >= 0], stamp)
         self._fetches.void(tenant, space)
+        self._grants.void(tenant, space)
         return len(rows)
 
     def salvage(self) -> list[Command]:
@@ -334,7 +370,9 @@ class Engine:
 
     def check(self) -> None:
         """Raises AssertionError when the parts contradict each other."""
-        check.check(self._state, self._files, self._fetches, self._loans)
+        check.check(
+            self._state, self._files, self._fetches, self._loans, self._pushes, self._grants
+        )
         self._state.trail.check()
         self.explain.check()
 

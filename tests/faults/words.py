@@ -17,11 +17,6 @@ from kvstore.wire.messages import (
     LeaseReply,
     Measured,
     Message,
-    PushCancel,
-    PushClose,
-    PushEnd,
-    PushExpect,
-    PushOpen,
     Quiesce,
     Quiet,
     Refused,
@@ -32,6 +27,7 @@ from kvstore.wire.messages import (
     Unserved,
     Welcome,
 )
+from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from tests.unit.engine.harness import Hellos, arrays, keys
 
 
