@@ -71,8 +71,8 @@ def pd_pair(
     """Start them all in `work`, an empty directory. `flags`: of both nodes."""
     with (
         pd_nodes(work, dram=dram, flags=flags, transport=transport) as (node_p, node_d),
-        start(replace(config, socket=node_p.socket), work / "engine-p.log") as p,
-        start(replace(config, socket=node_d.socket), work / "engine-d.log") as d,
+        start(_of(config, node_p), work / "engine-p.log") as p,
+        start(_of(config, node_d), work / "engine-d.log") as d,
     ):
         for engine, node in ((p, node_p), (d, node_d)):
             settled(engine, node, lambda *_: True)
@@ -81,3 +81,7 @@ def pd_pair(
             work, prefill=[p.port], decode=[d.port], flags=proxy_flags
         ) as proxy:
             yield PdPair(node_p, node_d, p, d, proxy, CompletionClient(proxy.port))
+
+
+def _of(config: ServerConfig, node: NodeProcess) -> ServerConfig:
+    return replace(config, socket=node.socket, engine_id=f"engine-{node.directory.name}")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,21 +20,24 @@ import pytest
 
 from kvstore.demo.completions import CompletionClient
 from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
+from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
 from kvstore.demo.pair import PdPair, pd_pair
 from kvstore.demo.workload import Encode, text_tokens
+from kvstore.testing import tied
 from kvstore.testing.pd_process import PdProxyProcess
-from kvstore.testing.process import NodeProcess
+from kvstore.testing.process import NodeProcess, reap
 from tests.amounts import amount, covered
 from tests.integration.engine.fixtures import MAX_TOKENS, PROMPT_COUNT, SEED, Reference
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, wait_until
 from tests.integration.engine.test_cluster import wrong_answers
 from tests.kit.gauges import look
+from tests.upstream.run import NoSources, fetch
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ABORTS = amount(24, nightly=200)
+UPSTREAM_PROMPTS = amount(24, nightly=PROMPT_COUNT)
 PUSH_DEADLINE_MS = 3000
 PREFILL_TIMEOUT_S = 2.0
 ANSWER_S = 30.0
@@ -227,4 +234,77 @@ def test_a_killed_prefill_engine_costs_no_answer(
         proxy.complete((1, 2, 3), max_tokens=1)
         assert ask_all(proxy, prompts, victim.kill) == truth
         assert ask_all(proxy, prompts, lambda: None) == truth
+    wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
+
+
+# ── vLLM's own proxies ───────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def upstream_proxy(
+    name: str, flags: Callable[[int], Sequence[str]], log: Path
+) -> Iterator[CompletionClient]:
+    """A demo proxy of vLLM's source distribution, as it is; `flags` from the port to listen on."""
+    try:
+        script = next((fetch() / "examples").rglob(name))
+    except NoSources as error:
+        pytest.skip(str(error))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with log.open("wb") as output:
+        process = tied.popen(
+            [sys.executable, "-P", str(script), *flags(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        wait_until(lambda: _listens(port) or process.poll() is not None, "the proxy is ready")
+        assert process.poll() is None, log.read_text()
+        yield CompletionClient(port)
+    finally:
+        reap(process)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _plain_flags(pair: PdPair, port: int) -> list[str]:
+    engines = ["--prefill", f"127.0.0.1:{pair.p.port}", "--decode", f"127.0.0.1:{pair.d.port}"]
+    return ["--model", SERVED_NAME, *engines, "--port", str(port)]
+
+
+def _turn_flags(pair: PdPair, port: int) -> list[str]:
+    prefill = ["--prefiller-host", "127.0.0.1", "--prefiller-port", str(pair.p.port)]
+    decode = ["--decoder-host", "127.0.0.1", "--decoder-port", str(pair.d.port)]
+    return ["--host", "127.0.0.1", "--port", str(port), *prefill, *decode]
+
+
+def _push_flags(pair: PdPair, port: int) -> list[str]:
+    more = ["--prefill-engine-id", pair.p.config.engine_id, "--prefill-kv-host", "127.0.0.1"]
+    return [*_plain_flags(pair, port), *more]
+
+
+UPSTREAM: dict[str, Callable[[PdPair, int], Sequence[str]]] = {
+    "disagg_proxy_demo.py": _plain_flags,
+    "disagg_proxy_multiturn.py": _turn_flags,
+    "disagg_proxy_pushconnector_demo.py": _push_flags,
+}
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_vllms_own_proxy_works_as_it_is(
+    pair: PdPair,
+    prompts: Sequence[tuple[int, ...]],
+    reference: Reference,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    forget(pair)
+    with upstream_proxy(name, partial(UPSTREAM[name], pair), tmp_path / "proxy.log") as proxy:
+        done = proxy.complete_many(prompts[:UPSTREAM_PROMPTS], max_tokens=MAX_TOKENS, concurrency=4)
+        assert wrong_answers(done, reference) == []
     wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
