@@ -49,7 +49,8 @@ class LandingSlab:
         at = int(np.argmax(fits)) if fits.any() else int(np.argmax(room))
         count = min(count, int(room[at]))
         self._free[begins[at] : begins[at] + count * pages] = False
-        return self._first + begins[at] + np.arange(count, dtype=np.int64) * pages
+        first = self._first + int(begins[at])
+        return np.arange(first, first + count * pages, pages, dtype=np.int64)
 
     def free(self, extents: Extents, pages: int) -> None:
         """Nothing writes to these, and nothing reads them, any more."""
