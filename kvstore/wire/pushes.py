@@ -36,7 +36,7 @@ class PushExpect(Message, frozen=True):
     and the LeaseAsk that name them; PushEnd answers."""
 
     transfer: Name
-    node: Label
+    node: Name
     """Prefill node, by its name; its address comes from membership."""
     keys: KeyArray
     deadline_ms: DeadlineMs
@@ -44,8 +44,6 @@ class PushExpect(Message, frozen=True):
     group: GroupIndex = 0
     first_block: U64 = 0
     """Number in the prompt of the first of these blocks."""
-    engine: Label = ""
-    """Id of the prefill engine, if its node is not named: the node that serves it is meant."""
 
 
 class PushCancel(Message, frozen=True):

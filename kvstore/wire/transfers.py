@@ -41,7 +41,6 @@ class _Ours(msgspec.Struct, frozen=True):
 class _Params(msgspec.Struct, frozen=True):
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
-    remote_engine_id: _Text | None = None
     kvstore: _Ours | None = None
 
 
@@ -58,9 +57,7 @@ class Expected(msgspec.Struct, frozen=True):
 
     transfer: str
     node: str
-    """Of that engine; empty: not named."""
-    engine: str
-    """Id of that engine; empty: not named."""
+    """Of that engine; empty: not named, so that its blocks are found by the index."""
 
 
 def names_of(request_id: str, name: str | None = None) -> tuple[str, str]:
@@ -94,7 +91,7 @@ def read_transfer(params: object, request_id: str) -> Produced | Expected | None
         raise ProtocolError("kv_transfer_params: the request's id is too long for a transfer")
     if read.do_remote_decode:
         return Produced(transfer, name)
-    return Expected(transfer, ours.node or "", read.remote_engine_id or "")
+    return Expected(transfer, ours.node or "")
 
 
 def answer_of(

@@ -161,7 +161,7 @@ class EnginePushes:
         now_ns: int,
     ) -> None:
         """A request arrives whose blocks are sent here. Before its hints."""
-        if not (self.node and keys) or not (expected.node or expected.engine):
+        if not (self.node and keys and expected.node):
             return
         waiting = _Waiting(expected.transfer, lookup, bytes(keys[-1]))
         twin = next((w for w in self._waiting.values() if w.last_key == waiting.last_key), None)
@@ -177,7 +177,6 @@ class EnginePushes:
                         PushExpect(
                             transfer=expected.transfer,
                             node=expected.node,
-                            engine="" if expected.node else expected.engine,
                             keys=part,
                             deadline_ms=self._config.push_deadline_ms,
                             group=group,

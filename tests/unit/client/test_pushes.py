@@ -48,9 +48,8 @@ class PushNode(ScriptedNode):
         transfer: str = "t",
         keys: list[bytes] | None = None,
         node: str = "n2",
-        engine: str = "",
     ) -> None:
-        self.request(name, keys or chain("x", 4), Expected(transfer, node, engine))
+        self.request(name, keys or chain("x", 4), Expected(transfer, node))
 
     def ask(self, name: str = "d", keys: list[bytes] | None = None, local: int = 0) -> object:
         keys = keys or chain("x", 4)
@@ -289,13 +288,10 @@ def test_long_prompts_and_groups_are_expected_in_several_words() -> None:
     assert node.of(m.LeaseAsk) == []
 
 
-def test_an_engine_stands_for_its_node_if_that_is_not_named(node: PushNode) -> None:
-    node.decode("d1", node="", engine="e1")
-    (word,) = node.words()
-    assert isinstance(word, PushExpect)
-    assert (word.node, word.engine) == ("", "e1")
-    node.decode("d2", "t2", chain("z", 3), node="")
+def test_a_request_that_names_no_node_is_left_to_the_index(node: PushNode) -> None:
+    node.decode(node="")
     assert node.words() == []
+    assert isinstance(node.ask(), Miss)
 
 
 # ── all together ─────────────────────────────────────────────────────────────────────────────────

@@ -54,7 +54,6 @@ def test_most_requests_have_no_part_in_a_transfer() -> None:
 def test_both_legs_of_vllms_push_proxy_have_one_name() -> None:
     p, d = produced(TO_PREFILL), expected(EARLY)
     assert p.transfer == d.transfer
-    assert d.engine == "engine-p"
     assert d.node == ""
 
 
@@ -66,7 +65,7 @@ def test_the_answer_of_prefill_names_the_transfer_for_decode(
     ours = {"kvstore": {"transfer": given_name}} if given_name else {}
     p = produced(TO_PREFILL | ours)
     answer = answer_of(p, node="node-p", engine="e", request_id=P_ID, tokens=300)
-    assert expected(answer, d_id) == Expected(p.transfer, "node-p", "e")
+    assert expected(answer, d_id) == Expected(p.transfer, "node-p")
     assert answer["remote_host"] is None
 
 
@@ -96,7 +95,6 @@ def test_answers_to_one_prompt_are_one_transfer() -> None:
         {"do_remote_prefill": True, "kvstore": {"node": "a b"}},
         {"do_remote_prefill": True, "kvstore": {"node": "n\n"}},
         {"do_remote_prefill": True, "kvstore": {"transfer": "x" * 201}},
-        {"do_remote_prefill": True, "remote_engine_id": 7},
     ],
 )
 def test_broken_parameters_are_an_error_of_ours(broken: object) -> None:
