@@ -53,7 +53,7 @@ from kvstore.wire.pushes import PushEnd, PushExpect
 
 GRANT_BYTES: Final = 16 * MIB
 EXPECTS_MAX: Final = 256
-"""Of one engine."""
+"""Expectations of one engine."""
 REVOKED_NS: Final = 5 * NS_PER_S
 """A peer that did not answer a revocation for so long may write for ever."""
 LIMBO_NS: Final = 5 * NS_PER_S
