@@ -453,6 +453,14 @@ class Engine:
         """Leases, at most report.ROWS_MAX."""
         return report.leases(self._state)
 
+    def landing_bytes(self) -> dict[tuple[str], int]:
+        """Bytes of the landing slab by state."""
+        return {(state,): size for state, size in self._grants.landing_bytes().items()}
+
+    def push_counts(self) -> dict[tuple[str], int]:
+        """Pushes under way by this node's side in them."""
+        return {("decode",): len(self._grants), ("prefill",): len(self._pushes)}
+
     def jobs(self) -> list[report.JobReport]:
         """Ranks that hold slots they may write."""
         return report.jobs(self._state)

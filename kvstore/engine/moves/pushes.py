@@ -282,6 +282,9 @@ class Pushes:
     def _last_word(self, peer: int, grant: int, reason: str, *, is_quiet: bool) -> None:
         self._state.say(SayPushOver(peer, grant, reason, is_quiet, self._state.cause))
 
+    def __len__(self) -> int:
+        return len(self._asks)
+
     def sessions(self) -> set[int]:
         """Sessions that hold leases for writes."""
         return {-write.ask.peer for write in self._writes.values()}
