@@ -148,7 +148,15 @@ class Engine:
         )
         self._switches = Switches(self._state, self._files)
         self._scrubs = Scrubs(self._state)
-        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+        self._handlers = self._handlers_of_rooms()
+        """Handlers of events that concern one room."""
+        self._clear_from = 0
+        """Row after the last one that was cleared."""
+        self.explain = Explain(self._state)
+        """Why recent requests hit or missed."""
+
+    def _handlers_of_rooms(self) -> dict[type[Event], Callable[[Any], None]]:
+        return {
             Received: self._received,
             Scrubbed: self._scrubs.take,
             Located: self._fetches.located,
@@ -171,11 +179,6 @@ class Engine:
             FileLate: self._files.late,
             FileReclaim: self._files.reclaim,
         }
-        """Handlers of events that concern one room."""
-        self._clear_from = 0
-        """Row after the last one that was cleared."""
-        self.explain = Explain(self._state)
-        """Why recent requests hit or missed."""
 
     @property
     def counters(self) -> Counters:
@@ -449,6 +452,14 @@ class Engine:
     def leases(self) -> list[report.LeaseReport]:
         """Leases, at most report.ROWS_MAX."""
         return report.leases(self._state)
+
+    def landing_bytes(self) -> dict[tuple[str], int]:
+        """Bytes of the landing slab by state."""
+        return {(state,): size for state, size in self._grants.landing_bytes().items()}
+
+    def push_counts(self) -> dict[tuple[str], int]:
+        """Pushes under way by this node's side in them."""
+        return {("decode",): len(self._grants), ("prefill",): len(self._pushes)}
 
     def jobs(self) -> list[report.JobReport]:
         """Ranks that hold slots they may write."""

@@ -456,7 +456,7 @@ class WritePush(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SayPushed(msgspec.Struct, frozen=True, kw_only=True):
-    """Tell a peer that blocks of its grant are written."""
+    """Report to a peer that blocks of its grant are written."""
 
     peer: int
     grant: int
@@ -468,7 +468,7 @@ class SayPushed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SayPushOver(msgspec.Struct, frozen=True):
-    """Tell a peer the last word about its grant."""
+    """Say the last word to a peer about its grant."""
 
     peer: int
     grant: int

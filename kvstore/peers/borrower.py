@@ -401,7 +401,7 @@ class Borrower:
         self._note(_title(node), "a block that it served is not what was stored; see its scrub")
 
     async def address_of(self, node: str) -> str:
-        """Where a member is; empty: it is none. It may have just joined."""
+        """Address of a member; empty: no member. Members that have just joined are looked for."""
         if node not in self._addresses:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOCATE_TIMEOUT_S):

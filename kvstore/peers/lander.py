@@ -52,7 +52,7 @@ KINDS: Final = ("push_first", "push", "land_copy", "land_verify")
 _log = logging.getLogger(__name__)
 
 
-class _Given:
+class _OpenGrant:
     """A grant whose last word has not come."""
 
     def __init__(self, command: AskPush, begun_ns: int) -> None:
@@ -81,7 +81,7 @@ class Lander:
         self._post, self._borrower, self._mover = post, borrower, mover
         self._memory, self._clock, self._draw_epoch = memory, clock, draw_epoch
         self._epoch = 0
-        self._given: dict[int, _Given] = {}
+        self._given: dict[int, _OpenGrant] = {}
         self._told: dict[str, str] = {}
         """The last reason of each peer, said once."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,7 +102,7 @@ class Lander:
         """An order of the engine."""
         match command:
             case AskPush():
-                given = self._given[command.grant] = _Given(command, self._clock.now_ns())
+                given = self._given[command.grant] = _OpenGrant(command, self._clock.now_ns())
                 self._run(self._ask(given))
             case RevokePush(grant=grant) if grant in self._given:
                 given = self._given[grant]
@@ -127,7 +127,7 @@ class Lander:
 
     # ── grants ───────────────────────────────────────────────────────────────────────────────────
 
-    async def _ask(self, given: _Given) -> None:
+    async def _ask(self, given: _OpenGrant) -> None:
         command = given.command
         try:
             session = await self._borrower.session(command.node)

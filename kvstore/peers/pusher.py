@@ -39,7 +39,7 @@ from kvstore.wire.mover import Direction
 
 WRITE_TIMEOUT_S: Final = 10.0
 GRANTS_MAX: Final = 256
-"""Of one peer that have no last word yet."""
+"""Grants of one peer without a last word."""
 
 _log = logging.getLogger(__name__)
 

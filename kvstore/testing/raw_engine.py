@@ -52,7 +52,7 @@ from kvstore.wire.messages import (
     generations_array,
     slots_array,
 )
-from kvstore.wire.pushes import PushEnd, PushExpect
+from kvstore.wire.pushes import PushCancel, PushEnd, PushExpect
 from kvstore.wire.record import header, header_prefix
 from kvstore.wire.space import Space, fingerprint
 
@@ -223,6 +223,10 @@ class RawEngine:
         """A prefill node will push these keys."""
         message = PushExpect(transfer, node, b"".join(keys), deadline_ms)
         assert self.scheduler.send(message)
+
+    def cancel(self, transfer: str) -> None:
+        """Nobody waits for a transfer any more."""
+        assert self.scheduler.send(PushCancel(transfer))
 
     def push_end(self) -> PushEnd:
         """Wait for the end of the oldest `expect`. Raises EngineGone, TimeoutError."""

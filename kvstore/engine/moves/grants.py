@@ -37,6 +37,7 @@ from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import PEER_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows, each
 from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.expected import ExpectedKeys
 from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.intake import Copies, Intake
 from kvstore.engine.moves.jobs import Jobs
@@ -53,7 +54,7 @@ from kvstore.wire.pushes import PushEnd, PushExpect
 
 GRANT_BYTES: Final = 16 * MIB
 EXPECTS_MAX: Final = 256
-"""Of one engine."""
+"""Expectations of one engine."""
 REVOKED_NS: Final = 5 * NS_PER_S
 """A peer that did not answer a revocation for so long may write for ever."""
 LIMBO_NS: Final = 5 * NS_PER_S
@@ -143,8 +144,7 @@ class Grants:
         self._limbo: list[tuple[Extents, int]] = []
         self._limbo_ns = 0
         """Since when there is limbo."""
-        self._coming: dict[tuple[int, ...], Counter[bytes]] = {}
-        """Expectations of each key, by all the scopes together that it is wanted in."""
+        self._coming = ExpectedKeys()
 
     # ── what is expected ─────────────────────────────────────────────────────────────────────────
 
@@ -167,8 +167,7 @@ class Grants:
         its = (connection, owner.open_session, message, asker, missing, state.now_ns, until_ns)
         expect = _Expect(*its, np.zeros(len(missing), dtype=bool))
         self._expects.append(expect)
-        if len(missing):
-            self._coming.setdefault(asker.scopes, Counter()).update(each(missing))
+        self._coming.add(asker.scopes, missing)
         self._go_on(expect)
         return ""
 
@@ -191,13 +190,7 @@ class Grants:
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
         """Flags of the keys that are expected (`arrivals.Source`)."""
         del rows
-        flags = np.zeros((len(scopes), len(keys)), dtype=bool)
-        for these, its in self._coming.items():
-            among = np.isin(scopes, these)
-            if among.any():
-                found = np.fromiter((key in its for key in each(keys)), dtype=bool, count=len(keys))
-                flags[among] |= found
-        return flags
+        return self._coming.flags(scopes, keys)
 
     def run(self, asker: Asker, keys: Keys) -> int:
         """How many leading keys are in dram or expected; 0 if none of them is expected."""
@@ -290,13 +283,8 @@ class Grants:
 
     def _come(self, expect: _Expect, places: slice) -> None:
         """These are here, or not expected any more."""
-        its = self._coming.get(expect.asker.scopes, Counter())
-        for key in each(expect.missing[places][~expect.has_come[places]]):
-            its[key] -= 1
-            if not its[key]:
-                del its[key]
-        if not its:
-            self._coming.pop(expect.asker.scopes, None)
+        left = expect.missing[places][~expect.has_come[places]]
+        self._coming.remove(expect.asker.scopes, left)
         expect.has_come[places] = True
 
     def _say_end(
@@ -472,6 +460,16 @@ class Grants:
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
+    def landing_bytes(self) -> dict[str, int]:
+        """Bytes of the landing slab by state."""
+        limbo = sum(len(extents) * pages for extents, pages in self._limbo)
+        free = self._slab.free_pages
+        pages = {"free": free, "granted": self._slab.page_count - free - limbo, "limbo": limbo}
+        return {state: count * PAGE_BYTES for state, count in pages.items()}
+
+    def __len__(self) -> int:
+        return len(self._expects)
+
     def landing_words(self) -> Words:
         """Slots that are being copied into."""
         return self._landings.words()
@@ -488,10 +486,8 @@ class Grants:
             owed[job.granted.node] += len(held[-1][0]) * job.granted.pages
         self._slab.check(held + self._limbo)
         assert +owed == self._pages_of, "what peers are granted is miscounted"
-        told: dict[tuple[int, ...], Counter[bytes]] = {}
+        told = ExpectedKeys()
         for expect in self._expects:
             assert expect.reason is None, "an expectation that has ended waits"
-            keys = each(expect.missing[~expect.has_come])
-            told.setdefault(expect.asker.scopes, Counter()).update(keys)
-        told = {scopes: its for scopes, its in told.items() if its}
+            told.add(expect.asker.scopes, expect.missing[~expect.has_come])
         assert told == self._coming, "what is expected is miscounted"

@@ -78,7 +78,7 @@ class _Ask(msgspec.Struct):
         return -self.peer, LEASE + self.grant
 
 
-class _Write(msgspec.Struct, frozen=True):
+class _PushWrite(msgspec.Struct, frozen=True):
     ask: _Ask
     first: int
     count: int
@@ -104,7 +104,7 @@ class Pushes:
         self._state, self._files, self._arrivals, self._loans = state, files, arrivals, loans
         self._transfers, self._numbers = transfers, numbers
         self._asks: dict[tuple[int, int], _Ask] = {}
-        self._writes: dict[int, _Write] = {}
+        self._writes: dict[int, _PushWrite] = {}
 
     def asked(self, event: PushAsked) -> None:
         """Write what is here, and wait for the rest."""
@@ -180,7 +180,7 @@ class Pushes:
             assert sums is not None
             piece = piece[: count * shards]
             state.leases.add(-ask.peer, LEASE + job, piece, state.now_ns, account, shards)
-            self._writes[job] = _Write(
+            self._writes[job] = _PushWrite(
                 ask,
                 ask.next,
                 count,
@@ -227,7 +227,7 @@ class Pushes:
             self._go_on(ask)
         self._settle(ask)
 
-    def _say_pushed(self, ask: _Ask, write: _Write, count: int) -> None:
+    def _say_pushed(self, ask: _Ask, write: _PushWrite, count: int) -> None:
         counters = self._state.counters
         counters.pushed_blocks += count
         counters.pushed_bytes += count * sum(write.block_bytes)
@@ -281,6 +281,9 @@ class Pushes:
 
     def _last_word(self, peer: int, grant: int, reason: str, *, is_quiet: bool) -> None:
         self._state.say(SayPushOver(peer, grant, reason, is_quiet, self._state.cause))
+
+    def __len__(self) -> int:
+        return len(self._asks)
 
     def sessions(self) -> set[int]:
         """Sessions that hold leases for writes."""

@@ -26,7 +26,7 @@ SEALS_NS = NS_PER_S // 4
 EVER: int = 1 << 63
 
 
-class _Transfer(msgspec.Struct):
+class _Prefill(msgspec.Struct):
     connection: Connection
     session: int
     addresses: frozenset[tuple[str, SpaceId]]
@@ -49,7 +49,7 @@ class Transfers:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._transfers: OrderedDict[tuple[str, str], _Transfer] = OrderedDict()
+        self._transfers: OrderedDict[tuple[str, str], _Prefill] = OrderedDict()
 
     def open(self, connection: Connection, message: PushOpen) -> None:
         """An engine computes blocks of this transfer."""
@@ -59,12 +59,12 @@ class Transfers:
         addresses = frozenset(group.asker.address for group in owner.groups)
         name = (owner.groups[0].asker.tenant, message.transfer)
         self._transfers.pop(name, None)
-        self._transfers[name] = _Transfer(connection, owner.open_session, addresses, message.node)
+        self._transfers[name] = _Prefill(connection, owner.open_session, addresses, message.node)
         if len(self._transfers) > TRANSFERS_MAX:
             self._transfers.popitem(last=False)
 
     def close(self, connection: Connection, message: PushClose) -> None:
-        """It computes no more of them."""
+        """No more of its blocks will be sealed."""
         if connection.owner.open_session:
             name = (connection.owner.groups[0].asker.tenant, message.transfer)
             its = self._transfers.get(name)
@@ -74,7 +74,7 @@ class Transfers:
     def patience(
         self, address: tuple[str, SpaceId], transfer: str, node: str, since_ns: int
     ) -> Patience:
-        """Of a node that waits since then for blocks of this (tenant, space)."""
+        """Patience of a node that waits since then for blocks of this (tenant, space)."""
         its = self._transfers.get((address[0], transfer))
         if its is None:
             return Patience(since_ns + UNKNOWN_NS, "no engine here prefills it")

@@ -187,6 +187,7 @@ def test_the_end_of_the_engine_ends_what_it_expects() -> None:
     pair.expect(1, 2)
     pair.d.end(pair.decode.scheduler)
     pair.tick()
+    assert not pair.d.engine._grants._expects
     pair.pump()
     pair.at_rest()
 
