@@ -11,13 +11,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+from kvstore.cli.ask import NodeClient
 from kvstore.demo.completions import CompletionClient
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
@@ -29,8 +30,8 @@ from kvstore.testing.process import NodeProcess, reap
 from tests.amounts import amount, covered
 from tests.integration.engine.fixtures import MAX_TOKENS, PROMPT_COUNT, SEED, Reference
 from tests.integration.engine.nursery import EngineNursery
-from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, wait_until
-from tests.integration.engine.test_cluster import wrong_answers
+from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, metric, wait_until
+from tests.integration.engine.test_cluster import leading_blocks, wrong_answers
 from tests.kit.gauges import look
 from tests.upstream.run import NoSources, fetch
 
@@ -38,6 +39,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ABORTS = amount(24, nightly=200)
 UPSTREAM_PROMPTS = amount(24, nightly=PROMPT_COUNT)
+PUSHED_SHARE = 0.8
+"""Of all blocks: several requests of one prefix may be computed at the same time."""
 PUSH_DEADLINE_MS = 3000
 PREFILL_TIMEOUT_S = 2.0
 ANSWER_S = 30.0
@@ -75,10 +78,17 @@ def proxy_of(pair: PdPair, legs: str, directory: Path) -> Iterator[CompletionCli
 
 
 def forget(pair: PdPair) -> None:
-    """Nothing of earlier tests is anywhere."""
-    for engine in (pair.p, pair.d):
-        engine.forget(external=True)
-        engine.warm_up()
+    """Nothing of earlier tests is anywhere. (A reset of the connectors would move both engines to
+    spaces of their own.)"""
+    for engine, node in ((pair.p, pair.node_p), (pair.d, pair.node_d)):
+        engine.forget()
+        with closing(NodeClient(node.socket)) as client:
+            client.clear(space="")
+
+
+def pushed_blocks(pair: PdPair) -> float:
+    """Blocks that came to node d from node p by pushes so far."""
+    return metric(pair.node_d, "kvstore_push_blocks_landed_total")
 
 
 def requests_under_way(engine: VllmServer) -> float:
@@ -109,8 +119,10 @@ def test_tokens_are_those_of_one_engine(
 ) -> None:
     forget(pair)
     with proxy_of(pair, legs, tmp_path) as proxy:
+        before = pushed_blocks(pair)
         done = proxy.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=6)
         assert wrong_answers(done, reference) == []
+        assert pushed_blocks(pair) - before >= PUSHED_SHARE * len(leading_blocks(prompts))
         for conversation in reference.conversations[: amount(3, nightly=12)]:
             size = len(conversation.answer)
             assert proxy.complete(conversation.first, max_tokens=size).tokens == conversation.answer
