@@ -251,6 +251,7 @@ def demo(arguments: tuple[str, ...]) -> None:
       kvstore demo
       kvstore demo --keep
       kvstore demo --cluster
+      kvstore demo --pd
     """
     module = "kvstore.demo.play"
     missing = [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]

@@ -39,6 +39,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float
     """From before the request was sent until its first token arrived."""
     duration_s: float
+    token_s: tuple[float, ...] = ()
+    """From before the request was sent until each token arrived."""
 
 
 class _Usage(msgspec.Struct):
@@ -90,15 +92,15 @@ class CompletionClient:
         """
         body = {**_request_body(prompt, max_tokens), **(extra or {})}
         tokens: list[int] = []
+        arrived_s: list[float] = []
         usage: _Usage | None = None
-        name, first = "", 0.0
+        name = ""
         data = msgspec.json.encode(body)
         begin = time.perf_counter()
         try:
             for chunk in self._stream(data, timeout_s):
                 new = [token for choice in chunk.choices for token in choice.token_ids or ()]
-                if new and not tokens:
-                    first = time.perf_counter() - begin
+                arrived_s += [time.perf_counter() - begin] * len(new)
                 tokens += new
                 name = chunk.id or name
                 usage = chunk.usage or usage
@@ -112,8 +114,9 @@ class CompletionClient:
             tokens=tuple(tokens),
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=(details.cached_tokens or 0) if details else 0,
-            ttft_s=first,
+            ttft_s=arrived_s[0],
             duration_s=time.perf_counter() - begin,
+            token_s=tuple(arrived_s),
         )
 
     def abandon(self, prompt: Sequence[int], *, max_tokens: int, until: Callable[[], bool]) -> None:

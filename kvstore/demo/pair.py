@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvstore.demo.completions import CompletionClient
-from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine import HitCounts, VllmServer
 from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.settle import settled
 from kvstore.testing.index_process import Lab
@@ -23,6 +23,19 @@ from kvstore.testing.process import NodeProcess
 
 StartEngine = Callable[[ServerConfig, Path], VllmServer]
 """From a configuration and the path of a log."""
+
+
+class PairClient(CompletionClient):
+    """The proxy, in the place of an engine; hits are those of the decode engine."""
+
+    def __init__(self, port: int, p: VllmServer, d: VllmServer) -> None:
+        super().__init__(port)
+        self._d = d
+        self.start_seconds = p.start_seconds + d.start_seconds
+
+    def hits(self) -> HitCounts:
+        """As `VllmServer.hits`."""
+        return self._d.hits()
 
 
 @dataclass
@@ -34,7 +47,7 @@ class PdPair:
     p: VllmServer
     d: VllmServer
     proxy_process: PdProxyProcess
-    proxy: CompletionClient
+    proxy: PairClient
 
 
 @contextlib.contextmanager
@@ -80,7 +93,7 @@ def pd_pair(
         with PdProxyProcess.start(
             work, prefill=[p.port], decode=[d.port], flags=proxy_flags
         ) as proxy:
-            yield PdPair(node_p, node_d, p, d, proxy, CompletionClient(proxy.port))
+            yield PdPair(node_p, node_d, p, d, proxy, PairClient(proxy.port, p, d))
 
 
 def _of(config: ServerConfig, node: NodeProcess) -> ServerConfig:
