@@ -33,7 +33,7 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo test nightly check lint coverage mutation rdma-check gpu-check upstream proto wheel clean distclean bench-cluster bench-index \
+.PHONY: help docs demo test nightly check lint coverage mutation rdma-check gpu-check upstream proto wheel clean distclean bench-cluster bench-pd bench-index \
 	bench-single bench-groups bench-files bench-slow-disk bench-policies bench-peers bench-micro soak
 .DELETE_ON_ERROR:
 
@@ -104,6 +104,9 @@ bench-peers: $(VENV)/.engine $(PEERS)/.engine ## beside LMCache: bench/results/p
 
 bench-cluster: $(VENV)/.engine $(DYNAMO)/.base ## nodes as one cache: bench/results/cluster.json and .png
 	$(BIN)/python bench/scenarios/cluster.py
+
+bench-pd: $(VENV)/.engine ## prefill and decode on two engines: bench/results/pd.json and .png
+	$(BIN)/python bench/scenarios/pd.py
 
 bench-index: $(DYNAMO)/.base ## the prefix index beside Dynamo's: bench/results/index_ops.json
 	$(DYNAMO)/bin/python bench/micro/index_ops.py

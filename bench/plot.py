@@ -209,6 +209,31 @@ def cluster(record: dict[str, Any]) -> Any:
     return figure
 
 
+def pd(record: dict[str, Any]) -> Any:
+    hand_over = record["hand_over"]["detail"]["hand_over_ms"]
+    ratio = record["hand_over"]["figures"]["hand_over_over_nixl_connector"]
+    decode = record["decode"]
+    shorter = decode["figures"]["longest_gap_over_one_engine"]["value"]
+    figure, (left, right) = _figure(
+        f"Beside long prompts the longest gap in an answer is {shorter:.2f} × that of one engine",
+        f"{_engine(record)}, 194 M parameters, prompts of {record['prompt_tokens']:,} tokens; all "
+        "engines share two cores",
+        (1, 1.15),
+    )
+    rows = (("kvstore", "kvstore", KVSTORE), ("NixlConnector", "nixl", COMPUTED))
+    _strips(left, [(name, np.divide(hand_over[key], 1000), c) for name, key, c in rows])
+    _ratio(left, 0.5, ratio["value"], ratio["interval_95"])
+    left.set_title("Prefill's answer to decode's first token")
+    for key, name, colour in (("one", "one engine", COMPUTED), ("pd", "two engines", KVSTORE)):
+        seconds = decode["detail"]["token_s"][key]
+        right.plot(seconds, range(1, 1 + len(seconds)), color=colour, lw=2)
+        _text(right, seconds[-1], len(seconds), f"{name}  ", colour, weight="bold", ha="right")
+    right.set(xlabel="seconds since its first token", ylabel="tokens", xlim=(0, None))
+    right.set_title("An answer while long prompts arrive")
+    right.grid(axis="y")
+    return figure
+
+
 # ── policies, soak ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -387,6 +412,7 @@ PICTURES: Final[dict[str, Callable[[dict[str, Any]], Any]]] = {
     "single": single,
     "peers": peers,
     "cluster": cluster,
+    "pd": pd,
     "policies": policies,
     "soak": soak,
 }

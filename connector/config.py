@@ -35,6 +35,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_timeout_ms: Annotated[int, msgspec.Meta(ge=100, le=10_000)] = 250
     """Age of the heartbeat at which the engine treats the node as down and computes. Caching
     resumes with the next heartbeat; after eight times this age the engine attaches anew."""
+    push_deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=600_000)] = 10_000
+    """Longest wait of a request with `do_remote_prefill` for the blocks that a prefill node sends;
+    after it the prompt is computed from the first missing block on."""
     verify_every: Annotated[int, msgspec.Meta(ge=0)] = 1
     """Checksum verification of loads. 1: every load; n: every n-th; 0: none."""
     shadow_every: Annotated[int, msgspec.Meta(ge=0)] = 0

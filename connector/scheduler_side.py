@@ -14,7 +14,7 @@ import logging
 import select
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,9 +25,10 @@ from kvstore.connector.adapters import AdapterKeys, Adapters
 from kvstore.connector.checks import NotServed
 from kvstore.connector.handoff import SELECT_FD_END
 from kvstore.connector.media import why_left_out
-from kvstore.errors import AttachError
+from kvstore.errors import AttachError, ProtocolError
 from kvstore.obs.logs import RateLimit
 from kvstore.wire.messages import Message, Story
+from kvstore.wire.transfers import Expected, Produced, read_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -54,6 +55,11 @@ _KEYS_ASKED_PER_STEP = 4096
 and sending keys takes the scheduler's time (2 ms for so many, at the most)."""
 _UNREAD_NS_MAX = 250_000_000
 """A node that takes nothing from a full socket for so long is as good as stopped."""
+_ENDED_EARLY = {
+    "FINISHED_ABORTED": "aborted",
+    "FINISHED_IGNORED": "too long",
+    "FINISHED_ERROR": "failed",
+}
 _IDLE_NS = 100_000_000
 """An engine that has not looked at the socket for so long is idle, or in a long step."""
 
@@ -213,7 +219,10 @@ class SchedulerSide:
                 keys = AdapterKeys(request, digest)
             else:
                 reason = "adapter"
+        transfer = self._transfer(request)
         if reason:
+            if isinstance(transfer, Produced):
+                self._core.pushes.refuse(transfer, f"not stored: {reason}")
             self._leave_out(request, reason, now_ns)
             return True
         self._keys[request.request_id] = keys
@@ -224,10 +233,20 @@ class SchedulerSide:
             prompt_tokens=request.num_prompt_tokens,
             now_ns=now_ns,
             may_hint=not self._unsent,  # in a backlog hints would only make it longer
+            transfer=transfer,
         )
         self._due_tokens[request.request_id] = self._core.due_tokens(request.request_id)
         self._flush(now_ns)
         return True
+
+    def _transfer(self, request: Request) -> Produced | Expected | None:
+        """Its part in a transfer; parameters come from clients, so broken ones only count."""
+        try:
+            return read_transfer(request.kv_transfer_params, request.request_id)
+        except ProtocolError as error:
+            self._core.stats.add("pushes_malformed")
+            logger.warning("kvstore: a request's parameters are ignored: %s", error)
+            return None
 
     def _leave_out(self, request: Request, reason: str, now_ns: int) -> None:
         self._core.left_out(
@@ -322,8 +341,15 @@ class SchedulerSide:
         """Tokens of the request's load that came from disk for it."""
         return self._core.file_tokens(request.request_id)
 
-    def request_finished(self, request: Request) -> None:
-        """The request ended; its blocks are free at once, fences protect running copies."""
+    def request_finished(self, request: Request) -> dict[str, Any] | None:
+        """The request ended; its blocks are free at once, fences protect running copies. Returns
+        the parameters for a decode engine, if it was prefilled for one."""
+        why_early = _ENDED_EARLY.get(request.status.name, "")
+        answer = self._core.pushes.answer(request.request_id, request.num_prompt_tokens)
+        self._end(request, why_early)
+        return None if why_early else answer
+
+    def _end(self, request: Request, why_early: str) -> None:
         self._computing.discard(request.request_id)
         if request.request_id in self._unread:
             self._unread.discard(request.request_id)
@@ -331,7 +357,7 @@ class SchedulerSide:
         if self._requests.pop(request.request_id, None) is None:
             return
         del self._due_tokens[request.request_id], self._keys[request.request_id]
-        story = self._core.finished(request.request_id)
+        story = self._core.finished(request.request_id, why_early)
         self._flush(time.monotonic_ns())
         if story is not None and self._config.log_requests:
             request_logger.info(
@@ -353,6 +379,8 @@ class SchedulerSide:
         """This step's orders to the ranks."""
         self.poll()
         self._computing.update(output.num_scheduled_tokens)
+        for request_id in output.preempted_req_ids or ():
+            self._core.pushes.preempted(request_id)
         self._watched_ns = 0
         self._keys_left = _KEYS_ASKED_PER_STEP
         state = output.kv_connector_block_state

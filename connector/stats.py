@@ -41,6 +41,11 @@ _METRICS = {
     "store_blocks_submitted": (
         "Blocks submitted to the ranks for storing; without those sealed and dropped: the queue."
     ),
+    "pushes_opened": "Requests whose blocks were offered to decode nodes.",
+    "pushes_expected": "Requests that waited for blocks from a prefill node.",
+    "pushes_short": "Announced blocks that did not all come from the prefill node.",
+    "pushes_given_up": "Waits for blocks from a prefill node ended by their deadline.",
+    "pushes_malformed": "Requests whose kv_transfer_params were broken, and ignored.",
     "store_blocks_sealed": "Block shards stored.",
     "store_blocks_dropped": "Block shards whose store was abandoned.",
     "store_blocks_without_credit": "Full blocks not stored for lack of a credit.",

@@ -262,20 +262,18 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request ended; its blocks may be reused at once (fences protect running copies)."""
-        self._request_finished(request)
-        return False, None
+        return False, self._request_finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`; this is the one that vllm calls."""
-        self._request_finished(request)
-        return False, None
+        return False, self._request_finished(request)
 
     @_guarded(lambda self: None)
-    def _request_finished(self, request: Request) -> None:
+    def _request_finished(self, request: Request) -> dict[str, Any] | None:
         assert self._scheduler is not None
-        self._scheduler.request_finished(request)
+        return self._scheduler.request_finished(request)
 
     @_guarded(lambda self: False)
     def has_pending_push_work(self) -> bool:
@@ -441,6 +439,7 @@ def _core_config(
         heartbeat_timeout_ms=config.heartbeat_timeout_ms,
         min_load_tokens=config.min_load_tokens,
         store=config.store,
+        push_deadline_ms=config.push_deadline_ms,
         verify_every=config.verify_every,
         shadow_every=config.shadow_every,
     )

@@ -18,6 +18,7 @@ import click
 from kvstore import __version__
 from kvstore.cli.commands import A_DIRECTORY, SOCKET_OPTION, fail, node_client, settings_options
 from kvstore.cli.look_commands import explain, inspect, top
+from kvstore.cli.pd_command import pd_proxy
 from kvstore.config.defaults import CERTIFICATE_DAYS
 from kvstore.config.settings import IndexSettings, NodeSettings
 from kvstore.errors import ConfigError, KVStoreError
@@ -40,6 +41,7 @@ def cli() -> None:
       kvstore clear                    drop all cached blocks
       kvstore upgrade                  run the newly installed code, keep the memory
       kvstore index                    run a replica of the prefix index
+      kvstore pd-proxy                 prefill on one engine, decode on another
     """
 
 
@@ -155,7 +157,7 @@ def certs(
     click.echo("\n".join(map(str, made)))
 
 
-for _command in (inspect, explain, top):
+for _command in (inspect, explain, top, pd_proxy):
     cli.add_command(_command)
 
 
@@ -249,6 +251,7 @@ def demo(arguments: tuple[str, ...]) -> None:
       kvstore demo
       kvstore demo --keep
       kvstore demo --cluster
+      kvstore demo --pd
     """
     module = "kvstore.demo.play"
     missing = [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]

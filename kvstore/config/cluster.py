@@ -66,6 +66,8 @@ class PeerConfig:
     port: int
     """0: the kernel chooses; the index gets the port."""
     transport: TransportConfig
+    landing_bytes: int = 0
+    """End of the arena that prefill nodes write to, whole slabs; 0: none do."""
     is_fetched_always: bool = False
     """Whether blocks are fetched even if computing is quicker."""
 

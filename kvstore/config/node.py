@@ -6,12 +6,13 @@ cover: the table (`settings`), addresses (`addresses`), the cluster (`cluster`).
 Ways to be wrong, each a ConfigError that says how to mend it: those of `reading`; text that is no
 size; dram larger than the memory there is; slab larger than dram; an address beyond loopback
 without the opt-in; events on an invalid address; quotas that are no shares, or more than there is;
-a disk tier that is no PATH:SIZE or too small; a scrub that is no rate; limits of writes too small
-for a block.
+a disk tier that is no PATH:SIZE or too small; a scrub that is no rate; a landing slab that
+leaves too little; limits of writes too small for a block.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import re
@@ -32,12 +33,15 @@ from kvstore.engine import MOVING_SHARE, QUOTA_COUNT_MAX, AdmissionMode
 from kvstore.errors import ConfigError
 from kvstore.tiers.file import FileConfig
 from kvstore.tiers.scrub import AUTO, ScrubRate
+from kvstore.transport.backends import BACKENDS
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import KIB, MIB, format_size, parse_size
 
 UID_MAX: Final = (1 << 32) - 2
 ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
 SLAB_BYTES_AUTO_MAX: Final = 64 * MIB
+LANDING_SHARE: Final = 16
+LANDING_BYTES_MAX: Final = 256 * MIB
 SCRUB_BYTES_MIN: Final = 64 * KIB
 SOCKET_PATH_BYTES_MAX: Final = 107 - len(".lock")
 """The kernel's limit for a unix socket path, less the longest suffix we add."""
@@ -124,11 +128,37 @@ def _resolve(settings: NodeSettings, arena: tuple[int, str] | None) -> NodeConfi
         scrub=scrub,
         http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         events=_events(settings),
-        cluster=resolve_cluster(settings),
+        cluster=_cluster(settings, dram_bytes=dram_bytes, slab_bytes=slab_bytes),
         quotas=_quotas(settings.quota or {}, dram_bytes=dram_bytes),
         allow_uids=_uids(settings.allow_uid),
         log_level=settings.log_level,
     )
+
+
+def _cluster(settings: NodeSettings, *, dram_bytes: int, slab_bytes: int) -> ClusterConfig | None:
+    """With room for pushes: whole slabs."""
+    cluster = resolve_cluster(settings)
+    if cluster is None or cluster.peers is None or settings.landing in (False, "off"):
+        return cluster
+    takes_writes = BACKENDS[cluster.peers.transport.name].capabilities.takes_writes
+    if settings.landing in (None, "auto"):
+        size = min(dram_bytes // LANDING_SHARE, LANDING_BYTES_MAX) if takes_writes else 0
+        size -= size % slab_bytes
+    else:
+        size = _size("landing", str(settings.landing))
+        size += -size % slab_bytes
+        if size > dram_bytes // 2:
+            raise ConfigError(
+                f"landing of {format_size(size)}, whole slabs of {format_size(slab_bytes)}, is more"
+                " than half of dram: choose a smaller --landing or --slab"
+            )
+        if not takes_writes:
+            raise ConfigError(
+                f"--transport {cluster.peers.transport.name} takes no writes, which --landing is"
+                " for: leave --landing out, or choose another transport"
+            )
+    peers = dataclasses.replace(cluster.peers, landing_bytes=size)
+    return dataclasses.replace(cluster, peers=peers)
 
 
 def _has_use_for_a_name(settings: NodeSettings) -> bool:

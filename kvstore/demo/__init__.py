@@ -1,7 +1,9 @@
 """`kvstore demo`: a real vLLM without and with kvstore, and the means to start one.
 
-flags, play, cluster   command line; one node; two nodes and an index
+flags, play, cluster, pd   command line; one node; two nodes as one cache; prefill and decode
 models, workload       small models on this machine; conversations and prompts
 engine, engine_config, guard   a vLLM server as a child that leaves no process behind
+completions            a client of it, or of a proxy
+pair                   a prefill and a decode engine on nodes of their own, and the proxy
 settle                 wait until every computed block is stored
 """

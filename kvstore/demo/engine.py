@@ -11,7 +11,6 @@ the server runs under `kvstore.demo.guard`, so an engine belongs to the thread t
 from __future__ import annotations
 
 import contextlib
-import functools
 import http.client
 import os
 import re
@@ -20,8 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -31,42 +29,25 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.demo import guard
-from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
-from kvstore.errors import KVStoreError
+from kvstore.demo.completions import (
+    Completion as Completion,
+    CompletionClient,
+    EngineError as EngineError,
+)
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.testing import tied
 
 READY_TIMEOUT_S: Final = 300.0
 """A start takes 12 s on a quiet machine, and all of ten times that on a busy one."""
 STOP_TIMEOUT_S: Final = 20.0
-REQUEST_TIMEOUT_S: Final = 120.0
 POLL_S: Final = 0.05
-_ABANDON_POLL_S: Final = 0.001
 WARM_UP_PROMPT: Final = tuple(range(32))
 """Shorter than a block, so never stored. See `VllmServer.warm_up`."""
 
-_JSON: Final = {"Content-Type": "application/json"}
 _SHARED_NAME: Final = re.compile(r"vllm_dist_[0-9a-f]{32}")
 """Name of an engine of several ranks in its log."""
 _ERROR_LINE: Final = re.compile(r"(?:^|[\])] )[\w.]*(?:Error|Exception): ")
 """The last line of a traceback, alone or behind vLLM's prefix."""
-
-
-class EngineError(KVStoreError):
-    """The engine did not start, ended, or answered something other than a completion."""
-
-
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """One answered request."""
-
-    id: str = ""
-    """As the client gets it."""
-    tokens: tuple[int, ...]
-    prompt_tokens: int
-    cached_tokens: int
-    """Prompt tokens that were not computed: prefix cache and connector together."""
-    ttft_s: float
-    """From before the request was sent until its first token arrived."""
-    duration_s: float
 
 
 class HitCounts(msgspec.Struct, frozen=True):
@@ -77,29 +58,6 @@ class HitCounts(msgspec.Struct, frozen=True):
     external_queries: float
     external_hits: float
     preemptions: float
-
-
-class _Usage(msgspec.Struct):
-    class Details(msgspec.Struct):
-        cached_tokens: int | None = None
-
-    prompt_tokens: int
-    prompt_tokens_details: Details | None = None
-
-
-class _Chunk(msgspec.Struct):
-    """The used part of a streamed completion."""
-
-    class Choice(msgspec.Struct):
-        token_ids: list[int] | None = None
-
-    id: str = ""
-    choices: list[Choice] = []
-    usage: _Usage | None = None
-    error: object = None
-
-
-_chunk_decoder = msgspec.json.Decoder(_Chunk)
 
 
 @dataclass(frozen=True)
@@ -128,13 +86,13 @@ def launch(config: ServerConfig, log: Path) -> Launched:
     return Launched(process.pid, os.pidfd_open(process.pid), process.wait)
 
 
-class VllmServer:
+class VllmServer(CompletionClient):
     """A running server. Make it with `VllmServer.start`, use it in a `with`."""
 
     def __init__(self, config: ServerConfig, launched: Launched, log: Path) -> None:
+        super().__init__()
         self.config = config
         self.log = log
-        self.port = 0
         self.start_seconds = 0.0
         self._guard = launched
         self._ended = False
@@ -295,94 +253,6 @@ class VllmServer:
         """
         self.complete(WARM_UP_PROMPT, max_tokens=2)
 
-    def complete(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_tokens: int,
-        timeout_s: float = REQUEST_TIMEOUT_S,
-        extra: dict[str, object] | None = None,
-    ) -> Completion:
-        """Greedy completion of token ids, streamed. `extra` goes into the request's body.
-
-        Raises:
-            EngineError: refused, broken off, or later than `timeout_s` between two tokens.
-        """
-        body = {**_request_body(prompt, max_tokens), **(extra or {})}
-        tokens: list[int] = []
-        usage: _Usage | None = None
-        name, first = "", 0.0
-        data = msgspec.json.encode(body)
-        begin = time.perf_counter()
-        try:
-            for chunk in self._stream(data, timeout_s):
-                new = [token for choice in chunk.choices for token in choice.token_ids or ()]
-                if new and not tokens:
-                    first = time.perf_counter() - begin
-                tokens += new
-                name = chunk.id or name
-                usage = chunk.usage or usage
-        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
-            raise EngineError(f"the completion broke off: {error!r}") from error
-        if usage is None or not tokens:
-            raise EngineError("the completion ended without a token or its usage")
-        details = usage.prompt_tokens_details
-        return Completion(
-            id=name,
-            tokens=tuple(tokens),
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=(details.cached_tokens or 0) if details else 0,
-            ttft_s=first,
-            duration_s=time.perf_counter() - begin,
-        )
-
-    def abandon(self, prompt: Sequence[int], *, max_tokens: int, until: Callable[[], bool]) -> None:
-        """Send a request and hang up at `until`; vLLM aborts requests of a closed connection.
-
-        Raises:
-            EngineError: no such moment within a request's time.
-        """
-        deadline = time.monotonic() + REQUEST_TIMEOUT_S
-        body = msgspec.json.encode(_request_body(prompt, max_tokens))
-        with self._connection(REQUEST_TIMEOUT_S) as connection:
-            connection.request("POST", "/v1/completions", body, _JSON)
-            while not until():
-                if time.monotonic() > deadline or self.wait(_ABANDON_POLL_S):
-                    raise EngineError("the moment to hang up did not come")
-
-    def complete_many(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, concurrency: int
-    ) -> list[Completion]:
-        """Completions of all prompts, in their order, `concurrency` at a time."""
-        ask = functools.partial(self.complete, max_tokens=max_tokens)
-        with ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(ask, prompts))
-
-    def _stream(self, body: bytes, timeout_s: float) -> Iterator[_Chunk]:
-        with self._connection(timeout_s) as connection:
-            connection.request("POST", "/v1/completions", body, _JSON)
-            response = connection.getresponse()
-            if response.status != http.client.OK:
-                text = response.read(2000).decode(errors="replace")
-                raise EngineError(f"the engine answered {response.status}: {text}")
-            for line in response:
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                chunk = _chunk_decoder.decode(line[6:])
-                if chunk.error is not None:
-                    raise EngineError(f"the engine reported {str(chunk.error)[:400]}")
-                yield chunk
-
-    def _request(self, method: str, path: str, *, timeout_s: float = 30.0) -> tuple[int, bytes]:
-        with self._connection(timeout_s) as connection:
-            connection.request(method, path)
-            response = connection.getresponse()
-            return response.status, response.read()
-
-    def _connection(self, timeout_s: float) -> contextlib.closing[http.client.HTTPConnection]:
-        made = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        return contextlib.closing(made)
-
     # ── cache ────────────────────────────────────────────────────────────────────────────────────
 
     def forget(self, *, external: bool = False, timeout_s: float = 10.0) -> None:
@@ -420,17 +290,3 @@ class VllmServer:
             external_hits=sums.get("vllm:external_prefix_cache_hits_total", 0.0),
             preemptions=sums.get("vllm:num_preemptions_total", 0.0),
         )
-
-
-def _request_body(prompt: Sequence[int], max_tokens: int) -> dict[str, object]:
-    """Greedy, streamed, with token ids and counts."""
-    return {
-        "model": SERVED_NAME,
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    }

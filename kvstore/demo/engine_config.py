@@ -32,6 +32,8 @@ class ServerConfig:
     load_failure_policy: str = "recompute"
     connector: tuple[str, str] = ("kvstore.connector", "KVStoreConnector")
     """Module and class."""
+    engine_id: str = ""
+    """Empty: vLLM makes one."""
     connector_extra: dict[str, object] = field(default_factory=dict)
     """Further keys of `kv_connector_extra_config`."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -51,6 +53,7 @@ class ServerConfig:
             command += ["--num-gpu-blocks-override", str(self.kv_blocks)]
         if self.socket is not None:
             transfer = {
+                **({"engine_id": self.engine_id} if self.engine_id else {}),
                 "kv_connector": self.connector[1],
                 "kv_connector_module_path": self.connector[0],
                 "kv_role": "kv_both",

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         prog="kvstore demo",
         description="A real vLLM without and with kvstore, in a few minutes.",
         epilog="examples:\n  kvstore demo\n  kvstore demo --keep\n  kvstore demo --cluster\n"
-        "  kvstore demo --users 2",
+        "  kvstore demo --pd\n  kvstore demo --users 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--seed", type=int, default=PLAN.seed, help="seed of the conversations")
@@ -41,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument(
         "--cluster", action="store_true", help="two nodes and two engines that are one cache"
+    )
+    one.add_argument(
+        "--pd", action="store_true", help="prefill on one engine and node, decode on another"
     )
     return made
 

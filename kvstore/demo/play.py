@@ -43,6 +43,7 @@ from kvstore.demo.engine import Completion, VllmServer
 from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
 from kvstore.demo.flags import PLAN, parser
 from kvstore.demo.models import BLOCK_TOKENS, SHAPES, build_model, encoder
+from kvstore.demo.pair import PairClient
 from kvstore.demo.settle import settled
 from kvstore.demo.workload import ConversationPlan, Conversations
 from kvstore.errors import KVStoreError
@@ -107,7 +108,7 @@ class DemoError(KVStoreError):
 
 def replay(
     name: str,
-    engine: VllmServer,
+    engine: VllmServer | PairClient,
     conversations: Conversations,
     on_answer: Callable[[Completion], None],
 ) -> ReplayRun:
@@ -187,18 +188,21 @@ class DemoStage:
         if not self._console.is_terminal:
             self._console.print(text, highlight=False, markup=False)
 
-    def start_engine(self, index: int, socket: Path | None) -> VllmServer:
-        """The engine of a run."""
-        self.note(index, "vLLM is starting")
-        config = ServerConfig(
+    def config(self, socket: Path | None = None) -> ServerConfig:
+        """Of each engine."""
+        return ServerConfig(
             model=self._model,
             max_model_len=MODEL_LEN_MAX,
             kv_blocks=ENGINE_BLOCKS,
             socket=socket,
         )
-        return VllmServer.start(config, log=self._logs / f"engine-{index}.log")
 
-    def replay(self, index: int, engine: VllmServer) -> ReplayRun:
+    def start_engine(self, index: int, socket: Path | None) -> VllmServer:
+        """The engine of a run."""
+        self.note(index, "vLLM is starting")
+        return VllmServer.start(self.config(socket), log=self._logs / f"engine-{index}.log")
+
+    def replay(self, index: int, engine: VllmServer | PairClient) -> ReplayRun:
         """A run of all conversations."""
         task = self._tasks[index]
 
@@ -434,6 +438,12 @@ def main(
                     console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)
 
                 demo_cluster.ClusterDemo(console, plan, **places).run(concluded)
+            elif chosen.pd:
+                from kvstore.demo import pd as demo_pd
+
+                runs = demo_pd.PdDemo(console, plan, **places).run()
+                show(console, [each.replayed for each in runs])
+                demo_pd.conclude(console, runs, places["cache"] / "demo" / "pd.png")
             else:
                 Demo(console, plan, **places).run(done)
     except KeyboardInterrupt:

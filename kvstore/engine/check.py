@@ -14,20 +14,31 @@ from kvstore.types import Tier
 if TYPE_CHECKING:
     from kvstore.engine.moves.fetches import Fetches
     from kvstore.engine.moves.files import Files
+    from kvstore.engine.moves.grants import Grants
     from kvstore.engine.moves.loans import Loans
+    from kvstore.engine.moves.pushes import Pushes
     from kvstore.engine.state import State
 
 
-def check(state: State, files: Files, fetches: Fetches, loans: Loans) -> None:
+def check(
+    state: State,
+    files: Files,
+    fetches: Fetches,
+    loans: Loans,
+    pushes: Pushes,
+    grants: Grants,
+) -> None:
     """Raises AssertionError with the first contradiction found."""
     _check_slabs(state)
     _check_slots(state)
     _check_blocks(state)
     _check_journal(state)
-    _check_leases(state, files, loans)
+    _check_leases(state, files, loans.sessions() | pushes.sessions())
     _check_pins(state)
     _check_files(state, files)
-    _check_fetches(state, fetches)
+    pushes.check()
+    grants.check()
+    _check_fetches(state, fetches, grants)
     _check_owners(state)
 
 
@@ -127,9 +138,9 @@ def _check_journal(state: State) -> None:
     assert not residency.unverified[slots.state != SlotState.SEALED].any(), "a mark without a block"
 
 
-def _check_leases(state: State, files: Files, loans: Loans) -> None:
+def _check_leases(state: State, files: Files, peers: set[int]) -> None:
     expected = np.zeros_like(state.slots.leases)
-    sessions = {owner.open_session for owner in state.owners.values()} | loans.sessions()
+    sessions = {owner.open_session for owner in state.owners.values()} | peers
     for session, _, lease in state.leases.items():
         assert session in sessions, "a lease outlived its session"
         for words, generations in lease.pieces:
@@ -200,10 +211,10 @@ def _check_files(state: State, files: Files) -> None:
     assert set(held.tolist()) == set(reading.tolist()), "a slot held for a read that nobody makes"
 
 
-def _check_fetches(state: State, fetches: Fetches) -> None:
+def _check_fetches(state: State, fetches: Fetches, grants: Grants) -> None:
     fetches.check()
     held = np.flatnonzero(state.slots.writer == PEER_WRITER)
-    fetching = fetches.fetching_words()
+    fetching = np.concatenate([fetches.fetching_words(), grants.landing_words()])
     assert len(np.unique(fetching)) == len(fetching), "two fetches into one slot"
     assert set(held.tolist()) == set(fetching.tolist()), "a slot held for a fetch nobody makes"
 

@@ -37,6 +37,12 @@ class Counters(msgspec.Struct):
     locates: int = 0
     pins_refused: int = 0
     protocol_refusals: int = 0
+    push_blocks_damaged: int = 0
+    push_blocks_landed: int = 0
+    push_words_dropped: int = 0
+    pushed_blocks: int = 0
+    pushed_bytes: int = 0
+    pushes_cut_short: int = 0
     sessions_opened: int = 0
     shadow_blocks: int = 0
     shadow_blocks_diverged: int = 0

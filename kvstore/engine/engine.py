@@ -31,16 +31,23 @@ from kvstore.engine.events import (
     FileReclaim,
     FileWritten,
     Hangup,
+    Landed,
+    LandingUp,
     Lend,
     LoanReturned,
     Located,
     Offered,
     PeerGone,
+    PushAsked,
+    Pushed,
+    PushOver,
+    PushRevoked,
     Ready,
     Received,
     Release,
     Scrubbed,
     Tick,
+    Written,
 )
 from kvstore.engine.memory.admission import Admission
 from kvstore.engine.memory.adoption import adopt
@@ -48,9 +55,12 @@ from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import Files
+from kvstore.engine.moves.grants import Grants
 from kvstore.engine.moves.intake import Intake
 from kvstore.engine.moves.loans import Loans
+from kvstore.engine.moves.pushes import Pushes
 from kvstore.engine.moves.stores import Stores
+from kvstore.engine.moves.transfers import Transfers
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.lookups import Lookups
 from kvstore.engine.sessions.owners import Connection
@@ -84,6 +94,7 @@ from kvstore.wire.messages import (
     Unserved,
     Verified,
 )
+from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -91,7 +102,11 @@ CLEAR_ROWS_MAX = 32_768
 """Rows of one Clear, about 10 ms: the caller sends Clear again until fewer rows were there."""
 HELD_ROWS_MAX = 16_384
 """Rows of one slice of `held`."""
-_FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story, Compared, Unserved)
+_PUSH_WORDS = (PushOpen, PushClose, PushExpect, PushCancel)
+_FROM_SCHEDULER = (
+    *(Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story, Compared, Unserved),
+    *_PUSH_WORDS,
+)
 
 
 class Engine:
@@ -119,20 +134,44 @@ class Engine:
         self._files = Files(self._state, intake, self._arrivals, writes, numbers)
         self._stores = Stores(self._state, admission, intake)
         self._fetches = Fetches(self._state, intake, self._arrivals, numbers)
-        for source in (self._files, self._fetches):
-            self._arrivals.add(source)
         self._loans = Loans(self._state, self._files, self._arrivals)
-        self._lookups = Lookups(self._state, self._files, self._fetches, self._arrivals)
+        self._transfers = Transfers(self._state)
+        self._grants = Grants(
+            self._state, self._files, intake, self._arrivals, self._transfers, numbers
+        )
+        self._pushes = Pushes(
+            self._state, self._files, self._arrivals, self._loans, self._transfers, numbers
+        )
+        for source in (self._files, self._fetches, self._grants):
+            self._arrivals.add(source)
+        self._lookups = Lookups(
+            self._state, self._files, self._fetches, self._grants, self._arrivals
+        )
         self._switches = Switches(self._state, self._files)
         self._scrubs = Scrubs(self._state)
-        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+        self._handlers = self._handlers_of_rooms()
+        """Handlers of events that concern one room."""
+        self._clear_from = 0
+        """Row after the last one that was cleared."""
+        self.explain = Explain(self._state)
+        """Why recent requests hit or missed."""
+
+    def _handlers_of_rooms(self) -> dict[type[Event], Callable[[Any], None]]:
+        return {
             Received: self._received,
             Scrubbed: self._scrubs.take,
             Located: self._fetches.located,
             Fetched: self._fetches.fetched,
             Lend: self._loans.lend,
             LoanReturned: self._loans.returned,
-            PeerGone: self._loans.gone,
+            PeerGone: self._peer_gone,
+            LandingUp: self._grants.up,
+            Pushed: self._grants.pushed,
+            PushOver: self._grants.over,
+            Landed: self._grants.landed,
+            PushAsked: self._pushes.asked,
+            PushRevoked: self._pushes.revoked,
+            Written: self._pushes.written,
             FileKnown: self._files.known,
             FileMoved: self._files.moved,
             FileGone: self._files.gone,
@@ -141,11 +180,6 @@ class Engine:
             FileLate: self._files.late,
             FileReclaim: self._files.reclaim,
         }
-        """Handlers of events that concern one room."""
-        self._clear_from = 0
-        """Row after the last one that was cleared."""
-        self.explain = Explain(self._state)
-        """Why recent requests hit or missed."""
 
     @property
     def counters(self) -> Counters:
@@ -184,7 +218,9 @@ class Engine:
             case Exited(connection=connection):
                 self._sessions.exited(connection)
             case Ready(ready_bytes=ready_bytes):
-                state.slots.ready(ready_bytes)
+                # The landing slab is at the end: no slot lies in it.
+                config = state.config
+                state.slots.ready(min(ready_bytes, config.arena_bytes - config.landing_bytes))
                 state.credits_due = True
             case Tick(file_used_bytes=used_bytes, file_breakers=breakers):
                 state.file_used_bytes, state.file_breakers = used_bytes, breakers
@@ -193,6 +229,8 @@ class Engine:
                 state.credits_due = True
                 state.trail.findings.tick(state)
                 self._loans.tick()
+                self._pushes.tick()
+                self._grants.tick()
                 self._empty_what_is_off()
             case Adopt():
                 adopt(state, event)
@@ -205,6 +243,10 @@ class Engine:
                 state.say(Cleared(count))
             case _:
                 self._handlers[type(event)](event)
+
+    def _peer_gone(self, event: PeerGone) -> None:
+        self._pushes.gone(event)
+        self._loans.gone(event)
 
     def _received(self, event: Received) -> None:
         id, message = event.connection, event.message
@@ -252,6 +294,16 @@ class Engine:
                     state.paces.told(*connection.owner.groups[0].asker.address, message)
             case Unserved(reason=reason):
                 connection.owner.unserved = reason
+            case PushExpect():
+                return self._grants.expect(connection, message)
+            case PushCancel(transfer=transfer):
+                self._grants.cancel(connection, transfer)
+            case PushOpen():
+                self._transfers.open(connection, message)
+            case PushClose():
+                self._transfers.close(connection, message)
+                self._pushes.tick()  # a word, and no timer, is what others wait for
+                self._grants.tick()
             case Seal():
                 return self._stores.seal(connection, message)
             case Drop():
@@ -293,6 +345,7 @@ class Engine:
         residency.drop_file(in_file, stamp)
         self._state.empty(words[words >= 0], stamp)
         self._fetches.void(tenant, space)
+        self._grants.void(tenant, space)
         return len(rows)
 
     def salvage(self) -> list[Command]:
@@ -323,7 +376,9 @@ class Engine:
 
     def check(self) -> None:
         """Raises AssertionError when the parts contradict each other."""
-        check.check(self._state, self._files, self._fetches, self._loans)
+        check.check(
+            self._state, self._files, self._fetches, self._loans, self._pushes, self._grants
+        )
         self._state.trail.check()
         self.explain.check()
 
@@ -404,6 +459,14 @@ class Engine:
     def leases(self) -> list[report.LeaseReport]:
         """Leases, at most report.ROWS_MAX."""
         return report.leases(self._state)
+
+    def landing_bytes(self) -> dict[tuple[str], int]:
+        """Bytes of the landing slab by state."""
+        return {(state,): size for state, size in self._grants.landing_bytes().items()}
+
+    def push_counts(self) -> dict[tuple[str], int]:
+        """Pushes under way by this node's side in them."""
+        return {("decode",): len(self._grants), ("prefill",): len(self._pushes)}
 
     def jobs(self) -> list[report.JobReport]:
         """Ranks that hold slots they may write."""

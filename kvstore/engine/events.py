@@ -150,7 +150,76 @@ class PeerGone(msgspec.Struct, frozen=True):
     peer: int
 
 
-PeerEvent = Located | Fetched | Lend | LoanReturned | PeerGone
+class LandingUp(msgspec.Struct, frozen=True):
+    """Peers can write to the landing slab from now on; nothing writes there for an earlier epoch
+    any more."""
+
+    epoch: int
+    """Random number of one start of the transfer worker; 0: there is none now."""
+
+
+class Pushed(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer reports that blocks of a grant are in their extents."""
+
+    grant: int
+    epoch: int
+    first: int
+    """Place of the first one among the grant's keys."""
+    shards: tuple[Shard, ...]
+    """Shards of the peer, one behind the other in an extent."""
+    block_bytes: tuple[int, ...]
+    checksums: bytes
+    """[n][S], 16 bytes each."""
+
+
+class PushOver(msgspec.Struct, frozen=True):
+    """The peer writes nothing more for a grant; or its session is lost."""
+
+    grant: int
+    epoch: int
+    reason: str = ""
+    is_quiet: bool = True
+    """False: writes may still arrive, until our transfer worker is dead."""
+
+
+class Landed(msgspec.Struct, frozen=True):
+    """A Land has ended. `good`: one bool per block, verified in its slots; `checksums` [n][S]."""
+
+    job: int
+    good: bytes
+    checksums: bytes
+
+
+class PushAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode node grants room for blocks of this node."""
+
+    peer: int
+    """As in Lend."""
+    grant: int
+    node: str
+    transfer: str
+    tenant: str
+    space: bytes
+    keys: bytes
+    deadline_ms: int
+
+
+class PushRevoked(msgspec.Struct, frozen=True):
+    """The decode node takes a grant back. SayPushOver answers."""
+
+    peer: int
+    grant: int
+
+
+class Written(msgspec.Struct, frozen=True):
+    """A WritePush has ended. `trouble`: why not all bytes are there; the rest may still arrive."""
+
+    job: int
+    trouble: str = ""
+
+
+PushEvent = LandingUp | Pushed | PushOver | Landed | PushAsked | PushRevoked | Written
+PeerEvent = Located | Fetched | Lend | LoanReturned | PeerGone | PushEvent
 Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | PeerEvent | FileEvent
 
 
@@ -321,7 +390,95 @@ class LoanEnded(msgspec.Struct, frozen=True):
     cause: int
 
 
-PeerCommand = Locate | Fetch | Lent | LoanEnded
+class AskPush(msgspec.Struct, frozen=True, kw_only=True):
+    """Grant a prefill node room for these blocks. Pushed and one PushOver answer."""
+
+    grant: int
+    epoch: int
+    node: str
+    transfer: str
+    tenant: str
+    space: SpaceId
+    keys: bytes
+    extents: bytes
+    """u32 each, in pages of the arena."""
+    block_bytes: int
+    """All shards together."""
+    deadline_ms: int
+    cause: int
+
+
+class RevokePush(msgspec.Struct, frozen=True):
+    """Take a grant back: its PushOver comes."""
+
+    grant: int
+    node: str
+    cause: int
+
+
+class Land(msgspec.Struct, frozen=True, kw_only=True):
+    """Copy blocks out of the landing slab into their slots, and verify them there. Landed answers.
+    `slots` u32 [n][T], `sources` [S] as in Pushed."""
+
+    job: int
+    node: str
+    tenant: str
+    space: SpaceId
+    keys: bytes
+    shards: tuple[Shard, ...]
+    block_bytes: tuple[int, ...]
+    head_bytes: tuple[int, ...]
+    slots: Any
+    sources: tuple[Shard, ...]
+    source_bytes: tuple[int, ...]
+    checksums: bytes
+    extents: bytes
+    cause: int
+
+
+class RecycleMover(msgspec.Struct, frozen=True):
+    """Kill the transfer worker: only that ends what may still be written. LandingUp follows."""
+
+    reason: str
+    cause: int
+
+
+class WritePush(msgspec.Struct, frozen=True, kw_only=True):
+    """Write blocks to the extents of a peer's grant. Written answers. `slots` u32 [n][S]."""
+
+    job: int
+    peer: int
+    grant: int
+    first: int
+    block_bytes: tuple[int, ...]
+    slots: Any
+    cause: int
+
+
+class SayPushed(msgspec.Struct, frozen=True, kw_only=True):
+    """Report to a peer that blocks of its grant are written."""
+
+    peer: int
+    grant: int
+    first: int
+    shards: tuple[Shard, ...]
+    block_bytes: tuple[int, ...]
+    checksums: bytes
+    cause: int
+
+
+class SayPushOver(msgspec.Struct, frozen=True):
+    """Say the last word to a peer about its grant."""
+
+    peer: int
+    grant: int
+    reason: str
+    is_quiet: bool
+    cause: int
+
+
+PushCommand = AskPush | RevokePush | Land | RecycleMover | WritePush | SayPushed | SayPushOver
+PeerCommand = Locate | Fetch | Lent | LoanEnded | PushCommand
 Command = (
     Send
     | Admit

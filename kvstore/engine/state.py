@@ -86,6 +86,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `Follow` commands are wanted."""
     fetches: bool = False
     """Whether other nodes are asked for blocks that are not here."""
+    node: str = ""
+    """Name in the cluster."""
+    landing_bytes: int = 0
+    """End of the arena that prefill nodes may write to; whole slabs. 0: nothing is pushed here."""
     fetches_always: bool = False
     """Whether blocks are fetched that are computed as quickly, too."""
 

@@ -19,14 +19,11 @@ from kvstore.engine.events import (
     Command,
     Ended,
     Event,
-    Fetch,
     Follow,
     Hangup,
-    Lent,
-    LoanEnded,
-    Locate,
     Offered,
     OffersUntold,
+    PeerCommand,
     RaiseGenerations,
     Release,
     Send,
@@ -130,7 +127,7 @@ class Executor:
                 case Follow() | Unfollow():
                     assert self._memory is not None, "an engine that nobody wants to follow"
                     self._memory.carry_out(command)
-                case Locate() | Fetch() | Lent() | LoanEnded():
+                case _ if isinstance(command, PeerCommand):
                     assert self._exchange is not None, "a peer command without peers"
                     self._exchange.carry_out(command)
                 case _:

@@ -460,6 +460,8 @@ def _make_engine(
             tell_offers=config.cluster is not None,
             follows=member is not None and member.memory is not None,
             fetches=peers is not None,
+            node=config.cluster.node if config.cluster else "",
+            landing_bytes=peers.landing_bytes if peers else 0,
             fetches_always=peers is not None and peers.is_fetched_always,
         ),
         memory.journal,

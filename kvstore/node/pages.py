@@ -169,6 +169,8 @@ def _engine_families(engine: Engine) -> list[Family]:
         family("kvstore_sessions", [((), node.sessions)]),
         family("kvstore_engines_unserved", [((), len(engine.unserved()))]),
         family("kvstore_leases", [((), node.leases)]),
+        family("kvstore_landing_bytes", engine.landing_bytes().items()),
+        family("kvstore_pushes", engine.push_counts().items()),
         *(
             family(f"kvstore_{name}_total", [((), getattr(counters, name))])
             for name in counters.__struct_fields__

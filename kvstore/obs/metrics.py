@@ -113,8 +113,24 @@ METRICS: Final = _rows(
         "mover_refused_total": "Reads by other nodes refused: connections used up.",
         "transfer_seconds{kind,backend}": (
             "Duration of fetches from other nodes: request (ask), transfer (move), checksum"
-            " (verify), all of it (fetch)."
+            " (verify), all of it (fetch); of pushes to this node: from the grant to its first"
+            " block (push_first) and to its last (push), copying out (land_copy), checksum"
+            " (land_verify); of writes to other nodes (write)."
         ),
+        "landing_bytes{state}": (
+            "Landing slab (--landing) by state: free, granted (a prefill node may write), limbo"
+            " (until the transfer worker is restarted)."
+        ),
+        "pushes{side}": (
+            "Pushes under way: requests that wait for blocks (decode), grants of other nodes"
+            " (prefill)."
+        ),
+        "push_blocks_landed_total": "Blocks pushed here, verified and stored.",
+        "push_blocks_damaged_total": "Blocks pushed here that failed verification.",
+        "push_words_dropped_total": "Reports of other nodes about pushes that were not under way.",
+        "pushed_blocks_total": "Blocks pushed to other nodes.",
+        "pushed_bytes_total": "Bytes pushed to other nodes.",
+        "pushes_cut_short_total": "Pushes that ended before all of their blocks had come.",
         "engine_blocks": "Blocks in the engines' own prefix caches, from their KV events.",
         "engine_events_batches_total": "Batches of KV events received from engines.",
         "engine_events_replays_total": "Replays requested from engines.",

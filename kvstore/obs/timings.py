@@ -7,8 +7,10 @@ is the width of a bucket. Does not cover: names and help of metrics (`metrics`).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
+from kvstore.ports import Clock
 from kvstore.units import NS_PER_S
 
 FIRST_NS: Final = 1000
@@ -50,3 +52,21 @@ class Timings:
     def bytes_per_s(self) -> int:
         """Rate over all durations; 0: nothing was added."""
         return int(self.size_bytes * NS_PER_S / self.total_ns) if self.total_ns else 0
+
+
+class Stopwatch:
+    """The parts of one fetch, one after the other."""
+
+    def __init__(self, timings: Mapping[str, Timings], clock: Clock) -> None:
+        self._timings, self._clock = timings, clock
+        self._begin_ns = self._lap_ns = clock.now_ns()
+
+    def lap(self, kind: str, size_bytes: int = 0) -> None:
+        """A part has ended."""
+        now_ns = self._clock.now_ns()
+        self._timings[kind].add(now_ns - self._lap_ns, size_bytes)
+        self._lap_ns = now_ns
+
+    def end(self, kind: str, size_bytes: int) -> None:
+        """All of it has."""
+        self._timings[kind].add(self._clock.now_ns() - self._begin_ns, size_bytes)

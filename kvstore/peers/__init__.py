@@ -4,6 +4,7 @@ member          its part in a cluster: all that follows
 changes         changes of its blocks, logged for all that publish them
 feed            its offers, published to every replica of the index
 `peering`, `borrower`, `lender`, `peer_session`   blocks from others, and for others
+`lander`, `pusher`   blocks that others push here, and that are pushed to others
 exchange        between this loop and the node's
 mover, mover_host, mover_process   the child that moves bytes: started, watched, awaited
 engine_memory   KV events of engines: blocks in their own memory

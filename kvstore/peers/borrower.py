@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -31,7 +31,7 @@ from kvstore.client.tls import Identity
 from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.index.index import Answer
 from kvstore.net import aio
-from kvstore.obs.timings import Timings
+from kvstore.obs.timings import Stopwatch, Timings
 from kvstore.peers.exchange import Exchange
 from kvstore.peers.mover_host import MoverHost
 from kvstore.peers.peer_session import Dial, PeerSession, SessionLost
@@ -87,24 +87,6 @@ class BorrowerCounters:
         self.not_kept = 0
         """Blocks that did not stay until they were read."""
         self.fetched_bytes = 0
-
-
-class Stopwatch:
-    """The parts of one fetch, one after the other."""
-
-    def __init__(self, timings: Mapping[str, Timings], clock: Clock) -> None:
-        self._timings, self._clock = timings, clock
-        self._begin_ns = self._lap_ns = clock.now_ns()
-
-    def lap(self, kind: str, size_bytes: int = 0) -> None:
-        """A part has ended."""
-        now_ns = self._clock.now_ns()
-        self._timings[kind].add(now_ns - self._lap_ns, size_bytes)
-        self._lap_ns = now_ns
-
-    def end(self, kind: str, size_bytes: int) -> None:
-        """All of it has."""
-        self._timings[kind].add(self._clock.now_ns() - self._begin_ns, size_bytes)
 
 
 class _Turns:
@@ -312,7 +294,7 @@ class Borrower:
         """Raises PeerLost."""
         session: PeerSession | None = None
         try:
-            session = await self._session(command.node)
+            session = await self.session(command.node)
             fetched = await self._borrow(session, command, count)
         except SessionLost as error:
             turns.lost(str(error))
@@ -347,7 +329,7 @@ class Borrower:
         slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1)[:lent]
         remote, local, length = assembly.moves(borrowed.slots * PAGE_BYTES, slots * PAGE_BYTES)
         ended = await self._mover.move(
-            _mover_name(command.node),
+            mover_name(command.node),
             session.descriptor,
             Pieces(_u64(local), _u64(remote), _u64(length)),
             timeout_s=MOVE_TIMEOUT_S,
@@ -418,9 +400,17 @@ class Borrower:
         self.counters.damaged += 1
         self._note(_title(node), "a block that it served is not what was stored; see its scrub")
 
+    async def address_of(self, node: str) -> str:
+        """Address of a member; empty: no member. Members that have just joined are looked for."""
+        if node not in self._addresses:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOCATE_TIMEOUT_S):
+                    await self._look()
+        return self._addresses.get(node, "")
+
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
-    async def _session(self, node: str) -> PeerSession:
+    async def session(self, node: str) -> PeerSession:
         """The open one, or a new one; who asks at the same time waits for the same. Raises
         PeerLost."""
         opening = self._sessions.get(node)
@@ -454,7 +444,7 @@ class Borrower:
         if opening is None or not opening.done() or _session_of(opening) is not session:
             return
         del self._sessions[node]
-        self._mover.forget(_mover_name(node))
+        self._mover.forget(mover_name(node))
         if session is not None:
             self._run(session.close())
 
@@ -477,7 +467,7 @@ async def _both(asking: Awaitable[T], working: Awaitable[U]) -> tuple[T, U]:
     return asked, worked  # type: ignore[return-value]  # neither is an exception
 
 
-def _mover_name(node: str) -> str:
+def mover_name(node: str) -> str:
     """Name of a node's mover: as in its certificate."""
     return str(Identity("node", node))
 

@@ -27,6 +27,7 @@ from kvstore.engine.events import Lend, Lent, LoanEnded, LoanReturned, PeerGone
 from kvstore.errors import ProtocolError
 from kvstore.net.tls import peer_identities
 from kvstore.peers.exchange import Exchange
+from kvstore.peers.pusher import Pusher
 from kvstore.proto import loans, peer_pb2 as pb
 from kvstore.proto.peer_pb2_grpc import PeersServicer
 
@@ -63,6 +64,8 @@ class Lender(PeersServicer):
         self._who = who
         self._descriptor = descriptor
         self._demands_certificates = demands_certificates
+        self.pusher: Pusher | None = None
+        """Takes grants; None: they are refused."""
         self._numbers = itertools.count(1)
         self._sessions: dict[int, _Session] = {}
 
@@ -102,13 +105,15 @@ class Lender(PeersServicer):
                 )
             )
             while (answer := await session.answers.get()) is not None:
-                session.unanswered -= 1
+                session.unanswered -= answer.WhichOneof("kind") in ("lent", "returned")
                 yield answer
             if session.objection:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, session.objection)
         finally:
             reading.cancel()
             del self._sessions[session.number]
+            if self.pusher is not None:
+                self.pusher.gone(session.number)
             self._exchange.post(PeerGone(session.number))
 
     def mover_changed(self) -> None:
@@ -133,6 +138,8 @@ class Lender(PeersServicer):
     async def _read(self, session: _Session, asks: AsyncIterator[pb.Ask]) -> None:
         try:
             async for ask in asks:
+                if self.pusher is not None and self._hear_push(self.pusher, session, ask):
+                    continue
                 session.unanswered += 1
                 if session.unanswered > ASKS_MAX:
                     raise ProtocolError(f"more than {ASKS_MAX} asks at a time")
@@ -142,16 +149,28 @@ class Lender(PeersServicer):
         finally:
             session.answers.put_nowait(None)
 
+    def _hear_push(self, pusher: Pusher, session: _Session, ask: pb.Ask) -> bool:
+        """Whether it was a word about pushes. Raises ProtocolError."""
+        match ask.WhichOneof("kind"):
+            case "grant":
+                pusher.asked(session.number, session.node, ask.grant)
+            case "revoke":
+                pusher.revoked(session.number, ask.revoke.grant)
+            case _:
+                return False
+        return True
+
     def lent(self, command: Lent) -> None:
         """The engine's answer to a Lend."""
-        self._answer(command.peer, loans.lent_answer(command))
+        self.answer(command.peer, loans.lent_answer(command))
 
     def loan_ended(self, command: LoanEnded) -> None:
         """The engine's answer to a LoanReturned."""
         returned = pb.Returned(loan=command.loan, intact=command.intact)
-        self._answer(command.peer, pb.Answer(returned=returned))
+        self.answer(command.peer, pb.Answer(returned=returned))
 
-    def _answer(self, peer: int, answer: pb.Answer) -> None:
+    def answer(self, peer: int, answer: pb.Answer) -> None:
+        """Say something to a peer, if it is there."""
         session = self._sessions.get(peer)
         if session is not None:
             session.answers.put_nowait(answer)

@@ -73,6 +73,7 @@ class ClusterMember:
                     hold_fd=arena.hold_fd,
                     arena_bytes=tier.capacity_bytes,
                     read=tier.read,
+                    memory=arena.array,
                     clock=clock,
                 )
                 stack.callback(self.peering.close)

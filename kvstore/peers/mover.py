@@ -278,14 +278,22 @@ class Mover:
         """Its transfers end, if the back end can see to it; else at their deadlines."""
         self._say(wire.Forget(peer))
 
-    def post(self, transfer: int, peer: str, pieces: Pieces, *, deadline_ns: int) -> bool:
+    def post(
+        self,
+        transfer: int,
+        peer: str,
+        pieces: Pieces,
+        direction: wire.Direction = wire.Direction.READ,
+        *,
+        deadline_ns: int,
+    ) -> bool:
         """Begin a transfer, which has exactly one end. False: not now, and nothing was begun."""
         pieces = joined(pieces)
         if not self._ready or len(pieces.length) > wire.PIECES_PER_MOVE_MAX:
             return False
         size_bytes = total_bytes(pieces)
         self._watch.posted(transfer, peer, size_bytes=size_bytes, deadline_ns=deadline_ns)
-        self._say(*wire.parts_of(transfer, peer, pieces, wire.Direction.READ))
+        self._say(*wire.parts_of(transfer, peer, pieces, direction))
         return True
 
     def read(self) -> list[MoverEvent]:

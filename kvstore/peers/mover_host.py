@@ -23,6 +23,7 @@ from kvstore.peers.mover import (
 )
 from kvstore.ports import Clock, Pieces
 from kvstore.units import NS_PER_S
+from kvstore.wire.mover import Direction
 
 IDLE_POLL_S: Final = 1.0
 
@@ -83,9 +84,16 @@ class MoverHost:
                 self._take(event)
 
     async def move(
-        self, peer: str, descriptor: bytes, pieces: Pieces, *, timeout_s: float
+        self,
+        peer: str,
+        descriptor: bytes,
+        pieces: Pieces,
+        *,
+        timeout_s: float,
+        direction: Direction = Direction.READ,
     ) -> TransferEnded:
-        """Read from a peer. On return nothing writes to the places of the pieces any more.
+        """Read from a peer, or write to its landing memory. On return nothing touches the places of
+        the pieces here any more.
 
         Must not be cancelled: only its return proves that.
         """
@@ -100,7 +108,7 @@ class MoverHost:
             self._connected[peer] = descriptor
             self._mover.connect(peer, descriptor)
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
-        if not self._mover.post(number, peer, pieces, deadline_ns=deadline_ns):
+        if not self._mover.post(number, peer, pieces, direction, deadline_ns=deadline_ns):
             trouble = self.trouble or "the transfer worker takes nothing now"
             return TransferEnded(number, peer, good=False, reason=trouble)
         end: asyncio.Future[TransferEnded] = self._loop.create_future()
@@ -114,6 +122,10 @@ class MoverHost:
             self._to_forget.add(peer)
         elif self._connected.pop(peer, None) is not None:
             self._mover.forget(peer)
+
+    def recycle(self, reason: str) -> None:
+        """Kill the transfer worker; another one follows."""
+        self._mover.kill(reason)
 
     def _turn(self) -> None:
         for event in self._mover.read():

@@ -60,6 +60,8 @@ class PeerSession:
         """The peer's descriptor, which our mover needs to read there."""
         self.lost = ""
         """Why it has ended."""
+        self.heard: Callable[[pb.Answer | None], object] = lambda _: None
+        """Called with words about pushes, and with None when the session has ended."""
         self._channel = channel
         self._call = call
         self._numbers = itertools.count(1)
@@ -125,6 +127,20 @@ class PeerSession:
             self._end(str(error))
             raise SessionLost(self.lost) from None
 
+    async def tell(self, ask: pb.Ask, *, timeout_s: float) -> None:
+        """Say what has no answer of its own. Raises PeerLost."""
+        trouble = ""
+        try:
+            async with asyncio.timeout(timeout_s), self._writing:
+                if not self.lost:
+                    await self._call.write(ask)
+        except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError) as error:
+            trouble = _sentence(self.who.node, error)
+        if trouble:
+            self._end(trouble)
+        if self.lost:
+            raise SessionLost(self.lost)
+
     async def close(self) -> None:
         """Hang up: the peer ends what it lent."""
         self._end("this node has hung up")
@@ -163,6 +179,9 @@ class PeerSession:
         try:
             while (answer := await self._call.read()) is not grpc.aio.EOF:
                 kind = answer.WhichOneof("kind")
+                if kind in ("pushed", "push_over"):
+                    self.heard(answer)
+                    continue
                 loan = getattr(answer, kind).loan if kind in ("lent", "returned") else 0
                 future = self._waiting.get(loan)
                 if future is not None and not future.done():
@@ -177,6 +196,7 @@ class PeerSession:
             return
         self.lost = reason
         self._call.cancel()
+        self.heard(None)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(SessionLost(reason))

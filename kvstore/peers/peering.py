@@ -7,29 +7,47 @@ them (`lender`, `borrower`, `mover_host`), the index (`member`).
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable
 from typing import Final
 
 import grpc
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.client.index import IndexClient
 from kvstore.client.tls import Identity
 from kvstore.config.cluster import ClusterConfig, PeerConfig
 from kvstore.config.transports import PLAIN, PLAIN_NOTE
-from kvstore.engine.events import Fetch, Lent, LoanEnded, Locate, PeerCommand
+from kvstore.engine.events import (
+    AskPush,
+    Fetch,
+    Land,
+    Lent,
+    LoanEnded,
+    Locate,
+    PeerCommand,
+    RecycleMover,
+    RevokePush,
+    SayPushed,
+    SayPushOver,
+    WritePush,
+)
 from kvstore.errors import ConfigError
 from kvstore.net import callers
 from kvstore.net.aio import LoopThread
 from kvstore.net.tls import server_credentials
 from kvstore.obs.metrics import Family, family, histograms
-from kvstore.obs.timings import BOUNDS_NS
+from kvstore.obs.timings import BOUNDS_NS, Timings
 from kvstore.peers.borrower import Borrower
 from kvstore.peers.exchange import Exchange
+from kvstore.peers.lander import Lander
 from kvstore.peers.lender import Lender
 from kvstore.peers.mover import Mover, MoverSettings
 from kvstore.peers.mover_host import MoverHost
 from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS
+from kvstore.peers.pusher import Pusher
 from kvstore.ports import Clock
 from kvstore.proto import loans
 from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
@@ -61,9 +79,11 @@ class Peering:
         hold_fd: int,
         arena_bytes: int,
         read: Callable[[SlotId, memoryview], None],
+        memory: NDArray[np.uint8],
         clock: Clock,
     ) -> None:
-        """`read`: copies bytes of a slot of this node's arena (`ports.Tier.read`).
+        """`read`: copies bytes of a slot of this node's arena (`ports.Tier.read`), which is
+        `memory`.
 
         Raises:
             ConfigError: the address cannot be listened on.
@@ -72,10 +92,14 @@ class Peering:
         name = str(Identity("node", cluster.node))
         transport = peers.transport
         settings = MoverSettings(
-            transport.name, name, _options(cluster, peers), paced=transport.is_paced
+            transport.name,
+            name,
+            _options(cluster, peers),
+            landing=(arena_bytes - peers.landing_bytes, peers.landing_bytes),
+            paced=transport.is_paced,
         )
         self.mover = MoverHost(Mover(arena_fd, hold_fd, arena_bytes, settings, clock), clock)
-        self._who, self._read = who, read
+        self._who, self._read, self._memory = who, read, memory
         self.transport, self._clock = transport.name, clock
         self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""
         if transport.is_plain:
@@ -98,7 +122,22 @@ class Peering:
             descriptor=lambda: self.mover.descriptor,
             demands_certificates=self._tls is not None,
         )
-        self.mover.changed = self.lender.mover_changed
+        self.pusher = self.lender.pusher = Pusher(
+            self.exchange.post,
+            mover=self.mover,
+            address_of=self.borrower.address_of,
+            answer=self.lender.answer,
+            clock=self._clock,
+        )
+        self.lander = Lander(
+            self.exchange.post,
+            borrower=self.borrower,
+            mover=self.mover,
+            memory=self._memory,
+            clock=self._clock,
+            draw_epoch=lambda: secrets.randbelow(2**63 - 1) + 1,
+        )
+        self.mover.changed = self._mover_changed
         self._server = grpc.aio.server(
             options=[
                 *callers.limits(),
@@ -126,6 +165,10 @@ class Peering:
             ) from None
         return f"{host}:{port}"
 
+    def _mover_changed(self) -> None:
+        self.lender.mover_changed()
+        self.lander.mover_changed()
+
     def start(self, index: IndexClient) -> None:
         """Begin. `index` is asked where blocks are; it stays the caller's to close."""
         self.borrower.index = index
@@ -146,6 +189,8 @@ class Peering:
 
     async def _close(self) -> None:
         self.mover.close()
+        self.lander.close()
+        self.pusher.close()
         await self.borrower.close()
         await self._server.stop(0)
 
@@ -159,9 +204,17 @@ class Peering:
                 self.lender.lent(command)
             case LoanEnded():
                 self.lender.loan_ended(command)
+            case AskPush() | RevokePush() | Land() | RecycleMover():
+                self.lander.carry_out(command)
+            case WritePush() | SayPushed() | SayPushOver():
+                self.pusher.carry_out(command)
+
+    @property
+    def _timings(self) -> dict[str, Timings]:
+        return self.borrower.timings | self.lander.timings | self.pusher.timings
 
     def transfers(self) -> list[TransferReport]:
-        """How long reading from other nodes took."""
+        """How long reading from other nodes took, and pushes."""
         return [
             TransferReport(
                 kind=kind,
@@ -173,7 +226,7 @@ class Peering:
                 p95_us=timings.percentile_ns(95) // NS_PER_US,
                 p99_us=timings.percentile_ns(99) // NS_PER_US,
             )
-            for kind, timings in self.borrower.timings.items()
+            for kind, timings in self._timings.items()
             if timings.count
         ]
 
@@ -189,7 +242,7 @@ class Peering:
 
     def families(self) -> list[Family]:
         """The same as metrics, and what became of the bytes."""
-        counters, timings = self.borrower.counters, self.borrower.timings
+        counters, timings = self.borrower.counters, self._timings
         return [
             family("kvstore_fetch_damaged_total", [((), counters.damaged)]),
             family("kvstore_fetch_not_kept_total", [((), counters.not_kept)]),

@@ -7,6 +7,7 @@ none; arrays that are not [n][S]; slots outside of the serving node's arena.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -68,7 +69,15 @@ def check_lend(lend: pb.Lend) -> None:
 
 def lent_answer(lent: Lent) -> pb.Answer:
     """The answer to a fetch, as a message. Generations stay here: Returned says if they changed."""
-    shards = [
+    shards = shard_messages(lent.shards, lent.block_bytes)
+    return pb.Answer(
+        lent=pb.Lent(loan=lent.loan, shards=shards, slots=lent.slots, checksums=lent.checksums)
+    )
+
+
+def shard_messages(shards: Sequence[Shard], block_bytes: Sequence[int]) -> list[pb.Shard]:
+    """Shards and the size of a block in each, as a message."""
+    return [
         pb.Shard(
             layer_begin=shard.layer_begin,
             layer_end=shard.layer_end,
@@ -76,21 +85,25 @@ def lent_answer(lent: Lent) -> pb.Answer:
             head_end=shard.head_end,
             block_bytes=size,
         )
-        for shard, size in zip(lent.shards, lent.block_bytes, strict=True)
+        for shard, size in zip(shards, block_bytes, strict=True)
     ]
-    return pb.Answer(
-        lent=pb.Lent(loan=lent.loan, shards=shards, slots=lent.slots, checksums=lent.checksums)
-    )
+
+
+def shards_of(shards: Sequence[pb.Shard]) -> tuple[tuple[Shard, ...], tuple[int, ...]]:
+    """The inverse. Raises ProtocolError."""
+    # A shard is what at least one rank has.
+    if len(shards) > RANKS_MAX or any(
+        not 0 < shard.block_bytes <= PAYLOAD_BYTES_MAX for shard in shards
+    ):
+        raise ProtocolError("an answer with shards that are none")
+    its = tuple(Shard(s.layer_begin, s.layer_end, s.head_begin, s.head_end) for s in shards)
+    return its, tuple(s.block_bytes for s in shards)
 
 
 def borrowed_of(lent: pb.Lent, *, asked: int) -> Borrowed:
     """The blocks served, of `asked` keys. Raises ProtocolError."""
-    columns = len(lent.shards)
-    # A shard is what at least one rank has.
-    if columns > RANKS_MAX or any(
-        not 0 < shard.block_bytes <= PAYLOAD_BYTES_MAX for shard in lent.shards
-    ):
-        raise ProtocolError("an answer with shards that are none")
+    shards, block_bytes = shards_of(lent.shards)
+    columns = len(shards)
     cells = len(lent.slots) // _SLOT_BYTES
     count = cells // columns if columns else 0
     if (
@@ -100,14 +113,8 @@ def borrowed_of(lent: pb.Lent, *, asked: int) -> Borrowed:
         or len(lent.checksums) != cells * CHECKSUM_BYTES
     ):
         raise ProtocolError("an answer whose arrays do not fit each other")
-    shards = tuple(Shard(s.layer_begin, s.layer_end, s.head_begin, s.head_end) for s in lent.shards)
     slots = np.frombuffer(lent.slots, "<u4").astype(np.int64).reshape(count, columns)
-    return Borrowed(
-        shards,
-        tuple(s.block_bytes for s in lent.shards),
-        slots,
-        lent.checksums,
-    )
+    return Borrowed(shards, block_bytes, slots, lent.checksums)
 
 
 def intact_of(returned: pb.Returned, *, count: int) -> NDArray[np.bool_]:

@@ -32,15 +32,49 @@ class GiveBack(_message.Message):
     loan: int
     def __init__(self, loan: _Optional[int] = ...) -> None: ...
 
+class Grant(_message.Message):
+    __slots__ = ("grant", "epoch", "transfer", "tenant", "space", "keys", "extents", "block_bytes", "deadline_ms", "descriptor")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    grant: int
+    epoch: int
+    transfer: str
+    tenant: str
+    space: bytes
+    keys: bytes
+    extents: bytes
+    block_bytes: int
+    deadline_ms: int
+    descriptor: bytes
+    def __init__(self, grant: _Optional[int] = ..., epoch: _Optional[int] = ..., transfer: _Optional[str] = ..., tenant: _Optional[str] = ..., space: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., extents: _Optional[bytes] = ..., block_bytes: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., descriptor: _Optional[bytes] = ...) -> None: ...
+
+class Revoke(_message.Message):
+    __slots__ = ("grant",)
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    grant: int
+    def __init__(self, grant: _Optional[int] = ...) -> None: ...
+
 class Ask(_message.Message):
-    __slots__ = ("hello", "lend", "give_back")
+    __slots__ = ("hello", "lend", "give_back", "grant", "revoke")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LEND_FIELD_NUMBER: _ClassVar[int]
     GIVE_BACK_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    REVOKE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     lend: Lend
     give_back: GiveBack
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., lend: _Optional[_Union[Lend, _Mapping]] = ..., give_back: _Optional[_Union[GiveBack, _Mapping]] = ...) -> None: ...
+    grant: Grant
+    revoke: Revoke
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., lend: _Optional[_Union[Lend, _Mapping]] = ..., give_back: _Optional[_Union[GiveBack, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[_Union[Revoke, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("node", "incarnation", "descriptor")
@@ -86,12 +120,42 @@ class Returned(_message.Message):
     intact: bytes
     def __init__(self, loan: _Optional[int] = ..., intact: _Optional[bytes] = ...) -> None: ...
 
+class Pushed(_message.Message):
+    __slots__ = ("grant", "epoch", "first", "shards", "checksums")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    grant: int
+    epoch: int
+    first: int
+    shards: _containers.RepeatedCompositeFieldContainer[Shard]
+    checksums: bytes
+    def __init__(self, grant: _Optional[int] = ..., epoch: _Optional[int] = ..., first: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+
+class PushOver(_message.Message):
+    __slots__ = ("grant", "epoch", "reason", "is_quiet")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    IS_QUIET_FIELD_NUMBER: _ClassVar[int]
+    grant: int
+    epoch: int
+    reason: str
+    is_quiet: bool
+    def __init__(self, grant: _Optional[int] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., is_quiet: bool = ...) -> None: ...
+
 class Answer(_message.Message):
-    __slots__ = ("welcome", "lent", "returned")
+    __slots__ = ("welcome", "lent", "returned", "pushed", "push_over")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LENT_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_FIELD_NUMBER: _ClassVar[int]
+    PUSH_OVER_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     lent: Lent
     returned: Returned
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lent: _Optional[_Union[Lent, _Mapping]] = ..., returned: _Optional[_Union[Returned, _Mapping]] = ...) -> None: ...
+    pushed: Pushed
+    push_over: PushOver
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lent: _Optional[_Union[Lent, _Mapping]] = ..., returned: _Optional[_Union[Returned, _Mapping]] = ..., pushed: _Optional[_Union[Pushed, _Mapping]] = ..., push_over: _Optional[_Union[PushOver, _Mapping]] = ...) -> None: ...

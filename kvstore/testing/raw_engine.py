@@ -52,6 +52,7 @@ from kvstore.wire.messages import (
     generations_array,
     slots_array,
 )
+from kvstore.wire.pushes import PushCancel, PushEnd, PushExpect
 from kvstore.wire.record import header, header_prefix
 from kvstore.wire.space import Space, fingerprint
 
@@ -131,6 +132,7 @@ class RawEngine:
         self.session = 0
         self.credits: list[tuple[NDArray[np.uint32], NDArray[np.uint64]]] = []
         """(slots [S], generations [S]) of each free block, oldest first."""
+        self.push_ends: list[PushEnd] = []
         self._lease_ids = itertools.count(1)
         self._replies: dict[int, LeaseReply] = {}
         self._quiesced: Counter[Link] = Counter()
@@ -214,6 +216,22 @@ class RawEngine:
     def hint(self, keys: Sequence[bytes]) -> None:
         """A new request names these keys."""
         assert self.scheduler.send(Hint(request=next(self._lease_ids), keys=b"".join(keys)))
+
+    def expect(
+        self, transfer: str, node: str, keys: Sequence[bytes], *, deadline_ms: int = 60_000
+    ) -> None:
+        """A prefill node will push these keys."""
+        message = PushExpect(transfer, node, b"".join(keys), deadline_ms)
+        assert self.scheduler.send(message)
+
+    def cancel(self, transfer: str) -> None:
+        """Nobody waits for a transfer any more."""
+        assert self.scheduler.send(PushCancel(transfer))
+
+    def push_end(self) -> PushEnd:
+        """Wait for the end of the oldest `expect`. Raises EngineGone, TimeoutError."""
+        self.wait(lambda: bool(self.push_ends))
+        return self.push_ends.pop(0)
 
     def lease(self, keys: Sequence[bytes]) -> LeaseReply:
         """Ask for a lease of these keys and wait for the reply, and for blocks from disk or from
@@ -352,6 +370,8 @@ class RawEngine:
                     generations=reply.generations + message.generations,
                     promoting=message.promoting,
                 )
+            case PushEnd():
+                self.push_ends.append(message)
             case Refused(reason=reason) | Lost(reason=reason):
                 self._failure = self._failure or reason
             case _:

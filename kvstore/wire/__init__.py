@@ -1,6 +1,8 @@
 """Forms that leave a process. Pure.
 
 messages     the attach protocol: every datagram between an engine and the node
+pushes       those of it about pushes from a prefill node to a decode node
+transfers    kv_transfer_params of requests: what both legs share
 mover        the datagrams between a node process and its mover
 bounds       bounded kinds of fields, which all structs are made of
 groups       KV cache groups, as ranks report them

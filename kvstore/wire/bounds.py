@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SpaceId
 
 NAME_BYTES_MAX: Final = 255
+KEYS_PER_DATAGRAM_MAX: Final = 2048
 TOKENS_MAX: Final = 1 << 20
 """Most tokens of a block, and most bytes of a token in one head of one layer."""
 SENTENCE_CHARS_MAX: Final = 1024
@@ -40,3 +41,8 @@ Id = Annotated[bytes, Meta(max_length=16)]
 Key = Annotated[bytes, Meta(max_length=KEY_BYTES)]
 Space32 = Annotated[SpaceId, Meta(max_length=32)]
 Checksum = Annotated[bytes, Meta(max_length=CHECKSUM_BYTES)]
+KeyArray = Annotated[bytes, Meta(max_length=KEYS_PER_DATAGRAM_MAX * KEY_BYTES)]
+
+
+class Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all datagrams between an engine and the node; the tag is the class name."""

@@ -12,7 +12,8 @@ Control only: the bytes of blocks never pass through a socket.
       │ Hint, LeaseAsk, Renew, Release│◀─ Seal, Drop, Distrust, Verified │
       │ Measured, Story, Compared ──▶│◀──────────────────────── Pinned │
       │ Unserved ───────────────────▶│                                 │
-      │◀──── HintReply, LeaseReply, LeaseMore, Grant                              │
+      │ PushOpen, Close, Expect, Cancel ▶│     pushes (ADR 39)         │
+      │◀──── HintReply, LeaseReply, LeaseMore, Grant, PushEnd                     │
       │◀──── SessionClosed ──────────│   (a member left; forms again by itself)
 
 Arrays travel as bytes, little-endian: keys 32 bytes each, slots u32, generations u64, checksums 16
@@ -47,11 +48,21 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ProtocolError
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES
-from kvstore.wire.bounds import NAME_BYTES_MAX, U64, Label, Name, Sentence, Small
+from kvstore.wire.bounds import (
+    KEYS_PER_DATAGRAM_MAX as KEYS_PER_DATAGRAM_MAX,
+    NAME_BYTES_MAX,
+    U64,
+    KeyArray,
+    Label,
+    Message as Message,
+    Name,
+    Sentence,
+    Small,
+)
 from kvstore.wire.groups import PER_GROUP, Group, GroupIndex, ShardColumn
+from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 
 PROTOCOL_VERSION: Final = 2
-KEYS_PER_DATAGRAM_MAX: Final = 2048
 DATAGRAM_BYTES_MAX: Final = 160 << 10
 """Room for the largest datagram: 2,048 keys with slots, generations and checksums are 120 KiB."""
 HELLO_BYTES_MAX: Final = 48 << 10
@@ -67,16 +78,11 @@ UNSERVED_LENGTH_MAX: Final = 255
 RANKS_MAX: Final = 1024
 """Most ranks of one engine, and so most shards."""
 
-KeyArray = Annotated[bytes, msgspec.Meta(max_length=KEYS_PER_DATAGRAM_MAX * KEY_BYTES)]
 SlotArray = Annotated[bytes, msgspec.Meta(max_length=4 * KEYS_PER_DATAGRAM_MAX)]
 GenerationArray = Annotated[bytes, msgspec.Meta(max_length=8 * KEYS_PER_DATAGRAM_MAX)]
 ChecksumArray = Annotated[bytes, msgspec.Meta(max_length=CHECKSUM_BYTES * KEYS_PER_DATAGRAM_MAX)]
 ShardCount = Annotated[int, msgspec.Meta(ge=1, le=RANKS_MAX)]
 LeaseList = Annotated[list[U64], msgspec.Meta(max_length=LEASES_PER_DATAGRAM_MAX)]
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all datagrams; the tag is the class name."""
 
 
 # ── engine → node ────────────────────────────────────────────────────────────────────────────────
@@ -189,7 +195,7 @@ class Story(Message, frozen=True):
     detail: Label = ""
     """Error of a load that failed."""
     session: U64 = 0
-    leases: Annotated[list[U64], msgspec.Meta(max_length=ASKS_PER_LOOKUP_MAX)] = []
+    leases: Annotated[list[U64], msgspec.Meta(max_length=ASKS_PER_LOOKUP_MAX)] = []  # noqa: RUF012
     """LeaseAsks of the lookup, in chain order."""
     first_block: U64 = 0
     """Number in the prompt of the first block of these LeaseAsks."""
@@ -306,6 +312,8 @@ class SessionOpen(Message, frozen=True):
     compute_ns_per_token: U64 = 0
     """As earlier engines of this space measured it; 0: unknown."""
     load_ns_per_token: U64 = 0
+    node: Label = ""
+    """Name of this node, by which pushes find it; empty: it serves none."""
 
 
 class SessionClosed(Message, frozen=True):
@@ -380,6 +388,10 @@ EngineMessage = (
     | Story
     | Compared
     | Unserved
+    | PushOpen
+    | PushClose
+    | PushExpect
+    | PushCancel
     | Seal
     | Drop
     | Distrust
@@ -395,6 +407,7 @@ NodeMessage = (
     | HintReply
     | LeaseReply
     | LeaseMore
+    | PushEnd
     | Grant
 )
 
@@ -421,7 +434,7 @@ def decode_from_engine(datagram: bytes | memoryview) -> EngineMessage:
             for name in (message.engine_id, message.nonce, message.tenant, message.process):
                 if len(name.encode()) > NAME_BYTES_MAX:
                     raise ProtocolError(f"a name of more than {NAME_BYTES_MAX} bytes")
-        case Hint(keys=keys) | LeaseAsk(keys=keys):
+        case Hint(keys=keys) | LeaseAsk(keys=keys) | PushExpect(keys=keys):
             _elements(keys, KEY_BYTES, "keys")
         case Seal():
             n = _elements(message.keys, KEY_BYTES, "keys")

@@ -28,6 +28,7 @@ from kvstore.wire.messages import (
     Unserved,
     Welcome,
 )
+from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from tests.unit.engine.harness import Hellos, arrays, keys
 
 
@@ -46,6 +47,10 @@ def words(session: int, places: Sequence[tuple[int, int]]) -> list[Message]:
         LeaseRenew([1, 2, 3]),
         LeaseRelease([1, 2, 3]),
         Measured(1_000, 10),
+        PushOpen("cmpl-1"),
+        PushExpect("cmpl-2", "p", keys(4, 5), 50),
+        PushCancel("cmpl-2"),
+        PushClose("cmpl-1", "aborted"),
         Unserved("its cache is on a GPU"),
         Story("r" * 40, session=session, leases=[1, 2], prompt_tokens=99, outcome="hit"),
     ]
@@ -69,5 +74,6 @@ def answers() -> list[Message]:
         HintReply(1, b"\x07"),
         LeaseReply(1, 2, slots, generations),
         LeaseMore(1, slots, generations),
+        PushEnd("cmpl-2", reason="no such node"),
         Grant(3, slots, generations),
     ]

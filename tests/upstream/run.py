@@ -43,7 +43,7 @@ class NoSources(Exception):
 
 
 def fetch(target: Path = SOURCES) -> Path:
-    """The folder that holds upstream's `tests`, fetched when it is not there yet.
+    """The folder that holds upstream's `tests` and `examples`, fetched when it is not there yet.
 
     pip keeps sources only of what it can build, and this one wants a compiler: so it is told to
     keep its working folder, and the tests are taken from there.
@@ -51,8 +51,9 @@ def fetch(target: Path = SOURCES) -> Path:
     Raises:
         NoSources: no index has it, or it holds no tests.
     """
-    if (target / "tests").is_dir():
+    if (target / "examples").is_dir():
         return target
+    shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
@@ -69,7 +70,8 @@ def fetch(target: Path = SOURCES) -> Path:
             )
         complete = Path(work) / "complete"
         complete.mkdir()
-        shutil.move(found[0].parents[3], complete / "tests")
+        for folder in ("tests", "examples"):
+            shutil.move(found[0].parents[4] / folder, complete / folder)
         complete.rename(target)
     return target
 

@@ -8,8 +8,8 @@
 | `attachment.py` | the scheduler's session and credits          | datagrams → state, credits    |
 | `hits.py`       | lengths of hits, the port of their rules     | –                             |
 | `lookup.py`     | the state of one request's lookup            | –                             |
-| `windows.py`    | blocks of the other KV cache groups          | answers → HitPlan             |
-| `loads.py`      | leased blocks as jobs                        | replies → LoadJob             |
+| `loads.py`      | known blocks, leased blocks as jobs          | answers → HitPlan, LoadJob    |
+| `pushes.py`     | transfers from prefill to decode             | requests ↔ datagrams          |
 | `requests.py`   | a request under way, its story               | –                             |
 | `lookups.py`    | leases and loads                             | keys → hit, miss, pending     |
 | `stores.py`     | which filled blocks go where, fences         | full blocks, credits → StoreJob |

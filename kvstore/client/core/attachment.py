@@ -67,6 +67,8 @@ class Attachment:
         self.shard_counts: tuple[int, ...] = (1,)
         """By KV cache group."""
         self.incarnation = 0
+        self.node = ""
+        """Name of the node, if it serves pushes."""
         self.weights_epoch = ""
         self.unserved = ""
         """Why no session can open, as reported by the ranks."""
@@ -172,7 +174,7 @@ class Attachment:
             case SessionOpen() if self._dial.state is DialState.WELCOMED:
                 self._end_session()
                 self.session = message.session
-                self.shard_counts = message.shard_counts
+                self.shard_counts, self.node = message.shard_counts, message.node
                 self._dial.since_ns = now_ns
                 self._dial.served()
                 self._away_noticed = False

@@ -66,6 +66,10 @@ class Costs:
         """Whether a copy from dram takes less than computing."""
         return self.load.ns_per_token <= self.compute.ns_per_token
 
+    def is_worth(self, tokens: int) -> bool:
+        """Whether a load of so many tokens pays."""
+        return self.loads_pay and tokens >= self.least_tokens
+
     def may_probe(self, wanted_tokens: int) -> bool:
         """Loads do not pay: whether this request, which wants so many tokens, makes the shortest
         load, if that costs next to nothing beside its computing."""

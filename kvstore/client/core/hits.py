@@ -5,7 +5,7 @@ attention needs other blocks: full attention all of them, a window of 1,024 toke
 end where the hit ends. The engine's own rules decide (`HitRules`), so that a hit is never longer
 and never shorter than the engine would find in its own cache.
 
-Values and a port. Does not cover: asking the node (`lookups.py`, `windows.py`).
+Values and a port. Does not cover: asking the node (`lookups.py`, `loads.py`).
 """
 
 from __future__ import annotations

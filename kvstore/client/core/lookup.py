@@ -83,6 +83,7 @@ class Lookup:
         "plan",
         "present",
         "promoted_until_ns",
+        "pushed_until_ns",
         "replied_at_ns",
         "rounds",
         "session",
@@ -135,6 +136,8 @@ class Lookup:
         was another."""
         self.parts: list[LookupPart] = []
         self.promoted_until_ns = 0
+        self.pushed_until_ns = 0
+        """While a prefill node sends its blocks nothing is asked, at most until then."""
         self.load_jobs = 0
         """Under way: one for each KV cache group."""
         self.load_reports = 0

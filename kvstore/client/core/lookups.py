@@ -37,18 +37,20 @@ from kvstore.client.core.loads import (
     all_sent,
     found_blocks,
     joined_checksums,
+    keys_per_ask,
     leading_blocks,
     load_job,
     needed_blocks,
+    next_plan,
+    short_parts,
+    surveys,
 )
 from kvstore.client.core.lookup import WAITING_STAGES, Lookup, LookupPart, LookupStage
 from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.stats import SchedulerStats
-from kvstore.client.core.windows import next_plan, short_parts, surveys
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
     ASKS_PER_LOOKUP_MAX,
-    KEYS_PER_DATAGRAM_MAX,
     LEASE_LIVES_MAX,
     LEASES_PER_DATAGRAM_MAX,
     LeaseAsk,
@@ -138,6 +140,8 @@ class EngineLookups:
             self.release(lookup)
         if lookup.stage is LookupStage.NONE:
             blocks = len(keys) // self._config.keys_per_block(0) - first_block
+            if now_ns < lookup.pushed_until_ns and self._costs.is_worth(blocks * self._sizes[0]):
+                return PENDING
             if self._has_waited_long(lookup, blocks * self._sizes[0], now_ns):
                 return self._give_up(lookup, now_ns)
             if not may_ask and self._attachment.is_open:
@@ -493,8 +497,3 @@ class EngineLookups:
     def _miss(self, lookup: Lookup, reason: str) -> Miss:
         lookup.miss_reason = reason
         return Miss(reason)
-
-
-def keys_per_ask(shards: int) -> int:
-    """Most keys of one LeaseAsk, whose answer has so many shards for each."""
-    return max(1, KEYS_PER_DATAGRAM_MAX // shards)

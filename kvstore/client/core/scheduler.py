@@ -22,6 +22,7 @@ from kvstore.client.core.hits import PENDING, Hit, HitRules, Miss, Outcome, bloc
 from kvstore.client.core.lookup import WAITING_STAGES, Lookup, LookupStage
 from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import LoadJob, LoadResult, RankReport, StepPlan
+from kvstore.client.core.pushes import EnginePushes
 from kvstore.client.core.requests import TrackedRequest, cut_name, story_of
 from kvstore.client.core.shadow import Shadows
 from kvstore.client.core.stats import SchedulerStats
@@ -35,6 +36,8 @@ from kvstore.wire.messages import (
     SessionOpen,
     Story,
 )
+from kvstore.wire.pushes import PushEnd
+from kvstore.wire.transfers import Expected, Produced
 
 STORIES_KEPT_MAX = 64
 """Stories of requests that ended while the node was unreachable; sent when it is back."""
@@ -58,6 +61,7 @@ class SchedulerCore:
             config, self.attachment, self._breaker, self.stats, self.costs, rules
         )
         self._stores = EngineStores(config, self.attachment, self.stats)
+        self.pushes = EnginePushes(config, self.attachment, self._stores, self.stats)
         self._shadows = Shadows(config, self.attachment, self._lookups, self._stores, self.stats)
         self._requests: dict[str, TrackedRequest] = {}
         self._by_tag: dict[int, TrackedRequest] = {}
@@ -82,6 +86,8 @@ class SchedulerCore:
                 self._lookups.replied(message, now_ns)
             case LeaseMore():
                 self._lookups.grew(message)
+            case PushEnd():
+                self.pushes.ended(message)
             case HintReply():
                 request = self._by_tag.get(message.request)
                 if request is not None:
@@ -91,6 +97,7 @@ class SchedulerCore:
                 reason = self.attachment.received(message, now_ns)
                 if isinstance(message, SessionOpen):
                     self.costs.opened(message)
+                    self.pushes.session_opened()
                 if self.attachment.incarnation != self._incarnation:
                     self._incarnation = self.attachment.incarnation
                     self._stores.forget_recent()
@@ -138,8 +145,10 @@ class SchedulerCore:
         prompt_tokens: int,
         now_ns: int,
         may_hint: bool = True,
+        transfer: Produced | Expected | None = None,
     ) -> None:
-        """A request arrived. Sends hints, if it may; pins nothing."""
+        """A request arrived, maybe with a part in a transfer. Sends hints, if it may; pins
+        nothing."""
         tag = self._next_tag
         self._next_tag += 1
         lookup = Lookup(tag)
@@ -148,6 +157,10 @@ class SchedulerCore:
         self._now_ns = entry.arrived_ns = now_ns
         self._requests[request] = entry
         self._by_tag[tag] = entry
+        if isinstance(transfer, Produced):
+            self.pushes.open(request, transfer)
+        elif transfer is not None and may_hint:
+            self.pushes.expect(request, transfer, keys, lookup, now_ns)
         if not (self.attachment.is_open and may_hint):
             return
         for group in range(len(self.config.block_sizes)):
@@ -173,6 +186,8 @@ class SchedulerCore:
             return Miss("unknown request")
         self._now_ns = now_ns
         entry.local_tokens = local_tokens
+        self.pushes.resumed(request)
+        self.pushes.look()
         outcome = self._lookups.match(
             entry.lookup,
             keys,
@@ -211,6 +226,7 @@ class SchedulerCore:
         if entry is None:
             return
         lookup = entry.lookup
+        self.pushes.admitted(request, now_ns)
         if self._engine_holds_old and entry.local_tokens >= self.config.block_tokens:
             entry.progress.is_old = True
             self._shadows.ended(lookup)  # what it computes differs, and nobody is to blame
@@ -322,8 +338,10 @@ class SchedulerCore:
         self._now_ns = now_ns
         self._tell(Story(request=cut_name(request), prompt_tokens=prompt_tokens, outcome=reason))
 
-    def finished(self, request: str) -> Story | None:
-        """The request ended, in whatever way. A running load ends by its ranks' reports."""
+    def finished(self, request: str, why_early: str = "") -> Story | None:
+        """The request ended, in whatever way; `why_early`: not as it should. A running load ends by
+        its ranks' reports."""
+        self.pushes.finished(request, why_early, self._now_ns)
         entry = self._requests.pop(request, None)
         if entry is None:
             return None
@@ -373,6 +391,7 @@ class SchedulerCore:
         """
         self.costs.compute.planned(computed_tokens, now_ns)
         self._now_ns = now_ns
+        self.pushes.settle(now_ns)
         self._lookups.renew(now_ns)
         fence = self._stores.fence([*new_blocks, *self._load_targets])
         stores = self._stores.take_jobs(now_ns)
@@ -401,6 +420,7 @@ class SchedulerCore:
             self._shadows.reported(compared)
         for job in self._stores.reported(report.store_jobs_done):
             self._shadows.finished(job)
+        self.pushes.settle(now_ns)
         self.stats.add("store_blocks_sealed", report.blocks_sealed)
         self.stats.add("store_blocks_dropped", report.blocks_dropped)
         self.stats.add("store_bytes", report.store_bytes)

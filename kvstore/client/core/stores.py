@@ -234,6 +234,15 @@ class EngineStores:
         """The node may have lost everything: nothing counts as stored any more."""
         self._recent.clear()
 
+    @property
+    def last_job(self) -> int:
+        """Number of the last job so far."""
+        return self._next_job - 1
+
+    def has_running(self, last_job: int) -> bool:
+        """Whether jobs up to this one have not ended on all ranks."""
+        return any(job <= last_job for job in self._outstanding)
+
     def running(self, now_ns: int) -> bool:
         """Whether copies run that an idle engine should keep stepping for, within the bound."""
         limit_ns = self._config.push_work_ms_max * NS_PER_MS

@@ -9,6 +9,11 @@
 | `writes`   | blocks that are written through to disk         | rows → WriteFile         |
 | `fetches`  | blocks from other nodes                         | keys → Locate, Fetch     |
 | `loans`    | blocks that other nodes read here               | Lend → Lent              |
+| `transfers` | requests that engines here prefill for others | PushOpen, PushClose → patience |
+| `pushes`   | blocks that are written to other nodes          | PushAsked → WritePush, SayPushed |
+| `grants`   | blocks that other nodes write here              | PushExpect → AskPush, Land |
+| `expected` | keys of these                                   | –                        |
+| `landing`  | room for these                                  | –                        |
 | `offers`   | whole blocks, which other nodes can fetch       | changes → keys           |
 | `covers`   | sets of shards that make a whole block          | –                        |
 | `arrivals` | leases that grow while blocks arrive            | blocks → LeaseMore       |

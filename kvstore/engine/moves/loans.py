@@ -68,7 +68,8 @@ class Loans:
         state, name = self._state, (event.peer, event.loan)
         keys = keys_array(event.keys)[:KEYS_PER_DATAGRAM_MAX]
         is_new = name not in self._loans and name not in self._waiting
-        found = self._best(event, keys) if is_new else None
+        address = event.tenant, SpaceId(event.space)
+        found = self.best(address, keys) if is_new else None
         if found is None or not self._may_lend(event.peer, event.loan):
             self._say_nothing(*name)
             return
@@ -93,13 +94,14 @@ class Loans:
         waiting = sum(name[0] == peer for name in self._waiting)
         return waiting < WAITING_MAX and self._state.leases.may_add(-peer, loan)
 
-    def _best(self, event: Lend, keys: Keys) -> tuple[Asker, Rows] | None:
-        """The cover that has the longest run, and its rows, [S][n]; None: no block to serve."""
-        state, space = self._state, SpaceId(event.space)
-        known = state.known.get((event.tenant, space))
-        if known is None or state.is_off(event.tenant, space) or not len(keys):
+    def best(self, address: tuple[str, SpaceId], keys: Keys) -> tuple[Asker, Rows] | None:
+        """The cover that has the longest run of a (tenant, space), and its rows, [S][n]; None: no
+        block to serve."""
+        state = self._state
+        known = state.known.get(address)
+        if known is None or state.is_off(*address) or not len(keys):
             return None
-        scopes = state.residency.shards(event.tenant, space)
+        scopes = state.residency.shards(*address)
         found = covers(
             scopes, layer_count=known.space.layer_count, head_count=known.space.kv_head_count
         )
@@ -118,7 +120,7 @@ class Loans:
         if not count:
             return None
         columns = [(shard, scopes[shard]) for shard in best]
-        its = asker((event.tenant, space), known.space, columns)
+        its = asker(address, known.space, columns)
         return its, rows[[place[shard] for shard in best], :count]
 
     def _answer(self, peer: int, loan: int, asker: Asker, run: Run) -> None:

@@ -11,6 +11,7 @@ from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Wait, count_of
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import REPEATED, Files
+from kvstore.engine.moves.grants import Grants
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.runs import LOOKED_UP_MAX, Run, leading_run
@@ -34,11 +35,13 @@ class Lookups:
         state: State,
         files: Files,
         fetches: Fetches,
+        grants: Grants,
         arrivals: Arrivals,
     ) -> None:
         self._state = state
         self._files = files
         self._fetches = fetches
+        self._grants = grants
         self._arrivals = arrivals
         self._brings = files.enabled or state.config.fetches
         """Whether any blocks come to dram besides stores of engines."""
@@ -121,12 +124,15 @@ class Lookups:
         """Begin to bring blocks that are not in dram, first from disk, later ones from other nodes.
         Returns how many are on their way or may be, an estimate of the time in ms, and the part of
         other nodes."""
+        pushed = self._grants.run(asker, keys)
         if not self._brings or not len(keys):
-            return 0, 0, Wanted()
+            return pushed, 0, Wanted()
         promoting = self._files.promote(asker, keys, held=run.rows())
         if promoting == REPEATED:
             return REPEATED, 0, Wanted()
         estimate_ms = self._files.pace.estimate_ms(self._state.now_ns) if promoting else 0
+        # What is pushed is not asked for elsewhere.
+        promoting += self._grants.run(asker, keys[promoting:]) if promoting else pushed
         wanted = self._fetches.want(asker, keys[promoting:])
         if wanted.coming:
             estimate_ms = max(estimate_ms, self._fetches.estimate_ms(asker, wanted.coming))
@@ -175,6 +181,7 @@ class Lookups:
         if self._brings:
             self._files.promote(asker, keys)
             held = len(keys) if bool(present.all()) else int(np.argmin(present))
+            held += self._grants.run(asker, keys[held:])
             self._fetches.want(asker, keys[held:])
         return present
 

@@ -200,6 +200,7 @@ class Sessions:
                 shard_counts=tuple(len(group.writers) for group in owner.groups),
                 compute_ns_per_token=pace.compute_ns_per_token,
                 load_ns_per_token=pace.load_ns_per_token,
+                node=self._state.config.node,
             ),
         )
 

@@ -36,6 +36,7 @@ class ScriptedNode:
             **{"rank_count": 1, **changes},
         )
         self.core = SchedulerCore(config, rules)
+        self.name = ""
         self.group_count = len(config.block_sizes)
         self.shard_counts = (1,) * self.group_count
         self.now_ns = 1_000_000_000
@@ -60,7 +61,7 @@ class ScriptedNode:
                 generation_bytes=8192,
             )
         )
-        self.give(m.SessionOpen(session=self.session, shard_counts=self.shard_counts))
+        self.give(m.SessionOpen(self.session, self.shard_counts, node=self.name))
         for group in range(self.group_count):
             self.grant(credits, group=group)
 

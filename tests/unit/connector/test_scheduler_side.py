@@ -96,6 +96,8 @@ def request(number: int, blocks: int) -> Any:
         lora_request=None,
         mm_features=[],
         skip_reading_prefix_cache=False,
+        kv_transfer_params=None,
+        status=SimpleNamespace(name="FINISHED_STOPPED"),
     )
 
 
@@ -111,6 +113,7 @@ def output(
         scheduled_new_reqs=new,
         scheduled_cached_reqs=cached or nothing,
         kv_cache_block_copies=None,
+        preempted_req_ids=None,
     )
 
 
@@ -432,9 +435,9 @@ def test_a_story_is_told_behind_what_goes_with_it(
     side.on_new_request(one)
     finished = side._core.finished
 
-    def with_a_lease(name: str) -> m.Story | None:
+    def with_a_lease(name: str, why_early: str) -> m.Story | None:
         side._core.attachment.outbox.append(m.LeaseRelease([7]))
-        return finished(name)
+        return finished(name, why_early)
 
     monkeypatch.setattr(side._core, "finished", with_a_lease)
     side.request_finished(one)

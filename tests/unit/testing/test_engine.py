@@ -111,7 +111,7 @@ def test_a_request_is_abandoned_when_told_or_never_is_an_error(
 ) -> None:
     engine.abandon((1, 2), max_tokens=3, until=lambda: bool(answering.bodies))
     assert json.loads(answering.bodies[0])["prompt"] == [1, 2]
-    monkeypatch.setattr("kvstore.demo.engine.REQUEST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvstore.demo.completions.REQUEST_TIMEOUT_S", 0.05)
     with pytest.raises(EngineError, match="did not come"):
         engine.abandon((1,), max_tokens=1, until=lambda: False)
 

@@ -1,0 +1,245 @@
+"""Transfers of this engine's requests: from its prefill to other nodes, and to its decode (ADR 39).
+
+    prefill   open ──PushOpen──▶ node   finished ── its stores have ended ──PushClose──▶ node
+                                        aborted, preempted ────────────────PushClose, reason──▶
+    decode    expect ──PushExpect──▶ node ──PushEnd──▶ the lookup may ask
+                                     left: admitted or ended meanwhile ──PushCancel──▶ node
+
+Rules. 1: several requests may share a transfer (a list of prompts, several answers to one): it is
+open from the first to the end of the last, and cancelled when nobody waits for it any more. 2: the
+lookup of a request begins when its blocks have come, or will not, or after push_deadline_ms: a node
+that is lost, silent or replaced ends the wait at once. 3: a transfer that is open survives the
+node: it is opened again in the next session.
+Does not cover: which requests these are (`kvstore.wire.transfers`), lookups (`lookups.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.client.core.attachment import Attachment
+from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.hits import block_keys
+from kvstore.client.core.lookup import Lookup
+from kvstore.client.core.stats import SchedulerStats
+from kvstore.client.core.stores import EngineStores
+from kvstore.units import NS_PER_MS
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
+from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
+from kvstore.wire.transfers import Expected, Produced, answer_of
+
+
+class _Waiting:
+    """A request for whose blocks a PushExpect is out."""
+
+    __slots__ = ("last_key", "lookup", "open", "transfer")
+
+    def __init__(self, transfer: str, lookup: Lookup, last_key: bytes) -> None:
+        self.transfer, self.lookup, self.last_key = transfer, lookup, last_key
+        self.open: set[tuple[int, int]] = set()
+        """Group and first block of its PushExpects that have no PushEnd yet."""
+
+
+class EnginePushes:
+    """All transfers of one engine."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        attachment: Attachment,
+        stores: EngineStores,
+        stats: SchedulerStats,
+    ) -> None:
+        self._config = config
+        self._attachment = attachment
+        self._stores = stores
+        self._stats = stats
+        self._producing: dict[str, Produced] = {}
+        """Requests that are being prefilled."""
+        self._paused: set[str] = set()
+        """Requests that were preempted."""
+        self._closing: list[tuple[str, int, int]] = []
+        """(transfer, last store of its request, time of its end)."""
+        self._waiting: dict[str, _Waiting] = {}
+        self._session = 0
+        """Of the PushExpects that are out."""
+
+    @property
+    def node(self) -> str:
+        """Name of this node; empty: no pushes."""
+        return self._attachment.node if self._attachment.is_open else ""
+
+    # ── prefill ──────────────────────────────────────────────────────────────────────────────────
+
+    def open(self, request: str, produced: Produced) -> None:
+        """A request arrives whose blocks other nodes may be sent."""
+        self._stats.add("pushes_opened")
+        if not self._is_open(produced.transfer):
+            self._say(PushOpen(produced.transfer))
+        self._producing[request] = produced
+
+    def answer(self, request: str, tokens: int) -> dict[str, Any] | None:
+        """Parameters for the decode engine of a request whose prefill is complete; None: none."""
+        produced = self._producing.get(request)
+        if produced is None or not self.node:
+            return None
+        return answer_of(
+            produced,
+            node=self.node,
+            engine=self._config.engine_id,
+            request_id=request,
+            tokens=tokens,
+        )
+
+    def _is_open(self, transfer: str) -> bool:
+        others = (
+            own.transfer for request, own in self._producing.items() if request not in self._paused
+        )
+        return transfer in others or any(transfer == own for own, *_ in self._closing)
+
+    def refuse(self, produced: Produced, reason: str) -> None:
+        """A request arrives whose blocks are not stored."""
+        if not self._is_open(produced.transfer):
+            self._say(PushClose(produced.transfer, reason))
+
+    def preempted(self, request: str) -> None:
+        """Its blocks have gone; what was stored of them stays."""
+        produced = self._producing.get(request)
+        if produced is not None and request not in self._paused:
+            self._paused.add(request)
+            if not self._is_open(produced.transfer):
+                self._say(PushClose(produced.transfer, "preempted"))
+
+    def resumed(self, request: str) -> None:
+        """It goes on after a preemption, or was not preempted."""
+        if request in self._paused:
+            transfer = self._producing[request].transfer
+            if not self._is_open(transfer):
+                self._say(PushOpen(transfer))
+            self._paused.discard(request)
+
+    def finished(self, request: str, reason: str, now_ns: int) -> None:
+        """The request ended; `reason` is empty where its prefill was complete."""
+        self._leave(request)
+        produced = self._producing.pop(request, None)
+        if produced is None:
+            return
+        transfer, was_paused = produced.transfer, request in self._paused
+        self._paused.discard(request)
+        if was_paused:
+            return  # its transfer was closed then
+        if not reason:
+            self._closing.append((transfer, self._stores.last_job, now_ns))
+            self.settle(now_ns)
+        elif not self._is_open(transfer):
+            self._say(PushClose(transfer, reason))
+
+    def settle(self, now_ns: int) -> None:
+        """Close transfers whose stores have ended."""
+        if not self._closing:
+            return
+        limit_ns = self._config.push_work_ms_max * NS_PER_MS
+        due = [
+            entry
+            for entry in self._closing
+            if not self._stores.has_running(entry[1]) or now_ns - entry[2] > limit_ns
+        ]
+        self._closing = [entry for entry in self._closing if entry not in due]
+        for transfer in {transfer for transfer, *_ in due}:
+            if not self._is_open(transfer):
+                self._say(PushClose(transfer))
+
+    # ── decode ───────────────────────────────────────────────────────────────────────────────────
+
+    def expect(
+        self,
+        request: str,
+        expected: Expected,
+        keys: Sequence[bytes],
+        lookup: Lookup,
+        now_ns: int,
+    ) -> None:
+        """A request arrives whose blocks are sent here. Before its hints."""
+        if not (self.node and keys and expected.node):
+            return
+        waiting = _Waiting(expected.transfer, lookup, bytes(keys[-1]))
+        twin = next((w for w in self._waiting.values() if w.last_key == waiting.last_key), None)
+        if twin is not None and twin.transfer == waiting.transfer and twin.open:
+            waiting.open = set(twin.open)
+        else:
+            for group in range(len(self._config.block_sizes)):
+                names = block_keys(keys, self._config.keys_per_block(group))
+                for first in range(0, len(names), KEYS_PER_DATAGRAM_MAX):
+                    part = b"".join(names[first : first + KEYS_PER_DATAGRAM_MAX])
+                    waiting.open.add((group, first))
+                    self._say(
+                        PushExpect(
+                            transfer=expected.transfer,
+                            node=expected.node,
+                            keys=part,
+                            deadline_ms=self._config.push_deadline_ms,
+                            group=group,
+                            first_block=first,
+                        )
+                    )
+        if not waiting.open:
+            return
+        self._stats.add("pushes_expected")
+        self._session = self._attachment.session
+        self._waiting[request] = waiting
+        lookup.pushed_until_ns = now_ns + self._config.push_deadline_ms * NS_PER_MS
+
+    def ended(self, end: PushEnd) -> None:
+        """Blocks that were expected are here, or will not come."""
+        for request, waiting in list(self._waiting.items()):
+            if waiting.transfer != end.transfer:
+                continue
+            waiting.open.discard((end.group, end.first_block))
+            if end.reason:
+                waiting.lookup.detail = f"push: {end.reason}"
+                self._stats.add("pushes_short")
+            if not waiting.open:
+                waiting.lookup.pushed_until_ns = 0
+                del self._waiting[request]
+
+    def admitted(self, request: str, now_ns: int) -> None:
+        """The engine computes what it has not loaded; nobody waits any longer."""
+        waiting = self._waiting.get(request)
+        if waiting is not None and now_ns >= waiting.lookup.pushed_until_ns:
+            self._stats.add("pushes_given_up")
+            waiting.lookup.detail = "push: not within its deadline"
+        self._leave(request)
+
+    def _leave(self, request: str) -> None:
+        waiting = self._waiting.pop(request, None)
+        if waiting is None:
+            return
+        waiting.lookup.pushed_until_ns = 0
+        if all(other.transfer != waiting.transfer for other in self._waiting.values()):
+            self._say(PushCancel(waiting.transfer))
+
+    # ── sessions ─────────────────────────────────────────────────────────────────────────────────
+
+    def look(self) -> None:
+        """End waits for a node that is gone or silent; after each change of the connection."""
+        if self._waiting and not (
+            self._attachment.is_open and self._attachment.session == self._session
+        ):
+            for waiting in self._waiting.values():
+                waiting.lookup.pushed_until_ns = 0
+                waiting.lookup.detail = "push: this node is away"
+            self._waiting.clear()
+
+    def session_opened(self) -> None:
+        """Name the transfers under way to the node, which knows none of them."""
+        self.look()
+        going_on = {
+            own.transfer for request, own in self._producing.items() if request not in self._paused
+        }
+        for transfer in sorted(going_on | {own for own, *_ in self._closing}):
+            self._say(PushOpen(transfer))
+
+    def _say(self, message: PushOpen | PushClose | PushExpect | PushCancel) -> None:
+        if self.node:
+            self._attachment.outbox.append(message)

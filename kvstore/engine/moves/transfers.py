@@ -1,0 +1,97 @@
+"""Transfers that engines of this node prefill: how long others wait for blocks that are not here.
+
+    PushOpen ─▶ open ──PushClose──▶ closed, remembered for a while
+                  └── the engine's session ends: closed, with that reason
+
+Does not cover: which blocks are moved, and where to (`pushes`): keys decide that.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import msgspec
+
+from kvstore.engine.sessions.owners import Connection
+from kvstore.engine.state import State
+from kvstore.types import SpaceId
+from kvstore.units import NS_PER_S
+from kvstore.wire.pushes import PushClose, PushOpen
+
+TRANSFERS_MAX = 4096
+UNKNOWN_NS = 2 * NS_PER_S
+"""Legs of a request are dispatched together, and the prefill engine may name the transfer late."""
+SEALS_NS = NS_PER_S // 4
+"""Seals come by other sockets than PushClose, and may be taken after it."""
+EVER: int = 1 << 63
+
+
+class _Prefill(msgspec.Struct):
+    connection: Connection
+    session: int
+    addresses: frozenset[tuple[str, SpaceId]]
+    """(tenant, space) of the engine's groups."""
+    node: str
+    closed_ns: int = 0
+    """0: open."""
+    reason: str = ""
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """Until when blocks of a transfer may still come, and the reason why not any longer."""
+
+    until_ns: int
+    reason: str
+
+
+class Transfers:
+    """By (tenant, name), the one named first in front."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._transfers: OrderedDict[tuple[str, str], _Prefill] = OrderedDict()
+
+    def open(self, connection: Connection, message: PushOpen) -> None:
+        """An engine computes blocks of this transfer."""
+        owner = connection.owner
+        if not owner.open_session:
+            return
+        addresses = frozenset(group.asker.address for group in owner.groups)
+        name = (owner.groups[0].asker.tenant, message.transfer)
+        self._transfers.pop(name, None)
+        self._transfers[name] = _Prefill(connection, owner.open_session, addresses, message.node)
+        if len(self._transfers) > TRANSFERS_MAX:
+            self._transfers.popitem(last=False)
+
+    def close(self, connection: Connection, message: PushClose) -> None:
+        """No more of its blocks will be sealed."""
+        if connection.owner.open_session:
+            name = (connection.owner.groups[0].asker.tenant, message.transfer)
+            its = self._transfers.get(name)
+            if its is not None and its.connection is connection and not its.closed_ns:
+                its.closed_ns, its.reason = self._state.now_ns, message.reason
+
+    def patience(
+        self, address: tuple[str, SpaceId], transfer: str, node: str, since_ns: int
+    ) -> Patience:
+        """Patience of a node that waits since then for blocks of this (tenant, space)."""
+        its = self._transfers.get((address[0], transfer))
+        if its is None:
+            return Patience(since_ns + UNKNOWN_NS, "no engine here prefills it")
+        if address not in its.addresses:
+            return Patience(
+                0, "the prefill engine has another space: model, version, format or weights differ"
+            )
+        if its.node not in ("", node):
+            return Patience(0, f"its decode node is {its.node}")
+        if not its.closed_ns and its.connection.owner.open_session != its.session:
+            its.closed_ns, its.reason = self._state.now_ns, "the prefill engine is gone"
+        if not its.closed_ns:
+            return Patience(EVER, "")
+        if its.reason:
+            return Patience(its.closed_ns, its.reason)
+        return Patience(its.closed_ns + SEALS_NS, "not all of its blocks were stored")
+
+    def open_count(self) -> int:
+        """Transfers that are open."""
+        return sum(not its.closed_ns for its in self._transfers.values())

@@ -1,0 +1,244 @@
+"""Pushes to this node: grants that it gives, words about them, copies out of the landing slab.
+
+    AskPush ─▶ session with the prefill node ─▶ Pushed …, PushOver ─▶ engine
+    Land ────▶ copied into slots, verified there ─▶ Landed
+
+Rules. 1: every AskPush has one PushOver, whatever happens: a session that is lost says it for all
+of its grants, and that writes may still arrive. 2: what is verified is the copy, which no peer can
+write to. 3: addresses come from membership (`borrower`).
+
+Does not cover: room (`engine.moves.grants`), the other end (`pusher`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.events import (
+    AskPush,
+    Land,
+    Landed,
+    LandingUp,
+    PushEvent,
+    PushOver,
+    RecycleMover,
+    RevokePush,
+)
+from kvstore.errors import ProtocolError
+from kvstore.obs.timings import Timings
+from kvstore.peers.borrower import Borrower
+from kvstore.peers.mover_host import MoverHost
+from kvstore.peers.peer_session import PeerSession, SessionLost
+from kvstore.ports import Clock
+from kvstore.proto import peer_pb2 as pb, pushes
+from kvstore.transport.pieces import joined, make_pieces
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
+from kvstore.wire.assembly import Assembly
+from kvstore.wire.record import Scope
+
+ASK_TIMEOUT_S: Final = 2.0
+LAND_THREADS: Final = 2
+KINDS: Final = ("push_first", "push", "land_copy", "land_verify")
+"""Timed steps: from the grant to its first block, to its last; copying out; verifying."""
+
+_log = logging.getLogger(__name__)
+
+
+class _OpenGrant:
+    """A grant whose last word has not come."""
+
+    def __init__(self, command: AskPush, begun_ns: int) -> None:
+        self.command, self.begun_ns = command, begun_ns
+        self.session: PeerSession | None = None
+        """None: it was not sent yet."""
+        self.is_revoked = False
+        self.has_begun = False
+
+
+class Lander:
+    """On the asyncio loop."""
+
+    def __init__(
+        self,
+        post: Callable[[PushEvent], None],
+        *,
+        borrower: Borrower,
+        mover: MoverHost,
+        memory: NDArray[np.uint8],
+        clock: Clock,
+        draw_epoch: Callable[[], int],
+    ) -> None:
+        """`memory`: the arena. `draw_epoch`: a random number that is not 0."""
+        self.timings = {kind: Timings() for kind in KINDS}
+        self._post, self._borrower, self._mover = post, borrower, mover
+        self._memory, self._clock, self._draw_epoch = memory, clock, draw_epoch
+        self._epoch = 0
+        self._given: dict[int, _OpenGrant] = {}
+        self._told: dict[str, str] = {}
+        """The last reason of each peer, said once."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._threads = ThreadPoolExecutor(LAND_THREADS, thread_name_prefix="land")
+
+    def close(self) -> None:
+        """The node ends."""
+        for task in self._tasks:
+            task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def mover_changed(self) -> None:
+        """The transfer worker is another one, or dead and reaped."""
+        self._epoch = self._draw_epoch() if self._mover.descriptor else 0
+        self._post(LandingUp(self._epoch))
+
+    def carry_out(self, command: AskPush | RevokePush | Land | RecycleMover) -> None:
+        """An order of the engine."""
+        match command:
+            case AskPush():
+                given = self._given[command.grant] = _OpenGrant(command, self._clock.now_ns())
+                self._run(self._ask(given))
+            case RevokePush(grant=grant) if grant in self._given:
+                given = self._given[grant]
+                given.is_revoked = True
+                if given.session is not None:
+                    self._run(self._revoke(given.session, grant))
+            case Land():
+                self._run(self._land(command))
+            case RecycleMover(reason=reason):
+                _log.warning("the transfer worker is restarted: %s", reason)
+                self._mover.recycle(reason)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a bug in what takes pushes", exc_info=error)
+
+    # ── grants ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _ask(self, given: _OpenGrant) -> None:
+        command = given.command
+        try:
+            session = await self._borrower.session(command.node)
+            if given.is_revoked or command.epoch != self._epoch:
+                raise SessionLost("it was taken back")
+            given.session = session
+            session.heard = lambda answer: self._hear(session, answer)
+            ask = pushes.grant_ask(command, self._mover.descriptor)
+            await session.tell(ask, timeout_s=ASK_TIMEOUT_S)
+        except SessionLost as error:
+            self._over(command.grant, str(error), is_quiet=given.session is None)
+
+    async def _revoke(self, session: PeerSession, grant: int) -> None:
+        with contextlib.suppress(SessionLost):  # which says it for all grants
+            await session.tell(pb.Ask(revoke=pb.Revoke(grant=grant)), timeout_s=ASK_TIMEOUT_S)
+
+    def _hear(self, session: PeerSession, answer: pb.Answer | None) -> None:
+        if answer is None:
+            its = [grant for grant, each in self._given.items() if each.session is session]
+            for grant in its:
+                self._over(grant, session.lost, is_quiet=False)
+        elif answer.WhichOneof("kind") == "pushed":
+            self._hear_pushed(session, answer.pushed)
+        else:
+            over = pushes.over_event(answer.push_over)
+            given = self._given.get(over.grant)
+            if given is not None and given.session is session and over.epoch == self._epoch:
+                self._over(over.grant, over.reason, is_quiet=over.is_quiet)
+
+    def _hear_pushed(self, session: PeerSession, pushed: pb.Pushed) -> None:
+        given = self._given.get(pushed.grant)
+        try:
+            event = pushes.pushed_event(pushed)
+        except ProtocolError as error:
+            if given is not None:
+                self._over(pushed.grant, str(error), is_quiet=False)
+            return
+        if given is None or given.session is not session:
+            return  # another peer's grant
+        if not given.has_begun:
+            given.has_begun = True
+            self._time("push_first", given.begun_ns)
+        self._post(event)
+
+    def _over(self, grant: int, reason: str, *, is_quiet: bool) -> None:
+        given = self._given.pop(grant, None)
+        if given is None:
+            return
+        command = given.command
+        if not reason:
+            count = len(command.keys) // KEY_BYTES
+            self._time("push", given.begun_ns, count * command.block_bytes)
+        if not given.is_revoked and self._told.get(command.node, "") != reason:
+            self._told[command.node] = reason
+            if reason:
+                _log.warning("node %s pushes no more blocks: %s", command.node, reason)
+        self._post(PushOver(grant, command.epoch, reason, is_quiet))
+
+    # ── copies ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _land(self, command: Land) -> None:
+        loop = asyncio.get_running_loop()
+        self._post(await loop.run_in_executor(self._threads, lambda: self._copy(command)))
+
+    def _copy(self, command: Land) -> Landed:
+        """On a thread of its own."""
+        count, size = len(command.keys) // KEY_BYTES, sum(command.block_bytes)
+        nothing = Landed(
+            command.job, bytes(count), bytes(count * len(command.shards) * CHECKSUM_BYTES)
+        )
+        sources, targets = (
+            [
+                Scope(command.tenant, command.space, shard, size)
+                for shard, size in zip(shards, sizes, strict=True)
+            ]
+            for shards, sizes in (
+                (command.sources, command.source_bytes),
+                (command.shards, command.block_bytes),
+            )
+        )
+        try:
+            assembly = Assembly(sources, targets, head_bytes=command.head_bytes)
+        except ValueError:
+            return nothing
+        begun_ns = self._clock.now_ns()
+        slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1) * PAGE_BYTES
+        extents = np.frombuffer(command.extents, "<u4").astype(np.int64) * PAGE_BYTES
+        offsets = np.cumsum((0, *command.source_bytes[:-1]))
+        moves = joined(make_pieces(*assembly.moves(extents[:, None] + offsets, slots)))
+        memory = self._memory
+        for begin, to, length in zip(*(part.tolist() for part in moves), strict=True):
+            memory[to : to + length] = memory[begin : begin + length]
+        self._time("land_copy", begun_ns, count * size)
+        begun_ns = self._clock.now_ns()
+        good, sums = bytearray(count), bytearray()
+        for number, row in enumerate(slots.tolist()):
+            key = BlockKey(command.keys[number * KEY_BYTES :][:KEY_BYTES])
+            views = [
+                memory[at : at + size].data
+                for at, size in zip(row, command.block_bytes, strict=True)
+            ]
+            made = assembly.verify(key, views, self._told_checksums(command, number))
+            good[number] = made is not None
+            sums += b"".join(made or [bytes(len(views) * CHECKSUM_BYTES)])
+        self._time("land_verify", begun_ns, count * size)
+        return Landed(command.job, bytes(good), bytes(sums))
+
+    def _told_checksums(self, command: Land, number: int) -> list[bytes]:
+        columns = len(command.sources)
+        its = command.checksums[number * columns * CHECKSUM_BYTES :]
+        return [its[at * CHECKSUM_BYTES :][:CHECKSUM_BYTES] for at in range(columns)]
+
+    def _time(self, kind: str, begun_ns: int, size_bytes: int = 0) -> None:
+        self.timings[kind].add(self._clock.now_ns() - begun_ns, size_bytes)

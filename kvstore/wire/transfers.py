@@ -1,0 +1,111 @@
+"""`kv_transfer_params` of requests and answers: fields of vLLM, and ours below `kvstore` (ADR 40).
+
+    proxy → prefill engine            do_remote_decode, kvstore {transfer}
+    prefill engine → proxy → decode   do_remote_prefill, remote_engine_id, kvstore {transfer, node}
+
+Both legs of a request need one name for the transfer. The proxy may give it; otherwise the id of
+the request is the name, without the suffix that each engine adds: proxies of vLLM send the same
+X-Request-Id to both. Of a list of prompts each is a request, and its number is a part of the name.
+Addresses are ignored: a node is found by its name, in the membership.
+
+Ways to be broken: a field of another type; both directions at once; a name that is empty, too long
+or not printable. All of them raise `ProtocolError` from `read_transfer`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from kvstore.errors import ProtocolError
+from kvstore.wire.bounds import NAME_BYTES_MAX
+
+NAME_CHARS_MAX: Final = 200
+"""ASCII, so that it is as long in bytes; a prompt's number goes behind it."""
+_SUFFIX: Final = re.compile(r"-[0-9a-f]{8}$")
+_CHILD: Final = re.compile(r"^\d+_")
+"""Of one of several answers to a prompt."""
+_NUMBERED: Final = re.compile(r"(cmpl-.+)-(\d+)", re.DOTALL)
+"""Of one of a list of prompts."""
+
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX, pattern=r"^[!-~]+\Z")]
+
+
+class _Ours(msgspec.Struct, frozen=True):
+    transfer: _Text | None = None
+    node: _Text | None = None
+
+
+class _Params(msgspec.Struct, frozen=True):
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    kvstore: _Ours | None = None
+
+
+class Produced(msgspec.Struct, frozen=True):
+    """A request whose blocks another engine goes on with."""
+
+    transfer: str
+    name: str
+    """Of all requests of its list of prompts."""
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """A request whose blocks another engine computes."""
+
+    transfer: str
+    node: str
+    """Of that engine; empty: not named, so that its blocks are found by the index."""
+
+
+def names_of(request_id: str, name: str | None = None) -> tuple[str, str]:
+    """(transfer, name common to a list of prompts) of a request, which may have been given one."""
+    base = _CHILD.sub("", _SUFFIX.sub("", request_id))
+    if numbered := _NUMBERED.fullmatch(base):
+        name = name or numbered[1]
+        return f"{name}/{numbered[2]}", name
+    return name or base, name or base
+
+
+def read_transfer(params: object, request_id: str) -> Produced | Expected | None:
+    """The part in a transfer of a request, by its parameters; None: it has none.
+
+    Raises:
+        ProtocolError: the parameters are broken.
+    """
+    if not params:
+        return None
+    try:
+        read = msgspec.convert(params, _Params)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"kv_transfer_params: {error}") from None
+    if not (read.do_remote_decode or read.do_remote_prefill):
+        return None
+    if read.do_remote_decode and read.do_remote_prefill:
+        raise ProtocolError("kv_transfer_params: do_remote_decode and do_remote_prefill at once")
+    ours = read.kvstore or _Ours()
+    transfer, name = names_of(request_id, ours.transfer)
+    if not 1 <= len(transfer.encode("utf-8", "replace")) <= NAME_BYTES_MAX:
+        raise ProtocolError("kv_transfer_params: the request's id is too long for a transfer")
+    if read.do_remote_decode:
+        return Produced(transfer, name)
+    return Expected(transfer, ours.node or "")
+
+
+def answer_of(
+    produced: Produced, *, node: str, engine: str, request_id: str, tokens: int
+) -> dict[str, Any]:
+    """Parameters in the answer of a prefill engine, for the decode engine's request."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": engine,
+        "remote_request_id": request_id,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+        "remote_num_tokens": tokens,
+        "kvstore": {"transfer": produced.name, "node": node},
+    }

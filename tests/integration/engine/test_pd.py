@@ -1,0 +1,322 @@
+"""Prefill on one engine, decode on another, each on a node of its own, behind the proxy."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvstore.cli.ask import NodeClient
+from kvstore.demo.completions import CompletionClient
+from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
+from kvstore.demo.pair import PdPair, pd_pair
+from kvstore.demo.workload import Encode, text_tokens
+from kvstore.testing import tied
+from kvstore.testing.pd_process import PdProxyProcess
+from kvstore.testing.process import NodeProcess, reap
+from tests.amounts import amount, covered
+from tests.integration.engine.fixtures import MAX_TOKENS, PROMPT_COUNT, SEED, Reference
+from tests.integration.engine.nursery import EngineNursery
+from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, metric, wait_until
+from tests.integration.engine.test_cluster import leading_blocks, wrong_answers
+from tests.kit.gauges import look
+from tests.upstream.run import NoSources, fetch
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ABORTS = amount(24, nightly=200)
+UPSTREAM_PROMPTS = amount(24, nightly=PROMPT_COUNT)
+PUSHED_SHARE = 0.8
+"""Of all blocks: several requests of one prefix may be computed at the same time."""
+PUSH_DEADLINE_MS = 3000
+PREFILL_TIMEOUT_S = 2.0
+ANSWER_S = 30.0
+"""No request takes longer, whatever happens to a process."""
+
+
+@pytest.fixture(scope="module")
+def pair(
+    vllm: EngineNursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PdPair]:
+    """Both lose what they hold between tests; no test leaves a process killed."""
+    config = ServerConfig(
+        model=tiny_model,
+        connector_extra={**PATIENT, "push_deadline_ms": PUSH_DEADLINE_MS, "log_requests": True},
+    )
+    with pd_pair(
+        tmp_path_factory.mktemp("pd"),
+        config,
+        lambda config, log: vllm.start(config, log=log),
+        proxy_flags=("--prefill-timeout", str(PREFILL_TIMEOUT_S)),
+    ) as found:
+        yield found
+
+
+@contextmanager
+def proxy_of(pair: PdPair, legs: str, directory: Path) -> Iterator[CompletionClient]:
+    """A proxy in front of the pair; its first request has named P's node to it."""
+    flags = ("--legs", legs, "--prefill-timeout", str(PREFILL_TIMEOUT_S))
+    with PdProxyProcess.start(
+        directory, prefill=[pair.p.port], decode=[pair.d.port], flags=flags
+    ) as process:
+        client = CompletionClient(process.port)
+        client.complete((1, 2, 3), max_tokens=1)
+        yield client
+
+
+def forget(pair: PdPair) -> None:
+    """Nothing of earlier tests is anywhere. (A reset of the connectors would move both engines to
+    spaces of their own.)"""
+    for engine, node in ((pair.p, pair.node_p), (pair.d, pair.node_d)):
+        engine.forget()
+        with closing(NodeClient(node.socket)) as client:
+            client.clear(space="")
+
+
+def pushed_blocks(pair: PdPair) -> float:
+    """Blocks that came to node d from node p by pushes so far."""
+    return metric(pair.node_d, "kvstore_push_blocks_landed_total")
+
+
+def requests_under_way(engine: VllmServer) -> float:
+    found = engine.metrics()
+    return found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"]
+
+
+def at_rest(pair: PdPair) -> bool:
+    """No request in an engine, no lease, no slot in doubt on a node."""
+    if any(requests_under_way(engine) for engine in (pair.p, pair.d)):
+        return False
+    try:
+        return not any(
+            held.leases or held.slots_leased or held.slots_quarantined or held.failures
+            for held in map(look, (pair.node_p, pair.node_d))
+        )
+    except OSError:  # a node process that is being replaced
+        return False
+
+
+@pytest.mark.parametrize("legs", ["in-turn", "together"])
+def test_tokens_are_those_of_one_engine(
+    pair: PdPair,
+    prompts: Sequence[tuple[int, ...]],
+    reference: Reference,
+    tmp_path: Path,
+    legs: str,
+) -> None:
+    forget(pair)
+    with proxy_of(pair, legs, tmp_path) as proxy:
+        before = pushed_blocks(pair)
+        done = proxy.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=6)
+        assert wrong_answers(done, reference) == []
+        assert pushed_blocks(pair) - before >= PUSHED_SHARE * len(leading_blocks(prompts))
+        for conversation in reference.conversations[: amount(3, nightly=12)]:
+            size = len(conversation.answer)
+            assert proxy.complete(conversation.first, max_tokens=size).tokens == conversation.answer
+            second = proxy.complete(conversation.second, max_tokens=MAX_TOKENS)
+            assert second.tokens == conversation.second_answer
+    wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
+    covered("requests through prefill and decode", PROMPT_COUNT)
+
+
+def test_an_abort_leaves_nothing_behind(pair: PdPair, encode: Encode, tmp_path: Path) -> None:
+    forget(pair)
+    rng = random.Random(SEED)
+    prompts = [text_tokens(rng, encode, 7 * BLOCK_TOKENS + 9) for _ in range(ABORTS)]
+    for legs in ("in-turn", "together"):
+        directory = tmp_path / legs
+        directory.mkdir()
+        with proxy_of(pair, legs, directory) as proxy, ThreadPoolExecutor(6) as pool:
+
+            def half(number: int, prompt: tuple[int, ...], client: CompletionClient = proxy) -> int:
+                if number % 2:
+                    return len(client.complete(prompt, max_tokens=4).tokens)
+                moment = threading.Timer(0.002 * (number % 40), lambda: None)
+                moment.start()
+                client.abandon(prompt, max_tokens=64, until=lambda: not moment.is_alive())
+                return 4
+
+            assert set(pool.map(half, range(ABORTS), prompts)) == {4}
+            wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
+
+
+@contextmanager
+def stopped(pids: Sequence[int]) -> Iterator[None]:
+    """SIGSTOP to these processes, until the context ends."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def _engine_of(server: VllmServer) -> list[int]:
+    return [server.server_pid, server.scheduler_pid, *server.worker_pids]
+
+
+STOPS: dict[str, Callable[[PdPair], Sequence[int]]] = {
+    "engine p": lambda pair: _engine_of(pair.p),
+    "scheduler p": lambda pair: [pair.p.scheduler_pid],
+    "node p": lambda pair: _all_of(pair.node_p),
+    "node d": lambda pair: _all_of(pair.node_d),
+}
+
+
+def _all_of(node: NodeProcess) -> list[int]:
+    """With its transfer worker."""
+    serving = psutil.Process(node.pid)
+    return [serving.pid, *(child.pid for child in serving.children(recursive=True))]
+
+
+def ask_all(
+    proxy: CompletionClient, prompts: Sequence[tuple[int, ...]], meanwhile: Callable[[], object]
+) -> list[tuple[int, ...]]:
+    """Tokens of all prompts, sent together; `meanwhile` runs as soon as they are under way."""
+    with ThreadPoolExecutor(len(prompts) + 1) as pool:
+        asked = [
+            pool.submit(proxy.complete, prompt, max_tokens=MAX_TOKENS, timeout_s=ANSWER_S)
+            for prompt in prompts
+        ]
+        threading.Event().wait(0.05)
+        meanwhile()
+        return [each.result().tokens for each in asked]
+
+
+def fresh(encode: Encode, seed: object) -> list[tuple[int, ...]]:
+    rng = random.Random(str(seed))
+    return [text_tokens(rng, encode, 5 * BLOCK_TOKENS + 40) for _ in range(5)]
+
+
+@pytest.mark.parametrize("legs", ["in-turn", "together"])
+def test_every_request_is_right_while_a_process_is_stopped_or_crashes(
+    pair: PdPair, encode: Encode, tmp_path: Path, legs: str
+) -> None:
+    forget(pair)
+    with proxy_of(pair, legs, tmp_path) as proxy:
+        for name, pids in STOPS.items():
+            prompts = fresh(encode, (legs, name))
+            found: list[list[tuple[int, ...]]] = []
+            stop = stopped(pids(pair))
+            found.append(ask_all(proxy, prompts, stop.__enter__))
+            found.append(ask_all(proxy, prompts[::-1], lambda: None)[::-1])
+            stop.__exit__(None, None, None)
+            wait_until(lambda: at_rest(pair), f"all is at rest after a stop of {name}")
+            truth = [c.tokens for c in pair.d.complete_many(prompts, max_tokens=MAX_TOKENS,
+                                                            concurrency=5)]  # fmt: skip
+            assert found == [truth, truth], name
+        for node in (pair.node_p, pair.node_d):
+            prompts = fresh(encode, (legs, node.pid))
+            found = [ask_all(proxy, prompts, node.crash)]
+            wait_until(lambda: at_rest(pair), "all is at rest after a crash")
+            pair.d.forget()
+            found.append(ask_all(proxy, prompts, lambda: None))
+            assert found[0] == found[1]
+
+
+def test_a_killed_prefill_engine_costs_no_answer(
+    pair: PdPair, vllm: EngineNursery, encode: Encode, tmp_path: Path
+) -> None:
+    forget(pair)
+    prompts = fresh(encode, "kill")
+    truth = [c.tokens for c in pair.d.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=5)]
+    forget(pair)
+    with (
+        vllm.start(pair.p.config, log=tmp_path / "victim.log") as victim,
+        PdProxyProcess.start(
+            tmp_path, prefill=[victim.port], decode=[pair.d.port], flags=("--legs", "together")
+        ) as process,
+    ):
+        proxy = CompletionClient(process.port)
+        proxy.complete((1, 2, 3), max_tokens=1)
+        assert ask_all(proxy, prompts, victim.kill) == truth
+        assert ask_all(proxy, prompts, lambda: None) == truth
+    wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
+
+
+# ── vLLM's own proxies ───────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def upstream_proxy(
+    name: str, flags: Callable[[int], Sequence[str]], log: Path
+) -> Iterator[CompletionClient]:
+    """A demo proxy of vLLM's source distribution, as it is; `flags` from the port to listen on."""
+    try:
+        script = next((fetch() / "examples").rglob(name))
+    except NoSources as error:
+        pytest.skip(str(error))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with log.open("wb") as output:
+        process = tied.popen(
+            [sys.executable, "-P", str(script), *flags(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        wait_until(lambda: _listens(port) or process.poll() is not None, "the proxy is ready")
+        assert process.poll() is None, log.read_text()
+        yield CompletionClient(port)
+    finally:
+        reap(process)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _plain_flags(pair: PdPair, port: int) -> list[str]:
+    engines = ["--prefill", f"127.0.0.1:{pair.p.port}", "--decode", f"127.0.0.1:{pair.d.port}"]
+    return ["--model", SERVED_NAME, *engines, "--port", str(port)]
+
+
+def _turn_flags(pair: PdPair, port: int) -> list[str]:
+    prefill = ["--prefiller-host", "127.0.0.1", "--prefiller-port", str(pair.p.port)]
+    decode = ["--decoder-host", "127.0.0.1", "--decoder-port", str(pair.d.port)]
+    return ["--host", "127.0.0.1", "--port", str(port), *prefill, *decode]
+
+
+def _push_flags(pair: PdPair, port: int) -> list[str]:
+    more = ["--prefill-engine-id", pair.p.config.engine_id, "--prefill-kv-host", "127.0.0.1"]
+    return [*_plain_flags(pair, port), *more]
+
+
+UPSTREAM: dict[str, Callable[[PdPair, int], Sequence[str]]] = {
+    "disagg_proxy_demo.py": _plain_flags,
+    "disagg_proxy_multiturn.py": _turn_flags,
+    "disagg_proxy_pushconnector_demo.py": _push_flags,
+}
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_vllms_own_proxy_works_as_it_is(
+    pair: PdPair,
+    prompts: Sequence[tuple[int, ...]],
+    reference: Reference,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    forget(pair)
+    with upstream_proxy(name, partial(UPSTREAM[name], pair), tmp_path / "proxy.log") as proxy:
+        done = proxy.complete_many(prompts[:UPSTREAM_PROMPTS], max_tokens=MAX_TOKENS, concurrency=4)
+        assert wrong_answers(done, reference) == []
+    wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")

@@ -1,0 +1,388 @@
+"""Transfers of an engine: words to its node, waits of decode requests, and their ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvstore.client.core.hits import PENDING, Hit, Miss
+from kvstore.client.core.plan import RankReport
+from kvstore.wire import messages as m
+from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
+from kvstore.wire.transfers import Expected, Produced
+from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain, split
+
+DEADLINE_MS = 5000
+WORDS = (PushOpen, PushClose, PushExpect, PushCancel)
+
+
+class PushNode(ScriptedNode):
+    """A node that serves pushes."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(**{"push_deadline_ms": DEADLINE_MS, **changes})
+        self.name = "n1"
+        self.attach(credits=64)
+        self.core.take_outbox()
+
+    def request(self, name: str, keys: list[bytes], part: Produced | Expected | None) -> None:
+        self.core.new_request(
+            name,
+            keys,
+            prompt_tokens=len(keys) * BLOCK_TOKENS + 1,
+            now_ns=self.now_ns,
+            transfer=part,
+        )
+
+    def prefill(
+        self, name: str = "p", transfer: str = "t", keys: list[bytes] | None = None
+    ) -> None:
+        self.request(name, keys or chain("x", 4), Produced(transfer, transfer))
+
+    def decode(
+        self,
+        name: str = "d",
+        transfer: str = "t",
+        keys: list[bytes] | None = None,
+        node: str = "n2",
+    ) -> None:
+        self.request(name, keys or chain("x", 4), Expected(transfer, node))
+
+    def ask(self, name: str = "d", keys: list[bytes] | None = None, local: int = 0) -> object:
+        keys = keys or chain("x", 4)
+        outcome = self.core.match(name, keys, local_tokens=local, now_ns=self.now_ns)
+        self.exchange()
+        if outcome is PENDING:
+            outcome = self.core.match(name, keys, local_tokens=local, now_ns=self.now_ns)
+            self.exchange()
+        return outcome
+
+    def admit(self, name: str = "d") -> None:
+        """It is computed."""
+        self.core.allocated(
+            name, chain("x", 4), tables=((),), external_tokens=0, now_ns=self.now_ns
+        )
+
+    def words(self) -> list[m.Message]:
+        """About pushes, since the last call."""
+        self.exchange()
+        found = [message for message in self.sent if isinstance(message, WORDS)]
+        self.sent.clear()
+        return found
+
+    def store(self, name: str, keys: list[bytes]) -> int:
+        """Fill all blocks of a request; the number of the job."""
+        table = (list(range(1, len(keys) + 1)),)
+        self.core.fill(name, keys, tables=table, settled_tokens=len(keys) * BLOCK_TOKENS)
+        (job,) = self.core.plan((), self.now_ns).stores
+        return job.job
+
+    def stored(self, job: int) -> None:
+        """The only rank has reported it."""
+        self.core.reported(RankReport(0, self.session, store_jobs_done=(job,)), self.now_ns)
+
+
+@pytest.fixture
+def node() -> PushNode:
+    return PushNode()
+
+
+# ── prefill ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_transfer_is_open_until_the_stores_of_its_request_have_ended(node: PushNode) -> None:
+    node.prefill()
+    assert node.words() == [PushOpen("t")]
+    job = node.store("p", chain("x", 4))
+    answer = node.core.pushes.answer("p", 513)
+    assert answer is not None
+    assert answer["kvstore"] == {"transfer": "t", "node": "n1"}
+    node.core.finished("p")
+    assert node.words() == []
+    node.stored(job)
+    assert node.words() == [PushClose("t")]
+
+
+def test_stores_of_later_requests_do_not_keep_it_open(node: PushNode) -> None:
+    node.prefill()
+    node.core.finished("p")
+    assert node.words() == [PushOpen("t"), PushClose("t")]
+    node.prefill("p1", "t1")
+    job = node.store("p1", chain("x", 4))
+    node.core.finished("p1")
+    node.prefill("p2", "t2", chain("y", 4))
+    node.store("p2", chain("y", 4))
+    node.stored(job)
+    assert node.words() == [PushOpen("t1"), PushOpen("t2"), PushClose("t1")]
+
+
+def test_a_rank_that_reports_no_more_does_not_keep_a_transfer_open(node: PushNode) -> None:
+    node.prefill()
+    node.store("p", chain("x", 4))
+    node.core.finished("p")
+    node.wait(node.core.config.push_work_ms_max + 1)
+    node.core.plan((), node.now_ns)
+    assert node.words()[-1] == PushClose("t")
+
+
+def test_an_abort_is_said_at_once(node: PushNode) -> None:
+    node.prefill()
+    node.store("p", chain("x", 4))
+    node.core.finished("p", "aborted")
+    assert node.words() == [PushOpen("t"), PushClose("t", "aborted")]
+
+
+def test_a_preemption_is_said_and_that_it_goes_on(node: PushNode) -> None:
+    node.prefill()
+    node.core.pushes.preempted("p")
+    node.core.pushes.preempted("p")
+    assert node.words() == [PushOpen("t"), PushClose("t", "preempted")]
+    assert isinstance(node.ask("p"), Miss)
+    assert node.words() == [PushOpen("t")]
+    node.core.pushes.preempted("p")
+    node.core.finished("p", "aborted")  # it was closed already
+    assert node.words() == [PushClose("t", "preempted")]
+
+
+def test_requests_that_share_a_transfer_close_it_together(node: PushNode) -> None:
+    node.prefill("p1")
+    node.prefill("p2")
+    node.core.finished("p1", "aborted")
+    assert node.words() == [PushOpen("t")]
+    node.core.finished("p2")
+    assert node.words() == [PushClose("t")]
+
+
+def test_a_request_that_is_left_out_is_refused_to_decode(node: PushNode) -> None:
+    node.core.pushes.refuse(Produced("t", "t"), "not stored: adapter")
+    assert node.words() == [PushClose("t", "not stored: adapter")]
+
+
+def test_transfers_are_opened_again_in_another_session(node: PushNode) -> None:
+    node.prefill("p1", "t1")
+    node.prefill("p2", "t2")
+    node.core.pushes.preempted("p2")
+    node.words()
+    node.core.attachment.disconnected(node.now_ns, "gone")
+    assert node.core.pushes.answer("p1", 1) is None
+    node.wait(60_000)
+    node.attach()
+    assert node.words() == [PushOpen("t1")]
+
+
+def test_a_node_without_pushes_hears_nothing_of_them() -> None:
+    node = PushNode()
+    node.core.attachment.node = ""
+    node.prefill()
+    node.decode()
+    node.core.finished("p")
+    assert node.core.pushes.answer("p", 1) is None
+    assert isinstance(node.ask(), Miss)
+    assert node.words() == []
+
+
+# ── decode ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_decode_request_asks_when_its_blocks_have_come(node: PushNode) -> None:
+    keys = chain("x", 4)
+    node.decode()
+    assert isinstance(node.core.attachment.outbox[0], PushExpect)  # before the hint
+    (word,) = node.words()
+    assert word == PushExpect("t", "n2", b"".join(keys), DEADLINE_MS)
+    node.wait(DEADLINE_MS / 2)
+    assert node.ask() is PENDING
+    assert node.of(m.LeaseAsk) == []
+    node.keys = set(keys)
+    node.give(PushEnd("t", blocks=4))
+    assert node.ask() == Hit(4 * BLOCK_TOKENS)
+    assert node.words() == []
+    assert node.core.stats.take()["pushes_expected"] == 1
+
+
+def test_what_has_come_is_loaded_and_the_reason_for_the_rest_is_in_its_story(
+    node: PushNode,
+) -> None:
+    node.decode()
+    node.exchange()
+    node.keys = set(chain("x", 2))
+    node.give(PushEnd("t", blocks=2, reason="aborted"))
+    assert node.ask() == Hit(2 * BLOCK_TOKENS)
+    story = node.core.finished("d")
+    assert story is not None
+    assert story.detail == "push: aborted"
+    assert node.core.stats.take()["pushes_short"] == 1
+
+
+def test_after_its_deadline_it_takes_what_is_there_and_cancels_the_rest(node: PushNode) -> None:
+    node.decode()
+    node.words()
+    node.wait(DEADLINE_MS)
+    assert isinstance(node.ask(), Miss)
+    node.admit()
+    assert node.words() == [PushCancel("t")]
+    assert node.core.stats.take()["pushes_given_up"] == 1
+
+
+@pytest.mark.parametrize("end", ["silence", "gone", "another session"])
+def test_a_node_that_is_gone_ends_the_wait_at_once(node: PushNode, end: str) -> None:
+    node.decode()
+    node.words()
+    assert node.ask() is PENDING
+    if end == "silence":
+        node.core.attachment.objection(node.now_ns, node.now_ns - 300_000_000)
+    else:
+        node.core.attachment.disconnected(node.now_ns, "gone")
+    if end == "another session":
+        node.wait(60_000)
+        node.attach()
+    node.wait(300)
+    assert isinstance(node.ask(), Miss)
+    node.admit()
+    assert node.words() == []  # another session's node expects nothing
+
+
+def test_blocks_that_the_engine_has_itself_are_not_waited_for(node: PushNode) -> None:
+    node.decode()
+    node.words()
+    assert isinstance(node.ask(local=4 * BLOCK_TOKENS), Miss)
+    node.admit()
+    assert node.words() == [PushCancel("t")]
+
+
+def test_an_abort_cancels(node: PushNode) -> None:
+    node.decode()
+    node.core.finished("d", "aborted")
+    assert [type(word) for word in node.words()] == [PushExpect, PushCancel]
+    node.give(PushEnd("t", reason="cancelled"))  # of nobody
+
+
+def test_answers_to_one_prompt_expect_it_once_and_the_last_cancels(node: PushNode) -> None:
+    node.decode("d1")
+    node.decode("d2")
+    node.decode("d3", keys=chain("y", 2))
+    assert [type(word) for word in node.words()] == [PushExpect, PushExpect]
+    node.core.finished("d1", "aborted")
+    node.core.finished("d3", "aborted")
+    assert node.words() == []
+    assert node.ask("d2") is PENDING
+    node.keys = set(chain("x", 4))
+    node.give(PushEnd("t", blocks=4))
+    assert node.ask("d2") == Hit(4 * BLOCK_TOKENS)
+    assert node.words() == []
+
+
+def test_long_prompts_and_groups_are_expected_in_several_words() -> None:
+    node = PushNode(push_deadline_ms=100)
+    keys = chain("long", 3000)
+    node.decode(keys=keys)
+    first, second = node.words()
+    assert isinstance(first, PushExpect)
+    assert isinstance(second, PushExpect)
+    assert (second.first_block, len(split(first.keys) + split(second.keys))) == (2048, 3000)
+    node.give(PushEnd("t", first_block=0))
+    assert node.ask(keys=keys) is PENDING
+    assert node.of(m.LeaseAsk) == []
+
+
+def test_a_request_that_names_no_node_is_left_to_the_index(node: PushNode) -> None:
+    node.decode(node="")
+    assert node.words() == []
+    assert isinstance(node.ask(), Miss)
+
+
+# ── all together ─────────────────────────────────────────────────────────────────────────────────
+
+
+class TransfersMachine(RuleBasedStateMachine):
+    """Requests of both kinds share three transfers; the node hears each word once, and no request
+    waits for ever."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.node = PushNode()
+        self.open: set[str] = set()
+        """As the node has heard it."""
+        self.expected: dict[str, int] = {}
+        self.prefilling: dict[str, str] = {}
+        self.paused: set[str] = set()
+        self.decoding: dict[str, str] = {}
+        self.count = 0
+
+    transfers = st.sampled_from(["t1", "t2", "t3"])
+
+    @rule(transfer=transfers)
+    def prefill(self, transfer: str) -> None:
+        self.count += 1
+        self.prefilling[f"p{self.count}"] = transfer
+        self.node.prefill(f"p{self.count}", transfer)
+
+    @rule(transfer=transfers, prompt=st.integers(0, 1))
+    def decode(self, transfer: str, prompt: int) -> None:
+        self.count += 1
+        self.decoding[f"d{self.count}"] = transfer
+        self.node.decode(f"d{self.count}", transfer, chain(f"prompt {prompt}", 4))
+
+    @rule(data=st.data(), reason=st.sampled_from(["", "aborted"]))
+    def finish(self, data: st.DataObject, reason: str) -> None:
+        if requests := sorted(self.prefilling.keys() | self.decoding.keys()):
+            name = data.draw(st.sampled_from(requests))
+            self.prefilling.pop(name, None)
+            self.decoding.pop(name, None)
+            self.paused.discard(name)
+            self.node.core.finished(name, reason)
+
+    @rule(data=st.data())
+    def preempt_or_resume(self, data: st.DataObject) -> None:
+        if requests := sorted(self.prefilling):
+            name = data.draw(st.sampled_from(requests))
+            if name in self.paused:
+                self.paused.discard(name)
+                self.node.core.pushes.resumed(name)
+            else:
+                self.paused.add(name)
+                self.node.core.pushes.preempted(name)
+
+    @rule(transfer=transfers)
+    def end(self, transfer: str) -> None:
+        if self.expected.get(transfer):
+            self.expected[transfer] -= 1
+            self.node.give(PushEnd(transfer))
+
+    @rule()
+    def restart(self) -> None:
+        self.node.core.attachment.disconnected(self.node.now_ns, "gone")
+        self.node.core.pushes.look()
+        self.open, self.expected = set(), {}
+        self.node.wait(60_000)
+        self.node.attach()
+
+    @invariant()
+    def node_knows_what_goes_on(self) -> None:
+        for word in self.node.words():
+            match word:
+                case PushOpen(transfer=name):
+                    assert name not in self.open, "opened twice"
+                    self.open.add(name)
+                case PushClose(transfer=name):
+                    assert name in self.open, "closed, but not open"
+                    self.open.discard(name)
+                case PushExpect(transfer=name):
+                    self.expected[name] = self.expected.get(name, 0) + 1
+                case PushCancel(transfer=name):
+                    self.expected[name] = 0
+                case _:
+                    raise AssertionError(word)
+        active = {own for name, own in self.prefilling.items() if name not in self.paused}
+        assert self.open == active
+        # Nobody waits without an expectation.
+        waiting = {w.transfer for w in self.node.core.pushes._waiting.values()}
+        assert waiting <= {name for name, count in self.expected.items() if count}
+        assert all(w.open for w in self.node.core.pushes._waiting.values())
+
+
+TestTransfersMachine = TransfersMachine.TestCase
+TestTransfersMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

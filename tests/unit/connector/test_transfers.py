@@ -1,0 +1,137 @@
+"""`kv_transfer_params` at vLLM's interface: real requests in, words to the node and answers out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request, RequestStatus
+
+from kvstore.client.core.config import SchedulerConfig
+from kvstore.connector.config import ConnectorConfig
+from kvstore.connector.scheduler_side import SchedulerSide
+from kvstore.wire import messages as m
+from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
+from tests.unit.connector.test_scheduler_side import BLOCK_TOKENS, FullSocket, output
+
+CORE = SchedulerConfig(
+    engine_id="engine-p",
+    nonce="n",
+    process="p",
+    tenant="t",
+    rank_count=1,
+    block_tokens=BLOCK_TOKENS,
+    min_load_tokens=BLOCK_TOKENS,
+)
+DECODE = {"do_remote_prefill": True, "kvstore": {"node": "node-p", "transfer": "t1"}}
+PREFILL = {"do_remote_decode": True, "kvstore": {"transfer": "t1"}}
+WORDS = (PushOpen, PushClose, PushExpect, PushCancel)
+
+
+class Fixture:
+    """A scheduler's half, attached to a node that serves pushes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.link = FullSocket(room=10**6)
+        self.link.inbox[1] = m.SessionOpen(1, (1,), node="node-1")
+        monkeypatch.setattr(
+            "kvstore.connector.scheduler_side.Link.connect", lambda path, hello: self.link
+        )
+        self.side = SchedulerSide(ConnectorConfig(socket="/nowhere"), CORE)
+
+    def arrive(self, params: Any, images: Any = ()) -> Request:
+        init_none_hash(sha256_cbor)
+        found = Request(
+            request_id="cmpl-77-0-0123abcd",
+            prompt_token_ids=list(range(4 * BLOCK_TOKENS + 1)),
+            sampling_params=SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
+        )
+        found.mm_features = list(images)
+        self.side.on_new_request(found)
+        return found
+
+    def end(self, request: Request, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
+        request.status = RequestStatus[status]
+        return self.side.request_finished(request)
+
+    def words(self) -> list[m.Message]:
+        found = [word for word in self.link.sent if isinstance(word, WORDS)]
+        self.link.sent.clear()
+        return found
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Fixture:
+    return Fixture(monkeypatch)
+
+
+def test_an_answer_of_prefill_names_this_node(on: Fixture) -> None:
+    request = on.arrive(PREFILL)
+    assert on.end(request) == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "engine-p",
+        "remote_request_id": "cmpl-77-0-0123abcd",
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+        "remote_num_tokens": 4 * BLOCK_TOKENS + 1,
+        "kvstore": {"transfer": "t1", "node": "node-1"},
+    }
+    assert on.words() == [PushOpen("t1/0"), PushClose("t1/0")]
+
+
+@pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"])
+def test_a_prefill_that_ended_early_has_no_answer(on: Fixture, status: str) -> None:
+    assert on.end(on.arrive(PREFILL), status) is None
+    _, closed = on.words()
+    assert isinstance(closed, PushClose)
+    assert closed.reason
+
+
+def test_a_preemption_reaches_the_node(on: Fixture) -> None:
+    request = on.arrive(PREFILL)
+    on.side.build_plan(
+        SimpleNamespace(**{**vars(output()), "preempted_req_ids": {request.request_id}})  # type: ignore[arg-type]
+    )
+    assert on.words() == [PushOpen("t1/0"), PushClose("t1/0", "preempted")]
+    on.side.get_num_new_matched_tokens(request, 0)
+    assert on.words() == [PushOpen("t1/0")]
+
+
+def test_a_request_that_is_left_out_says_so_to_decode(on: Fixture) -> None:
+    request = on.arrive(PREFILL, [SimpleNamespace(identifier="of a client")])
+    (word,) = on.words()
+    assert word == PushClose("t1/0", "not stored: image uuid")
+    assert on.end(request) is None
+
+
+def test_a_decode_request_waits_for_the_end_of_its_push(on: Fixture) -> None:
+    request = on.arrive(DECODE)
+    (word,) = on.words()
+    assert isinstance(word, PushExpect)
+    assert (word.transfer, word.node, len(word.keys)) == ("t1/0", "node-p", 4 * 32)
+    assert on.side.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert not any(isinstance(sent, m.LeaseAsk) for sent in on.link.sent)
+    on.link.inbox.append(PushEnd("t1/0", blocks=4))
+    on.side.get_num_new_matched_tokens(request, 0)
+    assert any(isinstance(sent, m.LeaseAsk) for sent in on.link.sent)
+    assert on.end(request) is None  # its blocks go nowhere
+
+
+@pytest.mark.parametrize(
+    "broken", ["text", {"do_remote_prefill": 1.5}, {**DECODE, "kvstore": {"node": "x" * 999}}]
+)
+def test_broken_parameters_of_a_client_are_counted_and_ignored(on: Fixture, broken: Any) -> None:
+    request = on.arrive(broken)
+    assert on.words() == []
+    on.side.get_num_new_matched_tokens(request, 0)
+    assert any(isinstance(sent, m.LeaseAsk) for sent in on.link.sent)  # served like any other
+    assert on.end(request) is None
+    assert on.side.take_stats()["pushes_malformed"] == 1

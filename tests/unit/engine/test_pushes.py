@@ -1,0 +1,389 @@
+"""Pushes between two engines: what is granted, written, sealed and told, and what is never."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.engine.events import Clear, LandingUp, Pushed, PushOver
+from kvstore.engine.moves.grants import LIMBO_NS, REVOKED_NS
+from kvstore.engine.moves.landing import LANDING_SHARE
+from kvstore.engine.moves.transfers import SEALS_NS, UNKNOWN_NS
+from kvstore.types import ConnectionId
+from kvstore.units import NS_PER_MS
+from kvstore.wire.messages import LeaseMore
+from kvstore.wire.pushes import PushEnd, PushExpect
+from tests.unit.engine.harness import Peer, keys, pairs, space
+from tests.unit.engine.pushing import PushPair
+
+
+def more(pair: PushPair) -> LeaseMore:
+    return pair.d.last(pair.decode.scheduler, LeaseMore)
+
+
+def test_blocks_follow_while_the_prefill_goes_on_and_the_lease_grows() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.expect(1, 2, 3)
+    assert pair.decode.lease(1, 1, 2, 3).promoting == 3
+    pair.store(1, 2)
+    pair.pump()
+    assert (len(pairs(more(pair))), more(pair).promoting, more(pair).from_peer) == (2, 1, 2)
+    assert not pair.ends
+    pair.store(3)
+    pair.close()
+    pair.pump()
+    assert (len(pairs(more(pair))), more(pair).promoting) == (1, 0)
+    (end,) = pair.ends
+    assert (end.transfer, end.blocks, end.reason) == ("r", 3, "")
+    pair.at_rest()
+
+
+def test_what_was_computed_before_comes_in_one_go() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.store(1, 2, 3)
+    pair.close()
+    pair.expect(1, 2, 3)
+    pair.pump()
+    assert [(end.blocks, end.reason) for end in pair.ends] == [(3, "")]
+    assert len(pairs(pair.decode.lease(1, 1, 2, 3))) == 3
+    pair.at_rest()
+
+
+def test_only_what_no_tier_holds_is_granted_room() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.store(1, 2, 3)
+    pair.decode.store(1, 2)
+    pair.expect(1, 2, 3)
+    assert [event.keys for event in pair.to_p] == [keys(3)]  # type: ignore[union-attr]
+    pair.pump()
+    assert pair.ends[0].blocks == 3
+
+
+def test_a_prompt_larger_than_the_slab_comes_as_room_comes_back() -> None:
+    pair = PushPair()
+    pair.open()
+    numbers = range(1, 13)
+    pair.store(*list(numbers)[:6])
+    pair.expect(*numbers)
+    pair.pump()
+    pair.store(*list(numbers)[6:])
+    pair.pump()
+    assert [(end.blocks, end.reason) for end in pair.ends] == [(12, "")]
+    pair.at_rest()
+
+
+def test_the_index_is_not_asked_for_what_is_pushed() -> None:
+    pair = PushPair(fetches=True)
+    pair.open()
+    pair.expect(1, 2)
+    pair.decode.hint(1, 2)
+    pair.decode.lease(1, 1, 2)
+    assert pair.d.engine.counters.locates == 0
+    pair.decode.hint(7)
+    assert pair.d.engine.counters.locates == 1
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)])
+def test_parallel_sizes_may_differ(ranks: tuple[int, int]) -> None:
+    pair = PushPair(p_ranks=ranks[0], d_ranks=ranks[1])
+    pair.open()
+    pair.store(1, 2)
+    pair.expect(1, 2)
+    pair.pump()
+    assert [(end.blocks, end.reason) for end in pair.ends] == [(2, "")]
+
+
+# ── words ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("reason", ["aborted", "preempted"])
+def test_the_end_of_a_prefill_is_told_at_once(reason: str) -> None:
+    pair = PushPair()
+    pair.open()
+    pair.store(1)
+    pair.expect(1, 2)
+    pair.decode.lease(1, 1, 2)
+    pair.pump()
+    pair.close(reason=reason)
+    pair.pump()
+    assert [(end.blocks, end.reason) for end in pair.ends] == [(1, reason)]
+    assert more(pair).promoting == 0
+    pair.at_rest()
+
+
+def test_seals_may_follow_the_end_for_a_moment() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.expect(1, 2)
+    pair.close()
+    pair.store(1)
+    pair.pump()
+    assert not pair.ends
+    pair.tick(SEALS_NS / NS_PER_MS)
+    pair.pump()
+    assert [end.blocks for end in pair.ends] == [1]
+    assert "not all of its blocks" in pair.ends[0].reason
+    pair.at_rest()
+
+
+def test_a_transfer_that_nobody_prefills_is_not_waited_for() -> None:
+    pair = PushPair()
+    pair.expect(1)
+    pair.pump()
+    pair.tick(UNKNOWN_NS / NS_PER_MS - 1)
+    pair.pump()
+    assert not pair.ends
+    pair.tick(1)
+    pair.pump()
+    assert "no engine here prefills it" in pair.ends[0].reason
+    pair.at_rest()
+
+
+def test_another_space_is_told_at_once_and_nothing_moves() -> None:
+    pair = PushPair()
+    other = Peer(pair.d, "other", space=space("another", layer_bytes=16 << 10))
+    pair.open()
+    pair.decode = other
+    pair.expect(1)
+    pair.pump()
+    assert "another space" in pair.ends[0].reason
+    assert not pair.landing
+    pair.at_rest()
+
+
+def test_a_transfer_for_another_node_is_refused() -> None:
+    pair = PushPair()
+    pair.open(node="elsewhere")
+    pair.store(1)
+    pair.expect(1)
+    pair.pump()
+    assert pair.ends[0].reason == "its decode node is elsewhere"
+    assert not pair.landing
+
+
+def test_a_cancelled_request_takes_its_grants_back() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.store(1)
+    pair.expect(1, 2)
+    pair.hear_p()
+    (job,) = pair.flights
+    pair.cancel()
+    assert pair.ends[0].reason == "it was cancelled"
+    pair.hear_p()
+    assert not pair.to_d, "the last word comes after the last write"
+    pair.write(job)
+    pair.pump()
+    pair.at_rest()
+    assert not pair.lands
+    assert not pair.recycled
+
+
+def test_the_end_of_the_engine_ends_what_it_expects() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.expect(1, 2)
+    pair.d.end(pair.decode.scheduler)
+    pair.tick()
+    assert not pair.d.engine._grants._expects
+    pair.pump()
+    pair.at_rest()
+
+
+def test_a_prefill_engine_that_is_gone_is_told() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.expect(1)
+    pair.pump()
+    pair.p.end(pair.prefill.scheduler)
+    pair.tick()
+    pair.pump()
+    assert "is gone" in pair.ends[0].reason
+
+
+def test_nothing_is_waited_for_beyond_the_deadline() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.expect(1, ms=100)
+    pair.decode.lease(1, 1)
+    pair.tick(100)
+    assert "deadline" in pair.ends[0].reason
+    assert more(pair).promoting == 0
+    pair.pump()
+    pair.at_rest()
+
+
+def test_eviction_on_the_prefill_node_is_told() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.store(1, 2)
+    pair.expect(1, 2)
+    pair.hear_p()
+    pair.p.step(Clear(None, None))
+    (job,) = pair.flights
+    pair.write(job)
+    pair.pump()
+    assert "evicted" in pair.ends[0].reason
+    assert not pair.lands
+    pair.at_rest()
+
+
+def test_on_one_node_nothing_is_moved() -> None:
+    pair = PushPair()
+    prefill = Peer(pair.d, "prefill")
+    pair.prefill, pair.p = prefill, pair.d
+    pair.open()
+    pair.expect(1, 2, node="d")
+    assert pair.decode.lease(1, 1, 2).promoting == 2
+    pair.store(1)
+    assert len(pairs(more(pair))) == 1
+    pair.store(2)
+    assert (len(pairs(more(pair))), more(pair).promoting) == (1, 0)
+    pair.tick()
+    assert [(end.blocks, end.reason) for end in pair.ends] == [(2, "")]
+    assert not pair.to_p
+
+
+# ── landing memory ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_extents_of_a_failed_write_come_back_with_another_mover_only() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.store(1)
+    pair.expect(1)
+    pair.hear_p()
+    pair.write(next(iter(pair.flights)), trouble="the peer is gone")
+    pair.pump()
+    assert pair.ends[0].reason == "the peer is gone"
+    slab = pair.d.engine._grants._slab
+    assert slab.free_pages < slab.page_count
+    pair.tick(LIMBO_NS / NS_PER_MS - 1)
+    assert not pair.recycled
+    assert slab.free_pages < slab.page_count
+    pair.tick(1)
+    assert len(pair.recycled) == 1
+    pair.at_rest()
+
+
+def test_a_lost_session_leaves_limbo_and_its_requests_go_on() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.store(1)
+    pair.expect(1, 2)
+    pair.hear_p()
+    pair.lose_session()
+    assert pair.ends[0].reason == "node p has hung up"
+    pair.write(next(iter(pair.flights)))
+    pair.tick(LIMBO_NS / NS_PER_MS)
+    assert pair.recycled
+    pair.at_rest()
+
+
+def test_a_peer_that_does_not_answer_a_revocation_may_write_for_ever() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.expect(1)
+    pair.cancel()
+    pair.to_p.clear()
+    pair.tick(REVOKED_NS / NS_PER_MS)
+    assert not pair.recycled
+    pair.tick(LIMBO_NS / NS_PER_MS)
+    assert pair.recycled
+
+
+def test_words_of_another_epoch_are_dropped() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.store(1)
+    pair.expect(1)
+    (grant,) = pair.extents
+    pair.hear_p()
+    pair.write(next(iter(pair.flights)))
+    word = pair.to_d[0]
+    assert isinstance(word, Pushed)
+    pair.restart_mover()
+    assert "transfer worker" in pair.ends[0].reason
+    pair.pump()
+    assert not pair.lands
+    assert pair.d.engine.counters.push_words_dropped == 1
+    pair.d.step(PushOver(grant, word.epoch, "", is_quiet=True))
+    pair.at_rest()
+
+
+def test_a_word_that_comes_twice_counts_once() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.store(1)
+    pair.expect(1, 2)
+    pair.hear_p()
+    pair.write(next(iter(pair.flights)))
+    pair.to_d.append(pair.to_d[0])
+    pair.hear_d()
+    pair.hear_d()
+    assert len(pair.lands) == 1
+    assert pair.d.engine.counters.push_words_dropped == 1
+
+
+def test_damaged_bytes_are_not_sealed() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.store(1, 2)
+    pair.expect(1, 2)
+    pair.hear_p()
+    pair.write(next(iter(pair.flights)))
+    pair.landing[next(reversed(pair.landing))] = (99, "t")
+    pair.pump()
+    assert "damaged" in pair.ends[0].reason
+    assert len(pairs(pair.decode.lease(1, 1, 2))) == 1
+    assert pair.d.engine.counters.push_blocks_damaged == 1
+    pair.at_rest()
+
+
+def test_blocks_that_are_cleared_on_their_way_do_not_come_back() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.store(1)
+    pair.expect(1)
+    pair.hear_p()
+    pair.write(next(iter(pair.flights)))
+    pair.hear_d()
+    pair.d.step(Clear(None, None))
+    pair.pump()
+    assert not pair.d.blocks()
+    pair.at_rest()
+
+
+def test_without_a_mover_nothing_is_granted_and_nothing_lost() -> None:
+    pair = PushPair()
+    pair.d.step(LandingUp(0))
+    pair.open()
+    pair.store(1)
+    pair.expect(1)
+    assert not pair.to_p
+    pair.restart_mover()
+    assert pair.to_p or pair.ends
+
+
+def test_a_peer_is_granted_half_of_the_slab() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.expect(*range(1, 20))
+    slab = pair.d.engine._grants._slab
+    taken = slab.page_count - slab.free_pages
+    assert 0 < taken <= slab.page_count // LANDING_SHARE < taken * 2
+
+
+def test_a_node_without_landing_memory_says_so() -> None:
+    pair = PushPair()
+    pair.p.hear(pair.prefill.scheduler, PushExpect("r", "d", keys(1), 100))
+    assert "--landing" in pair.p.last(pair.prefill.scheduler, PushEnd).reason
+
+
+@pytest.mark.parametrize("count", [2])
+def test_a_key_named_twice_ends_the_connection(count: int) -> None:
+    pair = PushPair()
+    pair.expect(*[1] * count)
+    assert "names a key twice" in pair.d.hangups[ConnectionId(pair.decode.scheduler)]
