@@ -40,7 +40,7 @@ class RouterCore:
         raise NotImplementedError
 
     def take_receipts(self) -> list[Receipt]:
-        """Receipts of requests that ended since the last call, with outcome; the oldest are dropped."""
+        """Receipts of requests that ended since the last call; the oldest are dropped."""
         raise NotImplementedError
 
     def check(self) -> None:

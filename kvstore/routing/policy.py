@@ -26,6 +26,9 @@ _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
+_TRUST: Final = {"exact": 1.0, "catching-up": 1.0, "stale": 0.5, "approximate": 0.8, "none": 0.0}
+
+
 class PolicyCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Start values of what is measured, for policy `cost`."""
 
@@ -45,13 +48,7 @@ class PolicyCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     overlap: Literal["queue", "compute"] = "queue"
     """Tiers load while the request is in the engine's queue (kvstore's connector, asynchronous), or
     while the rest of the prompt is computed (engines that load by layer)."""
-    trust: dict[str, _Share] = {
-        "exact": 1.0,
-        "catching-up": 1.0,
-        "stale": 0.5,
-        "approximate": 0.8,
-        "none": 0.0,
-    }
+    trust: dict[str, _Share] = msgspec.field(default_factory=_TRUST.copy)
     """Expected share of a prefix length that is really there, by `PrefixTrust`."""
     load_weight: _NotNegative = 1.0
     """Seconds that the request delays others, per second of work it brings."""
@@ -203,7 +200,7 @@ def parse(mapping: object) -> RoutingPolicy:
         ValueError: one sentence for the operator, with the place.
     """
     if not isinstance(mapping, dict):
-        raise ValueError("the policy must be a mapping, such as `policy: cost`")
+        raise ValueError("the policy must be a mapping, such as `policy: cost`")  # noqa: TRY004
     for place, value, kind in [*_parts(mapping), ("", mapping, RoutingPolicy)]:
         try:
             msgspec.convert(value, kind)
