@@ -15,11 +15,11 @@
 | `filters`  | workers that cannot take a request, with the reason  | features → mask           |
 | `costs`    | seconds to the first token, term by term             | features → terms          |
 | `scorers`  | the other policies                                   | features → scores         |
+| `placing`  | one attempt of a request: both legs, its receipt     | request → placement       |
 | `decide`   | filter, score, choose; `replay` by another policy    | features → verdict        |
 | `learning` | weights of terms, from predicted and achieved TTFT   | terms, seconds → weights  |
 | `tree`     | approximate prefixes, by what was sent where         | keys → blocks a worker    |
-| `split`    | local or remote prefill, learned thresholds          | lengths, load → where     |
-| `lanes`    | remote prefills that wait: lanes, buckets, aging     | –                         |
+| `split`    | local or remote prefill; lanes of those that wait    | lengths, load → where     |
 | `waiting`  | held requests: classes, tenants, displacement        | –                         |
 | `pressure` | saturation and cause, degradation, desired replicas  | features → figures        |
 

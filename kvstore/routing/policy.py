@@ -43,6 +43,8 @@ class PolicyCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Start of a transfer between nodes."""
     stream_share: _NotNegative = 0.002
     """Decode interference: each running stream makes a prefill this much longer."""
+    adapter_s: _NotNegative = 0.2
+    """Load of a LoRA adapter that a worker does not have."""
     base_s: _NotNegative = 0.005
     """TTFT of an empty prompt on an idle worker."""
     overlap: Literal["queue", "compute"] = "queue"
@@ -76,6 +78,12 @@ class PolicyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Share of the KV cache that a request may fill with its need."""
     stale_s: _Positive = 2.0
     """Scraped numbers older than this decay to the pool's mean, by half each `stale_s`."""
+    held_max: _Count = 16384
+    """Held requests of all classes: beyond, the lowest class makes room."""
+    saturated_s: _Positive = 2.0
+    """Prefill ahead at a worker that counts as saturated."""
+    holds_without_workers: bool = False
+    """Scale from zero: requests for a pool without workers are held, not answered 503."""
     hot_factor: _Positive = 4.0
     """Hot-spot guard: no prefix credit for this request at a worker whose queue is so many times
     the pool's mean, and longer than computing the whole prompt elsewhere."""
@@ -87,7 +95,9 @@ class PolicyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     timeout_factor: _Positive = 5.0
     timeout_s_min: _Positive = 10.0
     """An attempt fails after `timeout_factor` times the predicted TTFT, at least this."""
-    race_quantile_s: _NotNegative = 0.0
+    retry_burst: _Count = 256
+    """Retries that the budget saves up."""
+    race_after_s: _NotNegative = 0.0
     """Race a second worker after this; 0: never."""
 
 
@@ -131,6 +141,8 @@ class ServiceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Longest time in the queue."""
     backlog_s: _Positive = 30.0
     """A worker with this much prefill ahead gets no request of the class: it is held."""
+    saturation_max: _Positive = 100.0
+    """Held while the pool's saturation is above this (degradation ladder)."""
 
 
 class ModelPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,8 +178,12 @@ def _classes() -> dict[str, ServiceClass]:
     return {
         "inline": ServiceClass(rank=0, ttft_s=1.0, queue_max=256, ttl_s=2.0),
         "interactive": ServiceClass(rank=1, ttft_s=0.0, queue_max=2048, ttl_s=30.0),
-        "tolerant": ServiceClass(rank=2, queue_max=4096, ttl_s=120.0, backlog_s=4.0),
-        "batch": ServiceClass(rank=3, queue_max=16384, ttl_s=3600.0, backlog_s=1.0),
+        "tolerant": ServiceClass(
+            rank=2, queue_max=4096, ttl_s=120.0, backlog_s=4.0, saturation_max=0.95
+        ),
+        "batch": ServiceClass(
+            rank=3, queue_max=16384, ttl_s=3600.0, backlog_s=1.0, saturation_max=0.8
+        ),
     }
 
 
@@ -193,6 +209,9 @@ class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     receipt_workers_max: _Count = 64
 
 
+_Part = tuple[str, object, type[msgspec.Struct]]
+
+
 def parse(mapping: object) -> RoutingPolicy:
     """The policy in a mapping of plain values, as YAML gives it.
 
@@ -201,7 +220,8 @@ def parse(mapping: object) -> RoutingPolicy:
     """
     if not isinstance(mapping, dict):
         raise ValueError("the policy must be a mapping, such as `policy: cost`")  # noqa: TRY004
-    for place, value, kind in [*_parts(mapping), ("", mapping, RoutingPolicy)]:
+    parts: list[_Part] = [*_parts(mapping), ("", mapping, RoutingPolicy)]
+    for place, value, kind in parts:
         try:
             msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
@@ -212,7 +232,7 @@ def parse(mapping: object) -> RoutingPolicy:
     return policy
 
 
-def _parts(mapping: dict[str, Any]) -> Iterator[tuple[str, object, type[msgspec.Struct]]]:
+def _parts(mapping: dict[str, Any]) -> Iterator[_Part]:
     """Structs inside, innermost first, so that an error names its place."""
     for section, kind in _SECTIONS.items():
         if section in mapping:

@@ -40,6 +40,10 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     """Estimated, for the need of memory."""
     session_hash: int
+    backlog_s: float = 1e9
+    """Prefill ahead that the class of service allows at a worker."""
+    pressure: float = 0.0
+    """Seconds for others, per second of compute (`costs.others_per_s`)."""
     chosen: str
     """Empty: none."""
     prefill_worker: str = ""
@@ -57,6 +61,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """Worker → word of the filter: `Dropped` values."""
     features: dict[str, list[float]]
     """Name → column, by `features.COLUMNS`."""
+    weights: list[list[float]] = []
+    """Learned ones, a column for each worker; empty: all 1."""
     terms: dict[str, list[float]]
     """Name → column of seconds (policy `cost`) or points, weights of learning applied."""
     scores: list[float]
