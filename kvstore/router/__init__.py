@@ -1,0 +1,13 @@
+"""The router: requests to the engine that has the longest prefix and the shortest queue.
+
+    client ─▶ front ─▶ keys ─▶ dispatch (kvstore.routing decides) ─▶ front.attempt ─▶ engine
+
+front         HTTP: connections, requests, attempts
+engines       workers, their health and metrics, where they come from
+keys          tokens and keys of prompts, the index, parity
+dispatch      the decision core on a loop
+process       its loop, policy, start and end; pages: /metrics and /healthz
+receipt_log   receipts on disk
+"""
+
+import kvstore.net  # noqa: F401 -- it makes gRPC quiet, before anything imports it

@@ -1,0 +1,7 @@
+"""HTTP between clients and engines.
+
+door            connections, framing, bodies: all bounded
+proxy           one request from its head to its last byte; attempt: its bytes at one worker
+bodies, heads   fields and headers: what is read, dropped and set
+tenants         API keys
+"""
