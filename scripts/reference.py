@@ -28,7 +28,7 @@ import msgspec
 
 from kvstore.cli.main import cli
 from kvstore.cli.reasons import TEXTS, word
-from kvstore.config.settings import IndexSettings, NodeSettings, Setting, table
+from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings, Setting, table
 from kvstore.connector.config import ConnectorConfig
 from kvstore.demo import flags as demo_flags
 from kvstore.engine import Reason
@@ -63,7 +63,7 @@ _ON_DECISIONS: Final = """
 One ADR per decision: context, decision, what we gave up, how we would notice that it is wrong.
 """
 _COMMANDS: Final = (
-    *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "certs", "demo"),
+    *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "router", "certs", "demo"),
 )
 
 
@@ -108,6 +108,7 @@ def settings_page() -> str:
         parts += [f"### {title}\n", settings_table(row for row in node if row.group == title)]
     parts += [
         *("## kvstore index\n", settings_table(index)),
+        *("## kvstore router\n", settings_table(table(RouterSettings))),
         "## Connector\n",
         "Keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`. None is required.\n",
         _table(("key", "default", "values", "meaning"), _connector_rows()),
