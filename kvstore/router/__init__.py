@@ -5,6 +5,7 @@
 front         HTTP: connections, requests, attempts
 engines       workers, their health and metrics, where they come from
 keys          tokens and keys of prompts, the index, parity
+rpc           gRPC servers: route_service (Route), picker (endpoint picker for Envoy)
 dispatch      the decision core on a loop
 process       its loop, policy, start and end; pages: /metrics and /healthz
 receipt_log   receipts on disk

@@ -41,6 +41,7 @@ from kvstore.router.engines.probes import Probes
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front.attempt import new_session
 from kvstore.router.front.door import Bodies, Door, open_door, server_context
+from kvstore.router.front.intake import Intake
 from kvstore.router.front.proxy import Proxy
 from kvstore.router.front.tenants import load_tenants
 from kvstore.router.keys.index_calls import RETRY_S, IndexCalls
@@ -50,7 +51,10 @@ from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import Rendering
 from kvstore.router.keys.spaces import Spaces
 from kvstore.router.pages import make_router_pages
+from kvstore.router.picker import Picker
 from kvstore.router.receipt_log import ReceiptLog
+from kvstore.router.route_service import RouteService
+from kvstore.router.rpc import RpcServer, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import RoutingPolicy, parse, policy_hash
 from kvstore.routing.values import PrefixAnswer, RouteRequest
@@ -92,6 +96,7 @@ class Router:
         self.index = IndexCalls(config.indexes, config.tls) if config.indexes else None
         self.parity: Parity | None = None
         prefixes: Prefixes = BytePrefixes()
+        by_keys: KeyPrefixes | None = None
         if self.index is not None:
             rendering = Rendering(
                 self.session,
@@ -101,7 +106,7 @@ class Router:
                 worker_key=config.worker_key,
             )
             spaces = Spaces(self.workers, self.index, lambda: self.core.policy)
-            prefixes = KeyPrefixes(rendering, self.index, spaces)
+            prefixes = by_keys = KeyPrefixes(rendering, self.index, spaces)
             self.parity = Parity(
                 self.session,
                 self.workers,
@@ -111,17 +116,24 @@ class Router:
                 spaces,
                 worker_key=config.worker_key,
             )
+        tenants = load_tenants(config.api_keys) if config.api_keys else None
+        self.intake = Intake(prefixes, tenants)
         self.proxy = Proxy(
             self.dispatcher,
             self.workers,
             self.session,
             bodies=Bodies(bytes_max=config.body_bytes_max),
-            prefixes=prefixes,
-            tenants=load_tenants(config.api_keys) if config.api_keys else None,
+            intake=self.intake,
             worker_key=config.worker_key,
             explain=self._explain,
             observed=self._observed,
         )
+        self.picker = Picker(
+            self.dispatcher, self.workers, self.intake, body_bytes_max=config.body_bytes_max
+        )
+        self._route = RouteService(self.dispatcher, self.workers, by_keys)
+        self.servers: dict[str, RpcServer] = {}
+        """`route` and `picker`, where they are wanted."""
         self.door = Door(self.proxy.answer, connections_max=config.connections_max)
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
@@ -143,6 +155,10 @@ class Router:
                 f" {error.strerror}"
             ) from None
         self.port = self._server.sockets[0].getsockname()[1]
+        if config.route is not None:
+            self.servers["route"] = await serve_route(config.route, config.tls, self._route)
+        if config.picker is not None:
+            self.servers["picker"] = await serve_picker(config.picker, config.tls, self.picker)
         works: list[tuple[str, Callable[[], Coroutine[Any, Any, None]], float]] = [
             ("ticks of the decision core", self.dispatcher.tick, 0),
             ("probes of engines", self.probes.once, self.probes.pause_s),
@@ -167,6 +183,7 @@ class Router:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
                 await self.proxy.idle()
+        await asyncio.gather(*(server.close() for server in self.servers.values()))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -250,7 +267,8 @@ async def _serve(config: RouterConfig) -> None:
                 f"kvstore router ready: version={__version__}"
                 f" listen={joined(config.host, router.port)} metrics={url or 'off'}"
                 f" tls={'off' if config.tls is None else 'on'}"
-                f" policy={policy_hash(router.core.policy)}",
+                + "".join(f" {n}={server.port}" for n, server in router.servers.items())
+                + f" policy={policy_hash(router.core.policy)}",
             )
             await asked_to_stop.wait()
         finally:

@@ -209,14 +209,15 @@ class Attempt:
             await out.write_eof()
         self._is_reading = True
 
-    @property
-    def cached_tokens(self) -> int | None:
-        """By the engine's own word, if it gave one."""
-        return _last(_CACHED, self.tail)
 
-    @property
-    def output_tokens(self) -> int:
-        return _last(_MADE, self.tail) or 0
+def cached_tokens_of(tail: bytes) -> int | None:
+    """By the engine's own word at the end of its answer; None: it gave none."""
+    return _last(_CACHED, tail)
+
+
+def output_tokens_of(tail: bytes) -> int:
+    """By the engine's own word; 0: it gave none."""
+    return _last(_MADE, tail) or 0
 
 
 def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:

@@ -16,10 +16,9 @@ an attempt (`attempt`), limits of connections and bodies (`door`).
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 import aiohttp
 import msgspec
@@ -28,13 +27,19 @@ from aiohttp import web
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front import heads
-from kvstore.router.front.attempt import SILENCE_S, Attempt, ClientStalled, LegFailure
-from kvstore.router.front.bodies import STRIPPED, BadBody, Peek, edited, peek
+from kvstore.router.front.attempt import (
+    SILENCE_S,
+    Attempt,
+    ClientStalled,
+    LegFailure,
+    cached_tokens_of,
+    output_tokens_of,
+)
+from kvstore.router.front.bodies import BadBody
 from kvstore.router.front.door import Bodies, BodyRefused
-from kvstore.router.front.tenants import Tenants, salt
-from kvstore.router.keys.prefixes import Prefix, Prefixes, predicted_tokens
+from kvstore.router.front.intake import Intake, Job, Unauthorized
+from kvstore.router.keys.prefixes import predicted_tokens
 from kvstore.routing.events import (
-    Arrived,
     Ending,
     Failure,
     FirstToken,
@@ -48,24 +53,6 @@ from kvstore.routing.values import PrefixAnswer, RouteRequest
 
 GENERATES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 PASSED: Final = GENERATES | {"/v1/embeddings", "/v1/score", "/v1/rerank"}
-OUTPUT_TOKENS: Final = 256
-"""Estimated for requests without a limit."""
-SESSION_HEADER: Final = "X-Session-Id"
-CLASS_HEADERS: Final = ("X-Kvstore-Class", "X-Llm-D-Inference-Objective")
-
-
-class _Job(NamedTuple):
-    """A request that the core knows."""
-
-    client: web.BaseRequest
-    asked: Arrived
-    body: bytes
-    read: Peek
-    prefix: Prefix
-
-    @property
-    def request_id(self) -> str:
-        return self.asked.request.request_id
 
 
 class Proxy:
@@ -78,8 +65,7 @@ class Proxy:
         session: aiohttp.ClientSession,
         *,
         bodies: Bodies,
-        prefixes: Prefixes,
-        tenants: Tenants | None = None,
+        intake: Intake,
         worker_key: str = "",
         explain: Callable[[RouteRequest, PrefixAnswer | None], bytes],
         observed: Callable[[Worker, int, int], None],
@@ -90,7 +76,7 @@ class Proxy:
             observed: takes predicted and observed cached tokens of an answer.
         """
         self._dispatcher, self._workers, self._session = dispatcher, workers, session
-        self._bodies, self._prefixes, self._tenants = bodies, prefixes, tenants
+        self._bodies, self._intake = bodies, intake
         self._worker_key, self._explain = worker_key, explain
         self._observed = observed
         self.counts = Counter[str]()
@@ -106,10 +92,11 @@ class Proxy:
         if path == "/health":
             status = 503 if self.is_draining else 200
             return web.Response(status=status)
-        tenant = self._tenants.of(heads.bearer(request.headers)) if self._tenants else ""
-        if tenant is None:
+        try:
+            tenant = self._intake.tenant(request.headers)
+        except Unauthorized as error:
             self.counts["unauthorized"] += 1
-            return error_response(401, "the API key is missing or unknown", "invalid_api_key")
+            return error_response(401, str(error), "invalid_api_key")
         if path == "/v1/models" and request.method == "GET":
             return self._models()
         is_dry = path.startswith("/kvstore/explain/")
@@ -148,19 +135,11 @@ class Proxy:
             )
         size = len(body)
         try:
-            read = peek(body)
-            salted = read.salt
-            put = {}
-            if tenant:
-                salted = put["cache_salt"] = salt(tenant, read.salt)
-            if put or read.is_stripped:
-                body = edited(body, drop=STRIPPED, put=put)
-            prefix = await self._prefixes.of(path, body, read, salted)
-            asked = _asked(request, read, tenant, prefix)
+            job = await self._intake.job(request.headers, path, body, tenant)
             if is_dry:
-                text = self._explain(asked.request, asked.prefix)
+                text = self._explain(job.asked.request, job.asked.prefix)
                 return web.Response(body=text, content_type="application/json")
-            return await self._serve(_Job(request, asked, body, read, prefix))
+            return await self._serve(request, job)
         except BadBody as error:
             self.counts["refused"] += 1
             return error_response(400, str(error), "invalid_request_error")
@@ -169,12 +148,12 @@ class Proxy:
 
     # ── attempts ─────────────────────────────────────────────────────────────────────────────────
 
-    async def _serve(self, job: _Job) -> web.StreamResponse:
+    async def _serve(self, client: web.BaseRequest, job: Job) -> web.StreamResponse:
         routed = await self._dispatcher.arrive(job.asked)
         refusal: web.Response | None = None
         while isinstance(routed, Routed):
             try:
-                return await self._attempt(job, routed)
+                return await self._attempt(client, job, routed)
             except LegFailure as error:
                 refusal = error.answer
                 self.retried_count += not error.has_streamed
@@ -186,25 +165,24 @@ class Proxy:
         self.counts[routed.reason] += 1
         return refusal if refusal is not None else rejection(routed)
 
-    async def _attempt(self, job: _Job, routed: Routed) -> web.StreamResponse:
+    async def _attempt(
+        self, client: web.BaseRequest, job: Job, routed: Routed
+    ) -> web.StreamResponse:
         """Raises LegFailure; in all other cases the request has ended for the core."""
         worker = self._workers.get(routed.worker)
         if worker is None:  # it left in the same turn of the loop
             raise LegFailure(Failure.CONNECT, "the worker has left")
-        body, read = job.body, job.read
-        if routed.model != read.model:
-            body = edited(body, put={"model": routed.model})
         headers = heads.onward(
-            job.client.headers, request_id=job.request_id, authorization=self._authorization
+            client.headers, request_id=job.request_id, authorization=self._authorization
         )
-        attempt = Attempt(self._session, worker, job.client)
+        attempt = Attempt(self._session, worker, client)
         self._workers.begun(worker)
         ending = Ending.ABORTED
         try:
             answer = await attempt.run(
                 headers,
-                body,
-                deadline_s=routed.deadline_s if read.is_streamed else SILENCE_S,
+                job.body_for(routed.model),
+                deadline_s=routed.deadline_s if job.read.is_streamed else SILENCE_S,
                 on_first=lambda: self._first(job),
                 more={"X-Request-Id": job.request_id, "X-Kvstore-Worker": worker.name},
             )
@@ -213,7 +191,7 @@ class Proxy:
             self._workers.failed(worker, str(error))
             raise
         except ClientStalled:
-            _cut(job.client)
+            _cut(client)
             raise ConnectionResetError("the client did not read") from None
         else:
             ending = Ending.REFUSED if attempt.status >= 400 else Ending.DONE
@@ -223,52 +201,32 @@ class Proxy:
             if ending is not Ending.FAILED:
                 self._ended(worker, job, attempt, ending)
 
-    def _first(self, job: _Job) -> None:
+    def _first(self, job: Job) -> None:
         """A streamed answer begins; that of others comes whole, and says nothing about a TTFT."""
         if job.read.is_streamed:
             self._dispatcher.note(FirstToken(job.request_id))
 
-    def _ended(self, worker: Worker, job: _Job, attempt: Attempt, ending: Ending) -> None:
+    def _ended(self, worker: Worker, job: Job, attempt: Attempt, ending: Ending) -> None:
         self.counts[ending.value] += 1
         if ending is Ending.DONE:
             self._workers.succeeded(worker)
         else:
             self._workers.neutral(worker)
-        cached = attempt.cached_tokens
+        cached, made = cached_tokens_of(attempt.tail), output_tokens_of(attempt.tail)
         if cached is not None:
             self._observed(worker, predicted_tokens(job.prefix, worker.address), cached)
-        self._dispatcher.note(RequestEnded(job.request_id, ending, cached, attempt.output_tokens))
+        self._dispatcher.note(RequestEnded(job.request_id, ending, cached, made))
 
     @property
     def _authorization(self) -> str | None:
         if self._worker_key:
             return f"Bearer {self._worker_key}"
-        return "" if self._tenants else None
+        return "" if self._intake.has_tenants else None
 
     def _models(self) -> web.Response:
         names = sorted({name for worker in self._workers for name in worker.models})
         rows = [{"id": name, "object": "model", "owned_by": "kvstore"} for name in names]
         return _json(200, {"object": "list", "data": rows})
-
-
-def _asked(request: web.BaseRequest, read: Peek, tenant: str, prefix: Prefix) -> Arrived:
-    headers = request.headers
-    service = next((headers[name] for name in CLASS_HEADERS if name in headers), "")
-    return Arrived(
-        RouteRequest(
-            request_id=heads.given_id(headers)[:96] + f"-{secrets.token_hex(8)}",
-            model=read.model,
-            prompt_tokens=prefix.prompt_tokens,
-            keys=prefix.keys,
-            block_tokens=prefix.block_tokens,
-            output_tokens_max=read.output_tokens or OUTPUT_TOKENS,
-            tenant=tenant,
-            service=service,
-            session=headers.get(SESSION_HEADER, "") or read.session,
-            must_be_local=True,
-        ),
-        prefix.answer,
-    )
 
 
 def rejection(rejected: Rejected) -> web.Response:

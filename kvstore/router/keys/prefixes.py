@@ -22,13 +22,14 @@ from kvstore.router.engines.workers import WorkerAddress
 from kvstore.router.front.bodies import Peek, edited
 from kvstore.router.keys.index_calls import IndexCalls, prefix_answer
 from kvstore.router.keys.rendering import Rendering
-from kvstore.router.keys.spaces import Spaces
+from kvstore.router.keys.spaces import Scope, Spaces
 from kvstore.routing.values import PrefixAnswer, PrefixTrust
 
 BYTES_PER_TOKEN: Final = 4
 """Of prompts that are not rendered."""
 PIECE_BYTES: Final = 512
 """Of the JSON that share a key: about 128 tokens."""
+TOKENS_PER_PIECE: Final = PIECE_BYTES // BYTES_PER_TOKEN
 PIECES_MAX: Final = 4096
 KEY_BYTES: Final = 32
 _ORDER: Final = (PrefixTrust.EXACT, PrefixTrust.CATCHING_UP, PrefixTrust.STALE)
@@ -40,7 +41,7 @@ class Prefix(msgspec.Struct, frozen=True):
 
     prompt_tokens: int
     keys: bytes = b""
-    block_tokens: int = PIECE_BYTES // BYTES_PER_TOKEN
+    block_tokens: int = TOKENS_PER_PIECE
     answer: PrefixAnswer | None = None
     """None: the index has none, or was not asked."""
 
@@ -77,8 +78,23 @@ class KeyPrefixes:
             )
         if scope is None or made is None:
             return prefix_of_bytes(read.content, read.model, request_salt)
+        return await self._found(scope, made.keys, made.token_count)
+
+    async def of_ids(self, model: str, ids: list[int]) -> Prefix | None:
+        """Of a prompt whose tokens a caller has; None: nothing of the model is in the index."""
+        if (scope := self._spaces.scope(model)) is None:
+            return None
+        made = await self._rendering.keys_of_ids(ids, scope.plan)
+        return await self._found(scope, made.keys, len(ids)) if made is not None else None
+
+    async def of_keys(self, model: str, keys: bytes, prompt_tokens: int) -> Prefix | None:
+        """Of a prompt whose keys a caller has."""
+        scope = self._spaces.scope(model)
+        return await self._found(scope, keys, prompt_tokens) if scope is not None else None
+
+    async def _found(self, scope: Scope, keys: bytes, prompt_tokens: int) -> Prefix:
         answers = await asyncio.gather(
-            *(self._index.match(tenant, space, made.keys) for tenant, space in scope.places)
+            *(self._index.match(tenant, space, keys) for tenant, space in scope.places)
         )
         found = [prefix_answer(each, self._index.epoch) for each in answers if each is not None]
         answer = None
@@ -88,7 +104,7 @@ class KeyPrefixes:
                 matches=tuple(match for each in found for match in each.matches),
                 epoch=self._index.epoch,
             )
-        return Prefix(made.token_count, made.keys, scope.plan.block_tokens, answer)
+        return Prefix(prompt_tokens, keys, scope.plan.block_tokens, answer)
 
 
 def predicted_tokens(prefix: Prefix, worker: WorkerAddress) -> int:

@@ -103,6 +103,12 @@ class Rendering:
             "engine", await self._keys.make(msgspec.structs.replace(order, rendered=rendered))
         )
 
+    async def keys_of_ids(self, ids: list[int], plan: KeyPlan) -> KeyAnswer | None:
+        """Keys of tokens that a caller has."""
+        body = msgspec.json.encode({"prompt": ids})
+        order = KeyOrder(body=body, block_tokens=plan.block_tokens, seed=plan.seed)
+        return self._counted("ids", await self._keys.make(order))
+
     def _counted(self, source: str, answer: KeyAnswer | None) -> KeyAnswer | None:
         found = answer if answer is not None and not answer.why else None
         self.counts[source if found is not None else "none"] += 1

@@ -17,8 +17,6 @@ PLAIN = st.recursive(
 )
 NAMES = st.sampled_from(["model2", "x", *STRIPPED, "cache_salt"]) | st.text()
 BODIES = st.dictionaries(NAMES, PLAIN)
-    st.sampled_from(["model2", "x", *STRIPPED, "cache_salt"]) | st.text(), PLAIN
-)
 
 
 @given(BODIES)
