@@ -39,6 +39,7 @@ class TurnsCore:
         self.attempts = Counter[str]()
         self.under_way: dict[str, tuple[RouteRequest, list[str]]] = {}
         self.holds = False
+        self.fallbacks = False
         self._held: dict[str, None] = {}
         self._turn = 0
         self._deadline_s = deadline_s
@@ -90,7 +91,7 @@ class TurnsCore:
             worker=name,
             model=request.model,
             prefill_worker=None,
-            fallbacks=(),
+            fallbacks=tuple(n for n in sorted(self.health) if n != name) * self.fallbacks,
             attempt=len(tried),
             priority=0,
             deadline_s=self._deadline_s,

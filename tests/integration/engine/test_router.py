@@ -1,4 +1,4 @@
-"""Two real engines, two nodes, the index and the router: prefixes are found, wrong keys are seen."""
+"""Two real engines, two nodes, the index and the router: prefixes found, wrong keys seen."""
 
 from __future__ import annotations
 
