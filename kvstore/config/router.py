@@ -68,6 +68,7 @@ class RouterConfig:
     tokenizers: Mapping[str, Path]
     """Model → directory."""
     indexes: tuple[str, ...]
+    index_timeout_s: float
     http: HttpConfig | None
     log_level: str
 
@@ -111,6 +112,7 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
         worker_key=_secret(settings.worker_key_file),
         tokenizers=dict(map(_tokenizer, settings.tokenizer or ())),
         indexes=tuple(indexes),
+        index_timeout_s=settings.index_timeout / 1000,
         http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         log_level=settings.log_level,
     )

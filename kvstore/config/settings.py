@@ -379,6 +379,12 @@ class RouterSettings(DaemonSettings):
         metavar="HOST:PORT",
         shown="none: prefixes by what was sent where",
     )
+    index_timeout: int = _cluster(
+        "Milliseconds to wait for the index; after that a request is routed without it.",
+        default=5,
+        metavar="MS",
+        within=(1, 1000),
+    )
     metrics: str | int | bool = _metrics(DEFAULT_ROUTER_METRICS)
     ca: str | None = _cluster("CA certificate of the cluster.", metavar="FILE")
     cert: str | None = _cluster("Certificate of this process.", metavar="FILE")

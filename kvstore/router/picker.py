@@ -143,7 +143,7 @@ class _Stream:
         addresses = [worker.url.authority for worker in found if worker is not None]
         sent = job.body_for(routed.model)
         yield _chosen(addresses, None if sent is body else len(sent))
-        for response in _pieces(sent):
+        for response in pieces(sent):
             yield response
 
     def _without_body(self, subset: tuple[str, ...] | None) -> pb.ProcessingResponse:
@@ -243,7 +243,8 @@ def _chosen(addresses: list[str], length: int | None) -> pb.ProcessingResponse:
     )
 
 
-def _pieces(body: bytes) -> Iterable[pb.ProcessingResponse]:
+def pieces(body: bytes) -> Iterable[pb.ProcessingResponse]:
+    """The body of a request, as Envoy takes it."""
     for begin in range(0, max(1, len(body)), PIECE_BYTES):
         end = begin + PIECE_BYTES
         streamed = pb.StreamedBodyResponse(body=body[begin:end], end_of_stream=end >= len(body))

@@ -93,7 +93,11 @@ class Router:
         self.probes = Probes(self.session, self.workers, self.dispatcher.note, config.worker_key)
         self.discovery = Discovery(config, self.workers)
         self.keys = KeyProcess(config.tokenizers)
-        self.index = IndexCalls(config.indexes, config.tls) if config.indexes else None
+        self.index = (
+            IndexCalls(config.indexes, config.tls, timeout_s=config.index_timeout_s)
+            if config.indexes
+            else None
+        )
         self.parity: Parity | None = None
         prefixes: Prefixes = BytePrefixes()
         by_keys: KeyPrefixes | None = None

@@ -40,14 +40,22 @@ class Envoy:
         endpoints: Sequence[str],
         *,
         subset: Sequence[str] = (),
+        reads: str = "both",
     ) -> None:
-        """`subset`: a hint that the route gives, as a gateway would."""
+        """
+        Args:
+            directory: for its files.
+            picker_port: of the endpoint picker.
+            endpoints: all of the cluster.
+            subset: a hint that the route gives, as a gateway would.
+            reads: metadata, header, or both, for the endpoint.
+        """
         program = binary()
         assert program is not None
         self.port, self._admin = _free_port(), _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         config = directory / "envoy.json"
-        config.write_text(json.dumps(_bootstrap(self, picker_port, endpoints, subset)))
+        config.write_text(json.dumps(_bootstrap(self, picker_port, endpoints, subset, reads)))
         with (directory / "envoy.log").open("ab") as log:
             self.process = tied.popen(
                 [
@@ -101,7 +109,7 @@ def _endpoints(name: str, places: Sequence[str]) -> dict[str, Any]:
 
 
 def _bootstrap(
-    envoy: Envoy, picker_port: int, endpoints: Sequence[str], subset: Sequence[str]
+    envoy: Envoy, picker_port: int, endpoints: Sequence[str], subset: Sequence[str], reads: str
 ) -> dict[str, Any]:
     processing = {
         "@type": f"{_TYPE}.filters.http.ext_proc.v3.ExternalProcessor",
@@ -164,8 +172,8 @@ def _bootstrap(
     override = {
         "@type": f"{_TYPE}.load_balancing_policies.override_host.v3.OverrideHost",
         "override_host_sources": [
-            {"metadata": {"key": "envoy.lb", "path": [{"key": HEADER}]}},
-            {"header": HEADER},
+            *([{"metadata": {"key": "envoy.lb", "path": [{"key": HEADER}]}}] * (reads != "header")),
+            *([{"header": HEADER}] * (reads != "metadata")),
         ],
         "selected_host_key": {"key": "envoy.lb", "path": [{"key": f"{HEADER}-served"}]},
         "fallback_policy": {

@@ -30,7 +30,6 @@ from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust
 from kvstore.wire.load import EngineEntry
 
-MATCH_TIMEOUT_S: Final = 0.005
 TIMEOUT_S_PER_KEY: Final = 2e-6
 FAILURES_MAX: Final = 3
 COOLDOWN_MS: Final = 250
@@ -54,7 +53,9 @@ class Listed(msgspec.Struct, frozen=True):
 class IndexCalls:
     """Replicas of the index; on one loop."""
 
-    def __init__(self, endpoints: Sequence[str], tls: Tls | None) -> None:
+    def __init__(self, endpoints: Sequence[str], tls: Tls | None, *, timeout_s: float) -> None:
+        """`timeout_s`: of a match of few keys."""
+        self._timeout_s = timeout_s
         credentials = tls.channel_credentials() if tls is not None else None
         options = channel_options()
         self._channels = [
@@ -79,7 +80,7 @@ class IndexCalls:
         if not self._breaker.allows(time.monotonic_ns()):
             return None
         self.match_count += 1
-        timeout_s = MATCH_TIMEOUT_S + len(keys) // 32 * TIMEOUT_S_PER_KEY
+        timeout_s = self._timeout_s + len(keys) // 32 * TIMEOUT_S_PER_KEY
         request = pb.MatchRequest(tenant=tenant, space=space, keys=keys)
         try:
             # Two limits: gRPC's own is as late as its loop is, and cancels the call at the server.

@@ -76,9 +76,13 @@ class Parity:
             if worker.parity == "" and not worker.has_parity:
                 self._judge(worker, UNPROVEN)
             if time.monotonic() >= self._due_s.get(worker, 0.0) and worker.is_answering:
-                why = await self._compared(worker)
+                why = self._unready(worker)
+                pause_s = 0.0
+                if not why:
+                    why = await self._compared(worker)
+                    pause_s = RETRY_S if why else PERIOD_S
                 self._judge(worker, why)
-                self._due_s[worker] = time.monotonic() + (RETRY_S if why else PERIOD_S)
+                self._due_s[worker] = time.monotonic() + pause_s
 
     def _judge(self, worker: Worker, why: str) -> None:
         if worker.parity == why and worker.has_parity:
@@ -92,13 +96,17 @@ class Parity:
         worker.parity, worker.drift, worker.drift_count = why, 0.0, 0
         self._workers.judge(worker)
 
-    async def _compared(self, worker: Worker) -> str:
-        """Why its keys are not believed; empty: they are equal."""
-        places = self._spaces.of(worker)
-        if not places:
+    def _unready(self, worker: Worker) -> str:
+        """Why a probe would prove nothing; empty: it would."""
+        if self._index.trouble:
+            return self._index.trouble
+        if not self._spaces.of(worker):
             return f"the index lists no engine of it at node {worker.address.node!r}"
-        if not worker.block_tokens:
-            return "its block size is not known: give block=N"
+        return "" if worker.block_tokens else "its block size is not known: give block=N"
+
+    async def _compared(self, worker: Worker) -> str:
+        """Why its keys are not used; empty: they are equal."""
+        places = self._spaces.of(worker)
         model = next(iter(worker.models), "")
         await self._rendering.compare(model, worker)
         body = probe_body(model, characters=worker.block_tokens * BLOCKS * 6)

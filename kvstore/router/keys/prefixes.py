@@ -1,6 +1,6 @@
 """Keys of a prompt, and the index's answer about them, within a few milliseconds.
 
-    body ─▶ rendering: token ids ─▶ keys (`index.chain`) ─▶ index, MATCH_TIMEOUT_S ─▶ PrefixAnswer
+    body ─▶ rendering: token ids ─▶ keys (`index.chain`) ─▶ index, in time ─▶ PrefixAnswer
          └▶ none in time: keys of the JSON's bytes, piece by piece ─▶ the core's own tree
 
 Keys of bytes say where an equal beginning was sent before; they equal no key of an engine, and are

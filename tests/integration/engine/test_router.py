@@ -66,7 +66,7 @@ def test_turns_of_a_conversation_go_where_their_prefix_is(
             *("--worker", f"a=http://127.0.0.1:{first.port},node=a"),
             *("--worker", f"b=http://127.0.0.1:{other.port},node=b"),
         ]
-        flags = [*workers, "--index", a.index, "--insecure"]
+        flags = [*workers, "--index", a.index, "--index-timeout", "500", "--insecure"]
         tokenizer = ["--tokenizer", f"{SERVED_NAME}={tiny_model}"]
         with RouterProcess.start(tmp_path, [*flags, *tokenizer]) as router:
             wait_until(lambda: "load-only" not in _healthz(router), "keys are equal", seconds=60)

@@ -6,6 +6,7 @@ import http.client
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,13 +43,16 @@ def pool(workers: list[ScriptedWorker], **settings: str) -> RouterThread:
     return RouterThread([w.flag for w in workers], picker_listen="127.0.0.1:0", **settings)
 
 
-def envoy(router: RouterThread, directory: Path, **more: list[str]) -> Envoy:
+def envoy(router: RouterThread, directory: Path, **more: Any) -> Envoy:
     places = [w.url.authority for w in router.on_loop(lambda: list(router.router.workers))]
     return Envoy(directory, router.router.servers["picker"].port, places, **more)
 
 
-def test_the_chosen_endpoint_serves(workers: list[ScriptedWorker], tmp_path: Path) -> None:
-    with pool(workers) as router, envoy(router, tmp_path) as gateway:
+@pytest.mark.parametrize("reads", ["metadata", "header"])
+def test_the_chosen_endpoint_serves(
+    workers: list[ScriptedWorker], tmp_path: Path, reads: str
+) -> None:
+    with pool(workers) as router, envoy(router, tmp_path, reads=reads) as gateway:
         for _ in range(6):
             before = [w.seen()["requests"] for w in workers]
             attempts = dict(router.core.attempts)
@@ -103,7 +107,10 @@ def test_transfer_params_are_stripped_and_tenants_salted(
         assert ask(gateway.port)[0] == 401
         auth = {"Authorization": "Bearer key-of-team-a-0001"}
         assert ask(gateway.port, ASK | {"kv_transfer_params": {"x": 1}}, headers=auth)[0] == 200
-        assert json.loads(workers[0].seen()["body"]) == ASK | {"cache_salt": "team-a"}
+        seen = workers[0].seen()
+        assert json.loads(seen["body"]) == ASK | {"cache_salt": "team-a"}
+        lengths = [value for name, value in seen["headers"] if name.lower() == "content-length"]
+        assert lengths == [str(len(seen["body"]))]
 
 
 def test_a_subset_hint_bounds_the_choice(workers: list[ScriptedWorker], tmp_path: Path) -> None:
@@ -142,13 +149,13 @@ def test_envoy_falls_back_and_the_router_learns_it(
     """The chosen endpoint refuses connections: Envoy goes on by the list, and nothing fails."""
     with ScriptedWorker.start(tmp_path, "0") as gone:
         flag = gone.flag
-    with RouterThread(
-        [flag, workers[0].flag],
-        picker_listen="127.0.0.1:0",
-    ) as router:
+    strangers = workers[1].seen()["requests"]
+    with RouterThread([flag, workers[0].flag], picker_listen="127.0.0.1:0") as router:
         router.core.fallbacks = True
-        with envoy(router, tmp_path) as gateway:
+        places = [flag.partition("//")[2], *map(place, workers)]
+        with Envoy(tmp_path, router.router.servers["picker"].port, places) as gateway:
             assert [ask(gateway.port)[0] for _ in range(6)] == [200] * 6
             until(lambda: len(router.core.ended) == 6)
             assert router.router.picker.counts["elsewhere"] >= 1
             assert router.on_loop(lambda: router.router.workers["0"].failure_count) >= 1
+            assert workers[1].seen()["requests"] == strangers, "not on the list"
