@@ -142,7 +142,7 @@ class _Stream:
         found = map(picker.workers.get, (routed.worker, *routed.fallbacks))
         addresses = [worker.url.authority for worker in found if worker is not None]
         sent = job.body_for(routed.model)
-        yield _chosen(addresses, None if sent is body else len(sent))
+        yield chosen(addresses, None if sent is body else len(sent))
         for response in pieces(sent):
             yield response
 
@@ -150,7 +150,7 @@ class _Stream:
         worker = self._picker.any_worker(subset)
         if worker is None:
             return refusal(503, "no worker is ready", "rejected-no-endpoints")
-        return _chosen([worker.url.authority], None)
+        return chosen([worker.url.authority], None)
 
     # ── the answer ───────────────────────────────────────────────────────────────────────────────
 
@@ -230,7 +230,8 @@ def _set(pairs: Iterable[tuple[str, str]]) -> pb.HeaderMutation:
     )
 
 
-def _chosen(addresses: list[str], length: int | None) -> pb.ProcessingResponse:
+def chosen(addresses: list[str], length: int | None) -> pb.ProcessingResponse:
+    """The endpoints, best first. `length`: of a body that was edited; None: it was not."""
     destination = ",".join(addresses)
     pairs = [(DESTINATION, destination)]
     if length is not None:

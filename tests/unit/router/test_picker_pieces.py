@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.proto import picker_pb2 as pb
-from kvstore.router.picker import PIECE_BYTES, pieces, refusal
+from kvstore.router.picker import DESTINATION, PIECE_BYTES, chosen, pieces, refusal
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES])
@@ -17,6 +17,17 @@ def test_pieces_are_small_and_only_the_last_ends_the_stream(size: int) -> None:
     assert b"".join(each.body for each in made) == body[:size]
     assert max(len(each.body) for each in made) <= 62_000
     assert [each.end_of_stream for each in made] == [False] * (len(made) - 1) + [True]
+
+
+def test_an_edited_body_has_its_new_length() -> None:
+    for length, expected in ((None, {}), (7, {"content-length": b"7"})):
+        made = chosen(["10.0.0.1:80", "10.0.0.2:80"], length)
+        common = made.request_headers.response
+        headers = {e.header.key: e.header.raw_value for e in common.header_mutation.set_headers}
+        assert headers == {DESTINATION: b"10.0.0.1:80,10.0.0.2:80"} | expected
+        assert common.clear_route_cache
+        lb = made.dynamic_metadata["envoy.lb"]
+        assert lb[DESTINATION] == "10.0.0.1:80,10.0.0.2:80"
 
 
 def test_bytes_are_those_of_envoys_own_messages() -> None:
