@@ -2,10 +2,10 @@
 
     submit ─▶ waiting ─▶ prefill in chunks ─▶ first token ─▶ decode, a token a step ─▶ done
 
-A step takes `step_s`, `stream_s` for each decode in it, and the prefill tokens at `tokens_per_s`, each
-made slower by the context that it attends to. Decodes go first, then prefills in the order of
+A step takes `step_s`, `stream_s` for each decode in it, and the prefill tokens at `tokens_per_s`,
+each made slower by the context that it attends to. Decodes go first, then prefills in the order of
 arrival, `chunk_tokens` in all. Steps without prefill are taken many at once.
-Does not cover: preemption (a request enters when its blocks, those of its answer included, are free).
+Does not cover: preemption (a request enters when all its blocks, its answer's too, are free).
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class SimulatedEngine:
 
     def _seal(self, job: Job) -> None:
         """Its blocks can be hit."""
-        sealed = []
+        sealed: list[int] = []
         for block in job.blocks[len(job.held) :]:
             if block in self.free:
                 self.free.pop(block)

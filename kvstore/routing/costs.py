@@ -93,7 +93,8 @@ def terms(
     made[Term.INTERFERENCE] = (
         made[Term.COMPUTE] * costs.stream_share * columns[FeatureColumn.STREAMS]
     )
-    made[Term.OTHERS] = made[Term.COMPUTE] * pressure
+    stalled = costs.stream_weight * columns[FeatureColumn.STREAMS]
+    made[Term.OTHERS] = made[Term.COMPUTE] * (pressure + stalled)
     tokens = uncached[way, each]
     link = columns[FeatureColumn.LINK]
     if link.any():

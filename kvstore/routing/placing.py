@@ -28,7 +28,7 @@ from kvstore.routing.filters import LANE, is_of_the_moment, unfit, warmth
 from kvstore.routing.fleet import Fleet, FleetColumn, Floats
 from kvstore.routing.learning import TermWeights
 from kvstore.routing.models import ModelSide
-from kvstore.routing.policy import RoutingPolicy, ServiceClass, policy_hash
+from kvstore.routing.policy import RoutingPolicy, policy_hash
 from kvstore.routing.pressure import Rung, Saturation, rungs, saturation
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.split import PrefillLanes, PrefillSplit, SplitReason
@@ -207,13 +207,16 @@ class Placer:
         full = saturation(features.columns, self.policy.limits)
         if full.value > service.saturation_max and rows.size:
             return Blocked.LOAD
-        case = self._case(opened, service)
+        case = self._case(opened)
         weights = self._weights(features)
         verdict = decide(features, case, self.policy, weights)
         if not verdict.order:
             return Blocked.LOAD if is_of_the_moment(verdict.codes) else Blocked.NO_WORKERS
-        reason, remote = self._where(opened, features, verdict, now_ns)
         chosen = verdict.order[0]
+        # At the best worker, not a filter: waiting costs less than the prefix that is lost elsewhere.
+        if features.columns[FeatureColumn.QUEUE_S, chosen] > service.backlog_s:
+            return Blocked.LOAD
+        reason, remote = self._where(opened, features, verdict, now_ns)
         placed = _local(opened, features, verdict, reason)
         if remote is not None:
             if not remote.is_free:
@@ -276,7 +279,6 @@ class Placer:
             prompt_tokens=case.prompt_tokens,
             output_tokens=case.output_tokens,
             session_hash=case.session_hash,
-            backlog_s=case.backlog_s,
             pressure=case.pressure,
             chosen=placed.worker,
             prefill_worker=placed.prefill_worker,
@@ -306,7 +308,7 @@ class Placer:
             busy = float((self.fleet.columns[FleetColumn.QUEUED, rows] > 0).mean())
             self.utilisation += _SMOOTH * (busy - self.utilisation)
 
-    def _case(self, opened: OpenRequest, service: ServiceClass) -> Case:
+    def _case(self, opened: OpenRequest) -> Case:
         request = opened.request
         session = request.session or request.keys[:32].hex()
         pressure = others_per_s(
@@ -318,7 +320,6 @@ class Placer:
             number=opened.number,
             seed=self._seed,
             session_hash=xxhash.xxh3_64_intdigest(session.encode()) if session else 0,
-            backlog_s=service.backlog_s,
             pressure=pressure,
         )
 

@@ -54,6 +54,8 @@ class PolicyCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Expected share of a prefix length that is really there, by `PrefixTrust`."""
     load_weight: _NotNegative = 1.0
     """Seconds that the request delays others, per second of work it brings."""
+    stream_weight: _NotNegative = 0.1
+    """Seconds that delaying one running stream by a second counts."""
     keep_weight: _NotNegative = 1.0
     """Seconds of prefixes that it evicts, which others compute again."""
 
@@ -140,7 +142,7 @@ class ServiceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ttl_s: _Positive = 60.0
     """Longest time in the queue."""
     backlog_s: _Positive = 30.0
-    """A worker with this much prefill ahead gets no request of the class: it is held."""
+    """With this much prefill ahead at the best worker, a request of the class is held."""
     saturation_max: _Positive = 100.0
     """Held while the pool's saturation is above this (degradation ladder)."""
 
