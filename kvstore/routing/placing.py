@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.routing.costs import LEARNED, others_per_s
+from kvstore.routing.costs import others_per_s
 from kvstore.routing.decide import Case, RouteVerdict, decide, fallbacks, filtered
 from kvstore.routing.features import (
     TRUSTS,
@@ -203,12 +203,14 @@ class Placer:
         """Where the request goes now."""
         service = self.policy.classes[opened.service]
         rows = self.fleet.rows(opened.side.pool, prefill=False)
+        if not rows.size:
+            return Blocked.NO_WORKERS
         features = self.columns(opened, rows, now_ns)
         full = saturation(features.columns, self.policy.limits)
-        if full.value > service.saturation_max and rows.size:
+        if full.value > service.saturation_max:
             return Blocked.LOAD
         case = self._case(opened)
-        weights = self._weights(features)
+        weights = self.weights.of(features.workers)
         verdict = decide(features, case, self.policy, weights)
         if not verdict.order:
             return Blocked.LOAD if is_of_the_moment(verdict.codes) else Blocked.NO_WORKERS
@@ -223,7 +225,9 @@ class Placer:
                 opened.uncached = remote.uncached
                 return Blocked.LANES
             self._link(remote.prefillers, features.workers[chosen])
-            legs = decide(remote.prefillers, case, self.policy, self._weights(remote.prefillers))
+            legs = decide(
+                remote.prefillers, case, self.policy, self.weights.of(remote.prefillers.workers)
+            )
             if not legs.order:
                 return Blocked.LANES
             placed = _remote(placed, remote.prefillers, legs)
@@ -322,11 +326,6 @@ class Placer:
             session_hash=xxhash.xxh3_64_intdigest(session.encode()) if session else 0,
             pressure=pressure,
         )
-
-    def _weights(self, features: Features) -> Floats:
-        if not features.workers:
-            return np.ones((LEARNED, 0))
-        return self.weights.of(features.workers)
 
     def _where(
         self, opened: OpenRequest, features: Features, verdict: RouteVerdict, now_ns: int

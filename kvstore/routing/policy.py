@@ -88,7 +88,7 @@ class PolicyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Scale from zero: requests for a pool without workers are held, not answered 503."""
     hot_factor: _Positive = 4.0
     """Hot-spot guard: no prefix credit for this request at a worker whose queue is so many times
-    the pool's mean, and longer than computing the whole prompt elsewhere."""
+    the mean of the others, and longer than that mean and computing the whole prompt."""
     failures_max: _Count = 3
     cooldown_ms: _Count = 1000
     attempts_max: _Count = 3

@@ -67,8 +67,10 @@ def test_short_prompts_go_first_and_long_ones_age() -> None:
     lanes.add(entry("long", 30_000, 0.0, 1))
     lanes.add(entry("short", 500, 0.5, 2))
     assert [e.request_id for e in lanes.order(1 * S)] == ["short", "long"]
-    # Three buckets up in three seconds, and earlier: no stream of short ones starves it.
-    assert [e.request_id for e in lanes.order(4 * S)] == ["long", "short"]
+    lanes.add(entry("late", 500, 4.0, 3))
+    assert [e.request_id for e in lanes.order(4 * S)] == ["short", "long"]
+    lanes.remove("short")  # three buckets up in four seconds: before one that comes now
+    assert [e.request_id for e in lanes.order(4 * S)] == ["long", "late"]
 
 
 def test_no_stream_of_short_prompts_starves_a_long_one() -> None:
