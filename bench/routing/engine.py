@@ -89,9 +89,8 @@ class SimulatedEngine:
         self._jump = 0
         self._step_s = 0.0
         self._plan: list[tuple[Job, int]] = []
-        self.stored: list[int] = []
-        """Blocks that are new in the cache since somebody looked; `removed` left it."""
-        self.removed: list[int] = []
+        self.changes: list[tuple[bool, int]] = []
+        """(is stored, block) since somebody looked, in order."""
 
     @property
     def is_busy(self) -> bool:
@@ -231,7 +230,7 @@ class SimulatedEngine:
 
     def _evict(self) -> None:
         block, _ = self.free.popitem(last=False)
-        self.removed.append(block)
+        self.changes.append((False, block))
 
     def _seal(self, job: Job) -> None:
         """Its blocks can be hit."""
@@ -246,7 +245,7 @@ class SimulatedEngine:
                 self.used[block] = 1
                 self.reserved -= 1
                 job.reserved -= 1
-                self.stored.append(block)
+                self.changes.append((True, block))
             else:
                 break
             sealed.append(block)

@@ -159,6 +159,8 @@ class Placer:
         """Share of workers that compute, as arrivals see it; smoothed."""
         self.hit_share = 0.0
         """Of prompt tokens; smoothed."""
+        self._seen_ns: dict[str, dict[int, int]] = {}
+        """Pool → class rank → last arrival."""
         self._prefixes = PrefixColumns(fleet, tree)
         self._seed = seed
         self.adopt(policy)
@@ -215,8 +217,8 @@ class Placer:
         if not verdict.order:
             return Blocked.LOAD if is_of_the_moment(verdict.codes) else Blocked.NO_WORKERS
         chosen = verdict.order[0]
-        # At the best worker, not a filter: waiting costs less than the prefix that is lost elsewhere.
-        if features.columns[FeatureColumn.QUEUE_S, chosen] > service.backlog_s:
+        # At the best worker, not a filter: waiting costs less than the prefix lost elsewhere.
+        if features.columns[FeatureColumn.QUEUE_S, chosen] > self._backlog_s(opened, now_ns):
             return Blocked.LOAD
         reason, remote = self._where(opened, features, verdict, now_ns)
         placed = _local(opened, features, verdict, reason)
@@ -235,6 +237,14 @@ class Placer:
             opened, features, case, verdict, weights, placed, full, now_ns
         )
         return placed
+
+    def _backlog_s(self, opened: OpenRequest, now_ns: int) -> float:
+        """Prefill ahead that a request of the class may have at its worker."""
+        service = self.policy.classes[opened.service]
+        since_ns = now_ns - int(self.policy.limits.urgent_s * NS_PER_S)
+        seen = self._seen_ns.get(opened.side.pool, {})
+        must_yield = any(rank < service.rank and at >= since_ns for rank, at in seen.items())
+        return service.yield_s if must_yield else service.backlog_s
 
     def _link(self, prefillers: Features, worker: str) -> None:
         """Column LINK: bytes/s from each prefiller to the worker that decodes."""
@@ -306,7 +316,9 @@ class Placer:
         self.hit_share += _SMOOTH * (share - self.hit_share)
 
     def see(self, opened: OpenRequest) -> None:
-        """Note what an arrival finds."""
+        """Note an arrival, and what it finds."""
+        rank = self.policy.classes[opened.service].rank
+        self._seen_ns.setdefault(opened.side.pool, {})[rank] = opened.arrived_ns
         rows = self.fleet.rows(opened.side.pool, prefill=False)
         if rows.size:
             busy = float((self.fleet.columns[FleetColumn.QUEUED, rows] > 0).mean())

@@ -171,7 +171,17 @@ def test_an_objective_that_will_break_is_429_at_once() -> None:
     assert answer.retry_after_s > 10
     assert not core.open
     routed(arrive(core, request("own", 16_000, service="inline", ttft_s=60.0)))
-    routed(arrive(core, request("none", 16_000)))
+
+
+def test_others_yield_while_an_urgent_class_is_there() -> None:
+    core = core_of(spec(0))
+    for n in range(4):
+        routed(arrive(core, request(f"r{n}", 8000)))
+    routed(arrive(core, request("inline", 160, service="inline", ttft_s=60.0)))
+    assert isinstance(arrive(core, request("later")), Held)
+    assert core.step(RouteTick(), S + 500 * MS) == []
+    sent = core.step(RouteTick(), 12 * S)  # nothing urgent came for ten seconds
+    assert [c.request_id for c in sent] == ["later"]
 
 
 def test_low_classes_wait_for_a_short_queue() -> None:
