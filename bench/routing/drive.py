@@ -39,7 +39,7 @@ from kvstore.units import NS_PER_S
 
 TTFT_S: Final = 2.0
 ITL_S: Final = 0.025
-TICK_S: Final = 0.02
+TICK_S: Final = 0.05
 
 
 class Chooser(Protocol):

@@ -2,10 +2,10 @@
 
     submit ─▶ waiting ─▶ prefill in chunks ─▶ first token ─▶ decode, a token a step ─▶ done
 
-A step takes `step_s`, `stream_s` for each decode in it, and the prefill tokens at `tokens_per_s`, each
-made slower by the context that it attends to. Decodes go first, then prefills in the order of
+A step takes `step_s`, `stream_s` for each decode in it, and the prefill tokens at `tokens_per_s`,
+each made slower by the context that it attends to. Decodes go first, then prefills in the order of
 arrival, `chunk_tokens` in all. Steps without prefill are taken many at once.
-Does not cover: preemption (a request enters when its blocks, those of its answer included, are free).
+Does not cover: preemption (a request enters when all its blocks, its answer's too, are free).
 """
 
 from __future__ import annotations
@@ -89,9 +89,8 @@ class SimulatedEngine:
         self._jump = 0
         self._step_s = 0.0
         self._plan: list[tuple[Job, int]] = []
-        self.stored: list[int] = []
-        """Blocks that are new in the cache since somebody looked; `removed` left it."""
-        self.removed: list[int] = []
+        self.changes: list[tuple[bool, int]] = []
+        """(is stored, block) since somebody looked, in order."""
 
     @property
     def is_busy(self) -> bool:
@@ -231,11 +230,11 @@ class SimulatedEngine:
 
     def _evict(self) -> None:
         block, _ = self.free.popitem(last=False)
-        self.removed.append(block)
+        self.changes.append((False, block))
 
     def _seal(self, job: Job) -> None:
         """Its blocks can be hit."""
-        sealed = []
+        sealed: list[int] = []
         for block in job.blocks[len(job.held) :]:
             if block in self.free:
                 self.free.pop(block)
@@ -246,7 +245,7 @@ class SimulatedEngine:
                 self.used[block] = 1
                 self.reserved -= 1
                 job.reserved -= 1
-                self.stored.append(block)
+                self.changes.append((True, block))
             else:
                 break
             sealed.append(block)

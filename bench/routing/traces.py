@@ -76,20 +76,20 @@ class _Blocks:
         return tuple(range(first, self._next))
 
 
-def tool_agents(seed: int, *, requests: int = 6000, rate: float = 5.0) -> RouterTrace:
-    """Agents that call tools: 12 system prompts with tools, 4 to 16 blocks; each agent makes some 6
-    calls, each with what the last one returned behind it."""
+def tool_agents(seed: int, *, requests: int = 6000, rate: float = 6.6) -> RouterTrace:
+    """Agents that call tools: 12 system prompts of 2 to 4 blocks; an agent makes some 2 calls, each
+    with what the last one returned behind it."""
     random, blocks = np.random.default_rng(seed), _Blocks()
-    systems = [blocks.take(int(n)) for n in random.integers(3, 12, size=12)]
+    systems = [blocks.take(int(n)) for n in random.integers(*SYSTEM_BLOCKS, size=12)]
     jobs: list[Job] = []
     clock = 0.0
     agent = 0
     while len(jobs) < requests:
-        clock += random.exponential(6 / rate)
+        clock += random.exponential(CALLS / rate)
         history = systems[int(random.choice(12, p=_zipf(12, 1.0)))]
         at, agent = clock, agent + 1
-        for _ in range(int(random.geometric(1 / 6))):
-            history = history + blocks.take(1 + int(random.gamma(1.0, 4.0)))
+        for _ in range(int(random.geometric(1 / CALLS))):
+            history = history + blocks.take(1 + int(random.gamma(1.0, GROWTH)))
             tail = int(random.integers(1, BLOCK_TOKENS))
             output = 1 + int(random.gamma(1.5, 120))
             job = Job(0, at, len(history) * BLOCK_TOKENS + tail, output, history, f"agent{agent}")
@@ -103,12 +103,12 @@ def tool_agents(seed: int, *, requests: int = 6000, rate: float = 5.0) -> Router
 def shared_prefix(
     seed: int,
     *,
-    groups: int = 60,
+    groups: int = 150,
     system_tokens: int = 6000,
     question_tokens: int = 1200,
     output_tokens: int = 300,
     requests: int = 4000,
-    rate: float = 8.0,
+    rate: float = 14.0,
 ) -> RouterTrace:
     """Questions under one of many system prompts, each group as likely as the next."""
     random, blocks = np.random.default_rng(seed), _Blocks()
@@ -157,12 +157,25 @@ def shape(tokens: int, seed: int, *, requests: int = 1500, rate: float = 8.0) ->
     return RouterTrace(f"shape-{tokens // 1000}k", made.jobs)
 
 
+CALLS, GROWTH, SYSTEM_BLOCKS = 2.0, 6.0, (2, 5)
 SHAPES: Final = {"S1": 20_000, "S2": 12_000, "S3": 8_000}
 GENERATED: Final[dict[str, Callable[[int], RouterTrace]]] = {
     "tool-agent": tool_agents,
     "shared-prefix": shared_prefix,
     "low-sharing": low_sharing,
 }
+
+
+def named(name: str, path: Path, *, requests: int, seed: int = 1) -> RouterTrace:
+    """A trace by its name, `NAME@SPEED`: `conversation`, one that is generated, or S1 to S3."""
+    base, _, speed = name.partition("@")
+    if base == "conversation":
+        trace = conversation(path, requests=requests)
+    elif base in SHAPES:
+        trace = shape(SHAPES[base], seed)
+    else:
+        trace = GENERATED[base](seed)
+    return trace.at_speed(float(speed or 1))
 
 
 def _zipf(count: int, exponent: float) -> np.ndarray:

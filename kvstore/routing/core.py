@@ -59,7 +59,7 @@ from kvstore.units import NS_PER_S
 
 RECEIPTS_MAX: Final = 4096
 """Receipts of ended requests that wait for `take_receipts`."""
-_HEADS_MAX: Final = 8
+_HEADS_MAX: Final = 4
 """Heads of the waiting room that one event tries to place."""
 _STATUS: Final = {
     RejectReason.MODEL_UNKNOWN: 404,
@@ -201,13 +201,13 @@ class RouterCore:
         """Place a request that is not held: routed, held or rejected."""
         service, pool = self.policy.classes[opened.service], opened.side.pool
         objective = opened.request.ttft_s or service.ttft_s
+        self.placer.see(opened)
         placed: Placement | Blocked = Blocked.LOAD
         ahead = 0
         if opened.attempt == 0 and self.room.has_before(pool, service.rank):
             ahead = self.room.ahead(pool, service.rank)
         else:
             placed = self.placer.place(opened, now_ns)
-            self.placer.see(opened)
         if isinstance(placed, Placement):
             excess_s = placed.predicted_s - objective
             if objective and excess_s > 0 and not opened.attempt:

@@ -93,7 +93,8 @@ def terms(
     made[Term.INTERFERENCE] = (
         made[Term.COMPUTE] * costs.stream_share * columns[FeatureColumn.STREAMS]
     )
-    made[Term.OTHERS] = made[Term.COMPUTE] * pressure
+    stalled = costs.stream_weight * columns[FeatureColumn.STREAMS]
+    made[Term.OTHERS] = made[Term.COMPUTE] * (pressure + stalled)
     tokens = uncached[way, each]
     link = columns[FeatureColumn.LINK]
     if link.any():
@@ -127,7 +128,7 @@ def _hot(
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     """Hot-spot guard, for this request alone: waiting there takes much longer than waiting
     elsewhere and computing the whole prompt."""
-    mean = queue.mean()
+    mean = (queue.sum() - queue) / max(1, len(queue) - 1)  # of the others
     whole = compute_s(np.full_like(queue, prompt_tokens), prompt_tokens, speed, costs)
     return np.asarray((queue > limits.hot_factor * mean) & (queue > mean + whole))
 

@@ -29,7 +29,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     seed: int
     session_hash: int = 0
-    backlog_s: float = 1e9
     pressure: float = 0.0
 
 
@@ -61,7 +60,6 @@ def decide(
         columns,
         policy.limits,
         need_tokens=case.prompt_tokens + case.output_tokens,
-        backlog_s=case.backlog_s,
     )
     costed = terms(
         columns,
@@ -126,7 +124,6 @@ def case_of(receipt: Receipt) -> Case:
         number=receipt.number,
         seed=receipt.seed,
         session_hash=receipt.session_hash,
-        backlog_s=receipt.backlog_s,
         pressure=receipt.pressure,
     )
 

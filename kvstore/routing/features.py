@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.routing.fleet import Fleet, FleetColumn, Floats, WorkerState
+from kvstore.routing.fleet import Fleet, FleetColumn, Floats
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixAnswer, PrefixTrust, RouteRequest
 from kvstore.units import NS_PER_S
@@ -24,6 +24,7 @@ TRUSTS: Final = tuple(PrefixTrust)
 _NONE: Final = TRUSTS.index(PrefixTrust.NONE)
 _APPROXIMATE: Final = TRUSTS.index(PrefixTrust.APPROXIMATE)
 _CATCHING_UP: Final = TRUSTS.index(PrefixTrust.CATCHING_UP)
+_CODE: Final = {trust: code for code, trust in enumerate(TRUSTS)}
 _IDLE_S_MAX: Final = 1e6
 
 
@@ -127,6 +128,9 @@ class PrefixColumns:
         self._version = -1
         self._row_of_engine: dict[tuple[str, str, int], int] = {}
         self._rows_of_node: dict[str, list[int]] = {}
+        self._is_followed: list[bool] = []
+        """By row: whether the index knows its memory."""
+        self._has_strangers = False
 
     def _places(self) -> None:
         if self._version == self._fleet.version:
@@ -140,6 +144,9 @@ class PrefixColumns:
                 self._row_of_engine[spec.node, spec.engine, spec.rank] = row
             if spec.node:
                 self._rows_of_node.setdefault(spec.node, []).append(row)
+        specs = [state.spec for state in self._fleet.workers]
+        self._is_followed = [bool(spec.engine or spec.node) for spec in specs]
+        self._has_strangers = not all(self._is_followed)
 
     def fill(
         self,
@@ -153,67 +160,73 @@ class PrefixColumns:
         if not request.keys:
             return
         self._places()
-        fleet = self._fleet
-        whole = np.zeros((5, len(fleet.workers)))  # hbm, dram, file, remote, trust
-        whole[4] = _NONE
+        count = len(self._fleet.workers)
+        lengths = [[0] * count for _ in range(4)]  # hbm, dram, file, remote: blocks
+        trust = [_NONE] * count
         if prefix is not None:
-            self._from_index(whole, prefix)
-        sent = self._tree.match(
-            request.keys,
-            now_ns,
-            block_tokens=request.block_tokens,
-            young_only=False,
+            self._from_index(lengths, trust, prefix)
+        self._from_tree(lengths[0], trust, request, now_ns, has_index=prefix is not None)
+        for row in self._red():
+            trust[row] = _NONE
+            for column in lengths:
+                column[row] = 0
+        tokens = np.array(lengths, dtype=np.float64)[:, rows] * request.block_tokens
+        columns[FeatureColumn.HBM : FeatureColumn.TRUST] = np.minimum(
+            tokens, request.prompt_tokens - 1
         )
-        young = (
-            sent
-            if prefix is None
-            else self._tree.match(
-                request.keys, now_ns, block_tokens=request.block_tokens, young_only=True
-            )
-        )
-        for worker, blocks in sent.items():
-            row = fleet.row_of.get(worker)
-            if row is None:
-                continue
-            if prefix is None or not _is_followed(fleet.workers[row]):
-                whole[0, row], whole[4, row] = blocks, _APPROXIMATE
-            elif (recent := young.get(worker, 0)) > whole[0, row]:
-                whole[0, row] = recent
-                whole[4, row] = min(whole[4, row], _CATCHING_UP)
-        whole[:4] *= request.block_tokens
-        np.minimum(whole[:4], request.prompt_tokens - 1, out=whole[:4])
-        for row, state in enumerate(fleet.workers):
-            if state.is_red:
-                whole[:4, row], whole[4, row] = 0, _NONE
-        columns[FeatureColumn.HBM : FeatureColumn.TRUST + 1] = whole[:, rows]
+        columns[FeatureColumn.TRUST] = np.array(trust)[rows]
 
-    def _from_index(self, whole: Floats, prefix: PrefixAnswer) -> None:
-        """Lengths in blocks."""
+    def _red(self) -> list[int]:
+        return [row for row, state in enumerate(self._fleet.workers) if state.is_red]
+
+    def _from_tree(
+        self,
+        hbm: list[int],
+        trust: list[int],
+        request: RouteRequest,
+        now_ns: int,
+        *,
+        has_index: bool,
+    ) -> None:
+        """All that was sent to workers that nobody follows; to others, what the index cannot know
+        yet."""
+        keys, block_tokens, row_of = request.keys, request.block_tokens, self._fleet.row_of
+        if has_index:
+            young = self._tree.match(keys, now_ns, block_tokens=block_tokens, young_only=True)
+            for worker, blocks in young.items():
+                row = row_of.get(worker)
+                if row is not None and blocks > hbm[row]:
+                    hbm[row], trust[row] = blocks, min(trust[row], _CATCHING_UP)
+        if not has_index or self._has_strangers:
+            sent = self._tree.match(keys, now_ns, block_tokens=block_tokens, young_only=False)
+            for worker, blocks in sent.items():
+                row = row_of.get(worker)
+                if row is not None and not (has_index and self._is_followed[row]):
+                    hbm[row], trust[row] = blocks, _APPROXIMATE
+
+    def _from_index(self, lengths: list[list[int]], trust: list[int], prefix: PrefixAnswer) -> None:
+        hbm, dram, file, remote = lengths
         best = second = 0
         best_node = ""
         for match in prefix.matches:
-            trust = TRUSTS.index(match.trust)
+            code = _CODE[match.trust]
             if match.engine:
                 row = self._row_of_engine.get((match.node, match.engine, match.rank))
                 if row is not None:
-                    whole[0, row] = match.hbm_blocks
-                    whole[4, row] = trust if whole[4, row] == _NONE else max(trust, whole[4, row])
+                    hbm[row] = match.hbm_blocks
+                    trust[row] = code if trust[row] == _NONE else max(code, trust[row])
                 continue
             for row in self._rows_of_node.get(match.node, ()):
-                whole[1, row], whole[2, row] = match.dram_blocks, match.file_blocks
-                whole[4, row] = trust if whole[4, row] == _NONE else max(trust, whole[4, row])
+                dram[row], file[row] = match.dram_blocks, match.file_blocks
+                trust[row] = code if trust[row] == _NONE else max(code, trust[row])
             if match.dram_blocks > best:
                 best, second, best_node = match.dram_blocks, best, match.node
             elif match.dram_blocks > second:
                 second = match.dram_blocks
         if best:
             for node, rows in self._rows_of_node.items():  # only workers with a node can fetch
-                whole[3, rows] = second if node == best_node else best
+                length = second if node == best_node else best
                 for row in rows:
-                    if whole[4, row] == _NONE:
-                        whole[4, row] = TRUSTS.index(prefix.trust)
-
-
-def _is_followed(state: WorkerState) -> bool:
-    """Whether the index knows its memory."""
-    return bool(state.spec.engine or state.spec.node)
+                    remote[row] = length
+                    if trust[row] == _NONE:
+                        trust[row] = _CODE[prefix.trust]

@@ -1,6 +1,6 @@
 """Workers that cannot take a request, with the reason.
 
-    health, breaker, subset, adapter (`unfit`)        queue, running, memory, backlog (`dropped`)
+    health, breaker, subset, adapter (`unfit`)        queue, running, memory (`dropped`)
 
 A request is held when `dropped` alone leaves nobody, and answered 503 when `unfit` does. Memory is
 by need: what the prompt adds and what the answer may add. An idle worker passes always: a need
@@ -37,8 +37,6 @@ class Dropped(enum.StrEnum):
     QUEUE = "queue"
     RUNNING = "running"
     MEMORY = "memory"
-    BACKLOG = "backlog"
-    """More prefill ahead than the class of service allows."""
     LANE = "lane"
     """A prefiller that is full, or kept for shorter prompts."""
 
@@ -87,9 +85,7 @@ def warmth(state: WorkerState, adapter: str) -> float:
     return 0.5 if len(state.adapters) < state.spec.adapters_max else 0.0
 
 
-def dropped(
-    columns: Floats, limits: PolicyLimits, *, need_tokens: int, backlog_s: float
-) -> npt.NDArray[np.intp]:
+def dropped(columns: Floats, limits: PolicyLimits, *, need_tokens: int) -> npt.NDArray[np.intp]:
     """Code for each worker, 0: it can take the request."""
     queued, memory = columns[FeatureColumn.QUEUED], columns[FeatureColumn.MEMORY]
     capacity = columns[FeatureColumn.MEMORY_TOKENS]
@@ -103,10 +99,6 @@ def dropped(
         (
             Dropped.MEMORY,
             (capacity > 0) & (filled > limits.memory_ceiling) & (running > 0),
-        ),
-        (
-            Dropped.BACKLOG,
-            (columns[FeatureColumn.QUEUE_S] > backlog_s) & (queued > 0),
         ),
     ):
         codes[(codes == 0) & mask] = _CODE[drop]

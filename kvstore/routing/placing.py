@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.routing.costs import LEARNED, others_per_s
+from kvstore.routing.costs import others_per_s
 from kvstore.routing.decide import Case, RouteVerdict, decide, fallbacks, filtered
 from kvstore.routing.features import (
     TRUSTS,
@@ -28,7 +28,7 @@ from kvstore.routing.filters import LANE, is_of_the_moment, unfit, warmth
 from kvstore.routing.fleet import Fleet, FleetColumn, Floats
 from kvstore.routing.learning import TermWeights
 from kvstore.routing.models import ModelSide
-from kvstore.routing.policy import RoutingPolicy, ServiceClass, policy_hash
+from kvstore.routing.policy import RoutingPolicy, policy_hash
 from kvstore.routing.pressure import Rung, Saturation, rungs, saturation
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.split import PrefillLanes, PrefillSplit, SplitReason
@@ -159,6 +159,8 @@ class Placer:
         """Share of workers that compute, as arrivals see it; smoothed."""
         self.hit_share = 0.0
         """Of prompt tokens; smoothed."""
+        self._seen_ns: dict[str, dict[int, int]] = {}
+        """Pool → class rank → last arrival."""
         self._prefixes = PrefixColumns(fleet, tree)
         self._seed = seed
         self.adopt(policy)
@@ -203,24 +205,31 @@ class Placer:
         """Where the request goes now."""
         service = self.policy.classes[opened.service]
         rows = self.fleet.rows(opened.side.pool, prefill=False)
+        if not rows.size:
+            return Blocked.NO_WORKERS
         features = self.columns(opened, rows, now_ns)
         full = saturation(features.columns, self.policy.limits)
-        if full.value > service.saturation_max and rows.size:
+        if full.value > service.saturation_max:
             return Blocked.LOAD
-        case = self._case(opened, service)
-        weights = self._weights(features)
+        case = self._case(opened)
+        weights = self.weights.of(features.workers)
         verdict = decide(features, case, self.policy, weights)
         if not verdict.order:
             return Blocked.LOAD if is_of_the_moment(verdict.codes) else Blocked.NO_WORKERS
-        reason, remote = self._where(opened, features, verdict, now_ns)
         chosen = verdict.order[0]
+        # At the best worker, not a filter: waiting costs less than the prefix lost elsewhere.
+        if features.columns[FeatureColumn.QUEUE_S, chosen] > self._backlog_s(opened, now_ns):
+            return Blocked.LOAD
+        reason, remote = self._where(opened, features, verdict, now_ns)
         placed = _local(opened, features, verdict, reason)
         if remote is not None:
             if not remote.is_free:
                 opened.uncached = remote.uncached
                 return Blocked.LANES
             self._link(remote.prefillers, features.workers[chosen])
-            legs = decide(remote.prefillers, case, self.policy, self._weights(remote.prefillers))
+            legs = decide(
+                remote.prefillers, case, self.policy, self.weights.of(remote.prefillers.workers)
+            )
             if not legs.order:
                 return Blocked.LANES
             placed = _remote(placed, remote.prefillers, legs)
@@ -228,6 +237,14 @@ class Placer:
             opened, features, case, verdict, weights, placed, full, now_ns
         )
         return placed
+
+    def _backlog_s(self, opened: OpenRequest, now_ns: int) -> float:
+        """Prefill ahead that a request of the class may have at its worker."""
+        service = self.policy.classes[opened.service]
+        since_ns = now_ns - int(self.policy.limits.urgent_s * NS_PER_S)
+        seen = self._seen_ns.get(opened.side.pool, {})
+        must_yield = any(rank < service.rank and at >= since_ns for rank, at in seen.items())
+        return service.yield_s if must_yield else service.backlog_s
 
     def _link(self, prefillers: Features, worker: str) -> None:
         """Column LINK: bytes/s from each prefiller to the worker that decodes."""
@@ -276,7 +293,6 @@ class Placer:
             prompt_tokens=case.prompt_tokens,
             output_tokens=case.output_tokens,
             session_hash=case.session_hash,
-            backlog_s=case.backlog_s,
             pressure=case.pressure,
             chosen=placed.worker,
             prefill_worker=placed.prefill_worker,
@@ -300,13 +316,15 @@ class Placer:
         self.hit_share += _SMOOTH * (share - self.hit_share)
 
     def see(self, opened: OpenRequest) -> None:
-        """Note what an arrival finds."""
+        """Note an arrival, and what it finds."""
+        rank = self.policy.classes[opened.service].rank
+        self._seen_ns.setdefault(opened.side.pool, {})[rank] = opened.arrived_ns
         rows = self.fleet.rows(opened.side.pool, prefill=False)
         if rows.size:
             busy = float((self.fleet.columns[FleetColumn.QUEUED, rows] > 0).mean())
             self.utilisation += _SMOOTH * (busy - self.utilisation)
 
-    def _case(self, opened: OpenRequest, service: ServiceClass) -> Case:
+    def _case(self, opened: OpenRequest) -> Case:
         request = opened.request
         session = request.session or request.keys[:32].hex()
         pressure = others_per_s(
@@ -318,14 +336,8 @@ class Placer:
             number=opened.number,
             seed=self._seed,
             session_hash=xxhash.xxh3_64_intdigest(session.encode()) if session else 0,
-            backlog_s=service.backlog_s,
             pressure=pressure,
         )
-
-    def _weights(self, features: Features) -> Floats:
-        if not features.workers:
-            return np.ones((LEARNED, 0))
-        return self.weights.of(features.workers)
 
     def _where(
         self, opened: OpenRequest, features: Features, verdict: RouteVerdict, now_ns: int

@@ -54,6 +54,8 @@ class PolicyCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Expected share of a prefix length that is really there, by `PrefixTrust`."""
     load_weight: _NotNegative = 1.0
     """Seconds that the request delays others, per second of work it brings."""
+    stream_weight: _NotNegative = 0.05
+    """Seconds that delaying one running stream by a second counts."""
     keep_weight: _NotNegative = 1.0
     """Seconds of prefixes that it evicts, which others compute again."""
 
@@ -78,6 +80,7 @@ class PolicyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Share of the KV cache that a request may fill with its need."""
     stale_s: _Positive = 2.0
     """Scraped numbers older than this decay to the pool's mean, by half each `stale_s`."""
+    urgent_s: _Positive = 10.0
     held_max: _Count = 16384
     """Held requests of all classes: beyond, the lowest class makes room."""
     saturated_s: _Positive = 2.0
@@ -86,7 +89,7 @@ class PolicyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Scale from zero: requests for a pool without workers are held, not answered 503."""
     hot_factor: _Positive = 4.0
     """Hot-spot guard: no prefix credit for this request at a worker whose queue is so many times
-    the pool's mean, and longer than computing the whole prompt elsewhere."""
+    the mean of the others, and longer than that mean and computing the whole prompt."""
     failures_max: _Count = 3
     cooldown_ms: _Count = 1000
     attempts_max: _Count = 3
@@ -140,7 +143,9 @@ class ServiceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ttl_s: _Positive = 60.0
     """Longest time in the queue."""
     backlog_s: _Positive = 30.0
-    """A worker with this much prefill ahead gets no request of the class: it is held."""
+    """With this much prefill ahead at the best worker, a request of the class is held."""
+    yield_s: _Positive = 30.0
+    """The same, while requests of a more urgent class came within `urgent_s` of `limits`."""
     saturation_max: _Positive = 100.0
     """Held while the pool's saturation is above this (degradation ladder)."""
 
@@ -177,12 +182,12 @@ class PolicyWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def _classes() -> dict[str, ServiceClass]:
     return {
         "inline": ServiceClass(rank=0, ttft_s=1.0, queue_max=256, ttl_s=2.0),
-        "interactive": ServiceClass(rank=1, ttft_s=0.0, queue_max=2048, ttl_s=30.0),
+        "interactive": ServiceClass(rank=1, queue_max=2048, ttl_s=30.0, yield_s=0.2),
         "tolerant": ServiceClass(
-            rank=2, queue_max=4096, ttl_s=120.0, backlog_s=4.0, saturation_max=0.95
+            rank=2, queue_max=4096, ttl_s=120.0, backlog_s=4.0, yield_s=0.1, saturation_max=0.95
         ),
         "batch": ServiceClass(
-            rank=3, queue_max=16384, ttl_s=3600.0, backlog_s=1.0, saturation_max=0.8
+            rank=3, queue_max=16384, ttl_s=3600.0, backlog_s=1.0, yield_s=0.1, saturation_max=0.8
         ),
     }
 

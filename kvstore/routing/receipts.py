@@ -40,8 +40,6 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     """Estimated, for the need of memory."""
     session_hash: int
-    backlog_s: float = 1e9
-    """Prefill ahead that the class of service allows at a worker."""
     pressure: float = 0.0
     """Seconds for others, per second of compute (`costs.others_per_s`)."""
     chosen: str

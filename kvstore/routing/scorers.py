@@ -21,6 +21,8 @@ from kvstore.routing.policy import RoutingPolicy
 _MASK: Final = (1 << 64) - 1
 _SESSION_LOAD_MAX: Final = 1.25
 """Bounded load: a session leaves a worker that has so many times the mean, for that request."""
+_SESSION_FREE: Final = 8
+"""So few requests at a worker never make a session leave."""
 _IMBALANCE, _IMBALANCE_FACTOR, _MATCH_SHARE = 64, 1.5, 0.3
 """`prefix-load`: the thresholds of routers that have this policy as default."""
 _CROWDED, _PRESSURE = 5, 0.8
@@ -74,7 +76,7 @@ def session(columns: Floats, context: ScoreContext) -> dict[str, Floats]:
     positions = columns[FeatureColumn.POSITION].astype(int).tolist()
     hashes = [mix(context.session_hash ^ mix(position + 1)) / _MASK for position in positions]
     requests = _requests(columns)
-    bound = np.ceil((requests.sum() + 1) / len(requests) * _SESSION_LOAD_MAX)
+    bound = max(_SESSION_FREE, np.ceil((requests.sum() + 1) / len(requests) * _SESSION_LOAD_MAX))
     return {"hash": 1 - np.array(hashes), "over": 2.0 * (requests >= bound)}
 
 
