@@ -32,7 +32,7 @@ from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings,
 from kvstore.connector.config import ConnectorConfig
 from kvstore.demo import flags as demo_flags
 from kvstore.engine import Reason
-from kvstore.obs.metrics import INDEX_METRICS, METRICS, Metric
+from kvstore.obs.metrics import INDEX_METRICS, METRICS, ROUTER_METRICS, Metric
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DOCS: Final = ROOT / "kvstore" / "docs"
@@ -49,7 +49,8 @@ node reads its settings once at start. [Sizing](../guides/sizing.md) explains th
 matter.
 """
 _ON_METRICS: Final = """
-`/metrics` of a node is on `127.0.0.1:9464`, that of `kvstore index` on `127.0.0.1:9471`;
+`/metrics` of a node is on `127.0.0.1:9464`, that of `kvstore index` on `127.0.0.1:9471`,
+of `kvstore router` on `127.0.0.1:9472`;
 `/healthz` beside it says `ok`, or `ok, but …` with the reason. The label `tier` is `dram` or `file`
 (the disk tier). [Troubleshooting](../guides/troubleshooting.md) names the metric for each symptom.
 """
@@ -63,7 +64,8 @@ _ON_DECISIONS: Final = """
 One ADR per decision: context, decision, what we gave up, how we would notice that it is wrong.
 """
 _COMMANDS: Final = (
-    *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "router", "certs", "demo"),
+    *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "router", "route"),
+    *("certs", "demo"),
 )
 
 
@@ -128,6 +130,8 @@ def metrics_page() -> str:
         "## Index\n",
         "A node with `--index-listen` exports these too, except `kvstore_index_info`.\n",
         _table(header, map(_metric_row, INDEX_METRICS)),
+        "## Router\n",
+        _table(header, map(_metric_row, ROUTER_METRICS)),
         "## Engine\n",
         "Counters in the engine's own `/metrics`. vLLM's periodic log line has them in short.\n",
         _table(("name", "meaning"), _engine_rows()),

@@ -7,6 +7,7 @@ commands          flags of settings, options that several commands share
 look, ask         queries to nodes and the index; the client of the inspect service
 prefix, `tell`    locations of a prompt's blocks; facts and tables of an answer
 top, top_screen, top_view   figures, the terminal, the layout
+route             decisions of a router: explain, replay
 certs, fsck       a CA for a lab; a full read of a disk tier's directory
 """
 

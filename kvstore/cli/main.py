@@ -18,6 +18,7 @@ import click
 from kvstore import __version__
 from kvstore.cli.commands import A_DIRECTORY, SOCKET_OPTION, fail, node_client, settings_options
 from kvstore.cli.look_commands import explain, inspect, top
+from kvstore.cli.route import route
 from kvstore.config.defaults import CERTIFICATE_DAYS
 from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings
 from kvstore.errors import ConfigError, KVStoreError
@@ -182,7 +183,7 @@ def certs(
     click.echo("\n".join(map(str, made)))
 
 
-for _command in (inspect, explain, top):
+for _command in (inspect, explain, top, route):
     cli.add_command(_command)
 
 

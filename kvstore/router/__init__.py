@@ -8,7 +8,7 @@ keys          tokens and keys of prompts, the index, parity
 rpc           gRPC servers: route_service (Route), picker (endpoint picker for Envoy)
 dispatch      the decision core on a loop
 process       its loop, policy, start and end; pages: /metrics and /healthz
-receipt_log   receipts on disk
+policy_file   the policy as an operator writes it; receipt_log: receipts on disk
 """
 
 import kvstore.net  # noqa: F401 -- it makes gRPC quiet, before anything imports it

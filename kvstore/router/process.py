@@ -20,11 +20,9 @@ import signal
 import ssl
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import yaml
 
 from kvstore import __version__
 from kvstore.config.addresses import joined
@@ -52,31 +50,18 @@ from kvstore.router.keys.rendering import Rendering
 from kvstore.router.keys.spaces import Spaces
 from kvstore.router.pages import make_router_pages
 from kvstore.router.picker import Picker
+from kvstore.router.policy_file import load_policy
 from kvstore.router.receipt_log import ReceiptLog
 from kvstore.router.route_service import RouteService
 from kvstore.router.rpc import RpcServer, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
-from kvstore.routing.policy import RoutingPolicy, parse, policy_hash
+from kvstore.routing.policy import policy_hash
 from kvstore.routing.values import PrefixAnswer, RouteRequest
 
 DRAIN_S: Final = 30.0
 HALF_OPEN_S: Final = 0.1
 
 _log = logging.getLogger(__name__)
-
-
-def load_policy(path: Path | None) -> RoutingPolicy:
-    """Raises ConfigError."""
-    if path is None:
-        return RoutingPolicy()
-    try:
-        return parse(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
-    except OSError as error:
-        raise ConfigError(f"--policy {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
-        raise ConfigError(f"--policy {path} is not YAML: lines such as 'policy: cost'") from None
-    except ValueError as error:
-        raise ConfigError(f"--policy {path}: {error}") from None
 
 
 class Router:

@@ -11,7 +11,7 @@ from kvstore.config.router import load_router_config
 from kvstore.errors import ConfigError
 from kvstore.router.engines.discovery import addresses_of
 from kvstore.router.front.tenants import load_tenants
-from kvstore.router.process import load_policy
+from kvstore.router.policy_file import load_policy
 
 HERE = ["a=http://127.0.0.1:8000"]
 
