@@ -78,7 +78,7 @@ def test_turns_of_a_conversation_go_where_their_prefix_is(
                 _said(router, f"{x}_tokens_total") for x in ("predicted", "cached")
             )
             assert sum(predicted.values()) > 8 * BLOCK_TOKENS
-            assert 0.5 < sum(cached.values()) / sum(predicted.values()) < 2
+            assert sum(cached.values()) >= 0.9 * sum(predicted.values()), "what is shown is there"
             assert router.stop() == 0
         # Keys of another seed name no block: red, with the reason, and requests go on by load.
         wrong = [f"{flag},seed=other" if "=http" in flag else flag for flag in flags]
