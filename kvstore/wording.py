@@ -42,7 +42,7 @@ def why_not(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
     if kinds := re.fullmatch(r"Expected `(.*)`, got `(.*)`", text):
         wanted = " or ".join(KIND_NAMES.get(kind, kind) for kind in kinds[1].split(" | "))
         return f"{key} must be {wanted}, not {KIND_NAMES.get(kinds[2], kinds[2])}"
-    if limit := re.fullmatch(r"Expected `\w+` (of length )?([<>]=?) (\d+)", text):
+    if limit := re.fullmatch(r"Expected `\w+` (of length )?([<>]=?) ([\d.]+)", text):
         if limit[0].endswith("of length >= 1"):
             return f"{key} must not be empty"
         unit = " characters long" if limit[1] else ""

@@ -28,11 +28,11 @@ import msgspec
 
 from kvstore.cli.main import cli
 from kvstore.cli.reasons import TEXTS, word
-from kvstore.config.settings import IndexSettings, NodeSettings, Setting, table
+from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings, Setting, table
 from kvstore.connector.config import ConnectorConfig
 from kvstore.demo import flags as demo_flags
 from kvstore.engine import Reason
-from kvstore.obs.metrics import INDEX_METRICS, METRICS, Metric
+from kvstore.obs.metrics import INDEX_METRICS, METRICS, ROUTER_METRICS, Metric
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DOCS: Final = ROOT / "kvstore" / "docs"
@@ -49,7 +49,8 @@ node reads its settings once at start. [Sizing](../guides/sizing.md) explains th
 matter.
 """
 _ON_METRICS: Final = """
-`/metrics` of a node is on `127.0.0.1:9464`, that of `kvstore index` on `127.0.0.1:9471`;
+`/metrics` of a node is on `127.0.0.1:9464`, that of `kvstore index` on `127.0.0.1:9471`,
+of `kvstore router` on `127.0.0.1:9472`;
 `/healthz` beside it says `ok`, or `ok, but …` with the reason. The label `tier` is `dram` or `file`
 (the disk tier). [Troubleshooting](../guides/troubleshooting.md) names the metric for each symptom.
 """
@@ -63,7 +64,8 @@ _ON_DECISIONS: Final = """
 One ADR per decision: context, decision, what we gave up, how we would notice that it is wrong.
 """
 _COMMANDS: Final = (
-    *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "certs", "demo"),
+    *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "router", "route"),
+    *("certs", "demo"),
 )
 
 
@@ -108,6 +110,7 @@ def settings_page() -> str:
         parts += [f"### {title}\n", settings_table(row for row in node if row.group == title)]
     parts += [
         *("## kvstore index\n", settings_table(index)),
+        *("## kvstore router\n", settings_table(table(RouterSettings))),
         "## Connector\n",
         "Keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`. None is required.\n",
         _table(("key", "default", "values", "meaning"), _connector_rows()),
@@ -127,6 +130,8 @@ def metrics_page() -> str:
         "## Index\n",
         "A node with `--index-listen` exports these too, except `kvstore_index_info`.\n",
         _table(header, map(_metric_row, INDEX_METRICS)),
+        "## Router\n",
+        _table(header, map(_metric_row, ROUTER_METRICS)),
         "## Engine\n",
         "Counters in the engine's own `/metrics`. vLLM's periodic log line has them in short.\n",
         _table(("name", "meaning"), _engine_rows()),

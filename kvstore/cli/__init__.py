@@ -8,6 +8,7 @@ look, ask         queries to nodes and the index; the client of the inspect serv
 prefix, `tell`    locations of a prompt's blocks; facts and tables of an answer
 top, top_screen, top_view   figures, the terminal, the layout
 pd_command        pd-proxy: flags to its configuration
+route             decisions of a router: explain, replay
 certs, fsck       a CA for a lab; a full read of a disk tier's directory
 """
 

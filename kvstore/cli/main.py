@@ -19,8 +19,9 @@ from kvstore import __version__
 from kvstore.cli.commands import A_DIRECTORY, SOCKET_OPTION, fail, node_client, settings_options
 from kvstore.cli.look_commands import explain, inspect, top
 from kvstore.cli.pd_command import pd_proxy
+from kvstore.cli.route import route
 from kvstore.config.defaults import CERTIFICATE_DAYS
-from kvstore.config.settings import IndexSettings, NodeSettings
+from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings
 from kvstore.errors import ConfigError, KVStoreError
 
 DEMO_NEEDS = ("vllm", "psutil")
@@ -42,6 +43,7 @@ def cli() -> None:
       kvstore upgrade                  run the newly installed code, keep the memory
       kvstore index                    run a replica of the prefix index
       kvstore pd-proxy                 prefill on one engine, decode on another
+      kvstore router                   send requests to the engines that hold their prefixes
     """
 
 
@@ -104,6 +106,32 @@ def index(config_path: Path | None, **flags: Any) -> None:
 
 
 @cli.command()
+@settings_options(RouterSettings)
+def router(config_path: Path | None, **flags: Any) -> None:
+    """Run an OpenAI-compatible router in front of engines until SIGTERM.
+
+    Each request goes to the worker with the least expected time to its first token: queues, and
+    prefixes that engines and nodes hold by the index, or by what was sent where.
+
+    \b
+    Examples:
+      kvstore router --worker a=http://127.0.0.1:8001 --worker b=http://127.0.0.1:8002
+      kvstore router --worker a=http://127.0.0.1:8001,node=n1 --index 127.0.0.1:9470 --insecure
+      kvstore router --worker-dns http://vllm.example:8000 --policy policy.yaml --insecure
+    """
+    from kvstore.config.router import load_router_config
+    from kvstore.net.harden import harden_process
+    from kvstore.obs import logs
+
+    config = load_router_config(config_path, flags)
+    from kvstore.router.process import run_router
+
+    logs.setup(config.log_level)
+    harden_process()
+    run_router(config)
+
+
+@cli.command()
 @click.argument("directory", type=A_DIRECTORY)
 @click.option(
     "--node", multiple=True, metavar="NAME", help="Issue a certificate for this node; repeatable."
@@ -157,7 +185,7 @@ def certs(
     click.echo("\n".join(map(str, made)))
 
 
-for _command in (inspect, explain, top, pd_proxy):
+for _command in (inspect, explain, top, pd_proxy, route):
     cli.add_command(_command)
 
 

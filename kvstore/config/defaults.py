@@ -10,6 +10,8 @@ EXAMPLE_EVENTS: Final = "ipc:///run/kvstore/events"
 DEFAULT_LISTEN: Final = "127.0.0.1:9470"
 """Address of an index replica."""
 DEFAULT_INDEX_METRICS: Final = "127.0.0.1:9471"
+DEFAULT_ROUTER_LISTEN: Final = "127.0.0.1:8080"
+DEFAULT_ROUTER_METRICS: Final = "127.0.0.1:9472"
 DEFAULT_ENTRIES: Final = 10_000_000
 ENTRIES_MIN: Final = 1 << 16
 ENTRIES_MAX: Final = 1 << 29

@@ -19,6 +19,8 @@ from kvstore.config.defaults import (
     DEFAULT_INDEX_METRICS,
     DEFAULT_LISTEN,
     DEFAULT_METRICS,
+    DEFAULT_ROUTER_LISTEN,
+    DEFAULT_ROUTER_METRICS,
     DEFAULT_SOCKET,
     ENTRIES_MAX,
     ENTRIES_MIN,
@@ -133,6 +135,8 @@ _disk = in_group("Disk tier")
 _pages = in_group("Engines and pages")
 _events = in_group("KV events")
 _cluster = in_group("Cluster")
+_front = in_group("Clients")
+_workers = in_group("Workers")
 
 
 def _metrics(default: str) -> Any:
@@ -313,6 +317,89 @@ class IndexSettings(DaemonSettings):
         default=False,
         off="compiled",
         shown="compiled, where the extra is installed",
+    )
+
+
+class RouterSettings(DaemonSettings):
+    """Settings of `kvstore router`."""
+
+    listen: str = _front(
+        "Address of the OpenAI-compatible API; port 0: any free port.",
+        default=DEFAULT_ROUTER_LISTEN,
+        metavar="ADDR",
+    )
+    route_listen: str | None = _front(
+        "Address of the gRPC service kvstore.v1.Router.", metavar="ADDR", shown="off"
+    )
+    picker_listen: str | None = _front(
+        "Address of the endpoint picker for Envoy (external processing).",
+        metavar="ADDR",
+        shown="off",
+    )
+    api_keys: str | None = _front(
+        "YAML file with the API keys of each tenant; prefix caches of tenants are kept apart.",
+        metavar="FILE",
+        shown="no keys, one tenant",
+    )
+    body_max: str | int = _front("Largest body of a request.", default="32MiB", metavar="SIZE")
+    connections: int = _front(
+        "Connections of clients at most; beyond it the longest idle one is closed.",
+        default=10_000,
+        metavar="N",
+        within=(1, 1_000_000),
+    )
+    policy: str | None = _front(
+        "YAML file with the routing policy; read again on SIGHUP.", metavar="FILE", shown="cost"
+    )
+    receipts: str | None = _front(
+        "Write a receipt of each decision to FILE, in two halves of at most SIZE together.",
+        metavar="FILE[:SIZE]",
+        shown="off",
+    )
+    worker: list[str] | None = _workers(
+        "An engine; repeatable. kind: vllm, sglang, tgi, trtllm, triton, llamacpp, ollama, openai;"
+        " node, engine: its names in the index; block, seed: of its prefix-cache keys.",
+        metavar="NAME=URL[,KEY=VALUE…]",
+    )
+    worker_dns: list[str] | None = _workers(
+        "An engine at each address of a name, asked for every 5 s; repeatable.",
+        metavar="http://HOST:PORT[,KEY=VALUE…]",
+    )
+    worker_slices: str | None = _workers(
+        "Engines of a Kubernetes service, by its EndpointSlices.",
+        metavar="NAMESPACE/SERVICE:PORT[,KEY=VALUE…]",
+    )
+    worker_ca: str | None = _workers(
+        "CA certificate of https:// engines.", metavar="FILE", shown="CAs of the system"
+    )
+    worker_key_file: str | None = _workers(
+        "File with the API key that engines demand; clients' keys are not sent on.", metavar="FILE"
+    )
+    tokenizer: list[str] | None = _workers(
+        "Tokenizer of a model, used while its tokens equal those that engines render; repeatable.",
+        metavar="MODEL=DIRECTORY",
+        shown="engines render (vLLM: --enable-scale-out)",
+    )
+    index: list[str] | str | None = _cluster(
+        "Replica of the prefix index to ask; repeatable.",
+        metavar="HOST:PORT",
+        shown="none: prefixes by what was sent where",
+    )
+    index_timeout: int = _cluster(
+        "Milliseconds to wait for the index; after that a request is routed without it.",
+        default=5,
+        metavar="MS",
+        within=(1, 1000),
+    )
+    metrics: str | int | bool = _metrics(DEFAULT_ROUTER_METRICS)
+    ca: str | None = _cluster("CA certificate of the cluster.", metavar="FILE")
+    cert: str | None = _cluster("Certificate of this process.", metavar="FILE")
+    key: str | None = _cluster("Private key of that certificate.", metavar="FILE")
+    insecure: bool = _cluster(
+        "Listen beyond this machine without TLS; with certificates: only http:// engines beyond"
+        " this machine. For labs.",
+        default=False,
+        off="secure",
     )
 
 

@@ -213,7 +213,37 @@ INDEX_METRICS: Final = _rows(
     }
 )
 """Metrics of a replica of the index, by itself or inside a node."""
-BY_NAME: Final = {metric.name: metric for metric in (*METRICS, *INDEX_METRICS)}
+ROUTER_METRICS: Final = _rows(
+    {
+        "router_info{version}": "Always 1.",
+        "router_requests_total{outcome}": (
+            "Requests ended: done, refused (4xx, or a body that is invalid), aborted by the client,"
+            " broken (the engine's answer broke off), or the reason of a rejection."
+        ),
+        "router_retries_total": "Attempts that failed before the first byte.",
+        "router_in_flight": "Requests under way.",
+        "router_held": "Requests that wait for a decision.",
+        "router_connections": "Open connections of clients.",
+        "router_connections_refused_total": "Idle connections closed to make room for new ones.",
+        "router_workers{state}": (
+            "Workers by state: up, load-only (keys differ), draining, half-open or open (circuit"
+            " breaker), down (health probes fail)."
+        ),
+        "router_worker_requests_total{worker}": "Attempts at the worker.",
+        "router_worker_failures_total{worker}": "Failed attempts at the worker; a 4xx is none.",
+        "router_worker_in_flight{worker}": "Attempts under way at the worker.",
+        "router_worker_cached_tokens_total{worker}": (
+            "Prompt tokens that the engine reported as cached."
+        ),
+        "router_worker_predicted_tokens_total{worker}": (
+            "Prompt tokens that the index led to expect cached, of the same requests."
+        ),
+        "router_receipts_total": "Receipts written.",
+        "router_receipts_failed_total": "Receipts that could not be written.",
+    }
+)
+"""Metrics of a router."""
+BY_NAME: Final = {metric.name: metric for metric in (*METRICS, *INDEX_METRICS, *ROUTER_METRICS)}
 
 Sample = tuple[Sequence[str], float]
 

@@ -61,6 +61,11 @@ from kvstore.wire.bounds import (
 )
 from kvstore.wire.groups import PER_GROUP, Group, GroupIndex, ShardColumn
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
+from kvstore.wire.reports import (
+    UNSERVED_LENGTH_MAX as UNSERVED_LENGTH_MAX,
+    Pinned as Pinned,
+    Unserved as Unserved,
+)
 
 PROTOCOL_VERSION: Final = 2
 DATAGRAM_BYTES_MAX: Final = 160 << 10
@@ -74,7 +79,6 @@ ASKS_PER_LOOKUP_MAX: Final = 8
 """Blocks behind the first 16,384 of a prompt are computed: asking would hold up the scheduler."""
 ERROR_CHARS_MAX: Final = 200
 REQUEST_BYTES_MAX: Final = 255
-UNSERVED_LENGTH_MAX: Final = 255
 RANKS_MAX: Final = 1024
 """Most ranks of one engine, and so most shards."""
 
@@ -224,12 +228,6 @@ class Compared(Message, frozen=True):
     """The worst of them: its distance from what was computed, relative to either's size."""
 
 
-class Unserved(Message, frozen=True):
-    """Scheduler: no session of this engine can open, or will again. Not answered; for operators."""
-
-    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=UNSERVED_LENGTH_MAX)]
-
-
 class Seal(Message, frozen=True):
     """Rank that writes: these slots hold complete bytes of these keys and will not change."""
 
@@ -262,13 +260,6 @@ class Verified(Message, frozen=True):
 
     slots: SlotArray
     generations: GenerationArray
-
-
-class Pinned(Message, frozen=True):
-    """Rank: bytes of the arena pinned for its device, and why not more, if so. For operators."""
-
-    size_bytes: U64
-    trouble: Annotated[str, msgspec.Meta(max_length=UNSERVED_LENGTH_MAX)] = ""
 
 
 # ── node → engine ────────────────────────────────────────────────────────────────────────────────

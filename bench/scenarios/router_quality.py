@@ -1,0 +1,163 @@
+"""`make bench-router-quality`: does the router's core choose well, beside others.
+
+quality  Each trace through eight simulated engines (`bench.routing`): every policy of the core, and
+         Dynamo's `SelectionService` where .venv-dynamo has it. Goodput: TTFT ≤ 2 s and ITL ≤ 25 ms.
+shapes   S1 to S3 (20k, 12k, 8k shared + 100): the highest rate at which the TTFT p95 keeps 1 s,
+         beside a cache-blind router.
+overload 1.5 × capacity with all classes of service: the share of inline requests within 1 s.
+
+Traces: the conversation log where its path is given (argument or KVSTORE_TRACE), others generated.
+Virtual time, no clock: one seed gives one result. The index is up to date without delay.
+
+Writes bench/results/router_quality.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
+
+from bench import record
+from bench.routing.drive import CoreChooser, figures, run
+from bench.routing.engine import EngineModel
+from bench.routing.overload import overload
+from bench.routing.traces import SHAPES, RouterTrace, named
+from kvstore.routing.policy import PolicyCosts, PolicyWeights, RoutingPolicy
+
+SEED: Final = 1
+WORKERS: Final = 8
+GENERATED: Final = (
+    *("tool-agent@1", "tool-agent@4", "shared-prefix@1", "shared-prefix@4", "low-sharing@1"),
+)
+RECORDED: Final = ("conversation@1", "conversation@3")
+MODEL: Final = EngineModel()
+COSTS: Final = PolicyCosts(
+    prefill_tokens_per_s=MODEL.tokens_per_s, attention_tokens=MODEL.attention_tokens
+)
+POLICIES: Final = {
+    "round-robin": RoutingPolicy(policy="round-robin"),
+    "least-load": RoutingPolicy(policy="least-load"),
+    "prefix-load": RoutingPolicy(policy="prefix-load"),
+    "weighted": RoutingPolicy(policy="weighted"),
+    "weighted, additive": RoutingPolicy(
+        policy="weighted", weights=PolicyWeights(preset="additive")
+    ),
+    "cost": RoutingPolicy(policy="cost", costs=COSTS),
+}
+P95_S: Final = 1.0
+
+
+def measure(trace: RouterTrace, policy: RoutingPolicy) -> dict[str, Any]:
+    """One run."""
+    chooser = CoreChooser(policy, MODEL, WORKERS, seed=SEED)
+    row = figures(run(trace, chooser, MODEL, workers=WORKERS))
+    chooser.core.check()
+    return row
+
+
+def dynamo(names: list[str], trace: str, requests: int) -> dict[str, Any]:
+    """Figures of Dynamo by trace; empty: it is not installed."""
+    python = record.ROOT / ".venv-dynamo" / "bin" / "python"
+    if not python.exists():
+        print("Dynamo is not measured: there is no .venv-dynamo (make .venv-dynamo/.base).")
+        return {}
+    command = [str(python), "-m", "bench.routing.dynamo", trace, str(WORKERS), str(requests)]
+    done = subprocess.run(
+        [*command, *names], cwd=record.ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        print(f"Dynamo is not measured: {done.stderr.splitlines()[-1:]}")
+        return {}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def quality(trace: str, requests: int) -> dict[str, Any]:
+    """Figures by trace and router."""
+    names = [*(RECORDED if trace else ()), *GENERATED]
+    rivals = dynamo(names, trace or "none", requests)
+    result: dict[str, Any] = {}
+    for name in names:
+        its = named(name, Path(trace), requests=requests, seed=SEED)
+        rows = {router: measure(its, policy) for router, policy in POLICIES.items()}
+        if name in rivals:
+            rows["dynamo"] = rivals[name]
+        others = {router: row for router, row in rows.items() if router != "cost"}
+        ours = rows["cost"]
+        result[name] = {
+            "shared_blocks": round(its.shared, 3),
+            "routers": rows,
+            "goodput_over_best_other": round(
+                ours["goodput"] / max(row["goodput"] for row in others.values()), 3
+            ),
+            "ttft_p99_over_best_other": round(
+                ours["ttft_p99_s"] / min(row["ttft_p99_s"] for row in others.values()), 3
+            ),
+            "ttft_mean_gain_over_prefix_load": round(
+                rows["prefix-load"]["ttft_mean_s"] / ours["ttft_mean_s"], 3
+            ),
+            "ttft_mean_gain_over_round_robin": round(
+                rows["round-robin"]["ttft_mean_s"] / ours["ttft_mean_s"], 3
+            ),
+        }
+        for router, row in rows.items():
+            parts = [f"{row[k]:8.3f}" for k in ("goodput", "ttft_mean_s", "ttft_p99_s")]
+            print(f"{name:18} {router:20} {' '.join(parts)}", flush=True)
+    return result
+
+
+def highest_rate(name: str, policy: RoutingPolicy) -> float:
+    """Requests a second at which the TTFT p95 is within P95_S; by bisection."""
+    low, high = 1.0, 256.0
+    base = named(name, Path(), requests=0, seed=SEED)
+    rate = len(base.jobs) / base.jobs[-1].arrival_s
+    for _ in range(7):
+        middle = (low * high) ** 0.5
+        row = measure(base.at_speed(middle / rate), policy)
+        low, high = (middle, high) if row["ttft_p95_s"] <= P95_S else (low, middle)
+    return round(low, 2)
+
+
+def shapes() -> dict[str, Any]:
+    """Highest rates by shape."""
+    result = {}
+    for name in SHAPES:
+        blind = highest_rate(name, POLICIES["least-load"])
+        ours = highest_rate(name, POLICIES["cost"])
+        result[name] = {
+            "least_load_per_s": blind,
+            "cost_per_s": ours,
+            "gain": round(ours / blind, 2),
+        }
+        print(name, result[name], flush=True)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Quality of routing decisions, simulated.")
+    parser.add_argument("trace", nargs="?", default=os.environ.get("KVSTORE_TRACE", ""))
+    parser.add_argument("--requests", type=int, default=100_000, help="of the recorded trace")
+    options = parser.parse_args()
+    if options.trace and not Path(options.trace).is_file():
+        print("The request log is not there: give another path, or none.", file=sys.stderr)
+        return 2
+    result = {
+        "workers": WORKERS,
+        "engine": {name: getattr(MODEL, name) for name in MODEL.__struct_fields__},
+        "quality": quality(options.trace, options.requests),
+        "shapes": shapes(),
+        "overload": overload(MODEL, COSTS),
+    }
+    print(f"written: {record.write('router_quality', result, seed=SEED).name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""`kvstore route`: why a request went where it went, and where it would go.
+
+explain ID    its receipts, from the router's log       --dry-run BODY: of a request not sent
+replay        all receipts of a log, decided again under another policy
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+import click
+import msgspec
+
+from kvstore.cli.commands import A_FILE, as_json, fail
+from kvstore.config.defaults import DEFAULT_ROUTER_LISTEN
+
+if TYPE_CHECKING:
+    from kvstore.routing.receipts import Receipt
+
+DRY_TIMEOUT_S: Final = 10.0
+WORKERS_SHOWN: Final = 16
+_LOG: Final = click.option(
+    "--receipts", type=A_FILE, help="The router's log (its --receipts FILE)."
+)
+
+
+@click.group()
+def route() -> None:
+    """Explain decisions of a router, and decide again under another policy.
+
+    \b
+    Examples:
+      kvstore route explain chatcmpl-1 --receipts /var/log/kvstore/receipts
+      kvstore route explain --dry-run body.json --router http://127.0.0.1:8080
+      kvstore route replay --receipts /var/log/kvstore/receipts --policy new.yaml
+    """
+
+
+@route.command()
+@click.argument("request_id", required=False)
+@_LOG
+@click.option("--dry-run", "body", type=A_FILE, help="Body of a request, decided and not sent.")
+@click.option(
+    "--router",
+    "url",
+    default=f"http://{DEFAULT_ROUTER_LISTEN}",
+    show_default=True,
+    help="Router for --dry-run; it must run on this machine.",
+)
+@click.option(
+    "--path", default="/v1/completions", show_default=True, help="Endpoint that --dry-run is for."
+)
+@click.option("--api-key", help="API key for --dry-run, where the router wants one.")
+@click.option(
+    "--json", "json_", is_flag=True, help="Print one JSON object with a list of receipts."
+)
+def explain(
+    request_id: str | None,
+    receipts: Path | None,
+    body: Path | None,
+    url: str,
+    path: str,
+    api_key: str | None,
+    *,
+    json_: bool,
+) -> None:
+    """Show the receipt of REQUEST_ID (the response header x-request-id): cost of each worker in
+    seconds, term by term, and the reason of each worker that was left out."""
+    if (body is None) == (request_id is None or receipts is None):
+        raise click.UsageError("give REQUEST_ID and --receipts FILE, or --dry-run FILE")
+    if body is not None:
+        found = [_dry(url, path, body, api_key)]
+    else:
+        assert receipts is not None
+        found = [each for each in _read(receipts) if request_id in each.request_id]
+    if not found:
+        fail(f"{receipts} has no receipt of {request_id!r}: it may be too old", code=1)
+    if json_:
+        click.echo(as_json(receipts=found))
+        return
+    for receipt in found:
+        _show(receipt)
+
+
+@route.command()
+@_LOG
+@click.option("--policy", type=A_FILE, help="YAML file of the other policy.", required=True)
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object.")
+def replay(receipts: Path | None, policy: Path, *, json_: bool) -> None:
+    """Decide the requests of a log again under another policy: how many would have gone elsewhere,
+    and the predicted time to the first token of both."""
+    if receipts is None:
+        raise click.UsageError("name the log: --receipts FILE")
+    from kvstore.router.policy_file import load_policy
+    from kvstore.routing.decide import replay as decide_again
+
+    other = load_policy(policy)
+    pairs = [(each, decide_again(each, other)) for each in _read(receipts)]
+    if not pairs:
+        fail(f"{receipts} has no receipts", code=1)
+    changed = [new for old, new in pairs if new.chosen != old.chosen]
+    before, after = (sum(pair[side].predicted_s for pair in pairs) / len(pairs) for side in (0, 1))
+    shares = Counter(new.chosen or "none" for _, new in pairs)
+    if json_:
+        click.echo(
+            as_json(
+                requests=len(pairs),
+                elsewhere=len(changed),
+                predicted_s=[before, after],
+                workers=shares,
+            )
+        )
+        return
+    click.echo(
+        f"{len(pairs)} requests, {len(changed)} would have gone elsewhere; predicted time to the"
+        f" first token {1e3 * before:.1f} ms, now {1e3 * after:.1f} ms"
+    )
+    for worker, count in shares.most_common():
+        click.echo(f"  {worker}: {count}")
+
+
+def _read(path: Path) -> Iterator[Receipt]:
+    from kvstore.router.receipt_log import read_receipts
+
+    return read_receipts(path)
+
+
+def _dry(url: str, path: str, body: Path, api_key: str | None) -> Receipt:
+    from kvstore.errors import AttachError
+    from kvstore.routing.receipts import Receipt
+
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.netloc, timeout=DRY_TIMEOUT_S)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        connection.request("POST", f"/kvstore/explain{path}", body.read_bytes(), headers)
+        answer = connection.getresponse()
+        content = answer.read()
+    except OSError as error:
+        raise AttachError(f"{url} did not answer: {error}") from None
+    finally:
+        connection.close()
+    if answer.status != 200:
+        text = json.loads(content).get("error", {}).get("message", "") if content else ""
+        fail(f"{url} answered {answer.status}: {text}", code=1)
+    return msgspec.json.decode(content, type=Receipt)
+
+
+def _show(receipt: Receipt) -> None:
+    """Facts, then a table of workers, best first."""
+    outcome = receipt.outcome
+    took = f", took {1e3 * outcome.ttft_s:.1f} ms" if outcome.ttft_s is not None else ""
+    facts = [
+        f"request {receipt.request_id}: {receipt.chosen or 'rejected'}",
+        f"model {receipt.model}, pool {receipt.pool}, {receipt.prompt_tokens} tokens",
+        f"class {receipt.service}, attempt {receipt.attempt}",
+        f"policy {receipt.policy} ({receipt.policy_hash})",
+        f"prefixes {receipt.index_trust} (index epoch {receipt.index_epoch})",
+        f"predicted {1e3 * receipt.predicted_s:.1f} ms{took}",
+    ]
+    if receipt.degraded:
+        facts.append(f"degraded: {', '.join(receipt.degraded)}")
+    click.echo("\n".join(facts))
+    names = [name for name, column in receipt.terms.items() if any(column)]
+    rows = sorted(zip(receipt.scores, range(len(receipt.workers)), strict=True))[:WORKERS_SHOWN]
+    width = max((len(worker) for worker in receipt.workers), default=6)
+    click.echo("  " + " ".join([f"{'worker':{width}}", *(f"{n:>12}" for n in ["score", *names])]))
+    for score, at in rows:
+        worker = receipt.workers[at]
+        values = [score, *(receipt.terms[name][at] for name in names)]
+        why = receipt.filtered.get(worker, "")
+        line = " ".join([f"{worker:{width}}", *(f"{value:12.4f}" for value in values)])
+        click.echo(f"  {line}{f'  left out: {why}' if why else ''}")
+    sys.stdout.flush()

@@ -1,0 +1,14 @@
+"""The router: requests to the engine that has the longest prefix and the shortest queue.
+
+    client ─▶ front ─▶ keys ─▶ dispatch (kvstore.routing decides) ─▶ front.attempt ─▶ engine
+
+front         HTTP: connections, requests, attempts
+engines       workers, their health and metrics, where they come from
+keys          tokens and keys of prompts, the index, parity
+rpc           gRPC servers: route_service (Route), picker (endpoint picker for Envoy)
+dispatch      the decision core on a loop
+process       its loop, policy, start and end; pages: /metrics and /healthz
+policy_file   the policy as an operator writes it; receipt_log: receipts on disk
+"""
+
+import kvstore.net  # noqa: F401 -- it makes gRPC quiet, before anything imports it

@@ -1,0 +1,113 @@
+"""The decision core on an asyncio loop: events in, one answer for each request that waits.
+
+    await arrive(…) ─▶ core.step ─▶ Routed, Rejected          Held ─▶ later, by a tick or an event
+    await leg_failed(…) ─▶ Routed elsewhere, or Rejected
+    note(…)             all other events; what they release is delivered to the requests that wait
+
+Rules: all calls on one loop; a request that was `Routed` gets exactly one `RequestEnded`; a request
+whose client left while it was held is ended here. Does not cover: decisions (`kvstore.routing`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
+
+from kvstore.routing.events import (
+    Arrived,
+    Ending,
+    Held,
+    LegFailed,
+    Rejected,
+    RequestEnded,
+    RouteCommand,
+    Routed,
+    RouteEvent,
+    RouteTick,
+)
+from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.receipts import Receipt
+from kvstore.routing.values import PrefixAnswer, RouteRequest
+
+TICK_S: Final = 0.01
+"""While requests are held."""
+IDLE_TICK_S: Final = 0.25
+
+
+class Core(Protocol):
+    """The decision core, as far as the shell needs it."""
+
+    policy: RoutingPolicy
+
+    def step(self, event: RouteEvent, now_ns: int) -> Sequence[RouteCommand]: ...
+
+    def adopt(self, policy: RoutingPolicy, now_ns: int) -> Sequence[RouteCommand]: ...
+
+    def explain(
+        self, request: RouteRequest, prefix: PrefixAnswer | None, now_ns: int
+    ) -> Receipt: ...
+
+    def take_receipts(self) -> Sequence[Receipt]: ...
+
+
+class Dispatcher:
+    """See the module."""
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        on_held: Callable[[Held], None] = lambda _: None,
+        on_command: Callable[[Routed | Rejected], None] = lambda _: None,
+    ) -> None:
+        self.core = core
+        self._on_held, self._on_command = on_held, on_command
+        self._waiting: dict[str, asyncio.Future[Routed | Rejected]] = {}
+
+    @property
+    def held_count(self) -> int:
+        return len(self._waiting)
+
+    def note(self, event: RouteEvent) -> None:
+        """An event whose answer, if any, is for others."""
+        self._deliver(self.core.step(event, time.monotonic_ns()))
+
+    def adopt(self, policy: RoutingPolicy) -> None:
+        """Go on under another policy."""
+        self._deliver(self.core.adopt(policy, time.monotonic_ns()))
+
+    async def arrive(self, event: Arrived) -> Routed | Rejected:
+        return await self._answer(event, event.request.request_id)
+
+    async def leg_failed(self, event: LegFailed) -> Routed | Rejected:
+        return await self._answer(event, event.request_id)
+
+    async def _answer(self, event: Arrived | LegFailed, request_id: str) -> Routed | Rejected:
+        asked: asyncio.Future[Routed | Rejected] = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = asked
+        try:
+            self.note(event)
+            return await asked
+        except asyncio.CancelledError:
+            if asked.cancelled() or isinstance(asked.result(), Routed):
+                self.note(RequestEnded(request_id, Ending.ABORTED))
+            raise
+        finally:
+            del self._waiting[request_id]
+
+    def _deliver(self, commands: Iterable[RouteCommand]) -> None:
+        for command in commands:
+            if isinstance(command, Held):
+                self._on_held(command)
+                continue
+            self._on_command(command)
+            asked = self._waiting.get(command.request_id)
+            if asked is not None and not asked.done():
+                asked.set_result(command)
+
+    async def tick(self) -> None:
+        """Once; its caller repeats it."""
+        self.note(RouteTick())
+        await asyncio.sleep(TICK_S if self._waiting else IDLE_TICK_S)

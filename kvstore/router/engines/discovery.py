@@ -1,0 +1,120 @@
+"""Where workers come from: flags, names in DNS, the registry of the index, EndpointSlices.
+
+    each source ─▶ its last known addresses ─▶ all of them together ─▶ Workers.replace
+
+A source that fails keeps what it said last: an outage of DNS or of an API server removes no worker;
+probes do, when engines are gone. Addresses never come from requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterable, Iterator
+from typing import Final
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+
+from kvstore.config.addresses import joined
+from kvstore.config.router import ROLES, RouterConfig, WorkerText
+from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.keys.index_calls import Listed
+
+PERIOD_S: Final = 5.0
+DNS_TIMEOUT_S: Final = 3.0
+
+_log = logging.getLogger(__name__)
+
+
+class Discovery:
+    """All sources of one router; `once` is repeated by its owner."""
+
+    pause_s: Final = PERIOD_S
+
+    def __init__(self, config: RouterConfig, workers: Workers) -> None:
+        self._names, self._workers = config.names, workers
+        self._known: dict[str, tuple[WorkerAddress, ...]] = {"flags": addresses_of(config.workers)}
+        self._troubles: dict[str, str] = {}
+
+    @property
+    def trouble(self) -> str:
+        """Sources that fail, in one sentence; empty: none."""
+        return "; ".join(f"{source}: {why}" for source, why in sorted(self._troubles.items()))
+
+    def found(self, source: str, addresses: Iterable[WorkerAddress]) -> None:
+        """A source's workers now. The first source that has a name keeps it."""
+        self._troubles.pop(source, None)
+        self._known[source] = tuple(addresses)
+        everything: dict[str, WorkerAddress] = {}
+        for each in (address for known in self._known.values() for address in known):
+            everything.setdefault(each.name, each)
+        self._workers.replace(everything.values())
+
+    def failed(self, source: str, why: str) -> None:
+        """A source has no answer: its workers stay."""
+        if self._troubles.get(source) != why:
+            _log.warning("%s: %s; its workers stay as they are", source, why)
+        self._troubles[source] = why
+
+    async def once(self) -> None:
+        """Ask for all names."""
+        await asyncio.gather(*map(self._resolve, self._names))
+
+    async def _resolve(self, name: WorkerText) -> None:
+        parts = urlsplit(name.url)
+        source = f"--worker-dns {parts.netloc}"
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(DNS_TIMEOUT_S):
+                rows = await loop.getaddrinfo(
+                    parts.hostname, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
+                )
+        except (OSError, TimeoutError) as error:
+            self.failed(source, str(error) or "no answer in time")
+            return
+        hosts = sorted({str(row[4][0]) for row in rows})
+        urls = [urlunsplit((parts.scheme, joined(host, port), "", "", "")) for host in hosts]
+        self.found(
+            source,
+            (
+                address_of_text(
+                    WorkerText(name=urlsplit(url).netloc, url=url, options=name.options)
+                )
+                for url in urls
+            ),
+        )
+
+
+def addresses_of(texts: Iterable[WorkerText]) -> tuple[WorkerAddress, ...]:
+    """Workers as flags name them."""
+    return tuple(map(address_of_text, texts))
+
+
+def addresses_listed(listed: Iterable[Listed]) -> Iterator[WorkerAddress]:
+    """Engines that nodes list with an address; those without one need a flag."""
+    for node, entry in ((each.node, each.entry) for each in listed):
+        parts = urlsplit(entry.address)
+        if parts.scheme in ("http", "https") and parts.hostname and not parts.query:
+            yield WorkerAddress(
+                name=f"{node}/{entry.engine}/{entry.rank}",
+                url=entry.address.rstrip("/"),
+                node=node,
+                engine=entry.engine,
+                tenant=entry.tenant,
+                space=bytes(entry.space).hex(),
+                models=(entry.model,) if entry.model else (),
+                role=entry.role if entry.role in ROLES else "both",
+                rank=entry.rank,
+            )
+
+
+def address_of_text(text: WorkerText) -> WorkerAddress:
+    """One worker; its options are checked."""
+    given = dict(text.options)
+    block, seed, rank = given.pop("block", "0"), given.pop("seed", ""), given.pop("rank", "0")
+    fields = {"name": text.name, "url": text.url, **given}
+    fields |= {"hash_seed": seed} if seed else {}
+    return msgspec.convert({**fields, "block_tokens": int(block), "rank": int(rank)}, WorkerAddress)

@@ -1,0 +1,160 @@
+"""Kinds of engines: where their health and metrics are, and the names of the numbers.
+
+    GET health ─▶ 2xx: up        GET metrics ─▶ lines of Prometheus' text ─▶ Findings
+
+One table for all kinds; a number that a kind does not publish is None, and the core goes by its own
+counts. Several series of one name (data-parallel ranks) are added up, shares are averaged.
+Covers texts. Does not cover: calls (`probes`), models' names (GET /v1/models, the same everywhere).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvstore.routing.values import LoadSample
+
+_LINE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class Figure(NamedTuple):
+    """Series of one number: name of the metric, and a label that it must have."""
+
+    metric: str
+    label: str = ""
+    value: str = ""
+
+
+class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the table. Empty metric: not published."""
+
+    health: str = "/health"
+    metrics: str = "/metrics"
+    """Empty: none."""
+    port: int = 0
+    """Of the metrics; 0: the engine's own."""
+    waiting: Figure = Figure("")
+    running: Figure = Figure("")
+    memory: Figure = Figure("")
+    """Share of the KV cache in use."""
+    adapters: str = ""
+    """Metric whose label `running_lora_adapters` lists adapters."""
+    cache: str = ""
+    """Metric whose labels describe the cache …"""
+    block: str = ""
+    """… the label with the tokens of a block, and …"""
+    blocks: str = ""
+    """… the one with their number."""
+
+
+ENGINES: Final[dict[str, EngineKind]] = {
+    "vllm": EngineKind(
+        waiting=Figure("vllm:num_requests_waiting"),
+        running=Figure("vllm:num_requests_running"),
+        memory=Figure("vllm:kv_cache_usage_perc"),
+        adapters="vllm:lora_requests_info",
+        cache="vllm:cache_config_info",
+        block="block_size",
+        blocks="num_gpu_blocks",
+    ),
+    "sglang": EngineKind(
+        waiting=Figure("sglang:num_queue_reqs"),
+        running=Figure("sglang:num_running_reqs"),
+        memory=Figure("sglang:token_usage"),
+        cache="sglang:cache_config_info",
+        block="page_size",
+        blocks="num_pages",
+    ),
+    "tgi": EngineKind(waiting=Figure("tgi_queue_size"), running=Figure("tgi_batch_current_size")),
+    "trtllm": EngineKind(
+        metrics="/prometheus/metrics",
+        waiting=Figure("trtllm_num_requests_waiting"),
+        running=Figure("trtllm_num_requests_running"),
+        memory=Figure("trtllm_kv_cache_utilization"),
+    ),
+    "triton": EngineKind(
+        health="/v2/health/ready",
+        port=8002,
+        waiting=Figure("nv_trt_llm_request_metrics", "request_type", "waiting"),
+        running=Figure("nv_trt_llm_request_metrics", "request_type", "scheduled"),
+        memory=Figure("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "fraction"),
+    ),
+    "llamacpp": EngineKind(
+        waiting=Figure("llamacpp:requests_deferred"),
+        running=Figure("llamacpp:requests_processing"),
+        memory=Figure("llamacpp:kv_cache_usage_ratio"),
+    ),
+    "ollama": EngineKind(health="/api/version", metrics=""),
+    # DeepSpeed-FastGen and all others that speak OpenAI's API.
+    "openai": EngineKind(health="/v1/models", metrics=""),
+}
+
+
+class Findings(NamedTuple):
+    """Content of a page of metrics."""
+
+    load: LoadSample
+    block_tokens: int
+    """0: not published, as `memory_tokens`."""
+    memory_tokens: int
+
+
+def findings_of(kind: EngineKind, text: str) -> Findings:
+    """Numbers of an engine. Lines that are no metrics are passed over."""
+    sums: dict[Figure, list[float]] = {}
+    adapters: tuple[float, tuple[str, ...]] | None = None
+    block = blocks = 0
+    figures = [each for each in (kind.waiting, kind.running, kind.memory) if each.metric]
+    for name, labels, value in _series(text, kind):
+        for figure in figures:
+            if figure.metric == name and labels.get(figure.label, "") == figure.value:
+                sums.setdefault(figure, []).append(value)
+        if name == kind.cache:
+            block, blocks = _count(labels.get(kind.block)), _count(labels.get(kind.blocks))
+        if name == kind.adapters and (adapters is None or value >= adapters[0]):  # the newest
+            named = labels.get("running_lora_adapters", "").split(",")
+            adapters = (value, tuple(filter(None, (each.strip() for each in named))))
+    memory = sums.get(kind.memory)
+    return Findings(
+        LoadSample(
+            waiting=_total(sums.get(kind.waiting)),
+            running=_total(sums.get(kind.running)),
+            memory_used=min(1.0, max(0.0, sum(memory) / len(memory))) if memory else None,
+            adapters=adapters[1] if adapters else None,
+        ),
+        block,
+        block * blocks,
+    )
+
+
+def _series(text: str, kind: EngineKind) -> Iterator[tuple[str, dict[str, str], float]]:
+    wanted = tuple(
+        filter(
+            None,
+            (
+                *(f.metric for f in (kind.waiting, kind.running, kind.memory)),
+                kind.cache,
+                kind.adapters,
+            ),
+        )
+    )
+    for line in text.splitlines():
+        if line.startswith(wanted) and (found := _LINE.match(line)):
+            try:
+                value = float(found[3])
+            except ValueError:
+                continue
+            if value == value and abs(value) < 1e300:  # no NaN, no infinity
+                yield found[1], dict(_LABEL.findall(found[2] or "")), value
+
+
+def _total(values: list[float] | None) -> int | None:
+    return None if values is None else max(0, round(sum(values)))
+
+
+def _count(text: str | None) -> int:
+    return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 10 else 0

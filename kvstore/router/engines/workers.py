@@ -1,0 +1,236 @@
+"""Workers of the router: addresses, own counts, breakers; findings about them go to the core.
+
+    discovery ─▶ replace ─▶ Joined, WorkerLeft            probes ─▶ health ─▶ Judged
+    attempts  ─▶ succeeded, failed, neutral ─▶ breaker ─▶ Judged
+
+A worker is down when its probes fail, or when its breaker is open. After the cool-down one request
+is let through (half open): at its start the worker is down again, until it ended well. A 4xx
+neither opens nor closes a breaker, and it frees the probe.
+
+When a worker goes down, requests that wait for its first byte give it up and go elsewhere.
+
+Covers: state on one loop. Does not cover: probes themselves (`probes`), where workers come from
+(`discovery`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+import msgspec
+from yarl import URL
+
+from kvstore.breaker import Breaker, BreakerState
+from kvstore.routing.events import Joined, Judged, RouteEvent, WorkerLeft
+from kvstore.routing.values import WorkerHealth, WorkerRole, WorkerSpec
+
+FAILURES_MAX: Final = 3
+COOLDOWN_MS: Final = 1000
+PROBE_PATIENCE_MS: Final = 30_000
+WORKERS_MAX: Final = 1024
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """What discovery knows about a worker."""
+
+    name: str
+    url: str
+    kind: str = "vllm"
+    """Kind of engine: a row of `kinds.ENGINES`."""
+    pool: str = "default"
+    node: str = ""
+    engine: str = ""
+    tenant: str = ""
+    space: str = ""
+    """Hex; empty: from the registry of the index."""
+    block_tokens: int = 0
+    """0: as its metrics say."""
+    hash_seed: str = "vllm-none-hash"
+    models: tuple[str, ...] = ()
+    role: str = "both"
+    rank: int = 0
+
+
+class Worker:
+    """One worker and its state."""
+
+    def __init__(self, address: WorkerAddress) -> None:
+        self.address = address
+        self.name = address.name
+        self.url = URL(address.url)
+        self.breaker = Breaker(
+            failures_max=FAILURES_MAX, cooldown_ms=COOLDOWN_MS, patience_ms=PROBE_PATIENCE_MS
+        )
+        self.is_answering = True
+        """By its probes: begins as true, so that a router without probes yet routes."""
+        self.is_draining = False
+        self.trouble = ""
+        self.parity = ""
+        """Why its keys are not used; empty: they are equal, or it has no node."""
+        self.has_parity = False
+        """Its keys were compared, and are equal."""
+        self.drift = 0.0
+        """Mean share of predicted cached tokens that its engine did not have …"""
+        self.drift_count = 0
+        """… over so many requests."""
+        self.models: tuple[str, ...] = address.models
+        self.adapters: tuple[str, ...] = ()
+        self.renders = True
+        """Until it said that it does not."""
+        self.block_tokens = address.block_tokens
+        self.memory_tokens = 0
+        self.waits: set[asyncio.Timeout] = set()
+        """Of attempts without a first byte."""
+        self.in_flight = 0
+        self.request_count = 0
+        self.failure_count = 0
+        self.predicted_tokens = 0
+        self.cached_tokens = 0
+
+    def spec(self) -> WorkerSpec:
+        """As the core sees it."""
+        a = self.address
+        return WorkerSpec(
+            worker=self.name,
+            address=self.url.authority,
+            pool=a.pool,
+            models=self.models,
+            adapters=self.adapters,
+            role=WorkerRole(a.role),
+            node=a.node,
+            engine=a.engine,
+            rank=a.rank,
+            memory_tokens=self.memory_tokens,
+        )
+
+    def serves(self, model: str) -> bool:
+        """Whether requests may name it so; a worker whose models are not known serves any."""
+        return not self.models or model in self.models or model in self.adapters
+
+    @property
+    def state(self) -> str:
+        """One word for pages: up, down, open, half-open, draining, load-only."""
+        if self.breaker.state is not BreakerState.CLOSED:
+            return str(self.breaker.state.value)
+        if not self.is_answering:
+            return "down"
+        return "draining" if self.is_draining else "load-only" if self.parity else "up"
+
+
+class Workers:
+    """All of them, by name."""
+
+    def __init__(self, note: Callable[[RouteEvent], None]) -> None:
+        """`note`: takes events for the core."""
+        self._note = note
+        self._workers: dict[str, Worker] = {}
+        self.version = 0
+        """Counts changes of descriptions and of parity."""
+
+    def __getitem__(self, name: str) -> Worker:
+        return self._workers[name]
+
+    def get(self, name: str) -> Worker | None:
+        return self._workers.get(name)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._workers.values()))
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def replace(self, found: Iterable[WorkerAddress]) -> list[Worker]:
+        """The workers that there are now, by discovery; those that are new. An address that changed
+        is a new worker."""
+        wanted = {each.name: each for each in list(found)[:WORKERS_MAX]}
+        for worker in self:
+            if wanted.get(worker.name) != worker.address:
+                del self._workers[worker.name]
+                self.version += 1
+                self._note(WorkerLeft(worker.name))
+                self._give_up_waits(worker)
+                _log.info("worker %s at %s left", worker.name, worker.url)
+        added = [Worker(each) for name, each in wanted.items() if name not in self._workers]
+        for worker in added:
+            self._workers[worker.name] = worker
+            self.describe(worker)
+            _log.info("worker %s at %s joined", worker.name, worker.url)
+        return added
+
+    def describe(self, worker: Worker) -> None:
+        """Its description, new or changed, to the core."""
+        self._note(Joined(worker.spec()))
+        self.judge(worker)
+
+    def judge(self, worker: Worker) -> None:
+        """Its health, to the core."""
+        self.version += 1
+        is_up = worker.is_answering and not worker.breaker.is_open
+        health = WorkerHealth.DRAINING if is_up and worker.is_draining else WorkerHealth.UP
+        if not is_up:
+            health = WorkerHealth.DOWN
+            if not worker.is_answering:
+                self._give_up_waits(worker)
+        self._note(
+            Judged(
+                worker.name,
+                health,
+                is_parity_red=bool(worker.parity),
+                reason=worker.trouble or worker.parity,
+            )
+        )
+
+    @staticmethod
+    def _give_up_waits(worker: Worker) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for wait in worker.waits:
+            wait.reschedule(now_s)
+
+    # ── results of probes and attempts ───────────────────────────────────────────────────────────
+
+    def answered(self, worker: Worker, trouble: str) -> None:
+        """A probe's result. `trouble`: why it failed; empty: it did not."""
+        was_answering, worker.is_answering = worker.is_answering, not trouble
+        worker.trouble = trouble
+        if was_answering != worker.is_answering:
+            _log.warning("worker %s %s", worker.name, f"is down: {trouble}" if trouble else "is up")
+            self.judge(worker)
+
+    def begun(self, worker: Worker) -> None:
+        """A request goes to it; the probe of an open breaker closes the door behind itself."""
+        worker.in_flight += 1
+        worker.request_count += 1
+        if worker.breaker.is_open:
+            self.judge(worker)
+
+    def ended(self, worker: Worker) -> None:
+        worker.in_flight -= 1
+
+    def succeeded(self, worker: Worker) -> None:
+        if worker.breaker.succeeded():
+            worker.trouble = ""
+            _log.info("worker %s: breaker closed", worker.name)
+            self.judge(worker)
+
+    def neutral(self, worker: Worker) -> None:
+        """Neither: a 4xx, or the client left."""
+        worker.breaker.unused()
+
+    def failed(self, worker: Worker, why: str) -> None:
+        worker.failure_count += 1
+        if worker.breaker.failed(time.monotonic_ns()):
+            worker.trouble = why
+            _log.warning("worker %s: breaker open after %s", worker.name, why)
+            self.judge(worker)
+
+    def half_open(self) -> None:
+        """Let one request through to each worker whose cool-down is over. Called regularly."""
+        for worker in self:
+            if worker.breaker.is_open and worker.breaker.allows(time.monotonic_ns()):
+                self._note(Judged(worker.name, WorkerHealth.UP, reason="half-open"))

@@ -1,0 +1,8 @@
+"""HTTP between clients and engines.
+
+door            connections, framing, bodies: all bounded
+proxy           one request from its head to its last byte; attempt: its bytes at one worker
+intake          a head and a body to a request of the decision core
+bodies, heads   fields and headers: what is read, dropped and set
+tenants         API keys
+"""

@@ -1,0 +1,273 @@
+"""The OpenAI-compatible front end: one request from its head to the last byte of its answer.
+
+    head ─▶ tenant ─▶ body (bounded) ─▶ peek ─▶ render ─▶ index ─▶ core: Routed
+                                                       ┌──────────────┘ ▲
+                                                       └▶ attempt ───────┘ LegFailed, another worker
+
+Rules: each request that the core routed gets exactly one `RequestEnded`, also when its client
+leaves; an answer that has begun is never retried, and when it breaks the client's connection is
+cut, so that no client takes half an answer for a whole one; the body's bytes go on as they came,
+but for fields that no client may set.
+
+Covers: HTTP paths, errors in OpenAI's form. Does not cover: decisions (`kvstore.routing`), bytes of
+an attempt (`attempt`), limits of connections and bodies (`door`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from kvstore.router.dispatch import Dispatcher
+from kvstore.router.engines.workers import Worker, Workers
+from kvstore.router.front import heads
+from kvstore.router.front.attempt import (
+    SILENCE_S,
+    Attempt,
+    ClientStalled,
+    LegFailure,
+    cached_tokens_of,
+    output_tokens_of,
+)
+from kvstore.router.front.bodies import BadBody
+from kvstore.router.front.door import Bodies, BodyRefused
+from kvstore.router.front.intake import Intake, Job, Unauthorized
+from kvstore.router.keys.prefixes import predicted_tokens
+from kvstore.routing.events import (
+    Ending,
+    Failure,
+    FirstToken,
+    Leg,
+    LegFailed,
+    Rejected,
+    RequestEnded,
+    Routed,
+)
+from kvstore.routing.values import PrefixAnswer, RouteRequest
+
+GENERATES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+PASSED: Final = GENERATES | {"/v1/embeddings", "/v1/score", "/v1/rerank"}
+
+
+class Proxy:
+    """See the module."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        workers: Workers,
+        session: aiohttp.ClientSession,
+        *,
+        bodies: Bodies,
+        intake: Intake,
+        worker_key: str = "",
+        explain: Callable[[RouteRequest, PrefixAnswer | None], bytes],
+        observed: Callable[[Worker, int, int], None],
+    ) -> None:
+        """
+        Args:
+            explain: makes the receipt of a dry run, as JSON.
+            observed: takes predicted and observed cached tokens of an answer.
+        """
+        self._dispatcher, self._workers, self._session = dispatcher, workers, session
+        self._bodies, self._intake = bodies, intake
+        self._worker_key, self._explain = worker_key, explain
+        self._observed = observed
+        self.counts = Counter[str]()
+        """Requests by outcome."""
+        self.retried_count = 0
+        self.in_flight = 0
+        self.is_draining = False
+        self._is_idle = asyncio.Event()
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request, whatever it is."""
+        path = request.path
+        if path == "/health":
+            status = 503 if self.is_draining else 200
+            return web.Response(status=status)
+        try:
+            tenant = self._intake.tenant(request.headers)
+        except Unauthorized as error:
+            self.counts["unauthorized"] += 1
+            return error_response(401, str(error), "invalid_api_key")
+        if path == "/v1/models" and request.method == "GET":
+            return self._models()
+        is_dry = path.startswith("/kvstore/explain/")
+        if is_dry:
+            path = path.removeprefix("/kvstore/explain")
+        if path not in PASSED or (is_dry and not _is_here(request)):
+            return error_response(404, f"there is no {path} here", "not_found")
+        if request.method != "POST":
+            return error_response(405, f"{path} takes POST", "method_not_allowed")
+        self.in_flight += 1
+        try:
+            return await self._with_body(request, path, tenant, is_dry=is_dry)
+        finally:
+            self.in_flight -= 1
+            if self.is_draining and not self.in_flight:
+                self._is_idle.set()
+
+    async def idle(self) -> None:
+        """From now on `/health` says 503; ends when no request is under way."""
+        self.is_draining = True
+        if self.in_flight:
+            await self._is_idle.wait()
+
+    async def _with_body(
+        self, request: web.BaseRequest, path: str, tenant: str, *, is_dry: bool
+    ) -> web.StreamResponse:
+        try:
+            body = await self._bodies.read(request)
+        except BodyRefused as error:
+            self.counts["refused"] += 1
+            return _closing(error_response(error.status, str(error), "invalid_request_error"))
+        except web.RequestPayloadError:
+            self.counts["refused"] += 1
+            return _closing(
+                error_response(400, "the body is badly framed", "invalid_request_error")
+            )
+        size = len(body)
+        try:
+            job = await self._intake.job(request.headers, path, body, tenant)
+            if is_dry:
+                text = self._explain(job.asked.request, job.asked.prefix)
+                return web.Response(body=text, content_type="application/json")
+            return await self._serve(request, job)
+        except BadBody as error:
+            self.counts["refused"] += 1
+            return error_response(400, str(error), "invalid_request_error")
+        finally:
+            self._bodies.release(size)
+
+    # ── attempts ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _serve(self, client: web.BaseRequest, job: Job) -> web.StreamResponse:
+        routed = await self._dispatcher.arrive(job.asked)
+        refusal: web.Response | None = None
+        while isinstance(routed, Routed):
+            try:
+                return await self._attempt(client, job, routed)
+            except LegFailure as error:
+                refusal = error.answer
+                self.retried_count += not error.has_streamed
+                failed = LegFailed(job.request_id, Leg.DECODE, error.failure, error.has_streamed)
+                routed = await self._dispatcher.leg_failed(failed)
+                if error.has_streamed:
+                    self.counts["broken"] += 1
+                    raise ConnectionResetError("the engine's answer broke off") from None
+        self.counts[routed.reason] += 1
+        return refusal if refusal is not None else rejection(routed)
+
+    async def _attempt(
+        self, client: web.BaseRequest, job: Job, routed: Routed
+    ) -> web.StreamResponse:
+        """Raises LegFailure; in all other cases the request has ended for the core."""
+        worker = self._workers.get(routed.worker)
+        if worker is None:  # it left in the same turn of the loop
+            raise LegFailure(Failure.CONNECT, "the worker has left")
+        headers = heads.onward(
+            client.headers, request_id=job.request_id, authorization=self._authorization
+        )
+        attempt = Attempt(self._session, worker, client)
+        self._workers.begun(worker)
+        ending = Ending.ABORTED
+        try:
+            answer = await attempt.run(
+                headers,
+                job.body_for(routed.model),
+                deadline_s=routed.deadline_s if job.read.is_streamed else SILENCE_S,
+                on_first=lambda: self._first(job),
+                more={"X-Request-Id": job.request_id, "X-Kvstore-Worker": worker.name},
+            )
+        except LegFailure as error:
+            ending = Ending.FAILED
+            self._workers.failed(worker, str(error))
+            raise
+        except ClientStalled:
+            _cut(client)
+            raise ConnectionResetError("the client did not read") from None
+        else:
+            ending = Ending.REFUSED if attempt.status >= 400 else Ending.DONE
+            return answer
+        finally:
+            self._workers.ended(worker)
+            if ending is not Ending.FAILED:
+                self._ended(worker, job, attempt, ending)
+
+    def _first(self, job: Job) -> None:
+        """A streamed answer begins; that of others comes whole, and says nothing about a TTFT."""
+        if job.read.is_streamed:
+            self._dispatcher.note(FirstToken(job.request_id))
+
+    def _ended(self, worker: Worker, job: Job, attempt: Attempt, ending: Ending) -> None:
+        self.counts[ending.value] += 1
+        if ending is Ending.DONE:
+            self._workers.succeeded(worker)
+        else:
+            self._workers.neutral(worker)
+        cached, made = cached_tokens_of(attempt.tail), output_tokens_of(attempt.tail)
+        if cached is not None:
+            self._observed(worker, predicted_tokens(job.prefix, worker.address), cached)
+        self._dispatcher.note(RequestEnded(job.request_id, ending, cached, made))
+
+    @property
+    def _authorization(self) -> str | None:
+        if self._worker_key:
+            return f"Bearer {self._worker_key}"
+        return "" if self._intake.has_tenants else None
+
+    def _models(self) -> web.Response:
+        names = sorted({name for worker in self._workers for name in worker.models})
+        rows = [{"id": name, "object": "model", "owned_by": "kvstore"} for name in names]
+        return _json(200, {"object": "list", "data": rows})
+
+
+def rejection(rejected: Rejected) -> web.Response:
+    """The answer to a request that no worker gets."""
+    text = {
+        404: f"no such model; there are {', '.join(rejected.known_models) or 'none'}",
+        429: "too much load: try again later",
+        502: "every worker that was tried failed",
+        504: "no worker answered in time",
+    }.get(rejected.status, "no worker is ready")
+    answer = error_response(rejected.status, text, rejected.reason)
+    answer.headers["X-Kvstore-Dropped-Reason"] = rejected.reason
+    if rejected.retry_after_s is not None:
+        answer.headers["Retry-After"] = str(max(1, round(rejected.retry_after_s)))
+    return answer
+
+
+def error_response(status: int, text: str, code: str) -> web.Response:
+    """An error in OpenAI's form."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return _json(status, {"error": {"message": text, "type": kind, "param": None, "code": code}})
+
+
+def _json(status: int, content: object) -> web.Response:
+    return web.Response(
+        status=status, body=msgspec.json.encode(content), content_type="application/json"
+    )
+
+
+def _closing(answer: web.Response) -> web.Response:
+    """The rest of the body is not read: nothing after it can be told from a request."""
+    answer.force_close()
+    return answer
+
+
+def _cut(request: web.BaseRequest) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _is_here(request: web.BaseRequest) -> bool:
+    """Whether the client is on this machine."""
+    peer = request.transport.get_extra_info("peername") if request.transport else None
+    return peer is not None and peer[0] in ("127.0.0.1", "::1")

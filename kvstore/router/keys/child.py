@@ -1,0 +1,145 @@
+"""A process that makes tokens and keys, so that the streaming loop never does.
+
+    python -m kvstore.router.keys.child [MODEL=DIRECTORY …]     orders on stdin, answers on stdout
+
+Both are msgpack behind a length of four bytes, answered in order. Tokens of 32k characters of text
+take a core tens of milliseconds, keys of 32k tokens as long: here they delay other prompts only.
+Tokenizers are those of `transformers`, from directories that an operator named, without code of
+their own; bodies with any field that changes rendering in a way not known here get no tokens, and
+the engine renders them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from kvstore.index.chain import block_keys
+
+ORDER_BYTES_MAX: Final = 64 << 20
+PLAIN_FIELDS: Final = frozenset(
+    {
+        *("model", "prompt", "messages", "stream", "stream_options", "max_tokens", "temperature"),
+        *("max_completion_tokens", "top_p", "top_k", "min_p", "n", "seed", "stop", "user", "tools"),
+        *("presence_penalty", "frequency_penalty", "logprobs", "top_logprobs", "cache_salt"),
+        *("ignore_eos", "min_tokens", "session_id", "priority", "repetition_penalty", "store"),
+        *("stop_token_ids", "tool_choice", "metadata", "service_tier", "logit_bias"),
+    }
+)
+"""Of a body that is rendered here. None changes the tokens of the prompt, but the prompt itself."""
+
+
+class KeyOrder(msgspec.Struct, array_like=True):
+    """Make tokens, if there is a body, and keys."""
+
+    model: str = ""
+    """Whose tokenizer; empty: none, the tokens are in the body or were rendered."""
+    body: bytes = b""
+    """Of the request."""
+    rendered: bytes = b""
+    """The engine's answer to it at its render endpoint; empty: none."""
+    block_tokens: int = 0
+    """0: no keys."""
+    seed: str = ""
+    salt: str = ""
+    wants_ids: bool = False
+
+
+class KeyAnswer(msgspec.Struct, array_like=True):
+    """`why` empty: done."""
+
+    token_count: int = 0
+    keys: bytes = b""
+    ids: list[int] = []
+    why: str = ""
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+
+
+class _Tokens(msgspec.Struct):
+    prompt: list[int]
+
+
+_one: Final = msgspec.json.Decoder(_Rendered)
+_several: Final = msgspec.json.Decoder(list[_Rendered])
+_tokens: Final = msgspec.json.Decoder(_Tokens)
+
+
+class Tokenizers:
+    """By model; loaded when first asked for."""
+
+    def __init__(self, directories: dict[str, str]) -> None:
+        self._directories, self._loaded = directories, dict[str, Any]()
+
+    def ids(self, model: str, body: bytes) -> list[int] | None:
+        """Tokens of a request's prompt; None: the engine must say. Raises OSError, ValueError."""
+        if model not in self._directories:
+            return None
+        fields = msgspec.json.decode(body)
+        if not isinstance(fields, dict) or not fields.keys() <= PLAIN_FIELDS:
+            return None
+        if model not in self._loaded:
+            from transformers import AutoTokenizer
+
+            self._loaded[model] = AutoTokenizer.from_pretrained(
+                self._directories[model], trust_remote_code=False, local_files_only=True
+            )
+        tokenizer = self._loaded[model]
+        prompt, messages = fields.get("prompt"), fields.get("messages")
+        if isinstance(prompt, str):
+            return list(tokenizer(prompt).input_ids)
+        if isinstance(messages, list) and all(isinstance(m.get("content"), str) for m in messages):
+            if fields.get("tool_choice", "auto") != "auto":
+                return None
+            text = tokenizer.apply_chat_template(
+                messages, tools=fields.get("tools"), add_generation_prompt=True, tokenize=False
+            )
+            return list(tokenizer(text, add_special_tokens=False).input_ids)
+        return None
+
+
+def _ids(order: KeyOrder, tokenizers: Tokenizers) -> list[int] | None:
+    if order.rendered[:1] == b"[":
+        rendered = _several.decode(order.rendered)
+        return rendered[0].token_ids if len(rendered) == 1 else None
+    if order.rendered:
+        return _one.decode(order.rendered).token_ids
+    if order.model:
+        return tokenizers.ids(order.model, order.body)
+    return _tokens.decode(order.body).prompt
+
+
+def answer_to(order: KeyOrder, tokenizers: Tokenizers) -> KeyAnswer:
+    """Never raises for what a client sent."""
+    try:
+        ids = _ids(order, tokenizers)
+        if ids is None:
+            return KeyAnswer(why="not rendered here")
+        keys = b""
+        if order.block_tokens:
+            made = block_keys(
+                ids, block_tokens=order.block_tokens, seed=order.seed, cache_salt=order.salt
+            )
+            keys = b"".join(made)
+        return KeyAnswer(len(ids), keys, ids if order.wants_ids else [])
+    except Exception as error:  # noqa: BLE001 -- templates raise what they like
+        return KeyAnswer(why=type(error).__name__)
+
+
+def _serve(source: BinaryIO, out: BinaryIO, tokenizers: Tokenizers) -> None:
+    decoder, encoder = msgspec.msgpack.Decoder(KeyOrder), msgspec.msgpack.Encoder()
+    while len(head := source.read(4)) == 4:
+        size = int.from_bytes(head, "little")
+        assert size <= ORDER_BYTES_MAX
+        answer = encoder.encode(answer_to(decoder.decode(source.read(size)), tokenizers))
+        out.write(len(answer).to_bytes(4, "little") + answer)
+        out.flush()
+
+
+if __name__ == "__main__":
+    named = dict(text.split("=", 1) for text in sys.argv[1:])
+    _serve(sys.stdin.buffer, sys.stdout.buffer, Tokenizers(named))

@@ -1,0 +1,152 @@
+"""The index, asked on the router's loop: answers within milliseconds or none; the engines it lists.
+
+    match ─▶ first replica ─ deadline ─▶ Answer        failures ─▶ breaker: no call for a second
+    follow ─▶ Watch(nodes, engines) ─▶ members, again and again; the next replica after an end
+
+A router without an index routes by its own tree; so a late answer is worth nothing, and a silent
+replica must not cost each request its deadline: after FAILURES_MAX in a row nobody is asked until
+one probe has succeeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import grpc
+import msgspec
+
+from kvstore.breaker import Breaker
+from kvstore.client.index import channel_options
+from kvstore.client.reasons import plain_reason
+from kvstore.client.tls import Tls
+from kvstore.index.feed import Trust
+from kvstore.index.index import Answer
+from kvstore.proto import feeds, index_pb2 as pb
+from kvstore.proto.index_pb2_grpc import IndexStub
+from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust
+from kvstore.wire.load import EngineEntry
+
+TIMEOUT_S_PER_KEY: Final = 2e-6
+FAILURES_MAX: Final = 3
+COOLDOWN_MS: Final = 250
+RETRY_S: Final = 1.0
+_TRUST: Final = {
+    Trust.EXACT: PrefixTrust.EXACT,
+    Trust.CATCHING_UP: PrefixTrust.CATCHING_UP,
+    Trust.STALE: PrefixTrust.STALE,
+}
+
+_log = logging.getLogger(__name__)
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """An engine that a node serves, by the index."""
+
+    node: str
+    entry: EngineEntry
+
+
+class IndexCalls:
+    """Replicas of the index; on one loop."""
+
+    def __init__(self, endpoints: Sequence[str], tls: Tls | None, *, timeout_s: float) -> None:
+        """`timeout_s`: of a match of few keys."""
+        self._timeout_s = timeout_s
+        credentials = tls.channel_credentials() if tls is not None else None
+        options = channel_options()
+        self._channels = [
+            grpc.aio.secure_channel(each, credentials, options)
+            if credentials is not None
+            else grpc.aio.insecure_channel(each, options)
+            for each in endpoints
+        ]
+        self._stubs = [IndexStub(each) for each in self._channels]
+        self._first = 0
+        self._breaker = Breaker(failures_max=FAILURES_MAX, cooldown_ms=COOLDOWN_MS)
+        self.trouble = ""
+        """Why it is not asked; empty: it is."""
+        self.match_count = 0
+        self.late_count = 0
+        self.epoch = 0
+        """Counts news of the members."""
+        self.listed: tuple[Listed, ...] = ()
+
+    async def match(self, tenant: str, space: bytes, keys: bytes) -> Answer | None:
+        """None: no answer in time."""
+        if not self._breaker.allows(time.monotonic_ns()):
+            return None
+        self.match_count += 1
+        timeout_s = self._timeout_s + len(keys) // 32 * TIMEOUT_S_PER_KEY
+        request = pb.MatchRequest(tenant=tenant, space=space, keys=keys)
+        try:
+            # Two limits: gRPC's own is as late as its loop is, and cancels the call at the server.
+            async with asyncio.timeout(timeout_s):
+                reply = await self._stubs[self._first].Match(request, timeout=2 * timeout_s)
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            self._failed(error)
+            return None
+        except asyncio.CancelledError:
+            self._breaker.unused()
+            raise
+        if self._breaker.succeeded():
+            _log.info("the index answers again")
+            self.trouble = ""
+        return feeds.answer_of(reply)
+
+    def _failed(self, error: BaseException) -> None:
+        self.late_count += 1
+        self._first = (self._first + 1) % len(self._stubs)
+        if self._breaker.failed(time.monotonic_ns()):
+            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
+            why = plain_reason(details) if details else "no answer in time"
+            self.trouble = f"the index is not used: {why}"
+            _log.warning("%s; prefixes are those that this router sent", self.trouble)
+
+    async def follow(self, changed: Callable[[], None]) -> None:
+        """Follow the engines that nodes list, until the stream ends; its owner repeats it."""
+        number = self._first
+        members: dict[str, tuple[EngineEntry, ...]] = {}
+        call = self._stubs[number].Watch(pb.WatchRequest(nodes=True, engines=True))
+        try:
+            async for reply in call:
+                for row in reply.nodes:
+                    members[row.node] = feeds.engines_of(row.engines)
+                for gone in reply.gone:
+                    members.pop(gone, None)
+                self.epoch += 1
+                self.listed = tuple(
+                    Listed(node, entry) for node, entries in members.items() for entry in entries
+                )
+                changed()
+        except grpc.aio.AioRpcError:
+            self._first = (number + 1) % len(self._stubs)
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        for each in self._channels:
+            await each.close()
+
+
+def prefix_answer(answer: Answer, epoch: int) -> PrefixAnswer:
+    """As the core takes it."""
+    return PrefixAnswer(
+        trust=_TRUST[answer.trust],
+        matches=tuple(
+            PrefixMatch(
+                node=each.holder.node,
+                engine=each.holder.engine,
+                rank=each.holder.rank,
+                hbm_blocks=each.hbm_blocks,
+                dram_blocks=each.dram_blocks,
+                file_blocks=each.file_blocks,
+                trust=_TRUST[each.trust],
+            )
+            for each in answer.matches
+        ),
+        epoch=epoch,
+    )

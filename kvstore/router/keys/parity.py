@@ -1,0 +1,180 @@
+"""Parity: do keys that this router makes name the blocks that an engine stores?
+
+    probe (a fresh prompt) ─▶ engine: rendered, then computed ─▶ index: blocks of our keys there?
+                                                           all: exact       none: load-only, red
+    usage.cached_tokens of answers ─▶ predicted − observed ─▶ drift ─▶ load-only until a probe
+
+"Cache-aware" routing with 0 matched blocks and green health has many causes (tokenizer, template,
+block size, hash seed, salt, space, events that do not arrive), and one sign: this one. A worker is
+compared when it joins, every PERIOD_S, and until then it counts as load-only. An engine without a
+node in the index is not compared: it has no keys to be right about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+import aiohttp
+import msgspec
+
+from kvstore.router.engines.workers import Worker, Workers
+from kvstore.router.keys.child import KeyOrder
+from kvstore.router.keys.index_calls import IndexCalls
+from kvstore.router.keys.process import KeyProcess
+from kvstore.router.keys.rendering import Rendering, probe_body
+from kvstore.router.keys.spaces import Spaces
+
+PAUSE_S: Final = 1.0
+PERIOD_S: Final = 300.0
+RETRY_S: Final = 10.0
+"""Of a worker that failed."""
+BLOCKS: Final = 3
+STORED_S: Final = 5.0
+"""Until the index shows blocks that an engine has computed."""
+COMPUTED_S: Final = 30.0
+ASK_AGAIN_S: Final = 0.1
+DRIFT_SHARE: Final = 0.5
+DRIFT_WEIGHT: Final = 0.05
+DRIFT_REQUESTS_MIN: Final = 20
+UNPROVEN: Final = "keys not compared yet"
+
+_log = logging.getLogger(__name__)
+
+
+class Parity:
+    """See the module; `once` is repeated by its owner."""
+
+    pause_s: Final = PAUSE_S
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        workers: Workers,
+        rendering: Rendering,
+        keys: KeyProcess,
+        index: IndexCalls,
+        spaces: Spaces,
+        *,
+        worker_key: str = "",
+    ) -> None:
+        self._session, self._workers, self._rendering = session, workers, rendering
+        self._keys, self._index, self._spaces = keys, index, spaces
+        self._headers = {"Content-Type": "application/json"}
+        if worker_key:
+            self._headers["Authorization"] = f"Bearer {worker_key}"
+        self._due_s: dict[Worker, float] = {}
+
+    async def once(self) -> None:
+        """Compare each worker whose time has come."""
+        present = [worker for worker in self._workers if worker.address.node]
+        for gone in self._due_s.keys() - set(present):
+            del self._due_s[gone]
+        for worker in present:
+            if worker.parity == "" and not worker.has_parity:
+                self._judge(worker, UNPROVEN)
+            if time.monotonic() >= self._due_s.get(worker, 0.0) and worker.is_answering:
+                why = self._unready(worker)
+                pause_s = 0.0
+                if not why:
+                    why = await self._compared(worker)
+                    pause_s = RETRY_S if why else PERIOD_S
+                self._judge(worker, why)
+                self._due_s[worker] = time.monotonic() + pause_s
+
+    def _judge(self, worker: Worker, why: str) -> None:
+        if worker.parity == why and worker.has_parity:
+            return
+        worker.has_parity = not why
+        if worker.parity != why:
+            if why and why != UNPROVEN:
+                _log.warning("worker %s is load-only: %s", worker.name, why)
+            elif not why:
+                _log.info("worker %s: keys are equal", worker.name)
+        worker.parity, worker.drift, worker.drift_count = why, 0.0, 0
+        self._workers.judge(worker)
+
+    def _unready(self, worker: Worker) -> str:
+        """Why a probe would prove nothing; empty: it would."""
+        if self._index.trouble:
+            return self._index.trouble
+        if not self._spaces.of(worker):
+            return f"the index lists no engine of it at node {worker.address.node!r}"
+        return "" if worker.block_tokens else "its block size is not known: give block=N"
+
+    async def _compared(self, worker: Worker) -> str:
+        """Why its keys are not used; empty: they are equal."""
+        places = self._spaces.of(worker)
+        model = next(iter(worker.models), "")
+        await self._rendering.compare(model, worker)
+        body = probe_body(model, characters=worker.block_tokens * BLOCKS * 6)
+        rendered = await self._rendering.rendered("/v1/completions", body, [worker])
+        if rendered is None:
+            # Token ids need no rendering: what is compared is the chain alone.
+            fields = msgspec.json.decode(body)
+            fields["prompt"] = [5 + byte % 90 for byte in fields["prompt"].encode()]
+            body = msgspec.json.encode(fields)
+        order = KeyOrder(
+            body=body,
+            rendered=rendered or b"",
+            block_tokens=worker.block_tokens,
+            seed=worker.address.hash_seed,
+        )
+        made = await self._keys.make(order)
+        if made is None or made.why or not made.keys:
+            return f"no keys of a probe: {made.why if made else 'late'}"
+        if trouble := await self._compute(worker, body):
+            return trouble
+        return await self._shown(worker, places, made.keys)
+
+    async def _compute(self, worker: Worker, body: bytes) -> str:
+        url = worker.url.with_path("/v1/completions")
+        try:
+            async with (
+                asyncio.timeout(COMPUTED_S),
+                self._session.post(url, data=body, headers=self._headers) as answer,
+            ):
+                await answer.read()
+                return "" if answer.status == 200 else f"a probe got status {answer.status}"
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return f"a probe failed: {type(error).__name__}"
+
+    async def _shown(self, worker: Worker, places: list[tuple[str, bytes]], keys: bytes) -> str:
+        """Wait until the index shows the blocks of a probe at the worker's node."""
+        wanted = len(keys) // 32
+        most = 0
+        until_s = time.monotonic() + STORED_S
+        while time.monotonic() < until_s:
+            for tenant, space in places:
+                answer = await self._index.match(tenant, space, keys)
+                for match in answer.matches if answer is not None else ():
+                    if match.holder.node == worker.address.node:
+                        most = max(most, match.hbm_blocks, match.dram_blocks, match.file_blocks)
+            if most >= min(BLOCKS, wanted):
+                return ""
+            await asyncio.sleep(ASK_AGAIN_S)
+        if self._index.trouble:
+            return self._index.trouble
+        return (
+            f"the index shows {most} of {wanted} blocks of a probe: block size, hash seed, space or"
+            " tokens differ, or its node stores nothing"
+        )
+
+    def observed(self, worker: Worker, predicted: int, cached: int) -> None:
+        """An answer's own count of cached tokens, beside the one predicted."""
+        worker.predicted_tokens += predicted
+        worker.cached_tokens += cached
+        if not predicted or not worker.has_parity:
+            return
+        missed = max(0, predicted - cached) / predicted
+        worker.drift += DRIFT_WEIGHT * (missed - worker.drift)
+        worker.drift_count += 1
+        if worker.drift > DRIFT_SHARE and worker.drift_count >= DRIFT_REQUESTS_MIN:
+            self._judge(
+                worker,
+                f"its engine had {100 * (1 - worker.drift):.0f} % of the tokens that the index"
+                " showed",
+            )
+            self._due_s[worker] = time.monotonic() + RETRY_S

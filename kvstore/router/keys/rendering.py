@@ -1,0 +1,195 @@
+"""Tokens of a request's prompt: the engine's own rendering is the truth, a tokenizer here a cache.
+
+    token ids in the body ───────────────────────────▶ keys
+    text, local tokenizer accepted ──▶ child process ─▶ keys      every CHECK_EVERY-th is compared
+    text ──▶ POST …/render of a worker ──────────────▶ keys       403, 404: not served there
+    neither in time ─────────────────────────────────▶ None: routed by bytes
+
+A local tokenizer is accepted for a model while its tokens equal those that an engine renders, for
+all PROBES and for samples of real requests; one difference ends it until the next comparison that
+finds none. Tokens and keys are made in `child`, never on this loop.
+
+Covers: who renders. Does not cover: keys against the index (`parity`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import aiohttp
+import msgspec
+
+from kvstore.router.engines.workers import Worker, Workers
+from kvstore.router.front.bodies import Peek
+from kvstore.router.keys.child import KeyAnswer, KeyOrder
+from kvstore.router.keys.process import KeyProcess
+
+RENDER_TIMEOUT_S: Final = 1.0
+RENDERED_BYTES_MAX: Final = 16 << 20
+CHECK_EVERY: Final = 64
+PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+_UNSERVED: Final = frozenset({403, 404, 405, 501})
+_SAID: Final = "Über 7 Hügel: what is\n\n  the 3rd word?\t👋 </s> <|im_end|>"
+PROBES: Final[tuple[tuple[str, dict[str, object]], ...]] = (
+    ("/v1/completions", {"prompt": _SAID}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": _SAID}]}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Hello"},
+                {"role": "assistant", "content": " Hi! "},
+                {"role": "user", "content": _SAID},
+            ]
+        },
+    ),
+)
+
+_log = logging.getLogger(__name__)
+
+
+class KeyPlan(NamedTuple):
+    """How the keys of a model are made."""
+
+    block_tokens: int
+    seed: str
+
+
+class Rendering:
+    """See the module."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        workers: Workers,
+        keys: KeyProcess,
+        *,
+        tokenizers: Mapping[str, Path],
+        worker_key: str = "",
+    ) -> None:
+        self._session, self._workers, self._keys = session, workers, keys
+        self._headers = {"Content-Type": "application/json"}
+        if worker_key:
+            self._headers["Authorization"] = f"Bearer {worker_key}"
+        self.local: dict[str, str] = dict.fromkeys(tokenizers, "not compared yet")
+        """Model → why its tokenizer is not used; empty: it is."""
+        self.counts = {"ids": 0, "local": 0, "engine": 0, "none": 0}
+        self._checks: set[asyncio.Task[None]] = set()
+
+    async def keys_of(
+        self, path: str, body: bytes, read: Peek, model: str, plan: KeyPlan, salt: str
+    ) -> KeyAnswer | None:
+        """Count of tokens, and keys, of a prompt for a served model. None: not known in time."""
+        order = KeyOrder(body=body, block_tokens=plan.block_tokens, seed=plan.seed, salt=salt)
+        if bytes(read.prompt)[:1] == b"[":
+            return self._counted("ids", await self._keys.make(order))
+        if self.local.get(model) == "":
+            local = await self._keys.make(msgspec.structs.replace(order, model=model))
+            if local is not None and not local.why:
+                self.counts["local"] += 1
+                if self.counts["local"] % CHECK_EVERY == 0:
+                    self._later_compared(path, body, model)
+                return local
+        rendered = await self.rendered(path, body, self._renderers(model))
+        if rendered is None:
+            return self._counted("none", None)
+        return self._counted(
+            "engine", await self._keys.make(msgspec.structs.replace(order, rendered=rendered))
+        )
+
+    async def keys_of_ids(self, ids: list[int], plan: KeyPlan) -> KeyAnswer | None:
+        """Keys of tokens that a caller has."""
+        body = msgspec.json.encode({"prompt": ids})
+        order = KeyOrder(body=body, block_tokens=plan.block_tokens, seed=plan.seed)
+        return self._counted("ids", await self._keys.make(order))
+
+    def _counted(self, source: str, answer: KeyAnswer | None) -> KeyAnswer | None:
+        found = answer if answer is not None and not answer.why else None
+        self.counts[source if found is not None else "none"] += 1
+        return found
+
+    def _renderers(self, model: str) -> list[Worker]:
+        """Workers that may render for a model, least busy first."""
+        able = (
+            worker
+            for worker in self._workers
+            if worker.renders and worker.is_answering and worker.serves(model)
+        )
+        return sorted(able, key=lambda worker: worker.in_flight)[:2]
+
+    async def rendered(self, path: str, body: bytes, workers: Iterable[Worker]) -> bytes | None:
+        """The answer of the first of these that renders the request; None: none did."""
+        if path not in PATHS:
+            return None
+        for worker in workers:
+            url = worker.url.with_path(path + "/render")
+            try:
+                async with (
+                    asyncio.timeout(RENDER_TIMEOUT_S),
+                    self._session.post(url, data=body, headers=self._headers) as answer,
+                ):
+                    if answer.status in _UNSERVED:
+                        worker.renders = False
+                    elif answer.status == 200:
+                        return await answer.content.read(RENDERED_BYTES_MAX)
+                    else:
+                        return None  # it is the request's fault: others would say the same
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                continue
+        return None
+
+    # ── the local tokenizer against the engine ──────────────────────────────────────────────────
+
+    async def compare(self, model: str, worker: Worker) -> None:
+        """Accept or refuse the local tokenizer of a model, by all probes at one worker."""
+        if model not in self.local:
+            return
+        for path, fields in PROBES:
+            body = msgspec.json.encode({"model": model, **fields})
+            if (why := await self._difference(path, body, model, [worker])) is not None:
+                self._judge(model, why)
+                return
+        self._judge(model, "")
+
+    async def _difference(
+        self, path: str, body: bytes, model: str, workers: Iterable[Worker]
+    ) -> str | None:
+        rendered = await self.rendered(path, body, workers)
+        if rendered is None:
+            return "no engine renders"
+        ours = await self._keys.make(KeyOrder(model=model, body=body, wants_ids=True))
+        theirs = await self._keys.make(KeyOrder(rendered=rendered, wants_ids=True))
+        if ours is None or ours.why or theirs is None or theirs.why:
+            return f"no tokens ({ours.why if ours else 'late'})"
+        if ours.ids != theirs.ids:
+            return f"its tokens differ ({len(ours.ids)} and {len(theirs.ids)}) at {path}"
+        return None
+
+    def _judge(self, model: str, why: str) -> None:
+        if self.local[model] != why:
+            _log.warning("tokenizer of %s: %s", model, why or "accepted")
+        self.local[model] = why
+
+    def _later_compared(self, path: str, body: bytes, model: str) -> None:
+        async def compared() -> None:
+            why = await self._difference(path, body, model, self._renderers(model))
+            if why is not None and "differ" in why:
+                self._judge(model, why)
+
+        task = asyncio.create_task(compared())
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
+
+
+def probe_body(model: str, *, characters: int) -> bytes:
+    """A completion of one token whose prompt was never sent before."""
+    text = secrets.token_urlsafe(characters)[:characters]
+    return msgspec.json.encode(
+        {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0, "stream": False}
+    )

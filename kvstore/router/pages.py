@@ -1,0 +1,124 @@
+"""/metrics and /healthz of a router.
+
+`/healthz` is `ok`, or `ok, but …` with each worker that is down or load-only and why; 503 while no
+worker takes requests. Values are read on the router's loop, for all waiting clients at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from kvstore import __version__
+from kvstore.net.http import Page, text_page
+from kvstore.net.tls import INSECURE_NOTE, certificate_ends
+from kvstore.obs.metrics import Family, family
+
+if TYPE_CHECKING:
+    from kvstore.router.process import Router
+
+_T = TypeVar("_T")
+
+PAGE_TIMEOUT_S: Final = 1.0
+_OF_WORKERS: Final = {
+    "requests_total": "request_count",
+    "failures_total": "failure_count",
+    "in_flight": "in_flight",
+    "cached_tokens_total": "cached_tokens",
+    "predicted_tokens_total": "predicted_tokens",
+}
+STATES: Final = ("up", "load-only", "draining", "half-open", "open", "down")
+
+
+class RouterCollector(Collector):
+    """The metrics of a router."""
+
+    def __init__(self, router: Router, loop: asyncio.AbstractEventLoop) -> None:
+        self._router, self._loop = router, loop
+
+    def collect(self) -> Iterator[Family]:
+        """Raises TimeoutError when the loop does not answer."""
+        yield from _on(self._loop, lambda: list(_families(self._router)))
+
+    def describe(self) -> list[Family]:
+        return []
+
+
+def _on(loop: asyncio.AbstractEventLoop, read: Callable[[], _T]) -> _T:
+    async def reading() -> _T:
+        return read()
+
+    future = asyncio.run_coroutine_threadsafe(reading(), loop)
+    try:
+        return future.result(PAGE_TIMEOUT_S)
+    except TimeoutError:
+        future.cancel()
+        raise
+
+
+def _families(router: Router) -> Iterator[Family]:
+    proxy, workers, door = router.proxy, list(router.workers), router.door
+    yield family("kvstore_router_info", [((__version__,), 1)])
+    yield certificate_ends(router.config.tls)
+    yield family("kvstore_router_requests_total", [((k,), n) for k, n in proxy.counts.items()])
+    yield family("kvstore_router_retries_total", [((), proxy.retried_count)])
+    yield family("kvstore_router_in_flight", [((), proxy.in_flight)])
+    yield family("kvstore_router_held", [((), router.dispatcher.held_count)])
+    yield family("kvstore_router_connections", [((), door.connection_count)])
+    yield family("kvstore_router_connections_refused_total", [((), door.refused_count)])
+    states = Counter(worker.state for worker in workers)
+    yield family("kvstore_router_workers", [((name,), states[name]) for name in STATES])
+    for name, field in _OF_WORKERS.items():
+        rows = [((worker.name,), getattr(worker, field)) for worker in workers]
+        yield family(f"kvstore_router_worker_{name}", rows)
+    yield family("kvstore_router_receipts_total", [((), router.receipts.written_count)])
+    yield family("kvstore_router_receipts_failed_total", [((), router.receipts.failed_count)])
+
+
+def health_of(router: Router) -> Page:
+    """On the loop."""
+    workers = list(router.workers)
+    notes = [
+        f"worker {w.name} is {w.state}" + _because(w.trouble or w.parity)
+        for w in workers
+        if w.state != "up"
+    ]
+    if router.discovery.trouble:
+        notes.append(router.discovery.trouble)
+    if router.config.insecure:
+        notes.append(INSECURE_NOTE)
+    if not any(w.state in ("up", "load-only", "half-open") for w in workers):
+        return text_page(503, ", and ".join(["no worker takes requests", *notes]))
+    return text_page(200, ", but ".join(filter(None, ["ok", ", and ".join(notes)])))
+
+
+def _because(why: str) -> str:
+    return f" ({why})" if why else ""
+
+
+def make_router_pages(
+    router: Router, loop: asyncio.AbstractEventLoop
+) -> dict[str, Callable[[], Page]]:
+    """The pages by path."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(RouterCollector(router, loop))
+
+    def metrics() -> Page:
+        try:
+            return Page(200, CONTENT_TYPE_LATEST, generate_latest(registry))
+        except TimeoutError:
+            return text_page(503, "the router is busy: ask again later")
+
+    def healthz() -> Page:
+        try:
+            return _on(loop, lambda: health_of(router))
+        except TimeoutError:
+            return text_page(503, "the router did not answer in time")
+
+    return {"/metrics": metrics, "/healthz": healthz}

@@ -1,0 +1,265 @@
+"""The router's process: one loop for clients, engines and decisions; pages on threads of their own.
+
+    kvstore router ─▶ run_router ─▶ asyncio (uvloop where it is installed)
+                                     ├─ door ─▶ proxy ─▶ attempts
+                                     ├─ probes, discovery, ticks of the core, receipts
+                                     └─ pages: /metrics, /healthz, made here and sent by threads
+
+SIGHUP reads the policy file again: a wrong one is refused and the old one stays. SIGTERM drains:
+/health says 503, idle connections are closed, requests under way have DRAIN_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import secrets
+import signal
+import ssl
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import msgspec
+
+from kvstore import __version__
+from kvstore.config.addresses import joined
+from kvstore.config.cluster import is_installed
+from kvstore.config.router import RouterConfig
+from kvstore.errors import ConfigError
+from kvstore.net.aio import persist
+from kvstore.net.http import HttpServer
+from kvstore.net.tls import warn_of_its_end
+from kvstore.obs import logs
+from kvstore.router.dispatch import Core, Dispatcher
+from kvstore.router.engines.discovery import Discovery, addresses_listed, addresses_of
+from kvstore.router.engines.probes import Probes
+from kvstore.router.engines.workers import Worker, Workers
+from kvstore.router.front.attempt import new_session
+from kvstore.router.front.door import Bodies, Door, open_door, server_context
+from kvstore.router.front.intake import Intake
+from kvstore.router.front.proxy import Proxy
+from kvstore.router.front.tenants import load_tenants
+from kvstore.router.keys.index_calls import RETRY_S, IndexCalls
+from kvstore.router.keys.parity import Parity
+from kvstore.router.keys.prefixes import BytePrefixes, KeyPrefixes, Prefixes
+from kvstore.router.keys.process import KeyProcess
+from kvstore.router.keys.rendering import Rendering
+from kvstore.router.keys.spaces import Spaces
+from kvstore.router.pages import make_router_pages
+from kvstore.router.picker import Picker
+from kvstore.router.policy_file import load_policy
+from kvstore.router.receipt_log import ReceiptLog
+from kvstore.router.route_service import RouteService
+from kvstore.router.rpc import RpcServer, serve_picker, serve_route
+from kvstore.routing.core import RouterCore
+from kvstore.routing.policy import policy_hash
+from kvstore.routing.values import PrefixAnswer, RouteRequest
+
+DRAIN_S: Final = 30.0
+HALF_OPEN_S: Final = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+class Router:
+    """Parts of one router, on the running loop. Use `async with`."""
+
+    def __init__(self, config: RouterConfig, core: Core | None = None) -> None:
+        """`core`: another one than the policy file's. Raises ConfigError."""
+        self.config = config
+        self.core: Core = core or RouterCore(load_policy(config.policy), seed=secrets.randbits(62))
+        self.dispatcher = Dispatcher(self.core)
+        self.workers = Workers(self.dispatcher.note)
+        self.session = new_session(ssl_context=_worker_context(config))
+        self.receipts = ReceiptLog(config.receipts, bytes_max=config.receipts_bytes_max)
+        self.probes = Probes(self.session, self.workers, self.dispatcher.note, config.worker_key)
+        self.discovery = Discovery(config, self.workers)
+        self.keys = KeyProcess(config.tokenizers)
+        self.index = (
+            IndexCalls(config.indexes, config.tls, timeout_s=config.index_timeout_s)
+            if config.indexes
+            else None
+        )
+        self.parity: Parity | None = None
+        prefixes: Prefixes = BytePrefixes()
+        by_keys: KeyPrefixes | None = None
+        if self.index is not None:
+            rendering = Rendering(
+                self.session,
+                self.workers,
+                self.keys,
+                tokenizers=config.tokenizers,
+                worker_key=config.worker_key,
+            )
+            spaces = Spaces(self.workers, self.index, lambda: self.core.policy)
+            prefixes = by_keys = KeyPrefixes(rendering, self.index, spaces)
+            self.parity = Parity(
+                self.session,
+                self.workers,
+                rendering,
+                self.keys,
+                self.index,
+                spaces,
+                worker_key=config.worker_key,
+            )
+        tenants = load_tenants(config.api_keys) if config.api_keys else None
+        self.intake = Intake(prefixes, tenants)
+        self.proxy = Proxy(
+            self.dispatcher,
+            self.workers,
+            self.session,
+            bodies=Bodies(bytes_max=config.body_bytes_max),
+            intake=self.intake,
+            worker_key=config.worker_key,
+            explain=self._explain,
+            observed=self._observed,
+        )
+        self.picker = Picker(
+            self.dispatcher, self.workers, self.intake, body_bytes_max=config.body_bytes_max
+        )
+        self._route = RouteService(self.dispatcher, self.workers, by_keys)
+        self.servers: dict[str, RpcServer] = {}
+        """`route` and `picker`, where they are wanted."""
+        self.door = Door(self.proxy.answer, connections_max=config.connections_max)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen and begin. Raises ConfigError."""
+        self.workers.replace(addresses_of(self.config.workers))
+        config, context = self.config, None
+        if config.tls is not None:
+            context = server_context(config.tls, demands_certificates=config.api_keys is None)
+        try:
+            self._server = await open_door(
+                self.door, config.host, config.port, context=context, is_shared=False
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"--listen {joined(config.host, config.port)} cannot be listened on:"
+                f" {error.strerror}"
+            ) from None
+        self.port = self._server.sockets[0].getsockname()[1]
+        if config.route is not None:
+            self.servers["route"] = await serve_route(config.route, config.tls, self._route)
+        if config.picker is not None:
+            self.servers["picker"] = await serve_picker(config.picker, config.tls, self.picker)
+        works: list[tuple[str, Callable[[], Coroutine[Any, Any, None]], float]] = [
+            ("ticks of the decision core", self.dispatcher.tick, 0),
+            ("probes of engines", self.probes.once, self.probes.pause_s),
+            ("discovery of engines", self.discovery.once, self.discovery.pause_s),
+            ("half-open breakers", self._half_open, HALF_OPEN_S),
+            ("receipts", self._write_receipts, self.receipts.pause_s),
+        ]
+        if self.index is not None and self.parity is not None:
+            works += [
+                ("engines listed by the index", self._follow_index, RETRY_S),
+                ("comparison of keys", self.parity.once, self.parity.pause_s),
+            ]
+        loop = asyncio.get_running_loop()
+        for what, work, pause_s in works:
+            self._tasks.append(loop.create_task(persist(what, work, pause_s=pause_s)))
+
+    async def close(self) -> None:
+        """Drain and end."""
+        if self._server is not None:
+            self._server.close()
+        self.door.pre_shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await self.proxy.idle()
+        await asyncio.gather(*(server.close() for server in self.servers.values()))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.door.shutdown(0.1)
+        await self._write_receipts()
+        await self.session.close()
+        await self.keys.close()
+        if self.index is not None:
+            await self.index.close()
+
+    def adopt_policy(self) -> None:
+        """Read the policy file again; a wrong one changes nothing."""
+        try:
+            policy = load_policy(self.config.policy)
+        except ConfigError as error:
+            _log.error("the policy stays as it was: %s", error)
+            return
+        self.dispatcher.adopt(policy)
+        _log.info("policy %s is in effect", policy_hash(policy))
+
+    def _observed(self, worker: Worker, predicted: int, cached: int) -> None:
+        if self.parity is not None:
+            self.parity.observed(worker, predicted, cached)
+
+    async def _follow_index(self) -> None:
+        assert self.index is not None
+        await self.index.follow(self._listed)
+
+    def _listed(self) -> None:
+        assert self.index is not None
+        self.discovery.found("index", addresses_listed(self.index.listed))
+
+    async def _half_open(self) -> None:
+        self.workers.half_open()
+
+    async def _write_receipts(self) -> None:
+        await self.receipts.write(self.core.take_receipts())
+
+    def _explain(self, request: RouteRequest, prefix: PrefixAnswer | None) -> bytes:
+        return msgspec.json.encode(self.core.explain(request, prefix, time.monotonic_ns()))
+
+
+def _worker_context(config: RouterConfig) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=config.worker_ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--worker-ca {config.worker_ca} is no CA certificate: {error}") from None
+
+
+def run_router(config: RouterConfig) -> None:
+    """Serve until SIGTERM or SIGINT. Call it in the main thread. Raises ConfigError."""
+    warn_of_its_end(config.tls, renewal="this router reads it when it is started again")
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    if is_installed("uvloop"):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(_serve(config))
+
+
+async def _serve(config: RouterConfig) -> None:
+    loop, asked_to_stop = asyncio.get_running_loop(), asyncio.Event()
+    router = Router(config)
+    with contextlib.ExitStack() as stack:
+        try:
+            await router.start()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, asked_to_stop.set)
+            loop.add_signal_handler(signal.SIGHUP, router.adopt_policy)
+            url = ""
+            if config.http is not None:
+                http = HttpServer(config.http, make_router_pages(router, loop))
+                stack.callback(http.close)
+                http.start()
+                url = http.url + "/metrics"
+            gc.collect()
+            gc.freeze()  # what is there by now stays: full collections would only look at it
+            logs.say(
+                __name__,
+                f"kvstore router ready: version={__version__}"
+                f" listen={joined(config.host, router.port)} metrics={url or 'off'}"
+                f" tls={'off' if config.tls is None else 'on'}"
+                + "".join(f" {n}={server.port}" for n, server in router.servers.items())
+                + f" policy={policy_hash(router.core.policy)}",
+            )
+            await asked_to_stop.wait()
+        finally:
+            await router.close()
+    _log.info("stopped")

@@ -1,0 +1,88 @@
+"""Receipts on disk: one JSON line for each decision, written behind the loop, bounded.
+
+    core ─▶ take_receipts ─▶ FILE (appended) ─ half of the size ─▶ FILE.1, in place of the last
+
+Lines hold names, lengths and numbers: no text, token or key. A disk that fails or lags costs
+receipts, never requests: the core keeps a bounded number and drops the oldest.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import aiofiles
+import aiofiles.os
+import msgspec
+
+from kvstore.errors import ConfigError
+from kvstore.routing.receipts import Receipt
+
+PAUSE_S: Final = 0.2
+
+_log = logging.getLogger(__name__)
+_decoder: Final = msgspec.json.Decoder(Receipt)
+
+
+class ReceiptLog:
+    """Appends. `written_count`, `failed_count`: receipts."""
+
+    def __init__(self, path: Path | None, *, bytes_max: int) -> None:
+        """`path` None: receipts are dropped."""
+        self._path, self._half_bytes = path, bytes_max // 2
+        self.pause_s = PAUSE_S
+        self.written_count = 0
+        self.failed_count = 0
+
+    async def write(self, receipts: Sequence[Receipt]) -> None:
+        """Append all of them, in one write."""
+        if self._path is None or not receipts:
+            return
+        lines = b"".join(msgspec.json.encode(each) + b"\n" for each in receipts)
+        try:
+            async with aiofiles.open(self._path, "ab", opener=_private) as file:
+                await file.write(lines)
+                size = await file.tell()
+            if size >= self._half_bytes:
+                await aiofiles.os.replace(self._path, older(self._path))
+        except OSError as error:
+            self.failed_count += len(receipts)
+            _log.warning("receipts cannot be written to %s: %s", self._path, error.strerror)
+        else:
+            self.written_count += len(receipts)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o640)
+
+
+def older(path: Path) -> Path:
+    """Place of the first half."""
+    return path.with_name(path.name + ".1")
+
+
+def read_receipts(path: Path) -> Iterator[Receipt]:
+    """All receipts of a log, oldest first; a last line that is not whole is left out.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is no receipt of this version.
+    """
+    for each in (older(path), path):
+        if each == path or each.exists():
+            try:
+                text = each.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"{each} cannot be read: {error.strerror}") from None
+            for number, line in enumerate(text.splitlines(keepends=True), start=1):
+                if line.endswith(b"\n"):
+                    yield _receipt(each, number, line)
+
+
+def _receipt(path: Path, number: int, line: bytes) -> Receipt:
+    try:
+        return _decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} line {number} is no receipt: {error}") from None

@@ -1,0 +1,28 @@
+"""The decision core of the router (pure): which worker serves a request, when, and why.
+
+    Arrived, FirstToken, RequestEnded, … ─▶ core.step(event, now_ns) ─▶ Routed, Held, Rejected
+
+| module     | cares about                                          | in → out                  |
+|------------|------------------------------------------------------|---------------------------|
+| `core`     | the whole: one table of requests, `check`            | events → commands         |
+| `values`   | requests, prefixes, workers, as the shell has them   | –                         |
+| `events`   | the values that go in and come out                   | –                         |
+| `policy`   | configuration, its validation and hash               | dict → `RoutingPolicy`    |
+| `receipts` | the record of a decision                             | –                         |
+| `models`   | names, aliases, adapters, weighted pools             | name, session → pool      |
+| `fleet`    | one row a worker: own counts, scraped values         | events → columns          |
+| `features` | numbers of one request at each worker                | fleet, prefixes → columns |
+| `filters`  | workers that cannot take a request, with the reason  | features → mask           |
+| `costs`    | seconds to the first token, term by term             | features → terms          |
+| `scorers`  | the other policies                                   | features → scores         |
+| `placing`  | one attempt of a request: both legs, its receipt     | request → placement       |
+| `decide`   | filter, score, choose; `replay` by another policy    | features → verdict        |
+| `learning` | weights of terms, from predicted and achieved TTFT   | terms, seconds → weights  |
+| `tree`     | approximate prefixes, by what was sent where         | keys → blocks a worker    |
+| `split`    | local or remote prefill; lanes of those that wait    | lengths, load → where     |
+| `waiting`  | held requests: classes, tenants, displacement        | –                         |
+| `pressure` | saturation and cause, degradation, desired replicas  | features → figures        |
+
+Time is an argument: nanoseconds of a clock that does not go back. Durations are seconds (`_s`).
+Randomness is the seed of the core and the number of the decision.
+"""

@@ -1,0 +1,144 @@
+"""Expected seconds to the first token at each worker, term by term: policy `cost`.
+
+    TTFT = base + queue + load + compute + interference (+ link: from prefill to decode)
+
+A worker may use the prefix that its engine holds, or load more: from dram of its node, from its
+files, from dram of another node. Each way costs a load and saves compute; the cheapest counts.
+With `overlap: queue` a load runs while the request is in the engine's queue, so only what lasts
+longer than the queue is seen; with `overlap: compute` it runs beside the compute of the rest.
+
+Lengths are expectations: a length times the trust in its source times the observed ratio of cached
+to predicted tokens. The score adds `others`, seconds that the request costs others, which is no
+part of its own TTFT: compute displaces the requests that come after it and evicts prefixes.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvstore.routing.features import TRUSTS, FeatureColumn
+from kvstore.routing.fleet import Floats
+from kvstore.routing.policy import PolicyCosts, PolicyLimits
+
+CONGESTION_MAX: Final = 4.0
+"""Most that a second of compute counts for others: the formula of a queue has a pole at full
+load."""
+
+
+class Term(enum.IntEnum):
+    """Rows of the terms; those up to OTHERS add up to the TTFT and have a learned weight."""
+
+    BASE = 0
+    QUEUE = 1
+    LOAD = 2
+    COMPUTE = 3
+    INTERFERENCE = 4
+    LINK = 5
+    OTHERS = 6
+
+
+LEARNED: Final = Term.OTHERS
+TERM_NAMES: Final = tuple(term.name.lower() for term in Term)
+
+
+class Costed(msgspec.Struct):
+    """Terms: (len(Term), workers) seconds. `uncached`: tokens that each worker computes."""
+
+    terms: Floats
+    uncached: Floats
+
+
+def compute_s(uncached: Floats, prompt_tokens: int, speed: Floats, costs: PolicyCosts) -> Floats:
+    """Prefill of the last `uncached` tokens of a prompt: each attends to all before it."""
+    context = prompt_tokens - uncached / 2
+    return uncached / speed * (1 + context / costs.attention_tokens)
+
+
+def terms(
+    columns: Floats,
+    costs: PolicyCosts,
+    limits: PolicyLimits,
+    *,
+    prompt_tokens: int,
+    pressure: float,
+) -> Costed:
+    """Args:
+    pressure: seconds for others, per second of compute (`others_per_s`).
+    """
+    queue = columns[FeatureColumn.QUEUE_S]
+    given = columns[FeatureColumn.TOKENS_PER_S]
+    speed = np.where(given > 0, given, costs.prefill_tokens_per_s)
+    factors = np.array([costs.trust[trust.value] for trust in TRUSTS])
+    expected = factors[columns[FeatureColumn.TRUST].astype(np.intp)]
+    expected = expected * columns[FeatureColumn.HIT_RATIO]
+    expected[_hot(queue, prompt_tokens, speed, costs, limits)] = 0.0
+    lengths, loads = _ways(columns, costs)
+    uncached = np.maximum(1.0, prompt_tokens - lengths * expected)
+    compute = compute_s(uncached, prompt_tokens, speed, costs)
+    if costs.overlap == "queue":
+        seen_load = np.maximum(0.0, loads - queue)
+    else:
+        seen_load = np.maximum(0.0, loads - compute)
+    way = np.argmin(seen_load + compute, axis=0)
+    each = np.arange(len(queue))
+    made = np.zeros((len(Term), len(queue)))
+    made[Term.BASE] = costs.base_s
+    made[Term.QUEUE] = queue
+    made[Term.LOAD] = seen_load[way, each]
+    made[Term.COMPUTE] = compute[way, each]
+    made[Term.INTERFERENCE] = (
+        made[Term.COMPUTE] * costs.stream_share * columns[FeatureColumn.STREAMS]
+    )
+    stalled = costs.stream_weight * columns[FeatureColumn.STREAMS]
+    made[Term.OTHERS] = made[Term.COMPUTE] * (pressure + stalled)
+    tokens = uncached[way, each]
+    link = columns[FeatureColumn.LINK]
+    if link.any():
+        has_link = link > 0
+        sent = tokens * costs.kv_bytes_per_token / np.where(has_link, link, 1.0)
+        made[Term.LINK] = np.where(has_link, costs.network_s + sent, 0.0)
+    return Costed(made, tokens)
+
+
+def _ways(columns: Floats, costs: PolicyCosts) -> tuple[Floats, Floats]:
+    """Leading tokens and seconds of their load (4 × workers): hbm, dram, file, another node."""
+    own = columns[FeatureColumn.HBM : FeatureColumn.REMOTE + 1]
+    lengths = np.maximum.accumulate(own, axis=0)
+    more_bytes = np.diff(lengths, axis=0) * costs.kv_bytes_per_token
+    given = columns[FeatureColumn.LOAD_BYTES_PER_S]
+    dram = np.where(given > 0, given, costs.dram_bytes_per_s)
+    loads = np.zeros_like(lengths)
+    loads[1] = more_bytes[0] / dram
+    loads[2] = loads[1] + more_bytes[1] / costs.file_bytes_per_s
+    # Another node's dram is an alternative to our own files for what is not in our dram.
+    lengths[3] = np.maximum(lengths[1], own[3])
+    beyond = (lengths[3] - lengths[1]) * costs.kv_bytes_per_token
+    loads[3] = loads[1] + np.where(
+        beyond > 0, costs.network_s + beyond / costs.network_bytes_per_s + beyond / dram, 0.0
+    )
+    return lengths, loads
+
+
+def _hot(
+    queue: Floats, prompt_tokens: int, speed: Floats, costs: PolicyCosts, limits: PolicyLimits
+) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Hot-spot guard, for this request alone: waiting there takes much longer than waiting
+    elsewhere and computing the whole prompt."""
+    mean = (queue.sum() - queue) / max(1, len(queue) - 1)  # of the others
+    whole = compute_s(np.full_like(queue, prompt_tokens), prompt_tokens, speed, costs)
+    return np.asarray((queue > limits.hot_factor * mean) & (queue > mean + whole))
+
+
+def others_per_s(costs: PolicyCosts, *, utilisation: float, hit_share: float) -> float:
+    """Seconds that a second of compute costs others.
+
+    Delay: work on a server that is busy for a share u of the time delays u / (1 - u) times its
+    length in sum, since as many requests come before the queue is empty again. Keep: tokens that
+    are computed take the place of cached ones, of which `hit_share` would have been hit.
+    """
+    congestion = min(CONGESTION_MAX, utilisation / max(1e-3, 1 - utilisation))
+    return costs.load_weight * congestion + costs.keep_weight * hit_share

@@ -1,0 +1,159 @@
+"""Filter, score, choose: a pure function of features, request and policy.
+
+    Features ─▶ filters ─▶ terms × weights ─▶ scores ─▶ near the best ─▶ seeded choice ─▶ Verdict
+
+`replay` makes from a receipt the decision of another policy. Learned weights are part of the
+features of a receipt (terms hold them), so that the same policy decides the same.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.routing.costs import LEARNED, TERM_NAMES, Term, terms
+from kvstore.routing.features import FeatureColumn, Features
+from kvstore.routing.filters import DROPS, dropped
+from kvstore.routing.fleet import Floats
+from kvstore.routing.policy import RoutingPolicy, policy_hash
+from kvstore.routing.receipts import Receipt
+from kvstore.routing.scorers import SCORERS, ScoreContext, mix
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """Scalars of a decision."""
+
+    prompt_tokens: int
+    output_tokens: int
+    number: int
+    seed: int
+    session_hash: int = 0
+    pressure: float = 0.0
+
+
+class RouteVerdict(msgspec.Struct):
+    """Order and numbers; `order` is empty when nobody can take the request."""
+
+    order: list[int]
+    """Places of the candidates, the chosen first, then by score."""
+    codes: npt.NDArray[np.intp]
+    scores: Floats
+    terms: dict[str, Floats]
+    ttft_s: Floats
+    """Predicted at each worker, by policy `cost` whatever the policy."""
+    work_s: Floats
+    """Prefill that the request brings."""
+    uncached: Floats
+    raw: Floats
+    """(learned terms, workers), without weights: what is learned from."""
+
+
+def decide(
+    features: Features, case: Case, policy: RoutingPolicy, weights: Floats | None
+) -> RouteVerdict:
+    """Args:
+    weights: (learned terms, workers); None: all 1.
+    """
+    columns = features.columns
+    codes = dropped(
+        columns,
+        policy.limits,
+        need_tokens=case.prompt_tokens + case.output_tokens,
+    )
+    costed = terms(
+        columns,
+        policy.costs,
+        policy.limits,
+        prompt_tokens=case.prompt_tokens,
+        pressure=case.pressure,
+    )
+    raw, others = costed.terms[:LEARNED], costed.terms[LEARNED]
+    seconds = raw if weights is None else raw * weights
+    ttft_s = seconds.sum(axis=0)
+    if policy.policy == "cost":
+        named = dict(zip(TERM_NAMES, [*seconds, others], strict=True))
+        named["cold"] = (1 - columns[FeatureColumn.WARM]) * policy.costs.adapter_s
+        scores = ttft_s + others + named["cold"]
+    else:
+        context = ScoreContext(case.prompt_tokens, case.number, case.session_hash, policy)
+        named = SCORERS[policy.policy](columns, context)
+        scores = np.sum(list(named.values()), axis=0)
+    return RouteVerdict(
+        order=_order(scores, codes, columns, case, policy),
+        codes=codes,
+        scores=scores,
+        terms=named,
+        ttft_s=ttft_s,
+        work_s=seconds[Term.COMPUTE] + seconds[Term.INTERFERENCE],
+        uncached=costed.uncached,
+        raw=raw,
+    )
+
+
+def _order(
+    scores: Floats, codes: npt.NDArray[np.intp], columns: Floats, case: Case, policy: RoutingPolicy
+) -> list[int]:
+    able = np.flatnonzero(codes == 0)
+    if not able.size:
+        return []
+    # Equal scores: the one that has rested longest, so that cold prompts spread.
+    ranked = able[np.lexsort((-columns[FeatureColumn.IDLE_S, able], scores[able]))]
+    order: list[int] = ranked.tolist()
+    if policy.policy == "cost":
+        best = float(scores[order[0]])
+        bound = best + max(policy.choice.within_share * best, policy.choice.within_s)
+        near = [place for place in order[: policy.choice.top_k] if scores[place] <= bound]
+        chosen = near[mix(case.seed ^ mix(case.number)) % len(near)]
+        order.remove(chosen)
+        order.insert(0, chosen)
+    return order
+
+
+def features_of(receipt: Receipt) -> Features:
+    """The input of the decision, as the receipt has it."""
+    columns = np.array([receipt.features[column.name.lower()] for column in FeatureColumn])
+    return Features(list(receipt.workers), columns.reshape(len(FeatureColumn), -1))
+
+
+def case_of(receipt: Receipt) -> Case:
+    """Scalars of the decision, as the receipt has them."""
+    return Case(
+        prompt_tokens=receipt.prompt_tokens,
+        output_tokens=receipt.output_tokens,
+        number=receipt.number,
+        seed=receipt.seed,
+        session_hash=receipt.session_hash,
+        pressure=receipt.pressure,
+    )
+
+
+def replay(receipt: Receipt, policy: RoutingPolicy) -> Receipt:
+    """The decision that `policy` would have made of what was known then."""
+    features = features_of(receipt)
+    weights = np.array(receipt.weights) if receipt.weights else None
+    verdict = decide(features, case_of(receipt), policy, weights)
+    chosen = features.workers[verdict.order[0]] if verdict.order else ""
+    return msgspec.structs.replace(
+        receipt,
+        policy=policy.policy,
+        policy_hash=policy_hash(policy),
+        chosen=chosen,
+        fallbacks=fallbacks(features, verdict, policy),
+        predicted_s=float(verdict.ttft_s[verdict.order[0]]) if verdict.order else 0.0,
+        filtered=filtered(features, verdict),
+        terms={name: column.tolist() for name, column in verdict.terms.items()},
+        scores=verdict.scores.tolist(),
+    )
+
+
+def fallbacks(features: Features, verdict: RouteVerdict, policy: RoutingPolicy) -> tuple[str, ...]:
+    """The next best."""
+    rest = verdict.order[1 : 1 + policy.choice.fallback_count]
+    return tuple(features.workers[place] for place in rest)
+
+
+def filtered(features: Features, verdict: RouteVerdict) -> dict[str, str]:
+    """Worker → word of the filter."""
+    places = np.flatnonzero(verdict.codes).tolist()
+    return {features.workers[place]: DROPS[verdict.codes[place]].value for place in places}

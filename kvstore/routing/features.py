@@ -1,0 +1,232 @@
+"""Numbers of one request at each worker of a pool: the whole input of a decision.
+
+    fleet (load) + prefixes (index, tree) ─▶ Features ─▶ filters, costs, scorers, receipts
+
+Prefix lengths are tokens, raw: trust and observed hits stand in columns of their own, so that
+another policy can weigh them otherwise. Does not cover: what a number is worth (`costs`).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.routing.fleet import Fleet, FleetColumn, Floats
+from kvstore.routing.tree import ApproximateTree
+from kvstore.routing.values import PrefixAnswer, PrefixTrust, RouteRequest
+from kvstore.units import NS_PER_S
+
+TRUSTS: Final = tuple(PrefixTrust)
+_NONE: Final = TRUSTS.index(PrefixTrust.NONE)
+_APPROXIMATE: Final = TRUSTS.index(PrefixTrust.APPROXIMATE)
+_CATCHING_UP: Final = TRUSTS.index(PrefixTrust.CATCHING_UP)
+_CODE: Final = {trust: code for code, trust in enumerate(TRUSTS)}
+_IDLE_S_MAX: Final = 1e6
+
+
+class FeatureColumn(enum.IntEnum):
+    """Columns, with their names in receipts."""
+
+    QUEUE_S = 0
+    """Prefill ahead, own and others'."""
+    QUEUED = 1
+    """Requests before their first token."""
+    STREAMS = 2
+    MEMORY = 3
+    """Share of the KV cache that is spoken for."""
+    MEMORY_TOKENS = 4
+    """0: not known."""
+    HBM = 5
+    """Leading tokens in the engine's memory, …"""
+    DRAM = 6
+    """… in the tiers of its node, this one or a faster, …"""
+    FILE = 7
+    REMOTE = 8
+    """… in dram of another node."""
+    TRUST = 9
+    """Place in `TRUSTS`."""
+    HIT_RATIO = 10
+    TOKENS_PER_S = 11
+    """0: the policy's."""
+    LOAD_BYTES_PER_S = 12
+    UNFIT = 13
+    """0, or the place in `filters.Dropped` of what no policy changes."""
+    IDLE_S = 14
+    """Since a request was sent there."""
+    POSITION = 15
+    """Row: what `round-robin` and `session` go by."""
+    WARM = 16
+    """1: adapter is loaded; 0.5: has room for it."""
+    LINK = 17
+    """Bytes/s to the other leg's worker; 0: there is none, or it is on the same node."""
+
+
+class Features(msgspec.Struct):
+    """Columns of a decision: shape (len(FeatureColumn), workers)."""
+
+    workers: list[str]
+    columns: Floats
+
+
+def load_columns(fleet: Fleet, rows: npt.NDArray[np.intp], now_ns: int) -> Floats:
+    """Features without those of a request."""
+    part = fleet.columns[:, rows]
+    costs = fleet.policy.costs
+    columns = np.zeros((len(FeatureColumn), len(rows)))
+    static = _static(fleet, rows)
+    columns[FeatureColumn.MEMORY_TOKENS] = static[0]
+    columns[FeatureColumn.TOKENS_PER_S] = static[1]
+    columns[FeatureColumn.LOAD_BYTES_PER_S] = static[2]
+    other_queued, other_streams, other_memory = fleet.decayed(rows, now_ns)
+    speed = np.where(static[1] > 0, static[1], costs.prefill_tokens_per_s)
+    queued, work_s = part[FleetColumn.QUEUED], part[FleetColumn.WORK_S]
+    elapsed_s = np.maximum(0.0, now_ns - part[FleetColumn.HEAD_NS]) / NS_PER_S
+    own_s = work_s - np.minimum(elapsed_s, part[FleetColumn.HEAD_S])
+    count = queued.sum()
+    mean_s = work_s.sum() / count if count else 2048 / costs.prefill_tokens_per_s
+    others_s = np.maximum(part[FleetColumn.SHARED_TOKENS] / speed, other_queued * mean_s)
+    columns[FeatureColumn.QUEUE_S] = np.maximum(0.0, own_s) + others_s
+    columns[FeatureColumn.QUEUED] = queued + other_queued
+    columns[FeatureColumn.STREAMS] = part[FleetColumn.STREAMS] + np.maximum(
+        part[FleetColumn.SHARED_STREAMS], other_streams
+    )
+    own_memory = part[FleetColumn.HELD_TOKENS] / np.maximum(1.0, static[0])
+    columns[FeatureColumn.MEMORY] = np.where(static[0] > 0, own_memory, 0.0) + other_memory
+    columns[FeatureColumn.HIT_RATIO] = part[FleetColumn.HIT_RATIO]
+    idle_s = (now_ns - part[FleetColumn.SENT_NS]) / NS_PER_S
+    columns[FeatureColumn.IDLE_S] = np.where(
+        part[FleetColumn.SENT_NS] > 0, np.minimum(idle_s, _IDLE_S_MAX), _IDLE_S_MAX
+    )
+    columns[FeatureColumn.POSITION] = rows
+    columns[FeatureColumn.TRUST] = _NONE
+    return columns
+
+
+def _static(fleet: Fleet, rows: npt.NDArray[np.intp]) -> Floats:
+    """Of the descriptions: memory, prefill and load speed."""
+    specs = [fleet.workers[row].spec for row in rows]
+    return np.array(
+        [
+            [spec.memory_tokens for spec in specs],
+            [spec.prefill_tokens_per_s for spec in specs],
+            [spec.load_bytes_per_s for spec in specs],
+        ],
+        dtype=np.float64,
+    )
+
+
+class PrefixColumns:
+    """Prefix lengths by worker, from the index and the tree."""
+
+    def __init__(self, fleet: Fleet, tree: ApproximateTree) -> None:
+        self._fleet = fleet
+        self._tree = tree
+        self._version = -1
+        self._row_of_engine: dict[tuple[str, str, int], int] = {}
+        self._rows_of_node: dict[str, list[int]] = {}
+        self._is_followed: list[bool] = []
+        """By row: whether the index knows its memory."""
+        self._has_strangers = False
+
+    def _places(self) -> None:
+        if self._version == self._fleet.version:
+            return
+        self._version = self._fleet.version
+        self._row_of_engine.clear()
+        self._rows_of_node.clear()
+        for row, state in enumerate(self._fleet.workers):
+            spec = state.spec
+            if spec.engine:
+                self._row_of_engine[spec.node, spec.engine, spec.rank] = row
+            if spec.node:
+                self._rows_of_node.setdefault(spec.node, []).append(row)
+        specs = [state.spec for state in self._fleet.workers]
+        self._is_followed = [bool(spec.engine or spec.node) for spec in specs]
+        self._has_strangers = not all(self._is_followed)
+
+    def fill(
+        self,
+        columns: Floats,
+        rows: npt.NDArray[np.intp],
+        request: RouteRequest,
+        prefix: PrefixAnswer | None,
+        now_ns: int,
+    ) -> None:
+        """Write columns HBM to TRUST."""
+        if not request.keys:
+            return
+        self._places()
+        count = len(self._fleet.workers)
+        lengths = [[0] * count for _ in range(4)]  # hbm, dram, file, remote: blocks
+        trust = [_NONE] * count
+        if prefix is not None:
+            self._from_index(lengths, trust, prefix)
+        self._from_tree(lengths[0], trust, request, now_ns, has_index=prefix is not None)
+        for row in self._red():
+            trust[row] = _NONE
+            for column in lengths:
+                column[row] = 0
+        tokens = np.array(lengths, dtype=np.float64)[:, rows] * request.block_tokens
+        columns[FeatureColumn.HBM : FeatureColumn.TRUST] = np.minimum(
+            tokens, request.prompt_tokens - 1
+        )
+        columns[FeatureColumn.TRUST] = np.array(trust)[rows]
+
+    def _red(self) -> list[int]:
+        return [row for row, state in enumerate(self._fleet.workers) if state.is_red]
+
+    def _from_tree(
+        self,
+        hbm: list[int],
+        trust: list[int],
+        request: RouteRequest,
+        now_ns: int,
+        *,
+        has_index: bool,
+    ) -> None:
+        """All that was sent to workers that nobody follows; to others, what the index cannot know
+        yet."""
+        keys, block_tokens, row_of = request.keys, request.block_tokens, self._fleet.row_of
+        if has_index:
+            young = self._tree.match(keys, now_ns, block_tokens=block_tokens, young_only=True)
+            for worker, blocks in young.items():
+                row = row_of.get(worker)
+                if row is not None and blocks > hbm[row]:
+                    hbm[row], trust[row] = blocks, min(trust[row], _CATCHING_UP)
+        if not has_index or self._has_strangers:
+            sent = self._tree.match(keys, now_ns, block_tokens=block_tokens, young_only=False)
+            for worker, blocks in sent.items():
+                row = row_of.get(worker)
+                if row is not None and not (has_index and self._is_followed[row]):
+                    hbm[row], trust[row] = blocks, _APPROXIMATE
+
+    def _from_index(self, lengths: list[list[int]], trust: list[int], prefix: PrefixAnswer) -> None:
+        hbm, dram, file, remote = lengths
+        best = second = 0
+        best_node = ""
+        for match in prefix.matches:
+            code = _CODE[match.trust]
+            if match.engine:
+                row = self._row_of_engine.get((match.node, match.engine, match.rank))
+                if row is not None:
+                    hbm[row] = match.hbm_blocks
+                    trust[row] = code if trust[row] == _NONE else max(code, trust[row])
+                continue
+            for row in self._rows_of_node.get(match.node, ()):
+                dram[row], file[row] = match.dram_blocks, match.file_blocks
+                trust[row] = code if trust[row] == _NONE else max(code, trust[row])
+            if match.dram_blocks > best:
+                best, second, best_node = match.dram_blocks, best, match.node
+            elif match.dram_blocks > second:
+                second = match.dram_blocks
+        if best:
+            for node, rows in self._rows_of_node.items():  # only workers with a node can fetch
+                length = second if node == best_node else best
+                for row in rows:
+                    remote[row] = length
+                    if trust[row] == _NONE:
+                        trust[row] = _CODE[prefix.trust]

@@ -1,0 +1,267 @@
+"""One row of numbers for each worker: own counts, scraped values, loads of other routers.
+
+    Joined ─▶ row        sent ─▶ queued ─▶ began (first token) ─▶ streaming ─▶ ended        scraped
+
+Rule 1: own counts are the truth about own requests, at once. Scraped values say what others have
+there: scraped minus own at that moment. Older than `stale_s`, they decay to the mean of the pool.
+Rule 2: each flight is counted at one worker once, and its counts leave with it.
+Does not cover: which worker is chosen (`decide`), prefixes (`features`).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.breaker import Breaker
+from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.values import LoadSample, SharedLoad, WorkerHealth, WorkerRole, WorkerSpec
+from kvstore.units import NS_PER_S
+
+Floats = npt.NDArray[np.float64]
+_ROWS_MIN: Final = 16
+
+
+class FleetColumn(enum.IntEnum):
+    """Numbers of a row."""
+
+    QUEUED = 0
+    """Own requests before their first token."""
+    STREAMS = 1
+    """Own requests after it."""
+    WORK_S = 2
+    """Prefill of those that are queued, in seconds."""
+    HEAD_S = 3
+    """Of that, the first in the queue: the one that is computed now."""
+    HEAD_NS = 4
+    """Since then."""
+    HELD_TOKENS = 5
+    """KV cache that own requests fill in the end."""
+    OTHER_QUEUED = 6
+    """By scraping: requests of others."""
+    OTHER_STREAMS = 7
+    OTHER_MEMORY = 8
+    """Share of the KV cache."""
+    SCRAPED_NS = 9
+    """Less than 0: never."""
+    SHARED_TOKENS = 10
+    """By exchange: requests of other routers."""
+    SHARED_STREAMS = 11
+    SENT_NS = 12
+    HIT_RATIO = 13
+    """Cached tokens observed over predicted, smoothed; 1 at the start."""
+
+
+class Flight(msgspec.Struct):
+    """A request at a worker."""
+
+    worker: str
+    work_s: float
+    tokens: int
+    uncached: float = 0.0
+    has_begun: bool = False
+
+
+class WorkerState:
+    """What is no number."""
+
+    def __init__(self, spec: WorkerSpec, policy: RoutingPolicy) -> None:
+        self.spec = spec
+        self.health = WorkerHealth.UP
+        self.is_red = False
+        self.adapters = frozenset(spec.adapters)
+        self.queue: dict[str, float] = {}
+        """Flights before their first token → seconds, in the order in which they were sent."""
+        limits = policy.limits
+        self.breaker = Breaker(failures_max=limits.failures_max, cooldown_ms=limits.cooldown_ms)
+
+
+class Fleet:
+    """All workers."""
+
+    def __init__(self, policy: RoutingPolicy) -> None:
+        self.policy = policy
+        self.workers: list[WorkerState] = []
+        self.row_of: dict[str, int] = {}
+        self.columns: Floats = np.zeros((len(FleetColumn), _ROWS_MIN))
+        self.flights: dict[str, Flight] = {}
+        """By flight id."""
+        self._shared: dict[str, tuple[SharedLoad, ...]] = {}
+        self._rows: dict[tuple[str, WorkerRole], npt.NDArray[np.intp]] = {}
+        self.version = 0
+        """Counts joins and departures: what depends on rows is made anew."""
+
+    def join(self, spec: WorkerSpec) -> None:
+        """A new worker, or another description of one."""
+        row = self.row_of.get(spec.worker)
+        if row is not None:
+            state = self.workers[row]
+            state.spec, state.adapters = spec, frozenset(spec.adapters)
+        else:
+            row = self.row_of[spec.worker] = len(self.workers)
+            self.workers.append(WorkerState(spec, self.policy))
+            if row == self.columns.shape[1]:
+                self.columns = np.hstack([self.columns, np.zeros_like(self.columns)])
+            self.columns[:, row] = 0
+            self.columns[FleetColumn.SCRAPED_NS, row] = -1
+            self.columns[FleetColumn.HIT_RATIO, row] = 1
+        self._changed()
+
+    def leave(self, worker: str) -> list[str]:
+        """Forget a worker; flights that were there."""
+        row = self.row_of.pop(worker, None)
+        if row is None:
+            return []
+        lost = [name for name, flight in self.flights.items() if flight.worker == worker]
+        for name in lost:
+            self.ended(name, 0)
+        last = len(self.workers) - 1
+        if row != last:
+            self.workers[row] = self.workers[last]
+            self.columns[:, row] = self.columns[:, last]
+            self.row_of[self.workers[row].spec.worker] = row
+        self.workers.pop()
+        self._changed()
+        return lost
+
+    def _changed(self) -> None:
+        self._rows.clear()
+        self.version += 1
+        self._share()
+
+    def rows(self, pool: str, *, prefill: bool) -> npt.NDArray[np.intp]:
+        """Rows of a pool that serve remote prefills, or all the rest of a request."""
+        role = WorkerRole.PREFILL if prefill else WorkerRole.DECODE
+        found = self._rows.get((pool, role))
+        if found is None:
+            rows = [
+                row
+                for row, state in enumerate(self.workers)
+                if state.spec.pool == pool
+                and (
+                    state.spec.role is role or (not prefill and state.spec.role is WorkerRole.BOTH)
+                )
+            ]
+            found = self._rows[pool, role] = np.array(rows, dtype=np.intp)
+        return found
+
+    def sent(
+        self,
+        flight: str,
+        worker: str,
+        *,
+        work_s: float,
+        tokens: int,
+        now_ns: int,
+        uncached: float = 0.0,
+    ) -> None:
+        """A request is on its way to a worker."""
+        assert flight not in self.flights
+        row = self.row_of[worker]
+        queue = self.workers[row].queue
+        column = self.columns[:, row]
+        if not queue:
+            column[FleetColumn.HEAD_S] = work_s
+            column[FleetColumn.HEAD_NS] = now_ns
+        queue[flight] = work_s
+        self.flights[flight] = Flight(worker, work_s, tokens, uncached)
+        column[FleetColumn.QUEUED] += 1
+        column[FleetColumn.WORK_S] += work_s
+        column[FleetColumn.HELD_TOKENS] += tokens
+        column[FleetColumn.SENT_NS] = now_ns
+
+    def began(self, flight_id: str, now_ns: int) -> None:
+        """First token: its prefill is done."""
+        flight = self.flights.get(flight_id)
+        if flight is None or flight.has_begun:
+            return
+        flight.has_begun = True
+        row = self.row_of[flight.worker]
+        self._leave_queue(row, flight_id, now_ns)
+        self.columns[FleetColumn.STREAMS, row] += 1
+
+    def ended(self, flight_id: str, now_ns: int) -> None:
+        """The request is not at the worker any more; no error if it never was."""
+        flight = self.flights.pop(flight_id, None)
+        row = None if flight is None else self.row_of.get(flight.worker)
+        if flight is None or row is None:
+            return
+        if flight.has_begun:
+            self.columns[FleetColumn.STREAMS, row] -= 1
+        else:
+            self._leave_queue(row, flight_id, now_ns)
+        self.columns[FleetColumn.HELD_TOKENS, row] -= flight.tokens
+
+    def _leave_queue(self, row: int, flight_id: str, now_ns: int) -> None:
+        queue, column = self.workers[row].queue, self.columns[:, row]
+        work_s = queue.pop(flight_id)
+        column[FleetColumn.QUEUED] -= 1
+        column[FleetColumn.WORK_S] = column[FleetColumn.WORK_S] - work_s if queue else 0.0
+        column[FleetColumn.HEAD_S] = next(iter(queue.values()), 0.0)
+        column[FleetColumn.HEAD_NS] = now_ns
+
+    def scraped(self, worker: str, sample: LoadSample, now_ns: int) -> None:
+        """Numbers of the engine's metrics; ignored for a worker that is not there."""
+        row = self.row_of.get(worker)
+        if row is None:
+            return
+        state, column = self.workers[row], self.columns[:, row]
+        own_queued, own_streams = column[FleetColumn.QUEUED], column[FleetColumn.STREAMS]
+        waiting, running = sample.waiting or 0, sample.running or 0
+        foreign = max(0.0, waiting + running - own_queued - own_streams)
+        column[FleetColumn.OTHER_QUEUED] = min(foreign, waiting)
+        column[FleetColumn.OTHER_STREAMS] = foreign - column[FleetColumn.OTHER_QUEUED]
+        if sample.memory_used is not None:
+            own = column[FleetColumn.HELD_TOKENS] / max(1, state.spec.memory_tokens)
+            column[FleetColumn.OTHER_MEMORY] = max(0.0, sample.memory_used - own)
+        column[FleetColumn.SCRAPED_NS] = now_ns
+        if sample.adapters is not None:
+            state.adapters = frozenset(sample.adapters)
+
+    def shared(self, router: str, loads: tuple[SharedLoad, ...]) -> None:
+        """All that another router has in flight; none: it has nothing, or is gone."""
+        self._shared[router] = loads
+        if not loads:
+            del self._shared[router]
+        self._share()
+
+    def _share(self) -> None:
+        both = self.columns[FleetColumn.SHARED_TOKENS : FleetColumn.SHARED_STREAMS + 1]
+        both[:] = 0
+        for loads in self._shared.values():
+            for load in loads:
+                if (row := self.row_of.get(load.worker)) is not None:
+                    both[:, row] += (load.prefill_tokens, load.streams)
+
+    def decayed(self, rows: npt.NDArray[np.intp], now_ns: int) -> Floats:
+        """Scraped columns of some rows (3 × rows): fresh ones as they are, old ones on their way to
+        the mean of the fresh, by half each `stale_s`; never scraped: the mean."""
+        part = self.columns[:, rows]
+        values = part[FleetColumn.OTHER_QUEUED : FleetColumn.OTHER_MEMORY + 1]
+        stamps, stale_s = part[FleetColumn.SCRAPED_NS], self.policy.limits.stale_s
+        age_s = (now_ns - stamps) / NS_PER_S
+        is_old = (age_s > stale_s) | (stamps < 0)
+        if not is_old.any():
+            return values
+        fresh = values[:, ~is_old]
+        mean = fresh.mean(axis=1, keepdims=True) if fresh.size else np.zeros((3, 1))
+        share = np.where(stamps < 0, 0.0, 0.5 ** (np.maximum(0.0, age_s - stale_s) / stale_s))
+        return np.asarray(values * share + mean * (1 - share))
+
+    def check(self) -> None:
+        """Counts equal the flights. Raises AssertionError if not."""
+        assert self.row_of == {w.spec.worker: row for row, w in enumerate(self.workers)}
+        for row, state in enumerate(self.workers):
+            name, column = state.spec.worker, self.columns[:, row]
+            here = {k: f for k, f in self.flights.items() if f.worker == name}
+            queued = {k: f.work_s for k, f in here.items() if not f.has_begun}
+            assert state.queue == queued
+            assert column[FleetColumn.QUEUED] == len(queued)
+            assert column[FleetColumn.STREAMS] == len(here) - len(queued)
+            assert column[FleetColumn.HELD_TOKENS] == sum(f.tokens for f in here.values())
+            assert abs(column[FleetColumn.WORK_S] - sum(queued.values())) < 1e-6
+        assert all(flight.worker in self.row_of for flight in self.flights.values())

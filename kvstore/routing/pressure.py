@@ -1,0 +1,129 @@
+"""Saturation of a pool with its cause, the degradation ladder, and replicas that are needed.
+
+    features (load) ─▶ saturation (cause) ─▶ rungs in receipts      work per second ─▶ replicas
+
+Saturation 1 is full: each worker counts with the fullest of its queue (seconds), memory and running
+requests. Autoscalers read it, and `wva_desired_replicas`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvstore.routing.features import FeatureColumn
+from kvstore.routing.fleet import Floats
+from kvstore.routing.policy import PolicyLimits
+from kvstore.routing.values import PrefixTrust
+from kvstore.units import NS_PER_S
+
+_TARGET: Final = 0.8
+"""Utilisation that replicas are made for."""
+_SPARE: Final = 0.9
+"""A replica is given back when the others would stay below this share of the target."""
+_WINDOW_S: Final = 30.0
+_NO_RACE: Final = 0.7
+
+
+class Cause(enum.StrEnum):
+    """What is full."""
+
+    NOTHING = "nothing"
+    QUEUE = "queue"
+    MEMORY = "memory"
+    RUNNING = "running"
+    NO_WORKERS = "no-workers"
+
+
+class Rung(enum.StrEnum):
+    """Degradation that was in effect for a request."""
+
+    PREFIX_STALE = "prefix-stale"
+    PREFIX_APPROXIMATE = "prefix-approximate"
+    LOAD_ONLY = "load-only"
+    NO_RACE = "no-race"
+    HELD = "held"
+    SPLIT_REFUSED = "prefill-local"
+    """The prefill queue was full, or every prefiller failed."""
+    RETRIED = "retried"
+
+
+class Saturation(msgspec.Struct, frozen=True):
+    """Of a pool."""
+
+    value: float
+    cause: Cause
+
+
+def saturation(columns: Floats, limits: PolicyLimits) -> Saturation:
+    """Mean over workers of the fullest resource; the cause is the resource that adds most."""
+    if columns.shape[1] == 0:
+        return Saturation(1.0, Cause.NO_WORKERS)
+    queued = columns[FeatureColumn.QUEUED]
+    shares = np.array(
+        [
+            np.maximum(
+                columns[FeatureColumn.QUEUE_S] / limits.saturated_s, queued / limits.queue_max
+            ),
+            columns[FeatureColumn.MEMORY] / limits.memory_ceiling,
+            (queued + columns[FeatureColumn.STREAMS]) / limits.running_max,
+        ]
+    )
+    value = float(shares.max(axis=0).mean())
+    if value <= 0:
+        return Saturation(0.0, Cause.NOTHING)
+    sums = np.bincount(shares.argmax(axis=0), weights=shares.max(axis=0), minlength=3)
+    return Saturation(value, (Cause.QUEUE, Cause.MEMORY, Cause.RUNNING)[int(sums.argmax())])
+
+
+def rungs(trust: PrefixTrust, *, value: float, is_held: bool, attempt: int) -> list[Rung]:
+    """In effect for a request, from the mildest on."""
+    found = []
+    if trust is PrefixTrust.STALE:
+        found.append(Rung.PREFIX_STALE)
+    elif trust is PrefixTrust.APPROXIMATE:
+        found.append(Rung.PREFIX_APPROXIMATE)
+    elif trust is PrefixTrust.NONE:
+        found.append(Rung.LOAD_ONLY)
+    if value >= _NO_RACE:
+        found.append(Rung.NO_RACE)
+    if is_held:
+        found.append(Rung.HELD)
+    if attempt > 1:
+        found.append(Rung.RETRIED)
+    return found
+
+
+class WorkRate:
+    """Seconds of prefill per second that arrive at a pool: workers that are busy, in the mean."""
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        self._at_ns = 0
+
+    def add(self, work_s: float, now_ns: int) -> None:
+        """A request brought work."""
+        self._rate = self.value(now_ns) + work_s / _WINDOW_S
+        self._at_ns = now_ns
+
+    def value(self, now_ns: int) -> float:
+        """Smoothed over half a minute."""
+        return self._rate * math.exp(-max(0, now_ns - self._at_ns) / NS_PER_S / _WINDOW_S)
+
+
+def desired_replicas(columns: Floats, limits: PolicyLimits, *, work_rate: float, held: int) -> int:
+    """Workers that a role of a pool needs: for the work that arrives, for memory in use, one more
+    for a queue that does not drain. One is given back only if the rest keeps a spare."""
+    count = columns.shape[1]
+    if not count:
+        return 1 if held else 0
+    memory = float(columns[FeatureColumn.MEMORY].sum())
+    need = max(work_rate / _TARGET, memory / (_TARGET * limits.memory_ceiling))
+    if held or saturation(columns, limits).value >= 1:
+        need = max(need, count + 1)
+    desired = max(1, math.ceil(need))
+    return desired if desired >= count or need <= _SPARE * (count - 1) else count

@@ -1,0 +1,68 @@
+"""The record of a decision: what was known, what it came to, and what followed.
+
+Columns have one entry for each of `workers`. Features are the whole input of a decision, so
+`decide.replay` makes the decision of another policy from them. Bounded: `receipt_workers_max` of
+the policy; the best ones and the chosen one are kept. No keys, tokens or texts.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RouteOutcome(msgspec.Struct, frozen=True):
+    """What followed, as far as it is known."""
+
+    ttft_s: float | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    attempts: int = 1
+    end: str = ""
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """One decision."""
+
+    number: int
+    """Counts decisions of the core; with `seed` it fixes the choice among equals."""
+    seed: int
+    at_ns: int
+    request_id: str
+    tenant: str
+    service: str
+    pool: str
+    model: str
+    policy: str
+    policy_hash: str
+    index_trust: str
+    index_epoch: int
+    prompt_tokens: int
+    output_tokens: int
+    """Estimated, for the need of memory."""
+    session_hash: int
+    pressure: float = 0.0
+    """Seconds for others, per second of compute (`costs.others_per_s`)."""
+    chosen: str
+    """Empty: none."""
+    prefill_worker: str = ""
+    fallbacks: tuple[str, ...] = ()
+    split_reason: str = ""
+    """Word for the local or remote prefill: `SplitReason` values."""
+    degraded: tuple[str, ...] = ()
+    """Rungs of the degradation ladder that were in effect: `Rung` values."""
+    held_s: float = 0.0
+    attempt: int = 1
+    predicted_s: float = 0.0
+    """TTFT from arrival, held time included."""
+    workers: tuple[str, ...]
+    filtered: dict[str, str]
+    """Worker → word of the filter: `Dropped` values."""
+    features: dict[str, list[float]]
+    """Name → column, by `features.COLUMNS`."""
+    weights: list[list[float]] = []
+    """Learned ones, a column for each worker; empty: all 1."""
+    terms: dict[str, list[float]]
+    """Name → column of seconds (policy `cost`) or points, weights of learning applied."""
+    scores: list[float]
+    """Lower is better."""
+    outcome: RouteOutcome = RouteOutcome()

@@ -1,0 +1,158 @@
+"""Local or remote prefill, and the queue of remote ones.
+
+    uncached tokens, prefill queue, decode load ─▶ `where` ─▶ remote: `PrefillLanes` ─▶ a prefiller
+
+| uncached ≥           | decode streams ≥ | prefill queue < | prefill |
+|----------------------|------------------|-----------------|---------|
+| 256 (`uncached_min`) | –                | 10              | remote  |
+| 64                   | 8                | 10              | remote  |
+| otherwise            |                  |                 | local   |
+
+The first threshold is learned: a remote prefill that took longer than the local one was predicted
+to take raises it, a faster one lowers it, in steps of a few percent and within bounds. The second
+follows in proportion.
+
+Rule 1 of the lanes: shorter buckets first; a prompt that waited `aging_s` counts as one of the next
+shorter bucket, so that a long one waits at most (buckets × aging_s) behind shorter ones that came
+later.
+Rule 2: the short lane is never behind a long prompt: with two prefillers and more, one takes none
+of the long buckets while the others do. A single prefiller takes both, since the engine's chunks
+interleave them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import heapq
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from kvstore.routing.policy import PolicySplit
+from kvstore.units import NS_PER_S
+
+_UP, _DOWN = 1.05, 0.98
+"""Slow down: a remote prefill that does not pay costs two workers."""
+
+PREFILLER_REQUESTS_MAX: Final = 4
+"""At a prefiller at once: one that is computed, the others hide the way there. Late binding: what
+waits here can still be overtaken, what waits there cannot."""
+
+
+class SplitReason(enum.StrEnum):
+    """Why the prefill is where it is."""
+
+    NO_PREFILLERS = "no-prefillers"
+    OFF = "off"
+    """By policy or by the request."""
+    SHORT = "short"
+    LONG = "long"
+    BUSY_DECODE = "busy-decode"
+    PREFILL_QUEUE = "prefill-queue"
+    FELL_BACK = "fell-back"
+    """Every prefiller failed for this request."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is a remote prefill."""
+        return self in (SplitReason.LONG, SplitReason.BUSY_DECODE)
+
+
+class PrefillSplit:
+    """Thresholds of one pool."""
+
+    def __init__(self, settings: PolicySplit) -> None:
+        self.settings = settings
+        self.uncached_min = float(settings.uncached_min)
+
+    def where(self, *, uncached: float, streams: float, prefill_queue: float) -> SplitReason:
+        """See the table. Args: `prefill_queue`: requests at the least loaded prefiller and those
+        that wait for one, a prefiller's share."""
+        settings = self.settings
+        busy_min = self.uncached_min * settings.busy_uncached_min / settings.uncached_min
+        is_busy = streams >= settings.busy_streams and uncached >= busy_min
+        if uncached < self.uncached_min and not is_busy:
+            return SplitReason.SHORT
+        if prefill_queue >= settings.queue_max:
+            return SplitReason.PREFILL_QUEUE
+        return SplitReason.LONG if uncached >= self.uncached_min else SplitReason.BUSY_DECODE
+
+    def learn(self, *, uncached: float, remote_s: float, local_s: float) -> None:
+        """A remote prefill took `remote_s`, where a local one would have taken `local_s`. Long
+        prompts say nothing about the threshold."""
+        settings = self.settings
+        if not settings.is_learned or uncached > 4 * self.uncached_min:
+            return
+        moved = self.uncached_min * (_UP if remote_s > local_s else _DOWN)
+        self.uncached_min = min(max(moved, settings.learned_least), settings.learned_most)
+
+
+class LaneEntry(msgspec.Struct, frozen=True):
+    """A remote prefill that waits."""
+
+    request_id: str
+    uncached: float
+    priority: int
+    arrived_ns: int
+    number: int
+
+
+class PrefillLanes:
+    """Of one pool."""
+
+    def __init__(self, settings: PolicySplit) -> None:
+        self.settings = settings
+        self._edges = (settings.short_tokens, *settings.bucket_tokens)
+        self._lanes: list[list[tuple[int, int, LaneEntry]]] = [
+            [] for _ in range(len(self._edges) + 1)
+        ]
+        """Heaps by (−priority, number): the shortest first."""
+        self._waiting: dict[str, LaneEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def bucket(self, uncached: float) -> int:
+        """0: the short lane."""
+        return bisect.bisect_left(self._edges, uncached)
+
+    def add(self, entry: LaneEntry) -> None:
+        """Queue a remote prefill."""
+        assert entry.request_id not in self._waiting
+        self._waiting[entry.request_id] = entry
+        heapq.heappush(
+            self._lanes[self.bucket(entry.uncached)], (-entry.priority, entry.number, entry)
+        )
+
+    def remove(self, request_id: str) -> bool:
+        """Aborted or served otherwise. Whether it was here."""
+        return self._waiting.pop(request_id, None) is not None
+
+    def order(self, now_ns: int) -> list[LaneEntry]:
+        """Heads of the lanes, by bucket less aging."""
+        heads = []
+        for bucket, heap in enumerate(self._lanes):
+            while heap and heap[0][2].request_id not in self._waiting:
+                heapq.heappop(heap)
+            if heap:
+                entry = heap[0][2]
+                waited_s = (now_ns - entry.arrived_ns) / NS_PER_S
+                aged = bucket - int(waited_s / self.settings.aging_s)
+                heads.append((aged, entry.arrived_ns, entry.number, entry))
+        return [entry for *_, entry in sorted(heads, key=lambda head: head[:3])]
+
+    def may_take(self, uncached: float, busy: Mapping[str, tuple[int, float]]) -> set[str]:
+        """Prefillers that may take a prompt. Args: `busy`: prefiller → (requests there, uncached
+        tokens of the longest)."""
+        room = {name for name, (count, _) in busy.items() if count < PREFILLER_REQUESTS_MAX}
+        if self.bucket(uncached) == 0 or len(busy) == 1:
+            return room
+        has_long = {name for name, (_, longest) in busy.items() if self.bucket(longest) > 0}
+        return room & has_long if len(busy) - len(has_long) <= 1 else room
+
+    def check(self) -> None:
+        """Raises AssertionError if an invariant is broken."""
+        queued = {entry.request_id for heap in self._lanes for *_, entry in heap}
+        assert self._waiting.keys() <= queued

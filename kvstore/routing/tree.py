@@ -1,0 +1,137 @@
+"""Approximate prefixes: which worker was sent which blocks, when nobody says what is held where.
+
+    insert (at routing) ─▶ key → workers, time        match ─▶ leading blocks a worker
+
+Used for engines without an exact source, when the index is gone, and beside the index for blocks
+that were sent so recently that it cannot know them. Keys are chained, so equal keys mean equal
+prefixes. Bounded: `blocks_max` keys, the longest unused leaves first, the end of a chain before its
+start.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+import numpy as np
+
+from kvstore.types import KEY_BYTES
+
+_YOUNG_NS: Final = 10_000_000_000
+"""So long after it was sent, a block counts as there although the index does not show it: longer
+than a delta and most queues take."""
+_STEP_TOKENS: Final = 128
+"""Of shorter blocks, one key in so many tokens is remembered: the chain makes it speak for those
+before it."""
+
+_ALL, _YOUNG, _STAMP = range(3)
+
+
+class ApproximateTree:
+    """See the module. Workers are bits: a number each, given back by `forget`."""
+
+    def __init__(self, *, blocks_max: int) -> None:
+        self.blocks_max = blocks_max
+        self._blocks: OrderedDict[int, list[int]] = OrderedDict()
+        """First 8 bytes of a key → bits of workers, of those sent it within `_YOUNG_NS`, when.
+        Two keys with equal bytes cost a wrong guess, no more."""
+        self._bit_of: dict[str, int] = {}
+        self._worker_of: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def insert(self, keys: bytes, worker: str, now_ns: int, *, block_tokens: int) -> None:
+        """A prompt with these blocks was sent to a worker."""
+        bit = 1 << self._number(worker)
+        blocks = self._blocks
+        for key in reversed(_short(keys, _step(block_tokens))):
+            entry = blocks.get(key)
+            if entry is None:
+                blocks[key] = [bit, bit, now_ns]
+                continue
+            is_young = now_ns - entry[_STAMP] <= _YOUNG_NS
+            entry[_ALL] |= bit
+            entry[_YOUNG] = entry[_YOUNG] | bit if is_young else bit
+            entry[_STAMP] = now_ns
+            blocks.move_to_end(key)
+        while len(blocks) > self.blocks_max:
+            blocks.popitem(last=False)
+
+    def match(
+        self, keys: bytes, now_ns: int, *, block_tokens: int, young_only: bool
+    ) -> dict[str, int]:
+        """Leading blocks that each worker was sent; `young_only`: lately."""
+        step = _step(block_tokens)
+        found: dict[str, int] = {}
+        blocks, running, depth = self._blocks, -1, 0
+        for depth, key in enumerate(_short(keys, step)):
+            entry = blocks.get(key)
+            if entry is None:
+                bits = 0
+            elif not young_only:
+                bits = entry[_ALL]
+            else:
+                bits = entry[_YOUNG] if now_ns - entry[_STAMP] <= _YOUNG_NS else 0
+            left = running & ~bits if depth else 0
+            running = running & bits
+            if left:
+                self._note(found, left, depth * step)
+            if not running:
+                return found
+        if running > 0:
+            self._note(found, running, (depth + 1) * step)
+        return found
+
+    def _note(self, found: dict[str, int], bits: int, blocks: int) -> None:
+        while bits:
+            low = bits & -bits
+            found[self._worker_of[low.bit_length() - 1]] = blocks
+            bits ^= low
+
+    def _number(self, worker: str) -> int:
+        number = self._bit_of.get(worker)
+        if number is None:
+            number = 0
+            while number in self._worker_of:
+                number += 1
+            self._bit_of[worker] = number
+            self._worker_of[number] = worker
+        return number
+
+    def forget(self, worker: str) -> None:
+        """A worker is gone or empty."""
+        number = self._bit_of.pop(worker, None)
+        if number is None:
+            return
+        del self._worker_of[number]
+        keep = ~(1 << number)
+        empty = []
+        for key, entry in self._blocks.items():
+            entry[_ALL] &= keep
+            entry[_YOUNG] &= keep
+            if not entry[_ALL]:
+                empty.append(key)
+        for key in empty:
+            del self._blocks[key]
+
+    def check(self) -> None:
+        """Raises AssertionError if an invariant is broken."""
+        assert len(self._blocks) <= self.blocks_max
+        assert self._bit_of == {worker: bit for bit, worker in self._worker_of.items()}
+        known = sum(1 << bit for bit in self._worker_of)
+        for entry in self._blocks.values():
+            assert entry[_ALL]
+            assert not entry[_ALL] & ~known
+            assert not entry[_YOUNG] & ~entry[_ALL]
+
+
+def _step(block_tokens: int) -> int:
+    return max(1, _STEP_TOKENS // block_tokens)
+
+
+def _short(keys: bytes, step: int) -> list[int]:
+    """First 8 bytes of each `step`-th key, as numbers."""
+    numbers = np.frombuffer(keys, dtype="<u8")[:: KEY_BYTES // 8]
+    short: list[int] = numbers[step - 1 :: step].tolist()
+    return short

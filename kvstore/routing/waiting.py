@@ -1,0 +1,202 @@
+"""Held requests: classes of service, tenants, displacement, time to live.
+
+    add ─▶ (class, tenant) queue ─▶ heads in order ─▶ take         expired, displaced
+
+Order: class rank; then the tenant that was served least, by uncached tokens over its share; then
+priority, then arrival. A tenant that comes back after a pause starts level with the least served
+active one, so that a pause saves up nothing (virtual token counters).
+Bounded: `queue_max` of each class, `held_max` in all; a full room displaces the newest request of
+the lowest class for one of a higher class.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from kvstore.routing.policy import RoutingPolicy
+from kvstore.units import NS_PER_S
+
+_RATE_SAMPLES: Final = 64
+_RETRY_S_MAX: Final = 60
+
+
+class HeldEntry(msgspec.Struct, frozen=True):
+    """A held request. `uncached`: what it will be charged, estimated."""
+
+    request_id: str
+    pool: str
+    service: str
+    tenant: str
+    priority: int
+    number: int
+    arrived_ns: int
+    expires_ns: int
+
+
+_Lane = tuple[str, int, str]
+
+
+class WaitingRoom:
+    """See the module."""
+
+    def __init__(self, policy: RoutingPolicy) -> None:
+        self.policy = policy
+        self.entries: dict[str, HeldEntry] = {}
+        self._lanes: dict[_Lane, list[tuple[int, int, str]]] = {}
+        """(pool, rank, tenant) → heap of (−priority, number, request)."""
+        self._elsewhere: set[str] = set()
+        self._expiry: list[tuple[int, str]] = []
+        self._served: dict[str, float] = {}
+        """Tenant → uncached tokens over its share."""
+        self._by_class = Counter[str]()
+        self._by_pool = Counter[str]()
+        self._taken_ns: deque[int] = deque(maxlen=_RATE_SAMPLES)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def is_full(self, service: str) -> bool:
+        """Whether the class has no room."""
+        return self._by_class[service] >= self.policy.classes[service].queue_max
+
+    def add(self, entry: HeldEntry, *, is_elsewhere: bool = False) -> HeldEntry | None:
+        """Hold a request. Returns the one that is displaced, which may be the request itself.
+        `is_elsewhere`: its turn is decided elsewhere (`split.PrefillLanes`)."""
+        displaced = None
+        if len(self.entries) >= self.policy.limits.held_max:
+            displaced = self._lowest()
+            if self._rank(displaced) <= self._rank(entry):
+                return entry
+            self.remove(displaced.request_id)
+        if is_elsewhere:
+            self._elsewhere.add(entry.request_id)
+        else:
+            lane = self._lane(entry)
+            if lane not in self._lanes:
+                self._level(entry.tenant)
+            heap = self._lanes.setdefault(lane, [])
+            heapq.heappush(heap, (-entry.priority, entry.number, entry.request_id))
+        heapq.heappush(self._expiry, (entry.expires_ns, entry.request_id))
+        self.entries[entry.request_id] = entry
+        self._by_class[entry.service] += 1
+        self._by_pool[entry.pool] += 1
+        return displaced
+
+    def remove(self, request_id: str) -> HeldEntry | None:
+        """Routed, rejected or aborted; no error if it is not here."""
+        entry = self.entries.pop(request_id, None)
+        if entry is not None:
+            self._by_class[entry.service] -= 1
+            self._by_pool[entry.pool] -= 1
+            self._elsewhere.discard(request_id)
+            self._trim(entry)
+        return entry
+
+    def move(self, request_id: str) -> None:
+        """From now on its turn is decided elsewhere."""
+        self._elsewhere.add(request_id)
+        self._trim(self.entries[request_id])
+
+    def _trim(self, entry: HeldEntry) -> None:
+        """Heads of a lane that are not queued in it any more."""
+        lane = self._lane(entry)
+        heap = self._lanes.get(lane, [])
+        while heap and not self._is_queued(heap[0][2]):
+            heapq.heappop(heap)
+        if not heap:
+            self._lanes.pop(lane, None)
+
+    def _is_queued(self, request_id: str) -> bool:
+        return request_id in self.entries and request_id not in self._elsewhere
+
+    def taken(self, tenant: str, uncached: float, now_ns: int, *, was_held: bool) -> None:
+        """A request was routed: charge its tenant."""
+        served = self._served.get(tenant, 0.0)
+        self._served[tenant] = served + uncached / self.policy.tenants.get(tenant, 1.0)
+        if was_held:
+            self._taken_ns.append(now_ns)
+
+    def heads(self, pool: str) -> Iterator[tuple[int, HeldEntry]]:
+        """(class rank, first request) of each tenant, in the order in which they are due."""
+        due = sorted(
+            (rank, self._served.get(tenant, 0.0), tenant)
+            for its_pool, rank, tenant in self._lanes
+            if its_pool == pool
+        )
+        for rank, _, tenant in due:
+            if heap := self._lanes.get((pool, rank, tenant)):
+                yield rank, self.entries[heap[0][2]]
+
+    def pools(self) -> list[str]:
+        """Pools that somebody waits for."""
+        return [pool for pool, count in self._by_pool.items() if count]
+
+    def ahead(self, pool: str, rank: int) -> int:
+        """Held requests of a pool with this rank or a more urgent one."""
+        classes = self.policy.classes
+        return sum(
+            1 for e in self.entries.values() if e.pool == pool and classes[e.service].rank <= rank
+        )
+
+    def has_before(self, pool: str, rank: int) -> bool:
+        """Whether a new request of this rank has to queue up."""
+        return any(p == pool and its <= rank for p, its, _ in self._lanes)
+
+    def expired(self, now_ns: int) -> list[HeldEntry]:
+        """Those whose time to live is over; they are not here any more."""
+        over = []
+        while self._expiry and self._expiry[0][0] <= now_ns:
+            entry = self.remove(heapq.heappop(self._expiry)[1])
+            if entry is not None:
+                over.append(entry)
+        return over
+
+    def rate_per_s(self, now_ns: int) -> float:
+        """Requests that leave the room for a worker; 0: none lately."""
+        if len(self._taken_ns) < 2:
+            return 0.0
+        span_s = max(1e-3, (now_ns - self._taken_ns[0]) / NS_PER_S)
+        return len(self._taken_ns) / span_s
+
+    def wait_s(self, ahead: int, now_ns: int) -> float:
+        """Expected time in the room."""
+        rate = self.rate_per_s(now_ns)
+        return ahead / rate if rate else 0.0
+
+    def retry_after_s(self, ahead: int, excess_s: float, now_ns: int) -> float:
+        """Whole seconds after which the request would fit: from the drain rate, or what it was
+        over its objective."""
+        return float(
+            min(_RETRY_S_MAX, max(1, math.ceil(max(self.wait_s(ahead, now_ns), excess_s))))
+        )
+
+    def _lane(self, entry: HeldEntry) -> _Lane:
+        return (entry.pool, self._rank(entry), entry.tenant)
+
+    def _rank(self, entry: HeldEntry) -> int:
+        return self.policy.classes[entry.service].rank
+
+    def _lowest(self) -> HeldEntry:
+        return max(self.entries.values(), key=lambda e: (self._rank(e), -e.priority, e.number))
+
+    def _level(self, tenant: str) -> None:
+        active = {name for _, _, name in self._lanes}
+        if tenant not in active:
+            least = min((self._served.get(name, 0.0) for name in active), default=0.0)
+            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+
+    def check(self) -> None:
+        """Raises AssertionError if an invariant is broken."""
+        assert len(self.entries) <= self.policy.limits.held_max
+        queued = [name for heap in self._lanes.values() for _, _, name in heap]
+        assert set(queued) >= self.entries.keys() - self._elsewhere
+        assert all(self._is_queued(heap[0][2]) for heap in self._lanes.values())
+        assert self._elsewhere <= self.entries.keys()
+        assert +self._by_class == Counter(e.service for e in self.entries.values())
+        assert +self._by_pool == Counter(e.pool for e in self.entries.values())

@@ -1,0 +1,107 @@
+"""Two real engines, two nodes, the index and the router: prefixes found, wrong keys seen."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.router_process import RouterProcess
+from tests.integration.engine.nursery import EngineNursery
+from tests.integration.engine.support import BLOCK_TOKENS, attached, wait_until
+from tests.kit.router_thread import ask
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+SYSTEM = "You are a careful assistant of a library. " * 24
+
+
+def _healthz(router: RouterProcess) -> str:
+    with urllib.request.urlopen(router.metrics_url.replace("metrics", "healthz")) as answer:
+        return str(answer.read().decode())
+
+
+def _said(router: RouterProcess, name: str) -> dict[str, float]:
+    """Values of a metric of workers, by worker."""
+    with urllib.request.urlopen(router.metrics_url) as answer:
+        lines = answer.read().decode().splitlines()
+    rows = [line for line in lines if line.startswith(f"kvstore_router_worker_{name}{{")]
+    return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in rows}
+
+
+def _chat(port: int, messages: Sequence[dict[str, str]]) -> tuple[str, int, str]:
+    """(worker, cached tokens, answer)."""
+    body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 8, "temperature": 0}
+    status, headers, content = ask(port, body, "/v1/chat/completions", timeout_s=60)
+    assert status == 200, content
+    found = json.loads(content)
+    details = found["usage"]["prompt_tokens_details"] or {}
+    text = found["choices"][0]["message"]["content"]
+    return headers["x-kvstore-worker"], details.get("cached_tokens") or 0, text
+
+
+def test_turns_of_a_conversation_go_where_their_prefix_is(
+    vllm: EngineNursery, tiny_model: Path, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    insecure = ("--insecure", "--node-name")
+    with (
+        NodeProcess.start(
+            tmp_path / "a", dram="256MiB", flags=("--index-listen", "127.0.0.1:0", *insecure, "a")
+        ) as a,
+        NodeProcess.start(
+            tmp_path / "b", dram="256MiB", flags=("--index", a.index, *insecure, "b")
+        ) as b,
+        vllm.start(_config(tiny_model, a), log=tmp_path / "a.log") as first,
+        vllm.start(_config(tiny_model, b), log=tmp_path / "b.log") as other,
+    ):
+        wait_until(lambda: attached(first, a) and attached(other, b), "attached", seconds=60)
+        workers = [
+            *("--worker", f"a=http://127.0.0.1:{first.port},node=a"),
+            *("--worker", f"b=http://127.0.0.1:{other.port},node=b"),
+        ]
+        flags = [*workers, "--index", a.index, "--index-timeout", "500", "--insecure"]
+        tokenizer = ["--tokenizer", f"{SERVED_NAME}={tiny_model}"]
+        with RouterProcess.start(tmp_path, [*flags, *tokenizer]) as router:
+            wait_until(lambda: "load-only" not in _healthz(router), "keys are equal", seconds=60)
+            assert f"tokenizer of {SERVED_NAME}: accepted" in router.log
+            port = int(router.address.rpartition(":")[2])
+            homes = [_converse(port, user) for user in range(4)]
+            assert len(set(homes)) == 2, "both engines serve"
+            predicted, cached = (
+                _said(router, f"{x}_tokens_total") for x in ("predicted", "cached")
+            )
+            assert sum(predicted.values()) > 8 * BLOCK_TOKENS
+            assert sum(cached.values()) >= 0.9 * sum(predicted.values()), "what is shown is there"
+            assert router.stop() == 0
+        # Keys of another seed name no block: red, with the reason, and requests go on by load.
+        wrong = [f"{flag},seed=other" if "=http" in flag else flag for flag in flags]
+        with RouterProcess.start(tmp_path, wrong, name="wrong") as router:
+            wait_until(lambda: "0 of" in _healthz(router), "the difference is seen", seconds=60)
+            assert "worker a is load-only (the index shows 0 of" in _healthz(router)
+            port = int(router.address.rpartition(":")[2])
+            assert _chat(port, [{"role": "user", "content": "Hello"}])[0] in ("a", "b")
+
+
+def _config(model: Path, node: NodeProcess) -> ServerConfig:
+    return ServerConfig(model=model, socket=node.socket, arguments=("--enable-scale-out",))
+
+
+def _converse(port: int, user: int) -> str:
+    """Four turns of a user's own conversation; the worker of all turns but the first."""
+    messages = [{"role": "system", "content": f"User {user}. {SYSTEM}"}]
+    seen = []
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"Question {turn} of user {user}: why?"})
+        worker, cached, text = _chat(port, messages)
+        messages.append({"role": "assistant", "content": text})
+        seen.append((worker, cached))
+    assert len({worker for worker, _ in seen}) == 1, seen
+    assert all(cached >= 4 * BLOCK_TOKENS for _, cached in seen[1:]), seen
+    return seen[0][0]

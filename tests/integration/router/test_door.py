@@ -1,0 +1,226 @@
+"""The listening end against hostile clients: framing, sizes, silence, crowds."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.router.front import attempt, door
+from tests.integration.router.test_proxy import until
+from tests.kit.router_thread import RouterThread
+from tests.kit.scripted_worker import ScriptedWorker
+
+BODY = b'{"model":"m","prompt":"x"}'
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedWorker]:
+    with ScriptedWorker.start(tmp_path_factory.mktemp("engine"), "a") as started:
+        yield started
+
+
+def say(port: int, text: bytes, *, then: bytes = b"") -> bytes:
+    """Everything that comes back until the connection is closed, or 2 s of silence."""
+    with socket.create_connection(("127.0.0.1", port), timeout=2) as client:
+        client.sendall(text + then)
+        heard = b""
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            while piece := client.recv(65536):
+                heard += piece
+        return heard
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+SMUGGLED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Smuggled: 1\r\n" + LENGTH + b"\r\n" + BODY
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HEAD + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED,
+        HEAD + b"Transfer-Encoding: chunked\r\n" + LENGTH + b"\r\n" + CHUNKED,
+        HEAD + LENGTH + b"Content-Length: 5\r\n\r\n" + BODY,
+        HEAD + LENGTH + LENGTH + b"\r\n" + BODY,
+        HEAD + b"Content-Length: +26\r\n\r\n" + BODY,
+        HEAD + b"Content-Length: 0x1a\r\n\r\n" + BODY,
+        HEAD + b"Content-Length: 26, 26\r\n\r\n" + BODY,
+        HEAD + b"Transfer-Encoding: chunked, identity\r\n\r\n" + CHUNKED,
+        HEAD + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKED,
+        HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + CHUNKED,
+        HEAD + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKED,
+        HEAD + b"Transfer-Encoding : chunked\r\n\r\n" + CHUNKED,
+        HEAD + b"Transfer-Encoding: \x0bchunked\r\n\r\n" + CHUNKED,
+        HEAD + b" Transfer-Encoding: chunked\r\n\r\n" + CHUNKED,
+        HEAD + b"X: a\r\n\tTransfer-Encoding: chunked\r\n" + LENGTH + b"\r\n" + BODY,
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n" + BODY + b"\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n1g\r\n" + BODY + b"\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n1a\n" + BODY + b"\n0\n\n",
+        HEAD + b"X\x00Y: 1\r\n" + LENGTH + b"\r\n" + BODY,
+        HEAD + b"Content-Encoding: gzip\r\n" + LENGTH + b"\r\n" + BODY,
+    ],
+)
+def test_framing_that_parsers_read_differently_reaches_no_engine(
+    worker: ScriptedWorker, text: bytes
+) -> None:
+    worker.script("ok")
+    before = worker.seen()["requests"]
+    with RouterThread([worker.flag]) as router:
+        heard = say(router.port, text, then=SMUGGLED)
+        assert b" 200 OK" not in heard
+        assert heard[9:12] in (b"400", b"415", b""), heard[:80]
+        assert router.ask()[0] == 200
+    assert worker.seen()["requests"] == before + 1
+
+
+def test_a_pipeline_is_answered_in_order(worker: ScriptedWorker) -> None:
+    worker.script("ok")
+    with RouterThread([worker.flag]) as router:
+        heard = say(router.port, 5 * (HEAD + LENGTH + b"\r\n" + BODY))
+        assert heard.count(b"HTTP/1.1 200 OK") == 5
+
+
+def test_bodies_and_heads_have_bounds(worker: ScriptedWorker) -> None:
+    worker.script("ok")
+    with RouterThread([worker.flag], body_max="64KiB") as router:
+        big = b'{"model":"m","prompt":"' + b"x" * (64 << 10) + b'"}'
+        assert router.ask(big)[0] == 413
+        chunk = b"%x\r\n%b\r\n" % (len(big), big)
+        heard = say(router.port, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk)
+        assert heard[9:12] == b"413"
+        assert router.ask(big[:-10] + b'"}')[0] in (200, 413)
+        assert router.ask(headers={"X-Long": "x" * 9000})[0] == 400
+        assert router.ask(headers={f"X-{n}": "x" for n in range(200)})[0] == 400
+        for body, says in (
+            (b"", b"not JSON"),
+            (b"[1]", b"not valid"),
+            (b'{"model": 3}', b"not valid"),
+            (b'{"a":' * 9_000, b"not JSON"),
+            (b"\xff\xfe", b"not JSON"),
+        ):
+            status, _, answer = router.ask(body)
+            assert (status, says in answer) == (400, True), (body[:20], answer)
+        assert router.ask()[0] == 200
+        until(lambda: router.router.proxy.in_flight == 0)
+        left = vars(router.router.proxy._bodies)["_left"]
+        assert left == (64 << 10) * door.BODIES_SHARE, "what was read is released"
+
+
+def test_a_body_that_does_not_come_is_given_up(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "BODY_TIMEOUT_S", 0.3)
+    with RouterThread([worker.flag]) as router:
+        heard = say(router.port, HEAD + b"Content-Length: 100\r\n\r\n{")
+        assert heard[9:12] == b"408"
+
+
+def test_silent_connections_give_way(worker: ScriptedWorker) -> None:
+    worker.script("ok")
+    with RouterThread([worker.flag], connections=20) as router, contextlib.ExitStack() as stack:
+        for _ in range(60):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", router.port)))
+            client.sendall(b"POST /v1/comp")
+        assert router.ask()[0] == 200
+        until(lambda: router.router.door.connection_count <= 20)
+
+
+def test_a_crowd_of_half_open_clients_keeps_nobody_out(worker: ScriptedWorker) -> None:
+    """As many as this process may have descriptors for: 9,500 where the limit allows."""
+    import resource
+
+    worker.script("ok")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    count = min(9_500, (hard - 500) // 2)
+    clients: list[socket.socket] = []
+    try:
+        with RouterThread([worker.flag], connections=20_000) as router:
+            for _ in range(count):
+                clients.append(socket.create_connection(("127.0.0.1", router.port)))
+                clients[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+            assert [router.ask()[0] for _ in range(20)] == [200] * 20
+            until(lambda: router.router.door.connection_count >= count)
+            for client in clients:
+                client.close()
+            until(lambda: router.router.door.connection_count == 0)
+    finally:
+        for client in clients:
+            client.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_slow_reader_holds_back_the_engine_and_is_cut_off(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its unread answer is bounded, whatever the engine makes."""
+    monkeypatch.setattr(attempt, "STALL_S", 1.0)
+    worker.script("flood", pieces=2000)
+    with RouterThread([worker.flag]) as router:
+        before = worker.seen()["aborted"]
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", router.port))
+        with client:
+            client.sendall(HEAD + LENGTH + b"\r\n" + BODY)
+            until(lambda: worker.seen()["aborted"] > before)
+            assert 0 < worker.seen()["flooded"] < 32 << 20
+            until(lambda: [e.end.value for e in router.core.ended.values()] == ["aborted"])
+
+
+def test_a_draining_router_ends_what_it_has_begun(worker: ScriptedWorker) -> None:
+    worker.script("ok", delay_s=1.0)
+    with RouterThread([worker.flag]) as router:
+        answers: list[int] = []
+        asking = threading.Thread(target=lambda: answers.append(router.ask()[0]))
+        asking.start()
+        until(lambda: worker.seen()["running"] == 1)
+        begin_s = time.monotonic()
+    assert time.monotonic() - begin_s > 0.3
+    asking.join(10)
+    assert answers == [200]
+
+
+def test_https_with_api_keys_and_without(worker: ScriptedWorker, tmp_path: Path) -> None:
+    import http.client
+    import ssl
+
+    from kvstore.testing.index_process import Lab
+
+    worker.script("ok")
+    lab = Lab(tmp_path)
+    files = lab.files("client", "router")
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("team-a: key-of-team-a-0001\n")
+    flags: dict[str, Any] = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
+    context = ssl.create_default_context(cafile=files.ca)
+    context.check_hostname = False
+    certified = ssl.create_default_context(cafile=files.ca)
+    certified.check_hostname = False
+    certified.load_cert_chain(files.cert, files.key)
+
+    def status(port: int, given: ssl.SSLContext, **headers: str) -> int:
+        connection = http.client.HTTPSConnection("127.0.0.1", port, context=given, timeout=10)
+        try:
+            connection.request("POST", "/v1/completions", BODY, headers)
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    with RouterThread([worker.flag], **flags) as router:
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            status(router.port, context)
+        assert status(router.port, certified) == 200
+    with RouterThread([worker.flag], api_keys=str(keys), **flags) as router:
+        assert status(router.port, context) == 401
+        assert status(router.port, context, Authorization="Bearer key-of-team-a-0001") == 200

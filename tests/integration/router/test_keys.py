@@ -1,0 +1,194 @@
+"""Keys, index and parity: a real node with its index, a scripted engine whose blocks a raw engine
+stores as they are asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.index.chain import block_keys
+from kvstore.router.keys import parity
+from kvstore.routing.events import Arrived, Judged
+from kvstore.routing.values import PrefixTrust
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import BLOCK_TOKENS
+from tests.integration.router.test_proxy import until
+from tests.kit.peers import attached
+from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.scripted_worker import ScriptedWorker
+
+SEED = "0"
+TEXT = "A prefix of some length that fills several blocks of sixteen tokens each. " * 12
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    directory = tmp_path_factory.mktemp("node")
+    flags = ("--index-listen", "127.0.0.1:0", "--insecure", "--node-name", "n1")
+    with NodeProcess.start(directory, dram="64MiB", flags=flags) as started:
+        yield started
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[ScriptedWorker]:
+    with ScriptedWorker.start(tmp_path, "a") as started:
+        yield started
+
+
+@contextlib.contextmanager
+def storing(node: NodeProcess, worker: ScriptedWorker) -> Iterator[None]:
+    """While it lasts, the node holds the blocks of every prompt that the worker completed."""
+    is_over = threading.Event()
+
+    def run() -> None:
+        stored: set[bytes] = set()
+        with attached(node.socket) as engine:
+            while not is_over.wait(0.02):
+                engine.hear(0.0)
+                body = json.loads(worker.seen().get("body") or "{}")
+                prompt = body.get("prompt", [])
+                ids = prompt if isinstance(prompt, list) else list(prompt.encode())
+                salt = body.get("cache_salt", "")
+                keys = block_keys(ids, block_tokens=BLOCK_TOKENS, seed=SEED, cache_salt=salt)
+                if fresh := [key for key in keys if key not in stored]:
+                    engine.store(fresh)
+                    stored.update(fresh)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(30)
+
+
+def routed(
+    node: NodeProcess, worker: ScriptedWorker, *, seed: str = SEED, timeout_ms: int = 500
+) -> RouterThread:
+    flag = f"{worker.flag},node=n1,block={BLOCK_TOKENS},seed={seed}"
+    return RouterThread([flag], index=[node.index], index_timeout=timeout_ms, insecure=True)
+
+
+def state(router: RouterThread) -> str:
+    return str(router.on_loop(lambda: router.router.workers["a"].state))
+
+
+def arrived(router: RouterThread) -> list[Arrived]:
+    return [event for event in router.core.events if isinstance(event, Arrived)]
+
+
+def test_equal_keys_make_a_worker_exact(node: NodeProcess, worker: ScriptedWorker) -> None:
+    with storing(node, worker), routed(node, worker) as router:
+        until(lambda: state(router) == "up" and router.router.workers["a"].has_parity)
+        judged = [e for e in router.core.events if isinstance(e, Judged)]
+        assert judged[-1].is_parity_red is False
+        assert any(e.is_parity_red for e in judged), "until it was compared"
+        for _ in range(2):
+            assert router.ask(ASK | {"prompt": TEXT})[0] == 200
+            until(lambda: "A prefix" in worker.seen()["body"])
+        expected = b"".join(block_keys(list(TEXT.encode()), block_tokens=BLOCK_TOKENS, seed=SEED))
+        assert [e.request.keys for e in arrived(router)] == [expected] * 2
+
+        def is_found() -> bool:
+            router.ask(ASK | {"prompt": TEXT})
+            prefix = arrived(router)[-1].prefix
+            if prefix is None:  # a busy machine
+                return False
+            found = {match.node: match.dram_blocks for match in prefix.matches}
+            return prefix.trust is PrefixTrust.EXACT and found == {"n1": len(TEXT) // BLOCK_TOKENS}
+
+        until(is_found)
+
+
+def test_token_ids_and_salts_have_their_own_keys(node: NodeProcess, worker: ScriptedWorker) -> None:
+    ids = list(range(50, 50 + 4 * BLOCK_TOKENS))
+    with storing(node, worker), routed(node, worker) as router:
+        until(lambda: router.router.workers["a"].has_parity)
+        router.ask(ASK | {"prompt": ids})
+        router.ask(ASK | {"prompt": ids, "cache_salt": "s"})
+        plain, salted = (event.request.keys for event in arrived(router))
+        assert plain == b"".join(block_keys(ids, block_tokens=BLOCK_TOKENS, seed=SEED))
+        assert salted == b"".join(
+            block_keys(ids, block_tokens=BLOCK_TOKENS, seed=SEED, cache_salt="s")
+        )
+
+
+@pytest.mark.parametrize("renders", [True, False])
+def test_keys_of_another_seed_are_red(
+    node: NodeProcess,
+    worker: ScriptedWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    renders: bool,
+) -> None:
+    monkeypatch.setattr(parity, "STORED_S", 1.0)
+    worker.script("ok", renders=renders)
+    with storing(node, worker), routed(node, worker, seed="other") as router:
+        until(lambda: "0 of" in router.router.workers["a"].parity)
+        assert state(router) == "load-only"
+        assert router.ask(ASK | {"prompt": TEXT})[0] == 200
+        assert arrived(router)[-1].prefix is None, "routed by load and by what was sent"
+
+
+def test_without_render_endpoints_token_ids_prove_the_chain(
+    node: NodeProcess, worker: ScriptedWorker
+) -> None:
+    worker.script("ok", renders=False)
+    with storing(node, worker), routed(node, worker) as router:
+        until(lambda: router.router.workers["a"].has_parity)
+        assert router.ask(ASK | {"prompt": TEXT})[0] == 200
+        assert arrived(router)[-1].prefix is None, "no tokens: nobody rendered"
+        assert arrived(router)[-1].request.keys[:32] != b""
+
+
+def test_an_engine_that_stores_nothing_is_red(
+    node: NodeProcess, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity, "STORED_S", 1.0)
+    with attached(node.socket) as engine, routed(node, worker) as router:
+        engine.hear(0.0)
+        until(lambda: "stores nothing" in router.router.workers["a"].parity)
+
+
+def test_hits_that_the_engine_does_not_have_degrade_it(
+    node: NodeProcess, worker: ScriptedWorker
+) -> None:
+    with storing(node, worker), routed(node, worker) as router:
+        until(lambda: router.router.workers["a"].has_parity)
+        seen = router.router.workers["a"]
+
+        def observe(cached: int, count: int) -> None:
+            for _ in range(count):
+                assert router.router.parity is not None
+                router.router.parity.observed(seen, 100, cached)
+
+        router.on_loop(lambda: observe(90, 200))
+        assert state(router) == "up"
+        router.on_loop(lambda: observe(10, 40))
+        assert state(router) == "load-only"
+        assert "of the tokens that the index" in seen.parity
+
+
+def test_a_silent_index_costs_milliseconds_and_then_nothing(
+    node: NodeProcess, worker: ScriptedWorker
+) -> None:
+    with storing(node, worker), routed(node, worker, timeout_ms=50) as router:
+        until(lambda: router.router.workers["a"].has_parity)
+        index = router.router.index
+        assert index is not None
+        node.pause()
+        try:
+            for _ in range(6):
+                assert router.ask(ASK | {"prompt": TEXT})[0] == 200
+            assert "not used" in index.trouble
+            assert index.late_count <= 4, "then nobody was asked"
+            assert arrived(router)[-1].prefix is None
+        finally:
+            node.resume()
+        until(lambda: router.ask(ASK | {"prompt": TEXT})[0] == 200 and index.trouble == "")

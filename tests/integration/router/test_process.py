@@ -1,0 +1,223 @@
+"""`kvstore router` as a process, with its own decision core: policies, receipts, pages, the CLI."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore.proto import router_pb2 as pb
+from kvstore.proto.router_pb2_grpc import RouterStub
+from kvstore.testing.router_process import RouterProcess
+from tests.integration.router.test_proxy import until
+from tests.kit.router_thread import ASK, ask
+from tests.kit.scripted_worker import ScriptedWorker
+
+LONG = "The same beginning of a long conversation. " * 200
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ScriptedWorker]]:
+    directory = tmp_path_factory.mktemp("engines")
+    with (
+        ScriptedWorker.start(directory, "a") as first,
+        ScriptedWorker.start(directory, "b") as other,
+    ):
+        yield [first, other]
+
+
+@pytest.fixture
+def workers(engines: list[ScriptedWorker]) -> list[ScriptedWorker]:
+    for each in engines:
+        each.script("ok")
+    return engines
+
+
+def start(directory: Path, workers: list[ScriptedWorker], *flags: str) -> RouterProcess:
+    named = [text for each in workers for text in ("--worker", each.flag)]
+    return RouterProcess.start(directory, [*named, *flags])
+
+
+def port_of(router: RouterProcess) -> int:
+    return int(router.address.rpartition(":")[2])
+
+
+def page(router: RouterProcess, name: str) -> str:
+    url = router.metrics_url.replace("/metrics", f"/{name}")
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def cli(*arguments: str) -> str:
+    command = [sys.executable, "-m", "kvstore", "route", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("policy", ["cost", "prefix-load", "least-load", "round-robin", "weighted"])
+def test_with_one_of_two_always_failing_no_request_fails(
+    workers: list[ScriptedWorker], tmp_path: Path, policy: str
+) -> None:
+    (tmp_path / "policy.yaml").write_text(f"policy: {policy}\n")
+    workers[1].script("fail")
+    with start(tmp_path, workers, "--policy", str(tmp_path / "policy.yaml")) as router:
+        port = port_of(router)
+        assert [ask(port)[0] for _ in range(60)] == [200] * 60
+        assert router.stop() == 0
+
+
+def test_an_equal_beginning_goes_to_the_same_worker(
+    workers: list[ScriptedWorker], tmp_path: Path
+) -> None:
+    """No index, no tokens: by what was sent where."""
+    with start(tmp_path, workers) as router:
+        port = port_of(router)
+        homes = [
+            ask(port, ASK | {"prompt": f"{user} {LONG} {turn}"})[1]["x-kvstore-worker"]
+            for turn in range(4)
+            for user in range(6)
+        ]
+        for user in range(6):
+            assert len(set(homes[user::6])) == 1, homes
+        assert set(homes) == {"a", "b"}
+
+
+def test_receipts_are_written_explained_and_replayed(
+    workers: list[ScriptedWorker], tmp_path: Path
+) -> None:
+    log = tmp_path / "receipts"
+    before = sum(each.seen()["requests"] for each in workers)
+    with start(tmp_path, workers, "--receipts", f"{log}:1MiB") as router:
+        port = port_of(router)
+        ids = [ask(port, headers={"X-Request-Id": f"r{n}"})[1]["x-request-id"] for n in range(30)]
+        until(lambda: log.exists() and log.read_bytes().count(b"\n") == 30)
+        text = log.read_text()
+        assert "hello" not in text, "no text of a prompt"
+        shown = cli("explain", ids[7], "--receipts", str(log))
+        assert f"request {ids[7]}: " in shown
+        assert "policy cost" in shown
+        (tmp_path / "p.yaml").write_text("policy: round-robin\n")
+        replayed = json.loads(
+            cli("replay", "--receipts", str(log), "--policy", str(tmp_path / "p.yaml"), "--json")
+        )
+        assert replayed["requests"] == 30
+        assert sum(replayed["workers"].values()) == 30
+        (tmp_path / "body").write_text(json.dumps(ASK))
+        dry = cli("explain", "--dry-run", str(tmp_path / "body"), "--router", router.url, "--json")
+        (receipt,) = json.loads(dry)["receipts"]
+        assert receipt["chosen"] in ("a", "b")
+        sent = sum(each.seen()["requests"] for each in workers) - before
+        assert sent == _requests(router) == 30, "not sent"
+
+
+def _requests(router: RouterProcess) -> float:
+    rows = page(router, "metrics").splitlines()
+    return sum(float(row.rsplit(" ", 1)[1]) for row in rows if "router_requests_total{" in row)
+
+
+def test_a_log_of_receipts_is_bounded(workers: list[ScriptedWorker], tmp_path: Path) -> None:
+    log = tmp_path / "receipts"
+    with start(tmp_path, workers, "--receipts", f"{log}:32KiB") as router:
+        port = port_of(router)
+
+        def is_turned() -> bool:
+            ask(port)
+            return log.with_name("receipts.1").exists()
+
+        until(is_turned)
+        until(is_turned)
+        assert log.with_name("receipts.1").stat().st_size < 64 << 10
+
+
+def test_a_policy_is_read_again_and_a_wrong_one_refused(
+    workers: list[ScriptedWorker], tmp_path: Path
+) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("models: {served: {aliases: [alias], pools: [{pool: default, served: m}]}}\n")
+    with start(tmp_path, workers, "--policy", str(path)) as router:
+        port = port_of(router)
+        until(lambda: ask(port, ASK | {"model": "alias"})[0] == 200)
+        assert (
+            json.loads(workers[0].seen().get("body") or workers[1].seen()["body"])["model"] == "m"
+        )
+        path.write_text("policy: nonsense\n")
+        router.process.send_signal(signal.SIGHUP)
+        until(lambda: "the policy stays as it was" in router.log)
+        assert ask(port, ASK | {"model": "alias"})[0] == 200
+        path.write_text("models: {served: {aliases: [other], pools: [{pool: default}]}}\n")
+        router.process.send_signal(signal.SIGHUP)
+        until(lambda: ask(port, ASK | {"model": "alias"})[0] == 404)
+
+
+def test_pages_name_what_is_wrong(workers: list[ScriptedWorker], tmp_path: Path) -> None:
+    with start(tmp_path, workers) as router:
+        assert page(router, "healthz") == "ok\n"
+        workers[1].script("sick")
+        until(lambda: "worker b is down (/health: status 503)" in page(router, "healthz"))
+        assert 'kvstore_router_workers{state="down"} 1.0' in page(router, "metrics")
+        workers[0].script("sick")
+
+        def is_out() -> bool:
+            try:
+                page(router, "healthz")
+            except urllib.error.HTTPError as error:
+                return error.code == 503
+            return False
+
+        until(is_out)
+
+
+def test_route_over_grpc(workers: list[ScriptedWorker], tmp_path: Path) -> None:
+    with start(tmp_path, workers, "--route-listen", "127.0.0.1:0") as router:
+        port = router.ready_line.partition(" route=")[2].split()[0]
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = RouterStub(channel)
+            words = Words()
+            answers = stub.Route(words)
+            words.say(ask=pb.Ask(model="m", keys=bytes(64), prompt_tokens=300))
+            first = next(answers)
+            assert first.worker in ("a", "b")
+            assert first.address in [each.url for each in workers]
+            words.say(failed=pb.WorkerFailed())
+            second = next(answers)
+            assert {first.worker, second.worker} == {"a", "b"}
+            words.say(first=pb.FirstPiece())
+            words.say(done=pb.Done(cached_tokens=3))
+            assert list(answers) == []
+            until(lambda: 'worker_in_flight{worker="a"} 0.0' in page(router, "metrics"))
+            for ask_, says in (
+                (pb.Ask(model="m", keys=bytes(33)), "32 bytes"),
+                (pb.Ask(model="m", prompt_tokens=1 << 30), "at most"),
+            ):
+                wrong = stub.Route(iter([pb.RouteWord(ask=ask_)]))
+                with pytest.raises(grpc.RpcError, match=says):
+                    next(wrong)
+            refused = next(stub.Route(iter([pb.RouteWord(ask=pb.Ask(model="zz"))])))
+            assert (refused.worker, refused.status) == ("", 404)
+
+
+class Words:
+    """The messages of a stream, as they are said."""
+
+    def __init__(self) -> None:
+        import queue
+
+        self._queue: queue.Queue[pb.RouteWord] = queue.Queue()
+
+    def say(self, **word: Any) -> None:
+        self._queue.put(pb.RouteWord(**word))
+
+    def __iter__(self) -> Words:
+        return self
+
+    def __next__(self) -> pb.RouteWord:
+        return self._queue.get(timeout=30)

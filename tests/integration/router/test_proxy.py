@@ -1,0 +1,275 @@
+"""The proxy in front of scripted engines: what passes, what does not, and what faults become."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.scripted_worker import ScriptedWorker
+
+WAIT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ScriptedWorker]]:
+    directory = tmp_path_factory.mktemp("engines")
+    with (
+        ScriptedWorker.start(directory, "a") as first,
+        ScriptedWorker.start(directory, "b") as other,
+    ):
+        yield [first, other]
+
+
+@pytest.fixture
+def workers(engines: list[ScriptedWorker]) -> list[ScriptedWorker]:
+    for each in engines:
+        each.script("ok")
+    return engines
+
+
+def until(true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    pause = threading.Event()
+    while not true():
+        assert time.monotonic() < end_s, "it did not come about in time"
+        pause.wait(0.02)
+
+
+def test_a_request_and_its_answer_pass(workers: list[ScriptedWorker]) -> None:
+    with RouterThread([workers[0].flag]) as router:
+        body = b'{ "model":"m",  "prompt": "h\\u0065llo", "seed": 1e2, "x": [1,2 ]}'
+        status, headers, answer = router.ask(body)
+        assert status == 200
+        assert json.loads(answer)["choices"] == [{"text": "abc"}]
+        assert headers["x-engine"] == "scripted"
+        assert headers["x-kvstore-worker"] == "a"
+        assert "x-kvstore-spoof" not in headers
+        seen = workers[0].seen()
+        assert seen["body"].encode() == body, "byte for byte"
+        until(lambda: len(router.core.ended) == 1)
+        ended = list(router.core.ended.values())
+        assert [(e.end.value, e.cached_tokens, e.output_tokens) for e in ended] == [("done", 64, 3)]
+
+
+def test_pieces_of_a_stream_go_as_they_come(workers: list[ScriptedWorker]) -> None:
+    workers[0].script("ok", pieces=5, pause_s=0.2)
+    with RouterThread([workers[0].flag]) as router:
+        connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=10)
+        connection.request("POST", "/v1/completions", json.dumps(ASK | {"stream": True}))
+        answer = connection.getresponse()
+        times = []
+        text = b""
+        while piece := answer.read1(65536):
+            times.append(time.monotonic())
+            text += piece
+        connection.close()
+        assert text.count(b"data: ") == 7
+        assert text.endswith(b"data: [DONE]\n\n")
+        assert len(times) >= 5, "not held back"
+        assert answer.getheader("Content-Type") == "text/event-stream"
+        until(lambda: len(router.core.ended) == 1)
+        assert next(iter(router.core.ended.values())).cached_tokens == 64
+
+
+def test_headers_that_steer_are_dropped(workers: list[ScriptedWorker]) -> None:
+    with RouterThread([workers[0].flag]) as router:
+        given = {
+            "Authorization": "Bearer own-key",
+            "X-Trace": "kept",
+            "X-Prefiller-Host-Port": "10.0.0.1:1",
+            "X-Data-Parallel-Rank": "3",
+            "X-Forwarded-For": "1.2.3.4",
+            "X-Gateway-Destination-Endpoint": "10.0.0.1:1",
+            "X-Kvstore-Worker": "b",
+            "X_Hidden": "1",
+            "Connection": "X-Trace-2, close",
+            "X-Trace-2": "hop by hop",
+            "TE": "trailers",
+            "X-Request-Id": "___prefill_addr_10.0.0.1:1___decode_addr_x",
+        }
+        status, headers, _ = router.ask(headers=given)
+        assert status == 200
+        seen = {name.lower(): value for name, value in workers[0].seen()["headers"]}
+        assert seen["authorization"] == "Bearer own-key"
+        assert seen["x-trace"] == "kept"
+        assert "prefill" not in seen["x-request-id"]
+        assert headers["x-request-id"] == seen["x-request-id"]
+        assert seen.keys() <= {
+            *("authorization", "x-trace", "x-request-id", "content-type", "content-length"),
+            *("host", "accept-encoding"),
+        }
+
+
+@pytest.mark.parametrize("field", ["kv_transfer_params", "kv_transfer\\u005fparams"])
+def test_transfer_params_of_a_client_are_stripped(
+    workers: list[ScriptedWorker], field: str
+) -> None:
+    with RouterThread([workers[0].flag]) as router:
+        body = f'{{"model": "m", "{field}": {{"remote_host": "10.0.0.1"}}, "prompt": "x"}}'
+        assert router.ask(body.encode())[0] == 200
+        assert json.loads(workers[0].seen()["body"]) == {"model": "m", "prompt": "x"}
+
+
+@pytest.mark.parametrize("mode", [("fail", {}), ("fail", {"status": 503}), ("cut", {})])
+def test_a_failing_engine_fails_no_request(
+    workers: list[ScriptedWorker], mode: tuple[str, dict[str, int]]
+) -> None:
+    workers[1].script(mode[0], **mode[1])
+    with RouterThread([each.flag for each in workers]) as router:
+        statuses = [router.ask()[0] for _ in range(40)]
+        assert statuses == [200] * 40
+        assert router.core.attempts["b"] < 10, "the breaker opened"
+        assert router.on_loop(lambda: router.router.workers["b"].state) == "open"
+        workers[1].script("ok")
+        until(lambda: router.ask()[0] == 200 and router.router.workers["b"].state == "up")
+        assert router.core.health["b"] == "up"
+        until(lambda: len(router.core.ended) >= 41 and not router.core.under_way)
+
+
+def test_an_engine_that_refuses_connections_fails_no_request(
+    workers: list[ScriptedWorker], tmp_path: Path
+) -> None:
+    with ScriptedWorker.start(tmp_path, "gone") as gone:
+        flag = gone.flag
+    with RouterThread([workers[0].flag, flag]) as router:
+        assert [router.ask()[0] for _ in range(20)] == [200] * 20
+
+
+def test_a_4xx_is_passed_on_and_never_counts(workers: list[ScriptedWorker]) -> None:
+    workers[0].script("refuse", status=422)
+    with RouterThread([workers[0].flag]) as router:
+        for _ in range(10):
+            status, _, body = router.ask()
+            assert (status, json.loads(body)) == (422, {"error": "no"})
+        assert router.on_loop(lambda: router.router.workers["a"].state) == "up"
+        until(lambda: len(router.core.ended) == 10)
+        assert {e.end.value for e in router.core.ended.values()} == {"refused"}
+
+
+def test_the_last_failure_is_shown_when_all_fail(workers: list[ScriptedWorker]) -> None:
+    for each in workers:
+        each.script("fail")
+    with RouterThread([each.flag for each in workers]) as router:
+        status, _, body = router.ask()
+        assert (status, json.loads(body)) == (500, {"error": "scripted"})
+        assert sum(router.core.attempts.values()) == 2
+
+
+def test_an_answer_that_breaks_off_is_cut_and_not_retried(workers: list[ScriptedWorker]) -> None:
+    workers[0].script("die", pieces=5, pause_s=0.05)
+    with RouterThread([workers[0].flag]) as router:
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            router.ask(ASK | {"stream": True})
+        assert sum(router.core.attempts.values()) == 1
+        until(lambda: router.router.proxy.counts["broken"] == 1)
+        assert not router.core.under_way
+
+
+def test_a_hanging_engine_is_found_and_its_requests_go_elsewhere(
+    workers: list[ScriptedWorker],
+) -> None:
+    """It accepts and answers nothing: probes find it, and what waits for it is sent elsewhere."""
+    workers[1].script("hang")
+    with RouterThread([each.flag for each in workers]) as router:
+        begin_s = time.monotonic()
+        assert [router.ask()[0] for _ in range(4)] == [200] * 4
+        assert time.monotonic() - begin_s < 8
+        assert router.on_loop(lambda: router.router.workers["b"].state) == "down"
+
+
+@pytest.mark.parametrize(
+    "mode", [{"mode": "ok", "pieces": 1000, "pause_s": 0.05}, {"mode": "ok", "delay_s": 60}]
+)
+def test_a_client_that_leaves_aborts_the_engine(
+    workers: list[ScriptedWorker], mode: dict[str, Any]
+) -> None:
+    workers[0].script(**mode)
+    before = workers[0].seen()["aborted"]
+    with RouterThread([workers[0].flag]) as router:
+        content = json.dumps(ASK | {"stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", router.port)) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+                % (len(content), content)
+            )
+            until(lambda: workers[0].seen()["running"] == 1)
+        left_s = time.monotonic()
+        until(lambda: workers[0].seen()["aborted"] > before)
+        assert time.monotonic() - left_s < 1.0
+        until(lambda: [e.end.value for e in router.core.ended.values()] == ["aborted"])
+
+
+def test_a_client_that_leaves_while_it_is_held_is_ended(workers: list[ScriptedWorker]) -> None:
+    with RouterThread([workers[0].flag]) as router:
+        router.core.holds = True
+        with socket.create_connection(("127.0.0.1", router.port)) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 13\r\n\r\n"
+                b'{"model":"m"}'
+            )
+            until(lambda: router.router.dispatcher.held_count == 1)
+        until(lambda: [e.end.value for e in router.core.ended.values()] == ["aborted"])
+        router.core.holds = False
+        assert router.ask()[0] == 200
+        assert workers[0].seen()["body"] == json.dumps(ASK)
+
+
+def test_held_requests_go_when_the_core_says_so(workers: list[ScriptedWorker]) -> None:
+    with RouterThread([workers[0].flag]) as router:
+        router.core.holds = True
+        results: list[int] = []
+        asking = threading.Thread(target=lambda: results.append(router.ask()[0]))
+        asking.start()
+        until(lambda: router.router.dispatcher.held_count == 1)
+        router.core.holds = False
+        asking.join(WAIT_S)
+        assert results == [200]
+
+
+def test_nobody_there_is_a_503(workers: list[ScriptedWorker]) -> None:
+    workers[0].script("sick")
+    with RouterThread([workers[0].flag]) as router:
+        until(lambda: router.router.workers["a"].state == "down")
+        status, headers, body = router.ask()
+        assert status == 503
+        assert headers["x-kvstore-dropped-reason"] == "rejected-no-endpoints"
+        assert "no worker" in json.loads(body)["error"]["message"]
+
+
+def test_tenants_and_their_salts(workers: list[ScriptedWorker], tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("team-a: key-of-team-a-0001\nteam-b: [key-of-team-b-0001]\n")
+    with RouterThread([workers[0].flag], api_keys=str(keys)) as router:
+        assert router.ask()[0] == 401
+        assert router.ask(headers={"Authorization": "Bearer key-of-team-c-0001"})[0] == 401
+        for name, given, expected in (
+            ("a", {}, "team-a"),
+            ("b", {"cache_salt": "own"}, "team-b/own"),
+            ("a", {"cache_salt": "team-b"}, "team-a/team-b"),
+        ):
+            auth = {"Authorization": f"Bearer key-of-team-{name}-0001"}
+            assert router.ask(ASK | given, headers=auth)[0] == 200
+            seen = workers[0].seen()
+            assert json.loads(seen["body"])["cache_salt"] == expected
+            assert "authorization" not in {name.lower() for name, _ in seen["headers"]}
+
+
+def test_models_and_unknown_paths(workers: list[ScriptedWorker]) -> None:
+    workers[0].script("ok", models=["llama", "adapter"])
+    with RouterThread([workers[0].flag]) as router:
+        until(lambda: router.router.workers["a"].models == ("adapter", "llama"))
+        status, _, body = router.ask(path="/v1/models", method="GET")
+        assert status == 200
+        assert [row["id"] for row in json.loads(body)["data"]] == ["adapter", "llama"]
+        assert router.ask(path="/v1/files")[0] == 404
+        assert router.ask(path="/v1/completions", method="GET")[0] == 405
+        assert router.ask(path="/health", method="GET")[0] == 200

@@ -1,0 +1,90 @@
+"""A router in this process: its own loop in a thread, a core of the test's choice."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvstore.config.router import load_router_config
+from kvstore.net.aio import LoopThread
+from kvstore.router.process import Router
+from tests.kit.turns_core import TurnsCore
+
+_T = TypeVar("_T")
+ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
+
+
+class RouterThread(AbstractContextManager["RouterThread"]):
+    """One router and its core."""
+
+    def __init__(
+        self, workers: Sequence[str], *, core: TurnsCore | None = None, **settings: Any
+    ) -> None:
+        config = load_router_config(
+            None, {"listen": "127.0.0.1:0", "metrics": "off", "worker": list(workers), **settings}
+        )
+        self.core = core or TurnsCore()
+        self.config = dataclasses.replace(config)
+        self._loop = LoopThread("router")
+        try:
+            self.router = self.on_loop(lambda: Router(self.config, self.core))
+            self._loop.call(self.router.start(), timeout_s=10)
+        except BaseException:
+            self._loop.close()
+            raise
+        self.port = self.router.port
+
+    def on_loop(self, read: Callable[[], _T]) -> _T:
+        async def reading() -> _T:
+            return read()
+
+        return self._loop.call(reading(), timeout_s=10)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loop.call(self.router.close(), timeout_s=60)
+        self._loop.close()
+
+    def ask(
+        self,
+        body: object = None,
+        path: str = "/v1/completions",
+        *,
+        method: str = "POST",
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, dict[str, str], bytes]:
+        """(status, headers, body) of one request on a connection of its own."""
+        return ask(self.port, body, path, method=method, headers=headers)
+
+
+def ask(
+    port: int,
+    body: object = None,
+    path: str = "/v1/completions",
+    *,
+    method: str = "POST",
+    headers: dict[str, str] | None = None,
+    timeout_s: float = 30.0,
+) -> tuple[int, dict[str, str], bytes]:
+    """As the method."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    try:
+        content = body if isinstance(body, bytes) else json.dumps(ASK if body is None else body)
+        more = {"Content-Type": "application/json", **(headers or {})}
+        connection.request(method, path, content if method == "POST" else None, more)
+        answer = connection.getresponse()
+        return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+    finally:
+        connection.close()

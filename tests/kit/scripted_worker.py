@@ -1,0 +1,191 @@
+"""An OpenAI engine that does what a script says: a process of its own, real HTTP.
+
+    with ScriptedWorker.start(tmp_path, "a") as worker:
+        worker.script("fail")            # or slow, die, hang, refuse, flood, ok
+
+It counts requests, aborts and what it saw last, which `seen` shows. Answers stream `pieces` tokens,
+`pause_s` apart. Health and metrics follow the script too: `hang` answers nothing at all. `render`
+makes one token of each byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from kvstore.testing.process import ChildServer, start_ready
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class ScriptedWorker(ChildServer):
+    """One such engine."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str], ready_line: str) -> None:
+        super().__init__(process, ready_line)
+        self.name = name
+        self.url = ready_line.split()[-1]
+
+    @classmethod
+    def start(cls, directory: Path, name: str, *, port: int = 0) -> ScriptedWorker:
+        process, line = start_ready(
+            [__file__, str(port)],
+            log=directory / f"worker-{name}.log",
+            says="worker ready",
+            timeout_s=60,
+        )
+        return cls(name, process, line)
+
+    @property
+    def flag(self) -> str:
+        """For `--worker`."""
+        return f"{self.name}={self.url}"
+
+    def script(self, mode: str, **more: Any) -> None:
+        """Do this from now on."""
+        self._ask("/script", {"mode": mode, **more})
+
+    def seen(self) -> dict[str, Any]:
+        """Counts, and the last request."""
+        return self._ask("/seen", {})
+
+    def _ask(self, path: str, content: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(self.url + path, json.dumps(content).encode())
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+            return found
+
+
+class _Script:
+    """The server inside."""
+
+    def __init__(self) -> None:
+        self.mode: dict[str, Any] = {"mode": "ok"}
+        self.seen: dict[str, Any] = {"requests": 0, "aborted": 0, "ended": 0, "running": 0}
+        self.prompts: dict[str, int] = {}
+
+    async def set(self, request: web.Request) -> web.Response:
+        self.mode = await request.json()
+        return web.json_response({})
+
+    async def tell(self, _: web.Request) -> web.Response:
+        return web.json_response(self.seen)
+
+    async def health(self, _: web.Request) -> web.Response:
+        if self.mode["mode"] in ("hang", "deaf"):
+            await asyncio.sleep(3600)
+        return web.Response(status=503 if self.mode["mode"] == "sick" else 200)
+
+    async def models(self, _: web.Request) -> web.Response:
+        names = self.mode.get("models", ["m"])
+        return web.json_response({"data": [{"id": name} for name in names]})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(
+            text=f"vllm:num_requests_running {self.seen['running']}\n"
+            "vllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0.1\n"
+            'vllm:cache_config_info{block_size="16",num_gpu_blocks="1000"} 1.0\n'
+        )
+
+    async def render(self, request: web.Request) -> web.Response:
+        if self.mode.get("renders", True) is not True:
+            return web.Response(status=403)
+        body = await request.json()
+        text = body.get("prompt") or json.dumps(body.get("messages"))
+        ids = text if isinstance(text, list) else list(text.encode())
+        found = {"token_ids": ids}
+        return web.json_response([found] if request.path.startswith("/v1/completions") else found)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        self.seen["requests"] += 1
+        self.seen["running"] += 1
+        try:
+            answer = await self._complete(request)
+        except (asyncio.CancelledError, ConnectionError):
+            self.seen["aborted"] += 1
+            raise
+        else:
+            self.seen["ended"] += 1
+            return answer
+        finally:
+            self.seen["running"] -= 1
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.seen |= {
+            "path": request.path,
+            "headers": [[k, v] for k, v in request.headers.items()],
+            "body": body.decode(errors="replace"),
+        }
+        mode = self.mode["mode"]
+        if mode == "fail":
+            return web.json_response({"error": "scripted"}, status=self.mode.get("status", 500))
+        if mode == "refuse":
+            return web.json_response({"error": "no"}, status=self.mode.get("status", 400))
+        if mode in ("hang", "deaf"):
+            await asyncio.sleep(3600)
+        await asyncio.sleep(self.mode.get("delay_s", 0))
+        if mode == "cut":
+            assert request.transport is not None
+            request.transport.abort()
+            raise ConnectionResetError
+        asked = json.loads(body)
+        if mode == "flood":
+            out = web.StreamResponse()
+            await out.prepare(request)
+            for _ in range(self.mode["pieces"]):
+                await out.write(bytes(1 << 16))
+                self.seen["flooded"] = self.seen.get("flooded", 0) + (1 << 16)
+            return out
+        usage = {
+            "prompt_tokens": 100,
+            "completion_tokens": 3,
+            "prompt_tokens_details": {"cached_tokens": 64},
+        }
+        if not asked.get("stream"):
+            return web.json_response(
+                {"object": "text_completion", "choices": [{"text": "abc"}], "usage": usage},
+                headers={"X-Kvstore-Spoof": "1", "X-Engine": "scripted"},
+            )
+        out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await out.prepare(request)
+        for number in range(self.mode.get("pieces", 3)):
+            await out.write(f'data: {{"n": {number}}}\n\n'.encode())
+            if mode == "die" and number == self.mode.get("at", 1):
+                assert request.transport is not None
+                request.transport.abort()
+                raise ConnectionResetError
+            await asyncio.sleep(self.mode.get("pause_s", 0))
+        await out.write(b"data: " + json.dumps({"usage": usage}).encode() + b"\n\n")
+        await out.write(b"data: [DONE]\n\n")
+        return out
+
+
+async def _serve(port: int) -> None:
+    script = _Script()
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_post("/script", script.set)
+    app.router.add_post("/seen", script.tell)
+    app.router.add_get("/health", script.health)
+    app.router.add_get("/metrics", script.metrics)
+    app.router.add_get("/v1/models", script.models)
+    app.router.add_post("/v1/{kind:.*}/render", script.render)
+    app.router.add_post("/v1/{rest:.*}", script.complete)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    print(f"worker ready http://{host}:{port}", flush=True)  # noqa: T201
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(int(sys.argv[1])))

@@ -1,0 +1,101 @@
+"""Flags of the router: each mistake is one sentence that says how to mend it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.config.router import load_router_config
+from kvstore.errors import ConfigError
+from kvstore.router.engines.discovery import addresses_of
+from kvstore.router.front.tenants import load_tenants
+from kvstore.router.policy_file import load_policy
+
+HERE = ["a=http://127.0.0.1:8000"]
+
+
+def test_a_worker_with_all_options() -> None:
+    text = "a=http://[::1]:8000,kind=sglang,node=n1,engine=e,block=64,seed=s,role=decode,rank=1"
+    config = load_router_config(None, {"worker": [text]})
+    (address,) = addresses_of(config.workers)
+    assert (address.url, address.kind, address.node, address.engine) == (
+        "http://[::1]:8000",
+        *("sglang", "n1", "e"),
+    )
+    assert (address.block_tokens, address.hash_seed, address.role, address.rank) == (
+        *(64, "s"),
+        *("decode", 1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({}, "name the engines"),
+        ({"worker": ["http://127.0.0.1:8000"]}, "must be NAME=URL"),
+        ({"worker": ["a=ftp://127.0.0.1"]}, "must be NAME=URL"),
+        ({"worker": ["a=http://127.0.0.1:99999"]}, "must be NAME=URL"),
+        ({"worker": ["a=http://127.0.0.1:1/v1"]}, "must be NAME=URL"),
+        ({"worker": [*HERE, *HERE]}, "twice"),
+        ({"worker": ["a=http://127.0.0.1:1,kind=other"]}, "kind is one of"),
+        ({"worker": ["a=http://127.0.0.1:1,block=x"]}, "block is a number"),
+        ({"worker": ["a=http://127.0.0.1:1,blok=1"]}, "KEY=VALUE of kind"),
+        ({"worker": ["a=http://10.0.0.1:8000"]}, "--insecure"),
+        ({"worker": ["a=http://vllm.example:8000"]}, "--insecure"),
+        ({"worker_dns": ["http://vllm.example:8000"]}, "--insecure"),
+        ({"worker_slices": "svc"}, "NAMESPACE/SERVICE:PORT"),
+        ({"worker": HERE, "listen": "0.0.0.0:8080"}, "--insecure"),
+        ({"worker": HERE, "listen": "8080"}, "an IP address and a port"),
+        ({"worker": HERE, "index": ["127.0.0.1:9470"]}, "--index needs TLS"),
+        ({"worker": HERE, "index": ["x"], "insecure": True}, "HOST:PORT"),
+        ({"worker": HERE, "body_max": "1"}, "body-max"),
+        ({"worker": HERE, "tokenizer": ["m=/nowhere"]}, "MODEL=DIRECTORY"),
+        ({"worker": HERE, "worker_key_file": "/nowhere"}, "cannot be read"),
+        ({"worker": HERE, "cert": "x"}, "needs TLS"),
+    ],
+)
+def test_mistakes_are_said(flags: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_router_config(None, flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [", "not YAML"),
+        ("[]", "must hold lines"),
+        ("A B: key-of-sixteen-characters", "cannot be a tenant"),
+        ("a: short", "at least 16"),
+        ("a: sha256:00", "64 hex digits"),
+        ("a: key-of-sixteen-characters\nb: key-of-sixteen-characters", "share a key"),
+    ],
+)
+def test_wrong_keys_are_said(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_tenants(tmp_path / "keys")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_tenants(tmp_path / "none")
+
+
+def test_hashes_stand_for_keys(tmp_path: Path) -> None:
+    import hashlib
+
+    digest = hashlib.sha256(b"the-key-of-team-a").hexdigest()
+    (tmp_path / "keys").write_text(f"team-a: ['sha256:{digest}']\n")
+    tenants = load_tenants(tmp_path / "keys")
+    assert tenants.of("the-key-of-team-a") == "team-a"
+    assert tenants.of(f"sha256:{digest}") is None
+    assert tenants.of("") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("a: [", "not YAML"), ("policy: best", "policy"), ("polcy: cost", "polcy")]
+)
+def test_a_wrong_policy_is_said(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_policy(path)

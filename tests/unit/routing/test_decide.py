@@ -1,0 +1,304 @@
+"""Filter, score, choose: seconds, guards, receipts that replay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from kvstore.routing.costs import Term, terms
+from kvstore.routing.decide import replay
+from kvstore.routing.events import Ending, FirstToken, Judged, RequestEnded, Scraped
+from kvstore.routing.features import TRUSTS, FeatureColumn
+from kvstore.routing.policy import POLICY_NAMES, PolicyCosts, PolicyLimits, RoutingPolicy, parse
+from kvstore.routing.receipts import Receipt
+from kvstore.routing.values import LoadSample, PrefixMatch, PrefixTrust, WorkerHealth
+from tests.unit.routing.fleets import (
+    MS,
+    S,
+    answer,
+    arrive,
+    core_of,
+    hbm,
+    rejected,
+    request,
+    routed,
+    spec,
+)
+
+
+def columns(**given_: list[float]) -> np.ndarray:
+    count = len(next(iter(given_.values())))
+    made = np.zeros((len(FeatureColumn), count))
+    made[FeatureColumn.HIT_RATIO] = 1
+    made[FeatureColumn.WARM] = 1
+    for name, values in given_.items():
+        made[FeatureColumn[name.upper()]] = values
+    return made
+
+
+COSTS = PolicyCosts(
+    prefill_tokens_per_s=1000,
+    attention_tokens=1e12,
+    kv_bytes_per_token=1000,
+    dram_bytes_per_s=1e7,
+    file_bytes_per_s=1e6,
+    network_bytes_per_s=2e6,
+    network_s=0.01,
+    base_s=0.0,
+    stream_share=0.01,
+)
+
+
+def made(prompt: int = 1000, costs: PolicyCosts = COSTS, **given_: Any) -> dict[str, list[float]]:
+    found = terms(columns(**given_), costs, PolicyLimits(), prompt_tokens=prompt, pressure=0)
+    return {term.name.lower(): found.terms[term].round(6).tolist() for term in Term}
+
+
+def test_seconds_of_a_prefix_by_tier() -> None:
+    found = made(
+        hbm=[0, 500, 0, 0, 0],
+        dram=[0, 0, 500, 0, 0],
+        file=[0, 0, 0, 500, 0],
+        remote=[0, 0, 0, 0, 500],
+    )
+    # Nothing: 1 s. hbm: free. dram: 500 kB at 10 MB/s. File: 0.5 s, no better than computing, and
+    # dram of another node: 10 ms + 250 ms, and 50 ms from there to the engine.
+    assert found["compute"][:3] == [1.0, 0.5, 0.5]
+    assert found["load"][:3] == [0, 0, 0.05]
+    assert found["compute"][3] + found["load"][3] == 1.0
+    assert found["compute"][4] == 0.5
+    assert found["load"][4] == pytest.approx(0.31)
+
+
+def test_a_load_hides_behind_the_queue_or_the_compute() -> None:
+    assert made(dram=[500], queue_s=[0.04])["load"] == [pytest.approx(0.01)]
+    assert made(dram=[500], queue_s=[1.0])["load"] == [0]
+    beside = msgspec.structs.replace(COSTS, overlap="compute", dram_bytes_per_s=8e5)
+    assert made(dram=[500], costs=beside)["load"] == [pytest.approx(0.125)]
+
+
+def test_trust_and_observed_hits_lower_the_prefix() -> None:
+    stale = TRUSTS.index(PrefixTrust.STALE)
+    assert made(hbm=[800, 800], trust=[0, stale])["compute"] == [0.2, 0.6]
+    assert made(hbm=[800], hit_ratio=[0.5])["compute"] == [0.6]
+
+
+def test_streams_slow_a_prefill_down() -> None:
+    assert made(streams=[0, 20])["interference"] == [0, 0.2]
+
+
+def test_a_hot_worker_loses_its_credit_for_this_request_alone() -> None:
+    hot = {"hbm": [900, 0, 0, 0], "queue_s": [60, 0, 0, 0]}
+    assert made(**hot)["compute"][0] == 1.0
+    # A prompt that takes longer to compute than the hot worker's queue keeps the credit.
+    long = made(prompt=100_000, **{**hot, "hbm": [90_000, 0, 0, 0]})
+    assert long["compute"][0] == pytest.approx(10.0)
+
+
+def test_the_longest_prefix_wins_until_its_queue_costs_more() -> None:
+    core = core_of(spec(0), spec(1))
+    counts = Counter(
+        routed(arrive(core, request(f"r{n}", 4096), answer(hbm(1, 200)))).worker for n in range(12)
+    )
+    assert counts["w1"] > counts["w0"] > 0
+
+
+def test_equal_workers_share_cold_prompts() -> None:
+    core = core_of(*(spec(n) for n in range(8)))
+    counts = Counter(routed(arrive(core, request(f"r{n}"))).worker for n in range(64))
+    assert set(counts.values()) == {8}
+
+
+def test_only_near_equals_are_chosen_by_seed() -> None:
+    def chosen(seed: int, blocks: int) -> str:
+        core = core_of(spec(0), spec(1), seed=seed)
+        prefix = answer(hbm(0, 100), hbm(1, blocks))
+        return routed(arrive(core, request("r", 4096), prefix)).worker
+
+    assert {chosen(seed, 100) for seed in range(12)} == {"w0", "w1"}
+    assert {chosen(seed, 0) for seed in range(12)} == {"w0"}
+    assert chosen(3, 100) == chosen(3, 100)
+
+
+FILTERED = [
+    ({"health": WorkerHealth.DOWN}, "down"),
+    ({"health": WorkerHealth.DRAINING}, "draining"),
+]
+
+
+@pytest.mark.parametrize(("finding", "word"), FILTERED)
+def test_an_unhealthy_worker_gets_nothing(finding: dict[str, Any], word: str) -> None:
+    core = core_of(spec(0), spec(1))
+    core.step(Judged("w0", **finding), S)
+    for n in range(6):
+        sent = routed(arrive(core, request(f"r{n}"), answer(hbm(0, 256))))
+        assert sent.worker == "w1"
+        assert sent.receipt.filtered == {"w0": word}
+    core.step(Judged("w1", **finding), S)
+    assert rejected(arrive(core, request("last"))).status == 503
+
+
+def test_a_subset_is_kept_to_by_name_and_by_address() -> None:
+    core = core_of(spec(0), spec(1), spec(2))
+    for n in range(6):
+        assert routed(arrive(core, request(f"a{n}", subset=("w1",)))).worker == "w1"
+        assert routed(arrive(core, request(f"b{n}", subset=("10.0.0.2:80",)))).worker == "w2"
+    assert rejected(arrive(core, request("c", subset=()))).status == 503
+
+
+def test_memory_by_need_has_a_ceiling() -> None:
+    core = core_of(spec(0, memory_tokens=10_000), spec(1, memory_tokens=100_000))
+    routed(arrive(core, request("a", 8000, subset=("w0",))))
+    sent = routed(arrive(core, request("b", 4000)))
+    assert (sent.worker, sent.receipt.filtered) == ("w1", {"w0": "memory"})
+
+
+def test_a_request_larger_than_memory_goes_to_an_idle_worker() -> None:
+    core = core_of(spec(0, memory_tokens=10_000))
+    routed(arrive(core, request("a", 50_000)))
+
+
+def test_red_parity_means_load_only() -> None:
+    core = core_of(spec(0), spec(1))
+    core.step(Judged("w0", is_parity_red=True), S)
+    receipt = routed(arrive(core, request("r"), answer(hbm(0, 256), hbm(1, 10)))).receipt
+    assert receipt.chosen == "w1"
+    assert receipt.features["hbm"] == [0, 160]
+
+
+def test_stale_numbers_decay_to_the_mean_of_the_pool() -> None:
+    core = core_of(spec(0), spec(1), spec(2))
+    core.step(Scraped("w0", LoadSample(waiting=40, running=40)), 1 * S)
+    for n in (1, 2):
+        core.step(Scraped(f"w{n}", LoadSample(waiting=4, running=4)), 100 * S)
+
+    def queued(now_ns: int) -> float:
+        return core.explain(request("x"), None, now_ns).features["queued"][0]
+
+    assert queued(2 * S) == 40
+    assert queued(101 * S) == pytest.approx(4, abs=0.01)
+    assert 10 < queued(5 * S) < 40  # nobody else was fresh then: nothing is known of them
+
+
+def test_own_requests_are_not_counted_twice() -> None:
+    core = core_of(spec(0))
+    for n in range(3):
+        routed(arrive(core, request(f"r{n}")))
+    core.step(Scraped("w0", LoadSample(waiting=5, running=1)), S)
+    assert core.explain(request("x"), None, S).features["queued"] == [6]
+    core.step(FirstToken("r0"), S)
+    core.check()
+
+
+def test_dram_of_another_node_counts_for_everybody_with_a_node() -> None:
+    core = core_of(spec(0), spec(1), spec(2, node="", engine=""))
+    receipt = core.explain(
+        request("x"), answer(PrefixMatch("n0", "", 0, 0, 100), PrefixMatch("n1", "", 0, 0, 40)), S
+    )
+    assert receipt.features["dram"] == [1600, 640, 0]
+    assert receipt.features["remote"] == [640, 1600, 0]
+
+
+def test_without_an_answer_the_own_tree_is_used_and_said() -> None:
+    core = core_of(spec(0), spec(1))
+    first = routed(arrive(core, request("a", prefix="x")))
+    again = routed(arrive(core, request("b", prefix="x"), now_ns=30 * S))
+    assert again.worker == first.worker
+    assert again.receipt.index_trust == "none"
+    assert "prefix-approximate" in again.receipt.degraded
+
+
+def test_blocks_that_were_just_sent_count_beside_the_index() -> None:
+    core = core_of(*(spec(n) for n in range(4)))
+    first = routed(arrive(core, request("a", 30_000, prefix="x"), answer()))
+    again = routed(arrive(core, request("b", 30_000, prefix="x"), answer(), S + 100 * MS))
+    assert again.worker == first.worker
+    later = core.explain(request("c", 30_000, prefix="x"), answer(), 60 * S)
+    assert max(later.features["hbm"]) == 0
+
+
+policies = st.sampled_from(POLICY_NAMES)
+
+
+@settings(max_examples=60)
+@given(
+    policies,
+    policies,
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2000), st.integers(0, 120)), max_size=12),
+    st.integers(0, 50),
+)
+def test_a_receipt_replays_its_own_decision(
+    name: Any, other: Any, sent: list[tuple[int, int, int]], seed: int
+) -> None:
+    policy = RoutingPolicy(policy=name)
+    core = core_of(*(spec(n) for n in range(4)), policy=policy, seed=seed)
+    for number, (worker, tokens, blocks) in enumerate([*sent, (0, 3000, 100)]):
+        its = request(f"r{number}", tokens * 16, prefix=f"p{worker}", session=f"s{worker}")
+        command = arrive(core, its, answer(hbm(worker, min(blocks, tokens))), S + number * MS)
+        receipt = routed(command).receipt
+        decoded = msgspec.json.decode(msgspec.json.encode(receipt), type=Receipt)
+        assert decoded == receipt
+        assert replay(decoded, policy) == receipt
+        changed = replay(decoded, RoutingPolicy(policy=other))
+        assert changed.policy == other
+        assert changed.chosen in receipt.workers
+        if number % 3 == 0:
+            core.step(FirstToken(f"r{number}"), S + (number + 300) * MS)
+
+
+def test_a_replay_under_another_policy_decides_otherwise() -> None:
+    core = core_of(spec(0), spec(1))
+    for n in range(3):
+        routed(arrive(core, request(f"r{n}", 4000, subset=("w0",))))
+    receipt = routed(arrive(core, request("x", 16_000), answer(hbm(0, 900)))).receipt
+    assert receipt.chosen == "w0"
+    assert replay(receipt, parse({"policy": "least-load"})).chosen == "w1"
+    assert (
+        replay(receipt, parse({"costs": {"trust": dict.fromkeys(PrefixTrust, 0)}})).chosen == "w1"
+    )
+
+
+def test_round_robin_takes_turns_and_sessions_stay() -> None:
+    core = core_of(*(spec(n) for n in range(4)), policy=RoutingPolicy(policy="round-robin"))
+    turns = [routed(arrive(core, request(f"r{n}"))).worker for n in range(8)]
+    assert len(set(turns[:4])) == 4
+    assert turns[:4] == turns[4:]
+    core = core_of(*(spec(n) for n in range(4)), policy=RoutingPolicy(policy="session"))
+    sides = set()
+    for n in range(10):
+        its = request(f"s{n}", 160, session="one")
+        sides.add(routed(arrive(core, its)).worker)
+        core.step(RequestEnded(its.request_id, Ending.DONE), S)
+        arrive(core, request(f"other{n}", 160, session=f"{n}"))
+    assert len(sides) == 1
+
+
+def test_a_session_leaves_a_worker_with_more_than_its_share() -> None:
+    core = core_of(*(spec(n) for n in range(4)), policy=RoutingPolicy(policy="session"))
+    counts = Counter(
+        routed(arrive(core, request(f"s{n}", 160, session="one"))).worker for n in range(40)
+    )
+    assert max(counts.values()) <= 14
+
+
+def test_the_usual_weights() -> None:
+    core = core_of(spec(0), spec(1), policy=RoutingPolicy(policy="weighted"))
+    receipt = core.explain(request("x", 1600), answer(hbm(1, 50)), S)
+    assert receipt.terms["prefix"] == [0, -50]
+    assert receipt.terms["load"] == [-50, -50]
+    assert receipt.terms["memory"] == [-30, -30]
+    more = core_of(
+        spec(0), spec(1), policy=parse({"policy": "weighted", "weights": {"preset": "additive"}})
+    )
+    for n in range(6):
+        routed(arrive(more, request(f"r{n}", 160, subset=("w0",))))
+    receipt = more.explain(request("x", 1600), answer(hbm(0, 50)), S)
+    assert receipt.terms["prefix"] == [-1.5, 0]
+    assert receipt.terms["crowded"] == [10, 0]
+    assert receipt.terms["idle"] == [0, -0.5]
+    assert receipt.chosen == "w1"

@@ -1,0 +1,45 @@
+"""The policy file: one sentence for each error, a hash that does not depend on the order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.routing.policy import RoutingPolicy, parse, policy_hash
+
+WRONG: list[tuple[object, str]] = [
+    (3, "the policy must be a mapping, such as `policy: cost`"),
+    ({"policy": "x"}, "policy 'x' must be one of cost, least-load, prefix-load,"),
+    ({"clases": {}}, "unknown key 'clases': did you mean 'classes'?"),
+    ({"classes": {"a": {"rank": 0, "ttft": 1}}}, "classes.a: unknown key 'ttft'"),
+    ({"models": {"a": {"pools": [{"pol": 1}]}}}, "models.a.pools[0]: unknown key 'pol'"),
+    ({"choice": {"top_k": 0}}, "choice: top_k must be at least 1"),
+    ({"costs": {"prefill_tokens_per_s": 0}}, "costs: prefill_tokens_per_s must be more than 0"),
+    ({"default_class": "x"}, "default_class 'x' is no class: write one of inline,"),
+    ({"learning": {"least": 2}}, "learning: least and most must enclose 1"),
+    ({"costs": {"trust": {"exact": 1}}}, "costs.trust has no value for 'approximate'"),
+    ({"split": {"bucket_tokens": [9, 3]}}, "split.bucket_tokens must rise"),
+    ({"models": {"a": {"pools": [{"pool": "p", "weight": 0}]}}}, "models.a: at least one pool"),
+    ({"models": {"a": {"aliases": ["b"]}, "b": {}}}, "models.b: 'b' is already a name of 'a'"),
+]
+
+
+@pytest.mark.parametrize(("mapping", "sentence"), WRONG, ids=[s[:30] for _, s in WRONG])
+def test_an_error_is_one_sentence_with_its_place(mapping: object, sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse(mapping)
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_file_is_the_default() -> None:
+    assert parse({}) == RoutingPolicy()
+
+
+def test_the_hash_is_of_the_meaning() -> None:
+    one: dict[str, Any] = {"policy": "cost", "tenants": {"a": 2.0, "b": 1.0}}
+    other: dict[str, Any] = {"tenants": {"b": 1.0, "a": 2.0}, "policy": "cost"}
+    assert policy_hash(parse(one)) == policy_hash(parse(other))
+    other["tenants"]["a"] = 3.0
+    assert policy_hash(parse(one)) != policy_hash(parse(other))

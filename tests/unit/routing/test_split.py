@@ -1,0 +1,97 @@
+"""Local or remote prefill: the golden table, learning, and the lanes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.routing.policy import PolicySplit
+from kvstore.routing.split import LaneEntry, PrefillLanes, PrefillSplit, SplitReason
+from tests.unit.routing.fleets import S
+
+LONG, BUSY, SHORT = SplitReason.LONG, SplitReason.BUSY_DECODE, SplitReason.SHORT
+QUEUE = SplitReason.PREFILL_QUEUE
+GOLDEN = [
+    # uncached, streams, prefill queue
+    (0, 0, 0, SHORT),
+    (63, 100, 0, SHORT),
+    (64, 7, 0, SHORT),
+    (64, 8, 0, BUSY),
+    (64, 8, 9, BUSY),
+    (64, 8, 10, QUEUE),
+    (255, 0, 0, SHORT),
+    (255, 8, 0, BUSY),
+    (256, 0, 0, LONG),
+    (256, 0, 9, LONG),
+    (256, 0, 9.99, LONG),
+    (256, 0, 10, QUEUE),
+    (100_000, 0, 10, QUEUE),
+    (100_000, 200, 0, LONG),
+]
+
+
+@pytest.mark.parametrize(("uncached", "streams", "queue", "expected"), GOLDEN)
+def test_the_golden_table(
+    uncached: float, streams: float, queue: float, expected: SplitReason
+) -> None:
+    split = PrefillSplit(PolicySplit())
+    assert split.where(uncached=uncached, streams=streams, prefill_queue=queue) is expected
+    assert expected.is_remote == (expected in (LONG, BUSY))
+
+
+def test_thresholds_follow_what_paid_and_stay_in_bounds() -> None:
+    split = PrefillSplit(PolicySplit())
+    for _ in range(200):
+        split.learn(uncached=300, remote_s=2.0, local_s=1.0)
+    assert split.uncached_min > 256
+    assert split.where(uncached=300, streams=0, prefill_queue=0) is SHORT
+    for _ in range(1000):
+        split.learn(uncached=split.uncached_min, remote_s=0.1, local_s=1.0)
+    assert split.uncached_min == split.settings.learned_least
+    frozen = PrefillSplit(PolicySplit(is_learned=False))
+    frozen.learn(uncached=300, remote_s=2.0, local_s=1.0)
+    assert frozen.uncached_min == 256
+
+
+def test_a_long_prompt_says_nothing_about_the_threshold() -> None:
+    split = PrefillSplit(PolicySplit())
+    split.learn(uncached=100_000, remote_s=2.0, local_s=1.0)
+    assert split.uncached_min == 256
+
+
+def entry(name: str, uncached: float, at_s: float = 0.0, number: int = 0) -> LaneEntry:
+    return LaneEntry(name, uncached, 0, int(at_s * S), number)
+
+
+def test_short_prompts_go_first_and_long_ones_age() -> None:
+    lanes = PrefillLanes(PolicySplit(aging_s=1.0))
+    lanes.add(entry("long", 30_000, 0.0, 1))
+    lanes.add(entry("short", 500, 0.5, 2))
+    assert [e.request_id for e in lanes.order(1 * S)] == ["short", "long"]
+    lanes.add(entry("late", 500, 4.0, 3))
+    assert [e.request_id for e in lanes.order(4 * S)] == ["short", "long"]
+    lanes.remove("short")  # three buckets up in four seconds: before one that comes now
+    assert [e.request_id for e in lanes.order(4 * S)] == ["long", "late"]
+
+
+def test_no_stream_of_short_prompts_starves_a_long_one() -> None:
+    lanes = PrefillLanes(PolicySplit(aging_s=1.0))
+    lanes.add(entry("long", 100_000, 0.0, 0))
+    for number in range(1, 200):
+        now_s = number * 0.1
+        lanes.add(entry(f"s{number}", 100, now_s, number))
+        first = lanes.order(int(now_s * S))[0]
+        if first.request_id == "long":
+            assert 3.0 < now_s < 6.0
+            return
+        lanes.remove(first.request_id)
+    raise AssertionError("the long prompt starved")
+
+
+def test_one_prefiller_is_kept_from_long_prompts() -> None:
+    lanes = PrefillLanes(PolicySplit())
+    idle = {"a": (0, 0.0), "b": (0, 0.0)}
+    assert lanes.may_take(30_000, idle) == {"a", "b"}
+    assert lanes.may_take(30_000, {"a": (1, 30_000.0), "b": (0, 0.0)}) == {"a"}
+    assert lanes.may_take(100, {"a": (1, 30_000.0), "b": (0, 0.0)}) == {"a", "b"}
+    assert lanes.may_take(30_000, {"a": (4, 30_000.0), "b": (0, 0.0)}) == set()
+    assert lanes.may_take(30_000, {"a": (1, 30_000.0)}) == {"a"}
