@@ -109,11 +109,10 @@ class RouterCore:
 
     def step(self, event: RouteEvent, now_ns: int) -> list[RouteCommand]:
         """Take in an event; commands about this request and others, in order."""
-        commands = self._handlers[type(event)](event, now_ns)
-        if len(self.room):
-            commands += self._expire(now_ns)
-            if not isinstance(event, Arrived):
-                commands += self._pump(now_ns)
+        commands = self._expire(now_ns) if len(self.room) else []
+        commands += self._handlers[type(event)](event, now_ns)
+        if len(self.room) and not isinstance(event, Arrived):
+            commands += self._pump(now_ns)
         return commands
 
     def adopt(self, policy: RoutingPolicy, now_ns: int) -> list[RouteCommand]:
@@ -121,13 +120,14 @@ class RouterCore:
         self.policy = self.fleet.policy = self.room.policy = policy
         self.placer.adopt(policy)
         self._map_models()
-        held = [self.room.remove(name) for name in list(self.room.entries)]
+        held = list(self.room.entries.values())
         self.room = WaitingRoom(policy)
         for entry in held:
-            assert entry is not None
             opened = self.open[entry.request_id]
             opened.service = self._service(opened.request)
-            self.room.add(msgspec.structs.replace(entry, service=opened.service))
+            is_laned = entry.request_id in self.placer.lanes.get(entry.pool, ())
+            entry = msgspec.structs.replace(entry, service=opened.service)
+            self.room.add(entry, is_elsewhere=is_laned)
         return self._pump(now_ns)
 
     # Workers

@@ -224,9 +224,9 @@ class Fleet:
 
     def shared(self, router: str, loads: tuple[SharedLoad, ...]) -> None:
         """All that another router has in flight; none: it has nothing, or is gone."""
-        self._shared[router] = loads
-        if not loads:
-            del self._shared[router]
+        self._shared.pop(router, None)
+        if loads:
+            self._shared[router] = loads
         self._share()
 
     def _share(self) -> None:

@@ -114,6 +114,9 @@ class PrefillLanes:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._waiting
+
     def bucket(self, uncached: float) -> int:
         """0: the short lane."""
         return bisect.bisect_left(self._edges, uncached)
