@@ -77,8 +77,7 @@ LEASE_LIVES_MAX: Final = 6
 """So many times its `ttl_ms` a lease is kept by renewing it."""
 ASKS_PER_LOOKUP_MAX: Final = 8
 """Blocks behind the first 16,384 of a prompt are computed: asking would hold up the scheduler."""
-ERROR_CHARS_MAX: Final = 200
-REQUEST_BYTES_MAX: Final = 255
+ERROR_CHARS_MAX, REQUEST_BYTES_MAX = 200, 255
 RANKS_MAX: Final = 1024
 """Most ranks of one engine, and so most shards."""
 

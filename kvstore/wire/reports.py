@@ -1,4 +1,4 @@
-"""Datagrams of engines for the node's operator: nothing is decided by them, and none is answered."""
+"""Datagrams of engines for the operator of a node: nothing is decided by them, none is answered."""
 
 from __future__ import annotations
 
