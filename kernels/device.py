@@ -412,7 +412,7 @@ class DeviceCopies:
             self._device.clear(stream, blocks, cache.sizes)
             return
         move = self.moves.load if copy.way is CopyWay.LOAD else self.moves.store
-        move(stream, blocks, int(self._source(flight).ctypes.data), cache.offsets, cache.sizes)
+        move(stream, copy.group, blocks, int(self._source(flight).ctypes.data), cache.offsets)
 
     # ── their ends ───────────────────────────────────────────────────────────────────────────────
 
