@@ -15,7 +15,8 @@ first needs them, by a thread: a store waits for that, up to a second, a load go
 memory. The checksum of a store is that of the slot after the copy: between the two no other process
 has a grant for it.
 
-Does not cover: one device's calls (`cuda.py`), generations, which copies and when (`client.core`).
+Does not cover: one device's calls (`cuda.py`), the way of a block's pieces (`strategy.py`),
+generations, which copies and when (`client.core`).
 """
 
 from __future__ import annotations
@@ -371,7 +372,7 @@ class DeviceCopies:
             self._device.clear(stream, blocks, cache.sizes)
             return
         move = self.moves.load if copy.way is CopyWay.LOAD else self.moves.store
-        move(stream, blocks, int(self._source(flight).ctypes.data), cache.offsets, cache.sizes)
+        move(stream, copy.group, blocks, int(self._source(flight).ctypes.data), cache.offsets)
 
     # ── their ends ───────────────────────────────────────────────────────────────────────────────
 

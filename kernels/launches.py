@@ -100,15 +100,14 @@ def moved(
 ) -> None:
     """Copy pieces: `sizes[i]` bytes from `sources[i]` to `targets[i]`, in any order."""
     for begin in range(0, len(sizes), PIECES_MAX):
-        pieces = _Pieces()
-        table = np.ctypeslib.as_array(pieces)
-        columns = table[: 3 * PIECES_MAX].reshape(3, PIECES_MAX)
+        table = np.zeros(3 * PIECES_MAX + 1, np.uint64)
         end = min(begin + PIECES_MAX, len(sizes))
-        for column, values in zip(columns, (targets, sources, sizes), strict=True):
-            column[: end - begin] = values[begin:end]
-        table[-1] = end - begin
-        grid = _rows(end - begin, int(sizes[begin:end].max()) // 16, blocks_max)
-        launch(MOVE_PIECES, grid, [pieces])
+        table[-1] = count = end - begin
+        for column, values in enumerate((targets, sources, sizes)):
+            at = column * PIECES_MAX
+            table[at : at + count] = values[begin:end]
+        grid = _rows(count, int(sizes[begin:end].max()) // 16, blocks_max)
+        launch(MOVE_PIECES, grid, [_Pieces.from_buffer(table.data)])
 
 
 def run_table(runs: Sequence[NDArray[np.int64]]) -> NDArray[np.uint64]:
@@ -164,10 +163,10 @@ def digests(launch: Launch, payloads: Addresses, size: int, *, sums: int, found:
     pieces = -(-size // PIECE_BYTES)
     for begin in range(0, len(payloads), PAYLOADS_MAX):
         some = payloads[begin : begin + PAYLOADS_MAX]
-        given, count = _Payloads(), len(some)
-        table = np.ctypeslib.as_array(given)
+        count, table = len(some), np.zeros(PAYLOADS_MAX + 2, np.uint64)
         table[:count] = some
         table[PAYLOADS_MAX:] = count, size
+        given = _Payloads.from_buffer(table.data)
         launch(_SUM, _row(count * -(-size // 1024) * 4), [given, _address(sums)])
         arguments = [_address(sums), _number(count), _number(size)]
         launch(_CHAIN, _row(count * pieces * 8), arguments)

@@ -16,7 +16,7 @@ sizes, and slower. Does not cover: when a block may be copied (`device.py`), gri
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -67,39 +67,44 @@ class BlockMoves:
         self,
         device: Device,
         streams: Collection[int],
-        sizes: Collection[Addresses],
+        sizes: Sequence[Addresses],
         thresholds: Thresholds,
     ) -> None:
         """
         Args:
             streams: those that blocks are moved on.
-            sizes: of the pieces of a block, for each cache.
+            sizes: of the pieces of a block, by KV cache group.
         """
         self._device = device
-        self._thresholds = thresholds
+        self._sizes = sizes
+        self._block_bytes = [each.sum(keepdims=True) for each in sizes]
+        self._ways = [thresholds.chosen(each) for each in sizes]
         self.trouble = ""
         """Why blocks are copied piece by piece although another way suits them; empty: they are
         not."""
         self._staging = dict.fromkeys(streams, 0)
         """Address of a stream's staging memory; 0: it has none."""
-        ways = [thresholds.chosen(each) for each in sizes]
-        if any(way is not Strategy.COPY for way in ways):
+        if any(way is not Strategy.COPY for way in self._ways):
             self.trouble = device.move_trouble()
-        if Strategy.STAGED in ways and not self.trouble:
-            largest = max(int(each.sum()) for each in sizes)
+        staged = [
+            int(size[0])
+            for way, size in zip(self._ways, self._block_bytes, strict=True)
+            if way is Strategy.STAGED
+        ]
+        if staged and not self.trouble:
             for stream in streams:
-                self._staging[stream] = device.allocate(largest)
+                self._staging[stream] = device.allocate(max(staged))
 
-    def way(self, stream: int, sizes: Addresses) -> Strategy:
-        """The way of a block on this stream."""
-        way = self._thresholds.chosen(sizes)
+    def way(self, stream: int, group: int) -> Strategy:
+        """The way of the group's blocks on this stream."""
+        way = self._ways[group]
         if way is Strategy.COPY or self.trouble:
             return Strategy.COPY
         has_staging = self._staging[stream] != 0
         return way if has_staging else Strategy.MOVE
 
     def store(
-        self, stream: int, pages: Addresses, slot: int, offsets: Addresses, sizes: Addresses
+        self, stream: int, group: int, pages: Addresses, slot: int, offsets: Addresses
     ) -> None:
         """From pages, one an entry, into the memory of a slot.
 
@@ -107,24 +112,24 @@ class BlockMoves:
             slot: its address, pinned.
             offsets: of the pieces in the slot, which they fill.
         """
-        way = self.way(stream, sizes)
+        way, sizes = self.way(stream, group), self._sizes[group]
         if way is not Strategy.STAGED:
             self._pieces(way, stream, np.uint64(slot) + offsets, pages, sizes)
             return
         staging = self._staging[stream]
         self._device.move(stream, np.uint64(staging) + offsets, pages, sizes)
-        self._device.copy(stream, *_one(slot, staging, sizes))
+        self._whole(stream, group, slot, staging)
 
     def load(
-        self, stream: int, pages: Addresses, slot: int, offsets: Addresses, sizes: Addresses
+        self, stream: int, group: int, pages: Addresses, slot: int, offsets: Addresses
     ) -> None:
         """The other way round; arguments as of `store`."""
-        way = self.way(stream, sizes)
+        way, sizes = self.way(stream, group), self._sizes[group]
         if way is not Strategy.STAGED:
             self._pieces(way, stream, pages, np.uint64(slot) + offsets, sizes)
             return
         staging = self._staging[stream]
-        self._device.copy(stream, *_one(staging, slot, sizes))
+        self._whole(stream, group, staging, slot)
         self._device.move(stream, pages, np.uint64(staging) + offsets, sizes)
 
     def _pieces(
@@ -133,15 +138,14 @@ class BlockMoves:
         verb = self._device.move if way is Strategy.MOVE else self._device.copy
         verb(stream, targets, sources, sizes)
 
+    def _whole(self, stream: int, group: int, target: int, source: int) -> None:
+        """One copy of a block."""
+        ends = np.array([target], np.uint64), np.array([source], np.uint64)
+        self._device.copy(stream, *ends, self._block_bytes[group])
+
     def close(self) -> None:
         """Give staging memory back; nothing is under way."""
         for stream, staging in self._staging.items():
             if staging:
                 self._device.free(staging)
                 self._staging[stream] = 0
-
-
-def _one(target: int, source: int, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:
-    """One piece, of a whole block."""
-    block_bytes = sizes.sum(keepdims=True)
-    return np.array([target], np.uint64), np.array([source], np.uint64), block_bytes

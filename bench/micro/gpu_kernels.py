@@ -173,7 +173,7 @@ def cycles(device: Device, count: int) -> dict[str, int]:
         blocks = place(device, sizes, rng.choice([0, 1, 8, 16, 64], len(sizes)))
         strategy = list(Strategy)[number % len(Strategy)]
         moves = BlockMoves(device, [stream], [blocks.sizes], Thresholds.that_choose(strategy))
-        assert moves.way(stream, blocks.sizes) is strategy, moves.trouble
+        assert moves.way(stream, 0) is strategy, moves.trouble
         host[:] = rng.integers(0, 256, host.shape, np.uint8)
         memory, stored, loaded, back = host
         expected, skew = stored.copy(), int(rng.choice([0, 1, 8, 16]))
@@ -182,7 +182,7 @@ def cycles(device: Device, count: int) -> dict[str, int]:
         for move, pages, slot in zip(
             (moves.store, moves.load), blocks.pages, (stored, loaded), strict=True
         ):
-            move(stream, pages, slot.ctypes.data + skew, blocks.offsets, blocks.sizes)
+            move(stream, 0, pages, slot.ctypes.data + skew, blocks.offsets)
         device.copy(stream, *map(one, (ends[2], ends[0], blocks.span)))
         finish(device, stream, event)
         moves.close()
@@ -231,14 +231,14 @@ class Bench(NamedTuple):
         moves = BlockMoves(
             self.device, [self.stream], [blocks.sizes], Thresholds.that_choose(strategy)
         )
-        assert moves.way(self.stream, blocks.sizes) is strategy, moves.trouble
+        assert moves.way(self.stream, 0) is strategy, moves.trouble
         block_bytes, move = int(blocks.sizes.sum()), getattr(moves, verb)
         count = max(1, self.size // block_bytes)
 
         def work() -> None:
             for number in range(count):
                 slot = self.host + number * block_bytes
-                move(self.stream, blocks.pages[number % 2], slot, blocks.offsets, blocks.sizes)
+                move(self.stream, 0, blocks.pages[number % 2], slot, blocks.offsets)
 
         found = rate(work, self.wait, count * block_bytes)
         moves.close()

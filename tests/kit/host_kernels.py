@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import shutil
 import struct
 import subprocess
 import tempfile
@@ -39,6 +40,7 @@ class Stray(Exception):
 
 def compile_kernels(folder: Path, sources: Path = SOURCES) -> Path:
     """The program, in the folder."""
+    assert shutil.which("g++"), "these tests need a compiler: apt-get install g++"
     program = folder / "kernels"
     paths = [f"-I{DRIVER}", f"-I{sources}", str(DRIVER / "device.cpp"), "-o", str(program)]
     done = subprocess.run(["g++", *OPTIONS, *paths], capture_output=True, text=True, check=False)

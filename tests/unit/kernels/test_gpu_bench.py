@@ -7,14 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from bench.micro import gpu_kernels
 from bench.micro.gpu_arena import gpu_name
-from kvstore.kernels import strategy
+from kvstore.kernels.strategy import BlockMoves
 from kvstore.testing.simulated_device import SimulatedDevice
 from kvstore.units import KIB
 from tests.kit.host_kernels import HostKernels
@@ -60,13 +60,13 @@ def test_cycles_compare_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimulatedDevice(3, 4096)
     assert gpu_kernels.cycles(device, 60) == {"cycles": 60, "wrong_bytes": 0}
     assert (device.allocation_count, device.pinned_bytes) == (1, 0)
-    one = strategy._one
+    begin = BlockMoves.__init__
 
-    def one_less(target: int, source: int, sizes: NDArray[np.uint64]) -> object:
-        *ends, size = one(target, source, sizes)
-        return (*ends, size - 1)
+    def one_less(moves: BlockMoves, *arguments: Any) -> None:
+        begin(moves, *arguments)
+        moves._block_bytes = [size - np.uint64(1) for size in moves._block_bytes]
 
-    monkeypatch.setattr(strategy, "_one", one_less)
+    monkeypatch.setattr(BlockMoves, "__init__", one_less)
     assert gpu_kernels.cycles(device, 60)["wrong_bytes"] > 0
 
 

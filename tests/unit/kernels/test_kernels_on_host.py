@@ -314,7 +314,7 @@ def test_planes_are_those_of_the_reference(
 ) -> None:
     payload = payload_of(seed, size, kind)
     expected, plan = planes.encode(payload, planes_), planes.Plan(size, planes_)
-    place = device.put(bytes(size))
+    place = device.put(b"\xaa" * size)
     launches.planes_encoded(
         device.launch,
         device.put(payload),
@@ -331,7 +331,7 @@ def test_planes_are_those_of_the_reference(
     words = (len(expected) - plan.words_at - plan.tail_bytes) // 4
     end = plan.words_at + 4 * words
     assert device.get(place, end) == expected[:end]
-    assert device.get(place + end, size - end) == bytes(size - end), "no more than that"
+    assert device.get(place + end, size - end) == b"\xaa" * (size - end), "no more than that"
 
     fault, data = device.put(bytes(4)), device.put(bytes(size))
     # No byte more than there are.
