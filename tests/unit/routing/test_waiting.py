@@ -121,7 +121,7 @@ def test_a_full_class_is_429_with_a_time_to_come_back() -> None:
 
 
 def test_the_time_to_come_back_is_of_the_drain_rate() -> None:
-    core = full(classes={"inline": {"rank": 0, "queue_max": 50}})
+    core = full(classes={"inline": {"rank": 0, "queue_max": 50, "ttl_s": 600}})
     for n in range(50):
         arrive(core, request(f"r{n}"))
     drain(core, 20, now_ns=2 * S)  # 100 a second
