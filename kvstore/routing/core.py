@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from kvstore.routing import events as its
-from kvstore.routing.events import Ending, Held, Rejected, RejectReason, RouteCommand, Routed
+from kvstore.routing.events import Ending, Rejected, RejectReason, RequestHeld, RouteCommand, Routed
 from kvstore.routing.features import load_columns
 from kvstore.routing.fleet import Fleet, FleetColumn
 from kvstore.routing.learning import smoothed_ratio
@@ -228,7 +228,7 @@ class RouterCore:
             evicted = self.open[displaced.request_id]
             commands.append(self._reject(evicted, RejectReason.DISPLACED, now_ns))
         wait_s = self.room.wait_s(ahead, now_ns)
-        commands.append(Held(request.request_id, ahead, wait_s, None))
+        commands.append(RequestHeld(request.request_id, ahead, wait_s, None))
         return commands
 
     def _queue_prefill(self, opened: OpenRequest, now_ns: int) -> None:
@@ -457,7 +457,7 @@ class RouterCore:
         return self.receipts.take()
 
     def saturation(self, pool: str, now_ns: int) -> Saturation:
-        """Of the workers of a pool that answer."""
+        """Saturation of a pool's workers."""
         rows = self.fleet.rows(pool, prefill=False)
         return saturation(load_columns(self.fleet, rows, now_ns), self.policy.limits)
 

@@ -36,7 +36,7 @@ class FleetColumn(enum.IntEnum):
     WORK_S = 2
     """Prefill of those that are queued, in seconds."""
     HEAD_S = 3
-    """Of that, the first in the queue: the one that is computed now."""
+    """The first in the queue alone: the one that is computed now."""
     HEAD_NS = 4
     """Since then."""
     HELD_TOKENS = 5
@@ -67,7 +67,7 @@ class Flight(msgspec.Struct):
 
 
 class WorkerState:
-    """What is no number."""
+    """State of a worker that is no number."""
 
     def __init__(self, spec: WorkerSpec, policy: RoutingPolicy) -> None:
         self.spec = spec

@@ -16,7 +16,7 @@ RECEIPTS_MAX: Final = 4096
 
 
 class RouteOutcome(msgspec.Struct, frozen=True):
-    """What followed, as far as it is known."""
+    """Events after the decision, as far as they are known."""
 
     ttft_s: float | None = None
     cached_tokens: int | None = None

@@ -100,7 +100,7 @@ class LaneEntry(msgspec.Struct, frozen=True):
 
 
 class PrefillLanes:
-    """Of one pool."""
+    """Queue of one pool."""
 
     def __init__(self, settings: PolicySplit) -> None:
         self.settings = settings

@@ -24,7 +24,6 @@ from kvstore.routing.events import (
     Ending,
     Failure,
     FirstToken,
-    Held,
     Joined,
     Judged,
     Leg,
@@ -32,6 +31,7 @@ from kvstore.routing.events import (
     PrefillDone,
     Rejected,
     RequestEnded,
+    RequestHeld,
     Routed,
     RouteEvent,
     RouteTick,
@@ -140,7 +140,7 @@ class Walk:
             match command:
                 case Routed():
                     self._routed(command)
-                case Held():
+                case RequestHeld():
                     assert name not in self.sent
                     self.waiting.add(name)
                 case Rejected():
