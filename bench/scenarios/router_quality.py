@@ -5,6 +5,7 @@ quality  Each trace through eight simulated engines (`bench.routing`): every pol
 shapes   S1 to S3 (20k, 12k, 8k shared + 100): the highest rate at which the TTFT p95 keeps 1 s,
          beside a cache-blind router.
 overload 1.5 × capacity with all classes of service: the share of inline requests within 1 s.
+disaggregated   Goodput an engine with prefill and decode apart, beside engines that do both.
 
 Traces: the conversation log where its path is given (argument or KVSTORE_TRACE), others generated.
 Virtual time, no clock: one seed gives one result. The index is up to date without delay.
@@ -19,12 +20,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
+from bench.routing.disaggregated import disaggregated
 from bench.routing.drive import CoreChooser, figures, run
 from bench.routing.engine import EngineModel
 from bench.routing.overload import overload
@@ -52,6 +55,7 @@ POLICIES: Final = {
     "cost": RoutingPolicy(policy="cost", costs=COSTS),
 }
 P95_S: Final = 1.0
+PARTS: Final = ("quality", "shapes", "overload", "disaggregated")
 
 
 def measure(trace: RouterTrace, policy: RoutingPolicy) -> dict[str, Any]:
@@ -144,17 +148,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Quality of routing decisions, simulated.")
     parser.add_argument("trace", nargs="?", default=os.environ.get("KVSTORE_TRACE", ""))
     parser.add_argument("--requests", type=int, default=100_000, help="of the recorded trace")
+    parser.add_argument("--only", choices=PARTS, help="replace one part of the last result")
     options = parser.parse_args()
     if options.trace and not Path(options.trace).is_file():
         print("The request log is not there: give another path, or none.", file=sys.stderr)
         return 2
-    result = {
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "quality": lambda: quality(options.trace, options.requests),
+        "shapes": shapes,
+        "overload": lambda: overload(MODEL, COSTS),
+        "disaggregated": lambda: disaggregated(MODEL, COSTS),
+    }
+    result: dict[str, Any] = {
         "workers": WORKERS,
         "engine": {name: getattr(MODEL, name) for name in MODEL.__struct_fields__},
-        "quality": quality(options.trace, options.requests),
-        "shapes": shapes(),
-        "overload": overload(MODEL, COSTS),
     }
+    if options.only:
+        last = json.loads((record.RESULTS / "router_quality.json").read_text())
+        result |= {part: last[part] for part in PARTS if part in last}
+    for part in [options.only] if options.only else PARTS:
+        result[part] = parts[part]()
     print(f"written: {record.write('router_quality', result, seed=SEED).name}")
     return 0
 

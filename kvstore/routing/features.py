@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.routing.fleet import Fleet, FleetColumn, Floats
+from kvstore.routing.fleet import YOUNG_S, Fleet, FleetColumn, Floats
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixAnswer, PrefixTrust, RouteRequest
 from kvstore.units import NS_PER_S
@@ -61,7 +61,9 @@ class FeatureColumn(enum.IntEnum):
     """Row: what `round-robin` and `session` go by."""
     WARM = 16
     """1: adapter is loaded; 0.5: has room for it."""
-    LINK = 17
+    YOUNG = 17
+    """Streams that have just begun, and the one that is about to."""
+    LINK = 18
     """Bytes/s to the other leg's worker; 0: there is none, or it is on the same node."""
 
 
@@ -96,6 +98,9 @@ def load_columns(fleet: Fleet, rows: npt.NDArray[np.intp], now_ns: int) -> Float
     )
     own_memory = part[FleetColumn.HELD_TOKENS] / np.maximum(1.0, static[0])
     columns[FeatureColumn.MEMORY] = np.where(static[0] > 0, own_memory, 0.0) + other_memory
+    young_s = (now_ns - part[FleetColumn.YOUNG_NS]) / NS_PER_S
+    young = part[FleetColumn.YOUNG] * np.exp(-young_s / YOUNG_S)
+    columns[FeatureColumn.YOUNG] = young + (queued > 0)
     columns[FeatureColumn.HIT_RATIO] = part[FleetColumn.HIT_RATIO]
     idle_s = (now_ns - part[FleetColumn.SENT_NS]) / NS_PER_S
     columns[FeatureColumn.IDLE_S] = np.where(

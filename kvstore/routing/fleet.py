@@ -23,6 +23,8 @@ from kvstore.routing.values import LoadSample, SharedLoad, WorkerHealth, WorkerR
 from kvstore.units import NS_PER_S
 
 Floats = npt.NDArray[np.float64]
+YOUNG_S: Final = 0.5
+"""A stream has some dozens of tokens by then, over which a pause spreads."""
 _ROWS_MIN: Final = 16
 
 
@@ -52,7 +54,11 @@ class FleetColumn(enum.IntEnum):
     """By exchange: requests of other routers."""
     SHARED_STREAMS = 11
     SENT_NS = 12
-    HIT_RATIO = 13
+    YOUNG = 13
+    """Streams whose first token was lately: decays with `YOUNG_S`."""
+    YOUNG_NS = 14
+    """When that was so."""
+    HIT_RATIO = 15
     """Cached tokens observed over predicted, smoothed; 1 at the start."""
 
 
@@ -182,7 +188,11 @@ class Fleet:
         flight.has_begun = True
         row = self.row_of[flight.worker]
         self._leave_queue(row, flight_id, now_ns)
-        self.columns[FleetColumn.STREAMS, row] += 1
+        column = self.columns[:, row]
+        column[FleetColumn.STREAMS] += 1
+        age_s = (now_ns - column[FleetColumn.YOUNG_NS]) / NS_PER_S
+        column[FleetColumn.YOUNG] = 1 + column[FleetColumn.YOUNG] * np.exp(-age_s / YOUNG_S)
+        column[FleetColumn.YOUNG_NS] = now_ns
 
     def ended(self, flight_id: str, now_ns: int) -> None:
         """The request is not at the worker any more; no error if it never was."""
