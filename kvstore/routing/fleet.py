@@ -58,7 +58,11 @@ class FleetColumn(enum.IntEnum):
     """Streams whose first token was lately: decays with `YOUNG_S`."""
     YOUNG_NS = 14
     """When that was so."""
-    HIT_RATIO = 15
+    MEMORY_TOKENS = 15
+    """As described, with the next two: 0: not known."""
+    TOKENS_PER_S = 16
+    LOAD_BYTES_PER_S = 17
+    HIT_RATIO = 18
     """Cached tokens observed over predicted, smoothed; 1 at the start."""
 
 
@@ -115,6 +119,11 @@ class Fleet:
             self.columns[:, row] = 0
             self.columns[FleetColumn.SCRAPED_NS, row] = -1
             self.columns[FleetColumn.HIT_RATIO, row] = 1
+        self.columns[FleetColumn.MEMORY_TOKENS : FleetColumn.HIT_RATIO, row] = (
+            spec.memory_tokens,
+            spec.prefill_tokens_per_s,
+            spec.load_bytes_per_s,
+        )
         self._changed()
 
     def leave(self, worker: str) -> list[str]:
