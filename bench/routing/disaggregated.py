@@ -50,7 +50,7 @@ def highest(
 
 
 def disaggregated(
-    model: EngineModel, costs: PolicyCosts, *, requests: int = 800, rounds: int = 8
+    model: EngineModel, costs: PolicyCosts, *, requests: int = 600, rounds: int = 7
 ) -> dict[str, Any]:
     """Both sides, by set-up, and the gain of the best split over the best without."""
     both = {

@@ -83,9 +83,8 @@ def dynamo(names: list[str], trace: str, requests: int) -> dict[str, Any]:
     return found
 
 
-def quality(trace: str, requests: int) -> dict[str, Any]:
+def quality(trace: str, requests: int, names: list[str]) -> dict[str, Any]:
     """Figures by trace and router."""
-    names = [*(RECORDED if trace else ()), *GENERATED]
     rivals = dynamo(names, trace or "none", requests)
     result: dict[str, Any] = {}
     for name in names:
@@ -122,7 +121,7 @@ def highest_rate(name: str, policy: RoutingPolicy) -> float:
     low, high = 1.0, 256.0
     base = named(name, Path(), requests=0, seed=SEED)
     rate = len(base.jobs) / base.jobs[-1].arrival_s
-    for _ in range(7):
+    for _ in range(6):
         middle = (low * high) ** 0.5
         row = measure(base.at_speed(middle / rate), policy)
         low, high = (middle, high) if row["ttft_p95_s"] <= P95_S else (low, middle)
@@ -149,12 +148,16 @@ def main() -> int:
     parser.add_argument("trace", nargs="?", default=os.environ.get("KVSTORE_TRACE", ""))
     parser.add_argument("--requests", type=int, default=100_000, help="of the recorded trace")
     parser.add_argument("--only", choices=PARTS, help="replace one part of the last result")
+    parser.add_argument("--names", help="traces of `quality` to replace, such as tool-agent@4,…")
     options = parser.parse_args()
     if options.trace and not Path(options.trace).is_file():
         print("The request log is not there: give another path, or none.", file=sys.stderr)
         return 2
+    names = [*(RECORDED if options.trace else ()), *GENERATED]
+    if options.names:
+        names = options.names.split(",")
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "quality": lambda: quality(options.trace, options.requests),
+        "quality": lambda: quality(options.trace, options.requests, names),
         "shapes": shapes,
         "overload": lambda: overload(MODEL, COSTS),
         "disaggregated": lambda: disaggregated(MODEL, COSTS),
@@ -163,11 +166,11 @@ def main() -> int:
         "workers": WORKERS,
         "engine": {name: getattr(MODEL, name) for name in MODEL.__struct_fields__},
     }
-    if options.only:
-        last = json.loads((record.RESULTS / "router_quality.json").read_text())
-        result |= {part: last[part] for part in PARTS if part in last}
+    last_path = record.RESULTS / "router_quality.json"
+    last = json.loads(last_path.read_text()) if options.only and last_path.exists() else {}
+    result |= {part: last[part] for part in PARTS if part in last}
     for part in [options.only] if options.only else PARTS:
-        result[part] = parts[part]()
+        result[part] = (result.get(part, {}) if options.names else {}) | parts[part]()
     print(f"written: {record.write('router_quality', result, seed=SEED).name}")
     return 0
 

@@ -20,6 +20,7 @@ from kvstore.routing.policy import PolicyLearning
 
 _CLIP: Final = 2.0
 _SMOOTH: Final = 0.05
+_LEAST_S: Final = 1e-9
 
 
 class TermWeights:
@@ -57,7 +58,7 @@ class TermWeights:
         column = self._column(worker)
         weights = self._all[:, column]
         predicted = float(raw @ weights)
-        if predicted <= 0:
+        if predicted <= _LEAST_S:
             return 0.0
         error = (achieved_s - predicted) / predicted
         if not self.settings.is_frozen:
