@@ -2,16 +2,22 @@
 
 Columns have one entry for each of `workers`. Features are the whole input of a decision, so
 `decide.replay` makes the decision of another policy from them. Bounded: `receipt_workers_max` of
-the policy; the best ones and the chosen one are kept. No keys, tokens or texts.
+the policy; in a larger pool the best ones are kept, and a replay chooses among those. No keys,
+tokens or texts.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Final
+
 import msgspec
+
+RECEIPTS_MAX: Final = 4096
 
 
 class RouteOutcome(msgspec.Struct, frozen=True):
-    """What followed, as far as it is known."""
+    """Events after the decision, as far as they are known."""
 
     ttft_s: float | None = None
     cached_tokens: int | None = None
@@ -66,3 +72,22 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     scores: list[float]
     """Lower is better."""
     outcome: RouteOutcome = RouteOutcome()
+
+
+class ReceiptLog:
+    """Receipts of ended requests, until they are taken: `RECEIPTS_MAX`, then the oldest go."""
+
+    def __init__(self) -> None:
+        self.dropped_count = 0
+        self._kept = deque[Receipt](maxlen=RECEIPTS_MAX)
+
+    def keep(self, receipt: Receipt, outcome: RouteOutcome) -> None:
+        """Add one."""
+        self.dropped_count += len(self._kept) == RECEIPTS_MAX
+        self._kept.append(msgspec.structs.replace(receipt, outcome=outcome))
+
+    def take(self) -> list[Receipt]:
+        """All, oldest first."""
+        taken = list(self._kept)
+        self._kept.clear()
+        return taken

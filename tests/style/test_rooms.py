@@ -33,6 +33,7 @@ LINES_MAX = {
     "obs": 300,
     "peers": 2_300,
     "proto": 430,
+    "routing": 2_400,
     "stores": 1_160,
     "supervisor": 1_060,
     "testing": 1_362,

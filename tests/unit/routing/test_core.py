@@ -12,12 +12,12 @@ from kvstore.routing.events import (
     Ending,
     Failure,
     FirstToken,
-    Held,
     Judged,
     Leg,
     LegFailed,
     PrefillDone,
     RequestEnded,
+    RequestHeld,
     Routed,
     RouteTick,
     Shared,
@@ -103,10 +103,12 @@ def test_a_breaker_opens_probes_and_closes() -> None:
     for n in range(3):
         routed(arrive(core, request(f"r{n}")))
         rejected(core.step(fail(f"r{n}"), S)[0])
-    assert isinstance(arrive(core, request("a")), Held)
+    assert isinstance(arrive(core, request("a")), RequestHeld)
     [probe] = core.step(RouteTick(), 2 * S + 1)
     assert routed(probe).request_id == "a"
-    assert isinstance(arrive(core, request("b"), now_ns=2 * S + 2), Held)  # one probe at a time
+    assert isinstance(
+        arrive(core, request("b"), now_ns=2 * S + 2), RequestHeld
+    )  # one probe at a time
     commands = core.step(FirstToken("a"), 2 * S + 3)
     assert [c.request_id for c in commands] == ["b"]
 
@@ -235,8 +237,8 @@ def test_remote_prefills_wait_in_lanes_and_short_ones_pass() -> None:
     core = pd(prefillers=1)
     sent = [routed(arrive(core, request(f"r{n}", 20_000))) for n in range(4)]
     assert all(each.prefill_worker == "w10" for each in sent)
-    assert isinstance(arrive(core, request("long", 20_000)), Held)
-    assert isinstance(arrive(core, request("short", 400)), Held)
+    assert isinstance(arrive(core, request("long", 20_000)), RequestHeld)
+    assert isinstance(arrive(core, request("short", 400)), RequestHeld)
     # A local one is not behind those that wait for a prefiller.
     assert routed(arrive(core, request("tiny", 100))).prefill_worker is None
     order = []
