@@ -38,7 +38,7 @@ class WorkerText:
     name: str
     url: str
     options: Mapping[str, str] = field(default_factory=dict)
-    """Of `KEYS`."""
+    """Values of `KEYS`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,8 +38,8 @@ from kvstore.router.engines.discovery import Discovery, addresses_listed, addres
 from kvstore.router.engines.probes import Probes
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front.attempt import new_session
-from kvstore.router.front.door import Bodies, Door, open_door, server_context
-from kvstore.router.front.intake import Intake
+from kvstore.router.front.door import Bodies, FrontDoor, open_door, server_context
+from kvstore.router.front.intake import RequestIntake
 from kvstore.router.front.proxy import Proxy
 from kvstore.router.front.tenants import load_tenants
 from kvstore.router.keys.index_calls import RETRY_S, IndexCalls
@@ -106,7 +106,7 @@ class Router:
                 worker_key=config.worker_key,
             )
         tenants = load_tenants(config.api_keys) if config.api_keys else None
-        self.intake = Intake(prefixes, tenants)
+        self.intake = RequestIntake(prefixes, tenants)
         self.proxy = Proxy(
             self.dispatcher,
             self.workers,
@@ -123,7 +123,7 @@ class Router:
         self._route = RouteService(self.dispatcher, self.workers, by_keys)
         self.servers: dict[str, RpcServer] = {}
         """`route` and `picker`, where they are wanted."""
-        self.door = Door(self.proxy.answer, connections_max=config.connections_max)
+        self.door = FrontDoor(self.proxy.answer, connections_max=config.connections_max)
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self.port = 0

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """What discovery knows about a worker."""
+    """A worker, as its source describes it."""
 
     name: str
     url: str
@@ -86,7 +86,7 @@ class Worker:
         self.block_tokens = address.block_tokens
         self.memory_tokens = 0
         self.waits: set[asyncio.Timeout] = set()
-        """Of attempts without a first byte."""
+        """Time-outs of attempts without a first byte."""
         self.in_flight = 0
         self.request_count = 0
         self.failure_count = 0

@@ -154,6 +154,7 @@ def test_an_engine_that_stores_nothing_is_red(
     with attached(node.socket) as engine, routed(node, worker) as router:
         engine.hear(0.0)
         until(lambda: "stores nothing" in router.router.workers["a"].parity)
+        assert state(router) == "load-only"
 
 
 def test_hits_that_the_engine_does_not_have_degrade_it(
