@@ -1,6 +1,6 @@
 """The decision core of the router (pure): which worker serves a request, when, and why.
 
-    Arrived, FirstToken, RequestEnded, … ─▶ core.step(event, now_ns) ─▶ Routed, Held, Rejected
+    Arrived, FirstToken, RequestEnded, … ─▶ core.step(event, now_ns) ─▶ Routed, Rejected, …
 
 | module     | cares about                                          | in → out                  |
 |------------|------------------------------------------------------|---------------------------|

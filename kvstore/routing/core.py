@@ -9,34 +9,13 @@ The shell calls `step` on one thread. A decision counts as sent: the shell sends
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
 
-from kvstore.routing.events import (
-    Arrived,
-    Ending,
-    Failure,
-    FirstToken,
-    Held,
-    Joined,
-    Judged,
-    Leg,
-    LegFailed,
-    PrefillDone,
-    Rejected,
-    RejectReason,
-    RequestEnded,
-    RouteCommand,
-    Routed,
-    RouteEvent,
-    RouteTick,
-    Scraped,
-    Shared,
-    WorkerLeft,
-)
+from kvstore.routing import events as its
+from kvstore.routing.events import Ending, Rejected, RejectReason, RequestHeld, RouteCommand, Routed
 from kvstore.routing.features import load_columns
 from kvstore.routing.fleet import Fleet, FleetColumn
 from kvstore.routing.learning import smoothed_ratio
@@ -50,15 +29,13 @@ from kvstore.routing.pressure import (
     desired_replicas,
     saturation,
 )
-from kvstore.routing.receipts import Receipt, RouteOutcome
+from kvstore.routing.receipts import Receipt, ReceiptLog, RouteOutcome
 from kvstore.routing.split import LaneEntry
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixAnswer, RouteRequest, WorkerRole
 from kvstore.routing.waiting import HeldEntry, WaitingRoom
 from kvstore.units import NS_PER_S
 
-RECEIPTS_MAX: Final = 4096
-"""Receipts of ended requests that wait for `take_receipts`."""
 _HEADS_MAX: Final = 4
 """Heads of the waiting room that one event tries to place."""
 _STATUS: Final = {
@@ -88,32 +65,30 @@ class RouterCore:
         self.room = WaitingRoom(policy)
         self.models = ModelMap(policy)
         self.open: dict[str, OpenRequest] = {}
-        self.dropped_receipts = 0
-        self._receipts = deque[Receipt]()
+        self.receipts = ReceiptLog()
         self._number = 0
         self._retries_left = float(policy.limits.retry_burst)
         self._rates: dict[tuple[str, WorkerRole], WorkRate] = {}
         self._handlers: dict[type, Callable[[Any, int], list[RouteCommand]]] = {
-            Joined: self._joined,
-            WorkerLeft: self._worker_left,
-            Judged: self._judged,
-            Scraped: self._scraped,
-            Shared: self._shared,
-            Arrived: self._arrived,
-            PrefillDone: self._prefill_done,
-            FirstToken: self._first_token,
-            LegFailed: self._leg_failed,
-            RequestEnded: self._request_ended,
-            RouteTick: self._ticked,
+            its.Joined: self._joined,
+            its.WorkerLeft: self._worker_left,
+            its.Judged: self._judged,
+            its.Scraped: self._scraped,
+            its.Shared: self._shared,
+            its.Arrived: self._arrived,
+            its.PrefillDone: self._prefill_done,
+            its.FirstToken: self._first_token,
+            its.LegFailed: self._leg_failed,
+            its.RequestEnded: self._request_ended,
+            its.RouteTick: self._ticked,
         }
 
-    def step(self, event: RouteEvent, now_ns: int) -> list[RouteCommand]:
+    def step(self, event: its.RouteEvent, now_ns: int) -> list[RouteCommand]:
         """Take in an event; commands about this request and others, in order."""
-        commands = self._handlers[type(event)](event, now_ns)
-        if len(self.room):
-            commands += self._expire(now_ns)
-            if not isinstance(event, Arrived):
-                commands += self._pump(now_ns)
+        commands = self._expire(now_ns) if len(self.room) else []
+        commands += self._handlers[type(event)](event, now_ns)
+        if len(self.room) and not isinstance(event, its.Arrived):
+            commands += self._pump(now_ns)
         return commands
 
     def adopt(self, policy: RoutingPolicy, now_ns: int) -> list[RouteCommand]:
@@ -121,23 +96,24 @@ class RouterCore:
         self.policy = self.fleet.policy = self.room.policy = policy
         self.placer.adopt(policy)
         self._map_models()
-        held = [self.room.remove(name) for name in list(self.room.entries)]
+        held = list(self.room.entries.values())
         self.room = WaitingRoom(policy)
         for entry in held:
-            assert entry is not None
             opened = self.open[entry.request_id]
             opened.service = self._service(opened.request)
-            self.room.add(msgspec.structs.replace(entry, service=opened.service))
+            is_laned = entry.request_id in self.placer.lanes.get(entry.pool, ())
+            entry = msgspec.structs.replace(entry, service=opened.service)
+            self.room.add(entry, is_elsewhere=is_laned)
         return self._pump(now_ns)
 
     # Workers
 
-    def _joined(self, event: Joined, _now_ns: int) -> list[RouteCommand]:
+    def _joined(self, event: its.Joined, _now_ns: int) -> list[RouteCommand]:
         self.fleet.join(event.spec)
         self._map_models()
         return []
 
-    def _worker_left(self, event: WorkerLeft, _now_ns: int) -> list[RouteCommand]:
+    def _worker_left(self, event: its.WorkerLeft, _now_ns: int) -> list[RouteCommand]:
         self.fleet.leave(event.worker)
         self.tree.forget(event.worker)
         self.placer.weights.forget(event.worker)
@@ -149,24 +125,24 @@ class RouterCore:
         served = [(model, spec.pool) for spec in specs for model in spec.models or ("",)]
         self.models = ModelMap(self.policy, served)
 
-    def _judged(self, event: Judged, _now_ns: int) -> list[RouteCommand]:
+    def _judged(self, event: its.Judged, _now_ns: int) -> list[RouteCommand]:
         row = self.fleet.row_of.get(event.worker)
         if row is not None:
             state = self.fleet.workers[row]
             state.health, state.is_red = event.health, event.is_parity_red
         return []
 
-    def _scraped(self, event: Scraped, now_ns: int) -> list[RouteCommand]:
+    def _scraped(self, event: its.Scraped, now_ns: int) -> list[RouteCommand]:
         self.fleet.scraped(event.worker, event.sample, now_ns)
         return []
 
-    def _shared(self, event: Shared, _now_ns: int) -> list[RouteCommand]:
+    def _shared(self, event: its.Shared, _now_ns: int) -> list[RouteCommand]:
         self.fleet.shared(event.router, event.loads)
         return []
 
     # Requests
 
-    def _arrived(self, event: Arrived, now_ns: int) -> list[RouteCommand]:
+    def _arrived(self, event: its.Arrived, now_ns: int) -> list[RouteCommand]:
         request = event.request
         assert request.request_id not in self.open, "request ids are unique among those under way"
         opened = self._opened(request, event.prefix, now_ns)
@@ -252,7 +228,7 @@ class RouterCore:
             evicted = self.open[displaced.request_id]
             commands.append(self._reject(evicted, RejectReason.DISPLACED, now_ns))
         wait_s = self.room.wait_s(ahead, now_ns)
-        commands.append(Held(request.request_id, ahead, wait_s, None))
+        commands.append(RequestHeld(request.request_id, ahead, wait_s, None))
         return commands
 
     def _queue_prefill(self, opened: OpenRequest, now_ns: int) -> None:
@@ -344,29 +320,23 @@ class RouterCore:
         self.fleet.ended(name, now_ns)
         self.fleet.ended(_prefill_of(name), now_ns)
         if opened.placement is not None and opened.placement.receipt is not None:
-            self._keep(opened, opened.placement.receipt, end)
+            outcome = RouteOutcome(
+                opened.ttft_s,
+                opened.cached_tokens,
+                opened.output_tokens,
+                opened.attempt,
+                end.value,
+            )
+            self.receipts.keep(opened.placement.receipt, outcome)
 
-    def _keep(self, opened: OpenRequest, receipt: Receipt, end: Ending) -> None:
-        if len(self._receipts) >= RECEIPTS_MAX:
-            self._receipts.popleft()
-            self.dropped_receipts += 1
-        outcome = RouteOutcome(
-            ttft_s=opened.ttft_s,
-            cached_tokens=opened.cached_tokens,
-            output_tokens=opened.output_tokens,
-            attempts=opened.attempt,
-            end=end.value,
-        )
-        self._receipts.append(msgspec.structs.replace(receipt, outcome=outcome))
-
-    def _prefill_done(self, event: PrefillDone, now_ns: int) -> list[RouteCommand]:
+    def _prefill_done(self, event: its.PrefillDone, now_ns: int) -> list[RouteCommand]:
         opened = self.open.get(event.request_id)
         if opened is not None and opened.placement is not None:
             self._succeeded(opened.placement.prefill_worker)
             self.fleet.ended(_prefill_of(event.request_id), now_ns)
         return []
 
-    def _first_token(self, event: FirstToken, now_ns: int) -> list[RouteCommand]:
+    def _first_token(self, event: its.FirstToken, now_ns: int) -> list[RouteCommand]:
         opened = self.open.get(event.request_id)
         placed = None if opened is None else opened.placement
         if opened is None or placed is None or opened.has_begun:
@@ -388,12 +358,12 @@ class RouterCore:
         if row is not None:
             self.fleet.workers[row].breaker.succeeded()
 
-    def _leg_failed(self, event: LegFailed, now_ns: int) -> list[RouteCommand]:
+    def _leg_failed(self, event: its.LegFailed, now_ns: int) -> list[RouteCommand]:
         opened = self.open.get(event.request_id)
         placed = None if opened is None else opened.placement
         if opened is None or placed is None or opened.is_held:
             return []
-        worker = placed.prefill_worker if event.leg is Leg.PREFILL else placed.worker
+        worker = placed.prefill_worker if event.leg is its.Leg.PREFILL else placed.worker
         row = self.fleet.row_of.get(worker)
         if row is not None:
             self.fleet.workers[row].breaker.failed(now_ns)
@@ -401,13 +371,13 @@ class RouterCore:
         self.fleet.ended(event.request_id, now_ns)
         self.fleet.ended(_prefill_of(event.request_id), now_ns)
         # Nothing was sent: trying elsewhere costs nobody anything.
-        self._retries_left -= event.failure is not Failure.CONNECT
+        self._retries_left -= event.failure is not its.Failure.CONNECT
         is_spent = opened.attempt >= self.policy.limits.attempts_max or self._retries_left < 0
         if event.has_streamed or opened.has_begun or is_spent:
             return [self._reject(opened, RejectReason.ATTEMPTS, now_ns)]
         return self._attempt(opened, now_ns)
 
-    def _request_ended(self, event: RequestEnded, now_ns: int) -> list[RouteCommand]:
+    def _request_ended(self, event: its.RequestEnded, now_ns: int) -> list[RouteCommand]:
         opened = self.open.get(event.request_id)
         if opened is None:
             return []
@@ -427,7 +397,7 @@ class RouterCore:
         self._close(opened, event.end, now_ns)
         return []
 
-    def _ticked(self, _event: RouteTick, _now_ns: int) -> list[RouteCommand]:
+    def _ticked(self, _event: its.RouteTick, _now_ns: int) -> list[RouteCommand]:
         return []
 
     # Held requests
@@ -484,12 +454,10 @@ class RouterCore:
 
     def take_receipts(self) -> list[Receipt]:
         """Receipts of requests that ended since the last call; the oldest are dropped."""
-        taken = list(self._receipts)
-        self._receipts.clear()
-        return taken
+        return self.receipts.take()
 
     def saturation(self, pool: str, now_ns: int) -> Saturation:
-        """Of the workers of a pool that answer."""
+        """Saturation of a pool's workers."""
         rows = self.fleet.rows(pool, prefill=False)
         return saturation(load_columns(self.fleet, rows, now_ns), self.policy.limits)
 

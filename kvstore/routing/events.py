@@ -1,6 +1,6 @@
 """Events and commands of the core: all that goes in, all that comes out.
 
-    Arrived ─▶ Held* ─▶ Routed ─▶ (LegFailed ─▶ Routed)* ─▶ RequestEnded    or Rejected at any arrow
+    Arrived ─▶ RequestHeld* ─▶ Routed ─▶ (LegFailed ─▶ Routed)* ─▶ RequestEnded    or Rejected
 
 Each request that `Arrived` gets exactly one final word: `Routed` (again after `LegFailed`) until it
 `RequestEnded`, or `Rejected`. The shell sends `RouteTick` every 5 to 20 ms while requests are held.
@@ -172,7 +172,7 @@ class Routed(msgspec.Struct, frozen=True, tag=True):
     receipt: Receipt
 
 
-class Held(msgspec.Struct, frozen=True, tag=True):
+class RequestHeld(msgspec.Struct, frozen=True, tag=True):
     """The request waits here; promotion or a fetch may begin at `likely_worker`."""
 
     request_id: str
@@ -213,4 +213,4 @@ class RejectReason(enum.StrEnum):
     """502: no attempt is left, or the answer broke after it began."""
 
 
-RouteCommand = Routed | Held | Rejected
+RouteCommand = Routed | RequestHeld | Rejected

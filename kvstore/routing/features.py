@@ -107,7 +107,7 @@ def load_columns(fleet: Fleet, rows: npt.NDArray[np.intp], now_ns: int) -> Float
 
 
 def _static(fleet: Fleet, rows: npt.NDArray[np.intp]) -> Floats:
-    """Of the descriptions: memory, prefill and load speed."""
+    """Memory, prefill and load speed, as described."""
     specs = [fleet.workers[row].spec for row in rows]
     return np.array(
         [

@@ -36,7 +36,7 @@ class FleetColumn(enum.IntEnum):
     WORK_S = 2
     """Prefill of those that are queued, in seconds."""
     HEAD_S = 3
-    """Of that, the first in the queue: the one that is computed now."""
+    """The first in the queue alone: the one that is computed now."""
     HEAD_NS = 4
     """Since then."""
     HELD_TOKENS = 5
@@ -67,7 +67,7 @@ class Flight(msgspec.Struct):
 
 
 class WorkerState:
-    """What is no number."""
+    """State of a worker that is no number."""
 
     def __init__(self, spec: WorkerSpec, policy: RoutingPolicy) -> None:
         self.spec = spec
@@ -224,9 +224,9 @@ class Fleet:
 
     def shared(self, router: str, loads: tuple[SharedLoad, ...]) -> None:
         """All that another router has in flight; none: it has nothing, or is gone."""
-        self._shared[router] = loads
-        if not loads:
-            del self._shared[router]
+        self._shared.pop(router, None)
+        if loads:
+            self._shared[router] = loads
         self._share()
 
     def _share(self) -> None:

@@ -66,7 +66,7 @@ class TermWeights:
         return {name: weights.tolist() for name, weights in self._of.items()}
 
     def restore(self, saved: dict[str, list[float]]) -> None:
-        """What a process before this one learned, cut to the bounds."""
+        """Weights of an earlier process, cut to the bounds."""
         for name, values in saved.items():
             if len(values) == LEARNED:
                 bounded = np.clip(np.array(values), self.settings.least, self.settings.most)

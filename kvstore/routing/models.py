@@ -39,7 +39,7 @@ class ModelUnknown(Exception):
 
 
 class ModelMap:
-    """Of one policy and one set of workers."""
+    """Names by one policy and one set of workers."""
 
     def __init__(self, policy: RoutingPolicy, served: Iterable[tuple[str, str]] = ()) -> None:
         """Args: `served`: (model, pool) of workers, used when the policy names no models."""

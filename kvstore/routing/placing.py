@@ -63,7 +63,7 @@ class OpenRequest(msgspec.Struct):
     cached_tokens: int | None = None
     output_tokens: int | None = None
     uncached: float = 0.0
-    """Of a remote prefill that waits."""
+    """Tokens of a remote prefill that waits."""
 
 
 class Placement(msgspec.Struct):
@@ -158,7 +158,7 @@ class Placer:
         self.utilisation = 0.0
         """Share of workers that compute, as arrivals see it; smoothed."""
         self.hit_share = 0.0
-        """Of prompt tokens; smoothed."""
+        """Share of prompt tokens; smoothed."""
         self._seen_ns: dict[str, dict[int, int]] = {}
         """Pool → class rank → last arrival."""
         self._prefixes = PrefixColumns(fleet, tree)

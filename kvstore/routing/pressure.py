@@ -30,7 +30,7 @@ _NO_RACE: Final = 0.7
 
 
 class Cause(enum.StrEnum):
-    """What is full."""
+    """Resource that is full."""
 
     NOTHING = "nothing"
     QUEUE = "queue"
@@ -53,7 +53,7 @@ class Rung(enum.StrEnum):
 
 
 class Saturation(msgspec.Struct, frozen=True):
-    """Of a pool."""
+    """Saturation of a pool and its cause."""
 
     value: float
     cause: Cause

@@ -7,11 +7,16 @@ the policy; the best ones and the chosen one are kept. No keys, tokens or texts.
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Final
+
 import msgspec
+
+RECEIPTS_MAX: Final = 4096
 
 
 class RouteOutcome(msgspec.Struct, frozen=True):
-    """What followed, as far as it is known."""
+    """Events after the decision, as far as they are known."""
 
     ttft_s: float | None = None
     cached_tokens: int | None = None
@@ -66,3 +71,22 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     scores: list[float]
     """Lower is better."""
     outcome: RouteOutcome = RouteOutcome()
+
+
+class ReceiptLog:
+    """Receipts of ended requests, until they are taken: `RECEIPTS_MAX`, then the oldest go."""
+
+    def __init__(self) -> None:
+        self.dropped_count = 0
+        self._kept = deque[Receipt](maxlen=RECEIPTS_MAX)
+
+    def keep(self, receipt: Receipt, outcome: RouteOutcome) -> None:
+        """Add one."""
+        self.dropped_count += len(self._kept) == RECEIPTS_MAX
+        self._kept.append(msgspec.structs.replace(receipt, outcome=outcome))
+
+    def take(self) -> list[Receipt]:
+        """All, oldest first."""
+        taken = list(self._kept)
+        self._kept.clear()
+        return taken

@@ -52,7 +52,7 @@ def _requests(columns: Floats) -> Floats:
 
 
 def _match_share(columns: Floats, context: ScoreContext) -> Floats:
-    """Of the prompt, in any tier of the worker, by trust."""
+    """Share of the prompt in any tier of the worker, by trust."""
     factors = np.array([context.policy.costs.trust[trust.value] for trust in TRUSTS])
     longest = columns[FeatureColumn.HBM : FeatureColumn.FILE + 1].max(axis=0)
     trust = factors[columns[FeatureColumn.TRUST].astype(np.intp)]

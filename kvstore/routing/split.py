@@ -100,7 +100,7 @@ class LaneEntry(msgspec.Struct, frozen=True):
 
 
 class PrefillLanes:
-    """Of one pool."""
+    """Queue of one pool."""
 
     def __init__(self, settings: PolicySplit) -> None:
         self.settings = settings
@@ -113,6 +113,9 @@ class PrefillLanes:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._waiting
 
     def bucket(self, uncached: float) -> int:
         """0: the short lane."""

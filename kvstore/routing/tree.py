@@ -21,7 +21,7 @@ _YOUNG_NS: Final = 10_000_000_000
 """So long after it was sent, a block counts as there although the index does not show it: longer
 than a delta and most queues take."""
 _STEP_TOKENS: Final = 128
-"""Of shorter blocks, one key in so many tokens is remembered: the chain makes it speak for those
+"""With shorter blocks, one key in so many tokens is remembered; the chain makes it speak for those
 before it."""
 
 _ALL, _YOUNG, _STAMP = range(3)

@@ -53,7 +53,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int = 16
     """Tokens of the block of a key."""
     output_tokens_max: int = 256
-    """What the client allows; the need of memory is estimated from it."""
+    """Bound of the client; the need of memory is estimated from it."""
     tenant: str = ""
     service: str = ""
     """Class of service; empty: the policy's default."""
@@ -112,7 +112,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters that have room at once; 0: loads none by itself."""
     role: WorkerRole = WorkerRole.BOTH
     node: str = ""
-    """Of the kvstore node beside it; empty: none."""
+    """Name of the kvstore node beside it; empty: none."""
     engine: str = ""
     """Name of the engine in the index; empty: not followed."""
     rank: int = 0

@@ -93,7 +93,7 @@ def test_streams_slow_a_prefill_down() -> None:
 
 
 def test_a_hot_worker_loses_its_credit_for_this_request_alone() -> None:
-    hot = {"hbm": [900, 0, 0, 0], "queue_s": [60, 0, 0, 0]}
+    hot: dict[str, Any] = {"hbm": [900, 0, 0, 0], "queue_s": [60, 0, 0, 0]}
     assert made(**hot)["compute"][0] == 1.0
     # A prompt that takes longer to compute than the hot worker's queue keeps the credit.
     long = made(prompt=100_000, **{**hot, "hbm": [90_000, 0, 0, 0]})

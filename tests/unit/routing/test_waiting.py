@@ -11,10 +11,10 @@ from kvstore.routing.events import (
     Arrived,
     Ending,
     FirstToken,
-    Held,
     Joined,
     Rejected,
     RequestEnded,
+    RequestHeld,
     Routed,
     RouteTick,
 )
@@ -60,7 +60,7 @@ def test_urgent_classes_first_then_priority_then_arrival() -> None:
         ("b2", "batch", 9),
     ):
         held = arrive(core, request(name, service=service, priority=priority))
-        assert isinstance(held, Held)
+        assert isinstance(held, RequestHeld)
     assert drain(core, 4) == ["i2", "i1", "b2", "b1"]
 
 
@@ -70,7 +70,7 @@ def test_a_newcomer_does_not_pass_those_that_wait() -> None:
     arrive(core, request("a"))
     core.step(Joined(spec(1)), S)  # room again, not yet noticed by the room
     held = core.step(Arrived(request("b")), S)
-    assert [type(c) for c in held] in ([Held], [Routed, Held])
+    assert [type(c) for c in held] in ([RequestHeld], [Routed, RequestHeld])
 
 
 def test_tenants_share_by_uncached_tokens_not_by_requests() -> None:
@@ -121,7 +121,7 @@ def test_a_full_class_is_429_with_a_time_to_come_back() -> None:
 
 
 def test_the_time_to_come_back_is_of_the_drain_rate() -> None:
-    core = full(classes={"inline": {"rank": 0, "queue_max": 50}})
+    core = full(classes={"inline": {"rank": 0, "queue_max": 50, "ttl_s": 600}})
     for n in range(50):
         arrive(core, request(f"r{n}"))
     drain(core, 20, now_ns=2 * S)  # 100 a second
@@ -139,7 +139,7 @@ def test_a_full_room_displaces_the_newest_of_the_lowest_class() -> None:
         arrive(core, request(f"b{n}", service="batch"))
     commands = core.step(Arrived(request("i")), S)
     core.check()
-    assert [(c.request_id, type(c)) for c in commands] == [("b2", Rejected), ("i", Held)]
+    assert [(c.request_id, type(c)) for c in commands] == [("b2", Rejected), ("i", RequestHeld)]
     assert rejected(commands[0]).reason == "evicted-priority"
     refused = rejected(arrive(core, request("b9", service="batch")))
     assert refused.reason == "rejected-saturated"
@@ -178,7 +178,7 @@ def test_others_yield_while_an_urgent_class_is_there() -> None:
     for n in range(4):
         routed(arrive(core, request(f"r{n}", 8000)))
     routed(arrive(core, request("inline", 160, service="inline", ttft_s=60.0)))
-    assert isinstance(arrive(core, request("later")), Held)
+    assert isinstance(arrive(core, request("later")), RequestHeld)
     assert core.step(RouteTick(), S + 500 * MS) == []
     sent = core.step(RouteTick(), 12 * S)  # nothing urgent came for ten seconds
     assert [c.request_id for c in sent] == ["later"]
@@ -188,7 +188,7 @@ def test_low_classes_wait_for_a_short_queue() -> None:
     core = core_of(spec(0))
     for n in range(8):
         routed(arrive(core, request(f"r{n}", 16_000)))
-    assert isinstance(arrive(core, request("b", service="batch")), Held)
+    assert isinstance(arrive(core, request("b", service="batch")), RequestHeld)
     routed(arrive(core, request("t", service="interactive")))
     assert core.saturation("p", S).cause == "queue"
 
@@ -207,7 +207,7 @@ def test_scale_from_zero_holds_requests() -> None:
         "models": {"m": {"pools": [{"pool": "p"}]}},
     }
     core = core_of(policy=parse(policy))
-    assert isinstance(arrive(core, request("r")), Held)
+    assert isinstance(arrive(core, request("r")), RequestHeld)
     assert core.desired_replicas("p", spec(0).role, S) == 1
     commands = core.step(Joined(spec(0)), 2 * S)
     core.check()

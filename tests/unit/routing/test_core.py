@@ -1,0 +1,338 @@
+"""Attempts of a request: retries, breakers, both legs, readings."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvstore.routing.core import RouterCore
+from kvstore.routing.events import (
+    Arrived,
+    Ending,
+    Failure,
+    FirstToken,
+    Judged,
+    Leg,
+    LegFailed,
+    PrefillDone,
+    RequestEnded,
+    RequestHeld,
+    Routed,
+    RouteTick,
+    Shared,
+    WorkerLeft,
+)
+from kvstore.routing.policy import parse
+from kvstore.routing.values import RouteRequest, SharedLoad, WorkerHealth, WorkerRole
+from tests.unit.routing.fleets import (
+    MS,
+    S,
+    answer,
+    arrive,
+    core_of,
+    hbm,
+    prefiller,
+    rejected,
+    request,
+    routed,
+    spec,
+)
+
+
+def fail(
+    name: str, leg: Leg = Leg.DECODE, failure: Failure = Failure.STATUS, **more: bool
+) -> LegFailed:
+    return LegFailed(name, leg, failure, **more)
+
+
+def test_a_failed_attempt_goes_elsewhere_and_then_gives_up() -> None:
+    core = core_of(*(spec(n) for n in range(4)))
+    tried = [routed(arrive(core, request("r"))).worker]
+    for attempt in (2, 3):
+        [again] = core.step(fail("r"), S)
+        core.check()
+        assert routed(again).attempt == attempt
+        assert "retried" in routed(again).receipt.degraded
+        tried.append(routed(again).worker)
+    assert len(set(tried)) == 3
+    [last] = core.step(fail("r"), S)
+    assert (rejected(last).status, rejected(last).reason) == (502, "rejected-attempts")
+    core.check()
+    assert not core.fleet.flights
+
+
+def test_an_answer_that_began_is_not_tried_again() -> None:
+    core = core_of(spec(0), spec(1))
+    routed(arrive(core, request("r")))
+    core.step(FirstToken("r"), S)
+    [last] = core.step(fail("r", failure=Failure.BROKEN, has_streamed=True), S)
+    assert rejected(last).status == 502
+
+
+def test_with_one_worker_of_two_always_failing_no_request_fails() -> None:
+    core = core_of(spec(0), spec(1))
+    ended = failures = 0
+    for n in range(1000):
+        now_ns = S + n * 20 * MS
+        commands = core.step(Arrived(request(f"r{n}", 160)), now_ns)
+        while True:
+            sent = routed(commands[0])
+            if sent.worker == "w1":
+                break
+            failures += 1
+            commands = core.step(fail(sent.request_id), now_ns)
+        core.step(FirstToken(f"r{n}"), now_ns + MS)
+        core.step(RequestEnded(f"r{n}", Ending.DONE), now_ns + 2 * MS)
+        ended += 1
+    core.check()
+    assert ended == 1000
+    assert 3 <= failures <= 12  # the breaker opened; probes went on
+
+
+def test_a_4xx_never_counts_against_a_worker() -> None:
+    core = core_of(spec(0))
+    for n in range(50):
+        routed(arrive(core, request(f"r{n}")))
+        core.step(RequestEnded(f"r{n}", Ending.REFUSED), S)
+    assert not core.fleet.workers[0].breaker.is_open
+
+
+def test_a_breaker_opens_probes_and_closes() -> None:
+    core = core_of(spec(0), policy=parse({"limits": {"attempts_max": 1}}))
+    for n in range(3):
+        routed(arrive(core, request(f"r{n}")))
+        rejected(core.step(fail(f"r{n}"), S)[0])
+    assert isinstance(arrive(core, request("a")), RequestHeld)
+    [probe] = core.step(RouteTick(), 2 * S + 1)
+    assert routed(probe).request_id == "a"
+    assert isinstance(
+        arrive(core, request("b"), now_ns=2 * S + 2), RequestHeld
+    )  # one probe at a time
+    commands = core.step(FirstToken("a"), 2 * S + 3)
+    assert [c.request_id for c in commands] == ["b"]
+
+
+def test_an_aborted_probe_makes_room_for_the_next() -> None:
+    core = core_of(spec(0), policy=parse({"limits": {"attempts_max": 1}}))
+    for n in range(3):
+        routed(arrive(core, request(f"r{n}")))
+        core.step(fail(f"r{n}"), S)
+    routed(arrive(core, request("a"), now_ns=3 * S))
+    core.step(RequestEnded("a", Ending.ABORTED), 3 * S)
+    routed(arrive(core, request("b"), now_ns=3 * S + 1))
+
+
+def test_retries_have_a_budget() -> None:
+    core = core_of(
+        spec(0),
+        spec(1),
+        spec(2),
+        policy=parse({"limits": {"retry_burst": 2, "retry_share": 0.0, "failures_max": 100}}),
+    )
+    statuses = []
+    for n in range(4):
+        routed(arrive(core, request(f"r{n}")))
+        statuses.append(type(core.step(fail(f"r{n}"), S)[0]).__name__)
+    assert statuses == ["Routed", "Routed", "Rejected", "Rejected"]
+    routed(arrive(core, request("c")))
+    assert isinstance(core.step(fail("c", failure=Failure.CONNECT), S)[0], Routed) is False
+
+
+def test_a_worker_that_left_takes_nothing_with_it() -> None:
+    core = core_of(spec(0), spec(1), spec(2))
+    names = {n: routed(arrive(core, request(f"r{n}"))).worker for n in range(6)}
+    core.step(WorkerLeft("w0"), S)
+    core.check()
+    for n, worker in names.items():
+        if worker == "w0":
+            [again] = core.step(fail(f"r{n}", failure=Failure.BROKEN), S)
+            assert routed(again).worker != "w0"
+        core.step(FirstToken(f"r{n}"), S)
+        core.step(RequestEnded(f"r{n}", Ending.DONE), S)
+    core.check()
+    assert not core.open
+
+
+def test_other_routers_count() -> None:
+    core = core_of(spec(0), spec(1))
+    core.step(Shared("other", (SharedLoad("w0", 200_000, 30), SharedLoad("gone", 1, 1))), S)
+    for n in range(5):
+        assert routed(arrive(core, request(f"r{n}", 160))).worker == "w1"
+    assert core.explain(request("x"), None, S).features["streams"][0] == 30
+    core.step(Shared("other", ()), S)
+    assert core.explain(request("x"), None, S).features["queue_s"][0] == 0
+
+
+def pd(prefillers: int = 2) -> RouterCore:
+    """Two workers that decode, and prefillers."""
+    return core_of(
+        *(spec(n, role=WorkerRole.DECODE) for n in range(2)),
+        *(prefiller(10 + n) for n in range(prefillers)),
+    )
+
+
+def test_a_long_prompt_is_prefilled_elsewhere_and_a_short_one_is_not() -> None:
+    core = pd()
+    long, short = routed(arrive(core, request("l"))), routed(arrive(core, request("s", 100)))
+    assert long.prefill_worker in ("w10", "w11")
+    assert long.worker in ("w0", "w1")
+    assert (long.receipt.split_reason, short.receipt.split_reason) == ("long", "short")
+    assert short.prefill_worker is None
+    cached = routed(arrive(core, request("c", 4096), answer(hbm(0, 250), hbm(1, 250))))
+    assert cached.receipt.split_reason == "short"
+    local = routed(arrive(core, request("x", must_be_local=True)))
+    assert (local.prefill_worker, local.receipt.split_reason) == (None, "off")
+
+
+def test_a_prefiller_on_the_same_node_is_nearer() -> None:
+    core = core_of(
+        spec(0, role=WorkerRole.DECODE, node="a"), prefiller(10, node="b"), prefiller(11, node="a")
+    )
+    for n in range(4):
+        assert (
+            routed(arrive(core, request(f"r{n}", 32_000), now_ns=(n + 1) * 20 * S)).prefill_worker
+            == "w11"
+        )
+        core.step(FirstToken(f"r{n}"), (n + 1) * 20 * S + MS)
+
+
+def test_a_failing_prefiller_is_replaced_and_then_done_without() -> None:
+    core = pd()
+    first = routed(arrive(core, request("r")))
+    [again] = core.step(fail("r", Leg.PREFILL), S)
+    assert {first.prefill_worker, routed(again).prefill_worker} == {"w10", "w11"}
+    [last] = core.step(fail("r", Leg.PREFILL), S)
+    core.check()
+    assert routed(last).prefill_worker is None
+    assert routed(last).receipt.split_reason == "fell-back"
+    assert "prefill-local" in routed(last).receipt.degraded
+
+
+@pytest.mark.parametrize("leg", list(Leg))
+def test_with_one_of_two_legs_always_failing_no_request_fails(leg: Leg) -> None:
+    core = pd()
+    bad = "w10" if leg is Leg.PREFILL else "w0"
+    failures = 0
+    for n in range(1000):
+        now_ns = S + n * 20 * MS
+        sent = routed(
+            arrive(core, request(f"r{n}", 600), now_ns=now_ns)
+            if n % 50 == 0
+            else core.step(Arrived(request(f"r{n}", 600)), now_ns)[0]
+        )
+        while bad in (sent.worker, sent.prefill_worker):
+            failures += 1
+            sent = routed(core.step(fail(f"r{n}", leg), now_ns)[0])
+        if sent.prefill_worker:
+            core.step(PrefillDone(f"r{n}"), now_ns + MS)
+        core.step(FirstToken(f"r{n}"), now_ns + MS)
+        core.step(RequestEnded(f"r{n}", Ending.DONE), now_ns + 2 * MS)
+    core.check()
+    assert 3 <= failures <= 15
+    assert not core.fleet.flights
+
+
+def test_remote_prefills_wait_in_lanes_and_short_ones_pass() -> None:
+    core = pd(prefillers=1)
+    sent = [routed(arrive(core, request(f"r{n}", 20_000))) for n in range(4)]
+    assert all(each.prefill_worker == "w10" for each in sent)
+    assert isinstance(arrive(core, request("long", 20_000)), RequestHeld)
+    assert isinstance(arrive(core, request("short", 400)), RequestHeld)
+    # A local one is not behind those that wait for a prefiller.
+    assert routed(arrive(core, request("tiny", 100))).prefill_worker is None
+    order = []
+    for n in range(2):
+        order += [c.request_id for c in core.step(PrefillDone(f"r{n}"), 2 * S)]
+        core.check()
+    assert order == ["short", "long"]
+
+
+def test_a_full_prefill_queue_means_local() -> None:
+    core = pd(prefillers=1)
+    reasons = Counter[str]()
+    for n in range(30):
+        for command in core.step(Arrived(request(f"r{n}", 20_000)), S):
+            if isinstance(command, Routed):
+                reasons[command.receipt.split_reason] += 1
+    core.check()
+    assert reasons["long"] == 4
+    assert reasons["prefill-queue"] == 30 - 10
+
+
+def test_receipts_say_what_followed() -> None:
+    core = core_of(spec(0))
+    arrive(core, request("r"), answer(hbm(0, 100)))
+    core.step(FirstToken("r"), S + 250 * MS)
+    core.step(RequestEnded("r", Ending.DONE, 1600, 40), 3 * S)
+    [receipt] = core.take_receipts()
+    assert receipt.outcome.ttft_s == pytest.approx(0.25)
+    assert (receipt.outcome.cached_tokens, receipt.outcome.output_tokens) == (1600, 40)
+    assert receipt.outcome.end == "done"
+    assert receipt.predicted_s > 0.2
+    assert core.take_receipts() == []
+
+
+def test_a_receipt_is_bounded() -> None:
+    core = core_of(*(spec(n) for n in range(20)), policy=parse({"receipt_workers_max": 5}))
+    receipt = routed(arrive(core, request("r"), answer(hbm(7, 100)))).receipt
+    assert len(receipt.workers) == len(receipt.scores) == 5
+    assert receipt.chosen == "w7"
+    assert "w7" in receipt.workers
+
+
+def test_observed_hits_lower_a_worker_that_is_believed_too_much() -> None:
+    core = core_of(spec(0), spec(1))
+    for n in range(60):
+        now_ns = S + n * S
+        arrive(core, request(f"r{n}", subset=("w0",)), answer(hbm(0, 200)), now_ns)
+        core.step(FirstToken(f"r{n}"), now_ns + 600 * MS)
+        core.step(RequestEnded(f"r{n}", Ending.DONE, 0, 1), now_ns + 700 * MS)
+    receipt = core.explain(request("x"), answer(hbm(0, 200), hbm(1, 100)), 100 * S)
+    assert receipt.features["hit_ratio"][0] < 0.1
+    assert receipt.chosen == "w1"
+
+
+def test_explain_changes_nothing() -> None:
+    core = core_of(spec(0), spec(1))
+    its = request("r")
+    before = core.explain(its, None, S)
+    assert core.explain(its, None, S) == before
+    assert not core.open
+    assert not core.fleet.flights
+    assert routed(arrive(core, its)).receipt == before
+    core.step(Judged("w0", WorkerHealth.DOWN), S)
+    core.step(Judged("w1", WorkerHealth.DOWN), S)
+    with pytest.raises(LookupError, match="no workers"):
+        core.explain(request("x"), None, S)
+
+
+def test_a_race_needs_a_request_without_side_effects_and_calm() -> None:
+    policy = parse({"limits": {"race_after_s": 0.5}})
+
+    def sent(load: int, its: RouteRequest) -> Routed:
+        core = core_of(spec(0), spec(1), policy=policy)
+        for n in range(load):
+            arrive(core, request(f"r{n}", 30_000))
+        return routed(arrive(core, its))
+
+    assert sent(0, request("a")).race_after_s is None
+    assert sent(0, request("a", has_side_effects=False)).race_after_s == 0.5
+    assert sent(6, request("a", has_side_effects=False)).race_after_s is None
+
+
+def test_replicas_follow_work_and_queue() -> None:
+    policy = parse({"learning": {"is_frozen": True}})
+    core = core_of(*(spec(n) for n in range(4)), policy=policy)
+    assert core.desired_replicas("p", WorkerRole.BOTH, S) == 1
+    for n in range(120):
+        now_ns = S + n * 250 * MS
+        core.step(Arrived(request(f"r{n}", 8000)), now_ns)
+        core.step(FirstToken(f"r{n}"), now_ns + 10 * MS)
+        core.step(RequestEnded(f"r{n}", Ending.DONE), now_ns + 20 * MS)
+    # A second of prefill four times a second keeps four busy: five at 80 %.
+    assert core.desired_replicas("p", WorkerRole.BOTH, 31 * S) in (3, 4, 5, 6)
+    for n in range(60):
+        core.step(Arrived(request(f"q{n}", 30_000)), 31 * S)
+    assert core.saturation("p", 31 * S).value > 1
+    assert core.desired_replicas("p", WorkerRole.BOTH, 31 * S) >= 5
