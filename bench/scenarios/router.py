@@ -199,7 +199,7 @@ async def _load(port: int, request: bytes, seconds: float) -> int:
 
 async def _streams(port: int, count: int, seconds: int) -> list[float]:
     """Delays of all events, in ms."""
-    request, delays = body(200, stream=50 * seconds), []
+    request, delays = body(200, stream=50 * seconds), list[float]()
 
     async def one(at: int) -> None:
         await asyncio.sleep(at / count / 50)  # spread over one interval

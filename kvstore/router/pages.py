@@ -33,7 +33,7 @@ _OF_WORKERS: Final = {
     "cached_tokens_total": "cached_tokens",
     "predicted_tokens_total": "predicted_tokens",
 }
-STATES: Final = ("up", "load-only", "draining", "half-open", "open", "down")
+STATES: Final = ("up", "load-only", "half-open", "open", "down")
 
 
 class RouterCollector(Collector):

@@ -36,6 +36,7 @@ from kvstore.obs import logs
 from kvstore.router.dispatch import Core, Dispatcher
 from kvstore.router.engines.discovery import Discovery, addresses_listed, addresses_of
 from kvstore.router.engines.probes import Probes
+from kvstore.router.engines.slices import Slices, in_cluster
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front.attempt import new_session
 from kvstore.router.front.door import Bodies, FrontDoor, open_door, server_context
@@ -155,6 +156,10 @@ class Router:
             ("half-open breakers", self._half_open, HALF_OPEN_S),
             ("receipts", self._write_receipts, self.receipts.pause_s),
         ]
+        if config.slices is not None:
+            source = self.discovery
+            slices = Slices(config.slices, in_cluster(), found=source.found, failed=source.failed)
+            works.append(("engines of a Kubernetes service", slices.once, source.pause_s))
         if self.index is not None and self.parity is not None:
             works += [
                 ("engines listed by the index", self._follow_index, RETRY_S),
