@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from bench.routing.engine import BLOCK_TOKENS, EngineModel, Job, SimulatedEngine
@@ -21,6 +22,7 @@ from kvstore.routing.events import (
     Ending,
     FirstToken,
     Joined,
+    PrefillDone,
     Rejected,
     RequestEnded,
     Routed,
@@ -33,6 +35,7 @@ from kvstore.routing.values import (
     PrefixMatch,
     PrefixTrust,
     RouteRequest,
+    WorkerRole,
     WorkerSpec,
 )
 from kvstore.units import NS_PER_S
@@ -42,16 +45,25 @@ ITL_S: Final = 0.025
 TICK_S: Final = 0.05
 
 
+class Sending(NamedTuple):
+    """A job to send now. Worker −1: rejected. Prefiller −1: local prefill."""
+
+    job: int
+    worker: int
+    prefiller: int = -1
+
+
 class Chooser(Protocol):
-    """A router in the simulation. Each verb returns (job, worker) pairs to send now; worker −1:
-    rejected."""
+    """A router in the simulation."""
 
     def arrived(
         self, job: Job, engines: Sequence[SimulatedEngine], now_s: float
-    ) -> list[tuple[int, int]]: ...
-    def first_token(self, job: Job, now_s: float) -> list[tuple[int, int]]: ...
-    def ended(self, job: Job, now_s: float) -> list[tuple[int, int]]: ...
-    def tick(self, now_s: float) -> list[tuple[int, int]]: ...
+    ) -> list[Sending]: ...
+    def prefill_done(self, job: Job, now_s: float) -> list[Sending]: ...
+
+    def first_token(self, job: Job, now_s: float) -> list[Sending]: ...
+    def ended(self, job: Job, now_s: float) -> list[Sending]: ...
+    def tick(self, now_s: float) -> list[Sending]: ...
     @property
     def holds(self) -> bool: ...
 
@@ -60,7 +72,13 @@ class CoreChooser:
     """The product's core, under any of its policies."""
 
     def __init__(
-        self, policy: RoutingPolicy, model: EngineModel, workers: int, *, seed: int
+        self,
+        policy: RoutingPolicy,
+        model: EngineModel,
+        workers: int,
+        *,
+        seed: int,
+        prefillers: int = 0,
     ) -> None:
         self.core = RouterCore(policy, seed=seed)
         self._has_dram = model.dram_blocks > 0
@@ -72,6 +90,7 @@ class CoreChooser:
                 node=f"n{number}",
                 engine="e",
                 memory_tokens=model.cache_blocks * BLOCK_TOKENS,
+                role=_role(number, prefillers),
             )
             self.core.step(Joined(spec), 0)
 
@@ -79,18 +98,17 @@ class CoreChooser:
     def holds(self) -> bool:
         return len(self.core.room) > 0
 
-    def _step(self, event: RouteEvent, now_s: float) -> list[tuple[int, int]]:
+    def _step(self, event: RouteEvent, now_s: float) -> list[Sending]:
         sent = []
         for command in self.core.step(event, int(now_s * NS_PER_S)):
             if isinstance(command, Routed):
-                sent.append((int(command.request_id), int(command.worker[1:])))
+                prefiller = int((command.prefill_worker or "w-1")[1:])
+                sent.append(Sending(int(command.request_id), int(command.worker[1:]), prefiller))
             elif isinstance(command, Rejected):
-                sent.append((int(command.request_id), -1))
+                sent.append(Sending(int(command.request_id), -1))
         return sent
 
-    def arrived(
-        self, job: Job, engines: Sequence[SimulatedEngine], now_s: float
-    ) -> list[tuple[int, int]]:
+    def arrived(self, job: Job, engines: Sequence[SimulatedEngine], now_s: float) -> list[Sending]:
         matches = []
         for number, engine in enumerate(engines):
             if hits := engine.hit_blocks(job.blocks):
@@ -110,78 +128,125 @@ class CoreChooser:
         )
         return self._step(Arrived(request, PrefixAnswer(PrefixTrust.EXACT, tuple(matches))), now_s)
 
-    def first_token(self, job: Job, now_s: float) -> list[tuple[int, int]]:
+    def prefill_done(self, job: Job, now_s: float) -> list[Sending]:
+        return self._step(PrefillDone(str(job.number)), now_s)
+
+    def first_token(self, job: Job, now_s: float) -> list[Sending]:
         return self._step(FirstToken(str(job.number)), now_s)
 
-    def ended(self, job: Job, now_s: float) -> list[tuple[int, int]]:
+    def ended(self, job: Job, now_s: float) -> list[Sending]:
         done = RequestEnded(str(job.number), Ending.DONE, job.cached_tokens, job.output_tokens)
         return self._step(done, now_s)
 
-    def tick(self, now_s: float) -> list[tuple[int, int]]:
+    def tick(self, now_s: float) -> list[Sending]:
         return self._step(RouteTick(), now_s)
+
+
+def _role(number: int, prefillers: int) -> WorkerRole:
+    if not prefillers:
+        return WorkerRole.BOTH
+    return WorkerRole.PREFILL if number < prefillers else WorkerRole.DECODE
+
+
+class Simulation:
+    """Engines, their steps in the order of time, and transfers between them."""
+
+    def __init__(
+        self, trace: RouterTrace, chooser: Chooser, model: EngineModel, workers: int
+    ) -> None:
+        self.engines = [SimulatedEngine(model) for _ in range(workers)]
+        self.jobs = trace.fresh()
+        self._chooser = chooser
+        self._model = model
+        self._queue: list[tuple[float, int, int, int]] = []
+        """(time, order, engine, its version); engine −1: the job `version` reaches its decoder."""
+        self._order = 0
+
+    def run(self) -> None:
+        """All requests, to their end."""
+        at, tick_s, queue = 0, 0.0, self._queue
+        while at < len(self.jobs) or queue:
+            next_s = self.jobs[at].arrival_s if at < len(self.jobs) else float("inf")
+            event_s = queue[0][0] if queue else float("inf")
+            if self._chooser.holds and tick_s <= min(next_s, event_s):
+                self._send(self._chooser.tick(tick_s), tick_s)
+                tick_s += TICK_S
+            elif next_s <= event_s:
+                tick_s = max(tick_s, next_s + TICK_S)
+                self._send(self._chooser.arrived(self.jobs[at], self.engines, next_s), next_s)
+                at += 1
+            else:
+                tick_s = max(tick_s, event_s)
+                self._event(*heapq.heappop(queue))
+        for engine in self.engines:
+            engine.check()
+
+    def _push(self, at_s: float, worker: int, version: int) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (at_s, self._order, worker, version))
+
+    def _submit(self, job: Job, worker: int, now_s: float) -> None:
+        engine = self.engines[worker]
+        version = engine.version
+        engine.submit(job, now_s)
+        if engine.version != version:
+            self._push(engine.until_s, worker, engine.version)
+
+    def _send(self, sendings: list[Sending], now_s: float) -> None:
+        for number, worker, prefiller in sendings:
+            job = self.jobs[number]
+            job.worker = worker
+            if worker < 0:
+                job.status = 429
+            elif prefiller < 0:
+                self._submit(job, worker, now_s)
+            else:
+                leg = msgspec.structs.replace(job, output_tokens=1, parent=job)
+                self._submit(leg, prefiller, now_s)
+
+    def _event(self, now_s: float, _order: int, worker: int, version: int) -> None:
+        if worker < 0:
+            job = self.jobs[version]
+            self._submit(job, job.worker, now_s)
+            return
+        engine = self.engines[worker]
+        if engine.version != version:
+            return
+        firsts, ends = engine.advance(now_s)
+        if engine.is_busy:
+            self._push(engine.until_s, worker, engine.version)
+        for job in firsts:
+            if job.parent is None:
+                self._send(self._chooser.first_token(job, now_s), now_s)
+        for job in ends:
+            if job.parent is None:
+                self._send(self._chooser.ended(job, now_s), now_s)
+            else:
+                self._transfer(job.parent, now_s)
+
+    def _transfer(self, job: Job, now_s: float) -> None:
+        """Its KV goes to the decoder; pushed while it was computed, so the last chunk counts."""
+        model = self._model
+        job.arrived_tokens = job.prompt_tokens - 1
+        last = min(job.prompt_tokens, model.chunk_tokens)
+        self._push(now_s + model.link_s + last / model.link_tokens_per_s, -1, job.number)
+        self._send(self._chooser.prefill_done(job, now_s), now_s)
 
 
 def run(trace: RouterTrace, chooser: Chooser, model: EngineModel, *, workers: int) -> list[Job]:
     """All requests of a trace; returns them with their times."""
-    engines = [SimulatedEngine(model) for _ in range(workers)]
-    jobs = trace.fresh()
-    queue: list[tuple[float, int, int, int]] = []
-    """(time, order, engine, its version)"""
-    order = 0
-
-    def send(sent: list[tuple[int, int]], now_s: float) -> None:
-        nonlocal order
-        for number, worker in sent:
-            job = jobs[number]
-            job.worker = worker
-            if worker < 0:
-                job.status = 429
-                continue
-            engine = engines[worker]
-            version = engine.version
-            engine.submit(job, now_s)
-            if engine.version != version:
-                order += 1
-                heapq.heappush(queue, (engine.until_s, order, worker, engine.version))
-
-    at, tick_s = 0, 0.0
-    while at < len(jobs) or queue:
-        next_s = jobs[at].arrival_s if at < len(jobs) else float("inf")
-        if chooser.holds and tick_s <= min(next_s, queue[0][0] if queue else float("inf")):
-            send(chooser.tick(tick_s), tick_s)
-            tick_s += TICK_S
-            continue
-        if not queue or next_s <= queue[0][0]:
-            job = jobs[at]
-            at += 1
-            tick_s = max(tick_s, next_s + TICK_S)
-            send(chooser.arrived(job, engines, next_s), next_s)
-            continue
-        now_s, _, worker, version = heapq.heappop(queue)
-        engine = engines[worker]
-        if engine.version != version:
-            continue
-        firsts, ends = engine.advance(now_s)
-        if engine.is_busy:
-            order += 1
-            heapq.heappush(queue, (engine.until_s, order, worker, engine.version))
-        tick_s = max(tick_s, now_s)
-        for job in firsts:
-            send(chooser.first_token(job, now_s), now_s)
-        for job in ends:
-            send(chooser.ended(job, now_s), now_s)
-    for engine in engines:
-        engine.check()
-    return jobs
+    simulation = Simulation(trace, chooser, model, workers)
+    simulation.run()
+    return simulation.jobs
 
 
-def figures(jobs: Sequence[Job]) -> dict[str, Any]:
+def figures(jobs: Sequence[Job], *, ttft_s: float = TTFT_S, itl_s: float = ITL_S) -> dict[str, Any]:
     """Goodput and latencies; a rejected request is no good one and has no latency."""
     served = [job for job in jobs if job.status == 200]
     assert all(job.end_s >= 0 for job in served), "every request ends"
     ttft = np.array([job.ttft_s for job in served])
     itl = np.array([job.itl_s for job in served])
-    good = int(((ttft <= TTFT_S) & (itl <= ITL_S)).sum())
+    good = int(((ttft <= ttft_s) & (itl <= itl_s)).sum())
     cached = sum(job.cached_tokens for job in served)
     return {
         "requests": len(jobs),

@@ -27,7 +27,7 @@ os.environ.setdefault("DYN_LOG", "error")  # read when the library is loaded
 
 from dynamo._core import SelectionService
 
-from bench.routing.drive import figures, run
+from bench.routing.drive import Sending, figures, run
 from bench.routing.engine import BLOCK_TOKENS, EngineModel, Job, SimulatedEngine
 from bench.routing.traces import RouterTrace, named
 
@@ -97,13 +97,11 @@ class DynamoChooser:
             self._sockets[number].send_multipart([b"kv-events", sequence, payload])
             self._sequences[number] += 1
 
-    def arrived(
-        self, job: Job, engines: Sequence[SimulatedEngine], now_s: float
-    ) -> list[tuple[int, int]]:
+    def arrived(self, job: Job, engines: Sequence[SimulatedEngine], now_s: float) -> list[Sending]:
         for number, engine in enumerate(engines):
             self._publish(number, engine)
         expected = [engine.hit_blocks(job.blocks) for engine in engines]
-        return [(job.number, self._do(self._select(job, expected)))]
+        return [Sending(job.number, self._do(self._select(job, expected)))]
 
     async def _select(self, job: Job, expected: list[int]) -> int:
         tokens = [block + 1 for block in job.blocks for _ in range(BLOCK_TOKENS)]
@@ -123,15 +121,18 @@ class DynamoChooser:
     async def _call(self, verb: str, job: Job) -> None:
         await getattr(self._service, verb)(str(job.number))
 
-    def first_token(self, job: Job, now_s: float) -> list[tuple[int, int]]:
+    def prefill_done(self, job: Job, now_s: float) -> list[Sending]:
+        raise NotImplementedError
+
+    def first_token(self, job: Job, now_s: float) -> list[Sending]:
         self._do(self._call("prefill_complete", job))
         return []
 
-    def ended(self, job: Job, now_s: float) -> list[tuple[int, int]]:
+    def ended(self, job: Job, now_s: float) -> list[Sending]:
         self._do(self._call("free_reservation", job))
         return []
 
-    def tick(self, now_s: float) -> list[tuple[int, int]]:
+    def tick(self, now_s: float) -> list[Sending]:
         return []
 
     def close(self) -> None:

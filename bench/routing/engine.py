@@ -29,6 +29,9 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 2048
     cache_blocks: int = 900
     running_max: int = 256
+    link_s: float = 0.001
+    link_tokens_per_s: float = 75_000.0
+    """To another engine: 10 GB/s at 131 kB a token."""
     dram_blocks: int = 0
     """Node's tier beside the engine; 0: none."""
     dram_tokens_per_s: float = 150_000.0
@@ -51,6 +54,10 @@ class Job(msgspec.Struct):
     first_s: float = -1.0
     end_s: float = -1.0
     status: int = 200
+    parent: Job | None = None
+    """Of a remote prefill: the request that it is a leg of."""
+    arrived_tokens: int = 0
+    """Tokens whose KV came from a prefiller."""
     ready_s: float = 0.0
     """Its load from a tier is done."""
     reserved: int = 0
@@ -216,6 +223,7 @@ class SimulatedEngine:
             self._evict()
         job.held, job.reserved = held, new
         job.computed = job.cached_tokens = hits * BLOCK_TOKENS
+        job.computed = max(job.computed, job.arrived_tokens)
         if model.dram_blocks:
             self._load(job, hits, now_s)
         return True

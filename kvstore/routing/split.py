@@ -15,8 +15,8 @@ follows in proportion.
 Rule 1 of the lanes: shorter buckets first; a prompt that waited `aging_s` counts as one of the next
 shorter bucket, so that a long one waits at most (buckets × aging_s) behind shorter ones that came
 later.
-Rule 2: the short lane is never behind a long prompt: with two prefillers and more, one takes none
-of the long buckets while the others do. A single prefiller takes both, since the engine's chunks
+Rule 2: the short lane is never behind a very long prompt: with two prefillers and more, one takes
+none of the buckets from the third on while the others do. A single prefiller takes both, since the engine's chunks
 interleave them.
 """
 
@@ -39,6 +39,10 @@ _UP, _DOWN = 1.05, 0.98
 PREFILLER_REQUESTS_MAX: Final = 4
 """At a prefiller at once: one that is computed, the others hide the way there. Late binding: what
 waits here can still be overtaken, what waits there cannot."""
+
+
+_LONG_BUCKET: Final = 3
+"""By default more than 8,192 tokens: a prefill that others notice."""
 
 
 class SplitReason(enum.StrEnum):
@@ -150,9 +154,9 @@ class PrefillLanes:
         """Prefillers that may take a prompt. Args: `busy`: prefiller → (requests there, uncached
         tokens of the longest)."""
         room = {name for name, (count, _) in busy.items() if count < PREFILLER_REQUESTS_MAX}
-        if self.bucket(uncached) == 0 or len(busy) == 1:
+        if self.bucket(uncached) < _LONG_BUCKET or len(busy) == 1:
             return room
-        has_long = {name for name, (_, longest) in busy.items() if self.bucket(longest) > 0}
+        has_long = {n for n, (_, longest) in busy.items() if self.bucket(longest) >= _LONG_BUCKET}
         return room & has_long if len(busy) - len(has_long) <= 1 else room
 
     def check(self) -> None:
