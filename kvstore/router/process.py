@@ -52,7 +52,7 @@ from kvstore.router.keys.spaces import Spaces
 from kvstore.router.pages import make_router_pages
 from kvstore.router.picker import Picker
 from kvstore.router.policy_file import load_policy
-from kvstore.router.receipt_log import ReceiptLog
+from kvstore.router.receipt_log import ReceiptFile
 from kvstore.router.route_service import RouteService
 from kvstore.router.rpc import RpcServer, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
@@ -75,7 +75,7 @@ class Router:
         self.dispatcher = Dispatcher(self.core)
         self.workers = Workers(self.dispatcher.note)
         self.session = new_session(ssl_context=_worker_context(config))
-        self.receipts = ReceiptLog(config.receipts, bytes_max=config.receipts_bytes_max)
+        self.receipts = ReceiptFile(config.receipts, bytes_max=config.receipts_bytes_max)
         self.probes = Probes(self.session, self.workers, self.dispatcher.note, config.worker_key)
         self.discovery = Discovery(config, self.workers)
         self.keys = KeyProcess(config.tokenizers)
@@ -85,10 +85,11 @@ class Router:
             else None
         )
         self.parity: Parity | None = None
+        self.rendering: Rendering | None = None
         prefixes: Prefixes = BytePrefixes()
         by_keys: KeyPrefixes | None = None
         if self.index is not None:
-            rendering = Rendering(
+            self.rendering = rendering = Rendering(
                 self.session,
                 self.workers,
                 self.keys,

@@ -90,7 +90,7 @@ _change: Final = msgspec.json.Decoder(_Change)
 
 
 def in_cluster() -> KubernetesApi:
-    """Of the pod that this process runs in. Raises ConfigError."""
+    """The API of the cluster that this pod runs in. Raises ConfigError."""
     host = os.environ.get("KUBERNETES_SERVICE_HOST")
     port = os.environ.get("KUBERNETES_SERVICE_PORT_HTTPS", "443")
     if not host:

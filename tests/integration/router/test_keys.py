@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.index.chain import block_keys
+from kvstore.router import pages
 from kvstore.router.keys import parity
 from kvstore.routing.events import Arrived, Judged
 from kvstore.routing.values import PrefixTrust
@@ -190,6 +191,8 @@ def test_a_silent_index_costs_milliseconds_and_then_nothing(
             assert "not used" in index.trouble
             assert index.late_count <= 4, "then nobody was asked"
             assert arrived(router)[-1].prefix is None
+            text = router.on_loop(lambda: pages.health_of(router.router)).body.decode()
+            assert "the index is not used" in text
         finally:
             node.resume()
         until(lambda: router.ask(ASK | {"prompt": TEXT})[0] == 200 and index.trouble == "")
