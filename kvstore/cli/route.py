@@ -79,6 +79,7 @@ def explain(
         found = [_dry(url, path, body, api_key)]
     else:
         assert receipts is not None
+        assert request_id is not None
         found = [each for each in _read(receipts) if request_id in each.request_id]
     if not found:
         fail(f"{receipts} has no receipt of {request_id!r}: it may be too old", code=1)

@@ -26,6 +26,7 @@ from kvstore.units import parse_size
 KINDS: Final = ("vllm", "sglang", "tgi", "trtllm", "triton", "llamacpp", "ollama", "openai")
 ROLES: Final = ("both", "prefill", "decode")
 KEYS: Final = ("kind", "pool", "node", "engine", "tenant", "space", "block", "seed", "role", "rank")
+SLICE_KEYS: Final = (*KEYS, "scheme")
 RECEIPT_BYTES: Final = 256 << 20
 BODY_BYTES_MIN: Final = 1 << 10
 BODY_BYTES_MAX: Final = 1 << 30
@@ -38,7 +39,7 @@ class WorkerText:
     name: str
     url: str
     options: Mapping[str, str] = field(default_factory=dict)
-    """Of `KEYS`."""
+    """Values of `KEYS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
             worker_of("--worker-dns", f"dns={text}", insecure=settings.insecure, is_name=True)
             for text in settings.worker_dns or ()
         ),
-        slices=_slices(settings.worker_slices),
+        slices=_slices(settings.worker_slices, insecure=settings.insecure),
         worker_ca=Path(settings.worker_ca) if settings.worker_ca else None,
         worker_key=_secret(settings.worker_key_file),
         tokenizers=dict(map(_tokenizer, settings.tokenizer or ())),
@@ -164,10 +165,10 @@ def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) 
     return WorkerText(name=name, url=url.rstrip("/"), options=options)
 
 
-def _pair(option: str, text: str, pair: str) -> tuple[str, str]:
+def _pair(option: str, text: str, pair: str, keys: Sequence[str] = KEYS) -> tuple[str, str]:
     key, equals, value = pair.partition("=")
-    if key not in KEYS or not equals or not value:
-        raise ConfigError(f"{option} {text!r}: after the URL come KEY=VALUE of {', '.join(KEYS)}")
+    if key not in keys or not equals or not value:
+        raise ConfigError(f"{option} {text!r}: after the URL come KEY=VALUE of {', '.join(keys)}")
     return key, value
 
 
@@ -176,7 +177,7 @@ def _is_here(host: str) -> bool:
     return found is not None and found[0].is_loopback
 
 
-def _slices(text: str | None) -> WorkerText | None:
+def _slices(text: str | None, *, insecure: bool) -> WorkerText | None:
     if text is None:
         return None
     place, *pairs = text.split(",")
@@ -184,7 +185,12 @@ def _slices(text: str | None) -> WorkerText | None:
     name, colon, port = service.partition(":")
     if not (namespace and slash and name and colon and port):
         raise ConfigError(f"--worker-slices {text!r} must be NAMESPACE/SERVICE:PORT")
-    options = dict(_pair("--worker-slices", text, pair) for pair in pairs)
+    options = dict(_pair("--worker-slices", text, pair, SLICE_KEYS) for pair in pairs)
+    if options.get("scheme") != "https" and not insecure:
+        raise ConfigError(
+            f"--worker-slices {text!r} are beyond this machine, and everybody on the way can read"
+            " prompts: add scheme=https, or --insecure where the network is trusted"
+        )
     return WorkerText(name=name, url=f"kubernetes://{namespace}/{name}/{port}", options=options)
 
 

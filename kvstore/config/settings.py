@@ -366,7 +366,7 @@ class RouterSettings(DaemonSettings):
         metavar="http://HOST:PORT[,KEY=VALUE…]",
     )
     worker_slices: str | None = _workers(
-        "Engines of a Kubernetes service, by its EndpointSlices.",
+        "Engines of a Kubernetes service, by its EndpointSlices; scheme=https for TLS.",
         metavar="NAMESPACE/SERVICE:PORT[,KEY=VALUE…]",
     )
     worker_ca: str | None = _workers(

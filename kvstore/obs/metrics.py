@@ -226,7 +226,7 @@ ROUTER_METRICS: Final = _rows(
         "router_connections": "Open connections of clients.",
         "router_connections_refused_total": "Idle connections closed to make room for new ones.",
         "router_workers{state}": (
-            "Workers by state: up, load-only (keys differ), draining, half-open or open (circuit"
+            "Workers by state: up, load-only (keys differ), half-open or open (circuit"
             " breaker), down (health probes fail)."
         ),
         "router_worker_requests_total{worker}": "Attempts at the worker.",
@@ -238,6 +238,18 @@ ROUTER_METRICS: Final = _rows(
         "router_worker_predicted_tokens_total{worker}": (
             "Prompt tokens that the index led to expect cached, of the same requests."
         ),
+        "router_picks_total{outcome}": (
+            "Requests of the endpoint picker ended, as above; elsewhere: served by a fall-back."
+        ),
+        "router_rendered_total{source}": (
+            "Prompts by the source of their tokens: ids in the request, local tokenizer, engine,"
+            " none in time."
+        ),
+        "router_index_matches_total": "Match queries to the index.",
+        "router_index_late_total": "Match queries without an answer in time.",
+        "router_index_used": "0 while the index fails and is left out.",
+        "router_saturation{pool,cause}": "Saturation of a pool, 0 to 1 and more, for autoscalers.",
+        "router_desired_replicas{pool,role}": "Workers that the load of a pool needs.",
         "router_receipts_total": "Receipts written.",
         "router_receipts_failed_total": "Receipts that could not be written.",
     }

@@ -1,6 +1,6 @@
 """The decision core on an asyncio loop: events in, one answer for each request that waits.
 
-    await arrive(…) ─▶ core.step ─▶ Routed, Rejected          Held ─▶ later, by a tick or an event
+    await arrive(…) ─▶ core.step ─▶ Routed, Rejected; RequestHeld ─▶ later, by a tick or an event
     await leg_failed(…) ─▶ Routed elsewhere, or Rejected
     note(…)             all other events; what they release is delivered to the requests that wait
 
@@ -18,10 +18,10 @@ from typing import Final, Protocol
 from kvstore.routing.events import (
     Arrived,
     Ending,
-    Held,
     LegFailed,
     Rejected,
     RequestEnded,
+    RequestHeld,
     RouteCommand,
     Routed,
     RouteEvent,
@@ -59,7 +59,7 @@ class Dispatcher:
         self,
         core: Core,
         *,
-        on_held: Callable[[Held], None] = lambda _: None,
+        on_held: Callable[[RequestHeld], None] = lambda _: None,
         on_command: Callable[[Routed | Rejected], None] = lambda _: None,
     ) -> None:
         self.core = core
@@ -99,7 +99,7 @@ class Dispatcher:
 
     def _deliver(self, commands: Iterable[RouteCommand]) -> None:
         for command in commands:
-            if isinstance(command, Held):
+            if isinstance(command, RequestHeld):
                 self._on_held(command)
                 continue
             self._on_command(command)

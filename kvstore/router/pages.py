@@ -7,8 +7,9 @@ worker takes requests. Values are read on the router's loop, for all waiting cli
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -19,6 +20,8 @@ from kvstore import __version__
 from kvstore.net.http import Page, text_page
 from kvstore.net.tls import INSECURE_NOTE, certificate_ends
 from kvstore.obs.metrics import Family, family
+from kvstore.routing.core import RouterCore
+from kvstore.routing.values import WorkerRole
 
 if TYPE_CHECKING:
     from kvstore.router.process import Router
@@ -33,7 +36,7 @@ _OF_WORKERS: Final = {
     "cached_tokens_total": "cached_tokens",
     "predicted_tokens_total": "predicted_tokens",
 }
-STATES: Final = ("up", "load-only", "draining", "half-open", "open", "down")
+STATES: Final = ("up", "load-only", "half-open", "open", "down")
 
 
 class RouterCollector(Collector):
@@ -77,8 +80,29 @@ def _families(router: Router) -> Iterator[Family]:
     for name, field in _OF_WORKERS.items():
         rows = [((worker.name,), getattr(worker, field)) for worker in workers]
         yield family(f"kvstore_router_worker_{name}", rows)
+    yield family("kvstore_router_picks_total", [((k,), n) for k, n in router.picker.counts.items()])
+    if router.rendering is not None and router.index is not None:
+        sources = [((name,), count) for name, count in router.rendering.counts.items()]
+        yield family("kvstore_router_rendered_total", sources)
+        yield family("kvstore_router_index_matches_total", [((), router.index.match_count)])
+        yield family("kvstore_router_index_late_total", [((), router.index.late_count)])
+        yield family("kvstore_router_index_used", [((), int(not router.index.trouble))])
+    if isinstance(router.core, RouterCore):
+        yield from _pressure(router.core, {worker.address.pool for worker in workers})
     yield family("kvstore_router_receipts_total", [((), router.receipts.written_count)])
     yield family("kvstore_router_receipts_failed_total", [((), router.receipts.failed_count)])
+
+
+def _pressure(core: RouterCore, pools: Iterable[str]) -> Iterator[Family]:
+    now_ns, pools = time.monotonic_ns(), sorted(pools)
+    full = [(pool, core.saturation(pool, now_ns)) for pool in pools]
+    yield family("kvstore_router_saturation", [((p, s.cause.value), s.value) for p, s in full])
+    wanted = [
+        ((pool, role.value), core.desired_replicas(pool, role, now_ns))
+        for pool in pools
+        for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
+    ]
+    yield family("kvstore_router_desired_replicas", wanted)
 
 
 def health_of(router: Router) -> Page:
@@ -89,8 +113,7 @@ def health_of(router: Router) -> Page:
         for w in workers
         if w.state != "up"
     ]
-    if router.discovery.trouble:
-        notes.append(router.discovery.trouble)
+    notes += filter(None, [router.discovery.trouble, router.index.trouble if router.index else ""])
     if router.config.insecure:
         notes.append(INSECURE_NOTE)
     if not any(w.state in ("up", "load-only", "half-open") for w in workers):

@@ -27,7 +27,7 @@ from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front.attempt import TAIL_BYTES, cached_tokens_of, output_tokens_of
 from kvstore.router.front.bodies import BadBody
-from kvstore.router.front.intake import Intake, Unauthorized
+from kvstore.router.front.intake import RequestIntake, Unauthorized
 from kvstore.router.front.proxy import rejection
 from kvstore.routing.events import Ending, FirstToken, Rejected, RequestEnded, Routed
 
@@ -47,7 +47,12 @@ class Picker:
     """Processes streams; on the router's loop. Counts requests by what became of them."""
 
     def __init__(
-        self, dispatcher: Dispatcher, workers: Workers, intake: Intake, *, body_bytes_max: int
+        self,
+        dispatcher: Dispatcher,
+        workers: Workers,
+        intake: RequestIntake,
+        *,
+        body_bytes_max: int,
     ) -> None:
         self.dispatcher, self.workers, self.intake = dispatcher, workers, intake
         self.body_bytes_max = body_bytes_max

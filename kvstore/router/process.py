@@ -36,10 +36,11 @@ from kvstore.obs import logs
 from kvstore.router.dispatch import Core, Dispatcher
 from kvstore.router.engines.discovery import Discovery, addresses_listed, addresses_of
 from kvstore.router.engines.probes import Probes
+from kvstore.router.engines.slices import Slices, in_cluster
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front.attempt import new_session
-from kvstore.router.front.door import Bodies, Door, open_door, server_context
-from kvstore.router.front.intake import Intake
+from kvstore.router.front.door import Bodies, FrontDoor, open_door, server_context
+from kvstore.router.front.intake import RequestIntake
 from kvstore.router.front.proxy import Proxy
 from kvstore.router.front.tenants import load_tenants
 from kvstore.router.keys.index_calls import RETRY_S, IndexCalls
@@ -51,7 +52,7 @@ from kvstore.router.keys.spaces import Spaces
 from kvstore.router.pages import make_router_pages
 from kvstore.router.picker import Picker
 from kvstore.router.policy_file import load_policy
-from kvstore.router.receipt_log import ReceiptLog
+from kvstore.router.receipt_log import ReceiptFile
 from kvstore.router.route_service import RouteService
 from kvstore.router.rpc import RpcServer, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
@@ -74,7 +75,7 @@ class Router:
         self.dispatcher = Dispatcher(self.core)
         self.workers = Workers(self.dispatcher.note)
         self.session = new_session(ssl_context=_worker_context(config))
-        self.receipts = ReceiptLog(config.receipts, bytes_max=config.receipts_bytes_max)
+        self.receipts = ReceiptFile(config.receipts, bytes_max=config.receipts_bytes_max)
         self.probes = Probes(self.session, self.workers, self.dispatcher.note, config.worker_key)
         self.discovery = Discovery(config, self.workers)
         self.keys = KeyProcess(config.tokenizers)
@@ -84,10 +85,11 @@ class Router:
             else None
         )
         self.parity: Parity | None = None
+        self.rendering: Rendering | None = None
         prefixes: Prefixes = BytePrefixes()
         by_keys: KeyPrefixes | None = None
         if self.index is not None:
-            rendering = Rendering(
+            self.rendering = rendering = Rendering(
                 self.session,
                 self.workers,
                 self.keys,
@@ -106,7 +108,7 @@ class Router:
                 worker_key=config.worker_key,
             )
         tenants = load_tenants(config.api_keys) if config.api_keys else None
-        self.intake = Intake(prefixes, tenants)
+        self.intake = RequestIntake(prefixes, tenants)
         self.proxy = Proxy(
             self.dispatcher,
             self.workers,
@@ -123,7 +125,7 @@ class Router:
         self._route = RouteService(self.dispatcher, self.workers, by_keys)
         self.servers: dict[str, RpcServer] = {}
         """`route` and `picker`, where they are wanted."""
-        self.door = Door(self.proxy.answer, connections_max=config.connections_max)
+        self.door = FrontDoor(self.proxy.answer, connections_max=config.connections_max)
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self.port = 0
@@ -155,6 +157,10 @@ class Router:
             ("half-open breakers", self._half_open, HALF_OPEN_S),
             ("receipts", self._write_receipts, self.receipts.pause_s),
         ]
+        if config.slices is not None:
+            source = self.discovery
+            slices = Slices(config.slices, in_cluster(), found=source.found, failed=source.failed)
+            works.append(("engines of a Kubernetes service", slices.once, source.pause_s))
         if self.index is not None and self.parity is not None:
             works += [
                 ("engines listed by the index", self._follow_index, RETRY_S),

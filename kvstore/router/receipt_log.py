@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _decoder: Final = msgspec.json.Decoder(Receipt)
 
 
-class ReceiptLog:
+class ReceiptFile:
     """Appends. `written_count`, `failed_count`: receipts."""
 
     def __init__(self, path: Path | None, *, bytes_max: int) -> None:

@@ -134,7 +134,7 @@ class RouteService(RouterServicer):
 
 
 def _fault(ask: pb.Ask) -> str:
-    """What is wrong with a question; empty: nothing."""
+    """Fault of a question; empty: none."""
     if len(ask.keys) % KEY_BYTES:
         return f"keys have {KEY_BYTES} bytes each"
     if max(len(ask.tokens.ids), ask.prompt_tokens) > TOKENS_MAX:

@@ -41,6 +41,7 @@ FOREIGN = {  # flags of vLLM, pip and programs of the repository
         "--mm-processor-cache-gb",
         "--no-enable-prefix-caching",
     ),
+    *("--enable-scale-out", "--enable-prompt-tokens-details"),
     *("--extra-index-url", "--again", "--seed", "--seeds", "--type", "--patch-file"),
 }
 _FENCE = re.compile(r"([^\n]*)\n```(python|bash|sh)\n(.*?)```", re.DOTALL)

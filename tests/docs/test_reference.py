@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvstore.cli.main import cli
-from kvstore.config.settings import IndexSettings, NodeSettings, table
+from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings, table
 from kvstore.obs.metrics import BY_NAME
 from scripts import reference
 
@@ -28,7 +28,7 @@ def test_every_setting_is_on_its_page() -> None:
     keys = re.findall(
         r"^\| `--.*?` \| `([a-z-]+)` \|", PAGES["reference/settings.md"], re.MULTILINE
     )
-    rows = [*table(NodeSettings), *table(IndexSettings)]
+    rows = [*table(NodeSettings), *table(IndexSettings), *table(RouterSettings)]
     assert sorted(keys) == sorted(row.key for row in rows)
 
 

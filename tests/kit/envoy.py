@@ -111,7 +111,58 @@ def _endpoints(name: str, places: Sequence[str]) -> dict[str, Any]:
 def _bootstrap(
     envoy: Envoy, picker_port: int, endpoints: Sequence[str], subset: Sequence[str], reads: str
 ) -> dict[str, Any]:
-    processing = {
+    listener = {
+        "address": _address(f"127.0.0.1:{envoy.port}"),
+        "filter_chains": [
+            {"filters": [_named("envoy.filters.network.http_connection_manager", _manager(subset))]}
+        ],
+    }
+    return {
+        "admin": {"address": _address(f"127.0.0.1:{envoy.admin_port}")},
+        "static_resources": {
+            "listeners": [listener],
+            "clusters": [_picker_cluster(picker_port), _engine_cluster(endpoints, reads)],
+        },
+    }
+
+
+def _manager(subset: Sequence[str]) -> dict[str, Any]:
+    hint = {
+        "@type": f"{_TYPE}.filters.http.set_metadata.v3.Config",
+        "metadata": [
+            {
+                "metadata_namespace": "envoy.lb.subset_hint",
+                "value": {f"{HEADER}-subset": list(subset)},
+                "allow_overwrite": True,
+            }
+        ],
+    }
+    retries = {"retry_on": "connect-failure,refused-stream,reset,5xx", "num_retries": 3}
+    route = {"cluster": "engines", "timeout": "86400s", "retry_policy": retries}
+    return {
+        "@type": f"{_TYPE}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "http",
+        "http_filters": [
+            *([_named("envoy.filters.http.set_metadata", hint)] if subset else []),
+            _named("envoy.filters.http.ext_proc", _processing()),
+            _named(
+                "envoy.filters.http.router", {"@type": f"{_TYPE}.filters.http.router.v3.Router"}
+            ),
+        ],
+        "route_config": {
+            "virtual_hosts": [
+                {
+                    "name": "all",
+                    "domains": ["*"],
+                    "routes": [{"match": {"prefix": "/"}, "route": route}],
+                }
+            ]
+        },
+    }
+
+
+def _processing() -> dict[str, Any]:
+    return {
         "@type": f"{_TYPE}.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "10s"},
         "message_timeout": "60s",
@@ -128,111 +179,46 @@ def _bootstrap(
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
         },
     }
-    hint = {
-        "@type": f"{_TYPE}.filters.http.set_metadata.v3.Config",
-        "metadata": [
-            {
-                "metadata_namespace": "envoy.lb.subset_hint",
-                "value": {f"{HEADER}-subset": list(subset)},
-                "allow_overwrite": True,
-            }
-        ],
-    }
-    filters = [
-        *([_named("envoy.filters.http.set_metadata", hint)] if subset else []),
-        _named("envoy.filters.http.ext_proc", processing),
-        _named("envoy.filters.http.router", {"@type": f"{_TYPE}.filters.http.router.v3.Router"}),
-    ]
-    manager = {
-        "@type": f"{_TYPE}.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "http",
-        "http_filters": filters,
-        "route_config": {
-            "virtual_hosts": [
-                {
-                    "name": "all",
-                    "domains": ["*"],
-                    "routes": [
-                        {
-                            "match": {"prefix": "/"},
-                            "route": {
-                                "cluster": "engines",
-                                "timeout": "86400s",
-                                "retry_policy": {
-                                    "retry_on": "connect-failure,refused-stream,reset,5xx",
-                                    "num_retries": 3,
-                                },
-                            },
-                        }
-                    ],
-                }
-            ]
-        },
-    }
-    override = {
-        "@type": f"{_TYPE}.load_balancing_policies.override_host.v3.OverrideHost",
-        "override_host_sources": [
-            *([{"metadata": {"key": "envoy.lb", "path": [{"key": HEADER}]}}] * (reads != "header")),
-            *([{"header": HEADER}] * (reads != "metadata")),
-        ],
-        "selected_host_key": {"key": "envoy.lb", "path": [{"key": f"{HEADER}-served"}]},
-        "fallback_policy": {
-            "policies": [
-                {
-                    "typed_extension_config": _named(
-                        "envoy.load_balancing_policies.round_robin",
-                        {"@type": f"{_TYPE}.load_balancing_policies.round_robin.v3.RoundRobin"},
-                    )
-                }
-            ]
-        },
-    }
+
+
+def _picker_cluster(port: int) -> dict[str, Any]:
     http2 = {
         "@type": f"{_TYPE}.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
     }
     return {
-        "admin": {"address": _address(f"127.0.0.1:{envoy.admin_port}")},
-        "static_resources": {
-            "listeners": [
-                {
-                    "address": _address(f"127.0.0.1:{envoy.port}"),
-                    "filter_chains": [
-                        {
-                            "filters": [
-                                _named("envoy.filters.network.http_connection_manager", manager)
-                            ]
-                        }
-                    ],
-                }
-            ],
-            "clusters": [
-                {
-                    "name": "picker",
-                    "connect_timeout": "1s",
-                    "load_assignment": _endpoints("picker", [f"127.0.0.1:{picker_port}"]),
-                    "typed_extension_protocol_options": {
-                        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2
-                    },
-                },
-                {
-                    "name": "engines",
-                    "type": "STATIC",
-                    "connect_timeout": "1s",
-                    "load_assignment": _endpoints("engines", endpoints),
-                    "load_balancing_policy": {
-                        "policies": [
-                            {
-                                "typed_extension_config": _named(
-                                    "envoy.load_balancing_policies.override_host", override
-                                )
-                            }
-                        ]
-                    },
-                },
-            ],
+        "name": "picker",
+        "connect_timeout": "1s",
+        "load_assignment": _endpoints("picker", [f"127.0.0.1:{port}"]),
+        "typed_extension_protocol_options": {
+            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2
         },
     }
+
+
+def _engine_cluster(endpoints: Sequence[str], reads: str) -> dict[str, Any]:
+    place = {"key": "envoy.lb", "path": [{"key": HEADER}]}
+    robin = {"@type": f"{_TYPE}.load_balancing_policies.round_robin.v3.RoundRobin"}
+    override = {
+        "@type": f"{_TYPE}.load_balancing_policies.override_host.v3.OverrideHost",
+        "override_host_sources": [
+            *([{"metadata": place}] * (reads != "header")),
+            *([{"header": HEADER}] * (reads != "metadata")),
+        ],
+        "selected_host_key": {"key": "envoy.lb", "path": [{"key": f"{HEADER}-served"}]},
+        "fallback_policy": _policies("envoy.load_balancing_policies.round_robin", robin),
+    }
+    return {
+        "name": "engines",
+        "type": "STATIC",
+        "connect_timeout": "1s",
+        "load_assignment": _endpoints("engines", endpoints),
+        "load_balancing_policy": _policies("envoy.load_balancing_policies.override_host", override),
+    }
+
+
+def _policies(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    return {"policies": [{"typed_extension_config": _named(name, config)}]}
 
 
 def _named(name: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from typing import Any
 
 from kvstore.routing.events import (
     Arrived,
-    Held,
     Joined,
     Judged,
     LegFailed,
     Rejected,
     RejectReason,
     RequestEnded,
+    RequestHeld,
     RouteCommand,
     Routed,
     RouteEvent,
@@ -59,7 +59,7 @@ class TurnsCore:
                 self.under_way[request.request_id] = (request, [])
                 if self.holds:
                     self._held[request.request_id] = None
-                    return [Held(request.request_id, 0, 1.0, None)]
+                    return [RequestHeld(request.request_id, 0, 1.0, None)]
                 return [self._route(request.request_id)]
             case LegFailed(request_id):
                 if event.has_streamed:

@@ -1,6 +1,6 @@
 """Kinds of engines: where their health and metrics are, and the names of the numbers.
 
-    GET health ─▶ 2xx: up        GET metrics ─▶ lines of Prometheus' text ─▶ Findings
+    GET health ─▶ 2xx: up        GET metrics ─▶ lines of Prometheus' text ─▶ EngineFigures
 
 One table for all kinds; a number that a kind does not publish is None, and the core goes by its own
 counts. Several series of one name (data-parallel ranks) are added up, shares are averaged.
@@ -36,7 +36,7 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
     metrics: str = "/metrics"
     """Empty: none."""
     port: int = 0
-    """Of the metrics; 0: the engine's own."""
+    """Port of the metrics; 0: the engine's own."""
     waiting: Figure = Figure("")
     running: Figure = Figure("")
     memory: Figure = Figure("")
@@ -94,7 +94,7 @@ ENGINES: Final[dict[str, EngineKind]] = {
 }
 
 
-class Findings(NamedTuple):
+class EngineFigures(NamedTuple):
     """Content of a page of metrics."""
 
     load: LoadSample
@@ -103,7 +103,7 @@ class Findings(NamedTuple):
     memory_tokens: int
 
 
-def findings_of(kind: EngineKind, text: str) -> Findings:
+def findings_of(kind: EngineKind, text: str) -> EngineFigures:
     """Numbers of an engine. Lines that are no metrics are passed over."""
     sums: dict[Figure, list[float]] = {}
     adapters: tuple[float, tuple[str, ...]] | None = None
@@ -119,7 +119,7 @@ def findings_of(kind: EngineKind, text: str) -> Findings:
             named = labels.get("running_lora_adapters", "").split(",")
             adapters = (value, tuple(filter(None, (each.strip() for each in named))))
     memory = sums.get(kind.memory)
-    return Findings(
+    return EngineFigures(
         LoadSample(
             waiting=_total(sums.get(kind.waiting)),
             running=_total(sums.get(kind.running)),

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """What discovery knows about a worker."""
+    """A worker, as its source describes it."""
 
     name: str
     url: str
@@ -69,7 +69,6 @@ class Worker:
         )
         self.is_answering = True
         """By its probes: begins as true, so that a router without probes yet routes."""
-        self.is_draining = False
         self.trouble = ""
         self.parity = ""
         """Why its keys are not used; empty: they are equal, or it has no node."""
@@ -86,7 +85,7 @@ class Worker:
         self.block_tokens = address.block_tokens
         self.memory_tokens = 0
         self.waits: set[asyncio.Timeout] = set()
-        """Of attempts without a first byte."""
+        """Time-outs of attempts without a first byte."""
         self.in_flight = 0
         self.request_count = 0
         self.failure_count = 0
@@ -115,12 +114,12 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """One word for pages: up, down, open, half-open, draining, load-only."""
+        """One word for pages: up, down, open, half-open, load-only."""
         if self.breaker.state is not BreakerState.CLOSED:
             return str(self.breaker.state.value)
         if not self.is_answering:
             return "down"
-        return "draining" if self.is_draining else "load-only" if self.parity else "up"
+        return "load-only" if self.parity else "up"
 
 
 class Workers:
@@ -147,14 +146,13 @@ class Workers:
 
     def replace(self, found: Iterable[WorkerAddress]) -> list[Worker]:
         """The workers that there are now, by discovery; those that are new. An address that changed
-        is a new worker."""
+        is a new worker. One that left finishes what it has."""
         wanted = {each.name: each for each in list(found)[:WORKERS_MAX]}
         for worker in self:
             if wanted.get(worker.name) != worker.address:
                 del self._workers[worker.name]
                 self.version += 1
                 self._note(WorkerLeft(worker.name))
-                self._give_up_waits(worker)
                 _log.info("worker %s at %s left", worker.name, worker.url)
         added = [Worker(each) for name, each in wanted.items() if name not in self._workers]
         for worker in added:
@@ -172,15 +170,12 @@ class Workers:
         """Its health, to the core."""
         self.version += 1
         is_up = worker.is_answering and not worker.breaker.is_open
-        health = WorkerHealth.DRAINING if is_up and worker.is_draining else WorkerHealth.UP
-        if not is_up:
-            health = WorkerHealth.DOWN
-            if not worker.is_answering:
-                self._give_up_waits(worker)
+        if not worker.is_answering:
+            self._give_up_waits(worker)
         self._note(
             Judged(
                 worker.name,
-                health,
+                WorkerHealth.UP if is_up else WorkerHealth.DOWN,
                 is_parity_red=bool(worker.parity),
                 reason=worker.trouble or worker.parity,
             )

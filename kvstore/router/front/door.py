@@ -54,7 +54,7 @@ class BodyRefused(Exception):
         self.status = status
 
 
-class Door(web.Server):
+class FrontDoor(web.Server):
     """Accepts connections for `answer`. Use `open_door`."""
 
     def __init__(self, answer: Answer, *, connections_max: int) -> None:
@@ -166,7 +166,7 @@ def server_context(tls: Tls, *, demands_certificates: bool) -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, tls: Tls) -> None:
-    """What was read and checked: the ssl module takes files only."""
+    """The ssl module takes files only; these were read and checked before."""
     with tempfile.TemporaryDirectory() as folder:
         pair = Path(folder, "pair.pem")
         pair.touch(mode=0o600)
@@ -175,7 +175,7 @@ def _load(context: ssl.SSLContext, tls: Tls) -> None:
 
 
 async def open_door(
-    door: Door, host: str, port: int, *, context: ssl.SSLContext | None, is_shared: bool
+    door: FrontDoor, host: str, port: int, *, context: ssl.SSLContext | None, is_shared: bool
 ) -> asyncio.Server:
     """Listen. `is_shared`: other processes of this router have the same port. Raises OSError."""
     loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
 """From a head and a body to a request of the decision core, for all front ends that see both.
 
-    head ─▶ tenant      body ─▶ peek ─▶ edited, where it must be ─▶ prefix ─▶ Job
+    head ─▶ tenant      body ─▶ peek ─▶ edited, where it must be ─▶ prefix ─▶ RequestJob
 
 Covers: rules about fields and headers of requests. Does not cover: bytes of HTTP or gRPC.
 """
@@ -31,7 +31,7 @@ class Unauthorized(KVStoreError):
     """The API key is missing or unknown."""
 
 
-class Job(NamedTuple):
+class RequestJob(NamedTuple):
     """A request for the core, and what its engine gets."""
 
     asked: Arrived
@@ -48,7 +48,7 @@ class Job(NamedTuple):
         return self.body if model == self.read.model else edited(self.body, put={"model": model})
 
 
-class Intake:
+class RequestIntake:
     """See the module."""
 
     def __init__(self, prefixes: Prefixes, tenants: Tenants | None) -> None:
@@ -75,7 +75,7 @@ class Intake:
         tenant: str,
         *,
         subset: tuple[str, ...] | None = None,
-    ) -> Job:
+    ) -> RequestJob:
         """Raises BadBody."""
         read = peek(body)
         salted, put = read.salt, {}
@@ -98,4 +98,4 @@ class Intake:
             subset=subset,
             must_be_local=True,
         )
-        return Job(Arrived(request, prefix.answer), body, read, prefix)
+        return RequestJob(Arrived(request, prefix.answer), body, read, prefix)

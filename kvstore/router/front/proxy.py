@@ -37,7 +37,7 @@ from kvstore.router.front.attempt import (
 )
 from kvstore.router.front.bodies import BadBody
 from kvstore.router.front.door import Bodies, BodyRefused
-from kvstore.router.front.intake import Intake, Job, Unauthorized
+from kvstore.router.front.intake import RequestIntake, RequestJob, Unauthorized
 from kvstore.router.keys.prefixes import predicted_tokens
 from kvstore.routing.events import (
     Ending,
@@ -65,7 +65,7 @@ class Proxy:
         session: aiohttp.ClientSession,
         *,
         bodies: Bodies,
-        intake: Intake,
+        intake: RequestIntake,
         worker_key: str = "",
         explain: Callable[[RouteRequest, PrefixAnswer | None], bytes],
         observed: Callable[[Worker, int, int], None],
@@ -148,7 +148,7 @@ class Proxy:
 
     # ── attempts ─────────────────────────────────────────────────────────────────────────────────
 
-    async def _serve(self, client: web.BaseRequest, job: Job) -> web.StreamResponse:
+    async def _serve(self, client: web.BaseRequest, job: RequestJob) -> web.StreamResponse:
         routed = await self._dispatcher.arrive(job.asked)
         refusal: web.Response | None = None
         while isinstance(routed, Routed):
@@ -166,7 +166,7 @@ class Proxy:
         return refusal if refusal is not None else rejection(routed)
 
     async def _attempt(
-        self, client: web.BaseRequest, job: Job, routed: Routed
+        self, client: web.BaseRequest, job: RequestJob, routed: Routed
     ) -> web.StreamResponse:
         """Raises LegFailure; in all other cases the request has ended for the core."""
         worker = self._workers.get(routed.worker)
@@ -201,12 +201,12 @@ class Proxy:
             if ending is not Ending.FAILED:
                 self._ended(worker, job, attempt, ending)
 
-    def _first(self, job: Job) -> None:
+    def _first(self, job: RequestJob) -> None:
         """A streamed answer begins; that of others comes whole, and says nothing about a TTFT."""
         if job.read.is_streamed:
             self._dispatcher.note(FirstToken(job.request_id))
 
-    def _ended(self, worker: Worker, job: Job, attempt: Attempt, ending: Ending) -> None:
+    def _ended(self, worker: Worker, job: RequestJob, attempt: Attempt, ending: Ending) -> None:
         self.counts[ending.value] += 1
         if ending is Ending.DONE:
             self._workers.succeeded(worker)
@@ -257,7 +257,7 @@ def _json(status: int, content: object) -> web.Response:
 
 
 def _closing(answer: web.Response) -> web.Response:
-    """The rest of the body is not read: nothing after it can be told from a request."""
+    """The rest of the body stays unread, and would be taken for the next request."""
     answer.force_close()
     return answer
 

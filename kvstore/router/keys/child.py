@@ -28,7 +28,7 @@ PLAIN_FIELDS: Final = frozenset(
         *("stop_token_ids", "tool_choice", "metadata", "service_tier", "logit_bias"),
     }
 )
-"""Of a body that is rendered here. None changes the tokens of the prompt, but the prompt itself."""
+"""Fields of a body that is rendered here: beside the prompt itself, none changes its tokens."""
 
 
 class KeyOrder(msgspec.Struct, array_like=True):
@@ -37,7 +37,7 @@ class KeyOrder(msgspec.Struct, array_like=True):
     model: str = ""
     """Whose tokenizer; empty: none, the tokens are in the body or were rendered."""
     body: bytes = b""
-    """Of the request."""
+    """JSON of the request."""
     rendered: bytes = b""
     """The engine's answer to it at its render endpoint; empty: none."""
     block_tokens: int = 0

@@ -30,7 +30,7 @@ from kvstore.router.keys.spaces import Spaces
 PAUSE_S: Final = 1.0
 PERIOD_S: Final = 300.0
 RETRY_S: Final = 10.0
-"""Of a worker that failed."""
+"""Pause after a failure."""
 BLOCKS: Final = 3
 STORED_S: Final = 5.0
 """Until the index shows blocks that an engine has computed."""

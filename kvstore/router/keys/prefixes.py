@@ -22,13 +22,13 @@ from kvstore.router.engines.workers import WorkerAddress
 from kvstore.router.front.bodies import Peek, edited
 from kvstore.router.keys.index_calls import IndexCalls, prefix_answer
 from kvstore.router.keys.rendering import Rendering
-from kvstore.router.keys.spaces import Scope, Spaces
+from kvstore.router.keys.spaces import PrefixScope, Spaces
 from kvstore.routing.values import PrefixAnswer, PrefixTrust
 
 BYTES_PER_TOKEN: Final = 4
-"""Of prompts that are not rendered."""
+"""Estimate for prompts that are not rendered."""
 PIECE_BYTES: Final = 512
-"""Of the JSON that share a key: about 128 tokens."""
+"""Length of JSON that has a key: about 128 tokens."""
 TOKENS_PER_PIECE: Final = PIECE_BYTES // BYTES_PER_TOKEN
 PIECES_MAX: Final = 4096
 KEY_BYTES: Final = 32
@@ -81,18 +81,18 @@ class KeyPrefixes:
         return await self._found(scope, made.keys, made.token_count)
 
     async def of_ids(self, model: str, ids: list[int]) -> Prefix | None:
-        """Of a prompt whose tokens a caller has; None: nothing of the model is in the index."""
+        """Facts about a prompt by its tokens; None: nothing of the model is in the index."""
         if (scope := self._spaces.scope(model)) is None:
             return None
         made = await self._rendering.keys_of_ids(ids, scope.plan)
         return await self._found(scope, made.keys, len(ids)) if made is not None else None
 
     async def of_keys(self, model: str, keys: bytes, prompt_tokens: int) -> Prefix | None:
-        """Of a prompt whose keys a caller has."""
+        """Facts about a prompt by its keys, as `of_ids`."""
         scope = self._spaces.scope(model)
         return await self._found(scope, keys, prompt_tokens) if scope is not None else None
 
-    async def _found(self, scope: Scope, keys: bytes, prompt_tokens: int) -> Prefix:
+    async def _found(self, scope: PrefixScope, keys: bytes, prompt_tokens: int) -> Prefix:
         answers = await asyncio.gather(
             *(self._index.match(tenant, space, keys) for tenant, space in scope.places)
         )

@@ -19,7 +19,7 @@ from kvstore.router.keys.rendering import KeyPlan
 from kvstore.routing.policy import RoutingPolicy
 
 
-class Scope(NamedTuple):
+class PrefixScope(NamedTuple):
     """Where and how prefixes of a model are looked up."""
 
     model: str
@@ -35,7 +35,7 @@ class Spaces:
         self, workers: Workers, index: IndexCalls, policy: Callable[[], RoutingPolicy]
     ) -> None:
         self._workers, self._index, self._policy = workers, index, policy
-        self._made: dict[str, Scope | None] = {}
+        self._made: dict[str, PrefixScope | None] = {}
         self._version = (-1, -1)
 
     def of(self, worker: Worker) -> list[tuple[str, bytes]]:
@@ -50,8 +50,8 @@ class Spaces:
             entries = [each for each in entries if each.model in worker.models] or entries
         return sorted({(each.tenant, bytes(each.space)) for each in entries})
 
-    def scope(self, model: str) -> Scope | None:
-        """Of a model as a client names it; None: its prefixes are not in the index."""
+    def scope(self, model: str) -> PrefixScope | None:
+        """Scope of a model as a client names it; None: its prefixes are not in the index."""
         version = (self._workers.version, self._index.epoch)
         if version != self._version or len(self._made) > 1000:
             self._made.clear()
@@ -60,7 +60,7 @@ class Spaces:
             self._made[model] = self._scope(model)
         return self._made[model]
 
-    def _scope(self, model: str) -> Scope | None:
+    def _scope(self, model: str) -> PrefixScope | None:
         names = self._served(model)
         able = [
             worker
@@ -77,7 +77,7 @@ class Spaces:
         chosen = [w for w in able if (w.block_tokens, w.address.hash_seed) == plan]
         places = frozenset(place for worker in chosen for place in self.of(worker))
         served = next((name for name in names if any(w.serves(name) for w in chosen)), model)
-        return Scope(served, plan, places) if places else None
+        return PrefixScope(served, plan, places) if places else None
 
     def _served(self, model: str) -> list[str]:
         for name, rule in self._policy().models.items():

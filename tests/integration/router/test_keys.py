@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.index.chain import block_keys
+from kvstore.router import pages
 from kvstore.router.keys import parity
 from kvstore.routing.events import Arrived, Judged
 from kvstore.routing.values import PrefixTrust
@@ -154,6 +155,7 @@ def test_an_engine_that_stores_nothing_is_red(
     with attached(node.socket) as engine, routed(node, worker) as router:
         engine.hear(0.0)
         until(lambda: "stores nothing" in router.router.workers["a"].parity)
+        assert state(router) == "load-only"
 
 
 def test_hits_that_the_engine_does_not_have_degrade_it(
@@ -189,6 +191,8 @@ def test_a_silent_index_costs_milliseconds_and_then_nothing(
             assert "not used" in index.trouble
             assert index.late_count <= 4, "then nobody was asked"
             assert arrived(router)[-1].prefix is None
+            text = router.on_loop(lambda: pages.health_of(router.router)).body.decode()
+            assert "the index is not used" in text
         finally:
             node.resume()
         until(lambda: router.ask(ASK | {"prompt": TEXT})[0] == 200 and index.trouble == "")

@@ -39,7 +39,7 @@ def place(worker: ScriptedWorker) -> str:
     return worker.url.removeprefix("http://")
 
 
-def pool(workers: list[ScriptedWorker], **settings: str) -> RouterThread:
+def pool(workers: list[ScriptedWorker], **settings: Any) -> RouterThread:
     return RouterThread([w.flag for w in workers], picker_listen="127.0.0.1:0", **settings)
 
 

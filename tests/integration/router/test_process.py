@@ -163,7 +163,10 @@ def test_pages_name_what_is_wrong(workers: list[ScriptedWorker], tmp_path: Path)
         assert page(router, "healthz") == "ok\n"
         workers[1].script("sick")
         until(lambda: "worker b is down (/health: status 503)" in page(router, "healthz"))
-        assert 'kvstore_router_workers{state="down"} 1.0' in page(router, "metrics")
+        found = page(router, "metrics")
+        assert 'kvstore_router_workers{state="down"} 1.0' in found
+        assert 'kvstore_router_saturation{cause="' in found
+        assert 'kvstore_router_desired_replicas{pool="default",role="decode"} ' in found
         workers[0].script("sick")
 
         def is_out() -> bool:
@@ -221,3 +224,13 @@ class Words:
 
     def __next__(self) -> pb.RouteWord:
         return self._queue.get(timeout=30)
+
+
+def test_every_metric_of_the_table_is_there(workers: list[ScriptedWorker], tmp_path: Path) -> None:
+    from kvstore.obs.metrics import ROUTER_METRICS
+
+    flags = ("--index", "127.0.0.1:1", "--insecure")
+    with start(tmp_path, workers, *flags) as router:
+        found = page(router, "metrics")
+        missing = {row.name for row in ROUTER_METRICS if f"# TYPE {row.name} " not in found}
+        assert missing == set()

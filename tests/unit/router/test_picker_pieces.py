@@ -26,8 +26,8 @@ def test_an_edited_body_has_its_new_length() -> None:
         headers = {e.header.key: e.header.raw_value for e in common.header_mutation.set_headers}
         assert headers == {DESTINATION: b"10.0.0.1:80,10.0.0.2:80"} | expected
         assert common.clear_route_cache
-        lb = made.dynamic_metadata["envoy.lb"]
-        assert lb[DESTINATION] == "10.0.0.1:80,10.0.0.2:80"
+        lb = made.dynamic_metadata.fields["envoy.lb"].struct_value.fields[DESTINATION]
+        assert lb.string_value == "10.0.0.1:80,10.0.0.2:80"
 
 
 def test_bytes_are_those_of_envoys_own_messages() -> None:

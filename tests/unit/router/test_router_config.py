@@ -46,6 +46,7 @@ def test_a_worker_with_all_options() -> None:
         ({"worker": ["a=http://vllm.example:8000"]}, "--insecure"),
         ({"worker_dns": ["http://vllm.example:8000"]}, "--insecure"),
         ({"worker_slices": "svc"}, "NAMESPACE/SERVICE:PORT"),
+        ({"worker_slices": "ns/svc:http"}, "scheme=https"),
         ({"worker": HERE, "listen": "0.0.0.0:8080"}, "--insecure"),
         ({"worker": HERE, "listen": "8080"}, "an IP address and a port"),
         ({"worker": HERE, "index": ["127.0.0.1:9470"]}, "--index needs TLS"),

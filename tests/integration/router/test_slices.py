@@ -1,0 +1,165 @@
+"""EndpointSlices, from an API server that says what a script says; and names in DNS."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from kvstore.config.router import WorkerText, load_router_config
+from kvstore.router.engines.discovery import Discovery
+from kvstore.router.engines.slices import KubernetesApi, Slices
+from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.testing.index_process import Lab
+
+WAIT_S = 10.0
+TEXT = WorkerText(name="svc", url="kubernetes://ns/svc/http", options={"kind": "sglang"})
+
+
+def piece(name: str, *pods: tuple[str, bool | None], port: int = 8000) -> dict[str, Any]:
+    """A slice; pods are (name, ready)."""
+    return {
+        "metadata": {"name": name},
+        "ports": [{"name": "metrics", "port": 1}, {"name": "http", "port": port}],
+        "endpoints": [
+            {
+                "addresses": [f"10.0.0.{n + 1}"],
+                "conditions": {} if ready is None else {"ready": ready, "serving": True},
+                "targetRef": {"kind": "Pod", "name": pod},
+            }
+            for n, (pod, ready) in enumerate(pods)
+        ],
+    }
+
+
+class ApiServer:
+    """One list, then changes as they are put."""
+
+    def __init__(self) -> None:
+        self.listed: list[dict[str, Any]] = []
+        self.changes: asyncio.Queue[tuple[str, dict[str, Any]] | None] = asyncio.Queue()
+        self.tokens: list[str] = []
+        self.versions: list[str] = []
+        self.status = 200
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        self.tokens.append(request.headers["Authorization"])
+        assert request.path == "/apis/discovery.k8s.io/v1/namespaces/ns/endpointslices"
+        assert request.query["labelSelector"] == "kubernetes.io/service-name=svc"
+        if self.status != 200:
+            return web.json_response({}, status=self.status)
+        if "watch" not in request.query:
+            return web.json_response({"metadata": {"resourceVersion": "7"}, "items": self.listed})
+        self.versions.append(request.query["resourceVersion"])
+        out = web.StreamResponse()
+        await out.prepare(request)
+        while (change := await self.changes.get()) is not None:
+            line = json.dumps({"type": change[0], "object": change[1]}).encode() + b"\n"
+            for at in range(0, len(line), 50):  # in pieces
+                await out.write(line[at : at + 50])
+        return out
+
+
+@asynccontextmanager
+async def served(api: ApiServer, directory: Path) -> AsyncIterator[KubernetesApi]:
+    lab = Lab(directory)
+    options = lab.options("localhost")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(options["certificate"], options["key"])
+    app = web.Application()
+    app.router.add_get("/{path:.*}", api.get)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
+    await site.start()
+    token = directory / "token"
+    token.write_text("first\n")
+    try:
+        yield KubernetesApi(
+            url=f"https://localhost:{runner.addresses[0][1]}", ca=Path(options["ca"]), token=token
+        )
+    finally:
+        await runner.cleanup()
+
+
+class Heard:
+    """What a source says."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self._changed = asyncio.Event()
+        self.kinds: set[str] = set()
+        self.troubles: list[str] = []
+
+    def found(self, _: str, addresses: Iterable[WorkerAddress]) -> None:
+        addresses = list(addresses)
+        self.names = {each.name: each.url for each in addresses}
+        self.kinds = {each.kind for each in addresses}
+        self._changed.set()
+
+    def failed(self, _: str, why: str) -> None:
+        self.troubles.append(why)
+
+    async def until(self, *names: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while set(self.names) != set(names):
+                self._changed.clear()
+                await self._changed.wait()
+
+
+def test_pods_come_and_go(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        api, heard = ApiServer(), Heard()
+        api.listed = [piece("s1", ("a", True), ("b", False), ("c", None))]
+        async with served(api, tmp_path) as place:
+            slices = Slices(TEXT, place, found=heard.found, failed=heard.failed)
+            task = asyncio.create_task(slices.once())
+            await heard.until("a", "c")
+            assert heard.names["a"] == "http://10.0.0.1:8000"
+            assert heard.kinds == {"sglang"}
+            await api.changes.put(("ADDED", piece("s2", ("d", True), port=9000)))
+            await heard.until("a", "c", "d")
+            assert heard.names["d"] == "http://10.0.0.1:9000"
+            await api.changes.put(("MODIFIED", piece("s1", ("a", False), ("b", True))))
+            await heard.until("b", "d")
+            await api.changes.put(("BOOKMARK", {"metadata": {"resourceVersion": "9"}}))
+            await api.changes.put(("DELETED", piece("s2")))
+            await heard.until("b")
+            await api.changes.put(("ERROR", {"code": 410, "message": "too old"}))
+            await task
+            assert (api.versions, heard.troubles) == (["7"], [])
+            place.token.write_text("second\n")
+            api.status = 500
+            await slices.once()
+            assert heard.troubles == ["the API server answers 500"]
+            await heard.until("b")  # it stays
+            assert api.tokens[-1] == "Bearer second"
+
+    asyncio.run(scenario())
+
+
+def test_a_source_that_fails_keeps_its_workers() -> None:
+    async def scenario() -> None:
+        flags = {"worker": ["a=http://127.0.0.1:1"], "worker_dns": ["http://localhost:2"]}
+        config = load_router_config(None, {**flags, "insecure": True})
+        workers = Workers(lambda _: None)
+        discovery = Discovery(config, workers)
+        await discovery.once()
+        names = {worker.name for worker in workers}
+        assert "a" in names
+        assert "127.0.0.1:2" in names
+        discovery.failed("--worker-dns localhost:2", "down")
+        assert {worker.name for worker in workers} == names
+        assert "down" in discovery.trouble
+        await discovery.once()
+        assert discovery.trouble == ""
+        discovery.found("index", [])
+        assert {worker.name for worker in workers} == names
+
+    asyncio.run(scenario())
