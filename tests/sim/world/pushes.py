@@ -21,12 +21,12 @@ from tests.sim.world.requests import SimRequest
 if TYPE_CHECKING:
     from tests.sim.world.world import World
 
-_NEW_SHARE: Final = 0.02
-_END_SHARE: Final = 0.01
+_NEW_SHARE: Final = 0.08
+_END_SHARE: Final = 0.03
 _UNKNOWN_SHARE: Final = 0.7
 """Of chains that nobody holds yet."""
-_DEADLINES_MS: Final = (20, 500, 5000, 60_000)
-UNDER_WAY_MAX: Final = 8
+_DEADLINES_MS: Final = (20, 2000, 5000, 60_000)
+UNDER_WAY_MAX: Final = 16
 
 
 class _Leg(NamedTuple):
@@ -71,6 +71,7 @@ class SimPushes:
             prefill.machine.name,
             b"".join(keys),
             source.choice(_DEADLINES_MS),
+            group=source.randrange(len(decode.kinds)),
         )
         words = [(prefill, PushOpen(leg.transfer)), (decode, expect)]
         if source.random() < 0.5:
