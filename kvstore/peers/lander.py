@@ -80,10 +80,9 @@ class Lander:
         self.timings = {kind: Timings() for kind in KINDS}
         self._post, self._borrower, self._mover = post, borrower, mover
         self._memory, self._clock, self._draw_epoch = memory, clock, draw_epoch
-        self._epoch = 0
+        self.epoch = 0
+        """Of the transfer worker that serves; 0: none does."""
         self._given: dict[int, _OpenGrant] = {}
-        self._told: dict[str, str] = {}
-        """The last reason of each peer, said once."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(LAND_THREADS, thread_name_prefix="land")
 
@@ -95,8 +94,8 @@ class Lander:
 
     def mover_changed(self) -> None:
         """The transfer worker is another one, or dead and reaped."""
-        self._epoch = self._draw_epoch() if self._mover.descriptor else 0
-        self._post(LandingUp(self._epoch))
+        self.epoch = self._draw_epoch() if self._mover.descriptor else 0
+        self._post(LandingUp(self.epoch))
 
     def carry_out(self, command: AskPush | RevokePush | Land | RecycleMover) -> None:
         """An order of the engine."""
@@ -131,7 +130,7 @@ class Lander:
         command = given.command
         try:
             session = await self._borrower.session(command.node)
-            if given.is_revoked or command.epoch != self._epoch:
+            if given.is_revoked or command.epoch != self.epoch:
                 raise SessionLost("it was taken back")
             given.session = session
             session.heard = lambda answer: self._hear(session, answer)
@@ -154,7 +153,7 @@ class Lander:
         else:
             over = pushes.over_event(answer.push_over)
             given = self._given.get(over.grant)
-            if given is not None and given.session is session and over.epoch == self._epoch:
+            if given is not None and given.session is session and over.epoch == self.epoch:
                 self._over(over.grant, over.reason, is_quiet=over.is_quiet)
 
     def _hear_pushed(self, session: PeerSession, pushed: pb.Pushed) -> None:
@@ -180,10 +179,8 @@ class Lander:
         if not reason:
             count = len(command.keys) // KEY_BYTES
             self._time("push", given.begun_ns, count * command.block_bytes)
-        if not given.is_revoked and self._told.get(command.node, "") != reason:
-            self._told[command.node] = reason
-            if reason:
-                _log.warning("node %s pushes no more blocks: %s", command.node, reason)
+        if reason and not given.is_revoked:
+            _log.info("node %s pushes no more of a request's blocks: %s", command.node, reason)
         self._post(PushOver(grant, command.epoch, reason, is_quiet))
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────

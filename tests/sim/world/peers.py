@@ -15,15 +15,18 @@ Does not cover: the engine (`node`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 import numpy as np
 
 from kvstore.engine.events import (
+    AskPush,
     Event,
     Fetch,
     Fetched,
+    Land,
+    Landed,
     Lent,
     LoanEnded,
     Locate,
@@ -32,22 +35,48 @@ from kvstore.engine.events import (
     OffersUntold,
     PeerCommand,
     PeerEvent,
+    PushOver,
+    RecycleMover,
+    RevokePush,
+    SayPushed,
+    SayPushOver,
+    WritePush,
 )
 from kvstore.engine.moves.fetches import AVOID_FIRST_NS
 from kvstore.peers.borrower import Borrower
 from kvstore.peers.changes import FeedCounters
 from kvstore.peers.feed import FeedLink, FeedLog
+from kvstore.peers.lander import Lander
 from kvstore.peers.lender import Lender
+from kvstore.peers.pusher import Pusher
 from kvstore.proto import index_pb2, loans, peer_pb2
-from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
+from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SpaceId, Tier
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
 from tests.sim.world.ground import Machine
 from tests.sim.world.index import SimIndexClient
 from tests.sim.world.loop import SimLoop
-from tests.sim.world.mover import SimMover
+from tests.sim.world.mover import (
+    LINGERS,
+    NEVER_ENDS,
+    STOPS_HALF_WAY,
+    WRONG_BYTES,
+    SimMover,
+)
 from tests.sim.world.net import SimChannel
 from tests.sim.world.parts import SimMemory
+
+_DAMAGES: Final = (
+    *(STOPS_HALF_WAY, WRONG_BYTES, LINGERS),
+    *("byte flipped", "arena scribbled", "mover dies", "node killed", "warm kill"),
+)
+"""Faults after which bytes in a landing slab may be others."""
+_LOSSES: Final = (
+    *(STOPS_HALF_WAY, NEVER_ENDS, LINGERS, "mover dies", "connection lost", "partition"),
+    *("partition one way", "node killed", "node stopped", "node upgraded", "machine suspended"),
+    *("node restarts in a step", "warm kill", "warm upgrade", "addresses swapped"),
+)
+"""Faults after which nobody knows whether a peer still writes."""
 
 
 class _Clock:
@@ -80,6 +109,11 @@ class SimPeers:
         self._events: deque[PeerEvent] = deque()
         self._locates: set[int] = set()
         self._fetches: dict[int, Fetch] = {}
+        self._lands: dict[int, Land] = {}
+        self._has_lost = False
+        """A session was lost, or a write failed."""
+        self._granted: dict[int, tuple[str, int]] = {}
+        """Page of the landing slab → node and epoch that it was granted to last."""
         self._left_alone: dict[str, int] = {}
         """Peers that failed, and until when nothing is asked of them: from the step after the one
         that heard of it, which may have decided before it came to that."""
@@ -105,6 +139,21 @@ class SimPeers:
             who=who,
             descriptor=lambda: self.mover.descriptor,
             demands_certificates=False,
+        )
+        self.pusher = self.lender.pusher = Pusher(
+            self.post,
+            mover=self.mover,  # type: ignore[arg-type]
+            address_of=self.borrower.address_of,
+            answer=self.lender.answer,
+            clock=_Clock(machine),
+        )
+        self.lander = Lander(
+            self.post,
+            borrower=self.borrower,
+            mover=self.mover,  # type: ignore[arg-type]
+            memory=np.frombuffer(self.memory.bytes, np.uint8),
+            clock=_Clock(machine),
+            draw_epoch=lambda: self.random.randint(1, 1 << 62),
         )
         self.log = FeedLog()
         hello = index_pb2.Hello(node=self.name, incarnation=incarnation, address=machine.address)
@@ -137,6 +186,8 @@ class SimPeers:
         handlers = {"Session": (self.lender.Session, peer_pb2.Ask.FromString)}
         self.cluster.net.listen(self.machine.address, self.name, self.loop, handlers)
         self.loop.call_soon(self.borrower.start)
+        self.mover.changed = self.lander.mover_changed
+        self.loop.call_soon(self.lander.mover_changed)
         for link in self.links:
             self.loop.create_task(link.run(self._offered))
 
@@ -149,7 +200,7 @@ class SimPeers:
     @property
     def is_at_rest(self) -> bool:
         """Nothing is asked and nothing under way."""
-        return not self._locates and not self._fetches and not self._events
+        return not (self._locates or self._fetches or self._lands or self._events)
 
     # ── of the node's loop ───────────────────────────────────────────────────────────────────────
 
@@ -183,6 +234,11 @@ class SimPeers:
                 self.loop.call_soon(self.lender.lent, command)
             case LoanEnded():
                 self.loop.call_soon(self.lender.loan_ended, command)
+            case AskPush() | RevokePush() | Land() | RecycleMover():
+                self._check_push(command)
+                self.loop.call_soon(self.lander.carry_out, command)
+            case WritePush() | SayPushed() | SayPushOver():
+                self.loop.call_soon(self.pusher.carry_out, command)
 
     def lie(self, tier: Tier, tenant: str, space: SpaceId, keys: bytes) -> None:
         """Say that these are here."""
@@ -204,9 +260,52 @@ class SimPeers:
                 self._locates.remove(event.locate)
             case Fetched():
                 self._check_fetched(self._fetches.pop(event.job), event)
+            case PushOver(is_quiet=False):
+                self._has_lost = True
+            case Landed():
+                self._check_landed(self._lands.pop(event.job), event)
             case _:
                 pass
         self._events.append(event)
+
+    def _check_push(self, command: AskPush | RevokePush | Land | RecycleMover) -> None:
+        """What is granted nobody else may write to (I4)."""
+        match command:
+            case AskPush():
+                extents = np.frombuffer(command.extents, "<u4")[:, None]
+                inside = np.arange(-(-command.block_bytes // PAGE_BYTES))
+                pages = set((extents + inside).reshape(-1).tolist())
+                if pages & self.mover.written_to():
+                    raise Violation(f"{self.name} grants what may still be written to")
+                self._granted.update(dict.fromkeys(pages, (command.node, command.epoch)))
+            case Land():
+                self._lands[command.job] = command
+                for page in np.frombuffer(command.extents, "<u4").tolist():
+                    if self._granted[page][1] != self.lander.epoch:
+                        raise Violation(f"{self.name} takes blocks of an epoch before")
+            case RecycleMover():
+                if not self._has_lost and not self._excuse(_LOSSES):
+                    raise Violation(f"{self.name} kills its transfer worker, and nobody failed")
+
+    def _excuse(self, faults: Iterable[str]) -> bool:
+        """Whether one of these happened to anybody."""
+        return any(self.world.faults[name] for name in faults)
+
+    def check_write(self, writer: str, page: int) -> None:
+        """A peer begins to write to an extent."""
+        if self._granted.get(page, ("", 0))[0] != writer:
+            raise Violation(f"{writer} writes to what {self.name} granted to somebody else")
+
+    def _check_landed(self, command: Land, event: Landed) -> None:
+        """What counts is the block, byte by byte (I5)."""
+        self.world.pushed_blocks += sum(event.good)
+        if not all(event.good) and not self._excuse(_DAMAGES):
+            raise Violation(f"{self.name}: pushed blocks are damaged, and nobody damaged them")
+        slots = np.asarray(command.slots).reshape(len(event.good), -1).tolist()
+        for number, row in enumerate(slots):
+            key = command.keys[number * KEY_BYTES :][:KEY_BYTES]
+            for column, slot in enumerate(row if event.good[number] else ()):
+                self._check_bytes(command, key, column, slot)
 
     def _begin_fetch(self, command: Fetch) -> None:
         world, blocks = self.world, len(command.keys) // KEY_BYTES
@@ -236,6 +335,9 @@ class SimPeers:
         read = self.mover.reads.get(slot)
         if read is None or not read.is_alive or read.source.lent.get(read.slot) != read.generation:
             raise Violation(f"{self.name}: a block counts that was not lent when it had been read")
+        self._check_bytes(command, key, column, slot)
+
+    def _check_bytes(self, command: Fetch | Land, key: bytes, column: int, slot: int) -> None:
         if self.memory.is_damaged:
             return
         word = self.world.words.word(self.memory.read(slot, command.block_bytes[column]))
