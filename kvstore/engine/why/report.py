@@ -178,7 +178,7 @@ def tiers(
     return [
         TierReport(
             tier="dram",
-            capacity_bytes=state.config.arena_bytes,
+            capacity_bytes=state.config.arena_bytes - state.config.landing_bytes,
             ready_bytes=slots.slabs_ready * slots.slab_bytes,
             used_bytes=slots.sealed_bytes,
             blocks=state.residency.count(Tier.DRAM),
