@@ -63,7 +63,8 @@ _ON_DECISIONS: Final = """
 One ADR per decision: context, decision, what we gave up, how we would notice that it is wrong.
 """
 _COMMANDS: Final = (
-    *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "certs", "demo"),
+    *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "certs"),
+    *("pd-proxy", "demo"),
 )
 
 

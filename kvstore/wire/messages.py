@@ -10,8 +10,7 @@ Control only: the bytes of blocks never pass through a socket.
       │                              │◀──────────── Quiet(session) ────│   … serve this session only
       │◀──── SessionOpen, Grant … ───│   (when every rank is quiet)    │
       │ Hint, LeaseAsk, Renew, Release│◀─ Seal, Drop, Distrust, Verified │
-      │ Measured, Story, Compared ──▶│                                 │
-      │ Unserved ───────────────────▶│                                 │
+      │ Measured, Story, Compared, Unserved ▶│                         │
       │ PushOpen, Close, Expect, Cancel ▶│     pushes (ADR 39)         │
       │◀──── HintReply, LeaseReply, LeaseMore, Grant, PushEnd                     │
       │◀──── SessionClosed ──────────│   (a member left; forms again by itself)
@@ -293,7 +292,6 @@ class Quiesce(Message, frozen=True):
     weights_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """From the scheduler's Hello: ranks need it for the space in the checksum's header."""
     columns: Annotated[tuple[ShardColumn, ...], PER_GROUP] = (ShardColumn(),)
-    """By group."""
 
 
 class SessionOpen(Message, frozen=True):

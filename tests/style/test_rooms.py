@@ -18,11 +18,11 @@ PRODUCT = ("kvstore", "connector", "kernels")
 MODULES_MAX = 18
 MEDIAN_LINES_MAX = 8
 LINES_MAX = {
-    "cli": 1_920,
-    "client": 2_931,
+    "cli": 1_980,
+    "client": 3_140,
     "config": 1_070,
-    "connector": 2_459,
-    "demo": 1_260,
+    "connector": 2_490,
+    "demo": 1_485,
     "engine": 6_500,
     "index": 1_810,
     "indexer": 710,
@@ -31,14 +31,15 @@ LINES_MAX = {
     "net": 510,
     "node": 2_500,
     "obs": 300,
+    "pd": 445,
     "peers": 2_300,
     "proto": 430,
     "stores": 1_160,
     "supervisor": 1_060,
-    "testing": 1_309,
+    "testing": 1_350,
     "tiers": 2_790,
     "transport": 1_750,
-    "wire": 1_195,
+    "wire": 1_295,
 }
 """Lines of code of each package, without blanks, comments and docstrings. Whoever needs more takes
 it from another one, or says in the commit why the product is to be larger."""

@@ -12,7 +12,7 @@ from kvstore.client.core.hits import PENDING, Hit, Miss
 from kvstore.client.core.plan import RankReport
 from kvstore.wire import messages as m
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
-from kvstore.wire.transfers import Expected, Produced
+from kvstore.wire.transfers import DecodePart, PrefillPart
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain, split
 
 DEADLINE_MS = 5000
@@ -28,7 +28,7 @@ class PushNode(ScriptedNode):
         self.attach(credits=64)
         self.core.take_outbox()
 
-    def request(self, name: str, keys: list[bytes], part: Produced | Expected | None) -> None:
+    def request(self, name: str, keys: list[bytes], part: PrefillPart | DecodePart | None) -> None:
         self.core.new_request(
             name,
             keys,
@@ -40,7 +40,7 @@ class PushNode(ScriptedNode):
     def prefill(
         self, name: str = "p", transfer: str = "t", keys: list[bytes] | None = None
     ) -> None:
-        self.request(name, keys or chain("x", 4), Produced(transfer, transfer))
+        self.request(name, keys or chain("x", 4), PrefillPart(transfer, transfer))
 
     def decode(
         self,
@@ -49,7 +49,7 @@ class PushNode(ScriptedNode):
         keys: list[bytes] | None = None,
         node: str = "n2",
     ) -> None:
-        self.request(name, keys or chain("x", 4), Expected(transfer, node))
+        self.request(name, keys or chain("x", 4), DecodePart(transfer, node))
 
     def ask(self, name: str = "d", keys: list[bytes] | None = None, local: int = 0) -> object:
         keys = keys or chain("x", 4)
@@ -157,7 +157,7 @@ def test_requests_that_share_a_transfer_close_it_together(node: PushNode) -> Non
 
 
 def test_a_request_that_is_left_out_is_refused_to_decode(node: PushNode) -> None:
-    node.core.pushes.refuse(Produced("t", "t"), "not stored: adapter")
+    node.core.pushes.refuse(PrefillPart("t", "t"), "not stored: adapter")
     assert node.words() == [PushClose("t", "not stored: adapter")]
 
 
