@@ -65,9 +65,8 @@ def pd_nodes(
             directory = work / name
             directory.mkdir()
             index = ("--index", nodes[0].index) if nodes else ("--index-listen", "127.0.0.1:0")
-            more = ("--peer-listen", "127.0.0.1:0", "--transport", transport)
-            more += ("--landing", LANDING, *flags)
-            more += ("--socket", str(directory / "s"))
+            more = ["--peer-listen", "127.0.0.1:0", "--transport", transport]
+            more += ["--landing", LANDING, "--socket", str(directory / "s"), *flags]
             certificate = lab.flags("node", name, with_index=True)
             node = NodeProcess.start(directory, dram=dram, flags=(*index, *more, *certificate))
             nodes.append(stack.enter_context(node))

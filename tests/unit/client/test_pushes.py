@@ -69,7 +69,7 @@ class PushNode(ScriptedNode):
     def words(self) -> list[m.Message]:
         """About pushes, since the last call."""
         self.exchange()
-        found = [message for message in self.sent if isinstance(message, WORDS)]
+        found: list[m.Message] = [message for message in self.sent if isinstance(message, WORDS)]
         self.sent.clear()
         return found
 
