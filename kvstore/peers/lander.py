@@ -82,8 +82,6 @@ class Lander:
         self._memory, self._clock, self._draw_epoch = memory, clock, draw_epoch
         self._epoch = 0
         self._given: dict[int, _OpenGrant] = {}
-        self._told: dict[str, str] = {}
-        """The last reason of each peer, said once."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(LAND_THREADS, thread_name_prefix="land")
 
@@ -180,10 +178,8 @@ class Lander:
         if not reason:
             count = len(command.keys) // KEY_BYTES
             self._time("push", given.begun_ns, count * command.block_bytes)
-        if not given.is_revoked and self._told.get(command.node, "") != reason:
-            self._told[command.node] = reason
-            if reason:
-                _log.warning("node %s pushes no more blocks: %s", command.node, reason)
+        if reason and not given.is_revoked:
+            _log.info("node %s pushes no more of a request's blocks: %s", command.node, reason)
         self._post(PushOver(grant, command.epoch, reason, is_quiet))
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────

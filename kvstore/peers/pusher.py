@@ -69,7 +69,6 @@ class Pusher:
         self._post, self._mover, self._clock = post, mover, clock
         self._address_of, self._answer = address_of, answer
         self._taken: dict[tuple[int, int], _TakenGrant] = {}
-        self._told: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ── of peers ─────────────────────────────────────────────────────────────────────────────────
@@ -129,11 +128,9 @@ class Pusher:
         taken = self._taken.pop((command.peer, command.grant), None)
         if taken is None:
             return
-        node = taken.its.node
-        if not taken.is_revoked and self._told.get(node, "") != command.reason:
-            self._told[node] = command.reason
-            if command.reason:
-                _log.warning("no more blocks are pushed to node %s: %s", node, command.reason)
+        node, reason = taken.its.node, command.reason
+        if reason:
+            _log.info("no more of a request's blocks are pushed to node %s: %s", node, reason)
         self._answer(command.peer, pushes.over_answer(command, taken.its.epoch))
 
     async def _write(self, command: WritePush) -> None:

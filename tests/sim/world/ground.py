@@ -67,6 +67,7 @@ class Ground:
         self.foreign_blocks = 0
         """That nodes asked their disks for, and that another one wrote."""
         self.fetched_blocks = 0
+        self.pushed_blocks = 0
         """That came from other nodes."""
         self._trace = hashlib.sha256()
         self._events = 0

@@ -339,6 +339,11 @@ def _check_baseline(machine: Machine) -> None:
     leases = machine.node.leases()
     if leases:
         raise Violation(f"leases left on {machine.name}: {leases[:3]}")
+    landing = machine.node.landing_bytes()
+    if landing[("granted",)] + landing[("limbo",)]:
+        raise Violation(f"landing memory left on {machine.name}: {landing}")
+    if any(machine.node.push_counts().values()):
+        raise Violation(f"pushes left on {machine.name}: {machine.node.push_counts()}")
     jobs = machine.node.jobs()
     if jobs:
         raise Violation(f"ranks that are gone may still write on {machine.name}: {jobs[:3]}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from kvstore.peers.mover import TransferEnded
@@ -19,7 +20,7 @@ from kvstore.ports import Pieces
 from kvstore.transport.watch import GRACE_NS
 from kvstore.types import PAGE_BYTES, SlotId
 from kvstore.units import NS_PER_MS, NS_PER_S
-from kvstore.wire.mover import Descriptor, encode
+from kvstore.wire.mover import Descriptor, Direction, encode
 from tests.sim.world.ground import Peers
 from tests.sim.world.net import SimNet
 
@@ -51,6 +52,10 @@ class SimMover:
     def __init__(self, peers: Peers, net: SimNet, movers: dict[bytes, SimMover]) -> None:
         self.trouble = ""
         self.descriptor = b""
+        self.changed: Callable[[], object] = lambda: None
+        self.incoming: dict[int, set[int]] = {}
+        """Writes of others that may still reach this node → pages; they end with this child."""
+        self._incoming_numbers = itertools.count(1)
         self.reads: dict[int, Read] = {}
         """By the slot that was read into, the last time."""
         self.writing: dict[int, set[int]] = {}
@@ -69,6 +74,7 @@ class SimMover:
         self.descriptor = encode(Descriptor("memory", name, size_bytes, 0, b""))
         self.trouble = ""
         self._movers[self.descriptor] = self
+        self.changed()
 
     def die(self, reason: str) -> None:
         """All that it does has ended; another one begins soon."""
@@ -78,6 +84,8 @@ class SimMover:
         self._lives += 1
         self.descriptor, self.trouble = b"", f"the transfer worker ended: {reason}"
         self.writing.clear()
+        self.incoming.clear()
+        self.changed()
         again_s = self.peers.random.randint(1, 500) * NS_PER_MS / NS_PER_S
         self.peers.loop.call_later(again_s, self.start)
 
@@ -87,22 +95,102 @@ class SimMover:
         return not self.peers.loop.is_dead
 
     async def move(
-        self, peer: str, descriptor: bytes, pieces: Pieces, *, timeout_s: float
+        self,
+        peer: str,
+        descriptor: bytes,
+        pieces: Pieces,
+        *,
+        timeout_s: float,
+        direction: Direction = Direction.READ,
     ) -> TransferEnded:
-        """Read from a peer. On return nothing writes to the places of the pieces any more."""
+        """Read from a peer, or write there. On return nothing touches the places here any more."""
         number = next(self._numbers)
         if self.trouble:
             return TransferEnded(number, peer, good=False, reason=self.trouble)
         rows = list(zip(*(array.tolist() for array in pieces), strict=True))
-        self.writing[number] = {to // PAGE_BYTES for to, _, _ in rows}
         life = self._lives
         deadline_ns = self.peers.now_ns + int(timeout_s * NS_PER_S)
+        if direction is Direction.WRITE:
+            reason = await self._write(descriptor, rows, deadline_ns, life)
+            return TransferEnded(number, peer, good=not reason, reason=reason)
+        self.writing[number] = {to // PAGE_BYTES for to, _, _ in rows}
         reason = await self._read(descriptor, rows, deadline_ns, life)
         self.writing.pop(number, None)
         return TransferEnded(number, peer, good=not reason, reason=reason)
 
     def forget(self, peer: str) -> None:
         """Each read finds its source by the descriptor: there is nothing to forget."""
+
+    def recycle(self, reason: str) -> None:
+        """As `MoverHost.recycle`."""
+        self.die(reason)
+
+    def written_to(self) -> set[int]:
+        """Pages that a peer may still write to."""
+        return {page for pages in self.incoming.values() for page in pages}
+
+    async def _write(
+        self, descriptor: bytes, rows: list[tuple[int, int, int]], deadline_ns: int, life: int
+    ) -> str:
+        """Returns why it failed; what did may reach the peer all the same, later."""
+        target = self._movers.get(descriptor)
+        if target is None:
+            return "the peer is gone"
+        number = next(target._incoming_numbers)
+        target.incoming[number] = {
+            page
+            for _, to, size in rows
+            for page in range(to // PAGE_BYTES, (to + size - 1) // PAGE_BYTES + 1)
+        }
+        reason = await self._write_rows(target, descriptor, rows, deadline_ns, life)
+        if not reason:
+            target.incoming.pop(number, None)
+        elif number in target.incoming and self.peers.random.random() < _LINGERS_SHARE:
+            self.peers.world.faults[LINGERS] += 1
+            # It lies in a socket of the target, whatever becomes of this process.
+            late_s = self.peers.random.choice((0, 1, 5, 400, 4000)) * NS_PER_MS / NS_PER_S
+            target.peers.loop.call_later(late_s, target.store_late, number, rows)
+        return reason
+
+    def store_late(self, number: int, rows: list[tuple[int, int, int]]) -> None:
+        """Bytes of a write that failed arrive."""
+        if number in self.incoming:
+            for _, to, size in rows:
+                self._put(to, b"late" * (size // 4))
+
+    async def _write_rows(
+        self,
+        target: SimMover,
+        descriptor: bytes,
+        rows: list[tuple[int, int, int]],
+        deadline_ns: int,
+        life: int,
+    ) -> str:
+        peers, stops_at = self.peers, len(rows)
+        if self._strikes(STOPS_HALF_WAY):
+            stops_at = peers.random.randint(0, len(rows) - 1)
+        hangs = self._strikes(NEVER_ENDS)
+        for number, (begin, to, size) in enumerate(rows):
+            await self._pause()
+            while hangs or not self._reaches(target):
+                if self._lives != life:
+                    return "the transfer worker ended"
+                if peers.now_ns >= deadline_ns + GRACE_NS:
+                    self.die("a write has no end")
+                    return "it had no end"
+                await asyncio.sleep(_POLL_MS * NS_PER_MS / NS_PER_S)
+            if self._lives != life:
+                return "the transfer worker ended"
+            if self._movers.get(descriptor) is not target:
+                return "the peer is gone"
+            data = bytearray(peers.memory.bytes[begin : begin + size])
+            if self._strikes(WRONG_BYTES):
+                data[peers.random.randrange(size)] ^= 1
+            if number == stops_at:
+                target._put(to, bytes(data[: size // 2]))
+                return "an error half way"
+            target._put(to, bytes(data))
+        return ""
 
     async def _read(
         self, descriptor: bytes, rows: list[tuple[int, int, int]], deadline_ns: int, life: int

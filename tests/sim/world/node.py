@@ -30,15 +30,12 @@ from kvstore.engine.events import (
     Ended,
     Event,
     Exited,
-    Fetch,
     FileGone,
     Follow,
     Hangup,
-    Lent,
-    LoanEnded,
-    Locate,
     Offered,
     OffersUntold,
+    PeerCommand,
     RaiseGenerations,
     ReadFile,
     Ready,
@@ -51,7 +48,7 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.files import FOREIGN_LOCATION
-from kvstore.types import SLOT_BYTES_MIN, ConnectionId
+from kvstore.types import ConnectionId
 from kvstore.wire.messages import Distrust, HelloRank, LeaseMore, LeaseReply
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
@@ -109,6 +106,7 @@ class SimNode:
         self.files = SimFiles(machine, directory, self.memory) if directory else None
         config = _config(
             knobs,
+            machine.name,
             incarnation,
             first_generation,
             has_disk=directory is not None,
@@ -220,7 +218,7 @@ class SimNode:
                 pass
             case SwitchedOff():
                 raise Violation("a space was switched off where each key has one block")
-            case Offered() | OffersUntold() | Locate() | Fetch() | Lent() | LoanEnded():
+            case _ if isinstance(command, Offered | OffersUntold | PeerCommand):
                 assert self.peers is not None, "a peer command without peers"
                 self.peers.take(command)
             case Follow() | Unfollow():
@@ -261,6 +259,7 @@ class SimNode:
 
 def _config(
     knobs: Knobs,
+    name: str,
     incarnation: int,
     first_generation: int,
     *,
@@ -271,7 +270,9 @@ def _config(
     return EngineConfig(
         incarnation=incarnation,
         arena_bytes=knobs.arena_bytes,
-        slab_bytes=max(SLOT_BYTES_MIN * 2, knobs.arena_bytes // 4),
+        slab_bytes=knobs.slab_bytes,
+        node=name,
+        landing_bytes=knobs.slab_bytes if knobs.has_landing else 0,
         first_generation=first_generation,
         restarts=int(is_restart),
         generation_bytes=8192,

@@ -151,6 +151,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     quotas: tuple[tuple[str, int], ...] = ()
     """Guaranteed bytes of dram by tenant."""
     machines: int = 1
+    has_landing: bool = False
+    """The last slab of each arena is for pushes."""
     index_replicas: int = 0
     """0: machines know nothing of each other's memory."""
     is_shared: bool = False
@@ -161,6 +163,10 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def arena_bytes(self) -> int:
         return self.arena_slots * SLOT_BYTES_MIN
+
+    @property
+    def slab_bytes(self) -> int:
+        return max(SLOT_BYTES_MIN * 2, self.arena_bytes // 4)
 
 
 _SEVERAL_GROUPS: tuple[tuple[Kind, ...], ...] = (
@@ -240,6 +246,7 @@ def _as_cluster(seed: int, knobs: Knobs, *, machines: int) -> Knobs:
     return msgspec.structs.replace(
         knobs,
         index_replicas=source.choice((1, 2)),
+        has_landing=True,
         machines=machines or max(knobs.machines, source.choice((2, 2, 3))),
         # What lies in a shared directory is found there, and not fetched.
         is_shared=knobs.is_shared and source.random() < 0.25,
@@ -364,6 +371,7 @@ class WorldResult(msgspec.Struct, frozen=True):
     kept_blocks: int
     """That a node process found in the memory of the one before."""
     fetched_blocks: int
+    pushed_blocks: int
     """That came from other nodes."""
     trace: str
     hit_share: float

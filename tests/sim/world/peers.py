@@ -21,9 +21,12 @@ from typing import Any
 import numpy as np
 
 from kvstore.engine.events import (
+    AskPush,
     Event,
     Fetch,
     Fetched,
+    Land,
+    Landed,
     Lent,
     LoanEnded,
     Locate,
@@ -32,12 +35,19 @@ from kvstore.engine.events import (
     OffersUntold,
     PeerCommand,
     PeerEvent,
+    RecycleMover,
+    RevokePush,
+    SayPushed,
+    SayPushOver,
+    WritePush,
 )
 from kvstore.engine.moves.fetches import AVOID_FIRST_NS
 from kvstore.peers.borrower import Borrower
 from kvstore.peers.changes import FeedCounters
 from kvstore.peers.feed import FeedLink, FeedLog
+from kvstore.peers.lander import Lander
 from kvstore.peers.lender import Lender
+from kvstore.peers.pusher import Pusher
 from kvstore.proto import index_pb2, loans, peer_pb2
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 from tests.sim.world.cluster import SimCluster
@@ -80,6 +90,7 @@ class SimPeers:
         self._events: deque[PeerEvent] = deque()
         self._locates: set[int] = set()
         self._fetches: dict[int, Fetch] = {}
+        self._lands: dict[int, Land] = {}
         self._left_alone: dict[str, int] = {}
         """Peers that failed, and until when nothing is asked of them: from the step after the one
         that heard of it, which may have decided before it came to that."""
@@ -105,6 +116,21 @@ class SimPeers:
             who=who,
             descriptor=lambda: self.mover.descriptor,
             demands_certificates=False,
+        )
+        self.pusher = self.lender.pusher = Pusher(
+            self.post,
+            mover=self.mover,  # type: ignore[arg-type]
+            address_of=self.borrower.address_of,
+            answer=self.lender.answer,
+            clock=_Clock(machine),
+        )
+        self.lander = Lander(
+            self.post,
+            borrower=self.borrower,
+            mover=self.mover,  # type: ignore[arg-type]
+            memory=np.frombuffer(self.memory.bytes, np.uint8),
+            clock=_Clock(machine),
+            draw_epoch=lambda: self.random.randint(1, 1 << 62),
         )
         self.log = FeedLog()
         hello = index_pb2.Hello(node=self.name, incarnation=incarnation, address=machine.address)
@@ -137,6 +163,8 @@ class SimPeers:
         handlers = {"Session": (self.lender.Session, peer_pb2.Ask.FromString)}
         self.cluster.net.listen(self.machine.address, self.name, self.loop, handlers)
         self.loop.call_soon(self.borrower.start)
+        self.mover.changed = self.lander.mover_changed
+        self.loop.call_soon(self.lander.mover_changed)
         for link in self.links:
             self.loop.create_task(link.run(self._offered))
 
@@ -149,7 +177,7 @@ class SimPeers:
     @property
     def is_at_rest(self) -> bool:
         """Nothing is asked and nothing under way."""
-        return not self._locates and not self._fetches and not self._events
+        return not (self._locates or self._fetches or self._lands or self._events)
 
     # ── of the node's loop ───────────────────────────────────────────────────────────────────────
 
@@ -183,6 +211,11 @@ class SimPeers:
                 self.loop.call_soon(self.lender.lent, command)
             case LoanEnded():
                 self.loop.call_soon(self.lender.loan_ended, command)
+            case AskPush() | RevokePush() | Land() | RecycleMover():
+                self._check_push(command)
+                self.loop.call_soon(self.lander.carry_out, command)
+            case WritePush() | SayPushed() | SayPushOver():
+                self.loop.call_soon(self.pusher.carry_out, command)
 
     def lie(self, tier: Tier, tenant: str, space: SpaceId, keys: bytes) -> None:
         """Say that these are here."""
@@ -204,9 +237,30 @@ class SimPeers:
                 self._locates.remove(event.locate)
             case Fetched():
                 self._check_fetched(self._fetches.pop(event.job), event)
+            case Landed():
+                self._check_landed(self._lands.pop(event.job), event)
             case _:
                 pass
         self._events.append(event)
+
+    def _check_push(self, command: AskPush | RevokePush | Land | RecycleMover) -> None:
+        """What is granted nobody else may write to (I4)."""
+        match command:
+            case AskPush():
+                pages = set(np.frombuffer(command.extents, "<u4").tolist())
+                if pages & self.mover.written_to():
+                    raise Violation(f"{self.name} grants what may still be written to")
+            case Land():
+                self._lands[command.job] = command
+
+    def _check_landed(self, command: Land, event: Landed) -> None:
+        """What counts is the block, byte by byte (I5)."""
+        self.world.pushed_blocks += sum(event.good)
+        slots = np.asarray(command.slots).reshape(len(event.good), -1).tolist()
+        for number, row in enumerate(slots):
+            key = command.keys[number * KEY_BYTES :][:KEY_BYTES]
+            for column, slot in enumerate(row if event.good[number] else ()):
+                self._check_bytes(command, key, column, slot)
 
     def _begin_fetch(self, command: Fetch) -> None:
         world, blocks = self.world, len(command.keys) // KEY_BYTES
@@ -236,6 +290,9 @@ class SimPeers:
         read = self.mover.reads.get(slot)
         if read is None or not read.is_alive or read.source.lent.get(read.slot) != read.generation:
             raise Violation(f"{self.name}: a block counts that was not lent when it had been read")
+        self._check_bytes(command, key, column, slot)
+
+    def _check_bytes(self, command: Fetch | Land, key: bytes, column: int, slot: int) -> None:
         if self.memory.is_damaged:
             return
         word = self.world.words.word(self.memory.read(slot, command.block_bytes[column]))

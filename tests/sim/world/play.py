@@ -93,6 +93,7 @@ class Totals(msgspec.Struct):
     kept_blocks: int = 0
     """In memory, that a node process took over from the one before."""
     fetched_blocks: int = 0
+    pushed_blocks: int = 0
     """That a node read in another one's memory."""
     least_hit_share: float = 1.0
     """After healing, beside a machine that never had a fault."""
@@ -112,6 +113,7 @@ class Totals(msgspec.Struct):
         self.foreign_blocks += result.foreign_blocks
         self.kept_blocks += result.kept_blocks
         self.fetched_blocks += result.fetched_blocks
+        self.pushed_blocks += result.pushed_blocks
         self.least_hit_share = min(self.least_hit_share, result.hit_share)
         self.faults = dict(Counter(self.faults) + Counter(result.faults))
         self.trace = hashlib.sha256(f"{self.trace} {result.trace}".encode()).hexdigest()[:16]

@@ -16,6 +16,7 @@ from tests.sim.world import faults as sim_faults, heal as sim_heal
 from tests.sim.world.copies import Violation
 from tests.sim.world.engine import SimEngine
 from tests.sim.world.parts import WorldResult
+from tests.sim.world.pushes import SimPushes
 from tests.sim.world.requests import new_random_request
 from tests.sim.world.shrink import Case
 from tests.sim.world.stage import Stage
@@ -60,6 +61,7 @@ class World(Stage):
         return result
 
     def _run(self, steps: int) -> WorldResult:
+        self._pushes = SimPushes(self)
         if self.cluster is not None:
             self.cluster.be_quiet(_ACQUAINTED_NS)
         for step in range(steps):
@@ -84,6 +86,7 @@ class World(Stage):
             foreign_blocks=self.foreign_blocks,
             kept_blocks=sum(machine.kept for machine in self.machines),
             fetched_blocks=self.fetched_blocks,
+            pushed_blocks=self.pushed_blocks,
             trace=self._trace.hexdigest()[:16],
             hit_share=self.hit_share,
             faults=dict(self.faults),
@@ -97,6 +100,8 @@ class World(Stage):
         self.now_ns += self.random.choice((0, 1, 1, 2, 7)) * NS_PER_MS
         if self.cluster is not None and self.random.random() < _QUIET_SHARE:
             self.cluster.be_quiet(self.random.choice(_QUIET_MS) * NS_PER_MS)
+        if self.cluster is not None and faulty:
+            self._pushes.go_on()
         roll = self.random.random()
         if faulty and roll < self.fault_rate and self._faults_to_do:
             self.fault(self.random.choice(self._faults_to_do))
