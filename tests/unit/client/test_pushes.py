@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstore.client.core.hits import PENDING, Hit, Miss
 from kvstore.client.core.plan import RankReport
+from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from kvstore.wire.transfers import DecodePart, PrefillPart
@@ -243,6 +244,17 @@ def test_a_node_that_is_gone_ends_the_wait_at_once(node: PushNode, end: str) -> 
     assert isinstance(node.ask(), Miss)
     node.admit()
     assert node.words() == []  # another session's node expects nothing
+
+
+def test_a_request_of_another_session_does_not_prolong_a_wait_of_the_last(node: PushNode) -> None:
+    node.decode("d1")
+    node.core.attachment.disconnected(node.now_ns, "gone")
+    node.wait(60_000)
+    node.attach()
+    node.now_ns -= 60_000 * NS_PER_MS - 1  # as if at once
+    node.decode("d2", "t2", chain("y", 4))
+    assert isinstance(node.ask("d1"), Miss)
+    assert node.ask("d2", chain("y", 4)) is PENDING
 
 
 def test_blocks_that_the_engine_has_itself_are_not_waited_for(node: PushNode) -> None:
