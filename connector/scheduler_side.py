@@ -28,7 +28,7 @@ from kvstore.connector.media import why_left_out
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.obs.logs import RateLimit
 from kvstore.wire.messages import Message, Story
-from kvstore.wire.transfers import Expected, Produced, read_transfer
+from kvstore.wire.transfers import DecodePart, PrefillPart, read_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -221,7 +221,7 @@ class SchedulerSide:
                 reason = "adapter"
         transfer = self._transfer(request)
         if reason:
-            if isinstance(transfer, Produced):
+            if isinstance(transfer, PrefillPart):
                 self._core.pushes.refuse(transfer, f"not stored: {reason}")
             self._leave_out(request, reason, now_ns)
             return True
@@ -239,7 +239,7 @@ class SchedulerSide:
         self._flush(now_ns)
         return True
 
-    def _transfer(self, request: Request) -> Produced | Expected | None:
+    def _transfer(self, request: Request) -> PrefillPart | DecodePart | None:
         """Its part in a transfer; parameters come from clients, so broken ones only count."""
         try:
             return read_transfer(request.kv_transfer_params, request.request_id)

@@ -65,7 +65,7 @@ One ADR per decision: context, decision, what we gave up, how we would notice th
 """
 _COMMANDS: Final = (
     *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "router", "route"),
-    *("certs", "demo"),
+    *("pd-proxy", "certs", "demo"),
 )
 
 

@@ -97,7 +97,7 @@ def word(reason: Reason) -> str:
 def of_request(row: RequestReport) -> str:
     """Why the request loaded nothing, or nothing more."""
     text = TEXTS[row.outcome] if row.outcome else ""
-    return _printable(f"{text}: {row.detail}" if row.detail else text)
+    return _printable(": ".join(part for part in (text, row.detail) if part))
 
 
 def of_range(row: RangeReport, request: RequestReport | None) -> str:

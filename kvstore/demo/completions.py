@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.client
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,7 +75,7 @@ class CompletionClient:
 
     def wait(self, timeout_s: float) -> bool:
         """True when the server has ended, waiting for that up to `timeout_s`."""
-        time.sleep(timeout_s)
+        threading.Event().wait(timeout_s)
         return False
 
     def complete(

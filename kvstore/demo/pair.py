@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from kvstore.demo.completions import CompletionClient
 from kvstore.demo.engine import HitCounts, VllmServer
@@ -21,6 +22,8 @@ from kvstore.testing.index_process import Lab
 from kvstore.testing.pd_process import PdProxyProcess
 from kvstore.testing.process import NodeProcess
 
+LANDING: Final = "64MiB"
+"""Part of each node's dram, for blocks on their way."""
 StartEngine = Callable[[ServerConfig, Path], VllmServer]
 """From a configuration and the path of a log."""
 
@@ -62,8 +65,8 @@ def pd_nodes(
             directory = work / name
             directory.mkdir()
             index = ("--index", nodes[0].index) if nodes else ("--index-listen", "127.0.0.1:0")
-            more = ("--peer-listen", "127.0.0.1:0", "--transport", transport, *flags)
-            more += ("--socket", str(directory / "s"))
+            more = ["--peer-listen", "127.0.0.1:0", "--transport", transport]
+            more += ["--landing", LANDING, "--socket", str(directory / "s"), *flags]
             certificate = lab.flags("node", name, with_index=True)
             node = NodeProcess.start(directory, dram=dram, flags=(*index, *more, *certificate))
             nodes.append(stack.enter_context(node))

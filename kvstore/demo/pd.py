@@ -31,11 +31,11 @@ from kvstore.testing.process import NodeProcess
 
 NAMES: Final = ("one engine", "prefill → decode")
 ANSWER_TOKENS: Final = 160
-"""Of the answer that is streamed while other prompts arrive."""
+"""Length of the answer that is streamed while other prompts arrive."""
 LONG_PROMPTS: Final = 3
 LONG_TOKENS: Final = 2000
 PAUSE_S: Final = 0.3
-"""From the first token of the answer to the first long prompt."""
+"""Time from the request of the answer to the first long prompt."""
 PUSHED: Final = "kvstore_push_blocks_landed_total"
 
 

@@ -189,7 +189,7 @@ class DemoStage:
             self._console.print(text, highlight=False, markup=False)
 
     def config(self, socket: Path | None = None) -> ServerConfig:
-        """Of each engine."""
+        """Settings of each engine."""
         return ServerConfig(
             model=self._model,
             max_model_len=MODEL_LEN_MAX,

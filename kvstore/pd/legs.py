@@ -1,4 +1,4 @@
-"""What a request becomes on its way to either engine: bodies and headers.
+"""Bodies and headers of a request on its way to either engine.
 
     client ── body ─▶ prefill_body ─▶ prefill engine, one token ── parameters ─┐
                 └───▶ decode_body ─────────────▶ decode engine ◀───────────────┘
@@ -72,7 +72,8 @@ def parameters_of(answer: bytes) -> dict[str, Any] | None:
 
 
 def source_of(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Of a prefill engine's parameters what holds for all its requests; None: not kvstore's."""
+    """The part of a prefill engine's parameters that holds for all its requests; None: not
+    kvstore's."""
     ours = (parameters or {}).get("kvstore")
     if not isinstance(ours, dict) or not isinstance(ours.get("node"), str):
         return None

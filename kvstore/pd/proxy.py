@@ -49,7 +49,7 @@ from kvstore.pd.legs import (
 
 BODY_BYTES_MAX: Final = 64 << 20
 ANSWER_BYTES_MAX: Final = 4 << 20
-"""Of a prefill engine: one token and parameters."""
+"""Longest answer of a prefill engine: one token and parameters."""
 REQUESTS_MAX: Final = 2048
 """Under way; the next one is refused with 503."""
 CONNECT_S: Final = 5.0

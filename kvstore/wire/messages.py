@@ -290,7 +290,6 @@ class Quiesce(Message, frozen=True):
     weights_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """From the scheduler's Hello: ranks need it for the space in the checksum's header."""
     columns: Annotated[tuple[ShardColumn, ...], PER_GROUP] = (ShardColumn(),)
-    """By group."""
 
 
 class SessionOpen(Message, frozen=True):

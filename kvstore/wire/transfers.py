@@ -5,7 +5,7 @@
 
 Both legs of a request need one name for the transfer. The proxy may give it; otherwise the id of
 the request is the name, without the suffix that each engine adds: proxies of vLLM send the same
-X-Request-Id to both. Of a list of prompts each is a request, and its number is a part of the name.
+X-Request-Id to both. Each of a list of prompts is a request, and its number is a part of the name.
 Addresses are ignored: a node is found by its name, in the membership.
 
 Ways to be broken: a field of another type; both directions at once; a name that is empty, too long
@@ -26,9 +26,9 @@ NAME_CHARS_MAX: Final = 200
 """ASCII, so that it is as long in bytes; a prompt's number goes behind it."""
 _SUFFIX: Final = re.compile(r"-[0-9a-f]{8}$")
 _CHILD: Final = re.compile(r"^\d+_")
-"""Of one of several answers to a prompt."""
+"""Prefix of one of several answers to a prompt."""
 _NUMBERED: Final = re.compile(r"(cmpl-.+)-(\d+)", re.DOTALL)
-"""Of one of a list of prompts."""
+"""Form of the id of one of a list of prompts."""
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX, pattern=r"^[!-~]+\Z")]
 
@@ -44,20 +44,20 @@ class _Params(msgspec.Struct, frozen=True):
     kvstore: _Ours | None = None
 
 
-class Produced(msgspec.Struct, frozen=True):
+class PrefillPart(msgspec.Struct, frozen=True):
     """A request whose blocks another engine goes on with."""
 
     transfer: str
     name: str
-    """Of all requests of its list of prompts."""
+    """Name of all requests of its list of prompts."""
 
 
-class Expected(msgspec.Struct, frozen=True):
+class DecodePart(msgspec.Struct, frozen=True):
     """A request whose blocks another engine computes."""
 
     transfer: str
     node: str
-    """Of that engine; empty: not named, so that its blocks are found by the index."""
+    """Node of that engine; empty: not named, so that its blocks are found by the index."""
 
 
 def names_of(request_id: str, name: str | None = None) -> tuple[str, str]:
@@ -69,7 +69,7 @@ def names_of(request_id: str, name: str | None = None) -> tuple[str, str]:
     return name or base, name or base
 
 
-def read_transfer(params: object, request_id: str) -> Produced | Expected | None:
+def read_transfer(params: object, request_id: str) -> PrefillPart | DecodePart | None:
     """The part in a transfer of a request, by its parameters; None: it has none.
 
     Raises:
@@ -90,12 +90,12 @@ def read_transfer(params: object, request_id: str) -> Produced | Expected | None
     if not 1 <= len(transfer.encode("utf-8", "replace")) <= NAME_BYTES_MAX:
         raise ProtocolError("kv_transfer_params: the request's id is too long for a transfer")
     if read.do_remote_decode:
-        return Produced(transfer, name)
-    return Expected(transfer, ours.node or "")
+        return PrefillPart(transfer, name)
+    return DecodePart(transfer, ours.node or "")
 
 
 def answer_of(
-    produced: Produced, *, node: str, engine: str, request_id: str, tokens: int
+    produced: PrefillPart, *, node: str, engine: str, request_id: str, tokens: int
 ) -> dict[str, Any]:
     """Parameters in the answer of a prefill engine, for the decode engine's request."""
     return {

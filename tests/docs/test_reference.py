@@ -33,7 +33,7 @@ def test_every_setting_is_on_its_page() -> None:
 
 
 def test_every_command_and_decision_is_on_its_page() -> None:
-    named = re.findall(r"^## kvstore (\w+)$", PAGES["reference/cli.md"], re.MULTILINE)
+    named = re.findall(r"^## kvstore ([\w-]+)$", PAGES["reference/cli.md"], re.MULTILINE)
     assert sorted(named) == sorted(cli.commands)
     files = {path.name for path in (reference.DOCS / "adr").glob("*.md")} - {"index.md"}
     assert set(re.findall(r"\]\((\d{4}-[\w-]+\.md)\)", PAGES["adr/index.md"])) >= files

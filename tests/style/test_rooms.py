@@ -19,10 +19,10 @@ MODULES_MAX = 18
 MEDIAN_LINES_MAX = 8
 LINES_MAX = {
     "cli": 2_080,
-    "client": 2_935,
+    "client": 3_140,
     "config": 1_350,
     "connector": 2_615,
-    "demo": 1_260,
+    "demo": 1_485,
     "engine": 6_520,
     "index": 1_810,
     "indexer": 710,
@@ -31,6 +31,7 @@ LINES_MAX = {
     "net": 510,
     "node": 2_500,
     "obs": 340,
+    "pd": 445,
     "peers": 2_300,
     "proto": 430,
     "router": 3_020,
@@ -40,7 +41,7 @@ LINES_MAX = {
     "testing": 1_362,
     "tiers": 2_790,
     "transport": 1_750,
-    "wire": 1_200,
+    "wire": 1_295,
 }
 """Lines of code of each package, without blanks, comments and docstrings. Whoever needs more takes
 it from another one, or says in the commit why the product is to be larger."""

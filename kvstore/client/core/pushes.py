@@ -27,10 +27,10 @@ from kvstore.client.core.stores import EngineStores
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
-from kvstore.wire.transfers import Expected, Produced, answer_of
+from kvstore.wire.transfers import DecodePart, PrefillPart, answer_of
 
 
-class _Waiting:
+class _AwaitedPush:
     """A request for whose blocks a PushExpect is out."""
 
     __slots__ = ("last_key", "lookup", "open", "transfer")
@@ -55,15 +55,15 @@ class EnginePushes:
         self._attachment = attachment
         self._stores = stores
         self._stats = stats
-        self._producing: dict[str, Produced] = {}
+        self._producing: dict[str, PrefillPart] = {}
         """Requests that are being prefilled."""
         self._paused: set[str] = set()
         """Requests that were preempted."""
         self._closing: list[tuple[str, int, int]] = []
         """(transfer, last store of its request, time of its end)."""
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _AwaitedPush] = {}
         self._session = 0
-        """Of the PushExpects that are out."""
+        """Session of the PushExpects that are out."""
 
     @property
     def node(self) -> str:
@@ -72,7 +72,7 @@ class EnginePushes:
 
     # ── prefill ──────────────────────────────────────────────────────────────────────────────────
 
-    def open(self, request: str, produced: Produced) -> None:
+    def open(self, request: str, produced: PrefillPart) -> None:
         """A request arrives whose blocks other nodes may be sent."""
         self._stats.add("pushes_opened")
         if not self._is_open(produced.transfer):
@@ -98,13 +98,13 @@ class EnginePushes:
         )
         return transfer in others or any(transfer == own for own, *_ in self._closing)
 
-    def refuse(self, produced: Produced, reason: str) -> None:
+    def refuse(self, produced: PrefillPart, reason: str) -> None:
         """A request arrives whose blocks are not stored."""
         if not self._is_open(produced.transfer):
             self._say(PushClose(produced.transfer, reason))
 
     def preempted(self, request: str) -> None:
-        """Its blocks have gone; what was stored of them stays."""
+        """The request lost its blocks; those that were stored stay."""
         produced = self._producing.get(request)
         if produced is not None and request not in self._paused:
             self._paused.add(request)
@@ -112,7 +112,7 @@ class EnginePushes:
                 self._say(PushClose(produced.transfer, "preempted"))
 
     def resumed(self, request: str) -> None:
-        """It goes on after a preemption, or was not preempted."""
+        """The request goes on after a preemption, or was not preempted."""
         if request in self._paused:
             transfer = self._producing[request].transfer
             if not self._is_open(transfer):
@@ -155,7 +155,7 @@ class EnginePushes:
     def expect(
         self,
         request: str,
-        expected: Expected,
+        expected: DecodePart,
         keys: Sequence[bytes],
         lookup: Lookup,
         now_ns: int,
@@ -163,7 +163,7 @@ class EnginePushes:
         """A request arrives whose blocks are sent here. Before its hints."""
         if not (self.node and keys and expected.node):
             return
-        waiting = _Waiting(expected.transfer, lookup, bytes(keys[-1]))
+        waiting = _AwaitedPush(expected.transfer, lookup, bytes(keys[-1]))
         twin = next((w for w in self._waiting.values() if w.last_key == waiting.last_key), None)
         if twin is not None and twin.transfer == waiting.transfer and twin.open:
             waiting.open = set(twin.open)
@@ -208,7 +208,7 @@ class EnginePushes:
         waiting = self._waiting.get(request)
         if waiting is not None and now_ns >= waiting.lookup.pushed_until_ns:
             self._stats.add("pushes_given_up")
-            waiting.lookup.detail = "push: not within its deadline"
+            waiting.lookup.detail = "push: deadline"
         self._leave(request)
 
     def _leave(self, request: str) -> None:
@@ -228,7 +228,7 @@ class EnginePushes:
         ):
             for waiting in self._waiting.values():
                 waiting.lookup.pushed_until_ns = 0
-                waiting.lookup.detail = "push: this node is away"
+                waiting.lookup.detail = "push: no node"
             self._waiting.clear()
 
     def session_opened(self) -> None:

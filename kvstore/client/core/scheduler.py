@@ -37,7 +37,7 @@ from kvstore.wire.messages import (
     Story,
 )
 from kvstore.wire.pushes import PushEnd
-from kvstore.wire.transfers import Expected, Produced
+from kvstore.wire.transfers import DecodePart, PrefillPart
 
 STORIES_KEPT_MAX = 64
 """Stories of requests that ended while the node was unreachable; sent when it is back."""
@@ -145,7 +145,7 @@ class SchedulerCore:
         prompt_tokens: int,
         now_ns: int,
         may_hint: bool = True,
-        transfer: Produced | Expected | None = None,
+        transfer: PrefillPart | DecodePart | None = None,
     ) -> None:
         """A request arrived, maybe with a part in a transfer. Sends hints, if it may; pins
         nothing."""
@@ -157,7 +157,7 @@ class SchedulerCore:
         self._now_ns = entry.arrived_ns = now_ns
         self._requests[request] = entry
         self._by_tag[tag] = entry
-        if isinstance(transfer, Produced):
+        if isinstance(transfer, PrefillPart):
             self.pushes.open(request, transfer)
         elif transfer is not None and may_hint:
             self.pushes.expect(request, transfer, keys, lookup, now_ns)

@@ -133,9 +133,9 @@ class Pushes:
     def _look(self, ask: _Ask) -> Keys:
         """Write the leading blocks that are here. Returns the keys that are waited for."""
         nothing = ask.keys[:0]
-        if ask.reason is not None:
-            return nothing
         rest = ask.keys[ask.next :]
+        if ask.reason is not None or not len(rest):
+            return nothing  # all of it is on its way: nothing is waited for
         found = self._loans.best(ask.address, rest)
         why = self._impatience(ask, is_here=found is not None)
         if found is not None and why is None:

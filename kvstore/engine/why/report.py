@@ -181,7 +181,7 @@ def tiers(
     return [
         TierReport(
             tier="dram",
-            capacity_bytes=state.config.arena_bytes,
+            capacity_bytes=state.config.arena_bytes - state.config.landing_bytes,
             ready_bytes=slots.slabs_ready * slots.slab_bytes,
             pinned_bytes=max((c.pinned_bytes for c in _ranks(state)), default=0),
             used_bytes=slots.sealed_bytes,

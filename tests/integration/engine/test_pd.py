@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -9,11 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -130,6 +133,34 @@ def test_tokens_are_those_of_one_engine(
             assert second.tokens == conversation.second_answer
     wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
     covered("requests through prefill and decode", PROMPT_COUNT)
+
+
+def chat(client: CompletionClient, **more: object) -> dict[str, Any]:
+    """The first choice of an answer to a chat."""
+    messages = [{"role": "user", "content": "tell me about the garden. " * 30}]
+    body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 12, "temperature": 0, **more}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{client.port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+    assert "logprobs" in found["choices"][0]
+    return found
+
+
+def test_chats_lists_of_prompts_and_several_answers(pair: PdPair, encode: Encode) -> None:
+    forget(pair)
+    more = {"n": 2, "kv_transfer_params": {"do_remote_prefill": True, "kvstore": {"node": "p"}}}
+    through = chat(pair.proxy, **more)["choices"]
+    alone = chat(pair.d)["choices"]
+    assert [choice["message"] for choice in through] == [alone[0]["message"]] * 2
+    prompts = fresh(encode, "list")
+    before = pushed_blocks(pair)
+    done = pair.proxy.complete(prompts, max_tokens=1)  # type: ignore[arg-type]
+    assert len(done.tokens) == len(prompts)
+    assert pushed_blocks(pair) - before >= PUSHED_SHARE * 5 * len(prompts)
 
 
 def test_an_abort_leaves_nothing_behind(pair: PdPair, encode: Encode, tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvstore.client.core.hits import PENDING, Hit, Miss
 from kvstore.client.core.plan import RankReport
+from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
-from kvstore.wire.transfers import Expected, Produced
+from kvstore.wire.transfers import DecodePart, PrefillPart
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain, split
 
 DEADLINE_MS = 5000
@@ -28,7 +29,7 @@ class PushNode(ScriptedNode):
         self.attach(credits=64)
         self.core.take_outbox()
 
-    def request(self, name: str, keys: list[bytes], part: Produced | Expected | None) -> None:
+    def request(self, name: str, keys: list[bytes], part: PrefillPart | DecodePart | None) -> None:
         self.core.new_request(
             name,
             keys,
@@ -40,7 +41,7 @@ class PushNode(ScriptedNode):
     def prefill(
         self, name: str = "p", transfer: str = "t", keys: list[bytes] | None = None
     ) -> None:
-        self.request(name, keys or chain("x", 4), Produced(transfer, transfer))
+        self.request(name, keys or chain("x", 4), PrefillPart(transfer, transfer))
 
     def decode(
         self,
@@ -49,7 +50,7 @@ class PushNode(ScriptedNode):
         keys: list[bytes] | None = None,
         node: str = "n2",
     ) -> None:
-        self.request(name, keys or chain("x", 4), Expected(transfer, node))
+        self.request(name, keys or chain("x", 4), DecodePart(transfer, node))
 
     def ask(self, name: str = "d", keys: list[bytes] | None = None, local: int = 0) -> object:
         keys = keys or chain("x", 4)
@@ -69,7 +70,7 @@ class PushNode(ScriptedNode):
     def words(self) -> list[m.Message]:
         """About pushes, since the last call."""
         self.exchange()
-        found = [message for message in self.sent if isinstance(message, WORDS)]
+        found: list[m.Message] = [message for message in self.sent if isinstance(message, WORDS)]
         self.sent.clear()
         return found
 
@@ -157,7 +158,7 @@ def test_requests_that_share_a_transfer_close_it_together(node: PushNode) -> Non
 
 
 def test_a_request_that_is_left_out_is_refused_to_decode(node: PushNode) -> None:
-    node.core.pushes.refuse(Produced("t", "t"), "not stored: adapter")
+    node.core.pushes.refuse(PrefillPart("t", "t"), "not stored: adapter")
     assert node.words() == [PushClose("t", "not stored: adapter")]
 
 
@@ -243,6 +244,17 @@ def test_a_node_that_is_gone_ends_the_wait_at_once(node: PushNode, end: str) -> 
     assert isinstance(node.ask(), Miss)
     node.admit()
     assert node.words() == []  # another session's node expects nothing
+
+
+def test_a_request_of_another_session_does_not_prolong_a_wait_of_the_last(node: PushNode) -> None:
+    node.decode("d1")
+    node.core.attachment.disconnected(node.now_ns, "gone")
+    node.wait(60_000)
+    node.attach()
+    node.now_ns -= 60_000 * NS_PER_MS - 1  # as if at once
+    node.decode("d2", "t2", chain("y", 4))
+    assert isinstance(node.ask("d1"), Miss)
+    assert node.ask("d2", chain("y", 4)) is PENDING
 
 
 def test_blocks_that_the_engine_has_itself_are_not_waited_for(node: PushNode) -> None:

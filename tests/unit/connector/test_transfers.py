@@ -61,7 +61,7 @@ class Fixture:
         return self.side.request_finished(request)
 
     def words(self) -> list[m.Message]:
-        found = [word for word in self.link.sent if isinstance(word, WORDS)]
+        found: list[m.Message] = [word for word in self.link.sent if isinstance(word, WORDS)]
         self.link.sent.clear()
         return found
 
@@ -98,7 +98,7 @@ def test_a_prefill_that_ended_early_has_no_answer(on: Fixture, status: str) -> N
 def test_a_preemption_reaches_the_node(on: Fixture) -> None:
     request = on.arrive(PREFILL)
     on.side.build_plan(
-        SimpleNamespace(**{**vars(output()), "preempted_req_ids": {request.request_id}})  # type: ignore[arg-type]
+        SimpleNamespace(**{**vars(output()), "preempted_req_ids": {request.request_id}})
     )
     assert on.words() == [PushOpen("t1/0"), PushClose("t1/0", "preempted")]
     on.side.get_num_new_matched_tokens(request, 0)

@@ -52,6 +52,18 @@ def test_what_was_computed_before_comes_in_one_go() -> None:
     pair.at_rest()
 
 
+def test_blocks_of_a_transfer_that_was_closed_long_ago_come_whole() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.store(1, 2, 3)
+    pair.close()
+    pair.tick(2 * SEALS_NS / NS_PER_MS)
+    pair.expect(1, 2, 3)
+    pair.pump()
+    assert [(end.blocks, end.reason) for end in pair.ends] == [(3, "")]
+    pair.at_rest()
+
+
 def test_only_what_no_tier_holds_is_granted_room() -> None:
     pair = PushPair()
     pair.open()

@@ -76,8 +76,9 @@ def test_after_a_prefill_leg_that_failed_the_decode_engine_answers_alone(fault: 
                 on.p.may_answer.clear()
             else:
                 await on.p.server.close()
+            forged = {**ASK, "kv_transfer_params": PARAMETERS}
             for _ in range(3):
-                async with on.post(ASK) as answer:
+                async with on.post(forged) as answer:
                     assert answer.status == 200
                     assert b"[DONE]" in await answer.read()
             assert on.d.bodies == [ASK] * 3

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from kvstore.errors import ProtocolError
 from kvstore.wire.bounds import NAME_BYTES_MAX
-from kvstore.wire.transfers import Expected, Produced, answer_of, names_of, read_transfer
+from kvstore.wire.transfers import DecodePart, PrefillPart, answer_of, names_of, read_transfer
 
 P_ID = "cmpl-3f2a-0-0123abcd"
 D_ID = "cmpl-3f2a-0-fedc4567"
@@ -34,15 +34,15 @@ EARLY: dict[str, Any] = {
 """As vLLM's own proxies send them."""
 
 
-def produced(params: dict[str, Any], request: str = P_ID) -> Produced:
+def produced(params: dict[str, Any], request: str = P_ID) -> PrefillPart:
     read = read_transfer(params, request)
-    assert isinstance(read, Produced)
+    assert isinstance(read, PrefillPart)
     return read
 
 
-def expected(params: dict[str, Any], request: str = D_ID) -> Expected:
+def expected(params: dict[str, Any], request: str = D_ID) -> DecodePart:
     read = read_transfer(params, request)
-    assert isinstance(read, Expected)
+    assert isinstance(read, DecodePart)
     return read
 
 
@@ -65,7 +65,7 @@ def test_the_answer_of_prefill_names_the_transfer_for_decode(
     ours = {"kvstore": {"transfer": given_name}} if given_name else {}
     p = produced(TO_PREFILL | ours)
     answer = answer_of(p, node="node-p", engine="e", request_id=P_ID, tokens=300)
-    assert expected(answer, d_id) == Expected(p.transfer, "node-p")
+    assert expected(answer, d_id) == DecodePart(p.transfer, "node-p")
     assert answer["remote_host"] is None
 
 
