@@ -4,19 +4,24 @@ Pieces of a block are copied by the device's copy engines, a call a block (cudaM
 of CUDA 13). Its arguments are checked against the real library, its order of events
 against a simulated one. **Not run on a device yet.**
 
-Does not cover: pages that need another order of bytes, kernels, memory of the device's own.
+Memory is shared by CUDA's IPC handles: between processes that see the device, in one IPC namespace.
+
+Does not cover: pages that need another order of bytes, kernels.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvstore.kernels.device import Addresses, DeviceError
+from kvstore.kernels.device import HANDLE_BYTES, Addresses, DeviceError
 
 _PORTABLE: Final = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""
+_NAME_BYTES: Final = 32
+"""Room for "0000:3B:00.0", which CUDA_VISIBLE_DEVICES does not change."""
 
 
 def cuda_runtime() -> Any:
@@ -131,3 +136,29 @@ class CudaDevice:
 
     def unpin(self, address: int) -> None:
         self._call(self._runtime.cudaHostUnregister, address)
+
+    @property
+    def name(self) -> str:
+        (name,) = self._call(self._runtime.cudaDeviceGetPCIBusId, _NAME_BYTES, self._ordinal)
+        return str(name.decode().rstrip("\0"))
+
+    def allocate(self, size_bytes: int) -> int:
+        (address,) = self._call(self._runtime.cudaMalloc, size_bytes)
+        return int(address)
+
+    def free(self, address: int) -> None:
+        self._call(self._runtime.cudaFree, address)
+
+    def share(self, address: int) -> bytes:
+        (handle,) = self._call(self._runtime.cudaIpcGetMemHandle, address)
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+    def open(self, handle: bytes) -> int:
+        its = self._runtime.cudaIpcMemHandle_t()
+        ctypes.memmove(its.getPtr(), handle, HANDLE_BYTES)
+        flags = self._runtime.cudaIpcMemLazyEnablePeerAccess  # the only ones there are
+        (address,) = self._call(self._runtime.cudaIpcOpenMemHandle, its, flags)
+        return int(address)
+
+    def leave(self, address: int) -> None:
+        self._call(self._runtime.cudaIpcCloseMemHandle, address)

@@ -46,6 +46,8 @@ PIN_NS_MAX: Final = 1_000_000_000
 """How long a store waits for its slot to be pinned. Nobody else can end that wait: the pages of a
 node that died while it grew never arrive."""
 NOT_PINNED_IN_TIME: Final = "the memory of its slot was not pinned in time"
+HANDLE_BYTES: Final = 64
+"""Of cudaIpcMemHandle_t."""
 HAS_FAILED: Final = "a copy of the device failed: "
 
 Addresses = NDArray[np.uint64]
@@ -58,8 +60,8 @@ class DeviceError(Exception):
 class Device(Protocol):
     """A device with streams, which run what they are given in order, and events on them.
 
-    Copies are between its memory and pinned memory of the host, in either direction. Any thread may
-    call; no call but `pin` and `unpin` waits. Handles are numbers of the device's choice.
+    Copies are within its memory, or between that and pinned memory of the host. Any thread may
+    call; calls about memory may wait, others do not. Handles are numbers of the device's choice.
 
     Every method raises DeviceError.
     """
@@ -100,6 +102,32 @@ class Device(Protocol):
 
     def unpin(self, address: int) -> None:
         """Undo a `pin`; no copy touches that memory."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The same in every process of the machine, and that of no other device."""
+        ...
+
+    def allocate(self, size_bytes: int) -> int:
+        """Address of new memory of the device's, which ends with the process at the latest."""
+        ...
+
+    def free(self, address: int) -> None:
+        """Give memory back; no copy touches it."""
+        ...
+
+    def share(self, address: int) -> bytes:
+        """A handle of HANDLE_BYTES, by which other processes `open` that memory."""
+        ...
+
+    def open(self, handle: bytes) -> int:
+        """Address in this process of memory that another one shares. Whether its bytes last longer
+        than the other process is not said."""
+        ...
+
+    def leave(self, address: int) -> None:
+        """Undo an `open`; no copy touches that memory."""
         ...
 
 

@@ -1,7 +1,8 @@
 """The pure core's needs from the world, as Protocols. Mechanisms implement them.
 
 Clock       monotonic time                    net/clock.py, testing/clock.py
-Memory      memory that holds slots           tiers/dram.py, tiers/memory.py (reference)
+Memory      memory that holds slots           tiers/dram.py, tiers/hbm.py, tiers/memory.py
+                                              (reference)
 FileStore   blocks on a disk                  tiers/file/tier.py, tests/kit/memory_store.py
                                               (reference)
 Transport   from and to arenas of others      transport/{nixl,tcp,ucx}.py, transport/loopback.py

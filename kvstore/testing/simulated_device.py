@@ -6,7 +6,10 @@ occur, a copy reads its source when it is done and not when it is ordered, and n
 nobody asks for. Memory of its own cannot be touched by the host but in its turns: a stray access
 ends the process. A copy whose host side is not pinned is refused.
 
-Does not cover: speed, graphs, what several processes see of one device.
+Memory that is allocated can be shared: each process has a device of this class with queues of its
+own. A handle ends with the process that made it; its bytes last as long as somebody has them open.
+
+Does not cover: speed, graphs, order between processes.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import random
 import threading
 from collections import deque
@@ -24,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.kernels.device import (
+    HANDLE_BYTES,
     Addresses,
     DeviceCache,
     DeviceCopies,
@@ -38,6 +43,7 @@ TURNS_MAX = 3
 EAGERNESS = (0.05, 0.3, 1.0)
 """Share of the calls that find that something was done since the last one."""
 SEED = 20_261_124
+ROOM_BYTES = 1 << 40
 _PROT_NONE = 0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -62,16 +68,17 @@ class SimulatedDevice:
         """How often each event was recorded."""
         self._happened: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
-        self._own = mmap.mmap(-1, memory_bytes) if memory_bytes else None
-        self.address = 0
-        """Where its own memory begins."""
+        self._regions: dict[int, tuple[mmap.mmap, int]] = {}
+        """Its own memory, by address, with the descriptor of what is or can be shared."""
+        self.room_bytes = ROOM_BYTES
+        """Memory that can still be allocated."""
         self.pin_failures: list[str] = []
         """Why the next pins fail."""
         self.failure = ""
         """Why every call fails from now on; empty: none does."""
-        if self._own is not None:
-            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._own))
-            self._protect(_PROT_NONE)
+        self._own = mmap.mmap(-1, memory_bytes) if memory_bytes else None
+        self.address = self._add(self._own, -1) if self._own is not None else 0
+        """Where its own memory begins, without what was allocated."""
 
     # ── the port ─────────────────────────────────────────────────────────────────────────────────
 
@@ -109,10 +116,9 @@ class SimulatedDevice:
         with self._asked():
             for target, source, size in pieces:
                 if self._own is not None:
-                    sides = sorted((self._is_own(target, size), self._is_own(source, size)))
-                    assert sides == [False, True], "one side is the device's, the other is not"
-                    host = source if self._is_own(target, size) else target
-                    assert self._is_pinned(host, size), "the host's side is not pinned"
+                    host = [at for at in (target, source) if not self._is_own(at, size)]
+                    assert len(host) < 2, "neither side is the device's"
+                    assert all(self._is_pinned(at, size) for at in host), "it is not pinned"
             self._queues[stream].append(work)
 
     def clear(self, stream: int, targets: Addresses, sizes: Addresses) -> None:
@@ -137,12 +143,52 @@ class SimulatedDevice:
         with self._asked():
             del self._pinned[address]
 
+    @property
+    def name(self) -> str:
+        return "simulated"
+
+    def allocate(self, size_bytes: int) -> int:
+        with self._asked():
+            if size_bytes > self.room_bytes:
+                raise DeviceError("out of memory")
+            self.room_bytes -= size_bytes
+            fd = os.memfd_create("simulated-device", os.MFD_CLOEXEC)
+            os.ftruncate(fd, size_bytes)
+            return self._add(mmap.mmap(fd, size_bytes), fd)
+
+    def free(self, address: int) -> None:
+        with self._asked():
+            memory, fd = self._regions.pop(address)
+            self.room_bytes += len(memory)
+            os.close(fd)
+
+    def share(self, address: int) -> bytes:
+        fd = self._regions[address][1]
+        return f"/proc/{os.getpid()}/fd/{fd}".encode().ljust(HANDLE_BYTES, b"\0")
+
+    def open(self, handle: bytes) -> int:
+        with self._asked():
+            try:
+                fd = os.open(handle.rstrip(b"\0"), os.O_RDWR | os.O_CLOEXEC)
+            except OSError as error:
+                raise DeviceError("invalid handle") from error
+            return self._add(mmap.mmap(fd, os.fstat(fd).st_size), fd)
+
+    def leave(self, address: int) -> None:
+        with self._asked():
+            os.close(self._regions.pop(address)[1])
+
     # ── what a test sees of it ───────────────────────────────────────────────────────────────────
 
     @property
     def pinned_bytes(self) -> int:
         """Memory of the host's that is pinned."""
         return sum(self._pinned.values())
+
+    @property
+    def region_count(self) -> int:
+        """Pieces of memory that are allocated or open."""
+        return len(self._regions) - (self._own is not None)
 
     @property
     def event_count(self) -> int:
@@ -192,13 +238,22 @@ class SimulatedDevice:
     def _may_go(self, head: Any) -> bool:
         return not isinstance(head, tuple) or self._happened[head[0]] >= head[1]
 
+    def _add(self, memory: mmap.mmap, fd: int) -> int:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._regions[address] = memory, fd
+        self._protect(_PROT_NONE)
+        return address
+
     def _protect(self, protection: int) -> None:
-        if self._own is not None and _libc.mprotect(self.address, len(self._own), protection):
-            raise OSError(ctypes.get_errno(), "mprotect")
+        for address, (memory, _) in self._regions.items():
+            if _libc.mprotect(address, len(memory), protection):
+                raise OSError(ctypes.get_errno(), "mprotect")
 
     def _is_own(self, address: int, size: int) -> bool:
-        assert self._own is not None
-        return self.address <= address and address + size <= self.address + len(self._own)
+        return any(
+            begin <= address and address + size <= begin + len(memory)
+            for begin, (memory, _) in self._regions.items()
+        )
 
     def _is_pinned(self, address: int, size: int) -> bool:
         """All of it, which may lie in several pins that follow one another."""

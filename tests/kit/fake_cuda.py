@@ -5,16 +5,18 @@ Constants, enumerations and structures are the real ones.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
 import numpy as np
 from cuda.bindings import runtime as real
 
-from kvstore.kernels.device import DeviceError
+from kvstore.kernels.device import HANDLE_BYTES, DeviceError
 from kvstore.testing.simulated_device import ENGINE_STREAM, SimulatedDevice
 
 OK, FAILED = real.cudaError_t.cudaSuccess, real.cudaError_t.cudaErrorIllegalAddress
+INVALID = real.cudaError_t.cudaErrorInvalidValue
 NO_MEMORY = real.cudaError_t.cudaErrorMemoryAllocation
 FIRST_HANDLE = 0x7F00_0000
 """Handles are addresses, not small numbers."""
@@ -98,3 +100,26 @@ class FakeCuda:
 
     def cudaHostUnregister(self, address: int) -> tuple[Any, ...]:
         return self._answer(self._device.unpin, address)
+
+    def cudaDeviceGetPCIBusId(self, length: int, device: int) -> tuple[Any, ...]:
+        assert (length >= 13, device) == (True, 0)
+        return self._answer(lambda: self._device.name.encode() + b"\0")
+
+    def cudaMalloc(self, size: int) -> tuple[Any, ...]:
+        return self._answer(self._device.allocate, size, error=NO_MEMORY)
+
+    def cudaFree(self, address: int) -> tuple[Any, ...]:
+        return self._answer(self._device.free, address)
+
+    def cudaIpcGetMemHandle(self, address: int) -> tuple[Any, ...]:
+        handle = real.cudaIpcMemHandle_t()
+        ctypes.memmove(handle.getPtr(), self._device.share(address), HANDLE_BYTES)
+        return self._answer(lambda: handle)
+
+    def cudaIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:
+        assert flags == real.cudaIpcMemLazyEnablePeerAccess
+        its = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+        return self._answer(self._device.open, its, error=INVALID)
+
+    def cudaIpcCloseMemHandle(self, address: int) -> tuple[Any, ...]:
+        return self._answer(self._device.leave, address)
