@@ -47,7 +47,7 @@ PIN_NS_MAX: Final = 1_000_000_000
 node that died while it grew never arrive."""
 NOT_PINNED_IN_TIME: Final = "the memory of its slot was not pinned in time"
 HANDLE_BYTES: Final = 64
-"""Of cudaIpcMemHandle_t."""
+"""Size of CUDA's cudaIpcMemHandle_t."""
 HAS_FAILED: Final = "a copy of the device failed: "
 
 Addresses = NDArray[np.uint64]

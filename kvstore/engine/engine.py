@@ -36,6 +36,7 @@ from kvstore.engine.events import (
     Located,
     Offered,
     PeerGone,
+    Promoted,
     Ready,
     Received,
     Release,
@@ -48,6 +49,7 @@ from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import Files
+from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.moves.intake import Intake
 from kvstore.engine.moves.loans import Loans
 from kvstore.engine.moves.stores import Stores
@@ -121,7 +123,10 @@ class Engine:
         for source in (self._files, self._fetches):
             self._arrivals.add(source)
         self._loans = Loans(self._state, self._files, self._arrivals)
-        self._lookups = Lookups(self._state, self._files, self._fetches, self._arrivals)
+        slots = self._state.hbm
+        self._hbm = HbmCopies(self._state, slots, numbers) if slots is not None else None
+        moves = self._files, self._fetches, self._arrivals, self._hbm
+        self._lookups = Lookups(self._state, *moves)
         self._switches = Switches(self._state, self._files)
         self._scrubs = Scrubs(self._state)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
@@ -141,6 +146,8 @@ class Engine:
             FileReclaim: self._files.reclaim,
         }
         """Handlers of events that concern one room."""
+        if self._hbm is not None:
+            self._handlers[Promoted] = self._hbm.promoted
         self._clear_from = 0
         """Row after the last one that was cleared."""
         self.explain = Explain(self._state)
@@ -321,6 +328,8 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError when the parts contradict each other."""
         check.check(self._state, self._files, self._fetches, self._loans)
+        if self._hbm is not None:
+            check.check_hbm(self._state, self._hbm)
         self._state.trail.check()
         self.explain.check()
 

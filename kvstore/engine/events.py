@@ -18,6 +18,8 @@ from kvstore.tier_events import (
     FileRead as FileRead,
     FileReclaim as FileReclaim,
     FileWritten as FileWritten,
+    Promote as Promote,
+    Promoted as Promoted,
     ReadFile as ReadFile,
     ReclaimFile as ReclaimFile,
     Scrubbed as Scrubbed,
@@ -151,7 +153,7 @@ class PeerGone(msgspec.Struct, frozen=True):
 
 
 PeerEvent = Located | Fetched | Lend | LoanReturned | PeerGone
-Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | PeerEvent | FileEvent
+Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | PeerEvent | FileEvent | Promoted
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -163,7 +165,8 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """Send Welcome with descriptors: the generation page, for a rank the arena before it."""
+    """Send Welcome with descriptors: the generation page, for a rank the arena before it; and with
+    `welcome.hbm` the page of places behind it."""
 
     connection: ConnectionId
     welcome: Welcome
@@ -184,6 +187,16 @@ class RaiseGenerations(msgspec.Struct, frozen=True):
 
     slots: Any
     generations: Any
+    cause: int
+    tier: Tier = Tier.DRAM
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """Publish, in one order with RaiseGenerations: slots of hbm hold copies of slots of dram, until
+    their generations are raised. `slots` and `targets` u32 [n]."""
+
+    slots: Any
+    targets: Any
     cause: int
 
 
@@ -327,6 +340,8 @@ Command = (
     | Admit
     | Hangup
     | RaiseGenerations
+    | Shown
+    | Promote
     | Release
     | Cleared
     | SwitchedOff

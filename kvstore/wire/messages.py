@@ -56,6 +56,7 @@ from kvstore.wire.bounds import (
     Small,
 )
 from kvstore.wire.groups import PER_GROUP, Group, GroupIndex, ShardColumn
+from kvstore.wire.slab import Slab
 
 PROTOCOL_VERSION: Final = 2
 KEYS_PER_DATAGRAM_MAX: Final = 2048
@@ -124,6 +125,8 @@ class HelloRank(Message, frozen=True):
     process: Name
     groups: Annotated[tuple[Group, ...], PER_GROUP]
     """The same number, in the same order, on every rank."""
+    gpu: Label = ""
+    """GPU with its cache, as every process of the machine calls it; empty: none."""
 
 
 class Quiet(Message, frozen=True):
@@ -277,6 +280,7 @@ class Welcome(Message, frozen=True):
     """The node's monotonic clock while sending; the heartbeat word counts on the same clock."""
     arena_bytes: U64
     generation_bytes: U64
+    hbm: Slab | None = None
 
 
 class Refused(Message, frozen=True):

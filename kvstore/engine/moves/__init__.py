@@ -9,6 +9,7 @@
 | `writes`   | blocks that are written through to disk         | rows → WriteFile         |
 | `fetches`  | blocks from other nodes                         | keys → Locate, Fetch     |
 | `loans`    | blocks that other nodes read here               | Lend → Lent              |
+| `hbm`      | copies of blocks in a GPU's memory              | leases → Promote, Shown  |
 | `offers`   | whole blocks, which other nodes can fetch       | changes → keys           |
 | `covers`   | sets of shards that make a whole block          | –                        |
 | `arrivals` | leases that grow while blocks arrive            | blocks → LeaseMore       |

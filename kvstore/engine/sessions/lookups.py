@@ -11,6 +11,7 @@ from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Wait, count_of
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import REPEATED, Files
+from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.runs import LOOKED_UP_MAX, Run, leading_run
@@ -35,11 +36,13 @@ class Lookups:
         files: Files,
         fetches: Fetches,
         arrivals: Arrivals,
+        hbm: HbmCopies | None,
     ) -> None:
         self._state = state
         self._files = files
         self._fetches = fetches
         self._arrivals = arrivals
+        self._hbm = hbm
         self._brings = files.enabled or state.config.fetches
         """Whether any blocks come to dram besides stores of engines."""
 
@@ -97,6 +100,8 @@ class Lookups:
                 from_peer=count_of(origins, Origin.PEER),
             ),
         )
+        if self._hbm is not None:
+            self._hbm.leased(connection.owner.groups[ask.group], run)
         if not len(keys):
             return ""
         found = LookedUp(
