@@ -7,6 +7,7 @@
 | `compare.py`   | numbers, not bytes                             | pages, slot → distance       |
 | `host.py`      | a cache in the host's memory; the reference    | orders → ends                |
 | `device.py`    | streams, events, pinned memory                 | orders → ends                |
+| `shared.py`    | memory that processes share: part of the port  | –                            |
 | `cuda.py`      | one device, through NVIDIA's bindings          | calls of `device.Device`     |
 
 `host` and `device` are `kvstore.ports.CopyEngine`. Imports `ports`, `wire` and `types` only.

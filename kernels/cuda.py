@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvstore.kernels.device import HANDLE_BYTES, Addresses, DeviceError
+from kvstore.kernels.device import Addresses, DeviceError
+from kvstore.kernels.shared import HANDLE_BYTES
 
 _PORTABLE: Final = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""

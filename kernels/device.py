@@ -31,8 +31,10 @@ from numpy.typing import NDArray
 from kvstore.kernels.compare import BOUNDS, error_of
 from kvstore.kernels.host import NOT_COMPARABLE
 from kvstore.kernels.reference import Bytes
+from kvstore.kernels.shared import SharedMemory
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from kvstore.wire.checksum import checksum_of
+from kvstore.wire.slab import Slab
 
 COPIES_MAX: Final = 8
 """Under way at once: enough to keep both directions busy while one block of each is hashed."""
@@ -46,8 +48,6 @@ PIN_NS_MAX: Final = 1_000_000_000
 """How long a store waits for its slot to be pinned. Nobody else can end that wait: the pages of a
 node that died while it grew never arrive."""
 NOT_PINNED_IN_TIME: Final = "the memory of its slot was not pinned in time"
-HANDLE_BYTES: Final = 64
-"""Size of CUDA's cudaIpcMemHandle_t."""
 HAS_FAILED: Final = "a copy of the device failed: "
 
 Addresses = NDArray[np.uint64]
@@ -57,11 +57,11 @@ class DeviceError(Exception):
     """A call of the device failed."""
 
 
-class Device(Protocol):
+class Device(SharedMemory, Protocol):
     """A device with streams, which run what they are given in order, and events on them.
 
     Copies are within its memory, or between that and pinned memory of the host. Any thread may
-    call; calls about memory may wait, others do not. Handles are numbers of the device's choice.
+    call; no call about streams waits. Handles are numbers of the device's choice.
 
     Every method raises DeviceError.
     """
@@ -102,32 +102,6 @@ class Device(Protocol):
 
     def unpin(self, address: int) -> None:
         """Undo a `pin`; no copy touches that memory."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The same in every process of the machine, and that of no other device."""
-        ...
-
-    def allocate(self, size_bytes: int) -> int:
-        """Address of new memory of the device's, which ends with the process at the latest."""
-        ...
-
-    def free(self, address: int) -> None:
-        """Give memory back; no copy touches it."""
-        ...
-
-    def share(self, address: int) -> bytes:
-        """A handle of HANDLE_BYTES, by which other processes `open` that memory."""
-        ...
-
-    def open(self, handle: bytes) -> int:
-        """Address in this process of memory that another one shares. Whether its bytes last longer
-        than the other process is not said."""
-        ...
-
-    def leave(self, address: int) -> None:
-        """Undo an `open`; no copy touches that memory."""
         ...
 
 
@@ -279,6 +253,9 @@ class DeviceCopies:
         """
         self._device = device
         self._caches = caches
+        self.gpu = device.name
+        self._slab = 0
+        """Address of the node's memory; 0: it is not mapped."""
         # What one stream does is done in order: a block is cleared after its load.
         stores, loads = device.stream(is_urgent=False), device.stream(is_urgent=True)
         self._streams = {
@@ -319,6 +296,18 @@ class DeviceCopies:
             self._pins.close()
         self._memory = memory
         self._pins = _Pins(self._device, memory, ready_bytes)
+
+    def map_slab(self, slab: Slab | None) -> str:
+        assert not self._is_busy, "the slab changes while a copy is under way"
+        try:
+            if self._slab:
+                address, self._slab = self._slab, 0
+                self._device.leave(address)
+            if slab is not None:
+                self._slab = self._device.open(slab.handle)
+        except DeviceError as error:
+            return str(error)
+        return ""
 
     # ── marks ────────────────────────────────────────────────────────────────────────────────────
 
@@ -381,7 +370,7 @@ class DeviceCopies:
             self._failed(flight, error)
             return
         self._flights[stream].append(flight)
-        if copy.way is CopyWay.LOAD and copy.is_verified:
+        if copy.way is CopyWay.LOAD and copy.is_verified and copy.slab_begin < 0:
             # While the bytes move: the slot has no writer, or its generation says so afterwards.
             flight.checksum = checksum_of(copy.header, [self._source(flight).data])
 
@@ -391,6 +380,9 @@ class DeviceCopies:
         assert self._pins is not None, "no memory of slots"
         if copy.way is CopyWay.COMPARE:
             flight.staging = self._free_staging.pop()
+            return True
+        if copy.slab_begin >= 0:
+            flight.staging = self._free_staging.pop() if copy.is_verified else None
             return True
         is_pinned = self._pins.has(copy.begin, copy.begin + self.block_bytes(copy.group))
         if is_pinned or copy.way is CopyWay.STORE:
@@ -416,7 +408,13 @@ class DeviceCopies:
             self._device.clear(stream, blocks, cache.sizes)
             return
         host = np.uint64(self._source(flight).ctypes.data) + cache.offsets
-        if copy.way is CopyWay.LOAD:
+        if copy.slab_begin >= 0:
+            assert self._slab, "a load from a slab that is not mapped"
+            slot = np.uint64(self._slab + copy.slab_begin) + cache.offsets
+            self._device.copy(stream, blocks, slot, cache.sizes)
+            if copy.is_verified:  # what arrived, read back: the host hashes bytes of its own only
+                self._device.copy(stream, host, blocks, cache.sizes)
+        elif copy.way is CopyWay.LOAD:
             self._device.copy(stream, blocks, host, cache.sizes)
         else:
             self._device.copy(stream, host, blocks, cache.sizes)
@@ -456,7 +454,9 @@ class DeviceCopies:
         duration_ns = now_ns - max(flight.begun_ns, self._served_ns[stream])
         self._served_ns[stream] = now_ns
         end = CopyEnd(copy.number, checksum=flight.checksum, duration_ns=duration_ns)
-        if copy.way is CopyWay.STORE:
+        if copy.slab_begin >= 0 and copy.is_verified:
+            end = end._replace(checksum=checksum_of(copy.header, [self._source(flight).data]))
+        elif copy.way is CopyWay.STORE:
             end = end._replace(checksum=checksum_of(copy.header, [self._slot(copy).data]))
         elif copy.way is CopyWay.COMPARE:
             error_found = self._error(flight)
@@ -490,4 +490,5 @@ class DeviceCopies:
         if self._pins is not None and not self._is_busy:
             self._pins.close()
         if not self._is_busy:
+            self.map_slab(None)
             self._device.unpin(int(self._staging.ctypes.data))

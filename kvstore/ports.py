@@ -28,6 +28,7 @@ from kvstore.index.index import Answer, Member, Statistics
 from kvstore.tier_events import FileCommand, FileTierEvent
 from kvstore.types import Generation, SlotId, SpaceId
 from kvstore.wire.mover import Direction
+from kvstore.wire.slab import Slab
 
 
 class Clock(Protocol):
@@ -290,6 +291,8 @@ class BlockCopy(NamedTuple):
     """Whether the checksum of a load is wanted."""
     after: int = 0
     """The mark that it must not overtake; 0: none."""
+    slab_begin: int = -1
+    """Offset in the node's slab from which a load takes its bytes, not from the slot; -1: none."""
 
 
 class CopyEnd(NamedTuple):
@@ -297,7 +300,8 @@ class CopyEnd(NamedTuple):
 
     number: int
     checksum: bytes = b""
-    """16 bytes: of the bytes stored, or of those that a verified load read."""
+    """16 bytes: of the bytes stored, or of those that a verified load read; of those that arrived,
+    if they came from a slab."""
     error: float = 0.0
     """Relative distance of the values compared."""
     diverged: bool = False
@@ -327,6 +331,11 @@ class CopyEngine(Protocol):
         """Reason why it is slow or drops stores, with the way to mend it; empty: none."""
         ...
 
+    @property
+    def gpu(self) -> str:
+        """GPU of the caches, as every process of the machine calls it; empty: none."""
+        ...
+
     def block_bytes(self, group: int) -> int:
         """Size of a block of a KV cache group."""
         ...
@@ -334,6 +343,11 @@ class CopyEngine(Protocol):
     def attach(self, memory: NDArray[np.uint8], ready_bytes: Callable[[], int]) -> None:
         """Slots are in this memory from now on; no copy is under way. Only bytes below
         `ready_bytes`, which grows, are touched."""
+        ...
+
+    def map_slab(self, slab: Slab | None) -> str:
+        """Loads may come from this memory on the same GPU from now on; None: from none. No copy is
+        under way. Returns why that cannot be, or nothing."""
         ...
 
     def mark(self) -> int:

@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.kernels.device import (
-    HANDLE_BYTES,
     Addresses,
     DeviceCache,
     DeviceCopies,
@@ -36,6 +35,7 @@ from kvstore.kernels.device import (
     LayerPages,
 )
 from kvstore.kernels.pack import PagedCache
+from kvstore.kernels.shared import HANDLE_BYTES
 
 ENGINE_STREAM = 0
 """The engine's, whichever thread asks."""

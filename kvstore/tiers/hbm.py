@@ -47,7 +47,7 @@ from kvstore.types import (
 )
 from kvstore.units import MIB, format_size
 from kvstore.wire.checksum import checksum_of
-from kvstore.wire.slab import place_words
+from kvstore.wire.slab import Slab, place_words
 
 STAGING_BYTES: Final = 4 * MIB
 """At first; it grows to two of the largest block."""
@@ -73,15 +73,12 @@ class HbmTier:
         self._device = device
         self._dram = dram
         self.capacity_bytes = self.ready_bytes = capacity_bytes
-        self.gpu = device.name
-        """Name of the device: ranks on it can map the slab."""
         self._stream, self._event = device.stream(is_urgent=False), device.event()
         self._staging = np.empty(0, np.uint8)
         self._lock = threading.Lock()
         """Over staging memory and the order of copies."""
         self._address = device.allocate(capacity_bytes)
-        self.handle = device.share(self._address)
-        """By which ranks open the slab."""
+        self.slab = Slab(device.name, capacity_bytes, device.share(self._address))
         self._stage(STAGING_BYTES)
         # Bytes of whoever had this memory before are nobody's business.
         device.clear(self._stream, _one(self._address), _one(capacity_bytes))

@@ -111,7 +111,7 @@ class HelloScheduler(Message, frozen=True):
     events_replay: Label = ""
 
 
-class HelloRank(Message, frozen=True):
+class HelloRank(Message, frozen=True, omit_defaults=True):
     """First datagram of a rank. Ancillary data: its own pidfd.
 
     Sending it says: this process runs no copy into the arena, and knows no session yet.
@@ -271,7 +271,7 @@ class Verified(Message, frozen=True):
 # ── node → engine ────────────────────────────────────────────────────────────────────────────────
 
 
-class Welcome(Message, frozen=True):
+class Welcome(Message, frozen=True, omit_defaults=True):
     """Ancillary data: [generation page] to a scheduler, [arena, generation page] to a rank."""
 
     protocol: Small

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from cuda.bindings import runtime as real
 
-from kvstore.kernels.device import HANDLE_BYTES, DeviceError
+from kvstore.kernels.device import DeviceError
+from kvstore.kernels.shared import HANDLE_BYTES
 from kvstore.testing.simulated_device import ENGINE_STREAM, SimulatedDevice
 
 OK, FAILED = real.cudaError_t.cudaSuccess, real.cudaError_t.cudaErrorIllegalAddress
