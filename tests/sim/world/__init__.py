@@ -4,7 +4,7 @@ play         seeds one after the other, what was covered; `python -m tests.sim.w
 world        one life: what happens, in which order; shrink: fewer faults and steps that break it
 stage        who lives in it; ground: time, chance, the story, and what parts see of their owners
 machine, node, engine, rank      what lives in it; peers, index, cluster: what of a cluster
-copies, disk, mover, net, sockets, threads, loop   what is simulated
+copies, disk, mover, net, slab, sockets, threads, loop   what is simulated
 faults, cluster_faults           what goes wrong
 heal         after the faults: all converges
 parts        numbers and sizes that the others share

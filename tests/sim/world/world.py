@@ -82,6 +82,7 @@ class World(Stage):
                 for machine in self.machines
             ),
             foreign_blocks=self.foreign_blocks,
+            slab_blocks=self.slab_blocks,
             kept_blocks=sum(machine.kept for machine in self.machines),
             fetched_blocks=self.fetched_blocks,
             trace=self._trace.hexdigest()[:16],
