@@ -9,8 +9,13 @@ wakes ten times a second to check the node's heartbeat.
 A copy is valid when the slot's generation is the granted one before and after it. Between the two
 reads and the copy lie calls that release and take the GIL, which are full memory barriers. A block
 that took bytes of no use is cleared before its load ends: the engine uses it for other tokens, and
-its attention reads whole blocks. While copies are under way the thread neither attaches nor takes
-another mapping.
+its attention reads whole blocks.
+
+While copies are under way the thread neither attaches nor takes another mapping.
+
+A block with a copy in the node's slab on the same GPU is loaded from there, if the word of its
+place is the same before and after, and from its slot of dram otherwise. A slab that gave other
+bytes, or an error, is used no more until the thread attaches again.
 """
 
 from __future__ import annotations
@@ -51,6 +56,7 @@ from kvstore.wire.messages import (
     Refused,
     Welcome,
 )
+from kvstore.wire.slab import begin_of
 
 logger = logging.getLogger("vllm.kvstore.rank")
 logger.addFilter(RateLimit())  # two engines with one id would detach each other ten times a second
@@ -87,6 +93,12 @@ class Copier:
         self._under_way: dict[int, Copy] = {}
         self._clearing: dict[int, Outcome] = {}
         """Loads of no use whose blocks are being cleared: how they ended."""
+        self._places: GenerationView | None = None
+        """Of the slab, while loads may come from it."""
+        self._slab_bytes = 0
+        """Size of the slab that is mapped; 0: none is."""
+        self._from_slab: dict[int, int] = {}
+        """Loads under way from the slab, and the words of their places."""
         self._number = 0
         self._trouble = ""
         """Trouble of the copy engine, as last logged."""
@@ -160,6 +172,7 @@ class Copier:
     def _attend(self, now_ns: int) -> None:
         """Attach, hear the node, notice its absence, speak. Never waits."""
         if self._link is None:
+            self._leave_slab()
             if self._dial.is_due(now_ns):
                 self._connect(now_ns)
             return
@@ -217,6 +230,13 @@ class Copier:
             raise ProtocolError("Welcome to a rank without an arena")
         self._arena, self._generations = arena, generations
         self._copies.attach(arena.array, generations.ready_bytes)
+        self._leave_slab()
+        if self._link.slab is not None and self._link.places is not None:
+            trouble = self._copies.map_slab(self._link.slab)
+            if trouble:
+                logger.warning("kvstore: blocks are loaded from dram alone: %s", trouble)
+            else:
+                self._places, self._slab_bytes = self._link.places, self._link.slab.size_bytes
         self._populated, self._reported = 0, Pinned(0)
         self._say("attached")
 
@@ -244,6 +264,7 @@ class Copier:
             self._link.close()
             self._link = None
         self._unsent.clear()
+        self._places = None  # memory of a node that is gone, which dram is not
         with self._handoff.core() as core:
             core.disconnected()
         if is_refused:
@@ -287,25 +308,67 @@ class Copier:
             self._finish(copy, CopyVoid())
         else:
             self._number += 1
-            self._copies.begin(
-                BlockCopy(
-                    self._number,
-                    _WAYS[type(copy)],
-                    copy.group,
-                    copy.block_id,
-                    begin,
-                    copy.header,
-                    is_verified=getattr(copy, "checksum", None) is not None,
-                    after=copy.after,
-                )
-            )
+            self._order(self._number, copy, place=self._place(copy))
             self._under_way[self._number] = copy  # unless an error ends this thread
         return True
+
+    def _order(self, number: int, copy: Copy, *, place: int) -> None:
+        """Begin a copy, a load with a place from the slab."""
+        if place:
+            self._from_slab[number] = place
+        self._copies.begin(
+            BlockCopy(
+                number,
+                _WAYS[type(copy)],
+                copy.group,
+                copy.block_id,
+                copy.slot * PAGE_BYTES,
+                copy.header,
+                is_verified=getattr(copy, "checksum", None) is not None,
+                after=copy.after,
+                slab_begin=begin_of(place),
+            )
+        )
+
+    def _place(self, copy: Copy) -> int:
+        """Word of the place of a block in the slab; 0: it is not to be loaded from there."""
+        if self._places is None or not isinstance(copy, LoadBlock):
+            return 0
+        (word,) = self._places.generations(np.array([copy.slot], np.uint32)).tolist()
+        is_inside = begin_of(word) + self._copies.block_bytes(copy.group) <= self._slab_bytes
+        return int(word) if is_inside else 0
+
+    def _is_from_dram_now(self, copy: Copy, end: CopyEnd) -> bool:
+        """Whether a load from the slab came to nothing, and was ordered again."""
+        place = self._from_slab.pop(end.number, 0)
+        if not place or not isinstance(copy, LoadBlock):
+            return False
+        is_same = self._place(copy) == place
+        if is_same and not end.reason and copy.checksum in (None, end.checksum):
+            return False
+        if not self._is_current(copy):
+            return False
+        if is_same:
+            self._places = None
+            reason = end.reason or "a copy in hbm holds other bytes than its block"
+            logger.warning("kvstore: blocks are loaded from dram alone: %s", reason)
+        self._order(end.number, copy, place=0)
+        return True
+
+    def _leave_slab(self) -> None:
+        """Nothing is loaded from the slab any more, and its memory is not held."""
+        self._places = None
+        if self._slab_bytes and not self._under_way:
+            self._copies.map_slab(None)
+            self._slab_bytes = 0
 
     def _take_ended(self) -> bool:
         ends = self._copies.ended()
         for end in ends:
-            copy = self._under_way.pop(end.number)
+            copy = self._under_way[end.number]
+            if self._is_from_dram_now(copy, end):
+                continue
+            del self._under_way[end.number]
             if end.number in self._clearing:
                 self._finish(copy, self._clearing.pop(end.number))
                 continue

@@ -160,6 +160,7 @@ class WorkerSide:
             rank=self._rank,
             process=secrets.token_hex(8),
             groups=tuple(groups),
+            gpu=copies.gpu,
         )
         return config, copies
 

@@ -11,6 +11,7 @@
 | `hashes.py`    | checksums of blocks, by threads                | block → checksum             |
 | `device.py`    | streams, events, pinned memory                 | orders → ends                |
 | `strategy.py`  | the way of a block: copies, kernel, staging    | sizes → calls of a device    |
+| `shared.py`    | memory that processes share: part of the port  | –                            |
 | `cuda.py`      | one device, through NVIDIA's bindings          | calls of `device.Device`     |
 | `launches.py`  | grids and arguments of the kernels in `csrc/`  | addresses → launches         |
 | `compiled.py`  | NVRTC, machine code kept on disk               | source, architecture → cubin |

@@ -8,6 +8,8 @@ device yet.**
 The runtime keeps its last error for each thread, and the engine asks for it after its own launches:
 no call leaves one behind.
 
+Memory is shared by CUDA's IPC handles: between processes that see the device, in one IPC namespace.
+
 Does not cover: pages that need another order of bytes, machine code (`compiled.py`).
 """
 
@@ -23,9 +25,12 @@ from typing import Any, Final
 from kvstore.kernels.compiled import cubin
 from kvstore.kernels.device import Addresses, DeviceError
 from kvstore.kernels.launches import MOVE_PIECES, THREADS, Kernel, Launch, moved
+from kvstore.kernels.shared import HANDLE_BYTES
 
 _PIN_FLAGS: Final = 1 | 2
 """cudaHostRegisterPortable, Mapped: for every context of the process, and for kernels."""
+_NAME_BYTES: Final = 32
+"""Room for "0000:3B:00.0", which CUDA_VISIBLE_DEVICES does not change."""
 _OTHER_ADDRESSES: Final = (
     "kernels of this device reach the host's memory under other addresses only"
 )
@@ -250,3 +255,22 @@ class CudaDevice:
 
     def unpin(self, address: int) -> None:
         self._call(self._runtime.cudaHostUnregister, address)
+
+    @property
+    def name(self) -> str:
+        (name,) = self._call(self._runtime.cudaDeviceGetPCIBusId, _NAME_BYTES, self._ordinal)
+        return str(name.decode().rstrip("\0"))
+
+    def share(self, address: int) -> bytes:
+        (handle,) = self._call(self._runtime.cudaIpcGetMemHandle, address)
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+    def open(self, handle: bytes) -> int:
+        its = self._runtime.cudaIpcMemHandle_t()
+        ctypes.memmove(its.getPtr(), handle, HANDLE_BYTES)
+        flags = self._runtime.cudaIpcMemLazyEnablePeerAccess  # the only ones there are
+        (address,) = self._call(self._runtime.cudaIpcOpenMemHandle, its, flags)
+        return int(address)
+
+    def leave(self, address: int) -> None:
+        self._call(self._runtime.cudaIpcCloseMemHandle, address)

@@ -36,8 +36,10 @@ from kvstore.kernels.host import NOT_COMPARABLE
 from kvstore.kernels.pinning import PinnedChunks
 from kvstore.kernels.ranges import Range, begin_range
 from kvstore.kernels.reference import Bytes
+from kvstore.kernels.shared import SharedMemory
 from kvstore.kernels.strategy import BlockMoves, Thresholds
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
+from kvstore.wire.slab import Slab
 
 COPIES_MAX: Final = 8
 """Under way at once: enough to keep both directions busy while one block of each is hashed."""
@@ -54,11 +56,11 @@ class DeviceError(Exception):
     """A call of the device failed."""
 
 
-class Device(Protocol):
+class Device(SharedMemory, Protocol):
     """A device with streams, which run what they are given in order, and events on them.
 
-    Copies are between its memory and pinned memory of the host, in either direction. Any thread may
-    call; no call but `pin` and `unpin` waits. Handles are numbers of the device's choice.
+    Copies are within its memory, or between that and pinned memory of the host. Any thread may
+    call; no call about streams waits. Handles are numbers of the device's choice.
 
     Every method raises DeviceError.
     """
@@ -69,14 +71,6 @@ class Device(Protocol):
 
     def move(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         """As `copy`, by a kernel: pieces in any order; both sides may be the device's memory."""
-        ...
-
-    def allocate(self, size_bytes: int) -> int:
-        """Address of memory of the device's; 0: it has none left."""
-        ...
-
-    def free(self, address: int) -> None:
-        """Give memory of `allocate` back; nothing uses it."""
         ...
 
     def stream(self, *, is_urgent: bool) -> int:
@@ -218,6 +212,9 @@ class DeviceCopies:
         """
         self._device = device
         self._caches = caches
+        self.gpu = device.name
+        self._slab = 0
+        """Address of the node's memory; 0: it is not mapped."""
         # What one stream does is done in order: a block is cleared after its load.
         stores, loads = device.stream(is_urgent=False), device.stream(is_urgent=True)
         self._streams = {
@@ -271,6 +268,18 @@ class DeviceCopies:
         """Why memory cannot be pinned; empty: it is."""
         try:
             self._device.pin(address, size_bytes)
+        except DeviceError as error:
+            return str(error)
+        return ""
+
+    def map_slab(self, slab: Slab | None) -> str:
+        assert not self._is_busy, "the slab changes while a copy is under way"
+        try:
+            if self._slab:
+                address, self._slab = self._slab, 0
+                self._device.leave(address)
+            if slab is not None:
+                self._slab = self._device.open(slab.handle)
         except DeviceError as error:
             return str(error)
         return ""
@@ -337,7 +346,7 @@ class DeviceCopies:
             self._failed(flight, error)
             return
         self._flights[stream].append(flight)
-        if copy.way is CopyWay.LOAD and copy.is_verified:
+        if copy.way is CopyWay.LOAD and copy.is_verified and copy.slab_begin < 0:
             # While the bytes move: the slot has no writer, or its generation says so afterwards.
             flight.hashing = self._hashes.begin(copy.header, self._source(flight))
 
@@ -347,6 +356,9 @@ class DeviceCopies:
         assert self._pins is not None, "no memory of slots"
         if copy.way is CopyWay.COMPARE:
             flight.staging = self._free_staging.pop()
+            return True
+        if copy.slab_begin >= 0:
+            flight.staging = self._free_staging.pop() if copy.is_verified else None
             return True
         is_pinned = self._pins.has(copy.begin, copy.begin + self.block_bytes(copy.group))
         if is_pinned or copy.way is CopyWay.STORE:
@@ -371,7 +383,15 @@ class DeviceCopies:
         if copy.way is CopyWay.CLEAR:
             self._device.clear(stream, blocks, cache.sizes)
             return
-        move = self.moves.load if copy.way is CopyWay.LOAD else self.moves.store
+        if copy.slab_begin >= 0:
+            assert self._slab, "a load from a slab that is not mapped"
+            slot = self._slab + copy.slab_begin
+            self.moves.within(stream, copy.group, blocks, slot, cache.offsets)
+            if not copy.is_verified:
+                return
+        # What came from the slab is read back: the host hashes bytes of its own only.
+        is_load = copy.way is CopyWay.LOAD and copy.slab_begin < 0
+        move = self.moves.load if is_load else self.moves.store
         move(stream, copy.group, blocks, int(self._source(flight).ctypes.data), cache.offsets)
 
     # ── their ends ───────────────────────────────────────────────────────────────────────────────
@@ -410,8 +430,9 @@ class DeviceCopies:
         now_ns = time.perf_counter_ns()
         flight.duration_ns = now_ns - max(flight.begun_ns, self._served_ns[stream])
         self._served_ns[stream] = now_ns
-        if copy.way is CopyWay.STORE:
-            flight.hashing = self._hashes.begin(copy.header, self._slot(copy))
+        is_read_back = copy.slab_begin >= 0 and copy.is_verified
+        if copy.way is CopyWay.STORE or is_read_back:
+            flight.hashing = self._hashes.begin(copy.header, self._source(flight))
         self._hashed.append(flight)
 
     def _is_closed(self, flight: _Flight) -> bool:
@@ -463,4 +484,5 @@ class DeviceCopies:
             self._pins.close()
         if not self._is_busy:
             self.moves.close()
+            self.map_slab(None)
             self._device.unpin(int(self._staging.ctypes.data))

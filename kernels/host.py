@@ -12,6 +12,7 @@ from kvstore.kernels.compare import BOUNDS
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
+from kvstore.wire.slab import Slab
 
 NOT_COMPARABLE = "values of this type cannot be compared"
 
@@ -20,7 +21,7 @@ class HostCopies:
     """See the module, and the port for the methods."""
 
     copies_max = 1
-    trouble = ""
+    trouble = gpu = ""
     pinned_bytes = 0
 
     def __init__(self, caches: Sequence[PagedCache]) -> None:
@@ -34,6 +35,9 @@ class HostCopies:
 
     def attach(self, memory: Bytes, ready_bytes: Callable[[], int]) -> None:
         self._memory = memory
+
+    def map_slab(self, slab: Slab | None) -> str:
+        return "the cache is on no GPU"
 
     def mark(self) -> int:
         return 0

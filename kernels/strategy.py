@@ -132,6 +132,15 @@ class BlockMoves:
         self._whole(stream, group, staging, slot)
         self._device.move(stream, pages, np.uint64(staging) + offsets, sizes)
 
+    def within(
+        self, stream: int, group: int, pages: Addresses, slab: int, offsets: Addresses
+    ) -> None:
+        """From a place in the device's memory into pages. A kernel is as quick as the memory there:
+        nothing is staged."""
+        way = self.way(stream, group)
+        way = Strategy.MOVE if way is Strategy.STAGED else way
+        self._pieces(way, stream, pages, np.uint64(slab) + offsets, self._sizes[group])
+
     def _pieces(
         self, way: Strategy, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses
     ) -> None:

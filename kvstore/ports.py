@@ -1,7 +1,8 @@
 """The pure core's needs from the world, as Protocols. Mechanisms implement them.
 
 Clock       monotonic time                    net/clock.py, testing/clock.py
-Memory      memory that holds slots           tiers/dram.py, tiers/memory.py (reference)
+Memory      memory that holds slots           tiers/dram.py, tiers/hbm.py, tiers/memory.py
+                                              (reference)
 FileStore   blocks on a disk                  tiers/file/tier.py, tests/kit/memory_store.py
                                               (reference)
 Transport   from and to arenas of others      transport/{nixl,tcp,ucx}.py, transport/loopback.py
@@ -27,6 +28,7 @@ from kvstore.index.index import Answer, Member, Statistics
 from kvstore.tier_events import FileCommand, FileTierEvent
 from kvstore.types import Generation, SlotId, SpaceId
 from kvstore.wire.mover import Direction
+from kvstore.wire.slab import Slab
 
 
 class Clock(Protocol):
@@ -289,6 +291,8 @@ class BlockCopy(NamedTuple):
     """Whether the checksum of a load is wanted."""
     after: int = 0
     """The mark that it must not overtake; 0: none."""
+    slab_begin: int = -1
+    """Offset in the node's slab from which a load takes its bytes, not from the slot; -1: none."""
 
 
 class CopyEnd(NamedTuple):
@@ -296,7 +300,8 @@ class CopyEnd(NamedTuple):
 
     number: int
     checksum: bytes = b""
-    """16 bytes: of the bytes stored, or of those that a verified load read."""
+    """16 bytes: of the bytes stored, or of those that a verified load read; of those that arrived,
+    if they came from a slab."""
     error: float = 0.0
     """Relative distance of the values compared."""
     diverged: bool = False
@@ -331,6 +336,11 @@ class CopyEngine(Protocol):
         """Memory of slots that is pinned; 0 where copies need none."""
         ...
 
+    @property
+    def gpu(self) -> str:
+        """GPU of the caches, as every process of the machine calls it; empty: none."""
+        ...
+
     def block_bytes(self, group: int) -> int:
         """Size of a block of a KV cache group."""
         ...
@@ -338,6 +348,11 @@ class CopyEngine(Protocol):
     def attach(self, memory: NDArray[np.uint8], ready_bytes: Callable[[], int]) -> None:
         """Slots are in this memory from now on; no copy is under way. Only bytes below
         `ready_bytes`, which grows, are touched."""
+        ...
+
+    def map_slab(self, slab: Slab | None) -> str:
+        """Loads may come from this memory on the same GPU from now on; None: from none. No copy is
+        under way. Returns why that cannot be, or nothing."""
         ...
 
     def mark(self) -> int:

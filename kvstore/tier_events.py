@@ -1,5 +1,5 @@
 """Messages between the engine core and the tiers about blocks on a disk: orders one way, events the
-other; and results of scrubs of any tier.
+other; the same about copies in the memory of a GPU; and results of scrubs of any tier.
 
 One vocabulary: `kvstore.engine.events` names the events among its own, the tier makes them, and the
 shell between the two translates nothing. Lists are packed bytes, one entry per block:
@@ -64,6 +64,46 @@ class ReclaimFile(msgspec.Struct, frozen=True):
     segment: int
     keep: bytes
     cause: int
+
+
+class RaiseGenerations(msgspec.Struct, frozen=True):
+    """Publish before any later command. `slots` u32 [n], `generations` u64 [n]."""
+
+    slots: Any
+    generations: Any
+    cause: int
+    tier: Tier = Tier.DRAM
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """Publish, in one order with RaiseGenerations: slots of hbm hold copies of slots of dram, until
+    their generations are raised. `slots` and `targets` u32 [n]."""
+
+    slots: Any
+    targets: Any
+    cause: int
+
+
+class Promote(msgspec.Struct, frozen=True):
+    """Copy these blocks of dram into slots of hbm, which are the tier's until Promoted, and verify
+    them there. `slots` and `targets` u32 [n]."""
+
+    job: int
+    scope: Scope
+    keys: bytes
+    slots: Any
+    targets: Any
+    checksums: bytes
+    cause: int
+
+
+class Promoted(msgspec.Struct, frozen=True):
+    """A Promote has ended. `good`: 1 where the slot of hbm holds the verified block."""
+
+    job: int
+    good: bytes
+    trouble: str = ""
+    """Why the device is used no more: nothing in hbm counts."""
 
 
 FileCommand = WriteFile | ReadFile | VoidFile | ReclaimFile

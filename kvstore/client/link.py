@@ -31,6 +31,7 @@ from kvstore.wire.messages import (
     decode_from_node,
     encode,
 )
+from kvstore.wire.slab import Slab
 
 SEND_BUFFER_BYTES = 1 << 20
 """Asked for, so that a few of the largest datagrams fit; the kernel may give less."""
@@ -51,8 +52,9 @@ class Lost(msgspec.Struct, frozen=True):
 class Link:
     """One attached socket of a scheduler or rank.
 
-    `generations` is there once Welcome has been received, `arena` too on a rank. Both were
-    checked; both stay usable after `close` as long as there is a reference to them.
+    `generations` is there once Welcome has been received, `arena` too on a rank, and `places` on
+    one that can map the node's slab. They were checked, and stay usable after `close` as long as
+    there is a reference to them.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -61,6 +63,9 @@ class Link:
         self._failure = ""
         self.arena: ArenaView | None = None
         self.generations: GenerationView | None = None
+        self.places: GenerationView | None = None
+        """Words as of `kvstore.wire.slab`, by slot."""
+        self.slab: Slab | None = None
         _links.add(self)
 
     @classmethod
@@ -142,7 +147,7 @@ class Link:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        self.arena = self.generations = None
+        self.arena = self.generations = self.places = self.slab = None
 
     def _receive_one(self, sock: socket.socket) -> NodeMessage | None:
         """The next message; None at the end. Raises OSError, ProtocolError, AttachError."""
@@ -166,16 +171,24 @@ class Link:
                 os.close(descriptor)
 
     def _map(self, welcome: Welcome, descriptors: list[int]) -> None:
-        """Map the descriptors of Welcome: [generation page], or [arena, generation page]."""
-        if len(descriptors) not in (1, 2):
+        """Map the descriptors of Welcome: [generation page], or [arena, generation page], behind
+        them with a slab the page of places."""
+        places = [] if welcome.hbm is None else descriptors[2:]
+        pages = descriptors[: len(descriptors) - len(places)]
+        if len(pages) not in (1, 2) or len(places) != (welcome.hbm is not None):
             raise AttachError(f"the node sent {len(descriptors)} descriptors with its Welcome")
-        generations = GenerationView(
-            descriptors[-1],
-            size_bytes=welcome.generation_bytes,
-            arena_bytes=welcome.arena_bytes,
-            incarnation=welcome.incarnation,
+        generations, *others = (
+            GenerationView(
+                descriptor,
+                size_bytes=welcome.generation_bytes,
+                arena_bytes=welcome.arena_bytes,
+                incarnation=welcome.incarnation,
+            )
+            for descriptor in (pages[-1], *places)
         )
-        if len(descriptors) == 2:
+        for view in others:
+            self.places, self.slab = view, welcome.hbm
+        if len(pages) == 2:
             self.arena = ArenaView(
                 descriptors[0], size_bytes=welcome.arena_bytes, generations=generations
             )

@@ -69,6 +69,10 @@ class NodeConfig:
     """Size of the arena; a multiple of SLOT_BYTES_MIN."""
     dram_note: str
     """How `auto` chose, for the ready line; empty when the operator chose."""
+    hbm_bytes: int
+    """Size of the slab of GPU memory; a multiple of `slab_bytes`, 0: none."""
+    hbm_gpu: int
+    """Number of that GPU, as CUDA counts for this process."""
     slab_bytes: int
     """Unit in which the arena is divided among slot sizes; a multiple of SLOT_BYTES_MIN."""
     policy: str
@@ -107,6 +111,7 @@ def load_config(
 def _resolve(settings: NodeSettings, arena: tuple[int, str] | None) -> NodeConfig:
     dram_bytes, note = arena or _dram(settings.dram)
     slab_bytes = _slab(settings.slab, dram_bytes)
+    hbm_bytes, hbm_gpu = _hbm(settings.hbm, slab_bytes=slab_bytes)
     scrub = _scrub(settings.scrub)
     if settings.node_name is not None and not _has_use_for_a_name(settings):
         raise ConfigError(
@@ -120,6 +125,8 @@ def _resolve(settings: NodeSettings, arena: tuple[int, str] | None) -> NodeConfi
         socket=_socket(settings.socket),
         dram_bytes=dram_bytes,
         dram_note=note,
+        hbm_bytes=hbm_bytes,
+        hbm_gpu=hbm_gpu,
         slab_bytes=slab_bytes,
         policy=settings.policy,
         file=file,
@@ -252,6 +259,20 @@ def _dram(text: str | int) -> tuple[int, str]:
             " has available: choose a smaller --dram, or auto"
         )
     return size, note
+
+
+def _hbm(text: str | int, *, slab_bytes: int) -> tuple[int, int]:
+    """SIZE, with ,gpu=N behind it for another GPU than the first."""
+    size_text, comma, gpu = str(text).partition(",gpu=")
+    if comma and not (gpu.isascii() and gpu.isdigit() and len(gpu) < 4):
+        raise ConfigError(f"hbm {text!r} must be SIZE or SIZE,gpu=N, such as 8GiB,gpu=1")
+    size = _size("hbm", size_text)
+    if 0 < size < slab_bytes:
+        raise ConfigError(
+            f"hbm of {format_size(size)} is less than one slab, {format_size(slab_bytes)}: give"
+            " more, or a smaller --slab"
+        )
+    return size - size % slab_bytes, int(gpu or 0)
 
 
 def _slab(text: str | int, dram_bytes: int) -> int:

@@ -183,6 +183,12 @@ class NodeSettings(DaemonSettings):
         default="auto",
         metavar="SIZE|auto",
     )
+    hbm: str | int = _memory(
+        "GPU memory for copies of blocks that are loaded again and again by engines on that GPU;"
+        " CUDA, simulated by tests and not run on a device yet.",
+        default="0",
+        metavar="SIZE[,gpu=N]",
+    )
     policy: Literal["lru", "reuse"] = _memory(
         "Eviction order: lru evicts the least recently used blocks; reuse evicts blocks that only"
         " one request used before the others.",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvstore.engine.moves.fetches import Fetches
     from kvstore.engine.moves.files import Files
     from kvstore.engine.moves.grants import Grants
+    from kvstore.engine.moves.hbm import HbmCopies
     from kvstore.engine.moves.loans import Loans
     from kvstore.engine.moves.pushes import Pushes
     from kvstore.engine.state import State
@@ -29,7 +30,7 @@ def check(
     grants: Grants,
 ) -> None:
     """Raises AssertionError with the first contradiction found."""
-    _check_slabs(state)
+    _check_slabs(state.slots)
     _check_slots(state)
     _check_blocks(state)
     _check_journal(state)
@@ -42,8 +43,29 @@ def check(
     _check_owners(state)
 
 
-def _check_slabs(state: State) -> None:
-    slots = state.slots
+def check_hbm(state: State, hbm: HbmCopies) -> None:
+    """The same for copies in hbm."""
+    slots, dram, residency = state.hbm, state.slots, state.residency
+    assert slots is not None
+    _check_slabs(slots)
+    hbm.check()
+    granted = np.flatnonzero(slots.state == SlotState.GRANTED)
+    copying = hbm.copying_words()
+    assert len(np.unique(copying)) == len(copying), "two copies are made into one slot"
+    assert set(granted.tolist()) == set(copying.tolist()), "a slot held for a copy nobody makes"
+    assert not (slots.state == SlotState.QUARANTINED).any(), "nobody else writes to hbm"
+    sealed = np.flatnonzero(slots.state == SlotState.SEALED)
+    assert np.array_equal(np.flatnonzero(residency.word_of_hbm >= 0), sealed), "a copy of nothing"
+    words = residency.word_of_hbm[sealed].astype(np.int64)
+    assert bool((residency.hbm_of_word[words] == sealed).all()), "block and copy disagree"
+    assert int((residency.hbm_of_word >= 0).sum()) == len(sealed), "a block whose copy is no more"
+    assert bool((dram.state[words] == SlotState.SEALED).all()), "a copy outlived its block"
+    assert bool((dram.sizes(words) == slots.sizes(sealed)).all()), "a copy of another size"
+    assert slots.sealed_bytes == int(slots.sizes(sealed).sum()), "bytes of copies are miscounted"
+    assert not slots.raised, "a raised generation of hbm was not published"
+
+
+def _check_slabs(slots: Slots) -> None:
     seen: set[int] = set()
     for pool in slots.pools.values():
         assert not seen & pool.slabs, "a slab is in two pools"

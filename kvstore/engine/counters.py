@@ -27,6 +27,10 @@ class Counters(msgspec.Struct):
     file_reads_late: int = 0
     file_writes_dropped: int = 0
     grants_refused: int = 0
+    hbm_blocks_demoted: int = 0
+    hbm_blocks_dropped: int = 0
+    hbm_blocks_leased: int = 0
+    hbm_blocks_promoted: int = 0
     lease_asks: int = 0
     leased_bytes: int = 0
     leases_expired: int = 0

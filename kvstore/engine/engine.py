@@ -38,6 +38,7 @@ from kvstore.engine.events import (
     Located,
     Offered,
     PeerGone,
+    Promoted,
     PushAsked,
     Pushed,
     PushOver,
@@ -56,6 +57,7 @@ from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.grants import Grants
+from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.moves.intake import Intake
 from kvstore.engine.moves.loans import Loans
 from kvstore.engine.moves.pushes import Pushes
@@ -144,13 +146,16 @@ class Engine:
         )
         for source in (self._files, self._fetches, self._grants):
             self._arrivals.add(source)
-        self._lookups = Lookups(
-            self._state, self._files, self._fetches, self._grants, self._arrivals
-        )
+        slots = self._state.hbm
+        self._hbm = HbmCopies(self._state, slots, numbers) if slots is not None else None
+        moves = self._files, self._fetches, self._grants, self._arrivals, self._hbm
+        self._lookups = Lookups(self._state, *moves)
         self._switches = Switches(self._state, self._files)
         self._scrubs = Scrubs(self._state)
         self._handlers = self._handlers_of_rooms()
         """Handlers of events that concern one room."""
+        if self._hbm is not None:
+            self._handlers[Promoted] = self._hbm.promoted
         self._clear_from = 0
         """Row after the last one that was cleared."""
         self.explain = Explain(self._state)
@@ -379,6 +384,8 @@ class Engine:
         check.check(
             self._state, self._files, self._fetches, self._loans, self._pushes, self._grants
         )
+        if self._hbm is not None:
+            check.check_hbm(self._state, self._hbm)
         self._state.trail.check()
         self.explain.check()
 

@@ -18,9 +18,13 @@ from kvstore.tier_events import (
     FileRead as FileRead,
     FileReclaim as FileReclaim,
     FileWritten as FileWritten,
+    Promote as Promote,
+    Promoted as Promoted,
+    RaiseGenerations as RaiseGenerations,
     ReadFile as ReadFile,
     ReclaimFile as ReclaimFile,
     Scrubbed as Scrubbed,
+    Shown as Shown,
     VoidFile as VoidFile,
     WriteFile as WriteFile,
 )
@@ -220,7 +224,7 @@ class Written(msgspec.Struct, frozen=True):
 
 PushEvent = LandingUp | Pushed | PushOver | Landed | PushAsked | PushRevoked | Written
 PeerEvent = Located | Fetched | Lend | LoanReturned | PeerGone | PushEvent
-Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | PeerEvent | FileEvent
+Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | PeerEvent | FileEvent | Promoted
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -232,7 +236,8 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """Send Welcome with descriptors: the generation page, for a rank the arena before it."""
+    """Send Welcome with descriptors: the generation page, for a rank the arena before it; and with
+    `welcome.hbm` the page of places behind it."""
 
     connection: ConnectionId
     welcome: Welcome
@@ -245,14 +250,6 @@ class Hangup(msgspec.Struct, frozen=True):
 
     connection: ConnectionId
     reason: str
-    cause: int
-
-
-class RaiseGenerations(msgspec.Struct, frozen=True):
-    """Publish before any later command. `slots` u32 [n], `generations` u64 [n]."""
-
-    slots: Any
-    generations: Any
     cause: int
 
 
@@ -484,6 +481,8 @@ Command = (
     | Admit
     | Hangup
     | RaiseGenerations
+    | Shown
+    | Promote
     | Release
     | Cleared
     | SwitchedOff

@@ -37,6 +37,7 @@ from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.learned import Learned
 from kvstore.wire.messages import Message
+from kvstore.wire.slab import Slab
 from kvstore.wire.space import Space, is_prefix
 
 
@@ -56,6 +57,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Generation of every slot at the start: higher than any from an earlier process."""
     restarts: int = 0
     """Earlier processes of this node."""
+    hbm: Slab | None = None
+    """The slab in a GPU's memory, if there is one."""
     file_bytes: int = 0
     """Size of the disk tier; 0: there is none."""
     learned: Learned = Learned()
@@ -130,6 +133,12 @@ class State:
             first_generation=config.first_generation,
             journal=journal,
         )
+        self.hbm: Slots | None = None
+        """Slots of hbm, whose policy is the least recently used; None: there is none."""
+        if config.hbm is not None:
+            size_bytes = config.hbm.size_bytes
+            self.hbm = Slots(arena_bytes=size_bytes, slab_bytes=config.slab_bytes, policy="lru")
+            self.hbm.ready(size_bytes)
         self.trail = Trail(block_count_max=config.block_count_max, word_count=len(self.slots.state))
         self.witness: Witness = self.trail
         self.residency = Residency(
@@ -138,6 +147,7 @@ class State:
             tell_changes=config.tell_changes or config.tell_offers,
             journal=journal,
             seed=config.seed,
+            hbm_word_count=len(self.hbm.state) if self.hbm is not None else 0,
             witness=self.witness,
         )
         self.leases = Leases(
@@ -186,13 +196,15 @@ class State:
     def publish_generations(self) -> None:
         """Send raised generations before any command that shows the slots."""
         if self.slots.raised:
-            words = np.concatenate(self.slots.raised)
-            self.slots.raised.clear()
-            self.commands.append(
-                RaiseGenerations(
-                    self.slots.slots_of(words), self.slots.generation[words], self.cause
-                )
-            )
+            self._publish(self.slots, Tier.DRAM)
+        if self.hbm is not None and self.hbm.raised:
+            self._publish(self.hbm, Tier.HBM)
+
+    def _publish(self, slots: Slots, tier: Tier) -> None:
+        words = np.concatenate(slots.raised)
+        slots.raised.clear()
+        raised = slots.slots_of(words), slots.generation[words]
+        self.commands.append(RaiseGenerations(*raised, self.cause, tier))
 
     def tell_changes(self) -> None:
         """Turn gains and losses of the tiers into commands."""
@@ -283,8 +295,18 @@ class State:
         """Sealed slots lose their blocks, for the reason in `stamp`. Readers with a lease see the
         generation change."""
         if len(words):
+            if self.hbm is not None:
+                copies = self.residency.hbm_of_word[words].astype(np.int64)
+                self.drop_copies(copies[copies >= 0])
             self.counters.file_blocks_crowded += self.residency.drop_dram(words, stamp)
             self.free(words)
+
+    def drop_copies(self, words: Words) -> None:
+        """Slots of hbm lose their copies."""
+        if len(words):
+            assert self.hbm is not None
+            self.residency.drop_hbm(words)
+            self.hbm.free(words, self.cause)
 
     def make_room_for(self, why: Reason, title: str) -> None:
         """Set the reason of evictions from now on, and the engine's title."""

@@ -39,6 +39,7 @@ from kvstore.units import NS_PER_MS, NS_PER_S
 
 if TYPE_CHECKING:
     from kvstore.peers.exchange import Exchange
+    from kvstore.tiers.hbm import HbmTier
 
 BEAT_NS: Final = 20 * NS_PER_MS
 """Engines call a heartbeat older than 250 ms dead; the protocol asks for one every 50 ms."""
@@ -105,6 +106,7 @@ class Driver:
         clock: Clock,
         files: FileEnd | None = None,
         exchange: Exchange | None = None,
+        hbm: HbmTier | None = None,
     ) -> None:
         self.counters = DriverCounters()
         self._engine = engine
@@ -128,6 +130,9 @@ class Driver:
         attach.watch(self._wake_fd, TurnSource(TURN_WAKE, None, self._answer))
         if files is not None:
             attach.watch(files.fileno(), TurnSource(TURN_FILES, None, files.read))
+        if hbm is not None:
+            source = TurnSource(TURN_FILES, None, lambda _: hbm.take_events())
+            attach.watch(hbm.fileno(), source)
         if exchange is not None:
             attach.watch(exchange.fileno(), TurnSource(TURN_FILES, None, exchange.read))
 

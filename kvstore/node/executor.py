@@ -24,21 +24,24 @@ from kvstore.engine.events import (
     Offered,
     OffersUntold,
     PeerCommand,
+    Promote,
     RaiseGenerations,
     Release,
     Send,
+    Shown,
     SwitchedOff,
     Unfollow,
 )
 from kvstore.node.attach import Attach, Sent
 from kvstore.node.files import FileEnd
 from kvstore.ports import Memory
-from kvstore.types import ConnectionId
+from kvstore.types import ConnectionId, Tier
 from kvstore.wire.messages import encode
 
 if TYPE_CHECKING:
     from kvstore.peers.engine_memory import EngineMemory
     from kvstore.peers.exchange import Exchange
+    from kvstore.tiers.hbm import HbmTier
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +73,9 @@ class Executor:
         offer: Callable[[Offered | OffersUntold], None] | None = None,
         exchange: Exchange | None = None,
         memory: EngineMemory | None = None,
+        hbm: HbmTier | None = None,
     ) -> None:
+        self._hbm = hbm
         self._memory = memory
         self._publish = publish
         self._offer = offer
@@ -90,24 +95,23 @@ class Executor:
         # Before anything else can tell somebody about these slots: see DESIGN.md, generation page.
         try:
             for command in commands:
-                if isinstance(command, RaiseGenerations):
-                    self._tier.raise_generations(command.slots, command.generations)
+                if isinstance(command, RaiseGenerations | Shown):
+                    self._publish_places(command)
         except AssertionError as error:
             raise Poisoned("generations could not be published") from error
         events: list[Event] = []
         cleared_blocks = 0
         for command in commands:
             match command:
-                case RaiseGenerations():
+                case RaiseGenerations() | Shown():
                     pass
                 case Send(connection=number, message=message):
                     self._send(number, encode(message), (), events)
                 case Admit(connection=number, welcome=welcome, with_arena=with_arena):
-                    descriptors = (
-                        (self._arena_fd, self._generation_fd)
-                        if with_arena
-                        else (self._generation_fd,)
-                    )
+                    descriptors = [self._arena_fd] if with_arena else []
+                    descriptors.append(self._generation_fd)
+                    if welcome.hbm is not None and self._hbm is not None:
+                        descriptors.append(self._hbm.page_fd)
                     self._send(number, encode(welcome), descriptors, events)
                 case Hangup(connection=number, reason=reason):
                     _log.info("connection %d: the node hangs up: %s", number, reason)
@@ -124,6 +128,9 @@ class Executor:
                 case Offered() | OffersUntold():
                     assert self._offer is not None, "an offer that nobody asked for"
                     self._offer(command)
+                case Promote():
+                    assert self._hbm is not None, "an order for hbm, of which there is none"
+                    self._hbm.submit(command)
                 case Follow() | Unfollow():
                     assert self._memory is not None, "an engine that nobody wants to follow"
                     self._memory.carry_out(command)
@@ -134,6 +141,16 @@ class Executor:
                     assert self._files is not None, "a file command without a disk tier"
                     events += self._files.carry_out(command)
         return BatchOutcome(events, cleared_blocks)
+
+    def _publish_places(self, command: RaiseGenerations | Shown) -> None:
+        if isinstance(command, RaiseGenerations) and command.tier is Tier.DRAM:
+            self._tier.raise_generations(command.slots, command.generations)
+            return
+        assert self._hbm is not None, "places in hbm, of which there is none"
+        if isinstance(command, Shown):
+            self._hbm.show(command.slots, command.targets)
+        else:
+            self._hbm.raise_generations(command.slots, command.generations)
 
     def _send(
         self,

@@ -59,6 +59,7 @@ from kvstore.wire.learned import Learned
 if TYPE_CHECKING:
     from kvstore.node.publish import Publisher
     from kvstore.peers.member import ClusterMember
+    from kvstore.tiers.hbm import HbmTier
 
 CONNECTION_COUNT_MAX: Final = 256
 HELD_TIMEOUT_S: Final = 1.0
@@ -178,16 +179,18 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     loop = LoopThread("grpc")
     stack.callback(loop.close)
     member = _open_member(config, incarnation, arena, tier, clock, loop, stack)
-    engine = _make_engine(config, memory, life, files, member)
+    hbm = _open_hbm(config, tier, incarnation, life, stack)
+    engine = _make_engine(config, memory, life, files, member, hbm)
     exchange = member.peering.exchange if member and member.peering else None
     driver = Driver(
         engine=engine,
         tier=tier,
         attach=attach,
-        executor=_make_executor(arena, tier, attach, files, publisher, member),
+        executor=_make_executor(arena, tier, attach, files, publisher, member, hbm),
         clock=clock,
         files=files,
         exchange=exchange,
+        hbm=hbm,
     )
     attach.watch(
         handover.fileno(), TurnSource(TURN_WAKE, None, lambda _: _supervisor_ended(driver))
@@ -239,6 +242,7 @@ def _make_executor(
     files: FileEnd | None,
     publisher: Publisher | None,
     member: ClusterMember | None,
+    hbm: HbmTier | None,
 ) -> Executor:
     return Executor(
         tier=tier,
@@ -250,6 +254,7 @@ def _make_executor(
         offer=member.feeder.log.append if member else None,
         exchange=member.peering.exchange if member and member.peering else None,
         memory=member.memory if member else None,
+        hbm=hbm,
     )
 
 
@@ -397,6 +402,31 @@ def _start_publisher(publisher: Publisher, driver: Driver) -> None:
     )
 
 
+def _open_hbm(
+    config: NodeConfig,
+    dram: DramTier,
+    incarnation: Incarnation,
+    life: int,
+    stack: contextlib.ExitStack,
+) -> HbmTier | None:
+    if not config.hbm_bytes:
+        return None
+    # Only here: a node without hbm loads nothing of CUDA.
+    from kvstore.tiers.hbm import open_hbm
+
+    try:
+        hbm = open_hbm(
+            config.hbm_gpu, dram, capacity_bytes=config.hbm_bytes, incarnation=incarnation
+        )
+    except ConfigError as error:
+        if life == 0:
+            raise
+        _log.error("serves without hbm: %s", error)  # what is in dram is served all the same
+        return None
+    stack.callback(hbm.close)
+    return hbm
+
+
 def _open_files(
     config: NodeConfig,
     arena: Arena,
@@ -435,6 +465,7 @@ def _make_engine(
     life: int,
     files: FileEnd | None,
     member: ClusterMember | None,
+    hbm: HbmTier | None = None,
 ) -> Engine:
     file_bytes = config.file.capacity_bytes if config.file else 0
     peers = config.cluster.peers if config.cluster else None
@@ -448,6 +479,7 @@ def _make_engine(
             block_count_max=config.dram_bytes // SLOT_BYTES_MIN + file_bytes // FILE_ROW_BYTES,
             first_generation=memory.first_generation,
             restarts=life,
+            hbm=hbm.slab if hbm else None,
             file_bytes=file_bytes,
             policy=config.policy,
             file_admission=config.file_admission,

@@ -73,7 +73,7 @@ class NodeCollector(Collector):
         Raises NodeBusy when the loop does not answer.
         """
         found = self._driver.query(
-            lambda engine: [*self._process_families(), *_engine_families(engine)],
+            lambda engine: [*self._process_families(engine), *_engine_families(engine)],
             timeout_s=METRICS_TIMEOUT_S,
         )
         found += self._feed_families()
@@ -90,13 +90,14 @@ class NodeCollector(Collector):
         """Reason of the last recent refusal of a process."""
         return self._attach.counters.refused.trouble(time.monotonic_ns())
 
-    def _process_families(self) -> list[Family]:
+    def _process_families(self, engine: Engine) -> list[Family]:
+        hbm = [(("hbm",), tier.capacity_bytes) for tier in engine.tiers()[2:]]
         loop, door = self._driver.counters, self._attach.counters
         return [
             family("kvstore_info", [(self._info, 1)]),
             family("kvstore_away_seconds", [((), self.away_ns / NS_PER_S)]),
-            family("kvstore_ready_bytes", [(("dram",), self._tier.ready_bytes)]),
-            family("kvstore_capacity_bytes", [(("dram",), self._tier.capacity_bytes)]),
+            family("kvstore_ready_bytes", [(("dram",), self._tier.ready_bytes), *hbm]),
+            family("kvstore_capacity_bytes", [(("dram",), self._tier.capacity_bytes), *hbm]),
             family("kvstore_connections", [((), self._attach.socket_count)]),
             family("kvstore_connections_accepted_total", [((), door.accepted)]),
             family(
@@ -137,7 +138,7 @@ class NodeCollector(Collector):
 
 def _engine_families(engine: Engine) -> list[Family]:
     (node,), tiers, counters = engine.nodes(), engine.tiers(), engine.counters
-    dram, file = tiers
+    dram, file, *_ = tiers
     quotas = engine.quotas()
     has_budget = file.budget_left_bytes != NO_BUDGET
     return [
@@ -156,7 +157,7 @@ def _engine_families(engine: Engine) -> list[Family]:
         family(
             "kvstore_file_budget_left_bytes", [((), file.budget_left_bytes)] if has_budget else []
         ),
-        *_integrity_families(tiers, engine.spaces_off()),
+        *_integrity_families(tiers[:2], engine.spaces_off()),
         family("kvstore_shadow_error_max", [((), engine.worst_shadow_error)]),
         *(
             family(

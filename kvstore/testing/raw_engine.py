@@ -117,10 +117,12 @@ class RawEngine:
         block_bytes: int = BLOCK_BYTES,
         nonce: str = "",
         events: tuple[str, str] = ("", ""),
+        gpu: str = "",
         timeout_s: float = 10.0,
     ) -> None:
         """Connect all sockets. `block_bytes`: of all ranks together. With the `nonce` of another,
         the same processes attach again. `events`: endpoints of its KV events and their replay.
+        `gpu`: that of its ranks.
 
         Raises AttachError without a node.
         """
@@ -160,6 +162,7 @@ class RawEngine:
                     rank=rank,
                     process=f"rank{rank}-{nonce}",
                     groups=(Group(self._space, self._shard(rank), self.block_bytes),),
+                    gpu=gpu,
                 ),
             )
             for rank in range(rank_count)

@@ -7,7 +7,10 @@ nobody asks for. Memory of its own cannot be touched by the host but in its turn
 ends the process. A copy whose host side is not pinned is refused. A kernel moves its pieces in any
 order and in several turns, between which other streams go on.
 
-Does not cover: speed, graphs, what several processes see of one device.
+Memory that is allocated can be shared: each process has a device of this class with queues of its
+own. A handle ends with the process that made it; its bytes last as long as somebody has them open.
+
+Does not cover: speed, graphs, order between processes.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import contextlib
 import ctypes
 import functools
 import mmap
+import os
 import random
 import threading
 from collections import deque
@@ -34,6 +38,7 @@ from kvstore.kernels.device import (
 )
 from kvstore.kernels.hashes import HashesAtOnce
 from kvstore.kernels.pack import PagedCache
+from kvstore.kernels.shared import HANDLE_BYTES
 from kvstore.kernels.strategy import Thresholds
 
 ENGINE_STREAM = 0
@@ -66,8 +71,8 @@ class SimulatedDevice:
         """How often each event was recorded."""
         self._happened: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
-        self._own: dict[int, mmap.mmap] = {}
-        """Memory of its own, by address."""
+        self._own: dict[int, tuple[mmap.mmap, int]] = {}
+        """Memory of its own, by address, with the descriptor of what can be shared, else -1."""
         self._is_apart = memory_bytes > 0
         self.address = 0
         """Where its first memory begins."""
@@ -80,7 +85,7 @@ class SimulatedDevice:
         self.allocations_max = 1 << 30
         """How many blocks of its memory there are room for."""
         if memory_bytes:
-            self.address = self._new_memory(memory_bytes)
+            self.address = self._add(mmap.mmap(-1, memory_bytes), -1)
 
     # ── the port ─────────────────────────────────────────────────────────────────────────────────
 
@@ -110,14 +115,12 @@ class SimulatedDevice:
 
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
-
         with self._asked():
             for target, source, size in pieces:
                 if self._is_apart:
-                    sides = sorted((self._is_own(target, size), self._is_own(source, size)))
-                    assert sides == [False, True], "one side is the device's, the other is not"
-                    host = source if self._is_own(target, size) else target
-                    assert self._is_pinned(host, size), "the host's side is not pinned"
+                    host = [at for at in (target, source) if not self._is_own(at, size)]
+                    assert len(host) < 2, "neither side is the device's"
+                    assert all(self._is_pinned(at, size) for at in host), "it is not pinned"
             self._queues[stream].append(functools.partial(_move_all, pieces))
 
     def move_trouble(self) -> str:
@@ -137,17 +140,6 @@ class SimulatedDevice:
             for turn in range(turns):
                 some = pieces[turn::turns]
                 self._queues[stream].append(functools.partial(_move_all, some))
-
-    def allocate(self, size_bytes: int) -> int:
-        with self._asked():
-            return self._new_memory(size_bytes) if len(self._own) < self.allocations_max else 0
-
-    def free(self, address: int) -> None:
-        with self._asked():
-            others = (queue for stream, queue in self._queues.items() if stream != ENGINE_STREAM)
-            assert not any(others), "memory in use goes back"
-            memory = self._own.pop(address)
-            _set_protection(address, len(memory), mmap.PROT_READ | mmap.PROT_WRITE)
 
     def clear(self, stream: int, targets: Addresses, sizes: Addresses) -> None:
         pieces = list(zip(targets.tolist(), sizes.tolist(), strict=True))
@@ -171,6 +163,41 @@ class SimulatedDevice:
         with self._asked():
             del self._pinned[address]
 
+    @property
+    def name(self) -> str:
+        return "simulated"
+
+    def allocate(self, size_bytes: int) -> int:
+        with self._asked():
+            if len(self._own) >= self.allocations_max:
+                return 0
+            fd = os.memfd_create("simulated-device", os.MFD_CLOEXEC)
+            os.ftruncate(fd, size_bytes)
+            return self._add(mmap.mmap(fd, size_bytes), fd)
+
+    def free(self, address: int) -> None:
+        with self._asked():
+            others = (queue for stream, queue in self._queues.items() if stream != ENGINE_STREAM)
+            assert not any(others), "memory in use goes back"
+            memory, fd = self._own.pop(address)
+            _set_protection(address, len(memory), mmap.PROT_READ | mmap.PROT_WRITE)
+            os.close(fd)
+
+    def share(self, address: int) -> bytes:
+        fd = self._own[address][1]
+        return f"/proc/{os.getpid()}/fd/{fd}".encode().ljust(HANDLE_BYTES, b"\0")
+
+    def open(self, handle: bytes) -> int:
+        with self._asked():
+            try:
+                fd = os.open(handle.rstrip(b"\0"), os.O_RDWR | os.O_CLOEXEC)
+            except OSError as error:
+                raise DeviceError("invalid handle") from error
+            return self._add(mmap.mmap(fd, os.fstat(fd).st_size), fd)
+
+    def leave(self, address: int) -> None:
+        self.free(address)
+
     # ── what a test sees of it ───────────────────────────────────────────────────────────────────
 
     @property
@@ -180,7 +207,7 @@ class SimulatedDevice:
 
     @property
     def allocation_count(self) -> int:
-        """Blocks of its memory that are allocated."""
+        """Blocks of its memory that are allocated, or opened."""
         return len(self._own)
 
     @property
@@ -197,7 +224,7 @@ class SimulatedDevice:
         """Give the engine's stream something to do with the device's memory."""
 
         def done() -> None:
-            work(np.frombuffer(self._own[self.address], np.uint8))
+            work(np.frombuffer(self._own[self.address][0], np.uint8))
 
         with self._lock:
             self._queues[ENGINE_STREAM].append(done)
@@ -230,21 +257,20 @@ class SimulatedDevice:
     def _may_go(self, head: Any) -> bool:
         return not isinstance(head, tuple) or self._happened[head[0]] >= head[1]
 
-    def _new_memory(self, size_bytes: int) -> int:
-        memory = mmap.mmap(-1, size_bytes)
+    def _add(self, memory: mmap.mmap, fd: int) -> int:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._own[address] = memory
+        self._own[address] = memory, fd
         self._protect(_PROT_NONE)
         return address
 
     def _protect(self, protection: int) -> None:
-        for address, memory in self._own.items():
+        for address, (memory, _) in self._own.items():
             _set_protection(address, len(memory), protection)
 
     def _is_own(self, address: int, size: int) -> bool:
         return any(
             begin <= address and address + size <= begin + len(memory)
-            for begin, memory in self._own.items()
+            for begin, (memory, _) in self._own.items()
         )
 
     def _is_pinned(self, address: int, size: int) -> bool:

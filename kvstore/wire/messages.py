@@ -62,10 +62,13 @@ from kvstore.wire.bounds import (
 from kvstore.wire.groups import PER_GROUP, Group, GroupIndex, ShardColumn
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from kvstore.wire.reports import (
+    ASKS_PER_LOOKUP_MAX as ASKS_PER_LOOKUP_MAX,
     UNSERVED_LENGTH_MAX as UNSERVED_LENGTH_MAX,
     Pinned as Pinned,
+    Story as Story,
     Unserved as Unserved,
 )
+from kvstore.wire.slab import Slab
 
 PROTOCOL_VERSION: Final = 2
 DATAGRAM_BYTES_MAX: Final = 160 << 10
@@ -75,8 +78,6 @@ HELLO_BYTES_MAX: Final = 48 << 10
 LEASES_PER_DATAGRAM_MAX: Final = 4096
 LEASE_LIVES_MAX: Final = 6
 """So many times its `ttl_ms` a lease is kept by renewing it."""
-ASKS_PER_LOOKUP_MAX: Final = 8
-"""Blocks behind the first 16,384 of a prompt are computed: asking would hold up the scheduler."""
 ERROR_CHARS_MAX, REQUEST_BYTES_MAX = 200, 255
 RANKS_MAX: Final = 1024
 """Most ranks of one engine, and so most shards."""
@@ -112,7 +113,7 @@ class HelloScheduler(Message, frozen=True):
     events_replay: Label = ""
 
 
-class HelloRank(Message, frozen=True):
+class HelloRank(Message, frozen=True, omit_defaults=True):
     """First datagram of a rank. Ancillary data: its own pidfd.
 
     Sending it says: this process runs no copy into the arena, and knows no session yet.
@@ -126,6 +127,8 @@ class HelloRank(Message, frozen=True):
     process: Name
     groups: Annotated[tuple[Group, ...], PER_GROUP]
     """The same number, in the same order, on every rank."""
+    gpu: Label = ""
+    """GPU with its cache, as every process of the machine calls it; empty: none."""
 
 
 class Quiet(Message, frozen=True):
@@ -171,47 +174,6 @@ class Measured(Message, frozen=True):
     compute_ns_per_token: U64
     load_ns_per_token: U64
     """Cost of a copy from dram."""
-
-
-class Story(Message, frozen=True):
-    """Scheduler: how a request ended, for `kvstore explain`. Not answered; may be lost.
-
-    Counts and times only: neither text nor tokens nor keys. If a request was looked up several
-    times (preempted, say), the story is about the last lookup.
-    """
-
-    request: Name
-    """The engine's id of it, cut to REQUEST_BYTES_MAX."""
-    age_ns: U64 = 0
-    """Since it ended."""
-    prompt_tokens: U64 = 0
-    local_tokens: U64 = 0
-    """Tokens of the prompt in the engine's own cache."""
-    loaded_tokens: U64 = 0
-    """Behind those, from the node."""
-    file_tokens: U64 = 0
-    """Loaded tokens that came from disk for this request."""
-    peer_tokens: U64 = 0
-    """Loaded tokens that came from another node for this request."""
-    outcome: Annotated[str, msgspec.Meta(max_length=32)] = ""
-    """Why nothing, or nothing more, was loaded: words of `client.core`; empty after a load."""
-    detail: Label = ""
-    """Error of a load that failed."""
-    session: U64 = 0
-    leases: Annotated[list[U64], msgspec.Meta(max_length=ASKS_PER_LOOKUP_MAX)] = []  # noqa: RUF012
-    """LeaseAsks of the lookup, in chain order."""
-    first_block: U64 = 0
-    """Number in the prompt of the first block of these LeaseAsks."""
-    queued_ns: U64 = 0
-    """From its arrival to the first question."""
-    lookup_ns: U64 = 0
-    """From there to the node's answer."""
-    promotion_ns: U64 = 0
-    """From there on: waited for blocks from disk or another node."""
-    load_ns: U64 = 0
-    """Copying, on the slowest rank."""
-    stored_blocks: U64 = 0
-    """Leading blocks that were stored, or known to be."""
 
 
 class Compared(Message, frozen=True):
@@ -264,7 +226,7 @@ class Verified(Message, frozen=True):
 # ── node → engine ────────────────────────────────────────────────────────────────────────────────
 
 
-class Welcome(Message, frozen=True):
+class Welcome(Message, frozen=True, omit_defaults=True):
     """Ancillary data: [generation page] to a scheduler, [arena, generation page] to a rank."""
 
     protocol: Small
@@ -273,6 +235,7 @@ class Welcome(Message, frozen=True):
     """The node's monotonic clock while sending; the heartbeat word counts on the same clock."""
     arena_bytes: U64
     generation_bytes: U64
+    hbm: Slab | None = None
 
 
 class Refused(Message, frozen=True):

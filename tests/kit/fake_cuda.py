@@ -5,6 +5,7 @@ Constants, enumerations and structures are the real ones.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +16,11 @@ from cuda.bindings import runtime as real
 from kvstore.kernels.cuda import CudaKernels
 from kvstore.kernels.device import DeviceError
 from kvstore.kernels.launches import MOVE_PIECES, PIECES_MAX, Kernel
+from kvstore.kernels.shared import HANDLE_BYTES
 from kvstore.testing.simulated_device import ENGINE_STREAM, SimulatedDevice
 
 OK, FAILED = real.cudaError_t.cudaSuccess, real.cudaError_t.cudaErrorIllegalAddress
+INVALID = real.cudaError_t.cudaErrorInvalidValue
 NO_MEMORY = real.cudaError_t.cudaErrorMemoryAllocation
 FIRST_HANDLE = 0x7F00_0000
 """Handles are addresses, not small numbers."""
@@ -124,6 +127,23 @@ class FakeCuda:
 
     def cudaHostUnregister(self, address: int) -> tuple[Any, ...]:
         return self._answer(self._device.unpin, address)
+
+    def cudaDeviceGetPCIBusId(self, length: int, device: int) -> tuple[Any, ...]:
+        assert (length >= 13, device) == (True, 0)
+        return self._answer(lambda: self._device.name.encode() + b"\0")
+
+    def cudaIpcGetMemHandle(self, address: int) -> tuple[Any, ...]:
+        handle = real.cudaIpcMemHandle_t()
+        ctypes.memmove(handle.getPtr(), self._device.share(address), HANDLE_BYTES)
+        return self._answer(lambda: handle)
+
+    def cudaIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:
+        assert flags == real.cudaIpcMemLazyEnablePeerAccess
+        its = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+        return self._answer(self._device.open, its, error=INVALID)
+
+    def cudaIpcCloseMemHandle(self, address: int) -> tuple[Any, ...]:
+        return self._answer(self._device.leave, address)
 
 
 class FakeKernels(CudaKernels):

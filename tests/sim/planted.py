@@ -35,6 +35,7 @@ from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.client.core.stores import EngineStores
 from kvstore.engine.events import Fetch, Fetched, Land, Landed, LandingUp, Pushed, WritePush
 from kvstore.engine.memory.journal import Journal, JournalContents
+from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.quotas import QuotaGroup, Quotas
 from kvstore.engine.memory.table import BlockTable, Keys, Rows
 from kvstore.engine.moves.grants import Grants
@@ -82,6 +83,17 @@ def free_on_abort() -> contextlib.AbstractContextManager[Any]:
 def lease_checked_before_the_copy_only() -> contextlib.AbstractContextManager[Any]:
     """A slot that is reused while it is copied from is not noticed."""
     return mock.patch.object(SimCopies, "still_holds", return_value=True)
+
+
+def copies_outlive_their_blocks() -> contextlib.AbstractContextManager[Any]:
+    """A slot of dram that is reused keeps the place of the copy of what it held."""
+
+    def broken(self: State, words: Words, stamp: int) -> None:
+        if len(words):
+            self.residency.drop_dram(words, stamp)
+            self.free(words)
+
+    return mock.patch.object(State, "empty", broken)
 
 
 def batch_path_without_check() -> contextlib.AbstractContextManager[Any]:
@@ -570,6 +582,8 @@ PLANTED: Sequence[Planted] = (
     ghost_endpoint,
 )
 """The twelve, of one of them two forms."""
+ON_GPUS: Sequence[Planted] = (copies_outlive_their_blocks,)
+"""Where nodes have memory of a GPU."""
 CLUSTERED: Sequence[Planted] = (
     stale_index_answers_believed,
     stale_index_keeps_what_was_there_before_a_restart,

@@ -45,6 +45,7 @@ SOONER = {
     planted.groups_swapped: 8,
     planted.fence_skipped_for_a_freed_window: 8,
     planted.record_of_another_space: 127,
+    planted.copies_outlive_their_blocks: 5,
 }
 """Seeds at which it was noticed once, tried first: whatever changes in the product moves them."""
 
@@ -67,6 +68,7 @@ def notices(seed: int, faults: Collection[str] = ()) -> bool:
         *planted.PLANTED,
         *planted.CLUSTERED,
         *planted.RESTARTED,
+        *planted.ON_GPUS,
         *planted.GROUPED,
         *planted.SHARED,
         *planted.PUSHED,

@@ -47,6 +47,7 @@ def check(totals: Totals, *, seeds: int) -> None:
     assert totals.foreign_blocks > seeds
     assert totals.kept_blocks > seeds
     assert totals.fetched_blocks > seeds
+    assert totals.slab_blocks > 0
     assert totals.least_hit_share >= 0.95
 
 

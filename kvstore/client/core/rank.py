@@ -75,7 +75,7 @@ RunningJob = RunningLoad | RunningStore | RunningCheck
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of this rank. Fixed for the life of its process."""
+    """Identity of this rank, as in its Hello. Fixed for the life of its process."""
 
     engine_id: str
     nonce: str
@@ -83,6 +83,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     process: str
     groups: tuple[Group, ...]
+    gpu: str = ""
 
 
 class RankCore:
@@ -134,16 +135,7 @@ class RankCore:
     def hello(self) -> HelloRank:
         """The first datagram of a connection; asserts that no copy is in flight."""
         assert not self._in_flight, "Hello while a copy is in flight"
-        c = self._config
-        return HelloRank(
-            protocol=PROTOCOL_VERSION,
-            engine_id=c.engine_id,
-            nonce=c.nonce,
-            tenant=c.tenant,
-            rank=c.rank,
-            process=c.process,
-            groups=c.groups,
-        )
+        return HelloRank(protocol=PROTOCOL_VERSION, **msgspec.structs.asdict(self._config))
 
     def connected(self, welcome: Welcome) -> None:
         """The node answered; from here on the driver's mapping is the one that came with it.

@@ -1,6 +1,7 @@
 """Tiers of each block: one row per (scope, key), one column per tier.
 
 A scope is (tenant, space, shard), interned. A row lives as long as some tier holds its block.
+Copies in hbm are a column beside that of dram, by slot: no block is in hbm alone.
 
             dram                          file
     ABSENT ──put──▶ HELD ──drop──▶ ABSENT       (each tier by itself, one table for all)
@@ -75,6 +76,7 @@ class Residency:
         tell_changes: bool = False,
         journal: Journal | None = None,
         seed: int = 0,
+        hbm_word_count: int = 0,
         witness: Witness | None = None,
     ) -> None:
         assert block_count_max >= word_count, "a row for every slot"
@@ -90,6 +92,9 @@ class Residency:
         self.row_of_word = np.full(word_count, -1, dtype=np.int32)
         self.unverified = np.zeros(word_count, dtype=bool)
         """Taken over from another process, and not compared with their checksum since."""
+        self.hbm_of_word = np.full(word_count if hbm_word_count else 0, -1, dtype=np.int32)
+        """Slot of hbm with the copy of each slot of dram; -1: none. Empty without hbm."""
+        self.word_of_hbm = np.full(hbm_word_count, -1, dtype=np.int32)
         self._witness = witness
         self._scopes: dict[Scope, int] = {}
         self._scope_of: dict[int, Scope] = {}
@@ -228,6 +233,18 @@ class Residency:
         gone = rows[self._file.has(rows)][:short]
         self.drop_file(gone, restamp(stamp, Reason.CROWDED_OUT))
         return len(gone)
+
+    def put_hbm(self, words: NDArray[np.int64], copies: NDArray[np.int64]) -> None:
+        """Blocks in these slots of dram have copies in these slots of hbm now."""
+        assert bool((self.row_of_word[words] >= 0).all()), "a copy of no block"
+        assert bool((self.hbm_of_word[words] < 0).all()), "a block is copied twice"
+        self.hbm_of_word[words], self.word_of_hbm[copies] = copies, words
+
+    def drop_hbm(self, copies: NDArray[np.int64]) -> None:
+        """These slots of hbm hold no copies any more."""
+        words = self.word_of_hbm[copies]
+        assert bool((words >= 0).all()), "a slot without a copy is emptied"
+        self.hbm_of_word[words] = self.word_of_hbm[copies] = -1
 
     @property
     def spare_rows(self) -> int:

@@ -9,6 +9,7 @@
 | `writes`   | blocks that are written through to disk         | rows → WriteFile         |
 | `fetches`  | blocks from other nodes                         | keys → Locate, Fetch     |
 | `loans`    | blocks that other nodes read here               | Lend → Lent              |
+| `hbm`      | copies of blocks in a GPU's memory              | leases → Promote, Shown  |
 | `transfers` | requests that engines here prefill for others | PushOpen, PushClose → patience |
 | `pushes`   | blocks that are written to other nodes          | PushAsked → WritePush, SayPushed |
 | `grants`   | blocks that other nodes write here              | PushExpect → AskPush, Land |

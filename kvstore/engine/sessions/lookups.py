@@ -12,6 +12,7 @@ from kvstore.engine.moves.arrivals import Arrivals, Wait, count_of
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import REPEATED, Files
 from kvstore.engine.moves.grants import Grants
+from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.runs import LOOKED_UP_MAX, Run, leading_run
@@ -37,12 +38,14 @@ class Lookups:
         fetches: Fetches,
         grants: Grants,
         arrivals: Arrivals,
+        hbm: HbmCopies | None,
     ) -> None:
         self._state = state
         self._files = files
         self._fetches = fetches
         self._grants = grants
         self._arrivals = arrivals
+        self._hbm = hbm
         self._brings = files.enabled or state.config.fetches
         """Whether any blocks come to dram besides stores of engines."""
 
@@ -100,6 +103,8 @@ class Lookups:
                 from_peer=count_of(origins, Origin.PEER),
             ),
         )
+        if self._hbm is not None:
+            self._hbm.leased(connection.owner.groups[ask.group], run)
         if not len(keys):
             return ""
         found = LookedUp(

@@ -50,10 +50,14 @@ class Connection:
 class OwnerGroup:
     """A KV cache group of a session, with one column per distinct shard."""
 
-    __slots__ = ("asker", "granted_slots", "session", "writers")
+    __slots__ = ("asker", "granted_slots", "on_gpu", "session", "writers")
 
-    def __init__(self, asker: Asker, writers: tuple[int, ...], session: int) -> None:
+    def __init__(
+        self, asker: Asker, writers: tuple[int, ...], session: int, on_gpu: tuple[bool, ...] = ()
+    ) -> None:
         self.asker = asker
+        self.on_gpu = on_gpu
+        """Whether a rank on the GPU of hbm loads the shard, by column; empty: there is no hbm."""
         self.writers = writers
         """Rank that writes the shard, by column."""
         self.session = session

@@ -22,6 +22,7 @@ from kvstore.wire.messages import (
     SessionOpen,
     Welcome,
 )
+from kvstore.wire.slab import Slab
 from kvstore.wire.space import Space, fingerprint
 
 
@@ -70,6 +71,7 @@ class Sessions:
             now_ns=self._state.now_ns,
             arena_bytes=self._state.config.arena_bytes,
             generation_bytes=self._state.config.generation_bytes,
+            hbm=_slab_for(hello, self._state.config.hbm),
         )
         self._state.say(Admit(id, welcome, isinstance(hello, HelloRank), self._state.cause))
         self._form(owner)
@@ -220,7 +222,13 @@ class Sessions:
             state.slots.pool(size)
         state.know(address, KnownSpace(space, its.scopes, hello.label))
         writers = tuple(writer.rank for writer in columns.values())
-        return OwnerGroup(its, writers, owner.forming + index)
+        here = {
+            hello.groups[index].shard
+            for hello in owner.rank_hellos()
+            if _slab_for(hello, state.config.hbm) is not None
+        }
+        on_gpu = tuple(shard in here for shard in columns) if here else ()
+        return OwnerGroup(its, writers, owner.forming + index, on_gpu)
 
     def _follow(
         self, id: ConnectionId, hello: HelloScheduler, space: Space, space_id: SpaceId
@@ -307,3 +315,9 @@ class Sessions:
         if not connection.ended:
             self._state.say(Hangup(connection.id, reason, self._state.cause))
             self.ended(connection.id)
+
+
+def _slab_for(hello: HelloScheduler | HelloRank, slab: Slab | None) -> Slab | None:
+    """The slab, for a rank on its GPU."""
+    is_there = isinstance(hello, HelloRank) and slab is not None and hello.gpu == slab.gpu
+    return slab if is_there else None

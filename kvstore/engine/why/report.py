@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from kvstore.engine.memory.slots import SlotState
+from kvstore.engine.memory.slots import Slots, SlotState
 from kvstore.engine.sessions.askers import ANOTHER_NODE
 from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
@@ -41,7 +41,7 @@ class NodeReport(msgspec.Struct, frozen=True):
 
 
 class TierReport(msgspec.Struct, frozen=True):
-    """One tier. Slot counts are for dram, counts of blocks not written for the disk tier."""
+    """One tier. Slot counts are for memory, counts of blocks not written for the disk tier."""
 
     tier: str
     capacity_bytes: int
@@ -175,7 +175,7 @@ def tiers(
     """One row per tier."""
     dram_scrub, file_scrub = scrubs[Tier.DRAM], scrubs[Tier.FILE]
     counters = state.counters
-    slots = state.slots
+    slots, hbm = state.slots, state.hbm
     # Counted as they change: a scrape looks at no column, however large the arena is.
     held = slots.counts.tolist()
     return [
@@ -223,6 +223,7 @@ def tiers(
             scrub_bad=file_scrub.bad,
             scrub_age_ms=file_scrub.age_ms(state.now_ns),
         ),
+        *([] if hbm is None else [_hbm(hbm)]),
     ]
 
 
@@ -237,6 +238,33 @@ def unpinned(state: State) -> str:
     found = [each for each in _ranks(state) if each.trouble]
     more = f" (and {len(found) - 1} more ranks)" if len(found) > 1 else ""
     return f"engine {found[0].owner.title}{more}: {found[0].trouble}" if found else ""
+
+
+def _hbm(slots: Slots) -> TierReport:
+    """Copies in a GPU's memory: verified when they are made, and not scrubbed."""
+    held, size_bytes = slots.counts.tolist(), slots.slab_count * slots.slab_bytes
+    return TierReport(
+        tier="hbm",
+        capacity_bytes=size_bytes,
+        ready_bytes=size_bytes,
+        pinned_bytes=0,
+        used_bytes=slots.sealed_bytes,
+        blocks=held[SlotState.SEALED],
+        slots_sealed=held[SlotState.SEALED],
+        slots_granted=held[SlotState.GRANTED],
+        slots_quarantined=0,
+        slots_leased=0,
+        policy="lru",
+        not_admitted=0,
+        over_budget=0,
+        budget_left_bytes=NO_BUDGET,
+        reads="closed",
+        writes="closed",
+        scrubbed_blocks=0,
+        scrubbed_bytes=0,
+        scrub_bad=0,
+        scrub_age_ms=-1,
+    )
 
 
 def load(state: State) -> Load:
@@ -326,7 +354,12 @@ def blocks(state: State, *, limit: int, space: str) -> list[BlockReport]:
     for row in residency.rows_in(wanted, min(limit, ROWS_MAX)).tolist():
         tenant, its_space, shard = residency.address(int(residency.table.scopes[row]))
         word = int(residency.words(np.array([row]))[0])
-        held = [(word >= 0, "dram"), (int(residency.file[row]) != 0, "file")]
+        has_copy = state.hbm is not None and word >= 0 and residency.hbm_of_word[word] >= 0
+        held = [
+            (has_copy, "hbm"),
+            (word >= 0, "dram"),
+            (int(residency.file[row]) != 0, "file"),
+        ]
         out.append(
             BlockReport(
                 key=residency.table.keys[row].tobytes()[:4].hex(),

@@ -64,6 +64,8 @@ class SimCopies:
         """The one that runs never ends."""
         self._begun_with: bytes | None = b""
         self._ticket = 0
+        self._place = 0
+        """Word of the place in a slab that the load which runs reads; 0: it reads dram."""
         self._stalled_until_ns = 0
         self._slot_pages = slot_bytes(rank.block_bytes) // PAGE_BYTES
 
@@ -109,7 +111,8 @@ class SimCopies:
             return
         self.running = copy
         if isinstance(copy, LoadBlock):
-            self._begun_with = memory.read(copy.slot, rank.block_bytes)
+            self._place = memory.slab.place(copy.slot) if memory.slab is not None else 0
+            self._begun_with = self._source(copy)
             rank.pool[copy.block_id] = TORN
         elif isinstance(copy, StoreBlock):
             self._begun_with = rank.pool[copy.block_id]
@@ -128,6 +131,9 @@ class SimCopies:
         assert copy is not None
         if self._strikes(self._rank.failure, _FAIL_SHARE):
             outcome = self._fail(copy)
+        elif isinstance(copy, LoadBlock) and self._is_from_dram_now(copy):
+            self.running = copy
+            return
         elif isinstance(copy, LoadBlock):
             outcome = self._end_load(copy)
         elif isinstance(copy, StoreBlock):
@@ -161,7 +167,8 @@ class SimCopies:
 
     def _end_load(self, copy: LoadBlock) -> Outcome:
         rank, memory = self._rank, self._memory
-        data = memory.read(copy.slot, rank.block_bytes)
+        data = self._source(copy)
+        self._world.slab_blocks += bool(self._place)
         is_whole = data == self._begun_with
         word = self._world.words.word(data)
         if not is_whole:
@@ -174,6 +181,33 @@ class SimCopies:
         ):
             return Mismatch()
         return Copied()
+
+    def _source(self, copy: LoadBlock) -> bytes:
+        length, slab = self._rank.block_bytes, self._memory.slab
+        if not self._place:
+            return self._memory.read(copy.slot, length)
+        assert slab is not None
+        return slab.read(self._place, length)
+
+    def _is_from_dram_now(self, copy: LoadBlock) -> bool:
+        """A load from the slab came to nothing, as in `connector.copier`: it begins again."""
+        place, slab = self._place, self._memory.slab
+        if not place or not self._holds(copy):
+            return False
+        assert slab is not None
+        data = self._source(copy)
+        is_same = self.still_shows(place, copy) and bool(self._rank.socket)
+        is_right = copy.checksum in (None, checksum(copy.header, data))
+        if is_same and is_right:
+            return False
+        self._place = 0
+        self._begun_with = self._source(copy)
+        return True
+
+    def still_shows(self, place: int, copy: LoadBlock) -> bool:
+        """Whether the place still is that of the block, once the bytes of a load are there."""
+        slab = self._memory.slab
+        return slab is not None and slab.place(copy.slot) == place
 
     def _end_compare(self, copy: CompareBlock) -> Outcome:
         rank = self._rank

@@ -66,6 +66,8 @@ class Ground:
         """Who opened a descriptor last, of those that are files of a disk."""
         self.foreign_blocks = 0
         """That nodes asked their disks for, and that another one wrote."""
+        self.slab_blocks = 0
+        """Loaded from the memory of a GPU."""
         self.fetched_blocks = 0
         self.pushed_blocks = 0
         """That came from other nodes."""

@@ -36,20 +36,23 @@ from kvstore.engine.events import (
     Offered,
     OffersUntold,
     PeerCommand,
+    Promote,
     RaiseGenerations,
     ReadFile,
     Ready,
     Received,
     Release,
     Send,
+    Shown,
     SwitchedOff,
     Tick,
     Unfollow,
 )
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.files import FOREIGN_LOCATION
-from kvstore.types import ConnectionId
+from kvstore.types import ConnectionId, Tier
 from kvstore.wire.messages import Distrust, HelloRank, LeaseMore, LeaseReply
+from kvstore.wire.slab import Slab
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
 from tests.sim.world.disk import SimFiles
@@ -57,6 +60,7 @@ from tests.sim.world.ground import Machine
 from tests.sim.world.guarantees import Guarantees
 from tests.sim.world.parts import WARM_KILL, Knobs, SimMemory
 from tests.sim.world.peers import SimPeers
+from tests.sim.world.slab import SimSlab
 from tests.sim.world.tape import Tape, image, tape
 
 _GENERATIONS_PER_LIFE = 1 << 40
@@ -96,6 +100,10 @@ class SimNode:
         else:
             first_generation += incarnation * _GENERATIONS_PER_LIFE
             self.memory = kept.memory.taken_over(first_generation)
+        self.memory.slab = None
+        if knobs.hbm_slabs:
+            size_bytes = knobs.hbm_slabs * knobs.slab_bytes
+            self.memory.slab = SimSlab(size_bytes, self.memory, machine.random)
         self._ended: set[int] = set()
         """Connections whose last words do not count any more."""
         self._bad_copies: set[tuple[int, int]] = set()
@@ -112,6 +120,7 @@ class SimNode:
             has_disk=directory is not None,
             is_clustered=cluster is not None,
             is_restart=kept is not None,
+            slab=self.memory.slab.slab if self.memory.slab is not None else None,
         )
         self._guarantees = Guarantees(knobs.quotas, arena_bytes=knobs.arena_bytes)
         self._first_events: list[Event] = [Ready(knobs.arena_bytes)]
@@ -176,7 +185,9 @@ class SimNode:
         return Tick(self.files.used_bytes if self.files else 0)
 
     def read_files(self) -> None:
-        """Hear what the file tier says."""
+        """Hear what the file tier says, and hbm."""
+        if self.memory.slab is not None:
+            self.feed(self.memory.slab.end_one())
         if self.files is not None:
             self.feed(self.files.read())
 
@@ -201,6 +212,9 @@ class SimNode:
     def _carry_out(self, command: Command) -> Sequence[Event]:
         sockets = self._machine.sockets
         match command:
+            case Shown() | Promote() | RaiseGenerations(tier=Tier.HBM):
+                assert self.memory.slab is not None, "a command for hbm, of which there is none"
+                self.memory.slab.take(command)
             case RaiseGenerations(slots=slots, generations=generations):
                 self.memory.tier.raise_generations(slots.tolist(), generations.tolist())
             case Send(connection=connection, message=message):
@@ -266,6 +280,7 @@ def _config(
     has_disk: bool,
     is_clustered: bool,
     is_restart: bool,
+    slab: Slab | None,
 ) -> EngineConfig:
     return EngineConfig(
         incarnation=incarnation,
@@ -277,6 +292,7 @@ def _config(
         restarts=int(is_restart),
         generation_bytes=8192,
         block_count_max=knobs.arena_slots + (knobs.disk_rows if has_disk else 512),
+        hbm=slab,
         file_bytes=knobs.disk_bytes if has_disk else 0,
         lease_ttl_ms=knobs.ttl_ms,
         credit_share=knobs.credit_share,

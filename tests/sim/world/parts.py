@@ -11,6 +11,7 @@ import functools
 import hashlib
 import random
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -20,6 +21,9 @@ from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shar
 from kvstore.units import KIB, MIB
 from kvstore.wire.space import Space
 from tests.sim.world.groups import Kind
+
+if TYPE_CHECKING:
+    from tests.sim.world.slab import SimSlab
 
 DISK_CALL_FAULTS = (
     "read error",
@@ -153,6 +157,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     machines: int = 1
     has_landing: bool = False
     """The last slab of each arena is for pushes."""
+    hbm_slabs: int = 0
+    """In the GPU of a machine's engines."""
     index_replicas: int = 0
     """0: machines know nothing of each other's memory."""
     is_shared: bool = False
@@ -182,7 +188,10 @@ def draw_knobs(source: random.Random, seed: int, *, machines: int = 0) -> Knobs:
     shadow_every = 2 if seed % 5 == 3 else 0
     # Of four slots an engine's share is one less while a block is written to disk.
     slots = max(knobs.arena_slots, 8 if knobs.has_disk else 4)
-    knobs = msgspec.structs.replace(knobs, shadow_every=shadow_every, arena_slots=slots)
+    hbm_slabs = random.Random(f"hbm of {seed}").choice((1, 1, 2)) if seed % 2 else 0
+    knobs = msgspec.structs.replace(
+        knobs, shadow_every=shadow_every, arena_slots=slots, hbm_slabs=hbm_slabs
+    )
     knobs = _with_groups_or_quotas(seed, knobs)
     return knobs if seed % 4 else _as_cluster(seed, knobs, machines=machines)
 
@@ -265,6 +274,8 @@ class SimMemory:
         self.bytes = self.tier.view(SlotId(0), capacity_bytes)
         self.is_damaged = False
         """Bytes changed that nobody wrote."""
+        self.slab: SimSlab | None = None
+        """Of the process that has it mapped."""
         self._pages: dict[int, int] = {}
         self._writes: Counter[int] = Counter()
         self.is_void = False
@@ -273,6 +284,8 @@ class SimMemory:
     def taken_over(self, first_generation: int) -> SimMemory:
         """The same bytes with the generation page of the next process; in this one all is void."""
         self.is_void = True
+        if self.slab is not None:
+            self.slab.is_void = True
         heir = copy.copy(self)
         capacity_bytes = len(self.bytes)
         heir.tier = MemoryTier(capacity_bytes=capacity_bytes)
@@ -368,6 +381,8 @@ class WorldResult(msgspec.Struct, frozen=True):
     """Read from disk into dram."""
     foreign_blocks: int
     """Asked of the disk, and another machine's."""
+    slab_blocks: int
+    """Loaded from the memory of a GPU."""
     kept_blocks: int
     """That a node process found in the memory of the one before."""
     fetched_blocks: int

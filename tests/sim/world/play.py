@@ -31,6 +31,9 @@ no more; what counts was lent until it had been read, and is the block byte by b
 failed is left alone; no answer names a node that is silent; at the end the answers are what nodes
 hold, and each node fetches from the next.
 
+Every second world has GPUs, with a slab of each node (`slab`), whose copies end late and out of
+order; loads come from there where a place is shown.
+
 Does not cover: blocks that are cut anew for other shards on their way; the router; wall clocks,
 which nothing here asks; the kernel (`tests/faults`).
 """
@@ -92,6 +95,8 @@ class Totals(msgspec.Struct):
     """That a machine read of what another one wrote."""
     kept_blocks: int = 0
     """In memory, that a node process took over from the one before."""
+    slab_blocks: int = 0
+    """Loaded from the memory of a GPU."""
     fetched_blocks: int = 0
     pushed_blocks: int = 0
     """That a node read in another one's memory."""
@@ -112,6 +117,7 @@ class Totals(msgspec.Struct):
         self.promoted_blocks += result.promoted_blocks
         self.foreign_blocks += result.foreign_blocks
         self.kept_blocks += result.kept_blocks
+        self.slab_blocks += result.slab_blocks
         self.fetched_blocks += result.fetched_blocks
         self.pushed_blocks += result.pushed_blocks
         self.least_hit_share = min(self.least_hit_share, result.hit_share)

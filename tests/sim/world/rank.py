@@ -25,6 +25,7 @@ from kvstore.wire.space import Space
 from tests.sim.world.copies import SimCopies, Violation
 from tests.sim.world.ground import Engine, Ground
 from tests.sim.world.parts import DAMAGED, SimMemory
+from tests.sim.world.slab import GPU
 
 
 class SimRank:
@@ -51,6 +52,7 @@ class SimRank:
                 rank=rank,
                 process=f"{engine.name}-rank{rank}",
                 groups=tuple(Group(each, shard, self.block_bytes) for each in spaces),
+                gpu=GPU,
             )
         )
         self.pool: list[bytes | None] = [None] * blocks

@@ -84,6 +84,7 @@ class World(Stage):
                 for machine in self.machines
             ),
             foreign_blocks=self.foreign_blocks,
+            slab_blocks=self.slab_blocks,
             kept_blocks=sum(machine.kept for machine in self.machines),
             fetched_blocks=self.fetched_blocks,
             pushed_blocks=self.pushed_blocks,

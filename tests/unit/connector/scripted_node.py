@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvstore.arena import Arena
+from kvstore.tiers.hbm import HbmTier
 from kvstore.types import Incarnation
 from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import (
@@ -39,6 +40,8 @@ class ScriptedNode:
         self.arena = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(incarnation))
         self.arena.populate(0, ARENA_BYTES)
         self.arena.set_ready(ARENA_BYTES)
+        self.hbm: HbmTier | None = None
+        """Shared with the ranks, if it is there."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path.unlink(missing_ok=True)
         self._listener.bind(str(path))
@@ -101,8 +104,10 @@ class ScriptedNode:
             now_ns=time.monotonic_ns(),
             arena_bytes=ARENA_BYTES,
             generation_bytes=self.arena.generation_bytes,
+            hbm=self.hbm.slab if self.hbm is not None else None,
         )
         fds = [self.arena.arena_fd, self.arena.generation_fd]
+        fds += [self.hbm.page_fd] if self.hbm is not None else []
         socket.send_fds(self.connection, [encode(message)], fds)
 
     def open_session(self, session: int) -> HelloRank:

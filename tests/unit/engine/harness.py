@@ -196,7 +196,7 @@ class Node:
                     self._hear_offer(command)
                 case OffersUntold():
                     self.untold += 1
-                case RaiseGenerations(slots=slots, generations=generations):
+                case RaiseGenerations(slots=slots, generations=generations, tier=Tier.DRAM):
                     self.raised.update(zip(slots.tolist(), generations.tolist(), strict=True))
         self.engine.check()
         assert self.told == self._held(), "the changes tell another story than the tables"
@@ -315,6 +315,8 @@ class Node:
 class Hellos:
     """How the processes of one engine instance introduce themselves."""
 
+    gpu = ""
+
     def __init__(
         self,
         name: str = "e",
@@ -365,6 +367,7 @@ class Hellos:
             rank=rank,
             process=f"{self.name}-rank{rank}",
             groups=tuple(groups),
+            gpu=self.gpu,
         )
         return msgspec.structs.replace(hello, **changes)
 
@@ -383,7 +386,9 @@ class Peer(Hellos):
         epoch: str = "",
         more: Sequence[tuple[Space, Sequence[Shard]]] = (),
         process: int = 0,
+        gpu: str = "",
     ) -> None:
+        self.gpu = gpu
         super().__init__(name, shards=shards, space=space, tenant=tenant, epoch=epoch, more=more)
         self.node = node
         self.session = 0

@@ -54,6 +54,10 @@ class Begun:
         lambda device: device.move(128, PIECES, PIECES, PIECES),
         lambda device: device.allocate(4096),
         lambda device: device.free(4096),
+        lambda device: device.name,
+        lambda device: device.share(4096),
+        lambda device: device.open(bytes(64)),
+        lambda device: device.leave(4096),
     ],
 )
 def test_the_real_runtime_takes_every_call_and_misses_a_driver(

@@ -1,0 +1,168 @@
+"""Copies of blocks in hbm: which are made, and which give way to others.
+
+    leased again within WINDOW_NS ─▶ Promote ──verified, and still in dram──▶ Shown
+                                                                               │ used longest ago,
+                                               slot of hbm is free ◀── or no more in dram
+
+Rules. 1: hbm holds copies of sealed slots of dram, of the same size, and nothing else: a slot of
+dram that is freed takes its copy with it, so nothing is lost with hbm, and no lease names it. 2: a
+slot of hbm that a copy is made into is the tier's until that has truly ended, however late. 3: only
+blocks that a rank on the slab's GPU loads are copied. 4: what is in motion is bounded.
+
+Does not cover: how ranks find copies (`kvstore.wire.slab`), copying (`kvstore.tiers.hbm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.events import Promote, Promoted, Shown
+from kvstore.engine.memory.admission import Admission
+from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.quotas import OTHERS
+from kvstore.engine.memory.slots import Slots, SlotState
+from kvstore.engine.moves.jobs import Jobs
+from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.owners import OwnerGroup
+from kvstore.engine.sessions.runs import Run
+from kvstore.engine.state import State
+from kvstore.types import SLOT_BYTES_MIN
+from kvstore.units import MIB, NS_PER_S
+from kvstore.wire.record import Scope
+
+WINDOW_NS: Final = 60 * NS_PER_S
+"""A block that is leased twice within this time is worth a copy."""
+MOVING_BYTES_MAX: Final = 256 * MIB
+"""In motion at once: a tenth of a second or so of one direction of the bus."""
+JOB_BYTES_MAX: Final = 32 * MIB
+HBM_WRITER: Final = -3
+"""Writer of slots that copies are being made into: the tier."""
+
+
+class _Rise(NamedTuple):
+    """Blocks of dram that are being copied into hbm."""
+
+    sources: Words
+    """Slots of dram, with their generations."""
+    generations: NDArray[np.uint64]
+    words: Words
+    """Slots of hbm."""
+    size_bytes: int
+
+
+class HbmCopies:
+    """Copies of one node, whose slots in hbm are `state.hbm`."""
+
+    def __init__(self, state: State, slots: Slots, numbers: Iterator[int]) -> None:
+        """`numbers`: of jobs of all kinds."""
+        self._state = state
+        self._slots = slots
+        self._admission = Admission(
+            slots,
+            credit_share=0,
+            credit_blocks_max=0,
+            low_watermark=0,
+            high_watermark=state.config.low_watermark,
+            evict=self._demote,
+        )
+        self._jobs: Jobs[_Rise] = Jobs(numbers, arena_bytes=len(slots.state) * SLOT_BYTES_MIN)
+        count = len(state.slots.state)
+        self._leased_ns = np.zeros(count, dtype=np.int64)
+        """Time of the last lease of each slot of dram, with this generation."""
+        self._generation = np.zeros(count, dtype=np.uint64)
+        self._job_of = np.zeros(count, dtype=np.int64)
+        """Job that copies a slot of dram, else 0."""
+        self._has_failed = False
+
+    def leased(self, group: OwnerGroup, run: Run) -> None:
+        """An engine is about to load these blocks."""
+        for column, is_here in enumerate(group.on_gpu):
+            if is_here and run.count and not self._has_failed:
+                self._leased(group.asker, column, run.words_by_shard[column][: run.count])
+
+    def _leased(self, asker: Asker, column: int, words: Words) -> None:
+        state = self._state
+        copies = state.residency.hbm_of_word[words].astype(np.int64)
+        held = copies[copies >= 0]
+        if len(held):
+            self._slots.touch(self._slots.pools[asker.slot_sizes[column]], held)
+            state.counters.hbm_blocks_leased += len(held)
+        generations, now_ns = state.slots.generation[words], state.now_ns
+        again = (self._generation[words] == generations) & (copies < 0) & (self._job_of[words] == 0)
+        again &= now_ns - self._leased_ns[words] <= WINDOW_NS
+        self._leased_ns[words], self._generation[words] = now_ns, generations
+        if again.any():
+            self._promote(asker, column, words[again])
+
+    def _promote(self, asker: Asker, column: int, words: Words) -> None:
+        """Copy the first of these blocks, as many as there is room for."""
+        state, size = self._state, asker.slot_sizes[column]
+        count = min(len(words), self._jobs.room(size, bytes_max=MOVING_BYTES_MAX))
+        pool = self._slots.pool(size)
+        self._admission.make_room(pool, count, state.active_sizes(), OTHERS)
+        count = min(count, len(pool.free))
+        # Places of copies that gave way are taken back before another one is made there.
+        state.publish_generations()
+        step = max(1, JOB_BYTES_MAX // size)
+        its = asker.tenant, asker.space, asker.shards[column], asker.block_bytes[column]
+        for begin in range(0, count, step):
+            piece = words[begin : min(begin + step, count)]
+            targets = self._slots.grant(
+                pool, len(piece), writer=HBM_WRITER, session=0, cause=state.cause
+            )
+            rise = _Rise(piece, state.slots.generation[piece], targets, len(piece) * size)
+            job = self._job_of[piece] = self._jobs.begin(rise)
+            rows = state.residency.row_of_word[piece]
+            state.say(
+                Promote(
+                    job=job,
+                    scope=Scope(*its),
+                    keys=state.residency.table.keys[rows].tobytes(),
+                    slots=state.slots.slots_of(piece),
+                    targets=self._slots.slots_of(targets),
+                    checksums=state.residency.checksum[rows].tobytes(),
+                    cause=state.cause,
+                )
+            )
+
+    def promoted(self, event: Promoted) -> None:
+        """Copies are made: show those of blocks that stayed in dram meanwhile."""
+        state, job = self._state, self._jobs.end(event.job)
+        self._job_of[job.sources[self._job_of[job.sources] == event.job]] = 0
+        if event.trouble and not self._has_failed:
+            self._has_failed = True
+            self._demote(np.flatnonzero(self._slots.state == SlotState.SEALED))
+        good = np.frombuffer(event.good, dtype=np.bool_) & (not self._has_failed)
+        good &= state.slots.generation[job.sources] == job.generations
+        self._slots.free(job.words[~good], state.cause)
+        sources, words = job.sources[good], job.words[good]
+        state.counters.hbm_blocks_promoted += len(words)
+        state.counters.hbm_blocks_dropped += len(good) - len(words)
+        if not len(words):
+            return
+        self._slots.seal(words, np.zeros(len(words), dtype=np.uint64), state.cause)
+        state.residency.put_hbm(sources, words)
+        slots = state.slots.slots_of(sources), self._slots.slots_of(words)
+        state.publish_generations()
+        state.say(Shown(*slots, state.cause))
+
+    def _demote(self, words: Words) -> None:
+        self._state.counters.hbm_blocks_demoted += len(words)
+        self._state.drop_copies(words)
+
+    def copying_words(self) -> Words:
+        """Slots of hbm that copies are being made into."""
+        return self._jobs.words()
+
+    def check(self) -> None:
+        """Raises AssertionError when the bookkeeping is broken. For tests."""
+        self._jobs.check()
+        assert self._jobs.moving_bytes <= max(
+            MOVING_BYTES_MAX, *(job.size_bytes for job in self._jobs.values()), 0
+        ), "more is in motion than may be"
+        copied = {word for job in self._jobs.values() for word in job.sources.tolist()}
+        assert set(np.flatnonzero(self._job_of).tolist()) <= copied, "a copy that nobody makes"

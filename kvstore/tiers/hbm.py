@@ -1,0 +1,279 @@
+"""The hbm tier: a slab of a GPU's memory that belongs to the node, shared with ranks on that GPU.
+
+    Promote ─▶ thread: dram ─▶ staging ─▶ slab ─▶ staging, hashed ─▶ Promoted ─▶ `show`
+                                 a stream of low priority
+
+Blocks in it are copies of blocks in dram, found by their slots there, in a page of places
+(`kvstore.wire.slab`): so the slab is new with each process of the node, and nothing is lost with
+it. A copy is shown after its bytes were read back and are those that were stored.
+
+Staging memory is the tier's own: pages of dram may be given back to the kernel by an engine, which
+a device that has them pinned would not survive. A device that fails or hangs takes all places with
+it. Does not cover: which blocks (`kvstore.engine.moves.hbm`), reading (`kernels.device`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.arena import GENERATION_SEALS, LAYOUT_VERSION, MAGIC, generation_page_bytes
+from kvstore.errors import ConfigError
+from kvstore.kernels.cuda import CudaDevice
+from kvstore.kernels.device import Device, DeviceError
+from kvstore.ports import Memory
+from kvstore.tier_events import Promote, Promoted
+from kvstore.types import (
+    CHECKSUM_BYTES,
+    KEY_BYTES,
+    PAGE_BYTES,
+    PAGES_PER_GENERATION,
+    SLOT_BYTES_MIN,
+    Generation,
+    Incarnation,
+    SlotId,
+)
+from kvstore.units import MIB, format_size
+from kvstore.wire.checksum import checksum_of
+from kvstore.wire.slab import Slab, place_words
+
+STAGING_BYTES: Final = 4 * MIB
+"""At first; it grows to two of the largest block."""
+LOOK_S: Final = 0.000_1
+DEVICE_S_MAX: Final = 10.0
+"""A copy of one block that takes longer will not end."""
+_HEARTBEAT, _HEADER_WORDS = 3, PAGE_BYTES // 8
+
+_log = logging.getLogger(__name__)
+
+
+class HbmTier:
+    """A `Memory` in device memory. `submit`, `take_events` and `show` are the loop's."""
+
+    def __init__(
+        self, device: Device, dram: Memory, *, capacity_bytes: int, incarnation: Incarnation
+    ) -> None:
+        """
+        Raises:
+            DeviceError: the device has no such memory.
+        """
+        assert capacity_bytes % SLOT_BYTES_MIN == 0, capacity_bytes
+        self._device = device
+        self._dram = dram
+        self.capacity_bytes = self.ready_bytes = capacity_bytes
+        self._stream, self._event = device.stream(is_urgent=False), device.event()
+        self._staging = np.empty(0, np.uint8)
+        self._lock = threading.Lock()
+        """Over staging memory and the order of copies."""
+        self._address = device.allocate(capacity_bytes)
+        if not self._address:
+            raise DeviceError("it has no room for that")
+        self.slab = Slab(device.name, capacity_bytes, device.share(self._address))
+        self._stage(STAGING_BYTES)
+        # Bytes of whoever had this memory before are nobody's business.
+        device.clear(self._stream, _one(self._address), _one(capacity_bytes))
+        self._finish()
+        self.page_bytes = generation_page_bytes(dram.capacity_bytes)
+        self.page_fd, words = _make_page(self.page_bytes, incarnation)
+        self._header, self._places = words[:_HEADER_WORDS], words[_HEADER_WORDS:]
+        count = capacity_bytes // SLOT_BYTES_MIN
+        self._generations = np.ones(count, np.uint64)
+        self._shown_at = np.full(count, -1, np.int64)
+        """Word of dram in whose place each slot is shown."""
+        self.trouble = ""
+        """Why the device is used no more."""
+        self._orders: queue.SimpleQueue[Promote | None] = queue.SimpleQueue()
+        self._events: deque[Promoted] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closing = self._closed = False
+        self._thread = threading.Thread(target=self._run, name="hbm", daemon=True)
+        self._thread.start()
+
+    # ── memory ───────────────────────────────────────────────────────────────────────────────────
+
+    def raise_generations(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        words, values = self._words(slots), np.asarray(generations, np.uint64)
+        assert words.shape == values.shape, "one generation per slot"
+        assert (values >= self._generations[words]).all(), "a generation never goes back"
+        shown_at = self._shown_at[words]
+        self._places[shown_at[shown_at >= 0]] = 0
+        self._shown_at[words] = -1
+        self._generations[words] = values
+
+    def show(self, dram_slots: Sequence[int], slots: Sequence[int]) -> None:
+        """Copies of these blocks of dram lie in these slots, until their generations are raised."""
+        words, at = self._words(slots), np.asarray(dram_slots, np.int64) // PAGES_PER_GENERATION
+        assert (self._shown_at[words] < 0).all(), "a slot is shown twice"
+        assert (self._places[at] == 0).all(), "a block has two copies"
+        self._shown_at[words] = at
+        self._places[at] = place_words(np.asarray(slots, np.uint32), self._generations[words])
+        if self.trouble:  # set before all places are taken back, and looked at after this
+            self._places[at] = 0
+
+    def generation(self, slot: SlotId) -> Generation:
+        return Generation(int(self._generations[self._words([slot])[0]]))
+
+    def _words(self, slots: Sequence[int]) -> NDArray[np.int64]:
+        words = np.asarray(slots, np.int64) // PAGES_PER_GENERATION
+        assert not words.size or int(words.max()) < len(self._generations), "outside the tier"
+        return words
+
+    def beat(self, now_ns: int) -> None:
+        self._header[_HEARTBEAT] = now_ns
+
+    def read(self, slot: SlotId, into: memoryview) -> None:
+        begin = slot * PAGE_BYTES
+        assert 0 <= begin <= begin + len(into) <= self.capacity_bytes, "outside the tier"
+        with self._lock:
+            for at in range(0, len(into), STAGING_BYTES):
+                part = into[at : at + STAGING_BYTES]
+                part[:] = self._copy_out(begin + at, len(part)) or bytes(len(part))
+
+    def _copy_out(self, begin: int, length: int) -> memoryview | None:
+        """Bytes of the slab, in staging memory; None: the device failed."""
+        if self.trouble:
+            return None
+        try:
+            self._copy(int(self._staging.ctypes.data), self._address + begin, length)
+            self._finish()
+        except DeviceError as error:
+            self._fail(error)
+            return None
+        return self._staging.data[:length]
+
+    def close(self) -> None:
+        """Give the memory back. Promotions under way end first. Idempotent."""
+        if self._closed:
+            return
+        self._closing = self._closed = True
+        self._places[:] = 0
+        self._orders.put(None)
+        self._thread.join()
+        if not self.trouble:  # of a device that hangs the process's end does it
+            with contextlib.suppress(DeviceError):
+                self._device.unpin(int(self._staging.ctypes.data))
+                self._device.free(self._address)
+        self._header = self._places = np.empty(0, np.uint64)
+        for fd in (self.page_fd, self._wake_fd):
+            os.close(fd)
+
+    # ── moves ────────────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, order: Promote) -> None:
+        """Copy blocks of dram here. Each order gives one Promoted."""
+        self._orders.put(order)
+
+    def fileno(self) -> int:
+        """Readable while `take_events` has something."""
+        return self._wake_fd
+
+    def take_events(self) -> Iterator[Promoted]:
+        """Ends of orders. Each is taken when it is asked for; those that are not stay."""
+        while self._events:
+            yield self._events.popleft()
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        if self._events:  # came in between
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            good = bytes(self._promoted(order))
+            self._events.append(Promoted(order.job, good, self.trouble))
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _promoted(self, order: Promote) -> Iterator[bool]:
+        """Which of the blocks are here, byte by byte."""
+        prefix, size = order.scope.prefix(), order.scope.block_bytes
+        for n, (source, target) in enumerate(zip(order.slots, order.targets, strict=True)):
+            header = prefix + order.keys[n * KEY_BYTES : (n + 1) * KEY_BYTES]
+            found = None if self._closing else self._promote(int(source), int(target), size)
+            wanted = order.checksums[n * CHECKSUM_BYTES : (n + 1) * CHECKSUM_BYTES]
+            yield found is not None and checksum_of(header, [found]) == wanted
+
+    def _promote(self, source: int, target: int, size: int) -> memoryview | None:
+        """The bytes of a block, read back from the slab. Nobody reads its slot there yet."""
+        with self._lock:
+            if self.trouble:
+                return None
+            try:
+                self._stage(2 * size)
+                # Not where it is read back to: what never arrived would be found there.
+                self._dram.read(SlotId(source), self._staging.data[size : 2 * size])
+                staged = int(self._staging.ctypes.data) + size
+                self._copy(self._address + target * PAGE_BYTES, staged, size)
+            except DeviceError as error:
+                self._fail(error)
+            return self._copy_out(target * PAGE_BYTES, size)
+
+    # ── the device ───────────────────────────────────────────────────────────────────────────────
+
+    def _stage(self, size_bytes: int) -> None:
+        """Have so much staging memory."""
+        if len(self._staging) < size_bytes:
+            if len(self._staging):
+                self._device.unpin(int(self._staging.ctypes.data))
+            self._staging = np.zeros(size_bytes, np.uint8)
+            self._device.pin(int(self._staging.ctypes.data), size_bytes)
+
+    def _copy(self, target: int, source: int, size: int) -> None:
+        self._device.copy(self._stream, _one(target), _one(source), _one(size))
+
+    def _finish(self) -> None:
+        """Wait for all that was ordered."""
+        self._device.record(self._event, self._stream)
+        end_s = time.monotonic() + DEVICE_S_MAX
+        while not self._device.has_happened(self._event):
+            if time.monotonic() > end_s:
+                raise DeviceError(f"it did not end a copy within {DEVICE_S_MAX:.0f} s")
+            time.sleep(LOOK_S)
+
+    def _fail(self, error: DeviceError) -> None:
+        if not self.trouble:
+            self.trouble = str(error)
+            self._places[:] = 0
+            _log.error("the hbm tier is off until the node is restarted: %s", error)
+
+
+def open_hbm(
+    ordinal: int, dram: Memory, *, capacity_bytes: int, incarnation: Incarnation
+) -> HbmTier:
+    """The tier on a CUDA device.
+
+    Raises:
+        ConfigError: there is no such device, or it has no such memory.
+    """
+    try:
+        device = CudaDevice(ordinal, engine_stream=lambda: 0)
+        return HbmTier(device, dram, capacity_bytes=capacity_bytes, incarnation=incarnation)
+    except DeviceError as error:
+        raise ConfigError(
+            f"hbm of {format_size(capacity_bytes)} cannot be had on GPU {ordinal}: {error};"
+            " choose a smaller --hbm or another GPU, or leave it out"
+        ) from None
+
+
+def _make_page(size_bytes: int, incarnation: Incarnation) -> tuple[int, NDArray[np.uint64]]:
+    """A page of places without any, sealed, and this process's mapping of it."""
+    fd = os.memfd_create("kvstore-places", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size_bytes)
+    words = np.frombuffer(mmap.mmap(fd, size_bytes), np.uint64)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, GENERATION_SEALS)
+    words[:3] = MAGIC, LAYOUT_VERSION, incarnation
+    return fd, words
+
+
+def _one(value: int) -> NDArray[np.uint64]:
+    return np.array([value], np.uint64)

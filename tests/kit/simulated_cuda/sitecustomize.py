@@ -1,0 +1,11 @@
+"""First on the path of a process: CUDA's runtime is one over a simulated device."""
+
+from __future__ import annotations
+
+from kvstore.kernels import cuda
+from kvstore.testing.simulated_device import SEED, SimulatedDevice
+from kvstore.types import PAGE_BYTES
+from tests.kit.fake_cuda import FakeCuda
+
+_runtime = FakeCuda(SimulatedDevice(SEED, PAGE_BYTES))
+cuda.cuda_runtime = lambda: _runtime

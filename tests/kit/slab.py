@@ -1,0 +1,50 @@
+"""A slab of device memory under test: blocks of dram that are copied into it."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore.tier_events import Promote, Promoted
+from kvstore.tiers.hbm import HbmTier
+from kvstore.tiers.memory import MemoryTier
+from kvstore.types import PAGE_BYTES, Shard, SlotId
+from kvstore.wire.checksum import checksum_of
+from kvstore.wire.record import Scope
+
+WAIT_S = 20.0
+KEY = bytes(range(32))
+
+
+def order_of(
+    blocks: Sequence[tuple[int, int, bytes]], *, job: int = 1, checksums: bytes | None = None
+) -> Promote:
+    """An order for blocks (slot of dram, slot of hbm, bytes there), all of one length."""
+    scope = Scope("t", bytes(32), Shard(0, 1, 0, 1), len(blocks[0][2]))
+    sums = [checksum_of(scope.prefix() + KEY, [data]) for _, _, data in blocks]
+    return Promote(
+        job,
+        scope,
+        KEY * len(blocks),
+        np.array([source for source, _, _ in blocks], np.uint32),
+        np.array([target for _, target, _ in blocks], np.uint32),
+        b"".join(sums) if checksums is None else checksums,
+        0,
+    )
+
+
+def ended(tier: HbmTier) -> Promoted:
+    """The next end of an order."""
+    assert select.select([tier.fileno()], [], [], WAIT_S)[0], "no order ended"
+    return next(tier.take_events())
+
+
+def promote(tier: HbmTier, slot: SlotId, data: bytes) -> None:
+    """Bring bytes to a slot of hbm."""
+    assert isinstance(tier._dram, MemoryTier)
+    tier._dram.view(SlotId(0), len(data))[:] = data
+    assert len(data) <= PAGE_BYTES
+    tier.submit(order_of([(0, slot, data)]))
+    assert ended(tier).good == b"\1"

@@ -1,0 +1,196 @@
+"""The copy thread and a node's slab on its GPU: loads come from there, or from dram as ever.
+
+The bytes in dram and in the slab differ, so that it is seen from where a block came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.kernels.pack import PagedCache
+from kvstore.kernels.reference import Bytes
+from kvstore.ports import BlockCopy
+from kvstore.testing.simulated_device import SimulatedDevice, simulated_copies
+from kvstore.tiers.dram import DramTier
+from kvstore.tiers.hbm import HbmTier
+from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation
+from kvstore.wire.checksum import checksum_of
+from kvstore.wire.record import header
+from tests.kit.copy_parties import noise
+from tests.kit.slab import ended, order_of
+from tests.unit.connector.scripted_node import ARENA_BYTES, WAIT_S, ScriptedNode, node_at
+from tests.unit.connector.test_copier import BLOCK, PREFIX, SLOT_PAGES, Rank, key
+
+P = PAGES_PER_GENERATION
+IN_DRAM, IN_SLAB = noise(BLOCK, 1), noise(BLOCK, 2)
+SLOT, TARGET = SLOT_PAGES, 3 * P
+
+
+@pytest.fixture
+def device() -> SimulatedDevice:
+    """As the rank sees it."""
+    return SimulatedDevice(5)
+
+
+def slab_of(node: ScriptedNode, incarnation: int = 7) -> HbmTier:
+    dram = DramTier(node.arena, ready_bytes=ARENA_BYTES)
+    capacity_bytes = 8 * SLOT_BYTES_MIN
+    own = SimulatedDevice(6, PAGE_BYTES)
+    return HbmTier(own, dram, capacity_bytes=capacity_bytes, incarnation=Incarnation(incarnation))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[ScriptedNode]:
+    with node_at(tmp_path / "node.sock") as node:
+        node.hbm = slab_of(node)
+        put(node, IN_SLAB)
+        node.hbm.submit(order_of([(SLOT, TARGET, IN_SLAB)]))
+        assert ended(node.hbm).good == b"\1"
+        node.hbm.show([SLOT], [TARGET])
+        put(node, IN_DRAM)
+        yield node
+        node.hbm.close()
+
+
+@pytest.fixture
+def rank(tmp_path: Path, device: SimulatedDevice) -> Iterator[Rank]:
+    def make(layers: list[Bytes]) -> object:
+        return simulated_copies([PagedCache(layers)], on=device)
+
+    rank = Rank(tmp_path / "node.sock", make)  # type: ignore[arg-type]
+    yield rank
+    rank.stop()
+    assert (device.allocation_count, device.pinned_bytes) == (0, 0), "memory of the GPU is kept"
+
+
+def put(node: ScriptedNode, data: bytes) -> None:
+    node.arena.array[SLOT * PAGE_BYTES :][:BLOCK] = np.frombuffer(data, np.uint8)
+
+
+def sum_of(data: bytes) -> bytes:
+    return checksum_of(header(PREFIX, key(3)), [data])  # type: ignore[arg-type]
+
+
+def load(rank: Rank, checksums: bytes = b"") -> bytes:
+    """What a load of block 3 brings; empty: it failed."""
+    rank.load((3,), [SLOT], session=5, checksums=checksums)
+    (result,) = rank.loaded().loads
+    return rank.block(3) if result.loaded_blocks else b""
+
+
+def eventually(check: Callable[[], bool]) -> bool:
+    end_s = time.monotonic() + WAIT_S
+    while not check() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return check()
+
+
+def take_back(node: ScriptedNode) -> None:
+    assert node.hbm is not None
+    node.hbm.raise_generations([TARGET], [node.hbm.generation(TARGET) + 1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_a_block_with_a_copy_is_loaded_from_the_slab(
+    node: ScriptedNode, rank: Rank, *, is_verified: bool
+) -> None:
+    node.open_session(5)
+    for _ in range(20):
+        rank.memory[:, 3] = 0
+        assert load(rank, sum_of(IN_SLAB) if is_verified else b"") == IN_SLAB
+
+
+def test_a_block_without_a_copy_comes_from_dram(node: ScriptedNode, rank: Rank) -> None:
+    node.open_session(5)
+    take_back(node)
+    assert load(rank, sum_of(IN_DRAM)) == IN_DRAM
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_a_copy_that_gives_way_meanwhile_is_loaded_from_dram(
+    node: ScriptedNode, rank: Rank, monkeypatch: pytest.MonkeyPatch, *, is_verified: bool
+) -> None:
+    """Shown again at the same place, with another block: the word is another one all the same."""
+    node.open_session(5)
+    begin, slab_loads = rank.copies.begin, []
+
+    def begin_and_take_back(copy: BlockCopy) -> None:
+        slab_loads.append(copy.slab_begin >= 0)
+        begin(copy)
+        if slab_loads == [True]:
+            take_back(node)
+            assert node.hbm is not None
+            node.hbm.show([SLOT], [TARGET])
+
+    monkeypatch.setattr(rank.copies, "begin", begin_and_take_back)
+    assert load(rank, sum_of(IN_DRAM) if is_verified else b"") == IN_DRAM
+    assert slab_loads == [True, False]
+
+
+def test_a_block_that_leaves_dram_meanwhile_is_not_loaded_at_all(
+    node: ScriptedNode, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.open_session(5)
+    begin = rank.copies.begin
+
+    def begin_and_lose(copy: BlockCopy) -> None:
+        begin(copy)
+        node.arena.raise_generations(np.array([SLOT], np.uint32), np.array([2], np.uint64))
+
+    monkeypatch.setattr(rank.copies, "begin", begin_and_lose)
+    assert load(rank) == b""
+    assert rank.block(3) == bytes(BLOCK)
+
+
+def test_other_bytes_in_the_slab_end_its_use(
+    node: ScriptedNode, rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.open_session(5)
+    assert load(rank, sum_of(IN_DRAM)) == IN_DRAM, "those in the slab have another checksum"
+    assert "a copy in hbm holds other bytes" in caplog.text
+    assert load(rank) == IN_DRAM
+
+
+def test_a_slab_that_cannot_be_mapped_is_not_used(
+    node: ScriptedNode, rank: Rank, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "open", lambda _: SimulatedDevice(1).open(b"/proc/0/fd/0"))
+    node.open_session(5)
+    assert load(rank, sum_of(IN_DRAM)) == IN_DRAM
+
+
+def test_a_place_outside_of_the_slab_is_not_used(node: ScriptedNode, rank: Rank) -> None:
+    assert node.hbm is not None
+    node.hbm._places[SLOT // P] = 1 << 32 | 8 * P
+    node.open_session(5)
+    assert load(rank, sum_of(IN_DRAM)) == IN_DRAM
+
+
+def test_memory_of_a_node_that_is_gone_is_let_go(
+    node: ScriptedNode, rank: Rank, device: SimulatedDevice
+) -> None:
+    """Dram outlives its node, the slab does not: nothing comes from there any more."""
+    node.open_session(5)
+    assert load(rank) == IN_SLAB
+    assert device.allocation_count == 1
+    node.hang_up()
+    assert eventually(lambda: device.allocation_count == 0)
+    assert load(rank) == IN_DRAM
+
+
+def test_the_slab_of_the_next_node_process_is_another_one(
+    node: ScriptedNode, rank: Rank, device: SimulatedDevice
+) -> None:
+    node.open_session(5)
+    assert load(rank) == IN_SLAB
+    first, node.hbm = node.hbm, slab_of(node)
+    node.open_session(5)
+    assert load(rank) == IN_DRAM, "cold"
+    assert device.allocation_count == 1
+    assert first is not None
+    first.close()

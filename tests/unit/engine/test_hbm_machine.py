@@ -1,0 +1,239 @@
+"""Any order of stores, lookups, clears and copies: whoever follows a place in hbm finds the block.
+
+The oracle is memory outside the engine: the number of the block in each slot of dram, by
+generation, and in each slot of hbm. A copy reads dram when it is ordered, or when it ends. After
+each step every place that is shown leads to the block that its slot of dram holds now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
+
+from kvstore.engine.events import Clear, Promoted
+from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.moves.hbm import HbmCopies
+from kvstore.engine.state import State
+from kvstore.types import PAGES_PER_GENERATION
+from kvstore.wire.layout import shard_bytes
+from kvstore.wire.messages import LeaseRelease
+from tests.amounts import amount
+from tests.steps import CountedMachine
+from tests.unit.engine.harness import Peer, key, pairs, space
+from tests.unit.engine.slab import GPU, SlabNode
+
+BLOCKS = 4
+numbers = st.integers(0, BLOCKS - 1)
+whos = st.integers(0, 2)
+KEY_OF = {key(number): number for number in range(BLOCKS)}
+
+
+class HbmMachine(CountedMachine):
+    """Two engines on the GPU, with blocks of two sizes, and one elsewhere, on 16 slots of dram."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node = SlabNode(slots=16, slab_slots=4, hbm_slots=8, credit_share=0.25)
+        self.peers = [
+            Peer(self.node, "a", gpu=GPU),
+            Peer(self.node, "b", gpu=GPU, space=space("large")),
+            Peer(self.node, "c"),
+        ]
+        self.dram: dict[tuple[int, int], tuple[str, int]] = {}
+        """Model and number of the block in each slot, by generation."""
+        self.hbm: dict[int, object] = {}
+        """The same of each slot of hbm."""
+        self.models = {
+            shard_bytes(peer.space, peer.shards[0]): peer.space.model for peer in self.peers
+        }
+        self.lease = 0
+        self.held: list[tuple[Peer, int]] = []
+
+    @rule(who=whos, first=st.integers(0, 1), count=st.integers(1, 4))
+    def stores(self, who: int, first: int, count: int) -> None:
+        peer = self.peers[who]
+        for number in range(first, min(first + count, BLOCKS)):
+            if unused := peer.unused():
+                self.dram[unused[0]] = (peer.space.model, number)
+                peer.seal(number)
+
+    @initialize()
+    def has_blocks(self) -> None:
+        for who in range(2):
+            self.loads_all_again(who)
+
+    @rule(who=whos, first=st.integers(0, 1), count=st.integers(1, 4), times=st.integers(2, 3))
+    def looks_up(self, who: int, first: int, count: int, times: int) -> None:
+        for _ in range(times):
+            self.look_up(self.peers[who], first, count)
+            self.lets_go()
+
+    @rule(who=whos, first=numbers)
+    def looks_up_and_keeps_it(self, who: int, first: int) -> None:
+        self.look_up(self.peers[who], first, 2)
+
+    def look_up(self, peer: Peer, first: int, count: int) -> None:
+        self.lease += 1
+        reply = peer.lease(self.lease, *range(first, min(first + count, BLOCKS)))
+        for number, place in enumerate(pairs(reply), first):
+            assert self.dram.get(place) == (peer.space.model, number), "another block's bytes"
+        self.held.append((peer, self.lease))
+
+    @rule()
+    def lets_go(self) -> None:
+        if self.held:
+            peer, lease = self.held.pop(0)
+            self.node.hear(peer.scheduler, LeaseRelease([lease]))
+
+    @rule(
+        what=st.sampled_from(["distrust", "distrust", "distrust", "clear", "wait", "wait long"]),
+        pick=st.integers(0, 15),
+    )
+    def loses(self, what: str, pick: int) -> None:
+        """A block, all of them, or the memory of what was leased."""
+        rows = self.node.engine.blocks()
+        if what == "distrust" and rows:
+            row = rows[pick % len(rows)]
+            self.peers[0].distrust((row.slot, row.generation))
+        elif what == "clear":
+            self.node.step(Clear(None, None))
+        else:
+            self.node.tick(40_000 if what == "wait long" else 1)
+
+    @rule(who=whos)
+    def loads_all_again(self, who: int) -> None:
+        self.stores(who, 0, BLOCKS)
+        self.looks_up(who, 0, BLOCKS, 2)
+
+    @rule(
+        pick=st.integers(0, 9),
+        works=st.sampled_from([True, True, True, False]),
+        early=st.booleans(),
+    )
+    def a_copy_ends(self, pick: int, *, works: bool, early: bool = False) -> None:
+        if not self.node.copying:
+            return
+        order = self.node.copying.pop(pick % len(self.node.copying))
+        good = []
+        for at, (slot, target) in enumerate(zip(order.slots, order.targets, strict=True)):
+            generation = int(self.node.state.slots.generation[int(slot) // PAGES_PER_GENERATION])
+            wanted = self.models[order.scope.block_bytes], KEY_OF[order.keys[32 * at :][:32]]
+            read = wanted if early else self.dram.get((int(slot), generation))
+            found = self.hbm[int(target)] = read if works else None
+            good.append(found == wanted)
+        self.node.step(Promoted(order.job, bytes(good)))
+
+    @invariant()
+    def places_lead_to_their_blocks(self) -> None:
+        generations = self.node.state.slots.generation
+        for slot, target in self.node.pages.items():
+            place = slot, int(generations[slot // PAGES_PER_GENERATION])
+            assert self.hbm[target] == self.dram.get(place), "another block's bytes in hbm"
+        assert self.node.copies == len(self.node.pages), "shown is what is there"
+        busy = [target for order in self.node.copying for target in order.targets.tolist()]
+        assert not set(busy) & set(self.node.pages.values()), "a place is written that is read"
+
+    def teardown(self) -> None:
+        """All copies end and all blocks go: hbm is empty."""
+        while self.node.copying:
+            self.a_copy_ends(0, works=True)
+        self.node.step(Clear(None, None))
+        assert self.node.state.hbm is not None
+        assert not self.node.state.hbm.state.any()
+
+
+def verify_machine(examples: int, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
+    run_state_machine_as_test(
+        HbmMachine,
+        settings=settings(
+            max_examples=examples, stateful_step_count=50, phases=phases, report_multiple_bugs=False
+        ),
+    )
+
+
+def test_any_order_keeps_places_and_blocks_together() -> None:
+    verify_machine(amount(25, nightly=1500))
+
+
+# ── broken on purpose ────────────────────────────────────────────────────────────────────────────
+
+
+def _shows_what_left(original: Callable[..., None]) -> Callable[..., None]:
+    """A copy counts though its block was given up while it was made."""
+
+    def promoted(self: HbmCopies, event: Promoted) -> None:
+        job = self._jobs.get(event.job)
+        assert job is not None
+        job.generations[:] = self._state.slots.generation[job.sources]
+        original(self, event)
+
+    return promoted
+
+
+def _trusts_every_copy(original: Callable[..., None]) -> Callable[..., None]:
+    def promoted(self: HbmCopies, event: Promoted) -> None:
+        original(self, Promoted(event.job, b"\1" * len(event.good)))
+
+    return promoted
+
+
+def _keeps_copies(_: Callable[..., None]) -> Callable[..., None]:
+    """A block that leaves dram leaves its copy in hbm."""
+
+    def empty(self: State, words: Words, stamp: int) -> None:
+        if len(words):
+            self.residency.drop_dram(words, stamp)
+            self.free(words)
+
+    return empty
+
+
+def _takes_no_place_back(original: Callable[..., None]) -> Callable[..., None]:
+    """Copies that give way stay shown."""
+
+    def drop_copies(self: State, words: Words) -> None:
+        original(self, words)
+        assert self.hbm is not None
+        self.hbm.raised.clear()
+
+    return drop_copies
+
+
+def _gives_slots_back_early(original: Callable[..., None]) -> Callable[..., None]:
+    """Of a block that leaves, the slot of the copy that is being made is free at once."""
+
+    def empty(self: State, words: Words, stamp: int) -> None:
+        original(self, words, stamp)
+        assert self.hbm is not None
+        if len(words):
+            self.hbm.free(np.flatnonzero(self.hbm.state == 1), self.cause)
+
+    return empty
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "breaks"),
+    [
+        (HbmCopies, "promoted", _shows_what_left),
+        (HbmCopies, "promoted", _trusts_every_copy),
+        (State, "empty", _keeps_copies),
+        (State, "drop_copies", _takes_no_place_back),
+        (State, "empty", _gives_slots_back_early),
+    ],
+)
+def test_broken_copies_are_noticed(
+    kind: type, method: str, breaks: Callable[[Callable[..., None]], Callable[..., None]]
+) -> None:
+    broken = breaks(getattr(kind, method))
+    with (
+        mock.patch.object(kind, method, broken),
+        mock.patch.object(HbmMachine, "is_counted", new=False),
+        pytest.raises(AssertionError),
+    ):
+        verify_machine(400, (Phase.generate,))

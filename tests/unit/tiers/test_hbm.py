@@ -1,0 +1,181 @@
+"""The slab in device memory: what is shown of it, and when; devices that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvstore.arena import GenerationView
+from kvstore.errors import ConfigError
+from kvstore.kernels.device import Addresses, DeviceError
+from kvstore.testing.simulated_device import SimulatedDevice
+from kvstore.tiers import hbm
+from kvstore.tiers.hbm import HbmTier, open_hbm
+from kvstore.tiers.memory import MemoryTier
+from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
+from kvstore.wire.slab import begin_of
+from tests.kit.copy_parties import noise
+from tests.kit.slab import ended, order_of
+
+DRAM_SLOTS, SLOTS, BLOCK = 8, 4, 3 * PAGE_BYTES + 5
+P = PAGES_PER_GENERATION
+
+
+@pytest.fixture
+def device() -> SimulatedDevice:
+    return SimulatedDevice(3, PAGE_BYTES)
+
+
+@pytest.fixture
+def dram() -> MemoryTier:
+    return MemoryTier(capacity_bytes=DRAM_SLOTS * SLOT_BYTES_MIN)
+
+
+@pytest.fixture
+def tier(device: SimulatedDevice, dram: MemoryTier) -> Iterator[HbmTier]:
+    made = HbmTier(device, dram, capacity_bytes=SLOTS * SLOT_BYTES_MIN, incarnation=Incarnation(9))
+    yield made
+    made.close()
+    if not device.failure:
+        assert (device.allocation_count, device.pinned_bytes) == (1, 0), "memory is not given back"
+
+
+def put(dram: MemoryTier, slot: int, seed: int) -> bytes:
+    data = noise(BLOCK, seed)
+    dram.view(SlotId(slot), BLOCK)[:] = data
+    return data
+
+
+def place(tier: HbmTier, slot: int) -> int:
+    """Where a rank finds a copy of what this slot of dram holds."""
+    view = GenerationView(
+        tier.page_fd,
+        size_bytes=tier.page_bytes,
+        arena_bytes=DRAM_SLOTS * SLOT_BYTES_MIN,
+        incarnation=9,
+    )
+    return begin_of(int(view.generations(np.array([slot], np.uint32))[0]))
+
+
+def read(tier: HbmTier, slot: int) -> bytes:
+    into = bytearray(BLOCK)
+    tier.read(SlotId(slot), memoryview(into))
+    return bytes(into)
+
+
+def test_blocks_are_copied_and_shown_when_they_are_there(tier: HbmTier, dram: MemoryTier) -> None:
+    first, second = put(dram, 5 * P, 1), put(dram, 2 * P, 2)
+    tier.submit(order_of([(5 * P, 3 * P, first), (2 * P, P, second)], job=7))
+    end = ended(tier)
+    assert (end.job, end.good, end.trouble) == (7, b"\1\1", "")
+    assert (read(tier, 3 * P), read(tier, P)) == (first, second)
+    assert place(tier, 5 * P) == -1, "nobody decided yet that they still count"
+    tier.show([5 * P, 2 * P], [3 * P, P])
+    assert [place(tier, slot * P) for slot in range(6)] == [
+        *(-1, -1, P * PAGE_BYTES, -1, -1, 3 * P * PAGE_BYTES)
+    ]
+
+
+def test_a_raised_generation_takes_the_place_away_and_no_other(
+    tier: HbmTier, dram: MemoryTier
+) -> None:
+    tier.show([5 * P, 2 * P], [3 * P, P])
+    tier.raise_generations([3 * P], [2])
+    assert (place(tier, 5 * P), place(tier, 2 * P)) == (-1, P * PAGE_BYTES)
+
+
+def test_no_word_of_the_page_has_two_meanings(tier: HbmTier) -> None:
+    """The same slot for the same block, again: a reader of the first copy sees that it left."""
+    seen = set()
+    for generation in range(2, 6):
+        tier.show([5 * P], [3 * P])
+        seen.add(int(tier._places[5]))
+        tier.raise_generations([3 * P], [generation])
+    assert len(seen) == 4
+
+
+def test_a_block_that_changes_while_it_is_copied_is_not_good(
+    tier: HbmTier, dram: MemoryTier
+) -> None:
+    was, other = noise(BLOCK, 1), put(dram, 0, 2)
+    tier.submit(order_of([(0, P, was), (0, 2 * P, other)]))
+    assert ended(tier).good == b"\0\1"
+
+
+def test_bytes_that_never_arrive_are_not_good(
+    tier: HbmTier, dram: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read back from the slab, not from where they were staged."""
+    data, copy = put(dram, 0, 1), HbmTier._copy
+
+    def lost(self: HbmTier, target: int, source: int, size: int) -> None:
+        if target < self._address or target >= self._address + self.capacity_bytes:
+            copy(self, target, source, size)
+
+    monkeypatch.setattr(HbmTier, "_copy", lost)
+    tier.submit(order_of([(0, P, data)]))
+    assert ended(tier).good == b"\0"
+
+
+def test_memory_of_others_is_not_shown(
+    device: SimulatedDevice, dram: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared: list[tuple[int, int]] = []
+    clear = device.clear
+
+    def seen(stream: int, targets: Addresses, sizes: Addresses) -> None:
+        cleared.append((int(targets[0]), int(sizes[0])))
+        clear(stream, targets, sizes)
+
+    monkeypatch.setattr(device, "clear", seen)
+    tier = HbmTier(device, dram, capacity_bytes=SLOT_BYTES_MIN, incarnation=Incarnation(9))
+    assert cleared == [(tier._address, SLOT_BYTES_MIN)]
+    tier.close()
+
+
+def test_a_device_that_fails_takes_all_places_with_it(
+    tier: HbmTier, device: SimulatedDevice, dram: MemoryTier
+) -> None:
+    tier.show([5 * P], [3 * P])
+    device.failure = "an illegal memory access was encountered"
+    tier.submit(order_of([(0, P, put(dram, 0, 1))]))
+    end = ended(tier)
+    assert (end.good, end.trouble) == (b"\0", device.failure)
+    assert place(tier, 5 * P) == -1
+    tier.show([2 * P], [2 * P])
+    assert place(tier, 2 * P) == -1
+    assert read(tier, P) == bytes(BLOCK)
+
+
+def test_a_device_that_hangs_is_given_up(
+    tier: HbmTier, device: SimulatedDevice, dram: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hbm, "DEVICE_S_MAX", 0.02)
+    monkeypatch.setattr(device, "turn", lambda: False)
+    tier.submit(order_of([(0, P, put(dram, 0, 1))]))
+    assert "did not end" in ended(tier).trouble
+    device.failure = "hangs"
+
+
+def test_large_blocks_take_more_staging_memory(device: SimulatedDevice) -> None:
+    large = hbm.STAGING_BYTES + PAGE_BYTES
+    dram = MemoryTier(capacity_bytes=2 * large - 2 * large % SLOT_BYTES_MIN)
+    tier = HbmTier(device, dram, capacity_bytes=dram.capacity_bytes, incarnation=Incarnation(9))
+    data = noise(large, 4)
+    dram.view(SlotId(0), large)[:] = data
+    tier.submit(order_of([(0, P, data)]))
+    assert ended(tier).good == b"\1"
+    tier.close()
+    assert (device.allocation_count, device.pinned_bytes) == (1, 0)
+
+
+def test_memory_that_is_not_there_is_refused_with_the_way_to_mend_it(
+    device: SimulatedDevice, dram: MemoryTier
+) -> None:
+    device.allocations_max = 1
+    with pytest.raises(DeviceError, match="no room"):
+        HbmTier(device, dram, capacity_bytes=2 * SLOT_BYTES_MIN, incarnation=Incarnation(9))
+    with pytest.raises(ConfigError, match=r"hbm of 64 KiB cannot be had on GPU 3: .*leave it out"):
+        open_hbm(3, dram, capacity_bytes=SLOT_BYTES_MIN, incarnation=Incarnation(9))
