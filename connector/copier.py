@@ -88,7 +88,7 @@ class Copier:
         self._clearing: dict[int, Outcome] = {}
         """Loads of no use whose blocks are being cleared: how they ended."""
         self._places: GenerationView | None = None
-        """Of the slab, while loads may come from it."""
+        """Page of places of the slab, while loads may use it."""
         self._slab_bytes = 0
         """Size of the slab that is mapped; 0: none is."""
         self._from_slab: dict[int, int] = {}

@@ -87,7 +87,7 @@ def load(rank: Rank, checksums: bytes = b"") -> bytes:
 def eventually(check: Callable[[], bool]) -> bool:
     end_s = time.monotonic() + WAIT_S
     while not check() and time.monotonic() < end_s:
-        time.sleep(0.01)
+        threading.Event().wait(0.01)
     return check()
 
 
