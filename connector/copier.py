@@ -66,6 +66,7 @@ POPULATE_BYTES = 16 << 20
 """Mapped ahead of use per idle turn: a few milliseconds at most."""
 UNDER_WAY_S = 0.000_1
 """Between two looks at copies that are under way."""
+FROM_DRAM_ALONE = "kvstore: blocks are loaded from dram alone: %s"
 DRAIN_S_MAX = 1.0
 """How long the thread waits for copies under way before it ends."""
 _WAYS = {LoadBlock: CopyWay.LOAD, StoreBlock: CopyWay.STORE, CompareBlock: CopyWay.COMPARE}
@@ -94,7 +95,7 @@ class Copier:
         self._clearing: dict[int, Outcome] = {}
         """Loads of no use whose blocks are being cleared: how they ended."""
         self._places: GenerationView | None = None
-        """Of the slab, while loads may come from it."""
+        """Page of places of the slab, while loads may use it."""
         self._slab_bytes = 0
         """Size of the slab that is mapped; 0: none is."""
         self._from_slab: dict[int, int] = {}
@@ -230,13 +231,12 @@ class Copier:
             raise ProtocolError("Welcome to a rank without an arena")
         self._arena, self._generations = arena, generations
         self._copies.attach(arena.array, generations.ready_bytes)
-        self._leave_slab()
-        if self._link.slab is not None and self._link.places is not None:
-            trouble = self._copies.map_slab(self._link.slab)
-            if trouble:
-                logger.warning("kvstore: blocks are loaded from dram alone: %s", trouble)
-            else:
-                self._places, self._slab_bytes = self._link.places, self._link.slab.size_bytes
+        slab = self._link.slab
+        trouble = self._copies.map_slab(slab)
+        if trouble:
+            logger.warning(FROM_DRAM_ALONE, trouble)
+        self._places = None if trouble else self._link.places
+        self._slab_bytes = slab.size_bytes if slab is not None and not trouble else 0
         self._populated, self._reported = 0, Pinned(0)
         self._say("attached")
 
@@ -351,13 +351,12 @@ class Copier:
         if is_same:
             self._places = None
             reason = end.reason or "a copy in hbm holds other bytes than its block"
-            logger.warning("kvstore: blocks are loaded from dram alone: %s", reason)
+            logger.warning(FROM_DRAM_ALONE, reason)
         self._order(end.number, copy, place=0)
         return True
 
     def _leave_slab(self) -> None:
-        """Nothing is loaded from the slab any more, and its memory is not held."""
-        self._places = None
+        """Hold memory of a node that is gone no longer than copies need it."""
         if self._slab_bytes and not self._under_way:
             self._copies.map_slab(None)
             self._slab_bytes = 0

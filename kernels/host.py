@@ -37,7 +37,7 @@ class HostCopies:
         self._memory = memory
 
     def map_slab(self, slab: Slab | None) -> str:
-        return "the cache is on no GPU"
+        return "the cache is on no GPU" if slab is not None else ""
 
     def mark(self) -> int:
         return 0

@@ -173,8 +173,7 @@ class Link:
     def _map(self, welcome: Welcome, descriptors: list[int]) -> None:
         """Map the descriptors of Welcome: [generation page], or [arena, generation page], behind
         them with a slab the page of places."""
-        places = [] if welcome.hbm is None else descriptors[2:]
-        pages = descriptors[: len(descriptors) - len(places)]
+        pages, places = descriptors[:2], descriptors[2:]
         if len(pages) not in (1, 2) or len(places) != (welcome.hbm is not None):
             raise AttachError(f"the node sent {len(descriptors)} descriptors with its Welcome")
         generations, *others = (

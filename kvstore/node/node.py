@@ -192,9 +192,8 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         exchange=exchange,
         hbm=hbm,
     )
-    attach.watch(
-        handover.fileno(), TurnSource(TURN_WAKE, None, lambda _: _supervisor_ended(driver))
-    )
+    source = TurnSource(TURN_WAKE, None, lambda _: _supervisor_ended(driver))
+    attach.watch(handover.fileno(), source)
     _adopt_writers(memory, attach)
     driver.begin(memory.adopt)
     collector = NodeCollector(
@@ -209,8 +208,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     parts = collector, driver, door, files, publisher, member
     pages = make_pages(*parts, code_trouble=handover.code.trouble)
     http = _serve_pages(config, pages, handover, stack)
-    rpc = InspectServer(config.socket, loop, driver, member, incarnation)
-    stack.callback(rpc.close)
+    stack.callback(InspectServer(config.socket, loop, driver, member, incarnation).close)
     tier.start()
     _start_scrub(config, driver, tier, stack)
     if publisher is not None:

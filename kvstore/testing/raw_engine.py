@@ -120,9 +120,9 @@ class RawEngine:
         gpu: str = "",
         timeout_s: float = 10.0,
     ) -> None:
-        """Connect all sockets. `block_bytes`: of all ranks together. With the `nonce` of another,
-        the same processes attach again. `events`: endpoints of its KV events and their replay.
-        `gpu`: that of its ranks.
+        """Connect all sockets. `block_bytes`: of all ranks together; `gpu`: theirs. With the
+        `nonce` of another, the same processes attach again. `events`: endpoints of KV events and
+        replay.
 
         Raises AttachError without a node.
         """

@@ -73,6 +73,8 @@ class HbmTier:
         self._device = device
         self._dram = dram
         self.capacity_bytes = self.ready_bytes = capacity_bytes
+        self._pause = threading.Event()
+        """Never set: a device says nothing by itself."""
         self._stream, self._event = device.stream(is_urgent=False), device.event()
         self._staging = np.empty(0, np.uint8)
         self._lock = threading.Lock()
@@ -238,7 +240,7 @@ class HbmTier:
         while not self._device.has_happened(self._event):
             if time.monotonic() > end_s:
                 raise DeviceError(f"it did not end a copy within {DEVICE_S_MAX:.0f} s")
-            time.sleep(LOOK_S)
+            self._pause.wait(LOOK_S)
 
     def _fail(self, error: DeviceError) -> None:
         if not self.trouble:

@@ -15,6 +15,10 @@ from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.pinning import CHUNK_BYTES
 from kvstore.kernels.reference import Bytes, checksum
 from kvstore.ports import BlockCopy, CopyWay
+from kvstore.testing.simulated_device import SimulatedDevice
+from kvstore.tiers.hbm import HbmTier
+from kvstore.tiers.memory import MemoryTier
+from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
 from tests.kit.copy_parties import (
     BLOCKS,
     DEVICE_PARTIES,
@@ -26,6 +30,7 @@ from tests.kit.copy_parties import (
     noise,
 )
 from tests.kit.gpu_party import GPU_PARTIES
+from tests.kit.slab import ended, order_of
 
 Make = Callable[..., Party]
 
@@ -202,6 +207,31 @@ def test_copies_of_a_device_that_fails_end_as_failed(party: DeviceParty) -> None
     assert sorted(ends) == orders
     assert all(end.reason for end in ends.values())
     party.device.failure = ""
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_a_load_from_a_slab_is_hashed_as_it_arrived(
+    party: DeviceParty, *, is_verified: bool
+) -> None:
+    assert party.copies.gpu == "simulated"
+    before = party.device.allocation_count
+    node = SimulatedDevice(9, 4096)
+    dram = MemoryTier(capacity_bytes=4 * SLOT_BYTES_MIN)
+    capacity_bytes = 2 * SLOT_BYTES_MIN
+    tier = HbmTier(node, dram, capacity_bytes=capacity_bytes, incarnation=Incarnation(1))
+    data = noise(party.block_bytes, 3)
+    dram.view(SlotId(0), len(data))[:] = data
+    tier.submit(order_of([(0, PAGES_PER_GENERATION, data)]))
+    assert ended(tier).good == b"\1"
+    assert party.copies.map_slab(tier.slab) == ""
+    more = {"is_verified": is_verified, "slab_begin": SLOT_BYTES_MIN}
+    end = party.do(CopyWay.LOAD, 3, slot=1, **more)
+    assert (end.reason, end.checksum) == ("", checksum(HEADER, data) if is_verified else b"")
+    assert party.read(3) == data
+    assert party.copies.map_slab(None) == ""
+    assert party.device.allocation_count == before
+    tier.close()
+    assert party.copies.map_slab(tier.slab), "the handle ended with its memory"
 
 
 def test_marks_that_no_copy_waits_for_are_forgotten(party: DeviceParty) -> None:

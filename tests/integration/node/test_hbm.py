@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ def open_engine(node: NodeProcess) -> RawEngine:
 def eventually(check: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     end_s = time.monotonic() + timeout_s
     while not check() and time.monotonic() < end_s:
-        time.sleep(0.02)
+        threading.Event().wait(0.02)
     return check()
 
 

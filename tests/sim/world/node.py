@@ -60,7 +60,7 @@ from tests.sim.world.ground import Machine
 from tests.sim.world.guarantees import Guarantees
 from tests.sim.world.parts import WARM_KILL, Knobs, SimMemory
 from tests.sim.world.peers import SimPeers
-from tests.sim.world.slab import SimSlab
+from tests.sim.world.slab import new_slab
 from tests.sim.world.tape import Tape, image, tape
 
 _GENERATIONS_PER_LIFE = 1 << 40
@@ -100,10 +100,7 @@ class SimNode:
         else:
             first_generation += incarnation * _GENERATIONS_PER_LIFE
             self.memory = kept.memory.taken_over(first_generation)
-        self.memory.slab = None
-        if knobs.hbm_slabs:
-            size_bytes = knobs.hbm_slabs * knobs.slab_bytes
-            self.memory.slab = SimSlab(size_bytes, self.memory, machine.random)
+        slab = self.memory.slab = new_slab(knobs, self.memory, machine.random)
         self._ended: set[int] = set()
         """Connections whose last words do not count any more."""
         self._bad_copies: set[tuple[int, int]] = set()
@@ -120,7 +117,7 @@ class SimNode:
             has_disk=directory is not None,
             is_clustered=cluster is not None,
             is_restart=kept is not None,
-            slab=self.memory.slab.slab if self.memory.slab is not None else None,
+            slab=slab.slab if slab else None,
         )
         self._guarantees = Guarantees(knobs.quotas, arena_bytes=knobs.arena_bytes)
         self._first_events: list[Event] = [Ready(knobs.arena_bytes)]

@@ -1,7 +1,7 @@
 """A slab of GPU memory of one node process: its bytes, its page of places, copies into it.
 
-A copy into it ends when the world says so, and has read dram when it was ordered or when it ends.
-What it read is verified as `tiers.hbm` does. It ends with its process: nothing is shown any more.
+A copy ends when the world says so, and has read dram when it was ordered or when it ends. Its bytes
+are verified as `tiers.hbm` does. With its process the slab ends: nothing is shown any more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvstore.engine.events import Promote, Promoted, RaiseGenerations, Shown
 from kvstore.kernels.reference import checksum
 from kvstore.types import KEY_BYTES, PAGE_BYTES
 from kvstore.wire.slab import Slab, begin_of, place_words
-from tests.sim.world.parts import TORN, SimMemory
+from tests.sim.world.parts import TORN, Knobs, SimMemory
 
 GPU = "gpu"
 """Of every rank of the world."""
@@ -87,3 +87,9 @@ class SimSlab:
 
     def _put(self, target: int, data: bytes) -> None:
         self._bytes[target * PAGE_BYTES : target * PAGE_BYTES + len(data)] = data
+
+
+def new_slab(knobs: Knobs, memory: SimMemory, source: random.Random) -> SimSlab | None:
+    """The slab of a process that begins with this memory; None: the machine has no GPU."""
+    size_bytes = knobs.hbm_slabs * knobs.slab_bytes
+    return SimSlab(size_bytes, memory, source) if size_bytes else None

@@ -7,6 +7,7 @@ import select
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from kvstore.wire.messages import (
     decode_from_engine,
     encode,
 )
+from kvstore.wire.slab import Slab
 
 HELLO = HelloScheduler(protocol=1, engine_id="e", nonce="n", tenant="t", rank_count=1, process="p")
 
@@ -47,9 +49,9 @@ class ScriptedNode:
         data, ancillary, _, _ = self.peer.recvmsg(4096, socket.CMSG_SPACE(16))
         return data, received_descriptors(ancillary)
 
-    def welcome(self, *, descriptors: Sequence[int], **changes: int) -> None:
+    def welcome(self, *, descriptors: Sequence[int], **changes: object) -> None:
         assert self.peer is not None
-        fields = {
+        fields: dict[str, Any] = {
             "protocol": 1,
             "incarnation": 7,
             "now_ns": 1,
@@ -148,6 +150,31 @@ def test_a_refusal_that_comes_before_the_hello_is_heard(
     monkeypatch.setattr(socket, "send_fds", refuse_first)
     link = Link.connect(node.path, HELLO)
     assert receive(link) == [refused, Lost("the node closed the connection")]
+
+
+@pytest.mark.parametrize(
+    ("pages", "has_slab"), [("agp", False), ("ag", True), ("g", True), ("agpp", True)]
+)
+def test_a_slab_and_its_page_of_places_come_together(
+    link: Link, node: ScriptedNode, pages: str, *, has_slab: bool
+) -> None:
+    its = {"a": node.arena.arena_fd, "g": node.arena.generation_fd, "p": node.arena.generation_fd}
+    slab = Slab("gpu", 1 << 20, b"handle") if has_slab else None
+    node.welcome(descriptors=[its[page] for page in pages], hbm=slab)
+    (lost,) = receive(link)
+    assert lost == Lost(f"the node sent {len(pages)} descriptors with its Welcome")
+
+
+def test_a_rank_on_the_gpu_of_a_slab_gets_its_page_of_places(
+    link: Link, node: ScriptedNode
+) -> None:
+    slab = Slab("gpu", 1 << 20, b"handle")
+    pages = [node.arena.arena_fd, node.arena.generation_fd, node.arena.generation_fd]
+    node.welcome(descriptors=pages, hbm=slab)
+    receive(link)
+    assert (link.slab, link.places is not None) == (slab, True)
+    link.close()
+    assert (link.slab, link.places) == (None, None)
 
 
 # ── datagrams ────────────────────────────────────────────────────────────────────────────────────

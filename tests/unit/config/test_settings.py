@@ -142,6 +142,7 @@ ELSE: Mapping[str, Any] = {
     "engine-events": ["e=ipc:///z,space=" + 64 * "a"],
     "node-name": "n8",
     "hbm": "1GiB,gpu=1",
+    "landing": "256MiB",
     "index": ["127.0.0.1:1", "127.0.0.1:2"],
     "index-listen": "127.0.0.1:9470",
     "index-entries": "1M",

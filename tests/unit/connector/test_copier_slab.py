@@ -5,6 +5,7 @@ The bytes in dram and in the slab differ, so that it is seen from where a block 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes
-from kvstore.ports import BlockCopy
+from kvstore.ports import BlockCopy, CopyWay
 from kvstore.testing.simulated_device import SimulatedDevice, simulated_copies
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
@@ -86,7 +87,7 @@ def load(rank: Rank, checksums: bytes = b"") -> bytes:
 def eventually(check: Callable[[], bool]) -> bool:
     end_s = time.monotonic() + WAIT_S
     while not check() and time.monotonic() < end_s:
-        time.sleep(0.01)
+        threading.Event().wait(0.01)
     return check()
 
 
@@ -136,15 +137,19 @@ def test_a_block_that_leaves_dram_meanwhile_is_not_loaded_at_all(
     node: ScriptedNode, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.open_session(5)
-    begin = rank.copies.begin
+    begin, ways = rank.copies.begin, []
 
     def begin_and_lose(copy: BlockCopy) -> None:
         begin(copy)
-        node.arena.raise_generations(np.array([SLOT], np.uint32), np.array([2], np.uint64))
+        ways.append(copy.way)
+        if copy.way is CopyWay.LOAD:
+            node.arena.raise_generations(np.array([SLOT], np.uint32), np.array([2], np.uint64))
+            take_back(node)
 
     monkeypatch.setattr(rank.copies, "begin", begin_and_lose)
     assert load(rank) == b""
     assert rank.block(3) == bytes(BLOCK)
+    assert ways == [CopyWay.LOAD, CopyWay.CLEAR]
 
 
 def test_other_bytes_in_the_slab_end_its_use(
@@ -164,11 +169,36 @@ def test_a_slab_that_cannot_be_mapped_is_not_used(
     assert load(rank, sum_of(IN_DRAM)) == IN_DRAM
 
 
-def test_a_place_outside_of_the_slab_is_not_used(node: ScriptedNode, rank: Rank) -> None:
+def test_a_place_outside_of_the_slab_is_not_used(
+    node: ScriptedNode, rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
     assert node.hbm is not None
     node.hbm._places[SLOT // P] = 1 << 32 | 8 * P
     node.open_session(5)
     assert load(rank, sum_of(IN_DRAM)) == IN_DRAM
+    assert "dram alone" not in caplog.text, "it was read, and had other bytes"
+
+
+def test_a_load_under_way_when_the_node_ends_is_made_from_dram(
+    node: ScriptedNode, rank: Rank, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it has brought: the memory that it reads is nobody's now."""
+    node.open_session(5)
+    begin, begun = rank.copies.begin, threading.Event()
+
+    def begin_and_wait(copy: BlockCopy) -> None:
+        monkeypatch.setattr(device, "turn", lambda: False)
+        begin(copy)
+        begun.set()
+
+    monkeypatch.setattr(rank.copies, "begin", begin_and_wait)
+    rank.load((3,), [SLOT], session=5)
+    assert begun.wait(WAIT_S)
+    node.hang_up()
+    assert eventually(lambda: rank.copier._link is None)
+    monkeypatch.undo()
+    (result,) = rank.loaded().loads
+    assert (result.loaded_blocks, rank.block(3)) == (1, IN_DRAM)
 
 
 def test_memory_of_a_node_that_is_gone_is_let_go(
