@@ -120,9 +120,8 @@ class RawEngine:
         gpu: str = "",
         timeout_s: float = 10.0,
     ) -> None:
-        """Connect all sockets. `block_bytes`: of all ranks together; `gpu`: theirs. With the
-        `nonce` of another, the same processes attach again. `events`: endpoints of KV events and
-        replay.
+        """Connect all sockets. `block_bytes`, `gpu`: of all ranks together. With the `nonce` of
+        another, the same processes attach again. `events`: endpoints of KV events and replay.
 
         Raises AttachError without a node.
         """

@@ -11,19 +11,18 @@ import functools
 import hashlib
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
+from kvstore.engine.events import Promote, Promoted, RaiseGenerations, Shown
 from kvstore.tiers.memory import MemoryTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId
 from kvstore.units import KIB, MIB
+from kvstore.wire.slab import Slab
 from kvstore.wire.space import Space
 from tests.sim.world.groups import Kind
-
-if TYPE_CHECKING:
-    from tests.sim.world.slab import SimSlab
 
 DISK_CALL_FAULTS = (
     "read error",
@@ -266,6 +265,18 @@ def _as_cluster(seed: int, knobs: Knobs, *, machines: int) -> Knobs:
     )
 
 
+class SharedSlab(Protocol):
+    """`slab.SimSlab`, as those see it who have the memory of a process."""
+
+    slab: Slab
+    is_void: bool
+
+    def place(self, slot: int) -> int: ...
+    def read(self, place: int, length: int) -> bytes: ...
+    def take(self, command: RaiseGenerations | Shown | Promote) -> None: ...
+    def end_one(self) -> list[Promoted]: ...
+
+
 class SimMemory:
     """An arena of real bytes, and the generation page of one process in the reference tier."""
 
@@ -274,7 +285,7 @@ class SimMemory:
         self.bytes = self.tier.view(SlotId(0), capacity_bytes)
         self.is_damaged = False
         """Bytes changed that nobody wrote."""
-        self.slab: SimSlab | None = None
+        self.slab: SharedSlab | None = None
         """Of the process that has it mapped."""
         self._pages: dict[int, int] = {}
         self._writes: Counter[int] = Counter()
