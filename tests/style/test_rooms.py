@@ -29,7 +29,7 @@ LINES_MAX = {
     "kernels": 696,
     "kvstore": 756,
     "net": 510,
-    "node": 2_538,
+    "node": 2_539,
     "obs": 301,
     "peers": 2_300,
     "proto": 430,
