@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.engine import SPACE_DIGITS
 from kvstore.engine.events import (
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from kvstore.tiers.hbm import HbmTier
 
 _log = logging.getLogger(__name__)
+_ABOUT_PLACES: Final = (RaiseGenerations, Shown)
+"""Carried out first, in order."""
 
 
 class Poisoned(Exception):
@@ -95,7 +97,7 @@ class Executor:
         # Before anything else can tell somebody about these slots: see DESIGN.md, generation page.
         try:
             for command in commands:
-                if isinstance(command, RaiseGenerations | Shown):
+                if isinstance(command, _ABOUT_PLACES):
                     self._publish_places(command)
         except AssertionError as error:
             raise Poisoned("generations could not be published") from error
