@@ -300,7 +300,11 @@ class DeviceCopies:
         self._staging = np.zeros((COPIES_MAX, max(cache.block_bytes for cache in caches)), np.uint8)
         device.pin(int(self._staging.ctypes.data), self._staging.nbytes)
         self._free_staging = list(self._staging)
-        self.moves = BlockMoves(device, self._flights, [c.sizes for c in caches], thresholds)
+        try:
+            self.moves = BlockMoves(device, self._flights, [c.sizes for c in caches], thresholds)
+        except DeviceError:
+            device.unpin(int(self._staging.ctypes.data))
+            raise
         self._closed = False
 
     @property

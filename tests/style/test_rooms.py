@@ -26,7 +26,7 @@ LINES_MAX = {
     "engine": 6_500,
     "index": 1_810,
     "indexer": 710,
-    "kernels": 1_240,
+    "kernels": 1_244,
     "kvstore": 740,
     "net": 510,
     "node": 2_500,
