@@ -477,12 +477,12 @@ def sealed_before_it_is_verified() -> contextlib.AbstractContextManager[Any]:
 
 
 def grant_of_another_peer_used() -> contextlib.AbstractContextManager[Any]:
-    """Grants are known by their numbers alone, which each node counts from 1."""
+    """Grants of all peers are one heap."""
     move = Pusher._move
 
     async def broken(self: Pusher, command: WritePush, its: Any) -> str:
-        same = [each for (_, grant), each in self._taken.items() if grant == command.grant]
-        return await move(self, command, same[0].its if same else its)
+        others = [each for (peer, _), each in self._taken.items() if peer != command.peer]
+        return await move(self, command, others[0].its if others else its)
 
     return mock.patch.object(Pusher, "_move", broken)
 

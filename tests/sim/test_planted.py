@@ -32,7 +32,7 @@ SOONER = {
     planted.late_write_into_an_extent_used_again: 24,
     planted.epoch_ignored: 4,
     planted.sealed_before_it_is_verified: 4,
-    planted.grant_of_another_peer_used: 8,
+    planted.grant_of_another_peer_used: 28,
     planted.abort_not_told: 8,
     planted.extent_freed_by_a_timer: 4,
     planted.block_of_the_wrong_group: 8,
