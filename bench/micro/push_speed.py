@@ -5,10 +5,10 @@
 Every round does each once, so that what else the machine does falls on all; ratios are of medians,
 for blocks of 2 MiB and of 64 KiB. `raw` is one NIXL WRITE with a descriptor for each block, from
 scattered places into a row of them; `raw_busy` with progress threads that never rest, NIXL's own
-way; ratios are to the quicker of the two; `mover` the same through two transfer workers, from the message
-to its `Done`; `node` from PushExpect at one real node to its PushEnd, blocks sealed on the other:
-grants, words, copies out of the landing slab and checksums of every block included. UCX over tcp in
-all, as between machines.
+way; ratios are to the quicker of the two; `mover` the same through two transfer workers, from the
+message to its `Done`; `node` from PushExpect at one real node to its PushEnd, blocks sealed on the
+other: grants, words, copies out of the landing slab and checksums of every block included. UCX over
+tcp in all, as between machines.
 """
 
 from __future__ import annotations
