@@ -125,3 +125,5 @@ PUSHED: Sequence[Planted] = (
     block_of_the_wrong_group,
     half_a_chunk,
 )
+CALM: Sequence[Planted] = (abort_not_told,)
+"""Faults would excuse these."""

@@ -120,9 +120,8 @@ class SimPeers:
         """Grants that were taken back, and when."""
         self._over: set[int] = set()
         """Grants whose last word has come."""
-        self._losses, self._loss_ns = 0, 0
-        self._has_lost = False
-        """A session was lost, or a write failed."""
+        self._losses, self._loss_ns = 0, -_CALM_NS
+        """Faults between nodes so far; when one, or a session that was lost, was seen last."""
         self._granted: dict[int, tuple[str, int]] = {}
         """Page of the landing slab → node and epoch that it was granted to last."""
         self._left_alone: dict[str, int] = {}
@@ -276,7 +275,8 @@ class SimPeers:
             case Fetched():
                 self._check_fetched(self._fetches.pop(event.job), event)
             case PushOver(grant=grant, is_quiet=is_quiet):
-                self._has_lost = self._has_lost or not is_quiet
+                if not is_quiet:
+                    self._loss_ns = self.now_ns
                 self._revoked.pop(grant, None)
                 self._over.add(grant)
             case Landed():
@@ -303,7 +303,7 @@ class SimPeers:
                     if self._granted[page][1] != self.lander.epoch:
                         raise Violation(f"{self.name} takes blocks of an epoch before")
             case RecycleMover():
-                if not self._has_lost and not self._excuse(_LOSSES):
+                if self._loss_ns < 0 and not self._excuse(_LOSSES):
                     raise Violation(f"{self.name} kills its transfer worker, and nobody failed")
 
     def _check_revoked(self) -> None:
@@ -312,8 +312,8 @@ class SimPeers:
         if losses != self._losses:
             self._losses, self._loss_ns = losses, self.now_ns
         for grant, since_ns in self._revoked.items():
-            is_quiet = since_ns > self._loss_ns + _CALM_NS or not losses
-            if is_quiet and self.now_ns > since_ns + _TOLD_NS and not self._has_lost:
+            is_calm = since_ns > self._loss_ns + _CALM_NS
+            if is_calm and self.now_ns > since_ns + _TOLD_NS > self._loss_ns + _TOLD_NS:
                 raise Violation(f"{self.name}: nobody answers that grant {grant} is taken back")
 
     def _excuse(self, faults: Iterable[str]) -> bool:

@@ -85,6 +85,8 @@ class SimPushes:
         source = self._world.random
         if source.random() < 0.3:
             self._say(leg.decode, PushCancel(leg.transfer))
+            if source.random() < 0.7:
+                return  # its prefill goes on
         reason = source.choice(("", "", "", "aborted", "preempted"))
         self._say(leg.prefill, PushClose(leg.transfer, reason))
 
