@@ -33,11 +33,10 @@ from kvstore.client.core.plan import LoadJob, LoadResult, StoreJob
 from kvstore.client.core.rank import RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.client.core.stores import EngineStores
-from kvstore.engine.events import Fetch, Fetched, Land, Landed, LandingUp, Pushed, WritePush
+from kvstore.engine.events import Fetch, Fetched
 from kvstore.engine.memory.journal import Journal, JournalContents
 from kvstore.engine.memory.quotas import QuotaGroup, Quotas
 from kvstore.engine.memory.table import BlockTable, Keys, Rows
-from kvstore.engine.moves.grants import Grants
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.sessions.leases import Leases
 from kvstore.engine.sessions.owners import Connection
@@ -46,9 +45,7 @@ from kvstore.engine.state import State
 from kvstore.index.feed import Feed, Heard, Hello
 from kvstore.peers import borrower
 from kvstore.peers.borrower import Borrower, _session_of
-from kvstore.peers.lander import Lander
 from kvstore.peers.peer_session import PeerSession, SessionLost
-from kvstore.peers.pusher import Pusher
 from kvstore.proto.loans import Borrowed
 from kvstore.tiers.file.jobs import ReadJob
 from kvstore.tiers.file.reader import Reader, WantedBlock
@@ -431,118 +428,6 @@ def record_of_another_space() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Reader, "_is_good", broken)
 
 
-# ── of pushes ────────────────────────────────────────────────────────────────────────────────────
-
-
-def late_write_into_an_extent_used_again() -> contextlib.AbstractContextManager[Any]:
-    """The extents of a write that failed are granted to the next one."""
-    give_up = Grants._give_up
-
-    def broken(self: Grants, granted: Any, *, is_quiet: bool) -> None:
-        give_up(self, granted, is_quiet=True)
-
-    return mock.patch.object(Grants, "_give_up", broken)
-
-
-def epoch_ignored() -> contextlib.AbstractContextManager[Any]:
-    """Grants outlive the transfer worker that they were given by."""
-
-    def broken_up(self: Grants, event: LandingUp) -> None:
-        for extents, pages in self._limbo:
-            self._slab.free(extents, pages)
-        self._limbo, self._limbo_ns = [], 0
-        self._epoch = event.epoch
-        self._next()
-
-    pushed = Grants.pushed
-
-    def broken_pushed(self: Grants, event: Pushed) -> None:
-        pushed(self, msgspec.structs.replace(event, epoch=self._epoch))
-
-    return _both(
-        mock.patch.object(Grants, "up", broken_up),
-        mock.patch.object(Grants, "pushed", broken_pushed),
-    )
-
-
-def sealed_before_it_is_verified() -> contextlib.AbstractContextManager[Any]:
-    """What a peer says that it pushed is believed."""
-    copy = Lander._copy
-
-    def broken(self: Lander, command: Land) -> Landed:
-        landed = copy(self, command)
-        return Landed(command.job, bytes([1] * len(landed.good)), command.checksums)
-
-    return mock.patch.object(Lander, "_copy", broken)
-
-
-def grant_of_another_peer_used() -> contextlib.AbstractContextManager[Any]:
-    """Grants are known by their numbers alone, which each node counts from 1."""
-    move = Pusher._move
-
-    async def broken(self: Pusher, command: WritePush, its: Any) -> str:
-        same = [each for (_, grant), each in self._taken.items() if grant == command.grant]
-        return await move(self, command, same[0].its if same else its)
-
-    return mock.patch.object(Pusher, "_move", broken)
-
-
-def abort_not_told() -> contextlib.AbstractContextManager[Any]:
-    """The prefill node does not hear that nobody waits any more."""
-
-    def broken(self: Pusher, peer: int, grant: int) -> None:
-        return
-
-    return mock.patch.object(Pusher, "revoked", broken)
-
-
-def extent_freed_by_a_timer() -> contextlib.AbstractContextManager[Any]:
-    """A request that is over needs its extents no more."""
-    end = Grants._end
-
-    def broken(self: Grants, expect: Any, reason: str) -> None:
-        end(self, expect, reason)
-        for granted in [its for its in self._grants.values() if its.expect is expect]:
-            self._give_up(granted, is_quiet=True)
-
-    return mock.patch.object(Grants, "_end", broken)
-
-
-def block_of_the_wrong_group() -> contextlib.AbstractContextManager[Any]:
-    """The decode node takes the keys for those of its first group."""
-    begin = Grants._land
-
-    def broken(self: Grants, event: Pushed, granted: Any, places: slice) -> None:
-        first = granted.expect.connection.owner.groups[0].asker
-        granted.expect.asker, asker = first, granted.expect.asker
-        begin(self, event, granted, places)
-        granted.expect.asker = asker
-
-    return mock.patch.object(Grants, "_land", broken)
-
-
-def half_a_chunk() -> contextlib.AbstractContextManager[Any]:
-    """A write is reported when half of it has ended."""
-    move = Pusher._move
-
-    async def broken(self: Pusher, command: WritePush, its: Any) -> str:
-        columns = len(command.block_bytes)
-        half = command.slots[: len(command.slots) // columns // 2 * columns]
-        return await move(self, msgspec.structs.replace(command, slots=half), its)
-
-    return mock.patch.object(Pusher, "_move", broken)
-
-
-PUSHED: Sequence[Planted] = (
-    late_write_into_an_extent_used_again,
-    epoch_ignored,
-    sealed_before_it_is_verified,
-    grant_of_another_peer_used,
-    abort_not_told,
-    extent_freed_by_a_timer,
-    block_of_the_wrong_group,
-    half_a_chunk,
-)
 GROUPED: Sequence[Planted] = (
     window_off_by_one,
     groups_swapped,
