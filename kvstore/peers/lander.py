@@ -80,7 +80,8 @@ class Lander:
         self.timings = {kind: Timings() for kind in KINDS}
         self._post, self._borrower, self._mover = post, borrower, mover
         self._memory, self._clock, self._draw_epoch = memory, clock, draw_epoch
-        self._epoch = 0
+        self.epoch = 0
+        """Epoch of the transfer worker that serves; 0: there is none."""
         self._given: dict[int, _OpenGrant] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(LAND_THREADS, thread_name_prefix="land")
@@ -93,8 +94,8 @@ class Lander:
 
     def mover_changed(self) -> None:
         """The transfer worker is another one, or dead and reaped."""
-        self._epoch = self._draw_epoch() if self._mover.descriptor else 0
-        self._post(LandingUp(self._epoch))
+        self.epoch = self._draw_epoch() if self._mover.descriptor else 0
+        self._post(LandingUp(self.epoch))
 
     def carry_out(self, command: AskPush | RevokePush | Land | RecycleMover) -> None:
         """An order of the engine."""
@@ -129,7 +130,7 @@ class Lander:
         command = given.command
         try:
             session = await self._borrower.session(command.node)
-            if given.is_revoked or command.epoch != self._epoch:
+            if given.is_revoked or command.epoch != self.epoch:
                 raise SessionLost("it was taken back")
             given.session = session
             session.heard = lambda answer: self._hear(session, answer)
@@ -152,7 +153,7 @@ class Lander:
         else:
             over = pushes.over_event(answer.push_over)
             given = self._given.get(over.grant)
-            if given is not None and given.session is session and over.epoch == self._epoch:
+            if given is not None and given.session is session and over.epoch == self.epoch:
                 self._over(over.grant, over.reason, is_quiet=over.is_quiet)
 
     def _hear_pushed(self, session: PeerSession, pushed: pb.Pushed) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import pytest
 
 from kvstore.engine.engine import Engine
-from tests.sim import planted
+from tests.sim import planted, planted_pushes
 from tests.sim.world.copies import Violation
 from tests.sim.world.play import World
 
@@ -29,6 +29,14 @@ SOONER = {
     planted.identity_put_aside_too_early: 77,
     planted.loan_checked_before_the_read_only: 128,
     planted.fetched_slots_freed_by_a_timer: 4,
+    planted_pushes.late_write_into_an_extent_used_again: 24,
+    planted_pushes.epoch_ignored: 4,
+    planted_pushes.sealed_before_it_is_verified: 4,
+    planted_pushes.grant_of_another_peer_used: 28,
+    planted_pushes.abort_not_told: 8,
+    planted_pushes.extent_freed_by_a_timer: 4,
+    planted_pushes.block_of_the_wrong_group: 8,
+    planted_pushes.half_a_chunk: 8,
     planted.granted_slots_are_free_after_a_restart: 17,
     planted.lease_released_at_the_first_rank: 85,
     planted.load_targets_not_fenced: 73,
@@ -61,6 +69,7 @@ def notices(seed: int, faults: Collection[str] = ()) -> bool:
         *planted.RESTARTED,
         *planted.GROUPED,
         *planted.SHARED,
+        *planted_pushes.PUSHED,
     ],
     ids=lambda plant: plant.__name__,
 )

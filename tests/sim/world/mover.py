@@ -142,6 +142,8 @@ class SimMover:
             for _, to, size in rows
             for page in range(to // PAGE_BYTES, (to + size - 1) // PAGE_BYTES + 1)
         }
+        for _, to, _ in rows:
+            target.peers.check_write(self.peers.name, to // PAGE_BYTES)
         reason = await self._write_rows(target, descriptor, rows, deadline_ns, life)
         if not reason:
             target.incoming.pop(number, None)

@@ -15,8 +15,8 @@ Does not cover: the engine (`node`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from kvstore.engine.events import (
     OffersUntold,
     PeerCommand,
     PeerEvent,
+    PushOver,
     RecycleMover,
     RevokePush,
     SayPushed,
@@ -49,15 +50,39 @@ from kvstore.peers.lander import Lander
 from kvstore.peers.lender import Lender
 from kvstore.peers.pusher import Pusher
 from kvstore.proto import index_pb2, loans, peer_pb2
-from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
+from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SpaceId, Tier
+from kvstore.units import NS_PER_S
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
 from tests.sim.world.ground import Machine
 from tests.sim.world.index import SimIndexClient
 from tests.sim.world.loop import SimLoop
-from tests.sim.world.mover import SimMover
+from tests.sim.world.mover import (
+    LINGERS,
+    NEVER_ENDS,
+    STOPS_HALF_WAY,
+    WRONG_BYTES,
+    SimMover,
+)
 from tests.sim.world.net import SimChannel
 from tests.sim.world.parts import SimMemory
+
+_DAMAGES: Final = (
+    *(STOPS_HALF_WAY, WRONG_BYTES, LINGERS),
+    *("byte flipped", "arena scribbled", "mover dies", "node killed", "warm kill"),
+)
+"""Faults after which bytes in a landing slab may be others."""
+_LOSSES: Final = (
+    *(STOPS_HALF_WAY, NEVER_ENDS, LINGERS, "mover dies", "connection lost", "partition"),
+    *("partition one way", "node killed", "node stopped", "node upgraded", "machine suspended"),
+    *("node restarts in a step", "warm kill", "warm upgrade", "addresses swapped"),
+)
+"""Faults after which nobody knows whether a peer still writes."""
+
+
+_CALM_NS: Final = 8 * NS_PER_S
+"""Longer than any fault between nodes lasts."""
+_TOLD_NS: Final = 3 * NS_PER_S
 
 
 class _Clock:
@@ -91,6 +116,15 @@ class SimPeers:
         self._locates: set[int] = set()
         self._fetches: dict[int, Fetch] = {}
         self._lands: dict[int, Land] = {}
+        self._revoked: dict[int, int] = {}
+        """Grants that were taken back, and when."""
+        self._over: set[int] = set()
+        """Grants whose last word has come."""
+        self._losses, self._loss_ns = 0, 0
+        self._has_lost = False
+        """A session was lost, or a write failed."""
+        self._granted: dict[int, tuple[str, int]] = {}
+        """Page of the landing slab → node and epoch that it was granted to last."""
         self._left_alone: dict[str, int] = {}
         """Peers that failed, and until when nothing is asked of them: from the step after the one
         that heard of it, which may have decided before it came to that."""
@@ -117,21 +151,7 @@ class SimPeers:
             descriptor=lambda: self.mover.descriptor,
             demands_certificates=False,
         )
-        self.pusher = self.lender.pusher = Pusher(
-            self.post,
-            mover=self.mover,  # type: ignore[arg-type]
-            address_of=self.borrower.address_of,
-            answer=self.lender.answer,
-            clock=_Clock(machine),
-        )
-        self.lander = Lander(
-            self.post,
-            borrower=self.borrower,
-            mover=self.mover,  # type: ignore[arg-type]
-            memory=np.frombuffer(self.memory.bytes, np.uint8),
-            clock=_Clock(machine),
-            draw_epoch=lambda: self.random.randint(1, 1 << 62),
-        )
+        self._make_pushes()
         self.log = FeedLog()
         hello = index_pb2.Hello(node=self.name, incarnation=incarnation, address=machine.address)
         self.links = [
@@ -147,6 +167,23 @@ class SimPeers:
             )
             for replica in self.cluster.replicas
         ]
+
+    def _make_pushes(self) -> None:
+        self.pusher = self.lender.pusher = Pusher(
+            self.post,
+            mover=self.mover,  # type: ignore[arg-type]
+            address_of=self.borrower.address_of,
+            answer=self.lender.answer,
+            clock=_Clock(self.machine),
+        )
+        self.lander = Lander(
+            self.post,
+            borrower=self.borrower,
+            mover=self.mover,  # type: ignore[arg-type]
+            memory=np.frombuffer(self.memory.bytes, np.uint8),
+            clock=_Clock(self.machine),
+            draw_epoch=lambda: self.random.randint(1, 1 << 62),
+        )
 
     @property
     def now_ns(self) -> int:
@@ -189,6 +226,7 @@ class SimPeers:
             elif failed and self.now_ns >= self._left_alone.get(node, 0):
                 self._left_alone[node] = self._heard_ns + AVOID_FIRST_NS
         self._heard, self._ended, self._heard_ns = self._ended, [], self.now_ns
+        self._check_revoked()
         taken: list[Event] = list(self._events)
         self._events.clear()
         return taken
@@ -237,6 +275,10 @@ class SimPeers:
                 self._locates.remove(event.locate)
             case Fetched():
                 self._check_fetched(self._fetches.pop(event.job), event)
+            case PushOver(grant=grant, is_quiet=is_quiet):
+                self._has_lost = self._has_lost or not is_quiet
+                self._revoked.pop(grant, None)
+                self._over.add(grant)
             case Landed():
                 self._check_landed(self._lands.pop(event.job), event)
             case _:
@@ -247,15 +289,47 @@ class SimPeers:
         """What is granted nobody else may write to (I4)."""
         match command:
             case AskPush():
-                pages = set(np.frombuffer(command.extents, "<u4").tolist())
+                extents = np.frombuffer(command.extents, "<u4")[:, None]
+                inside = np.arange(-(-command.block_bytes // PAGE_BYTES))
+                pages = set((extents + inside).reshape(-1).tolist())
                 if pages & self.mover.written_to():
                     raise Violation(f"{self.name} grants what may still be written to")
+                self._granted.update(dict.fromkeys(pages, (command.node, command.epoch)))
+            case RevokePush(grant=grant) if grant not in self._over:
+                self._revoked[grant] = self.now_ns
             case Land():
                 self._lands[command.job] = command
+                for page in np.frombuffer(command.extents, "<u4").tolist():
+                    if self._granted[page][1] != self.lander.epoch:
+                        raise Violation(f"{self.name} takes blocks of an epoch before")
+            case RecycleMover():
+                if not self._has_lost and not self._excuse(_LOSSES):
+                    raise Violation(f"{self.name} kills its transfer worker, and nobody failed")
+
+    def _check_revoked(self) -> None:
+        """Where nobody fails, a grant that is taken back has its last word soon."""
+        losses = sum(self.world.faults[name] for name in _LOSSES)
+        if losses != self._losses:
+            self._losses, self._loss_ns = losses, self.now_ns
+        for grant, since_ns in self._revoked.items():
+            is_quiet = since_ns > self._loss_ns + _CALM_NS or not losses
+            if is_quiet and self.now_ns > since_ns + _TOLD_NS and not self._has_lost:
+                raise Violation(f"{self.name}: nobody answers that grant {grant} is taken back")
+
+    def _excuse(self, faults: Iterable[str]) -> bool:
+        """Whether one of these happened to anybody."""
+        return any(self.world.faults[name] for name in faults)
+
+    def check_write(self, writer: str, page: int) -> None:
+        """A peer begins to write to an extent."""
+        if self._granted.get(page, ("", 0))[0] != writer:
+            raise Violation(f"{writer} writes to what {self.name} granted to somebody else")
 
     def _check_landed(self, command: Land, event: Landed) -> None:
         """What counts is the block, byte by byte (I5)."""
         self.world.pushed_blocks += sum(event.good)
+        if not all(event.good) and not self._excuse(_DAMAGES):
+            raise Violation(f"{self.name}: pushed blocks are damaged, and nobody damaged them")
         slots = np.asarray(command.slots).reshape(len(event.good), -1).tolist()
         for number, row in enumerate(slots):
             key = command.keys[number * KEY_BYTES :][:KEY_BYTES]

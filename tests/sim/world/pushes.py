@@ -10,23 +10,21 @@ Does not cover: when real connectors say so (`kvstore.connector`).
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvstore.wire.messages import Message
 from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
 from tests.sim.world.engine import SimEngine
 from tests.sim.world.groups import BLOCK_TOKENS
 from tests.sim.world.requests import SimRequest
+from tests.sim.world.stage import Stage
 
-if TYPE_CHECKING:
-    from tests.sim.world.world import World
-
-_NEW_SHARE: Final = 0.02
-_END_SHARE: Final = 0.01
+_NEW_SHARE: Final = 0.08
+_END_SHARE: Final = 0.03
 _UNKNOWN_SHARE: Final = 0.7
 """Of chains that nobody holds yet."""
-_DEADLINES_MS: Final = (20, 500, 5000, 60_000)
-UNDER_WAY_MAX: Final = 8
+_DEADLINES_MS: Final = (20, 2000, 5000, 60_000)
+UNDER_WAY_MAX: Final = 16
 
 
 class _Leg(NamedTuple):
@@ -38,7 +36,7 @@ class _Leg(NamedTuple):
 class SimPushes:
     """All transfers of a world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Stage) -> None:
         self._world = world
         self._under_way: list[_Leg] = []
         self.count = 0
@@ -71,6 +69,7 @@ class SimPushes:
             prefill.machine.name,
             b"".join(keys),
             source.choice(_DEADLINES_MS),
+            group=source.randrange(len(decode.kinds)),
         )
         words = [(prefill, PushOpen(leg.transfer)), (decode, expect)]
         if source.random() < 0.5:

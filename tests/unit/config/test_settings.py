@@ -147,6 +147,7 @@ ELSE: Mapping[str, Any] = {
     "peer-listen": "10.0.0.8:9480",
     "transport": "tcp,pace=on",
     "fetch": "always",
+    "landing": "64MiB",
 }
 """Another value than the default, of every setting but those of TLS."""
 BASE: Mapping[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvstore.engine.events import Clear, LandingUp, Pushed, PushOver
 from kvstore.engine.moves.grants import LIMBO_NS, REVOKED_NS
@@ -12,7 +13,8 @@ from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import LeaseMore
 from kvstore.wire.pushes import PushEnd, PushExpect
-from tests.unit.engine.harness import Peer, keys, pairs, space
+from kvstore.wire.space import fingerprint
+from tests.unit.engine.harness import WHOLE, Peer, keys, pairs, space
 from tests.unit.engine.pushing import PushPair
 
 
@@ -107,6 +109,27 @@ def test_parallel_sizes_may_differ(ranks: tuple[int, int]) -> None:
     assert [(end.blocks, end.reason) for end in pair.ends] == [(2, "")]
 
 
+def test_groups_keep_apart() -> None:
+    """Keys of a group are those of its space, also where groups have blocks of one size."""
+    second = space("second", layer_bytes=16 << 10)
+    pair = PushPair()
+    more = [(second, (WHOLE,))]
+    pair.prefill = Peer(pair.p, "p", more=more)
+    pair.decode = Peer(pair.d, "d", more=more)
+    pair.open()
+    sealed = pair.prefill.sealed(1, places=pair.prefill.credits(1)[:1])
+    pair.p.step(replace(sealed, message=replace(sealed.message, group=1)))
+    pair.sort()
+    pair.d.hear(pair.decode.scheduler, PushExpect("r", "p", keys(1), 5000, group=1))
+    pair.sort()
+    while not pair.lands:
+        pair.hear_p() if pair.to_p else pair.write(*pair.flights) if pair.flights else pair.hear_d()
+    assert pair.lands[0].space == fingerprint(second, weights_epoch="")
+    pair.pump()
+    assert [(end.group, end.blocks, end.reason) for end in pair.ends] == [(1, 1, "")]
+    pair.at_rest()
+
+
 # ── words ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -184,6 +207,8 @@ def test_a_cancelled_request_takes_its_grants_back() -> None:
     (job,) = pair.flights
     pair.cancel()
     assert pair.ends[0].reason == "it was cancelled"
+    slab = pair.d.engine._grants._slab
+    assert slab.free_pages < slab.page_count, "it is written to"
     pair.hear_p()
     assert not pair.to_d, "the last word comes after the last write"
     pair.write(job)
@@ -317,7 +342,7 @@ def test_words_of_another_epoch_are_dropped() -> None:
     word = pair.to_d[0]
     assert isinstance(word, Pushed)
     pair.restart_mover()
-    assert "transfer worker" in pair.ends[0].reason
+    assert ["transfer worker" in end.reason for end in pair.ends] == [True]
     pair.pump()
     assert not pair.lands
     assert pair.d.engine.counters.push_words_dropped == 1

@@ -13,13 +13,20 @@ import pytest
 
 from kvstore.client.index import IndexUnavailable, Members
 from kvstore.engine.events import (
+    AskPush,
     Command,
     Event,
     Fetch,
+    Land,
     Lent,
     LoanEnded,
     Locate,
     PeerCommand,
+    RecycleMover,
+    RevokePush,
+    SayPushed,
+    SayPushOver,
+    WritePush,
 )
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match, Member
@@ -27,15 +34,18 @@ from kvstore.kernels import reference
 from kvstore.net.clock import MonotonicClock
 from kvstore.peers.borrower import Borrower
 from kvstore.peers.exchange import Exchange
+from kvstore.peers.lander import Lander
 from kvstore.peers.lender import Lender
 from kvstore.peers.mover import TransferEnded
+from kvstore.peers.pusher import Pusher
 from kvstore.ports import Pieces
 from kvstore.proto import loans
 from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard, SlotId
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import LeaseMore, LeaseRelease
-from kvstore.wire.mover import Descriptor, decode_descriptor, encode
+from kvstore.wire.mover import Descriptor, Direction, decode_descriptor, encode
+from kvstore.wire.pushes import PushEnd, PushExpect
 from kvstore.wire.record import Scope, header
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import (
@@ -59,14 +69,22 @@ class MemoryMover:
         self.descriptor = encode(Descriptor("memory", "any", len(memory), 0, b""))
         self.peers: dict[str, bytearray] = {}
         self.before: Callable[[], object] = lambda: None
+        self.after: Callable[[], object] = lambda: None
         self.gate: asyncio.Event | None = None
         self.reason = ""
         self.trouble = ""
         self.forgotten: list[str] = []
+        self.recycled: list[str] = []
         self.descriptors: list[bytes] = []
 
     async def move(
-        self, peer: str, descriptor: bytes, pieces: Pieces, *, timeout_s: float
+        self,
+        peer: str,
+        descriptor: bytes,
+        pieces: Pieces,
+        *,
+        timeout_s: float,
+        direction: Direction = Direction.READ,
     ) -> TransferEnded:
         assert decode_descriptor(descriptor).backend == "memory"
         assert timeout_s > 0
@@ -76,8 +94,15 @@ class MemoryMover:
         self.before()
         for to, begin, size in zip(*(array.tolist() for array in pieces), strict=True):
             there = self.peers[peer.removesuffix(".node.kvstore")]
-            self.memory[to : to + size] = there[begin : begin + size]
+            if direction is Direction.READ:
+                self.memory[to : to + size] = there[begin : begin + size]
+            else:
+                there[begin : begin + size] = self.memory[to : to + size]
+        self.after()
         return TransferEnded(1, peer, good=not self.reason, reason=self.reason)
+
+    def recycle(self, reason: str) -> None:
+        self.recycled.append(reason)
 
     def forget(self, peer: str) -> None:
         self.forgotten.append(peer)
@@ -159,6 +184,22 @@ class Together(Node):
             descriptor=lambda: self.mover.descriptor,
             demands_certificates=False,
         )
+        self.pusher = self.lender.pusher = Pusher(
+            self.exchange.post,
+            mover=self.mover,  # type: ignore[arg-type]
+            address_of=self.borrower.address_of,
+            answer=self.lender.answer,
+            clock=MonotonicClock(),
+        )
+        self.lander = Lander(
+            self.exchange.post,
+            borrower=self.borrower,
+            mover=self.mover,  # type: ignore[arg-type]
+            memory=np.frombuffer(self.memory, np.uint8),
+            clock=MonotonicClock(),
+            draw_epoch=lambda: 7,
+        )
+        self.lander.mover_changed()
         loop.add_reader(self.exchange.fileno(), self._pump)
         server = grpc.aio.server()
         add_PeersServicer_to_server(self.lender, server)
@@ -169,6 +210,8 @@ class Together(Node):
         try:
             yield
         finally:
+            self.lander.close()
+            self.pusher.close()
             await self.borrower.close()
             await server.stop(0)
             loop.remove_reader(self.exchange.fileno())
@@ -188,11 +231,15 @@ class Together(Node):
                 self.lender.lent(command)
             case LoanEnded():
                 self.lender.loan_ended(command)
+            case AskPush() | RevokePush() | Land() | RecycleMover():
+                self.lander.carry_out(command)
+            case WritePush() | SayPushed() | SayPushOver():
+                self.pusher.carry_out(command)
 
     def step(self, *events: Event) -> list[Command]:
         commands = super().step(*events)
         for command in commands:
-            if isinstance(command, Locate | Fetch | Lent | LoanEnded):
+            if isinstance(command, PeerCommand):
                 self.asked.append(command)
                 if self.exchange is not None:
                     self.exchange.carry_out(command)
@@ -260,11 +307,13 @@ class Stored(Peer):
 class Two:
     """Node b holds, node a wants."""
 
+    tries = 3000
+
     def __init__(self, a: Together, b: Together, index: Whereabouts) -> None:
         self.a, self.b, self.index = a, b, index
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        for _ in range(3000):
+        for _ in range(self.tries):
             if condition():
                 return
             await asyncio.sleep(0.01)
@@ -287,6 +336,16 @@ class Two:
             "the wait ends",
         )
         return engine.node.last(engine.scheduler, LeaseMore)
+
+    async def push(self, engine: Peer, *numbers: int, transfer: str = "r") -> PushEnd:
+        """Expect blocks of node b, and wait for the end of it."""
+        before = engine.node.count(engine.scheduler, PushEnd)
+        message = PushExpect(transfer, "b", keys(*numbers), 20_000)
+        engine.node.hear(engine.scheduler, message)
+        await self.until(
+            lambda: engine.node.count(engine.scheduler, PushEnd) > before, "the push ends"
+        )
+        return engine.node.last(engine.scheduler, PushEnd)
 
     async def at_rest(self) -> None:
         """Nothing is lent, granted to peers, or under way."""

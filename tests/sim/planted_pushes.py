@@ -1,0 +1,127 @@
+"""Bugs of pushes that systems like this one shipped, planted one at a time: see `planted`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from kvstore.engine.events import Land, Landed, LandingUp, Pushed, WritePush
+from kvstore.engine.moves.grants import Grants
+from kvstore.peers.lander import Lander
+from kvstore.peers.pusher import Pusher
+from tests.sim.planted import Planted, _both
+
+
+def late_write_into_an_extent_used_again() -> contextlib.AbstractContextManager[Any]:
+    """The extents of a write that failed are granted to the next one."""
+    give_up = Grants._give_up
+
+    def broken(self: Grants, granted: Any, *, is_quiet: bool) -> None:
+        give_up(self, granted, is_quiet=True)
+
+    return mock.patch.object(Grants, "_give_up", broken)
+
+
+def epoch_ignored() -> contextlib.AbstractContextManager[Any]:
+    """Grants outlive the transfer worker that they were given by."""
+
+    def broken_up(self: Grants, event: LandingUp) -> None:
+        for extents, pages in self._limbo:
+            self._slab.free(extents, pages)
+        self._limbo, self._limbo_ns = [], 0
+        self._epoch = event.epoch
+        self._next()
+
+    pushed = Grants.pushed
+
+    def broken_pushed(self: Grants, event: Pushed) -> None:
+        pushed(self, msgspec.structs.replace(event, epoch=self._epoch))
+
+    return _both(
+        mock.patch.object(Grants, "up", broken_up),
+        mock.patch.object(Grants, "pushed", broken_pushed),
+    )
+
+
+def sealed_before_it_is_verified() -> contextlib.AbstractContextManager[Any]:
+    """What a peer says that it pushed is believed."""
+    copy = Lander._copy
+
+    def broken(self: Lander, command: Land) -> Landed:
+        landed = copy(self, command)
+        return Landed(command.job, bytes([1] * len(landed.good)), command.checksums)
+
+    return mock.patch.object(Lander, "_copy", broken)
+
+
+def grant_of_another_peer_used() -> contextlib.AbstractContextManager[Any]:
+    """Grants of all peers are one heap."""
+    move = Pusher._move
+
+    async def broken(self: Pusher, command: WritePush, its: Any) -> str:
+        others = [each for (peer, _), each in self._taken.items() if peer != command.peer]
+        return await move(self, command, others[0].its if others else its)
+
+    return mock.patch.object(Pusher, "_move", broken)
+
+
+def abort_not_told() -> contextlib.AbstractContextManager[Any]:
+    """The prefill node does not hear that nobody waits any more."""
+
+    def broken(self: Pusher, peer: int, grant: int) -> None:
+        return
+
+    return mock.patch.object(Pusher, "revoked", broken)
+
+
+def extent_freed_by_a_timer() -> contextlib.AbstractContextManager[Any]:
+    """A request that is over needs its extents no more."""
+    end = Grants._end
+
+    def broken(self: Grants, expect: Any, reason: str) -> None:
+        end(self, expect, reason)
+        for granted in [its for its in self._grants.values() if its.expect is expect]:
+            self._give_up(granted, is_quiet=True)
+
+    return mock.patch.object(Grants, "_end", broken)
+
+
+def block_of_the_wrong_group() -> contextlib.AbstractContextManager[Any]:
+    """The decode node takes the keys for those of its first group."""
+    begin = Grants._land
+
+    def broken(self: Grants, event: Pushed, granted: Any, places: slice) -> None:
+        first = granted.expect.connection.owner.groups[0].asker
+        granted.expect.asker, asker = first, granted.expect.asker
+        begin(self, event, granted, places)
+        granted.expect.asker = asker
+
+    return mock.patch.object(Grants, "_land", broken)
+
+
+def half_a_chunk() -> contextlib.AbstractContextManager[Any]:
+    """A write is reported when half of it has ended."""
+    move = Pusher._move
+
+    async def broken(self: Pusher, command: WritePush, its: Any) -> str:
+        columns = len(command.block_bytes)
+        half = command.slots[: len(command.slots) // columns // 2 * columns]
+        return await move(self, msgspec.structs.replace(command, slots=half), its)
+
+    return mock.patch.object(Pusher, "_move", broken)
+
+
+PUSHED: Sequence[Planted] = (
+    late_write_into_an_extent_used_again,
+    epoch_ignored,
+    sealed_before_it_is_verified,
+    grant_of_another_peer_used,
+    abort_not_told,
+    extent_freed_by_a_timer,
+    block_of_the_wrong_group,
+    half_a_chunk,
+)

@@ -1,0 +1,186 @@
+"""What one node pushes to another: byte by byte, or not at all, and only what was granted to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.engine.events import AskPush, Land, WritePush
+from kvstore.proto import peer_pb2 as pb
+from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard
+from kvstore.wire.mover import Descriptor, encode
+from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
+from tests.unit.engine.harness import HALVES, WHOLE, keys, pairs
+from tests.unit.peers.two_nodes import Stored, Two, cut, run
+
+LANDING = {"landing_bytes": 8 * SLOT_BYTES_MIN, "slots": 32, "node": ""}
+
+
+def pushing(body: Any) -> None:
+    run(body, **LANDING)
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [((WHOLE,), (WHOLE,)), (HALVES, (WHOLE,)), ((WHOLE,), HALVES), (HALVES, HALVES)],
+)
+def test_pushed_blocks_are_here_byte_by_byte(
+    there: tuple[Shard, ...], here: tuple[Shard, ...]
+) -> None:
+    async def body(two: Two) -> None:
+        prefill = Stored(two.b, "eb", shards=there)
+        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill.store(1, 2, 3)
+        engine = Stored(two.a, "ea", shards=here)
+        assert (await two.push(engine, 1, 2, 3)).reason == ""
+        reply = engine.lease(1, 1, 2, 3)
+        found = engine.read(reply)  # type: ignore[arg-type]
+        assert found == [[cut(n, s) for s in engine.columns] for n in (1, 2, 3)]
+
+    pushing(body)
+
+
+def test_whole_blocks_are_pushed() -> None:
+    async def body(two: Two) -> None:
+        prefill = Stored(two.b, "eb")
+        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill.store(1, 2, 3)
+        end = await two.push(Stored(two.a, "ea"), 1, 2, 3)
+        assert (end.blocks, end.reason) == (3, "")
+
+    pushing(body)
+
+
+def test_a_flipped_bit_on_the_way_is_a_miss() -> None:
+    async def body(two: Two) -> None:
+        prefill = Stored(two.b, "eb")
+        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill.store(1, 2)
+
+        def flip() -> None:
+            asked = next(c for c in two.a.asked if isinstance(c, AskPush))
+            begin = int.from_bytes(asked.extents[4:8], "little") * PAGE_BYTES
+            two.a.memory[begin + 100] ^= 4
+
+        two.b.mover.after = flip
+        engine = Stored(two.a, "ea")
+        end = await two.push(engine, 1, 2)
+        assert (end.blocks, "damaged" in end.reason) == (0, True)
+        assert len(pairs(engine.lease(1, 1, 2))) == 1
+        assert two.a.engine.counters.push_blocks_damaged == 1
+
+    pushing(body)
+
+
+def test_a_write_that_failed_is_told_and_leaves_limbo() -> None:
+    async def body(two: Two) -> None:
+        prefill = Stored(two.b, "eb")
+        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill.store(1)
+        two.b.mover.reason = "it is broken"
+        engine = Stored(two.a, "ea")
+        assert "it is broken" in (await two.push(engine, 1)).reason
+        assert two.a.engine.landing_bytes()[("limbo",)] > 0
+
+    pushing(body)
+
+
+def test_an_abort_is_told_and_nothing_is_left() -> None:
+    async def body(two: Two) -> None:
+        prefill = Stored(two.b, "eb")
+        two.b.hear(prefill.scheduler, PushOpen("r"))
+        engine = Stored(two.a, "ea")
+        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1, 2), 20_000))
+        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
+        two.a.hear(engine.scheduler, PushCancel("r"))
+        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 0, "told")
+        await two.until(lambda: two.a.engine.landing_bytes()[("granted",)] == 0, "free")
+        assert two.a.engine.landing_bytes()[("limbo",)] == 0
+
+    pushing(body)
+
+
+@pytest.mark.parametrize("reason", ["aborted", "preempted"])
+def test_the_end_of_a_prefill_is_told(reason: str) -> None:
+    async def body(two: Two) -> None:
+        prefill = Stored(two.b, "eb")
+        two.b.hear(prefill.scheduler, PushOpen("r"))
+        engine = Stored(two.a, "ea")
+        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1, 2), 20_000))
+        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
+        two.b.hear(prefill.scheduler, PushClose("r", reason))
+        assert (await two.push(engine, 3, transfer="other")).reason
+        assert reason in [m.reason for m in two.a.sent[engine.scheduler] if hasattr(m, "reason")]
+
+    pushing(body)
+
+
+def test_a_descriptor_of_another_machine_is_refused() -> None:
+    async def body(two: Two) -> None:
+        there = encode(Descriptor("tcp", "a.node.kvstore", 1, 0, b"203.0.113.9:1"))
+        two.a.mover.descriptor = there
+        prefill = Stored(two.b, "eb")
+        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill.store(1)
+        engine = Stored(two.a, "ea")
+        assert "own machine" in (await two.push(engine, 1)).reason
+        assert not any(isinstance(c, WritePush) for c in two.b.asked)
+
+    pushing(body)
+
+
+def test_a_grant_is_used_by_the_peer_that_has_it() -> None:
+    async def body(two: Two) -> None:
+        prefill = Stored(two.b, "eb")
+        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill.store(1, 2)
+        engine = Stored(two.a, "ea")
+        assert not (await two.push(engine, 1)).reason
+        # Another node's grant, with the number that a's next one has.
+        number = next(c for c in two.a.asked if isinstance(c, AskPush)).grant
+        other = pb.Grant(
+            grant=number,
+            epoch=9,
+            transfer="r",
+            tenant="t",
+            space=bytes(32),
+            keys=keys(2),
+            extents=(0).to_bytes(4, "little"),
+            block_bytes=1,
+            deadline_ms=9000,
+            descriptor=b"",
+        )
+        written = bytes(two.a.memory[:SLOT_BYTES_MIN])
+        for _ in range(6):
+            number += 1
+            two.b.pusher._taken[99, number] = _taken(other)
+        prefill.store(3)
+        assert not (await two.push(engine, 3)).reason
+        assert bytes(two.a.memory[:SLOT_BYTES_MIN]) == written
+
+    pushing(body)
+
+
+def _taken(grant: pb.Grant) -> Any:
+    from kvstore.peers.pusher import _TakenGrant
+    from kvstore.proto import pushes
+
+    return _TakenGrant(pushes.taken_of(grant, "other"))
+
+
+def test_words_of_a_session_that_has_no_such_grant_are_dropped() -> None:
+    async def body(two: Two) -> None:
+        engine = Stored(two.a, "ea")
+        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
+        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
+        asked = next(c for c in two.a.asked if isinstance(c, AskPush))
+        word = pb.Pushed(grant=asked.grant, epoch=asked.epoch, checksums=bytes(16))
+        word.shards.add(layer_end=1, head_end=1, block_bytes=1)
+        two.a.lander._hear_pushed(object(), word)  # type: ignore[arg-type]
+        assert not any(isinstance(c, Land) for c in two.a.asked)
+        over = pb.Answer(push_over=pb.PushOver(grant=asked.grant, epoch=asked.epoch, is_quiet=True))
+        two.a.lander._hear(object(), over)  # type: ignore[arg-type]
+        assert two.a.engine.landing_bytes()[("granted",)] > 0
+
+    pushing(body)
