@@ -75,7 +75,8 @@ def terms(
     factors = np.array([costs.trust[trust.value] for trust in TRUSTS])
     expected = factors[columns[FeatureColumn.TRUST].astype(np.intp)]
     expected = expected * columns[FeatureColumn.HIT_RATIO]
-    expected[_hot(queue, prompt_tokens, speed, costs, limits)] = 0.0
+    if queue.any():
+        expected[_hot(queue, prompt_tokens, speed, costs, limits)] = 0.0
     lengths, loads = _ways(columns, costs)
     uncached = np.maximum(1.0, prompt_tokens - lengths * expected)
     compute = compute_s(uncached, prompt_tokens, speed, costs)
