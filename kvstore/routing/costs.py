@@ -25,8 +25,8 @@ from kvstore.routing.fleet import Floats
 from kvstore.routing.policy import PolicyCosts, PolicyLimits
 
 CONGESTION_MAX: Final = 4.0
-"""Most that a second of compute counts for others: the formula of a queue has a pole at full
-load."""
+"""Most that a second of compute counts for others, by queue and by cache: both formulas have a
+pole."""
 
 
 class Term(enum.IntEnum):
@@ -143,7 +143,9 @@ def others_per_s(costs: PolicyCosts, *, utilisation: float, hit_share: float) ->
 
     Delay: work on a server that is busy for a share u of the time delays u / (1 - u) times its
     length in sum, since as many requests come before the queue is empty again. Keep: tokens that
-    are computed take the place of cached ones, of which `hit_share` would have been hit.
+    are computed take the place of cached ones; with a share h of tokens hit, a cached token is hit
+    h / (1 - h) times before it leaves.
     """
     congestion = min(CONGESTION_MAX, utilisation / max(1e-3, 1 - utilisation))
-    return costs.load_weight * congestion + costs.keep_weight * hit_share
+    reuse = min(CONGESTION_MAX, hit_share / max(1e-3, 1 - hit_share))
+    return costs.load_weight * congestion + costs.keep_weight * reuse
