@@ -113,6 +113,16 @@ def test_a_breaker_opens_probes_and_closes() -> None:
     assert [c.request_id for c in commands] == ["b"]
 
 
+def test_a_probe_that_is_answered_with_4xx_closes_the_breaker() -> None:
+    core = core_of(spec(0), policy=parse({"limits": {"attempts_max": 1}}))
+    for n in range(3):
+        routed(arrive(core, request(f"r{n}")))
+        core.step(fail(f"r{n}"), S)
+    routed(arrive(core, request("a"), now_ns=3 * S))
+    core.step(RequestEnded("a", Ending.REFUSED), 3 * S)
+    assert not core.fleet.workers[0].breaker.is_open
+
+
 def test_an_aborted_probe_makes_room_for_the_next() -> None:
     core = core_of(spec(0), policy=parse({"limits": {"attempts_max": 1}}))
     for n in range(3):
