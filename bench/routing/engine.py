@@ -249,7 +249,7 @@ class SimulatedEngine:
                 self.used[block] = 1
             elif block in self.used:
                 self.used[block] += 1
-            elif len(sealed) < job.reserved:
+            elif job.reserved > 0:
                 self.used[block] = 1
                 self.reserved -= 1
                 job.reserved -= 1

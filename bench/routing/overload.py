@@ -50,7 +50,7 @@ def within(jobs: list[Job], service: str) -> float:
     return round(good / len(its), 4)
 
 
-def overload(model: EngineModel, costs: PolicyCosts, *, requests: int = 4000) -> dict[str, Any]:
+def overload(model: EngineModel, costs: PolicyCosts, *, requests: int = 2000) -> dict[str, Any]:
     """Shares within the objective, by class, with classes and without."""
     its = trace(model, 1, requests=requests)
     one = {"one": ServiceClass(rank=0, queue_max=100_000, ttl_s=1e5)}

@@ -76,7 +76,7 @@ class _Blocks:
         return tuple(range(first, self._next))
 
 
-def tool_agents(seed: int, *, requests: int = 6000, rate: float = 6.6) -> RouterTrace:
+def tool_agents(seed: int, *, requests: int = 3000, rate: float = 6.6) -> RouterTrace:
     """Agents that call tools: 12 system prompts of 2 to 4 blocks; an agent makes some 2 calls, each
     with what the last one returned behind it."""
     random, blocks = np.random.default_rng(seed), _Blocks()
@@ -107,7 +107,7 @@ def shared_prefix(
     system_tokens: int = 6000,
     question_tokens: int = 1200,
     output_tokens: int = 300,
-    requests: int = 4000,
+    requests: int = 2500,
     rate: float = 14.0,
 ) -> RouterTrace:
     """Questions under one of many system prompts, each group as likely as the next."""
@@ -124,7 +124,7 @@ def shared_prefix(
     return _in_order("shared-prefix", jobs)
 
 
-def low_sharing(seed: int, *, requests: int = 4000, rate: float = 14.0) -> RouterTrace:
+def low_sharing(seed: int, *, requests: int = 2500, rate: float = 14.0) -> RouterTrace:
     """Prompts that share nothing, of lognormal length."""
     random, blocks = np.random.default_rng(seed), _Blocks()
     jobs, clock = [], 0.0
@@ -143,7 +143,7 @@ def low_sharing(seed: int, *, requests: int = 4000, rate: float = 14.0) -> Route
     return _in_order("low-sharing", jobs)
 
 
-def shape(tokens: int, seed: int, *, requests: int = 1500, rate: float = 8.0) -> RouterTrace:
+def shape(tokens: int, seed: int, *, requests: int = 700, rate: float = 8.0) -> RouterTrace:
     """S1 to S3: one of 40 shared prefixes of `tokens`, 100 tokens of one's own, 100 out."""
     made = shared_prefix(
         seed,

@@ -5,6 +5,7 @@ quality  Each trace through eight simulated engines (`bench.routing`): every pol
 shapes   S1 to S3 (20k, 12k, 8k shared + 100): the highest rate at which the TTFT p95 keeps 1 s,
          beside a cache-blind router.
 overload 1.5 × capacity with all classes of service: the share of inline requests within 1 s.
+disaggregated   Goodput an engine with prefill and decode apart, beside engines that do both.
 
 Traces: the conversation log where its path is given (argument or KVSTORE_TRACE), others generated.
 Virtual time, no clock: one seed gives one result. The index is up to date without delay.
@@ -19,12 +20,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
+from bench.routing.disaggregated import disaggregated
 from bench.routing.drive import CoreChooser, figures, run
 from bench.routing.engine import EngineModel
 from bench.routing.overload import overload
@@ -52,6 +55,7 @@ POLICIES: Final = {
     "cost": RoutingPolicy(policy="cost", costs=COSTS),
 }
 P95_S: Final = 1.0
+PARTS: Final = ("quality", "shapes", "overload", "disaggregated")
 
 
 def measure(trace: RouterTrace, policy: RoutingPolicy) -> dict[str, Any]:
@@ -79,9 +83,8 @@ def dynamo(names: list[str], trace: str, requests: int) -> dict[str, Any]:
     return found
 
 
-def quality(trace: str, requests: int) -> dict[str, Any]:
+def quality(trace: str, requests: int, names: list[str]) -> dict[str, Any]:
     """Figures by trace and router."""
-    names = [*(RECORDED if trace else ()), *GENERATED]
     rivals = dynamo(names, trace or "none", requests)
     result: dict[str, Any] = {}
     for name in names:
@@ -118,7 +121,7 @@ def highest_rate(name: str, policy: RoutingPolicy) -> float:
     low, high = 1.0, 256.0
     base = named(name, Path(), requests=0, seed=SEED)
     rate = len(base.jobs) / base.jobs[-1].arrival_s
-    for _ in range(7):
+    for _ in range(6):
         middle = (low * high) ** 0.5
         row = measure(base.at_speed(middle / rate), policy)
         low, high = (middle, high) if row["ttft_p95_s"] <= P95_S else (low, middle)
@@ -144,17 +147,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Quality of routing decisions, simulated.")
     parser.add_argument("trace", nargs="?", default=os.environ.get("KVSTORE_TRACE", ""))
     parser.add_argument("--requests", type=int, default=100_000, help="of the recorded trace")
+    parser.add_argument("--only", choices=PARTS, help="replace one part of the last result")
+    parser.add_argument("--names", help="traces of `quality` to replace, such as tool-agent@4,…")
     options = parser.parse_args()
     if options.trace and not Path(options.trace).is_file():
         print("The request log is not there: give another path, or none.", file=sys.stderr)
         return 2
-    result = {
+    names = [*(RECORDED if options.trace else ()), *GENERATED]
+    if options.names:
+        names = options.names.split(",")
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "quality": lambda: quality(options.trace, options.requests, names),
+        "shapes": shapes,
+        "overload": lambda: overload(MODEL, COSTS),
+        "disaggregated": lambda: disaggregated(MODEL, COSTS),
+    }
+    result: dict[str, Any] = {
         "workers": WORKERS,
         "engine": {name: getattr(MODEL, name) for name in MODEL.__struct_fields__},
-        "quality": quality(options.trace, options.requests),
-        "shapes": shapes(),
-        "overload": overload(MODEL, COSTS),
     }
+    last_path = record.RESULTS / "router_quality.json"
+    last = json.loads(last_path.read_text()) if options.only and last_path.exists() else {}
+    result |= {part: last[part] for part in PARTS if part in last}
+    for part in [options.only] if options.only else PARTS:
+        result[part] = (result.get(part, {}) if options.names else {}) | parts[part]()
     print(f"written: {record.write('router_quality', result, seed=SEED).name}")
     return 0
 

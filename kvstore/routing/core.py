@@ -228,7 +228,7 @@ class RouterCore:
             evicted = self.open[displaced.request_id]
             commands.append(self._reject(evicted, RejectReason.DISPLACED, now_ns))
         wait_s = self.room.wait_s(ahead, now_ns)
-        commands.append(RequestHeld(request.request_id, ahead, wait_s, None))
+        commands.append(RequestHeld(request.request_id, ahead, wait_s, opened.likely_worker))
         return commands
 
     def _queue_prefill(self, opened: OpenRequest, now_ns: int) -> None:

@@ -94,6 +94,7 @@ def terms(
         made[Term.COMPUTE] * costs.stream_share * columns[FeatureColumn.STREAMS]
     )
     stalled = costs.stream_weight * columns[FeatureColumn.STREAMS]
+    stalled += costs.young_weight * columns[FeatureColumn.YOUNG]
     made[Term.OTHERS] = made[Term.COMPUTE] * (pressure + stalled)
     tokens = uncached[way, each]
     link = columns[FeatureColumn.LINK]

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.routing.fleet import Fleet, FleetColumn, Floats
+from kvstore.routing.fleet import YOUNG_S, Fleet, FleetColumn, Floats
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixAnswer, PrefixTrust, RouteRequest
 from kvstore.units import NS_PER_S
@@ -61,7 +61,9 @@ class FeatureColumn(enum.IntEnum):
     """Row: what `round-robin` and `session` go by."""
     WARM = 16
     """1: adapter is loaded; 0.5: has room for it."""
-    LINK = 17
+    YOUNG = 17
+    """Streams that have just begun, and the one that is about to."""
+    LINK = 18
     """Bytes/s to the other leg's worker; 0: there is none, or it is on the same node."""
 
 
@@ -77,12 +79,11 @@ def load_columns(fleet: Fleet, rows: npt.NDArray[np.intp], now_ns: int) -> Float
     part = fleet.columns[:, rows]
     costs = fleet.policy.costs
     columns = np.zeros((len(FeatureColumn), len(rows)))
-    static = _static(fleet, rows)
-    columns[FeatureColumn.MEMORY_TOKENS] = static[0]
-    columns[FeatureColumn.TOKENS_PER_S] = static[1]
-    columns[FeatureColumn.LOAD_BYTES_PER_S] = static[2]
+    memory = columns[FeatureColumn.MEMORY_TOKENS] = part[FleetColumn.MEMORY_TOKENS]
+    given = columns[FeatureColumn.TOKENS_PER_S] = part[FleetColumn.TOKENS_PER_S]
+    columns[FeatureColumn.LOAD_BYTES_PER_S] = part[FleetColumn.LOAD_BYTES_PER_S]
     other_queued, other_streams, other_memory = fleet.decayed(rows, now_ns)
-    speed = np.where(static[1] > 0, static[1], costs.prefill_tokens_per_s)
+    speed = np.where(given > 0, given, costs.prefill_tokens_per_s)
     queued, work_s = part[FleetColumn.QUEUED], part[FleetColumn.WORK_S]
     elapsed_s = np.maximum(0.0, now_ns - part[FleetColumn.HEAD_NS]) / NS_PER_S
     own_s = work_s - np.minimum(elapsed_s, part[FleetColumn.HEAD_S])
@@ -94,8 +95,11 @@ def load_columns(fleet: Fleet, rows: npt.NDArray[np.intp], now_ns: int) -> Float
     columns[FeatureColumn.STREAMS] = part[FleetColumn.STREAMS] + np.maximum(
         part[FleetColumn.SHARED_STREAMS], other_streams
     )
-    own_memory = part[FleetColumn.HELD_TOKENS] / np.maximum(1.0, static[0])
-    columns[FeatureColumn.MEMORY] = np.where(static[0] > 0, own_memory, 0.0) + other_memory
+    own_memory = part[FleetColumn.HELD_TOKENS] / np.maximum(1.0, memory)
+    columns[FeatureColumn.MEMORY] = np.where(memory > 0, own_memory, 0.0) + other_memory
+    young_s = (now_ns - part[FleetColumn.YOUNG_NS]) / NS_PER_S
+    young = part[FleetColumn.YOUNG] * np.exp(-young_s / YOUNG_S)
+    columns[FeatureColumn.YOUNG] = young + (queued > 0)
     columns[FeatureColumn.HIT_RATIO] = part[FleetColumn.HIT_RATIO]
     idle_s = (now_ns - part[FleetColumn.SENT_NS]) / NS_PER_S
     columns[FeatureColumn.IDLE_S] = np.where(
@@ -104,19 +108,6 @@ def load_columns(fleet: Fleet, rows: npt.NDArray[np.intp], now_ns: int) -> Float
     columns[FeatureColumn.POSITION] = rows
     columns[FeatureColumn.TRUST] = _NONE
     return columns
-
-
-def _static(fleet: Fleet, rows: npt.NDArray[np.intp]) -> Floats:
-    """Memory, prefill and load speed, as described."""
-    specs = [fleet.workers[row].spec for row in rows]
-    return np.array(
-        [
-            [spec.memory_tokens for spec in specs],
-            [spec.prefill_tokens_per_s for spec in specs],
-            [spec.load_bytes_per_s for spec in specs],
-        ],
-        dtype=np.float64,
-    )
 
 
 class PrefixColumns:

@@ -54,7 +54,6 @@ _UNHEALTHY: Final = {
 
 def unfit(
     state: WorkerState,
-    *,
     model: str,
     adapter: str,
     subset: Collection[str] | None,

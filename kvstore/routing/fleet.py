@@ -23,6 +23,8 @@ from kvstore.routing.values import LoadSample, SharedLoad, WorkerHealth, WorkerR
 from kvstore.units import NS_PER_S
 
 Floats = npt.NDArray[np.float64]
+YOUNG_S: Final = 0.5
+"""A stream has some dozens of tokens by then, over which a pause spreads."""
 _ROWS_MIN: Final = 16
 
 
@@ -52,7 +54,15 @@ class FleetColumn(enum.IntEnum):
     """By exchange: requests of other routers."""
     SHARED_STREAMS = 11
     SENT_NS = 12
-    HIT_RATIO = 13
+    YOUNG = 13
+    """Streams whose first token was lately: decays with `YOUNG_S`."""
+    YOUNG_NS = 14
+    """When that was so."""
+    MEMORY_TOKENS = 15
+    """As described, with the next two: 0: not known."""
+    TOKENS_PER_S = 16
+    LOAD_BYTES_PER_S = 17
+    HIT_RATIO = 18
     """Cached tokens observed over predicted, smoothed; 1 at the start."""
 
 
@@ -109,6 +119,11 @@ class Fleet:
             self.columns[:, row] = 0
             self.columns[FleetColumn.SCRAPED_NS, row] = -1
             self.columns[FleetColumn.HIT_RATIO, row] = 1
+        self.columns[FleetColumn.MEMORY_TOKENS : FleetColumn.HIT_RATIO, row] = (
+            spec.memory_tokens,
+            spec.prefill_tokens_per_s,
+            spec.load_bytes_per_s,
+        )
         self._changed()
 
     def leave(self, worker: str) -> list[str]:
@@ -182,7 +197,11 @@ class Fleet:
         flight.has_begun = True
         row = self.row_of[flight.worker]
         self._leave_queue(row, flight_id, now_ns)
-        self.columns[FleetColumn.STREAMS, row] += 1
+        column = self.columns[:, row]
+        column[FleetColumn.STREAMS] += 1
+        age_s = (now_ns - column[FleetColumn.YOUNG_NS]) / NS_PER_S
+        column[FleetColumn.YOUNG] = 1 + column[FleetColumn.YOUNG] * np.exp(-age_s / YOUNG_S)
+        column[FleetColumn.YOUNG_NS] = now_ns
 
     def ended(self, flight_id: str, now_ns: int) -> None:
         """The request is not at the worker any more; no error if it never was."""

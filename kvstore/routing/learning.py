@@ -20,6 +20,7 @@ from kvstore.routing.policy import PolicyLearning
 
 _CLIP: Final = 2.0
 _SMOOTH: Final = 0.05
+_LEAST_S: Final = 1e-9
 
 
 class TermWeights:
@@ -27,57 +28,71 @@ class TermWeights:
 
     def __init__(self, settings: PolicyLearning) -> None:
         self.settings = settings
-        self._of: dict[str, Floats] = {}
+        self._place: dict[str, int] = {}
+        self._all: Floats = np.ones((LEARNED, 0))
+        """A column for each worker."""
         self.steps = 0
 
     def of(self, workers: list[str]) -> Floats:
         """Shape (learned terms, workers)."""
-        known = self._of
-        return np.array([known[name] if name in known else self._new(name) for name in workers]).T
+        place = self._place
+        try:
+            return self._all[:, [place[name] for name in workers]]
+        except KeyError:
+            for name in workers:
+                self._column(name)
+            return self.of(workers)
 
-    def _new(self, worker: str) -> Floats:
-        mean = np.mean(list(self._of.values()), axis=0) if self._of else np.ones(LEARNED)
-        self._of[worker] = np.asarray(mean, dtype=np.float64)
-        return self._of[worker]
+    def _column(self, worker: str) -> int:
+        """Its column; a new worker starts with the mean."""
+        if worker not in self._place:
+            known = self._all.shape[1] > 0
+            mean = self._all.mean(axis=1, keepdims=True) if known else np.ones((LEARNED, 1))
+            self._place[worker] = self._all.shape[1]
+            self._all = np.hstack([self._all, mean])
+        return self._place[worker]
 
     def learn(self, worker: str, raw: Floats, achieved_s: float) -> float:
         """One step. Args: `raw`: terms without weights at the worker. Returns the relative error of
         the prediction."""
-        weights = self._of.get(worker)
-        weights = self._new(worker) if weights is None else weights
+        column = self._column(worker)
+        weights = self._all[:, column]
         predicted = float(raw @ weights)
-        if predicted <= 0:
+        if predicted <= _LEAST_S:
             return 0.0
         error = (achieved_s - predicted) / predicted
         if not self.settings.is_frozen:
             target = min(max(achieved_s, predicted / _CLIP), predicted * _CLIP)
             step = self.settings.rate * (target - predicted) * raw / float(raw @ raw)
             moved = np.clip(weights + step, self.settings.least, self.settings.most)
-            self._of[worker] = moved
+            self._all[:, column] = moved
             self.steps += 1
         return error
 
     def forget(self, worker: str) -> None:
         """A worker is gone."""
-        self._of.pop(worker, None)
+        column = self._place.pop(worker, None)
+        if column is not None:
+            self._all = np.delete(self._all, column, axis=1)
+            self._place = {n: at - (at > column) for n, at in self._place.items()}
 
     def snapshot(self) -> dict[str, list[float]]:
         """For a page and for the next process."""
-        return {name: weights.tolist() for name, weights in self._of.items()}
+        return {name: self._all[:, column].tolist() for name, column in self._place.items()}
 
     def restore(self, saved: dict[str, list[float]]) -> None:
         """Weights of an earlier process, cut to the bounds."""
         for name, values in saved.items():
             if len(values) == LEARNED:
+                column = self._column(name)
                 bounded = np.clip(np.array(values), self.settings.least, self.settings.most)
-                self._of[name] = bounded
+                self._all[:, column] = bounded
 
     def check(self) -> None:
         """Raises AssertionError if a weight is out of bounds."""
-        for weights in self._of.values():
-            assert weights.shape == (LEARNED,)
-            assert (weights >= self.settings.least).all()
-            assert (weights <= self.settings.most).all()
+        assert sorted(self._place.values()) == list(range(self._all.shape[1]))
+        assert (self._all >= min(1, self.settings.least)).all()
+        assert (self._all <= max(1, self.settings.most)).all()
 
 
 def smoothed_ratio(before: float, predicted: float, observed: float) -> float:

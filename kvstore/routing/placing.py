@@ -64,6 +64,8 @@ class OpenRequest(msgspec.Struct):
     output_tokens: int | None = None
     uncached: float = 0.0
     """Tokens of a remote prefill that waits."""
+    likely_worker: str | None = None
+    """While it is held: the best one at the last try, for promotion or a fetch ahead of time."""
 
 
 class Placement(msgspec.Struct):
@@ -187,16 +189,11 @@ class Placer:
         columns = load_columns(self.fleet, rows, now_ns)
         self._prefixes.fill(columns, rows, request, opened.prefix, now_ns)
         states = [self.fleet.workers[row] for row in rows]
-        columns[FeatureColumn.WARM] = [warmth(state, side.adapter) for state in states]
+        columns[FeatureColumn.WARM] = 1.0
+        if side.adapter:
+            columns[FeatureColumn.WARM] = [warmth(state, side.adapter) for state in states]
         columns[FeatureColumn.UNFIT] = [
-            unfit(
-                state,
-                model=side.model,
-                adapter=side.adapter,
-                subset=request.subset,
-                failed=opened.failed,
-                now_ns=now_ns,
-            )
+            unfit(state, side.model, side.adapter, request.subset, opened.failed, now_ns)
             for state in states
         ]
         return Features([state.spec.worker for state in states], columns)
@@ -208,17 +205,17 @@ class Placer:
         if not rows.size:
             return Blocked.NO_WORKERS
         features = self.columns(opened, rows, now_ns)
-        full = saturation(features.columns, self.policy.limits)
-        if full.value > service.saturation_max:
-            return Blocked.LOAD
         case = self._case(opened)
         weights = self.weights.of(features.workers)
         verdict = decide(features, case, self.policy, weights)
         if not verdict.order:
             return Blocked.LOAD if is_of_the_moment(verdict.codes) else Blocked.NO_WORKERS
         chosen = verdict.order[0]
+        opened.likely_worker = features.workers[chosen]
         # At the best worker, not a filter: waiting costs less than the prefix lost elsewhere.
-        if features.columns[FeatureColumn.QUEUE_S, chosen] > self._backlog_s(opened, now_ns):
+        full = saturation(features.columns, self.policy.limits)
+        queue_s = features.columns[FeatureColumn.QUEUE_S, chosen]
+        if full.value > service.saturation_max or queue_s > self._backlog_s(opened, now_ns):
             return Blocked.LOAD
         reason, remote = self._where(opened, features, verdict, now_ns)
         placed = _local(opened, features, verdict, reason)

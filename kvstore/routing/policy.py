@@ -56,6 +56,8 @@ class PolicyCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds that the request delays others, per second of work it brings."""
     stream_weight: _NotNegative = 0.05
     """Seconds that delaying one running stream by a second counts."""
+    young_weight: _NotNegative = 0.5
+    """The same for a stream that has just begun: a pause is not spread over many tokens yet."""
     keep_weight: _NotNegative = 1.0
     """Seconds of prefixes that it evicts, which others compute again."""
 

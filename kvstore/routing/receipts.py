@@ -2,7 +2,8 @@
 
 Columns have one entry for each of `workers`. Features are the whole input of a decision, so
 `decide.replay` makes the decision of another policy from them. Bounded: `receipt_workers_max` of
-the policy; the best ones and the chosen one are kept. No keys, tokens or texts.
+the policy; in a larger pool the best ones are kept, and a replay chooses among those. No keys,
+tokens or texts.
 """
 
 from __future__ import annotations

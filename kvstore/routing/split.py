@@ -16,8 +16,8 @@ Rule 1 of the lanes: shorter buckets first; a prompt that waited `aging_s` count
 shorter bucket, so that a long one waits at most (buckets × aging_s) behind shorter ones that came
 later.
 Rule 2: the short lane is never behind a very long prompt: with two prefillers and more, one takes
-none of the buckets from the third on while the others do. A single prefiller takes both, since the engine's chunks
-interleave them.
+none of the buckets from the third on while the others do. A single prefiller takes both, since the
+engine's chunks interleave them.
 """
 
 from __future__ import annotations

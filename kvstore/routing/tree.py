@@ -23,6 +23,8 @@ than a delta and most queues take."""
 _STEP_TOKENS: Final = 128
 """With shorter blocks, one key in so many tokens is remembered; the chain makes it speak for those
 before it."""
+_FINE_STEPS: Final = 64
+"""Beyond so many steps, every fourth: a hit of 8,192 tokens is worth the same give or take 512."""
 
 _ALL, _YOUNG, _STAMP = range(3)
 
@@ -45,7 +47,7 @@ class ApproximateTree:
         """A prompt with these blocks was sent to a worker."""
         bit = 1 << self._number(worker)
         blocks = self._blocks
-        for key in reversed(_short(keys, _step(block_tokens))):
+        for key in reversed(_picked(keys, block_tokens)[0]):
             entry = blocks.get(key)
             if entry is None:
                 blocks[key] = [bit, bit, now_ns]
@@ -62,10 +64,9 @@ class ApproximateTree:
         self, keys: bytes, now_ns: int, *, block_tokens: int, young_only: bool
     ) -> dict[str, int]:
         """Leading blocks that each worker was sent; `young_only`: lately."""
-        step = _step(block_tokens)
         found: dict[str, int] = {}
         blocks, running, depth = self._blocks, -1, 0
-        for depth, key in enumerate(_short(keys, step)):
+        for key, end in zip(*_picked(keys, block_tokens), strict=True):
             entry = blocks.get(key)
             if entry is None:
                 bits = 0
@@ -76,11 +77,12 @@ class ApproximateTree:
             left = running & ~bits if depth else 0
             running = running & bits
             if left:
-                self._note(found, left, depth * step)
+                self._note(found, left, depth)
             if not running:
                 return found
+            depth = end
         if running > 0:
-            self._note(found, running, (depth + 1) * step)
+            self._note(found, running, depth)
         return found
 
     def _note(self, found: dict[str, int], bits: int, blocks: int) -> None:
@@ -126,12 +128,12 @@ class ApproximateTree:
             assert not entry[_YOUNG] & ~entry[_ALL]
 
 
-def _step(block_tokens: int) -> int:
-    return max(1, _STEP_TOKENS // block_tokens)
-
-
-def _short(keys: bytes, step: int) -> list[int]:
-    """First 8 bytes of each `step`-th key, as numbers."""
+def _picked(keys: bytes, block_tokens: int) -> tuple[list[int], list[int]]:
+    """First 8 bytes of the remembered keys, as numbers, and the blocks that each speaks for."""
+    step = max(1, _STEP_TOKENS // block_tokens)
+    count = len(keys) // KEY_BYTES
+    fine = step * _FINE_STEPS
+    ends = [*range(step, min(count, fine) + 1, step), *range(fine + 4 * step, count + 1, 4 * step)]
     numbers = np.frombuffer(keys, dtype="<u8")[:: KEY_BYTES // 8]
-    short: list[int] = numbers[step - 1 :: step].tolist()
-    return short
+    picked: list[int] = numbers[np.array(ends, dtype=np.intp) - 1].tolist()
+    return picked, ends

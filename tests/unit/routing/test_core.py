@@ -120,7 +120,7 @@ def test_an_aborted_probe_makes_room_for_the_next() -> None:
         core.step(fail(f"r{n}"), S)
     routed(arrive(core, request("a"), now_ns=3 * S))
     core.step(RequestEnded("a", Ending.ABORTED), 3 * S)
-    routed(arrive(core, request("b"), now_ns=3 * S + 1))
+    assert routed(arrive(core, request("b"), now_ns=3 * S + 1)).worker == "w0"
 
 
 def test_retries_have_a_budget() -> None:

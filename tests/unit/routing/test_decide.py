@@ -160,7 +160,7 @@ def test_memory_by_need_has_a_ceiling() -> None:
 
 def test_a_request_larger_than_memory_goes_to_an_idle_worker() -> None:
     core = core_of(spec(0, memory_tokens=10_000))
-    routed(arrive(core, request("a", 50_000)))
+    assert routed(arrive(core, request("a", 50_000))).worker == "w0"
 
 
 def test_red_parity_means_load_only() -> None:

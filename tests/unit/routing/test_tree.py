@@ -68,6 +68,15 @@ def test_small_blocks_are_counted_in_steps() -> None:
     assert tree.match(keys("a", 20), 0, block_tokens=16, young_only=False) == {"w0": 16}
 
 
+def test_long_chains_are_remembered_coarsely() -> None:
+    tree = ApproximateTree(blocks_max=1000)
+    tree.insert(keys("a", 103), "w0", 0, block_tokens=512)
+    assert len(tree) == 64 + (103 - 64) // 4
+    for blocks, found in ((63, 63), (64, 64), (67, 64), (68, 68), (103, 100)):
+        asked = keys("a", blocks)
+        assert tree.match(asked, 0, block_tokens=512, young_only=False) == {"w0": found}
+
+
 def test_a_worker_that_left_is_forgotten() -> None:
     tree = ApproximateTree(blocks_max=100)
     tree.insert(keys("a", 4), "w0", 0, block_tokens=512)

@@ -188,7 +188,9 @@ def test_low_classes_wait_for_a_short_queue() -> None:
     core = core_of(spec(0))
     for n in range(8):
         routed(arrive(core, request(f"r{n}", 16_000)))
-    assert isinstance(arrive(core, request("b", service="batch")), RequestHeld)
+    held = arrive(core, request("b", service="batch"))
+    assert isinstance(held, RequestHeld)
+    assert held.likely_worker == "w0"
     routed(arrive(core, request("t", service="interactive")))
     assert core.saturation("p", S).cause == "queue"
 

@@ -23,7 +23,9 @@ SEEDS = amount(50, nightly=10_000)
 @settings(max_examples=SEEDS, deadline=None)
 @given(st.integers(0, 2**32))
 def test_every_request_is_decided_once_and_no_worker_is_over_its_bound(seed: int) -> None:
-    Walk(seed).run(STEPS)
+    walk = Walk(seed)
+    walk.run(STEPS)
+    assert walk.final.total() == walk.arrived
     covered("walks of the router's core", 1)
 
 
