@@ -33,7 +33,7 @@ LINES_MAX = {
     "obs": 340,
     "peers": 2_300,
     "proto": 430,
-    "router": 3_020,
+    "router": 3_035,
     "routing": 2_400,
     "stores": 1_160,
     "supervisor": 1_060,

@@ -103,14 +103,15 @@ def test_only_plain_bodies_are_rendered_here(tmp_path: Path) -> None:
     hello = [{"role": "user", "content": "hello"}]
     assert count(prompt="hello") > 0
     assert count(messages=hello, temperature=0.5) > count(prompt="hello")
-    for changed in (
+    changes: list[dict[str, object]] = [
         {"chat_template_kwargs": {"x": 1}},
         {"add_generation_prompt": False},
         {"truncate_prompt_tokens": 1},
         {"documents": []},
         {"tool_choice": "none"},
         {"response_format": {}},
-    ):
+    ]
+    for changed in changes:
         assert count(messages=hello, **changed) == 0, changed
     assert count(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}]) == 0
     assert count(prompt=["hello"]) == 0
