@@ -36,7 +36,7 @@ make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
 .PHONY: help docs demo test nightly check lint coverage mutation rdma-check gpu-check upstream proto wheel clean distclean bench-cluster bench-index \
-	bench-router bench-single bench-groups bench-files bench-slow-disk bench-policies bench-peers bench-micro soak
+	bench-single bench-groups bench-files bench-slow-disk bench-policies bench-peers bench-micro bench-router bench-router-quality soak
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -91,6 +91,10 @@ bench-groups: $(VENV)/.engine ## models with windows and recurrent layers: bench
 
 bench-files: $(VENV)/.engine ## hits on disk: bench/results/files.json
 	$(BIN)/python bench/scenarios/files.py
+
+bench-router-quality: $(VENV)/.base $(DYNAMO)/.base ## the router's choices, simulated, beside Dynamo's: needs no engine; a request log in KVSTORE_TRACE
+	$(BIN)/python bench/scenarios/router_quality.py
+	$(BIN)/python bench/micro/route_decision.py
 
 bench-policies: $(VENV)/.base ## miss ratios of eviction policies; a request log in KVSTORE_TRACE
 	$(BIN)/python bench/scenarios/policies.py

@@ -75,7 +75,8 @@ def terms(
     factors = np.array([costs.trust[trust.value] for trust in TRUSTS])
     expected = factors[columns[FeatureColumn.TRUST].astype(np.intp)]
     expected = expected * columns[FeatureColumn.HIT_RATIO]
-    expected[_hot(queue, prompt_tokens, speed, costs, limits)] = 0.0
+    if queue.any():
+        expected[_hot(queue, prompt_tokens, speed, costs, limits)] = 0.0
     lengths, loads = _ways(columns, costs)
     uncached = np.maximum(1.0, prompt_tokens - lengths * expected)
     compute = compute_s(uncached, prompt_tokens, speed, costs)
@@ -106,10 +107,13 @@ def terms(
 
 
 def _ways(columns: Floats, costs: PolicyCosts) -> tuple[Floats, Floats]:
-    """Leading tokens and seconds of their load (4 × workers): hbm, dram, file, another node."""
+    """Leading tokens and seconds of their load (4 × workers): hbm, dram, file, another node;
+    the first alone, if no tier has anything."""
     own = columns[FeatureColumn.HBM : FeatureColumn.REMOTE + 1]
+    if not own[1:].any():
+        return own[:1], np.zeros_like(own[:1])
     lengths = np.maximum.accumulate(own, axis=0)
-    more_bytes = np.diff(lengths, axis=0) * costs.kv_bytes_per_token
+    more_bytes = (lengths[1:] - lengths[:-1]) * costs.kv_bytes_per_token
     given = columns[FeatureColumn.LOAD_BYTES_PER_S]
     dram = np.where(given > 0, given, costs.dram_bytes_per_s)
     loads = np.zeros_like(lengths)

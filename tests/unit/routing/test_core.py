@@ -314,7 +314,7 @@ def test_a_race_needs_a_request_without_side_effects_and_calm() -> None:
         core = core_of(spec(0), spec(1), policy=policy)
         for n in range(load):
             arrive(core, request(f"r{n}", 30_000))
-        return routed(arrive(core, its))
+        return routed(arrive(core, its, now_ns=S + 50 * MS))
 
     assert sent(0, request("a")).race_after_s is None
     assert sent(0, request("a", has_side_effects=False)).race_after_s == 0.5

@@ -56,12 +56,12 @@ def draining_is_up(patch: pytest.MonkeyPatch) -> None:
 
 def failed_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     real = filters.unfit
-    patch.setattr(placing, "unfit", lambda *a, **m: real(*a, **{**m, "failed": ()}))
+    patch.setattr(placing, "unfit", lambda *a: real(*a[:4], (), a[5]))
 
 
 def subset_is_ignored(patch: pytest.MonkeyPatch) -> None:
     real = filters.unfit
-    patch.setattr(placing, "unfit", lambda *a, **m: real(*a, **{**m, "subset": None}))
+    patch.setattr(placing, "unfit", lambda *a: real(*a[:3], None, *a[4:]))
 
 
 def prefill_flight_leaks(patch: pytest.MonkeyPatch) -> None:
