@@ -18,7 +18,6 @@ from kvstore.router.keys.index_calls import IndexCalls
 from kvstore.router.keys.rendering import KeyPlan
 from kvstore.routing.policy import RoutingPolicy
 
-
 MODELS_MAX: Final = 1000
 """Names of clients that are remembered, wrong ones included."""
 
@@ -56,14 +55,10 @@ class Spaces:
 
     def scope(self, model: str) -> PrefixScope | None:
         """Scope of a model as a client names it; None: its prefixes are not in the index."""
-        version = (self._workers.version, self._index.epoch, self._policy())
-        if (
-            version[:2] != self._version[:2]
-            or version[2] is not self._version[2]
-            or len(self._made) > 1000
-        ):
+        policy, version = self._policy(), (self._workers.version, self._index.epoch)
+        if version != self._version or policy is not self._made_by or len(self._made) > MODELS_MAX:
             self._made.clear()
-            self._version = version
+            self._version, self._made_by = version, policy
         if model not in self._made:
             self._made[model] = self._scope(model)
         return self._made[model]
