@@ -34,7 +34,7 @@ LINES_MAX = {
     "pd": 445,
     "peers": 2_715,
     "proto": 530,
-    "router": 3_020,
+    "router": 3_035,
     "routing": 2_400,
     "stores": 1_160,
     "supervisor": 1_060,
