@@ -20,6 +20,8 @@ VENV := .venv
 PEERS := .venv-peers
 # Dynamo asks for another pydantic than the engine.
 DYNAMO := .venv-dynamo
+# Routers in Rust, measured beside ours.
+ROUTERS := .venv-routers
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check
@@ -34,7 +36,7 @@ make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
 .PHONY: help docs demo test nightly check lint coverage mutation rdma-check gpu-check upstream proto wheel clean distclean bench-cluster bench-pd bench-index \
-	bench-single bench-groups bench-files bench-slow-disk bench-policies bench-peers bench-micro soak
+	bench-single bench-groups bench-files bench-slow-disk bench-policies bench-peers bench-micro bench-router bench-router-quality soak
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -93,6 +95,10 @@ bench-groups: $(VENV)/.engine ## models with windows and recurrent layers: bench
 bench-files: $(VENV)/.engine ## hits on disk: bench/results/files.json
 	$(BIN)/python bench/scenarios/files.py
 
+bench-router-quality: $(VENV)/.base $(DYNAMO)/.base ## the router's choices, simulated, beside Dynamo's: needs no engine; a request log in KVSTORE_TRACE
+	$(BIN)/python bench/scenarios/router_quality.py
+	$(BIN)/python bench/micro/route_decision.py
+
 bench-policies: $(VENV)/.base ## miss ratios of eviction policies; a request log in KVSTORE_TRACE
 	$(BIN)/python bench/scenarios/policies.py
 
@@ -107,6 +113,9 @@ bench-cluster: $(VENV)/.engine $(DYNAMO)/.base ## nodes as one cache: bench/resu
 
 bench-pd: $(VENV)/.engine ## prefill and decode on two engines: bench/results/pd.json and .png
 	$(BIN)/python bench/scenarios/pd.py
+
+bench-router: $(VENV)/.base $(ROUTERS)/.base ## the router beside sglang-router and vllm-router: bench/results/router.json
+	$(BIN)/python bench/scenarios/router.py
 
 bench-index: $(DYNAMO)/.base ## the prefix index beside Dynamo's: bench/results/index_ops.json
 	$(DYNAMO)/bin/python bench/micro/index_ops.py
@@ -136,7 +145,7 @@ clean: ## remove what was built, but keep .venv
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(PEERS) $(DYNAMO)
+	rm -rf $(VENV) $(PEERS) $(DYNAMO) $(ROUTERS)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -184,4 +193,12 @@ $(DYNAMO)/.base: pyproject.toml requirements/dynamo.txt
 	@$(PYTHON) -m pip --python $(DYNAMO)/bin/python install -qq pip
 	@$(DYNAMO)/bin/python -m pip --disable-pip-version-check install -qq $(KVSTORE_PIP_EXTRA) \
 		-r requirements/dynamo.txt -e '.[node,index]'
+	@touch $@
+
+$(ROUTERS)/.base: requirements/routers.txt
+	@echo "making $(ROUTERS) with other routers: half a minute"
+	@$(PYTHON) -m venv --clear --without-pip $(ROUTERS)
+	@$(PYTHON) -m pip --python $(ROUTERS)/bin/python install -qq pip
+	@$(ROUTERS)/bin/python -m pip --disable-pip-version-check install -qq $(KVSTORE_PIP_EXTRA) \
+		-r requirements/routers.txt
 	@touch $@

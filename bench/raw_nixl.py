@@ -3,8 +3,9 @@
     raw = RawNixl(stack, 256 << 20, {"UCX_TLS": "tcp"}, rests=True)
     took_ns = raw.read_ns([make_pieces([0], [0], [256 << 20])])
 
-Each list of pieces is one READ; all are posted at once, then looked at until all are done. What
-NIXL needs to be told of them is timed, too. Memory is of the same kind as an arena, and touched.
+Each list of pieces is one READ, or WRITE; all are posted at once, then looked at until all are
+done. What NIXL needs to be told of them is timed, too. Memory is of the same kind as an arena, and
+touched.
 Between reads both are stopped: where their progress threads do not rest, they take a core each even
 when there is nothing to do. Ends with the stack, or with the process that made it.
 """
@@ -49,7 +50,7 @@ _PROGRAM: Final = f"""if True:
     name = agent.add_remote_agent(bytes.fromhex(metadata))
     print("ready", flush=True)
     for line in sys.stdin:
-        look_s, asked = json.loads(line)
+        look_s, kind, asked = json.loads(line)
         reads = [np.array(each, np.uint64) for each in asked]
         begin = time.perf_counter_ns()
         handles = []
@@ -59,7 +60,7 @@ _PROGRAM: Final = f"""if True:
                 rows = np.zeros((len(at), 3), np.uint64)
                 rows[:, 0], rows[:, 1] = at + np.uint64(start), length
                 lists.append(agent.get_xfer_descs(rows, "DRAM"))
-            handles.append(agent.initialize_xfer("READ", *lists, name))
+            handles.append(agent.initialize_xfer(kind, *lists, name))
         states = [agent.transfer(each) for each in handles]
         while "PROC" in states:
             if look_s:
@@ -70,7 +71,7 @@ _PROGRAM: Final = f"""if True:
             ]
         took = time.perf_counter_ns() - begin
         assert set(states) == {{"DONE"}}, states
-        for local, _, length in reads:
+        for local, _, length in reads if kind == "READ" else ():
             for at, count in zip(local.tolist(), length.tolist()):
                 assert memory[at] and memory[at + count - 1], "it did not come"
                 memory[at : at + count] = 0
@@ -107,12 +108,12 @@ class RawNixl:
             raise RawFailed("raw NIXL did not start")
         self._signal(signal.SIGSTOP)
 
-    def read_ns(self, reads: Sequence[Pieces], *, look_s: float = 0.0) -> int:
-        """`look_s`: between two looks; 0: without a pause. Raises RawFailed."""
+    def read_ns(self, reads: Sequence[Pieces], *, look_s: float = 0.0, kind: str = "READ") -> int:
+        """`look_s`: between two looks; 0: without a pause. `kind`: or WRITE. Raises RawFailed."""
         asked = [[part.tolist() for part in pieces] for pieces in reads]
         self._signal(signal.SIGCONT)
         try:
-            self._say(json.dumps([look_s, asked]) + "\n")
+            self._say(json.dumps([look_s, kind, asked]) + "\n")
             return int(_line(self._reader))
         finally:
             self._signal(signal.SIGSTOP)

@@ -243,7 +243,11 @@ class DeviceCopies:
         self._hashes = hashes_for_this_process() if hashes is None else hashes
         self._hashed: list[_Flight] = []
         """Copies that ended and whose blocks are being hashed."""
-        self.moves = BlockMoves(device, self._flights, [c.sizes for c in caches], thresholds)
+        try:
+            self.moves = BlockMoves(device, self._flights, [c.sizes for c in caches], thresholds)
+        except DeviceError:
+            device.unpin(int(self._staging.ctypes.data))
+            raise
         self._closed = False
 
     @property

@@ -116,8 +116,9 @@ def decode(encoded: bytes, size: int, planes: int) -> bytes:
     groups = np.frombuffer(encoded, np.uint8, 2 * count, plan.groups_at).reshape(count, 2)
     words = np.frombuffer(encoded, "<u4", word_bytes // 4, plan.words_at)
     widths = groups[:, 1].astype(np.int64)
-    begins = _begins(np.frombuffer(encoded, "<u4", planes * plan.tiles), widths, plan)
-    if (widths > 8).any() or (begins + widths > len(words)).any():
+    *tiles, total = np.frombuffer(encoded, "<u4", planes * plan.tiles + 1)
+    begins = _begins(np.array(tiles, np.int64), widths, plan)
+    if total != len(words) or (widths > 8).any() or (begins + widths > len(words)).any():
         raise ValueError("the groups of an encoded payload do not fit its data")
     places = np.arange(8) + begins[:, None]
     is_kept = np.arange(8) < widths[:, None]
@@ -129,12 +130,12 @@ def decode(encoded: bytes, size: int, planes: int) -> bytes:
     return _elements_of(parts, planes) + encoded[len(encoded) - plan.tail_bytes :]
 
 
-def _begins(tiles: NDArray[np.uint32], widths: NDArray[np.int64], plan: Plan) -> NDArray[np.int64]:
+def _begins(tiles: NDArray[np.int64], widths: NDArray[np.int64], plan: Plan) -> NDArray[np.int64]:
     """First word of each group: its tile's, and behind the groups before it."""
     padded = np.zeros((plan.planes, plan.tiles * TILE), np.int64)
     padded[:, : plan.groups] = widths.reshape(plan.planes, plan.groups)
     inside = padded.reshape(-1, TILE)
-    before = np.cumsum(inside, axis=1) - inside + tiles.astype(np.int64)[:, None]
+    before = np.cumsum(inside, axis=1) - inside + tiles[:, None]
     return before.reshape(plan.planes, -1)[:, : plan.groups].ravel()
 
 

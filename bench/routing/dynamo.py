@@ -122,7 +122,7 @@ class DynamoChooser:
         await getattr(self._service, verb)(str(job.number))
 
     def prefill_done(self, job: Job, now_s: float) -> list[Sending]:
-        raise NotImplementedError
+        raise AssertionError("no worker here is a prefiller")
 
     def first_token(self, job: Job, now_s: float) -> list[Sending]:
         self._do(self._call("prefill_complete", job))

@@ -228,7 +228,7 @@ def run(*, rounds: int, size: Size, transport: str) -> dict[str, Any]:
                 folder / "pair",
                 config,
                 lambda config, log: VllmServer.start(config, log=log),
-                dram="3GiB",
+                dram="1GiB",
                 transport=transport,
             ) as pair,
             nixl_pair(config, folder) as nixl,

@@ -83,15 +83,17 @@ def dynamo(names: list[str], trace: str, requests: int) -> dict[str, Any]:
     return found
 
 
-def quality(trace: str, requests: int, names: list[str]) -> dict[str, Any]:
-    """Figures by trace and router."""
-    rivals = dynamo(names, trace or "none", requests)
+def quality(trace: str, requests: int, names: list[str], known: dict[str, Any]) -> dict[str, Any]:
+    """Figures by trace and router. `known`: of the last result, for routers that did not change."""
+    missing = [name for name in names if name not in known]
+    rivals = dynamo(missing, trace or "none", requests) if missing else {}
     result: dict[str, Any] = {}
     for name in names:
         its = named(name, Path(trace), requests=requests, seed=SEED)
-        rows = {router: measure(its, policy) for router, policy in POLICIES.items()}
-        if name in rivals:
-            rows["dynamo"] = rivals[name]
+        rows = dict(known[name]["routers"]) if name in known else {}
+        changed = {"cost": POLICIES["cost"]} if rows else POLICIES
+        rows |= {router: measure(its, policy) for router, policy in changed.items()}
+        rows |= {"dynamo": rivals[name]} if name in rivals else {}
         others = {router: row for router, row in rows.items() if router != "cost"}
         ours = rows["cost"]
         result[name] = {
@@ -149,6 +151,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=100_000, help="of the recorded trace")
     parser.add_argument("--only", choices=PARTS, help="replace one part of the last result")
     parser.add_argument("--names", help="traces of `quality` to replace, such as tool-agent@4,…")
+    parser.add_argument("--ours", action="store_true", help="keep the others of the last result")
     options = parser.parse_args()
     if options.trace and not Path(options.trace).is_file():
         print("The request log is not there: give another path, or none.", file=sys.stderr)
@@ -157,7 +160,12 @@ def main() -> int:
     if options.names:
         names = options.names.split(",")
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "quality": lambda: quality(options.trace, options.requests, names),
+        "quality": lambda: quality(
+            options.trace,
+            options.requests,
+            names,
+            last.get("quality", {}) if options.ours else {},
+        ),
         "shapes": shapes,
         "overload": lambda: overload(MODEL, COSTS),
         "disaggregated": lambda: disaggregated(MODEL, COSTS),

@@ -138,7 +138,7 @@ __device__ inline void read(T* data, const Shape& shape, const u8* groups, const
                             const u32* words, u32* faults) {
     for (u64 group = first_in_row(); group < shape.groups; group += threads_in_row()) {
         u32 bits[sizeof(T)][8];
-        bool is_right = true;
+        bool is_right = offsets[shape.planes * shape.tiles] == shape.words;
 #pragma unroll
         for (u32 plane = 0; plane < sizeof(T); plane++)
             is_right &= bits_of_group(shape, groups, offsets, words, plane, group, bits[plane]);

@@ -121,6 +121,8 @@ def _resolve(settings: NodeSettings, arena: tuple[int, str] | None) -> NodeConfi
     file = _file(settings.file, settings.node_name, dram_bytes=dram_bytes, scrub=scrub)
     if file is not None and arena is None:  # a later process has memory to serve without its disk
         refuse_what_cannot_hold(file)
+    cluster = _cluster(settings, dram_bytes=dram_bytes, slab_bytes=slab_bytes)
+    landing_bytes = cluster.peers.landing_bytes if cluster and cluster.peers else 0
     return NodeConfig(
         socket=_socket(settings.socket),
         dram_bytes=dram_bytes,
@@ -135,8 +137,8 @@ def _resolve(settings: NodeSettings, arena: tuple[int, str] | None) -> NodeConfi
         scrub=scrub,
         http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         events=_events(settings),
-        cluster=_cluster(settings, dram_bytes=dram_bytes, slab_bytes=slab_bytes),
-        quotas=_quotas(settings.quota or {}, dram_bytes=dram_bytes),
+        cluster=cluster,
+        quotas=_quotas(settings.quota or {}, dram_bytes=dram_bytes - landing_bytes),
         allow_uids=_uids(settings.allow_uid),
         log_level=settings.log_level,
     )

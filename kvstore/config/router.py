@@ -8,6 +8,7 @@ Does not cover: contents of the policy file (`kvstore.routing.policy`) and of AP
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,6 +157,8 @@ def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) 
     for key in ("block", "rank"):
         if not options.get(key, "0").isdecimal():
             raise ConfigError(f"{option} {text!r}: {key} is a number")
+    if not re.fullmatch(r"(?:[0-9a-f]{64})?", options.get("space", "")):
+        raise ConfigError(f"{option} {text!r}: space has 64 hex digits, as 'kvstore inspect' shows")
     is_here = _is_here(parts.hostname or "") and not is_name
     if parts.scheme == "http" and not is_here and not insecure:
         raise ConfigError(

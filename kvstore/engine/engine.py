@@ -223,9 +223,7 @@ class Engine:
             case Exited(connection=connection):
                 self._sessions.exited(connection)
             case Ready(ready_bytes=ready_bytes):
-                # The landing slab is at the end: no slot lies in it.
-                config = state.config
-                state.slots.ready(min(ready_bytes, config.arena_bytes - config.landing_bytes))
+                state.slots.ready(ready_bytes)
                 state.credits_due = True
             case Tick(file_used_bytes=used_bytes, file_breakers=breakers):
                 state.file_used_bytes, state.file_breakers = used_bytes, breakers

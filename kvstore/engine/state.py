@@ -127,6 +127,7 @@ class State:
         self.counters = Counters()
         self.slots = Slots(
             arena_bytes=config.arena_bytes,
+            landing_bytes=config.landing_bytes,
             slab_bytes=config.slab_bytes,
             policy=config.policy,
             quotas=config.quotas,

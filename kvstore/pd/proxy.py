@@ -148,7 +148,8 @@ class PdProxy:
         except (LegFailed, ClientError, TimeoutError) as error:
             engine.breaker.failed(time.monotonic_ns())
             self.counts["decode_alone"] += 1
-            _log.warning("prefill at %s failed: %s; the decode engine computes", engine.url, error)
+            why = str(error) or "no answer in time"
+            _log.warning("prefill at %s failed: %s; the decode engine computes", engine.url, why)
             return None
         engine.breaker.succeeded()
         if answer.status >= 400:

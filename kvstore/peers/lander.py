@@ -81,7 +81,7 @@ class Lander:
         self._post, self._borrower, self._mover = post, borrower, mover
         self._memory, self._clock, self._draw_epoch = memory, clock, draw_epoch
         self.epoch = 0
-        """Of the transfer worker that serves; 0: none does."""
+        """Epoch of the transfer worker that serves; 0: there is none."""
         self._given: dict[int, _OpenGrant] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(LAND_THREADS, thread_name_prefix="land")

@@ -47,7 +47,7 @@ from kvstore.peers.lender import Lender
 from kvstore.peers.mover import Mover, MoverSettings
 from kvstore.peers.mover_host import MoverHost
 from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS
-from kvstore.peers.pusher import Pusher
+from kvstore.peers.pusher import SLOW_S, SLOW_TCP_S, Pusher
 from kvstore.ports import Clock
 from kvstore.proto import loans
 from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
@@ -128,6 +128,7 @@ class Peering:
             address_of=self.borrower.address_of,
             answer=self.lender.answer,
             clock=self._clock,
+            slow_s=SLOW_TCP_S if BACKENDS[self.transport].capabilities.is_secure else SLOW_S,
         )
         self.lander = Lander(
             self.exchange.post,

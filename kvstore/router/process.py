@@ -45,7 +45,7 @@ from kvstore.router.front.proxy import Proxy
 from kvstore.router.front.tenants import load_tenants
 from kvstore.router.keys.index_calls import RETRY_S, IndexCalls
 from kvstore.router.keys.parity import Parity
-from kvstore.router.keys.prefixes import BytePrefixes, KeyPrefixes, Prefixes
+from kvstore.router.keys.prefixes import BytePrefixes, KeyPrefixes
 from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import Rendering
 from kvstore.router.keys.spaces import Spaces
@@ -66,11 +66,12 @@ _log = logging.getLogger(__name__)
 
 
 class Router:
-    """Parts of one router, on the running loop. Use `async with`."""
+    """Parts of one router, on the running loop: `start`, and `close` in any case."""
 
     def __init__(self, config: RouterConfig, core: Core | None = None) -> None:
         """`core`: another one than the policy file's. Raises ConfigError."""
         self.config = config
+        tenants = load_tenants(config.api_keys) if config.api_keys else None
         self.core: Core = core or RouterCore(load_policy(config.policy), seed=secrets.randbits(62))
         self.dispatcher = Dispatcher(self.core)
         self.workers = Workers(self.dispatcher.note)
@@ -79,36 +80,11 @@ class Router:
         self.probes = Probes(self.session, self.workers, self.dispatcher.note, config.worker_key)
         self.discovery = Discovery(config, self.workers)
         self.keys = KeyProcess(config.tokenizers)
-        self.index = (
-            IndexCalls(config.indexes, config.tls, timeout_s=config.index_timeout_s)
-            if config.indexes
-            else None
-        )
+        self.index: IndexCalls | None = None
         self.parity: Parity | None = None
         self.rendering: Rendering | None = None
-        prefixes: Prefixes = BytePrefixes()
-        by_keys: KeyPrefixes | None = None
-        if self.index is not None:
-            self.rendering = rendering = Rendering(
-                self.session,
-                self.workers,
-                self.keys,
-                tokenizers=config.tokenizers,
-                worker_key=config.worker_key,
-            )
-            spaces = Spaces(self.workers, self.index, lambda: self.core.policy)
-            prefixes = by_keys = KeyPrefixes(rendering, self.index, spaces)
-            self.parity = Parity(
-                self.session,
-                self.workers,
-                rendering,
-                self.keys,
-                self.index,
-                spaces,
-                worker_key=config.worker_key,
-            )
-        tenants = load_tenants(config.api_keys) if config.api_keys else None
-        self.intake = RequestIntake(prefixes, tenants)
+        by_keys = self._with_index(config) if config.indexes else None
+        self.intake = RequestIntake(by_keys or BytePrefixes(), tenants)
         self.proxy = Proxy(
             self.dispatcher,
             self.workers,
@@ -129,6 +105,27 @@ class Router:
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self.port = 0
+
+    def _with_index(self, config: RouterConfig) -> KeyPrefixes:
+        self.index = IndexCalls(config.indexes, config.tls, timeout_s=config.index_timeout_s)
+        self.rendering = Rendering(
+            self.session,
+            self.workers,
+            self.keys,
+            tokenizers=config.tokenizers,
+            worker_key=config.worker_key,
+        )
+        spaces = Spaces(self.workers, self.index, lambda: self.core.policy)
+        self.parity = Parity(
+            self.session,
+            self.workers,
+            self.rendering,
+            self.keys,
+            self.index,
+            spaces,
+            worker_key=config.worker_key,
+        )
+        return KeyPrefixes(self.rendering, self.index, spaces)
 
     async def start(self) -> None:
         """Listen and begin. Raises ConfigError."""

@@ -25,8 +25,8 @@ from kvstore.routing.fleet import Floats
 from kvstore.routing.policy import PolicyCosts, PolicyLimits
 
 CONGESTION_MAX: Final = 4.0
-"""Most that a second of compute counts for others: the formula of a queue has a pole at full
-load."""
+"""Most that a second of compute counts for others, by queue and by cache: both formulas have a
+pole."""
 
 
 class Term(enum.IntEnum):
@@ -75,7 +75,8 @@ def terms(
     factors = np.array([costs.trust[trust.value] for trust in TRUSTS])
     expected = factors[columns[FeatureColumn.TRUST].astype(np.intp)]
     expected = expected * columns[FeatureColumn.HIT_RATIO]
-    expected[_hot(queue, prompt_tokens, speed, costs, limits)] = 0.0
+    if queue.any():
+        expected[_hot(queue, prompt_tokens, speed, costs, limits)] = 0.0
     lengths, loads = _ways(columns, costs)
     uncached = np.maximum(1.0, prompt_tokens - lengths * expected)
     compute = compute_s(uncached, prompt_tokens, speed, costs)
@@ -106,10 +107,13 @@ def terms(
 
 
 def _ways(columns: Floats, costs: PolicyCosts) -> tuple[Floats, Floats]:
-    """Leading tokens and seconds of their load (4 × workers): hbm, dram, file, another node."""
+    """Leading tokens and seconds of their load (4 × workers): hbm, dram, file, another node;
+    the first alone, if no tier has anything."""
     own = columns[FeatureColumn.HBM : FeatureColumn.REMOTE + 1]
+    if not own[1:].any():
+        return own[:1], np.zeros_like(own[:1])
     lengths = np.maximum.accumulate(own, axis=0)
-    more_bytes = np.diff(lengths, axis=0) * costs.kv_bytes_per_token
+    more_bytes = (lengths[1:] - lengths[:-1]) * costs.kv_bytes_per_token
     given = columns[FeatureColumn.LOAD_BYTES_PER_S]
     dram = np.where(given > 0, given, costs.dram_bytes_per_s)
     loads = np.zeros_like(lengths)
@@ -139,7 +143,9 @@ def others_per_s(costs: PolicyCosts, *, utilisation: float, hit_share: float) ->
 
     Delay: work on a server that is busy for a share u of the time delays u / (1 - u) times its
     length in sum, since as many requests come before the queue is empty again. Keep: tokens that
-    are computed take the place of cached ones, of which `hit_share` would have been hit.
+    are computed take the place of cached ones; with a share h of tokens hit, a cached token is hit
+    h / (1 - h) times before it leaves.
     """
     congestion = min(CONGESTION_MAX, utilisation / max(1e-3, 1 - utilisation))
-    return costs.load_weight * congestion + costs.keep_weight * hit_share
+    reuse = min(CONGESTION_MAX, hit_share / max(1e-3, 1 - hit_share))
+    return costs.load_weight * congestion + costs.keep_weight * reuse

@@ -155,5 +155,7 @@ def fallbacks(features: Features, verdict: RouteVerdict, policy: RoutingPolicy) 
 
 def filtered(features: Features, verdict: RouteVerdict) -> dict[str, str]:
     """Worker → word of the filter."""
+    if not verdict.codes.any():
+        return {}
     places = np.flatnonzero(verdict.codes).tolist()
     return {features.workers[place]: DROPS[verdict.codes[place]].value for place in places}

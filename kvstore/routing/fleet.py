@@ -262,10 +262,12 @@ class Fleet:
         part = self.columns[:, rows]
         values = part[FleetColumn.OTHER_QUEUED : FleetColumn.OTHER_MEMORY + 1]
         stamps, stale_s = part[FleetColumn.SCRAPED_NS], self.policy.limits.stale_s
+        oldest = stamps.min(initial=now_ns)
+        is_fresh = oldest >= 0 and now_ns - oldest <= stale_s * NS_PER_S
+        if is_fresh or stamps.max(initial=-1) < 0:  # as they are, or nobody was ever scraped
+            return values
         age_s = (now_ns - stamps) / NS_PER_S
         is_old = (age_s > stale_s) | (stamps < 0)
-        if not is_old.any():
-            return values
         fresh = values[:, ~is_old]
         mean = fresh.mean(axis=1, keepdims=True) if fresh.size else np.zeros((3, 1))
         share = np.where(stamps < 0, 0.0, 0.5 ** (np.maximum(0.0, age_s - stale_s) / stale_s))

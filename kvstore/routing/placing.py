@@ -28,8 +28,8 @@ from kvstore.routing.filters import LANE, is_of_the_moment, unfit, warmth
 from kvstore.routing.fleet import Fleet, FleetColumn, Floats
 from kvstore.routing.learning import TermWeights
 from kvstore.routing.models import ModelSide
-from kvstore.routing.policy import RoutingPolicy, policy_hash
-from kvstore.routing.pressure import Rung, Saturation, rungs, saturation
+from kvstore.routing.policy import UNBOUNDED, RoutingPolicy, policy_hash
+from kvstore.routing.pressure import Rung, rungs, saturation
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.split import PrefillLanes, PrefillSplit, SplitReason
 from kvstore.routing.tree import ApproximateTree
@@ -39,6 +39,7 @@ from kvstore.units import NS_PER_S
 FEATURE_NAMES: Final = tuple(column.name.lower() for column in FeatureColumn)
 _NONE: Final = TRUSTS.index(PrefixTrust.NONE)
 _SMOOTH: Final = 0.02
+_FRESH_NS: Final = 20_000_000
 
 
 class OpenRequest(msgspec.Struct):
@@ -161,6 +162,8 @@ class Placer:
         """Share of workers that compute, as arrivals see it; smoothed."""
         self.hit_share = 0.0
         """Share of prompt tokens; smoothed."""
+        self._full: dict[str, tuple[int, float]] = {}
+        """Pool → when, saturation."""
         self._seen_ns: dict[str, dict[int, int]] = {}
         """Pool → class rank → last arrival."""
         self._prefixes = PrefixColumns(fleet, tree)
@@ -213,9 +216,9 @@ class Placer:
         chosen = verdict.order[0]
         opened.likely_worker = features.workers[chosen]
         # At the best worker, not a filter: waiting costs less than the prefix lost elsewhere.
-        full = saturation(features.columns, self.policy.limits)
+        full = self._saturation(opened, features, service.saturation_max, now_ns)
         queue_s = features.columns[FeatureColumn.QUEUE_S, chosen]
-        if full.value > service.saturation_max or queue_s > self._backlog_s(opened, now_ns):
+        if full > service.saturation_max or queue_s > self._backlog_s(opened, now_ns):
             return Blocked.LOAD
         reason, remote = self._where(opened, features, verdict, now_ns)
         placed = _local(opened, features, verdict, reason)
@@ -234,6 +237,17 @@ class Placer:
             opened, features, case, verdict, weights, placed, full, now_ns
         )
         return placed
+
+    def _saturation(
+        self, opened: OpenRequest, features: Features, bound: float, now_ns: int
+    ) -> float:
+        """Saturation at this moment for a class with a bound, else some milliseconds ago, since
+        only the ladder reads it then."""
+        at_ns, value = self._full.get(opened.side.pool, (-_FRESH_NS, 0.0))
+        if bound < UNBOUNDED or now_ns - at_ns >= _FRESH_NS:
+            value = saturation(features.columns, self.policy.limits).value
+            self._full[opened.side.pool] = (now_ns, value)
+        return value
 
     def _backlog_s(self, opened: OpenRequest, now_ns: int) -> float:
         """Prefill ahead that a request of the class may have at its worker."""
@@ -261,15 +275,13 @@ class Placer:
         verdict: RouteVerdict,
         weights: Floats,
         placed: Placement,
-        full: Saturation,
+        full: float,
         now_ns: int,
     ) -> Receipt:
         request, prefix = opened.request, opened.prefix
         held_s = (now_ns - opened.arrived_ns) / NS_PER_S if opened.was_held else 0.0
         trust = TRUSTS[int(features.columns[FeatureColumn.TRUST, verdict.order[0]])]
-        degraded = rungs(
-            trust, value=full.value, is_held=opened.was_held, attempt=opened.attempt + 1
-        )
+        degraded = rungs(trust, value=full, is_held=opened.was_held, attempt=opened.attempt + 1)
         if placed.reason in (SplitReason.PREFILL_QUEUE, SplitReason.FELL_BACK):
             degraded.append(Rung.SPLIT_REFUSED)
         keep = kept(features, verdict, self.policy.receipt_workers_max)
@@ -318,8 +330,8 @@ class Placer:
         self._seen_ns.setdefault(opened.side.pool, {})[rank] = opened.arrived_ns
         rows = self.fleet.rows(opened.side.pool, prefill=False)
         if rows.size:
-            busy = float((self.fleet.columns[FleetColumn.QUEUED, rows] > 0).mean())
-            self.utilisation += _SMOOTH * (busy - self.utilisation)
+            busy = int(np.count_nonzero(self.fleet.columns[FleetColumn.QUEUED, rows]))
+            self.utilisation += _SMOOTH * (busy / rows.size - self.utilisation)
 
     def _case(self, opened: OpenRequest) -> Case:
         request = opened.request

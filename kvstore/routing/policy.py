@@ -20,6 +20,8 @@ from kvstore.wording import why_not
 PolicyName = Literal["cost", "prefix-load", "least-load", "round-robin", "session", "weighted"]
 POLICY_NAMES: Final = get_args(PolicyName)
 
+UNBOUNDED: Final = 100.0
+"""Saturation that no pool has: a class with this bound is never held for saturation."""
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -148,7 +150,7 @@ class ServiceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """With this much prefill ahead at the best worker, a request of the class is held."""
     yield_s: _Positive = 30.0
     """The same, while requests of a more urgent class came within `urgent_s` of `limits`."""
-    saturation_max: _Positive = 100.0
+    saturation_max: _Positive = UNBOUNDED
     """Held while the pool's saturation is above this (degradation ladder)."""
 
 

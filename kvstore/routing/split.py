@@ -41,6 +41,8 @@ PREFILLER_REQUESTS_MAX: Final = 4
 waits here can still be overtaken, what waits there cannot."""
 
 
+_SLACK: Final = 100
+"""Entries of a heap that are gone; more, and more than half, are swept out."""
 _LONG_BUCKET: Final = 3
 """By default more than 8,192 tokens: a prefill that others notice."""
 
@@ -129,9 +131,11 @@ class PrefillLanes:
         """Queue a remote prefill."""
         assert entry.request_id not in self._waiting
         self._waiting[entry.request_id] = entry
-        heapq.heappush(
-            self._lanes[self.bucket(entry.uncached)], (-entry.priority, entry.number, entry)
-        )
+        heap = self._lanes[self.bucket(entry.uncached)]
+        if len(heap) > 2 * len(self._waiting) + _SLACK:
+            heap[:] = [each for each in heap if each[2].request_id in self._waiting]
+            heapq.heapify(heap)
+        heapq.heappush(heap, (-entry.priority, entry.number, entry))
 
     def remove(self, request_id: str) -> bool:
         """Aborted or served otherwise. Whether it was here."""

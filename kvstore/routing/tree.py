@@ -132,6 +132,8 @@ def _picked(keys: bytes, block_tokens: int) -> tuple[list[int], list[int]]:
     """First 8 bytes of the remembered keys, as numbers, and the blocks that each speaks for."""
     step = max(1, _STEP_TOKENS // block_tokens)
     count = len(keys) // KEY_BYTES
+    if count < step:
+        return [], []
     fine = step * _FINE_STEPS
     ends = [*range(step, min(count, fine) + 1, step), *range(fine + 4 * step, count + 1, 4 * step)]
     numbers = np.frombuffer(keys, dtype="<u8")[:: KEY_BYTES // 8]

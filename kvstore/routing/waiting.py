@@ -24,6 +24,10 @@ from kvstore.units import NS_PER_S
 
 _RATE_SAMPLES: Final = 64
 _RETRY_S_MAX: Final = 60
+TENANTS_MAX: Final = 4096
+"""Tenants whose tokens are remembered; the one that was routed longest ago is forgotten."""
+_SLACK: Final = 1000
+"""Entries of a heap that are gone; more, and more than half, are swept out."""
 
 
 class HeldEntry(msgspec.Struct, frozen=True):
@@ -82,6 +86,9 @@ class WaitingRoom:
                 self._level(entry.tenant)
             heap = self._lanes.setdefault(lane, [])
             heapq.heappush(heap, (-entry.priority, entry.number, entry.request_id))
+        if len(self._expiry) > 2 * len(self.entries) + _SLACK:
+            self._expiry = [(e.expires_ns, e.request_id) for e in self.entries.values()]
+            heapq.heapify(self._expiry)
         heapq.heappush(self._expiry, (entry.expires_ns, entry.request_id))
         self.entries[entry.request_id] = entry
         self._by_class[entry.service] += 1
@@ -117,8 +124,10 @@ class WaitingRoom:
 
     def taken(self, tenant: str, uncached: float, now_ns: int, *, was_held: bool) -> None:
         """A request was routed: charge its tenant."""
-        served = self._served.get(tenant, 0.0)
+        served = self._served.pop(tenant, 0.0)
         self._served[tenant] = served + uncached / self.policy.tenants.get(tenant, 1.0)
+        if len(self._served) > TENANTS_MAX:
+            del self._served[next(iter(self._served))]
         if was_held:
             self._taken_ns.append(now_ns)
 
@@ -198,5 +207,7 @@ class WaitingRoom:
         assert set(queued) >= self.entries.keys() - self._elsewhere
         assert all(self._is_queued(heap[0][2]) for heap in self._lanes.values())
         assert self._elsewhere <= self.entries.keys()
+        assert len(self._served) <= TENANTS_MAX
+        assert len(self._expiry) <= 2 * self.policy.limits.held_max + _SLACK + 1
         assert +self._by_class == Counter(e.service for e in self.entries.values())
         assert +self._by_pool == Counter(e.pool for e in self.entries.values())

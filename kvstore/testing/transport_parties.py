@@ -145,6 +145,7 @@ class MoverParty:
         arena_bytes: int = ARENA_BYTES,
         paced: bool = False,
         has_landing: bool = False,
+        landing: tuple[int, int] = (LANDING.start, LANDING.stop - LANDING.start),
     ) -> None:
         """Started, and known to its back end."""
         self._arena = Arena(arena_bytes=arena_bytes, incarnation=Incarnation(1))
@@ -154,7 +155,7 @@ class MoverParty:
             options=dict(options or {}),
             environment=dict(environment or {}),
             paced=paced,
-            landing=(LANDING.start, LANDING.stop - LANDING.start) if has_landing else (0, 0),
+            landing=landing if has_landing else (0, 0),
         )
         self.child = MoverChild(self._arena.arena_fd, self._arena.hold_fd, arena_bytes, settings)
         self._ends: dict[int, End] = {}

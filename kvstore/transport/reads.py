@@ -8,6 +8,8 @@ A transfer ends when all its posts have. One that failed posts no more, but its 
 still write: it is reported as failed only when they have ended too. With a post whose end cannot be
 known it is in limbo at once, and for ever.
 
+Reads go first: an engine waits for them, while pushes run beside a prefill.
+
 Does not cover: moving bytes (`ports.Transport`), deadlines (`watch`, on the node's side).
 """
 
@@ -70,6 +72,19 @@ class _PeerReads:
         """Transfers that have more to post."""
         self.under_way_bytes = 0
 
+    def reads(self) -> bool:
+        """Whether an engine waits for something from this peer."""
+        return any(its.direction is Direction.READ for its in self.waiting)
+
+    def anything(self) -> bool:
+        """Whether there is anything to post."""
+        return True
+
+    def next(self) -> _Transfer:
+        """The transfer whose turn it is: reads before pushes."""
+        reads = (its for its in self.waiting if its.direction is Direction.READ)
+        return next(reads, self.waiting[0])
+
 
 class Reads:
     """Transfers of one mover."""
@@ -109,12 +124,13 @@ class Reads:
 
     def next_post(self, now_ns: int) -> Post | None:
         """The next post, or None; ask until there is none."""
-        for _ in range(len(self._turns)):
-            name = self._turns[0]
-            self._turns.rotate(-1)
-            peer = self._peers[name]
-            if size := self._size(peer, now_ns):
-                return self._post(name, peer, size, now_ns)
+        for wants in (_PeerReads.reads, _PeerReads.anything):
+            for _ in range(len(self._turns)):
+                name = self._turns[0]
+                self._turns.rotate(-1)
+                peer = self._peers[name]
+                if wants(peer) and (size := self._size(peer, now_ns)):
+                    return self._post(name, peer, size, now_ns)
         return None
 
     def pause_ns(self, now_ns: int) -> int:
@@ -167,7 +183,7 @@ class Reads:
         return size if room >= size or (room and not peer.under_way_bytes) else 0
 
     def _post(self, name: str, peer: _PeerReads, size: int, now_ns: int) -> Post:
-        transfer = peer.waiting[0]
+        transfer = peer.next()
         assert transfer.rest is not None
         pieces, rest = cut(transfer.rest, size)
         if len(pieces.length) > PIECES_PER_POST_MAX:

@@ -40,6 +40,8 @@ class TurnsCore:
         self.under_way: dict[str, tuple[RouteRequest, list[str]]] = {}
         self.holds = False
         self.fallbacks = False
+        self.only = ""
+        """The only worker that gets requests; empty: all."""
         self._held: dict[str, None] = {}
         self._turn = 0
         self._deadline_s = deadline_s
@@ -78,7 +80,9 @@ class TurnsCore:
     def _route(self, request_id: str) -> RouteCommand:
         request, tried = self.under_way[request_id]
         names = [
-            n for n, health in self.health.items() if health is WorkerHealth.UP and n not in tried
+            name
+            for name, health in self.health.items()
+            if health is WorkerHealth.UP and name not in tried and self.only in ("", name)
         ]
         if not names:
             return self._reject(request_id)

@@ -1,8 +1,7 @@
 """Bugs that were shipped in systems like this one, planted here one at a time, for tests only.
 
 Each replaces one function by a version that does what went wrong elsewhere; nothing in the product
-asks whether it is planted. The seeded world must notice every one of them. Those of pushes are in
-`planted_pushes`.
+asks whether it is planted. The seeded world must notice every one of them.
 
 Two of the twelve are a cluster's, and have first the form here that they take on one machine and in
 a shared directory: a stale index after a restart at the same address (a peer's directory, a node's

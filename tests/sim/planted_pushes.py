@@ -1,4 +1,4 @@
-"""Bugs of pushes, planted as those of `planted` are."""
+"""Bugs of pushes that systems like this one shipped, planted one at a time: see `planted`."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def sealed_before_it_is_verified() -> contextlib.AbstractContextManager[Any]:
 
 
 def grant_of_another_peer_used() -> contextlib.AbstractContextManager[Any]:
-    """Grants are known by their numbers alone, which each node counts from 1."""
+    """Grants of all peers are one heap."""
     move = Pusher._move
 
     async def broken(self: Pusher, command: WritePush, its: Any) -> str:
-        same = [each for (_, grant), each in self._taken.items() if grant == command.grant]
-        return await move(self, command, same[0].its if same else its)
+        others = [each for (peer, _), each in self._taken.items() if peer != command.peer]
+        return await move(self, command, others[0].its if others else its)
 
     return mock.patch.object(Pusher, "_move", broken)
 
@@ -125,3 +125,5 @@ PUSHED: Sequence[Planted] = (
     block_of_the_wrong_group,
     half_a_chunk,
 )
+CALM: Sequence[Planted] = (abort_not_told,)
+"""Faults would excuse these."""

@@ -10,34 +10,33 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.engine.engine import Engine
-from tests.sim import planted, planted_pushes
+from tests.sim import planted_pushes as pushes
+from tests.sim.planted import Planted
 from tests.unit.engine import test_pushes as engines
 from tests.unit.peers import test_pushing as nodes
 from tests.unit.peers.two_nodes import Two
 
-NOTICED_BY: dict[planted.Planted, Callable[[], None]] = {
-    planted_pushes.late_write_into_an_extent_used_again: (
+NOTICED_BY: dict[Planted, Callable[[], None]] = {
+    pushes.late_write_into_an_extent_used_again: (
         engines.test_extents_of_a_failed_write_come_back_with_another_mover_only
     ),
-    planted_pushes.epoch_ignored: engines.test_words_of_another_epoch_are_dropped,
-    planted_pushes.sealed_before_it_is_verified: nodes.test_a_flipped_bit_on_the_way_is_a_miss,
-    planted_pushes.grant_of_another_peer_used: nodes.test_a_grant_is_used_by_the_peer_that_has_it,
-    planted_pushes.abort_not_told: nodes.test_an_abort_is_told_and_nothing_is_left,
-    planted_pushes.extent_freed_by_a_timer: engines.test_a_cancelled_request_takes_its_grants_back,
-    planted_pushes.block_of_the_wrong_group: engines.test_groups_keep_apart,
-    planted_pushes.half_a_chunk: nodes.test_whole_blocks_are_pushed,
+    pushes.epoch_ignored: engines.test_words_of_another_epoch_are_dropped,
+    pushes.sealed_before_it_is_verified: nodes.test_a_flipped_bit_on_the_way_is_a_miss,
+    pushes.grant_of_another_peer_used: nodes.test_a_grant_is_used_by_the_peer_that_has_it,
+    pushes.abort_not_told: nodes.test_an_abort_is_told_and_nothing_is_left,
+    pushes.extent_freed_by_a_timer: engines.test_a_cancelled_request_takes_its_grants_back,
+    pushes.block_of_the_wrong_group: engines.test_groups_keep_apart,
+    pushes.half_a_chunk: nodes.test_whole_blocks_are_pushed,
 }
 
 
 def test_all_eight_are_there() -> None:
-    assert set(NOTICED_BY) == set(planted_pushes.PUSHED)
+    assert set(NOTICED_BY) == set(pushes.PUSHED)
     assert len(NOTICED_BY) == 8
 
 
-@pytest.mark.parametrize("plant", planted_pushes.PUSHED, ids=lambda plant: plant.__name__)
-def test_each_is_noticed_by_a_fast_test(
-    plant: planted.Planted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("plant", pushes.PUSHED, ids=lambda plant: plant.__name__)
+def test_each_is_noticed_by_a_fast_test(plant: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "check", lambda _: None)
     monkeypatch.setattr(Two, "tries", 100)
     fast = NOTICED_BY[plant]

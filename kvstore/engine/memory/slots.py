@@ -107,6 +107,7 @@ class Slots:
         self,
         *,
         arena_bytes: int,
+        landing_bytes: int = 0,
         slab_bytes: int,
         policy: str,
         quotas: Sequence[tuple[str, int]] = (),
@@ -119,7 +120,7 @@ class Slots:
         word_count = arena_bytes // SLOT_BYTES_MIN
         self.slab_bytes = slab_bytes
         self._words_per_slab = slab_bytes // SLOT_BYTES_MIN
-        self.slab_count = arena_bytes // slab_bytes
+        self.slab_count = (arena_bytes - landing_bytes) // slab_bytes
         self._slabs_ready = 0
         self._slabs_free: deque[int] = deque()
         self._slabs_lost: set[int] = set()
@@ -138,7 +139,7 @@ class Slots:
         self.session = np.zeros(word_count, dtype=np.int64)
         self.group = journal.groups
         """Group of the quota that a slot counts for, unless FREE."""
-        self.quotas = Quotas(quotas, arena_bytes=arena_bytes)
+        self.quotas = Quotas(quotas, arena_bytes=arena_bytes - landing_bytes)
         self.leases = np.zeros(word_count, dtype=np.int32)
         self.pins = Pins(self)
         self.stamps = journal.stamps

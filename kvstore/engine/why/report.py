@@ -272,7 +272,7 @@ def load(state: State) -> Load:
     counters, slots = state.counters, state.slots
     return Load(
         at_ms=state.now_ns // NS_PER_MS,
-        dram_bytes=state.config.arena_bytes,
+        dram_bytes=state.config.arena_bytes - state.config.landing_bytes,
         dram_used_bytes=slots.sealed_bytes,
         file_bytes=state.config.file_bytes,
         file_used_bytes=state.file_used_bytes,

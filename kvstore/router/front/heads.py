@@ -31,6 +31,8 @@ _STEERING: Final = (
 """Beginnings of names by which engines, side-cars and gateways are steered."""
 _REQUEST_ID: Final = re.compile(r"(?!.*___)[A-Za-z0-9._:-]{1,128}", re.ASCII)
 """Some engines read addresses between runs of underscores out of an id."""
+_KEPT_BACK: Final = HOP_BY_HOP | {"server"}
+SERVER: Final = istr("Server")
 AUTHORIZATION: Final = istr("Authorization")
 REQUEST_ID: Final = istr("X-Request-Id")
 
@@ -55,13 +57,14 @@ def onward(
 
 
 def back(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Headers for a client."""
+    """Headers for a client. Versions of servers are nobody's business."""
     named = _named_by_connection(headers)
     kept = CIMultiDict[str]()
     for name, value in headers.items():
         low = name.lower()
-        if low not in HOP_BY_HOP and low not in named and not low.startswith("x-kvstore-"):
+        if low not in _KEPT_BACK and low not in named and not low.startswith("x-kvstore-"):
             kept.add(name, value)
+    kept[SERVER] = "kvstore"
     return kept
 
 

@@ -252,7 +252,10 @@ def error_response(status: int, text: str, code: str) -> web.Response:
 
 def _json(status: int, content: object) -> web.Response:
     return web.Response(
-        status=status, body=msgspec.json.encode(content), content_type="application/json"
+        status=status,
+        body=msgspec.json.encode(content),
+        content_type="application/json",
+        headers={heads.SERVER: "kvstore"},
     )
 
 
@@ -268,6 +271,8 @@ def _cut(request: web.BaseRequest) -> None:
 
 
 def _is_here(request: web.BaseRequest) -> bool:
-    """Whether the client is on this machine."""
+    """Whether the client is on this machine, and no proxy speaks for another one."""
+    if {"Forwarded", "X-Forwarded-For", "Via"} & request.headers.keys():
+        return False
     peer = request.transport.get_extra_info("peername") if request.transport else None
     return peer is not None and peer[0] in ("127.0.0.1", "::1")

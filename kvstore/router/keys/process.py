@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
 from collections import deque
@@ -22,6 +23,8 @@ from kvstore.router.keys.child import KeyAnswer, KeyOrder
 WAITING_MAX: Final = 64
 ANSWER_TIMEOUT_S: Final = 2.0
 """For a busy child; loading a tokenizer takes longer, and its first orders go unanswered."""
+HANG_S: Final = 30.0
+"""A child that owes an answer for so long is replaced."""
 LIMIT_BYTES: Final = 64 << 20
 _answers: Final = msgspec.msgpack.Decoder(KeyAnswer)
 
@@ -32,7 +35,8 @@ class KeyProcess:
     def __init__(self, tokenizers: Mapping[str, Path]) -> None:
         self._arguments = [f"{model}={path}" for model, path in tokenizers.items()]
         self._child: asyncio.subprocess.Process | None = None
-        self._waiting: deque[asyncio.Future[KeyAnswer | None]] = deque()
+        self._waiting: deque[tuple[float, asyncio.Future[KeyAnswer | None]]] = deque()
+        """Since when, and for what, in the order of the child's answers."""
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self.refused_count = 0
@@ -42,19 +46,27 @@ class KeyProcess:
         """None: no answer in time."""
         if len(self._waiting) >= WAITING_MAX:
             self.refused_count += 1
+            self._replace_hanging()
             return None
         child = await self._running()
-        asked = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        asked: asyncio.Future[KeyAnswer | None] = loop.create_future()
         data = msgspec.msgpack.encode(order)
         assert child.stdin is not None
-        self._waiting.append(asked)
+        self._waiting.append((loop.time(), asked))
         child.stdin.write(len(data).to_bytes(4, "little") + data)
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                answer: KeyAnswer | None = await asyncio.shield(asked)
-                return answer
+                return await asyncio.shield(asked)
         except TimeoutError:
+            self._replace_hanging()
             return None
+
+    def _replace_hanging(self) -> None:
+        owes_since_s = self._waiting[0][0] if self._waiting else math.inf
+        if asyncio.get_running_loop().time() - owes_since_s > HANG_S and self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.kill()
 
     async def _running(self) -> asyncio.subprocess.Process:
         async with self._starting:
@@ -76,7 +88,7 @@ class KeyProcess:
             while True:
                 size = int.from_bytes(await child.stdout.readexactly(4), "little")
                 answer = _answers.decode(await child.stdout.readexactly(size))
-                asked = self._waiting.popleft()
+                _, asked = self._waiting.popleft()
                 if not asked.done():
                     asked.set_result(answer)
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
@@ -86,7 +98,7 @@ class KeyProcess:
                 child.kill()
             self._child = None
             while self._waiting:
-                asked = self._waiting.popleft()
+                _, asked = self._waiting.popleft()
                 if not asked.done():
                     asked.set_result(None)
 

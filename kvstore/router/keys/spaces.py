@@ -3,20 +3,23 @@
     worker: node, engine, models ─┬─ space= of its flag
     registry of the index ────────┴─ entries of that node, of that engine or model
 
-Made anew when a worker or the registry changed. Prompts with adapters have no keys: those fold in
-what only an engine knows.
+Made anew when a worker, the registry or the policy changed. Prompts with adapters have no keys:
+those fold in what only an engine knows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.keys.index_calls import IndexCalls
 from kvstore.router.keys.rendering import KeyPlan
 from kvstore.routing.policy import RoutingPolicy
+
+MODELS_MAX: Final = 1000
+"""Names of clients that are remembered, wrong ones included."""
 
 
 class PrefixScope(NamedTuple):
@@ -36,7 +39,7 @@ class Spaces:
     ) -> None:
         self._workers, self._index, self._policy = workers, index, policy
         self._made: dict[str, PrefixScope | None] = {}
-        self._version = (-1, -1)
+        self._version, self._made_by = (-1, -1), policy()
 
     def of(self, worker: Worker) -> list[tuple[str, bytes]]:
         """(tenant, space) of its engine."""
@@ -52,10 +55,10 @@ class Spaces:
 
     def scope(self, model: str) -> PrefixScope | None:
         """Scope of a model as a client names it; None: its prefixes are not in the index."""
-        version = (self._workers.version, self._index.epoch)
-        if version != self._version or len(self._made) > 1000:
+        policy, version = self._policy(), (self._workers.version, self._index.epoch)
+        if version != self._version or policy is not self._made_by or len(self._made) > MODELS_MAX:
             self._made.clear()
-            self._version = version
+            self._version, self._made_by = version, policy
         if model not in self._made:
             self._made[model] = self._scope(model)
         return self._made[model]

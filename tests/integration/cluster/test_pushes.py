@@ -259,7 +259,7 @@ def test_what_dies_or_stops_costs_misses_at_most(
         leave(prefill, pair.b)
         leave(decode, pair.a)
     at_baseline(pair)
-    heal(pair)
+    assert heals(pair)
 
 
 def leave(engine: RawEngine, node: NodeProcess) -> None:
@@ -280,8 +280,8 @@ def strike(node: NodeProcess, victim: str, number: signal.Signals) -> int:
     return pid
 
 
-def heal(pair: PeerPair) -> None:
-    """Another push goes well."""
+def heals(pair: PeerPair) -> bool:
+    """Whether another push goes well."""
     with attached(pair.b.socket) as prefill, attached(pair.a.socket) as decode:
 
         def is_well() -> bool:
@@ -289,8 +289,9 @@ def heal(pair: PeerPair) -> None:
             push.finish()
             return push_is_whole(decode, push.keys)
 
-        assert eventually(is_well, timeout_s=60)
+        healed = eventually(is_well, timeout_s=60)
     at_baseline(pair)
+    return healed
 
 
 def push_is_whole(decode: RawEngine, keys: Sequence[bytes]) -> bool:

@@ -1,4 +1,4 @@
-"""The demo of a cluster, as a user runs it."""
+"""The demos of several nodes, as a user runs them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,30 @@ from pathlib import Path
 
 import pytest
 
+from tests.amounts import IS_NIGHTLY
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_the_demo_of_a_cluster_keeps_its_word(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvstore.cli.main", "demo", "--cluster"]
+def printed(flag: str, folder: Path) -> str:
+    """Text of a demo that ended well, in one line."""
     done = subprocess.run(
-        [*command, "--users", "2", "--rounds", "2"],
-        cwd=tmp_path,
+        [sys.executable, "-m", "kvstore.cli.main", "demo", flag, "--users", "2", "--rounds", "2"],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "came to node b from node a" in " ".join(done.stdout.split())
     assert "All answers are identical" in done.stdout
+    return " ".join(done.stdout.split())
+
+
+def test_the_demo_of_a_cluster_keeps_its_word(tmp_path: Path) -> None:
+    assert "came to node b from node a" in printed("--cluster", tmp_path)
+
+
+@pytest.mark.skipif(not IS_NIGHTLY, reason="test_pd has its parts; make nightly runs it")
+def test_the_demo_of_prefill_and_decode_keeps_its_word(tmp_path: Path) -> None:
+    assert "blocks were pushed from node p to node d" in printed("--pd", tmp_path)

@@ -45,7 +45,7 @@ UPSTREAM_PROMPTS = amount(24, nightly=PROMPT_COUNT)
 PUSHED_SHARE = 0.8
 """Of all blocks: several requests of one prefix may be computed at the same time."""
 PUSH_DEADLINE_MS = 3000
-PREFILL_TIMEOUT_S = 2.0
+PREFILL_TIMEOUT_S = 5.0
 ANSWER_S = 30.0
 """No request takes longer, whatever happens to a process."""
 

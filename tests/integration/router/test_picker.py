@@ -53,7 +53,8 @@ def test_the_chosen_endpoint_serves(
     workers: list[ScriptedWorker], tmp_path: Path, reads: str
 ) -> None:
     with pool(workers) as router, envoy(router, tmp_path, reads=reads) as gateway:
-        for _ in range(6):
+        for turn in range(6):
+            router.core.only = "aab"[turn % 3]
             before = [w.seen()["requests"] for w in workers]
             attempts = dict(router.core.attempts)
             assert ask(gateway.port)[0] == 200

@@ -204,6 +204,7 @@ def test_route_over_grpc(workers: list[ScriptedWorker], tmp_path: Path) -> None:
                 wrong = stub.Route(iter([pb.RouteWord(ask=ask_)]))
                 with pytest.raises(grpc.RpcError, match=says):
                     next(wrong)
+            until(lambda: b'"id":"m"' in ask(port_of(router), None, "/v1/models", method="GET")[2])
             refused = next(stub.Route(iter([pb.RouteWord(ask=pb.Ask(model="zz"))])))
             assert (refused.worker, refused.status) == ("", 404)
 

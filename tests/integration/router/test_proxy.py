@@ -53,6 +53,7 @@ def test_a_request_and_its_answer_pass(workers: list[ScriptedWorker]) -> None:
         assert headers["x-engine"] == "scripted"
         assert headers["x-kvstore-worker"] == "a"
         assert "x-kvstore-spoof" not in headers
+        assert headers["server"] == router.ask(path="/none")[1]["server"] == "kvstore"
         seen = workers[0].seen()
         assert seen["body"].encode() == body, "byte for byte"
         until(lambda: len(router.core.ended) == 1)

@@ -119,7 +119,9 @@ class SimNode:
             is_restart=kept is not None,
             slab=slab.slab if slab else None,
         )
-        self._guarantees = Guarantees(knobs.quotas, arena_bytes=knobs.arena_bytes)
+        self._guarantees = Guarantees(
+            knobs.quotas, arena_bytes=config.arena_bytes - config.landing_bytes
+        )
         self._first_events: list[Event] = [Ready(knobs.arena_bytes)]
         self.journal = self._new_journal(config) if kept is None else kept.journal
         journal = Journal(

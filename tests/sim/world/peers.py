@@ -51,6 +51,7 @@ from kvstore.peers.lender import Lender
 from kvstore.peers.pusher import Pusher
 from kvstore.proto import index_pb2, loans, peer_pb2
 from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SpaceId, Tier
+from kvstore.units import NS_PER_S
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
 from tests.sim.world.ground import Machine
@@ -77,6 +78,11 @@ _LOSSES: Final = (
     *("node restarts in a step", "warm kill", "warm upgrade", "addresses swapped"),
 )
 """Faults after which nobody knows whether a peer still writes."""
+
+
+_CALM_NS: Final = 8 * NS_PER_S
+"""Longer than any fault between nodes lasts."""
+_TOLD_NS: Final = 3 * NS_PER_S
 
 
 class _Clock:
@@ -110,8 +116,12 @@ class SimPeers:
         self._locates: set[int] = set()
         self._fetches: dict[int, Fetch] = {}
         self._lands: dict[int, Land] = {}
-        self._has_lost = False
-        """A session was lost, or a write failed."""
+        self._revoked: dict[int, int] = {}
+        """Grants that were taken back, and when."""
+        self._over: set[int] = set()
+        """Grants whose last word has come."""
+        self._losses, self._loss_ns = 0, -_CALM_NS
+        """Faults between nodes so far; when one, or a session that was lost, was seen last."""
         self._granted: dict[int, tuple[str, int]] = {}
         """Page of the landing slab → node and epoch that it was granted to last."""
         self._left_alone: dict[str, int] = {}
@@ -140,21 +150,7 @@ class SimPeers:
             descriptor=lambda: self.mover.descriptor,
             demands_certificates=False,
         )
-        self.pusher = self.lender.pusher = Pusher(
-            self.post,
-            mover=self.mover,  # type: ignore[arg-type]
-            address_of=self.borrower.address_of,
-            answer=self.lender.answer,
-            clock=_Clock(machine),
-        )
-        self.lander = Lander(
-            self.post,
-            borrower=self.borrower,
-            mover=self.mover,  # type: ignore[arg-type]
-            memory=np.frombuffer(self.memory.bytes, np.uint8),
-            clock=_Clock(machine),
-            draw_epoch=lambda: self.random.randint(1, 1 << 62),
-        )
+        self._make_pushes()
         self.log = FeedLog()
         hello = index_pb2.Hello(node=self.name, incarnation=incarnation, address=machine.address)
         self.links = [
@@ -170,6 +166,23 @@ class SimPeers:
             )
             for replica in self.cluster.replicas
         ]
+
+    def _make_pushes(self) -> None:
+        self.pusher = self.lender.pusher = Pusher(
+            self.post,
+            mover=self.mover,  # type: ignore[arg-type]
+            address_of=self.borrower.address_of,
+            answer=self.lender.answer,
+            clock=_Clock(self.machine),
+        )
+        self.lander = Lander(
+            self.post,
+            borrower=self.borrower,
+            mover=self.mover,  # type: ignore[arg-type]
+            memory=np.frombuffer(self.memory.bytes, np.uint8),
+            clock=_Clock(self.machine),
+            draw_epoch=lambda: self.random.randint(1, 1 << 62),
+        )
 
     @property
     def now_ns(self) -> int:
@@ -212,6 +225,7 @@ class SimPeers:
             elif failed and self.now_ns >= self._left_alone.get(node, 0):
                 self._left_alone[node] = self._heard_ns + AVOID_FIRST_NS
         self._heard, self._ended, self._heard_ns = self._ended, [], self.now_ns
+        self._check_revoked()
         taken: list[Event] = list(self._events)
         self._events.clear()
         return taken
@@ -260,8 +274,11 @@ class SimPeers:
                 self._locates.remove(event.locate)
             case Fetched():
                 self._check_fetched(self._fetches.pop(event.job), event)
-            case PushOver(is_quiet=False):
-                self._has_lost = True
+            case PushOver(grant=grant, is_quiet=is_quiet):
+                if not is_quiet:
+                    self._loss_ns = self.now_ns
+                self._revoked.pop(grant, None)
+                self._over.add(grant)
             case Landed():
                 self._check_landed(self._lands.pop(event.job), event)
             case _:
@@ -278,14 +295,26 @@ class SimPeers:
                 if pages & self.mover.written_to():
                     raise Violation(f"{self.name} grants what may still be written to")
                 self._granted.update(dict.fromkeys(pages, (command.node, command.epoch)))
+            case RevokePush(grant=grant) if grant not in self._over:
+                self._revoked[grant] = self.now_ns
             case Land():
                 self._lands[command.job] = command
                 for page in np.frombuffer(command.extents, "<u4").tolist():
                     if self._granted[page][1] != self.lander.epoch:
                         raise Violation(f"{self.name} takes blocks of an epoch before")
             case RecycleMover():
-                if not self._has_lost and not self._excuse(_LOSSES):
+                if self._loss_ns < 0 and not self._excuse(_LOSSES):
                     raise Violation(f"{self.name} kills its transfer worker, and nobody failed")
+
+    def _check_revoked(self) -> None:
+        """Where nobody fails, a grant that is taken back has its last word soon."""
+        losses = sum(self.world.faults[name] for name in _LOSSES)
+        if losses != self._losses:
+            self._losses, self._loss_ns = losses, self.now_ns
+        for grant, since_ns in self._revoked.items():
+            is_calm = since_ns > self._loss_ns + _CALM_NS
+            if is_calm and self.now_ns > since_ns + _TOLD_NS > self._loss_ns + _TOLD_NS:
+                raise Violation(f"{self.name}: nobody answers that grant {grant} is taken back")
 
     def _excuse(self, faults: Iterable[str]) -> bool:
         """Whether one of these happened to anybody."""

@@ -10,16 +10,14 @@ Does not cover: when real connectors say so (`kvstore.connector`).
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvstore.wire.messages import Message
 from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
 from tests.sim.world.engine import SimEngine
 from tests.sim.world.groups import BLOCK_TOKENS
 from tests.sim.world.requests import SimRequest
-
-if TYPE_CHECKING:
-    from tests.sim.world.world import World
+from tests.sim.world.stage import Stage
 
 _NEW_SHARE: Final = 0.08
 _END_SHARE: Final = 0.03
@@ -38,7 +36,7 @@ class _Leg(NamedTuple):
 class SimPushes:
     """All transfers of a world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Stage) -> None:
         self._world = world
         self._under_way: list[_Leg] = []
         self.count = 0
@@ -87,6 +85,8 @@ class SimPushes:
         source = self._world.random
         if source.random() < 0.3:
             self._say(leg.decode, PushCancel(leg.transfer))
+            if source.random() < 0.7:
+                return  # its prefill goes on
         reason = source.choice(("", "", "", "aborted", "preempted"))
         self._say(leg.prefill, PushClose(leg.transfer, reason))
 

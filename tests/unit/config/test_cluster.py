@@ -65,6 +65,15 @@ def test_a_node_has_the_name_of_its_certificate(tmp_path: Path) -> None:
             LAB | {"peer-listen": "10.0.0.7:9480", "transport": "tcp,port=9480"},
             "transport 'tcp,port=9480' is at the port of peer-listen",
         ),
+        (LAB | {"landing": "auto"}, "landing does nothing without --peer-listen"),
+        (
+            LAB | {"peer-listen": "10.0.0.7:1", "landing": "1TiB"},
+            "is more than half of dram: choose a smaller --landing or --slab",
+        ),
+        (
+            LAB | {"peer-listen": "10.0.0.7:1", "transport": "ucx", "landing": "1MiB"},
+            "takes no writes, which --landing is for",
+        ),
         (LAB | {"fetch": "auto"}, "fetch does nothing without --peer-listen"),
         (
             LAB | {"peer-listen": "10.0.0.7:1", "fetch": "x"},

@@ -142,13 +142,13 @@ ELSE: Mapping[str, Any] = {
     "engine-events": ["e=ipc:///z,space=" + 64 * "a"],
     "node-name": "n8",
     "hbm": "1GiB,gpu=1",
-    "landing": "256MiB",
     "index": ["127.0.0.1:1", "127.0.0.1:2"],
     "index-listen": "127.0.0.1:9470",
     "index-entries": "1M",
     "peer-listen": "10.0.0.8:9480",
     "transport": "tcp,pace=on",
     "fetch": "always",
+    "landing": "128MiB",
 }
 """Another value than the default, of every setting but those of TLS."""
 BASE: Mapping[str, Any] = {

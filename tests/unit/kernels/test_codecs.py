@@ -117,8 +117,11 @@ def test_planes_of_normal_values_take_three_quarters() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4, 40, -1, -4])
-def test_bytes_that_are_no_encoded_payload_are_refused(cut: int) -> None:
+@pytest.mark.parametrize("more", [b"", b"1", b"4444"])
+def test_bytes_that_are_no_encoded_payload_are_refused(cut: int, more: bytes) -> None:
     encoded = planes.encode(payload_of(1, 6000, "normal"), 2)
     assert encoded is not None
-    with pytest.raises(ValueError, match="payload"):
-        planes.decode(encoded[:cut], 6000, 2)
+    for wrong in (encoded[:cut], encoded + more * cut):
+        if wrong != encoded:
+            with pytest.raises(ValueError, match="payload"):
+                planes.decode(wrong, 6000, 2)

@@ -70,6 +70,12 @@ def test_cycles_compare_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_kernels.cycles(device, 60)["wrong_bytes"] > 0
 
 
+@pytest.mark.parametrize("verb", ["store", "load"])
+def test_cycles_see_that_nothing_was_moved(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockMoves, verb, lambda *_: None)
+    assert gpu_kernels.cycles(SimulatedDevice(3, 4096), 3)["wrong_bytes"] > 0
+
+
 def test_ways_are_measured_for_each_shape() -> None:
     found = gpu_kernels.ways(SimulatedDevice(3, 4096), 4 * KIB, [(2, 64), (5, 512)])
     for row in found:

@@ -351,6 +351,7 @@ def test_planes_are_those_of_the_reference(
     to=st.integers(1, 255),
     seed=SEEDS,
 )
+@example(planes_=2, at=25, to=1, seed=1)  # the sum of the words
 def test_a_damaged_payload_is_read_within_its_bounds(
     device: HostKernels, planes_: int, at: int, to: int, seed: int
 ) -> None:

@@ -7,10 +7,11 @@ import pytest
 from cuda.bindings import runtime as real
 
 from kvstore.kernels.cuda import _OTHER_ADDRESSES
-from kvstore.kernels.device import Device
+from kvstore.kernels.device import Device, DeviceCache, DeviceCopies, DeviceError, LayerPages
 from kvstore.kernels.reference import checksum
 from kvstore.kernels.strategy import Strategy, Thresholds
 from kvstore.ports import CopyWay
+from kvstore.testing.simulated_device import SimulatedDevice
 from tests.kit.copy_parties import HEADER, DeviceParty, StagedCudaParty, StagedParty, noise
 
 KIB = 1 << 10
@@ -78,6 +79,22 @@ def test_without_what_a_way_needs_another_one_serves(
     assert {moves.way(stream, 0) for stream in party.copies._flights} == {expected}
     assert moves.trouble == trouble
     _moves_a_block(party)
+
+
+def test_a_device_that_fails_at_the_start_keeps_nothing_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = SimulatedDevice(1, 4096)
+
+    def fails(size_bytes: int) -> int:
+        raise DeviceError("cudaMalloc: cudaErrorIllegalAddress")
+
+    monkeypatch.setattr(device, "allocate", fails)
+    pages = [LayerPages(device.address + at, 64, 32) for at in (0, 512)]
+    thresholds = Thresholds.that_choose(Strategy.STAGED)
+    with pytest.raises(DeviceError):
+        DeviceCopies(device, [DeviceCache(pages, 4)], thresholds=thresholds)
+    assert device.pinned_bytes == 0
 
 
 def test_what_copy_engines_do_as_well_asks_for_no_kernel() -> None:

@@ -184,3 +184,18 @@ def test_words_of_a_session_that_has_no_such_grant_are_dropped() -> None:
         assert two.a.engine.landing_bytes()[("granted",)] > 0
 
     pushing(body)
+
+
+@pytest.mark.parametrize(("slow_ns", "lines"), [(-1, 1), (10**12, 0)])
+def test_a_slow_write_is_reported(
+    slow_ns: int, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(two: Two) -> None:
+        two.b.pusher._slow_ns = slow_ns
+        prefill = Stored(two.b, "eb")
+        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill.store(1)
+        assert not (await two.push(Stored(two.a, "ea"), 1)).reason
+
+    pushing(body)
+    assert sum("is busy" in line for line in caplog.messages) == lines

@@ -42,6 +42,7 @@ def test_a_worker_with_all_options() -> None:
         ({"worker": ["a=http://127.0.0.1:1,kind=other"]}, "kind is one of"),
         ({"worker": ["a=http://127.0.0.1:1,block=x"]}, "block is a number"),
         ({"worker": ["a=http://127.0.0.1:1,blok=1"]}, "KEY=VALUE of kind"),
+        ({"worker": ["a=http://127.0.0.1:1,space=3f9a"]}, "64 hex digits"),
         ({"worker": ["a=http://10.0.0.1:8000"]}, "--insecure"),
         ({"worker": ["a=http://vllm.example:8000"]}, "--insecure"),
         ({"worker_dns": ["http://vllm.example:8000"]}, "--insecure"),

@@ -113,6 +113,16 @@ def test_a_breaker_opens_probes_and_closes() -> None:
     assert [c.request_id for c in commands] == ["b"]
 
 
+def test_a_probe_that_is_answered_with_4xx_closes_the_breaker() -> None:
+    core = core_of(spec(0), policy=parse({"limits": {"attempts_max": 1}}))
+    for n in range(3):
+        routed(arrive(core, request(f"r{n}")))
+        core.step(fail(f"r{n}"), S)
+    routed(arrive(core, request("a"), now_ns=3 * S))
+    core.step(RequestEnded("a", Ending.REFUSED), 3 * S)
+    assert not core.fleet.workers[0].breaker.is_open
+
+
 def test_an_aborted_probe_makes_room_for_the_next() -> None:
     core = core_of(spec(0), policy=parse({"limits": {"attempts_max": 1}}))
     for n in range(3):
@@ -120,7 +130,7 @@ def test_an_aborted_probe_makes_room_for_the_next() -> None:
         core.step(fail(f"r{n}"), S)
     routed(arrive(core, request("a"), now_ns=3 * S))
     core.step(RequestEnded("a", Ending.ABORTED), 3 * S)
-    routed(arrive(core, request("b"), now_ns=3 * S + 1))
+    assert routed(arrive(core, request("b"), now_ns=3 * S + 1)).worker == "w0"
 
 
 def test_retries_have_a_budget() -> None:
@@ -314,7 +324,7 @@ def test_a_race_needs_a_request_without_side_effects_and_calm() -> None:
         core = core_of(spec(0), spec(1), policy=policy)
         for n in range(load):
             arrive(core, request(f"r{n}", 30_000))
-        return routed(arrive(core, its))
+        return routed(arrive(core, its, now_ns=S + 50 * MS))
 
     assert sent(0, request("a")).race_after_s is None
     assert sent(0, request("a", has_side_effects=False)).race_after_s == 0.5

@@ -114,6 +114,16 @@ def test_equal_workers_share_cold_prompts() -> None:
     assert set(counts.values()) == {8}
 
 
+def test_among_idle_equals_the_one_that_rested_longest_is_next() -> None:
+    core = core_of(*(spec(n) for n in range(4)), policy=parse({"choice": {"top_k": 1}}))
+    order = []
+    for n in range(8):
+        order.append(routed(arrive(core, request(f"r{n}", 16), now_ns=(n + 1) * 20 * S)).worker)
+        core.step(RequestEnded(f"r{n}", Ending.DONE), (n + 1) * 20 * S)
+    assert len(set(order[:4])) == 4
+    assert order[:4] == order[4:]
+
+
 def test_only_near_equals_are_chosen_by_seed() -> None:
     def chosen(seed: int, blocks: int) -> str:
         core = core_of(spec(0), spec(1), seed=seed)
@@ -160,7 +170,7 @@ def test_memory_by_need_has_a_ceiling() -> None:
 
 def test_a_request_larger_than_memory_goes_to_an_idle_worker() -> None:
     core = core_of(spec(0, memory_tokens=10_000))
-    routed(arrive(core, request("a", 50_000)))
+    assert routed(arrive(core, request("a", 50_000))).worker == "w0"
 
 
 def test_red_parity_means_load_only() -> None:

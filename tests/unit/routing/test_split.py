@@ -87,6 +87,17 @@ def test_no_stream_of_short_prompts_starves_a_long_one() -> None:
     raise AssertionError("the long prompt starved")
 
 
+def test_aborted_prefills_leave_nothing_behind() -> None:
+    lanes = PrefillLanes(PolicySplit())
+    lanes.add(entry("first", 400, number=0))
+    for number in range(1, 2000):
+        lanes.add(entry(f"r{number}", 400, number=number))
+        lanes.remove(f"r{number}")
+        lanes.check()
+    assert sum(map(len, lanes._lanes)) < 200
+    assert [e.request_id for e in lanes.order(0)] == ["first"]
+
+
 def test_one_prefiller_is_kept_from_long_prompts() -> None:
     lanes = PrefillLanes(PolicySplit())
     idle = {"a": (0, 0.0), "b": (0, 0.0)}

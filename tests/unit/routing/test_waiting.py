@@ -155,6 +155,16 @@ def test_a_held_request_expires() -> None:
     assert "r" not in core.open
 
 
+def test_tenants_and_aborted_requests_leave_nothing_behind() -> None:
+    core = full()
+    for n in range(5000):
+        core.step(Arrived(request(f"r{n}", 16, tenant=f"t{n}")), S)
+        core.step(RequestEnded(f"r{n}", Ending.ABORTED), S)
+        core.room.taken(f"t{n}", 1.0, S, was_held=False)
+    core.check()
+    assert len(core.room._expiry) < 1100
+
+
 def test_an_aborted_request_leaves_the_room() -> None:
     core = full()
     arrive(core, request("r"))
