@@ -29,7 +29,7 @@ SOONER = {
     planted.identity_put_aside_too_early: 77,
     planted.loan_checked_before_the_read_only: 128,
     planted.fetched_slots_freed_by_a_timer: 4,
-    planted_pushes.late_write_into_an_extent_used_again: 24,
+    planted_pushes.late_write_into_an_extent_used_again: 44,
     planted_pushes.epoch_ignored: 4,
     planted_pushes.sealed_before_it_is_verified: 4,
     planted_pushes.grant_of_another_peer_used: 28,
