@@ -48,7 +48,7 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.files import FOREIGN_LOCATION
-from kvstore.types import ConnectionId
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import Distrust, HelloRank, LeaseMore, LeaseReply
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
@@ -274,7 +274,7 @@ def _config(
         arena_bytes=knobs.arena_bytes,
         slab_bytes=knobs.slab_bytes,
         node=name,
-        landing_bytes=knobs.slab_bytes if knobs.has_landing else 0,
+        landing_bytes=6 * SLOT_BYTES_MIN if knobs.has_landing else 0,  # soon used again
         first_generation=first_generation,
         restarts=int(is_restart),
         generation_bytes=8192,

@@ -152,7 +152,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     """Guaranteed bytes of dram by tenant."""
     machines: int = 1
     has_landing: bool = False
-    """The last slab of each arena is for pushes."""
+    """The end of each arena is for pushes."""
     index_replicas: int = 0
     """0: machines know nothing of each other's memory."""
     is_shared: bool = False
