@@ -463,7 +463,7 @@ def test_a_peer_that_lies_costs_a_miss(lie: pb.Lent) -> None:
             answer = pb.Answer()
             answer.lent.CopyFrom(lie)
             answer.lent.loan = command.loan
-            two.b.lender._answer(command.peer, answer)
+            two.b.lender.answer(command.peer, answer)
 
         two.b.lender.lent = lent  # type: ignore[method-assign]
         two.index.holders["b"] = 1
