@@ -48,6 +48,7 @@ from kvstore.obs.logs import RateLimit
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.checksum import checksum_of
+from kvstore.wire.layout import begin_of
 from kvstore.wire.messages import (
     UNSERVED_LENGTH_MAX,
     Message,
@@ -56,7 +57,6 @@ from kvstore.wire.messages import (
     Refused,
     Welcome,
 )
-from kvstore.wire.slab import begin_of
 
 logger = logging.getLogger("vllm.kvstore.rank")
 logger.addFilter(RateLimit())  # two engines with one id would detach each other ten times a second

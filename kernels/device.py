@@ -39,7 +39,7 @@ from kvstore.kernels.reference import Bytes
 from kvstore.kernels.shared import SharedMemory
 from kvstore.kernels.strategy import BlockMoves, Thresholds
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
-from kvstore.wire.slab import Slab
+from kvstore.wire.layout import Slab
 
 COPIES_MAX: Final = 8
 """Under way at once: enough to keep both directions busy while one block of each is hashed."""

@@ -12,7 +12,7 @@ from kvstore.kernels.compare import BOUNDS
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
-from kvstore.wire.slab import Slab
+from kvstore.wire.layout import Slab
 
 NOT_COMPARABLE = "values of this type cannot be compared"
 

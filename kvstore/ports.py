@@ -27,8 +27,8 @@ from kvstore.index.feed import Event, Verdict
 from kvstore.index.index import Answer, Member, Statistics
 from kvstore.tier_events import FileCommand, FileTierEvent
 from kvstore.types import Generation, SlotId, SpaceId
+from kvstore.wire.layout import Slab
 from kvstore.wire.mover import Direction
-from kvstore.wire.slab import Slab
 
 
 class Clock(Protocol):

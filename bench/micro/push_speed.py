@@ -17,6 +17,7 @@ import argparse
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -120,7 +121,7 @@ def until_members(nodes: Nodes) -> None:
         try:
             nodes.push_ns()
         except AssertionError:
-            time.sleep(0.5)
+            threading.Event().wait(0.5)
         else:
             return
     raise TimeoutError("the nodes never knew each other")

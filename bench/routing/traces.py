@@ -143,7 +143,7 @@ def low_sharing(seed: int, *, requests: int = 2500, rate: float = 14.0) -> Route
     return _in_order("low-sharing", jobs)
 
 
-def shape(tokens: int, seed: int, *, requests: int = 700, rate: float = 8.0) -> RouterTrace:
+def shape(tokens: int, seed: int, *, requests: int = 1300, rate: float = 8.0) -> RouterTrace:
     """S1 to S3: one of 40 shared prefixes of `tokens`, 100 tokens of one's own, 100 out."""
     made = shared_prefix(
         seed,

@@ -55,13 +55,15 @@ POLICIES: Final = {
     "cost": RoutingPolicy(policy="cost", costs=COSTS),
 }
 P95_S: Final = 1.0
+WARM_UP: Final = 500
+"""Requests of a shape after which caches are as full as they get."""
 PARTS: Final = ("quality", "shapes", "overload", "disaggregated")
 
 
-def measure(trace: RouterTrace, policy: RoutingPolicy) -> dict[str, Any]:
-    """One run."""
+def measure(trace: RouterTrace, policy: RoutingPolicy, *, warm_up: int = 0) -> dict[str, Any]:
+    """One run; the first `warm_up` requests are in no figure."""
     chooser = CoreChooser(policy, MODEL, WORKERS, seed=SEED)
-    row = figures(run(trace, chooser, MODEL, workers=WORKERS))
+    row = figures(run(trace, chooser, MODEL, workers=WORKERS)[warm_up:])
     chooser.core.check()
     return row
 
@@ -119,13 +121,14 @@ def quality(trace: str, requests: int, names: list[str], known: dict[str, Any]) 
 
 
 def highest_rate(name: str, policy: RoutingPolicy) -> float:
-    """Requests a second at which the TTFT p95 is within P95_S; by bisection."""
+    """Requests a second at which the TTFT p95 is within P95_S; by bisection. 1.0, the lowest rate
+    that is tried, stands for none: an S1 prompt that hits nothing takes all of P95_S to compute."""
     low, high = 1.0, 256.0
     base = named(name, Path(), requests=0, seed=SEED)
     rate = len(base.jobs) / base.jobs[-1].arrival_s
     for _ in range(6):
         middle = (low * high) ** 0.5
-        row = measure(base.at_speed(middle / rate), policy)
+        row = measure(base.at_speed(middle / rate), policy, warm_up=WARM_UP)
         low, high = (middle, high) if row["ttft_p95_s"] <= P95_S else (low, middle)
     return round(low, 2)
 

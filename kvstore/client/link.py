@@ -21,6 +21,7 @@ import msgspec
 
 from kvstore.arena import ArenaView, GenerationView
 from kvstore.errors import AttachError, ProtocolError
+from kvstore.wire.layout import Slab
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
     HelloRank,
@@ -31,7 +32,6 @@ from kvstore.wire.messages import (
     decode_from_node,
     encode,
 )
-from kvstore.wire.slab import Slab
 
 SEND_BUFFER_BYTES = 1 << 20
 """Asked for, so that a few of the largest datagrams fit; the kernel may give less."""
@@ -64,7 +64,7 @@ class Link:
         self.arena: ArenaView | None = None
         self.generations: GenerationView | None = None
         self.places: GenerationView | None = None
-        """Words as of `kvstore.wire.slab`, by slot."""
+        """Words as of `kvstore.wire.layout`, by slot."""
         self.slab: Slab | None = None
         _links.add(self)
 

@@ -35,9 +35,9 @@ from kvstore.engine.why.trail import Trail
 from kvstore.engine.witness import Witness
 from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.units import NS_PER_MS
+from kvstore.wire.layout import Slab
 from kvstore.wire.learned import Learned
 from kvstore.wire.messages import Message
-from kvstore.wire.slab import Slab
 from kvstore.wire.space import Space, is_prefix
 
 

@@ -22,13 +22,7 @@ from kvstore.routing.learning import smoothed_ratio
 from kvstore.routing.models import ModelMap, ModelUnknown
 from kvstore.routing.placing import Blocked, OpenRequest, Placement, Placer
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.pressure import (
-    Rung,
-    Saturation,
-    WorkRate,
-    desired_replicas,
-    saturation,
-)
+from kvstore.routing.pressure import Rung, Saturation, WorkRate, desired_replicas, saturation
 from kvstore.routing.receipts import Receipt, ReceiptLog, RouteOutcome
 from kvstore.routing.split import LaneEntry
 from kvstore.routing.tree import ApproximateTree
@@ -321,11 +315,7 @@ class RouterCore:
         self.fleet.ended(_prefill_of(name), now_ns)
         if opened.placement is not None and opened.placement.receipt is not None:
             outcome = RouteOutcome(
-                opened.ttft_s,
-                opened.cached_tokens,
-                opened.output_tokens,
-                opened.attempt,
-                end.value,
+                opened.ttft_s, opened.cached_tokens, opened.output_tokens, opened.attempt, end.value
             )
             self.receipts.keep(opened.placement.receipt, outcome)
 

@@ -56,11 +56,7 @@ def decide(
     weights: (learned terms, workers); None: all 1.
     """
     columns = features.columns
-    codes = dropped(
-        columns,
-        policy.limits,
-        need_tokens=case.prompt_tokens + case.output_tokens,
-    )
+    codes = dropped(columns, policy.limits, need_tokens=case.prompt_tokens + case.output_tokens)
     costed = terms(
         columns,
         policy.costs,

@@ -95,10 +95,7 @@ def dropped(columns: Floats, limits: PolicyLimits, *, need_tokens: int) -> npt.N
     for drop, mask in (
         (Dropped.QUEUE, queued >= limits.queue_max),
         (Dropped.RUNNING, running >= limits.running_max),
-        (
-            Dropped.MEMORY,
-            (capacity > 0) & (filled > limits.memory_ceiling) & (running > 0),
-        ),
+        (Dropped.MEMORY, (capacity > 0) & (filled > limits.memory_ceiling) & (running > 0)),
     ):
         codes[(codes == 0) & mask] = _CODE[drop]
     return codes

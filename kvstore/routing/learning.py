@@ -31,7 +31,6 @@ class TermWeights:
         self._place: dict[str, int] = {}
         self._all: Floats = np.ones((LEARNED, 0))
         """A column for each worker."""
-        self.steps = 0
 
     def of(self, workers: list[str]) -> Floats:
         """Shape (learned terms, workers)."""
@@ -66,7 +65,6 @@ class TermWeights:
             step = self.settings.rate * (target - predicted) * raw / float(raw @ raw)
             moved = np.clip(weights + step, self.settings.least, self.settings.most)
             self._all[:, column] = moved
-            self.steps += 1
         return error
 
     def forget(self, worker: str) -> None:

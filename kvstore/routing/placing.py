@@ -17,13 +17,7 @@ import xxhash
 
 from kvstore.routing.costs import others_per_s
 from kvstore.routing.decide import Case, RouteVerdict, decide, fallbacks, filtered
-from kvstore.routing.features import (
-    TRUSTS,
-    FeatureColumn,
-    Features,
-    PrefixColumns,
-    load_columns,
-)
+from kvstore.routing.features import TRUSTS, FeatureColumn, Features, PrefixColumns, load_columns
 from kvstore.routing.filters import LANE, is_of_the_moment, unfit, warmth
 from kvstore.routing.fleet import Fleet, FleetColumn, Floats
 from kvstore.routing.learning import TermWeights

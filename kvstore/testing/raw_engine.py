@@ -130,7 +130,7 @@ class RawEngine:
         """Distinct shards; that of rank r is r // replicas."""
         self.replicas = replicas
         self.timeout_s = timeout_s
-        self.session = 0
+        self.session, self._failure = 0, ""
         self.credits: list[tuple[NDArray[np.uint32], NDArray[np.uint64]]] = []
         """(slots [S], generations [S]) of each free block, oldest first."""
         self.push_ends: list[PushEnd] = []
@@ -138,7 +138,6 @@ class RawEngine:
         self._replies: dict[int, LeaseReply] = {}
         self._quiesced: Counter[Link] = Counter()
         """Number of Quiesce messages to each rank."""
-        self._failure = ""
         self.nonce = nonce = nonce or secrets.token_hex(4)
         self._tell_apart(tenant, model, block_bytes)
         who = (PROTOCOL_VERSION, engine_id, nonce, tenant)

@@ -9,8 +9,8 @@ bounds       bounded kinds of fields, which all structs are made of
 groups       KV cache groups, as ranks report them
 space        the fingerprint of everything, tokens aside, that changes the bytes of a block
 identity     the names that a certificate gives its owner
-layout, assembly   how a block lies in its slot; blocks that come in other shards than are wanted
-slab         a node's GPU memory, and places of copies in it
+layout       how a block lies in its slot; places of copies in a node's GPU memory
+assembly     blocks that come in other shards than are wanted
 checksum     of a block: a tree over its address and its bytes
 record, segment    the address of a block and the page before it on disk; the file of records
 kv_events, engine_events   what a node, and what an engine publishes, in vLLM's form

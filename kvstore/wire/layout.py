@@ -16,6 +16,13 @@ common, or one for all neighbouring layers where both have all of each other's h
     held here   layers 0-2, heads 0-4    │0 1 2 3│0 1 2 3│
     wanted      layers 0-2, heads 2-4        │2 3│   │2 3│
 
+Copies of blocks may lie in a node's slab of GPU memory, too: their places are in a page of the
+layout of generation pages, one word for each slot of dram, or 0. A word changes before its copy
+does, and none has two meanings: it carries the generation of its place. So a copy was read whole if
+its word is the same before and after, and the slot of dram still has its generation.
+
+    word = generation of the place << 32 | its first page + 1
+
 Covers: sizes and offsets. Does not cover: copying (`kvstore.kernels`), placing slots in the arena
 (`kvstore.engine.memory.slots`).
 """
@@ -23,14 +30,18 @@ Covers: sizes and offsets. Does not cover: copying (`kvstore.kernels`), placing 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard
+from kvstore.wire.bounds import U64, Label
 from kvstore.wire.space import Space
+
+_PAGE_BITS: Final = 32
+_PAGE_MASK: Final = (1 << _PAGE_BITS) - 1
 
 
 def shard_bytes(space: Space, shard: Shard) -> int:
@@ -112,3 +123,25 @@ def shared(
     lengths = (head_end - head)[each] * size
     runs = (source[each], target[each], source_offsets, begin_in(other), lengths)
     return Runs(*(array[order] for array in runs))
+
+
+class Slab(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """In a Welcome to a rank on its GPU. The page of places comes with it, behind the others."""
+
+    gpu: Label
+    """As in HelloRank."""
+    size_bytes: U64
+    handle: Annotated[bytes, msgspec.Meta(max_length=64)]
+    """By which devices map it."""
+
+
+def place_words(slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Words for copies in these slots of a slab."""
+    words: NDArray[np.uint64] = generations << np.uint64(_PAGE_BITS)
+    words += slots + np.uint64(1)
+    return words
+
+
+def begin_of(word: int) -> int:
+    """Offset in the slab; -1: there is no copy."""
+    return ((word & _PAGE_MASK) - 1) * PAGE_BYTES if word else -1

@@ -60,6 +60,7 @@ from kvstore.wire.bounds import (
     Small,
 )
 from kvstore.wire.groups import PER_GROUP, Group, GroupIndex, ShardColumn
+from kvstore.wire.layout import Slab
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from kvstore.wire.reports import (
     ASKS_PER_LOOKUP_MAX as ASKS_PER_LOOKUP_MAX,
@@ -68,7 +69,6 @@ from kvstore.wire.reports import (
     Story as Story,
     Unserved as Unserved,
 )
-from kvstore.wire.slab import Slab
 
 PROTOCOL_VERSION: Final = 2
 DATAGRAM_BYTES_MAX: Final = 160 << 10

@@ -127,3 +127,5 @@ PUSHED: Sequence[Planted] = (
 )
 CALM: Sequence[Planted] = (abort_not_told,)
 """Faults would excuse these."""
+FAULTS: dict[Planted, tuple[str, ...]] = {epoch_ignored: ("mover dies",)}
+"""Faults that it takes, where few seeds have them."""

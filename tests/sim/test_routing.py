@@ -71,7 +71,8 @@ def test_prefixes_are_found_and_load_is_spread() -> None:
     assert cost["ttft_mean_s"] < 0.8 * blind["ttft_mean_s"]
     assert cost["ttft_mean_s"] < plain["ttft_mean_s"]
     assert cost["hit_tokens"] > 1.2 * blind["hit_tokens"]
-    assert cost["goodput"] >= max(blind["goodput"], plain["goodput"])
+    assert cost["goodput"] >= blind["goodput"] + 0.05
+    assert cost["goodput"] >= plain["goodput"] - 0.01
 
 
 def test_with_little_sharing_it_is_no_worse_than_round_robin() -> None:

@@ -18,7 +18,7 @@ PRODUCT = ("kvstore", "connector", "kernels")
 MODULES_MAX = 18
 MEDIAN_LINES_MAX = 8
 LINES_MAX = {
-    "cli": 2_135,
+    "cli": 2_140,
     "client": 3_145,
     "config": 1_410,
     "connector": 2_690,
@@ -32,7 +32,7 @@ LINES_MAX = {
     "node": 2_545,
     "obs": 371,
     "pd": 445,
-    "peers": 2_725,
+    "peers": 2_730,
     "proto": 530,
     "router": 3_035,
     "routing": 2_425,

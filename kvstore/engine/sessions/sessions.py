@@ -12,6 +12,7 @@ from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, object
 from kvstore.engine.state import KnownSpace, State
 from kvstore.types import ConnectionId, SpaceId
 from kvstore.wire.groups import GROUPS_MAX, ShardColumn
+from kvstore.wire.layout import Slab
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     HelloRank,
@@ -22,7 +23,6 @@ from kvstore.wire.messages import (
     SessionOpen,
     Welcome,
 )
-from kvstore.wire.slab import Slab
 from kvstore.wire.space import Space, fingerprint
 
 

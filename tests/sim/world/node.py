@@ -50,9 +50,9 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.files import FOREIGN_LOCATION
-from kvstore.types import ConnectionId, Tier
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Tier
+from kvstore.wire.layout import Slab
 from kvstore.wire.messages import Distrust, HelloRank, LeaseMore, LeaseReply
-from kvstore.wire.slab import Slab
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
 from tests.sim.world.disk import SimFiles
@@ -119,9 +119,8 @@ class SimNode:
             is_restart=kept is not None,
             slab=slab.slab if slab else None,
         )
-        self._guarantees = Guarantees(
-            knobs.quotas, arena_bytes=config.arena_bytes - config.landing_bytes
-        )
+        kept_bytes = config.arena_bytes - config.landing_bytes
+        self._guarantees = Guarantees(knobs.quotas, arena_bytes=kept_bytes)
         self._first_events: list[Event] = [Ready(knobs.arena_bytes)]
         self.journal = self._new_journal(config) if kept is None else kept.journal
         journal = Journal(
@@ -131,10 +130,8 @@ class SimNode:
             found = journal.examine(
                 quotas=[name for name, _ in knobs.quotas], writers=set(kept.ranks)
             )
-            writers = tuple(
-                AdoptedWriter(ConnectionId(c), hello) for c, hello in kept.ranks.items()
-            )
-            self._first_events.append(Adopt(found, writers))
+            writers = [AdoptedWriter(ConnectionId(c), rank) for c, rank in kept.ranks.items()]
+            self._first_events.append(Adopt(found, tuple(writers)))
         self.engine = Engine(config, journal)
         self.peers: SimPeers | None = None
         if cluster is not None:
@@ -286,7 +283,7 @@ def _config(
         arena_bytes=knobs.arena_bytes,
         slab_bytes=knobs.slab_bytes,
         node=name,
-        landing_bytes=knobs.slab_bytes if knobs.has_landing else 0,
+        landing_bytes=6 * SLOT_BYTES_MIN if knobs.has_landing else 0,  # soon used again
         first_generation=first_generation,
         restarts=int(is_restart),
         generation_bytes=8192,

@@ -20,7 +20,7 @@ from kvstore.engine.events import Promote, Promoted, RaiseGenerations, Shown
 from kvstore.tiers.memory import MemoryTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId
 from kvstore.units import KIB, MIB
-from kvstore.wire.slab import Slab
+from kvstore.wire.layout import Slab
 from kvstore.wire.space import Space
 from tests.sim.world.groups import Kind
 
@@ -155,7 +155,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     """Guaranteed bytes of dram by tenant."""
     machines: int = 1
     has_landing: bool = False
-    """The last slab of each arena is for pushes."""
+    """The end of each arena is for pushes."""
     hbm_slabs: int = 0
     """In the GPU of a machine's engines."""
     index_replicas: int = 0

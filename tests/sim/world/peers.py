@@ -152,8 +152,15 @@ class SimPeers:
         )
         self._make_pushes()
         self.log = FeedLog()
-        hello = index_pb2.Hello(node=self.name, incarnation=incarnation, address=machine.address)
-        self.links = [
+        self.links = self._make_links()
+
+    def _make_links(self) -> list[FeedLink]:
+        """Feeds to all replicas."""
+        machine = self.machine
+        hello = index_pb2.Hello(
+            node=self.name, incarnation=self.incarnation, address=machine.address
+        )
+        return [
             FeedLink(
                 replica.address,
                 None,

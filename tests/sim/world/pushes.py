@@ -19,7 +19,7 @@ from tests.sim.world.groups import BLOCK_TOKENS
 from tests.sim.world.requests import SimRequest
 from tests.sim.world.stage import Stage
 
-_NEW_SHARE: Final = 0.08
+_NEW_SHARE: Final = 0.1
 _END_SHARE: Final = 0.03
 _UNKNOWN_SHARE: Final = 0.7
 """Of chains that nobody holds yet."""

@@ -13,7 +13,7 @@ import numpy as np
 from kvstore.engine.events import Promote, Promoted, RaiseGenerations, Shown
 from kvstore.kernels.reference import checksum
 from kvstore.types import KEY_BYTES, PAGE_BYTES
-from kvstore.wire.slab import Slab, begin_of, place_words
+from kvstore.wire.layout import Slab, begin_of, place_words
 from tests.sim.world.parts import TORN, Knobs, SimMemory
 
 GPU = "gpu"

@@ -305,13 +305,13 @@ def test_what_failed_before_ends_no_session_that_another_opened_since() -> None:
         two.index.holders["b"] = 1
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).from_peer == 1
-        before = await two.a.borrower._session("b")
+        before = await two.a.borrower.session("b")
         two.b.lender.mover_changed()
         await two.until(lambda: bool(before.lost), "the session is lost")
-        after = await two.a.borrower._session("b")
+        after = await two.a.borrower.session("b")
         assert after is not before
         two.a.borrower._forget("b", before)
-        assert await two.a.borrower._session("b") is after
+        assert await two.a.borrower.session("b") is after
         assert two.b.lender.session_count == 1
         two.a.borrower._forget("b", after)
         await two.until(lambda: two.b.lender.session_count == 0, "it has ended")
@@ -322,7 +322,7 @@ def test_what_failed_before_ends_no_session_that_another_opened_since() -> None:
 def test_many_may_ask_a_peer_at_a_time() -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
-        session = await two.a.borrower._session("b")
+        session = await two.a.borrower.session("b")
         asks = [session.lend("t", SPACE, keys(1), timeout_s=60) for _ in range(40)]
         lent = await asyncio.gather(*asks)
         assert [len(borrowed.slots) for _, borrowed in lent] == [1] * 40
@@ -463,7 +463,7 @@ def test_a_peer_that_lies_costs_a_miss(lie: pb.Lent) -> None:
             answer = pb.Answer()
             answer.lent.CopyFrom(lie)
             answer.lent.loan = command.loan
-            two.b.lender._answer(command.peer, answer)
+            two.b.lender.answer(command.peer, answer)
 
         two.b.lender.lent = lent  # type: ignore[method-assign]
         two.index.holders["b"] = 1

@@ -23,7 +23,7 @@ from kvstore.peers.mover import (
 from kvstore.peers.mover_host import MoverHost
 from kvstore.ports import Pieces
 from kvstore.transport.pieces import make_pieces
-from kvstore.wire.mover import Beat, Done, Registered, encode
+from kvstore.wire.mover import Beat, Direction, Done, Registered, encode
 
 
 class ScriptedMover:
@@ -65,7 +65,9 @@ class ScriptedMover:
     def forget(self, peer: str) -> None:
         self.said.append(("forget", peer))
 
-    def post(self, transfer: int, peer: str, pieces: Pieces, *, deadline_ns: int) -> bool:
+    def post(
+        self, transfer: int, peer: str, pieces: Pieces, direction: Direction, *, deadline_ns: int
+    ) -> bool:
         self.said.append(("post", peer))
         self.posted[transfer] = peer
         return True

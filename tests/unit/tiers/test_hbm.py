@@ -15,7 +15,7 @@ from kvstore.tiers import hbm
 from kvstore.tiers.hbm import HbmTier, open_hbm
 from kvstore.tiers.memory import MemoryTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
-from kvstore.wire.slab import begin_of
+from kvstore.wire.layout import begin_of
 from tests.kit.copy_parties import noise
 from tests.kit.slab import ended, order_of
 

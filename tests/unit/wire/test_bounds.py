@@ -15,14 +15,13 @@ from msgspec import inspect
 import kvstore.wire
 from kvstore.errors import ProtocolError
 from kvstore.wire import bounds
-from kvstore.wire.bounds import WORD
+from kvstore.wire.bounds import WORD, KeyArray
 from kvstore.wire.kv_events import Hashes
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
     ChecksumArray,
     GenerationArray,
     HelloRank,
-    KeyArray,
     LeaseList,
     SlotArray,
     decode_from_engine,
