@@ -31,7 +31,7 @@ LINES_MAX = {
     "net": 510,
     "node": 2_500,
     "obs": 325,
-    "peers": 2_715,
+    "peers": 2_725,
     "proto": 530,
     "stores": 1_160,
     "supervisor": 1_060,

@@ -151,14 +151,19 @@ class SimPeers:
             demands_certificates=False,
         )
         self._make_pushes()
-        self.log = FeedLog()
-        hello = index_pb2.Hello(node=self.name, incarnation=incarnation, address=machine.address)
-        self.links = [
+        self.log, self.links = self._make_links()
+
+    def _make_links(self) -> tuple[FeedLog, list[FeedLink]]:
+        machine, log = self.machine, FeedLog()
+        hello = index_pb2.Hello(
+            node=self.name, incarnation=self.incarnation, address=machine.address
+        )
+        links = [
             FeedLink(
                 replica.address,
                 None,
                 hello,
-                self.log,
+                log,
                 FeedCounters(),
                 lambda: None,
                 dial=self._dial,
@@ -166,6 +171,7 @@ class SimPeers:
             )
             for replica in self.cluster.replicas
         ]
+        return log, links
 
     def _make_pushes(self) -> None:
         self.pusher = self.lender.pusher = Pusher(
