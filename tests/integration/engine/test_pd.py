@@ -50,6 +50,12 @@ ANSWER_S = 30.0
 """No request takes longer, whatever happens to a process."""
 
 
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """A node process that crashes is followed by another with a transfer worker of its own; what
+    nodes and engines hold is looked at by each test."""
+
+
 @pytest.fixture(scope="module")
 def pair(
     vllm: EngineNursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
