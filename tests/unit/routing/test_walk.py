@@ -55,12 +55,12 @@ def draining_is_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    real = filters.unfit
+    real: Any = filters.unfit
     patch.setattr(placing, "unfit", lambda *a: real(*a[:4], (), a[5]))
 
 
 def subset_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    real = filters.unfit
+    real: Any = filters.unfit
     patch.setattr(placing, "unfit", lambda *a: real(*a[:3], None, *a[4:]))
 
 
