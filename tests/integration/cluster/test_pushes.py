@@ -22,6 +22,7 @@ from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import EngineGone, RawEngine, make_keys
 from kvstore.wire.messages import LeaseRelease, LeaseReply
 from kvstore.wire.pushes import PushClose, PushExpect, PushOpen
+from tests.amounts import IS_NIGHTLY
 from tests.integration.node.conftest import eventually
 from tests.kit.peers import PeerPair, attached, metrics, mover_of
 from tests.leaks import Baseline
@@ -31,7 +32,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 BLOCKS: Final = 64
 SIZES: Final = [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2)]
 VICTIMS: Final = ("prefill mover", "decode mover", "prefill node", "decode node")
-MOMENTS: Final = ("before the grant", "half-way", "after the last block")
+MOMENTS: Final = (
+    ("before the grant", "half-way", "after the last block") if IS_NIGHTLY else ("half-way",)
+)
+"""The world takes all of them in every run."""
 LANDING: Final = 16 << 20
 _numbers = count()
 

@@ -151,21 +151,19 @@ class SimPeers:
             demands_certificates=False,
         )
         self._make_pushes()
-        self.log = FeedLog()
-        self.links = self._make_links()
+        self.log, self.links = self._make_links()
 
-    def _make_links(self) -> list[FeedLink]:
-        """Feeds to all replicas."""
-        machine = self.machine
+    def _make_links(self) -> tuple[FeedLog, list[FeedLink]]:
+        machine, log = self.machine, FeedLog()
         hello = index_pb2.Hello(
             node=self.name, incarnation=self.incarnation, address=machine.address
         )
-        return [
+        links = [
             FeedLink(
                 replica.address,
                 None,
                 hello,
-                self.log,
+                log,
                 FeedCounters(),
                 lambda: None,
                 dial=self._dial,
@@ -173,6 +171,7 @@ class SimPeers:
             )
             for replica in self.cluster.replicas
         ]
+        return log, links
 
     def _make_pushes(self) -> None:
         self.pusher = self.lender.pusher = Pusher(
