@@ -61,7 +61,7 @@ DRAIN_S: Final = 20.0
 _log = logging.getLogger(__name__)
 
 
-class LegFailed(Exception):
+class LegTrouble(Exception):
     """An engine could not answer; carries a clause for the log."""
 
 
@@ -145,7 +145,7 @@ class PdProxy:
                     data = await answer.content.read(ANSWER_BYTES_MAX)
                     while not answer.content.at_eof() and len(data) < ANSWER_BYTES_MAX:
                         data += await answer.content.read(ANSWER_BYTES_MAX - len(data))
-        except (LegFailed, ClientError, TimeoutError) as error:
+        except (LegTrouble, ClientError, TimeoutError) as error:
             engine.breaker.failed(time.monotonic_ns())
             self.counts["decode_alone"] += 1
             why = str(error) or "no answer in time"
@@ -202,7 +202,7 @@ class PdProxy:
                     await _pass_on(request, answer, out)
             except ClientGone:
                 return out
-            except (LegFailed, ClientError) as error:
+            except (LegTrouble, ClientError) as error:
                 engine.breaker.failed(time.monotonic_ns())
                 _log.warning("decoding at %s failed: %s", engine.url, error)
                 if out.prepared:  # a client that got half an answer has to see that it is half
@@ -218,7 +218,7 @@ class PdProxy:
     async def _post(
         self, engine: PooledEngine, path: str, body: Body, headers: dict[str, str]
     ) -> AsyncIterator[ClientResponse]:
-        """Raises LegFailed: the engine is in trouble."""
+        """Raises LegTrouble: the engine is in trouble."""
         async with self._session.post(
             engine.url + path,
             data=msgspec.json.encode(body),
@@ -226,7 +226,7 @@ class PdProxy:
             allow_redirects=False,
         ) as answer:
             if answer.status >= 500:
-                raise LegFailed(f"status {answer.status}")
+                raise LegTrouble(f"status {answer.status}")
             yield answer
 
     # ── pages ────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from kvstore.errors import ProtocolError
-from kvstore.wire.bounds import NAME_BYTES_MAX
+from kvstore.wire.bounds import NAME_BYTES_MAX, Label, Name
 
 NAME_CHARS_MAX: Final = 200
 """ASCII, so that it is as long in bytes; a prompt's number goes behind it."""
@@ -47,16 +47,16 @@ class _Params(msgspec.Struct, frozen=True):
 class PrefillPart(msgspec.Struct, frozen=True):
     """A request whose blocks another engine goes on with."""
 
-    transfer: str
-    name: str
+    transfer: Name
+    name: Name
     """Name of all requests of its list of prompts."""
 
 
 class DecodePart(msgspec.Struct, frozen=True):
     """A request whose blocks another engine computes."""
 
-    transfer: str
-    node: str
+    transfer: Name
+    node: Label
     """Node of that engine; empty: not named, so that its blocks are found by the index."""
 
 
