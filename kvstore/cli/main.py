@@ -50,7 +50,7 @@ def cli() -> None:
 @cli.command()
 @settings_options(NodeSettings)
 def node(config_path: Path | None, **flags: Any) -> None:
-    """Run the cache of this machine until SIGTERM. Engines with caches on CUDA are not served yet.
+    """Run the cache of this machine until SIGTERM.
 
     A supervisor process holds the memory and restarts the node process when it ends: cached blocks
     survive. 'kvstore upgrade' starts the newly installed code on the same memory. Settings are read

@@ -154,6 +154,11 @@ def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) 
         raise ConfigError(f"{option} {text!r}: kind is one of {', '.join(KINDS)}")
     if options.get("role", "both") not in ROLES:
         raise ConfigError(f"{option} {text!r}: role is one of {', '.join(ROLES)}")
+    if options.get("role") == "prefill":
+        raise ConfigError(
+            f"{option} {text!r}: the router sends no prefills to engines of their own yet: use"
+            " 'kvstore pd-proxy' for prefill and decode"
+        )
     for key in ("block", "rank"):
         if not options.get(key, "0").isdecimal():
             raise ConfigError(f"{option} {text!r}: {key} is a number")
@@ -232,8 +237,11 @@ def _check_indexes(texts: Sequence[str], *, is_certified: bool, insecure: bool) 
 def _receipts(text: str | None) -> tuple[Path | None, int]:
     if not text:
         return None, RECEIPT_BYTES
-    path, colon, size = text.rpartition(":")
-    return (Path(path), _size("receipts", size)) if colon else (Path(text), RECEIPT_BYTES)
+    name, colon, size = text.rpartition(":")
+    path = Path(name if colon else text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"--receipts {path} must be a file, in a directory that exists")
+    return path, _size("receipts", size) if colon else RECEIPT_BYTES
 
 
 def _size(key: str, text: str | int) -> int:

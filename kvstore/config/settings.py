@@ -150,12 +150,6 @@ class TlsSettings(Settings):
     ca: str | None = _cluster("CA certificate of the cluster.", metavar="FILE", needs=_A_CLUSTER)
     cert: str | None = _cluster("Certificate of this process.", metavar="FILE", needs=_A_CLUSTER)
     key: str | None = _cluster("Private key of that certificate.", metavar="FILE", needs=_A_CLUSTER)
-    landing: str | int | bool | None = _cluster(
-        "End of dram to which prefill nodes push blocks; no block is kept in it.",
-        metavar="auto|SIZE|off",
-        shown="auto: a sixteenth of dram, at most 256MiB",
-        needs=("peer_listen",),
-    )
     insecure: bool = _cluster(
         "No TLS and no authentication. For labs.", default=False, off="secure"
     )
@@ -272,6 +266,12 @@ class NodeSettings(DaemonSettings):
         " Port 0: any free port.",
         metavar="ADDR",
         needs=_A_CLUSTER,
+    )
+    landing: str | int | bool | None = _cluster(
+        "End of dram to which prefill nodes push blocks; no block is kept in it.",
+        metavar="auto|SIZE|off",
+        shown="auto: a sixteenth of dram, at most 256MiB",
+        needs=("peer_listen",),
     )
     transport: str | None = _cluster(
         "Transport of blocks between nodes. tcp[,port=NUMBER]: with TLS."

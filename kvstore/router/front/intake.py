@@ -25,6 +25,7 @@ OUTPUT_TOKENS: Final = 256
 SESSION_HEADER: Final = "X-Session-Id"
 CLASS_HEADERS: Final = ("X-Kvstore-Class", "X-Llm-D-Inference-Objective")
 GIVEN_ID_CHARACTERS_MAX: Final = 96
+NO_ID: Final = "req"
 
 
 class Unauthorized(KVStoreError):
@@ -84,9 +85,10 @@ class RequestIntake:
         if put or read.is_stripped:
             body = edited(body, drop=STRIPPED, put=put)
         prefix = await self._prefixes.of(path, body, read, salted)
+        given = heads.given_id(headers)[:GIVEN_ID_CHARACTERS_MAX] or NO_ID
         request = RouteRequest(
             # A client's id may be that of another request under way.
-            request_id=f"{heads.given_id(headers)[:GIVEN_ID_CHARACTERS_MAX]}-{secrets.token_hex(8)}",
+            request_id=f"{given}-{secrets.token_hex(8)}",
             model=read.model,
             prompt_tokens=prefix.prompt_tokens,
             keys=prefix.keys,

@@ -103,6 +103,7 @@ def test_headers_that_steer_are_dropped(workers: list[ScriptedWorker]) -> None:
         assert seen["authorization"] == "Bearer own-key"
         assert seen["x-trace"] == "kept"
         assert "prefill" not in seen["x-request-id"]
+        assert seen["x-request-id"].startswith("req-"), "a command line takes it for a flag"
         assert headers["x-request-id"] == seen["x-request-id"]
         assert seen.keys() <= {
             *("authorization", "x-trace", "x-request-id", "content-type", "content-length"),

@@ -34,6 +34,9 @@ def test_a_worker_with_all_options() -> None:
     ("flags", "says"),
     [
         ({}, "name the engines"),
+        ({"worker": ["a=http://127.0.0.1:1,role=prefill"]}, "use 'kvstore pd-proxy'"),
+        ({"worker": HERE, "receipts": "/nowhere/at/all"}, "in a directory that exists"),
+        ({"worker": HERE, "receipts": "/tmp:1MiB"}, "must be a file"),
         ({"worker": ["http://127.0.0.1:8000"]}, "must be NAME=URL"),
         ({"worker": ["a=ftp://127.0.0.1"]}, "must be NAME=URL"),
         ({"worker": ["a=http://127.0.0.1:99999"]}, "must be NAME=URL"),
