@@ -144,7 +144,7 @@ def router(config_path: Path | None, **flags: Any) -> None:
 @click.option(
     "--hosts",
     metavar="HOST,…",
-    help="Further names and addresses in the certificates; kvstore needs none.",
+    help="Further names and addresses in the certificates: those by which clients reach a router.",
 )
 @click.option(
     "--days",
