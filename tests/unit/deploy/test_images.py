@@ -39,7 +39,7 @@ def test_it_copies_all_that_an_installation_needs(path: Path) -> None:
 def test_the_node_has_what_flags_of_a_cluster_need() -> None:
     (extras,) = re.findall(r"'/src\[(.+)\]'", IMAGE.read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"node", "index", "redis", "events"} == set(extras.split(","))
+    assert {"node", "index", "redis", "events", "router", "cuda"} == set(extras.split(","))
     assert set(extras.split(",")) <= project["optional-dependencies"].keys()
     (pattern,) = re.findall(r"grep '(.+)' /src/requirements/transfer.txt", IMAGE.read_text())
     (line,) = re.findall(f"{pattern}.*$", (ROOT / TRANSFER).read_text(), re.MULTILINE)

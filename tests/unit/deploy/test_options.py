@@ -9,12 +9,13 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from kvstore.cli.main import cli
 from kvstore.units import GIB, TIB, parse_size
 from tests.docs.commands import node_config
 from tests.unit.deploy.manifests import CLUSTER_NODE, DEPLOY, NODE, POD_IP, workload
 
 OPTIONS = DEPLOY / "options"
-FOR_BOTH = ("disk.yaml", "hugepages.yaml")
+FOR_BOTH = ("disk.yaml", "hbm.yaml", "hugepages.yaml")
 CASES = [*((option, node) for option in FOR_BOTH for node in (NODE, CLUSTER_NODE))]
 CASES.append(("cert-manager.yaml", CLUSTER_NODE))
 
@@ -68,6 +69,16 @@ def test_the_node_takes_its_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     volumes = {each["name"]: each for each in made["spec"]["template"]["spec"]["volumes"]}
     host = volumes[mounts[str(file.directory)]]["hostPath"]
     assert host["type"] == "Directory", "of a disk that is not mounted nothing is made"
+
+
+@pytest.mark.parametrize("name", [NODE, CLUSTER_NODE])
+def test_the_slab_is_a_flag_that_the_node_takes(name: str) -> None:
+    made = patched("hbm.yaml", name)
+    (flag,) = [arg for arg in container(made)["args"] if arg.startswith("--hbm=")]
+    assert parse_size(flag.removeprefix("--hbm=")) == 8 * GIB
+    assert "--hbm" in {option for each in cli.commands["node"].params for option in each.opts}
+    spec = made["spec"]["template"]["spec"]
+    assert (spec["hostIPC"], spec["runtimeClassName"]) == (True, "nvidia")
 
 
 def test_huge_pages_are_as_many_as_dram() -> None:
