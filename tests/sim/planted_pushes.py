@@ -109,7 +109,7 @@ def half_a_chunk() -> contextlib.AbstractContextManager[Any]:
 
     async def broken(self: Pusher, command: WritePush, its: Any) -> str:
         columns = len(command.block_bytes)
-        half = command.slots[: len(command.slots) // columns // 2 * columns]
+        half = command.slots[: max(1, len(command.slots) // columns // 2) * columns]
         return await move(self, msgspec.structs.replace(command, slots=half), its)
 
     return mock.patch.object(Pusher, "_move", broken)

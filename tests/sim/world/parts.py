@@ -187,7 +187,7 @@ def draw_knobs(source: random.Random, seed: int, *, machines: int = 0) -> Knobs:
     shadow_every = 2 if seed % 5 == 3 else 0
     # Of four slots an engine's share is one less while a block is written to disk.
     slots = max(knobs.arena_slots, 8 if knobs.has_disk else 4)
-    hbm_slabs = random.Random(f"hbm of {seed}").choice((1, 1, 2)) if seed % 2 else 0
+    hbm_slabs = random.Random(f"hbm of {seed}").choice((1, 1, 2)) if seed % 8 == 5 else 0
     knobs = msgspec.structs.replace(
         knobs, shadow_every=shadow_every, arena_slots=slots, hbm_slabs=hbm_slabs
     )
@@ -254,7 +254,7 @@ def _as_cluster(seed: int, knobs: Knobs, *, machines: int) -> Knobs:
     return msgspec.structs.replace(
         knobs,
         index_replicas=source.choice((1, 2)),
-        has_landing=True,
+        has_landing=seed % 8 == 4,
         machines=machines or max(knobs.machines, source.choice((2, 2, 3))),
         # What lies in a shared directory is found there, and not fetched.
         is_shared=knobs.is_shared and source.random() < 0.25,

@@ -31,7 +31,7 @@ no more; what counts was lent until it had been read, and is the block byte by b
 failed is left alone; no answer names a node that is silent; at the end the answers are what nodes
 hold, and each node fetches from the next.
 
-Every second world has GPUs, with a slab of each node (`slab`), whose copies end late and out of
+Every eighth world has GPUs, with a slab of each node (`slab`), whose copies end late and out of
 order; loads come from there where a place is shown.
 
 Does not cover: blocks that are cut anew for other shards on their way; the router; wall clocks,

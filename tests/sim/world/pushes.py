@@ -10,6 +10,7 @@ Does not cover: when real connectors say so (`kvstore.connector`).
 from __future__ import annotations
 
 import hashlib
+import random
 from typing import Final, NamedTuple
 
 from kvstore.wire.messages import Message
@@ -38,12 +39,14 @@ class SimPushes:
 
     def __init__(self, world: Stage) -> None:
         self._world = world
+        # Chance of its own: other events of a world stay as they are.
+        self._random = random.Random(f"pushes of {world.seed}")
         self._under_way: list[_Leg] = []
         self.count = 0
 
     def go_on(self) -> None:
         """Perhaps one begins, or one ends."""
-        source = self._world.random
+        source = self._random
         roll = source.random()
         if roll < _NEW_SHARE and len(self._under_way) < UNDER_WAY_MAX:
             self._begin()
@@ -51,7 +54,7 @@ class SimPushes:
             self._end(self._under_way.pop(source.randrange(len(self._under_way))))
 
     def _begin(self) -> None:
-        world, source = self._world, self._world.random
+        world, source = self._world, self._random
         prefill, decode = source.choice(world.engines), source.choice(world.engines)
         if prefill is decode or not (prefill.runs and decode.runs):
             return
@@ -82,7 +85,7 @@ class SimPushes:
                 engine.add(SimRequest(name, keys, tokens=tokens, decode_tokens=0))
 
     def _end(self, leg: _Leg) -> None:
-        source = self._world.random
+        source = self._random
         if source.random() < 0.3:
             self._say(leg.decode, PushCancel(leg.transfer))
             if source.random() < 0.7:

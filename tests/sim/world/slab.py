@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstore.engine.events import Promote, Promoted, RaiseGenerations, Shown
 from kvstore.kernels.reference import checksum
-from kvstore.types import KEY_BYTES, PAGE_BYTES
+from kvstore.types import KEY_BYTES, PAGE_BYTES, PAGES_PER_GENERATION
 from kvstore.wire.layout import Slab, begin_of, place_words
 from tests.sim.world.parts import TORN, Knobs, SimMemory
 
@@ -37,7 +37,7 @@ class SimSlab:
 
     def place(self, slot: int) -> int:
         """Word of the place of what a slot of dram holds; 0: it has no copy."""
-        return self._places.get(slot, 0)
+        return self._places.get(_word(slot), 0)
 
     def read(self, place: int, length: int) -> bytes:
         """What lies there now."""
@@ -53,15 +53,16 @@ class SimSlab:
         match command:
             case RaiseGenerations(slots=slots, generations=generations):
                 for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
-                    self._generations[slot] = generation
-                    self._places.pop(self._shown_at.pop(slot, -1), None)
+                    self._generations[_word(slot)] = generation
+                    self._places.pop(self._shown_at.pop(_word(slot), -1), None)
             case Shown(slots=slots, targets=targets):
-                its = [self._generations.get(target, 1) for target in targets.tolist()]
+                its = [self._generations.get(_word(target), 1) for target in targets.tolist()]
                 words = place_words(targets, np.array(its, np.uint64)).tolist()
                 for slot, target, word in zip(slots.tolist(), targets.tolist(), words, strict=True):
-                    assert target not in self._shown_at, "a slot is shown twice"
-                    assert slot not in self._places, "a block has two copies"
-                    self._places[slot], self._shown_at[target] = word, slot
+                    at, there = _word(slot), _word(target)
+                    assert there not in self._shown_at, "a slot is shown twice"
+                    assert at not in self._places, "a block has two copies"
+                    self._places[at], self._shown_at[there] = word, at
             case Promote(targets=targets):
                 for target in targets.tolist():
                     self._put(target, TORN * (command.scope.block_bytes // len(TORN)))
@@ -87,6 +88,11 @@ class SimSlab:
 
     def _put(self, target: int, data: bytes) -> None:
         self._bytes[target * PAGE_BYTES : target * PAGE_BYTES + len(data)] = data
+
+
+def _word(slot: int) -> int:
+    """By it a slot has one generation, whatever the sizes of slots in its slab now and before."""
+    return slot // PAGES_PER_GENERATION
 
 
 def new_slab(knobs: Knobs, memory: SimMemory, source: random.Random) -> SimSlab | None:

@@ -101,7 +101,7 @@ class World(Stage):
         self.now_ns += self.random.choice((0, 1, 1, 2, 7)) * NS_PER_MS
         if self.cluster is not None and self.random.random() < _QUIET_SHARE:
             self.cluster.be_quiet(self.random.choice(_QUIET_MS) * NS_PER_MS)
-        if self.cluster is not None and faulty:
+        if self.knobs.has_landing and faulty:
             self._pushes.go_on()
         roll = self.random.random()
         if faulty and roll < self.fault_rate and self._faults_to_do:
