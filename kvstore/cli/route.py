@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 import click
-import msgspec
 
 from kvstore.cli.commands import A_FILE, as_json, fail
 from kvstore.config.defaults import DEFAULT_ROUTER_LISTEN
@@ -37,7 +36,7 @@ def route() -> None:
 
     \b
     Examples:
-      kvstore route explain chatcmpl-1 --receipts /var/log/kvstore/receipts
+      kvstore route explain req-16dedf9b777579f2 --receipts /var/log/kvstore/receipts
       kvstore route explain --dry-run body.json --router http://127.0.0.1:8080
       kvstore route replay --receipts /var/log/kvstore/receipts --policy new.yaml
     """
@@ -134,6 +133,8 @@ def _read(path: Path) -> Iterator[Receipt]:
 
 
 def _dry(url: str, path: str, body: Path, api_key: str | None) -> Receipt:
+    import msgspec
+
     from kvstore.errors import AttachError
     from kvstore.routing.receipts import Receipt
 
