@@ -140,6 +140,7 @@ class WorkerSide:
         if isinstance(copies, NotServed):
             return copies
         if reason := prove(copies, held, block_count):
+            copies.close()
             return NotServed(f"copies from and to the KV cache do not work on {device}: {reason}")
         for number, each in enumerate(groups):
             assert copies.block_bytes(number) == each.block_bytes, (number, each)

@@ -22,6 +22,7 @@ from kvstore.connector.mapping import RankModel, describe, layers_in_order
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.host import HostCopies
+from kvstore.ports import BlockCopy
 from kvstore.testing.simulated_device import SimulatedDevice
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.layout import shard_bytes
@@ -414,6 +415,35 @@ def test_a_rank_without_a_cache_says_why_once_and_ends_every_job(
         assert side.build_worker_meta() is None
     assert step(side, StepPlan(), idle=True) == (set(), set())
     side.shutdown()
+
+
+def test_a_rank_whose_copies_are_wrong_is_not_served_and_gives_them_back(
+    tmp_path: Path, caches: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong(HostCopies):
+        closed = False
+
+        def begin(self, copy: BlockCopy) -> None:
+            super().begin(copy._replace(block_id=(copy.block_id + 1) % BLOCKS))
+
+        def close(self) -> None:
+            self.closed = True
+
+    made: list[Wrong] = []
+
+    def open_wrong(groups: Any, block_count: int) -> Wrong:
+        made.append(Wrong(devices.host_caches(groups, block_count)))
+        return made[-1]
+
+    config = ConnectorConfig(socket=str(tmp_path / "node.sock"))
+    side = WorkerSide(config, vllm_config("/a"), kv_cache_config(), open_copies=open_wrong)
+    side.register_kv_caches(caches)
+    reason = "copies from and to the KV cache do not work on cpu: a stored block has other bytes"
+    assert side.unserved.startswith(reason)
+    assert reason in caplog.text
+    assert made[0].closed
+    plan = StepPlan(loads=(job(LoadJob, (2,), request="r", lease=1),))
+    assert step(side, plan, idle=True) == ({"r"}, {2})
 
 
 def test_a_fence_is_waited_for_through_the_copy_thread(
