@@ -212,7 +212,8 @@ class RawEngine:
                         checksums=self._fill(link, column, batch, slots),
                     )
                 )
-                assert sent, "the node does not read"
+                if not sent:
+                    raise EngineGone("the node does not read, or is gone")
 
     def hint(self, keys: Sequence[bytes]) -> None:
         """A new request names these keys."""
