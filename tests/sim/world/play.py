@@ -32,7 +32,8 @@ failed is left alone; no answer names a node that is silent; at the end the answ
 hold, and each node fetches from the next.
 
 Every eighth world has GPUs, with a slab of each node (`slab`), whose copies end late and out of
-order; loads come from there where a place is shown.
+order; loads come from there where a place is shown. In every second cluster engines prefill for one
+another (`pushes`).
 
 Does not cover: blocks that are cut anew for other shards on their way; the router; wall clocks,
 which nothing here asks; the kernel (`tests/faults`).
