@@ -159,8 +159,6 @@ def test_engines_of_other_spaces_are_told_at_once(pair: PeerPair) -> None:
         decode.expect(name, "b", keys)
         end = decode.push_end()
         assert (end.blocks, "another space" in end.reason) == (0, True)
-    assert "another space" in pair.a.log
-    assert "another space" in pair.b.log
     at_baseline(pair)
 
 
