@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
 from kvstore.client.core.config import Store
 from kvstore.connector.media import Images
 from kvstore.wire.bounds import NAME_BYTES_MAX
+from kvstore.wire.load import is_base_url
 from kvstore.wording import why_not
+
+ROLES: Final = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+"""What an engine does for routers, by its `kv_role`."""
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,6 +39,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_timeout_ms: Annotated[int, msgspec.Meta(ge=100, le=10_000)] = 250
     """Age of the heartbeat at which the engine treats the node as down and computes. Caching
     resumes with the next heartbeat; after eight times this age the engine attaches anew."""
+    address: Annotated[str, msgspec.Meta(max_length=NAME_BYTES_MAX)] = ""
+    """URL of this engine's HTTP server as routers reach it, such as `http://10.0.0.7:8000`: a
+    `kvstore router` with `--index` finds the engine by it. Empty: the router's flags name it."""
     push_deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=600_000)] = 10_000
     """Longest wait of a request with `do_remote_prefill` for the blocks that a prefill node sends;
     after it the prompt is computed from the first missing block on."""
@@ -64,5 +71,10 @@ def parse_config(extra: Mapping[str, object]) -> ConnectorConfig:
         raise ValueError(
             f"kv_connector_extra_config in --kv-transfer-config: tenant has {size} bytes in UTF-8;"
             f" at most {NAME_BYTES_MAX}"
+        )
+    if config.address and not is_base_url(config.address):
+        raise ValueError(
+            f"kv_connector_extra_config in --kv-transfer-config: address {config.address!r} must be"
+            " http:// or https://, a host and a port, such as http://10.0.0.7:8000"
         )
     return config

@@ -32,7 +32,7 @@ from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.plan import RankReport, StepPlan
 from kvstore.connector.attendant import TURN, Attendant
 from kvstore.connector.checks import check_engine
-from kvstore.connector.config import ConnectorConfig, parse_config
+from kvstore.connector.config import ROLES, ConnectorConfig, parse_config
 from kvstore.connector.devices import OpenCopies, open_copies
 from kvstore.connector.drafts import lookahead_tokens
 from kvstore.connector.events import event_endpoints
@@ -435,6 +435,8 @@ def _core_config(
         data_rank=data_rank,
         events=events,
         events_replay=events_replay,
+        address=config.address,
+        role=ROLES.get(transfer.kv_role or "", ""),
         lookup_deadline_ms=config.lookup_deadline_ms,
         heartbeat_timeout_ms=config.heartbeat_timeout_ms,
         min_load_tokens=config.min_load_tokens,

@@ -164,8 +164,7 @@ def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) 
             raise ConfigError(f"{option} {text!r}: {key} is a number")
     if not re.fullmatch(r"(?:[0-9a-f]{64})?", options.get("space", "")):
         raise ConfigError(f"{option} {text!r}: space has 64 hex digits, as 'kvstore inspect' shows")
-    is_here = _is_here(parts.hostname or "") and not is_name
-    if parts.scheme == "http" and not is_here and not insecure:
+    if is_exposed(url, is_name=is_name) and not insecure:
         raise ConfigError(
             f"{option} {url} is beyond this machine, and everybody on the way can read prompts: use"
             " https://, or --insecure where the network is trusted"
@@ -180,9 +179,13 @@ def _pair(option: str, text: str, pair: str, keys: Sequence[str] = KEYS) -> tupl
     return key, value
 
 
-def _is_here(host: str) -> bool:
+def is_exposed(url: str, *, is_name: bool = False) -> bool:
+    """Whether prompts that are sent there can be read on the way."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
     found = address_of(f"[{host}]:1" if ":" in host else f"{host}:1")
-    return found is not None and found[0].is_loopback
+    is_here = found is not None and found[0].is_loopback and not is_name
+    return parts.scheme == "http" and not is_here
 
 
 def _slices(text: str | None, *, insecure: bool) -> WorkerText | None:

@@ -34,7 +34,7 @@ from kvstore.net.http import HttpServer
 from kvstore.net.tls import warn_of_its_end
 from kvstore.obs import logs
 from kvstore.router.dispatch import Core, Dispatcher
-from kvstore.router.engines.discovery import Discovery, addresses_listed, addresses_of
+from kvstore.router.engines.discovery import Discovery, addresses_of
 from kvstore.router.engines.probes import Probes
 from kvstore.router.engines.slices import Slices, in_cluster
 from kvstore.router.engines.workers import Worker, Workers
@@ -206,7 +206,7 @@ class Router:
 
     def _listed(self) -> None:
         assert self.index is not None
-        self.discovery.found("index", addresses_listed(self.index.listed))
+        self.discovery.listed(self.index.listed)
 
     async def _half_open(self) -> None:
         self.workers.half_open()

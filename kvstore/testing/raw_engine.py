@@ -118,6 +118,7 @@ class RawEngine:
         nonce: str = "",
         events: tuple[str, str] = ("", ""),
         gpu: str = "",
+        address: str = "",
         timeout_s: float = 10.0,
     ) -> None:
         """Connect all sockets. `block_bytes`, `gpu`: of all ranks together. With the `nonce` of
@@ -150,6 +151,7 @@ class RawEngine:
                 label=model,
                 events=events[0],
                 events_replay=events[1],
+                address=address,
             ),
         )
         self.ranks = [

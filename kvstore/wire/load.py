@@ -7,6 +7,8 @@ the time to divide by. No names, keys or tenants are in the numbers.
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 import msgspec
 
 from kvstore.wire.bounds import U32, U64, Label, Name, Small, Space32
@@ -54,6 +56,17 @@ class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Data-parallel."""
     role: Label = ""
     address: Label = ""
-    """Address of the engine's HTTP server."""
+    """URL of the engine's HTTP server (`is_base_url`)."""
     queue: U32 | None = None
     """Requests that wait."""
+
+
+def is_base_url(text: str) -> bool:
+    """Whether a text is a scheme, http or https, a host and perhaps a port, and nothing more."""
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return False
+    is_bare = text.rstrip("/") == f"{parts.scheme}://{parts.netloc}" and "@" not in parts.netloc
+    return parts.scheme in ("http", "https") and bool(host) and port != 0 and is_bare

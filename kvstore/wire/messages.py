@@ -111,6 +111,10 @@ class HelloScheduler(Message, frozen=True):
     events: Label = ""
     """Where it publishes KV events, as ZeroMQ spells it; empty: it does not, or not for us."""
     events_replay: Label = ""
+    address: Label = ""
+    """URL of the engine's HTTP server, for routers; empty: routers know it otherwise."""
+    role: Label = ""
+    """`prefill`, `decode` or `both`, for routers."""
 
 
 class HelloRank(Message, frozen=True, omit_defaults=True):

@@ -128,6 +128,8 @@ class Attachment:
             data_rank=self._config.data_rank,
             events=self._config.events,
             events_replay=self._config.events_replay,
+            address=self._config.address,
+            role=self._config.role,
         )
 
     def connected(self, now_ns: int) -> None:

@@ -37,6 +37,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     events: str = ""
     """Endpoint at which the node reads the engine's KV events; empty: none."""
     events_replay: str = ""
+    address: str = ""
+    """URL of the engine's HTTP server, for routers; empty: not listed."""
+    role: str = ""
+    """`prefill`, `decode` or `both`, for routers."""
     lookup_deadline_ms: int = 20
     """From the first question for a request to the answer 0; longer where computing takes long
     (`kvstore.client.core.costs`)."""

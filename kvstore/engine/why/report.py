@@ -160,12 +160,14 @@ def engines(state: State) -> tuple[EngineEntry, ...]:
             engine=owner.key[1],
             tenant=owner.key[0],
             space=owner.groups[0].asker.space,
-            model=owner.scheduler.hello.label,
-            rank=owner.scheduler.hello.data_rank,
+            model=hello.label,
+            rank=hello.data_rank,
+            role=hello.role,
+            address=hello.address,
         )
         for owner in state.owners.values()
         if owner.open_session and owner.scheduler is not None
-        if isinstance(owner.scheduler.hello, HelloScheduler)
+        if isinstance(hello := owner.scheduler.hello, HelloScheduler)
     )
 
 

@@ -3,7 +3,8 @@
     each source ─▶ its last known addresses ─▶ all of them together ─▶ Workers.replace
 
 A source that fails keeps what it said last: an outage of DNS or of an API server removes no worker;
-probes do, when engines are gone. Addresses never come from requests.
+probes do, when engines are gone. The index lists no engine whose node restarts: one that answers
+stays. Addresses never come from requests.
 """
 
 from __future__ import annotations
@@ -18,12 +19,19 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from kvstore.config.addresses import joined
-from kvstore.config.router import ROLES, RouterConfig, WorkerText
+from kvstore.config.router import ROLES, RouterConfig, WorkerText, is_exposed
 from kvstore.router.engines.workers import WorkerAddress, Workers
 from kvstore.router.keys.index_calls import Listed
+from kvstore.wire.load import is_base_url
 
 PERIOD_S: Final = 5.0
 DNS_TIMEOUT_S: Final = 3.0
+INDEX: Final = "index"
+"""The source of engines that nodes list."""
+EXPOSED: Final = (
+    "the engine at {} is left out: it is beyond this machine, and everybody on the way can read"
+    " prompts: list it as https://, or start the router with --insecure"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +43,12 @@ class Discovery:
 
     def __init__(self, config: RouterConfig, workers: Workers) -> None:
         self._names, self._workers = config.names, workers
-        self._known: dict[str, tuple[WorkerAddress, ...]] = {"flags": addresses_of(config.workers)}
+        self._insecure = config.insecure
+        self._known: dict[str, tuple[WorkerAddress, ...]] = {
+            "flags": addresses_of(config.workers),
+            INDEX: (),
+        }
+        self._listed: tuple[Listed, ...] = ()
         self._troubles: dict[str, str] = {}
 
     @property
@@ -43,24 +56,52 @@ class Discovery:
         """Sources that fail, in one sentence; empty: none."""
         return "; ".join(f"{source}: {why}" for source, why in sorted(self._troubles.items()))
 
-    def found(self, source: str, addresses: Iterable[WorkerAddress]) -> None:
-        """A source's workers now. The first source that has a name keeps it."""
-        self._troubles.pop(source, None)
+    def found(self, source: str, addresses: Iterable[WorkerAddress], *, trouble: str = "") -> None:
+        """A source's workers now. An engine that several sources know is that of the first: flags,
+        the index, the others."""
         self._known[source] = tuple(addresses)
-        everything: dict[str, WorkerAddress] = {}
+        self._troubled(source, trouble)
+        names: dict[str, WorkerAddress] = {}
+        places: set[tuple[str, int]] = set()
         for each in (address for known in self._known.values() for address in known):
-            everything.setdefault(each.name, each)
-        self._workers.replace(everything.values())
+            if each.name not in names and (each.url, each.rank) not in places:
+                names[each.name] = each
+                places.add((each.url, each.rank))
+        self._workers.replace(names.values())
+
+    def listed(self, listed: Iterable[Listed]) -> None:
+        """The engines that nodes list now. One that left the list, as all do whose node restarts,
+        stays while it answers, unless another one has its place."""
+        self._listed = tuple(listed)
+        found = list(addresses_listed(self._listed))
+        plain = [] if self._insecure else [each for each in found if is_exposed(each.url)]
+        found = [each for each in found if each not in plain]
+        places = {(each.url, each.rank) for each in found}
+        names = {each.name for each in found}
+        for each in self._known[INDEX]:
+            worker = self._workers.get(each.name)
+            is_taken = each.name in names or (each.url, each.rank) in places
+            if not is_taken and worker is not None and worker.is_answering:
+                found.append(each)
+        self.found(INDEX, found, trouble=EXPOSED.format(plain[0].url) if plain else "")
 
     def failed(self, source: str, why: str) -> None:
         """A source has no answer: its workers stay."""
-        if self._troubles.get(source) != why:
-            _log.warning("%s: %s; its workers stay as they are", source, why)
-        self._troubles[source] = why
+        self._troubled(source, f"{why}; its workers stay as they are")
+
+    def _troubled(self, source: str, why: str) -> None:
+        if why and self._troubles.get(source) != why:
+            _log.warning("%s: %s", source, why)
+        if why:
+            self._troubles[source] = why
+        else:
+            self._troubles.pop(source, None)
 
     async def once(self) -> None:
         """Ask for all names."""
         await asyncio.gather(*map(self._resolve, self._names))
+        if self._known[INDEX]:
+            self.listed(self._listed)
 
     async def _resolve(self, name: WorkerText) -> None:
         parts = urlsplit(name.url)
@@ -96,8 +137,7 @@ def addresses_of(texts: Iterable[WorkerText]) -> tuple[WorkerAddress, ...]:
 def addresses_listed(listed: Iterable[Listed]) -> Iterator[WorkerAddress]:
     """Engines that nodes list with an address; those without one need a flag."""
     for node, entry in ((each.node, each.entry) for each in listed):
-        parts = urlsplit(entry.address)
-        if parts.scheme in ("http", "https") and parts.hostname and not parts.query:
+        if is_base_url(entry.address):
             yield WorkerAddress(
                 name=f"{node}/{entry.engine}/{entry.rank}",
                 url=entry.address.rstrip("/"),

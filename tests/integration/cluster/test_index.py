@@ -100,13 +100,13 @@ def test_a_block_counts_when_all_its_shards_are_there(system: System) -> None:
 
 
 def test_the_engines_of_a_node_are_known_while_they_are_attached(system: System) -> None:
-    def engines() -> list[tuple[str, str]]:
+    def engines() -> list[tuple[str, str, str]]:
         nodes = system.client.nodes(engines=True).nodes
-        return [(each.tenant, each.engine) for node in nodes for each in node.engines]
+        return [(each.tenant, each.engine, each.address) for node in nodes for each in node.engines]
 
-    with RawEngine(system.node.socket) as engine:
+    with RawEngine(system.node.socket, address="http://10.0.0.7:8000") as engine:
         engine.open()
-        mine = (TENANT, "engine")
+        mine = (TENANT, "engine", "http://10.0.0.7:8000")
         assert eventually(lambda: engines() == [mine], timeout_s=CONVERGES_S)
     assert eventually(lambda: engines() == [], timeout_s=CONVERGES_S)
 

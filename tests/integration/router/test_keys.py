@@ -196,3 +196,17 @@ def test_a_silent_index_costs_milliseconds_and_then_nothing(
         finally:
             node.resume()
         until(lambda: router.ask(ASK | {"prompt": TEXT})[0] == 200 and index.trouble == "")
+
+
+def test_an_engine_that_its_node_lists_needs_no_flag(
+    node: NodeProcess, worker: ScriptedWorker
+) -> None:
+    with RouterThread([], index=[node.index], insecure=True) as router:
+        index = router.router.index
+        assert index is not None
+        with attached(node.socket, engine_id="listed", address=worker.url):
+            until(lambda: router.ask(ASK)[0] == 200)
+            (found,) = router.on_loop(lambda: list(router.router.workers))
+            assert (found.name, found.address.node) == ("n1/listed/0", "n1")
+        until(lambda: index.listed == ())
+        assert router.ask(ASK)[0] == 200, "without its node it serves all the same"

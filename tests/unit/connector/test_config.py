@@ -28,6 +28,8 @@ def test_nothing_is_needed_where_the_node_has_its_defaults() -> None:
         ({"heartbeat_timeout_ms": 10_001}, "heartbeat_timeout_ms must be at most 10000"),
         ({"tenant": "x" * 256}, "tenant must be at most 255 characters long"),
         ({"tenant": "é" * 128}, "tenant has 256 bytes"),
+        ({"address": "10.0.0.7:8000"}, "address '10.0.0.7:8000' must be http:// or https://"),
+        ({"address": "http://h:1/v1"}, "such as http://10.0.0.7:8000"),
         ({"socket": 7}, "socket must be a text, not a number"),
     ],
 )

@@ -1,0 +1,91 @@
+"""Workers of several sources: engines that nodes list, and flags."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvstore.config.router import WorkerText
+from kvstore.router.engines.discovery import Discovery, addresses_listed
+from kvstore.router.engines.workers import Workers
+from kvstore.router.keys.index_calls import Listed
+from kvstore.wire.load import EngineEntry
+
+HERE = "http://127.0.0.1:8000"
+
+
+def listed(engine: str, address: str = HERE, **more: Any) -> Listed:
+    entry = EngineEntry(
+        engine=engine, tenant="t", space=cast("Any", bytes(32)), address=address, **more
+    )
+    return Listed("n1", entry)
+
+
+class Site:
+    def __init__(self, *flags: WorkerText, insecure: bool = False) -> None:
+        self.workers = Workers(lambda _: None)
+        config = SimpleNamespace(names=(), workers=flags, insecure=insecure)
+        self.discovery = Discovery(cast("Any", config), self.workers)
+        self.discovery.found("flags", self.discovery._known["flags"])
+
+    def names(self) -> list[str]:
+        return sorted(worker.name for worker in self.workers)
+
+    def list(self, *found: Listed) -> list[str]:
+        self.discovery.listed(found)
+        return self.names()
+
+
+def test_an_engine_is_listed_with_what_its_node_knows() -> None:
+    (found,) = addresses_listed([listed("e", model="m", rank=3, role="decode"), listed("f", "")])
+    assert (found.name, found.url, found.node, found.engine) == ("n1/e/3", HERE, "n1", "e")
+    assert (found.models, found.rank, found.role, found.tenant) == (("m",), 3, "decode", "t")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://[::1",
+        "http://h:99999",
+        "http://h/path",
+        "http://u@h:1",
+        "ftp://h:1",
+        "h:1",
+        "http://",
+    ],
+)
+def test_an_address_that_is_none_is_left_out(address: str) -> None:
+    assert Site(insecure=True).list(listed("e", address)) == []
+
+
+def test_an_engine_whose_node_restarts_stays_while_it_answers() -> None:
+    site = Site()
+    assert site.list(listed("e"), listed("f", "http://127.0.0.1:8001")) == ["n1/e/0", "n1/f/0"]
+    worker = site.workers["n1/e/0"]
+    assert site.list() == ["n1/e/0", "n1/f/0"]
+    site.workers["n1/f/0"].is_answering = False
+    asyncio.run(site.discovery.once())
+    assert site.names() == ["n1/e/0"]
+    assert site.workers["n1/e/0"] is worker, "the same one, with all that is known of it"
+    assert site.list(listed("again")) == ["n1/again/0"], "its place is another engine's"
+
+
+def test_flags_win_over_the_list_and_an_engine_counts_once() -> None:
+    site = Site(WorkerText(name="a", url=HERE, options={"node": "n1"}))
+    assert site.list(listed("e"), listed("e", rank=1)) == ["a", "n1/e/1"]
+
+
+def test_prompts_go_to_no_engine_beyond_this_machine_in_the_clear(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    far, site = listed("far", "http://10.0.0.7:8000"), Site()
+    for _ in range(2):
+        assert site.list(listed("e"), far) == ["n1/e/0"]
+    assert "http://10.0.0.7:8000 is left out" in site.discovery.trouble
+    assert len(caplog.records) == 1
+    assert site.list(listed("e"), listed("far", "https://10.0.0.7:8000")) == ["n1/e/0", "n1/far/0"]
+    assert site.discovery.trouble == ""
+    assert Site(insecure=True).list(far) == ["n1/far/0"]
