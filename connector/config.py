@@ -14,7 +14,7 @@ from kvstore.wire.load import is_base_url
 from kvstore.wording import why_not
 
 ROLES: Final = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
-"""What an engine does for routers, by its `kv_role`."""
+"""Roles for routers, by `kv_role`."""
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

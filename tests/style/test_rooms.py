@@ -19,9 +19,9 @@ MODULES_MAX = 18
 MEDIAN_LINES_MAX = 8
 LINES_MAX = {
     "cli": 2_140,
-    "client": 3_145,
+    "client": 3_150,
     "config": 1_417,
-    "connector": 2_690,
+    "connector": 2_705,
     "demo": 1_485,
     "engine": 7_675,
     "index": 1_810,
@@ -34,14 +34,14 @@ LINES_MAX = {
     "pd": 445,
     "peers": 2_730,
     "proto": 530,
-    "router": 3_035,
+    "router": 3_070,
     "routing": 2_425,
     "stores": 1_160,
     "supervisor": 1_060,
     "testing": 1_455,
     "tiers": 2_985,
     "transport": 1_750,
-    "wire": 1_330,
+    "wire": 1_345,
 }
 """Lines of code of each package, without blanks, comments and docstrings. Whoever needs more takes
 it from another one, or says in the commit why the product is to be larger."""
