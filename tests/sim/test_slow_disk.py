@@ -16,13 +16,14 @@ from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.pace import LOADS_MIN
 from kvstore.engine.moves.pace import READS, ReadPace
 from kvstore.units import KIB, MIB, NS_PER_MS
+from tests.amounts import amount
 from tests.sim.slow_disk import Setting, SlowDiskWorld, Story
 
 ALLOWED = 1.05
 SURPRISED = 1.5
 """The first request on a disk that became slow."""
 FACTORS = (1, 10, 100, 1000)
-FEW, MANY = range(1, 13), range(13, 101)
+FEW, MANY = range(1, 13), range(13, amount(50, nightly=101))
 
 
 def setting(rng: random.Random, **changes: int) -> Setting:

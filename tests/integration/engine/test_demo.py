@@ -28,6 +28,7 @@ def printed(flag: str, folder: Path) -> str:
     return " ".join(done.stdout.split())
 
 
+@pytest.mark.skipif(not IS_NIGHTLY, reason="test_cluster has its parts; make nightly runs it")
 def test_the_demo_of_a_cluster_keeps_its_word(tmp_path: Path) -> None:
     assert "came to node b from node a" in printed("--cluster", tmp_path)
 
