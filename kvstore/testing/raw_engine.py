@@ -129,9 +129,7 @@ class RawEngine:
         assert rank_count % replicas == 0
         self.columns = rank_count // replicas
         """Distinct shards; that of rank r is r // replicas."""
-        self.replicas = replicas
-        self.timeout_s = timeout_s
-        self.session, self._failure = 0, ""
+        self.replicas, self.timeout_s, self.session, self._failure = replicas, timeout_s, 0, ""
         self.credits: list[tuple[NDArray[np.uint32], NDArray[np.uint64]]] = []
         """(slots [S], generations [S]) of each free block, oldest first."""
         self.push_ends: list[PushEnd] = []
