@@ -16,7 +16,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvstore.client.index import address_parts
-from kvstore.client.tls import Tls
+from kvstore.client.tls import Tls, load_listening
 from kvstore.config.addresses import HttpConfig, address_of, http_config
 from kvstore.config.cluster import INDEX_COUNT_MAX, is_installed, resolve_tls
 from kvstore.config.reading import load_settings
@@ -50,7 +50,9 @@ class RouterConfig:
     host: str
     port: int
     tls: Tls | None
-    """None: plain HTTP."""
+    """In the cluster; None: plain."""
+    front: Tls | None
+    """Of `host` and `port`; None: plain HTTP."""
     insecure: bool
     route: tuple[str, int] | None
     picker: tuple[str, int] | None
@@ -88,13 +90,14 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
     given = settings.index or []
     indexes = [given] if isinstance(given, str) else given
     _check_indexes(indexes, is_certified=tls is not None, insecure=settings.insecure)
-    is_plain = tls is None and not settings.insecure
-    listen = _listen("--listen", settings.listen, is_plain=is_plain)
+    front, is_plain = _front(settings, tls), tls is None and not settings.insecure
+    listen = _listen("--listen", settings.listen, is_plain=is_plain and front is None)
     receipts, receipts_bytes = _receipts(settings.receipts)
     return RouterConfig(
         host=listen[0],
         port=listen[1],
         tls=tls,
+        front=front,
         insecure=settings.insecure,
         route=_maybe("--route-listen", settings.route_listen, is_plain=is_plain),
         picker=_maybe("--picker-listen", settings.picker_listen, is_plain=is_plain),
@@ -118,6 +121,26 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
         http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         log_level=settings.log_level,
     )
+
+
+def _front(settings: RouterSettings, tls: Tls | None) -> Tls | None:
+    """Certificate that clients see, and the CA of theirs: those of the cluster where no others are
+    given."""
+    ca = settings.listen_ca or settings.ca
+    if settings.listen_cert is None or settings.listen_key is None:
+        if settings.listen_ca is None:
+            return tls
+        assert settings.cert is not None
+        assert settings.key is not None
+        cert, key = settings.cert, settings.key
+    else:
+        cert, key = settings.listen_cert, settings.listen_key
+    if ca is None and settings.api_keys is None:
+        raise ConfigError(
+            "--listen-cert alone would let everybody in: add --api-keys, or --listen-ca with the CA"
+            " of the certificates that clients show"
+        )
+    return load_listening(Path(cert), Path(key), ca_path=Path(ca) if ca else None)
 
 
 def _workers(settings: RouterSettings, *, insecure: bool) -> tuple[WorkerText, ...]:

@@ -68,7 +68,8 @@ def _on(loop: asyncio.AbstractEventLoop, read: Callable[[], _T]) -> _T:
 def _families(router: Router) -> Iterator[Family]:
     proxy, workers, door = router.proxy, list(router.workers), router.door
     yield family("kvstore_router_info", [((__version__,), 1)])
-    yield certificate_ends(router.config.tls)
+    certificates = filter(None, (router.config.tls, router.config.front))
+    yield certificate_ends(min(certificates, key=lambda tls: tls.ends_s, default=None))
     yield family("kvstore_router_requests_total", [((k,), n) for k, n in proxy.counts.items()])
     yield family("kvstore_router_retries_total", [((), proxy.retried_count)])
     yield family("kvstore_router_in_flight", [((), proxy.in_flight)])

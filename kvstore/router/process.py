@@ -131,8 +131,8 @@ class Router:
         """Listen and begin. Raises ConfigError."""
         self.workers.replace(addresses_of(self.config.workers))
         config, context = self.config, None
-        if config.tls is not None:
-            context = server_context(config.tls, demands_certificates=config.api_keys is None)
+        if config.front is not None:
+            context = server_context(config.front, demands_certificates=config.api_keys is None)
         try:
             self._server = await open_door(
                 self.door, config.host, config.port, context=context, is_shared=False
@@ -227,7 +227,8 @@ def _worker_context(config: RouterConfig) -> ssl.SSLContext:
 
 def run_router(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT. Call it in the main thread. Raises ConfigError."""
-    warn_of_its_end(config.tls, renewal="this router reads it when it is started again")
+    for tls in {config.tls, config.front}:
+        warn_of_its_end(tls, renewal="this router reads it when it is started again")
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if is_installed("uvloop"):
         import uvloop
@@ -258,7 +259,7 @@ async def _serve(config: RouterConfig) -> None:
                 __name__,
                 f"kvstore router ready: version={__version__}"
                 f" listen={joined(config.host, router.port)} metrics={url or 'off'}"
-                f" tls={'off' if config.tls is None else 'on'}"
+                f" tls={'off' if config.front is None else 'on'}"
                 + "".join(f" {n}={server.port}" for n, server in router.servers.items())
                 + f" policy={policy_hash(router.core.policy)}",
             )

@@ -59,6 +59,13 @@ def test_a_worker_with_all_options() -> None:
         ({"worker": HERE, "tokenizer": ["m=/nowhere"]}, "MODEL=DIRECTORY"),
         ({"worker": HERE, "worker_key_file": "/nowhere"}, "cannot be read"),
         ({"worker": HERE, "cert": "x"}, "needs TLS"),
+        ({"worker": HERE, "listen_cert": "x"}, "does nothing without --listen-key"),
+        ({"worker": HERE, "listen_ca": "x"}, "does nothing without --listen-cert or --cert"),
+        ({"worker": HERE, "listen_cert": "x", "listen_key": "y"}, "would let everybody in"),
+        (
+            {"worker": HERE, "listen_cert": "/none", "listen_key": "y", "api_keys": "z"},
+            "--listen-cert /none cannot be read",
+        ),
     ],
 )
 def test_mistakes_are_said(flags: dict[str, Any], says: str) -> None:
