@@ -27,6 +27,9 @@ from kvstore.units import parse_size
 KINDS: Final = ("vllm", "sglang", "tgi", "trtllm", "triton", "llamacpp", "ollama", "openai")
 ROLES: Final = ("both", "prefill", "decode")
 KEYS: Final = ("kind", "pool", "node", "engine", "tenant", "space", "block", "seed", "role", "rank")
+INDEX_KEYS: Final = ("node", "engine", "tenant", "space", "seed", "rank")
+"""Options that mean nothing without an index."""
+TOKENIZER_FILES: Final = ("tokenizer*", "vocab*", "*.model", "tekken.json")
 SLICE_KEYS: Final = (*KEYS, "scheme")
 RECEIPT_BYTES: Final = 256 << 20
 BODY_BYTES_MIN: Final = 1 << 10
@@ -90,6 +93,8 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
     given = settings.index or []
     indexes = [given] if isinstance(given, str) else given
     _check_indexes(indexes, is_certified=tls is not None, insecure=settings.insecure)
+    if not indexes:
+        _refuse_names_in_the_index(settings)
     front, is_plain = _front(settings, tls), tls is None and not settings.insecure
     listen = _listen("--listen", settings.listen, is_plain=is_plain and front is None)
     receipts, receipts_bytes = _receipts(settings.receipts)
@@ -155,6 +160,19 @@ def _workers(settings: RouterSettings, *, insecure: bool) -> tuple[WorkerText, .
             " nodes list theirs"
         )
     return tuple(found)
+
+
+def _refuse_names_in_the_index(settings: RouterSettings) -> None:
+    slices = [settings.worker_slices] if settings.worker_slices else []
+    given = {"worker": settings.worker, "worker-dns": settings.worker_dns, "worker-slices": slices}
+    for flag, texts in given.items():
+        for text in texts or ():
+            keys = [pair.partition("=")[0] for pair in text.split(",")[1:]]
+            if named := [key for key in keys if key in INDEX_KEYS]:
+                raise ConfigError(
+                    f"--{flag} {text!r}: {', '.join(named)} does nothing without an index: add"
+                    " --index HOST:PORT, or leave it out"
+                )
 
 
 def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) -> WorkerText:
@@ -229,6 +247,11 @@ def _tokenizer(text: str) -> tuple[str, Path]:
     model, equals, directory = text.partition("=")
     if not equals or not model or not Path(directory).is_dir():
         raise ConfigError(f"--tokenizer {text!r} must be MODEL=DIRECTORY, and the directory exist")
+    if not any(any(Path(directory).glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise ConfigError(
+            f"--tokenizer {text!r}: there is no tokenizer in that directory: name one with a"
+            " tokenizer.json, as the model's"
+        )
     return model, Path(directory)
 
 

@@ -403,6 +403,7 @@ class RouterSettings(DaemonSettings):
         "Tokenizer of a model, used while its tokens equal those that engines render; repeatable.",
         metavar="MODEL=DIRECTORY",
         shown="engines render (vLLM: --enable-scale-out)",
+        needs=("index",),
     )
     index: list[str] | str | None = _cluster(
         "Replica of the prefix index to ask; repeatable.",

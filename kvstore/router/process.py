@@ -210,6 +210,8 @@ class Router:
 
     async def _half_open(self) -> None:
         self.workers.half_open()
+        for server in self.servers.values():
+            await server.show(is_ready=self.proxy.is_ready)
 
     async def _write_receipts(self) -> None:
         await self.receipts.write(self.core.take_receipts())

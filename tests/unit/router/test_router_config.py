@@ -14,11 +14,12 @@ from kvstore.router.front.tenants import load_tenants
 from kvstore.router.policy_file import load_policy
 
 HERE = ["a=http://127.0.0.1:8000"]
+INDEX: dict[str, Any] = {"index": ["127.0.0.1:9470"], "insecure": True}
 
 
 def test_a_worker_with_all_options() -> None:
     text = "a=http://[::1]:8000,kind=sglang,node=n1,engine=e,block=64,seed=s,role=decode,rank=1"
-    config = load_router_config(None, {"worker": [text]})
+    config = load_router_config(None, {"worker": [text], **INDEX})
     (address,) = addresses_of(config.workers)
     assert (address.url, address.kind, address.node, address.engine) == (
         "http://[::1]:8000",
@@ -45,7 +46,7 @@ def test_a_worker_with_all_options() -> None:
         ({"worker": ["a=http://127.0.0.1:1,kind=other"]}, "kind is one of"),
         ({"worker": ["a=http://127.0.0.1:1,block=x"]}, "block is a number"),
         ({"worker": ["a=http://127.0.0.1:1,blok=1"]}, "KEY=VALUE of kind"),
-        ({"worker": ["a=http://127.0.0.1:1,space=3f9a"]}, "64 hex digits"),
+        ({"worker": ["a=http://127.0.0.1:1,space=3f9a"], **INDEX}, "64 hex digits"),
         ({"worker": ["a=http://10.0.0.1:8000"]}, "--insecure"),
         ({"worker": ["a=http://vllm.example:8000"]}, "--insecure"),
         ({"worker_dns": ["http://vllm.example:8000"]}, "--insecure"),
@@ -56,7 +57,12 @@ def test_a_worker_with_all_options() -> None:
         ({"worker": HERE, "index": ["127.0.0.1:9470"]}, "--index needs TLS"),
         ({"worker": HERE, "index": ["x"], "insecure": True}, "HOST:PORT"),
         ({"worker": HERE, "body_max": "1"}, "body-max"),
-        ({"worker": HERE, "tokenizer": ["m=/nowhere"]}, "MODEL=DIRECTORY"),
+        ({"worker": HERE, "tokenizer": ["m=/nowhere"], **INDEX}, "MODEL=DIRECTORY"),
+        ({"worker": HERE, "tokenizer": ["m=/usr/bin"], **INDEX}, "no tokenizer in that directory"),
+        ({"worker": HERE, "tokenizer": ["m=/usr/bin"]}, "does nothing without --index"),
+        ({"worker": ["a=http://127.0.0.1:1,kind=tgi,node=n"]}, "node does nothing without an ind"),
+        ({"worker_dns": ["http://127.0.0.1:1,seed=s"], "insecure": True}, "seed does nothing"),
+        ({"worker_slices": "n/s:http,scheme=https,space=0"}, "space does nothing without an ind"),
         ({"worker": HERE, "worker_key_file": "/nowhere"}, "cannot be read"),
         ({"worker": HERE, "cert": "x"}, "needs TLS"),
         ({"worker": HERE, "listen_cert": "x"}, "does nothing without --listen-key"),
