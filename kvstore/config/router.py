@@ -55,7 +55,7 @@ class RouterConfig:
     tls: Tls | None
     """In the cluster; None: plain."""
     front: Tls | None
-    """Of `host` and `port`; None: plain HTTP."""
+    """Towards clients of `host` and `port`; None: plain HTTP."""
     insecure: bool
     route: tuple[str, int] | None
     picker: tuple[str, int] | None
@@ -114,7 +114,7 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
         receipts_bytes_max=receipts_bytes,
         workers=_workers(settings, insecure=settings.insecure),
         names=tuple(
-            worker_of("--worker-dns", f"dns={text}", insecure=settings.insecure, is_name=True)
+            worker_of("--worker-dns", text, insecure=settings.insecure, is_name=True)
             for text in settings.worker_dns or ()
         ),
         slices=_slices(settings.worker_slices, insecure=settings.insecure),
@@ -176,20 +176,21 @@ def _refuse_names_in_the_index(settings: RouterSettings) -> None:
 
 
 def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) -> WorkerText:
-    """An engine of NAME=URL[,KEY=VALUE…]. `is_name`: the host is a name of several engines.
+    """An engine of NAME=URL[,KEY=VALUE…]; of URL[,…] when the host `is_name` of several engines.
 
     Raises:
         ConfigError: it is none, or it is beyond this machine without TLS.
     """
     address, *pairs = text.split(",")
-    name, equals, url = address.partition("=")
+    name, equals, url = ("dns", "=", address) if is_name else address.partition("=")
     parts = urlsplit(url)
     try:
         is_url = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 80) > 0
     except ValueError:
         is_url = False
     if not equals or not name or not is_url or parts.query or parts.path not in ("", "/"):
-        raise ConfigError(f"{option} {text!r} must be NAME=URL, such as a=http://127.0.0.1:8000")
+        form = "URL, such as http://vllm" if is_name else "NAME=URL, such as a=http://127.0.0.1"
+        raise ConfigError(f"{option} {text!r} must be {form}:8000")
     options = dict(_pair(option, text, pair) for pair in pairs)
     if options.get("kind", "vllm") not in KINDS:
         raise ConfigError(f"{option} {text!r}: kind is one of {', '.join(KINDS)}")

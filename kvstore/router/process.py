@@ -58,6 +58,7 @@ from kvstore.router.rpc import RpcServer, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import policy_hash
 from kvstore.routing.values import PrefixAnswer, RouteRequest
+from kvstore.wording import cannot_listen
 
 DRAIN_S: Final = 30.0
 HALF_OPEN_S: Final = 0.1
@@ -138,10 +139,8 @@ class Router:
                 self.door, config.host, config.port, context=context, is_shared=False
             )
         except OSError as error:
-            raise ConfigError(
-                f"--listen {joined(config.host, config.port)} cannot be listened on:"
-                f" {error.strerror}"
-            ) from None
+            address = joined(config.host, config.port)
+            raise ConfigError(cannot_listen("--listen", address, error)) from None
         self.port = self._server.sockets[0].getsockname()[1]
         if config.route is not None:
             self.servers["route"] = await serve_route(config.route, config.tls, self._route)

@@ -22,6 +22,7 @@ from kvstore.proto import picker_pb2, router_pb2
 from kvstore.proto.router_pb2_grpc import add_RouterServicer_to_server
 from kvstore.router.picker import SERVICE, Picker
 from kvstore.router.route_service import RouteService
+from kvstore.wording import cannot_listen
 
 STREAMS_MAX: Final = 8192
 STREAMS_PER_CONNECTION_MAX: Final = 1024
@@ -112,8 +113,6 @@ async def _begun(
         else:
             port = server.add_secure_port(address, server_credentials(tls))
     except RuntimeError:
-        raise ConfigError(
-            f"{option} {address} cannot be listened on: it is in use or not of this machine"
-        ) from None
+        raise ConfigError(cannot_listen(option, address)) from None
     await server.start()
     return RpcServer(server, port, state, names)

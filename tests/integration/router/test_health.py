@@ -55,7 +55,7 @@ def test_a_router_without_a_worker_lives_and_is_not_ready(dead: str) -> None:
     with RouterThread([f"a=http://{dead}"], route_listen="127.0.0.1:0") as router:
         assert health(router).body.startswith(b"no worker takes requests, and worker a is ")
         assert status(router, "/health") == health(router).status == 503
-        until(lambda: b"worker a is down" in health(router).body)
+        until(lambda: b"worker a is down (/health: connection refused)" in health(router).body)
         assert status(router, "/health") == health(router).status == 503
         assert status(router, "/livez") == 200
         assert serving(router) == {"liveness"}
