@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvstore.errors import ConfigError
 from kvstore.router.engines.discovery import addresses_of
 from kvstore.router.front.tenants import load_tenants
 from kvstore.router.policy_file import load_policy
+from tests.style.tree import ROOT
 
 HERE = ["a=http://127.0.0.1:8000"]
 INDEX: dict[str, Any] = {"index": ["127.0.0.1:9470"], "insecure": True}
@@ -119,3 +121,15 @@ def test_a_wrong_policy_is_said(tmp_path: Path, text: str, says: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         load_policy(path)
+
+
+def test_examples_of_the_guide_are_read(tmp_path: Path) -> None:
+    guide = (ROOT / "kvstore" / "docs" / "guides" / "router.md").read_text()
+    keys, policy = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "keys").write_text(keys)
+    assert load_tenants(tmp_path / "keys").of("key-of-team-a-0123456789") == "team-a"
+    (tmp_path / "policy").write_text(policy)
+    assert [pool.weight for pool in load_policy(tmp_path / "policy").models["chat"].pools] == [
+        90,
+        10,
+    ]
