@@ -225,8 +225,9 @@ def _connection(
 def _why(error: Exception, *, is_anonymous: bool) -> str:
     """Why there is no answer, and what helps."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        advice = "--server-name NAME names another host" if error.verify_code in _NAMES else "--ca"
-        return f"its certificate is refused: {error.verify_message}; {advice}"
+        is_name = error.verify_code in _NAMES
+        advice = "give its own name with --server-name" if is_name else "give its CA with --ca"
+        return f"its certificate is refused ({error.verify_message.rstrip('.')}): {advice}"
     hung_up = isinstance(error, (ssl.SSLError, ConnectionError)) and not isinstance(
         error, ConnectionRefusedError
     )

@@ -189,7 +189,7 @@ def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) 
     except ValueError:
         is_url = False
     if not equals or not name or not is_url or parts.query or parts.path not in ("", "/"):
-        form = "URL, such as http://vllm" if is_name else "NAME=URL, such as a=http://127.0.0.1"
+        form = "a URL, such as http://vllm" if is_name else "NAME=URL, such as a=http://127.0.0.1"
         raise ConfigError(f"{option} {text!r} must be {form}:8000")
     options = dict(_pair(option, text, pair) for pair in pairs)
     if options.get("kind", "vllm") not in KINDS:

@@ -147,7 +147,11 @@ class Proxy:
         try:
             job = await self._intake.job(request.headers, path, body, tenant)
             if is_dry:
-                text = self._explain(job.asked.request, job.asked.prefix)
+                try:
+                    text = self._explain(job.asked.request, job.asked.prefix)
+                except LookupError as error:
+                    why = f"no worker would get this request: {error}"
+                    return error_response(503, why, "no_worker")
                 return web.Response(body=text, content_type="application/json")
             return await self._serve(request, job)
         except BadBody as error:

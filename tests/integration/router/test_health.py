@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
@@ -14,7 +15,8 @@ from kvstore.indexer.replica import Replica
 from kvstore.net.aio import LoopThread
 from kvstore.net.http import Page
 from kvstore.router.pages import health_of
-from kvstore.routing.policy import parse
+from kvstore.routing.core import RouterCore
+from kvstore.routing.policy import RoutingPolicy, parse
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
@@ -59,6 +61,15 @@ def test_a_router_without_a_worker_lives_and_is_not_ready(dead: str) -> None:
         assert status(router, "/health") == health(router).status == 503
         assert status(router, "/livez") == 200
         assert serving(router) == {"liveness"}
+
+
+def test_a_dry_run_without_a_worker_says_so(dead: str) -> None:
+    core = cast("TurnsCore", RouterCore(RoutingPolicy(), seed=1))
+    with RouterThread([f"a=http://{dead}"], core=core) as router:
+        until(lambda: b"worker a is down" in health(router).body)
+        answer = router.ask(path="/kvstore/explain/v1/completions")
+        assert answer[0] == 503
+        assert b"no worker would get this request: " in answer[2]
 
 
 def test_a_router_is_ready_when_a_worker_has_answered(

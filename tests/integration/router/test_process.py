@@ -140,8 +140,8 @@ def test_a_dry_run_over_tls(workers: list[ScriptedWorker], tmp_path: Path) -> No
         url = router.url.replace("http:", "https:")
         (receipt,) = json.loads(dry(url, ca, cert, key, name)[0])["receipts"]
         assert receipt["chosen"] in ("a", "b")
-        assert "--server-name NAME" in dry(url, ca, cert, key)[1]
-        assert "its certificate is refused" in dry(url, cert, key, name)[1]
+        assert "give its own name with --server-name" in dry(url, ca, cert, key)[1]
+        assert "give its CA with --ca" in dry(url, cert, key, name)[1]
         assert "it demands a certificate: give --cert and --key" in dry(url, ca, name)[1]
         assert "give both" in dry(url, ca, cert, name)[1]
         assert "are for https://" in dry(url.replace("https:", "http:"), ca)[1]

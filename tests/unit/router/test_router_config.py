@@ -60,7 +60,10 @@ def test_a_worker_with_all_options() -> None:
         ({"worker": HERE, "index": ["x"], "insecure": True}, "HOST:PORT"),
         ({"worker": HERE, "body_max": "1"}, "body-max"),
         ({"worker": HERE, "index_timeout": 2000, **INDEX}, "from 1 to 1000, such as 5$"),
-        ({"worker_dns": ["vllm:8000"]}, "^--worker-dns 'vllm:8000' must be URL, such as http://v"),
+        (
+            {"worker_dns": ["vllm:8000"]},
+            "^--worker-dns 'vllm:8000' must be a URL, such as http://v",
+        ),
         ({"worker": HERE, "tokenizer": ["m=/nowhere"], **INDEX}, "MODEL=DIRECTORY"),
         ({"worker": HERE, "tokenizer": ["m=/usr/bin"], **INDEX}, "no tokenizer in that directory"),
         ({"worker": HERE, "tokenizer": ["m=/usr/bin"]}, "does nothing without --index"),
