@@ -275,7 +275,7 @@ def routing_page() -> str:
     kinds = ((Dropped, "filtered"), (PrefixTrust, "index_trust"), (Rung, "degraded"))
     for kind, field in (*kinds, (SplitReason, "split_reason")):
         words = [(f"`{each.value}`", _WORDS[each]) for each in kind if each.value]
-        parts.append(f"### Words of {field}\n\n" + _table(("word", "meaning"), words))
+        parts.append(f"### Values of {field}\n\n" + _table(("value", "meaning"), words))
     return "\n".join(parts)
 
 
