@@ -35,7 +35,10 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a size: write a number and a unit, such as 64GiB")
+        units = "B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
+        raise ValueError(
+            f"{text!r} is not a size: write a number and a unit ({units}), such as 64GiB"
+        )
     number, unit = match.groups()
     size_bytes = float(number) * _FACTOR[(unit or "B").lower()]
     if size_bytes >= _SIZE_END:

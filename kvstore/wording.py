@@ -1,11 +1,14 @@
 """Validation errors of msgspec about settings, in an operator's words.
 
-Covers: unknown keys with the nearest known one, kinds of values, ranges, choices.
+Covers: unknown keys with the nearest known one, kinds of values, ranges, choices; the sentence
+about an address that is in use.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import re
 import typing
 from collections.abc import Iterable
@@ -23,6 +26,18 @@ KIND_NAMES: Final = {
     "null": "empty",
 }
 _AT_LEAST: Final = {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
+
+
+def cannot_listen(option: str, address: str, error: OSError | None = None) -> str:
+    """The sentence about an address that a server cannot have. `error` None: gRPC has no reason."""
+    reasons = {
+        None: "the address is in use or not of this machine",
+        errno.EADDRINUSE: "the address is in use",
+        errno.EADDRNOTAVAIL: "the address is not of this machine",
+    }
+    number = error.errno if error is not None else None
+    why = reasons.get(number) or os.strerror(number or 0)
+    return f"{option} cannot listen on {address}: {why}; choose another {option}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -5,6 +5,7 @@
     reference/cli.md        click commands, and the flags of `kvstore demo`
     reference/settings.md   flags, YAML keys and defaults of node and index; keys of the connector
     reference/reasons.md    why blocks and requests miss: words and sentences of `kvstore explain`
+    reference/routing.md    the policy file of the router, and terms of its receipts
     reference/metrics.md    the tables of `kvstore.obs.metrics`, and the counters of vLLM's /metrics
     adr/index.md            number, title and status of each ADR
 
@@ -33,6 +34,24 @@ from kvstore.connector.config import ConnectorConfig
 from kvstore.demo import flags as demo_flags
 from kvstore.engine import Reason
 from kvstore.obs.metrics import INDEX_METRICS, METRICS, ROUTER_METRICS, Metric
+from kvstore.routing.costs import TERM_NAMES
+from kvstore.routing.filters import Dropped
+from kvstore.routing.policy import (
+    ModelPool,
+    ModelRule,
+    PolicyChoice,
+    PolicyCosts,
+    PolicyLearning,
+    PolicyLimits,
+    PolicySplit,
+    PolicyWeights,
+    RoutingPolicy,
+    ServiceClass,
+)
+from kvstore.routing.pressure import Rung
+from kvstore.routing.receipts import Receipt, RouteOutcome
+from kvstore.routing.split import SplitReason
+from kvstore.routing.values import PrefixTrust
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DOCS: Final = ROOT / "kvstore" / "docs"
@@ -60,6 +79,68 @@ request; several sentences share one. `--json` has the reason as `reason` or `ou
 as `text`, and the result of a search on other nodes as `sought`.
 [Troubleshooting](../guides/troubleshooting.md#a-request-missed) names remedies.
 """
+_ON_POLICY: Final = """
+YAML for `kvstore router --policy FILE`, read again on SIGHUP. Every key is optional, and an unknown
+one is refused; seconds unless the name says otherwise. `kvstore route replay` shows the effect of
+another policy on recorded requests.
+"""
+_ON_RECEIPTS: Final = """
+One JSON line per decision in `--receipts FILE`, shown by `kvstore route explain`. Columns have one
+entry for each of `workers`.
+"""
+_SECTIONS_OF_A_POLICY: Final = (
+    ("Policy file", RoutingPolicy, ""),
+    ("costs", PolicyCosts, "Policy `cost`: start values; measured ones take their place."),
+    ("choice", PolicyChoice, ""),
+    ("limits", PolicyLimits, ""),
+    ("learning", PolicyLearning, ""),
+    ("split", PolicySplit, "Prefill on an engine of its own or on the decode engine."),
+    ("weights", PolicyWeights, ""),
+    ("classes.NAME", ServiceClass, "Given `classes` replace all of these:"),
+    ("models.NAME", ModelRule, ""),
+    ("models.NAME.pools[]", ModelPool, ""),
+)
+_TERMS: Final = {
+    "base": "answer to an empty prompt on an idle worker",
+    "queue": "prefills ahead",
+    "load": "blocks from the tiers of its node or another, as far as the queue does not hide it",
+    "compute": "prefill of the tokens that no cache holds",
+    "interference": "running streams that the prefill slows down, and is slowed by",
+    "link": "blocks from the prefill to the decode engine",
+    "others": "delay of other requests, evicted prefixes; no part of the predicted time",
+}
+_WORDS: Final[dict[Any, str]] = {
+    Dropped.DOWN: "health probes fail",
+    Dropped.DRAINING: "takes no new requests",
+    Dropped.BREAKER: "several failures in a row; a probe follows",
+    Dropped.SUBSET: "not among the workers that the gateway allows",
+    Dropped.MODEL: "does not serve the model",
+    Dropped.ADAPTER: "has no room for the LoRA adapter",
+    Dropped.FAILED: "an earlier attempt of this request failed there",
+    Dropped.QUEUE: "`limits.queue_max` is reached",
+    Dropped.RUNNING: "`limits.running_max` is reached",
+    Dropped.MEMORY: "the request would fill its KV cache beyond `limits.memory_ceiling`",
+    Dropped.LANE: "a prefill engine that is full, or kept for shorter prompts",
+    PrefixTrust.EXACT: "the index has every update of the node",
+    PrefixTrust.CATCHING_UP: "the index misses updates: prefixes may be longer",
+    PrefixTrust.STALE: "the node was not heard for a while",
+    PrefixTrust.APPROXIMATE: "no answer of the index: prefixes that this router sent there",
+    PrefixTrust.NONE: "no source: routed by load",
+    Rung.PREFIX_STALE: "prefix lengths were stale",
+    Rung.PREFIX_APPROXIMATE: "prefix lengths were those that this router sent",
+    Rung.LOAD_ONLY: "routed by load",
+    Rung.NO_RACE: "no second worker was raced",
+    Rung.HELD: "waited in the router",
+    Rung.SPLIT_REFUSED: "prefill on the decode engine: the prefill queue was full or failed",
+    Rung.RETRIED: "an earlier attempt failed",
+    SplitReason.NO_PREFILLERS: "no prefill engine serves the model",
+    SplitReason.OFF: "by policy, or by the request",
+    SplitReason.SHORT: "too few uncached tokens",
+    SplitReason.LONG: "remote: many uncached tokens",
+    SplitReason.BUSY_DECODE: "remote: the decode engine has many streams",
+    SplitReason.PREFILL_QUEUE: "local: the prefill queue is full",
+    SplitReason.FELL_BACK: "local: every prefill engine failed",
+}
 _ON_DECISIONS: Final = """
 One ADR per decision: context, decision, what we gave up, how we would notice that it is wrong.
 """
@@ -76,6 +157,7 @@ def pages() -> dict[str, str]:
         "reference/settings.md": settings_page(),
         "reference/metrics.md": metrics_page(),
         "reference/reasons.md": reasons_page(),
+        "reference/routing.md": routing_page(),
         "adr/index.md": decisions_page(),
     }
 
@@ -159,6 +241,53 @@ def reasons_page() -> str:
 
 def _reason_row(reason: Reason) -> tuple[str, str]:
     return f"`{word(reason)}`", _cell(re.sub(r"\{(\w+)\}", r"`\1`", TEXTS[reason]))
+
+
+def routing_page() -> str:
+    """Keys of the policy file, fields and words of receipts."""
+    parts = ["# Routing\n" + _NOTE + "\n" + _one_line(_ON_POLICY) + "\n"]
+    for title, kind, text in _SECTIONS_OF_A_POLICY:
+        head = f"## {title}\n\n" if kind is RoutingPolicy else f"### {title}\n\n"
+        told = _docstrings(ROOT / "kvstore" / "routing" / "policy.py", kind.__name__)
+        rows = [
+            (f"`{field.name}`", _yaml_default(field), _cell(told.get(field.name, "")))
+            for field in msgspec.structs.fields(kind)
+        ]
+        parts.append(head + (text + "\n\n" if text else "") + _table(("key", "default", ""), rows))
+        if kind is ServiceClass:
+            names = tuple(field.name for field in msgspec.structs.fields(kind))
+            classes = [
+                (f"`{name}`", *(f"{getattr(each, field):g}" for field in names))
+                for name, each in RoutingPolicy().classes.items()
+            ]
+            parts.append(_table(("class", *names), classes))
+    receipts = ROOT / "kvstore" / "routing" / "receipts.py"
+    for title, name in (("Receipts", "Receipt"), ("outcome", "RouteOutcome")):
+        told = _docstrings(receipts, name)
+        head = (
+            f"## {title}\n\n{_one_line(_ON_RECEIPTS)}\n" if name == "Receipt" else "### outcome\n"
+        )
+        kind = Receipt if name == "Receipt" else RouteOutcome
+        rows = [(f"`{f.name}`", _cell(told.get(f.name, ""))) for f in msgspec.structs.fields(kind)]
+        parts.append(head + "\n" + _table(("field", ""), rows))
+    terms = [(f"`{name}`", _TERMS[name]) for name in TERM_NAMES]
+    parts.append("### terms, policy `cost`\n\n" + _table(("term", "seconds of"), terms))
+    kinds = ((Dropped, "filtered"), (PrefixTrust, "index_trust"), (Rung, "degraded"))
+    for kind, field in (*kinds, (SplitReason, "split_reason")):
+        words = [(f"`{each.value}`", _WORDS[each]) for each in kind if each.value]
+        parts.append(f"### Values of {field}\n\n" + _table(("value", "meaning"), words))
+    return "\n".join(parts)
+
+
+def _yaml_default(field: msgspec.structs.FieldInfo) -> str:
+    value = field.default
+    if field.default_factory is not msgspec.NODEFAULT:
+        value = field.default_factory()
+    if value is msgspec.NODEFAULT:
+        return "required"
+    if isinstance(value, msgspec.Struct) or field.name == "classes":
+        return "see below"
+    return f"`{msgspec.json.encode(value).decode()}`"
 
 
 def decisions_page() -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.config.defaults import REPLY_BYTES_MAX
-from kvstore.engine import NO_BUDGET, NO_PASS, SPACE_DIGITS, TierReport
+from kvstore.engine import NO_BUDGET, NO_PASS, SPACE_DIGITS, NodeReport, TierReport
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.proto import feeds, inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectStub
@@ -120,7 +120,9 @@ def show(found: dict[str, list[Row]]) -> None:
         rows = [row for row in every if not _is_absent(row)]
         if number:
             out.print()
-        if rows:
+        if topic == "nodes" and not any(_has_engines(row) for row in rows):
+            out.print(Text(topic, style="bold"), _without_engines(rows))
+        elif rows:
             out.print(_columns(topic, rows) if topic == "tiers" else _table(topic, rows))
         else:
             out.print(Text(topic, style="bold"), Text("none", style="dim"))
@@ -138,6 +140,17 @@ def table(names: Iterable[str], *, numbers: Container[str] = (), title: str | No
     for name in names:
         made.add_column(name, header_style="dim", justify="right" if name in numbers else "left")
     return made
+
+
+def _has_engines(row: Row) -> bool:
+    return isinstance(row, NodeReport) and bool(row.connections or row.owners)
+
+
+def _without_engines(rows: Sequence[Row]) -> Text:
+    """A node without engines: its other figures, in place of a row of zeros."""
+    values = (pair for row in rows for pair in msgspec.structs.asdict(row).items())
+    facts = [f"{_title(name)} {value}" for name, value in values if value]
+    return printable(", ".join(["no engine is attached", *facts]))
 
 
 def _is_absent(row: Row) -> bool:

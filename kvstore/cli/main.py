@@ -174,6 +174,7 @@ def certs(
     from kvstore.cli.certs import make_certificates
     from kvstore.wire.identity import ROLES, Identity
 
+    is_new = not directory.exists()
     identities = [Identity(role, name) for role in ROLES for name in names[role]]
     made = make_certificates(
         directory,
@@ -182,6 +183,8 @@ def certs(
         days=days,
         nodes_are_indexes=with_index,
     )
+    if is_new:
+        click.echo(f"made the directory {directory.absolute()}", err=True)
     click.echo("\n".join(map(str, made)))
 
 

@@ -6,13 +6,15 @@ replay        all receipts of a log, decided again under another policy
 
 from __future__ import annotations
 
+import contextlib
 import http.client
-import json
+import socket
+import ssl
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import click
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 DRY_TIMEOUT_S: Final = 10.0
 WORKERS_SHOWN: Final = 16
+_NAMES: Final = (62, 64)
+"""OpenSSL's codes for a certificate of another host, another IP address."""
 _LOG: Final = click.option(
     "--receipts", type=A_FILE, help="The router's log (its --receipts FILE)."
 )
@@ -38,6 +42,8 @@ def route() -> None:
     Examples:
       kvstore route explain req-16dedf9b777579f2 --receipts /var/log/kvstore/receipts
       kvstore route explain --dry-run body.json --router http://127.0.0.1:8080
+      kvstore route explain --dry-run body.json --router https://127.0.0.1:8443 \\
+        --server-name router.example --api-key "$KEY"
       kvstore route replay --receipts /var/log/kvstore/receipts --policy new.yaml
     """
 
@@ -58,6 +64,16 @@ def route() -> None:
 )
 @click.option("--api-key", help="API key for --dry-run, where the router wants one.")
 @click.option(
+    "--ca", type=A_FILE, help="CA certificate of an https:// router.  [default: CAs of the system]"
+)
+@click.option("--cert", type=A_FILE, help="Certificate to show to the router.")
+@click.option("--key", type=A_FILE, help="Private key of that certificate.")
+@click.option(
+    "--server-name",
+    metavar="NAME",
+    help="Name in the router's certificate.  [default: the host of --router]",
+)
+@click.option(
     "--json", "json_", is_flag=True, help="Print one JSON object with a list of receipts."
 )
 def explain(
@@ -69,13 +85,14 @@ def explain(
     api_key: str | None,
     *,
     json_: bool,
+    **tls: Any,
 ) -> None:
     """Show the receipt of REQUEST_ID (the response header x-request-id): cost of each worker in
     seconds, term by term, and the reason of each worker that was left out."""
     if (body is None) == (request_id is None or receipts is None):
         raise click.UsageError("give REQUEST_ID and --receipts FILE, or --dry-run FILE")
     if body is not None:
-        found = [_dry(url, path, body, api_key)]
+        found = [_dry(url, path, body, api_key, **tls)]
     else:
         assert receipts is not None
         assert request_id is not None
@@ -132,28 +149,93 @@ def _read(path: Path) -> Iterator[Receipt]:
     return read_receipts(path)
 
 
-def _dry(url: str, path: str, body: Path, api_key: str | None) -> Receipt:
+def _dry(url: str, path: str, body: Path, api_key: str | None, **tls: Any) -> Receipt:
     import msgspec
 
-    from kvstore.errors import AttachError
+    from kvstore.errors import AttachError, ConfigError
     from kvstore.routing.receipts import Receipt
 
-    parts = urlsplit(url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.netloc, timeout=DRY_TIMEOUT_S)
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise ConfigError(f"--router {url!r} must be a URL, such as http://{DEFAULT_ROUTER_LISTEN}")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    is_anonymous = urlsplit(url).scheme == "https" and tls["cert"] is None
     try:
-        connection.request("POST", f"/kvstore/explain{path}", body.read_bytes(), headers)
-        answer = connection.getresponse()
-        content = answer.read()
+        asked = body.read_bytes()
     except OSError as error:
-        raise AttachError(f"{url} did not answer: {error}") from None
-    finally:
-        connection.close()
-    if answer.status != 200:
-        text = json.loads(content).get("error", {}).get("message", "") if content else ""
-        fail(f"{url} answered {answer.status}: {text}", code=1)
-    return msgspec.json.decode(content, type=Receipt)
+        raise ConfigError(f"--dry-run {body} cannot be read: {error.strerror}") from None
+    try:
+        with contextlib.closing(_connection(url, **tls)) as connection:
+            connection.request("POST", f"/kvstore/explain{path}", asked, headers)
+            answer = connection.getresponse()
+            content = answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise AttachError(
+            f"{url} did not answer: {_why(error, is_anonymous=is_anonymous)}"
+        ) from None
+    try:
+        if answer.status != 200:
+            fail(f"{url} answered {answer.status}: {_message(content)}", code=1)
+        return msgspec.json.decode(content, type=Receipt)
+    except (msgspec.DecodeError, KeyError, TypeError):
+        fail(f"{url} is no kvstore router: give the address of its --listen", code=1)
+
+
+def _message(content: bytes) -> str:
+    """The text in an error of OpenAI's form. Raises DecodeError, KeyError, TypeError."""
+    import msgspec
+
+    return str(msgspec.json.decode(content)["error"]["message"])
+
+
+def _connection(
+    url: str,
+    *,
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+    server_name: str | None,
+) -> http.client.HTTPConnection:
+    """Raises OSError, and ConfigError: files of TLS that are none."""
+    from kvstore.errors import ConfigError
+
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=DRY_TIMEOUT_S)
+    if parts.scheme == "http":
+        if ca or cert or key or server_name:
+            raise ConfigError(
+                f"--ca, --cert, --key and --server-name are for https://, and --router is {url}"
+            )
+        return connection
+    if (cert is None) != (key is None):
+        raise ConfigError("--cert and --key go together: give both")
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except OSError as error:
+        given = " ".join(str(each) for each in (ca, cert, key) if each is not None)
+        why = error.strerror if not isinstance(error, ssl.SSLError) else "no PEM, or no pair"
+        raise ConfigError(f"--ca, --cert and --key cannot be used ({given}): {why}") from None
+    host = parts.hostname or ""
+    raw = socket.create_connection((host, parts.port or 443), timeout=DRY_TIMEOUT_S)
+    connection.sock = context.wrap_socket(raw, server_hostname=server_name or host)
+    return connection
+
+
+def _why(error: Exception, *, is_anonymous: bool) -> str:
+    """Why there is no answer, and what helps."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        is_name = error.verify_code in _NAMES
+        advice = "give its own name with --server-name" if is_name else "give its CA with --ca"
+        return f"its certificate is refused ({error.verify_message.rstrip('.')}): {advice}"
+    hung_up = isinstance(error, (ssl.SSLError, ConnectionError)) and not isinstance(
+        error, ConnectionRefusedError
+    )
+    if hung_up and is_anonymous:
+        return "it demands a certificate: give --cert and --key, issued by its --listen-ca"
+    if isinstance(error, http.client.HTTPException):
+        return "is it https:// there?"
+    return str(error)
 
 
 def _show(receipt: Receipt) -> None:

@@ -47,6 +47,7 @@ __all__ = [
     "identities_of",
     "is_name",
     "load",
+    "load_listening",
 ]
 
 ANY_INDEX: Final = "index.kvstore"
@@ -67,6 +68,7 @@ class Tls(NamedTuple):
     """Contents of the files, checked."""
 
     ca: bytes
+    """Empty: of clients that show no certificates."""
     cert: bytes
     key: bytes
     identities: frozenset[Identity]
@@ -86,27 +88,49 @@ class Tls(NamedTuple):
 
 def load(files: TlsFiles) -> Tls:
     """Read and check. Raises ConfigError."""
-    ca, cert, key = (
-        _read(f"--{name}", path)
-        for name, path in (("ca", files.ca), ("cert", files.cert), ("key", files.key))
-    )
-    authorities = _certificates("--ca", files.ca, ca)
-    chain = _certificates("--cert", files.cert, cert)
+    ca, authorities = _pem("--ca", files.ca)
+    cert, chain, key = _pair("--cert", files.cert, "--key", files.key)
     own = chain[0]
-    if _public(_key(files.key, key)) != _public(own):
-        raise ConfigError(
-            f"--key {files.key} is not the key of --cert {files.cert}: give the two that were made"
-            " together"
-        )
-    for option, path, each in (("--cert", files.cert, own), ("--ca", files.ca, authorities[0])):
-        _refuse_wrong_time(option, path, each)
+    _refuse_wrong_time("--ca", files.ca, authorities[0])
     if not any(_is_issued_by(own, issuer) for issuer in (*chain[1:], *authorities)):
         raise ConfigError(
             f"--cert {files.cert} was not issued by --ca {files.ca}: all components need"
             " certificates of one CA, such as 'kvstore certs' makes"
         )
+    return _tls(ca, cert, key, own)
+
+
+def load_listening(cert_path: Path, key_path: Path, *, ca_path: Path | None) -> Tls:
+    """Certificate of a server for clients beyond the cluster, of any CA. `ca_path`: that of the
+    certificates of its clients, if they show any. Raises ConfigError."""
+    ca = _pem("--listen-ca", ca_path)[0] if ca_path else b""
+    cert, chain, key = _pair("--listen-cert", cert_path, "--listen-key", key_path)
+    return _tls(ca, cert, key, chain[0])
+
+
+def _tls(ca: bytes, cert: bytes, key: bytes, own: x509.Certificate) -> Tls:
     ends_s = int(own.not_valid_after_utc.timestamp())
     return Tls(ca, cert, key, identities_of(_names(own)), ends_s)
+
+
+def _pair(
+    cert_option: str, cert_path: Path, key_option: str, key_path: Path
+) -> tuple[bytes, Sequence[x509.Certificate], bytes]:
+    """(certificates in PEM form, parsed, key in PEM form)."""
+    cert, chain = _pem(cert_option, cert_path)
+    key = _read(key_option, key_path)
+    if _public(_key(key_option, key_path, key)) != _public(chain[0]):
+        raise ConfigError(
+            f"{key_option} {key_path} is not the key of {cert_option} {cert_path}: give the two"
+            " that were made together"
+        )
+    _refuse_wrong_time(cert_option, cert_path, chain[0])
+    return cert, chain, key
+
+
+def _pem(option: str, path: Path) -> tuple[bytes, Sequence[x509.Certificate]]:
+    pem = _read(option, path)
+    return pem, _certificates(option, path, pem)
 
 
 def _read(option: str, path: Path) -> bytes:
@@ -124,13 +148,13 @@ def _certificates(option: str, path: Path, pem: bytes) -> Sequence[x509.Certific
         raise ConfigError(f"{option} {path} is no certificate in PEM form") from None
 
 
-def _key(path: Path, pem: bytes) -> PrivateKeyTypes:
+def _key(option: str, path: Path, pem: bytes) -> PrivateKeyTypes:
     try:
         return load_pem_private_key(pem, password=None)
     except TypeError:
-        raise ConfigError(f"--key {path} needs a password: give one without") from None
+        raise ConfigError(f"{option} {path} needs a password: give one without") from None
     except ValueError:
-        raise ConfigError(f"--key {path} is no private key in PEM form") from None
+        raise ConfigError(f"{option} {path} is no private key in PEM form") from None
 
 
 def _public(owner: x509.Certificate | PrivateKeyTypes) -> bytes:

@@ -62,9 +62,10 @@ def _number(row: Setting, value: object, least: int, most: int) -> int:
     found = re.fullmatch(r"(\d[\d_]*)([kKMG]?)", str(value), re.ASCII)
     number = int(found[1].replace("_", "")) * _THOUSANDS[found[2].upper()] if found else -1
     if not least <= number <= most:
+        short = " or 10M" if most >= 10 * _THOUSANDS["M"] else ""
         raise ConfigError(
             f"{row.key} {value!r} must be a number from {least} to {most}, such as"
-            f" {row.default_text} or 10M"
+            f" {row.default_text}{short}"
         )
     return number
 

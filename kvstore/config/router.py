@@ -16,7 +16,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvstore.client.index import address_parts
-from kvstore.client.tls import Tls
+from kvstore.client.tls import Tls, load_listening
 from kvstore.config.addresses import HttpConfig, address_of, http_config
 from kvstore.config.cluster import INDEX_COUNT_MAX, is_installed, resolve_tls
 from kvstore.config.reading import load_settings
@@ -27,6 +27,9 @@ from kvstore.units import parse_size
 KINDS: Final = ("vllm", "sglang", "tgi", "trtllm", "triton", "llamacpp", "ollama", "openai")
 ROLES: Final = ("both", "prefill", "decode")
 KEYS: Final = ("kind", "pool", "node", "engine", "tenant", "space", "block", "seed", "role", "rank")
+INDEX_KEYS: Final = ("node", "engine", "tenant", "space", "seed", "rank")
+"""Options that mean nothing without an index."""
+TOKENIZER_FILES: Final = ("tokenizer*", "vocab*", "*.model", "tekken.json")
 SLICE_KEYS: Final = (*KEYS, "scheme")
 RECEIPT_BYTES: Final = 256 << 20
 BODY_BYTES_MIN: Final = 1 << 10
@@ -50,7 +53,9 @@ class RouterConfig:
     host: str
     port: int
     tls: Tls | None
-    """None: plain HTTP."""
+    """In the cluster; None: plain."""
+    front: Tls | None
+    """Towards clients of `host` and `port`; None: plain HTTP."""
     insecure: bool
     route: tuple[str, int] | None
     picker: tuple[str, int] | None
@@ -88,13 +93,16 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
     given = settings.index or []
     indexes = [given] if isinstance(given, str) else given
     _check_indexes(indexes, is_certified=tls is not None, insecure=settings.insecure)
-    is_plain = tls is None and not settings.insecure
-    listen = _listen("--listen", settings.listen, is_plain=is_plain)
+    if not indexes:
+        _refuse_names_in_the_index(settings)
+    front, is_plain = _front(settings, tls), tls is None and not settings.insecure
+    listen = _listen("--listen", settings.listen, is_plain=is_plain and front is None)
     receipts, receipts_bytes = _receipts(settings.receipts)
     return RouterConfig(
         host=listen[0],
         port=listen[1],
         tls=tls,
+        front=front,
         insecure=settings.insecure,
         route=_maybe("--route-listen", settings.route_listen, is_plain=is_plain),
         picker=_maybe("--picker-listen", settings.picker_listen, is_plain=is_plain),
@@ -106,7 +114,7 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
         receipts_bytes_max=receipts_bytes,
         workers=_workers(settings, insecure=settings.insecure),
         names=tuple(
-            worker_of("--worker-dns", f"dns={text}", insecure=settings.insecure, is_name=True)
+            worker_of("--worker-dns", text, insecure=settings.insecure, is_name=True)
             for text in settings.worker_dns or ()
         ),
         slices=_slices(settings.worker_slices, insecure=settings.insecure),
@@ -118,6 +126,26 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
         http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         log_level=settings.log_level,
     )
+
+
+def _front(settings: RouterSettings, tls: Tls | None) -> Tls | None:
+    """Certificate that clients see, and the CA of theirs: those of the cluster where no others are
+    given."""
+    ca = settings.listen_ca or settings.ca
+    if settings.listen_cert is None or settings.listen_key is None:
+        if settings.listen_ca is None:
+            return tls
+        assert settings.cert is not None
+        assert settings.key is not None
+        cert, key = settings.cert, settings.key
+    else:
+        cert, key = settings.listen_cert, settings.listen_key
+    if ca is None and settings.api_keys is None:
+        raise ConfigError(
+            "--listen-cert alone would let everybody in: add --api-keys, or --listen-ca with the CA"
+            " of the certificates that clients show"
+        )
+    return load_listening(Path(cert), Path(key), ca_path=Path(ca) if ca else None)
 
 
 def _workers(settings: RouterSettings, *, insecure: bool) -> tuple[WorkerText, ...]:
@@ -134,21 +162,35 @@ def _workers(settings: RouterSettings, *, insecure: bool) -> tuple[WorkerText, .
     return tuple(found)
 
 
+def _refuse_names_in_the_index(settings: RouterSettings) -> None:
+    slices = [settings.worker_slices] if settings.worker_slices else []
+    given = {"worker": settings.worker, "worker-dns": settings.worker_dns, "worker-slices": slices}
+    for flag, texts in given.items():
+        for text in texts or ():
+            keys = [pair.partition("=")[0] for pair in text.split(",")[1:]]
+            if named := [key for key in keys if key in INDEX_KEYS]:
+                raise ConfigError(
+                    f"--{flag} {text!r}: {', '.join(named)} does nothing without an index: add"
+                    " --index HOST:PORT, or leave it out"
+                )
+
+
 def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) -> WorkerText:
-    """An engine of NAME=URL[,KEY=VALUE…]. `is_name`: the host is a name of several engines.
+    """An engine of NAME=URL[,KEY=VALUE…]; of URL[,…] when the host `is_name` of several engines.
 
     Raises:
         ConfigError: it is none, or it is beyond this machine without TLS.
     """
     address, *pairs = text.split(",")
-    name, equals, url = address.partition("=")
+    name, equals, url = ("dns", "=", address) if is_name else address.partition("=")
     parts = urlsplit(url)
     try:
         is_url = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 80) > 0
     except ValueError:
         is_url = False
     if not equals or not name or not is_url or parts.query or parts.path not in ("", "/"):
-        raise ConfigError(f"{option} {text!r} must be NAME=URL, such as a=http://127.0.0.1:8000")
+        form = "a URL, such as http://vllm" if is_name else "NAME=URL, such as a=http://127.0.0.1"
+        raise ConfigError(f"{option} {text!r} must be {form}:8000")
     options = dict(_pair(option, text, pair) for pair in pairs)
     if options.get("kind", "vllm") not in KINDS:
         raise ConfigError(f"{option} {text!r}: kind is one of {', '.join(KINDS)}")
@@ -209,6 +251,11 @@ def _tokenizer(text: str) -> tuple[str, Path]:
     model, equals, directory = text.partition("=")
     if not equals or not model or not Path(directory).is_dir():
         raise ConfigError(f"--tokenizer {text!r} must be MODEL=DIRECTORY, and the directory exist")
+    if not any(any(Path(directory).glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise ConfigError(
+            f"--tokenizer {text!r}: there is no tokenizer in that directory: name one with a"
+            " tokenizer.json, as the model's"
+        )
     return model, Path(directory)
 
 

@@ -342,6 +342,24 @@ class RouterSettings(DaemonSettings):
         metavar="ADDR",
         shown="off",
     )
+    listen_cert: str | None = _front(
+        "Certificate that clients of --listen see, with its chain, such as a public one.",
+        metavar="FILE",
+        shown="that of --cert",
+        needs=("listen_key",),
+    )
+    listen_key: str | None = _front(
+        "Private key of --listen-cert.",
+        metavar="FILE",
+        shown="that of --key",
+        needs=("listen_cert",),
+    )
+    listen_ca: str | None = _front(
+        "CA of the certificates that clients of --listen show when there are no --api-keys.",
+        metavar="FILE",
+        shown="that of --ca",
+        needs=("listen_cert", "cert"),
+    )
     api_keys: str | None = _front(
         "YAML file with the API keys of each tenant; prefix caches of tenants are kept apart.",
         metavar="FILE",
@@ -385,6 +403,7 @@ class RouterSettings(DaemonSettings):
         "Tokenizer of a model, used while its tokens equal those that engines render; repeatable.",
         metavar="MODEL=DIRECTORY",
         shown="engines render (vLLM: --enable-scale-out)",
+        needs=("index",),
     )
     index: list[str] | str | None = _cluster(
         "Replica of the prefix index to ask; repeatable.",
@@ -399,7 +418,11 @@ class RouterSettings(DaemonSettings):
     )
     metrics: str | int | bool = _metrics(DEFAULT_ROUTER_METRICS)
     ca: str | None = _cluster("CA certificate of the cluster.", metavar="FILE")
-    cert: str | None = _cluster("Certificate of this process.", metavar="FILE")
+    cert: str | None = _cluster(
+        "Certificate of this process in the cluster: for the index, --route-listen and"
+        " --picker-listen.",
+        metavar="FILE",
+    )
     key: str | None = _cluster("Private key of that certificate.", metavar="FILE")
     insecure: bool = _cluster(
         "Listen beyond this machine without TLS; with certificates: only http:// engines beyond"

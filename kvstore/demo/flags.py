@@ -8,7 +8,7 @@ Does not cover: the demo (`play`).
 from __future__ import annotations
 
 import argparse
-from typing import Final
+from typing import Final, NoReturn
 
 from kvstore.demo.workload import ConversationPlan
 
@@ -23,9 +23,18 @@ PLAN: Final = ConversationPlan(
 )
 
 
+class DemoParser(argparse.ArgumentParser):
+    """Errors in the form of all other commands."""
+
+    def error(self, message: str) -> NoReturn:
+        said = message.removeprefix("argument ").replace(": ", " ", 1)
+        said = said if message.startswith("argument ") else message
+        self.exit(2, f"kvstore: {said}: see 'kvstore demo --help'\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Parser of the command line."""
-    made = argparse.ArgumentParser(
+    made = DemoParser(
         prog="kvstore demo",
         description="A real vLLM without and with kvstore, in a few minutes.",
         epilog="examples:\n  kvstore demo\n  kvstore demo --keep\n  kvstore demo --cluster\n"
@@ -51,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     """At least one."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of at least 1")
+        raise argparse.ArgumentTypeError(f"'{text}' must be a number of at least 1")
     return int(text)
 
 

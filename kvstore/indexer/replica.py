@@ -49,6 +49,7 @@ from kvstore.ports import IndexStore
 from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
 from kvstore.stores.local import LocalStore
+from kvstore.wording import cannot_listen
 
 CALL_COUNT_MAX: Final = 8192
 """Feeds and watchers included."""
@@ -109,10 +110,8 @@ class Replica:
             self.port = loop.call(self._listen(config, tls), timeout_s=START_TIMEOUT_S)
         except RuntimeError:
             self._service.close()
-            raise ConfigError(
-                f"the index cannot listen on {joined(config.host, config.port)}: the address is in"
-                f" use or not of this machine; choose another {config.option}"
-            ) from None
+            address = joined(config.host, config.port)
+            raise ConfigError(cannot_listen(config.option, address)) from None
         if tls is None:
             _log.warning(INSECURE, self.address)
 

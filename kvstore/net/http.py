@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 
 from kvstore.config.addresses import HttpConfig, joined
 from kvstore.errors import ConfigError
+from kvstore.wording import cannot_listen
 
 HEAD_BYTES_MAX: Final = 8 << 10
 HEAD_TIMEOUT_S: Final = 2.0
@@ -294,8 +295,6 @@ def _listen(config: HttpConfig, family: socket.AddressFamily) -> socket.socket:
         sock.listen()
     except OSError as error:
         sock.close()
-        raise ConfigError(
-            f"metrics cannot listen on {joined(config.host, config.port)}: {error.strerror};"
-            " choose another --metrics, such as 127.0.0.1:0, or off"
-        ) from None
+        sentence = cannot_listen("--metrics", joined(config.host, config.port), error)
+        raise ConfigError(f"{sentence}, such as 127.0.0.1:0, or off") from None
     return sock

@@ -40,6 +40,7 @@ from kvstore.supervisor.listener import refuse_what_is_not_ours
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
 from kvstore.wire import kv_events as wire
+from kvstore.wording import cannot_listen
 
 BATCH_KEYS_MAX: Final = 1024
 KEPT_BATCHES_MAX: Final = 10_000
@@ -139,10 +140,7 @@ class Publisher:
                 refuse_what_is_not_ours(path, option="--events")
             made.bind(endpoint)
         except (OSError, zmq.ZMQError) as error:
-            raise ConfigError(
-                f"events cannot be published on {endpoint}: {os.strerror(error.errno or 0)};"
-                " choose another --events"
-            ) from None
+            raise ConfigError(cannot_listen("--events", endpoint, error)) from None
         finally:
             os.umask(mask)
         if endpoint.startswith(_IPC):

@@ -230,8 +230,8 @@ ROUTER_METRICS: Final = _rows(
         "router_connections": "Open connections of clients.",
         "router_connections_refused_total": "Idle connections closed to make room for new ones.",
         "router_workers{state}": (
-            "Workers by state: up, load-only (keys differ), half-open or open (circuit"
-            " breaker), down (health probes fail)."
+            "Workers by state: new (never reached), up, load-only (keys differ), half-open or open"
+            " (circuit breaker), down (health probes fail)."
         ),
         "router_worker_requests_total{worker}": "Attempts at the worker.",
         "router_worker_failures_total{worker}": "Failed attempts at the worker; a 4xx is none.",

@@ -46,6 +46,7 @@ from kvstore.pd.legs import (
     source_of,
     wants_prefill,
 )
+from kvstore.wording import cannot_listen
 
 BODY_BYTES_MAX: Final = 64 << 20
 ANSWER_BYTES_MAX: Final = 4 << 20
@@ -328,9 +329,8 @@ async def _serve(config: PdConfig) -> None:
         try:
             await site.start()
         except OSError as error:
-            raise ConfigError(
-                f"--listen {joined(config.host, config.port)} cannot be used: {error.strerror}"
-            ) from None
+            address = joined(config.host, config.port)
+            raise ConfigError(cannot_listen("--listen", address, error)) from None
         port = runner.addresses[0][1]
         logs.say(
             __name__,

@@ -56,6 +56,7 @@ from kvstore.transport.backends import BACKENDS
 from kvstore.types import SlotId
 from kvstore.units import NS_PER_S
 from kvstore.wire.load import Load
+from kvstore.wording import cannot_listen
 
 NS_PER_US: Final = 1000
 START_TIMEOUT_S: Final = 10.0
@@ -160,10 +161,7 @@ class Peering:
             else:
                 port = self._server.add_secure_port(address, server_credentials(self._tls))
         except RuntimeError:
-            raise ConfigError(
-                f"peers cannot be listened for on {address}: the address is in use or not of this"
-                " machine; choose another --peer-listen"
-            ) from None
+            raise ConfigError(cannot_listen("--peer-listen", address)) from None
         return f"{host}:{port}"
 
     def _mover_changed(self) -> None:

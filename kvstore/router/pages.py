@@ -1,7 +1,8 @@
-"""/metrics and /healthz of a router.
+"""/metrics, /healthz and /livez of a router.
 
 `/healthz` is `ok`, or `ok, but …` with each worker that is down or load-only and why; 503 while no
-worker takes requests. Values are read on the router's loop, for all waiting clients at once.
+worker takes requests, or it drains: readiness. `/livez` is 200 as long as the loop runs: liveness.
+Values are read on the router's loop, for all waiting clients at once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvstore import __version__
 from kvstore.net.http import Page, text_page
 from kvstore.net.tls import INSECURE_NOTE, certificate_ends
 from kvstore.obs.metrics import Family, family
+from kvstore.router.front.proxy import ALIVE
 from kvstore.routing.core import RouterCore
 from kvstore.routing.values import WorkerRole
 
@@ -36,7 +38,8 @@ _OF_WORKERS: Final = {
     "cached_tokens_total": "cached_tokens",
     "predicted_tokens_total": "predicted_tokens",
 }
-STATES: Final = ("up", "load-only", "half-open", "open", "down")
+UNREACHED: Final = "never reached yet"
+STATES: Final = ("new", "up", "load-only", "half-open", "open", "down")
 
 
 class RouterCollector(Collector):
@@ -68,7 +71,8 @@ def _on(loop: asyncio.AbstractEventLoop, read: Callable[[], _T]) -> _T:
 def _families(router: Router) -> Iterator[Family]:
     proxy, workers, door = router.proxy, list(router.workers), router.door
     yield family("kvstore_router_info", [((__version__,), 1)])
-    yield certificate_ends(router.config.tls)
+    certificates = filter(None, (router.config.tls, router.config.front))
+    yield certificate_ends(min(certificates, key=lambda tls: tls.ends_s, default=None))
     yield family("kvstore_router_requests_total", [((k,), n) for k, n in proxy.counts.items()])
     yield family("kvstore_router_retries_total", [((), proxy.retried_count)])
     yield family("kvstore_router_in_flight", [((), proxy.in_flight)])
@@ -109,15 +113,22 @@ def health_of(router: Router) -> Page:
     """On the loop."""
     workers = list(router.workers)
     notes = [
-        f"worker {w.name} is {w.state}" + _because(w.trouble or w.parity)
+        f"worker {w.name} is {w.state}"
+        + _because(w.trouble or w.parity or (UNREACHED if w.state == "new" else ""))
         for w in workers
         if w.state != "up"
     ]
-    notes += filter(None, [router.discovery.trouble, router.index.trouble if router.index else ""])
+    index = (router.index.trouble or router.index.lost) if router.index is not None else ""
+    notes += filter(None, [router.discovery.trouble, index])
+    notes += router.rendering.unused() if router.rendering is not None else ()
     if router.config.insecure:
         notes.append(INSECURE_NOTE)
-    if not any(w.state in ("up", "load-only", "half-open") for w in workers):
-        return text_page(503, ", and ".join(["no worker takes requests", *notes]))
+    if router.proxy.is_draining:
+        notes.insert(0, "it drains, to end")
+    elif not router.workers.take_requests:
+        notes.insert(0, "no worker takes requests")
+    if not router.proxy.is_ready:
+        return text_page(503, ", and ".join(notes))
     return text_page(200, ", but ".join(filter(None, ["ok", ", and ".join(notes)])))
 
 
@@ -144,4 +155,10 @@ def make_router_pages(
         except TimeoutError:
             return text_page(503, "the router did not answer in time")
 
-    return {"/metrics": metrics, "/healthz": healthz}
+    def alive() -> Page:
+        try:
+            return _on(loop, lambda: text_page(200, "ok"))
+        except TimeoutError:
+            return text_page(503, "the router did not answer in time")
+
+    return {"/metrics": metrics, "/healthz": healthz, ALIVE: alive}

@@ -58,6 +58,7 @@ from kvstore.router.rpc import RpcServer, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import policy_hash
 from kvstore.routing.values import PrefixAnswer, RouteRequest
+from kvstore.wording import cannot_listen
 
 DRAIN_S: Final = 30.0
 HALF_OPEN_S: Final = 0.1
@@ -131,17 +132,15 @@ class Router:
         """Listen and begin. Raises ConfigError."""
         self.workers.replace(addresses_of(self.config.workers))
         config, context = self.config, None
-        if config.tls is not None:
-            context = server_context(config.tls, demands_certificates=config.api_keys is None)
+        if config.front is not None:
+            context = server_context(config.front, demands_certificates=config.api_keys is None)
         try:
             self._server = await open_door(
                 self.door, config.host, config.port, context=context, is_shared=False
             )
         except OSError as error:
-            raise ConfigError(
-                f"--listen {joined(config.host, config.port)} cannot be listened on:"
-                f" {error.strerror}"
-            ) from None
+            address = joined(config.host, config.port)
+            raise ConfigError(cannot_listen("--listen", address, error)) from None
         self.port = self._server.sockets[0].getsockname()[1]
         if config.route is not None:
             self.servers["route"] = await serve_route(config.route, config.tls, self._route)
@@ -210,6 +209,8 @@ class Router:
 
     async def _half_open(self) -> None:
         self.workers.half_open()
+        for server in self.servers.values():
+            await server.show(is_ready=self.proxy.is_ready)
 
     async def _write_receipts(self) -> None:
         await self.receipts.write(self.core.take_receipts())
@@ -227,7 +228,8 @@ def _worker_context(config: RouterConfig) -> ssl.SSLContext:
 
 def run_router(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT. Call it in the main thread. Raises ConfigError."""
-    warn_of_its_end(config.tls, renewal="this router reads it when it is started again")
+    for tls in {config.tls, config.front}:
+        warn_of_its_end(tls, renewal="this router reads it when it is started again")
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if is_installed("uvloop"):
         import uvloop
@@ -258,7 +260,7 @@ async def _serve(config: RouterConfig) -> None:
                 __name__,
                 f"kvstore router ready: version={__version__}"
                 f" listen={joined(config.host, router.port)} metrics={url or 'off'}"
-                f" tls={'off' if config.tls is None else 'on'}"
+                f" tls={'off' if config.front is None else 'on'}"
                 + "".join(f" {n}={server.port}" for n, server in router.servers.items())
                 + f" policy={policy_hash(router.core.policy)}",
             )

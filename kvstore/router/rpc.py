@@ -2,7 +2,7 @@
 
 Both on the router's loop, bounded as the index's server is, with mutual TLS, or on loopback and
 with --insecure without. The picker is registered under Envoy's own name; its health answers to
-`liveness`, `readiness` and that name.
+`liveness`, `readiness` and that name: all but the first serve while a worker takes requests.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from kvstore.proto import picker_pb2, router_pb2
 from kvstore.proto.router_pb2_grpc import add_RouterServicer_to_server
 from kvstore.router.picker import SERVICE, Picker
 from kvstore.router.route_service import RouteService
+from kvstore.wording import cannot_listen
 
 STREAMS_MAX: Final = 8192
 STREAMS_PER_CONNECTION_MAX: Final = 1024
 MESSAGE_BYTES_MAX: Final = 4 << 20
 DRAIN_S: Final = 1.0
-HEALTH_NAMES: Final = ("", "liveness", "readiness")
+ALIVE: Final = "liveness"
+HEALTH_NAMES: Final = ("", "readiness")
+_HEALTH: Final = health_pb2.HealthCheckResponse
 _OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -40,10 +43,23 @@ class RpcServer:
     """One listening server."""
 
     def __init__(
-        self, server: grpc.aio.Server, port: int, state: health.aio.HealthServicer
+        self,
+        server: grpc.aio.Server,
+        port: int,
+        state: health.aio.HealthServicer,
+        names: Sequence[str],
     ) -> None:
         self.port = port
-        self._server, self._health = server, state
+        self._server, self._health, self._names = server, state, names
+        self._is_ready = False
+
+    async def show(self, *, is_ready: bool) -> None:
+        """Report as serving or not, by every name but `liveness`."""
+        if is_ready != self._is_ready:
+            self._is_ready = is_ready
+            status = _HEALTH.SERVING if is_ready else _HEALTH.NOT_SERVING
+            for name in self._names:
+                await self._health.set(name, status)
 
     async def close(self) -> None:
         """Report as not serving, let streams end for a moment, and stop."""
@@ -87,8 +103,9 @@ async def _begun(
 ) -> RpcServer:
     state = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
+    await state.set(ALIVE, _HEALTH.SERVING)
     for name in names:
-        await state.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await state.set(name, _HEALTH.NOT_SERVING)
     address = joined(*place)
     try:
         if tls is None:
@@ -96,8 +113,6 @@ async def _begun(
         else:
             port = server.add_secure_port(address, server_credentials(tls))
     except RuntimeError:
-        raise ConfigError(
-            f"{option} {address} cannot be listened on: it is in use or not of this machine"
-        ) from None
+        raise ConfigError(cannot_listen(option, address)) from None
     await server.start()
-    return RpcServer(server, port, state)
+    return RpcServer(server, port, state, names)

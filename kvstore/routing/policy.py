@@ -35,6 +35,7 @@ class PolicyCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Start values of what is measured, for policy `cost`."""
 
     prefill_tokens_per_s: _Positive = 8000.0
+    """Prefill speed of an engine on an empty context."""
     attention_tokens: _Positive = 32768.0
     """Context at which a token takes twice as long as at the start of a prompt."""
     kv_bytes_per_token: _Positive = 131072.0
@@ -53,7 +54,7 @@ class PolicyCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Tiers load while the request is in the engine's queue (kvstore's connector, asynchronous), or
     while the rest of the prompt is computed (engines that load by layer)."""
     trust: dict[str, _Share] = msgspec.field(default_factory=_TRUST.copy)
-    """Expected share of a prefix length that is really there, by `PrefixTrust`."""
+    """Expected share of a prefix length that is really there, by its source."""
     load_weight: _NotNegative = 1.0
     """Seconds that the request delays others, per second of work it brings."""
     stream_weight: _NotNegative = 0.05
@@ -68,9 +69,13 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Choice among the best."""
 
     top_k: _Count = 3
+    """Size of the draw: the best workers, as far as their costs are close …"""
     within_share: _NotNegative = 0.05
+    """… by this share of the best cost, …"""
     within_s: _NotNegative = 0.005
+    """… or by these seconds."""
     fallback_count: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2
+    """Further workers named to a gateway, in order."""
 
 
 class PolicyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +90,7 @@ class PolicyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stale_s: _Positive = 2.0
     """Scraped numbers older than this decay to the pool's mean, by half each `stale_s`."""
     urgent_s: _Positive = 10.0
+    """Time for which a request counts as recent in `yield_s` of classes."""
     held_max: _Count = 16384
     """Held requests of all classes: beyond, the lowest class makes room."""
     saturated_s: _Positive = 2.0
@@ -97,6 +103,7 @@ class PolicyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     failures_max: _Count = 3
     cooldown_ms: _Count = 1000
     attempts_max: _Count = 3
+    """Attempts of one request."""
     retry_share: _Share = 0.2
     """Retries at most, as a share of requests (budget)."""
     timeout_factor: _Positive = 5.0
@@ -112,25 +119,35 @@ class PolicyLearning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Weights of the terms from predicted and achieved TTFT."""
 
     is_frozen: bool = False
+    """Weights stay as they are."""
     rate: _Share = 0.05
+    """Weight of one observation."""
     least: _Positive = 0.25
+    """Lower bound of a weight."""
     most: _Positive = 4.0
+    """Upper bound of a weight."""
 
 
 class PolicySplit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Local or remote prefill: start values and bounds."""
 
     is_on: bool = True
+    """No: prefill is always local."""
     uncached_min: _Count = 256
+    """Uncached tokens from which a prefill is remote."""
     busy_uncached_min: _Count = 64
+    """The same, while the decode engine has `busy_streams`."""
     busy_streams: _Count = 8
     queue_max: _Count = 10
+    """Prompts in the prefill queue, at which a prefill stays local."""
     is_learned: bool = True
+    """Thresholds follow the measured times, between the next two."""
     learned_least: _Count = 64
     learned_most: _Count = 8192
     short_tokens: _Count = 512
     """Prompts of the short lane, by uncached tokens."""
     bucket_tokens: tuple[int, ...] = (2048, 8192, 32768)
+    """Bounds of the queue's length buckets; shorter prompts go first."""
     aging_s: _Positive = 1.0
     """A prompt that waited so long counts as one of the next shorter bucket."""
 
@@ -158,7 +175,9 @@ class ModelPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A pool of workers behind a model, with its share of sessions."""
 
     pool: str
+    """Value of `pool=` of its workers."""
     weight: _NotNegative = 1.0
+    """Share of the sessions, beside the weights of the other pools."""
     served: str = ""
     """Name of the model at these workers; empty: the same."""
 
@@ -167,7 +186,9 @@ class ModelRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A model that clients may name."""
 
     pools: tuple[ModelPool, ...] = ()
+    """Empty: all pools that serve it."""
     aliases: tuple[str, ...] = ()
+    """Further names for clients."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters on this base, which clients name in place of it."""
 
@@ -176,8 +197,11 @@ class PolicyWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Policy `weighted`: points for the usual scorers. Two presets: `usual` and `additive`."""
 
     prefix: float = 100.0
+    """Points for a whole prefix."""
     load: float = 50.0
+    """Points for an idle worker."""
     memory: float = 30.0
+    """Points for an empty KV cache."""
     preset: Literal["usual", "additive"] = "usual"
     """`usual`: normalised scores × 100/50/30. `additive`: +3 prefix, +1 session, −10 crowded queue,
     +0.5 idle, −1 memory pressure."""
@@ -200,6 +224,7 @@ class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The policy file."""
 
     policy: PolicyName = "cost"
+    """One of cost, prefix-load, least-load, round-robin, session, weighted."""
     costs: PolicyCosts = PolicyCosts()
     choice: PolicyChoice = PolicyChoice()
     limits: PolicyLimits = PolicyLimits()
@@ -208,14 +233,17 @@ class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weights: PolicyWeights = PolicyWeights()
     classes: dict[str, ServiceClass] = msgspec.field(default_factory=_classes)
     default_class: str = "interactive"
+    """Class of requests without the header `X-Kvstore-Class`."""
     tenants: dict[str, _Positive] = {}
     """Tenant → share; not named: 1."""
     models: dict[str, ModelRule] = {}
     """Empty: every model that a worker serves, in all pools that serve it."""
     session_ttl_s: _Positive = 300.0
+    """No effect yet: a session's worker is found by its hash, without memory of it."""
     tree_blocks_max: _Count = 1_000_000
     """Blocks that the approximate tree remembers."""
     receipt_workers_max: _Count = 64
+    """Workers in a receipt, the best ones."""
 
 
 _Part = tuple[str, object, type[msgspec.Struct]]

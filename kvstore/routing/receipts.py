@@ -53,16 +53,16 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     prefill_worker: str = ""
     fallbacks: tuple[str, ...] = ()
     split_reason: str = ""
-    """Word for the local or remote prefill: `SplitReason` values."""
+    """Word for the local or remote prefill."""
     degraded: tuple[str, ...] = ()
-    """Rungs of the degradation ladder that were in effect: `Rung` values."""
+    """Rungs of the degradation ladder that were in effect."""
     held_s: float = 0.0
     attempt: int = 1
     predicted_s: float = 0.0
     """TTFT from arrival, held time included."""
     workers: tuple[str, ...]
     filtered: dict[str, str]
-    """Worker → word of the filter: `Dropped` values."""
+    """Worker → word of the filter."""
     features: dict[str, list[float]]
     """Name → column, by `features.COLUMNS`."""
     weights: list[list[float]] = []

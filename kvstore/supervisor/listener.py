@@ -62,9 +62,15 @@ class Listener(Door):
             ConfigError: the path is in use by a living node, or cannot be a socket.
         """
         try:
-            path.parent.mkdir(mode=0o711 if others_may_connect else 0o700, parents=True)
+            path.parent.mkdir(mode=0o711 if others_may_connect else 0o700)
+            _log.warning("made the directory %s for --socket", path.parent)
         except FileExistsError:
             pass
+        except FileNotFoundError:
+            raise ConfigError(
+                f"--socket {path}: there is no {path.parent.parent}; make it, or choose another"
+                " --socket"
+            ) from None
         except OSError as error:
             raise ConfigError(
                 f"socket directory {path.parent} cannot be made: {error.strerror}; choose another"

@@ -44,6 +44,7 @@ from kvstore.transport.tcp_ends import (
 )
 from kvstore.wire.identity import is_name
 from kvstore.wire.mover import Direction, encode
+from kvstore.wording import cannot_listen
 
 BACKLOG: Final = 1024
 """The kernel cuts it to net.core.somaxconn."""
@@ -360,6 +361,7 @@ def _listen(options: Mapping[str, str]) -> socket.socket:
             if getattr(error, "errno", 0) == errno.EADDRINUSE and time.monotonic() < give_up_s:
                 pause.wait(PORT_PAUSE_S)
                 continue
-            raise ConfigError(f"the tcp transport cannot listen on {address!r}: {error}") from None
+            why = error if isinstance(error, OSError) else OSError(errno.EINVAL, "")
+            raise ConfigError(cannot_listen("--transport tcp,port", address, why)) from None
         listener.setblocking(False)
         return listener

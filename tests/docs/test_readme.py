@@ -41,7 +41,8 @@ FOREIGN = {  # flags of vLLM, pip and programs of the repository
         "--mm-processor-cache-gb",
         "--no-enable-prefix-caching",
     ),
-    *("--enable-scale-out", "--enable-prompt-tokens-details"),
+    *("--enable-scale-out", "--enable-prompt-tokens-details", "--ssl-certfile", "--ssl-keyfile"),
+    "--enable-metrics",  # SGLang's
     *("--extra-index-url", "--again", "--seed", "--seeds", "--type", "--patch-file"),
 }
 _FENCE = re.compile(r"([^\n]*)\n```(python|bash|sh)\n(.*?)```", re.DOTALL)
@@ -176,9 +177,12 @@ def test_flags_that_are_named_exist(page: Path) -> None:
 
 
 def _flags(command: click.Command) -> set[str]:
-    return {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)} | {
-        "--help"
-    }
+    inner = command.commands.values() if isinstance(command, click.Group) else ()
+    return (
+        set().union(*map(_flags, inner))
+        | {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+        | {"--help"}
+    )
 
 
 def test_transports_that_are_named_are_taken() -> None:

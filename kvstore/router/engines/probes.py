@@ -11,6 +11,9 @@ FAILURES_MAX × TIMEOUT_S, and the requests that wait for it go elsewhere.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import ssl
 import time
 from collections.abc import Callable
 from typing import Final
@@ -78,10 +81,7 @@ class Probes:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             count = self._failures[worker] = self._failures.get(worker, 0) + 1
             if count >= FAILURES_MAX:
-                why = "no answer in time" if isinstance(error, TimeoutError) else str(error)
-                self._workers.answered(
-                    worker, f"{kind.health}: {why or type(error).__name__}"[:200]
-                )
+                self._workers.answered(worker, f"{kind.health}: {why_no_answer(error)}")
                 self._models_due_s.pop(worker, None)
                 worker.renders = True
             return
@@ -133,3 +133,16 @@ class Probes:
                     raise ValueError("the page is too large")
                 pieces.append(piece)
             return b"".join(pieces)
+
+
+def why_no_answer(error: BaseException) -> str:
+    """One clause; aiohttp's own texts name settings of its sockets."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return f"its certificate is refused: {error.certificate_error}"[:200]
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno
+        is_system = number in errno.errorcode and not isinstance(error.os_error, ssl.SSLError)
+        return os.strerror(number).lower() if is_system and number else str(error.os_error)[:200]
+    return (str(error) or type(error).__name__)[:200]

@@ -69,6 +69,8 @@ class Worker:
         )
         self.is_answering = True
         """By its probes: begins as true, so that a router without probes yet routes."""
+        self.was_reached = False
+        """Its engine has answered a probe or a request."""
         self.trouble = ""
         self.parity = ""
         """Why its keys are not used; empty: they are equal, or it has no node."""
@@ -114,11 +116,13 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """One word for pages: up, down, open, half-open, load-only."""
+        """One word for pages: new, up, down, open, half-open, load-only."""
         if self.breaker.state is not BreakerState.CLOSED:
             return str(self.breaker.state.value)
         if not self.is_answering:
             return "down"
+        if not self.was_reached:
+            return "new"
         return "load-only" if self.parity else "up"
 
 
@@ -144,6 +148,12 @@ class Workers:
     def __len__(self) -> int:
         return len(self._workers)
 
+    @property
+    def take_requests(self) -> bool:
+        """Whether one of them does, as far as is known: one that was never reached does not count,
+        though requests may go there."""
+        return any(each.state in ("up", "load-only", "half-open") for each in self)
+
     def replace(self, found: Iterable[WorkerAddress]) -> list[Worker]:
         """The workers that there are now, by discovery; those that are new. An address that changed
         is a new worker. One that left finishes what it has."""
@@ -158,7 +168,7 @@ class Workers:
         for worker in added:
             self._workers[worker.name] = worker
             self.describe(worker)
-            _log.info("worker %s at %s joined", worker.name, worker.url)
+            _log.info("worker %s at %s is new, and not reached yet", worker.name, worker.url)
         return added
 
     def describe(self, worker: Worker) -> None:
@@ -193,9 +203,12 @@ class Workers:
         """A probe's result. `trouble`: why it failed; empty: it did not."""
         was_answering, worker.is_answering = worker.is_answering, not trouble
         worker.trouble = trouble
+        is_first, worker.was_reached = not worker.was_reached, worker.was_reached or not trouble
         if was_answering != worker.is_answering:
             _log.warning("worker %s %s", worker.name, f"is down: {trouble}" if trouble else "is up")
             self.judge(worker)
+        elif is_first and not trouble:
+            _log.info("worker %s is up", worker.name)
 
     def begun(self, worker: Worker) -> None:
         """A request goes to it; the probe of an open breaker closes the door behind itself."""
@@ -208,6 +221,7 @@ class Workers:
         worker.in_flight -= 1
 
     def succeeded(self, worker: Worker) -> None:
+        worker.was_reached = True
         if worker.breaker.succeeded():
             worker.trouble = ""
             _log.info("worker %s: breaker closed", worker.name)

@@ -23,6 +23,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
+from kvstore.router.engines.probes import why_no_answer
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front import heads
 from kvstore.routing.events import Failure
@@ -121,11 +122,13 @@ class Attempt:
                 raise ClientStalled from None
             raise self._failure(Failure.TIMEOUT, "no answer in time") from None
         except aiohttp.ClientConnectorError as error:
-            raise self._failure(Failure.CONNECT, f"no connection: {_why(error)}") from None
+            raise self._failure(Failure.CONNECT, f"no connection: {why_no_answer(error)}") from None
         except (aiohttp.ClientError, OSError) as error:
             if not self._is_reading:
                 raise
-            raise self._failure(Failure.BROKEN, f"the answer broke off: {_why(error)}") from None
+            raise self._failure(
+                Failure.BROKEN, f"the answer broke off: {why_no_answer(error)}"
+            ) from None
         finally:
             waits.discard(limit)
 
@@ -223,10 +226,6 @@ def output_tokens_of(tail: bytes) -> int:
 def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:
     found = pattern.findall(text)
     return int(found[-1]) if found else None
-
-
-def _why(error: BaseException) -> str:
-    return (str(error) or type(error).__name__)[:200]
 
 
 def new_session(*, ssl_context: object = True) -> aiohttp.ClientSession:

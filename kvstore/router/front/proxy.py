@@ -52,6 +52,8 @@ from kvstore.routing.events import (
 from kvstore.routing.values import PrefixAnswer, RouteRequest
 
 GENERATES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+ALIVE: Final = "/livez"
+PROBED: Final = frozenset({ALIVE, "/health"})
 PASSED: Final = GENERATES | {"/v1/embeddings", "/v1/score", "/v1/rerank"}
 
 
@@ -89,9 +91,11 @@ class Proxy:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request, whatever it is."""
         path = request.path
-        if path == "/health":
-            status = 503 if self.is_draining else 200
-            return web.Response(status=status)
+        if path in PROBED:  # without API keys: Kubernetes and load balancers have none
+            is_fine = path == ALIVE or self.is_ready
+            return web.Response(
+                text="ok" if is_fine else "no worker takes requests", status=200 if is_fine else 503
+            )
         try:
             tenant = self._intake.tenant(request.headers)
         except Unauthorized as error:
@@ -113,6 +117,12 @@ class Proxy:
             self.in_flight -= 1
             if self.is_draining and not self.in_flight:
                 self._is_idle.set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a worker takes requests, or the policy holds them until one does."""
+        holds = self._dispatcher.core.policy.limits.holds_without_workers
+        return not self.is_draining and (holds or self._workers.take_requests)
 
     async def idle(self) -> None:
         """From now on `/health` says 503; ends when no request is under way."""
@@ -137,7 +147,11 @@ class Proxy:
         try:
             job = await self._intake.job(request.headers, path, body, tenant)
             if is_dry:
-                text = self._explain(job.asked.request, job.asked.prefix)
+                try:
+                    text = self._explain(job.asked.request, job.asked.prefix)
+                except LookupError as error:
+                    why = f"no worker would get this request: {error}"
+                    return error_response(503, why, "no_worker")
                 return web.Response(body=text, content_type="application/json")
             return await self._serve(request, job)
         except BadBody as error:

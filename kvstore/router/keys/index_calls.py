@@ -69,6 +69,9 @@ class IndexCalls:
         self._breaker = Breaker(failures_max=FAILURES_MAX, cooldown_ms=COOLDOWN_MS)
         self.trouble = ""
         """Why it is not asked; empty: it is."""
+        self.lost = ""
+        """Why no replica lists nodes and engines; empty: one does."""
+        self._lost_count = 0
         self.match_count = 0
         self.late_count = 0
         self.epoch = 0
@@ -101,9 +104,7 @@ class IndexCalls:
         self.late_count += 1
         self._first = (self._first + 1) % len(self._stubs)
         if self._breaker.failed(time.monotonic_ns()):
-            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
-            why = plain_reason(details) if details else "no answer in time"
-            self.trouble = f"the index is not used: {why}"
+            self.trouble = f"the index is not used: {_why(error)}"
             _log.warning("%s; prefixes are those that this router sent", self.trouble)
 
     async def follow(self, changed: Callable[[], None]) -> None:
@@ -113,6 +114,7 @@ class IndexCalls:
         call = self._stubs[number].Watch(pb.WatchRequest(nodes=True, engines=True))
         try:
             async for reply in call:
+                self._lost_count, self.lost = 0, ""
                 for row in reply.nodes:
                     members[row.node] = feeds.engines_of(row.engines)
                 for gone in reply.gone:
@@ -122,14 +124,29 @@ class IndexCalls:
                     Listed(node, entry) for node, entries in members.items() for entry in entries
                 )
                 changed()
-        except grpc.aio.AioRpcError:
+        except grpc.aio.AioRpcError as error:
             self._first = (number + 1) % len(self._stubs)
+            self._unfollowed(error)
         finally:
             call.cancel()
+
+    def _unfollowed(self, error: grpc.aio.AioRpcError) -> None:
+        """No news from this replica; trouble when there are none from any."""
+        self._lost_count += 1
+        if self._lost_count < len(self._stubs):
+            return
+        was, self.lost = self.lost, f"the index is lost: {_why(error)}"
+        if not was:
+            _log.warning("%s; engines that nodes list stay as they are", self.lost)
 
     async def close(self) -> None:
         for each in self._channels:
             await each.close()
+
+
+def _why(error: BaseException) -> str:
+    details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
+    return plain_reason(details) if details else "no answer in time"
 
 
 def prefix_answer(answer: Answer, epoch: int) -> PrefixAnswer:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -33,6 +33,7 @@ RENDER_TIMEOUT_S: Final = 1.0
 RENDERED_BYTES_MAX: Final = 16 << 20
 CHECK_EVERY: Final = 64
 PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+UNCOMPARED: Final = "not compared with an engine yet"
 _UNSERVED: Final = frozenset({403, 404, 405, 501})
 _SAID: Final = "Über 7 Hügel: what is\n\n  the 3rd word?\t👋 </s> <|im_end|>"
 PROBES: Final[tuple[tuple[str, dict[str, object]], ...]] = (
@@ -77,10 +78,19 @@ class Rendering:
         self._headers = {"Content-Type": "application/json"}
         if worker_key:
             self._headers["Authorization"] = f"Bearer {worker_key}"
-        self.local: dict[str, str] = dict.fromkeys(tokenizers, "not compared yet")
+        self.local: dict[str, str] = dict.fromkeys(tokenizers, UNCOMPARED)
         """Model → why its tokenizer is not used; empty: it is."""
         self.counts = {"ids": 0, "local": 0, "engine": 0, "none": 0}
         self._checks: set[asyncio.Task[None]] = set()
+
+    def unused(self) -> Iterator[str]:
+        """Local tokenizers that are not used, and why, for an operator."""
+        served = {name for worker in self._workers for name in worker.models}
+        for model, why in self.local.items():
+            if served and model not in served:
+                why = f"no worker serves that model, but {', '.join(sorted(served))}"
+            if why:
+                yield f"the tokenizer of {model} is not used ({why})"
 
     async def keys_of(
         self, path: str, body: bytes, read: Peek, model: str, plan: KeyPlan, salt: str

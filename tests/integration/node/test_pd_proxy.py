@@ -59,4 +59,7 @@ def test_an_address_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
             PdProxyProcess.start(tmp_path / "second", prefill=[1], decode=[2], flags=flags)
     assert failed.value.code == 2
     (line,) = failed.value.stderr.strip().splitlines()
-    assert line.startswith(f"kvstore: --listen 127.0.0.1:{proxy.port} cannot be used")
+    assert line == (
+        f"kvstore: --listen cannot listen on 127.0.0.1:{proxy.port}: the address is in use; choose"
+        " another --listen"
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvstore.router.front import attempt, door
+from kvstore.testing.index_process import Lab
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
@@ -192,11 +195,6 @@ def test_a_draining_router_ends_what_it_has_begun(worker: ScriptedWorker) -> Non
 
 
 def test_https_with_api_keys_and_without(worker: ScriptedWorker, tmp_path: Path) -> None:
-    import http.client
-    import ssl
-
-    from kvstore.testing.index_process import Lab
-
     worker.script("ok")
     lab = Lab(tmp_path)
     files = lab.files("client", "router")
@@ -209,18 +207,56 @@ def test_https_with_api_keys_and_without(worker: ScriptedWorker, tmp_path: Path)
     certified.check_hostname = False
     certified.load_cert_chain(files.cert, files.key)
 
-    def status(port: int, given: ssl.SSLContext, **headers: str) -> int:
-        connection = http.client.HTTPSConnection("127.0.0.1", port, context=given, timeout=10)
-        try:
-            connection.request("POST", "/v1/completions", BODY, headers)
-            return connection.getresponse().status
-        finally:
-            connection.close()
-
     with RouterThread([worker.flag], **flags) as router:
         with pytest.raises((ssl.SSLError, ConnectionError)):
-            status(router.port, context)
-        assert status(router.port, certified) == 200
+            https(router.port, context)
+        assert https(router.port, certified) == 200
     with RouterThread([worker.flag], api_keys=str(keys), **flags) as router:
-        assert status(router.port, context) == 401
-        assert status(router.port, context, Authorization="Bearer key-of-team-a-0001") == 200
+        assert https(router.port, context) == 401
+        assert https(router.port, context, Authorization="Bearer key-of-team-a-0001") == 200
+
+
+def https(port: int, given: ssl.SSLContext, **headers: str) -> int:
+    """Status of one completion."""
+    connection = http.client.HTTPSConnection("127.0.0.1", port, context=given, timeout=10)
+    try:
+        connection.request("POST", "/v1/completions", BODY, headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_clients_see_another_certificate_than_the_cluster(
+    worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    worker.script("ok")
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("team-a: key-of-team-a-0001\n")
+    cluster = Lab(tmp_path / "cluster").files("client", "router")
+    public = Lab(tmp_path / "public").files("client", "public")
+    flags: dict[str, Any] = {
+        "ca": str(cluster.ca),
+        "cert": str(cluster.cert),
+        "key": str(cluster.key),
+        "listen_cert": str(public.cert),
+        "listen_key": str(public.key),
+    }
+    outside, inside = (ssl.create_default_context(cafile=ca) for ca in (public.ca, cluster.ca))
+    outside.check_hostname = inside.check_hostname = False
+    with RouterThread([worker.flag], api_keys=str(keys), **flags) as router:
+        assert https(router.port, outside, Authorization="Bearer key-of-team-a-0001") == 200
+        with pytest.raises(ssl.SSLError):
+            https(router.port, inside)
+        assert router.config.tls is not None
+        assert router.config.tls.cert == cluster.cert.read_bytes()
+    with RouterThread([worker.flag], **flags) as router:  # clients show what the cluster's CA made
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            https(router.port, outside)
+        outside.load_cert_chain(cluster.cert, cluster.key)
+        assert https(router.port, outside) == 200
+    other = {**flags, "listen_ca": str(public.ca)}
+    with RouterThread([worker.flag], **other) as router:
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            https(router.port, outside)
+        outside.load_cert_chain(public.cert, public.key)
+        assert https(router.port, outside) == 200

@@ -13,9 +13,12 @@ from typing import Any
 
 import grpc
 import pytest
+from click.testing import CliRunner
 
+from kvstore.cli.route import route
 from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterStub
+from kvstore.testing.index_process import Lab
 from kvstore.testing.router_process import RouterProcess
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import ASK, ask
@@ -117,6 +120,37 @@ def test_receipts_are_written_explained_and_replayed(
         assert receipt["chosen"] in ("a", "b")
         sent = sum(each.seen()["requests"] for each in workers) - before
         assert sent == _requests(router) == 30, "not sent"
+
+
+def test_a_dry_run_over_tls(workers: list[ScriptedWorker], tmp_path: Path) -> None:
+    files = Lab(tmp_path / "pki").files("client", "router")
+    ca, cert, key = (("--ca", files.ca), ("--cert", files.cert), ("--key", files.key))
+    name = ("--server-name", "router.client.kvstore")
+    (tmp_path / "body").write_text(json.dumps(ASK))
+
+    def dry(url: str, *flags: tuple[str, object]) -> tuple[str, str]:
+        """(what is printed, the error)."""
+        more = [str(each) for pair in flags for each in pair]
+        asked = ["explain", "--dry-run", str(tmp_path / "body"), "--router", url, "--json", *more]
+        done = CliRunner().invoke(route, asked)
+        return done.stdout, done.stderr or str(done.exception or "")
+
+    tls = [str(each) for pair in (ca, cert, key) for each in pair]
+    with start(tmp_path, workers, *tls) as router:
+        url = router.url.replace("http:", "https:")
+        (receipt,) = json.loads(dry(url, ca, cert, key, name)[0])["receipts"]
+        assert receipt["chosen"] in ("a", "b")
+        assert "give its own name with --server-name" in dry(url, ca, cert, key)[1]
+        assert "give its CA with --ca" in dry(url, cert, key, name)[1]
+        assert "it demands a certificate: give --cert and --key" in dry(url, ca, name)[1]
+        assert "give both" in dry(url, ca, cert, name)[1]
+        assert "are for https://" in dry(url.replace("https:", "http:"), ca)[1]
+        assert "cannot be used" in dry(url, ("--ca", tmp_path / "none"))[1]
+        assert "must be a URL" in dry("127.0.0.1:8080")[1]
+    with start(tmp_path, workers) as router:
+        pages = router.metrics_url.removesuffix("/metrics")
+        assert "is no kvstore router: give the address of its --listen" in dry(pages)[1]
+        assert "answered 404: there is no /v1/x here" in dry(router.url, ("--path", "/v1/x"))[1]
 
 
 def _requests(router: RouterProcess) -> float:

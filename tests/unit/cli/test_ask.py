@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvstore.cli import ask
 from kvstore.engine.trust.scrubs import NO_PASS
-from kvstore.engine.why.report import NO_BUDGET, QuotaReport, TierReport
+from kvstore.engine.why.report import NO_BUDGET, NodeReport, QuotaReport, TierReport
 from kvstore.proto.rows import Row
 from kvstore.supervisor.upgrade import not_yours
 
@@ -105,6 +105,17 @@ def test_a_node_without_a_disk_says_nothing_of_one(monkeypatch: pytest.MonkeyPat
     assert lines[1] == ["dram"]
     assert ["policy", "reuse"] in lines
     assert all(len(line) == 2 for line in lines[2:])
+
+
+def test_a_node_without_engines_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = NodeReport(
+        "1f", connections=0, owners=0, sessions=0, leases=0, blocks=7, restarts=0, blocks_kept=0
+    )
+    assert shown(monkeypatch, {"nodes": [idle]}) == [
+        ["nodes no engine is attached, incarnation 1f, blocks 7"]
+    ]
+    busy = msgspec.structs.replace(idle, connections=1)
+    assert shown(monkeypatch, {"nodes": [busy]})[0] == ["nodes"]
 
 
 def test_no_budget_is_any_amount(monkeypatch: pytest.MonkeyPatch) -> None:

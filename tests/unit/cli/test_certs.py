@@ -135,7 +135,8 @@ def test_the_command_lists_what_it_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = CliRunner().invoke(cli, ["certs", str(tmp_path / "pki"), "--node", "a", "--client", "b"])
-    names = [Path(line).name for line in done.output.splitlines()]
+    names = [Path(line).name for line in done.stdout.splitlines()]
+    assert done.stderr == f"made the directory {tmp_path / 'pki'}\n"
     assert names == [
         *("ca.crt", "ca.key", "node-a.crt", "node-a.key", "client-b.crt", "client-b.key")
     ]

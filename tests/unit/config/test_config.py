@@ -127,7 +127,7 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
     [
         ({"dram": "9GiB"}, "more than the 8 GiB that the machine has available: choose a smaller"),
         ({"dram": "64KiB"}, "too small: give at least 256 KiB"),
-        ({"dram": "lots"}, "'lots' is not a size: write a number and a unit, such as 64GiB"),
+        ({"dram": "lots"}, "'lots' is not a size: write a number and a unit (B, KiB, "),
         ({"dram": "-1"}, "is not a size"),
         ({"dram": "9" * 400}, "is more than any machine has"),
         ({"dram": [1]}, "configuration: dram must be a number or a text, not a list"),
@@ -359,3 +359,10 @@ def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
 def test_a_size_that_is_too_small_is_repeated_as_it_was_typed() -> None:
     with pytest.raises(ConfigError, match="--dram 64 is too small: give at least 256 KiB"):
         load_config(None, {"dram": "64"})
+
+
+def test_a_size_without_a_known_unit_lists_them() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'64G' is not a size: write a number and a unit \(B, KiB, MiB"
+    ):
+        load_config(None, {"dram": "64G"})

@@ -88,7 +88,7 @@ def test_what_is_planted_is_in_the_help_and_in_the_reference() -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"file-parts": 4001}, "file-parts 4001 must be a number from 1 to 4000, such as 8 or"),
+        ({"file-parts": 4001}, "file-parts 4001 must be a number from 1 to 4000, such as 8"),
         ({"file-parts": True}, "file-parts True must be a number from 1 to 4000"),
         ({"file-order": "any"}, "file-order 'any' must be one of new, old"),
         ({"file-order": 1}, "file-order must be a text, not a number"),

@@ -201,5 +201,5 @@ def test_a_socket_that_is_held_passes_from_server_to_server(server: HttpServer) 
 
 
 def test_a_taken_port_is_one_sentence(server: HttpServer) -> None:
-    with pytest.raises(ConfigError, match=r"in use; choose another --metrics"):
+    with pytest.raises(ConfigError, match=r"the address is in use; choose another --metrics"):
         HttpServer(HttpConfig(host="127.0.0.1", port=server.port), {})

@@ -474,3 +474,12 @@ def test_another_processs_pidfd_does_not_vouch_for_the_peer() -> None:
     finally:
         os.close(own)
         os.close(first)
+
+
+def test_one_missing_folder_of_a_socket_is_made_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Listener(tmp_path / "run" / "node.sock", others_may_connect=False).close()
+    assert f"made the directory {tmp_path / 'run'} for --socket" in caplog.messages
+    with pytest.raises(ConfigError, match=f"there is no {tmp_path / 'rnu'}; make it"):
+        Listener(tmp_path / "rnu" / "kvstore" / "node.sock", others_may_connect=False)

@@ -336,7 +336,7 @@ def test_a_socket_that_somebody_took_away_is_named(make: Make, tmp_path: Path) -
 
 
 def test_a_place_that_cannot_be_had_is_one_sentence(make: Make) -> None:
-    with pytest.raises(ConfigError, match=r"events cannot be published on .*; choose another"):
+    with pytest.raises(ConfigError, match=r"--events cannot listen on .*; choose another"):
         make(place="absent/events")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from kvstore.errors import ConfigError
 from kvstore.router.engines.discovery import addresses_of
 from kvstore.router.front.tenants import load_tenants
 from kvstore.router.policy_file import load_policy
+from tests.style.tree import ROOT
 
 HERE = ["a=http://127.0.0.1:8000"]
+INDEX: dict[str, Any] = {"index": ["127.0.0.1:9470"], "insecure": True}
 
 
 def test_a_worker_with_all_options() -> None:
     text = "a=http://[::1]:8000,kind=sglang,node=n1,engine=e,block=64,seed=s,role=decode,rank=1"
-    config = load_router_config(None, {"worker": [text]})
+    config = load_router_config(None, {"worker": [text], **INDEX})
     (address,) = addresses_of(config.workers)
     assert (address.url, address.kind, address.node, address.engine) == (
         "http://[::1]:8000",
@@ -45,7 +48,7 @@ def test_a_worker_with_all_options() -> None:
         ({"worker": ["a=http://127.0.0.1:1,kind=other"]}, "kind is one of"),
         ({"worker": ["a=http://127.0.0.1:1,block=x"]}, "block is a number"),
         ({"worker": ["a=http://127.0.0.1:1,blok=1"]}, "KEY=VALUE of kind"),
-        ({"worker": ["a=http://127.0.0.1:1,space=3f9a"]}, "64 hex digits"),
+        ({"worker": ["a=http://127.0.0.1:1,space=3f9a"], **INDEX}, "64 hex digits"),
         ({"worker": ["a=http://10.0.0.1:8000"]}, "--insecure"),
         ({"worker": ["a=http://vllm.example:8000"]}, "--insecure"),
         ({"worker_dns": ["http://vllm.example:8000"]}, "--insecure"),
@@ -56,9 +59,26 @@ def test_a_worker_with_all_options() -> None:
         ({"worker": HERE, "index": ["127.0.0.1:9470"]}, "--index needs TLS"),
         ({"worker": HERE, "index": ["x"], "insecure": True}, "HOST:PORT"),
         ({"worker": HERE, "body_max": "1"}, "body-max"),
-        ({"worker": HERE, "tokenizer": ["m=/nowhere"]}, "MODEL=DIRECTORY"),
+        ({"worker": HERE, "index_timeout": 2000, **INDEX}, "from 1 to 1000, such as 5$"),
+        (
+            {"worker_dns": ["vllm:8000"]},
+            "^--worker-dns 'vllm:8000' must be a URL, such as http://v",
+        ),
+        ({"worker": HERE, "tokenizer": ["m=/nowhere"], **INDEX}, "MODEL=DIRECTORY"),
+        ({"worker": HERE, "tokenizer": ["m=/usr/bin"], **INDEX}, "no tokenizer in that directory"),
+        ({"worker": HERE, "tokenizer": ["m=/usr/bin"]}, "does nothing without --index"),
+        ({"worker": ["a=http://127.0.0.1:1,kind=tgi,node=n"]}, "node does nothing without an ind"),
+        ({"worker_dns": ["http://127.0.0.1:1,seed=s"], "insecure": True}, "seed does nothing"),
+        ({"worker_slices": "n/s:http,scheme=https,space=0"}, "space does nothing without an ind"),
         ({"worker": HERE, "worker_key_file": "/nowhere"}, "cannot be read"),
         ({"worker": HERE, "cert": "x"}, "needs TLS"),
+        ({"worker": HERE, "listen_cert": "x"}, "does nothing without --listen-key"),
+        ({"worker": HERE, "listen_ca": "x"}, "does nothing without --listen-cert or --cert"),
+        ({"worker": HERE, "listen_cert": "x", "listen_key": "y"}, "would let everybody in"),
+        (
+            {"worker": HERE, "listen_cert": "/none", "listen_key": "y", "api_keys": "z"},
+            "--listen-cert /none cannot be read",
+        ),
     ],
 )
 def test_mistakes_are_said(flags: dict[str, Any], says: str) -> None:
@@ -104,3 +124,15 @@ def test_a_wrong_policy_is_said(tmp_path: Path, text: str, says: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         load_policy(path)
+
+
+def test_examples_of_the_guide_are_read(tmp_path: Path) -> None:
+    guide = (ROOT / "kvstore" / "docs" / "guides" / "router.md").read_text()
+    keys, policy = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "keys").write_text(keys)
+    assert load_tenants(tmp_path / "keys").of("key-of-team-a-0123456789") == "team-a"
+    (tmp_path / "policy").write_text(policy)
+    assert [pool.weight for pool in load_policy(tmp_path / "policy").models["chat"].pools] == [
+        90,
+        10,
+    ]

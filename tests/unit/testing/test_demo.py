@@ -121,7 +121,9 @@ def test_a_wrong_count_is_one_sentence(wrong: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as stopped:
         demo.main([f"--users={wrong}"])
     assert stopped.value.code == 2
-    assert f"'{wrong}' is not a number of at least 1" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        f"kvstore: --users '{wrong}' must be a number of at least 1: see 'kvstore demo --help'\n"
+    )
 
 
 def test_without_an_engine_the_demo_says_what_is_missing(

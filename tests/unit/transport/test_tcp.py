@@ -203,7 +203,7 @@ def test_a_port_that_the_mover_before_still_has_is_waited_for(
     options = INSECURE | {"listen": f"127.0.0.1:{address.port}"}
     with monkeypatch.context() as patch:
         patch.setattr(tcp, "PORT_PATIENCE_S", 0.0)
-        with pytest.raises(ConfigError, match=r"cannot listen on .*Address already in use"):
+        with pytest.raises(ConfigError, match=r"cannot listen on .*: the address is in use"):
             opened("after", options)
 
     class Pause:
