@@ -77,6 +77,8 @@ gpu-check: $(VENV)/.engine ## the copies, on this machine's NVIDIA GPU; without 
 	mkdir -p build
 	$(BIN)/python bench/micro/gpu_copies.py --out build/gpu.json
 	$(BIN)/python bench/micro/gpu_kernels.py
+	$(BIN)/python bench/micro/gpu_hbm.py --out build/gpu_hbm.json
+	$(BIN)/python bench/micro/gpu_sanitizer.py
 
 upstream: $(VENV)/.engine ## vLLM's own connector tests against kvstore's; fetches them once
 	$(BIN)/python -m tests.upstream.run

@@ -220,6 +220,8 @@ class Copier:
                     core.received(message)
         except ProtocolError as error:
             return f"the node broke the protocol: {error}"
+        if is_welcome:
+            self._take_slab()
         if isinstance(message, Refused):
             return f"the node refuses this engine: {message.reason}"
         return ""
@@ -231,14 +233,18 @@ class Copier:
             raise ProtocolError("Welcome to a rank without an arena")
         self._arena, self._generations = arena, generations
         self._copies.attach(arena.array, generations.ready_bytes)
+        self._populated, self._reported = 0, Pinned(0)
+        self._say("attached")
+
+    def _take_slab(self) -> None:
+        """Without the core's lock, which the engine's thread takes, too: calls may take seconds."""
+        assert self._link is not None
         slab = self._link.slab
         trouble = self._copies.map_slab(slab)
         if trouble:
             logger.warning(FROM_DRAM_ALONE, trouble)
         self._places = None if trouble else self._link.places
         self._slab_bytes = slab.size_bytes if slab is not None and not trouble else 0
-        self._populated, self._reported = 0, Pinned(0)
-        self._say("attached")
 
     def _speak(self) -> None:
         assert self._link is not None

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from kvstore.connector.checks import NotServed
 from kvstore.connector.mapping import layers_in_order
+from kvstore.kernels.caches import DeviceCache, LayerPages
 from kvstore.kernels.compare import BOUNDS
 from kvstore.kernels.cuda import CudaDevice
-from kvstore.kernels.device import DeviceCache, DeviceCopies, DeviceError, LayerPages
+from kvstore.kernels.device import DeviceCopies, DeviceError
 from kvstore.kernels.host import HostCopies
 from kvstore.kernels.pack import PagedCache
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay

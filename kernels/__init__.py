@@ -9,8 +9,10 @@
 | `pinning.py`   | pinned memory of slots, by a thread            | place → pinned?              |
 | `ranges.py`    | copies in NVIDIA's tools                       | copy → range                 |
 | `hashes.py`    | checksums of blocks, by threads                | block → checksum             |
+| `caches.py`    | pages of a cache on a device                   | block → addresses            |
 | `device.py`    | streams, events, pinned memory                 | orders → ends                |
 | `strategy.py`  | the way of a block: copies, kernel, staging    | sizes → calls of a device    |
+| `slab.py`      | blocks of the node's slab on the same GPU      | place → pages, checksum      |
 | `shared.py`    | memory that processes share: part of the port  | –                            |
 | `cuda.py`      | one device, through NVIDIA's bindings          | calls of `device.Device`     |
 | `launches.py`  | grids and arguments of the kernels in `csrc/`  | addresses → launches         |

@@ -86,8 +86,7 @@ def nvrtc() -> Any:
     except (ImportError, RuntimeError) as error:
         reason = str(error).partition(":")[0]
         raise DeviceError(
-            f"CUDA's runtime compiler is missing ({reason}), so blocks of small pieces are copied "
-            "piece by piece: pip install 'kvstore-llm[cuda]'"
+            f"CUDA's runtime compiler is missing ({reason}): pip install 'kvstore-llm[cuda]'"
         ) from None
     return found
 

@@ -22,9 +22,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
+from kvstore.kernels.caches import Addresses
 from kvstore.kernels.compiled import cubin
-from kvstore.kernels.device import Addresses, DeviceError
-from kvstore.kernels.launches import MOVE_PIECES, THREADS, Kernel, Launch, moved
+from kvstore.kernels.device import DeviceError
+from kvstore.kernels.launches import (
+    DIGESTS,
+    MOVE_PIECES,
+    THREADS,
+    Kernel,
+    Launch,
+    digests,
+    moved,
+)
 from kvstore.kernels.shared import HANDLE_BYTES
 
 _PIN_FLAGS: Final = 1 | 2
@@ -207,13 +218,27 @@ class CudaDevice:
         try:
             if not self._attribute("CanUseHostPointerForRegisteredMem"):
                 return _OTHER_ADDRESSES
-            self.kernels().load(MOVE_PIECES)
+        except DeviceError as error:
+            return str(error)
+        return self._trouble(MOVE_PIECES)
+
+    def digest_trouble(self) -> str:
+        return self._trouble(*DIGESTS)
+
+    def _trouble(self, *kernels: Kernel) -> str:
+        try:
+            for kernel in kernels:
+                self.kernels().load(kernel)
         except DeviceError as error:
             return str(error)
         return ""
 
     def move(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         moved(self.launcher(stream), targets, sources, sizes)
+
+    def digest(self, stream: int, address: int, size: int, *, sums: int, found: int) -> None:
+        payloads = np.array([address], np.uint64)
+        digests(self.launcher(stream), payloads, size, sums=sums, found=found)
 
     def launcher(self, stream: int) -> Launch:
         """Launches on a stream."""

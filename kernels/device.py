@@ -21,15 +21,16 @@ generations, which copies and when (`client.core`).
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvstore.kernels.caches import Addresses, DeviceCache
 from kvstore.kernels.compare import BOUNDS, error_of
 from kvstore.kernels.hashes import Hashes, Hashing, hashes_for_this_process
 from kvstore.kernels.host import NOT_COMPARABLE
@@ -37,8 +38,10 @@ from kvstore.kernels.pinning import PinnedChunks
 from kvstore.kernels.ranges import Range, begin_range
 from kvstore.kernels.reference import Bytes
 from kvstore.kernels.shared import SharedMemory
+from kvstore.kernels.slab import MappedSlab
 from kvstore.kernels.strategy import BlockMoves, Thresholds
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
+from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire.layout import Slab
 
 COPIES_MAX: Final = 8
@@ -47,9 +50,10 @@ PIN_NS_MAX: Final = 1_000_000_000
 """How long a store waits for its slot to be pinned. Nobody else can end that wait: the pages of a
 node that died while it grew never arrive."""
 NOT_PINNED_IN_TIME: Final = "the memory of its slot was not pinned in time"
+PIECE_BY_PIECE: Final = "kvstore: blocks of small pieces are copied piece by piece: %s"
 HAS_FAILED: Final = "a copy of the device failed: "
 
-Addresses = NDArray[np.uint64]
+_log = logging.getLogger("vllm.kvstore.kernels")
 
 
 class DeviceError(Exception):
@@ -71,6 +75,16 @@ class Device(SharedMemory, Protocol):
 
     def move(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         """As `copy`, by a kernel: pieces in any order; both sides may be the device's memory."""
+        ...
+
+    def digest_trouble(self) -> str:
+        """As `move_trouble`, for `digest`."""
+        ...
+
+    def digest(self, stream: int, address: int, size: int, *, sums: int, found: int) -> None:
+        """Leave the digest of each piece (`wire.checksum`) of a payload at `found`, in order; all
+        of it memory of the device's, the payload at a multiple of 16. `sums`: scratch of
+        `launches.sums_bytes`."""
         ...
 
     def stream(self, *, is_urgent: bool) -> int:
@@ -110,63 +124,6 @@ class Device(SharedMemory, Protocol):
     def unpin(self, address: int) -> None:
         """Undo a `pin`; no copy touches that memory."""
         ...
-
-
-class LayerPages(NamedTuple):
-    """The pages of a layer: one of `size_bytes` a block, `stride_bytes` apart."""
-
-    address: int
-    stride_bytes: int
-    size_bytes: int
-
-
-class DeviceCache:
-    """A rank's KV cache of one group, by addresses: blocks of one page a layer."""
-
-    def __init__(
-        self,
-        layers: Sequence[LayerPages],
-        block_count: int,
-        *,
-        uncompared: Collection[int] = (),
-        values: str = "",
-    ) -> None:
-        """`layers`: in model order. The rest as of `pack.PagedCache`."""
-        self.block_count, self.values = block_count, values
-        ends = np.cumsum([layer.size_bytes for layer in layers]).tolist()
-        self.block_bytes = int(ends[-1])
-        self.compared = [
-            (end - layer.size_bytes, end)
-            for place, (layer, end) in enumerate(zip(layers, ends, strict=True))
-            if place not in uncompared
-        ]
-        runs = list(_runs(layers))
-        self._addresses = np.array([run.address for run in runs], np.uint64)
-        self._strides = np.array([run.stride_bytes for run in runs], np.uint64)
-        self.sizes = np.array([run.size_bytes for run in runs], np.uint64)
-        self.offsets = np.concatenate(([0], np.cumsum(self.sizes)[:-1])).astype(np.uint64)
-        """Places of a block's pieces in its slot."""
-
-    def places(self, block: int) -> Addresses:
-        """Addresses of the pieces of a block."""
-        assert 0 <= block < self.block_count, f"block {block} of {self.block_count}"
-        return self._addresses + np.uint64(block) * self._strides
-
-
-def _runs(layers: Sequence[LayerPages]) -> list[LayerPages]:
-    """Layers joined where their pages follow one another in every block."""
-    runs: list[LayerPages] = []
-    for layer in layers:
-        last = runs[-1] if runs else None
-        if (
-            last is not None
-            and last.stride_bytes == layer.stride_bytes
-            and last.address + last.size_bytes == layer.address
-        ):
-            runs[-1] = last._replace(size_bytes=last.size_bytes + layer.size_bytes)
-        else:
-            runs.append(layer)
-    return runs
 
 
 class _Flight:
@@ -213,8 +170,6 @@ class DeviceCopies:
         self._device = device
         self._caches = caches
         self.gpu = device.name
-        self._slab = 0
-        """Address of the node's memory; 0: it is not mapped."""
         # What one stream does is done in order: a block is cleared after its load.
         stores, loads = device.stream(is_urgent=False), device.stream(is_urgent=True)
         self._streams = {
@@ -237,7 +192,8 @@ class DeviceCopies:
         self._marks: deque[tuple[int, int]] = deque()
         """Marks not known to be passed, in order, with their events."""
         self._last_mark = 0
-        self._staging = np.zeros((COPIES_MAX, max(cache.block_bytes for cache in caches)), np.uint8)
+        size = max(CHECKSUM_BYTES, *(cache.block_bytes for cache in caches))
+        self._staging = np.zeros((COPIES_MAX, size), np.uint8)
         device.pin(int(self._staging.ctypes.data), self._staging.nbytes)
         self._free_staging = list(self._staging)
         self._hashes = hashes_for_this_process() if hashes is None else hashes
@@ -248,6 +204,11 @@ class DeviceCopies:
         except DeviceError:
             device.unpin(int(self._staging.ctypes.data))
             raise
+        if self.moves.trouble:
+            _log.warning(
+                "kvstore: blocks of small pieces are copied piece by piece: %s", self.moves.trouble
+            )
+        self._slab = MappedSlab(device, self.moves, caches)
         self._closed = False
 
     @property
@@ -279,11 +240,7 @@ class DeviceCopies:
     def map_slab(self, slab: Slab | None) -> str:
         assert not self._is_busy, "the slab changes while a copy is under way"
         try:
-            if self._slab:
-                address, self._slab = self._slab, 0
-                self._device.leave(address)
-            if slab is not None:
-                self._slab = self._device.open(slab.handle)
+            self._slab.map(slab)
         except DeviceError as error:
             return str(error)
         return ""
@@ -388,10 +345,13 @@ class DeviceCopies:
             self._device.clear(stream, blocks, cache.sizes)
             return
         if copy.slab_begin >= 0:
-            assert self._slab, "a load from a slab that is not mapped"
-            slot = self._slab + copy.slab_begin
-            self.moves.within(stream, copy.group, blocks, slot, cache.offsets)
+            self._slab.load(stream, copy.group, copy.block_id, copy.slab_begin)
             if not copy.is_verified:
+                return
+            if self._slab.makes_sums:
+                assert flight.staging is not None
+                into = int(flight.staging.ctypes.data)
+                self._slab.sum(stream, copy.group, copy.block_id, into)
                 return
         # What came from the slab is read back: the host hashes bytes of its own only.
         is_load = copy.way is CopyWay.LOAD and copy.slab_begin < 0
@@ -434,8 +394,12 @@ class DeviceCopies:
         now_ns = time.perf_counter_ns()
         flight.duration_ns = now_ns - max(flight.begun_ns, self._served_ns[stream])
         self._served_ns[stream] = now_ns
-        is_read_back = copy.slab_begin >= 0 and copy.is_verified
-        if copy.way is CopyWay.STORE or is_read_back:
+        is_from_slab = copy.slab_begin >= 0 and copy.is_verified
+        if is_from_slab and self._slab.makes_sums:
+            assert flight.staging is not None
+            checksum = self._slab.root(copy, flight.staging)
+            flight.hashing = lambda: checksum
+        elif copy.way is CopyWay.STORE or is_from_slab:
             flight.hashing = self._hashes.begin(copy.header, self._source(flight))
         self._hashed.append(flight)
 

@@ -52,9 +52,11 @@ Launch = Callable[[Kernel, tuple[int, int], Sequence[Any]], None]
 
 MOVE_PIECES: Final = Kernel("move", "move_pieces")
 RESHARD: Final = Kernel("move", "reshard")
-_SUM, _CHAIN, _FINISH = (
+DIGESTS: Final = tuple(
     Kernel("checksum", name) for name in ("sum_stripes", "chain_blocks", "finish_pieces")
 )
+"""Those that `digests` launches, one after the other."""
+_SUM, _CHAIN, _FINISH = DIGESTS
 _FP8_MEASURE, _FP8_ENCODE, _FP8_DECODE = (
     Kernel("fp8", f"fp8_{verb}") for verb in ("measure", "encode", "decode")
 )
@@ -62,7 +64,7 @@ _MEASURE, _COUNT, _PLACE, _WRITE, _READ = (
     Kernel("planes", f"planes_{verb}") for verb in ("measure", "count", "place", "write", "read")
 )
 KERNELS: Final = (
-    *(MOVE_PIECES, RESHARD, _SUM, _CHAIN, _FINISH, _FP8_MEASURE, _FP8_ENCODE, _FP8_DECODE),
+    *(MOVE_PIECES, RESHARD, *DIGESTS, _FP8_MEASURE, _FP8_ENCODE, _FP8_DECODE),
     *(_MEASURE, _COUNT, _PLACE, _WRITE, _READ),
 )
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from kvstore.kernels.device import Addresses, Device
+    from kvstore.kernels.caches import Addresses
+    from kvstore.kernels.device import Device
 
 
 class Strategy(enum.Enum):
@@ -132,14 +133,12 @@ class BlockMoves:
         self._whole(stream, group, staging, slot)
         self._device.move(stream, pages, np.uint64(staging) + offsets, sizes)
 
-    def within(
-        self, stream: int, group: int, pages: Addresses, slab: int, offsets: Addresses
-    ) -> None:
-        """From a place in the device's memory into pages. A kernel is as quick as the memory there:
+    def within(self, stream: int, group: int, targets: Addresses, sources: Addresses) -> None:
+        """Pieces of a block within the device's memory. A kernel is as quick as the memory there:
         nothing is staged."""
         way = self.way(stream, group)
         way = Strategy.MOVE if way is Strategy.STAGED else way
-        self._pieces(way, stream, pages, np.uint64(slab) + offsets, self._sizes[group])
+        self._pieces(way, stream, targets, sources, self._sizes[group])
 
     def _pieces(
         self, way: Strategy, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,27 +160,25 @@ class Child:
     """A worker process, spoken to in lines. A worker that does not answer in time is killed, and
     its silence is an error."""
 
-    def __init__(self, arena: Arena, *, seed: int) -> None:
-        fds = (arena.arena_fd, arena.generation_fd)
+    def __init__(self, command: Sequence[str], fds: Sequence[int]) -> None:
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                __file__,
-                *("--arena-mib", str(arena.arena_bytes >> 20), "--seed", str(seed)),
-                *("--worker", *map(str, fds)),
-            ],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=fds,
         )
-        self.greeting = self._answer()
+        self.greeting = self.answer()
 
     def ask(self, line: str) -> dict[str, Any]:
+        self.send(line)
+        return self.answer()
+
+    def send(self, line: str) -> None:
+        """Give an order whose `answer` is fetched later."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
-        return self._answer()
 
     def end(self) -> None:
         """Close it, or kill it; reaped in both cases."""
@@ -190,7 +189,7 @@ class Child:
             assert pipe is not None
             pipe.close()
 
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         late = threading.Timer(ANSWER_S, self.process.kill)
         late.start()
@@ -253,7 +252,10 @@ def spike(arena: Arena, baseline: dict[str, int]) -> dict[str, Any]:
     children: list[Child] = []
 
     def start(seed: int) -> Child:
-        children.append(Child(arena, seed=seed))
+        fds = (arena.arena_fd, arena.generation_fd)
+        command = [sys.executable, __file__, "--arena-mib", str(arena.arena_bytes >> 20)]
+        command += ["--seed", str(seed), "--worker", *map(str, fds)]
+        children.append(Child(command, fds))
         return children[-1]
 
     try:

@@ -34,8 +34,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.kernels.caches import DeviceCache, LayerPages
 from kvstore.kernels.cuda import CudaDevice, cuda_runtime
-from kvstore.kernels.device import Device, DeviceCache, DeviceCopies, DeviceError, LayerPages
+from kvstore.kernels.device import Device, DeviceCopies, DeviceError
 from kvstore.kernels.hashes import Hashes, HashesAtOnce, HashThreads
 from kvstore.ports import BlockCopy, CopyWay
 from kvstore.wire.checksum import checksum_of

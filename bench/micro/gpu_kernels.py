@@ -1,16 +1,19 @@
 """The kernels on this machine's NVIDIA GPU: right bytes, rates, and where the ways change places.
 
-    python bench/micro/gpu_kernels.py [--cycles 10000] [--mib 64]
+    python bench/micro/gpu_kernels.py [--cycles 10000] [--mib 64] [--check]
 
 `cycles`: random blocks go from pages into slots and back, each way of `kernels.strategy` in turn,
 and every byte is compared. `kernels`: reshard, checksums and both codecs against their references,
 with their rate beside that of a copy within the device. `ways`: the rate of each way by the size of
 a piece and the number of pieces, beside one large copy from or to pinned memory, and the fastest:
-what `kernels.strategy.Thresholds` should say. Rates are in wall time of one stream, the median of
+what `kernels.strategy.Thresholds` should say. `checksums`: blocks hashed by one thread of the host,
+by its threads, and by kernels from the device's memory, by the size of a block, and the fastest:
+what `kernels.device` should do for stores. Rates are in wall time of one stream, the median of
 several runs, GB/s of payload.
 
-Writes bench/results/gpu_kernels.json. Exit code 0: all bytes were right, or there is no NVIDIA GPU
-here; 1: a byte was wrong. No rate is judged here.
+Writes bench/results/gpu_kernels.json; with `--check` bytes are compared, little is measured and
+nothing is written. Without an NVIDIA GPU only the host's checksums are measured, and printed. Exit
+code 0: all bytes were right, or there is no GPU; 1: a byte was wrong. No rate is judged here.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import argparse
 import json
 import statistics
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -34,7 +39,8 @@ from bench import record
 from bench.micro.gpu_arena import gpu_name
 from kvstore.kernels import fp8, launches, planes
 from kvstore.kernels.cuda import CudaDevice
-from kvstore.kernels.device import Device, DeviceError
+from kvstore.kernels.device import COPIES_MAX, Device, DeviceError
+from kvstore.kernels.hashes import Hashes, HashesAtOnce, Hashing, HashThreads
 from kvstore.kernels.launches import Launch
 from kvstore.kernels.reference import Bytes
 from kvstore.kernels.strategy import BlockMoves, Strategy, Thresholds
@@ -43,10 +49,11 @@ from kvstore.units import KIB, MIB
 from kvstore.wire.checksum import PIECE_BYTES
 from kvstore.wire.layout import corners, layer_offsets, shared
 
-SEED, RUNS = 1, 5
+SEED, RUNS, LOOK_S = 1, 5, 0.000_1
 SIZES = (4 * KIB, 8 * KIB, 32 * KIB, 64 * KIB, 256 * KIB)
 SHAPES = [(pieces, size) for size in SIZES for pieces in (8, 80)]
 """Pieces of a block, and their sizes."""
+BLOCK_SIZES = (64 * KIB, 256 * KIB, 640 * KIB, 2 * MIB, 5 * MIB)
 Addresses = NDArray[np.uint64]
 
 
@@ -398,6 +405,56 @@ def plane_groups(memory: Memory, size: int) -> dict[str, Outcome]:
     }
 
 
+def hashed_by_host(hashes: Hashes, memory: Bytes, block_bytes: int) -> float:
+    """GB/s of checksums of the blocks of memory, as many at once as copies are."""
+    blocks = [memory[at : at + block_bytes] for at in range(0, memory.size, block_bytes)]
+    under_way: deque[Hashing] = deque()
+    pause = threading.Event()
+
+    def work() -> None:
+        for block in blocks:
+            under_way.append(hashes.begin(b"header", block))
+            if len(under_way) == COPIES_MAX:
+                wait(1)
+
+    def wait(count: int = COPIES_MAX) -> None:
+        for _ in range(min(count, len(under_way))):
+            one = under_way.popleft()
+            while one() is None:
+                pause.wait(LOOK_S)  # as the copy thread does: it leaves the GIL to the others
+
+    return rate(work, wait, memory.size)
+
+
+def checksums(memory: Memory | None, size: int) -> list[dict[str, Any]]:
+    """Rates of checksums by the size of a block, of `size` bytes; without a device the host's."""
+    found, data = [], noise(size)
+    for block_bytes in (each for each in BLOCK_SIZES if each <= size):
+        held, threads = data[: size // block_bytes * block_bytes], HashThreads()
+        rates = {"one": hashed_by_host(HashesAtOnce(), held, block_bytes)}
+        rates["threads"] = hashed_by_host(threads, held, block_bytes)
+        threads.close()
+        if memory is not None:
+            rates["kernels"] = hashed_by_kernels(memory, held, block_bytes)
+        fastest = max(rates, key=rates.__getitem__)
+        found.append({"block_bytes": block_bytes, **rates, "fastest": fastest})
+    return found
+
+
+def hashed_by_kernels(memory: Memory, data: Bytes, block_bytes: int) -> float:
+    """GB/s of digests of the blocks, one a launch as loads are, of memory of the device's."""
+    begin, pieces = memory.put(data), -(-block_bytes // PIECE_BYTES)
+    sums, found = memory.room(launches.sums_bytes(1, block_bytes)), memory.room(16 * pieces)
+
+    def work() -> None:
+        for at in range(0, data.size, block_bytes):
+            launches.digests(memory.launch, one(begin + at), block_bytes, sums=sums, found=found)
+
+    speed = rate(work, memory.wait, data.size)
+    memory.free()
+    return speed
+
+
 def kernels(memory: Memory, size: int) -> dict[str, Any]:
     """Every kernel's outcome, beside a copy within the device."""
     ends = memory.room(size), memory.put(noise(size))
@@ -420,32 +477,37 @@ def kernels(memory: Memory, size: int) -> dict[str, Any]:
     return {"copy_within_gb_per_s": copied} | rows
 
 
-def measured(size: int, count: int) -> dict[str, Any]:
+def measured(size: int, count: int, *, is_check: bool) -> dict[str, Any]:
     device = CudaDevice(0, engine_stream=lambda: 0)
     memory = DeviceMemory(device, 2 * size)
-    of_kernels = kernels(memory, size)
+    found: dict[str, Any] = {"kernels": kernels(memory, size)}
+    if not is_check:
+        found["checksums"] = checksums(memory, size)
     memory.close()
-    of_cycles, of_ways = cycles(device, count), ways(device, size, SHAPES)
-    return {"kernels": of_kernels, "cycles": of_cycles, "ways": of_ways}
+    found["cycles"] = cycles(device, count)
+    return found if is_check else found | {"ways": ways(device, size, SHAPES)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cycles", type=int, default=10_000)
     parser.add_argument("--mib", type=int, default=64)
+    parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     name = gpu_name()
     if not name:
         print("kernels: skipped, because there is no NVIDIA GPU on this machine")
+        if not options.check:
+            print("checksums by the host alone: " + json.dumps(checksums(None, 16 * MIB)))
         return 0
     try:
-        result = {"gpu": name} | measured(options.mib * MIB, options.cycles)
+        result = {"gpu": name} | measured(options.mib * MIB, options.cycles, is_check=options.check)
     except DeviceError as error:
         print(f"kernels: {error}", file=sys.stderr)
         return 1
-    path = record.write("gpu_kernels", result, seed=SEED)
     print(json.dumps(result, indent=1))
-    print(f"kernels: {path}")
+    if not options.check:
+        print(f"kernels: {record.write('gpu_kernels', result, seed=SEED)}")
     wrong = result["cycles"]["wrong_bytes"] + sum(
         each["wrong"] for each in result["kernels"].values() if isinstance(each, dict)
     )

@@ -27,19 +27,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from kvstore.kernels.device import (
-    Addresses,
-    DeviceCache,
-    DeviceCopies,
-    DeviceError,
-    LayerPages,
-)
+from kvstore.kernels.caches import Addresses, DeviceCache, LayerPages
+from kvstore.kernels.device import DeviceCopies, DeviceError
 from kvstore.kernels.hashes import HashesAtOnce
+from kvstore.kernels.launches import sums_bytes
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.shared import HANDLE_BYTES
 from kvstore.kernels.strategy import Thresholds
+from kvstore.types import CHECKSUM_BYTES
+from kvstore.wire.checksum import PIECE_BYTES
 
 ENGINE_STREAM = 0
 """The engine's, whichever thread asks."""
@@ -82,6 +81,8 @@ class SimulatedDevice:
         """Why every call fails from now on; empty: none does."""
         self.no_kernels = ""
         """Why there are none; empty: there are."""
+        self.bus_bytes = 0
+        """Bytes copied between its own memory and the host's so far; 0 without memory of its own."""
         self.allocations_max = 1 << 30
         """How many blocks of its memory there are room for."""
         if memory_bytes:
@@ -121,6 +122,7 @@ class SimulatedDevice:
                     host = [at for at in (target, source) if not self._is_own(at, size)]
                     assert len(host) < 2, "neither side is the device's"
                     assert all(self._is_pinned(at, size) for at in host), "it is not pinned"
+                    self.bus_bytes += size * len(host)
             self._queues[stream].append(functools.partial(_move_all, pieces))
 
     def move_trouble(self) -> str:
@@ -135,11 +137,30 @@ class SimulatedDevice:
                 for address in (target, source) if self._is_apart else ():
                     is_reached = self._is_own(address, size) or self._is_pinned(address, size)
                     assert is_reached, "neither the device's memory nor pinned"
+                    self.bus_bytes += size * (not self._is_own(address, size))
             self._random.shuffle(pieces)
             turns = self._random.randint(1, TURNS_MAX)
             for turn in range(turns):
                 some = pieces[turn::turns]
                 self._queues[stream].append(functools.partial(_move_all, some))
+
+    def digest_trouble(self) -> str:
+        return self.move_trouble()
+
+    def digest(self, stream: int, address: int, size: int, *, sums: int, found: int) -> None:
+        parts = [(address + at, min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES)]
+
+        def begin() -> None:
+            made = (xxhash.xxh3_128_digest(ctypes.string_at(*part)) for part in parts)
+            ctypes.memmove(sums, b"".join(made), CHECKSUM_BYTES * len(parts))
+
+        with self._asked():
+            assert not self.no_kernels
+            assert not address % 16, "not aligned"
+            for at, length in ((address, size), (sums, sums_bytes(1, size))):
+                assert not self._is_apart or self._is_own(at, length), "not the device's"
+            end = functools.partial(ctypes.memmove, found, sums, CHECKSUM_BYTES * len(parts))
+            self._queues[stream].extend([begin, end])
 
     def clear(self, stream: int, targets: Addresses, sizes: Addresses) -> None:
         pieces = list(zip(targets.tolist(), sizes.tolist(), strict=True))

@@ -45,7 +45,17 @@ def checksum_of(header: bytes, parts: Iterable[bytes | bytearray | memoryview]) 
         room -= len(rest)
     if room < PIECE_BYTES:
         pieces.append(digest.digest())
-    return xxhash.xxh3_128_digest(header + b"".join(pieces))
+    return root_of(header, b"".join(pieces))
+
+
+def piece_count(size_bytes: int) -> int:
+    """How many pieces a payload of that size has."""
+    return -(-size_bytes // PIECE_BYTES)
+
+
+def root_of(header: bytes, digests: bytes | memoryview) -> bytes:
+    """The checksum, of the digests of all pieces, in order."""
+    return xxhash.xxh3_128_digest(header + digests)
 
 
 class TreeSum:
@@ -53,7 +63,7 @@ class TreeSum:
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
-        self._pieces: list[bytes | None] = [None] * -(-size_bytes // PIECE_BYTES)
+        self._pieces: list[bytes | None] = [None] * piece_count(size_bytes)
 
     def piece(self, index: int, data: bytes | bytearray | memoryview) -> None:
         """Take one piece; a piece that comes again replaces what came before."""
@@ -64,4 +74,4 @@ class TreeSum:
         """The checksum, when all pieces are there."""
         pieces = [piece for piece in self._pieces if piece is not None]
         assert len(pieces) == len(self._pieces), "a piece is missing"
-        return xxhash.xxh3_128_digest(header + b"".join(pieces))
+        return root_of(header, b"".join(pieces))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,11 +15,13 @@ from kvstore.kernels.host import NOT_COMPARABLE
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.pinning import CHUNK_BYTES
 from kvstore.kernels.reference import Bytes, checksum
+from kvstore.kernels.slab import MappedSlab
 from kvstore.ports import BlockCopy, CopyWay
 from kvstore.testing.simulated_device import SimulatedDevice
 from kvstore.tiers.hbm import HbmTier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
+from kvstore.wire.checksum import PIECE_BYTES
 from tests.kit.copy_parties import (
     BLOCKS,
     DEVICE_PARTIES,
@@ -27,8 +30,11 @@ from tests.kit.copy_parties import (
     DeviceParty,
     HostParty,
     Party,
+    StagedCudaParty,
+    StagedParty,
     noise,
 )
+from tests.kit.fake_cuda import FIRST_HANDLE
 from tests.kit.gpu_party import GPU_PARTIES
 from tests.kit.slab import ended, order_of
 
@@ -209,23 +215,96 @@ def test_copies_of_a_device_that_fails_end_as_failed(party: DeviceParty) -> None
     party.device.failure = ""
 
 
+def slab_with(data: bytes) -> HbmTier:
+    """A slab with these bytes behind its first SLOT_BYTES_MIN."""
+    capacity_bytes = (2 + len(data) // SLOT_BYTES_MIN) * SLOT_BYTES_MIN
+    dram = MemoryTier(capacity_bytes=capacity_bytes)
+    node = SimulatedDevice(9, 4096)
+    tier = HbmTier(node, dram, capacity_bytes=capacity_bytes, incarnation=Incarnation(1))
+    dram.view(SlotId(0), len(data))[:] = data
+    tier.submit(order_of([(0, PAGES_PER_GENERATION, data)]))
+    assert ended(tier).good == b"\1"
+    return tier
+
+
+@pytest.mark.parametrize(("trouble", "log"), [("", ""), ("no compiler", "read back")])
+@pytest.mark.parametrize("page_bytes", [(96, 40), (1, PIECE_BYTES + 1), (PIECE_BYTES,) * 3])
+@pytest.mark.parametrize("party_class", [StagedParty, StagedCudaParty, DeviceParty])
+def test_a_verified_load_from_a_slab_costs_the_bus_its_digests(
+    party_class: type[DeviceParty],
+    page_bytes: tuple[int, ...],
+    trouble: str,
+    log: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """16 bytes for each 512 KiB. Where there are no kernels, as many as the block has."""
+    party = party_class(page_bytes, block_major=False, values="")
+    data = noise(party.block_bytes, 3)
+    tier = slab_with(data)
+    party.device.no_kernels = trouble
+    party.copies.moves.trouble = trouble
+    for _ in range(2):
+        assert party.copies.map_slab(tier.slab) == ""
+    before = party.device.bus_bytes
+    end = party.do(CopyWay.LOAD, 3, slab_begin=SLOT_BYTES_MIN)
+    assert (end.reason, end.checksum) == ("", checksum(HEADER, data))
+    pieces = -(-len(data) // PIECE_BYTES)
+    assert party.device.bus_bytes - before == (len(data) if trouble else 16 * pieces)
+    assert len(caplog.records) == bool(trouble), "a reason is logged once"
+    assert log in caplog.text
+    assert trouble in caplog.text
+    party.close()
+    tier.close()
+
+
+def flips_a_bit(device: SimulatedDevice, stream: int, address: int) -> None:
+    """Something writes to memory of the device, in the order of a stream."""
+
+    def work() -> None:
+        ctypes.c_ubyte.from_address(address).value ^= 1
+
+    device._queues[stream % FIRST_HANDLE].append(work)
+
+
+@pytest.mark.parametrize("damaged", ["slab", "pages"])
+def test_other_bytes_in_a_slab_or_in_the_pages_have_another_checksum(
+    damaged: str, party: DeviceParty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is hashed is what the request would read, and not what was to be copied."""
+    data = noise(party.block_bytes, 3)
+    tier = slab_with(data)
+    assert party.copies.map_slab(tier.slab) == ""
+    load, page = MappedSlab.load, party.pages(party.device.address)[-1]
+
+    def loads(slab: MappedSlab, stream: int, *place: int) -> None:
+        load(slab, stream, *place)
+        end = page.address + 3 * page.stride_bytes + page.size_bytes
+        flips_a_bit(party.device, stream, end - 1)
+
+    if damaged == "slab":
+        assert isinstance(tier._device, SimulatedDevice)
+        end = tier._address + SLOT_BYTES_MIN + len(data)
+        flips_a_bit(tier._device, tier._stream, end - 1)
+        tier._finish()
+    else:
+        monkeypatch.setattr(MappedSlab, "load", loads)
+    found = party.do(CopyWay.LOAD, 3, slab_begin=SLOT_BYTES_MIN)
+    other = data[:-1] + bytes([data[-1] ^ 1])
+    assert (found.reason, found.checksum) == ("", checksum(HEADER, other))
+    assert party.read(3) == other
+    tier.close()
+
+
 @pytest.mark.parametrize("is_verified", [True, False])
 def test_a_load_from_a_slab_is_hashed_as_it_arrived(
     party: DeviceParty, *, is_verified: bool
 ) -> None:
     assert party.copies.gpu == "simulated"
     before = party.device.allocation_count
-    node = SimulatedDevice(9, 4096)
-    dram = MemoryTier(capacity_bytes=4 * SLOT_BYTES_MIN)
-    capacity_bytes = 2 * SLOT_BYTES_MIN
-    tier = HbmTier(node, dram, capacity_bytes=capacity_bytes, incarnation=Incarnation(1))
     data = noise(party.block_bytes, 3)
-    dram.view(SlotId(0), len(data))[:] = data
-    tier.submit(order_of([(0, PAGES_PER_GENERATION, data)]))
-    assert ended(tier).good == b"\1"
+    tier = slab_with(data)
     assert party.copies.map_slab(tier.slab) == ""
-    more = {"is_verified": is_verified, "slab_begin": SLOT_BYTES_MIN}
-    end = party.do(CopyWay.LOAD, 3, slot=1, **more)
+    end = party.do(CopyWay.LOAD, 3, slot=1, is_verified=is_verified, slab_begin=SLOT_BYTES_MIN)
     assert (end.reason, end.checksum) == ("", checksum(HEADER, data) if is_verified else b"")
     assert party.read(3) == data
     assert party.copies.map_slab(None) == ""

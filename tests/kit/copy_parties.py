@@ -9,8 +9,9 @@ import time
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from kvstore.kernels.caches import DeviceCache, LayerPages
 from kvstore.kernels.cuda import CudaDevice
-from kvstore.kernels.device import Device, DeviceCache, DeviceCopies, LayerPages
+from kvstore.kernels.device import Device, DeviceCopies
 from kvstore.kernels.hashes import Hashes, HashesAtOnce, HashThreads
 from kvstore.kernels.host import HostCopies
 from kvstore.kernels.pack import PagedCache

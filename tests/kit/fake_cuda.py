@@ -15,7 +15,7 @@ from cuda.bindings import runtime as real
 
 from kvstore.kernels.cuda import CudaKernels
 from kvstore.kernels.device import DeviceError
-from kvstore.kernels.launches import MOVE_PIECES, PIECES_MAX, Kernel
+from kvstore.kernels.launches import DIGESTS, MOVE_PIECES, PAYLOADS_MAX, PIECES_MAX, Kernel
 from kvstore.kernels.shared import HANDLE_BYTES
 from kvstore.testing.simulated_device import ENGINE_STREAM, SimulatedDevice
 
@@ -147,11 +147,13 @@ class FakeCuda:
 
 
 class FakeKernels(CudaKernels):
-    """The kernel that moves pieces, on a simulated device."""
+    """The kernels that move pieces and make digests, on a simulated device."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         super().__init__("sm_90")
         self._device = device
+        self._digesting: dict[int, list[Kernel]] = {}
+        """Kernels of a digest that were launched on each stream; the last one makes it."""
 
     def load(self, kernel: Kernel) -> Any:
         trouble = self._device.move_trouble()
@@ -162,9 +164,25 @@ class FakeKernels(CudaKernels):
     def launch(
         self, stream: int, kernel: Kernel, grid: tuple[int, int], arguments: Sequence[Any]
     ) -> None:
-        assert kernel == MOVE_PIECES
         assert min(grid) > 0
+        if kernel in DIGESTS:
+            self._digest(stream - FIRST_HANDLE, kernel, arguments)
+            return
+        assert kernel == MOVE_PIECES
         (pieces,) = arguments
         table = np.frombuffer(pieces, np.uint64).copy()
         columns = table[:-1].reshape(3, PIECES_MAX)[:, : int(table[-1])]
         self._device.move(stream - FIRST_HANDLE, *columns)
+
+    def _digest(self, stream: int, kernel: Kernel, arguments: Sequence[Any]) -> None:
+        launched = self._digesting.setdefault(stream, [])
+        launched.append(kernel)
+        if kernel != DIGESTS[-1]:
+            return
+        assert tuple(launched) == DIGESTS
+        launched.clear()
+        given, sums, found = arguments
+        table = np.frombuffer(given, np.uint64)
+        count, size = table[PAYLOADS_MAX:].tolist()
+        assert count == 1
+        self._device.digest(stream, int(table[0]), size, sums=sums.value, found=found.value)

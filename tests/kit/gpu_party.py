@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.kernels.caches import DeviceCache
 from kvstore.kernels.cuda import CudaDevice, cuda_runtime
-from kvstore.kernels.device import DeviceCache, DeviceCopies
+from kvstore.kernels.device import DeviceCopies
 from kvstore.kernels.strategy import Strategy, Thresholds
 from tests.kit.copy_parties import BLOCKS, Party
 

@@ -52,6 +52,7 @@ class Begun:
         lambda device: device.pin(4096, 4096),
         lambda device: device.unpin(4096),
         lambda device: device.move(128, PIECES, PIECES, PIECES),
+        lambda device: device.digest(128, 4096, 4096, sums=4096, found=4096),
         lambda device: device.allocate(4096),
         lambda device: device.free(4096),
         lambda device: device.name,

@@ -6,15 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import Phase, settings, strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from kvstore.kernels.device import COPIES_MAX, DeviceCopies
 from kvstore.kernels.reference import Bytes, checksum
+from kvstore.kernels.slab import MappedSlab
 from kvstore.kernels.strategy import BlockMoves
 from kvstore.ports import CopyEnd, CopyWay
 from kvstore.testing.simulated_device import SimulatedDevice
+from kvstore.wire.layout import Slab
 from tests.amounts import amount
 from tests.kit.copy_parties import (
     BLOCKS,
@@ -58,6 +61,10 @@ class CopyMachine(CountedMachine):
         self.seen: list[tuple[bytes, bytes]] = []
         """What the engine read, and what it should have."""
         self.values = 0
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What else a machine needs."""
 
     def new_value(self) -> bytes:
         self.values += 1
@@ -101,8 +108,8 @@ class CopyMachine(CountedMachine):
     def has_room(self) -> bool:
         return len(self.under_way) < COPIES_MAX
 
-    def order(self, way: CopyWay, block: int, slot: int, data: bytes) -> None:
-        number = self.party.order(way, block, slot, after=self.party.copies.mark())
+    def order(self, way: CopyWay, block: int, slot: int, data: bytes, **more: int) -> None:
+        number = self.party.order(way, block, slot, after=self.party.copies.mark(), **more)
         self.under_way[number] = Order(way, block, slot, data)
 
     @precondition(lambda self: self.has_room)
@@ -176,6 +183,31 @@ class StagedMachine(CopyMachine):
     party_class = StagedParty
 
 
+class SlabMachine(StagedMachine):
+    """Blocks come from a slab, too, and their checksums are those of the pages."""
+
+    def prepare(self) -> None:
+        size, self.node = self.party.block_bytes, SimulatedDevice(1, 4096)
+        self.held = [noise(size, 1000 + at) for at in range(SLOTS)]
+        whole = np.frombuffer(b"".join(self.held), np.uint8)
+        slab = self.node.allocate(whole.size)
+        self.node.pin(whole.ctypes.data, whole.size)
+        ends = (slab, whole.ctypes.data, whole.size)
+        self.node.copy(
+            self.node.stream(is_urgent=False), *(np.array([end], np.uint64) for end in ends)
+        )
+        self.node.finish()
+        found = Slab("simulated", whole.size, self.node.share(slab))
+        assert self.party.copies.map_slab(found) == ""
+
+    @precondition(lambda self: self.has_room)
+    @rule(block=BLOCK, at=SLOT)
+    def load_from_the_slab(self, block: int, at: int) -> None:
+        if block not in self.blocks_of(*CopyWay):
+            begin = at * self.party.block_bytes
+            self.order(CopyWay.LOAD, block, at, self.held[at], slab_begin=begin)
+
+
 class CudaMachine(CopyMachine):
     """The same through the calls of CUDA."""
 
@@ -186,6 +218,8 @@ TestMoves = MoveMachine.TestCase
 TestMoves.settings = RUNS
 TestStagedCopies = StagedMachine.TestCase
 TestStagedCopies.settings = RUNS
+TestSlabCopies = SlabMachine.TestCase
+TestSlabCopies.settings = RUNS
 TestCudaCopies = CudaMachine.TestCase
 TestCudaCopies.settings = RUNS
 
@@ -294,6 +328,69 @@ def a_copy_ends_before_its_kernel(replace: Replace) -> None:
     replace(SimulatedDevice, "record", records)
 
 
+def a_block_is_hashed_by_another_stream(replace: Replace) -> None:
+    """It does not wait for the block."""
+    digest = SimulatedDevice.digest
+
+    def digests(device: SimulatedDevice, stream: int, *given: Any, **more: int) -> None:
+        digest(device, 3 - stream, *given, **more)
+
+    replace(SimulatedDevice, "digest", digests)
+
+
+def the_slab_is_hashed_before_the_block_is_loaded(replace: Replace) -> None:
+    load, total = MappedSlab.load, MappedSlab.sum
+    late: list[Any] = []
+    replace(MappedSlab, "load", lambda slab, *order: late.append(order))
+
+    def sums(slab: MappedSlab, *order: Any) -> None:
+        total(slab, *order)
+        load(slab, *late.pop())
+
+    replace(MappedSlab, "sum", sums)
+
+
+def digests_are_looked_at_before_they_are_there(replace: Replace) -> None:
+    """The end of a load is marked before its digests are on their way."""
+    total, record = MappedSlab.sum, SimulatedDevice.record
+    late: list[Any] = []
+    replace(MappedSlab, "sum", lambda *order: late.append(order))
+
+    def records(device: SimulatedDevice, event: int, stream: int | None) -> None:
+        record(device, event, stream)
+        while late:
+            total(*late.pop())
+
+    replace(SimulatedDevice, "record", records)
+
+
+def blocks_share_their_digests(replace: Replace) -> None:
+    """One place of pinned memory for all loads under way."""
+    total, root = MappedSlab.sum, MappedSlab.root
+    first: list[Bytes] = []
+
+    def sums(slab: MappedSlab, stream: int, group: int, block: int, into: int) -> None:
+        total(slab, stream, group, block, first[0].ctypes.data if first else into)
+
+    begin = DeviceCopies.__init__
+
+    def begins(copies: DeviceCopies, *arguments: Any, **more: Any) -> None:
+        begin(copies, *arguments, **more)
+        first[:] = [copies._staging[0]]
+
+    replace(DeviceCopies, "__init__", begins)
+    replace(MappedSlab, "sum", sums)
+    replace(MappedSlab, "root", lambda slab, copy, memory: root(slab, copy, first[0]))
+
+
+SLAB = [
+    loads_do_not_wait,
+    a_copy_ends_when_it_is_begun,
+    a_block_is_hashed_by_another_stream,
+    the_slab_is_hashed_before_the_block_is_loaded,
+    digests_are_looked_at_before_they_are_there,
+    blocks_share_their_digests,
+]
 STAGED = [
     streams_share_staging_memory,
     a_block_is_scattered_by_another_stream,
@@ -311,7 +408,11 @@ PLANTED = [
 
 @pytest.mark.parametrize(
     ("plant", "machine"),
-    [*((plant, CopyMachine) for plant in PLANTED), *((plant, StagedMachine) for plant in STAGED)],
+    [
+        *((plant, CopyMachine) for plant in PLANTED),
+        *((plant, StagedMachine) for plant in STAGED),
+        *((plant, SlabMachine) for plant in SLAB),
+    ],
 )
 def test_each_planted_fault_is_found(
     plant: Callable[[Replace], None],

@@ -3,6 +3,8 @@ is right, whatever its rates."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.micro import gpu_kernels
+from bench.micro import gpu_kernels, gpu_sanitizer
 from bench.micro.gpu_arena import gpu_name
 from kvstore.kernels.strategy import BlockMoves
 from kvstore.testing.simulated_device import SimulatedDevice
@@ -86,6 +88,40 @@ def test_ways_are_measured_for_each_shape() -> None:
 
 @pytest.mark.skipif(bool(gpu_name()), reason="with a GPU `make gpu-check` calls it")
 def test_without_a_gpu_it_says_that_it_was_skipped() -> None:
-    program = [sys.executable, str(ROOT / "bench" / "micro" / "gpu_kernels.py")]
-    done = subprocess.run(program, capture_output=True, text=True, check=True)
-    assert done.stdout == "kernels: skipped, because there is no NVIDIA GPU on this machine\n"
+    said = "kernels: skipped, because there is no NVIDIA GPU on this machine\n"
+    assert _run("gpu_kernels.py", "--check").stdout == said
+    said = "sanitizer: skipped, because there is no NVIDIA GPU on this machine\n"
+    assert _run("gpu_sanitizer.py").stdout == said
+
+
+def _run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, str(ROOT / "bench" / "micro" / name), *arguments]
+    return subprocess.run(program, capture_output=True, text=True, check=False)
+
+
+def test_without_the_sanitizer_it_says_where_it_is_to_be_had() -> None:
+    assert "CUDA toolkit" in gpu_sanitizer.reason_to_skip("a GPU", None)
+    assert not gpu_sanitizer.reason_to_skip("a GPU", "/usr/local/cuda/bin/compute-sanitizer")
+
+
+def test_checksums_are_measured_on_both_sides(memory: HostMemory) -> None:
+    for row in gpu_kernels.checksums(memory, 256 * KIB):
+        assert row.keys() == {"block_bytes", "one", "threads", "kernels", "fastest"}
+        assert row["fastest"] in {"one", "threads", "kernels"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="memory of a simulated device is root's")
+@pytest.mark.skipif(bool(gpu_name()), reason="with a GPU `make gpu-check` calls it")
+@pytest.mark.parametrize("is_fenced", [True, False])
+def test_a_slab_is_shared_fenced_and_outlived(tmp_path: Path, *, is_fenced: bool) -> None:
+    """Between processes. Shown too early, bytes are found under the word of others."""
+    program = tmp_path / "bench" / "micro" / "gpu_hbm.py"
+    program.parent.mkdir(parents=True)
+    source = (ROOT / "bench" / "micro" / "gpu_hbm.py").read_text()
+    assert source.count("self.word[0] = 0") == 1
+    early = source.replace("self.word[0] = 0", "self.word[0] = number")
+    program.write_text(source if is_fenced else early)
+    done = _run(str(program), "--rounds", "200", "--out", str(tmp_path / "out.json"))
+    failed = [] if is_fenced else ["generations_fence_stale_bytes"]
+    assert json.loads((tmp_path / "out.json").read_text())["failed"] == failed
+    assert done.returncode == bool(failed), done.stderr

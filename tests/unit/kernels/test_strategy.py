@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from cuda.bindings import runtime as real
 
+from kvstore.kernels.caches import DeviceCache, LayerPages
 from kvstore.kernels.cuda import _OTHER_ADDRESSES
-from kvstore.kernels.device import Device, DeviceCache, DeviceCopies, DeviceError, LayerPages
+from kvstore.kernels.device import Device, DeviceCopies, DeviceError
 from kvstore.kernels.reference import checksum
 from kvstore.kernels.strategy import Strategy, Thresholds
 from kvstore.ports import CopyWay
@@ -72,9 +73,13 @@ class _WithoutRoom(StagedParty):
     ],
 )
 def test_without_what_a_way_needs_another_one_serves(
-    party_class: type[DeviceParty], expected: Strategy, trouble: str
+    party_class: type[DeviceParty],
+    expected: Strategy,
+    trouble: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     party = party_class((96, 96, 40), block_major=False, values="")
+    assert [record.args for record in caplog.records] == ([(trouble,)] if trouble else [])
     moves = party.copies.moves
     assert {moves.way(stream, 0) for stream in party.copies._flights} == {expected}
     assert moves.trouble == trouble

@@ -9,7 +9,8 @@ import pytest
 
 from kvstore.arena import GenerationView
 from kvstore.errors import ConfigError
-from kvstore.kernels.device import Addresses, DeviceError
+from kvstore.kernels.caches import Addresses
+from kvstore.kernels.device import DeviceError
 from kvstore.testing.simulated_device import SimulatedDevice
 from kvstore.tiers import hbm
 from kvstore.tiers.hbm import HbmTier, open_hbm
