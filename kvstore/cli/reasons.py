@@ -102,7 +102,7 @@ def of_request(row: RequestReport) -> str:
 
 
 def of_pushes(row: RequestReport) -> str:
-    """What was pushed for the request, and why no more; empty: it is no part of a transfer."""
+    """Blocks pushed for the request, and why no more; empty: it is no part of a transfer."""
     if row.transfer and not row.pushes:
         return "nothing is remembered: it was not asked for, has not ended, or was long ago"
     return _printable("; ".join(map(_of_push, row.pushes)))

@@ -476,7 +476,7 @@ class SayPushOver(msgspec.Struct, frozen=True):
 
 
 LandCommand = AskPush | RevokePush | Land | RecycleMover | Staged
-"""Of pushes to this node."""
+"""Commands about pushes to this node."""
 PushCommand = LandCommand | WritePush | SayPushed | SayPushOver
 PeerCommand = Locate | Fetch | Lent | LoanEnded | PushCommand
 Command = (

@@ -80,7 +80,7 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     """Number in the prompt (decode) or in the grant (prefill) of the first one."""
     blocks: int
     held: int = 0
-    """Of these, here before."""
+    """Blocks of these that were here before."""
     pushed: int
     reason: str
     """Why not all of the rest; empty: all came."""
@@ -105,7 +105,7 @@ class PushTimes(msgspec.Struct):
         self.first_ns, self.last_ns = self.first_ns or now_ns, now_ns
 
     def as_us(self, now_ns: int) -> dict[str, int]:
-        """For a report made now. What was reached in the step that asked counts as 1 µs."""
+        """Times for a report made now. A stage of the step that asked counts as 1 µs."""
         reached = {f.removesuffix("_ns"): getattr(self, f) for f in self.__struct_fields__[1:]}
         reached["ended"] = now_ns
         return {

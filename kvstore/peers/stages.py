@@ -1,7 +1,7 @@
 """Stages of pushes: durations, and a warning for each that takes longer than any load explains.
 
-    asked ─push_grant─▶ told ─push_first─▶ first byte ─push─▶ last byte      write: the other end
-    a word that blocks are there ─land_copy─▶ ─land_verify─▶ sealed           push_seal: all of it
+    asked ─push_grant─▶ granted ─push_first─▶ first byte ─push─▶ last byte   write: the other end
+    report that blocks are there ─land_copy─▶ ─land_verify─▶ sealed           push_seal: all of it
     last byte ─push_token─▶ the engine has the first token of its answer
 
 `push_first` and `push` follow a prefill that may still run, and are never slow. Does not cover:

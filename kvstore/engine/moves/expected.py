@@ -1,5 +1,5 @@
-"""What is expected of prefill nodes: the requests that wait, and keys by scopes, with how many
-expectations want each.
+"""Expectations of prefill nodes: requests that wait, and keys by scopes, with how many of them want
+each.
 
 Does not cover: what becomes of them (`grants`).
 """

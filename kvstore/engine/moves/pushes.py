@@ -67,7 +67,7 @@ class _Ask(msgspec.Struct):
     next: int = 0
     """Blocks that were written, or are being."""
     pushed: int = 0
-    """Blocks that the other node was told of."""
+    """Blocks that were reported to the other node."""
     jobs: int = 0
     """Writes under way."""
     reason: str | None = None

@@ -34,7 +34,7 @@ class Staged(msgspec.Struct, frozen=True):
 
 
 class PushLog:
-    """By (tenant, transfer), the one told first in front."""
+    """By (tenant, transfer), the oldest in front."""
 
     def __init__(self) -> None:
         self._told: OrderedDict[tuple[str, str], list[PushReport]] = OrderedDict()
