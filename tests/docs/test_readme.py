@@ -74,7 +74,7 @@ def _commands(page: Path) -> list[list[str]]:
             for word in [*lexer, "\n"]:
                 if set(word) != {"\n"}:
                     line.append(word)
-                elif line:
+                elif line := [word for word in line if word != "&"]:  # in the background
                     commands.append(line)
                     line = []
     return commands

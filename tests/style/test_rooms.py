@@ -31,7 +31,7 @@ LINES_MAX = {
     "net": 510,
     "node": 2_545,
     "obs": 373,
-    "pd": 445,
+    "pd": 465,
     "peers": 2_765,
     "proto": 530,
     "router": 3_035,
