@@ -1,8 +1,8 @@
 """Addresses and rules of `kvstore pd-proxy`, checked before it starts.
 
 Ways to be wrong, each a ConfigError that says how to mend it: an address or URL that is none; an
-engine twice, or in both roles; HTTP without TLS beyond this machine, in either direction, without --insecure; a
-certificate without its key, or one that cannot be read.
+engine twice, or in both roles; HTTP without TLS beyond this machine, in either direction, without
+--insecure; a certificate without its key, or one that cannot be read.
 """
 
 from __future__ import annotations
