@@ -209,29 +209,72 @@ def cluster(record: dict[str, Any]) -> Any:
     return figure
 
 
+PD_RATIOS: Final = {
+    "push_over_raw_write_2MiB": "push ÷ NIXL WRITE\nblocks of 2 MiB",
+    "push_over_raw_write_64KiB": "push ÷ NIXL WRITE\nblocks of 64 KiB",
+    "not_hidden_over_whole_push": "push after prefill\n÷ whole push",
+    "hand_over_over_nixl_connector": "hand-over ÷\nNixlConnector",
+    "ttft_together_over_own": "first token ÷\nprefill engine's own",
+    "time_per_output_token_over_one_engine": "time per token beside\nprompts ÷ one engine",
+    "time_per_output_token_while_pushing_over_not": "time per token\npushing ÷ not",
+}
+
+
 def pd(record: dict[str, Any]) -> Any:
-    hand_over = record["hand_over"]["detail"]["hand_over_ms"]
-    ratio = record["hand_over"]["figures"]["hand_over_over_nixl_connector"]
-    decode = record["decode"]
-    shorter = decode["figures"]["longest_gap_over_one_engine"]["value"]
-    figure, (left, right) = _figure(
-        f"Beside long prompts the longest gap in an answer is {shorter:.2f} × that of one engine",
-        f"{_engine(record)}, 194 M parameters, prompts of {record['prompt_tokens']:,} tokens; all "
-        "engines share two cores",
-        (1, 1.15),
-    )
-    rows = (("kvstore", "kvstore", KVSTORE), ("NixlConnector", "nixl", COMPUTED))
-    _strips(left, [(name, np.divide(hand_over[key], 1000), c) for name, key, c in rows])
-    _ratio(left, 0.5, ratio["value"], ratio["interval_95"])
-    left.set_title("Prefill's answer to decode's first token")
-    for key, name, colour in (("one", "one engine", COMPUTED), ("pd", "two engines", KVSTORE)):
-        seconds = decode["detail"]["token_s"][key]
-        right.plot(seconds, range(1, 1 + len(seconds)), color=colour, lw=2)
-        _text(right, seconds[-1], len(seconds), f"{name}  ", colour, weight="bold", ha="right")
-    right.set(xlabel="seconds since its first token", ylabel="tokens", xlim=(0, None))
-    right.set_title("An answer while long prompts arrive")
-    right.grid(axis="y")
+    parts = [part for part in record.values() if isinstance(part, dict) and "figures" in part]
+    found = {name: its for part in parts for name, its in part["figures"].items()}
+    rows = [(title, found[name]) for name, title in PD_RATIOS.items() if name in found]
+    beside = found.get("time_per_output_token_over_one_engine")
+    message = "Prefill and decode on two engines, in ratios"
+    if beside is not None:
+        message = (
+            f"Beside long prompts a token takes {beside['value']:.2f} × as long as on one engine"
+        )
+    prompts = f"prompts of {record['prompt_tokens']:,} tokens"
+    how = f"{_engine(record)}, {prompts}; all engines share two cores"
+    figure, (left, right) = _figure(message, how, (1.25, 1))
+    for row, (_, its) in enumerate(rows):
+        ends = its.get("interval_95", [its["value"]] * 2)
+        goal = its.get("at_most", its.get("at_least"))
+        left.plot([goal] * 2, [row - 0.32, row + 0.32], color=GREY, lw=3)
+        left.plot(ends, [row] * 2, "|-", color=KVSTORE, lw=2, ms=9, mew=2)
+        left.plot(its["value"], row, "o", color=KVSTORE, ms=7)
+        _text(left, max(*ends, goal), row, f"  {its['value']:.2f}", weight="bold")
+    left.set_yticks(range(len(rows)), [title for title, _ in rows], fontsize=8)
+    left.set(ylim=(len(rows) - 0.5, -0.6), xlim=(0, None))
+    left.set_xlim(0, 1.12 * left.get_xlim()[1])
+    left.set_xlabel("ratio; grey: goal; bar: 95 % interval")
+    left.set_title("Within one run")
+    if "detail" in record["sweep"]:
+        _pd_sweep(right, record["sweep"]["detail"]["by_proportion"])
     return figure
+
+
+def _pd_sweep(axes: Any, by_proportion: dict[str, Any]) -> None:
+    """Two engines as prefill and decode over the same two as both, by the requests' proportion."""
+    looks = {
+        "goodput_tokens_per_s": ("goodput (more is better)", KVSTORE, "-"),
+        "ttft_s": ("first token", COMPUTED, "--"),
+        "per_token_s": ("time per token", PEER, ":"),
+    }
+    for name, (title, colour, line) in looks.items():
+        over = [row["pd_over_colocated"][name] for row in by_proportion.values()]
+        points = [(at, value) for at, value in enumerate(over) if value]
+        axes.plot(
+            *zip(*points, strict=True) if points else ((), ()),
+            f"o{line}",
+            color=colour,
+            lw=2,
+            label=title,
+        )
+    axes.axhline(1, color=INK, lw=1, ls=":", zorder=0)
+    axes.set_xticks(range(len(by_proportion)), list(by_proportion))
+    axes.set(yscale="log", xlabel="tokens of the prompt : of the answer")
+    axes.set_yticks((0.25, 0.5, 1, 2, 4), ("0.25", "0.5", "1", "2", "4"))
+    axes.minorticks_off()
+    axes.set_title("Two engines ÷ the same colocated")
+    axes.grid(axis="y")
+    axes.legend(frameon=False, fontsize=8)
 
 
 # ── policies, soak ───────────────────────────────────────────────────────────────────────────────

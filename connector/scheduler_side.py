@@ -417,7 +417,7 @@ class SchedulerSide:
             self._core.fill(
                 request_id, self._keys[request_id], tables=tables, settled_tokens=settled
             )
-            self._due_tokens[request_id] = self._core.due_tokens(request_id)
+        self._due_tokens[request_id] = self._core.due_tokens(request_id)
 
     def rescue_plan(self) -> StepPlan:
         """After an error of ours: loads that the engine waits for must still reach the ranks."""

@@ -9,6 +9,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
 
+NS_PER_US = 1000
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 

@@ -1,32 +1,40 @@
 """`make bench-pd`: prefill on one engine and decode on another, in ratios within this run.
 
+push         64 MiB from node to node beside NIXL by itself, for blocks of 2 MiB and of 64 KiB; and
+             through transfer workers, paced beside unpaced
+hidden       part of a push that goes on after the prefill has ended, when both legs begin together,
+             of a whole push that begins then
 hand_over    from the prefill engine's answer to the decode engine's first token, kvstore beside
              vLLM's own NixlConnector (both engines of either pair run all the time, and take turns)
 ttft         time to first token through the proxy, legs in turn and together, beside the prefill
              engine's own
 decode       time per output token of an answer while long prompts arrive, beside one engine that
              does both
+pushing      time per output token on the prefill engine while its node pushes, beside the same
+             requests of the decode engine with blocks of its own node
 turns        blocks that the second turn of a conversation moves
+sweep        prompts and answers in proportions of 20:1 to 1:1, beside the same engines colocated
 
-All four engines share this machine's cores, which favours one engine: two of them never compute at
-the same time as two machines would. Judges nothing: goals stand beside the figures.
+All engines share this machine's cores, which favours one engine: two of them never compute at the
+same time as two machines would. Judges nothing: goals stand beside the figures. `--quick` takes a
+tiny model and few requests: whether all of it runs, within minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
 import importlib.util
 import json
 import random
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from rich.console import Console
@@ -34,11 +42,14 @@ from rich.console import Console
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import plot, record
-from bench.cluster.figures import SEED, at_most, plain, ratio, spread
+from bench.cluster.figures import SEED, NotMeasured, at_least, at_most, plain, ratio, spread
+from bench.micro import push_speed
+from bench.pd.legs import Legs, ended_s, fresh_name, in_turn, together
+from bench.pd.sweep import per_token_s, sweep
 from bench.scenarios.cluster import measured, table
-from kvstore.demo.completions import CompletionClient
+from kvstore.demo.completions import Completion, CompletionClient, EngineError
 from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS, Size, build_model, encoder
 from kvstore.demo.pair import PdPair, pd_pair
 from kvstore.demo.pd import PUSHED, answer_beside_prompts, metric
@@ -46,75 +57,117 @@ from kvstore.demo.workload import Encode, fresh_prompts, text_tokens
 from kvstore.testing.pd_process import PdProxyProcess
 
 PROMPT_TOKENS: Final = 3283
-TO_PREFILL: Final[dict[str, Any]] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
+CHUNK_TOKENS: Final = 512
+"""Of a prompt that a step computes: blocks are stored after each."""
+ANSWER: Final = 160
+"""Tokens of an answer beside other work."""
+GOALS: Final = {
+    "hand_over": 0.8,
+    "ttft": 1.15,
+    "decode": 0.5,
+    "hidden": 0.1,
+    "pushing": 1.03,
+    "paced": 1.0,
 }
-GOALS: Final = {"hand_over": 0.8, "ttft": 1.15, "decode": 0.5}
 SIDE_PORT: Final = 17600
-
-
-class Legs(NamedTuple):
-    """Seconds of one request."""
-
-    prefill_s: float
-    """Until the prefill engine had answered."""
-    hand_over_s: float
-    """From there to the decode engine's first token."""
-
-
-def prefill_leg(port: int, prompt: Sequence[int]) -> dict[str, Any] | None:
-    """Parameters for the decode engine."""
-    body = {"model": SERVED_NAME, "prompt": list(prompt), "max_tokens": 1, "temperature": 0.0}
-    data = json.dumps({**body, "kv_transfer_params": TO_PREFILL}).encode()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    found: dict[str, Any] = json.loads(answer.read())
-    connection.close()
-    assert answer.status == 200, found
-    parameters: dict[str, Any] | None = found.get("kv_transfer_params")
-    return parameters
-
-
-def both_legs(p: VllmServer, d: VllmServer, prompt: Sequence[int]) -> Legs:
-    """One after the other, as vLLM's proxies do it."""
-    begin = time.perf_counter()
-    parameters = prefill_leg(p.port, prompt)
-    prefill_s = time.perf_counter() - begin
-    assert parameters is not None, "the prefill engine's answer has no parameters"
-    answer = d.complete(prompt, max_tokens=2, extra={"kv_transfer_params": parameters})
-    return Legs(prefill_s, answer.ttft_s)
 
 
 class Bench:
     """The engines of one run."""
 
     def __init__(
-        self, pair: PdPair, nixl: tuple[VllmServer, VllmServer] | None, encode: Encode
+        self, pair: PdPair, nixl: tuple[VllmServer, VllmServer] | str, encode: Encode, rounds: int
     ) -> None:
-        self._pair, self._nixl, self._encode = pair, nixl, encode
-        self._prompts = iter(fresh_prompts(SEED, count=400, tokens=PROMPT_TOKENS, encode=encode))
+        """`nixl` is a text: why there is no such pair."""
+        self._pair, self._nixl, self._encode, self._rounds = pair, nixl, encode, rounds
+        self._prompts = iter(fresh_prompts(SEED, count=900, tokens=PROMPT_TOKENS, encode=encode))
 
-    def hand_over(self, rounds: int) -> dict[str, Any]:
+    def hidden(self) -> dict[str, Any]:
+        """See the module. The prompt is computed in chunks, so blocks leave while it is."""
+        shown: list[float] = []
+        whole: list[float] = []
+        for number in range(self._rounds + 1):
+            name = fresh_name()
+            legs = together(self._pair, next(self._prompts), name)
+            rest_s = max(0.0, ended_s(self._pair, name) - legs.prefill_s)
+            name = fresh_name()
+            in_turn(self._pair.p, self._pair.d, next(self._prompts), name)
+            if number:
+                shown.append(rest_s)
+                whole.append(ended_s(self._pair, name))
+        value, interval = ratio(shown, whole)
+        figure = at_most(GOALS["hidden"], value, interval_95=interval)
+        return {
+            "figures": {"not_hidden_over_whole_push": figure},
+            "detail": {"after_prefill_s": shown, "whole_push_s": whole},
+        }
+
+    def pushing(self) -> dict[str, Any]:
         """See the module."""
+        pair = self._pair
+        per_token: dict[str, list[float]] = {"pushing": [], "not": []}
+        for _ in range(max(2, self._rounds // 2)):
+            prompts = [next(self._prompts) for _ in range(3)]
+            for prompt in prompts:
+                pair.p.complete(prompt, max_tokens=1)
+            for name in per_token:
+                done = self._answer_beside(lambda: self._decode_all(prompts))  # noqa: B023
+                per_token[name].append(per_token_s(done))
+                pair.d.forget()
+        value, interval = ratio(per_token["pushing"], per_token["not"])
+        figure = at_most(GOALS["pushing"], value, interval_95=interval)
+        return {
+            "figures": {"time_per_output_token_while_pushing_over_not": figure},
+            "detail": {"per_token_s": per_token},
+        }
+
+    def _decode_all(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Requests of the decode engine for what the prefill node holds."""
+        for prompt in prompts:
+            early = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "kvstore": {"node": "p", "transfer": fresh_name()},
+            }
+            self._pair.d.complete(prompt, max_tokens=1, extra={"kv_transfer_params": early})
+
+    def _answer_beside(self, work: Callable[[], None]) -> Completion:
+        """An answer of the prefill engine, with work beside it from its first tokens on."""
+        begun = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            extra: dict[str, object] = {"ignore_eos": True}
+            answer = pool.submit(
+                self._pair.p.complete, next(self._prompts)[:300], max_tokens=ANSWER, extra=extra
+            )
+            begun.wait(0.3)
+            work()
+            return answer.result()
+
+    def sweep(self, total_tokens: int) -> dict[str, Any]:
+        """See the module."""
+        return sweep(
+            split=self._pair.proxy,
+            colocated=(self._pair.p, self._pair.d),
+            fresh=lambda: next(self._prompts),
+            total_tokens=total_tokens,
+            count=4 if self._rounds < 4 else 8,
+            rounds=1 if self._rounds < 9 else 2,
+        )
+
+    def hand_over(self) -> dict[str, Any]:
+        """See the module."""
+        if isinstance(self._nixl, str):
+            raise NotMeasured(self._nixl)
+        rounds = self._rounds
         times: dict[str, list[Legs]] = {"kvstore": [], "nixl": []}
         for number in range(rounds + 1):
-            mine = both_legs(self._pair.p, self._pair.d, next(self._prompts))
-            theirs = mine
-            if self._nixl is not None:
-                theirs = both_legs(*self._nixl, next(self._prompts))
+            mine = in_turn(self._pair.p, self._pair.d, next(self._prompts))
+            theirs = in_turn(*self._nixl, next(self._prompts))
             if number:  # the first warms the way
                 times["kvstore"].append(mine)
                 times["nixl"].append(theirs)
         its = {name: [legs.hand_over_s for legs in all_] for name, all_ in times.items()}
         shown = {name: [round(1000 * s, 1) for s in all_] for name, all_ in its.items()}
-        if self._nixl is None:
-            return {"figures": {}, "detail": {"hand_over_ms": {"kvstore": shown["kvstore"]}}}
         value, interval = ratio(its["kvstore"], its["nixl"])
         return {
             "figures": {
@@ -131,12 +184,13 @@ class Bench:
             },
         }
 
-    def ttft(self, rounds: int, together: CompletionClient) -> dict[str, Any]:
+    def ttft(self, both: CompletionClient) -> dict[str, Any]:
         """See the module."""
+        rounds = self._rounds
         sides: dict[str, CompletionClient] = {
             "own": self._pair.p,
             "in_turn": self._pair.proxy,
-            "together": together,
+            "together": both,
         }
         times: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(rounds + 1):
@@ -149,8 +203,9 @@ class Bench:
             figures[f"ttft_{name}_over_own"] = at_most(GOALS["ttft"], value, interval_95=interval)
         return {"figures": figures, "detail": {"ttft_s": times}}
 
-    def decode(self, rounds: int) -> dict[str, Any]:
+    def decode(self) -> dict[str, Any]:
         """See the module."""
+        rounds = max(2, self._rounds // 2)
         sides: dict[str, CompletionClient] = {"one": self._pair.p, "pd": self._pair.proxy}
         per_token: dict[str, list[float]] = {name: [] for name in sides}
         longest: dict[str, list[float]] = {name: [] for name in sides}
@@ -174,8 +229,9 @@ class Bench:
             "detail": {"per_token_s": per_token, "longest_gap_s": longest, "token_s": last},
         }
 
-    def turns(self, rounds: int) -> dict[str, Any]:
+    def turns(self) -> dict[str, Any]:
         """See the module."""
+        rounds = max(1, self._rounds // 3)
         rng, moved = random.Random(SEED), []
         for _ in range(rounds):
             first = next(self._prompts)[:2000]
@@ -192,10 +248,10 @@ class Bench:
 
 
 @contextmanager
-def nixl_pair(config: ServerConfig, folder: Path) -> Iterator[tuple[VllmServer, VllmServer] | None]:
-    """vLLM's own connector; None where nixl is not installed."""
+def nixl_pair(config: ServerConfig, folder: Path) -> Iterator[tuple[VllmServer, VllmServer] | str]:
+    """vLLM's own connector; a text where it does not run: why."""
     if importlib.util.find_spec("nixl") is None:
-        yield None
+        yield "vLLM's NixlConnector needs nixl, which is not installed"
         return
     transfer = {
         "kv_connector": "NixlConnector",
@@ -209,17 +265,46 @@ def nixl_pair(config: ServerConfig, folder: Path) -> Iterator[tuple[VllmServer, 
             flags = ("--kv-transfer-config", json.dumps({**transfer, "engine_id": f"nixl-{name}"}))
             port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_PORT + number)}
             its = replace(config, arguments=flags, environment=port)
-            engines.append(VllmServer.start(its, log=folder / f"nixl-{name}.log"))
+            try:
+                engines.append(VllmServer.start(its, log=folder / f"nixl-{name}.log"))
+            except EngineError as error:
+                yield f"vLLM's NixlConnector does not start on this machine: {str(error)[:300]}"
+                return
         yield engines[0], engines[1]
     finally:
         for engine in engines:
             engine.stop()
 
 
-def run(*, rounds: int, size: Size, transport: str) -> dict[str, Any]:
+def push(rounds: int) -> dict[str, Any]:
+    """See the module."""
+    if importlib.util.find_spec("nixl_cu13") is None:
+        raise NotMeasured("nixl is not installed")
+    figures, detail = {}, push_speed.measure(rounds)
+    for label, times in detail.items():
+        raw_s = push_speed.quicker(times)
+        value, interval = ratio(raw_s, times["node"])  # speeds: the inverse of times
+        goal = push_speed.GOALS[label]
+        figures[f"push_over_raw_write_{label}"] = at_least(goal, value, interval_95=interval)
+        value, interval = ratio(raw_s, times["mover"])
+        figures[f"transfer_worker_over_raw_write_{label}"] = plain(value, interval_95=interval)
+        value, interval = ratio(times["paced"], times["mover"])
+        paced = at_most(GOALS["paced"], value, interval_95=interval)
+        figures[f"paced_over_unpaced_{label}"] = paced
+    return {"figures": figures, "detail": {"seconds": detail}}
+
+
+def run(*, rounds: int, size: Size, transport: str, total_tokens: int) -> dict[str, Any]:
     """All parts."""
+    results = {"push": measured(lambda: push(max(2, rounds)))}
     model = build_model(record.ROOT / ".cache" / "models" / size, size=size)
-    config = ServerConfig(model=model, dtype="bfloat16", kv_blocks=96, max_num_seqs=8)
+    config = ServerConfig(
+        model=model,
+        dtype="bfloat16",
+        kv_blocks=96,
+        max_num_seqs=8,
+        arguments=("--max-num-batched-tokens", str(CHUNK_TOKENS)),
+    )
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as name:
         folder = Path(name)
         (folder / "pair").mkdir()
@@ -231,7 +316,6 @@ def run(*, rounds: int, size: Size, transport: str) -> dict[str, Any]:
                 dram="1GiB",
                 transport=transport,
             ) as pair,
-            nixl_pair(config, folder) as nixl,
             PdProxyProcess.start(
                 folder,
                 prefill=[pair.p.port],
@@ -239,14 +323,19 @@ def run(*, rounds: int, size: Size, transport: str) -> dict[str, Any]:
                 flags=("--legs", "together"),
             ) as process,
         ):
-            bench, together = Bench(pair, nixl, encoder(model)), CompletionClient(process.port)
-            parts = {
-                "hand_over": lambda: bench.hand_over(rounds),
-                "ttft": lambda: bench.ttft(rounds, together),
-                "decode": lambda: bench.decode(max(2, rounds // 2)),
-                "turns": lambda: bench.turns(max(1, rounds // 3)),
+            both = CompletionClient(process.port)
+            with nixl_pair(config, folder) as nixl:
+                bench = Bench(pair, nixl, encoder(model), rounds)
+                results["hand_over"] = measured(bench.hand_over)
+            parts: dict[str, Callable[[], dict[str, Any]]] = {
+                "hidden": bench.hidden,
+                "ttft": lambda: bench.ttft(both),
+                "decode": bench.decode,
+                "pushing": bench.pushing,
+                "turns": bench.turns,
+                "sweep": lambda: bench.sweep(total_tokens),
             }
-            return {part: measured(measure) for part, measure in parts.items()}
+            return results | {part: measured(measure) for part, measure in parts.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -259,16 +348,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     size: Size = "tiny" if options.quick else "bench"
     rounds = 2 if options.quick else options.rounds
-    results = run(rounds=rounds, size=size, transport=options.transport)
+    total_tokens = 420 if options.quick else 1600
+    results = run(rounds=rounds, size=size, transport=options.transport, total_tokens=total_tokens)
     console.print(table(results), highlight=False)
-    if options.quick:
-        print(json.dumps(results, indent=1))
-        return 0
     what = "prefill on one engine, decode on another, beside one engine and vLLM's NixlConnector"
-    about = {"what": what, "prompt_tokens": PROMPT_TOKENS, "transport": options.transport}
-    path = record.write("pd", {**about, **results}, seed=SEED)
-    if all("detail" in part for part in results.values()):
-        plot.draw(path)
+    about = {
+        "what": what,
+        "model": size,
+        "prompt_tokens": PROMPT_TOKENS,
+        "transport": options.transport,
+    }
+    if options.quick:  # beside the models: a record of it would say nothing
+        path = record.ROOT / ".cache" / "pd_quick.json"
+        path.write_text(json.dumps({"environment": record.environment(), **about, **results}))
+    else:
+        path = record.write("pd", {**about, **results}, seed=SEED)
+    plot.draw(path, "pd")
     console.print(f"wrote {path.relative_to(record.ROOT)}", highlight=False)
     return 0
 

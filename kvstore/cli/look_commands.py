@@ -69,7 +69,9 @@ def inspect(
       blocks   single blocks
       leases   blocks being read by engines
       jobs     blocks being written
-      transfers  duration of transfers from other nodes, by part and back end
+      transfers  duration of transfers from other nodes, by part and back end, and of pushes by
+                 stage: push_grant, push_first, push (last byte), land_copy, land_verify,
+                 push_seal, push_token (first token); write: of pushes to other nodes
       prefix   location of each block of one prompt, or the reason for the miss
     \b
     With --index, 'nodes' and 'prefix' cover the cluster: its nodes, and the matching prefix length

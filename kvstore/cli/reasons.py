@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from kvstore.engine import RangeReport, Reason, RequestReport
+from kvstore.engine import PushReport, RangeReport, Reason, RequestReport
 from kvstore.units import NS_PER_MS
 
 TEXTS: Final = {
@@ -40,6 +40,7 @@ TEXTS: Final = {
     Reason.BEYOND_THE_QUESTION: "so far behind the prompt's beginning that it was not asked for",
     Reason.NOT_REMEMBERED: "what the lookup found is not remembered any more",
     Reason.NOT_NEEDED: "held, but the engine took fewer blocks",
+    Reason.NOT_PUSHED: "node {node} pushed no more: {name}",
     Reason.NODE_AWAY: "the node was unreachable: stopped, restarting, or not attached yet",
     Reason.BREAKER_OPEN: "the engine used no cache for a moment, after several failures",
     Reason.COST_GATE: "so few tokens are computed faster (min_load_tokens)",
@@ -100,6 +101,24 @@ def of_request(row: RequestReport) -> str:
     return _printable(": ".join(part for part in (text, row.detail) if part))
 
 
+def of_pushes(row: RequestReport) -> str:
+    """Blocks pushed for the request, and why no more; empty: it is no part of a transfer."""
+    if row.transfer and not row.pushes:
+        return "nothing is remembered: it was not asked for, has not ended, or was long ago"
+    return _printable("; ".join(map(_of_push, row.pushes)))
+
+
+def _of_push(push: PushReport) -> str:
+    way = "from" if push.side == "decode" else "to"
+    text = f"{push.pushed} of {push.blocks - push.held} blocks {way} node {push.node}"
+    text += f" (group {push.group})" * bool(push.group)
+    text += f", {push.held} were here" * bool(push.held)
+    names = ("granted", "first", "last", "sealed", "ended")
+    reached = {name: getattr(push, f"{name}_us") for name in names}
+    stages = [f"{name} {us / 1000:.1f} ms" for name, us in reached.items() if us]
+    return f"{text}: {', '.join(stages)}" + f"; no more: {push.reason}" * bool(push.reason)
+
+
 def of_range(row: RangeReport, request: RequestReport | None) -> str:
     """Origin of the blocks in a request, or why they missed; without a request, their tier now."""
     if row.reason is Reason.NONE:
@@ -108,9 +127,11 @@ def of_range(row: RangeReport, request: RequestReport | None) -> str:
             more = f" of {search.wanted}" if search.fetched < search.wanted else ""
             took = _ms(search.ended_ns - search.begun_ns)
             text += f" from node {row.node}: {search.fetched}{more} blocks in {took}"
+        elif row.node:
+            text = f"loaded, after node {row.node} pushed it"
         return _printable(text)
     waited = f"{request.promotion_us / 1000:.0f} ms" if request else ""
-    text = TEXTS[row.reason].format(name=row.name or "an engine", waited=waited)
+    text = TEXTS[row.reason].format(name=row.name or "an engine", waited=waited, node=row.node)
     if row.reason <= Reason.DIVERGED:
         ages = [f"{ms / 1000:.1f}" for ms in row.left_ms]
         when = ages[0] if ages[0] == ages[1] else f"{ages[0]} to {ages[1]}"
@@ -132,6 +153,7 @@ def request_as_dict(row: RequestReport) -> dict[str, object]:
     """As --json prints it."""
     found = msgspec.structs.asdict(row)
     del found["detail"]
+    found["pushes"] = [msgspec.structs.asdict(push) for push in row.pushes]
     its = {"outcome": word(row.outcome), "text": of_request(row)}
     return found | its | {"request": _printable(row.request)}
 

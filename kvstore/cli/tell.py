@@ -11,7 +11,14 @@ from rich.text import Text
 
 from kvstore.cli.ask import console, printable, table
 from kvstore.cli.prefix import ClusterPrefix, PrefixReport
-from kvstore.cli.reasons import of_range, of_request, range_as_dict, request_as_dict, word
+from kvstore.cli.reasons import (
+    of_pushes,
+    of_range,
+    of_request,
+    range_as_dict,
+    request_as_dict,
+    word,
+)
 from kvstore.engine import RangeReport, RequestReport
 from kvstore.index.feed import Trust
 from kvstore.proto.rows import INDEX_IS_STALE
@@ -54,6 +61,8 @@ def show_story(request: RequestReport, ranges: Sequence[RangeReport]) -> None:
         "times": _times(request),
         "stored": f"{request.stored_blocks} blocks of it are stored, or were already",
     }
+    if pushed := of_pushes(request):
+        lines["pushed"] = pushed
     _facts(out, lines)
     _blocks(out, ranges, request.block_tokens, request.prompt_tokens, request)
 
@@ -146,6 +155,8 @@ def _times(request: RequestReport) -> str:
     return (
         f"queued {_ms(request.queued_us)}, lookup {_ms(request.lookup_us)}, "
         f"waited for blocks {_ms(request.promotion_us)}, load {_ms(request.load_us)}"
+        + f", first token {_ms(request.first_token_us)}"
+        * bool(request.first_token_us)
     )
 
 

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         SpaceReport as SpaceReport,
         TierReport as TierReport,
     )
+    from kvstore.engine.witness import PushReport as PushReport
 
 _PLACES: Final = {
     "engine": "CLEAR_ROWS_MAX Engine EngineConfig",
@@ -82,6 +83,7 @@ _PLACES: Final = {
     "why.reasons": "Reason",
     "why.report": "NO_BUDGET BlockReport JobReport LeaseReport NodeReport QuotaReport SpaceReport"
     " TierReport",
+    "witness": "PushReport",
 }
 
 

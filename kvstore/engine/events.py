@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from kvstore.engine.memory.journal import JournalContents
+from kvstore.engine.why.push_log import Staged as Staged
 from kvstore.tier_events import (
     FileCommand as FileCommand,
     FileEvent as FileEvent,
@@ -474,7 +475,9 @@ class SayPushOver(msgspec.Struct, frozen=True):
     cause: int
 
 
-PushCommand = AskPush | RevokePush | Land | RecycleMover | WritePush | SayPushed | SayPushOver
+LandCommand = AskPush | RevokePush | Land | RecycleMover | Staged
+"""Commands about pushes to this node."""
+PushCommand = LandCommand | WritePush | SayPushed | SayPushOver
 PeerCommand = Locate | Fetch | Lent | LoanEnded | PushCommand
 Command = (
     Send

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +18,7 @@ from kvstore.engine.events import Candidate, Fetched
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.why.reasons import Reason
+from kvstore.units import NS_PER_US
 
 if TYPE_CHECKING:
     from kvstore.engine.sessions.askers import Asker
@@ -64,6 +66,52 @@ class LookedUp(NamedTuple):
     refused: int
     """Leading blocks of the rest that are in dram and may not be pinned."""
     wanted: Wanted
+
+
+class PushReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of a request that were pushed here (`decode`), or from here for a grant (`prefill`).
+    Times are since they were asked for; 0: never."""
+
+    side: str
+    node: str
+    """The other one."""
+    group: int = 0
+    first_block: int = 0
+    """Number in the prompt (decode) or in the grant (prefill) of the first one."""
+    blocks: int
+    held: int = 0
+    """Blocks of these that were here before."""
+    pushed: int
+    reason: str
+    """Why not all of the rest; empty: all came."""
+    granted_us: int = 0
+    first_us: int = 0
+    last_us: int = 0
+    sealed_us: int = 0
+    ended_us: int = 0
+
+
+class PushTimes(msgspec.Struct):
+    """When a push reached its stages, on the node's clock; 0: not yet."""
+
+    since_ns: int
+    granted_ns: int = 0
+    first_ns: int = 0
+    last_ns: int = 0
+    sealed_ns: int = 0
+
+    def moved(self, now_ns: int) -> None:
+        """Bytes have come, or were written."""
+        self.first_ns, self.last_ns = self.first_ns or now_ns, now_ns
+
+    def as_us(self, now_ns: int) -> dict[str, int]:
+        """Times for a report made now. A stage of the step that asked counts as 1 µs."""
+        reached = {f.removesuffix("_ns"): getattr(self, f) for f in self.__struct_fields__[1:]}
+        reached["ended"] = now_ns
+        return {
+            f"{name}_us": max(1, (at_ns - self.since_ns) // NS_PER_US) if at_ns else 0
+            for name, at_ns in reached.items()
+        }
 
 
 class Witness(Protocol):
@@ -117,4 +165,12 @@ class Witness(Protocol):
     ) -> None:
         """A fetch ended with so many good blocks, some in these slots. `is_void`: cleared or
         switched off meanwhile."""
+        ...
+
+    def landed(self, words: Words) -> None:
+        """Another node pushed blocks into these slots of the first shard."""
+        ...
+
+    def pushed(self, tenant: str, transfer: str, report: PushReport) -> None:
+        """A push of a transfer has ended."""
         ...

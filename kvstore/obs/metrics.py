@@ -113,9 +113,11 @@ METRICS: Final = _rows(
         "mover_refused_total": "Reads by other nodes refused: connections used up.",
         "transfer_seconds{kind,backend}": (
             "Duration of fetches from other nodes: request (ask), transfer (move), checksum"
-            " (verify), all of it (fetch); of pushes to this node: from the grant to its first"
-            " block (push_first) and to its last (push), copying out (land_copy), checksum"
-            " (land_verify); of writes to other nodes (write)."
+            " (verify), all of it (fetch); of pushes to this node: until the prefill node has the"
+            " grant (push_grant), its first block (push_first), its last (push); copying out"
+            " (land_copy), checksum (land_verify), from the word that blocks are there until they"
+            " are sealed (push_seal), from the end of the push to the first token of its request"
+            " (push_token); of writes to other nodes (write)."
         ),
         "landing_bytes{state}": (
             "Landing slab (--landing) by state: free, granted (a prefill node may write), limbo"

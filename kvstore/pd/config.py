@@ -1,8 +1,8 @@
 """Addresses and rules of `kvstore pd-proxy`, checked before it starts.
 
 Ways to be wrong, each a ConfigError that says how to mend it: an address or URL that is none; an
-engine twice; HTTP without TLS beyond this machine, in either direction, without --insecure; a
-certificate without its key, or one that cannot be read.
+engine twice, or in both roles; HTTP without TLS beyond this machine, in either direction, without
+--insecure; a certificate without its key, or one that cannot be read.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import urlsplit
 
-from kvstore.config.addresses import address_of
+from kvstore.config.addresses import address_of, joined
 from kvstore.errors import ConfigError
 
 Legs = Literal["in-turn", "together"]
 ENGINES_MAX: Final = 256
+PORTS: Final = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +64,18 @@ def pd_config(
             f"--listen {listen} is reached from other machines: give --cert and --key, listen on"
             " 127.0.0.1 behind a server with TLS, or add --insecure in a lab"
         )
+    prefill = _engines("--prefill", prefill, insecure=insecure)
+    decode = _engines("--decode", decode, insecure=insecure)
+    if both := set(map(_place, prefill)) & set(map(_place, decode)):
+        raise ConfigError(
+            f"--prefill and --decode both name the engine at {joined(*min(both))}: it would compute"
+            " each prompt for itself, in two requests; name two engines, or send clients to it"
+        )
     return PdConfig(
         host=str(address),
         port=port,
-        prefill=_engines("--prefill", prefill, insecure=insecure),
-        decode=_engines("--decode", decode, insecure=insecure),
+        prefill=prefill,
+        decode=decode,
         legs=legs,
         prefill_timeout_s=prefill_timeout_s,
         server_tls=_server_tls(cert, key),
@@ -76,8 +84,6 @@ def pd_config(
 
 
 def _engines(flag: str, urls: Sequence[str], *, insecure: bool) -> tuple[str, ...]:
-    if len(set(urls)) != len(urls) or not 1 <= len(urls) <= ENGINES_MAX:
-        raise ConfigError(f"{flag} names 1 to {ENGINES_MAX} engines, each once")
     for url in urls:
         try:
             parts = urlsplit(url)
@@ -91,7 +97,16 @@ def _engines(flag: str, urls: Sequence[str], *, insecure: bool) -> tuple[str, ..
                 f"{flag} {url} sends prompts to another machine without TLS: use https://, or add"
                 " --insecure in a lab"
             )
+    if len(set(map(_place, urls))) != len(urls) or not 1 <= len(urls) <= ENGINES_MAX:
+        raise ConfigError(f"{flag} names 1 to {ENGINES_MAX} engines, each once")
     return tuple(url.rstrip("/") for url in urls)
+
+
+def _place(url: str) -> tuple[str, int]:
+    """Where the engine of this URL listens: one engine may have several."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return "127.0.0.1" if host == "localhost" else host, parts.port or PORTS[parts.scheme]
 
 
 def _is_here(host: str) -> bool:

@@ -24,6 +24,8 @@ class PooledEngine:
         self.breaker = Breaker(failures_max=FAILURES_MAX, cooldown_ms=COOLDOWN_MS)
         self.source: dict[str, Any] | None = None
         """Parameters common to its requests, from its last answer."""
+        self.is_mute = False
+        """Its last answer had none at all."""
 
 
 class Rotation:

@@ -58,6 +58,11 @@ HEALTH_S: Final = 2.0
 IDLE_CONNECTION_S: Final = 2.0
 """vLLM's server closes after 5 s, and a request sent into a closed connection is lost."""
 DRAIN_S: Final = 20.0
+MUTE: Final = (
+    "the prefill engine at %s answers without kv_transfer_params, and so the decode engine computes"
+    " each prompt again: start it with KVStoreConnector in --kv-transfer-config, beside a node with"
+    " --peer-listen that runs"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +162,10 @@ class PdProxy:
             return Refusal(answer.status, _returned(answer), data)
         parameters = parameters_of(data)
         engine.source = source_of(parameters)
-        self.counts["prefilled"] += 1
+        self.counts["decode_alone" if parameters is None else "prefilled"] += 1
+        if parameters is None and not engine.is_mute:
+            _log.warning(MUTE, engine.url)
+        engine.is_mute = parameters is None
         return parameters
 
     async def _together(

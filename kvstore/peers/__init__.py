@@ -5,6 +5,7 @@ changes         changes of its blocks, logged for all that publish them
 feed            its offers, published to every replica of the index
 `peering`, `borrower`, `lender`, `peer_session`   blocks from others, and for others
 `lander`, `pusher`   blocks that others push here, and that are pushed to others
+stages          durations of their stages, and warnings
 exchange        between this loop and the node's
 mover, mover_host, mover_process   the child that moves bytes: started, watched, awaited
 engine_memory   KV events of engines: blocks in their own memory

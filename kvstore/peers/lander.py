@@ -25,18 +25,20 @@ from numpy.typing import NDArray
 from kvstore.engine.events import (
     AskPush,
     Land,
+    LandCommand,
     Landed,
     LandingUp,
     PushEvent,
     PushOver,
     RecycleMover,
     RevokePush,
+    Staged,
 )
 from kvstore.errors import ProtocolError
-from kvstore.obs.timings import Timings
 from kvstore.peers.borrower import Borrower
 from kvstore.peers.mover_host import MoverHost
 from kvstore.peers.peer_session import PeerSession, SessionLost
+from kvstore.peers.stages import SLOW_S, Stages
 from kvstore.ports import Clock
 from kvstore.proto import peer_pb2 as pb, pushes
 from kvstore.transport.pieces import joined, make_pieces
@@ -46,8 +48,11 @@ from kvstore.wire.record import Scope
 
 ASK_TIMEOUT_S: Final = 2.0
 LAND_THREADS: Final = 2
-KINDS: Final = ("push_first", "push", "land_copy", "land_verify")
-"""Timed steps: from the grant to its first block, to its last; copying out; verifying."""
+KINDS: Final = (
+    *("push_grant", "push_first", "push", "land_copy", "land_verify"),
+    *("push_seal", "push_token"),
+)
+"""See `stages`."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,9 +80,11 @@ class Lander:
         memory: NDArray[np.uint8],
         clock: Clock,
         draw_epoch: Callable[[], int],
+        slow_s: float = SLOW_S,
     ) -> None:
-        """`memory`: the arena. `draw_epoch`: a random number that is not 0."""
-        self.timings = {kind: Timings() for kind in KINDS}
+        """`memory`: the arena. `draw_epoch`: a random number that is not 0. `slow_s`: see
+        `Stages`."""
+        self.stages = Stages(KINDS, clock, slow_s=slow_s)
         self._post, self._borrower, self._mover = post, borrower, mover
         self._memory, self._clock, self._draw_epoch = memory, clock, draw_epoch
         self.epoch = 0
@@ -97,7 +104,7 @@ class Lander:
         self.epoch = self._draw_epoch() if self._mover.descriptor else 0
         self._post(LandingUp(self.epoch))
 
-    def carry_out(self, command: AskPush | RevokePush | Land | RecycleMover) -> None:
+    def carry_out(self, command: LandCommand) -> None:
         """An order of the engine."""
         match command:
             case AskPush():
@@ -110,6 +117,8 @@ class Lander:
                     self._run(self._revoke(given.session, grant))
             case Land():
                 self._run(self._land(command))
+            case Staged(stage, node, took_ns, size_bytes):
+                self.stages.took(stage, took_ns, size_bytes, node=node)
             case RecycleMover(reason=reason):
                 _log.warning("the transfer worker is restarted: %s", reason)
                 self._mover.recycle(reason)
@@ -136,6 +145,7 @@ class Lander:
             session.heard = lambda answer: self._hear(session, answer)
             ask = pushes.grant_ask(command, self._mover.descriptor)
             await session.tell(ask, timeout_s=ASK_TIMEOUT_S)
+            self.stages.since("push_grant", given.begun_ns, node=command.node)
         except SessionLost as error:
             self._over(command.grant, str(error), is_quiet=given.session is None)
 
@@ -168,7 +178,7 @@ class Lander:
             return  # another peer's grant
         if not given.has_begun:
             given.has_begun = True
-            self._time("push_first", given.begun_ns)
+            self.stages.since("push_first", given.begun_ns)
         self._post(event)
 
     def _over(self, grant: int, reason: str, *, is_quiet: bool) -> None:
@@ -178,7 +188,7 @@ class Lander:
         command = given.command
         if not reason:
             count = len(command.keys) // KEY_BYTES
-            self._time("push", given.begun_ns, count * command.block_bytes)
+            self.stages.since("push", given.begun_ns, count * command.block_bytes)
         if reason and not given.is_revoked:
             _log.info("node %s pushes no more of a request's blocks: %s", command.node, reason)
         self._post(PushOver(grant, command.epoch, reason, is_quiet))
@@ -217,7 +227,7 @@ class Lander:
         memory = self._memory
         for begin, to, length in zip(*(part.tolist() for part in moves), strict=True):
             memory[to : to + length] = memory[begin : begin + length]
-        self._time("land_copy", begun_ns, count * size)
+        self.stages.since("land_copy", begun_ns, count * size)
         begun_ns = self._clock.now_ns()
         good, sums = bytearray(count), bytearray()
         for number, row in enumerate(slots.tolist()):
@@ -229,13 +239,10 @@ class Lander:
             made = assembly.verify(key, views, self._told_checksums(command, number))
             good[number] = made is not None
             sums += b"".join(made or [bytes(len(views) * CHECKSUM_BYTES)])
-        self._time("land_verify", begun_ns, count * size)
+        self.stages.since("land_verify", begun_ns, count * size)
         return Landed(command.job, bytes(good), bytes(sums))
 
     def _told_checksums(self, command: Land, number: int) -> list[bytes]:
         columns = len(command.sources)
         its = command.checksums[number * columns * CHECKSUM_BYTES :]
         return [its[at * CHECKSUM_BYTES :][:CHECKSUM_BYTES] for at in range(columns)]
-
-    def _time(self, kind: str, begun_ns: int, size_bytes: int = 0) -> None:
-        self.timings[kind].add(self._clock.now_ns() - begun_ns, size_bytes)

@@ -32,6 +32,7 @@ from kvstore.engine.events import (
     RevokePush,
     SayPushed,
     SayPushOver,
+    Staged,
     WritePush,
 )
 from kvstore.errors import ConfigError
@@ -47,18 +48,18 @@ from kvstore.peers.lender import Lender
 from kvstore.peers.mover import Mover, MoverSettings
 from kvstore.peers.mover_host import MoverHost
 from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS
-from kvstore.peers.pusher import SLOW_S, SLOW_TCP_S, Pusher
+from kvstore.peers.pusher import Pusher
+from kvstore.peers.stages import SLOW_S, SLOW_TCP_S
 from kvstore.ports import Clock
 from kvstore.proto import loans
 from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
 from kvstore.proto.rows import TransferReport
 from kvstore.transport.backends import BACKENDS
 from kvstore.types import SlotId
-from kvstore.units import NS_PER_S
+from kvstore.units import NS_PER_S, NS_PER_US
 from kvstore.wire.load import Load
 from kvstore.wording import cannot_listen
 
-NS_PER_US: Final = 1000
 START_TIMEOUT_S: Final = 10.0
 STREAMS_PER_CONNECTION_MAX: Final = 4
 """A peer needs one, and another while the one before ends."""
@@ -123,13 +124,14 @@ class Peering:
             descriptor=lambda: self.mover.descriptor,
             demands_certificates=self._tls is not None,
         )
+        slow_s = SLOW_TCP_S if BACKENDS[self.transport].capabilities.is_secure else SLOW_S
         self.pusher = self.lender.pusher = Pusher(
             self.exchange.post,
             mover=self.mover,
             address_of=self.borrower.address_of,
             answer=self.lender.answer,
             clock=self._clock,
-            slow_s=SLOW_TCP_S if BACKENDS[self.transport].capabilities.is_secure else SLOW_S,
+            slow_s=slow_s,
         )
         self.lander = Lander(
             self.exchange.post,
@@ -138,6 +140,7 @@ class Peering:
             memory=self._memory,
             clock=self._clock,
             draw_epoch=lambda: secrets.randbelow(2**63 - 1) + 1,
+            slow_s=slow_s,
         )
         self.mover.changed = self._mover_changed
         self._server = grpc.aio.server(
@@ -203,14 +206,14 @@ class Peering:
                 self.lender.lent(command)
             case LoanEnded():
                 self.lender.loan_ended(command)
-            case AskPush() | RevokePush() | Land() | RecycleMover():
+            case AskPush() | RevokePush() | Land() | RecycleMover() | Staged():
                 self.lander.carry_out(command)
             case WritePush() | SayPushed() | SayPushOver():
                 self.pusher.carry_out(command)
 
     @property
     def _timings(self) -> dict[str, Timings]:
-        return self.borrower.timings | self.lander.timings | self.pusher.timings
+        return self.borrower.timings | self.lander.stages.timings | self.pusher.stages.timings
 
     def transfers(self) -> list[TransferReport]:
         """How long reading from other nodes took, and pushes."""
@@ -261,7 +264,8 @@ class Peering:
     @property
     def trouble(self) -> str:
         """Trouble to report on /healthz; empty while all is well."""
-        return "; ".join(filter(None, (self._note, self.mover.trouble)))
+        stages = self.lander.stages.trouble, self.pusher.stages.trouble
+        return "; ".join(filter(None, (self._note, self.mover.trouble, *stages)))
 
 
 def _options(cluster: ClusterConfig, peers: PeerConfig) -> dict[str, str]:

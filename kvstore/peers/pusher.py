@@ -28,19 +28,16 @@ from kvstore.engine.events import (
     Written,
 )
 from kvstore.errors import ProtocolError
-from kvstore.obs.timings import Timings
 from kvstore.peers.borrower import mover_name
 from kvstore.peers.mover_host import MoverHost
+from kvstore.peers.stages import SLOW_S, Stages
 from kvstore.ports import Clock, Pieces
 from kvstore.proto import peer_pb2 as pb, pushes
 from kvstore.transport.backends import is_at
 from kvstore.types import PAGE_BYTES
-from kvstore.units import NS_PER_S, format_size
 from kvstore.wire.mover import Direction
 
 WRITE_TIMEOUT_S: Final = 10.0
-SLOW_S: Final = 0.5
-SLOW_TCP_S: Final = 2.0
 GRANTS_MAX: Final = 256
 """Grants of one peer without a last word."""
 
@@ -68,10 +65,8 @@ class Pusher:
         clock: Clock,
         slow_s: float = SLOW_S,
     ) -> None:
-        """`answer`: says something to a peer, by its number (`lender`). `slow_s`: a write that
-        takes longer is reported."""
-        self._slow_ns = int(slow_s * NS_PER_S)
-        self.timings = {"write": Timings()}
+        """`answer`: says something to a peer, by its number (`lender`). `slow_s`: see `Stages`."""
+        self.stages = Stages(("write",), clock, slow_s=slow_s)
         self._post, self._mover, self._clock = post, mover, clock
         self._address_of, self._answer = address_of, answer
         self._taken: dict[tuple[int, int], _TakenGrant] = {}
@@ -165,13 +160,7 @@ class Pusher:
         )
         if not ended.good:
             return f"writing to node {its.node} failed: {ended.reason}"
-        took_ns, size_bytes = self._clock.now_ns() - begun_ns, int(lengths.sum())
-        self.timings["write"].add(took_ns, size_bytes)
-        if took_ns > self._slow_ns:
-            _log.warning(
-                "pushing %s to node %s took %.1f s: its link or one of the two hosts is busy",
-                *(format_size(size_bytes), its.node, took_ns / NS_PER_S),
-            )
+        self.stages.since("write", begun_ns, int(lengths.sum()), node=its.node)
         return ""
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

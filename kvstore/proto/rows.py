@@ -47,10 +47,11 @@ class MemberReport(msgspec.Struct, frozen=True):
 
 
 class TransferReport(msgspec.Struct, frozen=True):
-    """Duration of one part of fetches, since the start."""
+    """Duration of one part of fetches, or of one stage of pushes, since the start."""
 
     kind: str
-    """ask: until the peer's answer; move: the transfer; verify; fetch: all of it."""
+    """ask: until the peer's answer; move: the transfer; verify; fetch: all of it; stages of pushes
+    (`kvstore.peers.stages`)."""
     backend: str
     count: int
     size_bytes: int

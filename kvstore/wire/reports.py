@@ -65,3 +65,7 @@ class Story(Message, frozen=True):
     """Copying, on the slowest rank."""
     stored_blocks: U64 = 0
     """Leading blocks that were stored, or known to be."""
+    first_token_ns: U64 = 0
+    """From its arrival; 0: none was sampled."""
+    transfer: Label = ""
+    """Name of its transfer (`pushes`), if it has one."""

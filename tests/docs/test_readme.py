@@ -75,7 +75,7 @@ def _commands(page: Path) -> list[list[str]]:
             for word in [*lexer, "\n"]:
                 if set(word) != {"\n"}:
                     line.append(word)
-                elif line:
+                elif line := [word for word in line if word != "&"]:  # in the background
                     commands.append(line)
                     line = []
     return commands
@@ -133,7 +133,9 @@ def test_the_commands_of_a_page_parse(
         if name == "certs":  # which the commands behind it read
             cli.main(["certs", *arguments[1:]], prog_name="kvstore", standalone_mode=False)
         if name == "node":
-            assert node_config(arguments[1:], monkeypatch).dram_bytes == 64 * GIB
+            on_one_machine = 2 * GIB
+            found = node_config(arguments[1:], monkeypatch).dram_bytes
+            assert found in (64 * GIB, on_one_machine)
         if name == "index":
             assert not index_config(arguments[1:]).replica.host.startswith("127.")
 

@@ -21,6 +21,7 @@ class TrackedRequest:
         "arrived_ns",
         "file_tokens",
         "finished",
+        "first_token_ns",
         "load_ns",
         "loaded_tokens",
         "local_tokens",
@@ -28,9 +29,12 @@ class TrackedRequest:
         "peer_tokens",
         "progress",
         "prompt_tokens",
+        "transfer",
     )
 
-    def __init__(self, prompt_tokens: int, lookup: Lookup, progress: StoreProgress) -> None:
+    def __init__(
+        self, prompt_tokens: int, lookup: Lookup, progress: StoreProgress, transfer: str = ""
+    ) -> None:
         self.prompt_tokens = prompt_tokens
         self.progress = progress
         self.lookup = lookup
@@ -39,7 +43,10 @@ class TrackedRequest:
         self.file_tokens = 0
         self.peer_tokens = 0
         self.answer: Outcome | None = None
+        self.transfer = transfer
         self.arrived_ns = 0
+        self.first_token_ns = 0
+        """When the engine was first seen to have a token of its answer; 0: not yet."""
         self.answered_ns = 0
         """First answer after the last question to the node."""
         self.load_ns: dict[int, int] = {}
@@ -77,6 +84,8 @@ def story_of(request: str, entry: TrackedRequest) -> Story:
         promotion_ns=max(0, answered - replied) if lookup.waited_for_disk else 0,
         load_ns=max(entry.load_ns.values(), default=0),
         stored_blocks=entry.progress.next_blocks[0],
+        first_token_ns=max(0, entry.first_token_ns - entry.arrived_ns),
+        transfer=entry.transfer,
     )
 
 

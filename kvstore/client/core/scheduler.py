@@ -153,7 +153,8 @@ class SchedulerCore:
         self._next_tag += 1
         lookup = Lookup(tag)
         progress = self._stores.new_progress(lookup.present)
-        entry = TrackedRequest(prompt_tokens, lookup, progress)
+        name = transfer.transfer if transfer is not None else ""
+        entry = TrackedRequest(prompt_tokens, lookup, progress, name)
         self._now_ns = entry.arrived_ns = now_ns
         self._requests[request] = entry
         self._by_tag[tag] = entry
@@ -267,6 +268,8 @@ class SchedulerCore:
         entry = self._requests.get(request)
         if entry is None or entry.lookup.stage is LookupStage.LOADING:
             return 0
+        if known_tokens > entry.prompt_tokens and not entry.first_token_ns:
+            entry.first_token_ns = self._now_ns
         tokens = max(0, min(computed_tokens, known_tokens) - self.config.lookahead_tokens)
         if self.config.store == "prompt":
             tokens = min(tokens, entry.prompt_tokens)
@@ -317,11 +320,12 @@ class SchedulerCore:
         return self._rules.are_needed(group, first_block, end_block)
 
     def due_tokens(self, request: str) -> int:
-        """Tokens at which the next block of the request is complete, of any KV cache group."""
-        blocks = zip(
-            self._requests[request].progress.next_blocks, self.config.block_sizes, strict=True
-        )
-        return min((done + 1) * size for done, size in blocks) + self.config.lookahead_tokens
+        """Tokens at which the next block of the request is complete, of any KV cache group, or
+        its first token is to be seen."""
+        entry = self._requests[request]
+        blocks = zip(entry.progress.next_blocks, self.config.block_sizes, strict=True)
+        due = min((done + 1) * size for done, size in blocks) + self.config.lookahead_tokens
+        return due if entry.first_token_ns else min(due, entry.prompt_tokens + 1)
 
     def local_blocks(self, request: str) -> int:
         """Leading blocks of the request that the engine had itself when it last asked."""
@@ -350,6 +354,8 @@ class SchedulerCore:
         if lookup.stage in WAITING_STAGES:
             self._lookups.release(lookup)
         self._shadows.ended(lookup)
+        if not why_early:
+            entry.first_token_ns = entry.first_token_ns or self._now_ns
         story = story_of(request, entry)
         self._tell(story)
         return story

@@ -13,7 +13,7 @@
 | `transfers` | requests that engines here prefill for others | PushOpen, PushClose → patience |
 | `pushes`   | blocks that are written to other nodes          | PushAsked → WritePush, SayPushed |
 | `grants`   | blocks that other nodes write here              | PushExpect → AskPush, Land |
-| `expected` | keys of these                                   | –                        |
+| `expected` | requests that wait for these, and their keys     | –                        |
 | `landing`  | room for these                                  | –                        |
 | `offers`   | whole blocks, which other nodes can fetch       | changes → keys           |
 | `covers`   | sets of shards that make a whole block          | –                        |

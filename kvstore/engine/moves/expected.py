@@ -1,6 +1,7 @@
-"""Keys that are expected, by scopes: how many expectations want each.
+"""Expectations of prefill nodes: requests that wait, and keys by scopes, with how many of them want
+each.
 
-Does not cover: expectations (`grants`).
+Does not cover: what becomes of them (`grants`).
 """
 
 from __future__ import annotations
@@ -8,10 +9,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.memory.table import Keys, each
+from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.owners import Connection
+from kvstore.engine.witness import PushTimes
+from kvstore.wire.pushes import PushExpect
+
+
+class Expectation(msgspec.Struct):
+    """A PushExpect that has not ended."""
+
+    connection: Connection
+    session: int
+    message: PushExpect
+    asker: Asker
+    missing: Keys
+    """Keys that no tier held."""
+    times: PushTimes
+    until_ns: int
+    has_come: NDArray[np.bool_]
+    """Flags of those that were sealed since."""
+    granted: int = 0
+    """Leading ones of these that were granted room."""
+    reason: str | None = None
+    """Why it has ended; None: it has not."""
 
 
 class ExpectedKeys:

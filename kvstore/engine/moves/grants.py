@@ -32,12 +32,13 @@ from kvstore.engine.events import (
     PushOver,
     RecycleMover,
     RevokePush,
+    Staged,
 )
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import PEER_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows, each
 from kvstore.engine.moves.arrivals import Arrivals
-from kvstore.engine.moves.expected import ExpectedKeys
+from kvstore.engine.moves.expected import Expectation, ExpectedKeys
 from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.intake import Copies, Intake
 from kvstore.engine.moves.jobs import Jobs
@@ -47,6 +48,7 @@ from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.runs import leading
 from kvstore.engine.state import State
+from kvstore.engine.witness import PushReport, PushTimes
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import checksums_array, keys_array
@@ -61,30 +63,11 @@ LIMBO_NS: Final = 5 * NS_PER_S
 """After that our transfer worker is killed."""
 
 
-class _Expect(msgspec.Struct):
-    """A PushExpect that has not ended."""
-
-    connection: Connection
-    session: int
-    message: PushExpect
-    asker: Asker
-    missing: Keys
-    """Keys that no tier held."""
-    since_ns: int
-    until_ns: int
-    has_come: NDArray[np.bool_]
-    """Flags of those that were sealed since."""
-    granted: int = 0
-    """Leading ones of these that were granted room."""
-    reason: str | None = None
-    """Why it has ended; None: it has not."""
-
-
 class _Granted(msgspec.Struct):
     """Extents for some blocks of an expectation."""
 
     number: int
-    expect: _Expect
+    expect: Expectation
     first: int
     """Place of its first key among those that are missing."""
     keys: Keys
@@ -109,6 +92,7 @@ class _Landing(msgspec.Struct):
     places: slice
     columns: list[Words]
     size_bytes: int
+    since_ns: int
     is_void: bool = False
 
     @property
@@ -135,7 +119,7 @@ class Grants:
         begin_bytes = config.arena_bytes - config.landing_bytes
         self._slab = LandingSlab(begin_bytes=begin_bytes, size_bytes=config.landing_bytes)
         self._epoch = 0
-        self._expects: list[_Expect] = []
+        self._expects: list[Expectation] = []
         """In the order of their turns."""
         self._grants: dict[int, _Granted] = {}
         self._pages_of: Counter[str] = Counter()
@@ -164,8 +148,9 @@ class Grants:
         held = np.logical_and.reduce(self._files.there(rows), axis=0)
         missing = keys[~held].copy()
         until_ns = state.now_ns + message.deadline_ms * NS_PER_MS
-        its = (connection, owner.open_session, message, asker, missing, state.now_ns, until_ns)
-        expect = _Expect(*its, np.zeros(len(missing), dtype=bool))
+        times, has_come = PushTimes(state.now_ns), np.zeros(len(missing), dtype=bool)
+        its = (connection, owner.open_session, message, asker, missing, times, until_ns)
+        expect = Expectation(*its, has_come)
         self._expects.append(expect)
         self._coming.add(asker.scopes, missing)
         self._go_on(expect)
@@ -203,7 +188,7 @@ class Grants:
 
     # ── grants ───────────────────────────────────────────────────────────────────────────────────
 
-    def _go_on(self, expect: _Expect) -> None:
+    def _go_on(self, expect: Expectation) -> None:
         """Grant more room to an expectation, or end it."""
         message = expect.message
         if expect.has_come.all():
@@ -216,7 +201,7 @@ class Grants:
             while self._grant(expect):
                 pass
 
-    def _wait_here(self, expect: _Expect) -> None:
+    def _wait_here(self, expect: Expectation) -> None:
         """Prefill on the same node: its blocks need only be sealed."""
         rows = self._state.residency.find_all(expect.asker.scopes, expect.missing)
         if bool((self._state.residency.words(rows) >= 0).all()):
@@ -226,12 +211,12 @@ class Grants:
         its = expect.message
         node = self._state.config.node
         patience = self._transfers.patience(
-            expect.asker.address, its.transfer, node, expect.since_ns
+            expect.asker.address, its.transfer, node, expect.times.since_ns
         )
         if self._state.now_ns >= patience.until_ns:
             self._end(expect, patience.reason)
 
-    def _grant(self, expect: _Expect) -> bool:
+    def _grant(self, expect: Expectation) -> bool:
         """Grant the next blocks room, if there is any."""
         state, asker, message = self._state, expect.asker, expect.message
         rest = expect.missing[expect.granted :]
@@ -248,6 +233,7 @@ class Grants:
         self._grants[number] = _Granted(*its, np.zeros(count, dtype=bool))
         self._pages_of[message.node] += count * pages
         expect.granted += count
+        expect.times.granted_ns = expect.times.granted_ns or state.now_ns
         state.say(
             AskPush(
                 grant=number,
@@ -265,13 +251,14 @@ class Grants:
         )
         return True
 
-    def _end(self, expect: _Expect, reason: str) -> None:
+    def _end(self, expect: Expectation, reason: str) -> None:
         """Wait no more for an expectation: say so, and take its grants back."""
         if expect.reason is not None:
             return
         expect.reason = reason
         self._expects.remove(expect)
-        here = len(keys_array(expect.message.keys)) - int((~expect.has_come).sum())
+        message, pushed = expect.message, int(expect.has_come.sum())
+        held = len(keys_array(message.keys)) - len(expect.missing)
         self._come(expect, slice(None))
         for number, granted in self._grants.items():
             if granted.expect is expect:
@@ -279,9 +266,21 @@ class Grants:
                 self._state.say(RevokePush(number, granted.node, self._state.cause))
         self._arrivals.news(expect.missing)
         self._state.counters.pushes_cut_short += bool(reason)
-        self._say_end(expect.connection, expect.message, here, reason)
+        self._say_end(expect.connection, message, held + pushed, reason)
+        report = PushReport(
+            side="decode",
+            node=message.node,
+            group=message.group,
+            first_block=message.first_block,
+            blocks=held + len(expect.missing),
+            held=held,
+            pushed=pushed,
+            reason=reason,
+            **expect.times.as_us(self._state.now_ns),
+        )
+        self._state.witness.pushed(expect.asker.tenant, message.transfer, report)
 
-    def _come(self, expect: _Expect, places: slice) -> None:
+    def _come(self, expect: Expectation, places: slice) -> None:
         """These are here, or not expected any more."""
         left = expect.missing[places][~expect.has_come[places]]
         self._coming.remove(expect.asker.scopes, left)
@@ -310,6 +309,7 @@ class Grants:
             return
         granted.has_landed[places] = True
         expect = granted.expect
+        expect.times.moved(self._state.now_ns)
         if expect.reason is None and sum(event.block_bytes) != sum(expect.asker.block_bytes):
             self._end(expect, f"node {granted.node} pushes blocks of another size")
         if expect.reason is not None:
@@ -327,7 +327,8 @@ class Grants:
         columns = self._intake.hold(asker.slot_sizes, count, writer=PEER_WRITER, quota=asker.quota)
         size_bytes = count * sum(asker.slot_sizes)
         granted.copying += count
-        job = self._landings.begin(_Landing(granted, places, columns, size_bytes))
+        landing = _Landing(granted, places, columns, size_bytes, state.now_ns)
+        job = self._landings.begin(landing)
         words = np.stack(columns, axis=1).reshape(-1)
         state.say(
             Land(
@@ -367,6 +368,10 @@ class Grants:
             copies = Copies(scope, keys, words, checksums[:, column])
             self._intake.fetch(copies, good, block_bytes=asker.block_bytes[column])
         state.counters.push_blocks_landed += int(good.sum())
+        expect.times.sealed_ns = state.now_ns
+        state.witness.landed(job.columns[0])
+        took_ns = state.now_ns - job.since_ns
+        state.say(Staged("push_seal", granted.node, took_ns, job.size_bytes, state.cause))
         granted.copying -= len(keys)
         if not good.all():
             self._end(expect, "cleared meanwhile" if job.is_void else "damaged on its way")

@@ -38,6 +38,7 @@ from kvstore.engine.moves.transfers import Transfers
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.runs import Run, run_of
 from kvstore.engine.state import State
+from kvstore.engine.witness import PushReport, PushTimes
 from kvstore.types import Shard, SpaceId
 from kvstore.units import MIB, NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
@@ -61,10 +62,12 @@ class _Ask(msgspec.Struct):
     transfer: str
     address: tuple[str, SpaceId]
     keys: Keys
-    since_ns: int
+    times: PushTimes
     until_ns: int
     next: int = 0
     """Blocks that were written, or are being."""
+    pushed: int = 0
+    """Blocks that were reported to the other node."""
     jobs: int = 0
     """Writes under way."""
     reason: str | None = None
@@ -119,7 +122,7 @@ class Pushes:
             event.transfer,
             (event.tenant, SpaceId(event.space)),
             keys_array(event.keys)[:KEYS_PER_DATAGRAM_MAX].copy(),
-            state.now_ns,
+            PushTimes(state.now_ns),
             state.now_ns + event.deadline_ms * NS_PER_MS,
         )
         self._go_on(ask)
@@ -160,7 +163,7 @@ class Pushes:
             return "its deadline has passed"
         if self._state.is_off(*ask.address):
             return "its space is switched off"
-        patience = self._transfers.patience(ask.address, ask.transfer, ask.node, ask.since_ns)
+        patience = self._transfers.patience(ask.address, ask.transfer, ask.node, ask.times.since_ns)
         # A block that is here is written, whatever became of its transfer.
         waits = now_ns < patience.until_ns or (is_here and patience.until_ns)
         return None if waits else patience.reason
@@ -230,6 +233,8 @@ class Pushes:
     def _say_pushed(self, ask: _Ask, write: _PushWrite, count: int) -> None:
         counters = self._state.counters
         counters.pushed_blocks += count
+        ask.pushed += count
+        ask.times.moved(self._state.now_ns)
         counters.pushed_bytes += count * sum(write.block_bytes)
         self._state.say(
             SayPushed(
@@ -278,6 +283,15 @@ class Pushes:
         del self._asks[name]
         self._state.counters.pushes_cut_short += bool(ask.reason)
         self._last_word(*name, ask.reason, is_quiet=ask.is_quiet)
+        report = PushReport(
+            side="prefill",
+            node=ask.node,
+            blocks=len(ask.keys),
+            pushed=ask.pushed,
+            reason=ask.reason,
+            **ask.times.as_us(self._state.now_ns),
+        )
+        self._state.witness.pushed(ask.address[0], ask.transfer, report)
 
     def _last_word(self, peer: int, grant: int, reason: str, *, is_quiet: bool) -> None:
         self._state.say(SayPushOver(peer, grant, reason, is_quiet, self._state.cause))

@@ -7,6 +7,7 @@
 | `tombstones` | blocks that left, why and when           | keys → stamps     |
 | `findings` | results of lookups, and why not more       | LeaseAsk → ranges |
 | `searches` | results of questions to other nodes        | questions → counts |
+| `push_log` | pushes that have ended                    | reports → rows    |
 | `explain`  | recent requests                            | Story, findings → rows |
 | `report`   | snapshots for inspect                      | engine → rows     |
 """

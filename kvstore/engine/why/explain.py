@@ -9,26 +9,30 @@ A ring of STORIES_MAX; prompts and keys of requests are not kept. Does not cover
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import Final
 
 import msgspec
 
+from kvstore.engine.events import Staged
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.state import State
 from kvstore.engine.why.findings import SPACE_DIGITS, Finding, RangeReport, examine, ranges
 from kvstore.engine.why.reasons import Reason, reason_of
+from kvstore.engine.witness import PushReport
 from kvstore.types import SpaceId
-from kvstore.units import NS_PER_MS
+from kvstore.units import NS_PER_MS, NS_PER_US
 from kvstore.wire.messages import Story, keys_array
 from kvstore.wire.space import is_prefix
 
 STORIES_MAX: Final = 1024
-NS_PER_US: Final = 1000
 COUNT_MAX: Final = 1 << 50
 """Bound of nanoseconds (13 days), tokens, blocks: larger values from an engine make no sense, and
 their sums would fit no message."""
-_COUNTS: Final = {*Story.__struct_fields__} - {"request", "outcome", "detail", "session", "leases"}
+_TEXTS: Final = {"request", "outcome", "detail", "transfer", "session", "leases"}
+_COUNTS: Final = {*Story.__struct_fields__} - _TEXTS
+_ABSENT: Final = (Reason.NEVER_STORED, Reason.FORGOTTEN)
 
 
 class RequestReport(msgspec.Struct, frozen=True):
@@ -57,6 +61,12 @@ class RequestReport(msgspec.Struct, frozen=True):
     promotion_us: int
     load_us: int
     stored_blocks: int
+    first_token_us: int = 0
+    """Since its arrival; 0: none was sampled."""
+    transfer: str = ""
+    """Name of its transfer between a prefill and a decode engine, if it has one."""
+    pushes: tuple[PushReport, ...] = ()
+    """Pushes of this transfer that have ended."""
 
 
 class HashingReport(msgspec.Struct, frozen=True):
@@ -113,10 +123,23 @@ class Explain:
             lookup_us=story.lookup_ns // NS_PER_US,
             promotion_us=story.promotion_ns // NS_PER_US,
             load_us=story.load_ns // NS_PER_US,
+            first_token_us=story.first_token_ns // NS_PER_US,
             **{name: getattr(story, name) for name in _AS_TOLD},
         )
         self._told.append(_Told(row, story, state.now_ns - story.age_ns, found))
         self._next_number += 1
+        self._stage(row, story)
+
+    def _stage(self, row: RequestReport, story: Story) -> None:
+        """Say how long after a push from another node its request had its first token."""
+        state = self._state
+        for each in state.trail.push_log.of(row.tenant, story.transfer):
+            is_from_there = each.side == "decode" and each.node != state.config.node
+            if is_from_there and each.pushed and story.first_token_ns:
+                # It asks nothing before its push has ended.
+                took_ns = max(0, story.first_token_ns - story.queued_ns)
+                state.say(Staged("push_token", each.node, took_ns, 0, state.cause))
+                return
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
@@ -128,7 +151,8 @@ class Explain:
                 break
             if fits(told.story.request, request):
                 ms = max(0, self._state.now_ns - told.ended_ns) // NS_PER_MS
-                found.append(msgspec.structs.replace(told.row, ended_ms_ago=ms))
+                pushes = self._pushes(told)
+                found.append(msgspec.structs.replace(told.row, ended_ms_ago=ms, pushes=pushes))
         return found
 
     def ranges(self, number: int) -> list[RangeReport]:
@@ -138,8 +162,11 @@ class Explain:
                 for finding in told.findings:
                     if finding is not None:
                         self._trail.findings.examine(finding, self._state)
-                return self._ranges(told)
+                return _with_pushes(self._ranges(told), self._pushes(told))
         return []
+
+    def _pushes(self, told: _Told) -> tuple[PushReport, ...]:
+        return self._trail.push_log.of(told.row.tenant, told.story.transfer)
 
     def hashings(self) -> list[HashingReport]:
         """Parameters for computing the keys of each known space that holds prefixes."""
@@ -226,6 +253,32 @@ def _of_request(
             rest = msgspec.structs.replace(rest, reason=Reason.PROMOTION_COST)
     loaded = msgspec.structs.replace(row, first_block=begin, blocks=cut - begin)
     return [each for each in (loaded, rest) if each.blocks > 0]
+
+
+def _with_pushes(ranges: list[RangeReport], pushes: tuple[PushReport, ...]) -> list[RangeReport]:
+    """With what pushes brought, and the end of a push as the reason for what it did not bring."""
+    for push in pushes:
+        if push.side == "decode" and not push.group:
+            ranges = [piece for row in ranges for piece in _with_push(row, push)]
+    return ranges
+
+
+def _with_push(row: RangeReport, push: PushReport) -> list[RangeReport]:
+    """A row in up to three pieces: before, among and behind the blocks of the push."""
+    replace, end = msgspec.structs.replace, row.first_block + row.blocks
+    cuts = {row.first_block, end, push.first_block, push.first_block + push.blocks}
+    pieces = []
+    for at, stop in itertools.pairwise(sorted(c for c in cuts if row.first_block <= c <= end)):
+        piece = replace(row, first_block=at, blocks=stop - at)
+        if not 0 <= at - push.first_block < push.blocks:
+            pass
+        elif row.tier == "peer" and row.search is None:
+            piece = replace(piece, node=push.node)
+        elif row.reason in _ABSENT and push.reason:
+            its = {"reason": Reason.NOT_PUSHED, "node": push.node, "name": push.reason}
+            piece = replace(piece, **its)
+        pieces.append(piece)
+    return pieces
 
 
 def _why_unasked(told: _Told) -> Reason:

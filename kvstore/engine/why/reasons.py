@@ -44,6 +44,7 @@ class Reason(enum.IntEnum):
     BEYOND_THE_QUESTION = 34
     NOT_REMEMBERED = 35
     NOT_NEEDED = 36
+    NOT_PUSHED = 37
 
     # The engine decided: see `reason_of`.
     NODE_AWAY = 50

@@ -14,6 +14,7 @@ from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.why.findings import Brought, Finding, Findings, RangeReport
+from kvstore.engine.why.push_log import PushLog
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.searches import SEARCHES_MAX, Searches
 from kvstore.engine.why.tombstones import Tombstones
@@ -27,12 +28,14 @@ class Trail:
         self.tombstones = Tombstones(block_count_max=block_count_max)
         self.searches = Searches()
         self.findings = Findings()
+        self.push_log = PushLog()
         self._search_of_word = np.zeros(word_count, dtype=np.int64)
         """Search that last brought a block into each slot."""
         self.left = self.tombstones.write
         self.asked = self.searches.asked
         self.judged = self.searches.judged
         self.fetching = self.searches.fetching
+        self.pushed = self.push_log.tell
 
     def looked_up(self, found: LookedUp, now_ns: int) -> None:
         """See `Witness`."""
@@ -85,7 +88,12 @@ class Trail:
         number = self.searches.fetched(event, good, is_void=is_void, now_ns=now_ns)
         self._search_of_word[words] = number
 
+    def landed(self, words: Words) -> None:
+        """See `Witness`."""
+        self._search_of_word[words] = 0
+
     def check(self) -> None:
         """Raises AssertionError when a bound is broken. For tests."""
         self.findings.check()
+        self.push_log.check()
         assert len(self.searches) <= SEARCHES_MAX

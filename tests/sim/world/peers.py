@@ -26,6 +26,7 @@ from kvstore.engine.events import (
     Fetch,
     Fetched,
     Land,
+    LandCommand,
     Landed,
     Lent,
     LoanEnded,
@@ -40,6 +41,7 @@ from kvstore.engine.events import (
     RevokePush,
     SayPushed,
     SayPushOver,
+    Staged,
     WritePush,
 )
 from kvstore.engine.moves.fetches import AVOID_FIRST_NS
@@ -254,7 +256,7 @@ class SimPeers:
                 self.loop.call_soon(self.lender.lent, command)
             case LoanEnded():
                 self.loop.call_soon(self.lender.loan_ended, command)
-            case AskPush() | RevokePush() | Land() | RecycleMover():
+            case AskPush() | RevokePush() | Land() | RecycleMover() | Staged():
                 self._check_push(command)
                 self.loop.call_soon(self.lander.carry_out, command)
             case WritePush() | SayPushed() | SayPushOver():
@@ -291,7 +293,7 @@ class SimPeers:
                 pass
         self._events.append(event)
 
-    def _check_push(self, command: AskPush | RevokePush | Land | RecycleMover) -> None:
+    def _check_push(self, command: LandCommand) -> None:
         """What is granted nobody else may write to (I4)."""
         match command:
             case AskPush():

@@ -218,6 +218,38 @@ def test_what_has_come_is_loaded_and_the_reason_for_the_rest_is_in_its_story(
     assert node.core.stats.take()["pushes_short"] == 1
 
 
+def test_a_story_names_the_transfer_and_the_time_of_the_first_token(node: PushNode) -> None:
+    node.decode()
+    node.wait(3)
+    node.ask()
+    prompt_tokens = 4 * BLOCK_TOKENS + 1
+    for ms, known in ((4, prompt_tokens), (5, prompt_tokens + 1), (6, prompt_tokens + 2)):
+        node.wait(ms)
+        node.core.plan((), node.now_ns)
+        node.core.settled_tokens("d", computed_tokens=known, known_tokens=known)
+    story = node.core.finished("d")
+    assert story is not None
+    assert (story.transfer, story.first_token_ns) == ("t", 12 * NS_PER_MS)
+
+
+def test_the_first_token_is_looked_for_until_it_is_there(node: PushNode) -> None:
+    node.decode()
+    prompt_tokens = 4 * BLOCK_TOKENS + 1
+    node.core.plan((), node.now_ns)
+    node.store("d", chain("x", 4))
+    assert node.core.due_tokens("d") == prompt_tokens + 1, "the next block ends far behind"
+    node.core.settled_tokens("d", computed_tokens=prompt_tokens, known_tokens=prompt_tokens + 1)
+    assert node.core.due_tokens("d") == 5 * BLOCK_TOKENS
+
+
+def test_a_request_that_ended_early_had_no_first_token(node: PushNode) -> None:
+    node.decode()
+    node.wait(3)
+    story = node.core.finished("d", "aborted")
+    assert story is not None
+    assert story.first_token_ns == 0
+
+
 def test_after_its_deadline_it_takes_what_is_there_and_cancels_the_rest(node: PushNode) -> None:
     node.decode()
     node.words()

@@ -51,6 +51,8 @@ class PushNode(Node):
     def __init__(self, name: str, *, slots: int = 32, landing: int = 0, **config: Any) -> None:
         self.name = name
         self.commands: deque[Command] = deque()
+        self.said: list[Command] = []
+        """All commands."""
         super().__init__(
             slots=slots,
             slab_slots=SLAB_SLOTS,
@@ -61,6 +63,7 @@ class PushNode(Node):
 
     def step(self, *events: Event) -> list[Command]:
         commands = super().step(*events)
+        self.said += commands
         kinds = (AskPush, RevokePush, Land, RecycleMover, WritePush, SayPushed, SayPushOver)
         self.commands.extend(each for each in commands if isinstance(each, kinds))
         return commands

@@ -88,6 +88,23 @@ def test_after_a_prefill_leg_that_failed_the_decode_engine_answers_alone(fault: 
     asyncio.run(case())
 
 
+def test_a_prefill_engine_without_the_connector_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def case() -> None:
+        async with stage(legs="together") as on:
+            parameters = on.p.parameters
+            for on.p.parameters in (None, None, parameters, None):
+                async with on.post(ASK) as answer:
+                    assert b"[DONE]" in await answer.read()
+            assert (on.proxy.counts["prefilled"], on.proxy.counts["decode_alone"]) == (1, 3)
+            assert "kv_transfer_params" not in on.d.bodies[1]
+
+    asyncio.run(case())
+    said = [line for line in caplog.messages if "without kv_transfer_params" in line]
+    assert len(said) == 2, "again after it had answered well"
+
+
 def test_a_refusal_of_the_prefill_engine_goes_back_as_it_is() -> None:
     async def case() -> None:
         async with stage() as on:

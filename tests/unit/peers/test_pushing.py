@@ -191,7 +191,7 @@ def test_a_slow_write_is_reported(
     slow_ns: int, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body(two: Two) -> None:
-        two.b.pusher._slow_ns = slow_ns
+        two.b.pusher.stages.slow_ns = slow_ns
         prefill = Stored(two.b, "eb")
         two.b.hear(prefill.scheduler, PushOpen("r"))
         prefill.store(1)

@@ -26,6 +26,7 @@ from kvstore.engine.events import (
     RevokePush,
     SayPushed,
     SayPushOver,
+    Staged,
     WritePush,
 )
 from kvstore.index.feed import Trust
@@ -231,7 +232,7 @@ class Together(Node):
                 self.lender.lent(command)
             case LoanEnded():
                 self.lender.loan_ended(command)
-            case AskPush() | RevokePush() | Land() | RecycleMover():
+            case AskPush() | RevokePush() | Land() | RecycleMover() | Staged():
                 self.lander.carry_out(command)
             case WritePush() | SayPushed() | SayPushOver():
                 self.pusher.carry_out(command)

@@ -69,7 +69,14 @@ class Link:
                 self._arriving.append((post.number, self.now_ns + self.latency_ns))
 
 
-def begin(reads: Reads, number: int, size_bytes: int, now_ns: int, peer: str = "b") -> None:
+def begin(
+    reads: Reads,
+    number: int,
+    size_bytes: int,
+    now_ns: int,
+    peer: str = "b",
+    direction: Direction = Direction.READ,
+) -> None:
     """A transfer in one piece."""
     pieces = make_pieces([0], [0], [size_bytes])
-    assert reads.begin(number, peer, pieces, now_ns, Direction.READ) == []
+    assert reads.begin(number, peer, pieces, now_ns, direction) == []

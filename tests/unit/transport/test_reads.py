@@ -78,6 +78,60 @@ def test_peers_do_not_wait_for_each_other() -> None:
     assert {post.peer for post in _posts(reads)} == {"c"}
 
 
+@pytest.mark.parametrize("paced", [True, False])
+def test_reads_go_before_writes_to_the_same_peer(*, paced: bool) -> None:
+    """An engine waits for what is read; a push that began earlier runs beside a prefill."""
+    reads = Reads(paced=paced)
+    begin(reads, 1, BIG, 1, direction=Direction.WRITE)
+    under_way = _posts(reads)
+    begun = len(under_way)
+    begin(reads, 2, BIG, 2, direction=Direction.WRITE)
+    begin(reads, 3, BIG, 3)
+    order = []
+    while under_way:
+        order.append(post := under_way.pop(0))
+        reads.ended(Outcome(post.number, End.DONE), 4)
+        under_way += _posts(reads, 4)
+    behind = order[begun:]
+    count = sum(post.direction is Direction.READ for post in behind)
+    assert {post.direction for post in behind[:count]} == {Direction.READ}
+    assert sum(post.size_bytes for post in behind[:count]) == BIG
+    assert sum(post.size_bytes for post in order) == 3 * BIG
+
+
+def test_reads_go_before_writes_to_other_peers() -> None:
+    """A mover has one processor: whoever may post, reads are posted first, and windows are full."""
+    reads = Reads()
+    begin(reads, 1, BIG, 1, "b", Direction.WRITE)
+    begin(reads, 2, BIG, 1, "c", Direction.WRITE)
+    begin(reads, 3, BIG, 1, "c", Direction.READ)
+    posts = _posts(reads)
+    assert posts[0].peer == "c"
+    of_c = [post.direction for post in posts if post.peer == "c"]
+    assert set(of_c) == {Direction.READ}
+    first_of_b = next(at for at, post in enumerate(posts) if post.peer == "b")
+    assert all(post.direction is Direction.READ for post in posts[:first_of_b])
+    assert len(of_c) <= first_of_b
+
+
+def test_a_push_goes_on_when_nothing_is_read() -> None:
+    reads = Reads()
+    begin(reads, 1, 5, 1, direction=Direction.WRITE)
+    begin(reads, 2, 5, 1)
+    first, second = _posts(reads)
+    assert (first.direction, second.direction) == (Direction.READ, Direction.WRITE)
+
+
+def test_reads_and_writes_share_the_window_of_their_peer() -> None:
+    reads = Reads()
+    begin(reads, 1, BIG, 1, direction=Direction.WRITE)
+    posts = _posts(reads)
+    begin(reads, 2, BIG, 2)
+    assert _posts(reads, 2) == []
+    reads.ended(Outcome(posts[0].number, End.DONE), 3)
+    assert {post.direction for post in _posts(reads, 3)} == {Direction.READ}
+
+
 def test_peers_without_more_to_post_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mover asks every 100 µs; whom it read from once may be a thousand."""
     looked: list[reads_module._PeerReads] = []

@@ -36,6 +36,8 @@ FULL = Story(
     promotion_ns=10,
     load_ns=11,
     stored_blocks=12,
+    first_token_ns=13,
+    transfer="t" * 255,
 )
 
 
@@ -45,7 +47,7 @@ def test_it_comes_back_as_it_was(story: Story) -> None:
 
 
 def test_it_is_small() -> None:
-    assert len(encode(FULL)) < 1024
+    assert len(encode(FULL)) < 1280
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,8 @@ def test_it_is_small() -> None:
         {"loaded_tokens": 1.5},
         {"outcome": "o" * 33},
         {"detail": "d" * 256},
+        {"transfer": "t" * 256},
+        {"first_token_ns": -1},
         {"leases": list(range(ASKS_PER_LOOKUP_MAX + 1))},
         {"leases": [-1]},
         {"leases": "1"},

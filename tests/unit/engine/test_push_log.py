@@ -1,0 +1,171 @@
+"""What is told of a push afterwards: stages, blocks, why no more; on both nodes, and in bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvstore.cli.reasons import of_pushes, of_range, request_as_dict
+from kvstore.engine.events import Staged
+from kvstore.engine.why import push_log
+from kvstore.engine.why.explain import RequestReport
+from kvstore.engine.why.push_log import PushLog
+from kvstore.engine.why.reasons import Reason
+from kvstore.engine.why.trail import Trail
+from kvstore.engine.witness import PushReport
+from kvstore.proto.rows import decode_rows, encode_rows
+from kvstore.units import NS_PER_MS
+from kvstore.wire.messages import LeaseRelease, Story
+from tests.unit.engine.harness import TOKENS, Node, Peer
+from tests.unit.engine.pushing import PushPair
+
+
+@pytest.fixture
+def pair() -> Iterator[PushPair]:
+    """Its checks hold at the end, too."""
+    pair = PushPair()
+    yield pair
+    pair.at_rest()
+
+
+def told(node: Node, peer: Peer, *, blocks: int, loaded: int = 0, lease: int = 1) -> RequestReport:
+    story = Story(
+        request="cmpl-r",
+        prompt_tokens=blocks * TOKENS + 3,
+        loaded_tokens=loaded * TOKENS,
+        session=peer.session,
+        leases=[lease],
+        outcome="" if loaded else "not stored",
+        queued_ns=20 * NS_PER_MS,
+        first_token_ns=50 * NS_PER_MS,
+        transfer="r",
+    )
+    node.hear(peer.scheduler, story)
+    (row,) = decode_rows(RequestReport, encode_rows(node.engine.explain.requests("", limit=1)))
+    return row
+
+
+def cut_short(pair: PushPair, reason: str = "aborted") -> None:
+    """Of four blocks one is here before, two are pushed, one never comes."""
+    pair.decode.store(1)
+    pair.open()
+    pair.expect(1, 2, 3, 4)
+    pair.store(1, 2)
+    pair.pump()
+    pair.tick(5)
+    pair.store(3)
+    pair.pump()
+    pair.tick(2)
+    pair.close(reason=reason)
+    pair.pump()
+
+
+def test_a_request_says_what_was_pushed_what_was_computed_and_why(pair: PushPair) -> None:
+    cut_short(pair)
+    pair.decode.lease(1, 1, 2, 3, 4)
+    row = told(pair.d, pair.decode, blocks=4, loaded=3)
+    (push,) = row.pushes
+    assert (push.side, push.node, push.blocks, push.held, push.pushed) == ("decode", "p", 4, 1, 2)
+    assert push.reason == "aborted"
+    assert (push.granted_us, push.first_us) == (1, 1)
+    assert (push.last_us, push.sealed_us, push.ended_us) == (5000, 5000, 7000)
+    assert row.first_token_us == 50_000
+    ranges = pair.d.engine.explain.ranges(row.number)
+    assert [(r.first_block, r.blocks, r.tier, r.reason) for r in ranges] == [
+        (0, 1, "dram", Reason.NONE),
+        (1, 2, "peer", Reason.NONE),
+        (3, 1, "", Reason.NOT_PUSHED),
+    ]
+    assert of_range(ranges[1], row) == "loaded, after node p pushed it"
+    assert of_range(ranges[2], row) == "node p pushed no more: aborted"
+    assert of_pushes(row) == (
+        "2 of 3 blocks from node p, 1 were here: granted 0.0 ms, first 0.0 ms, last 5.0 ms,"
+        " sealed 5.0 ms, ended 7.0 ms; no more: aborted"
+    )
+    assert request_as_dict(row)["pushes"][0]["reason"] == "aborted"  # type: ignore[index]
+    pair.d.hear(pair.decode.scheduler, LeaseRelease([1]))
+
+
+def test_the_prefill_node_says_where_blocks_went(pair: PushPair) -> None:
+    cut_short(pair)
+    (push,) = told(pair.p, pair.prefill, blocks=4).pushes
+    assert (push.side, push.node, push.blocks, push.pushed) == ("prefill", "d", 3, 2)
+    assert push.reason == "aborted"
+    assert "2 of 3 blocks to node d" in of_pushes(told(pair.p, pair.prefill, blocks=4))
+
+
+def test_reasons_of_pushes_reach_the_request(pair: PushPair) -> None:
+    pair.open()
+    pair.expect(1, 2, ms=1000)
+    pair.pump()
+    pair.tick(1000)
+    pair.pump()
+    pair.decode.lease(1, 1, 2)
+    row = told(pair.d, pair.decode, blocks=2)
+    assert [push.reason for push in row.pushes] == ["its deadline has passed"]
+    (rest,) = pair.d.engine.explain.ranges(row.number)
+    assert (rest.blocks, rest.reason, rest.node) == (2, Reason.NOT_PUSHED, "p")
+    pair.close()
+
+
+def test_what_came_another_way_has_its_own_reason(pair: PushPair) -> None:
+    """A push that was cut short explains absent blocks of its own, and no others."""
+    cut_short(pair)
+    pair.decode.lease(1, 1, 2, 3, 4, 5, 6)
+    row = told(pair.d, pair.decode, blocks=6, loaded=3)
+    reasons = [(r.first_block, r.reason) for r in pair.d.engine.explain.ranges(row.number)]
+    assert reasons[1:] == [(1, Reason.NONE), (3, Reason.NOT_PUSHED), (4, Reason.NEVER_STORED)]
+    pair.d.hear(pair.decode.scheduler, LeaseRelease([1]))
+
+
+def test_stages_that_end_here_are_timed(pair: PushPair) -> None:
+    pair.open()
+    pair.expect(1)
+    pair.store(1)
+    while not pair.lands:
+        if pair.to_p:
+            pair.hear_p()
+        elif pair.flights:
+            pair.write(next(iter(pair.flights)))
+        else:
+            pair.hear_d()
+    pair.d.now_ns += 7 * NS_PER_MS
+    before = len(pair.d.said)
+    pair.land()
+    (sealed,) = [c for c in pair.d.said[before:] if isinstance(c, Staged)]
+    assert (sealed.stage, sealed.node, sealed.took_ns) == ("push_seal", "p", 7 * NS_PER_MS)
+    assert sealed.size_bytes > 0
+    pair.close()
+    pair.pump()
+    told(pair.d, pair.decode, blocks=1, loaded=1)
+    token = pair.d.said[-1]
+    assert isinstance(token, Staged)
+    assert (token.stage, token.took_ns) == ("push_token", 30 * NS_PER_MS)
+
+
+def test_a_request_without_a_push_from_elsewhere_has_no_such_stage() -> None:
+    node = PushPair().p
+    peer = Peer(node)
+    told(node, peer, blocks=1, loaded=1)
+    assert not [c for c in node.said if isinstance(c, Staged)]
+
+
+def test_the_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_log, "TRANSFERS_MAX", 2)
+    monkeypatch.setattr(push_log, "PARTS_MAX", 3)
+    log, report = PushLog(), PushReport(side="decode", node="p", blocks=1, pushed=1, reason="")
+    for name in "abc":
+        for _ in range(5):
+            log.tell("t", name, report)
+    assert [len(log.of("t", name)) for name in "abc"] == [0, 3, 3]
+    log.check()
+
+
+def test_a_slot_that_a_fetch_filled_once_does_not_speak_of_it() -> None:
+    trail = Trail(block_count_max=16, word_count=4)
+    words = np.arange(2)
+    trail._search_of_word[words] = 7
+    trail.landed(words)
+    assert trail._search_of_word.tolist() == [0, 0, 0, 0]
