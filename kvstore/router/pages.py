@@ -71,6 +71,8 @@ def _families(router: Router) -> Iterator[Family]:
     yield certificate_ends(router.config.tls)
     yield family("kvstore_router_requests_total", [((k,), n) for k, n in proxy.counts.items()])
     yield family("kvstore_router_retries_total", [((), proxy.retried_count)])
+    yield family("kvstore_router_splits_total", [((k,), n) for k, n in proxy.splits.items()])
+    yield family("kvstore_router_prefills_total", [((k,), n) for k, n in proxy.prefills.items()])
     yield family("kvstore_router_in_flight", [((), proxy.in_flight)])
     yield family("kvstore_router_held", [((), router.dispatcher.held_count)])
     yield family("kvstore_router_connections", [((), door.connection_count)])
@@ -97,6 +99,10 @@ def _pressure(core: RouterCore, pools: Iterable[str]) -> Iterator[Family]:
     now_ns, pools = time.monotonic_ns(), sorted(pools)
     full = [(pool, core.saturation(pool, now_ns)) for pool in pools]
     yield family("kvstore_router_saturation", [((p, s.cause.value), s.value) for p, s in full])
+    waiting = [((pool,), len(lanes)) for pool, lanes in core.placer.lanes.items()]
+    yield family("kvstore_router_prefill_waiting", waiting)
+    uncached = [((pool,), split.uncached_min) for pool, split in core.placer.splits.items()]
+    yield family("kvstore_router_prefill_threshold_tokens", uncached)
     wanted = [
         ((pool, role.value), core.desired_replicas(pool, role, now_ns))
         for pool in pools
@@ -116,7 +122,7 @@ def health_of(router: Router) -> Page:
     notes += filter(None, [router.discovery.trouble, router.index.trouble if router.index else ""])
     if router.config.insecure:
         notes.append(INSECURE_NOTE)
-    if not any(w.state in ("up", "load-only", "half-open") for w in workers):
+    if not any(w.serves_requests and w.state in ("up", "load-only", "half-open") for w in workers):
         return text_page(503, ", and ".join(["no worker takes requests", *notes]))
     return text_page(200, ", but ".join(filter(None, ["ok", ", and ".join(notes)])))
 

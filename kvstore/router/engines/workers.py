@@ -108,6 +108,11 @@ class Worker:
             memory_tokens=self.memory_tokens,
         )
 
+    @property
+    def serves_requests(self) -> bool:
+        """Whole ones, or their decode leg: false for a prefiller."""
+        return self.address.role != WorkerRole.PREFILL
+
     def serves(self, model: str) -> bool:
         """Whether requests may name it so; a worker whose models are not known serves any."""
         return not self.models or model in self.models or model in self.adapters
