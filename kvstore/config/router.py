@@ -159,6 +159,10 @@ def _workers(settings: RouterSettings, *, insecure: bool) -> tuple[WorkerText, .
             "name the engines: --worker NAME=URL, --worker-dns, --worker-slices, or --index whose"
             " nodes list theirs"
         )
+    if len(found) == sum(each.options.get("role") == "prefill" for each in found) > 0 and not (
+        settings.worker_dns or settings.worker_slices or settings.index
+    ):
+        raise ConfigError("--worker names prefillers only: add an engine with role=decode or both")
     return tuple(found)
 
 
@@ -196,11 +200,6 @@ def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) 
         raise ConfigError(f"{option} {text!r}: kind is one of {', '.join(KINDS)}")
     if options.get("role", "both") not in ROLES:
         raise ConfigError(f"{option} {text!r}: role is one of {', '.join(ROLES)}")
-    if options.get("role") == "prefill":
-        raise ConfigError(
-            f"{option} {text!r}: the router sends no prefills to engines of their own yet: use"
-            " 'kvstore pd-proxy' for prefill and decode"
-        )
     for key in ("block", "rank"):
         if not options.get(key, "0").isdecimal():
             raise ConfigError(f"{option} {text!r}: {key} is a number")

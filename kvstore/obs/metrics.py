@@ -227,6 +227,16 @@ ROUTER_METRICS: Final = _rows(
             " broken (the engine's answer broke off), or the reason of a rejection."
         ),
         "router_retries_total": "Attempts that failed before the first byte.",
+        "router_splits_total{reason}": (
+            "Attempts by where the prompt is computed and why: remote (long, busy-decode) or by the"
+            " engine that decodes (short, prefill-queue, fell-back, off, no-prefillers)."
+        ),
+        "router_prefills_total{result}": (
+            "Legs at prefillers: done, failed, refused (4xx), useless (an answer without"
+            " parameters), aborted."
+        ),
+        "router_prefill_waiting{pool}": "Remote prefills that wait for a prefiller.",
+        "router_prefill_threshold_tokens{pool}": "Uncached tokens from which a prefill is remote.",
         "router_in_flight": "Requests under way.",
         "router_held": "Requests that wait for a decision.",
         "router_connections": "Open connections of clients.",

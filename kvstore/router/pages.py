@@ -75,6 +75,8 @@ def _families(router: Router) -> Iterator[Family]:
     yield certificate_ends(min(certificates, key=lambda tls: tls.ends_s, default=None))
     yield family("kvstore_router_requests_total", [((k,), n) for k, n in proxy.counts.items()])
     yield family("kvstore_router_retries_total", [((), proxy.retried_count)])
+    yield family("kvstore_router_splits_total", [((k,), n) for k, n in proxy.splits.items()])
+    yield family("kvstore_router_prefills_total", [((k,), n) for k, n in proxy.prefills.items()])
     yield family("kvstore_router_in_flight", [((), proxy.in_flight)])
     yield family("kvstore_router_held", [((), router.dispatcher.held_count)])
     yield family("kvstore_router_connections", [((), door.connection_count)])
@@ -101,6 +103,10 @@ def _pressure(core: RouterCore, pools: Iterable[str]) -> Iterator[Family]:
     now_ns, pools = time.monotonic_ns(), sorted(pools)
     full = [(pool, core.saturation(pool, now_ns)) for pool in pools]
     yield family("kvstore_router_saturation", [((p, s.cause.value), s.value) for p, s in full])
+    waiting = [((pool,), len(lanes)) for pool, lanes in core.placer.lanes.items()]
+    yield family("kvstore_router_prefill_waiting", waiting)
+    uncached = [((pool,), split.uncached_min) for pool, split in core.placer.splits.items()]
+    yield family("kvstore_router_prefill_threshold_tokens", uncached)
     wanted = [
         ((pool, role.value), core.desired_replicas(pool, role, now_ns))
         for pool in pools

@@ -72,7 +72,8 @@ class Picker:
         able = (
             worker
             for worker in self.workers
-            if worker.state in ("new", "up", "load-only")
+            if worker.serves_requests
+            and worker.state in ("new", "up", "load-only")
             and (subset is None or {worker.name, worker.url.authority} & set(subset))
         )
         return min(able, key=lambda worker: worker.in_flight, default=None)

@@ -358,11 +358,16 @@ class RouterCore:
         if row is not None:
             self.fleet.workers[row].breaker.failed(now_ns)
         opened.failed.add(worker)
+        self.placer.withdraw(opened.request, placed)
         self.fleet.ended(event.request_id, now_ns)
         self.fleet.ended(_prefill_of(event.request_id), now_ns)
         # Nothing was sent: trying elsewhere costs nobody anything.
         self._retries_left -= event.failure is not its.Failure.CONNECT
         is_spent = opened.attempt >= self.policy.limits.attempts_max or self._retries_left < 0
+        if event.leg is its.Leg.PREFILL:
+            # No request depends on a prefiller: with one attempt left, its decoder computes.
+            opened.is_local |= is_spent or opened.attempt + 1 >= self.policy.limits.attempts_max
+            is_spent = False
         if event.has_streamed or opened.has_begun or is_spent:
             return [self._reject(opened, RejectReason.ATTEMPTS, now_ns)]
         return self._attempt(opened, now_ns)

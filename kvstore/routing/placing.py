@@ -52,6 +52,8 @@ class OpenRequest(msgspec.Struct):
     was_held: bool = False
     routed_ns: int = 0
     placement: Placement | None = None
+    is_local: bool = False
+    """Prefillers failed so often that its decoder computes."""
     has_begun: bool = False
     ttft_s: float | None = None
     """Achieved, from arrival."""
@@ -160,6 +162,7 @@ class Placer:
         """Pool → when, saturation."""
         self._seen_ns: dict[str, dict[int, int]] = {}
         """Pool → class rank → last arrival."""
+        self.tree = tree
         self._prefixes = PrefixColumns(fleet, tree)
         self._seed = seed
         self.adopt(policy)
@@ -318,6 +321,16 @@ class Placer:
         share = placed.hit_tokens / max(1, request.prompt_tokens)
         self.hit_share += _SMOOTH * (share - self.hit_share)
 
+    def withdraw(self, request: RouteRequest, placed: Placement) -> None:
+        """Forget that a request, of which a leg failed, was sent: both legs are void."""
+        for worker in filter(None, (placed.worker, placed.prefill_worker)):
+            self.tree.withdraw(
+                request.keys,
+                worker,
+                block_tokens=request.block_tokens,
+                after_tokens=placed.hit_tokens,
+            )
+
     def see(self, opened: OpenRequest) -> None:
         """Note an arrival, and what it finds."""
         rank = self.policy.classes[opened.service].rank
@@ -357,7 +370,7 @@ class Placer:
         prefillers = self.columns(opened, rows, now_ns)
         unfit_codes = prefillers.columns[FeatureColumn.UNFIT]
         able = unfit_codes == 0
-        if not able.any():
+        if opened.is_local or not able.any():
             return SplitReason.FELL_BACK, None
         queued = prefillers.columns[FeatureColumn.QUEUED]
         uncached = float(verdict.uncached[chosen])

@@ -60,6 +60,19 @@ class ApproximateTree:
         while len(blocks) > self.blocks_max:
             blocks.popitem(last=False)
 
+    def withdraw(self, keys: bytes, worker: str, *, block_tokens: int, after_tokens: float) -> None:
+        """A request came to nothing: the worker has no more than so many tokens of it."""
+        if worker not in self._bit_of:
+            return
+        keep = ~(1 << self._bit_of[worker])
+        for key, end in zip(*_picked(keys, block_tokens), strict=True):
+            entry = self._blocks.get(key)
+            if entry is not None and end * block_tokens > after_tokens:
+                entry[_ALL] &= keep
+                entry[_YOUNG] &= keep
+                if not entry[_ALL]:
+                    del self._blocks[key]
+
     def match(
         self, keys: bytes, now_ns: int, *, block_tokens: int, young_only: bool
     ) -> dict[str, int]:

@@ -1,11 +1,12 @@
 """An OpenAI engine that does what a script says: a process of its own, real HTTP.
 
     with ScriptedWorker.start(tmp_path, "a") as worker:
-        worker.script("fail")            # or slow, die, hang, refuse, flood, ok
+        worker.script("fail")            # or slow, die, hang, stuck, refuse, flood, ok
 
 It counts requests, aborts and what it saw last, which `seen` shows. Answers stream `pieces` tokens,
-`pause_s` apart. Health and metrics follow the script too: `hang` answers nothing at all. `render`
-makes one token of each byte.
+`pause_s` apart. Health and metrics follow the script too: `hang` answers nothing at all. `stuck`
+accepts requests only. `render` makes one token of each byte. As a prefiller it answers with
+parameters (without with `params` False); as a decoder it waits `push_s` for blocks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from kvstore.testing.process import ChildServer, start_ready
+from kvstore.wire.transfers import DecodePart, PrefillPart, answer_of, read_transfer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,7 +70,8 @@ class _Script:
 
     def __init__(self) -> None:
         self.mode: dict[str, Any] = {"mode": "ok"}
-        self.seen: dict[str, Any] = {"requests": 0, "aborted": 0, "ended": 0, "running": 0}
+        names = ("requests", "aborted", "ended", "running", "prefills", "decodes")
+        self.seen: dict[str, Any] = dict.fromkeys(names, 0)
         self.prompts: dict[str, int] = {}
 
     async def set(self, request: web.Request) -> web.Response:
@@ -129,7 +132,7 @@ class _Script:
             return web.json_response({"error": "scripted"}, status=self.mode.get("status", 500))
         if mode == "refuse":
             return web.json_response({"error": "no"}, status=self.mode.get("status", 400))
-        if mode in ("hang", "deaf"):
+        if mode in ("hang", "deaf", "stuck"):
             await asyncio.sleep(3600)
         await asyncio.sleep(self.mode.get("delay_s", 0))
         if mode == "cut":
@@ -137,6 +140,13 @@ class _Script:
             request.transport.abort()
             raise ConnectionResetError
         asked = json.loads(body)
+        part = read_transfer(asked.get("kv_transfer_params"), "cmpl-none-00000000")
+        if isinstance(part, PrefillPart):
+            self.seen["prefills"] += 1
+            assert (asked["max_tokens"], asked["stream"]) == (1, False)
+        if isinstance(part, DecodePart):
+            self.seen["decodes"] += 1
+            await asyncio.sleep(self.mode.get("push_s", 0))
         if mode == "flood":
             out = web.StreamResponse()
             await out.prepare(request)
@@ -149,6 +159,9 @@ class _Script:
             "completion_tokens": 3,
             "prompt_tokens_details": {"cached_tokens": 64},
         }
+        if isinstance(part, PrefillPart) and self.mode.get("params", True):
+            more = answer_of(part, node="p", engine="e", request_id="r", tokens=100)
+            return web.json_response({"choices": [{"text": "a"}], "kv_transfer_params": more})
         if not asked.get("stream"):
             return web.json_response(
                 {"object": "text_completion", "choices": [{"text": "abc"}], "usage": usage},

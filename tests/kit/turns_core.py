@@ -25,7 +25,32 @@ from kvstore.routing.events import (
     WorkerLeft,
 )
 from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.receipts import Receipt
 from kvstore.routing.values import PrefixAnswer, RouteRequest, WorkerHealth
+
+RECEIPT = Receipt(
+    number=0,
+    seed=0,
+    at_ns=0,
+    request_id="",
+    tenant="",
+    service="",
+    pool="",
+    model="",
+    policy="",
+    policy_hash="",
+    index_trust="",
+    index_epoch=0,
+    prompt_tokens=0,
+    output_tokens=0,
+    session_hash=0,
+    chosen="",
+    workers=(),
+    filtered={},
+    features={},
+    terms={},
+    scores=[],
+)
 
 
 class TurnsCore:
@@ -100,7 +125,7 @@ class TurnsCore:
             priority=0,
             deadline_s=self._deadline_s,
             race_after_s=None,
-            receipt=None,  # type: ignore[arg-type]
+            receipt=RECEIPT,
         )
 
     def _reject(self, request_id: str) -> RouteCommand:

@@ -110,6 +110,11 @@ class Worker:
             memory_tokens=self.memory_tokens,
         )
 
+    @property
+    def serves_requests(self) -> bool:
+        """Whole ones, or their decode leg: false for a prefiller."""
+        return self.address.role != WorkerRole.PREFILL
+
     def serves(self, model: str) -> bool:
         """Whether requests may name it so; a worker whose models are not known serves any."""
         return not self.models or model in self.models or model in self.adapters
@@ -152,7 +157,8 @@ class Workers:
     def take_requests(self) -> bool:
         """Whether one of them does, as far as is known: one that was never reached does not count,
         though requests may go there."""
-        return any(each.state in ("up", "load-only", "half-open") for each in self)
+        fit = ("up", "load-only", "half-open")
+        return any(each.serves_requests and each.state in fit for each in self)
 
     def replace(self, found: Iterable[WorkerAddress]) -> list[Worker]:
         """The workers that there are now, by discovery; those that are new. An address that changed

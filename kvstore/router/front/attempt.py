@@ -26,7 +26,7 @@ from multidict import CIMultiDict
 from kvstore.router.engines.probes import why_no_answer
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front import heads
-from kvstore.routing.events import Failure
+from kvstore.routing.events import Failure, Leg
 
 RETRIED: Final = frozenset({500, 502, 503, 504})
 """Statuses of an engine after which another one is asked."""
@@ -59,9 +59,11 @@ class LegFailure(Exception):
         *,
         answer: web.Response | None = None,
         has_streamed: bool = False,
+        leg: Leg = Leg.DECODE,
     ) -> None:
         super().__init__(why)
         self.failure, self.answer, self.has_streamed = failure, answer, has_streamed
+        self.leg = leg
 
 
 class ClientStalled(Exception):
@@ -69,15 +71,18 @@ class ClientStalled(Exception):
 
 
 class Attempt:
-    """See the module. `tail` and `status` are there after `run`."""
+    """See the module. `tail` and `status` are there after `run`,
+    `has_answered` from the answer's first piece on, `is_whole` when all of it was sent."""
 
     def __init__(
         self, session: aiohttp.ClientSession, worker: Worker, request: web.BaseRequest
     ) -> None:
-        self._session, self._worker, self._request = session, worker, request
+        self._session, self.worker, self.request = session, worker, request
         self.status = 0
         self.tail = b""
         """The end of the answer's body."""
+        self.has_answered = False
+        self.is_whole = False
         self._is_reading = True
         self._has_begun = False
 
@@ -105,7 +110,7 @@ class Attempt:
         """
         loop = asyncio.get_running_loop()
         limit = asyncio.timeout(deadline_s)
-        waits = self._worker.waits
+        waits = self.worker.waits
         try:
             async with limit:
                 waits.add(limit)
@@ -115,8 +120,11 @@ class Attempt:
                         raise await self._refused(answer)
                     piece = await answer.content.readany()
                     waits.discard(limit)
+                    self.has_answered = True
                     on_first()
-                    return await self._pass_on(answer, piece, limit, loop, more)
+                    sent = await self._pass_on(answer, piece, limit, loop, more)
+                    self.is_whole = True
+                    return sent
         except TimeoutError:
             if not self._is_reading:
                 raise ClientStalled from None
@@ -136,8 +144,8 @@ class Attempt:
         self, headers: CIMultiDict[str], body: bytes
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._session.request(
-            self._request.method,
-            self._worker.url.join(self._request.rel_url),
+            self.request.method,
+            self.worker.url.join(self.request.rel_url),
             headers=headers,
             data=body,
             allow_redirects=False,
@@ -180,7 +188,7 @@ class Attempt:
             out.content_length = length
         self._has_begun = True
         await self._sent(out, limit, loop)
-        transport = self._request.transport
+        transport = self.request.transport
         limit.reschedule(loop.time() + SILENCE_S)
         begun_s = loop.time()
         while piece:
@@ -207,7 +215,7 @@ class Attempt:
     ) -> None:
         self._is_reading = False
         limit.reschedule(loop.time() + STALL_S)
-        await out.prepare(self._request)
+        await out.prepare(self.request)
         if isinstance(out, web.Response):
             await out.write_eof()
         self._is_reading = True

@@ -45,6 +45,8 @@ class Peek(msgspec.Struct):
     cache_salt: msgspec.Raw = _EMPTY
     kv_transfer_params: msgspec.Raw = _EMPTY
     ec_transfer_params: msgspec.Raw = _EMPTY
+    prompt_logprobs: msgspec.Raw = _EMPTY
+    echo: msgspec.Raw = _EMPTY
 
     @property
     def is_streamed(self) -> bool:
@@ -100,12 +102,17 @@ def peek(body: bytes) -> Peek:
         raise BadBody(f"the body is not JSON: {error}") from None
 
 
+def fields_of(body: bytes) -> dict[str, msgspec.Raw]:
+    """Fields of a body that is known to be an object; values stay raw."""
+    return _fields.decode(body)
+
+
 def edited(
-    body: bytes, *, drop: Collection[str] = (), put: Mapping[str, str] | None = None
+    body: bytes, *, drop: Collection[str] = (), put: Mapping[str, Any] | None = None
 ) -> bytes:
     """The body, known to be an object, without some fields and with others set."""
     fields: dict[str, Any] = {
-        name: value for name, value in _fields.decode(body).items() if name not in drop
+        name: value for name, value in fields_of(body).items() if name not in drop
     }
     return msgspec.json.encode(fields | (dict(put) if put else {}))
 

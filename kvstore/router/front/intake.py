@@ -15,6 +15,7 @@ from multidict import CIMultiDictProxy
 from kvstore.errors import KVStoreError
 from kvstore.router.front import heads
 from kvstore.router.front.bodies import STRIPPED, Peek, edited, peek
+from kvstore.router.front.prefill import can_split
 from kvstore.router.front.tenants import Tenants, salt
 from kvstore.router.keys.prefixes import Prefix, Prefixes
 from kvstore.routing.events import Arrived
@@ -76,8 +77,9 @@ class RequestIntake:
         tenant: str,
         *,
         subset: tuple[str, ...] | None = None,
+        may_split: bool = False,
     ) -> RequestJob:
-        """Raises BadBody."""
+        """`may_split`: its sender can drive a remote prefill. Raises BadBody."""
         read = peek(body)
         salted, put = read.salt, {}
         if tenant:
@@ -98,6 +100,6 @@ class RequestIntake:
             service=next((headers[name] for name in CLASS_HEADERS if name in headers), ""),
             session=headers.get(SESSION_HEADER, "") or read.session,
             subset=subset,
-            must_be_local=True,
+            must_be_local=not (may_split and can_split(path, read)),
         )
         return RequestJob(Arrived(request, prefix.answer), body, read, prefix)

@@ -2,7 +2,13 @@
 
     head ─▶ tenant ─▶ body (bounded) ─▶ peek ─▶ render ─▶ index ─▶ core: Routed
                                                        ┌──────────────┘ ▲
-                                                       └▶ attempt ───────┘ LegFailed, another worker
+                                                       ├▶ attempt ───────┤ LegFailed, another worker
+                                                       └▶ prefill ───────┘
+
+A remote prefill is a second leg, at once with the attempt where the nodes of both engines are
+known, else before it. When it fails before the client has got a byte, the attempt is void and the
+core chooses again: another prefiller, or none. When its engine refuses the request, the attempt
+begins anew, alone. A client that leaves takes both legs along.
 
 Rules: each request that the core routed gets exactly one `RequestEnded`, also when its client
 leaves; an answer that has begun is never retried, and when it breaks the client's connection is
@@ -16,13 +22,16 @@ an attempt (`attempt`), limits of connections and bodies (`door`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from asyncio import FIRST_COMPLETED
 from collections import Counter
-from collections.abc import Callable
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import msgspec
 from aiohttp import web
+from multidict import CIMultiDict
 
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import Worker, Workers
@@ -38,6 +47,13 @@ from kvstore.router.front.attempt import (
 from kvstore.router.front.bodies import BadBody
 from kvstore.router.front.door import Bodies, BodyRefused
 from kvstore.router.front.intake import RequestIntake, RequestJob, Unauthorized
+from kvstore.router.front.prefill import (
+    PrefillRefused,
+    ahead,
+    decode_order,
+    prefill_order,
+    prefilled,
+)
 from kvstore.router.keys.prefixes import predicted_tokens
 from kvstore.routing.events import (
     Ending,
@@ -45,6 +61,7 @@ from kvstore.routing.events import (
     FirstToken,
     Leg,
     LegFailed,
+    PrefillDone,
     Rejected,
     RequestEnded,
     Routed,
@@ -54,6 +71,7 @@ from kvstore.routing.values import PrefixAnswer, RouteRequest
 GENERATES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 ALIVE: Final = "/livez"
 PROBED: Final = frozenset({ALIVE, "/health"})
+_T = TypeVar("_T")
 PASSED: Final = GENERATES | {"/v1/embeddings", "/v1/score", "/v1/rerank"}
 
 
@@ -83,6 +101,10 @@ class Proxy:
         self._observed = observed
         self.counts = Counter[str]()
         """Requests by outcome."""
+        self.splits = Counter[str]()
+        """Decisions about local or remote prefill, by reason."""
+        self.prefills = Counter[str]()
+        """Legs at prefillers by result."""
         self.retried_count = 0
         self.in_flight = 0
         self.is_draining = False
@@ -145,7 +167,7 @@ class Proxy:
             )
         size = len(body)
         try:
-            job = await self._intake.job(request.headers, path, body, tenant)
+            job = await self._intake.job(request.headers, path, body, tenant, may_split=True)
             if is_dry:
                 try:
                     text = self._explain(job.asked.request, job.asked.prefix)
@@ -166,12 +188,13 @@ class Proxy:
         routed = await self._dispatcher.arrive(job.asked)
         refusal: web.Response | None = None
         while isinstance(routed, Routed):
+            self.splits[routed.receipt.split_reason] += 1
             try:
                 return await self._attempt(client, job, routed)
             except LegFailure as error:
                 refusal = error.answer
                 self.retried_count += not error.has_streamed
-                failed = LegFailed(job.request_id, Leg.DECODE, error.failure, error.has_streamed)
+                failed = LegFailed(job.request_id, error.leg, error.failure, error.has_streamed)
                 routed = await self._dispatcher.leg_failed(failed)
                 if error.has_streamed:
                     self.counts["broken"] += 1
@@ -186,34 +209,113 @@ class Proxy:
         worker = self._workers.get(routed.worker)
         if worker is None:  # it left in the same turn of the loop
             raise LegFailure(Failure.CONNECT, "the worker has left")
-        headers = heads.onward(
-            client.headers, request_id=job.request_id, authorization=self._authorization
-        )
         attempt = Attempt(self._session, worker, client)
-        self._workers.begun(worker)
         ending = Ending.ABORTED
         try:
-            answer = await attempt.run(
-                headers,
-                job.body_for(routed.model),
-                deadline_s=routed.deadline_s if job.read.is_streamed else SILENCE_S,
-                on_first=lambda: self._first(job),
-                more={"X-Request-Id": job.request_id, "X-Kvstore-Worker": worker.name},
-            )
-        except LegFailure as error:
+            if routed.prefill_worker is None:
+                answer = await self._decode(attempt, job, routed)
+            else:
+                answer = await self._both_legs(attempt, job, routed, routed.prefill_worker)
+        except LegFailure:
             ending = Ending.FAILED
-            self._workers.failed(worker, str(error))
             raise
         except ClientStalled:
             _cut(client)
             raise ConnectionResetError("the client did not read") from None
         else:
-            ending = Ending.REFUSED if attempt.status >= 400 else Ending.DONE
             return answer
         finally:
-            self._workers.ended(worker)
+            if attempt.is_whole:  # a client may leave while the prefill leg is ended
+                ending = Ending.REFUSED if attempt.status >= 400 else Ending.DONE
             if ending is not Ending.FAILED:
                 self._ended(worker, job, attempt, ending)
+
+    async def _decode(
+        self,
+        attempt: Attempt,
+        job: RequestJob,
+        routed: Routed,
+        parameters: dict[str, Any] | None = None,
+    ) -> web.StreamResponse:
+        """The answer to the client. `parameters`: of a remote prefill."""
+        worker = attempt.worker
+        more = {"X-Request-Id": job.request_id, "X-Kvstore-Worker": worker.name}
+        if routed.prefill_worker is not None:
+            more["X-Kvstore-Prefill-Worker"] = routed.prefill_worker
+        self._workers.begun(worker)
+        try:
+            return await attempt.run(
+                self._onward(attempt.request, job),
+                decode_order(job.body_for(routed.model), parameters),
+                deadline_s=routed.deadline_s if job.read.is_streamed else SILENCE_S,
+                on_first=lambda: self._first(job),
+                more=more,
+            )
+        except LegFailure as error:
+            self._workers.failed(worker, str(error))
+            raise
+        finally:
+            self._workers.ended(worker)
+
+    async def _both_legs(
+        self, attempt: Attempt, job: RequestJob, routed: Routed, name: str
+    ) -> web.StreamResponse:
+        """As `_decode`, with a prefill at the worker of this name."""
+        prefiller = self._workers.get(name)
+        if prefiller is None:
+            raise LegFailure(Failure.CONNECT, "the prefiller has left", leg=Leg.PREFILL)
+        transfer = f"{job.request_id}.{routed.attempt}"
+        early = ahead(prefiller, attempt.worker, transfer)
+        prefill = self._prefill(attempt.request, job, routed, prefiller, transfer)
+        async with _beside(prefill) as prefilling:
+            if early is not None:
+                async with _beside(self._decode(attempt, job, routed, early)) as decoding:
+                    await asyncio.wait((prefilling, decoding), return_when=FIRST_COMPLETED)
+                    if decoding.done() or attempt.has_answered or _is_prefilled(prefilling):
+                        return await decoding
+                self._workers.neutral(attempt.worker)
+            return await self._decode(attempt, job, routed, await prefilling)
+
+    async def _prefill(
+        self,
+        client: web.BaseRequest,
+        job: RequestJob,
+        routed: Routed,
+        worker: Worker,
+        transfer: str,
+    ) -> dict[str, Any] | None:
+        """Parameters for the engine that decodes; None: it computes all. Raises LegFailure."""
+        result = "aborted"
+        self._workers.begun(worker)
+        try:
+            found = await prefilled(
+                self._session,
+                worker,
+                client.rel_url,
+                self._onward(client, job),
+                prefill_order(job.body_for(routed.model), transfer),
+                deadline_s=routed.deadline_s,
+            )
+        except LegFailure as error:
+            result = "failed"
+            self._workers.failed(worker, str(error))
+            raise
+        except PrefillRefused:
+            result, found = "refused", None
+        else:
+            result = "done" if found is not None else "useless"
+            self._workers.succeeded(worker)
+        finally:
+            self.prefills[result] += 1
+            self._workers.ended(worker)
+            if result in ("aborted", "refused"):
+                self._workers.neutral(worker)
+        self._dispatcher.note(PrefillDone(job.request_id))
+        return found
+
+    def _onward(self, client: web.BaseRequest, job: RequestJob) -> CIMultiDict[str]:
+        authorization = self._authorization
+        return heads.onward(client.headers, request_id=job.request_id, authorization=authorization)
 
     def _first(self, job: RequestJob) -> None:
         """A streamed answer begins; that of others comes whole, and says nothing about a TTFT."""
@@ -241,6 +343,21 @@ class Proxy:
         names = sorted({name for worker in self._workers for name in worker.models})
         rows = [{"id": name, "object": "model", "owned_by": "kvstore"} for name in names]
         return _json(200, {"object": "list", "data": rows})
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T]]:
+    """Work of its own task, which ends with the context."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _is_prefilled(leg: asyncio.Task[dict[str, Any] | None]) -> bool:
+    return leg.done() and leg.exception() is None and leg.result() is not None
 
 
 def rejection(rejected: Rejected) -> web.Response:

@@ -37,7 +37,6 @@ def test_a_worker_with_all_options() -> None:
     ("flags", "says"),
     [
         ({}, "name the engines"),
-        ({"worker": ["a=http://127.0.0.1:1,role=prefill"]}, "use 'kvstore pd-proxy'"),
         ({"worker": HERE, "receipts": "/nowhere/at/all"}, "in a directory that exists"),
         ({"worker": HERE, "receipts": "/tmp:1MiB"}, "must be a file"),
         ({"worker": ["http://127.0.0.1:8000"]}, "must be NAME=URL"),
@@ -45,6 +44,7 @@ def test_a_worker_with_all_options() -> None:
         ({"worker": ["a=http://127.0.0.1:99999"]}, "must be NAME=URL"),
         ({"worker": ["a=http://127.0.0.1:1/v1"]}, "must be NAME=URL"),
         ({"worker": [*HERE, *HERE]}, "twice"),
+        ({"worker": ["a=http://127.0.0.1:1,role=prefill"]}, "role=decode or both"),
         ({"worker": ["a=http://127.0.0.1:1,kind=other"]}, "kind is one of"),
         ({"worker": ["a=http://127.0.0.1:1,block=x"]}, "block is a number"),
         ({"worker": ["a=http://127.0.0.1:1,blok=1"]}, "KEY=VALUE of kind"),

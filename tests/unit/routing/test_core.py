@@ -16,6 +16,7 @@ from kvstore.routing.events import (
     Leg,
     LegFailed,
     PrefillDone,
+    Rejected,
     RequestEnded,
     RequestHeld,
     Routed,
@@ -217,6 +218,36 @@ def test_a_failing_prefiller_is_replaced_and_then_done_without() -> None:
     assert routed(last).prefill_worker is None
     assert routed(last).receipt.split_reason == "fell-back"
     assert "prefill-local" in routed(last).receipt.degraded
+
+
+@pytest.mark.parametrize(("retries", "attempts"), [(0.0, 2), (100.0, 3)])
+def test_no_request_depends_on_prefillers_however_many_fail(retries: float, attempts: int) -> None:
+    core = pd(prefillers=8)
+    sent = routed(arrive(core, request("r")))
+    core._retries_left = retries
+    while sent.prefill_worker:
+        sent = routed(core.step(fail("r", Leg.PREFILL), S)[0])
+        core.check()
+    assert sent.attempt == attempts
+    assert sent.receipt.split_reason == "fell-back"
+    [last] = core.step(fail("r", Leg.DECODE), S)
+    assert isinstance(last, Rejected), "the budget is that of whole requests"
+
+
+def test_a_failed_leg_leaves_no_prefix_behind() -> None:
+    """Else the next attempt finds at the decoder what nobody has computed."""
+    core = core_of(spec(0, role=WorkerRole.DECODE), prefiller(10), prefiller(11))
+    before = routed(arrive(core, request("a", 512, prefix="x")))
+    core.step(FirstToken("a"), MS)
+    asked = request("r", 1200, prefix="x")
+    first = routed(core.step(Arrived(asked), 2 * MS)[0])
+    assert first.prefill_worker == before.prefill_worker
+    again = routed(core.step(fail("r", Leg.PREFILL), 3 * MS)[0])
+    assert again.prefill_worker not in (None, first.prefill_worker)
+    assert again.receipt.split_reason == "long"
+    hits = core.tree.match(asked.keys, 3 * MS, block_tokens=16, young_only=True)
+    # Of blocks that were computed before, those that the verdict trusted stay.
+    assert hits[first.prefill_worker or ""] == 24
 
 
 @pytest.mark.parametrize("leg", list(Leg))

@@ -87,3 +87,17 @@ def test_a_worker_that_left_is_forgotten() -> None:
     assert len(tree) == 2
     tree.insert(keys("b", 1), "w2", 0, block_tokens=512)  # takes over the bit
     assert tree.match(keys("a", 4), 0, block_tokens=512, young_only=False) == {"w1": 2}
+
+
+def test_what_came_to_nothing_is_withdrawn() -> None:
+    tree = ApproximateTree(blocks_max=100)
+    prompt = keys("a", 6)
+    for worker in ("w0", "w1"):
+        tree.insert(prompt, worker, 0, block_tokens=512)
+    tree.withdraw(prompt, "w0", block_tokens=512, after_tokens=1100)
+    tree.withdraw(prompt, "unknown", block_tokens=512, after_tokens=0)
+    tree.check()
+    assert tree.match(prompt, S, block_tokens=512, young_only=True) == {"w0": 2, "w1": 6}
+    tree.withdraw(prompt, "w1", block_tokens=512, after_tokens=0)
+    tree.check()
+    assert len(tree) == 2, "keys without a worker are gone"

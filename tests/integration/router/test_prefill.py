@@ -1,0 +1,271 @@
+"""Remote prefills in front of scripted engines: both legs, and what faults of either become."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import pytest
+
+from kvstore.router.pages import _families, health_of
+from kvstore.routing.core import RouterCore
+from kvstore.routing.policy import PolicyLimits, RoutingPolicy
+from kvstore.routing.receipts import Receipt
+from tests.amounts import amount, covered
+from tests.integration.router.test_proxy import until
+from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.scripted_worker import ScriptedWorker
+
+REQUESTS = amount(24, nightly=1000)
+"""Of each fault."""
+DEADLINE_S = 1.0
+ROLES = {"p": "prefill", "q": "prefill", "d": "decode", "e": "decode"}
+LONG = "a prompt of some length " * 100
+Engines = dict[str, ScriptedWorker]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    directory = tmp_path_factory.mktemp("engines")
+    with ExitStack() as stack:
+        yield {n: stack.enter_context(ScriptedWorker.start(directory, n)) for n in ROLES}
+
+
+@pytest.fixture
+def engines(started: Engines) -> Engines:
+    for each in started.values():
+        each.script("ok")
+    return started
+
+
+@contextmanager
+def routed(
+    engines: Engines, names: Sequence[str] = "pqde", *, together: bool, **settings: Any
+) -> Iterator[RouterThread]:
+    """A router whose decision core is the real one; nothing is left of any request at the end.
+    `together`: nodes are known, so both legs begin at once."""
+    policy = RoutingPolicy(limits=PolicyLimits(timeout_s_min=DEADLINE_S, timeout_factor=1.0))
+    flags = [
+        f"{engines[name].flag},role={ROLES[name]}" + f",node=n-{name}" * together for name in names
+    ]
+    core = RouterCore(policy, seed=7)
+    with RouterThread(flags, core=cast("Any", core), **settings) as router:
+        yield router
+        until(lambda: not core.open)
+        router.on_loop(core.check)
+        assert not core.fleet.flights
+        assert not any(worker.in_flight for worker in router.router.workers)
+        assert not any(worker.waits for worker in router.router.workers)
+
+
+def body(number: int = 0, **more: object) -> dict[str, object]:
+    """Different from its first byte, so that no prefix of it is cached."""
+    return ASK | {"prompt": f"{number} {LONG}", **more}
+
+
+def _receipts(router: RouterThread) -> list[Receipt]:
+    return cast("RouterCore", router.core).take_receipts()
+
+
+BOTH_WAYS = pytest.mark.parametrize("together", [False, True], ids=["in-turn", "together"])
+
+
+@BOTH_WAYS
+def test_a_long_prompt_is_two_legs_of_one_transfer(engines: Engines, together: bool) -> None:
+    with routed(engines, "pd", together=together) as router:
+        forged = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"}}
+        status, headers, answer = router.ask(body(min_tokens=3, seed=1) | forged)
+        assert (status, json.loads(answer)["choices"]) == (200, [{"text": "abc"}])
+        assert (headers["x-kvstore-worker"], headers["x-kvstore-prefill-worker"]) == ("d", "p")
+        at = {name: engines[name].seen() for name in "pd"}
+        sent = {name: json.loads(seen["body"]) for name, seen in at.items()}
+        lines = [{k.lower(): v for k, v in seen["headers"]} for seen in at.values()]
+        ids = [each["x-request-id"] for each in lines]
+        assert ids == [headers["x-request-id"]] * 2
+        to_p, to_d = (sent[name].pop("kv_transfer_params") for name in "pd")
+        assert to_p["do_remote_decode"]
+        assert to_d["do_remote_prefill"]
+        assert "10.0.0.1" not in json.dumps([to_p, to_d])
+        name = to_p["kvstore"]["transfer"]
+        assert name == f"{ids[0]}.1"
+        assert to_d["kvstore"] == {"transfer": name, "node": "n-p" if together else "p"}
+        assert sent["p"] == body(seed=1, max_tokens=1, stream=False)
+        assert sent["d"] == body(min_tokens=3, seed=1)
+        until(lambda: not cast("RouterCore", router.core).open)
+        [receipt] = router.on_loop(lambda: _receipts(router))
+        assert (receipt.prefill_worker, receipt.chosen) == ("p", "d")
+        assert (receipt.split_reason, receipt.outcome.end) == ("long", "done")
+        assert router.router.proxy.prefills == {"done": 1}
+        said = {each.name: each for each in router.on_loop(lambda: list(_families(router.router)))}
+        splits = said["kvstore_router_splits"].samples
+        assert {s.labels["reason"]: s.value for s in splits} == {"long": 1}
+
+
+@pytest.mark.parametrize(
+    "more", [{"prompt": "short"}, {"echo": True}, {"prompt_logprobs": 0}, {"echo": False}]
+)
+def test_what_needs_no_prefiller_goes_to_one_engine(
+    engines: Engines, more: dict[str, object]
+) -> None:
+    before = engines["p"].seen()["prefills"]
+    with routed(engines, "pd", together=True) as router:
+        status, headers, _ = router.ask(body() | more)
+        assert status == 200
+        is_remote = more == {"echo": False}
+        assert ("x-kvstore-prefill-worker" in headers) == is_remote
+        assert engines["p"].seen()["prefills"] - before == is_remote
+        if not is_remote:
+            assert "kv_transfer_params" not in json.loads(engines["d"].seen()["body"])
+
+
+FAULTS: list[tuple[str, dict[str, Any]]] = [
+    ("p", {"mode": "fail"}),
+    ("p", {"mode": "cut"}),
+    ("d", {"mode": "fail", "status": 503}),
+    ("d", {"mode": "cut"}),
+]
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(("bad", "how"), FAULTS, ids=["p-500", "p-cut", "d-503", "d-cut"])
+def test_one_of_two_always_failing_fails_no_request(
+    engines: Engines, together: bool, bad: str, how: dict[str, Any]
+) -> None:
+    for name in "de":
+        engines[name].script("ok", push_s=0.02)
+    engines[bad].script(**how)
+    before = engines[bad].seen()["requests"]
+    with routed(engines, together=together) as router, ThreadPoolExecutor(8) as pool:
+        asked = pool.map(lambda n: router.ask(body(n, stream=n % 2 == 0)), range(REQUESTS))
+        assert [status for status, *_ in asked] == [200] * REQUESTS
+        assert engines[bad].seen()["requests"] > before, "it was tried"
+        splits = router.router.proxy.splits
+        assert splits["long"] > REQUESTS / 2, splits
+    covered("requests with a failing leg", REQUESTS)
+
+
+@BOTH_WAYS
+def test_every_prefiller_failing_fails_no_request(engines: Engines, together: bool) -> None:
+    for name in "pq":
+        engines[name].script("fail")
+    for name in "de":
+        engines[name].script("ok", push_s=0.02)
+    with routed(engines, together=together) as router:
+        asked = [router.ask(body(n)) for n in range(12)]
+        assert [status for status, *_ in asked] == [200] * 12
+        assert all("x-kvstore-prefill-worker" not in headers for _, headers, _ in asked)
+        assert router.router.proxy.splits["fell-back"] == 12
+        assert "kv_transfer_params" not in json.loads(engines["d"].seen()["body"])
+
+
+@BOTH_WAYS
+def test_a_prefiller_that_never_answers_is_left(engines: Engines, together: bool) -> None:
+    for name in "pq":
+        engines[name].script("stuck")
+    for name in "de":
+        engines[name].script("ok", push_s=60)
+    with routed(engines, together=together) as router:
+        begin_s = time.monotonic()
+        status, headers, _ = router.ask(body())
+        assert status == 200
+        assert "x-kvstore-prefill-worker" not in headers
+        assert time.monotonic() - begin_s < 6 * DEADLINE_S
+        assert router.router.proxy.prefills == {"failed": 2}
+        until(lambda: all(engines[name].seen()["running"] == 0 for name in "pq"))
+
+
+@BOTH_WAYS
+def test_a_decoder_that_never_answers_is_left(engines: Engines, together: bool) -> None:
+    engines["d"].script("stuck")
+    with routed(engines, "pde", together=together) as router:
+        for number in range(3):
+            assert router.ask(body(number, stream=True))[0] == 200
+        until(lambda: engines["d"].seen()["running"] == 0)
+
+
+@BOTH_WAYS
+def test_a_prefiller_that_refuses_leaves_the_word_to_the_decoder(
+    engines: Engines, together: bool
+) -> None:
+    engines["p"].script("refuse", status=404)
+    engines["d"].script("ok", push_s=60 * together)
+    with routed(engines, "pd", together=together) as router:
+        assert router.ask(body())[0] == 200
+        assert "kv_transfer_params" not in json.loads(engines["d"].seen()["body"])
+        assert router.router.proxy.prefills == {"refused": 1}
+        assert router.on_loop(lambda: router.router.workers["p"].state) == "up"
+        engines["d"].script("refuse", status=422)
+        assert router.ask(body(1))[0] == 422
+
+
+@BOTH_WAYS
+def test_a_prefiller_without_parameters_is_no_failure(engines: Engines, together: bool) -> None:
+    engines["p"].script("ok", params=False)
+    engines["d"].script("ok", push_s=60 * together)
+    with routed(engines, "pd", together=together) as router:
+        assert router.ask(body())[0] == 200
+        assert router.router.proxy.prefills == {"useless": 1}
+
+
+@BOTH_WAYS
+def test_a_decoder_that_dies_in_its_answer_is_cut(engines: Engines, together: bool) -> None:
+    engines["d"].script("die", pieces=5, pause_s=0.05)
+    with routed(engines, "pd", together=together) as router:
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            router.ask(body(stream=True))
+        until(lambda: router.router.proxy.counts["broken"] == 1)
+    assert engines["d"].seen()["running"] == engines["p"].seen()["running"] == 0
+
+
+WAITS: list[tuple[bool, str, dict[str, Any]]] = [
+    (False, "p", {"delay_s": 60}),
+    (True, "p", {"delay_s": 60}),
+    (False, "d", {"push_s": 60}),
+    (True, "d", {"push_s": 60}),
+]
+
+
+@pytest.mark.parametrize(("together", "slow", "how"), WAITS)
+def test_a_client_that_leaves_aborts_both_legs(
+    engines: Engines, together: bool, slow: str, how: dict[str, Any]
+) -> None:
+    engines["d"].script("ok", push_s=60)
+    engines[slow].script("ok", **how)
+    running = {"p": 1 * (slow == "p"), "d": 1 * (together or slow == "d")}
+
+    def are_running() -> dict[str, int]:
+        return {name: engines[name].seen()["running"] for name in running}
+
+    policy_s = 60.0
+    with routed(engines, "pd", together=together) as router:
+        core = cast("RouterCore", router.core)
+        limits = PolicyLimits(timeout_s_min=policy_s)
+        router.on_loop(lambda: router.router.dispatcher.adopt(RoutingPolicy(limits=limits)))
+        content = json.dumps(body(stream=True)).encode()
+        with socket.create_connection(("127.0.0.1", router.port)) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+                % (len(content), content)
+            )
+            until(lambda: are_running() == running)
+        left_s = time.monotonic()
+        until(lambda: not any(are_running().values()))
+        assert time.monotonic() - left_s < 2.0
+        until(lambda: router.router.proxy.counts["aborted"] == 1)
+        assert not core.open
+
+
+def test_only_prefillers_left_is_nobody(engines: Engines) -> None:
+    engines["d"].script("sick")
+    with routed(engines, "pd", together=True) as router:
+        until(lambda: router.router.workers["d"].state == "down")
+        assert router.ask(body())[0] == 503
+        page = router.on_loop(lambda: health_of(router.router))
+        assert (page.status, b"no worker takes requests" in page.body) == (503, True)
+        assert router.on_loop(lambda: router.router.picker.any_worker(None)) is None
