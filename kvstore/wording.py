@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import errno
-import os
 import re
 import typing
 from collections.abc import Iterable
@@ -25,18 +24,21 @@ KIND_NAMES: Final = {
     "object": "a mapping",
     "null": "empty",
 }
+_NO_ADDRESS: Final = {
+    errno.EADDRINUSE: "the address is in use",
+    errno.EADDRNOTAVAIL: "the address is not of this machine",
+    errno.EACCES: "it is not permitted, as for ports below 1024",
+    errno.EINVAL: "it is no address",
+}
 _AT_LEAST: Final = {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
 
 
 def cannot_listen(option: str, address: str, error: OSError | None = None) -> str:
     """The sentence about an address that a server cannot have. `error` None: gRPC has no reason."""
-    reasons = {
-        None: "the address is in use or not of this machine",
-        errno.EADDRINUSE: "the address is in use",
-        errno.EADDRNOTAVAIL: "the address is not of this machine",
-    }
-    number = error.errno if error is not None else None
-    why = reasons.get(number) or os.strerror(number or 0)
+    if error is None:
+        why = "the address is in use or not of this machine"
+    else:
+        why = _NO_ADDRESS.get(error.errno or 0) or error.strerror or "no reason is known"
     return f"{option} cannot listen on {address}: {why}; choose another {option}"
 
 

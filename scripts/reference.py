@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import enum
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,7 +89,7 @@ _ON_RECEIPTS: Final = """
 One JSON line per decision in `--receipts FILE`, shown by `kvstore route explain`. Columns have one
 entry for each of `workers`.
 """
-_SECTIONS_OF_A_POLICY: Final = (
+_SECTIONS_OF_A_POLICY: Final[tuple[tuple[str, type[msgspec.Struct], str], ...]] = (
     ("Policy file", RoutingPolicy, ""),
     ("costs", PolicyCosts, "Policy `cost`: start values; measured ones take their place."),
     ("choice", PolicyChoice, ""),
@@ -245,38 +246,50 @@ def _reason_row(reason: Reason) -> tuple[str, str]:
 
 def routing_page() -> str:
     """Keys of the policy file, fields and words of receipts."""
-    parts = ["# Routing\n" + _NOTE + "\n" + _one_line(_ON_POLICY) + "\n"]
-    for title, kind, text in _SECTIONS_OF_A_POLICY:
-        head = f"## {title}\n\n" if kind is RoutingPolicy else f"### {title}\n\n"
-        told = _docstrings(ROOT / "kvstore" / "routing" / "policy.py", kind.__name__)
-        rows = [
-            (f"`{field.name}`", _yaml_default(field), _cell(told.get(field.name, "")))
-            for field in msgspec.structs.fields(kind)
-        ]
-        parts.append(head + (text + "\n\n" if text else "") + _table(("key", "default", ""), rows))
-        if kind is ServiceClass:
-            names = tuple(field.name for field in msgspec.structs.fields(kind))
-            classes = [
-                (f"`{name}`", *(f"{getattr(each, field):g}" for field in names))
-                for name, each in RoutingPolicy().classes.items()
-            ]
-            parts.append(_table(("class", *names), classes))
-    receipts = ROOT / "kvstore" / "routing" / "receipts.py"
-    for title, name in (("Receipts", "Receipt"), ("outcome", "RouteOutcome")):
-        told = _docstrings(receipts, name)
-        head = (
-            f"## {title}\n\n{_one_line(_ON_RECEIPTS)}\n" if name == "Receipt" else "### outcome\n"
-        )
-        kind = Receipt if name == "Receipt" else RouteOutcome
-        rows = [(f"`{f.name}`", _cell(told.get(f.name, ""))) for f in msgspec.structs.fields(kind)]
-        parts.append(head + "\n" + _table(("field", ""), rows))
     terms = [(f"`{name}`", _TERMS[name]) for name in TERM_NAMES]
-    parts.append("### terms, policy `cost`\n\n" + _table(("term", "seconds of"), terms))
-    kinds = ((Dropped, "filtered"), (PrefixTrust, "index_trust"), (Rung, "degraded"))
-    for kind, field in (*kinds, (SplitReason, "split_reason")):
-        words = [(f"`{each.value}`", _WORDS[each]) for each in kind if each.value]
-        parts.append(f"### Values of {field}\n\n" + _table(("value", "meaning"), words))
-    return "\n".join(parts)
+    words: tuple[tuple[type[enum.StrEnum], str], ...] = (
+        (Dropped, "filtered"),
+        (PrefixTrust, "index_trust"),
+        (Rung, "degraded"),
+        (SplitReason, "split_reason"),
+    )
+    return "\n".join(
+        (
+            "# Routing\n" + _NOTE + "\n" + _one_line(_ON_POLICY) + "\n",
+            *(_policy_section(title, kind, text) for title, kind, text in _SECTIONS_OF_A_POLICY),
+            f"## Receipts\n\n{_one_line(_ON_RECEIPTS)}\n\n{_fields_of_a_receipt(Receipt)}",
+            f"### outcome\n\n{_fields_of_a_receipt(RouteOutcome)}",
+            "### terms, policy `cost`\n\n" + _table(("term", "seconds of"), terms),
+            *(_values_of(field, kind) for kind, field in words),
+        )
+    )
+
+
+def _policy_section(title: str, kind: type[msgspec.Struct], text: str) -> str:
+    told = _docstrings(ROOT / "kvstore" / "routing" / "policy.py", kind.__name__)
+    fields = msgspec.structs.fields(kind)
+    rows = [(f"`{f.name}`", _yaml_default(f), _cell(told.get(f.name, ""))) for f in fields]
+    head = f"{'##' if kind is RoutingPolicy else '###'} {title}\n\n"
+    made = head + (text + "\n\n" if text else "") + _table(("key", "default", ""), rows)
+    if kind is not ServiceClass:
+        return made
+    names = [field.name for field in fields]
+    classes = [
+        (f"`{name}`", *(f"{getattr(each, field):g}" for field in names))
+        for name, each in RoutingPolicy().classes.items()
+    ]
+    return made + "\n" + _table(("class", *names), classes)
+
+
+def _fields_of_a_receipt(kind: type[msgspec.Struct]) -> str:
+    told = _docstrings(ROOT / "kvstore" / "routing" / "receipts.py", kind.__name__)
+    rows = [(f"`{f.name}`", _cell(told.get(f.name, ""))) for f in msgspec.structs.fields(kind)]
+    return _table(("field", ""), rows)
+
+
+def _values_of(field: str, kind: type[enum.StrEnum]) -> str:
+    rows = [(f"`{each.value}`", _WORDS[each]) for each in kind if each.value]
+    return f"### Values of {field}\n\n" + _table(("value", "meaning"), rows)
 
 
 def _yaml_default(field: msgspec.structs.FieldInfo) -> str:

@@ -94,7 +94,7 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
     indexes = [given] if isinstance(given, str) else given
     _check_indexes(indexes, is_certified=tls is not None, insecure=settings.insecure)
     if not indexes:
-        _refuse_names_in_the_index(settings)
+        refuse_names_in_the_index(settings)
     front, is_plain = _front(settings, tls), tls is None and not settings.insecure
     listen = _listen("--listen", settings.listen, is_plain=is_plain and front is None)
     receipts, receipts_bytes = _receipts(settings.receipts)
@@ -166,13 +166,17 @@ def _workers(settings: RouterSettings, *, insecure: bool) -> tuple[WorkerText, .
     return tuple(found)
 
 
-def _refuse_names_in_the_index(settings: RouterSettings) -> None:
+def refuse_names_in_the_index(settings: RouterSettings) -> None:
+    """A router without an index needs no names in it; between prefill and decode engines `node` and
+    `engine` lead the blocks all the same. Raises ConfigError."""
     slices = [settings.worker_slices] if settings.worker_slices else []
     given = {"worker": settings.worker, "worker-dns": settings.worker_dns, "worker-slices": slices}
+    options = [pair for texts in given.values() for text in texts or () for pair in text.split(",")]
+    useful = {"node", "engine"} if "role=prefill" in options else set()
     for flag, texts in given.items():
         for text in texts or ():
             keys = [pair.partition("=")[0] for pair in text.split(",")[1:]]
-            if named := [key for key in keys if key in INDEX_KEYS]:
+            if named := [key for key in keys if key in INDEX_KEYS and key not in useful]:
                 raise ConfigError(
                     f"--{flag} {text!r}: {', '.join(named)} does nothing without an index: add"
                     " --index HOST:PORT, or leave it out"

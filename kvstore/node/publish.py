@@ -140,7 +140,8 @@ class Publisher:
                 refuse_what_is_not_ours(path, option="--events")
             made.bind(endpoint)
         except (OSError, zmq.ZMQError) as error:
-            raise ConfigError(cannot_listen("--events", endpoint, error)) from None
+            why = OSError(error.errno or 0, str(error.strerror))
+            raise ConfigError(cannot_listen("--events", endpoint, why)) from None
         finally:
             os.umask(mask)
         if endpoint.startswith(_IPC):

@@ -92,7 +92,8 @@ def _families(router: Router) -> Iterator[Family]:
         yield family("kvstore_router_rendered_total", sources)
         yield family("kvstore_router_index_matches_total", [((), router.index.match_count)])
         yield family("kvstore_router_index_late_total", [((), router.index.late_count)])
-        yield family("kvstore_router_index_used", [((), int(not router.index.trouble))])
+        is_used = not (router.index.trouble or router.index.lost)
+        yield family("kvstore_router_index_used", [((), int(is_used))])
     if isinstance(router.core, RouterCore):
         yield from _pressure(router.core, {worker.address.pool for worker in workers})
     yield family("kvstore_router_receipts_total", [((), router.receipts.written_count)])

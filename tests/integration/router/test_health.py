@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -122,7 +122,7 @@ def test_a_lost_index_is_on_the_page_until_it_is_back() -> None:
 
 def test_a_tokenizer_that_is_not_used_is_on_the_page(tmp_path: Path, dead: str) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    flags = {"index": [dead], "insecure": True, "tokenizer": [f"wrong={tmp_path}"]}
+    flags: dict[str, Any] = {"index": [dead], "insecure": True, "tokenizer": [f"wrong={tmp_path}"]}
     with ScriptedWorker.start(tmp_path, "b") as worker:
         worker.script("ok", models=["right"])
         with RouterThread([worker.flag], **flags) as router:

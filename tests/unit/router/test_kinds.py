@@ -1,5 +1,20 @@
-"""Numbers of every kind of engine, from pages of metrics. vLLM's was recorded from an engine; the
-others follow their documentation and sources."""
+"""Numbers of every kind of engine, from pages of metrics.
+
+No page was recorded from an engine. They are written here by hand, with names and labels from these
+sources; only vLLM was run beside the router (tests/integration/engine/test_router.py):
+
+    vllm      vllm/v1/metrics/loggers.py of vLLM 0.32.0; two ranks, two sets of adapters
+    sglang    docs/references/production_metrics.md of sgl-project/sglang at 00b08c4;
+              cache_config_info: from the list of model servers' metrics of llm-d's router 0.10.0.
+              SGLang 0.5.11 and later are said to publish gauges in its place
+    tgi       docs/source/reference/metrics.md of huggingface/text-generation-inference at 53fdbe6
+    trtllm    default engines of the Gateway API inference extension's endpoint picker
+    triton    README of triton-inference-server/tensorrtllm_backend (Triton 23.11); `waiting` and
+              `fraction`: as the Gateway API inference extension reads them
+    llamacpp  tools/server/README.md of ggml-org/llama.cpp at 00dc805, which has no share of the KV
+              cache; builds of 2024 published kv_cache_usage_ratio
+    ollama    publishes no metrics, so there is no page
+"""
 
 from __future__ import annotations
 
@@ -41,10 +56,10 @@ nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="m",version="1
 """,
     "llamacpp": """llamacpp:requests_processing 5
 llamacpp:requests_deferred 4
-llamacpp:kv_cache_usage_ratio 0.375
+llamacpp:n_busy_slots_per_decode 2.5
 """,
 }
-COUNTS_ONLY = {"tgi"}
+COUNTS_ONLY = {"tgi", "llamacpp"}
 
 
 @pytest.mark.parametrize("kind", PAGES)
@@ -56,6 +71,11 @@ def test_numbers_are_found(kind: str) -> None:
     assert (block_tokens, memory_tokens) == {"vllm": (128, 5120), "sglang": (64, 64000)}.get(
         kind, (0, 0)
     )
+
+
+def test_an_older_llama_cpp_has_a_share_of_memory() -> None:
+    text = PAGES["llamacpp"] + "llamacpp:kv_cache_usage_ratio 0.375\n"
+    assert findings_of(ENGINES["llamacpp"], text).load.memory_used == 0.375
 
 
 def test_every_kind_of_the_flag_has_a_row() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.config.router import load_router_config
+from kvstore.config.router import load_router_config, refuse_names_in_the_index
+from kvstore.config.settings import RouterSettings
 from kvstore.errors import ConfigError
 from kvstore.router.engines.discovery import addresses_of
 from kvstore.router.front.tenants import load_tenants
@@ -124,6 +125,13 @@ def test_a_wrong_policy_is_said(tmp_path: Path, text: str, says: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         load_policy(path)
+
+
+def test_prefill_and_decode_engines_have_nodes_without_an_index() -> None:
+    pair = ["p=http://127.0.0.1:1,node=n1,role=prefill", "d=http://127.0.0.1:2,node=n2,engine=e"]
+    refuse_names_in_the_index(RouterSettings(worker=pair))
+    with pytest.raises(ConfigError, match="seed does nothing without an index"):
+        refuse_names_in_the_index(RouterSettings(worker=[*pair, "c=http://127.0.0.1:3,seed=s"]))
 
 
 def test_examples_of_the_guide_are_read(tmp_path: Path) -> None:
