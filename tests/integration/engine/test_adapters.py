@@ -76,8 +76,8 @@ def _other_weights(
     prompt: tuple[int, ...],
     before: tuple[int, ...],
 ) -> None:
-    """The adapter gets them under its name and path. Once that is seen, no block serves a request
-    while the engine may have either, and none of the old ones after it has loaded the new weights."""
+    """The adapter gets them under its name and path. Once that is seen no block serves a request
+    while the engine may have either, and no old one after it has loaded the new weights."""
     build_adapter(folder, target, seed=7)
     # The files are looked at beside the requests, so the first ones may still find the old blocks:
     # they are those of the weights that the engine has.
