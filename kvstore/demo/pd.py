@@ -129,6 +129,7 @@ def conclude(console: Console, runs: list[PdRun], picture: Path) -> None:
     )
     console.print("[green]✓[/] All answers are identical, token by token (float32).")
     try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
         draw(runs, picture)
     except ImportError:
         console.print("No plot without matplotlib: pip install 'kvstore-llm[demo]'")
