@@ -143,10 +143,10 @@ class Bench:
             work()
             return answer.result()
 
-    def sweep(self, total_tokens: int) -> dict[str, Any]:
+    def sweep(self, both: CompletionClient, total_tokens: int) -> dict[str, Any]:
         """See the module."""
         return sweep(
-            split=self._pair.proxy,
+            split=both,
             colocated=(self._pair.p, self._pair.d),
             fresh=lambda: next(self._prompts),
             total_tokens=total_tokens,
@@ -333,7 +333,7 @@ def run(*, rounds: int, size: Size, transport: str, total_tokens: int) -> dict[s
                 "decode": bench.decode,
                 "pushing": bench.pushing,
                 "turns": bench.turns,
-                "sweep": lambda: bench.sweep(total_tokens),
+                "sweep": lambda: bench.sweep(both, total_tokens),
             }
             return results | {part: measured(measure) for part, measure in parts.items()}
 

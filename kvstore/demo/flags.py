@@ -8,6 +8,7 @@ Does not cover: the demo (`play`).
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Final, NoReturn
 
 from kvstore.demo.workload import ConversationPlan
@@ -38,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         prog="kvstore demo",
         description="A real vLLM without and with kvstore, in a few minutes.",
         epilog="examples:\n  kvstore demo\n  kvstore demo --keep\n  kvstore demo --cluster\n"
-        "  kvstore demo --pd\n  kvstore demo --users 2",
+        "  kvstore demo --pd --plot pd.png\n  kvstore demo --users 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--seed", type=int, default=PLAN.seed, help="seed of the conversations")
@@ -53,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     )
     one.add_argument(
         "--pd", action="store_true", help="prefill on one engine and node, decode on another"
+    )
+    made.add_argument(
+        "--plot", type=Path, metavar="FILE", help="picture of --pd [default: in the cache]"
     )
     return made
 

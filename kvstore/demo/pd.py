@@ -119,6 +119,10 @@ def conclude(console: Console, runs: list[PdRun], picture: Path) -> None:
         raise DemoError("No block was pushed from the prefill node to the decode node.")
     ratio = np.median(split.replayed.all_ttft_ms()) / np.median(alone.replayed.all_ttft_ms())
     console.print(
+        "Sources and computed tokens of the second row are of the decode engine: the prefill engine"
+        " computed what was pushed, and node d keeps it for the next turn."
+    )
+    console.print(
         f"[green]✓[/] {split.pushed_blocks:,} blocks were pushed from node p to node d. Time to"
         f" first token of all requests: {ratio:.2f} × that of one engine (median)."
     )
@@ -129,6 +133,7 @@ def conclude(console: Console, runs: list[PdRun], picture: Path) -> None:
     )
     console.print("[green]✓[/] All answers are identical, token by token (float32).")
     try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
         draw(runs, picture)
     except ImportError:
         console.print("No plot without matplotlib: pip install 'kvstore-llm[demo]'")

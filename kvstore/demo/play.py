@@ -407,7 +407,10 @@ def main(
     finish: Finish | None = None,
 ) -> int:
     """Command line; returns the exit status. `finish` gets the runs after they are shown."""
-    chosen = parser().parse_args(arguments)
+    flags = parser()
+    chosen = flags.parse_args(arguments)
+    if chosen.plot and not (chosen.pd and chosen.plot.absolute().parent.is_dir()):
+        flags.error("--plot names a file in a folder that is there, for the picture of --pd")
     plan = msgspec.structs.replace(PLAN, seed=chosen.seed, users=chosen.users, rounds=chosen.rounds)
     # A terminated demo unwinds like an interrupted one, and so takes node and engine along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("The demo was terminated."))
@@ -443,7 +446,9 @@ def main(
 
                 runs = demo_pd.PdDemo(console, plan, **places).run()
                 show(console, [each.replayed for each in runs])
-                demo_pd.conclude(console, runs, places["cache"] / "demo" / "pd.png")
+                picture = chosen.plot or places["cache"] / "demo" / "pd.png"
+                demo_pd.conclude(console, runs, picture)
+                console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)
             else:
                 Demo(console, plan, **places).run(done)
     except KeyboardInterrupt:

@@ -12,15 +12,21 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import count, product
 from pathlib import Path
 from typing import Final
 
 import pytest
 
+from kvstore.cli.ask import NodeClient
+from kvstore.engine import RangeReport, Reason, RequestReport
+from kvstore.proto import inspect_pb2 as pb
+from kvstore.proto.rows import TransferReport
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.raw_engine import EngineGone, RawEngine, make_keys
-from kvstore.wire.messages import LeaseRelease, LeaseReply
+from kvstore.testing.raw_engine import BLOCK_TOKENS, EngineGone, RawEngine, make_keys
+from kvstore.units import NS_PER_MS
+from kvstore.wire.messages import LeaseRelease, LeaseReply, Story
 from kvstore.wire.pushes import PushClose, PushExpect, PushOpen
 from tests.amounts import IS_NIGHTLY
 from tests.integration.node.conftest import eventually
@@ -128,6 +134,45 @@ def test_blocks_follow_the_prefill_whatever_the_parallel_sizes(
         end = decode.push_end()
         assert (end.blocks, end.reason) == (BLOCKS, "")
         decode.release(full)
+    at_baseline(pair)
+
+
+def test_a_push_is_seen_by_stage(pair: PeerPair) -> None:
+    name, keys = fresh()
+    with attached(pair.b.socket) as prefill, attached(pair.a.socket) as decode:
+        decode.timeout_s = prefill.timeout_s = 60
+        assert prefill.scheduler.send(PushOpen(name))
+        prefill.store(keys[:4])
+        decode.expect(name, "b", keys)
+        waiting = decode.ask(keys)
+        decode.wait(lambda: decode.coming(waiting) <= BLOCKS - 4)
+        assert prefill.scheduler.send(PushClose(name, "aborted"))
+        assert decode.push_end().reason == "aborted"
+        reply = decode.lease(keys)
+        its = {"session": decode.session, "leases": [reply.lease], "first_token_ns": 9 * NS_PER_MS}
+        count = BLOCKS * BLOCK_TOKENS
+        story = Story(request="r-seen", prompt_tokens=count, transfer=name, **its)  # type: ignore[arg-type]
+        assert decode.scheduler.send(story)
+        for each in (decode.finish(waiting), reply):
+            decode.release(each)
+        with closing(NodeClient(pair.a.socket)) as client:
+            asked = pb.Filter(request="r-seen", limit=1)
+            assert eventually(lambda: bool(client.rows("requests", RequestReport, asked)))
+            (row,) = client.rows("requests", RequestReport, asked)
+            ranges = client.rows("ranges", RangeReport, pb.Filter(number=row.number))
+            seen = {each.kind for each in client.rows("transfers", TransferReport)}
+        with closing(NodeClient(pair.b.socket)) as client:
+            assert "write" in {each.kind for each in client.rows("transfers", TransferReport)}
+    (push,) = row.pushes
+    assert push.pushed == 4
+    assert (push.node, push.blocks, push.reason) == ("b", BLOCKS, "aborted")
+    assert 0 < push.granted_us <= push.first_us <= push.last_us <= push.sealed_us <= push.ended_us
+    assert [(each.blocks, each.reason) for each in ranges][-1] == (
+        BLOCKS - push.pushed,
+        Reason.NOT_PUSHED,
+    )
+    stages = {"push_grant", "push_first", "land_copy", "land_verify", "push_seal", "push_token"}
+    assert stages <= seen
     at_baseline(pair)
 
 

