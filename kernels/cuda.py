@@ -29,6 +29,7 @@ from kvstore.kernels.compiled import cubin
 from kvstore.kernels.device import DeviceError
 from kvstore.kernels.launches import (
     DIGESTS,
+    MOVE_MANY,
     MOVE_PIECES,
     THREADS,
     Kernel,
@@ -220,7 +221,7 @@ class CudaDevice:
                 return _OTHER_ADDRESSES
         except DeviceError as error:
             return str(error)
-        return self._trouble(MOVE_PIECES)
+        return self._trouble(MOVE_PIECES, MOVE_MANY)
 
     def digest_trouble(self) -> str:
         return self._trouble(*DIGESTS)

@@ -15,7 +15,15 @@ from cuda.bindings import runtime as real
 
 from kvstore.kernels.cuda import CudaKernels
 from kvstore.kernels.device import DeviceError
-from kvstore.kernels.launches import DIGESTS, MOVE_PIECES, PAYLOADS_MAX, PIECES_MAX, Kernel
+from kvstore.kernels.launches import (
+    DIGESTS,
+    MANY_MAX,
+    MOVE_MANY,
+    MOVE_PIECES,
+    PAYLOADS_MAX,
+    PIECES_MAX,
+    Kernel,
+)
 from kvstore.kernels.shared import HANDLE_BYTES
 from kvstore.testing.simulated_device import ENGINE_STREAM, SimulatedDevice
 
@@ -168,10 +176,10 @@ class FakeKernels(CudaKernels):
         if kernel in DIGESTS:
             self._digest(stream - FIRST_HANDLE, kernel, arguments)
             return
-        assert kernel == MOVE_PIECES
         (pieces,) = arguments
         table = np.frombuffer(pieces, np.uint64).copy()
-        columns = table[:-1].reshape(3, PIECES_MAX)[:, : int(table[-1])]
+        room = {MOVE_PIECES: PIECES_MAX, MOVE_MANY: MANY_MAX}[kernel]
+        columns = table[:-1].reshape(3, room)[:, : int(table[-1])]
         self._device.move(stream - FIRST_HANDLE, *columns)
 
     def _digest(self, stream: int, kernel: Kernel, arguments: Sequence[Any]) -> None:
