@@ -42,6 +42,7 @@ class FakeCuda:
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self._thread = threading.local()
+        self._engine_thread = threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(real, name)
@@ -50,6 +51,8 @@ class FakeCuda:
 
     def _answer(self, function: Any, *arguments: Any, error: Any = FAILED) -> tuple[Any, ...]:
         assert getattr(self._thread, "device", None) == 0, "no device was chosen in this thread"
+        is_apart = getattr(self._thread, "is_apart", False)
+        assert is_apart != (threading.get_ident() == self._engine_thread), "it would end a capture"
         try:
             value = function(*arguments)
         except DeviceError:
@@ -80,6 +83,11 @@ class FakeCuda:
     def cudaSetDevice(self, device: int) -> tuple[Any, ...]:
         self._thread.device = device
         return (OK,)
+
+    def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
+        assert mode == real.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._thread.is_apart = True
+        return (OK, real.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal)
 
     def cudaDeviceGetStreamPriorityRange(self) -> tuple[Any, ...]:
         return (OK, 0, -5)
