@@ -26,7 +26,7 @@ LINES_MAX = {
     "engine": 7_675,
     "index": 1_810,
     "indexer": 710,
-    "kernels": 1_565,
+    "kernels": 1_572,
     "kvstore": 770,
     "net": 510,
     "node": 2_545,
