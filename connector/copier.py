@@ -282,8 +282,10 @@ class Copier:
     # ── copies ───────────────────────────────────────────────────────────────────────────────────
 
     def _copy(self) -> bool:
-        """Begin a copy, and take those that ended. False: neither."""
-        is_busy = self._begin()
+        """Begin copies, and take those that ended. False: neither."""
+        is_busy = False
+        while self._begin():  # all that there are: like ones are given to the device in one go
+            is_busy = True
         return self._take_ended() or is_busy
 
     def _drain(self, until_ns: int = 0) -> bool:

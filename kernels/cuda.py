@@ -29,6 +29,7 @@ from kvstore.kernels.compiled import cubin
 from kvstore.kernels.device import DeviceError
 from kvstore.kernels.launches import (
     DIGESTS,
+    MOVE_MANY,
     MOVE_PIECES,
     THREADS,
     Kernel,
@@ -129,6 +130,8 @@ class CudaDevice:
         kernels: CudaKernels | None = None,
     ) -> None:
         """
+        The engine's thread calls this.
+
         Args:
             ordinal: of the device, as this process counts them.
             engine_stream: address of the calling thread's stream on which the engine computes.
@@ -141,6 +144,7 @@ class CudaDevice:
         self._runtime = runtime or cuda_runtime()
         self._ordinal = ordinal
         self._engine_stream = engine_stream
+        self._engine_thread = threading.get_ident()
         self._thread = threading.local()
         """Whether the device was chosen in this thread."""
         self._least, self._greatest = self._call(self._runtime.cudaDeviceGetStreamPriorityRange)
@@ -157,10 +161,18 @@ class CudaDevice:
         return self._check(function, function(*arguments))
 
     def _choose(self) -> None:
-        """The runtime keeps one device for each thread."""
-        if not getattr(self._thread, "has_chosen", False):
-            self._check(self._runtime.cudaSetDevice, self._runtime.cudaSetDevice(self._ordinal))
-            self._thread.has_chosen = True
+        """The runtime keeps one device for each thread. While the engine captures a graph, a call
+        of another thread that allocates, pins or asks for an event would fail, and end the capture:
+        unless that thread has said that it has no part in it."""
+        if getattr(self._thread, "has_chosen", False):
+            return
+        runtime = self._runtime
+        self._check(runtime.cudaSetDevice, runtime.cudaSetDevice(self._ordinal))
+        if threading.get_ident() != self._engine_thread:
+            exchange = runtime.cudaThreadExchangeStreamCaptureMode
+            apart = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+            self._check(exchange, exchange(apart))
+        self._thread.has_chosen = True
 
     def _check(self, function: Callable[..., Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
         status, *values = result
@@ -220,7 +232,7 @@ class CudaDevice:
                 return _OTHER_ADDRESSES
         except DeviceError as error:
             return str(error)
-        return self._trouble(MOVE_PIECES)
+        return self._trouble(MOVE_PIECES, MOVE_MANY)
 
     def digest_trouble(self) -> str:
         return self._trouble(*DIGESTS)

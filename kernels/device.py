@@ -26,6 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Final, Protocol
 
 import numpy as np
@@ -46,6 +47,8 @@ from kvstore.wire.layout import Slab
 
 COPIES_MAX: Final = 8
 """Under way at once: enough to keep both directions busy while one block of each is hashed."""
+BATCH_MAX: Final = COPIES_MAX // 2
+"""Copies of one call at most: while one half is under way, the other is hashed and reported."""
 PIN_NS_MAX: Final = 1_000_000_000
 """How long a store waits for its slot to be pinned. Nobody else can end that wait: the pages of a
 node that died while it grew never arrive."""
@@ -149,6 +152,12 @@ class _Flight:
         """Why it failed."""
 
 
+def _kind(flight: _Flight) -> tuple[CopyWay, int, bool, bool]:
+    """Copies that are alike in this are given to the device in one go."""
+    copy = flight.copy
+    return copy.way, copy.group, copy.slab_begin >= 0, copy.is_verified
+
+
 class DeviceCopies:
     """See the module, and the port for the methods."""
 
@@ -181,7 +190,9 @@ class DeviceCopies:
         self._flights: dict[int, deque[_Flight]] = {stores: deque(), loads: deque()}
         self._served_ns = dict.fromkeys(self._flights, 0)
         """Until when each stream has been accounted for."""
-        self._unpinned: deque[_Flight] = deque()
+        self._ordered: list[_Flight] = []
+        """Copies to be given to the device by the next `ended`."""
+        self._unpinned: list[_Flight] = []
         """Stores that wait for their slot to be pinned."""
         self._events: deque[int] = deque()
         """Free ones."""
@@ -200,7 +211,8 @@ class DeviceCopies:
         self._hashed: list[_Flight] = []
         """Copies that ended and whose blocks are being hashed."""
         try:
-            self.moves = BlockMoves(device, self._flights, [c.sizes for c in caches], thresholds)
+            sizes = [cache.sizes for cache in caches]
+            self.moves = BlockMoves(device, self._flights, sizes, thresholds, batch_max=BATCH_MAX)
         except DeviceError:
             device.unpin(int(self._staging.ctypes.data))
             raise
@@ -280,36 +292,49 @@ class DeviceCopies:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._unpinned or self._hashed or any(self._flights.values()))
+        return bool(self._ordered or self._unpinned or self._hashed or any(self._flights.values()))
 
     def begin(self, copy: BlockCopy) -> None:
         if copy.way is CopyWay.COMPARE and not self._caches[copy.group].values:
             self._ends.append(CopyEnd(copy.number, reason=NOT_COMPARABLE))
             return
-        self._begin(_Flight(copy))
+        self._ordered.append(_Flight(copy))
 
-    def _begin(self, flight: _Flight) -> None:
-        """Give the copy to its stream, or let it wait for its slot to be pinned."""
-        copy = flight.copy
-        if copy.way is not CopyWay.CLEAR and not self._is_reachable(flight):
-            self._unpinned.append(flight)
-            return
-        stream = self._streams[copy.way]
+    def _give(self) -> None:
+        """Give what was ordered to the streams, in order: like copies of blocks in one go."""
+        ordered, self._ordered = self._ordered, []
+        ready: list[_Flight] = []
+        for flight in ordered:
+            is_reachable = flight.copy.way is CopyWay.CLEAR or self._is_reachable(flight)
+            (ready if is_reachable else self._unpinned).append(flight)
+        for _, alike in groupby(ready, key=_kind):
+            flights = list(alike)
+            for at in range(0, len(flights), BATCH_MAX):
+                self._begin(flights[at : at + BATCH_MAX])
+
+    def _begin(self, batch: list[_Flight]) -> None:
+        """Give like copies to their stream. They end together."""
+        first, begun_ns = batch[0].copy, time.perf_counter_ns()
+        stream = self._streams[first.way]
+        for flight in batch:
+            flight.begun_ns, flight.end_range = begun_ns, begin_range(first.way.value)
         try:
-            flight.begun_ns = time.perf_counter_ns()
-            flight.end_range = begin_range(copy.way.value)
-            if copy.after:
-                self._wait_for(copy.after, stream)
-            self._launch(flight, stream)
-            flight.event = self._take_event()
-            self._device.record(flight.event, stream)
+            after = max(flight.copy.after for flight in batch)
+            if after:
+                self._wait_for(after, stream)
+            self._launch(batch, stream)
+            event = self._take_event()
+            self._device.record(event, stream)
         except DeviceError as error:
-            self._failed(flight, error)
+            for flight in batch:
+                self._failed(flight, error)
             return
-        self._flights[stream].append(flight)
-        if copy.way is CopyWay.LOAD and copy.is_verified and copy.slab_begin < 0:
-            # While the bytes move: the slot has no writer, or its generation says so afterwards.
-            flight.hashing = self._hashes.begin(copy.header, self._source(flight))
+        for flight in batch:
+            flight.event = event
+            if first.way is CopyWay.LOAD and first.is_verified and first.slab_begin < 0:
+                # While bytes move: the slot has no writer, or its generation says so afterwards.
+                flight.hashing = self._hashes.begin(flight.copy.header, self._source(flight))
+        self._flights[stream].extend(batch)
 
     def _is_reachable(self, flight: _Flight) -> bool:
         """Whether the device can copy now. A load or comparison takes staging memory if need be."""
@@ -338,40 +363,46 @@ class DeviceCopies:
             return self._slot(flight.copy)
         return flight.staging[: self.block_bytes(flight.copy.group)]
 
-    def _launch(self, flight: _Flight, stream: int) -> None:
-        copy, cache = flight.copy, self._caches[flight.copy.group]
-        blocks = cache.places(copy.block_id)
-        if copy.way is CopyWay.CLEAR:
-            self._device.clear(stream, blocks, cache.sizes)
+    def _launch(self, batch: list[_Flight], stream: int) -> None:
+        first, group = batch[0].copy, batch[0].copy.group
+        cache = self._caches[group]
+        blocks = np.array([cache.places(flight.copy.block_id) for flight in batch], np.uint64)
+        if first.way is CopyWay.CLEAR:
+            self._device.clear(stream, blocks.ravel(), np.tile(cache.sizes, len(batch)))
             return
-        if copy.slab_begin >= 0:
-            self._slab.load(stream, copy.group, copy.block_id, copy.slab_begin)
-            if not copy.is_verified:
+        if first.slab_begin >= 0:
+            begins = np.array([flight.copy.slab_begin for flight in batch], np.uint64)
+            self._slab.load(stream, group, blocks, begins)
+            if not first.is_verified:
                 return
             if self._slab.makes_sums:
-                assert flight.staging is not None
-                into = int(flight.staging.ctypes.data)
-                self._slab.sum(stream, copy.group, copy.block_id, into)
+                for pages, flight in zip(blocks, batch, strict=True):
+                    assert flight.staging is not None
+                    self._slab.sum(stream, group, pages, int(flight.staging.ctypes.data))
                 return
-        # What came from the slab is read back: the host hashes bytes of its own only.
-        is_load = copy.way is CopyWay.LOAD and copy.slab_begin < 0
+        # Bytes from the slab are read back: the host hashes bytes of its own only.
+        is_load = first.way is CopyWay.LOAD and first.slab_begin < 0
         move = self.moves.load if is_load else self.moves.store
-        move(stream, copy.group, blocks, int(self._source(flight).ctypes.data), cache.offsets)
+        slots = [int(self._source(flight).ctypes.data) for flight in batch]
+        move(stream, group, blocks, np.array(slots, np.uint64), cache.offsets)
 
     # ── their ends ───────────────────────────────────────────────────────────────────────────────
 
     def ended(self) -> list[CopyEnd]:
-        for _ in range(len(self._unpinned)):
-            flight = self._unpinned.popleft()
+        unpinned, self._unpinned = self._unpinned, []
+        again: list[_Flight] = []
+        for flight in unpinned:
             is_late = time.perf_counter_ns() - flight.ordered_ns > PIN_NS_MAX
             if self.trouble or is_late:
                 reason = self.trouble or NOT_PINNED_IN_TIME
                 self._ends.append(CopyEnd(flight.copy.number, reason=reason))
             else:
-                self._begin(flight)
+                again.append(flight)
+        self._ordered = again + self._ordered
+        self._give()
         for stream, flights in self._flights.items():
             while flights and self._is_over(flights[0]):
-                self._arrived(flights.popleft(), stream)
+                self._batch_arrived(flights, stream)
         self._hashed = [flight for flight in self._hashed if not self._is_closed(flight)]
         ends, self._ends = self._ends, []
         return ends
@@ -380,17 +411,27 @@ class DeviceCopies:
         try:
             return self._device.has_happened(flight.event)
         except DeviceError:
-            return True  # `_arrived` asks again, and reports it
+            return True  # `_batch_arrived` asks again, and reports it
+
+    def _batch_arrived(self, flights: deque[_Flight], stream: int) -> None:
+        """All copies that end with the event of the first one."""
+        event, error = flights[0].event, None
+        try:
+            self._device.has_happened(event)
+        except DeviceError as found:
+            error = found
+        else:
+            self._events.append(event)
+        while flights and flights[0].event == event:
+            flight = flights.popleft()
+            if error is None:
+                self._arrived(flight, stream)
+            else:
+                self._failed(flight, error)
 
     def _arrived(self, flight: _Flight, stream: int) -> None:
         """The bytes are there; now the rest is done with the host's end of the copy."""
         copy = flight.copy
-        try:
-            self._device.has_happened(flight.event)
-        except DeviceError as error:
-            self._failed(flight, error)
-            return
-        self._events.append(flight.event)
         now_ns = time.perf_counter_ns()
         flight.duration_ns = now_ns - max(flight.begun_ns, self._served_ns[stream])
         self._served_ns[stream] = now_ns

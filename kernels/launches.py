@@ -32,6 +32,8 @@ Assumed."""
 BLOCKS_MAX: Final = 1024
 """Blocks of the other grids, whose threads take what is left in turns."""
 PIECES_MAX: Final = 160
+MANY_MAX: Final = 1360
+"""Pieces of a launch, and of one that moves several blocks."""
 PAYLOADS_MAX: Final = 256
 KINDS: Final = {"bfloat16": 0, "float16": 1}
 """Values of FP8 rows."""
@@ -51,6 +53,7 @@ Launch = Callable[[Kernel, tuple[int, int], Sequence[Any]], None]
 """Kernel; blocks of a row of the grid, and rows; arguments as ctypes objects."""
 
 MOVE_PIECES: Final = Kernel("move", "move_pieces")
+MOVE_MANY: Final = Kernel("move", "move_many")
 RESHARD: Final = Kernel("move", "reshard")
 DIGESTS: Final = tuple(
     Kernel("checksum", name) for name in ("sum_stripes", "chain_blocks", "finish_pieces")
@@ -64,11 +67,11 @@ _MEASURE, _COUNT, _PLACE, _WRITE, _READ = (
     Kernel("planes", f"planes_{verb}") for verb in ("measure", "count", "place", "write", "read")
 )
 KERNELS: Final = (
-    *(MOVE_PIECES, RESHARD, *DIGESTS, _FP8_MEASURE, _FP8_ENCODE, _FP8_DECODE),
+    *(MOVE_PIECES, MOVE_MANY, RESHARD, *DIGESTS, _FP8_MEASURE, _FP8_ENCODE, _FP8_DECODE),
     *(_MEASURE, _COUNT, _PLACE, _WRITE, _READ),
 )
 
-_Pieces = ctypes.c_uint64 * (3 * PIECES_MAX + 1)
+_PIECES: Final = {room: ctypes.c_uint64 * (3 * room + 1) for room in (PIECES_MAX, MANY_MAX)}
 _Payloads = ctypes.c_uint64 * (PAYLOADS_MAX + 2)
 _Shape = ctypes.c_uint64 * 5
 
@@ -101,15 +104,16 @@ def moved(
     blocks_max: int = MOVE_BLOCKS_MAX,
 ) -> None:
     """Copy pieces: `sizes[i]` bytes from `sources[i]` to `targets[i]`, in any order."""
-    for begin in range(0, len(sizes), PIECES_MAX):
-        table = np.zeros(3 * PIECES_MAX + 1, np.uint64)
-        end = min(begin + PIECES_MAX, len(sizes))
-        table[-1] = count = end - begin
+    for begin in range(0, len(sizes), MANY_MAX):
+        end = min(begin + MANY_MAX, len(sizes))
+        count, largest = end - begin, int(sizes[begin:end].max())
+        kernel, room = (MOVE_PIECES, PIECES_MAX) if count <= PIECES_MAX else (MOVE_MANY, MANY_MAX)
+        table = np.zeros(3 * room + 1, np.uint64)
+        table[-1] = count
         for column, values in enumerate((targets, sources, sizes)):
-            at = column * PIECES_MAX
-            table[at : at + count] = values[begin:end]
-        grid = _rows(count, int(sizes[begin:end].max()) // 16, blocks_max)
-        launch(MOVE_PIECES, grid, [_Pieces.from_buffer(table.data)])
+            table[column * room : column * room + count] = values[begin:end]
+        grid = _rows(count, largest // 16, blocks_max)
+        launch(kernel, grid, [_PIECES[room].from_buffer(table.data)])
 
 
 def run_table(runs: Sequence[NDArray[np.int64]]) -> NDArray[np.uint64]:

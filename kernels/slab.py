@@ -3,8 +3,8 @@
     slab ─▶ pages ─gather─▶ staging ─3 kernels─▶ digests ─▶ 16 bytes a piece over the bus ─▶ root
 
 Bytes to hash are read from the engine's pages after the copy, by the same stream: so the checksum
-is that of the bytes that the request will read, whichever step lost some of them. Staging memory has
-room for the sums and digests of one block, since a stream does one thing after the other. Without
+is that of the bytes that the request will read, whichever step lost some of them. Staging memory
+has room for one block, its sums and digests, since a stream does one thing after the other. Without
 kernels, or without that room, blocks are read back over the bus and hashed by the host.
 
 Does not cover: when a block may be loaded (`device.py`), which (`tiers.hbm`).
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvstore.kernels.caches import DeviceCache
+from kvstore.kernels.caches import Addresses, DeviceCache
 from kvstore.kernels.launches import sums_bytes
 from kvstore.kernels.reference import Bytes
 from kvstore.kernels.strategy import BlockMoves
@@ -79,17 +79,16 @@ class MappedSlab:
         """Whether `sum` may be called. Stays as it is while a slab is mapped."""
         return self._staging != 0
 
-    def load(self, stream: int, group: int, block: int, begin: int) -> None:
-        """Copy a block from its place in the slab into its pages."""
+    def load(self, stream: int, group: int, pages: Addresses, begins: Addresses) -> None:
+        """Copy blocks from their places in the slab into their pages [block][piece]."""
         assert self._address, "a load from a slab that is not mapped"
-        cache = self._caches[group]
-        pages, ends = cache.places(block), np.uint64(self._address + begin) + cache.offsets
-        self._moves.within(stream, group, pages, ends)
+        places = np.uint64(self._address) + begins
+        self._moves.within(stream, group, pages, places[:, None] + self._caches[group].offsets)
 
-    def sum(self, stream: int, group: int, block: int, into: int) -> None:
+    def sum(self, stream: int, group: int, pages: Addresses, into: int) -> None:
         """Leave the digests of a block's pieces, as its pages hold them, in pinned memory."""
         cache, staging = self._caches[group], self._staging
-        self._moves.within(stream, group, np.uint64(staging) + cache.offsets, cache.places(block))
+        self._moves.within(stream, group, np.uint64(staging) + cache.offsets[None], pages[None])
         size, found = cache.block_bytes, staging + self._digests_at
         self._device.digest(stream, staging, size, sums=staging + self._sums_at, found=found)
         ends = (into, found, CHECKSUM_BYTES * piece_count(size))

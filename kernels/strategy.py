@@ -6,8 +6,9 @@
 
 A copy engine pays for each entry, a kernel keeps multiprocessors of the engine busy for as long as
 PCIe takes. Staging does both at their best, at the price of a second step and of memory on the
-device: one block for each stream. On one stream a step begins when the one before has ended, so a
-staging block is free again for the next block without anybody looking.
+device: a batch of blocks for each stream. On one stream a step begins when the one before has
+ended, so staging blocks are free again for the next batch without anybody looking. A batch of
+blocks takes as many calls as one block.
 
 Where kernels cannot be had (no compiler, no machine code for this device), COPY is right for all
 sizes, and slower. Does not cover: when a block may be copied (`device.py`), grids (`launches.py`).
@@ -17,13 +18,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from kvstore.kernels.caches import Addresses
     from kvstore.kernels.device import Device
+
+
+STAGED_ALIGNMENT: Final = 256
+"""Blocks in staging memory begin at a multiple."""
 
 
 class Strategy(enum.Enum):
@@ -70,12 +75,16 @@ class BlockMoves:
         streams: Collection[int],
         sizes: Sequence[Addresses],
         thresholds: Thresholds,
+        *,
+        batch_max: int = 1,
     ) -> None:
         """
         Args:
             streams: those that blocks are moved on.
             sizes: of the pieces of a block, by KV cache group.
+            batch_max: blocks of one call at most.
         """
+        self.batch_max = batch_max
         self._device = device
         self._sizes = sizes
         self._block_bytes = [each.sum(keepdims=True) for each in sizes]
@@ -92,9 +101,11 @@ class BlockMoves:
             for way, size in zip(self._ways, self._block_bytes, strict=True)
             if way is Strategy.STAGED
         ]
+        self._staging_bytes = np.uint64(-(-max(staged, default=0) // STAGED_ALIGNMENT))
+        self._staging_bytes *= np.uint64(STAGED_ALIGNMENT)
         if staged and not self.trouble:
             for stream in streams:
-                self._staging[stream] = device.allocate(max(staged))
+                self._staging[stream] = device.allocate(batch_max * int(self._staging_bytes))
 
     def way(self, stream: int, group: int) -> Strategy:
         """The way of the group's blocks on this stream."""
@@ -105,51 +116,59 @@ class BlockMoves:
         return way if has_staging else Strategy.MOVE
 
     def store(
-        self, stream: int, group: int, pages: Addresses, slot: int, offsets: Addresses
+        self, stream: int, group: int, pages: Addresses, slots: Addresses, offsets: Addresses
     ) -> None:
-        """From pages, one an entry, into the memory of a slot.
+        """Blocks, at most `batch_max`, go from pages into the memory of slots.
 
         Args:
-            slot: its address, pinned.
-            offsets: of the pieces in the slot, which they fill.
+            pages: [block][piece].
+            slots: their addresses, pinned.
+            offsets: of the pieces in a slot, which they fill.
         """
-        way, sizes = self.way(stream, group), self._sizes[group]
+        way, ends = self.way(stream, group), slots[:, None] + offsets
         if way is not Strategy.STAGED:
-            self._pieces(way, stream, np.uint64(slot) + offsets, pages, sizes)
+            self._pieces(way, stream, group, ends, pages)
             return
-        staging = self._staging[stream]
-        self._device.move(stream, np.uint64(staging) + offsets, pages, sizes)
-        self._whole(stream, group, slot, staging)
+        staging = self._staged(stream, len(slots))
+        self._pieces(Strategy.MOVE, stream, group, staging[:, None] + offsets, pages)
+        self._whole(stream, group, slots, staging)
 
     def load(
-        self, stream: int, group: int, pages: Addresses, slot: int, offsets: Addresses
+        self, stream: int, group: int, pages: Addresses, slots: Addresses, offsets: Addresses
     ) -> None:
         """The other way round; arguments as of `store`."""
-        way, sizes = self.way(stream, group), self._sizes[group]
+        way, ends = self.way(stream, group), slots[:, None] + offsets
         if way is not Strategy.STAGED:
-            self._pieces(way, stream, pages, np.uint64(slot) + offsets, sizes)
+            self._pieces(way, stream, group, pages, ends)
             return
-        staging = self._staging[stream]
-        self._whole(stream, group, staging, slot)
-        self._device.move(stream, pages, np.uint64(staging) + offsets, sizes)
+        staging = self._staged(stream, len(slots))
+        self._whole(stream, group, staging, slots)
+        self._pieces(Strategy.MOVE, stream, group, pages, staging[:, None] + offsets)
 
     def within(self, stream: int, group: int, targets: Addresses, sources: Addresses) -> None:
-        """Pieces of a block within the device's memory. A kernel is as quick as the memory there:
-        nothing is staged."""
+        """Pieces of blocks [block][piece] within the device's memory. A kernel is as quick as the
+        memory there: nothing is staged."""
         way = self.way(stream, group)
         way = Strategy.MOVE if way is Strategy.STAGED else way
-        self._pieces(way, stream, targets, sources, self._sizes[group])
+        self._pieces(way, stream, group, targets, sources)
 
     def _pieces(
-        self, way: Strategy, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses
+        self, way: Strategy, stream: int, group: int, targets: Addresses, sources: Addresses
     ) -> None:
         verb = self._device.move if way is Strategy.MOVE else self._device.copy
-        verb(stream, targets, sources, sizes)
+        sizes = np.tile(self._sizes[group], len(targets))
+        verb(stream, targets.ravel(), sources.ravel(), sizes)
 
-    def _whole(self, stream: int, group: int, target: int, source: int) -> None:
-        """One copy of a block."""
-        ends = np.array([target], np.uint64), np.array([source], np.uint64)
-        self._device.copy(stream, *ends, self._block_bytes[group])
+    def _staged(self, stream: int, count: int) -> Addresses:
+        """Places of so many blocks in the stream's staging memory."""
+        assert count <= self.batch_max, f"{count} blocks in one go"
+        first = np.uint64(self._staging[stream])
+        return first + self._staging_bytes * np.arange(count, dtype=np.uint64)
+
+    def _whole(self, stream: int, group: int, targets: Addresses, sources: Addresses) -> None:
+        """One copy of each block."""
+        sizes = np.repeat(self._block_bytes[group], len(targets))
+        self._device.copy(stream, targets, sources, sizes)
 
     def close(self) -> None:
         """Give staging memory back; nothing is under way."""

@@ -189,7 +189,7 @@ def cycles(device: Device, count: int) -> dict[str, int]:
         for move, pages, slot in zip(
             (moves.store, moves.load), blocks.pages, (stored, loaded), strict=True
         ):
-            move(stream, 0, pages, slot.ctypes.data + skew, blocks.offsets)
+            move(stream, 0, pages[None], one(slot.ctypes.data + skew), blocks.offsets)
         device.copy(stream, *map(one, (ends[2], ends[0], blocks.span)))
         finish(device, stream, event)
         moves.close()
@@ -245,7 +245,7 @@ class Bench(NamedTuple):
         def work() -> None:
             for number in range(count):
                 slot = self.host + number * block_bytes
-                move(self.stream, 0, blocks.pages[number % 2], slot, blocks.offsets)
+                move(self.stream, 0, blocks.pages[number % 2][None], one(slot), blocks.offsets)
 
         found = rate(work, self.wait, count * block_bytes)
         moves.close()

@@ -1,20 +1,32 @@
 // Pieces of blocks between pages of a KV cache and slots: gather, scatter, or both.
 #include "bytes.h"
 
-// The list is an argument: it needs no memory that somebody would have to free. 4 KiB are allowed.
+// The list is an argument: it needs no memory that somebody would have to free. 32,764 bytes are
+// allowed; a list of one block is shorter, since the driver copies all of an argument.
 #define PIECES_MAX 160
+#define MANY_MAX 1360
 
+template <u64 SIZE>
 struct Pieces {
-    u64 targets[PIECES_MAX];
-    u64 sources[PIECES_MAX];
-    u64 sizes[PIECES_MAX];
+    u64 targets[SIZE];
+    u64 sources[SIZE];
+    u64 sizes[SIZE];
     u64 count;
 };
 
-extern "C" __global__ void move_pieces(const __grid_constant__ Pieces pieces) {
+template <u64 SIZE>
+__device__ inline void move_all(const Pieces<SIZE>& pieces) {
     for (u64 at = blockIdx.y; at < pieces.count; at += gridDim.y)
         copy_bytes(pieces.targets[at], pieces.sources[at], pieces.sizes[at], first_in_row(),
                    threads_in_row());
+}
+
+extern "C" __global__ void move_pieces(const __grid_constant__ Pieces<PIECES_MAX> pieces) {
+    move_all(pieces);
+}
+
+extern "C" __global__ void move_many(const __grid_constant__ Pieces<MANY_MAX> pieces) {
+    move_all(pieces);
 }
 
 // Runs that shards of two parallel sizes share (kvstore.wire.layout.shared), of many blocks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,6 +121,27 @@ def test_every_copy_ends_once(make: Make) -> None:
         ]
         assert sorted(party.ended(len(orders))) == orders
     assert party.copies.ended() == []
+
+
+def test_copies_that_are_ordered_together_keep_to_their_own_blocks(make: Make) -> None:
+    """Of several kinds, in any number: like ones may be given to a device in one go."""
+    party = make((96,) * 40)
+    blocks = [noise(party.block_bytes, seed) for seed in range(BLOCKS)]
+    for count in (2, 3, party.copies.copies_max):
+        for block, data in enumerate(blocks):
+            party.write(block, data)
+        mark = party.copies.mark()
+        stores = [party.order(CopyWay.STORE, n, n, after=mark) for n in range(min(count, SLOTS))]
+        ends = party.ended(len(stores))
+        for n, number in enumerate(stores):
+            assert ends[number].checksum == checksum(HEADER, blocks[n])
+            assert party.slot(n).tobytes() == blocks[n]
+        mark = party.copies.mark()
+        loads = [party.order(CopyWay.LOAD, n, 1 - n, after=mark) for n in range(2)]
+        loads.append(party.order(CopyWay.CLEAR, 3, after=mark))
+        party.ended(len(loads))
+        expected = [blocks[1], blocks[0], blocks[2], bytes(party.block_bytes), *blocks[4:]]
+        assert [party.read(block) for block in range(BLOCKS)] == expected
 
 
 def test_memory_can_be_another_one_later(make: Make) -> None:
@@ -276,7 +298,7 @@ def test_other_bytes_in_a_slab_or_in_the_pages_have_another_checksum(
     assert party.copies.map_slab(tier.slab) == ""
     load, page = MappedSlab.load, party.pages(party.device.address)[-1]
 
-    def loads(slab: MappedSlab, stream: int, *place: int) -> None:
+    def loads(slab: MappedSlab, stream: int, *place: Any) -> None:
         load(slab, stream, *place)
         end = page.address + 3 * page.stride_bytes + page.size_bytes
         flips_a_bit(party.device, stream, end - 1)
@@ -353,6 +375,7 @@ def test_no_copy_ends_while_a_thread_reads_its_bytes(failure: str) -> None:
     party.do(CopyWay.STORE, 0)  # pins the slots
     party.held.may_go = False
     load = party.order(CopyWay.LOAD, 1, 1)
+    assert party.copies.ended() == []
     party.device.finish()
     party.device.failure = failure
     for _ in range(100):

@@ -15,7 +15,15 @@ from cuda.bindings import runtime as real
 
 from kvstore.kernels.cuda import CudaKernels
 from kvstore.kernels.device import DeviceError
-from kvstore.kernels.launches import DIGESTS, MOVE_PIECES, PAYLOADS_MAX, PIECES_MAX, Kernel
+from kvstore.kernels.launches import (
+    DIGESTS,
+    MANY_MAX,
+    MOVE_MANY,
+    MOVE_PIECES,
+    PAYLOADS_MAX,
+    PIECES_MAX,
+    Kernel,
+)
 from kvstore.kernels.shared import HANDLE_BYTES
 from kvstore.testing.simulated_device import ENGINE_STREAM, SimulatedDevice
 
@@ -34,6 +42,7 @@ class FakeCuda:
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self._thread = threading.local()
+        self._engine_thread = threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(real, name)
@@ -42,6 +51,8 @@ class FakeCuda:
 
     def _answer(self, function: Any, *arguments: Any, error: Any = FAILED) -> tuple[Any, ...]:
         assert getattr(self._thread, "device", None) == 0, "no device was chosen in this thread"
+        is_apart = getattr(self._thread, "is_apart", False)
+        assert is_apart != (threading.get_ident() == self._engine_thread), "it would end a capture"
         try:
             value = function(*arguments)
         except DeviceError:
@@ -72,6 +83,11 @@ class FakeCuda:
     def cudaSetDevice(self, device: int) -> tuple[Any, ...]:
         self._thread.device = device
         return (OK,)
+
+    def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
+        assert mode == real.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._thread.is_apart = True
+        return (OK, real.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal)
 
     def cudaDeviceGetStreamPriorityRange(self) -> tuple[Any, ...]:
         return (OK, 0, -5)
@@ -168,10 +184,10 @@ class FakeKernels(CudaKernels):
         if kernel in DIGESTS:
             self._digest(stream - FIRST_HANDLE, kernel, arguments)
             return
-        assert kernel == MOVE_PIECES
         (pieces,) = arguments
         table = np.frombuffer(pieces, np.uint64).copy()
-        columns = table[:-1].reshape(3, PIECES_MAX)[:, : int(table[-1])]
+        room = {MOVE_PIECES: PIECES_MAX, MOVE_MANY: MANY_MAX}[kernel]
+        columns = table[:-1].reshape(3, room)[:, : int(table[-1])]
         self._device.move(stream - FIRST_HANDLE, *columns)
 
     def _digest(self, stream: int, kernel: Kernel, arguments: Sequence[Any]) -> None:

@@ -26,7 +26,7 @@ LINES_MAX = {
     "engine": 7_830,
     "index": 1_810,
     "indexer": 710,
-    "kernels": 1_520,
+    "kernels": 1_570,
     "kvstore": 785,
     "net": 510,
     "node": 2_545,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,22 @@ def _loaded(kernels: CudaKernels) -> CudaKernels:
 def _launch(kernels: CudaKernels) -> Launch:
     kernels._functions[MOVE_PIECES] = 4096
     return functools.partial(kernels.launch, 128)
+
+
+def test_other_threads_than_the_engines_have_no_part_in_its_captures() -> None:
+    """A call from one of them would end the capture of a graph; the engine's own mode stays."""
+    simulated = SimulatedDevice(1, 4096)
+    runtime = FakeCuda(simulated)
+    device = CudaDevice(0, engine_stream=lambda: runtime.engine_stream, runtime=runtime)
+    events = [device.event()]
+    thread = threading.Thread(target=lambda: events.append(device.event()))
+    thread.start()
+    thread.join()
+    assert len(events) == 2
+    status = real.cudaThreadExchangeStreamCaptureMode(
+        real.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+    )[0]
+    assert status == real.cudaError_t.cudaErrorInsufficientDriver, "the real one takes it"
 
 
 def test_no_error_is_left_behind_for_the_engine() -> None:

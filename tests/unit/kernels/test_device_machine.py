@@ -273,10 +273,10 @@ def a_store_is_hashed_when_it_is_begun(replace: Replace) -> None:
     begin, arrived = DeviceCopies._begin, DeviceCopies._arrived
     early: dict[int, bytes] = {}
 
-    def begins(copies: DeviceCopies, flight: Any) -> None:
-        begin(copies, flight)
-        if flight.copy.way is CopyWay.STORE:
-            early[flight.copy.number] = checksum(HEADER, copies._slot(flight.copy).tobytes())
+    def begins(copies: DeviceCopies, batch: list[Any]) -> None:
+        begin(copies, batch)
+        for copy in (flight.copy for flight in batch if flight.copy.way is CopyWay.STORE):
+            early[copy.number] = checksum(HEADER, copies._slot(copy).tobytes())
 
     def arrives(copies: DeviceCopies, flight: Any, stream: int) -> None:
         arrived(copies, flight, stream)
@@ -290,14 +290,34 @@ def a_store_is_hashed_when_it_is_begun(replace: Replace) -> None:
 def streams_share_staging_memory(replace: Replace) -> None:
     begin = BlockMoves.__init__
 
-    def begins(moves: BlockMoves, *arguments: Any) -> None:
-        begin(moves, *arguments)
+    def begins(moves: BlockMoves, *arguments: Any, **more: Any) -> None:
+        begin(moves, *arguments, **more)
         for stream in moves._staging:
             moves._staging[stream] = max(moves._staging.values())
 
     replace(BlockMoves, "__init__", begins)
     replace(BlockMoves, "close", lambda moves: None)
     replace(SimulatedDevice, "allocation_count", 1)
+
+
+def blocks_share_staging_memory(replace: Replace) -> None:
+    staged = BlockMoves._staged
+
+    def of_the_first(moves: BlockMoves, stream: int, count: int) -> Any:
+        return np.repeat(staged(moves, stream, 1), count)
+
+    replace(BlockMoves, "_staged", of_the_first)
+
+
+def only_the_first_mark_of_a_batch_is_waited_for(replace: Replace) -> None:
+    begin = DeviceCopies._begin
+
+    def begins(copies: DeviceCopies, batch: list[Any]) -> None:
+        for flight in batch:
+            flight.copy = flight.copy._replace(after=batch[0].copy.after)
+        begin(copies, batch)
+
+    replace(DeviceCopies, "_begin", begins)
 
 
 def a_block_is_scattered_by_another_stream(replace: Replace) -> None:
@@ -369,8 +389,8 @@ def blocks_share_their_digests(replace: Replace) -> None:
     total, root = MappedSlab.sum, MappedSlab.root
     first: list[Bytes] = []
 
-    def sums(slab: MappedSlab, stream: int, group: int, block: int, into: int) -> None:
-        total(slab, stream, group, block, first[0].ctypes.data if first else into)
+    def sums(slab: MappedSlab, stream: int, group: int, pages: Any, into: int) -> None:
+        total(slab, stream, group, pages, first[0].ctypes.data if first else into)
 
     begin = DeviceCopies.__init__
 
@@ -392,6 +412,8 @@ SLAB = [
     blocks_share_their_digests,
 ]
 STAGED = [
+    blocks_share_staging_memory,
+    only_the_first_mark_of_a_batch_is_waited_for,
     streams_share_staging_memory,
     a_block_is_scattered_by_another_stream,
     a_copy_ends_before_its_kernel,

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings, strategies as st
 from numpy.typing import NDArray
 
 from kvstore.kernels import fp8, launches, planes, reference
-from kvstore.kernels.launches import KERNELS, PIECES_MAX
+from kvstore.kernels.launches import KERNELS, MANY_MAX, PIECES_MAX
 from kvstore.kernels.reference import Bytes
 from kvstore.types import Shard
 from kvstore.wire.checksum import PIECE_BYTES
@@ -62,6 +62,7 @@ def test_an_access_out_of_bounds_ends_the_process(program: Path) -> None:
     seed=SEEDS,
 )
 @example([16] * (PIECES_MAX + 3), 0, False, [2, 0, 1, 3], (0, 0), 1)
+@example([16] * (MANY_MAX // 4 + 1), 0, False, [2, 0, 1, 3], (0, 0), 1)
 @example([4096], 0, False, [0, 1, 2, 3], (1, 2), 2)
 def test_blocks_are_gathered_and_scattered(
     device: HostKernels,

@@ -94,11 +94,11 @@ def test_the_checksum_is_that_of_the_bytes_in_the_pages(
     into = device.allocate(16 * len(pages) + 64)
 
     def found() -> bytes:
-        slab.sum(0, 0, block, into)
+        slab.sum(0, 0, cache.places(block), into)
         digests = device.kernels.get(into, 16 * -(-len(data) // PIECE_BYTES))
         return slab.root(copy, np.frombuffer(digests, np.uint8))
 
-    slab.load(0, 0, block, GAP)
+    slab.load(0, 0, cache.places(block)[None], np.array([GAP], np.uint64))
     assert found() == checksum(HEADER, data)
     at = flipped % len(data)
     layer = next(n for n, end in enumerate(np.cumsum(pages).tolist()) if at < end)
