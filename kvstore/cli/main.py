@@ -283,6 +283,7 @@ def demo(arguments: tuple[str, ...]) -> None:
       kvstore demo --keep
       kvstore demo --cluster
       kvstore demo --pd
+      kvstore demo --router
     """
     module = "kvstore.demo.play"
     missing = [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]

@@ -250,6 +250,9 @@ def _show(receipt: Receipt) -> None:
         f"prefixes {receipt.index_trust} (index epoch {receipt.index_epoch})",
         f"predicted {1e3 * receipt.predicted_s:.1f} ms{took}",
     ]
+    if receipt.split_reason not in ("", "no-prefillers"):
+        where = f"at {receipt.prefill_worker}" if receipt.prefill_worker else "local"
+        facts.append(f"prefill {where} ({receipt.split_reason})")
     if receipt.degraded:
         facts.append(f"degraded: {', '.join(receipt.degraded)}")
     click.echo("\n".join(facts))

@@ -22,6 +22,15 @@ PLAN: Final = ConversationPlan(
     question_words=30,
     answer_tokens=16,
 )
+ROUTER_PLAN: Final = ConversationPlan(
+    seed=PLAN.seed,
+    users=6,
+    rounds=8,
+    system_words=70,
+    document_words=380,
+    question_words=16,
+    answer_tokens=16,
+)
 
 
 class DemoParser(argparse.ArgumentParser):
@@ -39,12 +48,12 @@ def parser() -> argparse.ArgumentParser:
         prog="kvstore demo",
         description="A real vLLM without and with kvstore, in a few minutes.",
         epilog="examples:\n  kvstore demo\n  kvstore demo --keep\n  kvstore demo --cluster\n"
-        "  kvstore demo --pd --plot pd.png\n  kvstore demo --users 2",
+        "  kvstore demo --pd --plot pd.png\n  kvstore demo --router\n  kvstore demo --users 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--seed", type=int, default=PLAN.seed, help="seed of the conversations")
-    made.add_argument("--users", type=_count, default=PLAN.users, help="concurrent users")
-    made.add_argument("--rounds", type=_count, default=PLAN.rounds, help="questions per user")
+    made.add_argument("--users", type=_count, help="concurrent users")
+    made.add_argument("--rounds", type=_count, help="questions per user")
     one = made.add_mutually_exclusive_group()
     one.add_argument(
         "--keep", action="store_true", help="leave engine and node running until Ctrl-C"
@@ -55,8 +64,14 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--pd", action="store_true", help="prefill on one engine and node, decode on another"
     )
+    one.add_argument(
+        "--router", action="store_true", help="two engines behind the router, beside round robin"
+    )
     made.add_argument(
-        "--plot", type=Path, metavar="FILE", help="picture of --pd [default: in the cache]"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="picture of --pd or --router [default: in the cache]",
     )
     return made
 

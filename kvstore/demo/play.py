@@ -41,7 +41,7 @@ from rich.table import Table
 
 from kvstore.demo.engine import Completion, VllmServer
 from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
-from kvstore.demo.flags import PLAN, parser
+from kvstore.demo.flags import PLAN, ROUTER_PLAN, parser
 from kvstore.demo.models import BLOCK_TOKENS, SHAPES, build_model, encoder
 from kvstore.demo.pair import PairClient
 from kvstore.demo.settle import settled
@@ -204,19 +204,23 @@ class DemoStage:
 
     def replay(self, index: int, engine: VllmServer | PairClient) -> ReplayRun:
         """A run of all conversations."""
-        task = self._tasks[index]
-
-        def on_answer(answer: Completion) -> None:
-            reused = 100 * answer.cached_tokens // answer.prompt_tokens
-            note = f"first token {1000 * answer.ttft_s:5.0f} ms, {reused:3d} % of prompt reused"
-            self.progress.update(task, advance=1, note=note)
-
         conversations = Conversations(self._plan, encoder(self._model))
-        run = replay(self._names[index], engine, conversations, on_answer)
-        middle = np.median(run.all_ttft_ms())
-        self.note(index, f"median {middle:.0f} ms to first token")
-        self.progress.stop_task(task)
+        run = replay(
+            self._names[index], engine, conversations, lambda each: self.answered(index, each)
+        )
+        self.done(index, run.all_ttft_ms())
         return run
+
+    def answered(self, index: int, answer: Completion) -> None:
+        """Show progress of a run by one request."""
+        reused = 100 * answer.cached_tokens // answer.prompt_tokens
+        note = f"first token {1000 * answer.ttft_s:5.0f} ms, {reused:3d} % of prompt reused"
+        self.progress.update(self._tasks[index], advance=1, note=note)
+
+    def done(self, index: int, ttft_ms: Sequence[float]) -> None:
+        """Show the end of a run."""
+        self.note(index, f"median {np.median(ttft_ms):.0f} ms to first token")
+        self.progress.stop_task(self._tasks[index])
 
 
 class Demo:
@@ -409,9 +413,14 @@ def main(
     """Command line; returns the exit status. `finish` gets the runs after they are shown."""
     flags = parser()
     chosen = flags.parse_args(arguments)
-    if chosen.plot and not (chosen.pd and chosen.plot.absolute().parent.is_dir()):
-        flags.error("--plot names a file in a folder that is there, for the picture of --pd")
-    plan = msgspec.structs.replace(PLAN, seed=chosen.seed, users=chosen.users, rounds=chosen.rounds)
+    is_drawn = chosen.pd or chosen.router
+    if chosen.plot and not (is_drawn and chosen.plot.absolute().parent.is_dir()):
+        flags.error(
+            "--plot names a file in a folder that is there, for the picture of --pd or --router"
+        )
+    plan = ROUTER_PLAN if chosen.router else PLAN
+    given = {name: getattr(chosen, name) for name in ("seed", "users", "rounds")}
+    plan = msgspec.structs.replace(plan, **{name: n for name, n in given.items() if n is not None})
     # A terminated demo unwinds like an interrupted one, and so takes node and engine along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("The demo was terminated."))
     console = Console()
@@ -428,7 +437,8 @@ def main(
             hold(console, kept)
 
     try:
-        introduce(console, plan)
+        if not chosen.router:
+            introduce(console, plan)
         with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as work:
             places = {"cache": cache or default_cache(), "work": Path(work)}
             if chosen.cluster:
@@ -449,6 +459,10 @@ def main(
                 picture = chosen.plot or places["cache"] / "demo" / "pd.png"
                 demo_pd.conclude(console, runs, picture)
                 console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)
+            elif chosen.router:
+                from kvstore.demo import router as demo_router
+
+                demo_router.perform(console, plan, picture=chosen.plot, **places)
             else:
                 Demo(console, plan, **places).run(done)
     except KeyboardInterrupt:

@@ -92,7 +92,7 @@ class Conversations:
             for _ in range(plan.users)
         ]
         self._order = [rng.sample(range(plan.users), plan.users) for _ in range(plan.rounds)]
-        self._open: Turn | None = None
+        self._open: list[Turn] = []
 
     def _question(self, rng: random.Random, round: int) -> str:
         document = prose(rng, self.plan.document_words) + " " if round == 0 else ""
@@ -105,16 +105,25 @@ class Conversations:
         """Each turn once. The previous one must have an answer."""
         for round, users in enumerate(self._order):
             for user in users:
-                assert self._open is None, "the previous turn was not answered"
-                self._history[user] += self._questions[user][round]
-                self._open = Turn(user, round, tuple(self._history[user]))
-                yield self._open
+                yield self._turns(round, [user])[0]
+
+    def rounds(self) -> Iterator[list[Turn]]:
+        """All turns of a round at a time. Those of the previous one must have answers."""
+        for round, users in enumerate(self._order):
+            yield self._turns(round, users)
+
+    def _turns(self, round: int, users: Sequence[int]) -> list[Turn]:
+        assert not self._open, "a previous turn was not answered"
+        for user in users:
+            self._history[user] += self._questions[user][round]
+            self._open.append(Turn(user, round, tuple(self._history[user])))
+        return list(self._open)
 
     def answer(self, turn: Turn, tokens: Sequence[int]) -> None:
         """Add the model's answer to that user's history."""
-        assert turn == self._open, "an answer to another turn"
+        assert turn in self._open, "an answer to another turn"
         self._history[turn.user] += tokens
-        self._open = None
+        self._open.remove(turn)
 
 
 def prose(rng: random.Random, words: int) -> str:

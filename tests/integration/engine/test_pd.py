@@ -27,9 +27,11 @@ from kvstore.demo.engine import VllmServer
 from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
 from kvstore.demo.pair import PdPair, pd_pair
 from kvstore.demo.workload import Encode, text_tokens
+from kvstore.router.receipt_log import read_receipts
 from kvstore.testing import tied
 from kvstore.testing.pd_process import PdProxyProcess
 from kvstore.testing.process import NodeProcess, reap
+from kvstore.testing.router_process import RouterProcess
 from tests.amounts import amount, covered
 from tests.integration.engine.fixtures import MAX_TOKENS, PROMPT_COUNT, SEED, Reference
 from tests.integration.engine.nursery import EngineNursery
@@ -42,6 +44,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ABORTS = amount(24, nightly=200)
 UPSTREAM_PROMPTS = amount(24, nightly=PROMPT_COUNT)
+ROUTED_PROMPTS = amount(32, nightly=PROMPT_COUNT)
 PUSHED_SHARE = 0.8
 """Of all blocks: several requests of one prefix may be computed at the same time."""
 PUSH_DEADLINE_MS = 3000
@@ -139,6 +142,38 @@ def test_tokens_are_those_of_one_engine(
             assert second.tokens == conversation.second_answer
     wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
     covered("requests through prefill and decode", PROMPT_COUNT)
+
+
+@pytest.mark.parametrize("legs", ["in-turn", "together"])
+def test_the_router_drives_both_legs(
+    pair: PdPair,
+    prompts: Sequence[tuple[int, ...]],
+    reference: Reference,
+    tmp_path: Path,
+    legs: str,
+) -> None:
+    """Together where it knows the nodes of both engines; every prompt is prefilled elsewhere."""
+    forget(pair)
+    (tmp_path / "policy.yaml").write_text(
+        "split: {uncached_min: 1, busy_uncached_min: 1, learned_least: 1, is_learned: false}"
+    )
+    flags = [f"--policy={tmp_path / 'policy.yaml'}", f"--receipts={tmp_path / 'receipts'}"]
+    for name, engine, role in (("p", pair.p, "prefill"), ("d", pair.d, "decode")):
+        node = f",node={name}" * (legs == "together")
+        flags += ["--worker", f"{name}=http://127.0.0.1:{engine.port},role={role}{node}"]
+    asked = prompts[:ROUTED_PROMPTS]
+    with RouterProcess.start(tmp_path, flags) as router:
+        client = CompletionClient(int(router.address.rpartition(":")[2]))
+        before = pushed_blocks(pair)
+        done = client.complete_many(asked, max_tokens=MAX_TOKENS, concurrency=6)
+        assert wrong_answers(done, reference) == []
+        assert pushed_blocks(pair) - before >= PUSHED_SHARE * len(leading_blocks(asked))
+        client.abandon(prompts[-1], max_tokens=64, until=lambda: True)
+        wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
+        assert router.stop() == 0
+    receipts = list(read_receipts(tmp_path / "receipts"))
+    assert {(r.prefill_worker, r.chosen, r.split_reason) for r in receipts} == {("p", "d", "long")}
+    assert len(receipts) == len(asked) + 1
 
 
 def chat(client: CompletionClient, **more: object) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def test_help_has_examples_that_can_be_typed(capsys: pytest.CaptureFixture[str])
         demo.main(["--help"])
     _, _, examples = capsys.readouterr().out.partition("examples:\n")
     commands = [shlex.split(line) for line in examples.splitlines() if line]
-    assert [command[:2] for command in commands] == [["kvstore", "demo"]] * 5
+    assert [command[:2] for command in commands] == [["kvstore", "demo"]] * 6
 
 
 def test_without_a_terminal_each_phase_is_a_line(

@@ -130,3 +130,22 @@ def test_varied_prompts_hold_every_hard_case() -> None:
     assert shares >= 20
     assert changed >= 5
     assert extends >= 1
+
+
+def test_rounds_at_a_time_are_the_same_turns() -> None:
+    conversations = Conversations(PLAN, encode)
+    turns = []
+    for together in conversations.rounds():
+        assert len(together) == PLAN.users
+        turns += together
+        for turn in reversed(together):
+            conversations.answer(turn, [turn.user, turn.round, 255])
+    assert turns == replay(PLAN)
+
+
+def test_no_turn_is_answered_twice() -> None:
+    conversations = Conversations(PLAN, encode)
+    first, *_ = next(conversations.rounds())
+    conversations.answer(first, [1])
+    with pytest.raises(AssertionError, match="another turn"):
+        conversations.answer(first, [1])
