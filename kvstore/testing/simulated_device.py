@@ -82,7 +82,7 @@ class SimulatedDevice:
         self.no_kernels = ""
         """Why there are none; empty: there are."""
         self.bus_bytes = 0
-        """Bytes copied between its own memory and the host's so far; 0 without memory of its own."""
+        """Bytes copied between its own memory and the host's so far; 0 if it has none."""
         self.allocations_max = 1 << 30
         """How many blocks of its memory there are room for."""
         if memory_bytes:
@@ -154,12 +154,14 @@ class SimulatedDevice:
             made = (xxhash.xxh3_128_digest(ctypes.string_at(*part)) for part in parts)
             ctypes.memmove(sums, b"".join(made), CHECKSUM_BYTES * len(parts))
 
+        def end() -> None:
+            ctypes.memmove(found, sums, CHECKSUM_BYTES * len(parts))
+
         with self._asked():
             assert not self.no_kernels
             assert not address % 16, "not aligned"
             for at, length in ((address, size), (sums, sums_bytes(1, size))):
                 assert not self._is_apart or self._is_own(at, length), "not the device's"
-            end = functools.partial(ctypes.memmove, found, sums, CHECKSUM_BYTES * len(parts))
             self._queues[stream].extend([begin, end])
 
     def clear(self, stream: int, targets: Addresses, sizes: Addresses) -> None:
