@@ -27,7 +27,7 @@ ROUTER_PLAN: Final = ConversationPlan(
     users=6,
     rounds=8,
     system_words=70,
-    document_words=380,
+    document_words=320,
     question_words=16,
     answer_tokens=16,
 )

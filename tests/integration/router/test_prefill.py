@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.router.pages import _families, health_of
 from kvstore.routing.core import RouterCore
-from kvstore.routing.policy import PolicyLimits, RoutingPolicy
+from kvstore.routing.policy import PolicyLimits, PolicySplit, RoutingPolicy
 from kvstore.routing.receipts import Receipt
 from tests.amounts import amount, covered
 from tests.integration.router.test_proxy import until
@@ -46,16 +46,24 @@ def engines(started: Engines) -> Engines:
 
 @contextmanager
 def routed(
-    engines: Engines, names: Sequence[str] = "pqde", *, together: bool, **settings: Any
+    engines: Engines,
+    names: Sequence[str] = "pqde",
+    *,
+    together: bool,
+    deadline_s: float = 60.0,
 ) -> Iterator[RouterThread]:
     """A router whose decision core is the real one; nothing is left of any request at the end.
     `together`: nodes are known, so both legs begin at once."""
-    policy = RoutingPolicy(limits=PolicyLimits(timeout_s_min=DEADLINE_S, timeout_factor=1.0))
+    policy = RoutingPolicy(
+        limits=PolicyLimits(timeout_s_min=deadline_s, timeout_factor=1.0),
+        # A busy machine would teach the router that remote prefills do not pay.
+        split=PolicySplit(is_learned=False),
+    )
     flags = [
         f"{engines[name].flag},role={ROLES[name]}" + f",node=n-{name}" * together for name in names
     ]
     core = RouterCore(policy, seed=7)
-    with RouterThread(flags, core=cast("Any", core), **settings) as router:
+    with RouterThread(flags, core=cast("Any", core)) as router:
         yield router
         until(lambda: not core.open)
         router.on_loop(core.check)
@@ -170,7 +178,7 @@ def test_a_prefiller_that_never_answers_is_left(engines: Engines, together: bool
         engines[name].script("stuck")
     for name in "de":
         engines[name].script("ok", push_s=60)
-    with routed(engines, together=together) as router:
+    with routed(engines, together=together, deadline_s=DEADLINE_S) as router:
         begin_s = time.monotonic()
         status, headers, _ = router.ask(body())
         assert status == 200
@@ -183,7 +191,7 @@ def test_a_prefiller_that_never_answers_is_left(engines: Engines, together: bool
 @BOTH_WAYS
 def test_a_decoder_that_never_answers_is_left(engines: Engines, together: bool) -> None:
     engines["d"].script("stuck")
-    with routed(engines, "pde", together=together) as router:
+    with routed(engines, "pde", together=together, deadline_s=DEADLINE_S) as router:
         for number in range(3):
             assert router.ask(body(number, stream=True))[0] == 200
         until(lambda: engines["d"].seen()["running"] == 0)
@@ -242,11 +250,8 @@ def test_a_client_that_leaves_aborts_both_legs(
     def are_running() -> dict[str, int]:
         return {name: engines[name].seen()["running"] for name in running}
 
-    policy_s = 60.0
     with routed(engines, "pd", together=together) as router:
         core = cast("RouterCore", router.core)
-        limits = PolicyLimits(timeout_s_min=policy_s)
-        router.on_loop(lambda: router.router.dispatcher.adopt(RoutingPolicy(limits=limits)))
         content = json.dumps(body(stream=True)).encode()
         with socket.create_connection(("127.0.0.1", router.port)) as client:
             client.sendall(
