@@ -376,6 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; no record is made")
     options = parser.parse_args(arguments)
     console = Console()
+    console.width = max(console.width, 120)  # names of figures must not be cut
     size: Size = "tiny" if options.quick else "bench"
     rounds = 2 if options.quick else options.rounds
     total_tokens = 420 if options.quick else 1600
