@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -94,10 +95,11 @@ def pushes_of(pair: PdPair, transfer: str) -> tuple[PushReport, ...]:
     for _ in range(100):
         with closing(NodeClient(pair.node_d.socket)) as client:
             rows = client.rows("requests", RequestReport, pb.Filter(limit=64))
-        found = [row for row in rows if row.transfer == transfer]
+        # Behind the name is the number of the prompt in its request.
+        found = [row for row in rows if row.transfer.partition("/")[0] == transfer]
         if found and found[0].pushes:
             return found[0].pushes
-        time.sleep(0.05)
+        threading.Event().wait(0.05)
     raise AssertionError(f"node d knows nothing of {transfer}")
 
 

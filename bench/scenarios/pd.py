@@ -25,11 +25,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import random
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -70,16 +71,14 @@ GOALS: Final = {
     "paced": 1.0,
 }
 SIDE_PORT: Final = 17600
+PARTS: Final = (*("push", "hand_over", "hidden", "ttft", "decode", "pushing", "turns", "sweep"),)
 
 
 class Bench:
     """The engines of one run."""
 
-    def __init__(
-        self, pair: PdPair, nixl: tuple[VllmServer, VllmServer] | str, encode: Encode, rounds: int
-    ) -> None:
-        """`nixl` is a text: why there is no such pair."""
-        self._pair, self._nixl, self._encode, self._rounds = pair, nixl, encode, rounds
+    def __init__(self, pair: PdPair, encode: Encode, rounds: int) -> None:
+        self._pair, self._encode, self._rounds = pair, encode, rounds
         self._prompts = iter(fresh_prompts(SEED, count=900, tokens=PROMPT_TOKENS, encode=encode))
 
     def hidden(self) -> dict[str, Any]:
@@ -154,15 +153,15 @@ class Bench:
             rounds=1 if self._rounds < 9 else 2,
         )
 
-    def hand_over(self) -> dict[str, Any]:
-        """See the module."""
-        if isinstance(self._nixl, str):
-            raise NotMeasured(self._nixl)
+    def hand_over(self, nixl: tuple[VllmServer, VllmServer] | str) -> dict[str, Any]:
+        """See the module. `nixl` is a text: why there is no such pair."""
+        if isinstance(nixl, str):
+            raise NotMeasured(nixl)
         rounds = self._rounds
         times: dict[str, list[Legs]] = {"kvstore": [], "nixl": []}
         for number in range(rounds + 1):
             mine = in_turn(self._pair.p, self._pair.d, next(self._prompts))
-            theirs = in_turn(*self._nixl, next(self._prompts))
+            theirs = in_turn(*nixl, next(self._prompts))
             if number:  # the first warms the way
                 times["kvstore"].append(mine)
                 times["nixl"].append(theirs)
@@ -247,10 +246,31 @@ class Bench:
         }
 
 
+SHIM: Final = """import sys
+import nixl_cu13._api, nixl_cu13._bindings
+sys.modules["nixl._api"] = nixl_cu13._api
+sys.modules["nixl._bindings"] = nixl_cu13._bindings
+"""
+"""vLLM imports nixl by a name that its wheels for one CUDA version do not have."""
+
+
+def nixl_path(folder: Path) -> str | None:
+    """PYTHONPATH with which an engine finds nixl; None: it is not installed."""
+    found = [path for path in (os.environ.get("PYTHONPATH"),) if path]
+    if importlib.util.find_spec("nixl") is None:
+        if importlib.util.find_spec("nixl_cu13") is None:
+            return None
+        (folder / "shim" / "nixl").mkdir(parents=True)
+        (folder / "shim" / "nixl" / "__init__.py").write_text(SHIM)
+        found.insert(0, str(folder / "shim"))
+    return os.pathsep.join(found)
+
+
 @contextmanager
 def nixl_pair(config: ServerConfig, folder: Path) -> Iterator[tuple[VllmServer, VllmServer] | str]:
     """vLLM's own connector; a text where it does not run: why."""
-    if importlib.util.find_spec("nixl") is None:
+    path = nixl_path(folder)
+    if path is None:
         yield "vLLM's NixlConnector needs nixl, which is not installed"
         return
     transfer = {
@@ -259,18 +279,19 @@ def nixl_pair(config: ServerConfig, folder: Path) -> Iterator[tuple[VllmServer, 
         "kv_buffer_device": "cpu",
         "kv_load_failure_policy": "recompute",
     }
-    engines = []
+    engines: list[VllmServer] = []
+    why = ""
     try:
         for number, name in enumerate(("p", "d")):
-            flags = ("--kv-transfer-config", json.dumps({**transfer, "engine_id": f"nixl-{name}"}))
-            port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_PORT + number)}
-            its = replace(config, arguments=flags, environment=port)
-            try:
-                engines.append(VllmServer.start(its, log=folder / f"nixl-{name}.log"))
-            except EngineError as error:
-                yield f"vLLM's NixlConnector does not start on this machine: {str(error)[:300]}"
-                return
-        yield engines[0], engines[1]
+            its = json.dumps({**transfer, "engine_id": f"nixl-{name}"})
+            flags = (*config.arguments, "--kv-transfer-config", its)
+            port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_PORT + number), "PYTHONPATH": path}
+            with_nixl = replace(config, arguments=flags, environment=port)
+            engines.append(VllmServer.start(with_nixl, log=folder / f"nixl-{name}.log"))
+    except EngineError as error:
+        why = f"vLLM's NixlConnector does not start on this machine: {str(error)[:300]}"
+    try:
+        yield why or (engines[0], engines[1])
     finally:
         for engine in engines:
             engine.stop()
@@ -294,9 +315,15 @@ def push(rounds: int) -> dict[str, Any]:
     return {"figures": figures, "detail": {"seconds": detail}}
 
 
-def run(*, rounds: int, size: Size, transport: str, total_tokens: int) -> dict[str, Any]:
-    """All parts."""
-    results = {"push": measured(lambda: push(max(2, rounds)))}
+def run(
+    *, rounds: int, size: Size, transport: str, total_tokens: int, parts: AbstractSet[str]
+) -> dict[str, Any]:
+    """These parts."""
+    results: dict[str, Any] = {}
+    if "push" in parts:
+        results["push"] = measured(lambda: push(max(2, rounds)))
+    if not parts - {"push"}:
+        return results
     model = build_model(record.ROOT / ".cache" / "models" / size, size=size)
     config = ServerConfig(
         model=model,
@@ -324,10 +351,11 @@ def run(*, rounds: int, size: Size, transport: str, total_tokens: int) -> dict[s
             ) as process,
         ):
             both = CompletionClient(process.port)
-            with nixl_pair(config, folder) as nixl:
-                bench = Bench(pair, nixl, encoder(model), rounds)
-                results["hand_over"] = measured(bench.hand_over)
-            parts: dict[str, Callable[[], dict[str, Any]]] = {
+            bench = Bench(pair, encoder(model), rounds)
+            if "hand_over" in parts:
+                with nixl_pair(config, folder) as nixl:
+                    results["hand_over"] = measured(lambda: bench.hand_over(nixl))
+            others: dict[str, Callable[[], dict[str, Any]]] = {
                 "hidden": bench.hidden,
                 "ttft": lambda: bench.ttft(both),
                 "decode": bench.decode,
@@ -335,7 +363,8 @@ def run(*, rounds: int, size: Size, transport: str, total_tokens: int) -> dict[s
                 "turns": bench.turns,
                 "sweep": lambda: bench.sweep(both, total_tokens),
             }
-            return results | {part: measured(measure) for part, measure in parts.items()}
+            wanted = {part: measure for part, measure in others.items() if part in parts}
+            return results | {part: measured(measure) for part, measure in wanted.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -344,13 +373,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny amounts, which say nothing")
     parser.add_argument("--rounds", type=int, default=9, help="requests of each kind")
     parser.add_argument("--transport", default="tcp", help="of blocks between the nodes")
+    parser.add_argument("--only", action="append", choices=PARTS, help="a part; no record is made")
     options = parser.parse_args(arguments)
     console = Console()
+    console.width = max(console.width, 120)  # names of figures must not be cut
     size: Size = "tiny" if options.quick else "bench"
     rounds = 2 if options.quick else options.rounds
     total_tokens = 420 if options.quick else 1600
-    results = run(rounds=rounds, size=size, transport=options.transport, total_tokens=total_tokens)
+    results = run(
+        rounds=rounds,
+        size=size,
+        transport=options.transport,
+        total_tokens=total_tokens,
+        parts=frozenset(options.only or PARTS),
+    )
     console.print(table(results), highlight=False)
+    if options.only:
+        print(json.dumps(results, indent=1))
+        return 0
     what = "prefill on one engine, decode on another, beside one engine and vLLM's NixlConnector"
     about = {
         "what": what,

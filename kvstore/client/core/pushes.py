@@ -15,7 +15,8 @@ Does not cover: which requests these are (`kvstore.wire.transfers`), lookups (`l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore.client.core.attachment import Attachment
@@ -50,8 +51,10 @@ class EnginePushes:
         attachment: Attachment,
         stores: EngineStores,
         stats: SchedulerStats,
+        needed: Callable[[int, int, int], Sequence[bool] | None],
     ) -> None:
-        self._config = config
+        """`needed`: as `HitRules.are_needed`; None for all blocks of an engine with one group."""
+        self._config, self._needed = config, needed
         self._attachment = attachment
         self._stores = stores
         self._stats = stats
@@ -169,7 +172,12 @@ class EnginePushes:
             waiting.open = set(twin.open)
         else:
             for group in range(len(self._config.block_sizes)):
-                names = block_keys(keys, self._config.keys_per_block(group))
+                every = block_keys(keys, self._config.keys_per_block(group))
+                needed = self._needed(group, 0, len(every))
+                # The prefill engine stores no others, and what lies behind a gap is not pushed.
+                names: Sequence[bytes] = (
+                    every if needed is None else list(itertools.compress(every, needed))
+                )
                 for first in range(0, len(names), KEYS_PER_DATAGRAM_MAX):
                     part = b"".join(names[first : first + KEYS_PER_DATAGRAM_MAX])
                     waiting.open.add((group, first))

@@ -61,7 +61,7 @@ class SchedulerCore:
             config, self.attachment, self._breaker, self.stats, self.costs, rules
         )
         self._stores = EngineStores(config, self.attachment, self.stats)
-        self.pushes = EnginePushes(config, self.attachment, self._stores, self.stats)
+        self.pushes = EnginePushes(config, self.attachment, self._stores, self.stats, self._needed)
         self._shadows = Shadows(config, self.attachment, self._lookups, self._stores, self.stats)
         self._requests: dict[str, TrackedRequest] = {}
         self._by_tag: dict[int, TrackedRequest] = {}

@@ -15,6 +15,7 @@ from kvstore.wire import messages as m
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from kvstore.wire.transfers import DecodePart, PrefillPart
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain, split
+from tests.unit.client.test_windows import WindowRules
 
 DEADLINE_MS = 5000
 WORDS = (PushOpen, PushClose, PushExpect, PushCancel)
@@ -330,6 +331,23 @@ def test_long_prompts_and_groups_are_expected_in_several_words() -> None:
     node.give(PushEnd("t", first_block=0))
     assert node.ask(keys=keys) is PENDING
     assert node.of(m.LeaseAsk) == []
+
+
+class StateRules(WindowRules):
+    """Recurrent layers in place of the window: every third block has their state."""
+
+    def are_needed(self, group: int, first_block: int, end_block: int) -> Any:
+        return [at % 3 == 2 for at in range(first_block, end_block)] if group else None
+
+
+def test_blocks_that_the_prefill_engine_does_not_store_are_not_expected() -> None:
+    sizes = {"group_tokens": (BLOCK_TOKENS, BLOCK_TOKENS), "group_names": ("all", "states")}
+    node = PushNode(rules=StateRules(), **sizes)
+    keys = chain("x", 7)
+    node.decode(keys=keys)
+    whole, states = (word for word in node.words() if isinstance(word, PushExpect))
+    assert (whole.group, split(whole.keys)) == (0, keys)
+    assert (states.group, split(states.keys)) == (1, [keys[2], keys[5]])
 
 
 def test_a_request_that_names_no_node_is_left_to_the_index(node: PushNode) -> None:

@@ -40,7 +40,7 @@ class WindowRules:
         first = max(0, end - WINDOW_BLOCKS)
         return HitPlan(end * BLOCK_TOKENS, (0, first), int(end < bound))
 
-    def are_needed(self, group: int, first_block: int, end_block: int) -> None:
+    def are_needed(self, group: int, first_block: int, end_block: int) -> Any:
         return None
 
 
