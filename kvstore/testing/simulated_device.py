@@ -51,7 +51,7 @@ _PROT_NONE = 0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-_Work = Callable[[], None]
+_Work = Callable[[], object]
 
 
 class SimulatedDevice:
