@@ -1,0 +1,51 @@
+"""Engines that mean harm, or are broken: requests of others are answered all the same."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from kvstore.router.keys.index_calls import Listed
+from kvstore.wire.load import EngineEntry
+from tests.integration.router.test_prefill import (
+    ROLES,
+    Engines,
+    body,
+    engines as engines,
+    routed,
+    started as started,
+)
+from tests.kit.router_thread import RouterThread
+
+WITH_INDEX: dict[str, Any] = {"index": ["127.0.0.1:1"], "insecure": True}
+"""Nobody is there: engines are listed by the test."""
+
+
+def listed(engine: str, address: str, **more: Any) -> Listed:
+    space = cast("Any", bytes(32))
+    return Listed("n", EngineEntry(engine=engine, tenant="t", space=space, address=address, **more))
+
+
+@pytest.mark.parametrize("name", ["a\r\nSet-Cookie: x", "a\0", "a/\N{LINE SEPARATOR}b"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_name_of_an_engine_breaks_no_answer(engines: Engines, name: str, role: str) -> None:
+    names = {each: name if its == role else each for each, its in ROLES.items() if each in "pd"}
+    with routed(engines, "", together=False, **WITH_INDEX) as router:
+        found = [listed(names[e], engines[e].url, role=ROLES[e]) for e in "pd"]
+        router.on_loop(lambda: router.router.discovery.listed(found))
+        for number in range(3):
+            status, headers, _ = router.ask(body(number))
+            assert (status, headers.get("set-cookie")) == (200, None)
+            assert headers["x-kvstore-prefill-worker"].startswith("n/")
+
+
+@pytest.mark.parametrize(
+    "address", [r"http://a\b", "http://\N{ZERO WIDTH SPACE}", "http://" + "a" * 64, "http://a..b"]
+)
+def test_an_address_that_is_no_host_takes_no_request(engines: Engines, address: str) -> None:
+    with RouterThread([engines["e"].flag], **WITH_INDEX) as router:
+        found = [listed("bad", address), listed("good", engines["d"].url)]
+        router.on_loop(lambda: router.router.discovery.listed(found))
+        assert [router.ask(body(number))[0] for number in range(4)] == [200] * 4
+        assert sorted(worker.name for worker in router.router.workers) == ["e", "n/good/0"]
