@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, cast
 
 import pytest
@@ -25,6 +26,32 @@ WITH_INDEX: dict[str, Any] = {"index": ["127.0.0.1:1"], "insecure": True}
 def listed(engine: str, address: str, **more: Any) -> Listed:
     space = cast("Any", bytes(32))
     return Listed("n", EngineEntry(engine=engine, tenant="t", space=space, address=address, **more))
+
+
+def _deep(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+PARAMETERS = [
+    *(f'{{"do_remote_prefill":true,"x":{_deep(depth)}}}' for depth in (20, 900, 970, 978, 983)),
+    f'{{"do_remote_prefill":true,"x":{2**64}}}',
+    '{"do_remote_prefill":true,"kvstore":5}',
+    '{"do_remote_prefill":"yes"}',
+    '{"do_remote_prefill":true,"do_remote_decode":true}',
+    "{}",
+]
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=range(len(PARAMETERS)))
+def test_parameters_that_a_decoder_would_fail_on_are_none(
+    engines: Engines, parameters: str
+) -> None:
+    engines["p"].script("raw", text=f'{{"kv_transfer_params":{parameters}}}')
+    with routed(engines, "pd", together=False) as router:
+        status, headers, answer = router.ask(body())
+        assert (status, headers["x-kvstore-worker"]) == (200, "d"), answer
+        assert "kv_transfer_params" not in json.loads(engines["d"].seen()["body"])
+        assert router.router.proxy.prefills == {"useless": 1}
 
 
 @pytest.mark.parametrize("name", ["a\r\nSet-Cookie: x", "a\0", "a/\N{LINE SEPARATOR}b"])
