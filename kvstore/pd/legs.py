@@ -40,9 +40,12 @@ class BadRequest(Exception):
 def body_of(data: bytes) -> Body:
     """Raises BadRequest."""
     try:
-        return msgspec.json.decode(data, type=Body)
+        body = msgspec.json.decode(data, type=Body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"The body must be one JSON object: {error}.") from None
+    if isinstance(more := body.get("vllm_xargs"), dict):
+        more.pop(PARAMETERS, None)  # engines read them there, too
+    return body
 
 
 def wants_prefill(body: Body) -> bool:

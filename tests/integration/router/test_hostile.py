@@ -76,3 +76,14 @@ def test_an_address_that_is_no_host_takes_no_request(engines: Engines, address: 
         router.on_loop(lambda: router.router.discovery.listed(found))
         assert [router.ask(body(number))[0] for number in range(4)] == [200] * 4
         assert sorted(worker.name for worker in router.router.workers) == ["e", "n/good/0"]
+
+
+@pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params"])
+def test_parameters_of_clients_go_nowhere(engines: Engines, field: str) -> None:
+    with routed(engines, "pd", together=False) as router:
+        for prompt in ("short", body()["prompt"]):
+            more = {"vllm_xargs": {field: "x", "kept": 1}, "prompt": prompt}
+            assert router.ask(body() | more)[0] == 200
+            for name in "d" if prompt == "short" else "pd":
+                sent = json.loads(engines[name].seen()["body"])
+                assert sent["vllm_xargs"] == {"kept": 1}
