@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -17,6 +18,7 @@ from tests.integration.router.test_prefill import (
     routed,
     started as started,
 )
+from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import RouterThread
 
 WITH_INDEX: dict[str, Any] = {"index": ["127.0.0.1:1"], "insecure": True}
@@ -76,6 +78,28 @@ def test_an_address_that_is_no_host_takes_no_request(engines: Engines, address: 
         router.on_loop(lambda: router.router.discovery.listed(found))
         assert [router.ask(body(number))[0] for number in range(4)] == [200] * 4
         assert sorted(worker.name for worker in router.router.workers) == ["e", "n/good/0"]
+
+
+@pytest.mark.parametrize("role", ["both", "prefill"])
+def test_an_engine_whose_address_is_the_router_takes_no_request(
+    engines: Engines, role: str
+) -> None:
+    with routed(engines, "d", together=False, **WITH_INDEX) as router:
+        itself = listed("itself", f"http://127.0.0.1:{router.port}", role=role)
+        router.on_loop(lambda: router.router.discovery.listed([itself]))
+        for number in range(4):
+            assert router.ask(body(number))[0] == 200
+        until(lambda: not router.router.workers["n/itself/0"].is_answering)
+        assert router.router.proxy.counts == {"done": 4}
+
+
+def test_two_routers_that_list_each_other_end_a_request(engines: Engines) -> None:
+    with RouterThread([], **WITH_INDEX) as one, RouterThread([], **WITH_INDEX) as other:
+        for router, to in ((one, other.port), (other, one.port)):
+            found = [listed("r", f"http://127.0.0.1:{to}")]
+            router.on_loop(partial(router.router.discovery.listed, found))
+        assert one.ask()[0] in (502, 503, 508)
+        assert sum(each.router.workers["n/r/0"].request_count for each in (one, other)) < 20
 
 
 @pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params"])
