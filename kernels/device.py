@@ -300,10 +300,13 @@ class DeviceCopies:
             flight.end_range = begin_range(copy.way.value)
             if copy.after:
                 self._wait_for(copy.after, stream)
-            self._launch(flight, stream)
+            # Before the launch: once it writes into staging memory, its end must be seen.
             flight.event = self._take_event()
+            self._launch(flight, stream)
             self._device.record(flight.event, stream)
         except DeviceError as error:
+            if flight.event >= 0:
+                self._events.append(flight.event)
             self._failed(flight, error)
             return
         self._flights[stream].append(flight)
