@@ -322,10 +322,17 @@ class DeviceCopies:
             after = max(flight.copy.after for flight in batch)
             if after:
                 self._wait_for(after, stream)
-            self._launch(batch, stream)
+            # Before the launch: once it writes into staging memory, its end must be seen.
             event = self._take_event()
+        except DeviceError as error:
+            for flight in batch:
+                self._failed(flight, error)
+            return
+        try:
+            self._launch(batch, stream)
             self._device.record(event, stream)
         except DeviceError as error:
+            self._events.append(event)
             for flight in batch:
                 self._failed(flight, error)
             return

@@ -14,6 +14,9 @@ from typing import Any, Final
 
 import msgspec
 
+from kvstore.errors import ProtocolError
+from kvstore.wire.transfers import DecodePart, read_transfer
+
 PARAMETERS: Final = "kv_transfer_params"
 FORWARDED: Final = ("Authorization", "Traceparent", "Tracestate")
 """Headers of a client that engines get."""
@@ -23,6 +26,8 @@ _NULL: Final = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_ho
 _ONE_TOKEN: Final = ("max_tokens", "max_completion_tokens", "n", "best_of")
 _OF_ANSWERS: Final = ("stream_options", "min_tokens", "logprobs", "top_logprobs", PARAMETERS)
 """Keys that the prefill engine has no use for."""
+DEPTH_MAX: Final = 8
+"""Of parameters. Deeper ones decode in one engine and fail in the next."""
 
 Body = dict[str, Any]
 """The body of a completion or chat completion."""
@@ -35,9 +40,12 @@ class BadRequest(Exception):
 def body_of(data: bytes) -> Body:
     """Raises BadRequest."""
     try:
-        return msgspec.json.decode(data, type=Body)
+        body = msgspec.json.decode(data, type=Body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"The body must be one JSON object: {error}.") from None
+    if isinstance(more := body.get("vllm_xargs"), dict):
+        more.pop(PARAMETERS, None)  # engines read them there, too
+    return body
 
 
 def wants_prefill(body: Body) -> bool:
@@ -63,12 +71,23 @@ def decode_body(body: Body, parameters: Mapping[str, Any] | None) -> Body:
 
 
 def parameters_of(answer: bytes) -> dict[str, Any] | None:
-    """Parameters in the answer of a prefill engine; None: it has none."""
+    """Parameters in the answer of a prefill engine; None: it has none, or such that the decode
+    engine would fail on them instead of computing the prompt."""
     try:
         found = msgspec.json.decode(answer, type=Body).get(PARAMETERS)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        is_fit = isinstance(read_transfer(found, "none"), DecodePart) and _is_plain(found)
+    except (msgspec.MsgspecError, ProtocolError, UnicodeDecodeError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if is_fit else None
+
+
+def _is_plain(value: object, depth: int = DEPTH_MAX) -> bool:
+    """Whether engines can decode a value and hand it on between their processes."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return depth > 0 and all(_is_plain(each, depth - 1) for each in value)
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 def source_of(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:

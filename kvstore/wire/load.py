@@ -7,11 +7,17 @@ the time to divide by. No names, keys or tenants are in the numbers.
 
 from __future__ import annotations
 
+import re
+from ipaddress import IPv6Address
+from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvstore.wire.bounds import U32, U64, Label, Name, Small, Space32
+
+_LABEL: Final = "[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
+_HOST: Final = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,11 +68,14 @@ class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_base_url(text: str) -> bool:
-    """Whether a text is a scheme, http or https, a host and perhaps a port, and nothing more."""
+    """Whether a text is a scheme, http or https, a host and perhaps a port, and nothing more. Of
+    hosts only those that all parsers read alike and a resolver takes without an error."""
     try:
         parts = urlsplit(text)
-        host, port = parts.hostname, parts.port
+        host, port = parts.hostname or "", parts.port
+        is_host = _HOST.fullmatch(host) is not None and "[" not in parts.netloc
+        is_host |= ":" in host and "%" not in host and bool(IPv6Address(host))
     except ValueError:
         return False
     is_bare = text.rstrip("/") == f"{parts.scheme}://{parts.netloc}" and "@" not in parts.netloc
-    return parts.scheme in ("http", "https") and bool(host) and port != 0 and is_bare
+    return parts.scheme in ("http", "https") and is_host and port != 0 and is_bare

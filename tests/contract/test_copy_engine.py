@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from kvstore.kernels import device
-from kvstore.kernels.device import COPIES_MAX, NOT_PINNED_IN_TIME
+from kvstore.kernels.device import COPIES_MAX, NOT_PINNED_IN_TIME, DeviceError
 from kvstore.kernels.hashes import Hashes, HashesAtOnce, Hashing
 from kvstore.kernels.host import NOT_COMPARABLE
 from kvstore.kernels.pack import PagedCache
@@ -366,6 +366,31 @@ class HeldParty(DeviceParty):
     def hashes(self) -> Hashes:
         self.held = HeldHashes()
         return self.held
+
+
+@pytest.mark.parametrize("way", [CopyWay.STORE, CopyWay.COMPARE])
+def test_a_copy_that_fails_for_want_of_an_event_writes_nothing_later(
+    way: CopyWay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory that it would write to is another copy's by then."""
+    party = DeviceParty((64, 32), block_major=False, values="float32")
+    party.write(0, noise(party.block_bytes, 1))
+    party.do(CopyWay.STORE, 0, 1)
+    staging = cast("Any", party.copies)._staging
+    before = party.slots.tobytes() + staging.tobytes()
+
+    def none() -> int:
+        raise DeviceError("out of memory")
+
+    cast("Any", party.copies)._events.clear()
+    monkeypatch.setattr(party.device, "event", none)
+    failed = party.order(way, 0, 2)
+    assert "out of memory" in party.ended(1)[failed].reason
+    monkeypatch.undo()
+    party.device.finish()
+    assert party.slots.tobytes() + staging.tobytes() == before
+    assert party.do(CopyWay.STORE, 0, 1).reason == ""
+    party.close()
 
 
 @pytest.mark.parametrize("failure", ["", "an illegal memory access was encountered"])

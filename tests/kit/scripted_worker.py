@@ -1,7 +1,7 @@
 """An OpenAI engine that does what a script says: a process of its own, real HTTP.
 
     with ScriptedWorker.start(tmp_path, "a") as worker:
-        worker.script("fail")            # or slow, die, hang, stuck, refuse, flood, ok
+        worker.script("fail")            # or slow, die, hang, stuck, refuse, raw, flood, ok
 
 It counts requests, aborts and what it saw last, which `seen` shows. Answers stream `pieces` tokens,
 `pause_s` apart. Health and metrics follow the script too: `hang` answers nothing at all. `stuck`
@@ -130,6 +130,8 @@ class _Script:
         mode = self.mode["mode"]
         if mode == "fail":
             return web.json_response({"error": "scripted"}, status=self.mode.get("status", 500))
+        if mode == "raw":
+            return web.Response(text=self.mode["text"], content_type="application/json")
         if mode == "refuse":
             return web.json_response({"error": "no"}, status=self.mode.get("status", 400))
         if mode in ("hang", "deaf", "stuck"):

@@ -14,7 +14,7 @@ import logging
 import socket
 from collections.abc import Iterable, Iterator
 from typing import Final
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import msgspec
 
@@ -74,8 +74,9 @@ class Discovery:
         stays while it answers, unless another one has its place."""
         self._listed = tuple(listed)
         found = list(addresses_listed(self._listed))
-        plain = [] if self._insecure else [each for each in found if is_exposed(each.url)]
-        found = [each for each in found if each not in plain]
+        left_out = [not self._insecure and is_exposed(each.url) for each in found]
+        plain = [each.url for each, is_plain in zip(found, left_out, strict=True) if is_plain]
+        found = [each for each, is_plain in zip(found, left_out, strict=True) if not is_plain]
         places = {(each.url, each.rank) for each in found}
         names = {each.name for each in found}
         for each in self._known[INDEX]:
@@ -83,7 +84,7 @@ class Discovery:
             is_taken = each.name in names or (each.url, each.rank) in places
             if not is_taken and worker is not None and worker.is_answering:
                 found.append(each)
-        self.found(INDEX, found, trouble=EXPOSED.format(plain[0].url) if plain else "")
+        self.found(INDEX, found, trouble=EXPOSED.format(plain[0]) if plain else "")
 
     def failed(self, source: str, why: str) -> None:
         """A source has no answer: its workers stay."""
@@ -139,7 +140,8 @@ def addresses_listed(listed: Iterable[Listed]) -> Iterator[WorkerAddress]:
     for node, entry in ((each.node, each.entry) for each in listed):
         if is_base_url(entry.address):
             yield WorkerAddress(
-                name=f"{node}/{entry.engine}/{entry.rank}",
+                # In headers and logs: an engine may call itself anything.
+                name=f"{quote(node, safe='')}/{quote(entry.engine, safe=':')}/{entry.rank}",
                 url=entry.address.rstrip("/"),
                 node=node,
                 engine=entry.engine,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Final
@@ -28,7 +29,7 @@ from kvstore.router.engines.workers import Worker
 from kvstore.router.front import heads
 from kvstore.routing.events import Failure, Leg
 
-RETRIED: Final = frozenset({500, 502, 503, 504})
+RETRIED: Final = frozenset({500, 502, 503, 504, 508})
 """Statuses of an engine after which another one is asked."""
 CONNECT_TIMEOUT_S: Final = 2.0
 STALL_S: Final = 60.0
@@ -250,4 +251,5 @@ def new_session(*, ssl_context: object = True) -> aiohttp.ClientSession:
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         trust_env=False,
+        headers={heads.ROUTERS: secrets.token_hex(8)},
     )

@@ -45,6 +45,7 @@ class Peek(msgspec.Struct):
     cache_salt: msgspec.Raw = _EMPTY
     kv_transfer_params: msgspec.Raw = _EMPTY
     ec_transfer_params: msgspec.Raw = _EMPTY
+    vllm_xargs: msgspec.Raw = _EMPTY
     prompt_logprobs: msgspec.Raw = _EMPTY
     echo: msgspec.Raw = _EMPTY
 
@@ -76,6 +77,17 @@ class Peek(msgspec.Struct):
         """Whether it has fields of `STRIPPED`."""
         return bool(bytes(self.kv_transfer_params) or bytes(self.ec_transfer_params))
 
+    @property
+    def vllm_xargs_kept(self) -> dict[str, msgspec.Raw] | None:
+        """`vllm_xargs` without fields of `STRIPPED`, which vLLM reads there, too: a text fails in
+        every engine that it is sent to. None: it has none of them."""
+        try:
+            fields = fields_of(self.vllm_xargs)
+        except msgspec.MsgspecError:
+            return None
+        kept = {name: value for name, value in fields.items() if name not in STRIPPED}
+        return kept if len(kept) < len(fields) else None
+
     def token_ids(self) -> list[int] | None:
         """The prompt, where it is one list of token ids; None: anything else."""
         if bytes(self.prompt)[:1] != b"[":
@@ -102,7 +114,7 @@ def peek(body: bytes) -> Peek:
         raise BadBody(f"the body is not JSON: {error}") from None
 
 
-def fields_of(body: bytes) -> dict[str, msgspec.Raw]:
+def fields_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """Fields of a body that is known to be an object; values stay raw."""
     return _fields.decode(body)
 

@@ -35,6 +35,9 @@ _KEPT_BACK: Final = HOP_BY_HOP | {"server"}
 SERVER: Final = istr("Server")
 AUTHORIZATION: Final = istr("Authorization")
 REQUEST_ID: Final = istr("X-Request-Id")
+ROUTERS: Final = istr("X-Kvstore-Routers")
+"""Names of the routers on the way of a request, its sender's last."""
+ROUTERS_MAX: Final = 4
 
 
 def onward(
@@ -72,6 +75,12 @@ def given_id(headers: CIMultiDictProxy[str]) -> str:
     """The client's request id, where it is a harmless one; else empty."""
     given = headers.get(REQUEST_ID, "")
     return given if _REQUEST_ID.fullmatch(given) else ""
+
+
+def way(headers: CIMultiDictProxy[str], name: str) -> str | None:
+    """`ROUTERS` for an engine; None: the request has been at the router of this name before."""
+    passed = headers[ROUTERS].split(",") if ROUTERS in headers else []
+    return None if name in passed or len(passed) >= ROUTERS_MAX else ",".join([*passed, name])
 
 
 def bearer(headers: CIMultiDictProxy[str]) -> str:

@@ -8,7 +8,7 @@ Covers: rules about fields and headers of requests. Does not cover: bytes of HTT
 from __future__ import annotations
 
 import secrets
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from multidict import CIMultiDictProxy
 
@@ -81,9 +81,11 @@ class RequestIntake:
     ) -> RequestJob:
         """`may_split`: its sender can drive a remote prefill. Raises BadBody."""
         read = peek(body)
-        salted, put = read.salt, {}
+        salted, put = read.salt, dict[str, Any]()
         if tenant:
             salted = put["cache_salt"] = salt(tenant, read.salt)
+        if (kept := read.vllm_xargs_kept) is not None:
+            put["vllm_xargs"] = kept
         if put or read.is_stripped:
             body = edited(body, drop=STRIPPED, put=put)
         prefix = await self._prefixes.of(path, body, read, salted)

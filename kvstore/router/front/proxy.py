@@ -99,6 +99,7 @@ class Proxy:
         self._bodies, self._intake = bodies, intake
         self._worker_key, self._explain = worker_key, explain
         self._observed = observed
+        self.name = session.headers.get(heads.ROUTERS, "")
         self.counts = Counter[str]()
         """Requests by outcome."""
         self.splits = Counter[str]()
@@ -113,6 +114,9 @@ class Proxy:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request, whatever it is."""
         path = request.path
+        if heads.way(request.headers, self.name) is None:  # probes, too: such an engine is down
+            text = "the request came back to a router: an engine's address is that of a router"
+            return error_response(508, text, "loop")
         if path in PROBED:  # without API keys: Kubernetes and load balancers have none
             is_fine = path == ALIVE or self.is_ready
             return web.Response(
@@ -315,7 +319,11 @@ class Proxy:
 
     def _onward(self, client: web.BaseRequest, job: RequestJob) -> CIMultiDict[str]:
         authorization = self._authorization
-        return heads.onward(client.headers, request_id=job.request_id, authorization=authorization)
+        onward = heads.onward(
+            client.headers, request_id=job.request_id, authorization=authorization
+        )
+        onward[heads.ROUTERS] = heads.way(client.headers, self.name) or self.name
+        return onward
 
     def _first(self, job: RequestJob) -> None:
         """A streamed answer begins; that of others comes whole, and says nothing about a TTFT."""

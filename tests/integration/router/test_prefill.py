@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from kvstore.router.pages import _families, health_of
 from kvstore.routing.core import RouterCore
@@ -51,6 +52,7 @@ def routed(
     *,
     together: bool,
     deadline_s: float = 60.0,
+    **settings: Any,
 ) -> Iterator[RouterThread]:
     """A router whose decision core is the real one; nothing is left of any request at the end.
     `together`: nodes are known, so both legs begin at once."""
@@ -59,11 +61,13 @@ def routed(
         # A busy machine would teach the router that remote prefills do not pay.
         split=PolicySplit(is_learned=False),
     )
-    flags = [
-        f"{engines[name].flag},role={ROLES[name]}" + f",node=n-{name}" * together for name in names
-    ]
+    flags = [f"{engines[name].flag},role={ROLES[name]}" for name in names]
     core = RouterCore(policy, seed=7)
-    with RouterThread(flags, core=cast("Any", core)) as router:
+    with RouterThread(flags, core=cast("Any", core), **settings) as router:
+        if together:  # as the index lists them: a flag names no node without an index
+            workers = router.router.workers
+            known = [structs.replace(w.address, node=f"n-{w.name}") for w in workers]
+            router.on_loop(lambda: workers.replace(known))
         yield router
         until(lambda: not core.open)
         router.on_loop(core.check)
@@ -207,7 +211,7 @@ def test_a_prefiller_that_refuses_leaves_the_word_to_the_decoder(
         assert router.ask(body())[0] == 200
         assert "kv_transfer_params" not in json.loads(engines["d"].seen()["body"])
         assert router.router.proxy.prefills == {"refused": 1}
-        assert router.on_loop(lambda: router.router.workers["p"].state) == "up"
+        until(lambda: router.router.workers["p"].state == "up")
         engines["d"].script("refuse", status=422)
         assert router.ask(body(1))[0] == 422
 
