@@ -3,9 +3,9 @@
     slab ─▶ pages ─gather─▶ staging ─3 kernels─▶ digests ─▶ 16 bytes a piece over the bus ─▶ root
 
 Bytes to hash are read from the engine's pages after the copy, by the same stream: so the checksum
-is that of the bytes that the request will read, whichever step lost some of them. Staging memory has
-room for the sums and digests of one block, since a stream does one thing after the other. Without
-kernels, or without that room, blocks are read back over the bus and hashed by the host.
+is that of the bytes that the request will read, whichever step lost some of them. Staging memory
+has room for the sums and digests of one block, since a stream does one thing after the other.
+Without kernels, or without that room, blocks are read back over the bus and hashed by the host.
 
 Does not cover: when a block may be loaded (`device.py`), which (`tiers.hbm`).
 """

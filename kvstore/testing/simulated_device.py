@@ -82,7 +82,7 @@ class SimulatedDevice:
         self.no_kernels = ""
         """Why there are none; empty: there are."""
         self.bus_bytes = 0
-        """Bytes copied between its own memory and the host's so far; 0 without memory of its own."""
+        """Bytes copied between its own memory and the host's; 0 without memory of its own."""
         self.allocations_max = 1 << 30
         """How many blocks of its memory there are room for."""
         if memory_bytes:
