@@ -31,17 +31,17 @@ LINES_MAX = {
     "net": 510,
     "node": 2_545,
     "obs": 385,
-    "pd": 465,
+    "pd": 480,
     "peers": 2_765,
     "proto": 530,
-    "router": 3_335,
+    "router": 3_365,
     "routing": 2_425,
     "stores": 1_160,
     "supervisor": 1_060,
     "testing": 1_475,
     "tiers": 2_985,
     "transport": 1_755,
-    "wire": 1_345,
+    "wire": 1_350,
 }
 """Lines of code of each package, without blanks, comments and docstrings. Whoever needs more takes
 it from another one, or says in the commit why the product is to be larger."""
