@@ -55,6 +55,11 @@ def test_an_engine_is_listed_with_what_its_node_knows() -> None:
         "ftp://h:1",
         "h:1",
         "http://",
+        "http://[::1%eth0]:1",
+        "http://[v1.a]:1",
+        r"http://a\b",
+        "http://a..b",
+        "http://" + "a" * 64,
     ],
 )
 def test_an_address_that_is_none_is_left_out(address: str) -> None:
