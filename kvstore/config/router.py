@@ -23,6 +23,7 @@ from kvstore.config.reading import load_settings
 from kvstore.config.settings import RouterSettings
 from kvstore.errors import ConfigError
 from kvstore.units import parse_size
+from kvstore.wire.load import is_base_url
 
 KINDS: Final = ("vllm", "sglang", "tgi", "trtllm", "triton", "llamacpp", "ollama", "openai")
 ROLES: Final = ("both", "prefill", "decode")
@@ -191,12 +192,7 @@ def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) 
     """
     address, *pairs = text.split(",")
     name, equals, url = ("dns", "=", address) if is_name else address.partition("=")
-    parts = urlsplit(url)
-    try:
-        is_url = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 80) > 0
-    except ValueError:
-        is_url = False
-    if not equals or not name or not is_url or parts.query or parts.path not in ("", "/"):
+    if not equals or not name or not name.isprintable() or not is_base_url(url):
         form = "a URL, such as http://vllm" if is_name else "NAME=URL, such as a=http://127.0.0.1"
         raise ConfigError(f"{option} {text!r} must be {form}:8000")
     options = dict(_pair(option, text, pair) for pair in pairs)

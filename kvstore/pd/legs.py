@@ -27,7 +27,7 @@ _ONE_TOKEN: Final = ("max_tokens", "max_completion_tokens", "n", "best_of")
 _OF_ANSWERS: Final = ("stream_options", "min_tokens", "logprobs", "top_logprobs", PARAMETERS)
 """Keys that the prefill engine has no use for."""
 DEPTH_MAX: Final = 8
-"""Of parameters. Deeper ones decode in one engine and fail in the next."""
+"""Deeper parameters decode in one engine and fail in the next."""
 
 Body = dict[str, Any]
 """The body of a completion or chat completion."""

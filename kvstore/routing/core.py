@@ -57,7 +57,7 @@ class RouterCore:
         self.tree = ApproximateTree(blocks_max=policy.tree_blocks_max)
         self.placer = Placer(policy, self.fleet, self.tree, seed)
         self.room = WaitingRoom(policy)
-        self.models = ModelMap(policy)
+        self._models: ModelMap | None = None
         self.open: dict[str, OpenRequest] = {}
         self.receipts = ReceiptLog()
         self._number = 0
@@ -89,7 +89,7 @@ class RouterCore:
         """Go on under another policy; held requests are judged by it."""
         self.policy = self.fleet.policy = self.room.policy = policy
         self.placer.adopt(policy)
-        self._map_models()
+        self._models = None
         held = list(self.room.entries.values())
         self.room = WaitingRoom(policy)
         for entry in held:
@@ -104,20 +104,24 @@ class RouterCore:
 
     def _joined(self, event: its.Joined, _now_ns: int) -> list[RouteCommand]:
         self.fleet.join(event.spec)
-        self._map_models()
+        self._models = None
         return []
 
     def _worker_left(self, event: its.WorkerLeft, _now_ns: int) -> list[RouteCommand]:
         self.fleet.leave(event.worker)
         self.tree.forget(event.worker)
         self.placer.weights.forget(event.worker)
-        self._map_models()
+        self._models = None
         return []
 
-    def _map_models(self) -> None:
-        specs = [state.spec for state in self.fleet.workers]
-        served = [(model, spec.pool) for spec in specs for model in spec.models or ("",)]
-        self.models = ModelMap(self.policy, served)
+    @property
+    def models(self) -> ModelMap:
+        """Made anew when a request asks: a thousand workers may join or leave in one turn."""
+        if self._models is None:
+            specs = [state.spec for state in self.fleet.workers]
+            served = [(model, spec.pool) for spec in specs for model in spec.models or ("",)]
+            self._models = ModelMap(self.policy, served)
+        return self._models
 
     def _judged(self, event: its.Judged, _now_ns: int) -> list[RouteCommand]:
         row = self.fleet.row_of.get(event.worker)

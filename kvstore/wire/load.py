@@ -68,8 +68,8 @@ class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_base_url(text: str) -> bool:
-    """Whether a text is a scheme, http or https, a host and perhaps a port, and nothing more. Of
-    hosts only those that all parsers read alike and a resolver takes without an error."""
+    """Whether a text is a scheme, http or https, a host and perhaps a port, and nothing more.
+    The host is one that all parsers read alike and a resolver takes without an error."""
     try:
         parts = urlsplit(text)
         host, port = parts.hostname or "", parts.port

@@ -71,12 +71,14 @@ class Discovery:
 
     def listed(self, listed: Iterable[Listed]) -> None:
         """The engines that nodes list now. One that left the list, as all do whose node restarts,
-        stays while it answers, unless another one has its place."""
+        stays while it answers, unless another one has its place. One that is known goes before
+        those that are new: no other node takes its place, and no crowd pushes it out."""
         self._listed = tuple(listed)
         found = list(addresses_listed(self._listed))
         left_out = [not self._insecure and is_exposed(each.url) for each in found]
         plain = [each.url for each, is_plain in zip(found, left_out, strict=True) if is_plain]
         found = [each for each, is_plain in zip(found, left_out, strict=True) if not is_plain]
+        found.sort(key=lambda each: self._workers.get(each.name) is None)
         places = {(each.url, each.rank) for each in found}
         names = {each.name for each in found}
         for each in self._known[INDEX]:

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.config.router import WorkerText
 from kvstore.router.engines.discovery import Discovery, addresses_listed
-from kvstore.router.engines.workers import Workers
+from kvstore.router.engines.workers import WORKERS_MAX, Workers
 from kvstore.router.keys.index_calls import Listed
 from kvstore.wire.load import EngineEntry
 
@@ -55,6 +55,11 @@ def test_an_engine_is_listed_with_what_its_node_knows() -> None:
         "ftp://h:1",
         "h:1",
         "http://",
+        "http://[::1%eth0]:1",
+        "http://[v1.a]:1",
+        r"http://a\b",
+        "http://a..b",
+        "http://" + "a" * 64,
     ],
 )
 def test_an_address_that_is_none_is_left_out(address: str) -> None:
@@ -89,3 +94,15 @@ def test_prompts_go_to_no_engine_beyond_this_machine_in_the_clear(
     assert site.list(listed("e"), listed("far", "https://10.0.0.7:8000")) == ["n1/e/0", "n1/far/0"]
     assert site.discovery.trouble == ""
     assert Site(insecure=True).list(far) == ["n1/far/0"]
+
+
+def test_no_other_node_takes_the_place_of_an_engine_that_is_listed() -> None:
+    site = Site()
+    other = Listed("n0", listed("f", role="prefill").entry)
+    assert site.list(listed("e")) == ["n1/e/0"]
+    known = site.workers["n1/e/0"]
+    assert site.list(other, listed("e")) == ["n1/e/0"]
+    crowd = [listed(f"c{n}", f"http://127.0.0.1:{n + 1}") for n in range(2 * WORKERS_MAX)]
+    assert "n1/e/0" in site.list(*crowd, listed("e"))
+    assert site.workers["n1/e/0"] is known
+    assert {"n0/f/0", "n1/e/0"} & set(site.list(other)) == {"n0/f/0"}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
+from kvstore.routing import core as core_module
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     Arrived,
@@ -24,6 +26,7 @@ from kvstore.routing.events import (
     Shared,
     WorkerLeft,
 )
+from kvstore.routing.models import ModelMap
 from kvstore.routing.policy import parse
 from kvstore.routing.values import RouteRequest, SharedLoad, WorkerHealth, WorkerRole
 from tests.unit.routing.fleets import (
@@ -377,3 +380,20 @@ def test_replicas_follow_work_and_queue() -> None:
         core.step(Arrived(request(f"q{n}", 30_000)), 31 * S)
     assert core.saturation("p", 31 * S).value > 1
     assert core.desired_replicas("p", WorkerRole.BOTH, 31 * S) >= 5
+
+
+def test_a_thousand_workers_that_join_are_mapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each of them, the router would stand still for seconds."""
+    made = Counter[str]()
+
+    class CountedMap(ModelMap):
+        def __init__(self, *given: Any) -> None:
+            made["maps"] += 1
+            super().__init__(*given)
+
+    monkeypatch.setattr(core_module, "ModelMap", CountedMap)
+    core = core_of(*(spec(number) for number in range(1000)))
+    first = routed(arrive(core, request("r")))
+    core.step(WorkerLeft(first.worker), S)
+    assert routed(arrive(core, request("s"))).worker != first.worker
+    assert made["maps"] == 2
