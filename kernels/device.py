@@ -315,7 +315,7 @@ class DeviceCopies:
     def _begin(self, batch: list[_Flight]) -> None:
         """Give like copies to their stream. They end together."""
         first, begun_ns = batch[0].copy, time.perf_counter_ns()
-        stream = self._streams[first.way]
+        stream, events = self._streams[first.way], list[int]()
         for flight in batch:
             flight.begun_ns, flight.end_range = begun_ns, begin_range(first.way.value)
         try:
@@ -323,21 +323,16 @@ class DeviceCopies:
             if after:
                 self._wait_for(after, stream)
             # Before the launch: once it writes into staging memory, its end must be seen.
-            event = self._take_event()
-        except DeviceError as error:
-            for flight in batch:
-                self._failed(flight, error)
-            return
-        try:
+            events.append(self._take_event())
             self._launch(batch, stream)
-            self._device.record(event, stream)
+            self._device.record(events[0], stream)
         except DeviceError as error:
-            self._events.append(event)
+            self._events.extend(events)
             for flight in batch:
                 self._failed(flight, error)
             return
         for flight in batch:
-            flight.event = event
+            flight.event = events[0]
             if first.way is CopyWay.LOAD and first.is_verified and first.slab_begin < 0:
                 # While bytes move: the slot has no writer, or its generation says so afterwards.
                 flight.hashing = self._hashes.begin(flight.copy.header, self._source(flight))

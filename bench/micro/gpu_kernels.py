@@ -20,14 +20,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -37,11 +34,21 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from bench.micro.gpu_arena import gpu_name
+from bench.micro.gpu_memory import (
+    LOOK_S,
+    SEED,
+    Addresses,
+    DeviceMemory,
+    Memory,
+    finish,
+    noise,
+    one,
+    rate,
+)
 from kvstore.kernels import fp8, launches, planes
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.device import COPIES_MAX, Device, DeviceError
 from kvstore.kernels.hashes import Hashes, HashesAtOnce, Hashing, HashThreads
-from kvstore.kernels.launches import Launch
 from kvstore.kernels.reference import Bytes
 from kvstore.kernels.strategy import BlockMoves, Strategy, Thresholds
 from kvstore.types import Shard
@@ -49,100 +56,10 @@ from kvstore.units import KIB, MIB
 from kvstore.wire.checksum import PIECE_BYTES
 from kvstore.wire.layout import corners, layer_offsets, shared
 
-SEED, RUNS, LOOK_S = 1, 5, 0.000_1
 SIZES = (4 * KIB, 8 * KIB, 32 * KIB, 64 * KIB, 256 * KIB)
 SHAPES = [(pieces, size) for size in SIZES for pieces in (8, 80)]
 """Pieces of a block, and their sizes."""
 BLOCK_SIZES = (64 * KIB, 256 * KIB, 640 * KIB, 2 * MIB, 5 * MIB)
-Addresses = NDArray[np.uint64]
-
-
-class Memory(Protocol):
-    """Memory of a device, whose kernels are launched on one stream."""
-
-    @property
-    def launch(self) -> Launch: ...
-    def room(self, size: int) -> int: ...
-    def put(self, data: bytes | NDArray[Any]) -> int: ...
-    def get(self, address: int, size: int) -> bytes: ...
-    def copy(self, target: int, source: int, size: int) -> None: ...
-    def wait(self) -> None: ...
-    def free(self) -> None: ...
-
-
-def one(value: int) -> Addresses:
-    return np.array([value], np.uint64)
-
-
-class DeviceMemory:
-    """`Memory` of a GPU, through the port; at most `size_bytes` are put or read in one go."""
-
-    def __init__(self, device: CudaDevice, size_bytes: int) -> None:
-        self._device = device
-        self._stream, self._event = device.stream(is_urgent=False), device.event()
-        self._host = np.zeros(size_bytes, np.uint8)
-        device.pin(self._host.ctypes.data, size_bytes)
-        self._held: list[int] = []
-        self.launch: Launch = device.launcher(self._stream)
-
-    def room(self, size: int) -> int:
-        address = self._device.allocate(size)
-        if not address:
-            raise DeviceError(f"no {size} bytes of memory are left: try a smaller --mib")
-        self._held.append(address)
-        return address
-
-    def put(self, data: bytes | NDArray[Any]) -> int:
-        held = np.frombuffer(data if isinstance(data, bytes) else data.tobytes(), np.uint8)
-        address = self.room(held.size)
-        self._host[: held.size] = held
-        self.copy(address, self._host.ctypes.data, held.size)
-        self.wait()
-        return address
-
-    def get(self, address: int, size: int) -> bytes:
-        self.copy(self._host.ctypes.data, address, size)
-        self.wait()
-        return self._host[:size].tobytes()
-
-    def copy(self, target: int, source: int, size: int) -> None:
-        self._device.copy(self._stream, one(target), one(source), one(size))
-
-    def wait(self) -> None:
-        finish(self._device, self._stream, self._event)
-
-    def free(self) -> None:
-        while self._held:
-            self._device.free(self._held.pop())
-
-    def close(self) -> None:
-        self.free()
-        self._device.unpin(self._host.ctypes.data)
-
-
-def finish(device: Device, stream: int, event: int) -> None:
-    """Wait for the stream."""
-    device.record(event, stream)
-    while not device.has_happened(event):
-        pass
-
-
-def rate(work: Callable[[], None], wait: Callable[[], None], size: int) -> float:
-    """GB/s, of the median run. The first one warms up."""
-    seconds = []
-    for _ in range(RUNS + 1):
-        begin = time.perf_counter()
-        work()
-        wait()
-        seconds.append(time.perf_counter() - begin)
-    return round(size / statistics.median(seconds[1:]) / 1e9, 3)
-
-
-def noise(size: int, seed: int = SEED) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-
-
-# ── gather and scatter ───────────────────────────────────────────────────────────────────────────
 
 
 class Blocks(NamedTuple):

@@ -8,8 +8,11 @@ Does not cover: the demo (`play`).
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
+
+import msgspec
 
 from kvstore.demo.workload import ConversationPlan
 
@@ -74,6 +77,22 @@ def parser() -> argparse.ArgumentParser:
         help="picture of --pd or --router [default: in the cache]",
     )
     return made
+
+
+def read_flags(
+    arguments: Sequence[str] | None,
+) -> tuple[argparse.Namespace, ConversationPlan]:
+    """The flags, checked, and their conversations. Ends the process: they are wrong."""
+    flags = parser()
+    chosen = flags.parse_args(arguments)
+    is_drawn = chosen.pd or chosen.router
+    if chosen.plot and not (is_drawn and chosen.plot.absolute().parent.is_dir()):
+        flags.error(
+            "--plot names a file in a folder that is there, for the picture of --pd or --router"
+        )
+    given = {name: getattr(chosen, name) for name in ("seed", "users", "rounds")}
+    changes = {name: count for name, count in given.items() if count is not None}
+    return chosen, msgspec.structs.replace(ROUTER_PLAN if chosen.router else PLAN, **changes)
 
 
 def _count(text: str) -> int:

@@ -41,7 +41,7 @@ from rich.table import Table
 
 from kvstore.demo.engine import Completion, VllmServer
 from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
-from kvstore.demo.flags import PLAN, ROUTER_PLAN, parser
+from kvstore.demo.flags import read_flags
 from kvstore.demo.models import BLOCK_TOKENS, SHAPES, build_model, encoder
 from kvstore.demo.pair import PairClient
 from kvstore.demo.settle import settled
@@ -411,16 +411,7 @@ def main(
     finish: Finish | None = None,
 ) -> int:
     """Command line; returns the exit status. `finish` gets the runs after they are shown."""
-    flags = parser()
-    chosen = flags.parse_args(arguments)
-    is_drawn = chosen.pd or chosen.router
-    if chosen.plot and not (is_drawn and chosen.plot.absolute().parent.is_dir()):
-        flags.error(
-            "--plot names a file in a folder that is there, for the picture of --pd or --router"
-        )
-    plan = ROUTER_PLAN if chosen.router else PLAN
-    given = {name: getattr(chosen, name) for name in ("seed", "users", "rounds")}
-    plan = msgspec.structs.replace(plan, **{name: n for name, n in given.items() if n is not None})
+    chosen, plan = read_flags(arguments)
     # A terminated demo unwinds like an interrupted one, and so takes node and engine along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("The demo was terminated."))
     console = Console()

@@ -156,11 +156,8 @@ class _Script:
                 await out.write(bytes(1 << 16))
                 self.seen["flooded"] = self.seen.get("flooded", 0) + (1 << 16)
             return out
-        usage = {
-            "prompt_tokens": 100,
-            "completion_tokens": 3,
-            "prompt_tokens_details": {"cached_tokens": 64},
-        }
+        details = {"cached_tokens": 64}
+        usage = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": details}
         if isinstance(part, PrefillPart) and self.mode.get("params", True):
             more = answer_of(part, node="p", engine="e", request_id="r", tokens=100)
             return web.json_response({"choices": [{"text": "a"}], "kv_transfer_params": more})

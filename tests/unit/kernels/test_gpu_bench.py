@@ -96,7 +96,8 @@ def test_without_a_gpu_it_says_that_it_was_skipped() -> None:
 
 def _run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, str(ROOT / "bench" / "micro" / name), *arguments]
-    return subprocess.run(program, capture_output=True, text=True, check=False)
+    there = {**os.environ, "PYTHONPATH": str(ROOT)}  # for a changed program in a folder of its own
+    return subprocess.run(program, capture_output=True, text=True, check=False, env=there)
 
 
 def test_without_the_sanitizer_it_says_where_it_is_to_be_had() -> None:
