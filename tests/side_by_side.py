@@ -29,7 +29,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.amounts import COVERED
 from tests.steps import STEPS
 
-LONGEST: Final = 10
+LONGEST: Final = 40
 SHARED_ENGINES: Final = ("plain", "reference")
 """Session fixtures with an engine: one of each in a run, not one in each process."""
 SHARED: Final = "engine"
