@@ -208,7 +208,8 @@ class Workers:
     def answered(self, worker: Worker, trouble: str) -> None:
         """A probe's result. `trouble`: why it failed; empty: it did not."""
         was_answering, worker.is_answering = worker.is_answering, not trouble
-        worker.trouble = trouble
+        if trouble or not worker.breaker.is_open:  # whose reason is that of its requests
+            worker.trouble = trouble
         is_first, worker.was_reached = not worker.was_reached, worker.was_reached or not trouble
         if was_answering != worker.is_answering:
             _log.warning("worker %s %s", worker.name, f"is down: {trouble}" if trouble else "is up")

@@ -71,6 +71,10 @@ from kvstore.routing.values import PrefixAnswer, RouteRequest
 GENERATES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 ALIVE: Final = "/livez"
 PROBED: Final = frozenset({ALIVE, "/health"})
+USELESS: Final = (
+    "prefills without kv_transfer_params in their answers: its connector is missing, off or without"
+    " its node"
+)
 _T = TypeVar("_T")
 PASSED: Final = GENERATES | {"/v1/embeddings", "/v1/score", "/v1/rerank"}
 
@@ -307,8 +311,12 @@ class Proxy:
         except PrefillRefused:
             result, found = "refused", None
         else:
-            result = "done" if found is not None else "useless"
-            self._workers.succeeded(worker)
+            if found is not None:
+                result = "done"
+                self._workers.succeeded(worker)
+            else:  # computed twice: again and again, it is worse than no prefiller
+                result = "useless"
+                self._workers.failed(worker, USELESS)
         finally:
             self.prefills[result] += 1
             self._workers.ended(worker)

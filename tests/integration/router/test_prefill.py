@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
+from kvstore.router.engines import workers
 from kvstore.router.pages import _families, health_of
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import PolicyLimits, PolicySplit, RoutingPolicy
@@ -218,12 +219,20 @@ def test_a_prefiller_that_refuses_leaves_the_word_to_the_decoder(
 
 
 @BOTH_WAYS
-def test_a_prefiller_without_parameters_is_no_failure(engines: Engines, together: bool) -> None:
+def test_a_prefiller_without_parameters_is_soon_left_alone(
+    engines: Engines, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "COOLDOWN_MS", 600_000)
     engines["p"].script("ok", params=False)
     engines["d"].script("ok", push_s=60 * together)
     with routed(engines, "pd", together=together) as router:
-        assert router.ask(body())[0] == 200
-        assert router.router.proxy.prefills == {"useless": 1}
+        for number in range(workers.FAILURES_MAX + 2):
+            assert router.ask(body(number))[0] == 200
+        # Then no prompt is computed twice, until a trial after the breaker's cool-down.
+        assert router.router.proxy.prefills == {"useless": workers.FAILURES_MAX}
+        left = router.router.workers["p"]
+        router.on_loop(lambda: router.router.workers.answered(left, ""))
+        assert (left.state, "without kv_transfer_params" in left.trouble) == ("open", True)
 
 
 @BOTH_WAYS
