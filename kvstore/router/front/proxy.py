@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 from asyncio import FIRST_COMPLETED
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 import aiohttp
@@ -195,20 +195,37 @@ class Proxy:
     async def _serve(self, client: web.BaseRequest, job: RequestJob) -> web.StreamResponse:
         routed = await self._dispatcher.arrive(job.asked)
         refusal: web.Response | None = None
+        suspects: list[tuple[str, str]] = []
         while isinstance(routed, Routed):
             self.splits[routed.receipt.split_reason] += 1
             try:
-                return await self._attempt(client, job, routed)
+                answer = await self._attempt(client, job, routed)
             except LegFailure as error:
                 refusal = error.answer
+                if _is_suspect(error):
+                    suspects.append((routed.worker, str(error)))
                 self.retried_count += not error.has_streamed
                 failed = LegFailed(job.request_id, error.leg, error.failure, error.has_streamed)
                 routed = await self._dispatcher.leg_failed(failed)
                 if error.has_streamed:
                     self.counts["broken"] += 1
                     raise ConnectionResetError("the engine's answer broke off") from None
+            else:
+                self._blame(suspects)
+                return answer
+        if len(suspects) == 1:
+            self._blame(suspects)
         self.counts[routed.reason] += 1
         return refusal if refusal is not None else rejection(routed)
+
+    def _blame(self, suspects: Sequence[tuple[str, str]]) -> None:
+        """Engines that failed at a request, by name, with the reason. Where no engine served it and
+        several failed alike, the request may be the cause: none is blamed, or the requests of one
+        client would take them from all."""
+        for name, why in suspects:
+            worker = self._workers.get(name)
+            if worker is not None:
+                self._workers.failed(worker, why)
 
     async def _attempt(
         self, client: web.BaseRequest, job: RequestJob, routed: Routed
@@ -260,7 +277,10 @@ class Proxy:
                 more=more,
             )
         except LegFailure as error:
-            self._workers.failed(worker, str(error))
+            if _is_suspect(error):
+                self._workers.neutral(worker)
+            else:
+                self._workers.failed(worker, str(error))
             raise
         finally:
             self._workers.ended(worker)
@@ -410,6 +430,11 @@ def _closing(answer: web.Response) -> web.Response:
     """The rest of the body stays unread, and would be taken for the next request."""
     answer.force_close()
     return answer
+
+
+def _is_suspect(error: LegFailure) -> bool:
+    """Whether the request may be the cause, and not the engine."""
+    return error.leg is Leg.DECODE and error.answer is not None and error.answer.status == 500
 
 
 def _cut(request: web.BaseRequest) -> None:

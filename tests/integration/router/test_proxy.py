@@ -166,6 +166,21 @@ def test_the_last_failure_is_shown_when_all_fail(workers: list[ScriptedWorker]) 
         assert sum(router.core.attempts.values()) == 2
 
 
+def test_requests_at_which_every_engine_fails_take_none_from_the_others(
+    workers: list[ScriptedWorker],
+) -> None:
+    """One client's, again and again: the next one is served at once."""
+    for each in workers:
+        each.script("fail")
+    with RouterThread([each.flag for each in workers]) as router:
+        assert {router.ask()[0] for _ in range(10)} == {500}
+        states = router.on_loop(lambda: {w.name: w.state for w in router.router.workers})
+        assert set(states.values()) == {"up"}, states
+        for each in workers:
+            each.script("ok")
+        assert router.ask()[0] == 200
+
+
 def test_an_answer_that_breaks_off_is_cut_and_not_retried(workers: list[ScriptedWorker]) -> None:
     workers[0].script("die", pieces=5, pause_s=0.05)
     with RouterThread([workers[0].flag]) as router:
