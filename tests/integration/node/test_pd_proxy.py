@@ -16,8 +16,8 @@ from kvstore.testing.process import NodeFailed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-NOBODY = 9
-"""No server is at the port `discard`."""
+NOBODY, NEITHER = 9, 10
+"""No server is at the port `discard`, nor at the one after it."""
 
 
 def ask(url: str, body: bytes | None = None, tls: ssl.SSLContext | None = None) -> tuple[int, str]:
@@ -29,7 +29,7 @@ def ask(url: str, body: bytes | None = None, tls: ssl.SSLContext | None = None) 
 
 
 def test_it_serves_and_says_what_it_cannot(tmp_path: Path) -> None:
-    with PdProxyProcess.start(tmp_path, prefill=[NOBODY], decode=[NOBODY]) as proxy:
+    with PdProxyProcess.start(tmp_path, prefill=[NOBODY], decode=[NEITHER]) as proxy:
         url = f"http://127.0.0.1:{proxy.port}"
         assert ask(f"{url}/health")[0] == 503
         status, text = ask(f"{url}/v1/completions", b'{"prompt": "secret words"}')
@@ -45,14 +45,14 @@ def test_it_serves_and_says_what_it_cannot(tmp_path: Path) -> None:
 def test_clients_can_have_tls(tmp_path: Path) -> None:
     files = Lab(tmp_path / "pki").files("client", "proxy")
     flags = ("--cert", str(files.cert), "--key", str(files.key))
-    with PdProxyProcess.start(tmp_path, prefill=[NOBODY], decode=[NOBODY], flags=flags) as proxy:
+    with PdProxyProcess.start(tmp_path, prefill=[NOBODY], decode=[NEITHER], flags=flags) as proxy:
         context = ssl.create_default_context(cafile=str(files.ca))
         context.check_hostname = False  # the certificate has no address
         assert ask(f"https://127.0.0.1:{proxy.port}/health", tls=context)[0] == 503
 
 
 def test_an_address_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
-    with PdProxyProcess.start(tmp_path, prefill=[NOBODY], decode=[NOBODY]) as proxy:
+    with PdProxyProcess.start(tmp_path, prefill=[NOBODY], decode=[NEITHER]) as proxy:
         flags = ("--listen", f"127.0.0.1:{proxy.port}")
         (tmp_path / "second").mkdir()
         with pytest.raises(NodeFailed) as failed:

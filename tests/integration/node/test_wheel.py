@@ -127,7 +127,7 @@ def test_what_is_installed_runs(complete: Path, tmp_path: Path) -> None:
     )
     assert Path(where.stdout.strip()).is_relative_to(_site_packages(complete))
     made = _kvstore(complete, "certs", "pki", "--node", "n1", "--index", "i1", cwd=tmp_path)
-    assert (made.returncode, made.stderr) == (0, "")
+    assert (made.returncode, made.stderr) == (0, f"made the directory {tmp_path / 'pki'}\n")
     assert (tmp_path / "pki" / "node-n1.key").exists()
     with NodeProcess.start(tmp_path, python=complete, program=("-P", "-m", "kvstore")) as node:
         for command in ("inspect", "explain", "top --once"):

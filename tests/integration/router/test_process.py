@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,14 @@ def page(router: RouterProcess, name: str) -> str:
     url = router.metrics_url.replace("/metrics", f"/{name}")
     with urllib.request.urlopen(url, timeout=10) as answer:
         return str(answer.read().decode())
+
+
+def is_ok(router: RouterProcess) -> bool:
+    try:
+        return page(router, "healthz") == "ok\n"
+    except urllib.error.HTTPError as error:
+        error.close()
+        return False
 
 
 def cli(*arguments: str) -> str:
@@ -194,7 +203,7 @@ def test_a_policy_is_read_again_and_a_wrong_one_refused(
 
 def test_pages_name_what_is_wrong(workers: list[ScriptedWorker], tmp_path: Path) -> None:
     with start(tmp_path, workers) as router:
-        assert page(router, "healthz") == "ok\n"
+        until(lambda: is_ok(router))  # a worker has answered
         workers[1].script("sick")
         until(lambda: "worker b is down (/health: status 503)" in page(router, "healthz"))
         found = page(router, "metrics")

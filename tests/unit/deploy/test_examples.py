@@ -68,6 +68,8 @@ def test_the_engine_uses_exactly_the_public_names() -> None:
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
     }
+    assert extra["address"] == "http://$(POD_IP):8000", "as Kubernetes puts it in"
+    extra["address"] = "http://10.0.0.7:8000"
     assert parse_config(extra).socket == extra["socket"]
     assert "--prefix-caching-hash-algo=sha256_cbor" in container(ENGINE)["args"]
 
