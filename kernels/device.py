@@ -217,9 +217,7 @@ class DeviceCopies:
             device.unpin(int(self._staging.ctypes.data))
             raise
         if self.moves.trouble:
-            _log.warning(
-                "kvstore: blocks of small pieces are copied piece by piece: %s", self.moves.trouble
-            )
+            _log.warning(PIECE_BY_PIECE, self.moves.trouble)
         self._slab = MappedSlab(device, self.moves, caches)
         self._closed = False
 

@@ -165,7 +165,8 @@ def perform(
     console.rule("[bold]kvstore demo --router")
     console.print(
         f"seed {plan.seed}: {plan.users} users at once × {plan.rounds} rounds; two real engines and"
-        f" nodes on this machine's CPU, each with room for {CACHE_SHARE:.0%} of all histories.",
+        f" nodes on this machine's CPU, each with room for {CACHE_SHARE:.0%} of all histories."
+        " Nodes fetch nothing from each other here.",
         highlight=False,
     )
     runs, log = RouterDemo(console, plan, cache=cache, work=work).run()
@@ -280,7 +281,7 @@ def conclude(console: Console, runs: list[RoutedRun], log: Path, picture: Path) 
         raise DemoError(f"The router's mean time to first token is {ratio:.2f} × round robin's.")
     console.print(
         f"[green]✓[/] Mean time to first token: {ratio:.2f} × that of round robin. Policy `cost`"
-        " sends a turn to the engine whose node holds its history."
+        " weighs the history that an engine's node holds against the queue in front of it."
     )
     console.print("[green]✓[/] All answers are identical, token by token (float32).")
     try:
@@ -310,7 +311,7 @@ def draw(runs: list[RoutedRun], picture: Path) -> None:
     axes.set(xlabel="round", ylabel="seconds", ylim=(0, None))
     axes.set_xticks([1 + round for round in rounds])
     axes.set_title("Time to first token; line: mean of a round", fontsize=10, loc="left")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(picture, dpi=150)

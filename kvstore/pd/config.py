@@ -103,7 +103,7 @@ def _engines(flag: str, urls: Sequence[str], *, insecure: bool) -> tuple[str, ..
 
 
 def _place(url: str) -> tuple[str, int]:
-    """Where the engine of this URL listens: one engine may have several."""
+    """Host and port of the engine at this URL; two URLs may name one engine."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     return "127.0.0.1" if host == "localhost" else host, parts.port or PORTS[parts.scheme]

@@ -1,4 +1,4 @@
-"""Where workers come from: flags, names in DNS, the registry of the index, EndpointSlices.
+"""Sources of workers: flags, names in DNS, the registry of the index, EndpointSlices.
 
     each source ─▶ its last known addresses ─▶ all of them together ─▶ Workers.replace
 

@@ -18,6 +18,7 @@ import re
 import secrets
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from http import HTTPStatus
 from typing import Final
 
 import aiohttp
@@ -61,10 +62,13 @@ class LegFailure(Exception):
         answer: web.Response | None = None,
         has_streamed: bool = False,
         leg: Leg = Leg.DECODE,
+        status: int = 0,
     ) -> None:
         super().__init__(why)
         self.failure, self.answer, self.has_streamed = failure, answer, has_streamed
         self.leg = leg
+        self.is_suspect = status == HTTPStatus.INTERNAL_SERVER_ERROR
+        """The request may be the cause, and not the engine."""
 
 
 class ClientStalled(Exception):
@@ -160,6 +164,7 @@ class Attempt:
         return LegFailure(
             Failure.STATUS,
             f"status {answer.status}",
+            status=answer.status,
             answer=web.Response(
                 status=answer.status, headers=heads.back(answer.headers), body=body
             ),

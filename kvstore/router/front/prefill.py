@@ -87,7 +87,7 @@ async def prefilled(
                 url, headers=headers, data=body, allow_redirects=False
             ) as answer:
                 if answer.status >= 500:
-                    raise _failure(Failure.STATUS, f"status {answer.status}")
+                    raise _failure(Failure.STATUS, f"status {answer.status}", answer.status)
                 if answer.status >= 300:
                     raise PrefillRefused
                 data = b""
@@ -106,5 +106,5 @@ async def prefilled(
         worker.waits.discard(limit)
 
 
-def _failure(failure: Failure, text: str) -> LegFailure:
-    return LegFailure(failure, text, leg=Leg.PREFILL)
+def _failure(failure: Failure, text: str, status: int = 0) -> LegFailure:
+    return LegFailure(failure, text, leg=Leg.PREFILL, status=status)

@@ -202,8 +202,9 @@ class Proxy:
                 answer = await self._attempt(client, job, routed)
             except LegFailure as error:
                 refusal = error.answer
-                if _is_suspect(error):
-                    suspects.append((routed.worker, str(error)))
+                name = routed.worker if error.leg is Leg.DECODE else routed.prefill_worker
+                if error.is_suspect and name is not None:
+                    suspects.append((name, str(error)))
                 self.retried_count += not error.has_streamed
                 failed = LegFailed(job.request_id, error.leg, error.failure, error.has_streamed)
                 routed = await self._dispatcher.leg_failed(failed)
@@ -277,13 +278,17 @@ class Proxy:
                 more=more,
             )
         except LegFailure as error:
-            if _is_suspect(error):
-                self._workers.neutral(worker)
-            else:
-                self._workers.failed(worker, str(error))
+            self._failed(worker, error)
             raise
         finally:
             self._workers.ended(worker)
+
+    def _failed(self, worker: Worker, error: LegFailure) -> None:
+        """A suspect is judged when its request has ended (`_blame`)."""
+        if error.is_suspect:
+            self._workers.neutral(worker)
+        else:
+            self._workers.failed(worker, str(error))
 
     async def _both_legs(
         self, attempt: Attempt, job: RequestJob, routed: Routed, name: str
@@ -326,7 +331,7 @@ class Proxy:
             )
         except LegFailure as error:
             result = "failed"
-            self._workers.failed(worker, str(error))
+            self._failed(worker, error)
             raise
         except PrefillRefused:
             result, found = "refused", None
@@ -430,11 +435,6 @@ def _closing(answer: web.Response) -> web.Response:
     """The rest of the body stays unread, and would be taken for the next request."""
     answer.force_close()
     return answer
-
-
-def _is_suspect(error: LegFailure) -> bool:
-    """Whether the request may be the cause, and not the engine."""
-    return error.leg is Leg.DECODE and error.answer is not None and error.answer.status == 500
 
 
 def _cut(request: web.BaseRequest) -> None:

@@ -37,6 +37,7 @@ __all__ = [
     "metric",
     "no_alarm",
     "node_for",
+    "serves",
     "wait_until",
 ]
 
@@ -154,3 +155,10 @@ def blocks_on_disk(node: NodeProcess) -> int:
 def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = WAIT_S) -> None:
     """Poll with a bound; fails with what was waited for."""
     assert eventually(condition, timeout_s=seconds), f"not within {seconds} s: {what}"
+
+
+def serves(node: NodeProcess) -> bool:
+    """Whether an engine has a session."""
+    with suppress(OSError):  # it is being replaced
+        return look(node).sessions > 0
+    return False

@@ -7,11 +7,8 @@ come from where they come on a GPU, in the order of queues, and no GPU has been 
 from __future__ import annotations
 
 import os
-import re
 import threading
-import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,8 +18,14 @@ from kvstore.demo.engine_config import ServerConfig
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.fixtures import MAX_TOKENS, VERIFIED, Reference
 from tests.integration.engine.nursery import EngineNursery
-from tests.integration.engine.support import BLOCK_TOKENS, damage, node_for, wait_until
-from tests.kit.gauges import look
+from tests.integration.engine.support import (
+    BLOCK_TOKENS,
+    damage,
+    metric,
+    node_for,
+    serves,
+    wait_until,
+)
 from tests.style.tree import ROOT
 
 pytestmark = [
@@ -33,20 +36,7 @@ pytestmark = [
 ]
 ASKED, ROUNDS_MAX = 8, 8
 FLAGS = ("--hbm", "128MiB", "--scrub", "off")
-LEASED, PROMOTED = "hbm_blocks_leased", "hbm_blocks_promoted"
-
-
-def counter(node: NodeProcess, name: str) -> int:
-    with urllib.request.urlopen(node.metrics_url, timeout=10) as page:
-        found = re.search(rf"^kvstore_{name}_total (\S+)$", page.read().decode(), re.MULTILINE)
-    assert found is not None, name
-    return int(float(found[1]))
-
-
-def serves(node: NodeProcess) -> bool:
-    with suppress(OSError):  # it is being replaced
-        return look(node).sessions > 0
-    return False
+LEASED, PROMOTED = "kvstore_hbm_blocks_leased_total", "kvstore_hbm_blocks_promoted_total"
 
 
 @pytest.fixture
@@ -99,13 +89,13 @@ def test_tokens_from_hbm_are_the_engines_own_and_a_killed_node_makes_none_wrong(
     def ask_until_promoted() -> None:
         """Blocks that were leased twice within a minute are copied, until none is left."""
         for _ in range(ROUNDS_MAX):
-            before = counter(node, PROMOTED)
+            before = metric(node, PROMOTED)
             ask()
-            if counter(node, PROMOTED) == before >= len(full) // 2:
+            if metric(node, PROMOTED) == before >= len(full) // 2:
                 return
         raise AssertionError(
-            f"{counter(node, PROMOTED)} of {len(full)} blocks were copied into hbm, "
-            f"{counter(node, LEASED)} leased with a copy; {engine.hits()}"
+            f"{metric(node, PROMOTED)} of {len(full)} blocks were copied into hbm, "
+            f"{metric(node, LEASED)} leased with a copy; {engine.hits()}"
         )
 
     ask_until_promoted()
@@ -114,14 +104,14 @@ def test_tokens_from_hbm_are_the_engines_own_and_a_killed_node_makes_none_wrong(
     ask()
     killer.join()
     wait_until(lambda: serves(node), "it attached again, asked for nothing", seconds=30)
-    assert counter(node, PROMOTED) < len(full) // 2, "a new slab is empty"
+    assert metric(node, PROMOTED) < len(full) // 2, "a new slab is empty"
     ask_until_promoted()
 
     # Bytes in dram are damaged: what is served, and verified, is served from hbm.
     damage(node)
-    before, loaded = counter(node, LEASED), engine.hits().external_hits
+    before, loaded = metric(node, LEASED), engine.hits().external_hits
     ask()
-    assert counter(node, LEASED) - before >= len(full) // 2
+    assert metric(node, LEASED) - before >= len(full) // 2
     assert engine.hits().external_hits - loaded >= ASKED // 2 * BLOCK_TOKENS
-    assert counter(node, "blocks_distrusted") == 0
+    assert metric(node, "kvstore_blocks_distrusted_total") == 0
     assert "dram alone" not in engine.log.read_text()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
-import urllib.request
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,33 +10,20 @@ import pytest
 from kvstore.demo.engine import Completion, VllmServer
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.supervisor.upgrade import ask_for_upgrade
-from kvstore.testing.process import NodeProcess
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     blocks_in_dram,
     inspect,
+    metric,
     node_for,
+    serves,
     wait_until,
 )
-from tests.kit.gauges import look
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 18
 PROMPTS = 12
-
-
-def counter(node: NodeProcess, name: str) -> int:
-    with urllib.request.urlopen(node.metrics_url, timeout=10) as page:
-        found = re.search(rf"^kvstore_{name}_total (\S+)$", page.read().decode(), re.MULTILINE)
-    assert found is not None, name
-    return int(float(found[1]))
-
-
-def serves(node: NodeProcess) -> bool:
-    with suppress(OSError):  # it is being replaced
-        return look(node).sessions > 0
-    return False
 
 
 def test_answers_and_hits_are_the_same_after_a_crash_and_an_upgrade(
@@ -70,12 +54,12 @@ def test_answers_and_hits_are_the_same_after_a_crash_and_an_upgrade(
                 length // BLOCK_TOKENS * BLOCK_TOKENS for length in lengths
             ]
             wait_until(
-                lambda: counter(node, "blocks_verified") >= blocks,
+                lambda: metric(node, "kvstore_blocks_verified_total") >= blocks,
                 "what was kept was verified by its first reader",
             )
-            verified = counter(node, "blocks_verified")
+            verified = metric(node, "kvstore_blocks_verified_total")
             assert [done.tokens for done in ask()] == [done.tokens for done in cold]
-            assert counter(node, "blocks_verified") == verified, "once"
-            assert counter(node, "blocks_distrusted") == 0
+            assert metric(node, "kvstore_blocks_verified_total") == verified, "once"
+            assert metric(node, "kvstore_blocks_distrusted_total") == 0
             assert inspect(node, "tiers")[0]["slots_quarantined"] == 0
     assert "Traceback" not in node.log

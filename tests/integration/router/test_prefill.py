@@ -236,6 +236,18 @@ def test_a_prefiller_without_parameters_is_soon_left_alone(
 
 
 @BOTH_WAYS
+def test_requests_at_which_all_fail_take_no_prefiller_from_others(
+    engines: Engines, together: bool
+) -> None:
+    for each in engines.values():
+        each.script("fail")
+    with routed(engines, together=together) as router:
+        assert {router.ask(body(number))[0] for number in range(6)} <= {500, 502}
+        states = router.on_loop(lambda: {w.name: w.state for w in router.router.workers})
+        assert set(states.values()) == {"up"}, states
+
+
+@BOTH_WAYS
 def test_a_decoder_that_dies_in_its_answer_is_cut(engines: Engines, together: bool) -> None:
     engines["d"].script("die", pieces=5, pause_s=0.05)
     with routed(engines, "pd", together=together) as router:
