@@ -8,6 +8,7 @@ receipts, never requests: the core keeps a bounded number and drops the oldest.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -33,26 +34,34 @@ class ReceiptFile:
     def __init__(self, path: Path | None, *, bytes_max: int) -> None:
         """`path` None: receipts are dropped."""
         self._path, self._half_bytes = path, bytes_max // 2
+        self._appending = asyncio.Lock()
         self.pause_s = PAUSE_S
         self.written_count = 0
         self.failed_count = 0
 
     async def write(self, receipts: Sequence[Receipt]) -> None:
-        """Append all of them, in one write."""
-        if self._path is None or not receipts:
-            return
+        """Append all of them, in one write, after those of earlier calls.
+
+        A caller that is cancelled loses none: the write goes on, and the next call waits for it.
+        """
+        await asyncio.shield(self._append(receipts))
+
+    async def _append(self, receipts: Sequence[Receipt]) -> None:
         lines = b"".join(msgspec.json.encode(each) + b"\n" for each in receipts)
-        try:
-            async with aiofiles.open(self._path, "ab", opener=_private) as file:
-                await file.write(lines)
-                size = await file.tell()
-            if size >= self._half_bytes:
-                await aiofiles.os.replace(self._path, older(self._path))
-        except OSError as error:
-            self.failed_count += len(receipts)
-            _log.warning("receipts cannot be written to %s: %s", self._path, error.strerror)
-        else:
-            self.written_count += len(receipts)
+        async with self._appending:
+            if self._path is None or not lines:
+                return
+            try:
+                async with aiofiles.open(self._path, "ab", opener=_private) as file:
+                    await file.write(lines)
+                    size = await file.tell()
+                if size >= self._half_bytes:
+                    await aiofiles.os.replace(self._path, older(self._path))
+            except OSError as error:
+                self.failed_count += len(receipts)
+                _log.warning("receipts cannot be written to %s: %s", self._path, error.strerror)
+            else:
+                self.written_count += len(receipts)
 
 
 def _private(path: str, flags: int) -> int:

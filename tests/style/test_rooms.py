@@ -34,7 +34,7 @@ LINES_MAX = {
     "pd": 480,
     "peers": 2_765,
     "proto": 530,
-    "router": 3_395,
+    "router": 3_400,
     "routing": 2_430,
     "stores": 1_160,
     "supervisor": 1_060,
