@@ -279,11 +279,11 @@ def channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.
     return grpc.secure_channel(endpoint, credentials, options=channel_options())
 
 
-def channel_options() -> list[tuple[str, Any]]:
-    """Options of every channel to the index."""
+def channel_options(name: str = ANY_INDEX) -> list[tuple[str, Any]]:
+    """Options of every channel to the index; `name`: in the certificate of another server."""
     return [
         # Addresses are not in certificates; that it is an index is.
-        ("grpc.ssl_target_name_override", ANY_INDEX),
+        ("grpc.ssl_target_name_override", name),
         ("grpc.max_receive_message_length", feeds.REPLY_BYTES_MAX),
         # A pool that others share would share how long they waited before they try again, too.
         ("grpc.use_local_subchannel_pool", 1),
@@ -304,13 +304,13 @@ def channel_options() -> list[tuple[str, Any]]:
     ]
 
 
-def address_parts(endpoint: str) -> tuple[str, int]:
+def address_parts(endpoint: str, *, what: str = "index") -> tuple[str, int]:
     """(host, port) of HOST:PORT. Raises ConfigError."""
     host, colon, port = endpoint.rpartition(":")
     is_port = port.isascii() and port.isdigit() and 0 < int(port) <= PORT_MAX
     if not colon or not host or "/" in host or not is_port or (":" in host) != (host[0] == "["):
         raise ConfigError(
-            f"index {endpoint!r} must be HOST:PORT, such as index.example:9470 or [::1]:9470"
+            f"{what} {endpoint!r} must be HOST:PORT, such as index.example:9470 or [::1]:9470"
         )
     return host.strip("[]"), int(port)
 

@@ -22,6 +22,7 @@ _CAUSES: Final = (
         "it serves without TLS (--insecure), and is asked with certificates: both need the same",
     ),
     ("is not in peer certificate", "its certificate is of another component"),
+    ("Hostname Verification Check failed", "its certificate is of another component"),
     (
         "Socket closed",
         "it hung up: it may want certificates (--ca, --cert, --key), or others than these",
@@ -30,13 +31,14 @@ _CAUSES: Final = (
     ("No route to host", "there is no way there (no route to host)"),
 )
 """Parts of gRPC's texts, specific ones before general ones."""
+_OF_TLS: Final = ("handshake failed", "verification check failed")
 _FAILED: Final = "failed to connect to all addresses; last error: "
 
 
 def plain_reason(details: str | None) -> str:
     """One clause for gRPC's details of an error."""
     text = details or "no reason is known"
-    if not text.startswith(_FAILED) and "handshake failed" not in text:
+    if not (text.startswith(_FAILED) or any(part in text for part in _OF_TLS)):
         return text
     for part, cause in _CAUSES:
         if part in text:

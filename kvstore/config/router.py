@@ -77,6 +77,9 @@ class RouterConfig:
     """Model → directory."""
     indexes: tuple[str, ...]
     index_timeout_s: float
+    peer_routers: tuple[str, ...]
+    """Addresses or names, without those of this router or with them."""
+    share_port: bool
     http: HttpConfig | None
     log_level: str
 
@@ -124,6 +127,8 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
         tokenizers=dict(map(_tokenizer, settings.tokenizer or ())),
         indexes=tuple(indexes),
         index_timeout_s=settings.index_timeout / 1000,
+        peer_routers=_peers(settings, tls),
+        share_port=settings.share_port,
         http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         log_level=settings.log_level,
     )
@@ -281,6 +286,22 @@ def _check_indexes(texts: Sequence[str], *, is_certified: bool, insecure: bool) 
         address_parts(text)
     if texts and not (is_certified or insecure):
         raise ConfigError("--index needs TLS: give --ca, --cert and --key, or --insecure in a lab")
+
+
+def _peers(settings: RouterSettings, tls: Tls | None) -> tuple[str, ...]:
+    texts = tuple(settings.peer_router or ())
+    for text in texts:
+        address_parts(text, what="--peer-router")
+    if texts and tls is None and not settings.insecure:
+        raise ConfigError(
+            "--peer-router needs TLS: give --ca, --cert and --key, or --insecure in a lab"
+        )
+    if texts and tls is not None and not tls.name_as("client"):
+        raise ConfigError(
+            "--peer-router needs a --cert with a name in the role client, the same in all routers:"
+            " kvstore certs DIRECTORY --client NAME"
+        )
+    return texts
 
 
 def _receipts(text: str | None) -> tuple[Path | None, int]:

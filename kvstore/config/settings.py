@@ -342,6 +342,11 @@ class RouterSettings(DaemonSettings):
         metavar="ADDR",
         shown="off",
     )
+    share_port: bool = _front(
+        "Other routers on this machine listen on the same port: the kernel spreads connections.",
+        default=False,
+        off="own-port",
+    )
     listen_cert: str | None = _front(
         "Certificate that clients of --listen see, with its chain, such as a public one.",
         metavar="FILE",
@@ -415,6 +420,12 @@ class RouterSettings(DaemonSettings):
         default=5,
         metavar="MS",
         within=(1, 1000),
+    )
+    peer_router: list[str] | None = _cluster(
+        "--route-listen of another router of these engines, or a name of several: each counts what"
+        " the others have in flight; repeatable.",
+        metavar="HOST:PORT",
+        needs=("route_listen",),
     )
     metrics: str | int | bool = _metrics(DEFAULT_ROUTER_METRICS)
     ca: str | None = _cluster("CA certificate of the cluster.", metavar="FILE")

@@ -239,6 +239,7 @@ ROUTER_METRICS: Final = _rows(
         "router_prefill_threshold_tokens{pool}": "Uncached tokens from which a prefill is remote.",
         "router_in_flight": "Requests under way.",
         "router_held": "Requests that wait for a decision.",
+        "router_peers": "Other routers whose requests in flight are counted.",
         "router_connections": "Open connections of clients.",
         "router_connections_refused_total": "Idle connections closed to make room for new ones.",
         "router_workers{state}": (

@@ -6,6 +6,7 @@ front         HTTP: connections, requests, attempts
 engines       workers, their health and metrics, where they come from
 keys          tokens and keys of prompts, the index, parity
 rpc           gRPC servers: route_service (Route), picker (endpoint picker for Envoy)
+exchange      what other routers of the same engines have in flight
 dispatch      the decision core on a loop
 process       its loop, policy, start and end; pages: /metrics and /healthz
 policy_file   the policy as an operator writes it; receipt_log: receipts on disk

@@ -29,7 +29,7 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.receipts import Receipt
-from kvstore.routing.values import PrefixAnswer, RouteRequest
+from kvstore.routing.values import PrefixAnswer, RouteRequest, SharedLoad
 
 TICK_S: Final = 0.01
 """While requests are held."""
@@ -50,6 +50,8 @@ class Core(Protocol):
     ) -> Receipt: ...
 
     def take_receipts(self) -> Sequence[Receipt]: ...
+
+    def loads(self) -> Sequence[SharedLoad]: ...
 
 
 class Dispatcher:

@@ -94,6 +94,7 @@ def _families(router: Router) -> Iterator[Family]:
         yield family("kvstore_router_index_late_total", [((), router.index.late_count)])
         is_used = not (router.index.trouble or router.index.lost)
         yield family("kvstore_router_index_used", [((), int(is_used))])
+    yield family("kvstore_router_peers", [((), router.exchange.peer_count)])
     if isinstance(router.core, RouterCore):
         yield from _pressure(router.core, {worker.address.pool for worker in workers})
     yield family("kvstore_router_receipts_total", [((), router.receipts.written_count)])
@@ -126,7 +127,7 @@ def health_of(router: Router) -> Page:
         if w.state != "up"
     ]
     index = (router.index.trouble or router.index.lost) if router.index is not None else ""
-    notes += filter(None, [router.discovery.trouble, index])
+    notes += filter(None, [router.discovery.trouble, index, router.exchange.trouble])
     notes += router.rendering.unused() if router.rendering is not None else ()
     if router.config.insecure:
         notes.append(INSECURE_NOTE)

@@ -38,6 +38,7 @@ from kvstore.router.engines.discovery import Discovery, addresses_of
 from kvstore.router.engines.probes import Probes
 from kvstore.router.engines.slices import Slices, in_cluster
 from kvstore.router.engines.workers import Worker, Workers
+from kvstore.router.exchange import LoadExchange
 from kvstore.router.front.attempt import new_session
 from kvstore.router.front.door import Bodies, FrontDoor, open_door, server_context
 from kvstore.router.front.intake import RequestIntake
@@ -99,7 +100,14 @@ class Router:
         self.picker = Picker(
             self.dispatcher, self.workers, self.intake, body_bytes_max=config.body_bytes_max
         )
-        self._route = RouteService(self.dispatcher, self.workers, by_keys)
+        self.exchange = LoadExchange(
+            config.peer_routers,
+            config.tls,
+            name=self.proxy.name,
+            workers=self.workers,
+            dispatcher=self.dispatcher,
+        )
+        self._route = RouteService(self.dispatcher, self.workers, by_keys, self.exchange)
         self.servers: dict[str, RpcServer] = {}
         """`route` and `picker`, where they are wanted."""
         self.door = FrontDoor(self.proxy.answer, connections_max=config.connections_max)
@@ -136,7 +144,7 @@ class Router:
             context = server_context(config.front, demands_certificates=config.api_keys is None)
         try:
             self._server = await open_door(
-                self.door, config.host, config.port, context=context, is_shared=False
+                self.door, config.host, config.port, context=context, is_shared=config.share_port
             )
         except OSError as error:
             address = joined(config.host, config.port)
@@ -152,6 +160,7 @@ class Router:
             ("discovery of engines", self.discovery.once, self.discovery.pause_s),
             ("half-open breakers", self._half_open, HALF_OPEN_S),
             ("receipts", self._write_receipts, self.receipts.pause_s),
+            ("loads of other routers", self.exchange.once, self.exchange.pause_s),
         ]
         if config.slices is not None:
             source = self.discovery
@@ -174,6 +183,7 @@ class Router:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
                 await self.proxy.idle()
+        await self.exchange.close()
         await asyncio.gather(*(server.close() for server in self.servers.values()))
         for task in self._tasks:
             task.cancel()

@@ -4,7 +4,8 @@
                                        ▲─ WorkerFailed ─┘ another Decision
 
 A stream is one request: it counts as load at its worker until it says Done or ends. Nothing of a
-prompt but its keys is needed, so that tokens are made once, at the edge.
+prompt but its keys is needed, so that tokens are made once, at the edge. Other routers of the same
+engines ask for Loads (`exchange`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterServicer
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import Worker, Workers
+from kvstore.router.exchange import LoadExchange
 from kvstore.router.keys.prefixes import (
     KEY_BYTES,
     TOKENS_PER_PIECE,
@@ -47,9 +49,14 @@ class RouteService(RouterServicer):
     """On the router's loop."""
 
     def __init__(
-        self, dispatcher: Dispatcher, workers: Workers, prefixes: KeyPrefixes | None
+        self,
+        dispatcher: Dispatcher,
+        workers: Workers,
+        prefixes: KeyPrefixes | None,
+        exchange: LoadExchange,
     ) -> None:
         """`prefixes` None: this router asks no index."""
+        self._exchange = exchange
         self._dispatcher, self._workers, self._prefixes = dispatcher, workers, prefixes
 
     async def Route(
@@ -95,6 +102,14 @@ class RouteService(RouterServicer):
             if isinstance(routed, Routed):
                 self._over(worker, "")
                 self._dispatcher.note(done)
+
+    async def Loads(
+        self,
+        request: pb.LoadsQuestion,
+        context: grpc.aio.ServicerContext[pb.LoadsQuestion, pb.RouterLoads],
+    ) -> AsyncIterator[pb.RouterLoads]:
+        async for report in self._exchange.reports():
+            yield report
 
     def _over(self, worker: Worker | None, why: str) -> None:
         if worker is not None:

@@ -26,7 +26,7 @@ from kvstore.routing.pressure import Rung, Saturation, WorkRate, desired_replica
 from kvstore.routing.receipts import Receipt, ReceiptLog, RouteOutcome
 from kvstore.routing.split import LaneEntry
 from kvstore.routing.tree import ApproximateTree
-from kvstore.routing.values import PrefixAnswer, RouteRequest, WorkerRole
+from kvstore.routing.values import PrefixAnswer, RouteRequest, SharedLoad, WorkerRole
 from kvstore.routing.waiting import HeldEntry, WaitingRoom
 from kvstore.units import NS_PER_S
 
@@ -74,7 +74,7 @@ class RouterCore:
             its.FirstToken: self._first_token,
             its.LegFailed: self._leg_failed,
             its.RequestEnded: self._request_ended,
-            its.RouteTick: self._ticked,
+            its.RouteTick: lambda *_: [],
         }
 
     def step(self, event: its.RouteEvent, now_ns: int) -> list[RouteCommand]:
@@ -262,6 +262,7 @@ class RouterCore:
             work_s=0.0 if is_remote else placed.work_s,
             tokens=placed.need_tokens,
             now_ns=now_ns,
+            uncached=0.0 if is_remote else placed.uncached,
         )
         if is_remote:
             self.fleet.sent(
@@ -396,9 +397,6 @@ class RouterCore:
         self._close(opened, event.end, now_ns)
         return []
 
-    def _ticked(self, _event: its.RouteTick, _now_ns: int) -> list[RouteCommand]:
-        return []
-
     # Held requests
 
     def _expire(self, now_ns: int) -> list[RouteCommand]:
@@ -454,6 +452,10 @@ class RouterCore:
     def take_receipts(self) -> list[Receipt]:
         """Receipts of requests that ended since the last call; the oldest are dropped."""
         return self.receipts.take()
+
+    def loads(self) -> tuple[SharedLoad, ...]:
+        """Requests in flight, for other routers."""
+        return self.fleet.loads()
 
     def saturation(self, pool: str, now_ns: int) -> Saturation:
         """Saturation of a pool's workers."""

@@ -73,6 +73,7 @@ class Flight(msgspec.Struct):
     work_s: float
     tokens: int
     uncached: float = 0.0
+    """Tokens that it computes before its first one."""
     has_begun: bool = False
 
 
@@ -240,6 +241,17 @@ class Fleet:
         column[FleetColumn.SCRAPED_NS] = now_ns
         if sample.adapters is not None:
             state.adapters = frozenset(sample.adapters)
+
+    def loads(self) -> tuple[SharedLoad, ...]:
+        """Own flights, by worker."""
+        sums: dict[str, tuple[float, int]] = {}
+        for flight in self.flights.values():
+            tokens, streams = sums.get(flight.worker, (0.0, 0))
+            if flight.has_begun:
+                sums[flight.worker] = tokens, streams + 1
+            else:
+                sums[flight.worker] = tokens + flight.uncached, streams
+        return tuple(SharedLoad(name, round(t), streams) for name, (t, streams) in sums.items())
 
     def shared(self, router: str, loads: tuple[SharedLoad, ...]) -> None:
         """All that another router has in flight; none: it has nothing, or is gone."""

@@ -11,6 +11,7 @@ from kvstore.cli.main import cli
 from kvstore.config import disk_room, node as config
 from kvstore.config.cluster import IndexConfig
 from kvstore.config.index import load_index_config
+from kvstore.config.router import RouterConfig, load_router_config
 from kvstore.demo import flags as demo_flags
 from kvstore.units import TIB
 
@@ -43,6 +44,13 @@ def index_config(flags: list[str]) -> IndexConfig:
     _, given = parse(["index", *flags])
     path = given.pop("config_path")
     return load_index_config(path, {key.replace("_", "-"): v for key, v in given.items()})
+
+
+def router_config(flags: list[str]) -> RouterConfig:
+    """What `kvstore router FLAGS` would run with."""
+    _, given = parse(["router", *flags])
+    path = given.pop("config_path")
+    return load_router_config(path, {key.replace("_", "-"): v for key, v in given.items()})
 
 
 def node_config(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> config.NodeConfig:

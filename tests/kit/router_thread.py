@@ -33,9 +33,13 @@ class RouterThread(AbstractContextManager["RouterThread"]):
         self._loop = LoopThread("router")
         try:
             self.router = self.on_loop(lambda: Router(self.config, self.core))
-            self._loop.call(self.router.start(), timeout_s=10)
         except BaseException:
             self._loop.close()
+            raise
+        try:
+            self._loop.call(self.router.start(), timeout_s=10)
+        except BaseException:
+            self.__exit__(None, None, None)
             raise
         self.port = self.router.port
 

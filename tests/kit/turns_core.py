@@ -26,7 +26,7 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.receipts import Receipt
-from kvstore.routing.values import PrefixAnswer, RouteRequest, WorkerHealth
+from kvstore.routing.values import PrefixAnswer, RouteRequest, SharedLoad, WorkerHealth
 
 RECEIPT = Receipt(
     number=0,
@@ -65,6 +65,8 @@ class TurnsCore:
         self.under_way: dict[str, tuple[RouteRequest, list[str]]] = {}
         self.holds = False
         self.fallbacks = False
+        self.flying: tuple[SharedLoad, ...] = ()
+        """What it says to other routers."""
         self.only = ""
         """The only worker that gets requests; empty: all."""
         self._held: dict[str, None] = {}
@@ -142,3 +144,6 @@ class TurnsCore:
 
     def take_receipts(self) -> list[Any]:
         return []
+
+    def loads(self) -> tuple[SharedLoad, ...]:
+        return self.flying

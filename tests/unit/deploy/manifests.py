@@ -13,7 +13,8 @@ NODE = "node-daemonset.yaml"
 ENGINE = "vllm-deployment.yaml"
 CLUSTER_NODE = "cluster-node-daemonset.yaml"
 CLUSTER_INDEX = "cluster-index.yaml"
-WORKLOADS = (NODE, ENGINE, CLUSTER_NODE, CLUSTER_INDEX)
+ROUTER = "router.yaml"
+WORKLOADS = (NODE, ENGINE, CLUSTER_NODE, CLUSTER_INDEX, ROUTER)
 POD_IP = "10.0.0.7"
 
 

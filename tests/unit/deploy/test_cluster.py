@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 
 from kvstore.cli.main import cli
 from kvstore.config.cluster import ClusterConfig, IndexConfig
+from kvstore.router.process import DRAIN_S
 from kvstore.units import GIB, parse_size
-from tests.docs.commands import index_config, node_config
+from tests.docs.commands import index_config, node_config, router_config
 from tests.unit.deploy.manifests import (
     CLUSTER_INDEX,
     CLUSTER_NODE,
     DEPLOY,
     NODE,
     POD_IP,
+    ROUTER,
     container,
     documents,
     flags,
@@ -39,7 +42,7 @@ def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """The directory that each secret is made from, by the commands of deploy/README.md."""
     (block,) = re.findall(r"```bash\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    made = {}
+    made, applied = {}, set[str]()
     for line in block.splitlines():
         match shlex.split(line):
             case ["kvstore", *arguments]:
@@ -47,10 +50,10 @@ def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
             case ["kubectl", "create", "secret", "generic", name, source]:
                 made[name] = tmp_path / source.removeprefix("--from-file=")
             case ["kubectl", "apply", *rest]:
-                applied = {file for file in rest if file != "-f"}
+                applied |= {file for file in rest if file != "-f"}
             case _:
                 subprocess.run(["bash", "-ec", line], check=True)
-    assert applied == {f"deploy/examples/{name}" for name in (CLUSTER_INDEX, CLUSTER_NODE)}
+    assert applied == {f"deploy/examples/{each}" for each in (CLUSTER_INDEX, CLUSTER_NODE, ROUTER)}
     return made
 
 
@@ -115,8 +118,33 @@ def test_nodes_name_every_replica_and_no_address_of_all(
     )
 
 
+def test_routers_take_their_flags_and_find_each_other_and_the_index(
+    secrets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = router_config(given(ROUTER, secrets))
+    assert made.tls is not None
+    assert made.tls.name_as("client") == "router"
+    assert made.indexes == node("gpu-1", secrets, monkeypatch).indexes
+    ports = {each["name"]: each["containerPort"] for each in container(ROUTER)["ports"]}
+    assert (made.host, made.port, made.route) == (POD_IP, ports["https"], (POD_IP, ports["route"]))
+    assert made.http is not None
+    assert (made.http.host, made.http.port) == (POD_IP, ports["metrics"])
+    front, peers = (each for each in documents(ROUTER) if each["kind"] == "Service")
+    labels = workload(ROUTER)["spec"]["template"]["metadata"]["labels"]
+    for service in (front, peers):
+        assert service["spec"]["selector"].items() <= labels.items()
+    assert front["spec"]["ports"][0]["targetPort"] == "https"
+    assert peers["spec"]["clusterIP"] == "None", "headless, or its name has one address"
+    assert made.peer_routers == (f"{peers['metadata']['name']}:{ports['route']}",)
+    assert workload(ROUTER)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > DRAIN_S
+    certificate = x509.load_pem_x509_certificate(made.tls.cert)
+    hosts = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert front["metadata"]["name"] in hosts.get_values_for_type(x509.DNSName)
+
+
 def test_the_key_of_the_ca_goes_nowhere(secrets: dict[str, Path]) -> None:
-    assert sorted(secrets) == ["kvstore-index-certificates", "kvstore-node-certificates"]
+    secret_names = [f"kvstore-{part}-certificates" for part in ("index", "node", "router")]
+    assert sorted(secrets) == secret_names
     for place in secrets.values():
         names = {file.name for file in place.iterdir()}
         assert "ca.crt" in names
@@ -126,7 +154,7 @@ def test_the_key_of_the_ca_goes_nowhere(secrets: dict[str, Path]) -> None:
 
 
 def test_who_runs_can_read_the_certificates() -> None:
-    for name in (CLUSTER_NODE, CLUSTER_INDEX):
+    for name in (CLUSTER_NODE, CLUSTER_INDEX, ROUTER):
         (volume,) = (each for each in pod(name)["volumes"] if "secret" in each)
         assert volume["secret"]["defaultMode"] == 0o440
         context = pod(name)["securityContext"]

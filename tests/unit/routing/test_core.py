@@ -178,6 +178,30 @@ def test_other_routers_count() -> None:
     assert core.explain(request("x"), None, S).features["queue_s"][0] == 0
 
 
+def test_what_is_in_flight_is_told_to_other_routers() -> None:
+    core, other = core_of(spec(0), spec(1)), core_of(spec(0), spec(1))
+    assert core.loads() == ()
+    worker = routed(arrive(core, request("r", 1600))).worker
+    assert core.loads() == (SharedLoad(worker, 1600, 0),)
+    other.step(Shared("core", core.loads()), S)
+    assert routed(arrive(other, request("x", 160))).worker != worker
+    core.step(FirstToken("r"), S)
+    assert core.loads() == (SharedLoad(worker, 0, 1),)
+    core.step(RequestEnded("r", Ending.DONE), S)
+    assert core.loads() == ()
+
+
+def test_a_remote_prefill_is_told_where_it_is_computed() -> None:
+    core = pd()
+    sent = routed(arrive(core, request("r", 1600)))
+    assert sent.prefill_worker is not None
+    told = {load.worker: load for load in core.loads()}
+    assert told[sent.prefill_worker].prefill_tokens == 1600
+    assert told[sent.worker] == SharedLoad(sent.worker, 0, 0)
+    core.step(FirstToken("r"), S)
+    assert core.loads() == (SharedLoad(sent.worker, 0, 1),)
+
+
 def pd(prefillers: int = 2) -> RouterCore:
     """Two workers that decode, and prefillers."""
     return core_of(

@@ -1,0 +1,221 @@
+"""Loads of the routers that serve the same engines: each counts what the others have in flight.
+
+    core.loads ─▶ reports ─▶ kvstore.v1.Router/Loads ─▶ the other routers
+    --peer-router ─▶ its addresses ─▶ a stream from each ─▶ Shared ─▶ core
+
+Without it a router sees the requests of others in engines' metrics only, half a second late, and
+two routers send a burst to the same engine. Loads go by an engine's URL, since each router may give
+it a name of its own. A stream that breaks or is silent takes its loads with it. A name in DNS may
+lead back to this router: that stream is left.
+
+Covers: streams in both directions. Does not cover: what follows from loads (`kvstore.routing`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
+
+import grpc
+
+from kvstore.client.index import address_parts, channel_options
+from kvstore.client.reasons import plain_reason
+from kvstore.client.tls import Tls
+from kvstore.config.addresses import joined
+from kvstore.proto import router_pb2 as pb
+from kvstore.proto.router_pb2_grpc import RouterStub
+from kvstore.router.dispatch import Dispatcher
+from kvstore.router.engines.workers import Workers
+from kvstore.routing.events import Shared
+from kvstore.routing.values import SharedLoad
+
+PERIOD_S: Final = 1.0
+REPORT_S: Final = 0.05
+BEAT_S: Final = 1.0
+SILENCE_S: Final = 3.0
+DNS_TIMEOUT_S: Final = 3.0
+PEERS_MAX: Final = 64
+
+_log = logging.getLogger(__name__)
+
+
+class LoadExchange:
+    """See the module; `once` is repeated by its owner, on whose loop all of it runs."""
+
+    pause_s: Final = PERIOD_S
+
+    def __init__(
+        self,
+        places: Sequence[str],
+        tls: Tls | None,
+        *,
+        name: str,
+        workers: Workers,
+        dispatcher: Dispatcher,
+    ) -> None:
+        """
+        Args:
+            places: HOST:PORT; a host may have several addresses.
+            tls: its routers have certificates with the same client name.
+            name: of this router, drawn at its start.
+        """
+        self._places, self._name = [address_parts(place) for place in places], name
+        self._workers, self._dispatcher = workers, dispatcher
+        self._credentials = tls.channel_credentials() if tls is not None and places else None
+        self._options = channel_options(f"{tls.name_as('client')}.client.kvstore" if tls else "")
+        self._known: dict[tuple[str, int], frozenset[str]] = {}
+        """Addresses of each place."""
+        self._own = set[str]()
+        """Addresses that lead back here."""
+        self._follows: dict[str, asyncio.Task[None]] = {}
+        self._routers: dict[str, str] = {}
+        """Address → name of the router that is followed there."""
+        self._troubles: dict[str, str] = {}
+        """Address → why its router's loads are not known."""
+        self._unresolved: dict[str, str] = {}
+        self._report = pb.RouterLoads(router=name)
+        self._made_s = 0.0
+        self._is_closed = False
+
+    @property
+    def peer_count(self) -> int:
+        """Routers whose loads are known."""
+        return len(self._routers)
+
+    @property
+    def trouble(self) -> str:
+        """Routers whose loads are not known, in one sentence; empty: all are."""
+        return "; ".join(
+            f"loads of the router at {address} are not counted: {why}"
+            for address, why in sorted({**self._troubles, **self._unresolved}.items())
+        )
+
+    # ── to the others ────────────────────────────────────────────────────────────────────────────
+
+    async def reports(self) -> AsyncIterator[pb.RouterLoads]:
+        """All that this router has in flight: now, when it changes, each BEAT_S; until `close`."""
+        last, last_s = None, 0.0
+        while not self._is_closed:
+            loads, now_s = self._loads(), time.monotonic()
+            if loads != last or now_s - last_s >= BEAT_S:
+                last, last_s = loads, now_s
+                yield loads
+            await asyncio.sleep(REPORT_S)
+
+    def _loads(self) -> pb.RouterLoads:
+        """Made once for all who ask at the same time."""
+        now_s = time.monotonic()
+        if now_s - self._made_s >= REPORT_S:
+            self._made_s = now_s
+            self._report = pb.RouterLoads(
+                router=self._name,
+                loads=[
+                    pb.EngineLoad(
+                        address=worker.address.url,
+                        rank=worker.address.rank,
+                        prefill_tokens=load.prefill_tokens,
+                        streams=load.streams,
+                    )
+                    for load in self._dispatcher.core.loads()
+                    if (worker := self._workers.get(load.worker)) is not None
+                ],
+            )
+        return self._report
+
+    # ── from the others ──────────────────────────────────────────────────────────────────────────
+
+    async def once(self) -> None:
+        """Follow each address that is not followed; leave those that are gone."""
+        await asyncio.gather(*map(self._resolve, self._places))
+        found = sorted(set().union(*self._known.values()) - self._own)[:PEERS_MAX]
+        for address in self._follows.keys() - found:
+            self._follows.pop(address).cancel()
+        self._troubles = {key: why for key, why in self._troubles.items() if key in found}
+        for address in found:
+            if address not in self._follows or self._follows[address].done():
+                self._follows[address] = asyncio.create_task(self._follow(address))
+
+    async def _resolve(self, place: tuple[str, int]) -> None:
+        """A name that has no answer keeps its addresses."""
+        try:
+            async with asyncio.timeout(DNS_TIMEOUT_S):
+                rows = await asyncio.get_running_loop().getaddrinfo(
+                    *place, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
+                )
+        except (OSError, TimeoutError) as error:
+            self._troubled(self._unresolved, joined(*place), str(error) or "no answer from DNS")
+            return
+        self._unresolved.pop(joined(*place), None)
+        self._known[place] = frozenset(joined(str(row[4][0]), place[1]) for row in rows)
+
+    async def _follow(self, address: str) -> None:
+        """Until the stream ends, which `once` begins again."""
+        why = "it has ended"
+        async with self._channel(address) as channel:
+            call = RouterStub(channel).Loads(pb.LoadsQuestion())
+            try:
+                while True:
+                    async with asyncio.timeout(SILENCE_S):
+                        report = await call.read()
+                    if not isinstance(report, pb.RouterLoads):  # the end
+                        break
+                    if not self._heard(address, report):
+                        return
+            except TimeoutError:
+                why = "it is silent"
+            except grpc.aio.AioRpcError as error:
+                why = _why(error)
+            finally:
+                call.cancel()
+                router = self._routers.pop(address, "")
+                if router:
+                    self._dispatcher.note(Shared(router, ()))
+        self._troubled(self._troubles, address, why)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(address, self._options)
+        return grpc.aio.secure_channel(address, self._credentials, self._options)
+
+    def _heard(self, address: str, report: pb.RouterLoads) -> bool:
+        """Whether to go on: not with this router itself, nor with one followed elsewhere."""
+        if report.router == self._name:
+            self._own.add(address)
+            return False
+        elsewhere = (name for place, name in self._routers.items() if place != address)
+        if report.router in elsewhere:
+            return False
+        if self._routers.get(address) != report.router:
+            self._routers[address] = report.router
+            _log.info("loads of the router at %s are counted", address)
+        self._troubles.pop(address, None)
+        names = {(w.address.url, w.address.rank): w.name for w in self._workers}
+        loads = (
+            SharedLoad(names[load.address, load.rank], load.prefill_tokens, load.streams)
+            for load in report.loads
+            if (load.address, load.rank) in names
+        )
+        self._dispatcher.note(Shared(report.router, tuple(loads)))
+        return True
+
+    def _troubled(self, troubles: dict[str, str], address: str, why: str) -> None:
+        if troubles.get(address) != why:
+            _log.warning("loads of the router at %s are not counted: %s", address, why)
+        troubles[address] = why
+
+    async def close(self) -> None:
+        """Follow nobody, and report to nobody."""
+        self._is_closed = True
+        for task in self._follows.values():
+            task.cancel()
+        await asyncio.gather(*self._follows.values(), return_exceptions=True)
+
+
+def _why(error: grpc.aio.AioRpcError) -> str:
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return "it is no router, or one of a version without Loads"
+    return plain_reason(error.details())

@@ -1,0 +1,233 @@
+"""Routers of the same engines count what the others have in flight, and one port serves several."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.proto import router_pb2 as pb
+from kvstore.proto.router_pb2_grpc import RouterStub
+from kvstore.router.exchange import LoadExchange
+from kvstore.router.pages import health_of
+from kvstore.routing.events import Shared
+from kvstore.routing.values import SharedLoad
+from kvstore.testing.index_process import IndexProcess, Lab
+from kvstore.testing.router_process import RouterProcess
+from tests.integration.router.test_proxy import until
+from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.scripted_worker import ScriptedWorker
+
+ENGINE = "http://127.0.0.1:1"
+"""Nothing listens there."""
+
+
+def loads_at(router: RouterThread) -> str:
+    """HOST:PORT of its Loads."""
+    return f"127.0.0.1:{router.router.servers['route'].port}"
+
+
+def reporting(*workers: str, **more: Any) -> RouterThread:
+    given: dict[str, Any] = {"route_listen": "127.0.0.1:0", **more}
+    return RouterThread(workers or [f"a={ENGINE}"], **given)
+
+
+def listener(place: str, *workers: str, **more: Any) -> RouterThread:
+    flags = workers or (f"z={ENGINE}",)
+    return reporting(*flags, **{"peer_router": [place], "insecure": True, **more})
+
+
+def heard(router: RouterThread) -> list[Shared]:
+    return router.on_loop(lambda: [e for e in router.core.events if isinstance(e, Shared)])
+
+
+def health(router: RouterThread) -> str:
+    return router.on_loop(lambda: health_of(router.router).body.decode())
+
+
+def test_loads_go_by_the_address_of_an_engine_and_leave_with_their_router() -> None:
+    with ExitStack() as ends:
+        other = ends.enter_context(reporting())
+        name = other.router.proxy.name
+        other.core.flying = (SharedLoad("a", 700, 2), SharedLoad("left", 1, 1))
+        with listener(loads_at(other)) as router:
+            until(lambda: Shared(name, (SharedLoad("z", 700, 2),)) in heard(router))
+            assert router.on_loop(lambda: router.router.exchange.peer_count) == 1
+            other.core.flying = (SharedLoad("a", 0, 1),)
+            until(lambda: heard(router)[-1] == Shared(name, (SharedLoad("z", 0, 1),)))
+            assert "loads of the router" not in health(router)
+            place = loads_at(other)
+            ends.close()
+            until(lambda: heard(router)[-1] == Shared(name, ()))
+            until(lambda: f"loads of the router at {place} are not counted: " in health(router))
+            assert router.on_loop(lambda: router.router.exchange.peer_count) == 0
+
+
+def test_data_parallel_ranks_at_one_address_are_apart() -> None:
+    index: dict[str, Any] = {"index": ["127.0.0.1:1"], "insecure": True}
+    with reporting(f"a0={ENGINE},rank=0", f"a1={ENGINE},rank=1", **index) as other:
+        other.core.flying = (SharedLoad("a1", 5, 0),)
+        names = (f"x={ENGINE},rank=1", f"y={ENGINE}")
+        with listener(loads_at(other), *names, **index) as router:
+            until(lambda: heard(router) != [])
+            assert heard(router)[0].loads == (SharedLoad("x", 5, 0),)
+
+
+def test_a_name_that_leads_back_is_no_other_router() -> None:
+    with reporting() as router:
+        exchange = router.on_loop(
+            lambda: LoadExchange(
+                [loads_at(router)],
+                None,
+                name=router.router.proxy.name,
+                workers=router.router.workers,
+                dispatcher=router.router.dispatcher,
+            )
+        )
+
+        async def rounds() -> None:
+            for _ in range(3):
+                await exchange.once()
+                await asyncio.gather(*exchange._follows.values())
+            await exchange.close()
+
+        router._loop.call(rounds(), timeout_s=20)
+        assert heard(router) == []
+        assert router.on_loop(lambda: (exchange.peer_count, exchange.trouble)) == (0, "")
+
+
+def test_what_is_no_router_is_named_with_what_is_wrong(tmp_path: Path) -> None:
+    with (
+        IndexProcess.start(tmp_path) as index,
+        socket.create_server(("127.0.0.1", 0)) as mute,
+    ):
+        places = [index.address, f"127.0.0.1:{mute.getsockname()[1]}", "none.invalid:1"]
+        with reporting(peer_router=places, insecure=True) as router:
+            until(lambda: f"{places[0]} are not counted: it is no router, or one" in health(router))
+            until(lambda: f"{places[1]} are not counted: " in health(router))
+            until(lambda: "none.invalid:1 are not counted: " in health(router))
+            assert heard(router) == []
+
+
+def loads_of(router: RouterProcess) -> str:
+    return "127.0.0.1:" + router._said(r"route=(\d+)")
+
+
+@contextmanager
+def two_routers(directory: Path, worker_flags: list[str]) -> Iterator[list[RouterProcess]]:
+    """With cores of their own; the second counts what the first has in flight."""
+    flags = [text for flag in worker_flags for text in ("--worker", flag)]
+    flags += ["--route-listen", "127.0.0.1:0", "--insecure"]
+    with RouterProcess.start(directory, flags, name="first") as first:
+        peers = ["--peer-router", loads_of(first)]
+        with RouterProcess.start(directory, [*flags, *peers], name="second") as second:
+            yield [first, second]
+
+
+def streams_seen(router: RouterProcess) -> list[float]:
+    """By worker, in a decision that is not made."""
+    request = urllib.request.Request(
+        f"{router.url}/kvstore/explain/v1/completions",
+        json.dumps(ASK).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return list(json.loads(answer.read())["features"]["streams"])
+
+
+@pytest.mark.parametrize("end", ["kill", "pause"])
+def test_streams_of_another_router_count_until_it_is_gone(tmp_path: Path, end: str) -> None:
+    """Engines whose metrics do not show them: only the exchange can."""
+    with ScriptedWorker.start(tmp_path, "a") as a, ScriptedWorker.start(tmp_path, "b") as b:
+        for worker in (a, b):
+            worker.script("ok", pieces=100_000, pause_s=0.05)
+        blind = [f"{w.flag},kind=openai" for w in (a, b)]
+        with two_routers(tmp_path, blind) as (first, second):
+            host, _, port = first.address.partition(":")
+            client = http.client.HTTPConnection(host, int(port), timeout=30)
+            body = json.dumps({**ASK, "stream": True})
+            client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            assert client.getresponse().read(1)
+            until(lambda: sorted(streams_seen(second)) == [0.0, 1.0])
+            first.kill() if end == "kill" else first.pause()
+            until(lambda: streams_seen(second) == [0.0, 0.0])
+            if end == "pause":
+                first.resume()
+                until(lambda: sorted(streams_seen(second)) == [0.0, 1.0])
+            client.close()
+
+
+def test_a_router_whose_certificate_has_another_name_is_not_believed(tmp_path: Path) -> None:
+    lab = Lab(tmp_path / "pki")
+
+    def tls(name: str) -> dict[str, str]:
+        files = lab.files("client", name)
+        return {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
+
+    with reporting(**tls("router")) as other:
+        with reporting(peer_router=[loads_at(other)], **tls("router")) as router:
+            until(lambda: heard(router) != [])
+        with reporting(peer_router=[loads_at(other)], **tls("other")) as router:
+            until(lambda: "its certificate is of another component" in health(router))
+            assert heard(router) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"peer_router": ["a:1"]}, "route-listen"),
+        ({"peer_router": ["a"], "route_listen": "127.0.0.1:0"}, "--peer-router 'a' must be HOST"),
+        ({"peer_router": ["a:1"], "route_listen": "127.0.0.1:0"}, "needs TLS"),
+    ],
+)
+def test_wrong_settings_say_what_to_do(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RouterThread([f"a={ENGINE}"], **given).__exit__(None, None, None)
+
+
+def test_a_certificate_of_a_node_cannot_name_other_routers(tmp_path: Path) -> None:
+    files = Lab(tmp_path / "pki").files("node", "n")
+    given = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
+    with pytest.raises(ConfigError, match="a name in the role client"):
+        reporting(peer_router=["a:1"], **given).__exit__(None, None, None)
+
+
+def served(router: RouterThread) -> int:
+    return router.on_loop(lambda: router.router.proxy.counts["done"])
+
+
+def test_routers_that_share_a_port_share_its_connections(tmp_path: Path) -> None:
+    with (
+        ScriptedWorker.start(tmp_path, "a") as worker,
+        RouterThread([worker.flag], share_port=True) as first,
+    ):
+        place = f"127.0.0.1:{first.port}"
+        with pytest.raises(ConfigError, match="--listen"):
+            RouterThread([worker.flag], listen=place).__exit__(None, None, None)
+        with RouterThread([worker.flag], listen=place, share_port=True) as second:
+            statuses = [first.ask()[0] for _ in range(60)]
+            until(lambda: sum(served(each) for each in (first, second)) == 60)
+            assert min(served(first), served(second)) > 0
+        assert statuses == [200] * 60
+
+
+def test_loads_come_at_once_and_a_stop_ends_the_streams(tmp_path: Path) -> None:
+    flags = ["--worker", f"a={ENGINE}", "--route-listen", "127.0.0.1:0"]
+    with RouterProcess.start(tmp_path, flags) as router:
+        with grpc.insecure_channel(loads_of(router)) as channel:
+            stream = RouterStub(channel).Loads(pb.LoadsQuestion(), timeout=30)
+            assert list(next(stream).loads) == []
+            next(stream)  # the beat
+            router.process.terminate()
+            assert list(stream) is not None  # it ends, and not by the time-out of the call
+        assert router.process.wait(10) == 0
