@@ -7,8 +7,8 @@ import http.client
 import json
 import socket
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import grpc
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.net.aio import LoopThread
 from kvstore.proto import router_pb2 as pb
-from kvstore.proto.router_pb2_grpc import RouterStub
+from kvstore.proto.router_pb2_grpc import RouterServicer, RouterStub, add_RouterServicer_to_server
 from kvstore.router.exchange import LoadExchange
 from kvstore.router.pages import health_of
 from kvstore.routing.events import Shared
@@ -121,6 +122,31 @@ def test_what_is_no_router_is_named_with_what_is_wrong(tmp_path: Path) -> None:
 
 def loads_of(router: RouterProcess) -> str:
     return "127.0.0.1:" + router._said(r"route=(\d+)")
+
+
+class Stuck(RouterServicer):
+    """Its connection lives; it says nothing after its first report."""
+
+    async def Loads(self, request: pb.LoadsQuestion, context: Any) -> AsyncIterator[pb.RouterLoads]:
+        yield pb.RouterLoads(router="stuck", loads=[pb.EngineLoad(address=ENGINE, streams=9)])
+        await asyncio.Event().wait()
+
+
+def test_loads_of_a_router_that_is_stuck_leave_after_a_while() -> None:
+    async def serving() -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server()
+        add_RouterServicer_to_server(Stuck(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, port
+
+    with closing(LoopThread("stuck")) as loop:
+        server, port = loop.call(serving(), timeout_s=10)
+        with listener(f"127.0.0.1:{port}") as router:
+            until(lambda: heard(router)[:1] == [Shared("stuck", (SharedLoad("z", 0, 9),))])
+            until(lambda: Shared("stuck", ()) in heard(router))
+            until(lambda: "are not counted: it is silent" in health(router))
+        loop.call(server.stop(0), timeout_s=10)
 
 
 @contextmanager
