@@ -6,9 +6,11 @@ import asyncio
 import http.client
 import json
 import socket
+import threading
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ import grpc
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.net.aio import LoopThread
 from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterServicer, RouterStub, add_RouterServicer_to_server
 from kvstore.router.exchange import LoadExchange
@@ -25,7 +26,7 @@ from kvstore.routing.events import Shared
 from kvstore.routing.values import SharedLoad
 from kvstore.testing.index_process import IndexProcess, Lab
 from kvstore.testing.router_process import RouterProcess
-from tests.integration.router.test_proxy import until
+from tests.integration.router.test_proxy import WAIT_S, until
 from tests.kit.router_thread import ASK, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
 
@@ -127,26 +128,27 @@ def loads_of(router: RouterProcess) -> str:
 class Stuck(RouterServicer):
     """Its connection lives; it says nothing after its first report."""
 
-    async def Loads(self, request: pb.LoadsQuestion, context: Any) -> AsyncIterator[pb.RouterLoads]:
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def Loads(self, request: pb.LoadsQuestion, context: Any) -> Iterator[pb.RouterLoads]:
         yield pb.RouterLoads(router="stuck", loads=[pb.EngineLoad(address=ENGINE, streams=9)])
-        await asyncio.Event().wait()
+        self.is_over.wait(WAIT_S)
 
 
 def test_loads_of_a_router_that_is_stuck_leave_after_a_while() -> None:
-    async def serving() -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server()
-        add_RouterServicer_to_server(Stuck(), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        return server, port
-
-    with closing(LoopThread("stuck")) as loop:
-        server, port = loop.call(serving(), timeout_s=10)
+    stuck, server = Stuck(), grpc.server(ThreadPoolExecutor(8))
+    add_RouterServicer_to_server(stuck, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
         with listener(f"127.0.0.1:{port}") as router:
             until(lambda: heard(router)[:1] == [Shared("stuck", (SharedLoad("z", 0, 9),))])
             until(lambda: Shared("stuck", ()) in heard(router))
             until(lambda: "are not counted: it is silent" in health(router))
-        loop.call(server.stop(0), timeout_s=10)
+    finally:
+        stuck.is_over.set()
+        server.stop(None).wait(WAIT_S)
 
 
 @contextmanager
