@@ -37,6 +37,7 @@ PERIOD_S: Final = 1.0
 REPORT_S: Final = 0.05
 BEAT_S: Final = 1.0
 SILENCE_S: Final = 3.0
+RETRY_S: Final = 3.0
 DNS_TIMEOUT_S: Final = 3.0
 PEERS_MAX: Final = 64
 
@@ -153,7 +154,7 @@ class LoadExchange:
         self._known[place] = frozenset(joined(str(row[4][0]), place[1]) for row in rows)
 
     async def _follow(self, address: str) -> None:
-        """Until the stream ends, which `once` begins again."""
+        """Until the stream ends and a while after it; then `once` begins it again."""
         why = "it has ended"
         async with self._channel(address) as channel:
             call = RouterStub(channel).Loads(pb.LoadsQuestion())
@@ -175,6 +176,7 @@ class LoadExchange:
                 if router:
                     self._dispatcher.note(Shared(router, ()))
         self._troubled(self._troubles, address, why)
+        await asyncio.sleep(RETRY_S)  # or loads of one that is stuck would count nearly always
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if self._credentials is None:
