@@ -10,11 +10,15 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
+from kvstore.config.addresses import joined
+
 CLOSE_TIMEOUT_S: Final = 5.0
+DNS_TIMEOUT_S: Final = 3.0
 _MILLI: Final = 1000
 
 _T = TypeVar("_T")
@@ -54,6 +58,19 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+
+async def resolved(host: str, port: int) -> list[str]:
+    """ADDRESS:PORT of each address of a name, sorted. Raises OSError, also for a late answer."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(DNS_TIMEOUT_S):
+            rows = await loop.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
+            )
+    except TimeoutError:
+        raise TimeoutError("no answer from DNS in time") from None
+    return sorted({joined(str(row[4][0]), port) for row in rows})
 
 
 def jitter() -> float:

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Final
 
 import grpc
@@ -26,6 +25,8 @@ from kvstore.client.index import address_parts, channel_options
 from kvstore.client.reasons import plain_reason
 from kvstore.client.tls import Tls
 from kvstore.config.addresses import joined
+from kvstore.errors import KVStoreError
+from kvstore.net.aio import resolved
 from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterStub
 from kvstore.router.dispatch import Dispatcher
@@ -38,8 +39,8 @@ REPORT_S: Final = 0.05
 BEAT_S: Final = 1.0
 SILENCE_S: Final = 3.0
 RETRY_S: Final = 3.0
-DNS_TIMEOUT_S: Final = 3.0
 PEERS_MAX: Final = 64
+"""In each direction."""
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class LoadExchange:
         self._unresolved: dict[str, str] = {}
         self._report = pb.RouterLoads(router=name)
         self._made_s = 0.0
+        self.listener_count = 0
+        """Streams of `reports`."""
         self._is_closed = False
 
     @property
@@ -97,15 +100,25 @@ class LoadExchange:
 
     # ── to the others ────────────────────────────────────────────────────────────────────────────
 
-    async def reports(self) -> AsyncIterator[pb.RouterLoads]:
-        """All that this router has in flight: now, when it changes, each BEAT_S; until `close`."""
+    async def reports(self) -> AsyncGenerator[pb.RouterLoads]:
+        """All that this router has in flight: now, when it changes, each BEAT_S; until `close`.
+
+        Raises:
+            KVStoreError: PEERS_MAX listen already: each costs a part of the loop.
+        """
+        if self.listener_count >= PEERS_MAX:
+            raise KVStoreError(f"{PEERS_MAX} others ask for the loads of this router already")
         last, last_s = None, 0.0
-        while not self._is_closed:
-            loads, now_s = self._loads(), time.monotonic()
-            if loads != last or now_s - last_s >= BEAT_S:
-                last, last_s = loads, now_s
-                yield loads
-            await asyncio.sleep(REPORT_S)
+        self.listener_count += 1
+        try:
+            while not self._is_closed:
+                loads, now_s = self._loads(), time.monotonic()
+                if loads != last or now_s - last_s >= BEAT_S:
+                    last, last_s = loads, now_s
+                    yield loads
+                await asyncio.sleep(REPORT_S)
+        finally:
+            self.listener_count -= 1
 
     def _loads(self) -> pb.RouterLoads:
         """Made once for all who ask at the same time."""
@@ -132,6 +145,8 @@ class LoadExchange:
     async def once(self) -> None:
         """Follow each address that is not followed; leave those that are gone."""
         await asyncio.gather(*map(self._resolve, self._places))
+        if self._is_closed:
+            return
         found = sorted(set().union(*self._known.values()) - self._own)[:PEERS_MAX]
         for address in self._follows.keys() - found:
             self._follows.pop(address).cancel()
@@ -143,15 +158,11 @@ class LoadExchange:
     async def _resolve(self, place: tuple[str, int]) -> None:
         """A name that has no answer keeps its addresses."""
         try:
-            async with asyncio.timeout(DNS_TIMEOUT_S):
-                rows = await asyncio.get_running_loop().getaddrinfo(
-                    *place, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
-                )
-        except (OSError, TimeoutError) as error:
-            self._troubled(self._unresolved, joined(*place), str(error) or "no answer from DNS")
-            return
-        self._unresolved.pop(joined(*place), None)
-        self._known[place] = frozenset(joined(str(row[4][0]), place[1]) for row in rows)
+            self._known[place] = frozenset(await resolved(*place))
+        except OSError as error:
+            self._troubled(self._unresolved, joined(*place), str(error))
+        else:
+            self._unresolved.pop(joined(*place), None)
 
     async def _follow(self, address: str) -> None:
         """Until the stream ends and a while after it; then `once` begins it again."""

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Final
 
 import grpc
 
+from kvstore.errors import KVStoreError
 from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterServicer
 from kvstore.router.dispatch import Dispatcher
@@ -108,8 +110,12 @@ class RouteService(RouterServicer):
         request: pb.LoadsQuestion,
         context: grpc.aio.ServicerContext[pb.LoadsQuestion, pb.RouterLoads],
     ) -> AsyncIterator[pb.RouterLoads]:
-        async for report in self._exchange.reports():
-            yield report
+        async with aclosing(self._exchange.reports()) as reports:
+            try:
+                async for report in reports:
+                    yield report
+            except KVStoreError as error:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
 
     def _over(self, worker: Worker | None, why: str) -> None:
         if worker is not None:

@@ -47,6 +47,11 @@ class RouterProcess(ChildServer):
         return self._said(r"listen=(\S+)")
 
     @property
+    def route_address(self) -> str:
+        """HOST:PORT of kvstore.v1.Router, on loopback."""
+        return f"127.0.0.1:{self._said('route=([0-9]+)')}"
+
+    @property
     def url(self) -> str:
         return f"http://{self.address}"
 

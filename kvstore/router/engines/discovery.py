@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Iterable, Iterator
 from typing import Final
 from urllib.parse import quote, urlsplit, urlunsplit
 
 import msgspec
 
-from kvstore.config.addresses import joined
 from kvstore.config.router import ROLES, RouterConfig, WorkerText, is_exposed
+from kvstore.net.aio import resolved
 from kvstore.router.engines.workers import WorkerAddress, Workers
 from kvstore.router.keys.index_calls import Listed
 from kvstore.wire.load import is_base_url
 
 PERIOD_S: Final = 5.0
-DNS_TIMEOUT_S: Final = 3.0
 INDEX: Final = "index"
 """The source of engines that nodes list."""
 EXPOSED: Final = (
@@ -110,17 +108,12 @@ class Discovery:
         parts = urlsplit(name.url)
         source = f"--worker-dns {parts.netloc}"
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(DNS_TIMEOUT_S):
-                rows = await loop.getaddrinfo(
-                    parts.hostname, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
-                )
-        except (OSError, TimeoutError) as error:
-            self.failed(source, str(error) or "no answer in time")
+            places = await resolved(parts.hostname or "", port)
+        except OSError as error:
+            self.failed(source, str(error))
             return
-        hosts = sorted({str(row[4][0]) for row in rows})
-        urls = [urlunsplit((parts.scheme, joined(host, port), "", "", "")) for host in hosts]
+        urls = [urlunsplit((parts.scheme, place, "", "", "")) for place in places]
         self.found(
             source,
             (

@@ -20,7 +20,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterServicer, RouterStub, add_RouterServicer_to_server
-from kvstore.router.exchange import LoadExchange
+from kvstore.router.exchange import PEERS_MAX, LoadExchange
 from kvstore.router.pages import health_of
 from kvstore.routing.events import Shared
 from kvstore.routing.values import SharedLoad
@@ -121,10 +121,6 @@ def test_what_is_no_router_is_named_with_what_is_wrong(tmp_path: Path) -> None:
             assert heard(router) == []
 
 
-def loads_of(router: RouterProcess) -> str:
-    return "127.0.0.1:" + router._said(r"route=(\d+)")
-
-
 class Stuck(RouterServicer):
     """Its connection lives; it says nothing after its first report."""
 
@@ -157,7 +153,7 @@ def two_routers(directory: Path, worker_flags: list[str]) -> Iterator[list[Route
     flags = [text for flag in worker_flags for text in ("--worker", flag)]
     flags += ["--route-listen", "127.0.0.1:0", "--insecure"]
     with RouterProcess.start(directory, flags, name="first") as first:
-        peers = ["--peer-router", loads_of(first)]
+        peers = ["--peer-router", first.route_address]
         with RouterProcess.start(directory, [*flags, *peers], name="second") as second:
             yield [first, second]
 
@@ -171,6 +167,28 @@ def streams_seen(router: RouterProcess) -> list[float]:
     )
     with urllib.request.urlopen(request, timeout=10) as answer:
         return list(json.loads(answer.read())["features"]["streams"])
+
+
+def test_who_asks_for_loads_without_end_is_refused() -> None:
+    with reporting() as router, grpc.insecure_channel(loads_at(router)) as channel:
+        calls = [RouterStub(channel).Loads(pb.LoadsQuestion()) for _ in range(PEERS_MAX)]
+        for call in calls:
+            next(call)
+        with pytest.raises(grpc.RpcError, match="others ask for the loads"):
+            next(RouterStub(channel).Loads(pb.LoadsQuestion()))
+        calls.pop().cancel()
+        until(lambda: router.on_loop(lambda: router.router.exchange.listener_count) < PEERS_MAX)
+        calls.append(RouterStub(channel).Loads(pb.LoadsQuestion()))
+        assert next(calls[-1]).router == router.router.proxy.name
+
+
+def test_nobody_is_followed_after_the_end() -> None:
+    with reporting() as other, listener(loads_at(other)) as router:
+        exchange = router.router.exchange
+        until(lambda: router.on_loop(lambda: exchange.peer_count) == 1)
+        router._loop.call(exchange.close(), timeout_s=10)
+        router._loop.call(exchange.once(), timeout_s=10)
+        assert router.on_loop(lambda: all(task.done() for task in exchange._follows.values()))
 
 
 @pytest.mark.parametrize("end", ["kill", "pause"])
@@ -252,7 +270,7 @@ def test_routers_that_share_a_port_share_its_connections(tmp_path: Path) -> None
 def test_loads_come_at_once_and_a_stop_ends_the_streams(tmp_path: Path) -> None:
     flags = ["--worker", f"a={ENGINE}", "--route-listen", "127.0.0.1:0"]
     with RouterProcess.start(tmp_path, flags) as router:
-        with grpc.insecure_channel(loads_of(router)) as channel:
+        with grpc.insecure_channel(router.route_address) as channel:
             stream = RouterStub(channel).Loads(pb.LoadsQuestion(), timeout=30)
             assert list(next(stream).loads) == []
             next(stream)  # the beat

@@ -223,33 +223,34 @@ def test_pages_name_what_is_wrong(workers: list[ScriptedWorker], tmp_path: Path)
 
 
 def test_route_over_grpc(workers: list[ScriptedWorker], tmp_path: Path) -> None:
-    with start(tmp_path, workers, "--route-listen", "127.0.0.1:0") as router:
-        port = router.ready_line.partition(" route=")[2].split()[0]
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = RouterStub(channel)
-            words = Words()
-            answers = stub.Route(words)
-            words.say(ask=pb.Ask(model="m", keys=bytes(64), prompt_tokens=300))
-            first = next(answers)
-            assert first.worker in ("a", "b")
-            assert first.address in [each.url for each in workers]
-            words.say(failed=pb.WorkerFailed())
-            second = next(answers)
-            assert {first.worker, second.worker} == {"a", "b"}
-            words.say(first=pb.FirstPiece())
-            words.say(done=pb.Done(cached_tokens=3))
-            assert list(answers) == []
-            until(lambda: 'worker_in_flight{worker="a"} 0.0' in page(router, "metrics"))
-            for ask_, says in (
-                (pb.Ask(model="m", keys=bytes(33)), "32 bytes"),
-                (pb.Ask(model="m", prompt_tokens=1 << 30), "at most"),
-            ):
-                wrong = stub.Route(iter([pb.RouteWord(ask=ask_)]))
-                with pytest.raises(grpc.RpcError, match=says):
-                    next(wrong)
-            until(lambda: b'"id":"m"' in ask(port_of(router), None, "/v1/models", method="GET")[2])
-            refused = next(stub.Route(iter([pb.RouteWord(ask=pb.Ask(model="zz"))])))
-            assert (refused.worker, refused.status) == ("", 404)
+    with (
+        start(tmp_path, workers, "--route-listen", "127.0.0.1:0") as router,
+        grpc.insecure_channel(router.route_address) as channel,
+    ):
+        stub = RouterStub(channel)
+        words = Words()
+        answers = stub.Route(words)
+        words.say(ask=pb.Ask(model="m", keys=bytes(64), prompt_tokens=300))
+        first = next(answers)
+        assert first.worker in ("a", "b")
+        assert first.address in [each.url for each in workers]
+        words.say(failed=pb.WorkerFailed())
+        second = next(answers)
+        assert {first.worker, second.worker} == {"a", "b"}
+        words.say(first=pb.FirstPiece())
+        words.say(done=pb.Done(cached_tokens=3))
+        assert list(answers) == []
+        until(lambda: 'worker_in_flight{worker="a"} 0.0' in page(router, "metrics"))
+        for ask_, says in (
+            (pb.Ask(model="m", keys=bytes(33)), "32 bytes"),
+            (pb.Ask(model="m", prompt_tokens=1 << 30), "at most"),
+        ):
+            wrong = stub.Route(iter([pb.RouteWord(ask=ask_)]))
+            with pytest.raises(grpc.RpcError, match=says):
+                next(wrong)
+        until(lambda: b'"id":"m"' in ask(port_of(router), None, "/v1/models", method="GET")[2])
+        refused = next(stub.Route(iter([pb.RouteWord(ask=pb.Ask(model="zz"))])))
+        assert (refused.worker, refused.status) == ("", 404)
 
 
 class Words:
