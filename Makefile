@@ -36,7 +36,7 @@ make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
 .PHONY: help docs demo test nightly check lint coverage mutation rdma-check gpu-check upstream proto wheel clean distclean bench-cluster bench-pd bench-index \
-	bench-single bench-groups bench-files bench-slow-disk bench-policies bench-peers bench-micro bench-router bench-router-quality soak
+	bench-single bench-groups bench-files bench-slow-disk bench-policies bench-peers bench-micro bench-router bench-router-engines bench-router-quality soak
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -118,6 +118,9 @@ bench-pd: $(VENV)/.engine ## prefill and decode on two engines: bench/results/pd
 
 bench-router: $(VENV)/.base $(ROUTERS)/.base ## the router beside sglang-router and vllm-router: bench/results/router.json
 	$(BIN)/python bench/scenarios/router.py
+
+bench-router-engines: $(VENV)/.engine ## two real engines behind the router, beside round robin: bench/results/router_engines.json
+	$(BIN)/python bench/scenarios/router_engines.py
 
 bench-index: $(DYNAMO)/.base ## the prefix index beside Dynamo's: bench/results/index_ops.json
 	$(DYNAMO)/bin/python bench/micro/index_ops.py

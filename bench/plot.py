@@ -55,7 +55,7 @@ def draw(record: Path, kind: str = "") -> Path:
     import matplotlib.pyplot as plt
 
     written = record.read_bytes()
-    figure = (PICTURES | UNRECORDED)[kind or record.stem](json.loads(written))
+    figure = PICTURES[kind or record.stem](json.loads(written))
     path = record.with_suffix(".png")
     figure.savefig(path, dpi=200, metadata={"Comment": hashlib.sha256(written).hexdigest()})
     plt.close(figure)
@@ -213,11 +213,15 @@ PD_RATIOS: Final = {
     "push_over_raw_write_2MiB": "push ÷ NIXL WRITE\nblocks of 2 MiB",
     "push_over_raw_write_64KiB": "push ÷ NIXL WRITE\nblocks of 64 KiB",
     "not_hidden_over_whole_push": "push after prefill\n÷ whole push",
-    "hand_over_over_nixl_connector": "hand-over ÷\nNixlConnector",
-    "ttft_together_over_own": "first token ÷\nprefill engine's own",
+    "hand_over_over_nixl_connector": "hand-over ÷ Nixl-\nConnector, in turn",
+    "hand_over_together_over_nixl_connector": "hand-over ÷ Nixl-\nConnector, together",
+    "ttft_in_turn_over_own": "first token ÷ own,\nlegs in turn",
+    "ttft_together_over_own": "first token ÷ own,\nlegs together",
     "time_per_output_token_over_one_engine": "time per token beside\nprompts ÷ one engine",
     "time_per_output_token_while_pushing_over_not": "time per token\npushing ÷ not",
 }
+PD_LEAST: Final = 0.12
+"""The lowest ratio of the axis, where 0 is drawn."""
 
 
 def pd(record: dict[str, Any]) -> Any:
@@ -244,7 +248,7 @@ def pd(record: dict[str, Any]) -> Any:
     left.set(ylim=(len(rows) - 0.5, -0.6), xlim=(0, None))
     left.set_xlim(0, 1.12 * left.get_xlim()[1])
     left.set_xlabel("ratio; grey: goal; bar: 95 % interval")
-    left.set_title("Within one run")
+    left.set_title("Ratios, each within a run")
     if "detail" in record["sweep"]:
         _pd_sweep(right, record["sweep"]["detail"]["by_proportion"])
     return figure
@@ -253,28 +257,38 @@ def pd(record: dict[str, Any]) -> Any:
 def _pd_sweep(axes: Any, by_proportion: dict[str, Any]) -> None:
     """Two engines as prefill and decode over the same two as both, by the requests' proportion."""
     looks = {
-        "goodput_tokens_per_s": ("goodput (more is better)", KVSTORE, "-"),
+        "goodput_tokens_per_s": ("goodput", KVSTORE, "-"),
         "ttft_s": ("first token", COMPUTED, "--"),
         "per_token_s": ("time per token", PEER, ":"),
     }
     for name, (title, colour, line) in looks.items():
         over = [row["pd_over_colocated"][name] for row in by_proportion.values()]
-        points = [(at, value) for at, value in enumerate(over) if value]
+        points = [(at, max(value, PD_LEAST)) for at, value in enumerate(over) if value is not None]
         axes.plot(
             *zip(*points, strict=True) if points else ((), ()),
             f"o{line}",
             color=colour,
             lw=2,
             label=title,
+            clip_on=False,
         )
     axes.axhline(1, color=INK, lw=1, ls=":", zorder=0)
     axes.set_xticks(range(len(by_proportion)), list(by_proportion))
     axes.set(yscale="log", xlabel="tokens of the prompt : of the answer")
-    axes.set_yticks((0.25, 0.5, 1, 2, 4), ("0.25", "0.5", "1", "2", "4"))
+    axes.set_yticks((PD_LEAST, 0.25, 0.5, 1, 2, 4), ("0", "0.25", "0.5", "1", "2", "4"))
+    axes.set_ylim(bottom=PD_LEAST)
     axes.minorticks_off()
     axes.set_title("Two engines ÷ the same colocated")
     axes.grid(axis="y")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(
+        frameon=False,
+        fontsize=8,
+        loc="center",
+        bbox_to_anchor=(0.52, 0.68),
+        ncol=3,
+        handlelength=1.6,
+        columnspacing=1,
+    )
 
 
 # ── policies, soak ───────────────────────────────────────────────────────────────────────────────
@@ -455,11 +469,10 @@ PICTURES: Final[dict[str, Callable[[dict[str, Any]], Any]]] = {
     "single": single,
     "peers": peers,
     "cluster": cluster,
+    "pd": pd,
     "policies": policies,
     "soak": soak,
 }
-UNRECORDED: Final[dict[str, Callable[[dict[str, Any]], Any]]] = {"pd": pd}
-"""Pictures whose first record is not in bench/results yet."""
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PICTURES:

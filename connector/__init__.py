@@ -17,7 +17,7 @@
 | `config.py`         | keys of kv_connector_extra_config                    | both              |
 | `checks.py`         | engine configurations that are not served            | both              |
 | `adapters.py`       | LoRA adapters: digests, keys                         | scheduler process |
-| `media.py`          | images that a key can be trusted to name (pure)      | scheduler process |
+| `prompts.py`        | prompts and their keys: images, tails (pure)         | scheduler process |
 | `events.py`         | where the node reads the engine's KV events          | scheduler process |
 | `stats.py`          | counts in vllm's metrics                             | both, frontend    |
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
 from kvstore.connector.checks import NotServed
 from kvstore.connector.weights import digest_path, downloaded
 from kvstore.units import NS_PER_MS, NS_PER_S
+from kvstore.wire.transfers import adapter_answer, asks_for_adapter
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -152,6 +153,17 @@ class Adapters:
         if found.look is not None and now_ns - found.looked_ns >= LOOK_NS_MAX:
             return _SLOW
         return files.digest
+
+    def answer(self, request: Request, now_ns: int) -> dict[str, Any] | None:
+        """Parameters for a router that asked for the digest of a request's adapter; None: for all
+        other requests."""
+        adapter = request.lora_request
+        if adapter is None or not asks_for_adapter(request.kv_transfer_params):
+            return None
+        found = self.look(adapter, now_ns)
+        if isinstance(found, bytes):
+            return adapter_answer(found)
+        return adapter_answer("its files are being read" if found is None else found.reason)
 
     def close(self) -> None:
         """Read nothing more."""

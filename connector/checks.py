@@ -37,7 +37,7 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None)
         )
     if transfer.kv_load_failure_policy != "recompute":
         raise ValueError(
-            "KVStoreConnector turns every fault into a recompute: add "
+            "KVStoreConnector recomputes after a failed load: add "
             '"kv_load_failure_policy":"recompute" to --kv-transfer-config '
             f"(it is {transfer.kv_load_failure_policy})"
         )
@@ -52,7 +52,7 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None)
             )
     if parallel.nnodes_within_dp != 1:
         raise ValueError(
-            "KVStoreConnector serves engines whose ranks are all on one machine: set --nnodes "
+            "KVStoreConnector supports engines on one machine only: set --nnodes "
             f"{parallel.nnodes // parallel.nnodes_within_dp} (an engine spans "
             f"{parallel.nnodes_within_dp} machines)"
         )
@@ -71,9 +71,9 @@ def _check_images(vllm_config: VllmConfig) -> None:
         and not vllm_config.cache_config.enable_prefix_caching
     ):
         raise ValueError(
-            "KVStoreConnector finds images by a hash of their content, which the engine does not "
-            "make with --mm-processor-cache-gb 0 and --no-enable-prefix-caching together: drop one "
-            "of them"
+            "KVStoreConnector identifies images by a hash of their content, which the engine"
+            " does not compute with --mm-processor-cache-gb 0 and --no-enable-prefix-caching"
+            " together: drop one of them"
         )
 
 

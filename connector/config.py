@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import msgspec
 
 from kvstore.client.core.config import Store
-from kvstore.connector.media import Images
+from kvstore.connector.prompts import Images
 from kvstore.wire.bounds import NAME_BYTES_MAX
 from kvstore.wire.load import is_base_url
 from kvstore.wording import why_not
@@ -42,9 +42,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: Annotated[str, msgspec.Meta(max_length=NAME_BYTES_MAX)] = ""
     """URL of this engine's HTTP server as routers reach it, such as `http://10.0.0.7:8000`: a
     `kvstore router` with `--index` finds the engine by it. Empty: the router's flags name it."""
-    push_deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=600_000)] = 10_000
+    push_deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=600_000)] = 60_000
     """Longest wait of a request with `do_remote_prefill` for the blocks that a prefill node sends;
-    after it the prompt is computed from the first missing block on."""
+    after it, or 10 s without a block (three times the longest wait between two blocks, if that
+    is more), the prompt is computed from the first missing block on."""
     verify_every: Annotated[int, msgspec.Meta(ge=0)] = 1
     """Checksum verification of loads. 1: every load; n: every n-th; 0: none."""
     shadow_every: Annotated[int, msgspec.Meta(ge=0)] = 0

@@ -1,11 +1,10 @@
 """The scheduler's half of the connector: vllm's requests and steps to `client.core`, and back.
 
-Translates only. Runs on the engine's scheduler thread and never waits for the node, with one
-exception that is bounded: after a lease was asked for it may watch the socket for the answer for up
-to `_SPIN_NS_PER_STEP` a step, or `_SPIN_NS_IDLE` while nothing is computed, because the answer
-usually takes less than the extra engine step that "ask again" costs. For anything else, as blocks
-that come from disk, only an engine that has nothing to compute watches: a step of others is never
-late for it. While the engine is idle a thread looks instead (`attendant.py`), never both at once.
+Translates only. Runs on the engine's scheduler thread and waits for the node in one case only: it
+watches the socket for the answer to a lookup, for `_SPIN_NS_PER_STEP` a step, or `_SPIN_NS_IDLE`
+while nothing is computed: an answer usually takes less than the extra step of "ask again". For
+blocks from disk or of a push (up to `pushes.WATCH_NS_MAX`) only an engine that computes nothing
+watches. While it is idle a thread looks instead (`attendant.py`), never both at once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvstore.client.link import Link, Lost
 from kvstore.connector.adapters import AdapterKeys, Adapters
 from kvstore.connector.checks import NotServed
 from kvstore.connector.handoff import SELECT_FD_END
-from kvstore.connector.media import why_left_out
+from kvstore.connector.prompts import tail_key, why_left_out
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.obs.logs import RateLimit
 from kvstore.wire.messages import Message, Story
@@ -51,8 +50,7 @@ _SPIN_NS_PER_STEP = 300_000
 _SPIN_NS_IDLE = 3_000_000
 """The same while the engine has nothing to compute, where a step more costs 1 to 2 ms."""
 _KEYS_ASKED_PER_STEP = 4096
-"""Lookups begun in one step, in keys: a backlog is asked about over several steps, because joining
-and sending keys takes the scheduler's time (2 ms for so many, at the most)."""
+"""Keys of lookups begun in one step: joining and sending so many takes its thread up to 2 ms."""
 _UNREAD_NS_MAX = 250_000_000
 """A node that takes nothing from a full socket for so long is as good as stopped."""
 _ENDED_EARLY = {
@@ -76,10 +74,10 @@ class SchedulerSide:
         adapter_dtype: str = "",
         in_lockstep: bool = False,
     ) -> None:
-        """`groups`: of the engine; None: there is one. `in_lockstep`: other engines wait for each
-        step of this one."""
+        """`groups` None: there is one. `in_lockstep`: others wait for each step of this engine."""
         self._config = config
         self._groups = groups if groups is not None and groups.are_several else None
+        self._tail_block_tokens = core_config.block_tokens if self._groups is None else 0
         self._core = SchedulerCore(core_config, None if groups is None else groups.rules)
         self._table_tokens = core_config.block_sizes if groups is None else groups.table_tokens
         self._link: Link | None = None
@@ -95,7 +93,7 @@ class SchedulerSide:
         self._watched_ns = 0
         """Time spent in this step on watching the socket."""
         self._computing: set[str] = set()
-        """Requests that were admitted and have not ended: they wait for the next step."""
+        """Requests that were admitted to compute and have not ended: they wait for a step."""
         self._keys_left = _KEYS_ASKED_PER_STEP
         self._unsent: deque[Message] = deque()
         """Messages that a full socket did not take yet; bounded: no lookup begins meanwhile."""
@@ -177,15 +175,13 @@ class SchedulerSide:
         self._unsent.clear()
         self._core.attachment.disconnected(now_ns, reason)
 
-    def _watch(self) -> None:
-        """Wait for the answer to a question just asked, within this step's bound."""
-        if self._link is None or self._watch_left_ns <= 0:
-            return
-        if self._link.fileno() >= SELECT_FD_END:
-            self._watched_ns = _SPIN_NS_IDLE
+    def _watch(self, watch_ns: int) -> None:
+        """Wait for the answer to a question just asked."""
+        if self._link is None or self._link.fileno() >= SELECT_FD_END:
+            self._watched_ns += watch_ns
             return
         begin_ns = time.monotonic_ns()
-        select.select([self._link.fileno()], [], [], self._watch_left_ns / 1e9)
+        select.select([self._link.fileno()], [], [], watch_ns / 1e9)
         self.poll()
         self._watched_ns += time.monotonic_ns() - begin_ns
 
@@ -194,9 +190,11 @@ class SchedulerSide:
         """Nobody waits for the next step but the requests that it would begin."""
         return not (self._computing or self._in_lockstep)
 
-    @property
-    def _watch_left_ns(self) -> int:
-        return (_SPIN_NS_IDLE if self._is_idle else _SPIN_NS_PER_STEP) - self._watched_ns
+    def _watch_left_ns(self, request_id: str) -> int:
+        if not self._is_idle:
+            return _SPIN_NS_PER_STEP - self._watched_ns
+        push_ns = self._core.pushes.watch_ns(request_id, time.monotonic_ns())
+        return max(_SPIN_NS_IDLE, push_ns) - self._watched_ns
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
@@ -234,6 +232,7 @@ class SchedulerSide:
             now_ns=now_ns,
             may_hint=not self._unsent,  # in a backlog hints would only make it longer
             transfer=transfer,
+            tail=tail_key(request, keys, transfer, self._tail_block_tokens),
         )
         self._due_tokens[request.request_id] = self._core.due_tokens(request.request_id)
         self._flush(now_ns)
@@ -284,12 +283,12 @@ class SchedulerSide:
         while (
             outcome is PENDING
             and self._link is not None
-            and self._watch_left_ns > 0
+            and (watch_ns := self._watch_left_ns(request.request_id)) > 0
             and not self._unsent
             and (self._is_idle or self._core.awaits_answer(request.request_id))
         ):
             self._flush(time.monotonic_ns())
-            self._watch()
+            self._watch(watch_ns)
             outcome = self._match(request, local_tokens)
         self._flush(time.monotonic_ns())
         if outcome is PENDING:
@@ -316,6 +315,8 @@ class SchedulerSide:
         self, request: Request, blocks: KVCacheBlocks, external_tokens: int
     ) -> None:
         """The engine admitted the request with this block table."""
+        if not external_tokens:
+            self._computing.add(request.request_id)
         if request.request_id not in self._requests:
             return
         tables = self._tables(blocks.get_block_ids()) if external_tokens else ()
@@ -346,6 +347,7 @@ class SchedulerSide:
         the parameters for a decode engine, if it was prefilled for one."""
         why_early = _ENDED_EARLY.get(request.status.name, "")
         answer = self._core.pushes.answer(request.request_id, request.num_prompt_tokens)
+        answer = answer or self._adapters.answer(request, time.monotonic_ns())
         self._end(request, why_early)
         return None if why_early else answer
 

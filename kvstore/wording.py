@@ -24,6 +24,8 @@ KIND_NAMES: Final = {
     "object": "a mapping",
     "null": "empty",
 }
+_WANTED: Final = {"float": "a number"}
+"""Names of kinds that take others, too."""
 _NO_ADDRESS: Final = {
     errno.EADDRINUSE: "the address is in use",
     errno.EADDRNOTAVAIL: "the address is not of this machine",
@@ -51,25 +53,33 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def why_not(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
     """One clause: the key of `kind`, and the error in its value."""
     text, _, place = str(error).partition(" - at `$.")
-    key = place.rstrip("`")
+    key = _named(place.rstrip("`"))
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", text):
         near = did_you_mean(unknown[1], fields)
         return f"unknown key {unknown[1]!r}{near or '; known keys are ' + ', '.join(fields)}"
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
+        return f"{missing[1]} is missing"
     if kinds := re.fullmatch(r"Expected `(.*)`, got `(.*)`", text):
-        wanted = " or ".join(KIND_NAMES.get(kind, kind) for kind in kinds[1].split(" | "))
-        return f"{key} must be {wanted}, not {KIND_NAMES.get(kinds[2], kinds[2])}"
+        wanted = (_WANTED.get(kind) or KIND_NAMES.get(kind, kind) for kind in kinds[1].split(" | "))
+        clause = f"must be {' or '.join(wanted)}, not {KIND_NAMES.get(kinds[2], kinds[2])}"
+        return f"{key} {clause}".lstrip()
     if limit := re.fullmatch(r"Expected `\w+` (of length )?([<>]=?) ([\d.]+)", text):
         if limit[0].endswith("of length >= 1"):
             return f"{key} must not be empty"
         unit = " characters long" if limit[1] else ""
-        return f"{key} must be {_AT_LEAST[limit[2]]} {limit[3]}{unit}"
+        return f"{key} must be {_AT_LEAST[limit[2]]} {limit[3].removesuffix('.0')}{unit}"
     if key in fields and text.startswith("Invalid enum value"):
         choices = _choices(fields[key].type)
         if choices:
             given = text.removeprefix("Invalid enum value ")
             return f"{key} {given} must be one of {', '.join(choices)}"
     return f"{key}: {text[0].lower()}{text[1:]}"
+
+
+def _named(key: str) -> str:
+    """A key; of a value in a mapping, whose key msgspec does not name, that of the mapping."""
+    return f"a value of {key.removesuffix('[...]')}" if key.endswith("[...]") else key
 
 
 def _choices(kind: Any) -> list[str]:

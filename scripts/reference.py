@@ -40,17 +40,21 @@ from kvstore.routing.filters import Dropped
 from kvstore.routing.policy import (
     ModelPool,
     ModelRule,
+    PolicyAhead,
     PolicyChoice,
     PolicyCosts,
     PolicyLearning,
     PolicyLimits,
+    PolicyPlanner,
+    PolicyRaces,
     PolicySplit,
     PolicyWeights,
+    PoolRoles,
     RoutingPolicy,
     ServiceClass,
 )
 from kvstore.routing.pressure import Rung
-from kvstore.routing.receipts import Receipt, RouteOutcome
+from kvstore.routing.receipts import Preparation, Receipt, RouteOutcome
 from kvstore.routing.split import SplitReason
 from kvstore.routing.values import PrefixTrust
 
@@ -91,29 +95,37 @@ entry for each of `workers`.
 """
 _SECTIONS_OF_A_POLICY: Final[tuple[tuple[str, type[msgspec.Struct], str], ...]] = (
     ("Policy file", RoutingPolicy, ""),
-    ("costs", PolicyCosts, "Policy `cost`: start values; measured ones take their place."),
+    ("costs", PolicyCosts, "Policy `cost`: initial values, replaced by measured ones."),
     ("choice", PolicyChoice, ""),
     ("limits", PolicyLimits, ""),
     ("learning", PolicyLearning, ""),
-    ("split", PolicySplit, "Prefill on an engine of its own or on the decode engine."),
+    ("split", PolicySplit, "Prefill on a prefill worker or on the decode worker."),
+    (
+        "races",
+        PolicyRaces,
+        "Hedged requests: a second worker for a streamed request whose first byte is late.",
+    ),
+    ("planner", PolicyPlanner, "Roles of workers with `role=any`, by the demand of their pool."),
+    ("planner.pools.NAME", PoolRoles, ""),
     ("weights", PolicyWeights, ""),
+    ("ahead", PolicyAhead, "Prefetch by nodes; pins of clients."),
     ("classes.NAME", ServiceClass, "Given `classes` replace all of these:"),
     ("models.NAME", ModelRule, ""),
     ("models.NAME.pools[]", ModelPool, ""),
 )
 _TERMS: Final = {
-    "base": "answer to an empty prompt on an idle worker",
+    "base": "TTFT of an empty prompt on an idle worker",
     "queue": "prefills ahead",
-    "load": "blocks from the tiers of its node or another, as far as the queue does not hide it",
-    "compute": "prefill of the tokens that no cache holds",
-    "interference": "running streams that the prefill slows down, and is slowed by",
-    "link": "blocks from the prefill to the decode engine",
-    "others": "delay of other requests, evicted prefixes; no part of the predicted time",
+    "load": "blocks from the tiers of its node or another, unless hidden by the queue",
+    "compute": "prefill of uncached tokens",
+    "interference": "slowdown of the prefill by running streams, and vice versa",
+    "link": "transfer of blocks from the prefill to the decode engine",
+    "others": "delay of other requests and evicted prefixes; not part of the predicted TTFT",
 }
 _WORDS: Final[dict[Any, str]] = {
     Dropped.DOWN: "health probes fail",
     Dropped.DRAINING: "takes no new requests",
-    Dropped.BREAKER: "several failures in a row; a probe follows",
+    Dropped.BREAKER: "circuit breaker open after several failures in a row",
     Dropped.SUBSET: "not among the workers that the gateway allows",
     Dropped.MODEL: "does not serve the model",
     Dropped.ADAPTER: "has no room for the LoRA adapter",
@@ -121,16 +133,16 @@ _WORDS: Final[dict[Any, str]] = {
     Dropped.QUEUE: "`limits.queue_max` is reached",
     Dropped.RUNNING: "`limits.running_max` is reached",
     Dropped.MEMORY: "the request would fill its KV cache beyond `limits.memory_ceiling`",
-    Dropped.LANE: "a prefill engine that is full, or kept for shorter prompts",
+    Dropped.LANE: "a prefill worker that is full, or reserved for shorter prompts",
     PrefixTrust.EXACT: "the index has every update of the node",
-    PrefixTrust.CATCHING_UP: "the index misses updates: prefixes may be longer",
-    PrefixTrust.STALE: "the node was not heard for a while",
-    PrefixTrust.APPROXIMATE: "no answer of the index: prefixes that this router sent there",
+    PrefixTrust.CATCHING_UP: "the index lacks updates: prefixes may be longer",
+    PrefixTrust.STALE: "no recent heartbeat of the node",
+    PrefixTrust.APPROXIMATE: "no response of the index: prefixes that this router sent there",
     PrefixTrust.NONE: "no source: routed by load",
     Rung.PREFIX_STALE: "prefix lengths were stale",
     Rung.PREFIX_APPROXIMATE: "prefix lengths were those that this router sent",
     Rung.LOAD_ONLY: "routed by load",
-    Rung.NO_RACE: "no second worker was raced",
+    Rung.NO_RACE: "hedging was disabled",
     Rung.HELD: "waited in the router",
     Rung.SPLIT_REFUSED: "prefill on the decode engine: the prefill queue was full or failed",
     Rung.RETRIED: "an earlier attempt failed",
@@ -179,9 +191,12 @@ def cli_page() -> str:
             parser = demo_flags.parser()
             parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, width=100)
             examples = parser.format_help().strip()
-        else:
+        elif not isinstance(command, click.Group):
             parts.append(_table(("flag", "meaning"), _flag_rows(command)))
         parts.append(f"```text\n{examples}\n```\n")
+        for part, its in command.commands.items() if isinstance(command, click.Group) else ():
+            parts += [f"### kvstore {name} {part}\n", _help_of(its)[0]]
+            parts.append(_table(("flag", "meaning"), _flag_rows(its)))
     return "\n".join(parts)
 
 
@@ -259,6 +274,7 @@ def routing_page() -> str:
             *(_policy_section(title, kind, text) for title, kind, text in _SECTIONS_OF_A_POLICY),
             f"## Receipts\n\n{_one_line(_ON_RECEIPTS)}\n\n{_fields_of_a_receipt(Receipt)}",
             f"### outcome\n\n{_fields_of_a_receipt(RouteOutcome)}",
+            f"### outcome.prepared[]\n\n{_fields_of_a_receipt(Preparation)}",
             "### terms, policy `cost`\n\n" + _table(("term", "seconds of"), terms),
             *(_values_of(field, kind) for kind, field in words),
         )

@@ -48,7 +48,7 @@ _PR_SET_DUMPABLE = 4
 def open_device(*, is_simulated: bool) -> Device:
     if not is_simulated:
         return CudaDevice(0, engine_stream=lambda: 0)
-    from kvstore.testing.simulated_device import SimulatedDevice
+    from tests.kit.simulated_device import SimulatedDevice
 
     return SimulatedDevice(os.getpid(), PAGE_BYTES)
 

@@ -30,8 +30,8 @@ from kvstore.stores.address import store_config
 from kvstore.stores.connection import Deadlines
 from kvstore.stores.local import LocalStore
 from kvstore.stores.redis import RedisStore
-from kvstore.testing.redis_process import RedisProcess
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
+from tests.kit.redis_process import RedisProcess
 
 SPACE: Final = SpaceId(bytes(32))
 BLOCKS: Final = 200_000

@@ -80,7 +80,7 @@ def measure(*, has_index: bool) -> dict[str, float]:
         core.step(FirstToken(request.request_id), now_ns + 1_000_000)
         if len(under_way) > 4 * WORKERS:
             core.step(RequestEnded(under_way.pop(0), Ending.DONE, 100, 10), now_ns + 1_000_001)
-        core.take_receipts()
+        core.take_drafts()
     return {
         f"{name}_p{percent}_us": round(float(np.percentile(np.array(values[100:]), percent)), 1)
         for name, values in (("wall", times), ("processor", processor))

@@ -143,6 +143,8 @@ class Bench:
 
     def arrive(self) -> Any:
         """A request with a shared prefix of random length and its own rest."""
+        from vllm.v1.request import RequestStatus
+
         self._number += 1
         shared = self.random.randrange(PROMPT_BLOCKS)
         chain = [
@@ -159,6 +161,8 @@ class Bench:
             num_computed_tokens=0,
             lora_request=None,
             mm_features=[],
+            kv_transfer_params=None,
+            status=RequestStatus.FINISHED_STOPPED,
             skip_reading_prefix_cache=False,
             table=list(range(self._blocks - len(chain), self._blocks)),
             left=self.random.randrange(50, 400),
@@ -210,6 +214,7 @@ class Bench:
                 resumed_req_ids=set(),
             ),
             kv_cache_block_copies=None,
+            preempted_req_ids=None,
             kv_connector_block_state=SimpleNamespace(
                 get_block_ids=lambda request_id: (tables[request_id],)
             ),

@@ -78,8 +78,9 @@ class CoreChooser:
         workers: int,
         *,
         seed: int,
-        prefillers: int = 0,
+        prefillers: int | None = 0,
     ) -> None:
+        """`prefillers` None: the planner decides."""
         self.core = RouterCore(policy, seed=seed)
         self._has_dram = model.dram_blocks > 0
         for number in range(workers):
@@ -142,7 +143,9 @@ class CoreChooser:
         return self._step(RouteTick(), now_s)
 
 
-def _role(number: int, prefillers: int) -> WorkerRole:
+def _role(number: int, prefillers: int | None) -> WorkerRole:
+    if prefillers is None:
+        return WorkerRole.ANY
     if not prefillers:
         return WorkerRole.BOTH
     return WorkerRole.PREFILL if number < prefillers else WorkerRole.DECODE
@@ -260,3 +263,8 @@ def figures(jobs: Sequence[Job], *, ttft_s: float = TTFT_S, itl_s: float = ITL_S
         "itl_p99_ms": round(float(np.percentile(itl, 99) * 1e3), 2),
         "hit_tokens": round(cached / sum(job.prompt_tokens for job in served), 4),
     }
+
+
+def mean_figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean of each figure over several runs of as many requests."""
+    return {name: round(sum(row[name] for row in rows) / len(rows), 4) for name in rows[0]}

@@ -27,9 +27,9 @@ os.environ.setdefault("DYN_LOG", "error")  # read when the library is loaded
 
 from dynamo._core import SelectionService
 
-from bench.routing.drive import Sending, figures, run
+from bench.routing.drive import Sending, figures, mean_figures, run
 from bench.routing.engine import BLOCK_TOKENS, EngineModel, Job, SimulatedEngine
-from bench.routing.traces import RouterTrace, named
+from bench.routing.traces import RouterTrace, samples
 
 _TAIL: Final = 1 << 30
 _POLLS_MAX: Final = 100
@@ -149,12 +149,13 @@ def main() -> int:
     model = EngineModel()
     result = {}
     for name in names:
-        trace = named(name, Path(path), requests=int(requests))
-        chooser = DynamoChooser(trace, model, int(workers))
-        row = figures(run(trace, chooser, model, workers=int(workers)))
-        row["index_mismatches"] = chooser.mismatches
-        chooser.close()
-        result[name] = row
+        rows = []
+        for trace in samples(name, Path(path), requests=int(requests)):
+            chooser = DynamoChooser(trace, model, int(workers))
+            row = figures(run(trace, chooser, model, workers=int(workers)))
+            rows.append(row | {"index_mismatches": chooser.mismatches})
+            chooser.close()
+        row = result[name] = mean_figures(rows)
         print(name, row, file=sys.stderr, flush=True)
     print(json.dumps(result))
     return 0

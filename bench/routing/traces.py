@@ -8,7 +8,7 @@ hit by a cache without limit); shared prefixes; short unique prompts; S1 to S3. 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -100,6 +100,20 @@ def tool_agents(seed: int, *, requests: int = 3000, rate: float = 6.6) -> Router
     return _in_order("tool-agent", jobs[:requests])
 
 
+def shifting_mix(seed: int, *, phases: Sequence[tuple[float, float, int, int]]) -> RouterTrace:
+    """Unique prompts whose ratio of input to output shifts. Args: `phases`: seconds, requests a
+    second, mean tokens in, mean tokens out."""
+    random, blocks, clock, end = np.random.default_rng(seed), _Blocks(), 0.0, 0.0
+    jobs = []
+    for seconds, rate, tokens_in, tokens_out in phases:
+        clock, end = end, end + seconds
+        while (clock := clock + random.exponential(1 / rate)) < end:
+            tokens = max(16, int(random.normal(tokens_in, tokens_in / 5)))
+            output = max(2, int(random.normal(tokens_out, tokens_out / 5)))
+            jobs.append(Job(0, clock, tokens, output, blocks.take(tokens // BLOCK_TOKENS)))
+    return _in_order("shifting", jobs)
+
+
 def shared_prefix(
     seed: int,
     *,
@@ -157,6 +171,7 @@ def shape(tokens: int, seed: int, *, requests: int = 1300, rate: float = 8.0) ->
     return RouterTrace(f"shape-{tokens // 1000}k", made.jobs)
 
 
+SEEDS: Final = (1, 2, 3)
 CALLS, GROWTH, SYSTEM_BLOCKS = 2.0, 6.0, (2, 5)
 SHAPES: Final = {"S1": 20_000, "S2": 12_000, "S3": 8_000}
 GENERATED: Final[dict[str, Callable[[int], RouterTrace]]] = {
@@ -164,6 +179,13 @@ GENERATED: Final[dict[str, Callable[[int], RouterTrace]]] = {
     "shared-prefix": shared_prefix,
     "low-sharing": low_sharing,
 }
+
+
+def samples(name: str, path: Path, *, requests: int) -> list[RouterTrace]:
+    """A trace by its name: the recorded one once, a generated one by each seed of `SEEDS`. From
+    seed to seed goodput differs more than from router to router."""
+    seeds = SEEDS if name.partition("@")[0] in GENERATED else SEEDS[:1]
+    return [named(name, path, requests=requests, seed=seed) for seed in seeds]
 
 
 def named(name: str, path: Path, *, requests: int, seed: int = 1) -> RouterTrace:

@@ -4,8 +4,9 @@ push         64 MiB from node to node beside NIXL by itself, for blocks of 2 MiB
              through transfer workers, paced beside unpaced
 hidden       part of a push that goes on after the prefill has ended, when both legs begin together,
              of a whole push that begins then
-hand_over    from the prefill engine's answer to the decode engine's first token, kvstore beside
-             vLLM's own NixlConnector (both engines of either pair run all the time, and take turns)
+hand_over    from the prefill engine's answer to the decode engine's first token, legs in turn and
+             together, beside vLLM's own NixlConnector, whose legs are always in turn, and whose
+             NIXL rests as ours does; all take turns
 ttft         time to first token through the proxy, legs in turn and together, beside the prefill
              engine's own
 decode       time per output token of an answer while long prompts arrive, beside one engine that
@@ -16,8 +17,10 @@ turns        blocks that the second turn of a conversation moves
 sweep        prompts and answers in proportions of 20:1 to 1:1, beside the same engines colocated
 
 All engines share this machine's cores, which favours one engine: two of them never compute at the
-same time as two machines would. Judges nothing: goals stand beside the figures. `--quick` takes a
-tiny model and few requests: whether all of it runs, within minutes.
+same time as two machines would. Processes of vLLM that wait for each other do so without spinning,
+those of every side (`bench.pd.engines`): a core that spins is missing to the other engine. Judges
+nothing: goals stand beside the figures. `--quick` takes a tiny model and few requests: whether all
+of it runs, within minutes.
 """
 
 from __future__ import annotations
@@ -25,14 +28,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import random
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set as AbstractSet
+import time
+from collections.abc import Callable, Sequence, Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -45,12 +47,13 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import plot, record
 from bench.cluster.figures import SEED, NotMeasured, at_least, at_most, plain, ratio, spread
 from bench.micro import push_speed
+from bench.pd.engines import frugal_environment, nixl_pair
 from bench.pd.legs import Legs, ended_s, fresh_name, in_turn, together
 from bench.pd.sweep import per_token_s, sweep
 from bench.scenarios.cluster import measured, table
-from kvstore.demo.completions import Completion, CompletionClient, EngineError
+from kvstore.demo.completions import Completion, CompletionClient
 from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
+from kvstore.demo.engine_config import Dtype, ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS, Size, build_model, encoder
 from kvstore.demo.pair import PdPair, pd_pair
 from kvstore.demo.pd import PUSHED, answer_beside_prompts, metric
@@ -70,7 +73,6 @@ GOALS: Final = {
     "pushing": 1.03,
     "paced": 1.0,
 }
-SIDE_PORT: Final = 17600
 PARTS: Final = (*("push", "hand_over", "hidden", "ttft", "decode", "pushing", "turns", "sweep"),)
 
 
@@ -157,25 +159,30 @@ class Bench:
         """See the module. `nixl` is a text: why there is no such pair."""
         if isinstance(nixl, str):
             raise NotMeasured(nixl)
-        rounds = self._rounds
-        times: dict[str, list[Legs]] = {"kvstore": [], "nixl": []}
-        for number in range(rounds + 1):
-            mine = in_turn(self._pair.p, self._pair.d, next(self._prompts))
-            theirs = in_turn(*nixl, next(self._prompts))
-            if number:  # the first warms the way
-                times["kvstore"].append(mine)
-                times["nixl"].append(theirs)
+        pair, sides = self._pair, ("in_turn", "together", "nixl")
+        times: dict[str, list[Legs]] = {name: [] for name in sides}
+        for number in range(self._rounds + 1):
+            prompts = [next(self._prompts) for _ in sides]
+            took = {
+                "in_turn": in_turn(pair.p, pair.d, prompts[0]),
+                "together": together(pair, prompts[1], fresh_name()),
+                "nixl": in_turn(*nixl, prompts[2]),
+            }
+            shown = (f"{side} {legs.hand_over_s:.3f} s" for side, legs in took.items())
+            print(" ", *shown, flush=True)
+            for side, legs in took.items():
+                times[side] += [legs] if number else []  # the first warms the way
         its = {name: [legs.hand_over_s for legs in all_] for name, all_ in times.items()}
-        shown = {name: [round(1000 * s, 1) for s in all_] for name, all_ in its.items()}
-        value, interval = ratio(its["kvstore"], its["nixl"])
+        shown_ms = {name: [round(1000 * s, 1) for s in all_] for name, all_ in its.items()}
+        figures = {}
+        for name, figure in (("in_turn", "hand_over"), ("together", "hand_over_together")):
+            value, interval = ratio(its[name], its["nixl"])
+            goal = at_most(GOALS["hand_over"], value, interval_95=interval)
+            figures[f"{figure}_over_nixl_connector"] = goal
         return {
-            "figures": {
-                "hand_over_over_nixl_connector": at_most(
-                    GOALS["hand_over"], value, interval_95=interval
-                )
-            },
+            "figures": figures,
             "detail": {
-                "hand_over_ms": shown,
+                "hand_over_ms": shown_ms,
                 "prefill_ms": {
                     name: spread([1000 * legs.prefill_s for legs in all_])
                     for name, all_ in times.items()
@@ -246,57 +253,6 @@ class Bench:
         }
 
 
-SHIM: Final = """import sys
-import nixl_cu13._api, nixl_cu13._bindings
-sys.modules["nixl._api"] = nixl_cu13._api
-sys.modules["nixl._bindings"] = nixl_cu13._bindings
-"""
-"""vLLM imports nixl by a name that its wheels for one CUDA version do not have."""
-
-
-def nixl_path(folder: Path) -> str | None:
-    """PYTHONPATH with which an engine finds nixl; None: it is not installed."""
-    found = [path for path in (os.environ.get("PYTHONPATH"),) if path]
-    if importlib.util.find_spec("nixl") is None:
-        if importlib.util.find_spec("nixl_cu13") is None:
-            return None
-        (folder / "shim" / "nixl").mkdir(parents=True)
-        (folder / "shim" / "nixl" / "__init__.py").write_text(SHIM)
-        found.insert(0, str(folder / "shim"))
-    return os.pathsep.join(found)
-
-
-@contextmanager
-def nixl_pair(config: ServerConfig, folder: Path) -> Iterator[tuple[VllmServer, VllmServer] | str]:
-    """vLLM's own connector; a text where it does not run: why."""
-    path = nixl_path(folder)
-    if path is None:
-        yield "vLLM's NixlConnector needs nixl, which is not installed"
-        return
-    transfer = {
-        "kv_connector": "NixlConnector",
-        "kv_role": "kv_both",
-        "kv_buffer_device": "cpu",
-        "kv_load_failure_policy": "recompute",
-    }
-    engines: list[VllmServer] = []
-    why = ""
-    try:
-        for number, name in enumerate(("p", "d")):
-            its = json.dumps({**transfer, "engine_id": f"nixl-{name}"})
-            flags = (*config.arguments, "--kv-transfer-config", its)
-            port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_PORT + number), "PYTHONPATH": path}
-            with_nixl = replace(config, arguments=flags, environment=port)
-            engines.append(VllmServer.start(with_nixl, log=folder / f"nixl-{name}.log"))
-    except EngineError as error:
-        why = f"vLLM's NixlConnector does not start on this machine: {str(error)[:300]}"
-    try:
-        yield why or (engines[0], engines[1])
-    finally:
-        for engine in engines:
-            engine.stop()
-
-
 def push(rounds: int) -> dict[str, Any]:
     """See the module."""
     if importlib.util.find_spec("nixl_cu13") is None:
@@ -315,25 +271,38 @@ def push(rounds: int) -> dict[str, Any]:
     return {"figures": figures, "detail": {"seconds": detail}}
 
 
+def told(name: str, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """`measured`, with a line that says when it begins."""
+    print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+    return measured(part)
+
+
 def run(
-    *, rounds: int, size: Size, transport: str, total_tokens: int, parts: AbstractSet[str]
+    *,
+    rounds: int,
+    size: Size,
+    dtype: Dtype,
+    transport: str,
+    total_tokens: int,
+    parts: AbstractSet[str],
 ) -> dict[str, Any]:
     """These parts."""
     results: dict[str, Any] = {}
     if "push" in parts:
-        results["push"] = measured(lambda: push(max(2, rounds)))
+        results["push"] = told("push", lambda: push(max(2, rounds)))
     if not parts - {"push"}:
         return results
     model = build_model(record.ROOT / ".cache" / "models" / size, size=size)
     config = ServerConfig(
         model=model,
-        dtype="bfloat16",
+        dtype=dtype,
         kv_blocks=96,
         max_num_seqs=8,
         arguments=("--max-num-batched-tokens", str(CHUNK_TOKENS)),
     )
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as name:
         folder = Path(name)
+        config = replace(config, environment=frugal_environment(folder))
         (folder / "pair").mkdir()
         with (
             pd_pair(
@@ -354,7 +323,7 @@ def run(
             bench = Bench(pair, encoder(model), rounds)
             if "hand_over" in parts:
                 with nixl_pair(config, folder) as nixl:
-                    results["hand_over"] = measured(lambda: bench.hand_over(nixl))
+                    results["hand_over"] = told("hand_over", lambda: bench.hand_over(nixl))
             others: dict[str, Callable[[], dict[str, Any]]] = {
                 "hidden": bench.hidden,
                 "ttft": lambda: bench.ttft(both),
@@ -364,7 +333,7 @@ def run(
                 "sweep": lambda: bench.sweep(both, total_tokens),
             }
             wanted = {part: measure for part, measure in others.items() if part in parts}
-            return results | {part: measured(measure) for part, measure in wanted.items()}
+            return results | {part: told(part, measure) for part, measure in wanted.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -372,9 +341,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Prefill and decode on two engines, in numbers.")
     parser.add_argument("--quick", action="store_true", help="tiny amounts, which say nothing")
     parser.add_argument("--rounds", type=int, default=9, help="requests of each kind")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="of weights and blocks: processors without AVX-512 compute bfloat16 very slowly",
+    )
     parser.add_argument("--transport", default="tcp", help="of blocks between the nodes")
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; no record is made")
+    parser.add_argument("--again", choices=PARTS, help="one part anew, in the last record")
     options = parser.parse_args(arguments)
+    if options.again and (options.quick or options.only):
+        parser.error("--again replaces a part of the record: it takes no --quick and no --only")
     console = Console()
     console.width = max(console.width, 120)  # names of figures must not be cut
     size: Size = "tiny" if options.quick else "bench"
@@ -383,9 +361,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = run(
         rounds=rounds,
         size=size,
+        dtype=options.dtype,
         transport=options.transport,
         total_tokens=total_tokens,
-        parts=frozenset(options.only or PARTS),
+        parts=frozenset([options.again] if options.again else options.only or PARTS),
     )
     console.print(table(results), highlight=False)
     if options.only:
@@ -395,10 +374,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = {
         "what": what,
         "model": size,
+        "dtype": options.dtype,
         "prompt_tokens": PROMPT_TOKENS,
         "transport": options.transport,
     }
-    if options.quick:  # beside the models: a record of it would say nothing
+    if options.again:  # of what machine and commit, the part says itself
+        path = record.RESULTS / "pd.json"
+        its = {"dtype": options.dtype, "measured_later": record.environment()}
+        later = {**results[options.again], **its}
+        renewed = {**json.loads(path.read_text()), options.again: later}
+        path.write_text(json.dumps(renewed, indent=1) + "\n")
+    elif options.quick:  # beside the models: a record of it would say nothing
         path = record.ROOT / ".cache" / "pd_quick.json"
         path.write_text(json.dumps({"environment": record.environment(), **about, **results}))
     else:

@@ -11,7 +11,8 @@ streams  S streams of 50 events a second: delay of an event from worker to reade
 Four workers that answer at once (`bench/peers/router_worker.py`) in one process; the same for all.
 The other routers run with their own defaults (cache-aware), from an environment of their own.
 kvstore's runs without an index, its default policy; and once more as the endpoint picker behind a
-real Envoy. Everything is on loopback of one machine: compare within one run.
+real Envoy. Latencies of that Envoy without a picker, and with one that decides nothing, are what
+Envoy and gRPC take. Everything is on loopback of one machine: compare within one run.
 
 Writes bench/results/router.json.
 """
@@ -101,9 +102,37 @@ def behind_envoy(directory: Path, ports: Sequence[int]) -> Iterator[Target]:
     with RouterProcess.start(directory, flags, name="picker") as router:
         found = re.search(r"picker=(\d+)", router.ready_line)
         assert found
-        places = [f"127.0.0.1:{port}" for port in ports]
-        with Envoy(directory, int(found[1]), places) as envoy:
+        with Envoy(directory, int(found[1]), _places(ports)) as envoy:
             yield Target("kvstore picker, Envoy", envoy.port, [router.process.pid])
+
+
+def _places(ports: Sequence[int]) -> list[str]:
+    return [f"127.0.0.1:{port}" for port in ports]
+
+
+@contextlib.contextmanager
+def floors(directory: Path, ports: Sequence[int]) -> Iterator[list[Target]]:
+    """Envoy without a picker, and with one that decides nothing."""
+    alone, empty = directory / "alone", directory / "empty"
+    alone.mkdir()
+    empty.mkdir()
+    process, line = start_ready(
+        [str(record.ROOT / "bench" / "peers" / "empty_picker.py"), _places(ports)[0]],
+        log=empty / "picker.log",
+        says="picker ready",
+        timeout_s=READY_S,
+    )
+    try:
+        with (
+            Envoy(alone, None, _places(ports)) as envoy,
+            Envoy(empty, int(line.rsplit(" ", 1)[1]), _places(ports)) as other,
+        ):
+            yield [
+                Target("Envoy alone", envoy.port, []),
+                Target("empty picker, Envoy", other.port, [process.pid]),
+            ]
+    finally:
+        reap(process)
 
 
 @contextlib.contextmanager
@@ -294,9 +323,11 @@ def main() -> None:
         if binary() is not None:
             makers.append(lambda: behind_envoy(directory, ports))
         targets += [stack.enter_context(make()) for make in makers]
+        lowest = [] if binary() is None else stack.enter_context(floors(directory, ports))
+        rounds, count = (2, 60) if quick else (6, 300)
         result = {
             "workers": WORKERS,
-            "latency": latency(targets, rounds=2 if quick else 6, count=60 if quick else 300),
+            "latency": latency([*targets, *lowest], rounds=rounds, count=count),
             "load": load(targets, seconds=1 if quick else 6),
             "streams": streams(targets[:4], seconds=1 if quick else STREAM_S),
         }

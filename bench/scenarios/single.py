@@ -8,7 +8,9 @@ hits  An engine with the connector. A *dram hit* follows an emptied own cache (/
 cold  Two engines alive at once, with and without the connector, fed the same fresh prompts in
       alternating order. Each turn is a burst of two requests, so that the first one's store runs
       beside the second one's forward, where it would hurt. A pair is one prompt on both engines;
-      the interval resamples whole turns.
+      the interval resamples whole turns. Processor seconds are those of all processes of an engine,
+      and with the connector of the node, too, over whole turns: stores and heartbeats that run
+      while the other engine has its turn are counted.
 micro The programs in bench/micro, as they report themselves.
 
 OpenMP threads do not spin while they wait (OMP_WAIT_POLICY=PASSIVE, both engines): on two cores
@@ -35,6 +37,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.progress import Progress
 
@@ -62,7 +65,11 @@ LATE_LOOKUPS_MAX: Final = 5
 SEED: Final = 20261121
 MICRO: Final = ("pack_speed", "attach_roundtrip", "engine_ops", "scheduler_step")
 MICRO_TIMEOUT_S: Final = 900
-GOALS: Final = {"dram_hit_over_own_hit": 1.20, "cold_throughput_on_over_off": 0.97}
+GOALS: Final = {
+    "dram_hit_over_own_hit": 1.20,
+    "cold_throughput_on_over_off": 0.97,
+    "cold_tokens_per_processor_second_on_over_off": 0.97,
+}
 
 Prompt = tuple[int, ...]
 
@@ -170,11 +177,33 @@ def median_ratio_interval(over: Sequence[float], under: Sequence[float]) -> tupl
     return float(low), float(high)
 
 
+def processor_s(*pids: int) -> float:
+    """Of these processes and all below them, so far."""
+    total_s = 0.0
+    for pid in pids:
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total_s += times.user + times.system
+    return total_s
+
+
 def measure_cold(
-    engines: dict[str, VllmServer], prompts: Sequence[Prompt], turns: int, progress: Progress
+    engines: dict[str, VllmServer],
+    node: NodeProcess,
+    prompts: Sequence[Prompt],
+    turns: int,
+    progress: Progress,
 ) -> dict[str, Any]:
-    """Seconds of each burst of fresh prompts, with ("on") and without ("off") the connector."""
+    """Seconds of each burst of fresh prompts, with ("on") and without ("off") the connector, and of
+    processors in each turn."""
     seconds: dict[str, list[float]] = {"on": [], "off": []}
+    processors: dict[str, list[float]] = {"on": [], "off": []}
+    pids = {
+        "on": (engines["on"].server_pid, node.supervisor_pid),
+        "off": (engines["off"].server_pid,),
+    }
+    before = {name: processor_s(*its) for name, its in pids.items()}
     task = progress.add_task("cold: connector on, off", total=turns)
     for turn in range(turns):
         burst = prompts[turn * BURST : (turn + 1) * BURST]
@@ -183,10 +212,15 @@ def measure_cold(
             if any(answer.cached_tokens for answer in answers):
                 raise BenchError("A prompt that was meant to be fresh was found in a cache.")
             seconds[name].append(sum(answer.duration_s for answer in answers))
+        now = {name: processor_s(*its) for name, its in pids.items()}
+        for name, its in processors.items():
+            its.append(now[name] - before[name])
+        before = now
         progress.advance(task)
     pairs = turns * BURST
     tokens = pairs * PROMPT_TOKENS
     low, high = record.bootstrap_interval(seconds["off"], seconds["on"], seed=SEED)
+    least, most = record.bootstrap_interval(processors["off"], processors["on"], seed=SEED)
     return {
         "pairs": pairs,
         "pairs_per_turn": BURST,
@@ -194,7 +228,14 @@ def measure_cold(
         "tokens_per_s_off": tokens / sum(seconds["off"]),
         "cold_throughput_on_over_off": sum(seconds["off"]) / sum(seconds["on"]),
         "cold_throughput_on_over_off_interval_95": [low, high],
+        "processor_s_per_1000_tokens": {
+            name: 1000 * sum(its) / tokens for name, its in processors.items()
+        },
+        "cold_tokens_per_processor_second_on_over_off": sum(processors["off"])
+        / sum(processors["on"]),
+        "cold_tokens_per_processor_second_on_over_off_interval_95": [least, most],
         "samples_s": seconds,
+        "samples_processor_s": processors,
     }
 
 
@@ -267,7 +308,8 @@ def measure(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     ):
         hits = measure_hits(on, prompts[:fresh], options.hit_pairs, progress)
         with engine(None) as off:
-            cold = measure_cold({"on": on, "off": off}, prompts[fresh:], cold_turns, progress)
+            engines = {"on": on, "off": off}
+            cold = measure_cold(engines, node, prompts[fresh:], cold_turns, progress)
     shape = SHAPES[SIZE]
     return {
         "what": "one node, one engine: cost of a hit in dram and of storing",
@@ -288,6 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hit-pairs", type=int, default=36, help="default %(default)s")
     parser.add_argument("--cold-pairs", type=int, default=60, help="default %(default)s")
     parser.add_argument("--no-micro", dest="micro", action="store_false")
+    parser.add_argument("--no-record", dest="record", action="store_false", help="print it alone")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("The benchmark was terminated."))
     console = Console()
@@ -298,6 +341,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BenchError, KVStoreError, NodeFailed, OSError, ImportError) as error:
         console.print(f"[red]✗[/] {error}", highlight=False)
         return 1
+    if not options.record:
+        print(json.dumps({name: result[name] for name in ("hits", "cold")}))
+        return 0
     path = record.write("single", result, seed=options.seed)
     picture = plot.draw(path)
     hits, cold = result["hits"], result["cold"]
@@ -308,7 +354,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f" recompute {hits['recompute_ms']['p50']:.0f} ms:"
         f" {hits['recompute_over_dram_hit']:.1f} × a dram hit\n"
         f"cold throughput on ÷ off {cold['cold_throughput_on_over_off']:.3f}"
-        f" [{low:.3f}, {high:.3f}] (goal >= {GOALS['cold_throughput_on_over_off']:.2f})\n"
+        f" [{low:.3f}, {high:.3f}] (goal >= {GOALS['cold_throughput_on_over_off']:.2f}), tokens per"
+        f" processor second {cold['cold_tokens_per_processor_second_on_over_off']:.3f}\n"
         f"wrote {path.relative_to(record.ROOT)}, {picture.relative_to(record.ROOT)}",
         highlight=False,
     )

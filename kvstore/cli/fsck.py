@@ -90,7 +90,7 @@ class Report:
         if not self.is_store or _NOBODYS in self.problems:
             return "; ".join(self.files) or f"{self.directory} is not a store of kvstore"
         found = ", ".join(_counted(count, what) for what, count in sorted(self.problems.items()))
-        well = "no damage, but for what is put aside" if self.quarantine_files else "no damage"
+        well = "no damage, except for files moved aside" if self.quarantine_files else "no damage"
         summary = (
             f"{_counted(self.segments, 'segments')}, {_counted(self.records, 'records')}, "
             f"{format_size(self.record_bytes)} of blocks in {format_size(self.file_bytes)}; "
@@ -115,8 +115,8 @@ class Report:
             said.append(f"{_counted(self.moved, 'segments')} moved to quarantine")
         if set(self.problems) == {_NO_IDENTITY}:
             said.append(
-                "the next start of the node mends that, and so does"
-                f" kvstore fsck {self.directory} --quarantine"
+                "the next start of the node repairs that, as does kvstore fsck"
+                f" {self.directory} --quarantine"
             )
         elif self.problems and not self.moved:
             stop = "stop the node, then " if self.node_runs else ""
@@ -138,19 +138,19 @@ class Report:
         self.files.append(f"{name}: {_counted(count, reason)}")
 
 
-_NO_IDENTITY = "store files that are no good"
-_NOBODYS = "directories whose segments are nobody's"
+_NO_IDENTITY = "damaged store files"
+_NOBODYS = "directories whose segments belong to no store"
 _DAMAGED = "damaged records"
-_CUT_SHORT = "closed segments that are cut short"
-_GAPS = "pages between records that are none"
+_CUT_SHORT = "truncated closed segments"
+_GAPS = "invalid pages between records"
 _ONE = {
     "segments": "segment",
     "records": "record",
     "files": "file",
-    _NO_IDENTITY: "store file that is no good",
+    _NO_IDENTITY: "damaged store file",
     _DAMAGED: "damaged record",
-    _CUT_SHORT: "closed segment that is cut short",
-    _GAPS: "page between records that is none",
+    _CUT_SHORT: "truncated closed segment",
+    _GAPS: "invalid page between records",
 }
 
 

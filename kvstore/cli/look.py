@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
 import click
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from kvstore.cli import prefix, tell
 from kvstore.cli.ask import OPTIONAL, SUMMARY, WITH_NODES, console, show
 from kvstore.cli.commands import as_json, fail, index_client, node_client
-from kvstore.cli.top import AllNodes, OneNode, TopSource, one_view
-from kvstore.cli.top_screen import watch
+from kvstore.cli.top import AllNodes, OneNode, Tally, TopSource, TopView, one_view
+from kvstore.cli.top_routers import RouterFigures, RouterPages, RouterTally
+from kvstore.cli.top_routers_view import routers_page
+from kvstore.cli.top_screen import Draw, watch
 from kvstore.cli.top_view import page
 from kvstore.config.defaults import BLOCK_ROWS_MAX, BLOCKS_LISTED, REQUEST_ROWS_MAX, REQUESTS_LISTED
 from kvstore.config.engine_sources import DEFAULT_TENANT
@@ -31,8 +36,8 @@ from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.rows import INDEX_IS_STALE, TOPICS, Row, member_report
 
 _NO_NODE_HINT: Final = (
-    "keys are made as the node at --socket says its engines do; none is needed with --keys-file and"
-    " all 64 digits of --space"
+    "keys are computed with the settings of the engines at --socket; no node is needed with"
+    " --keys-file and all 64 digits of --space"
 )
 _P = TypeVar("_P", prefix.PrefixReport, prefix.ClusterPrefix)
 
@@ -72,7 +77,7 @@ def inspect_node(
     show(found)
     if left_out:
         hint = f": --limit shows up to {BLOCK_ROWS_MAX}" if shown < BLOCK_ROWS_MAX else ""
-        click.echo(f"there are more blocks than these {shown}{hint}", err=True)
+        click.echo(f"more than these {shown} blocks exist{hint}", err=True)
 
 
 def inspect_prefix(
@@ -143,8 +148,8 @@ def explain_request(socket: Path, request_id: str | None, last: int | None, *, j
         ranges = [client.rows("ranges", RangeReport, pb.Filter(number=r.number)) for r in wanted]
     if request_id is not None and not found:
         fail(
-            f"no request that this node remembers has the id {request_id!r}: it may be running "
-            "still, or too long ago; 'kvstore explain' lists the latest",
+            f"the node has no record of a request with the id {request_id!r}: it may still be"
+            " running, or be too old; 'kvstore explain' lists the latest",
             code=1,
         )
     if json_:
@@ -160,24 +165,83 @@ def explain_request(socket: Path, request_id: str | None, last: int | None, *, j
         click.echo("no request has ended since the node started")
 
 
-def watch_nodes(
-    socket: Path, asked: AskSettings | None, interval_s: float, *, once: bool, json_: bool
+def watch_load(
+    socket: Path | None,
+    asked: AskSettings | None,
+    routers: Sequence[str],
+    router_ca: Path | None,
+    interval_s: float,
+    *,
+    once: bool,
+    json_: bool,
 ) -> None:
-    """Load of nodes, once or until q. `asked` None: the node at `socket` only."""
+    """Load of nodes and of routers, once or until q. `asked` None: the node at `socket`, if any."""
     out = console()
     with contextlib.ExitStack() as stack:
-        source: TopSource = OneNode(socket)
+        source: TopSource | None = OneNode(socket) if socket is not None else None
         if asked is not None:
             source = AllNodes(
                 stack.enter_context(index_client(asked)), ", ".join(asked.index or [])
             )
-        source.sample()  # what was never there is not silent, it is a wrong flag
+        pages = RouterPages(routers, router_ca)
+        stack.callback(pages.close)
+        if source is not None:
+            source.sample()  # what was never there is not silent, it is a wrong flag
         if not once:
-            watch(source, out, interval_s=interval_s)
+            watch(_drawn(source, pages, interval_s), out, interval_s=interval_s)
             return
-        view = one_view(source, threading.Event().wait, interval_s=interval_s)
-        if json_:
-            click.echo(as_json(nodes=view.figures, trouble=view.trouble))
+        tally, found, wait = RouterTally(), {}, threading.Event().wait
+        tally.take(pages.sample())
+        view = TopView([], "")
+        if source is not None:
+            view = one_view(source, wait, interval_s=interval_s)
+            found = {"nodes": view.figures, "trouble": view.trouble}
         else:
-            head = f"kvstore top {source.name}"
-            out.print(page(view.figures, head=head, trouble=view.trouble, width=out.width))
+            wait(interval_s)
+        seen = tally.take(pages.sample())
+        if json_:
+            click.echo(as_json(**found, **({"routers": seen} if seen else {})))
+        else:
+            drawn = _both(source, view, seen, _name(source, pages), width=out.width)
+            out.print(drawn)
+    if source is None and not tally.has_answers:
+        sys.exit(1)
+
+
+def _drawn(source: TopSource | None, pages: RouterPages, interval_s: float) -> Draw:
+    tally, routers = Tally(), RouterTally()
+
+    def draw(width: int, height: int) -> RenderableType:
+        figures = tally.ask(source) if source is not None else []
+        head = f"{_name(source, pages)}, every {interval_s:g} s, q leaves"
+        view = TopView(figures, tally.trouble)
+        return _both(source, view, routers.take(pages.sample()), head, width=width, height=height)
+
+    return draw
+
+
+def _name(source: TopSource | None, pages: RouterPages) -> str:
+    count = len(pages.urls)
+    routers = f"{count} router{'s' if count > 1 else ''}" if count else ""
+    return "kvstore top " + " and ".join(filter(None, (source.name if source else "", routers)))
+
+
+def _both(
+    source: TopSource | None,
+    view: TopView,
+    routers: Sequence[RouterFigures],
+    head: str,
+    *,
+    width: int,
+    height: int | None = None,
+) -> RenderableType:
+    """Nodes, if there is a source of them, above routers."""
+    if source is None:
+        left = None if height is None else height - 1
+        lines = routers_page(routers, width=width, height=left)
+        return Group(Text(head[:width], style="bold"), *lines)
+    most = None if height is None else height // 2
+    lines = routers_page(routers, width=width, height=most) if routers else []
+    left = None if height is None else height - len(lines)
+    nodes = page(view.figures, head=head, trouble=view.trouble, width=width, height=left)
+    return Group(nodes, *lines)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from kvstore.cli.commands import A_FILE, SOCKET_OPTION, index_options
 from kvstore.config import defaults
@@ -149,27 +150,58 @@ def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bo
     metavar="SECONDS",
     help="Time between two samples.",
 )
+@click.option(
+    "--router",
+    "routers",
+    multiple=True,
+    metavar="URL",
+    help="Show the router whose --metrics are at this URL; repeatable. Nodes are shown, too, with"
+    " --socket or --index.",
+)
+@click.option(
+    "--router-ca",
+    type=A_FILE,
+    help="CA certificate of https:// pages of routers.  [default: CAs of the system]",
+)
 @click.option("--once", is_flag=True, help="Print one sample over one interval and exit.")
 @click.option("--json", "json_", is_flag=True, help="Print that sample as one JSON object.")
+@click.pass_context
 def top(
-    socket: Path, interval: float, *, once: bool, json_: bool, asked: AskSettings | None
+    context: click.Context,
+    socket: Path,
+    interval: float,
+    routers: tuple[str, ...],
+    router_ca: Path | None,
+    *,
+    once: bool,
+    json_: bool,
+    asked: AskSettings | None,
 ) -> None:
     """Show the load of a node, or with --index of all nodes of the cluster: memory, hits, bytes per
-    second, leases, fetches. q quits.
+    second, leases, fetches; with --router, that of routers. q quits.
 
     Hits and bytes per second cover the last interval; p50 and p99 of fetches cover the time since
     the node started; 'loaded' counts bytes leased to engines. Nodes publish their load to the
     index; a silent node is shown as such and delays nothing.
+
+    Rates, times and shares of a router cover the last interval: requests and rejections per second,
+    the mean time to the first token and the cached share of prompt tokens, each beside its
+    prediction ('pred.'), remote prefills per second. 'workers' are those that take requests, of
+    all; 'full' is the saturation of the fullest pool and its cause; 'peers' are other routers whose
+    load is counted. The troubles of /healthz follow below, the worst first.
 
     \b
     Examples:
       kvstore top
       kvstore top --index 10.0.0.1:9470 --ca pki/ca.crt --cert pki/node-n1.crt --key pki/node-n1.key
       kvstore top --json | jq '.nodes[0].hit_percent'
+      kvstore top --router http://127.0.0.1:9472 --router http://10.0.0.9:9472
     """
     once |= json_
     if not (once or sys.stdout.isatty()):
         raise click.UsageError("top draws on a terminal: add --once or --json for scripts")
     from kvstore.cli import look
 
-    look.watch_nodes(socket, asked, interval, once=once, json_=json_)
+    is_default = context.get_parameter_source("socket") is ParameterSource.DEFAULT
+    node = None if routers and is_default else socket
+    look.watch_load(node, asked, routers, router_ca, interval, once=once, json_=json_)

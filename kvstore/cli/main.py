@@ -110,8 +110,8 @@ def index(config_path: Path | None, **flags: Any) -> None:
 def router(config_path: Path | None, **flags: Any) -> None:
     """Run an OpenAI-compatible router in front of engines until SIGTERM.
 
-    Each request goes to the worker with the least expected time to its first token: queues, and
-    prefixes that engines and nodes hold by the index, or by what was sent where.
+    Each request goes to the worker with the least expected time to its first token, by its queue
+    and the prefix that it holds: as the index says, or as this router has sent.
 
     \b
     Examples:
@@ -168,7 +168,7 @@ def certs(
       kvstore certs pki --node n3 --with-index
     """
     if not any(names.values()):
-        raise click.UsageError("name whom to make certificates of: --node, --index or --client")
+        raise click.UsageError("name at least one owner: --node, --index or --client")
     if with_index and not names["node"]:
         raise click.UsageError("--with-index is about nodes: add --node NAME")
     from kvstore.cli.certs import make_certificates

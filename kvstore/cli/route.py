@@ -36,7 +36,7 @@ _LOG: Final = click.option(
 
 @click.group()
 def route() -> None:
-    """Explain decisions of a router, and decide again under another policy.
+    """Explain a router's decisions, and repeat them under another policy.
 
     \b
     Examples:
@@ -51,22 +51,29 @@ def route() -> None:
 @route.command()
 @click.argument("request_id", required=False)
 @_LOG
-@click.option("--dry-run", "body", type=A_FILE, help="Body of a request, decided and not sent.")
+@click.option(
+    "--dry-run", "body", type=A_FILE, help="Body of a request: show its decision, do not send it."
+)
 @click.option(
     "--router",
     "url",
     default=f"http://{DEFAULT_ROUTER_LISTEN}",
     show_default=True,
+    metavar="URL",
     help="Router for --dry-run; it must run on this machine.",
 )
 @click.option(
-    "--path", default="/v1/completions", show_default=True, help="Endpoint that --dry-run is for."
+    "--path",
+    default="/v1/completions",
+    show_default=True,
+    metavar="PATH",
+    help="Endpoint of the body of --dry-run.",
 )
-@click.option("--api-key", help="API key for --dry-run, where the router wants one.")
+@click.option("--api-key", metavar="KEY", help="API key, if the router has --api-keys.")
 @click.option(
     "--ca", type=A_FILE, help="CA certificate of an https:// router.  [default: CAs of the system]"
 )
-@click.option("--cert", type=A_FILE, help="Certificate to show to the router.")
+@click.option("--cert", type=A_FILE, help="Client certificate, if the router demands one.")
 @click.option("--key", type=A_FILE, help="Private key of that certificate.")
 @click.option(
     "--server-name",
@@ -87,10 +94,11 @@ def explain(
     json_: bool,
     **tls: Any,
 ) -> None:
-    """Show the receipt of REQUEST_ID (the response header x-request-id): cost of each worker in
-    seconds, term by term, and the reason of each worker that was left out."""
-    if (body is None) == (request_id is None or receipts is None):
-        raise click.UsageError("give REQUEST_ID and --receipts FILE, or --dry-run FILE")
+    """Show the receipt of REQUEST_ID (the response header x-request-id): the cost of each worker in
+    seconds, term by term, and why a worker was left out or chosen by load only."""
+    given = (request_id is not None, receipts is not None, body is not None)
+    if given not in ((True, True, False), (False, False, True)):
+        raise click.UsageError("give REQUEST_ID and --receipts FILE, or --dry-run FILE alone")
     if body is not None:
         found = [_dry(url, path, body, api_key, **tls)]
     else:
@@ -111,33 +119,28 @@ def explain(
 @click.option("--policy", type=A_FILE, help="YAML file of the other policy.", required=True)
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object.")
 def replay(receipts: Path | None, policy: Path, *, json_: bool) -> None:
-    """Decide the requests of a log again under another policy: how many would have gone elsewhere,
-    and the predicted time to the first token of both."""
+    """Repeat the decisions of a log under another policy: how many requests would have gone to
+    another worker, and the mean predicted time to the first token under both. Requests that were
+    rejected are left out."""
     if receipts is None:
         raise click.UsageError("name the log: --receipts FILE")
     from kvstore.router.policy_file import load_policy
     from kvstore.routing.decide import replay as decide_again
 
     other = load_policy(policy)
-    pairs = [(each, decide_again(each, other)) for each in _read(receipts)]
+    pairs = [(each, decide_again(each, other)) for each in _read(receipts) if each.chosen]
     if not pairs:
-        fail(f"{receipts} has no receipts", code=1)
+        fail(f"{receipts} has no receipts of requests that got a worker", code=1)
     changed = [new for old, new in pairs if new.chosen != old.chosen]
     before, after = (sum(pair[side].predicted_s for pair in pairs) / len(pairs) for side in (0, 1))
     shares = Counter(new.chosen or "none" for _, new in pairs)
     if json_:
-        click.echo(
-            as_json(
-                requests=len(pairs),
-                elsewhere=len(changed),
-                predicted_s=[before, after],
-                workers=shares,
-            )
-        )
+        counts = {"requests": len(pairs), "elsewhere": len(changed)}
+        click.echo(as_json(**counts, predicted_s=[before, after], workers=shares))
         return
     click.echo(
         f"{len(pairs)} requests, {len(changed)} would have gone elsewhere; predicted time to the"
-        f" first token {1e3 * before:.1f} ms, now {1e3 * after:.1f} ms"
+        f" first token {1e3 * before:.1f} ms then, {1e3 * after:.1f} ms under this policy"
     )
     for worker, count in shares.most_common():
         click.echo(f"  {worker}: {count}")
@@ -238,32 +241,62 @@ def _why(error: Exception, *, is_anonymous: bool) -> str:
     return str(error)
 
 
+def _prefixes(receipt: Receipt) -> str:
+    """Source of the prefix lengths."""
+    if receipt.index_trust != "none":
+        return f"prefixes {receipt.index_trust} (index epoch {receipt.index_epoch})"
+    if "prefix-approximate" in receipt.degraded:
+        return "prefixes approximate (by what this router sent)"
+    return "prefixes none (routed by load)"
+
+
 def _show(receipt: Receipt) -> None:
     """Facts, then a table of workers, best first."""
     outcome = receipt.outcome
     took = f", took {1e3 * outcome.ttft_s:.1f} ms" if outcome.ttft_s is not None else ""
+    goal = f", objective {1e3 * receipt.objective_s:.1f} ms" if receipt.objective_s else ""
     facts = [
         f"request {receipt.request_id}: {receipt.chosen or 'rejected'}",
-        f"model {receipt.model}, pool {receipt.pool}, {receipt.prompt_tokens} tokens",
-        f"class {receipt.service}, attempt {receipt.attempt}",
+        f"model {receipt.model}, pool {receipt.pool}, prompt tokens: {receipt.prompt_tokens}",
+        f"class {receipt.service}, attempt {receipt.attempt}, role {receipt.role or '-'}",
         f"policy {receipt.policy} ({receipt.policy_hash})",
-        f"prefixes {receipt.index_trust} (index epoch {receipt.index_epoch})",
-        f"predicted {1e3 * receipt.predicted_s:.1f} ms{took}",
+        _prefixes(receipt),
+        f"predicted {1e3 * receipt.predicted_s:.1f} ms{goal}{took}",
     ]
+    if outcome.rejected:
+        facts.append(f"rejected: {outcome.rejected}")
     if receipt.split_reason not in ("", "no-prefillers"):
         where = f"at {receipt.prefill_worker}" if receipt.prefill_worker else "local"
         facts.append(f"prefill {where} ({receipt.split_reason})")
+    facts += [
+        f"ahead of time ({each.reason}) at {each.worker}: of {each.blocks} blocks {each.dram} in"
+        f" dram, {each.reading} read from disk, {each.sought} asked of other nodes"
+        + (f"; {each.trouble}" if each.trouble else "")
+        for each in outcome.prepared
+    ]
+    if outcome.raced_s is not None:
+        ends = f"{outcome.race_winner or 'none'} won, {outcome.race_loser or 'none'} lost"
+        facts.append(f"raced after {1e3 * outcome.raced_s:.1f} ms: {ends}")
+    if receipt.chosen in receipt.workers[: len(receipt.cached)]:
+        expected = receipt.cached[receipt.workers.index(receipt.chosen)]
+        own = "" if outcome.cached_tokens is None else f", {outcome.cached_tokens} by the engine"
+        facts.append(f"cached tokens: {expected:.0f} expected{own}")
     if receipt.degraded:
         facts.append(f"degraded: {', '.join(receipt.degraded)}")
     click.echo("\n".join(facts))
-    names = [name for name, column in receipt.terms.items() if any(column)]
+    columns = receipt.terms | {"cached": receipt.cached}
+    names = [name for name, column in columns.items() if any(column)]
     rows = sorted(zip(receipt.scores, range(len(receipt.workers)), strict=True))[:WORKERS_SHOWN]
     width = max((len(worker) for worker in receipt.workers), default=6)
     click.echo("  " + " ".join([f"{'worker':{width}}", *(f"{n:>12}" for n in ["score", *names])]))
     for score, at in rows:
         worker = receipt.workers[at]
-        values = [score, *(receipt.terms[name][at] for name in names)]
+        values = [score, *(columns[name][at] for name in names)]
         why = receipt.filtered.get(worker, "")
+        unknown = receipt.load_only.get(worker, "")
         line = " ".join([f"{worker:{width}}", *(f"{value:12.4f}" for value in values)])
-        click.echo(f"  {line}{f'  left out: {why}' if why else ''}")
+        click.echo(
+            f"  {line}{f'  left out: {why}' if why else ''}"
+            + (f"  load-only: {unknown}" if unknown else "")
+        )
     sys.stdout.flush()

@@ -16,19 +16,18 @@ import tty
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
-
-from kvstore.cli.top import Tally, TopSource
-from kvstore.cli.top_view import page
 
 KEYS_MAX: Final = 64
 QUITS: Final = frozenset(b"qQ")
 
+Draw = Callable[[int, int], RenderableType]
+"""Samples, and makes the contents of a terminal of this width and height."""
 
-def watch(source: TopSource, console: Console, *, interval_s: float) -> None:
+
+def watch(draw: Draw, console: Console, *, interval_s: float) -> None:
     """Draw until a key or a signal ends it."""
-    tally = Tally()
     with (
         contextlib.suppress(KeyboardInterrupt),
         _ends_in_order(),
@@ -36,16 +35,7 @@ def watch(source: TopSource, console: Console, *, interval_s: float) -> None:
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
         while True:
-            figures = tally.ask(source)
-            head = f"kvstore top {source.name}, every {interval_s:g} s, q leaves"
-            drawn = page(
-                figures,
-                head=head,
-                trouble=tally.trouble,
-                width=console.width,
-                height=console.height,
-            )
-            live.update(drawn, refresh=True)
+            live.update(draw(console.width, console.height), refresh=True)
             if quits(interval_s):
                 return
 

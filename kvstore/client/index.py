@@ -226,7 +226,7 @@ class IndexClient:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise ValueError("this client of the index is closed: make another one")
+            raise ValueError("this IndexClient is closed")
 
     def _ask(
         self, call: Callable[[IndexStub], Callable[..., _R]], request: Any, timeout_s: float | None

@@ -10,7 +10,7 @@ from typing import Final
 _CAUSES: Final = (
     (
         "CERTIFICATE_VERIFY_FAILED: certificate has expired",
-        "its certificate has expired: make it a new one",
+        "its certificate has expired: issue a new one",
     ),
     (
         "CERTIFICATE_VERIFY_FAILED",
@@ -19,16 +19,16 @@ _CAUSES: Final = (
     ("UNKNOWN_CA", "it does not accept this certificate: all components need one CA"),
     (
         "WRONG_VERSION_NUMBER",
-        "it serves without TLS (--insecure), and is asked with certificates: both need the same",
+        "it serves without TLS (--insecure), but certificates are set here: use the same on both",
     ),
     ("is not in peer certificate", "its certificate is of another component"),
     ("Hostname Verification Check failed", "its certificate is of another component"),
     (
         "Socket closed",
-        "it hung up: it may want certificates (--ca, --cert, --key), or others than these",
+        "it closed the connection: it may require (other) certificates: --ca, --cert, --key",
     ),
     ("Connection refused", "nothing listens there (connection refused)"),
-    ("No route to host", "there is no way there (no route to host)"),
+    ("No route to host", "no route to host"),
 )
 """Parts of gRPC's texts, specific ones before general ones."""
 _OF_TLS: Final = ("handshake failed", "verification check failed")

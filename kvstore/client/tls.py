@@ -57,7 +57,7 @@ PEM_BYTES_MAX: Final = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """Where the certificate of this component, its key and the CA of all components are."""
+    """Files of this component's certificate and key, and of the CA of all components."""
 
     ca: Path
     cert: Path
@@ -121,8 +121,8 @@ def _pair(
     key = _read(key_option, key_path)
     if _public(_key(key_option, key_path, key)) != _public(chain[0]):
         raise ConfigError(
-            f"{key_option} {key_path} is not the key of {cert_option} {cert_path}: give the two"
-            " that were made together"
+            f"{key_option} {key_path} is not the key of {cert_option} {cert_path}: give a"
+            " matching pair"
         )
     _refuse_wrong_time(cert_option, cert_path, chain[0])
     return cert, chain, key

@@ -18,7 +18,7 @@ PORT_MAX: Final = 65535
 
 @dataclass(frozen=True, kw_only=True)
 class HttpConfig:
-    """Where /metrics and /healthz are served."""
+    """Address of /metrics and /healthz."""
 
     host: str
     port: int
@@ -33,8 +33,8 @@ def tcp_endpoints(place: str, *, insecure: bool) -> tuple[tuple[str, str], bool]
     address, port = found
     if not address.is_loopback and not insecure:
         raise ConfigError(
-            f"events on {address} can be read from other machines: use 127.0.0.1 or ipc://, or add"
-            " --insecure if that is meant"
+            f"events on {address} can be read from other machines: use 127.0.0.1 or ipc://, or"
+            " add --insecure if intended"
         )
     host = f"[{address}]" if address.version == 6 else str(address)
     ports = (str(port), str(port + 1)) if port else ("*", "*")
@@ -79,11 +79,11 @@ def http_config(text: str | int | bool, *, beyond_loopback: bool) -> HttpConfig 
     found = address_of(str(text))
     if found is None:
         port = f"127.0.0.1:{text}" if str(text).isdigit() else DEFAULT_METRICS
-        raise ConfigError(f"metrics {text!r} must be an IP address and a port: {port}, say, or off")
+        raise ConfigError(f"metrics {text!r} must be an IP address and a port: {port}, or off")
     address, number = found
     if not address.is_loopback and not beyond_loopback:
         raise ConfigError(
             f"metrics on {address} can be read from other machines: use 127.0.0.1, or add"
-            " --metrics-beyond-loopback if that is meant"
+            " --metrics-beyond-loopback if intended"
         )
     return HttpConfig(host=str(address), port=number)

@@ -183,9 +183,7 @@ def _peers(settings: NodeSettings, *, has_tls: bool) -> PeerConfig | None:
         )
     chosen = parse_transport(transport, has_tls=has_tls)
     if chosen.port and chosen.port == found[1]:
-        raise ConfigError(
-            f"transport {transport!r} is at the port of peer-listen: they are two; choose another"
-        )
+        raise ConfigError(f"transport {transport!r} uses the port of peer-listen: choose another")
     return PeerConfig(
         host=str(found[0]),
         port=found[1],

@@ -72,8 +72,8 @@ def check_endpoint(text: str, *, insecure: bool) -> str:
     address, port = found
     if not address.is_loopback and not insecure:
         raise ConfigError(
-            f"KV events at {address} come without TLS from another machine, which could say"
-            " anything: use ipc:// or 127.0.0.1, or add --insecure if that is meant"
+            f"KV events at {address} come from another machine without TLS or authentication:"
+            " use ipc:// or 127.0.0.1, or add --insecure if intended"
         )
     return f"tcp://{joined(str(address), port)}"
 

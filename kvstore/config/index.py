@@ -46,7 +46,7 @@ def _store(settings: IndexSettings) -> StoreConfig | None:
     )
     if not config.is_here and not settings.insecure:
         raise ConfigError(
-            f"--store {config.place} is beyond this machine, and everybody on the way can read and"
-            " write it: use rediss://, or --insecure in a lab"
+            f"--store {config.place} is on another machine and unencrypted: use rediss://, or"
+            " --insecure in a lab"
         )
     return config

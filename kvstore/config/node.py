@@ -49,7 +49,7 @@ SOCKET_PATH_BYTES_MAX: Final = 107 - len(".lock")
 
 @dataclass(frozen=True, kw_only=True)
 class EventsConfig:
-    """Where and how KV events are published; addresses as ZeroMQ spells them."""
+    """Publication of KV events; addresses as ZeroMQ spells them."""
 
     endpoint: str
     replay_endpoint: str
@@ -214,7 +214,7 @@ def _scrub(text: str | int | bool) -> ScrubRate | None:
         size = 0
     if size < SCRUB_BYTES_MIN:
         raise ConfigError(
-            f"scrub {text!r} must be what is read a second of each tier, at least"
+            f"scrub {text!r} must be the bytes to read per second and tier, at least"
             f" {format_size(SCRUB_BYTES_MIN)}, such as 64MiB, or auto, or off"
         )
     return ScrubRate(size, daily=False)

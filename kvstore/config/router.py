@@ -26,7 +26,7 @@ from kvstore.units import parse_size
 from kvstore.wire.load import is_base_url
 
 KINDS: Final = ("vllm", "sglang", "tgi", "trtllm", "triton", "llamacpp", "ollama", "openai")
-ROLES: Final = ("both", "prefill", "decode")
+ROLES: Final = ("both", "prefill", "decode", "any")
 KEYS: Final = ("kind", "pool", "node", "engine", "tenant", "space", "block", "seed", "role", "rank")
 INDEX_KEYS: Final = ("node", "engine", "tenant", "space", "seed", "rank")
 """Options that mean nothing without an index."""
@@ -148,8 +148,8 @@ def _front(settings: RouterSettings, tls: Tls | None) -> Tls | None:
         cert, key = settings.listen_cert, settings.listen_key
     if ca is None and settings.api_keys is None:
         raise ConfigError(
-            "--listen-cert alone would let everybody in: add --api-keys, or --listen-ca with the CA"
-            " of the certificates that clients show"
+            "--listen-cert alone would admit every client: add --api-keys, or --listen-ca with"
+            " the CA of client certificates"
         )
     return load_listening(Path(cert), Path(key), ca_path=Path(ca) if ca else None)
 
@@ -178,7 +178,8 @@ def refuse_names_in_the_index(settings: RouterSettings) -> None:
     slices = [settings.worker_slices] if settings.worker_slices else []
     given = {"worker": settings.worker, "worker-dns": settings.worker_dns, "worker-slices": slices}
     options = [pair for texts in given.values() for text in texts or () for pair in text.split(",")]
-    useful = {"node", "engine"} if "role=prefill" in options else set()
+    may_prefill = {"role=prefill", "role=any"} & set(options)
+    useful = {"node", "engine"} if may_prefill else set()
     for flag, texts in given.items():
         for text in texts or ():
             keys = [pair.partition("=")[0] for pair in text.split(",")[1:]]
@@ -266,7 +267,9 @@ def _tokenizer(text: str) -> tuple[str, Path]:
 def _listen(option: str, text: str, *, is_plain: bool) -> tuple[str, int]:
     found = address_of(text)
     if found is None:
-        raise ConfigError(f"{option} {text!r} must be an IP address and a port")
+        raise ConfigError(
+            f"{option} {text!r} must be an IP address and a port, such as 10.0.0.9:8443"
+        )
     if is_plain and not found[0].is_loopback:
         raise ConfigError(
             f"{option} {text} can be reached from other machines: give --ca, --cert and --key, or"

@@ -343,12 +343,12 @@ class RouterSettings(DaemonSettings):
         shown="off",
     )
     share_port: bool = _front(
-        "Other routers on this machine listen on the same port: the kernel spreads connections.",
+        "Share the port with other routers of this machine: the kernel spreads connections.",
         default=False,
         off="own-port",
     )
     listen_cert: str | None = _front(
-        "Certificate that clients of --listen see, with its chain, such as a public one.",
+        "Certificate of --listen with its chain, such as a public one.",
         metavar="FILE",
         shown="that of --cert",
         needs=("listen_key",),
@@ -360,7 +360,7 @@ class RouterSettings(DaemonSettings):
         needs=("listen_cert",),
     )
     listen_ca: str | None = _front(
-        "CA of the certificates that clients of --listen show when there are no --api-keys.",
+        "CA of client certificates, which --listen demands when there are no --api-keys.",
         metavar="FILE",
         shown="that of --ca",
         needs=("listen_cert", "cert"),
@@ -372,26 +372,30 @@ class RouterSettings(DaemonSettings):
     )
     body_max: str | int = _front("Largest body of a request.", default="32MiB", metavar="SIZE")
     connections: int = _front(
-        "Connections of clients at most; beyond it the longest idle one is closed.",
+        "Limit of client connections; beyond it the longest idle one is closed.",
         default=10_000,
         metavar="N",
         within=(1, 1_000_000),
     )
     policy: str | None = _front(
-        "YAML file with the routing policy; read again on SIGHUP.", metavar="FILE", shown="cost"
+        "YAML file with the routing policy; read again on SIGHUP.",
+        metavar="FILE",
+        shown="policy cost with its defaults",
     )
     receipts: str | None = _front(
-        "Write a receipt of each decision to FILE, in two halves of at most SIZE together.",
+        "Append a receipt of each decision to FILE; at half of SIZE the file moves to FILE.1.",
         metavar="FILE[:SIZE]",
         shown="off",
     )
     worker: list[str] | None = _workers(
         "An engine; repeatable. kind: vllm, sglang, tgi, trtllm, triton, llamacpp, ollama, openai;"
-        " node, engine: its names in the index; block, seed: of its prefix-cache keys.",
+        " pool: its pool in the policy; role: both, prefill, decode, any (as the policy's planner"
+        " decides); node, engine: its names in the index; block, seed: block size and hash seed of"
+        " its prefix cache.",
         metavar="NAME=URL[,KEY=VALUE…]",
     )
     worker_dns: list[str] | None = _workers(
-        "An engine at each address of a name, asked for every 5 s; repeatable.",
+        "An engine at each address of a DNS name, resolved every 5 s; repeatable.",
         metavar="http://HOST:PORT[,KEY=VALUE…]",
     )
     worker_slices: str | None = _workers(
@@ -402,10 +406,10 @@ class RouterSettings(DaemonSettings):
         "CA certificate of https:// engines.", metavar="FILE", shown="CAs of the system"
     )
     worker_key_file: str | None = _workers(
-        "File with the API key that engines demand; clients' keys are not sent on.", metavar="FILE"
+        "File with the API key of the engines; keys of clients are not forwarded.", metavar="FILE"
     )
     tokenizer: list[str] | None = _workers(
-        "Tokenizer of a model, used while its tokens equal those that engines render; repeatable.",
+        "Local tokenizer of a model, used while its tokens equal the engines'; repeatable.",
         metavar="MODEL=DIRECTORY",
         shown="engines render (vLLM: --enable-scale-out)",
         needs=("index",),
@@ -413,7 +417,7 @@ class RouterSettings(DaemonSettings):
     index: list[str] | str | None = _cluster(
         "Replica of the prefix index to ask; repeatable.",
         metavar="HOST:PORT",
-        shown="none: prefixes by what was sent where",
+        shown="none: the router remembers the prefixes that it sent",
     )
     index_timeout: int = _cluster(
         "Milliseconds to wait for the index; after that a request is routed without it.",
@@ -422,8 +426,8 @@ class RouterSettings(DaemonSettings):
         within=(1, 1000),
     )
     peer_router: list[str] | None = _cluster(
-        "--route-listen of another router of these engines, or a name of several: each counts what"
-        " the others have in flight; repeatable.",
+        "--route-listen of another router of the same engines, or a DNS name of several, to count"
+        " its requests in flight; repeatable.",
         metavar="HOST:PORT",
         needs=("route_listen",),
     )
@@ -436,8 +440,8 @@ class RouterSettings(DaemonSettings):
     )
     key: str | None = _cluster("Private key of that certificate.", metavar="FILE")
     insecure: bool = _cluster(
-        "Listen beyond this machine without TLS; with certificates: only http:// engines beyond"
-        " this machine. For labs.",
+        "Allow --listen beyond this machine without certificates, and http:// engines on other"
+        " machines. For labs.",
         default=False,
         off="secure",
     )

@@ -19,8 +19,9 @@ from kvstore.errors import ConfigError
 from kvstore.transport.backends import BACKENDS
 
 PLAIN: Final = (
-    "--transport %s: blocks move unencrypted, without authentication, to everybody that reaches the"
-    " ports of this node's transfer worker: for trusted networks only; tcp uses the certificates"
+    "--transport %s: blocks are transferred without encryption and authentication: every host"
+    " that reaches the ports of the transfer worker can read them; for trusted networks only;"
+    " tcp uses the certificates"
 )
 PLAIN_NOTE: Final = "blocks move unencrypted (--transport {})"
 PORT_MAX: Final = 65535

@@ -11,6 +11,7 @@ from typing import Final, Literal
 import msgspec
 
 SERVED_NAME: Final = "model"
+Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,7 @@ class ServerConfig:
     """Settings of one vLLM server."""
 
     model: Path
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     """float32 where tokens are compared: in bfloat16 a prefix-cache hit of vLLM already changes one
     greedy output in about a hundred against a full recompute."""
     socket: Path | None = None

@@ -28,10 +28,10 @@ PLAN: Final = ConversationPlan(
 ROUTER_PLAN: Final = ConversationPlan(
     seed=PLAN.seed,
     users=6,
-    rounds=8,
+    rounds=16,
     system_words=70,
     document_words=320,
-    question_words=16,
+    question_words=6,
     answer_tokens=16,
 )
 

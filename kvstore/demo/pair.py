@@ -49,7 +49,6 @@ class PdPair:
     node_d: NodeProcess
     p: VllmServer
     d: VllmServer
-    proxy_process: PdProxyProcess
     proxy: PairClient
 
 
@@ -80,13 +79,12 @@ def pd_pair(
     start: StartEngine,
     *,
     dram: str = "512MiB",
-    flags: Sequence[str] = (),
     proxy_flags: Sequence[str] = (),
     transport: str = "tcp",
 ) -> Iterator[PdPair]:
-    """Start them all in `work`, an empty directory. `flags`: of both nodes."""
+    """Start them all in `work`, an empty directory."""
     with (
-        pd_nodes(work, dram=dram, flags=flags, transport=transport) as (node_p, node_d),
+        pd_nodes(work, dram=dram, transport=transport) as (node_p, node_d),
         start(_of(config, node_p), work / "engine-p.log") as p,
         start(_of(config, node_d), work / "engine-d.log") as d,
     ):
@@ -96,7 +94,7 @@ def pd_pair(
         with PdProxyProcess.start(
             work, prefill=[p.port], decode=[d.port], flags=proxy_flags
         ) as proxy:
-            yield PdPair(node_p, node_d, p, d, proxy, PairClient(proxy.port, p, d))
+            yield PdPair(node_p, node_d, p, d, PairClient(proxy.port, p, d))
 
 
 def _of(config: ServerConfig, node: NodeProcess) -> ServerConfig:

@@ -4,6 +4,7 @@
 |-------------|---------------------------------------------------|-----------------------------|
 | `engine`    | dispatch, operations on all blocks                | events → commands           |
 | `events`    | the values that go in and come out                | –                           |
+| `ahead`     | those of them about blocks brought ahead of time  | –                           |
 | `state`     | tables that the rooms share; `counters`: for /metrics | –                       |
 | `witness`   | reports of moves and tables about blocks, for `why` | –                         |
 | `check`     | invariants between two steps                      | engine → nothing, or an error |

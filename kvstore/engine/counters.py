@@ -40,6 +40,8 @@ class Counters(msgspec.Struct):
     loans_expired: int = 0
     locates: int = 0
     pins_refused: int = 0
+    prepared_blocks: int = 0
+    prepares: int = 0
     protocol_refusals: int = 0
     push_blocks_damaged: int = 0
     push_blocks_landed: int = 0

@@ -38,6 +38,7 @@ from kvstore.engine.events import (
     Located,
     Offered,
     PeerGone,
+    PrepareBlocks,
     Promoted,
     PushAsked,
     Pushed,
@@ -66,6 +67,7 @@ from kvstore.engine.moves.transfers import Transfers
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.lookups import Lookups
 from kvstore.engine.sessions.owners import Connection
+from kvstore.engine.sessions.prepares import Prepares
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.sessions.unserved import UnservedReport, unserved
 from kvstore.engine.state import EngineConfig, State
@@ -150,6 +152,7 @@ class Engine:
         self._hbm = HbmCopies(self._state, slots, numbers) if slots is not None else None
         moves = self._files, self._fetches, self._grants, self._arrivals, self._hbm
         self._lookups = Lookups(self._state, *moves)
+        self._prepares = Prepares(self._state, self._files, self._fetches, self._grants)
         self._switches = Switches(self._state, self._files)
         self._scrubs = Scrubs(self._state)
         self._handlers = self._handlers_of_rooms()
@@ -167,6 +170,7 @@ class Engine:
             Scrubbed: self._scrubs.take,
             Located: self._fetches.located,
             Fetched: self._fetches.fetched,
+            PrepareBlocks: self._prepares.prepare,
             Lend: self._loans.lend,
             LoanReturned: self._loans.returned,
             PeerGone: self._peer_gone,

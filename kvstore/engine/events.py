@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from kvstore.engine.ahead import BlocksPrepared as BlocksPrepared, PrepareBlocks as PrepareBlocks
 from kvstore.engine.memory.journal import JournalContents
 from kvstore.engine.why.push_log import Staged as Staged
 from kvstore.tier_events import (
@@ -224,7 +225,7 @@ class Written(msgspec.Struct, frozen=True):
 
 
 PushEvent = LandingUp | Pushed | PushOver | Landed | PushAsked | PushRevoked | Written
-PeerEvent = Located | Fetched | Lend | LoanReturned | PeerGone | PushEvent
+PeerEvent = Located | Fetched | Lend | LoanReturned | PeerGone | PushEvent | PrepareBlocks
 Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | PeerEvent | FileEvent | Promoted
 
 
@@ -478,7 +479,7 @@ class SayPushOver(msgspec.Struct, frozen=True):
 LandCommand = AskPush | RevokePush | Land | RecycleMover | Staged
 """Commands about pushes to this node."""
 PushCommand = LandCommand | WritePush | SayPushed | SayPushOver
-PeerCommand = Locate | Fetch | Lent | LoanEnded | PushCommand
+PeerCommand = Locate | Fetch | Lent | LoanEnded | PushCommand | BlocksPrepared
 Command = (
     Send
     | Admit

@@ -2,26 +2,33 @@
 
     seed ─▶ root ─▶ key of block 0 ─▶ key of block 1 ─▶ …      each: parent, tokens, extra
 
-Covers plain text, with or without a cache salt. Does not cover: prompts with images or adapters,
-whose keys fold in what only the engine knows. A test holds this to the engine's own code.
+Covers plain text, with or without a cache salt or a LoRA adapter; nodes hash keys of adapters again
+(`adapter_keys`, ADR 34). Does not cover: prompts with images, whose keys fold in what only the
+engine knows. A test holds this to the engine's own code.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import cbor2
 
 from kvstore.types import BlockKey
 
+_Extra = tuple[tuple[str, ...], ...]
 ALGORITHM: Final = "sha256_cbor"
 """The engine's name for this chain."""
 
 
 def block_keys(
-    tokens: Sequence[int], *, block_tokens: int, seed: str, cache_salt: str = ""
+    tokens: Sequence[int],
+    *,
+    block_tokens: int,
+    seed: str,
+    cache_salt: str = "",
+    adapter: tuple[str, str] | None = None,
 ) -> list[BlockKey]:
     """Keys of the full blocks of a prompt, in chain order.
 
@@ -30,8 +37,15 @@ def block_keys(
         block_tokens: tokens of a block.
         seed: the engine's hash seed, as its space says it.
         cache_salt: of the request; empty: none.
+        adapter: (name, path) of the LoRA adapter, as the engine has them.
     """
-    return _chained(_digest(seed), tokens, block_tokens, _salted(cache_salt))
+    later = (("lora", *adapter),) if adapter is not None else ()
+    return _chained(_digest(seed), tokens, block_tokens, (*later, *_salted(cache_salt)), later)
+
+
+def adapter_keys(keys: Iterable[bytes], digest: bytes) -> list[BlockKey]:
+    """Keys under which nodes hold blocks of an adapter whose weights have this digest."""
+    return [BlockKey(hashlib.sha256(digest + key).digest()) for key in keys]
 
 
 def root_key(seed: str) -> BlockKey:
@@ -47,18 +61,20 @@ def chained_keys(
     return _chained(parent, tokens, block_tokens, _salted(cache_salt))
 
 
-def _salted(cache_salt: str) -> object:
-    return (("cache_salt", cache_salt),) if cache_salt else None
+def _salted(cache_salt: str) -> _Extra:
+    return (("cache_salt", cache_salt),) if cache_salt else ()
 
 
 def _chained(
-    parent: bytes, tokens: Sequence[int], block_tokens: int, extra: object
+    parent: bytes, tokens: Sequence[int], block_tokens: int, first: _Extra, later: _Extra = ()
 ) -> list[BlockKey]:
+    """`first`, `later`: what else is in the keys of the first block and of the others."""
+    extra = first
     keys = []
     for begin in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        parent = _digest((parent, tuple(tokens[begin : begin + block_tokens]), extra))
+        parent = _digest((parent, tuple(tokens[begin : begin + block_tokens]), extra or None))
         keys.append(BlockKey(parent))
-        extra = None  # of the first block only: the chain carries it on
+        extra = later
     return keys
 
 

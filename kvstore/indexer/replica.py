@@ -253,7 +253,7 @@ def run_index(config: IndexConfig) -> None:
     Raises:
         ConfigError: the replica cannot start with this configuration on this machine.
     """
-    warn_of_its_end(config.tls, renewal="this index reads it when it is started again")
+    warn_of_its_end(config.tls, renewal="the index reads it at its next start")
     with contextlib.ExitStack() as stack:
         loop = LoopThread("index")
         stack.callback(loop.close)

@@ -304,10 +304,10 @@ class IndexService(IndexServicer):
             if hello.node not in names:
                 self.counters.feeds_refused += 1
                 whose = f"node {min(names)}" if names else "no node"
-                _log.warning("the certificate of %s would speak for another node", whose)
+                _log.warning("the certificate of %s claims another node", whose)
                 await context.abort(
                     grpc.StatusCode.PERMISSION_DENIED,
-                    f"this certificate is of {whose}: it may not speak for {hello.node}",
+                    f"this certificate is of {whose}: it may not publish for {hello.node}",
                 )
         if len(self._feeds) >= FEED_COUNT_MAX and hello.node not in self._feeds:
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -340,7 +340,7 @@ class IndexService(IndexServicer):
                 other = self._hosts.get(name, "another machine")
                 text = f"another process, at {other}, is node {name} already"
                 if not was_known:
-                    _log.error("%s: the one at %s is not heard. %s", text, host, OWN_NAMES)
+                    _log.error("%s: the one at %s is ignored. %s", text, host, OWN_NAMES)
                 await context.abort(grpc.StatusCode.ALREADY_EXISTS, text)
         await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
         raise AssertionError("abort raises")
@@ -349,7 +349,7 @@ class IndexService(IndexServicer):
     def trouble(self) -> str:
         """Why the service is not healthy; empty while it is."""
         names = self._rivals.names(now_ms())
-        return f"two processes say that they are node {', '.join(names)}" if names else ""
+        return f"two processes claim to be node {', '.join(names)}" if names else ""
 
     async def _tell_store(self, event: Event) -> Verdict:
         """Apply an event; nodes that come, go or are in sync again renew the list of the nodes."""

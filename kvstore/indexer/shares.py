@@ -99,11 +99,6 @@ class Shares(grpc.aio.ServerInterceptor):
         self._shares: dict[str, _Share] = {}
         self._handlers: dict[str, Any] = {}
 
-    @property
-    def caller_count(self) -> int:
-        """Number of callers with calls."""
-        return len(self._shares)
-
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Any]], handler_call_details: Details
     ) -> Any:

@@ -54,4 +54,4 @@ def process_of(pidfd: int, otherwise: int) -> int:
 def why_no_descriptor() -> str:
     """The refusal of an engine whose pidfd this process had no descriptor to receive."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return f"the node has no descriptor left of {limit}: raise LimitNOFILE, or ulimit -n"
+    return f"the node has used up its {limit} descriptors: raise LimitNOFILE, or ulimit -n"

@@ -19,8 +19,8 @@ from kvstore.client.tls import Identity, Tls, identities_of
 from kvstore.obs.metrics import Family, family
 
 INSECURE: Final = (
-    "--insecure: whoever reaches %s can read and change what is published there: no TLS, no"
-    " certificates; for labs only"
+    "--insecure: every client that reaches %s can read and change its contents: no TLS, no"
+    " authentication; for labs only"
 )
 INSECURE_NOTE: Final = "it serves without TLS (--insecure)"
 WARNING_DAYS: Final = 30
@@ -57,7 +57,7 @@ def warn_of_its_end(tls: Tls | None, *, renewal: str) -> None:
     if tls is None or (left_s := tls.ends_s - time.time()) >= WARNING_DAYS * _DAY_S:
         return
     _log.warning(
-        "the certificate of %s ends at %s UTC, in %.1f days: put another in its place; %s",
+        "the certificate of %s ends at %s UTC, in %.1f days: replace it; %s",
         min(map(str, tls.identities), default="this component"),
         datetime.datetime.fromtimestamp(tls.ends_s, datetime.UTC).strftime("%Y-%m-%d %H:%M"),
         left_s / _DAY_S,

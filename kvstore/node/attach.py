@@ -198,7 +198,7 @@ class Attach:
             except (BrokenPipeError, ConnectionResetError):
                 return Sent.DONE  # it hung up; reading will tell the engine so
             except OSError as error:
-                _log.warning("connection %d cannot be sent to: %s", number, error.strerror)
+                _log.warning("sending to connection %d failed: %s", number, error.strerror)
                 return Sent.OVERFLOW
             else:
                 self.counters.datagrams_sent += 1

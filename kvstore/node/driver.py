@@ -186,7 +186,7 @@ class Driver:
         if self._files is not None and not self._files.wait_for_voids(timeout_s):
             raise NotDurable(
                 f"{cleared_blocks} blocks are forgotten, but the disk of {self._files.path} is"
-                " full, failing or slow and took no note of it: a restart of the node would bring"
+                " full, failing or slow and did not record it: a restart of the node would bring"
                 " back what is on it; mend that and clear again, or stop the node and empty the"
                 " directory"
             )

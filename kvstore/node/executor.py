@@ -116,7 +116,7 @@ class Executor:
                         descriptors.append(self._hbm.page_fd)
                     self._send(number, encode(welcome), descriptors, events)
                 case Hangup(connection=number, reason=reason):
-                    _log.info("connection %d: the node hangs up: %s", number, reason)
+                    _log.info("connection %d closed: %s", number, reason)
                     self._attach.hang_up(number, "engine")
                 case Release(connection=number):
                     self._attach.release(number)
@@ -162,7 +162,7 @@ class Executor:
         events: list[Event],
     ) -> None:
         if self._attach.send(number, datagram, descriptors) is Sent.OVERFLOW:
-            _log.warning("connection %d does not read: the node hangs up", number)
+            _log.warning("connection %d does not read: closed", number)
             self._attach.hang_up(number, "overflow")
             events.append(Ended(number))
 

@@ -118,8 +118,8 @@ class FileEnd:
         if is_news and (self._told_ns is None or now_ns - self._told_ns >= TOLD_NS):
             self._told_ns = now_ns
             _log.warning(
-                "--file-writes-per-day %s is used up: blocks are written to %s as it refills, and"
-                " reading goes on; this is said once a day",
+                "--file-writes-per-day %s is used up: writes to %s continue as the budget"
+                " refills, reads are not affected; logged once a day",
                 format_size(self._day_bytes),
                 self.path,
             )
@@ -146,12 +146,12 @@ class FileEnd:
             self._is_recovery_told = True
             if left_out_blocks:
                 _log.warning(
-                    "%d of the %d records of the disk tier are known: there is no row for more",
+                    "%d of the %d records of the disk tier are indexed: the table is full",
                     max(0, self._found_blocks - left_out_blocks),
                     self._found_blocks,
                 )
             else:
-                _log.info("all records of the disk tier are known")
+                _log.info("all records of the disk tier are indexed")
 
     @property
     def used_bytes(self) -> int:
@@ -181,7 +181,7 @@ class FileEnd:
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """Directory of the disk tier."""
         return self._tier.path
 
     def fileno(self) -> int:
@@ -238,5 +238,5 @@ def _learned(note: bytes) -> Learned:
     try:
         return decode_learned(note) if note else Learned()
     except NotLearned as error:
-        _log.warning("what an earlier start learned is not used, it is learned anew: %s", error)
+        _log.warning("measurements of an earlier start are discarded: %s", error)
         return Learned()

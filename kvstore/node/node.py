@@ -99,7 +99,7 @@ class Running(NamedTuple):
             f"kvstore node ready: version={__version__} socket={self.socket}"
             f" metrics={self.metrics_url or 'off'}"
             f" events={self.events or 'off'} index={self.replica or 'off'}"
-            f" tells={self.tells or 'off'} peers={self.peers or 'off'}"
+            f" index_replicas={self.tells or 'off'} peers={self.peers or 'off'}"
             f" incarnation={self.incarnation:016x} huge-pages={'yes' if self.huge_pages else 'no'}"
             f" slab={format_size(self.slab_bytes)} file={self.file or 'off'}"
             f" dram={format_size(self.dram_bytes)}{note}"
@@ -144,7 +144,7 @@ class _NodeParts(NamedTuple):
 
 
 def _in_place(config: NodeConfig, places: Addresses) -> NodeConfig:
-    """Where the process before could be reached, this one is."""
+    """The config with the ports at which the last process could be reached."""
     http, events = config.http, config.events
     if http is not None and places.metrics_port:
         http = dataclasses.replace(http, port=places.metrics_port)
@@ -343,7 +343,7 @@ def _open_publisher(
         raise ConfigError("--events needs pyzmq: pip install 'kvstore-llm[events]'") from None
     if config.events.beyond_loopback:
         _log.warning(
-            "--insecure: whoever reaches %s reads, without TLS, which blocks this node holds",
+            "--insecure: every client that reaches %s can read, without TLS, names of blocks",
             config.events.endpoint,
         )
     publisher = Publisher(config.events, incarnation=incarnation, clock=clock)

@@ -206,7 +206,7 @@ def _trouble(engine: Engine, files: FileEnd | None, refused: str) -> str:
     found = [files.trouble] if files is not None and files.trouble else []
     if unserved := engine.unserved():
         more = f" (and {len(unserved) - 1} more)" if len(unserved) > 1 else ""
-        found.append(f"engine {unserved[0].engine}{more} gets nothing: {unserved[0].reason}")
+        found.append(f"engine {unserved[0].engine}{more} is not served: {unserved[0].reason}")
     elif refused:
         found.append(refused)
     if unpinned := engine.unpinned():
@@ -218,8 +218,8 @@ def _trouble(engine: Engine, files: FileEnd | None, refused: str) -> str:
         where = tier.title if tier is not None else "all tiers"
         more = f" (and {len(off) - 1} more)" if len(off) > 1 else ""
         found.append(
-            f"space {digits} of tenant {tenant}{more} is switched off in {where}, since a shadow"
-            f" check found other values: 'kvstore clear --space {digits}' switches it on again"
+            f"space {digits} of tenant {tenant}{more} is switched off in {where}: a shadow"
+            f" check found different values; 'kvstore clear --space {digits}' switches it on again"
         )
     return "; ".join(found)
 
@@ -259,7 +259,7 @@ def make_pages(
         except NodeBusy as error:
             return text_page(503, str(error))
         if not door.is_in_place:
-            return text_page(503, f"{door.path} is not this node's socket any more: restart it")
+            return text_page(503, f"{door.path} is no longer this node's socket: restart it")
         return text_page(200, ", but ".join(["ok", *filter(None, troubles)]))
 
     return {"/metrics": metrics, "/healthz": health}

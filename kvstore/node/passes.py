@@ -33,7 +33,7 @@ class PassLog:
         if bad and not self._bad:
             self._first_bad = bad_key
             _log.warning(
-                "scrub of %s: block %s is not what was stored, and is dropped; the pass goes on",
+                "scrub of %s: block %s failed its checksum and is dropped; the pass continues",
                 self._tier,
                 short(bad_key),
             )
@@ -54,7 +54,7 @@ class PassLog:
                 short(self._first_bad),
             )
         elif self._blocks and now_s - self._told_s >= QUIET_S:
-            _log.info("scrub of %s: a pass over %d blocks, %s, took %.0f s; all is well", *what)
+            _log.info("scrub of %s: a pass over %d blocks, %s, took %.0f s; no damage", *what)
             self._told_s = now_s
         self._begun_s = now_s
         self._blocks = self._bytes = self._bad = 0

@@ -66,7 +66,7 @@ def _be_first() -> bool:
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, least)
     except OSError as refused:
         if not _be_better():
-            _log.debug("the loop runs like any thread, real-time is refused: %s", refused.strerror)
+            _log.debug("the loop runs without real-time priority: %s", refused.strerror)
         return False
     return True
 

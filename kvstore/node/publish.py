@@ -155,7 +155,7 @@ class Publisher:
         for file, made in self._files.items():
             found = _stat(file)
             if found is None or made is None or not os.path.samestat(found, made):
-                return f"{file} is not this node's events socket any more: restart the node"
+                return f"{file} is no longer this node's events socket: restart the node"
         return ""
 
     # ── of the loop ──────────────────────────────────────────────────────────────────────────────

@@ -68,7 +68,7 @@ class DramScrub:
                 self._leaving.wait(BUSY_PAUSE_S)
             except StepFailed:
                 if not has_failed:
-                    _log.warning("scrub of dram: the node failed at what was found; trying again")
+                    _log.warning("scrub of dram: processing the findings failed; trying again")
                 has_failed = True
                 self._leaving.wait(BUSY_PAUSE_S)
             else:

@@ -113,7 +113,7 @@ def _wait_for_movers(holders_fd: int) -> None:
     os.close(holders_fd)
     if not ended:
         raise JournalUnusable(
-            f"a transfer worker of the process before has not ended within {HOLDERS_WAIT_S:.0f} s,"
+            f"a transfer worker of the last process has not ended within {HOLDERS_WAIT_S:.0f} s,"
             " and may still write to its slots"
         )
 

@@ -43,7 +43,7 @@ def _rows(table: dict[str, str]) -> tuple[Metric, ...]:
     return tuple(rows)
 
 
-_HISTOGRAMS: Final = frozenset({"step_seconds", "transfer_seconds"})
+_HISTOGRAMS: Final = frozenset({"step_seconds", "transfer_seconds", "router_ttft_seconds"})
 METRICS: Final = _rows(
     {
         "ready_bytes{tier}": "Bytes with allocated pages.",
@@ -109,6 +109,7 @@ METRICS: Final = _rows(
         "leased_bytes_total": "Bytes leased to engines for loading.",
         "lent_bytes_total": "Bytes served to other nodes.",
         "stored_bytes_total": "Bytes stored by engines.",
+        "prepares_refused_total": "Requests of routers to prepare blocks, refused at once.",
         "mover_restarts_total": "Restarts of the transfer worker.",
         "mover_refused_total": "Reads by other nodes refused: connections used up.",
         "transfer_seconds{kind,backend}": (
@@ -183,6 +184,8 @@ METRICS: Final = _rows(
         "lease_asks_total": "Lookups by engines.",
         "leases_expired_total": "Leases that expired unreleased.",
         "pins_refused_total": "Blocks present, but pin limit of the requester reached.",
+        "prepares_total": "Requests of routers to bring blocks to dram ahead of time.",
+        "prepared_blocks_total": "Blocks that were read from disk or sought elsewhere for routers.",
         "protocol_refusals_total": "Engines refused or disconnected for a protocol error.",
         "sessions_opened_total": "Sessions of engines opened.",
         "shadow_blocks_total": "Blocks recomputed by shadow checks.",
@@ -222,6 +225,7 @@ INDEX_METRICS: Final = _rows(
 ROUTER_METRICS: Final = _rows(
     {
         "router_info{version}": "Always 1.",
+        "router_policy_refused": "1: the policy file was refused at its last reload.",
         "router_requests_total{outcome}": (
             "Requests ended: done, refused (4xx, or a body that is invalid), aborted by the client,"
             " broken (the engine's answer broke off), or the reason of a rejection."
@@ -235,11 +239,32 @@ ROUTER_METRICS: Final = _rows(
             "Legs at prefillers: done, failed, refused (4xx), useless (an answer without"
             " parameters), aborted."
         ),
+        "router_worker_role{worker,role}": (
+            "1: the role in effect (prefill, decode, both); with role=any, that of the planner."
+        ),
+        "router_role_changes_total{pool,role}": "Workers that the planner gave this role.",
+        "router_races_total{result}": (
+            "Requests sent to a second worker (begun), and ends of one of the two attempts: slower,"
+            " failed."
+        ),
         "router_prefill_waiting{pool}": "Remote prefills that wait for a prefiller.",
         "router_prefill_threshold_tokens{pool}": "Uncached tokens from which a prefill is remote.",
         "router_in_flight": "Requests under way.",
         "router_held": "Requests that wait for a decision.",
+        "router_ttft_seconds{kind}": (
+            "Time to the first token of streamed answers, from the arrival of the request:"
+            " predicted when its worker was chosen, and achieved, of the same requests."
+        ),
         "router_peers": "Other routers whose requests in flight are counted.",
+        "router_prepares_total{reason,result}": (
+            "Requests to nodes to bring blocks to dram ahead of time: begun, there (all in dram),"
+            " nothing (not found), refused, failed."
+        ),
+        "router_prepared_blocks_total{reason,source}": (
+            "Blocks that nodes began to bring, from disk (file) or another node."
+        ),
+        "router_pins": "Pins of clients in effect.",
+        "router_sessions": "Sessions whose pool and worker are remembered.",
         "router_connections": "Open connections of clients.",
         "router_connections_refused_total": "Idle connections closed to make room for new ones.",
         "router_workers{state}": (
@@ -249,9 +274,8 @@ ROUTER_METRICS: Final = _rows(
         "router_worker_requests_total{worker}": "Attempts at the worker.",
         "router_worker_failures_total{worker}": "Failed attempts at the worker; a 4xx is none.",
         "router_worker_in_flight{worker}": "Attempts under way at the worker.",
-        "router_worker_cached_tokens_total{worker}": (
-            "Prompt tokens that the engine reported as cached."
-        ),
+        "router_worker_cached_tokens_total{worker}": "Prompt tokens cached, as the engine reports.",
+        "router_worker_prompt_tokens_total{worker}": "All prompt tokens of the same requests.",
         "router_worker_predicted_tokens_total{worker}": (
             "Prompt tokens that the index led to expect cached, of the same requests."
         ),

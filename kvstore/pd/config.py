@@ -62,14 +62,14 @@ def pd_config(
     if not (address.is_loopback or cert or insecure):
         raise ConfigError(
             f"--listen {listen} is reached from other machines: give --cert and --key, listen on"
-            " 127.0.0.1 behind a server with TLS, or add --insecure in a lab"
+            " 127.0.0.1 behind a TLS proxy, or add --insecure in a lab"
         )
     prefill = _engines("--prefill", prefill, insecure=insecure)
     decode = _engines("--decode", decode, insecure=insecure)
     if both := set(map(_place, prefill)) & set(map(_place, decode)):
         raise ConfigError(
-            f"--prefill and --decode both name the engine at {joined(*min(both))}: it would compute"
-            " each prompt for itself, in two requests; name two engines, or send clients to it"
+            f"--prefill and --decode both name the engine at {joined(*min(both))}: one engine"
+            " for both needs no proxy; name two engines, or send clients to it directly"
         )
     return PdConfig(
         host=str(address),

@@ -48,7 +48,10 @@ from kvstore.pd.legs import (
 )
 from kvstore.wording import cannot_listen
 
-BODY_BYTES_MAX: Final = 64 << 20
+BODY_BYTES_MAX: Final = 16 << 20
+"""Two million token ids; decoding them takes a quarter of a second of the loop."""
+BODIES_BYTES_MAX: Final = 16 * BODY_BYTES_MAX
+"""Bodies of all requests that are under way."""
 ANSWER_BYTES_MAX: Final = 4 << 20
 """Longest answer of a prefill engine: one token and parameters."""
 REQUESTS_MAX: Final = 2048
@@ -92,6 +95,7 @@ class PdProxy:
         self.prefill = Rotation(config.prefill)
         self.decode = Rotation(config.decode)
         self._under_way = 0
+        self._body_bytes = 0
         self.counts = dict.fromkeys(("requests", "prefilled", "decode_alone", "aborted"), 0)
 
     def app(self) -> web.Application:
@@ -107,9 +111,12 @@ class PdProxy:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """A completion or chat completion."""
-        if self._under_way >= REQUESTS_MAX:
-            return _error(503, "Too many requests are under way.", {"Retry-After": "1"})
+        size_bytes = min(request.content_length or BODY_BYTES_MAX, BODY_BYTES_MAX)
+        is_full = self._body_bytes + size_bytes > BODIES_BYTES_MAX
+        if self._under_way >= REQUESTS_MAX or is_full:
+            return _error(503, "Too many requests in flight.", {"Retry-After": "1"})
         self._under_way += 1
+        self._body_bytes += size_bytes
         self.counts["requests"] += 1
         try:
             body = body_of(await request.read())
@@ -121,6 +128,7 @@ class PdProxy:
             raise
         finally:
             self._under_way -= 1
+            self._body_bytes -= size_bytes
 
     async def _legs(self, request: web.Request, body: Body) -> web.StreamResponse:
         transfer = uuid.uuid4().hex
@@ -221,7 +229,7 @@ class PdProxy:
             else:
                 engine.breaker.succeeded()
                 return out
-        return _error(502, "No decode engine can be reached.")
+        return _error(502, "No decode engine is reachable.")
 
     @contextlib.asynccontextmanager
     async def _post(
@@ -255,7 +263,7 @@ class PdProxy:
                 ):
                     data = await answer.read()
                     return web.Response(status=answer.status, headers=_returned(answer), body=data)
-        return _error(502, "No decode engine can be reached.")
+        return _error(502, "No decode engine is reachable.")
 
     async def health(self, _request: web.Request) -> web.Response:
         """200 if a decode engine is well: it can answer alone."""

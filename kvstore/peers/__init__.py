@@ -4,6 +4,7 @@ member          its part in a cluster: all that follows
 changes         changes of its blocks, logged for all that publish them
 feed            its offers, published to every replica of the index
 `peering`, `borrower`, `lender`, `peer_session`   blocks from others, and for others
+preparer        blocks that routers want in dram ahead of time
 `lander`, `pusher`   blocks that others push here, and that are pushed to others
 stages          durations of their stages, and warnings
 exchange        between this loop and the node's

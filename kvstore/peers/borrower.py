@@ -38,7 +38,7 @@ from kvstore.peers.peer_session import Dial, PeerSession, SessionLost
 from kvstore.ports import Clock, Pieces
 from kvstore.proto import loans
 from kvstore.transport.backends import is_at
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, SlotId
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
 from kvstore.units import NS_PER_S
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.record import Scope
@@ -112,14 +112,13 @@ class Borrower:
         *,
         who: loans.Who,
         mover: MoverHost,
-        read: Callable[[SlotId, memoryview], None],
+        memory: NDArray[np.uint8],
         clock: Clock,
         credentials: grpc.ChannelCredentials | None,
         dial: Dial | None = None,
         jitter: Callable[[], float] | None = None,
     ) -> None:
-        """`read`: copies bytes of a slot of this arena (`ports.Tier.read`). `dial`: see
-        `PeerSession.open`. `jitter`: a random part of 1."""
+        """`memory`: the arena. `dial`: see `PeerSession.open`. `jitter`: a random part of 1."""
         self.counters = BorrowerCounters()
         self.timings = {kind: Timings() for kind in KINDS}
         """Timings of steps that succeeded."""
@@ -129,7 +128,7 @@ class Borrower:
         """The index to query; set before `start`."""
         self._who = who
         self._mover = mover
-        self._read = read
+        self._memory = memory
         self._clock = clock
         self._credentials = credentials
         self._dial = dial
@@ -138,6 +137,7 @@ class Borrower:
         """All that the index named the last time."""
         self._addresses: dict[str, str] = {}
         """Addresses of nodes that serve fetches."""
+        self._looking: asyncio.Task[None] | None = None
         self._sessions: dict[str, asyncio.Task[PeerSession]] = {}
         self._turns: WeakValueDictionary[str, _Turns] = WeakValueDictionary()
         self._askers = ThreadPoolExecutor(ASK_THREADS, thread_name_prefix="ask-index")
@@ -170,10 +170,11 @@ class Borrower:
         """Answered by Fetched."""
         self._run(self._fetch(command))
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -291,7 +292,7 @@ class Borrower:
             self.exchange.post(fetched)
 
     async def _take_turn(self, turns: _Turns, command: Fetch, count: int) -> Fetched:
-        """Raises PeerLost."""
+        """Raises SessionLost."""
         session: PeerSession | None = None
         try:
             session = await self.session(command.node)
@@ -305,7 +306,7 @@ class Borrower:
         return fetched
 
     async def _borrow(self, session: PeerSession, command: Fetch, count: int) -> Fetched:
-        """Raises PeerLost; nothing is under way then."""
+        """Raises SessionLost; nothing is under way then."""
         watch = Stopwatch(self.timings, self._clock)
         loan, borrowed = await session.lend(
             command.tenant, command.space, command.keys, timeout_s=ASK_TIMEOUT_S
@@ -369,11 +370,15 @@ class Borrower:
     ) -> list[Sequence[bytes] | None]:
         """Checksums of our shards of each block, None: it is another; on a thread of its own."""
         found: list[Sequence[bytes] | None] = []
-        views = [memoryview(bytearray(scope.block_bytes)) for scope in assembly.targets]
+        sizes = [scope.block_bytes for scope in assembly.targets]
         for number, row in enumerate(slots.tolist()):
             at = number * KEY_BYTES
-            for slot, view in zip(row, views, strict=True):
-                self._read(SlotId(slot), view)
+            begins = [slot * PAGE_BYTES for slot in row]
+            # In their slots, which nobody else knows yet: a copy would cost more than the checksum.
+            views = [
+                self._memory[begin : begin + size].data
+                for begin, size in zip(begins, sizes, strict=True)
+            ]
             key = BlockKey(command.keys[at : at + KEY_BYTES])
             found.append(assembly.verify(key, views, borrowed.checksums_of(number)))
         return found
@@ -402,22 +407,24 @@ class Borrower:
 
     async def address_of(self, node: str) -> str:
         """Address of a member; empty: no member. Members that have just joined are looked for."""
-        if node not in self._addresses:
+        if node not in self._addresses and self.index is not None:
+            if self._looking is None or self._looking.done():  # one for all that wait
+                self._looking = self._run(self._look())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOCATE_TIMEOUT_S):
-                    await self._look()
+                    await asyncio.shield(self._looking)
         return self._addresses.get(node, "")
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
     async def session(self, node: str) -> PeerSession:
         """The open one, or a new one; who asks at the same time waits for the same. Raises
-        PeerLost."""
+        SessionLost."""
+        address = await self.address_of(node)
         opening = self._sessions.get(node)
         if opening is None or (opening.done() and _is_lost(opening)):
-            address = self._addresses.get(node)
-            if address is None:
-                raise SessionLost(f"node {node} is no member any more")
+            if not address:
+                raise SessionLost(f"node {node} is no member with an address for other nodes")
             self._forget(node, None if opening is None else _session_of(opening))
             opening = asyncio.get_running_loop().create_task(
                 PeerSession.open(

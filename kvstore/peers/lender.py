@@ -4,9 +4,10 @@
     peer ◀──Answer── Session ◀──────Lent, LoanEnded──────── engine
 
 A session is one stream of one incarnation of a node, by the name in its certificate. A peer with
-more than ASKS_MAX asks without an answer is hung up on. A session's loans end with it. A node has
-one session: its next one ends the one before, and all end when this node's mover is another, with
-other memory that peers must learn of.
+more than ASKS_MAX asks without an answer is hung up on; one that does not take its answers is not
+read meanwhile. A session's loans end with it. A node has one session: its next one ends the one
+before, and all end when this node's mover is another, with other memory that peers must learn of.
+A peer that does not take the rest of its answers within HANG_UP_S is cut off.
 
 Does not cover: what is lent (`engine.loans`), reading from others (`borrower`), the bytes
 (`kvstore.transport`).
@@ -32,7 +33,10 @@ from kvstore.proto import loans, peer_pb2 as pb
 from kvstore.proto.peer_pb2_grpc import PeersServicer
 
 ASKS_MAX: Final = 64
+UNREAD_MAX: Final = 1024
+"""Answers that a peer has not taken; until it takes some, nothing more is read from it."""
 SESSIONS_MAX: Final = 1024
+HANG_UP_S: Final = 5.0
 HELLO_TIMEOUT_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
@@ -43,7 +47,12 @@ class _Session:
         self.number = number
         self.node = node
         self.answers: asyncio.Queue[pb.Answer | None] = asyncio.Queue()
-        """Bounded by the asks. None: the peer has hung up, or must."""
+        """None: the peer has hung up, or must."""
+        self.serving = asyncio.current_task()
+        self.cut: asyncio.TimerHandle | None = None
+        self.has_room = asyncio.Event()
+        """Fewer than UNREAD_MAX answers wait for it."""
+        self.has_room.set()
         self.unanswered = 0
         self.objection = ""
 
@@ -106,11 +115,15 @@ class Lender(PeersServicer):
             )
             while (answer := await session.answers.get()) is not None:
                 session.unanswered -= answer.WhichOneof("kind") in ("lent", "returned")
+                if session.answers.qsize() < UNREAD_MAX:
+                    session.has_room.set()
                 yield answer
             if session.objection:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, session.objection)
         finally:
             reading.cancel()
+            if session.cut is not None:
+                session.cut.cancel()
             del self._sessions[session.number]
             if self.pusher is not None:
                 self.pusher.gone(session.number)
@@ -123,6 +136,10 @@ class Lender(PeersServicer):
     def _hang_up(self, sessions: Iterable[_Session]) -> None:
         for session in sessions:
             session.answers.put_nowait(None)
+            if session.cut is None and session.serving is not None:
+                session.cut = asyncio.get_running_loop().call_later(
+                    HANG_UP_S, session.serving.cancel
+                )
 
     def _caller(self, first: pb.Ask, context: Any) -> loans.Who:
         """Raises ProtocolError: it is nobody that is served."""
@@ -138,6 +155,7 @@ class Lender(PeersServicer):
     async def _read(self, session: _Session, asks: AsyncIterator[pb.Ask]) -> None:
         try:
             async for ask in asks:
+                await session.has_room.wait()
                 if self.pusher is not None and self._hear_push(self.pusher, session, ask):
                     continue
                 session.unanswered += 1
@@ -147,7 +165,7 @@ class Lender(PeersServicer):
         except ProtocolError as error:
             session.objection = str(error)
         finally:
-            session.answers.put_nowait(None)
+            self._hang_up([session])
 
     def _hear_push(self, pusher: Pusher, session: _Session, ask: pb.Ask) -> bool:
         """Whether it was a word about pushes. Raises ProtocolError."""
@@ -174,6 +192,8 @@ class Lender(PeersServicer):
         session = self._sessions.get(peer)
         if session is not None:
             session.answers.put_nowait(answer)
+            if session.answers.qsize() >= UNREAD_MAX:
+                session.has_room.clear()
 
 
 def _event_of(peer: int, ask: pb.Ask) -> Lend | LoanReturned:

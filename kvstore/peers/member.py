@@ -72,7 +72,6 @@ class ClusterMember:
                     arena_fd=arena.arena_fd,
                     hold_fd=arena.hold_fd,
                     arena_bytes=tier.capacity_bytes,
-                    read=tier.read,
                     memory=arena.array,
                     clock=clock,
                 )
@@ -96,7 +95,7 @@ class ClusterMember:
             self._stack = stack.pop_all()
 
     def _own_replica(self) -> Iterable[str]:
-        """Where this node reaches it."""
+        """Address at which this node reaches its own replica; none: it has none."""
         if self._replica is None:
             return ()
         host = ipaddress.ip_address(self._replica.host)
@@ -125,12 +124,12 @@ class ClusterMember:
 
     @property
     def index(self) -> str:
-        """Where the replica is; empty when there is none."""
+        """Address of the replica; empty when there is none."""
         return self._replica.address if self._replica is not None else ""
 
     @property
     def reached(self) -> str:
-        """Where peers reach this node, and by what blocks move; empty when they do not."""
+        """Address for peers and transport of blocks; empty without peers."""
         return f"{self.peering.address}/{self.peering.transport}" if self.peering else ""
 
     @property

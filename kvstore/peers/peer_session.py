@@ -80,7 +80,7 @@ class PeerSession:
         credentials: grpc.ChannelCredentials | None,
         dial: Dial | None = None,
     ) -> Self:
-        """`dial`: what makes a channel; None: gRPC. Raises PeerLost."""
+        """`dial`: what makes a channel; None: gRPC. Raises SessionLost."""
         channel = (dial or _channel)(name, address, credentials)
         call, trouble = None, ""
         try:
@@ -107,7 +107,7 @@ class PeerSession:
     async def lend(
         self, tenant: str, space: SpaceId, keys: bytes, *, timeout_s: float
     ) -> tuple[int, loans.Borrowed]:
-        """(loan, what is lent) of the longest run that the peer has in dram. Raises PeerLost."""
+        """(loan, what is lent) of the longest run that the peer has in dram. Raises SessionLost."""
         loan = next(self._numbers)
         lend = pb.Lend(loan=loan, tenant=tenant, space=space, keys=keys)
         answer = await self._ask(loan, pb.Ask(lend=lend), "lent", timeout_s)
@@ -118,7 +118,7 @@ class PeerSession:
             raise SessionLost(self.lost) from None
 
     async def give_back(self, loan: int, *, count: int, timeout_s: float) -> NDArray[np.bool_]:
-        """Which of the loan's blocks stayed as they were lent until now. Raises PeerLost."""
+        """Which of the loan's blocks stayed as they were lent until now. Raises SessionLost."""
         ask = pb.Ask(give_back=pb.GiveBack(loan=loan))
         answer = await self._ask(loan, ask, "returned", timeout_s)
         try:
@@ -128,7 +128,7 @@ class PeerSession:
             raise SessionLost(self.lost) from None
 
     async def tell(self, ask: pb.Ask, *, timeout_s: float) -> None:
-        """Say what has no answer of its own. Raises PeerLost."""
+        """Say what has no answer of its own. Raises SessionLost."""
         trouble = ""
         try:
             async with asyncio.timeout(timeout_s), self._writing:

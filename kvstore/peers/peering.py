@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
 from typing import Final
 
 import grpc
@@ -22,6 +21,7 @@ from kvstore.config.cluster import ClusterConfig, PeerConfig
 from kvstore.config.transports import PLAIN, PLAIN_NOTE
 from kvstore.engine.events import (
     AskPush,
+    BlocksPrepared,
     Fetch,
     Land,
     Lent,
@@ -48,6 +48,7 @@ from kvstore.peers.lender import Lender
 from kvstore.peers.mover import Mover, MoverSettings
 from kvstore.peers.mover_host import MoverHost
 from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS
+from kvstore.peers.preparer import Preparer
 from kvstore.peers.pusher import Pusher
 from kvstore.peers.stages import SLOW_S, SLOW_TCP_S
 from kvstore.ports import Clock
@@ -55,14 +56,13 @@ from kvstore.proto import loans
 from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
 from kvstore.proto.rows import TransferReport
 from kvstore.transport.backends import BACKENDS
-from kvstore.types import SlotId
 from kvstore.units import NS_PER_S, NS_PER_US
 from kvstore.wire.load import Load
 from kvstore.wording import cannot_listen
 
 START_TIMEOUT_S: Final = 10.0
 STREAMS_PER_CONNECTION_MAX: Final = 4
-"""A peer needs one, and another while the one before ends."""
+"""A peer needs one, and another while the one before ends; calls of a router take turns."""
 
 _log = logging.getLogger(__name__)
 
@@ -80,12 +80,10 @@ class Peering:
         arena_fd: int,
         hold_fd: int,
         arena_bytes: int,
-        read: Callable[[SlotId, memoryview], None],
         memory: NDArray[np.uint8],
         clock: Clock,
     ) -> None:
-        """`read`: copies bytes of a slot of this node's arena (`ports.Tier.read`), which is
-        `memory`.
+        """`memory`: this node's arena.
 
         Raises:
             ConfigError: the address cannot be listened on.
@@ -101,7 +99,7 @@ class Peering:
             paced=transport.is_paced,
         )
         self.mover = MoverHost(Mover(arena_fd, hold_fd, arena_bytes, settings, clock), clock)
-        self._who, self._read, self._memory = who, read, memory
+        self._who, self._memory = who, memory
         self.transport, self._clock = transport.name, clock
         self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""
         if transport.is_plain:
@@ -113,7 +111,7 @@ class Peering:
         self.borrower = Borrower(
             who=self._who,
             mover=self.mover,
-            read=self._read,
+            memory=self._memory,
             clock=self._clock,
             credentials=self._tls.channel_credentials() if self._tls else None,
         )
@@ -142,20 +140,15 @@ class Peering:
             draw_epoch=lambda: secrets.randbelow(2**63 - 1) + 1,
             slow_s=slow_s,
         )
-        self.mover.changed = self._mover_changed
-        self._server = grpc.aio.server(
-            options=[
-                *callers.limits(),
-                ("grpc.max_receive_message_length", loans.MESSAGE_BYTES_MAX),
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
-                # Sessions are quiet for long, and peers look after them: by default a server hangs
-                # up on who asks more often than every five minutes.
-                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-                *PINGS,
-            ]
+        self.preparer = Preparer(
+            self.exchange.post,
+            now_ns=self._clock.now_ns,
+            demands_certificates=self._tls is not None,
         )
+        self.mover.changed = self._mover_changed
+        self._server = _server()
         add_PeersServicer_to_server(self.lender, self._server)
+        self._server.add_generic_rpc_handlers((self.preparer.handler(),))
         host = f"[{peers.host}]" if ":" in peers.host else peers.host
         address = f"{host}:{peers.port}"
         try:
@@ -206,6 +199,8 @@ class Peering:
                 self.lender.lent(command)
             case LoanEnded():
                 self.lender.loan_ended(command)
+            case BlocksPrepared():
+                self.preparer.prepared(command)
             case AskPush() | RevokePush() | Land() | RecycleMover() | Staged():
                 self.lander.carry_out(command)
             case WritePush() | SayPushed() | SayPushOver():
@@ -249,6 +244,7 @@ class Peering:
             family("kvstore_fetch_damaged_total", [((), counters.damaged)]),
             family("kvstore_fetch_not_kept_total", [((), counters.not_kept)]),
             family("kvstore_fetched_bytes_total", [((), counters.fetched_bytes)]),
+            family("kvstore_prepares_refused_total", [((), self.preparer.refused_count)]),
             family("kvstore_mover_restarts_total", [((), self.mover.restarts)]),
             family("kvstore_mover_refused_total", [((), self.mover.refused)]),
             histograms(
@@ -266,6 +262,21 @@ class Peering:
         """Trouble to report on /healthz; empty while all is well."""
         stages = self.lander.stages.trouble, self.pusher.stages.trouble
         return "; ".join(filter(None, (self._note, self.mover.trouble, *stages)))
+
+
+def _server() -> grpc.aio.Server:
+    return grpc.aio.server(
+        options=[
+            *callers.limits(),
+            ("grpc.max_receive_message_length", loans.MESSAGE_BYTES_MAX),
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
+            # Sessions are quiet for long, and peers look after them: by default a server hangs up
+            # on who asks more often than every five minutes.
+            ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+            *PINGS,
+        ]
+    )
 
 
 def _options(cluster: ClusterConfig, peers: PeerConfig) -> dict[str, str]:

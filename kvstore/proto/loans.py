@@ -58,13 +58,26 @@ def who_of(hello: pb.Hello | pb.Welcome) -> Who:
 
 def check_lend(lend: pb.Lend) -> None:
     """Raises ProtocolError."""
-    count, rest = divmod(len(lend.keys), KEY_BYTES)
-    if rest or not 0 < count <= KEYS_PER_DATAGRAM_MAX or len(lend.space) != KEY_BYTES:
-        raise ProtocolError("keys and spaces have 32 bytes, and a fetch names a few of them")
-    if not 0 < len(lend.tenant.encode()) <= NAME_BYTES_MAX:
-        raise ProtocolError("a tenant without a name, or with one that is too long")
+    _check_named(lend, "a fetch")
     if lend.loan >= 1 << 63:
         raise ProtocolError("a fetch's number is below 2**63")
+
+
+def check_prepare(request: pb.PrepareRequest) -> None:
+    """Raises ProtocolError."""
+    _check_named(request, "a preparation")
+    if len(request.engine.encode()) > NAME_BYTES_MAX:
+        raise ProtocolError("an engine with a name that is too long")
+
+
+def _check_named(message: pb.Lend | pb.PrepareRequest, what: str) -> None:
+    count, rest = divmod(len(message.keys), KEY_BYTES)
+    if rest or not 0 < count <= KEYS_PER_DATAGRAM_MAX or len(message.space) != KEY_BYTES:
+        raise ProtocolError(
+            f"keys and spaces have 32 bytes, and {what} names {KEYS_PER_DATAGRAM_MAX} keys at most"
+        )
+    if not 0 < len(message.tenant.encode()) <= NAME_BYTES_MAX:
+        raise ProtocolError("a tenant without a name, or with one that is too long")
 
 
 def lent_answer(lent: Lent) -> pb.Answer:

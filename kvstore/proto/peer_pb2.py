@@ -24,39 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvstore/proto/peer.proto\x12\x0fkvstore.peer.v2\"*\n\x05Hello\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"A\n\x04Lend\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05space\x18\x03 \x01(\x0c\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"\x18\n\x08GiveBack\x12\x0c\n\x04loan\x18\x01 \x01(\x04\"\xb3\x01\n\x05Grant\x12\r\n\x05grant\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x10\n\x08transfer\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\r\n\x05space\x18\x05 \x01(\x0c\x12\x0c\n\x04keys\x18\x06 \x01(\x0c\x12\x0f\n\x07\x65xtents\x18\x07 \x01(\x0c\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\x04\x12\x12\n\ndescriptor\x18\n \x01(\x0c\"\x17\n\x06Revoke\x12\r\n\x05grant\x18\x01 \x01(\x04\"\xe1\x01\n\x03\x41sk\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.kvstore.peer.v2.HelloH\x00\x12%\n\x04lend\x18\x02 \x01(\x0b\x32\x15.kvstore.peer.v2.LendH\x00\x12.\n\tgive_back\x18\x03 \x01(\x0b\x32\x19.kvstore.peer.v2.GiveBackH\x00\x12\'\n\x05grant\x18\x04 \x01(\x0b\x32\x16.kvstore.peer.v2.GrantH\x00\x12)\n\x06revoke\x18\x05 \x01(\x0b\x32\x17.kvstore.peer.v2.RevokeH\x00\x42\x06\n\x04kind\"@\n\x07Welcome\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x12\n\ndescriptor\x18\x03 \x01(\x0c\"j\n\x05Shard\x12\x13\n\x0blayer_begin\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x12\n\nhead_begin\x18\x03 \x01(\r\x12\x10\n\x08head_end\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\"^\n\x04Lent\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12&\n\x06shards\x18\x02 \x03(\x0b\x32\x16.kvstore.peer.v2.Shard\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\"(\n\x08Returned\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12\x0e\n\x06intact\x18\x02 \x01(\x0c\"p\n\x06Pushed\x12\r\n\x05grant\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05\x66irst\x18\x03 \x01(\x04\x12&\n\x06shards\x18\x04 \x03(\x0b\x32\x16.kvstore.peer.v2.Shard\x12\x11\n\tchecksums\x18\x05 \x01(\x0c\"J\n\x08PushOver\x12\r\n\x05grant\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08is_quiet\x18\x04 \x01(\x08\"\xee\x01\n\x06\x41nswer\x12+\n\x07welcome\x18\x01 \x01(\x0b\x32\x18.kvstore.peer.v2.WelcomeH\x00\x12%\n\x04lent\x18\x02 \x01(\x0b\x32\x15.kvstore.peer.v2.LentH\x00\x12-\n\x08returned\x18\x03 \x01(\x0b\x32\x19.kvstore.peer.v2.ReturnedH\x00\x12)\n\x06pushed\x18\x04 \x01(\x0b\x32\x17.kvstore.peer.v2.PushedH\x00\x12.\n\tpush_over\x18\x05 \x01(\x0b\x32\x19.kvstore.peer.v2.PushOverH\x00\x42\x06\n\x04kind2E\n\x05Peers\x12<\n\x07Session\x12\x14.kvstore.peer.v2.Ask\x1a\x17.kvstore.peer.v2.Answer(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvstore/proto/peer.proto\x12\x0fkvstore.peer.v2\"M\n\x0ePrepareRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05space\x18\x02 \x01(\x0c\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"N\n\x0cPrepareReply\x12\x0c\n\x04\x64ram\x18\x01 \x01(\r\x12\x0f\n\x07reading\x18\x02 \x01(\r\x12\x0e\n\x06sought\x18\x03 \x01(\r\x12\x0f\n\x07refused\x18\x04 \x01(\t\"*\n\x05Hello\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"A\n\x04Lend\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05space\x18\x03 \x01(\x0c\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"\x18\n\x08GiveBack\x12\x0c\n\x04loan\x18\x01 \x01(\x04\"\xb3\x01\n\x05Grant\x12\r\n\x05grant\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x10\n\x08transfer\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\r\n\x05space\x18\x05 \x01(\x0c\x12\x0c\n\x04keys\x18\x06 \x01(\x0c\x12\x0f\n\x07\x65xtents\x18\x07 \x01(\x0c\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\x04\x12\x12\n\ndescriptor\x18\n \x01(\x0c\"\x17\n\x06Revoke\x12\r\n\x05grant\x18\x01 \x01(\x04\"\xe1\x01\n\x03\x41sk\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.kvstore.peer.v2.HelloH\x00\x12%\n\x04lend\x18\x02 \x01(\x0b\x32\x15.kvstore.peer.v2.LendH\x00\x12.\n\tgive_back\x18\x03 \x01(\x0b\x32\x19.kvstore.peer.v2.GiveBackH\x00\x12\'\n\x05grant\x18\x04 \x01(\x0b\x32\x16.kvstore.peer.v2.GrantH\x00\x12)\n\x06revoke\x18\x05 \x01(\x0b\x32\x17.kvstore.peer.v2.RevokeH\x00\x42\x06\n\x04kind\"@\n\x07Welcome\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x12\n\ndescriptor\x18\x03 \x01(\x0c\"j\n\x05Shard\x12\x13\n\x0blayer_begin\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x12\n\nhead_begin\x18\x03 \x01(\r\x12\x10\n\x08head_end\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\"^\n\x04Lent\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12&\n\x06shards\x18\x02 \x03(\x0b\x32\x16.kvstore.peer.v2.Shard\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\"(\n\x08Returned\x12\x0c\n\x04loan\x18\x01 \x01(\x04\x12\x0e\n\x06intact\x18\x02 \x01(\x0c\"p\n\x06Pushed\x12\r\n\x05grant\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05\x66irst\x18\x03 \x01(\x04\x12&\n\x06shards\x18\x04 \x03(\x0b\x32\x16.kvstore.peer.v2.Shard\x12\x11\n\tchecksums\x18\x05 \x01(\x0c\"J\n\x08PushOver\x12\r\n\x05grant\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08is_quiet\x18\x04 \x01(\x08\"\xee\x01\n\x06\x41nswer\x12+\n\x07welcome\x18\x01 \x01(\x0b\x32\x18.kvstore.peer.v2.WelcomeH\x00\x12%\n\x04lent\x18\x02 \x01(\x0b\x32\x15.kvstore.peer.v2.LentH\x00\x12-\n\x08returned\x18\x03 \x01(\x0b\x32\x19.kvstore.peer.v2.ReturnedH\x00\x12)\n\x06pushed\x18\x04 \x01(\x0b\x32\x17.kvstore.peer.v2.PushedH\x00\x12.\n\tpush_over\x18\x05 \x01(\x0b\x32\x19.kvstore.peer.v2.PushOverH\x00\x42\x06\n\x04kind2E\n\x05Peers\x12<\n\x07Session\x12\x14.kvstore.peer.v2.Ask\x1a\x17.kvstore.peer.v2.Answer(\x01\x30\x01\x32R\n\x05\x41head\x12I\n\x07Prepare\x12\x1f.kvstore.peer.v2.PrepareRequest\x1a\x1d.kvstore.peer.v2.PrepareReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.proto.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HELLO']._serialized_start=45
-  _globals['_HELLO']._serialized_end=87
-  _globals['_LEND']._serialized_start=89
-  _globals['_LEND']._serialized_end=154
-  _globals['_GIVEBACK']._serialized_start=156
-  _globals['_GIVEBACK']._serialized_end=180
-  _globals['_GRANT']._serialized_start=183
-  _globals['_GRANT']._serialized_end=362
-  _globals['_REVOKE']._serialized_start=364
-  _globals['_REVOKE']._serialized_end=387
-  _globals['_ASK']._serialized_start=390
-  _globals['_ASK']._serialized_end=615
-  _globals['_WELCOME']._serialized_start=617
-  _globals['_WELCOME']._serialized_end=681
-  _globals['_SHARD']._serialized_start=683
-  _globals['_SHARD']._serialized_end=789
-  _globals['_LENT']._serialized_start=791
-  _globals['_LENT']._serialized_end=885
-  _globals['_RETURNED']._serialized_start=887
-  _globals['_RETURNED']._serialized_end=927
-  _globals['_PUSHED']._serialized_start=929
-  _globals['_PUSHED']._serialized_end=1041
-  _globals['_PUSHOVER']._serialized_start=1043
-  _globals['_PUSHOVER']._serialized_end=1117
-  _globals['_ANSWER']._serialized_start=1120
-  _globals['_ANSWER']._serialized_end=1358
-  _globals['_PEERS']._serialized_start=1360
-  _globals['_PEERS']._serialized_end=1429
+  _globals['_PREPAREREQUEST']._serialized_start=45
+  _globals['_PREPAREREQUEST']._serialized_end=122
+  _globals['_PREPAREREPLY']._serialized_start=124
+  _globals['_PREPAREREPLY']._serialized_end=202
+  _globals['_HELLO']._serialized_start=204
+  _globals['_HELLO']._serialized_end=246
+  _globals['_LEND']._serialized_start=248
+  _globals['_LEND']._serialized_end=313
+  _globals['_GIVEBACK']._serialized_start=315
+  _globals['_GIVEBACK']._serialized_end=339
+  _globals['_GRANT']._serialized_start=342
+  _globals['_GRANT']._serialized_end=521
+  _globals['_REVOKE']._serialized_start=523
+  _globals['_REVOKE']._serialized_end=546
+  _globals['_ASK']._serialized_start=549
+  _globals['_ASK']._serialized_end=774
+  _globals['_WELCOME']._serialized_start=776
+  _globals['_WELCOME']._serialized_end=840
+  _globals['_SHARD']._serialized_start=842
+  _globals['_SHARD']._serialized_end=948
+  _globals['_LENT']._serialized_start=950
+  _globals['_LENT']._serialized_end=1044
+  _globals['_RETURNED']._serialized_start=1046
+  _globals['_RETURNED']._serialized_end=1086
+  _globals['_PUSHED']._serialized_start=1088
+  _globals['_PUSHED']._serialized_end=1200
+  _globals['_PUSHOVER']._serialized_start=1202
+  _globals['_PUSHOVER']._serialized_end=1276
+  _globals['_ANSWER']._serialized_start=1279
+  _globals['_ANSWER']._serialized_end=1517
+  _globals['_PEERS']._serialized_start=1519
+  _globals['_PEERS']._serialized_end=1588
+  _globals['_AHEAD']._serialized_start=1590
+  _globals['_AHEAD']._serialized_end=1672
 # @@protoc_insertion_point(module_scope)

@@ -6,6 +6,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PrepareRequest(_message.Message):
+    __slots__ = ("tenant", "space", "engine", "keys")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    space: bytes
+    engine: str
+    keys: bytes
+    def __init__(self, tenant: _Optional[str] = ..., space: _Optional[bytes] = ..., engine: _Optional[str] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class PrepareReply(_message.Message):
+    __slots__ = ("dram", "reading", "sought", "refused")
+    DRAM_FIELD_NUMBER: _ClassVar[int]
+    READING_FIELD_NUMBER: _ClassVar[int]
+    SOUGHT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    dram: int
+    reading: int
+    sought: int
+    refused: str
+    def __init__(self, dram: _Optional[int] = ..., reading: _Optional[int] = ..., sought: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
+
 class Hello(_message.Message):
     __slots__ = ("node", "incarnation")
     NODE_FIELD_NUMBER: _ClassVar[int]

@@ -96,3 +96,76 @@ class Peers(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class AheadStub(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Prepare = channel.unary_unary(
+                '/kvstore.peer.v2.Ahead/Prepare',
+                request_serializer=kvstore_dot_proto_dot_peer__pb2.PrepareRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_peer__pb2.PrepareReply.FromString,
+                _registered_method=True)
+
+
+class AheadServicer(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def Prepare(self, request, context):
+        """Of routers: certificates of clients. Brings blocks to dram, as far as there is room; pins nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AheadServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Prepare': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prepare,
+                    request_deserializer=kvstore_dot_proto_dot_peer__pb2.PrepareRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_peer__pb2.PrepareReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvstore.peer.v2.Ahead', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvstore.peer.v2.Ahead', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Ahead(object):
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Prepare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.peer.v2.Ahead/Prepare',
+            kvstore_dot_proto_dot_peer__pb2.PrepareRequest.SerializeToString,
+            kvstore_dot_proto_dot_peer__pb2.PrepareReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

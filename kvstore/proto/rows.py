@@ -26,7 +26,7 @@ from kvstore.index.index import Member
 
 UNKNOWN: Final = "unknown"
 """Trust in a node, if the index itself is stale."""
-INDEX_IS_STALE: Final = "the index is stale: it does not know who is there"
+INDEX_IS_STALE: Final = "the index is stale"
 
 
 class MemberReport(msgspec.Struct, frozen=True):

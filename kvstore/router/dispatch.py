@@ -2,7 +2,9 @@
 
     await arrive(…) ─▶ core.step ─▶ Routed, Rejected; RequestHeld ─▶ later, by a tick or an event
     await leg_failed(…) ─▶ Routed elsewhere, or Rejected
+    late(…)             ─▶ Raced, or nothing, at once
     note(…)             all other events; what they release is delivered to the requests that wait
+    Prepare ─▶ `prepare` ─▶ later: note(PrepareAnswered(…))
 
 Rules: all calls on one loop; a request that was `Routed` gets exactly one `RequestEnded`; a request
 whose client left while it was held is ended here. Does not cover: decisions (`kvstore.routing`).
@@ -11,6 +13,7 @@ whose client left while it was held is ended here. Does not cover: decisions (`k
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
@@ -18,28 +21,35 @@ from typing import Final, Protocol
 from kvstore.routing.events import (
     Arrived,
     Ending,
+    Late,
     LegFailed,
+    Prepare,
+    Raced,
     Rejected,
     RequestEnded,
-    RequestHeld,
     RouteCommand,
     Routed,
     RouteEvent,
     RouteTick,
 )
+from kvstore.routing.models import ModelMap
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.receipts import Receipt
+from kvstore.routing.receipts import Receipt, ReceiptDraft
 from kvstore.routing.values import PrefixAnswer, RouteRequest, SharedLoad
 
 TICK_S: Final = 0.01
 """While requests are held."""
 IDLE_TICK_S: Final = 0.25
+_log = logging.getLogger(__name__)
 
 
 class Core(Protocol):
     """The decision core, as far as the shell needs it."""
 
     policy: RoutingPolicy
+
+    @property
+    def models(self) -> ModelMap: ...
 
     def step(self, event: RouteEvent, now_ns: int) -> Sequence[RouteCommand]: ...
 
@@ -49,7 +59,7 @@ class Core(Protocol):
         self, request: RouteRequest, prefix: PrefixAnswer | None, now_ns: int
     ) -> Receipt: ...
 
-    def take_receipts(self) -> Sequence[Receipt]: ...
+    def take_drafts(self) -> Sequence[ReceiptDraft]: ...
 
     def loads(self) -> Sequence[SharedLoad]: ...
 
@@ -61,11 +71,11 @@ class Dispatcher:
         self,
         core: Core,
         *,
-        on_held: Callable[[RequestHeld], None] = lambda _: None,
-        on_command: Callable[[Routed | Rejected], None] = lambda _: None,
+        prepare: Callable[[Prepare], None] = lambda _: None,
     ) -> None:
+        """`prepare`: carries a Prepare out; it notes its answer later."""
         self.core = core
-        self._on_held, self._on_command = on_held, on_command
+        self._prepare = prepare
         self._waiting: dict[str, asyncio.Future[Routed | Rejected]] = {}
 
     @property
@@ -74,11 +84,11 @@ class Dispatcher:
 
     def note(self, event: RouteEvent) -> None:
         """An event whose answer, if any, is for others."""
-        self._deliver(self.core.step(event, time.monotonic_ns()))
+        self._deliver(self.core.step(event, time.monotonic_ns()), "")
 
     def adopt(self, policy: RoutingPolicy) -> None:
         """Go on under another policy."""
-        self._deliver(self.core.adopt(policy, time.monotonic_ns()))
+        self._deliver(self.core.adopt(policy, time.monotonic_ns()), "")
 
     async def arrive(self, event: Arrived) -> Routed | Rejected:
         return await self._answer(event, event.request.request_id)
@@ -86,11 +96,19 @@ class Dispatcher:
     async def leg_failed(self, event: LegFailed) -> Routed | Rejected:
         return await self._answer(event, event.request_id)
 
+    def late(self, request_id: str) -> Raced | None:
+        """No first byte yet: a second worker, or none."""
+        commands = self.core.step(Late(request_id), time.monotonic_ns())
+        self._deliver((each for each in commands if not isinstance(each, Raced)), "")
+        return next((command for command in commands if isinstance(command, Raced)), None)
+
     async def _answer(self, event: Arrived | LegFailed, request_id: str) -> Routed | Rejected:
+        found = self._deliver(self.core.step(event, time.monotonic_ns()), request_id)
+        if found is not None:
+            return found
         asked: asyncio.Future[Routed | Rejected] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = asked
         try:
-            self.note(event)
             return await asked
         except asyncio.CancelledError:
             if asked.cancelled() or isinstance(asked.result(), Routed):
@@ -99,15 +117,28 @@ class Dispatcher:
         finally:
             del self._waiting[request_id]
 
-    def _deliver(self, commands: Iterable[RouteCommand]) -> None:
+    def _deliver(
+        self, commands: Iterable[RouteCommand], request_id: str
+    ) -> Routed | Rejected | None:
+        """Returns the answer to this request, whose own task is running; wakes the others."""
+        found = None
         for command in commands:
-            if isinstance(command, RequestHeld):
-                self._on_held(command)
+            if isinstance(command, Prepare):
+                self._prepare(command)
+            if not isinstance(command, Routed | Rejected):
                 continue
-            self._on_command(command)
+            if isinstance(command, Rejected) and command.fault:
+                _log.error(
+                    "rejected %s, this router's fault: %s", command.request_id, command.fault
+                )
+            if command.request_id == request_id:
+                found = command
+                continue
+            assert not isinstance(command, Raced), "answers `late` alone"
             asked = self._waiting.get(command.request_id)
             if asked is not None and not asked.done():
                 asked.set_result(command)
+        return found
 
     async def tick(self) -> None:
         """Once; its caller repeats it."""

@@ -1,8 +1,10 @@
 """/metrics, /healthz and /livez of a router.
 
-`/healthz` is `ok`, or `ok, but …` with each worker that is down or load-only and why; 503 while no
-worker takes requests, or it drains: readiness. `/livez` is 200 as long as the loop runs: liveness.
-Values are read on the router's loop, for all waiting clients at once.
+`/healthz` is `ok`, or `ok, but …` with each model that nobody serves, each worker that is down or
+load-only and why, a refused policy file, and the roles that the planner gave; 503 while no worker
+takes requests or none serves any model of the policy, or it drains: readiness. `/livez` is 200 as
+long as the loop runs: liveness. Values are read on the router's loop, for all waiting clients at
+once.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -20,10 +23,13 @@ from prometheus_client.registry import Collector
 from kvstore import __version__
 from kvstore.net.http import Page, text_page
 from kvstore.net.tls import INSECURE_NOTE, certificate_ends
-from kvstore.obs.metrics import Family, family
+from kvstore.obs.metrics import Family, family, histograms
+from kvstore.obs.timings import BOUNDS_NS
+from kvstore.router.engines.workers import Worker
 from kvstore.router.front.proxy import ALIVE
 from kvstore.routing.core import RouterCore
 from kvstore.routing.values import WorkerRole
+from kvstore.units import NS_PER_S
 
 if TYPE_CHECKING:
     from kvstore.router.process import Router
@@ -37,9 +43,12 @@ _OF_WORKERS: Final = {
     "in_flight": "in_flight",
     "cached_tokens_total": "cached_tokens",
     "predicted_tokens_total": "predicted_tokens",
+    "prompt_tokens_total": "prompt_tokens",
 }
+NAMED_MAX: Final = 3
 UNREACHED: Final = "never reached yet"
 STATES: Final = ("new", "up", "load-only", "half-open", "open", "down")
+_WORST_FIRST: Final = ("down", "open", "half-open", "load-only", "new")
 
 
 class RouterCollector(Collector):
@@ -71,14 +80,21 @@ def _on(loop: asyncio.AbstractEventLoop, read: Callable[[], _T]) -> _T:
 def _families(router: Router) -> Iterator[Family]:
     proxy, workers, door = router.proxy, list(router.workers), router.door
     yield family("kvstore_router_info", [((__version__,), 1)])
+    yield family("kvstore_router_policy_refused", [((), bool(router.refused_policy))])
     certificates = filter(None, (router.config.tls, router.config.front))
     yield certificate_ends(min(certificates, key=lambda tls: tls.ends_s, default=None))
     yield family("kvstore_router_requests_total", [((k,), n) for k, n in proxy.counts.items()])
     yield family("kvstore_router_retries_total", [((), proxy.retried_count)])
     yield family("kvstore_router_splits_total", [((k,), n) for k, n in proxy.splits.items()])
     yield family("kvstore_router_prefills_total", [((k,), n) for k, n in proxy.prefills.items()])
+    yield family("kvstore_router_races_total", [((k,), n) for k, n in proxy.races.items()])
     yield family("kvstore_router_in_flight", [((), proxy.in_flight)])
     yield family("kvstore_router_held", [((), router.dispatcher.held_count)])
+    yield histograms(
+        "kvstore_router_ttft_seconds",
+        bounds=[bound / NS_PER_S for bound in BOUNDS_NS[:-1]],
+        rows=[((k,), each.counts, each.total_ns / NS_PER_S) for k, each in router.ttfts.items()],
+    )
     yield family("kvstore_router_connections", [((), door.connection_count)])
     yield family("kvstore_router_connections_refused_total", [((), door.refused_count)])
     states = Counter(worker.state for worker in workers)
@@ -95,7 +111,12 @@ def _families(router: Router) -> Iterator[Family]:
         is_used = not (router.index.trouble or router.index.lost)
         yield family("kvstore_router_index_used", [((), int(is_used))])
     yield family("kvstore_router_peers", [((), router.exchange.peer_count)])
+    if router.ahead is not None:
+        yield family("kvstore_router_prepares_total", list(router.ahead.counts.items()))
+        yield family("kvstore_router_prepared_blocks_total", list(router.ahead.blocks.items()))
     if isinstance(router.core, RouterCore):
+        yield family("kvstore_router_pins", [((), len(router.core.ahead.pins))])
+        yield family("kvstore_router_sessions", [((), len(router.core.stays))])
         yield from _pressure(router.core, {worker.address.pool for worker in workers})
     yield family("kvstore_router_receipts_total", [((), router.receipts.written_count)])
     yield family("kvstore_router_receipts_failed_total", [((), router.receipts.failed_count)])
@@ -103,8 +124,12 @@ def _families(router: Router) -> Iterator[Family]:
 
 def _pressure(core: RouterCore, pools: Iterable[str]) -> Iterator[Family]:
     now_ns, pools = time.monotonic_ns(), sorted(pools)
-    full = [(pool, core.saturation(pool, now_ns)) for pool in pools]
+    full = [(pool, core.gauges.saturation(pool, now_ns)) for pool in pools]
     yield family("kvstore_router_saturation", [((p, s.cause.value), s.value) for p, s in full])
+    roles = [((s.spec.worker, s.role.value), 1) for s in core.fleet.workers]
+    yield family("kvstore_router_worker_role", roles)
+    changes = [((pool, role.value), n) for (pool, role), n in core.planner.changes.items()]
+    yield family("kvstore_router_role_changes_total", changes)
     waiting = [((pool,), len(lanes)) for pool, lanes in core.placer.lanes.items()]
     yield family("kvstore_router_prefill_waiting", waiting)
     uncached = [((pool,), split.uncached_min) for pool, split in core.placer.splits.items()]
@@ -120,14 +145,19 @@ def _pressure(core: RouterCore, pools: Iterable[str]) -> Iterator[Family]:
 def health_of(router: Router) -> Page:
     """On the loop."""
     workers = list(router.workers)
-    notes = [
+    notes = [*filter(None, [router.refused_policy]), *router.pools.notes]
+    notes += [
         f"worker {w.name} is {w.state}"
         + _because(w.trouble or w.parity or (UNREACHED if w.state == "new" else ""))
+        for state in _WORST_FIRST
         for w in workers
-        if w.state != "up"
+        if w.state == state
     ]
+    notes += _unread(workers)
+    notes += _adapters(workers)
     index = (router.index.trouble or router.index.lost) if router.index is not None else ""
-    notes += filter(None, [router.discovery.trouble, index, router.exchange.trouble])
+    ahead = router.ahead.trouble if router.ahead is not None else ""
+    notes += filter(None, [router.discovery.trouble, index, router.exchange.trouble, ahead])
     notes += router.rendering.unused() if router.rendering is not None else ()
     if router.config.insecure:
         notes.append(INSECURE_NOTE)
@@ -135,9 +165,32 @@ def health_of(router: Router) -> Page:
         notes.insert(0, "it drains, to end")
     elif not router.workers.take_requests:
         notes.insert(0, "no worker takes requests")
+    roles = router.core.fleet.planned_roles() if isinstance(router.core, RouterCore) else {}
+    planned = "; planned roles: " * bool(roles)
+    planned += ", ".join(f"{worker} {role.value}" for worker, role in roles.items())
     if not router.proxy.is_ready:
         return text_page(503, ", and ".join(notes))
-    return text_page(200, ", but ".join(filter(None, ["ok", ", and ".join(notes)])))
+    return text_page(200, ", but ".join(["ok", *filter(None, [", and ".join(notes)])]) + planned)
+
+
+def _unread(workers: Iterable[Worker]) -> Iterator[str]:
+    """Workers whose load is not known, in one note for each reason."""
+    found: dict[str, list[str]] = {}
+    for worker in workers:
+        if worker.unread and worker.state != "down":
+            found.setdefault(worker.unread, []).append(worker.name)
+    for why, names in found.items():
+        more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+        yield f"load of {', '.join(names[:NAMED_MAX])}{more} is not known ({why})"
+
+
+def _adapters(workers: Iterable[Worker]) -> Iterator[str]:
+    """LoRA adapters of requests whose keys are not used."""
+    for worker in workers:
+        for name, each in worker.adapters.items():
+            why = each.trouble or each.other
+            if each.is_wanted and why and worker.has_parity:
+                yield f"adapter {name} of worker {worker.name} is load-only ({why})"
 
 
 def _because(why: str) -> str:
@@ -157,16 +210,11 @@ def make_router_pages(
         except TimeoutError:
             return text_page(503, "the router is busy: ask again later")
 
-    def healthz() -> Page:
+    def page(read: Callable[[], Page]) -> Page:
         try:
-            return _on(loop, lambda: health_of(router))
+            return _on(loop, read)
         except TimeoutError:
             return text_page(503, "the router did not answer in time")
 
-    def alive() -> Page:
-        try:
-            return _on(loop, lambda: text_page(200, "ok"))
-        except TimeoutError:
-            return text_page(503, "the router did not answer in time")
-
-    return {"/metrics": metrics, "/healthz": healthz, ALIVE: alive}
+    healthz, alive = partial(health_of, router), partial(text_page, 200, "ok")
+    return {"/metrics": metrics, "/healthz": partial(page, healthz), ALIVE: partial(page, alive)}

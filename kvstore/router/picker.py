@@ -15,20 +15,22 @@ Covers: one stream. Does not cover: the server (`rpc`), edits of bodies (`front.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import Final
 
+import grpc
 from google.protobuf.struct_pb2 import Struct
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvstore.proto import picker_pb2 as pb
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import Worker, Workers
+from kvstore.router.front.answers import rejection
 from kvstore.router.front.attempt import TAIL_BYTES, cached_tokens_of, output_tokens_of
 from kvstore.router.front.bodies import BadBody
 from kvstore.router.front.intake import RequestIntake, Unauthorized
-from kvstore.router.front.proxy import rejection
 from kvstore.routing.events import Ending, FirstToken, Rejected, RequestEnded, Routed
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -39,8 +41,11 @@ DROPPED: Final = "x-llm-d-request-dropped-reason"
 PIECE_BYTES: Final = 62_000
 _OVERWRITE: Final = pb.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 
-Requests = AsyncIterator[pb.ProcessingRequest]
-Responses = AsyncIterator[pb.ProcessingResponse]
+_TRAILERS_SEEN: Final = pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
+ANSWER_SEEN: Final = pb.ProcessingResponse(response_headers=pb.HeadersResponse())
+_ANSWER_TRAILERS_SEEN: Final = pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
+
+Context = grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]
 
 
 class Picker:
@@ -58,12 +63,11 @@ class Picker:
         self.body_bytes_max = body_bytes_max
         self.counts = Counter[str]()
 
-    async def process(self, requests: Requests, _: object) -> Responses:
+    async def process(self, _: object, context: Context) -> None:
         """One HTTP request of Envoy."""
-        stream = _Stream(self, requests)
+        stream = _Stream(self)
         try:
-            async for response in stream.run():
-                yield response
+            await stream.run(context)
         finally:
             stream.close()
 
@@ -82,103 +86,101 @@ class Picker:
 class _Stream:
     """State of one request."""
 
-    def __init__(self, picker: Picker, requests: Requests) -> None:
-        self._picker, self._requests = picker, requests
+    def __init__(self, picker: Picker) -> None:
+        self._picker = picker
+        self._headers: CIMultiDict[str] = CIMultiDict()
+        self._subset: tuple[str, ...] | None = None
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._is_over = False
         self._routed: Routed | None = None
         self._worker: Worker | None = None
         self._status = 0
-        self._has_begun = False
+        self._is_streamed = self._has_begun = False
         self._served = ""
         self._tail = b""
 
-    async def run(self) -> Responses:
-        headers: CIMultiDict[str] = CIMultiDict()
-        pieces: list[bytes] = []
-        size, subset = 0, None
-        is_over = False
-        async for message in self._requests:
-            match message.WhichOneof("request"):
-                case "request_headers":
-                    headers = _headers(message.request_headers.headers)
-                    subset = _subset(message.metadata_context)
-                    if message.request_headers.end_of_stream:
-                        yield self._without_body(subset)
-                case "request_body":
-                    body = message.request_body
-                    pieces.append(body.body)
-                    size += len(body.body)
-                    if size > self._picker.body_bytes_max:
-                        yield refusal(413, "the body is too large", "rejected-body-too-large")
-                        return
-                    if body.end_of_stream:
-                        is_over = True
-                        async for response in self._decided(headers, b"".join(pieces), subset):
-                            yield response
-                case "request_trailers":
-                    if not is_over:  # the end of the body is the trailers
-                        async for response in self._decided(headers, b"".join(pieces), subset):
-                            yield response
-                    yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
-                case _:
-                    yield self._answered(message)
+    async def run(self, context: Context) -> None:
+        while isinstance(message := await context.read(), pb.ProcessingRequest):
+            kind = message.WhichOneof("request")
+            if kind == "request_headers":
+                self._headers = _headers(message.request_headers.headers)
+                self._subset = _subset(message.metadata_context)
+                if message.request_headers.end_of_stream:
+                    await context.write(self._without_body())
+            elif kind == "request_body":
+                if not await self._body(message.request_body, context):
+                    return
+            elif kind == "request_trailers":
+                if not self._is_over:  # the end of the body is the trailers
+                    await self._decided(context)
+                await context.write(_TRAILERS_SEEN)
+            else:
+                await context.write(self._answered(kind, message))
 
-    async def _decided(
-        self, headers: CIMultiDict[str], body: bytes, subset: tuple[str, ...] | None
-    ) -> Responses:
+    async def _body(self, body: pb.HttpBody, context: Context) -> bool:
+        """A piece of it. False: it is too large, and the stream is over."""
+        self._pieces.append(body.body)
+        self._size += len(body.body)
+        if self._size > self._picker.body_bytes_max:
+            await context.write(refusal(413, "the body is too large", "rejected-body-too-large"))
+            return False
+        if body.end_of_stream:
+            self._is_over = True
+            await self._decided(context)
+        return True
+
+    async def _decided(self, context: Context) -> None:
+        for response in await self._decision(b"".join(self._pieces)):
+            await context.write(response)
+
+    async def _decision(self, body: bytes) -> Iterable[pb.ProcessingResponse]:
         picker = self._picker
-        given = CIMultiDictProxy(headers)
-        path = headers.get(":path", "").partition("?")[0]
+        given = CIMultiDictProxy(self._headers)
+        path = given.get(":path", "").partition("?")[0]
         try:
             tenant = picker.intake.tenant(given)
-            job = await picker.intake.job(given, path, body, tenant, subset=subset)
+            job = await picker.intake.job(given, path, body, tenant, subset=self._subset)
         except BadBody as error:
-            yield refusal(400, str(error), "rejected-bad-body")
-            return
+            return [refusal(400, str(error), "rejected-bad-body")]
         except Unauthorized as error:
-            yield refusal(401, str(error), "rejected-unauthorized")
-            return
+            return [refusal(401, str(error), "rejected-unauthorized")]
         routed = await picker.dispatcher.arrive(job.asked)
         if isinstance(routed, Rejected):
             picker.counts[routed.reason] += 1
-            yield _rejected(routed)
-            return
+            return [_rejected(routed)]
         self._routed, self._worker = routed, picker.workers.get(routed.worker)
+        self._is_streamed = job.read.is_streamed
         if self._worker is not None:
             picker.workers.begun(self._worker)
         found = map(picker.workers.get, (routed.worker, *routed.fallbacks))
         addresses = [worker.url.authority for worker in found if worker is not None]
         sent = job.body_for(routed.model)
-        yield chosen(addresses, None if sent is body else len(sent))
-        for response in pieces(sent):
-            yield response
+        first = chosen(",".join(addresses), None if sent is body else len(sent))
+        return [first, *pieces(sent)]
 
-    def _without_body(self, subset: tuple[str, ...] | None) -> pb.ProcessingResponse:
-        worker = self._picker.any_worker(subset)
+    def _without_body(self) -> pb.ProcessingResponse:
+        worker = self._picker.any_worker(self._subset)
         if worker is None:
             return refusal(503, "no worker is ready", "rejected-no-endpoints")
-        return chosen([worker.url.authority], None)
+        return chosen(worker.url.authority, None)
 
     # ── the answer ───────────────────────────────────────────────────────────────────────────────
 
-    def _answered(self, message: pb.ProcessingRequest) -> pb.ProcessingResponse:
-        match message.WhichOneof("request"):
-            case "response_headers":
-                status = _headers(message.response_headers.headers).get(":status", "")
-                self._status = int(status) if status.isdecimal() else 0
-                self._served = _field(message.metadata_context, "envoy.lb", SERVED)
-                return pb.ProcessingResponse(response_headers=pb.HeadersResponse())
-            case "response_body":
-                body = message.response_body
-                if body.body and not self._has_begun and self._routed is not None:
-                    self._has_begun = True
+    def _answered(self, kind: str | None, message: pb.ProcessingRequest) -> pb.ProcessingResponse:
+        if kind == "response_headers":
+            self._status = _status(message.response_headers.headers)
+            self._served = _field(message.metadata_context, "envoy.lb", SERVED)
+            return ANSWER_SEEN
+        if kind == "response_body":
+            body = message.response_body
+            if body.body and not self._has_begun and self._routed is not None:
+                self._has_begun = True
+                if self._is_streamed:  # another answer comes whole, and says nothing about a TTFT
                     self._picker.dispatcher.note(FirstToken(self._routed.request_id))
-                self._tail = (self._tail + body.body)[-TAIL_BYTES:]
-                streamed = pb.StreamedBodyResponse(body=body.body, end_of_stream=body.end_of_stream)
-                mutation = pb.BodyMutation(streamed_response=streamed)
-                common = pb.CommonResponse(body_mutation=mutation)
-                return pb.ProcessingResponse(response_body=pb.BodyResponse(response=common))
-            case _:
-                return pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
+            self._tail = (self._tail + body.body)[-TAIL_BYTES:]
+            return passed_back(body)
+        return _ANSWER_TRAILERS_SEEN
 
     def close(self) -> None:
         """The stream is over, and so is the request."""
@@ -211,6 +213,14 @@ def _headers(found: pb.HeaderMap) -> CIMultiDict[str]:
     )
 
 
+def _status(found: pb.HeaderMap) -> int:
+    for each in found.headers:
+        if each.key == ":status":
+            text = each.raw_value.decode("latin-1") or each.value
+            return int(text) if text.isdecimal() else 0
+    return 0
+
+
 def _subset(metadata: pb.Metadata) -> tuple[str, ...] | None:
     fields = metadata.filter_metadata.get("envoy.lb.subset_hint")
     if fields is None or SUBSET not in fields.fields:
@@ -236,9 +246,10 @@ def _set(pairs: Iterable[tuple[str, str]]) -> pb.HeaderMutation:
     )
 
 
-def chosen(addresses: list[str], length: int | None) -> pb.ProcessingResponse:
-    """The endpoints, best first. `length`: of a body that was edited; None: it was not."""
-    destination = ",".join(addresses)
+@functools.lru_cache(maxsize=1024)
+def chosen(destination: str, length: int | None) -> pb.ProcessingResponse:
+    """Endpoints with commas between them, best first. `length`: of a body that was edited; None: it
+    was not. To be read only: the next request may get the same."""
     pairs = [(DESTINATION, destination)]
     if length is not None:
         pairs.append(("content-length", str(length)))
@@ -257,6 +268,13 @@ def pieces(body: bytes) -> Iterable[pb.ProcessingResponse]:
         streamed = pb.StreamedBodyResponse(body=body[begin:end], end_of_stream=end >= len(body))
         common = pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed))
         yield pb.ProcessingResponse(request_body=pb.BodyResponse(response=common))
+
+
+def passed_back(body: pb.HttpBody) -> pb.ProcessingResponse:
+    """A piece of an engine's answer, as it came."""
+    streamed = pb.StreamedBodyResponse(body=body.body, end_of_stream=body.end_of_stream)
+    common = pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed))
+    return pb.ProcessingResponse(response_body=pb.BodyResponse(response=common))
 
 
 def _rejected(rejected: Rejected) -> pb.ProcessingResponse:

@@ -33,7 +33,10 @@ from kvstore.net.aio import persist
 from kvstore.net.http import HttpServer
 from kvstore.net.tls import warn_of_its_end
 from kvstore.obs import logs
+from kvstore.obs.timings import Timings
+from kvstore.router.ahead import Preparations
 from kvstore.router.dispatch import Core, Dispatcher
+from kvstore.router.engines.connections import EngineHttp
 from kvstore.router.engines.discovery import Discovery, addresses_of
 from kvstore.router.engines.probes import Probes
 from kvstore.router.engines.slices import Slices, in_cluster
@@ -53,12 +56,15 @@ from kvstore.router.keys.spaces import Spaces
 from kvstore.router.pages import make_router_pages
 from kvstore.router.picker import Picker
 from kvstore.router.policy_file import load_policy
+from kvstore.router.pools import PoolWatch
 from kvstore.router.receipt_log import ReceiptFile
 from kvstore.router.route_service import RouteService
 from kvstore.router.rpc import RpcServer, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
+from kvstore.routing.events import Prepare
 from kvstore.routing.policy import policy_hash
 from kvstore.routing.values import PrefixAnswer, RouteRequest
+from kvstore.units import NS_PER_S
 from kvstore.wording import cannot_listen
 
 DRAIN_S: Final = 30.0
@@ -75,22 +81,31 @@ class Router:
         self.config = config
         tenants = load_tenants(config.api_keys) if config.api_keys else None
         self.core: Core = core or RouterCore(load_policy(config.policy), seed=secrets.randbits(62))
-        self.dispatcher = Dispatcher(self.core)
+        self.dispatcher = Dispatcher(self.core, prepare=self._prepare)
         self.workers = Workers(self.dispatcher.note)
-        self.session = new_session(ssl_context=_worker_context(config))
-        self.receipts = ReceiptFile(config.receipts, bytes_max=config.receipts_bytes_max)
-        self.probes = Probes(self.session, self.workers, self.dispatcher.note, config.worker_key)
         self.discovery = Discovery(config, self.workers)
+        self.pools = PoolWatch(lambda: self.core.policy, self.workers)
+        self.refused_policy = ""
+        """Why the last reload changed nothing; empty: it did, or there was none."""
+        context = _worker_context(config)
+        self.session, self.engines = new_session(ssl_context=context), EngineHttp(context)
+        self.receipts = ReceiptFile(config.receipts, bytes_max=config.receipts_bytes_max)
+        self.ttfts = {"predicted": Timings(), "achieved": Timings()}
+        """Times to the first token, of the same requests."""
+        self.probes = Probes(self.session, self.workers, self.dispatcher.note, config.worker_key)
         self.keys = KeyProcess(config.tokenizers)
         self.index: IndexCalls | None = None
         self.parity: Parity | None = None
         self.rendering: Rendering | None = None
+        self.ahead: Preparations | None = None
         by_keys = self._with_index(config) if config.indexes else None
-        self.intake = RequestIntake(by_keys or BytePrefixes(), tenants)
+        prefixes = by_keys or BytePrefixes()
+        self.intake = RequestIntake(prefixes, tenants, lambda: self.core.models.sole)
         self.proxy = Proxy(
             self.dispatcher,
             self.workers,
             self.session,
+            self.engines,
             bodies=Bodies(bytes_max=config.body_bytes_max),
             intake=self.intake,
             worker_key=config.worker_key,
@@ -134,7 +149,18 @@ class Router:
             spaces,
             worker_key=config.worker_key,
         )
+        self.ahead = Preparations(
+            config.tls,
+            workers=self.workers,
+            index=self.index,
+            spaces=spaces,
+            answered=self.dispatcher.note,
+        )
         return KeyPrefixes(self.rendering, self.index, spaces)
+
+    def _prepare(self, command: Prepare) -> None:
+        assert self.ahead is not None, "a preparation without an index"
+        self.ahead.begin(command)
 
     async def start(self) -> None:
         """Listen and begin. Raises ConfigError."""
@@ -158,6 +184,7 @@ class Router:
             ("ticks of the decision core", self.dispatcher.tick, 0),
             ("probes of engines", self.probes.once, self.probes.pause_s),
             ("discovery of engines", self.discovery.once, self.discovery.pause_s),
+            ("models without a worker", self.pools.once, self.pools.pause_s),
             ("half-open breakers", self._half_open, HALF_OPEN_S),
             ("receipts", self._write_receipts, self.receipts.pause_s),
             ("loads of other routers", self.exchange.once, self.exchange.pause_s),
@@ -191,7 +218,10 @@ class Router:
         await self.door.shutdown(0.1)
         await self._write_receipts()
         await self.session.close()
+        self.engines.close()
         await self.keys.close()
+        if self.ahead is not None:
+            await self.ahead.close()
         if self.index is not None:
             await self.index.close()
 
@@ -200,14 +230,21 @@ class Router:
         try:
             policy = load_policy(self.config.policy)
         except ConfigError as error:
-            _log.error("the policy stays as it was: %s", error)
+            self.refused_policy = f"the policy stays as it was: {error}"
+            _log.error("%s", self.refused_policy)
             return
+        self.refused_policy, self.pools.said = "", []
         self.dispatcher.adopt(policy)
         _log.info("policy %s is in effect", policy_hash(policy))
 
-    def _observed(self, worker: Worker, predicted: int, cached: int) -> None:
+    def _observed(
+        self, worker: Worker, model: str, prompt: int, predicted: int, cached: int
+    ) -> None:
+        worker.prompt_tokens += prompt
+        worker.predicted_tokens += predicted
+        worker.cached_tokens += cached
         if self.parity is not None:
-            self.parity.observed(worker, predicted, cached)
+            self.parity.observed(worker, model, predicted, cached)
 
     async def _follow_index(self) -> None:
         assert self.index is not None
@@ -223,7 +260,12 @@ class Router:
             await server.show(is_ready=self.proxy.is_ready)
 
     async def _write_receipts(self) -> None:
-        await self.receipts.write(self.core.take_receipts())
+        drafts = self.core.take_drafts()
+        for plain in (draft.plain for draft in drafts):
+            if plain.outcome.ttft_s is not None:
+                self.ttfts["predicted"].add(round(plain.predicted_s * NS_PER_S))
+                self.ttfts["achieved"].add(round(plain.outcome.ttft_s * NS_PER_S))
+        await self.receipts.write(draft.receipt() for draft in drafts)
 
     def _explain(self, request: RouteRequest, prefix: PrefixAnswer | None) -> bytes:
         return msgspec.json.encode(self.core.explain(request, prefix, time.monotonic_ns()))
@@ -239,7 +281,7 @@ def _worker_context(config: RouterConfig) -> ssl.SSLContext:
 def run_router(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT. Call it in the main thread. Raises ConfigError."""
     for tls in {config.tls, config.front}:
-        warn_of_its_end(tls, renewal="this router reads it when it is started again")
+        warn_of_its_end(tls, renewal="the router reads it at its next start")
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if is_installed("uvloop"):
         import uvloop

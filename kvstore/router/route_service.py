@@ -23,6 +23,7 @@ from kvstore.proto.router_pb2_grpc import RouterServicer
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.exchange import LoadExchange
+from kvstore.router.front.intake import output_tokens, session_of
 from kvstore.router.keys.prefixes import (
     KEY_BYTES,
     TOKENS_PER_PIECE,
@@ -44,7 +45,6 @@ from kvstore.routing.events import (
 from kvstore.routing.values import RouteRequest
 
 TOKENS_MAX: Final = 4 << 20
-OUTPUT_TOKENS: Final = 256
 
 
 class RouteService(RouterServicer):
@@ -149,7 +149,7 @@ class RouteService(RouterServicer):
             address=str(worker.url) if worker is not None else "",
             model=routed.model,
             fallbacks=routed.fallbacks,
-            predicted_s=routed.receipt.predicted_s,
+            predicted_s=routed.draft.plain.predicted_s,
             cached_tokens=predicted_tokens(prefix, worker.address) if worker is not None else 0,
         )
 
@@ -170,11 +170,12 @@ def _request(ask: pb.Ask, request_id: str, prefix: Prefix) -> RouteRequest:
         prompt_tokens=prefix.prompt_tokens,
         keys=prefix.keys,
         block_tokens=prefix.block_tokens,
-        output_tokens_max=ask.output_tokens_max or OUTPUT_TOKENS,
+        output_tokens_max=output_tokens(ask.output_tokens_max),
         tenant=ask.tenant,
         service=ask.service,
-        session=ask.session,
+        session=session_of(ask.session),
         subset=tuple(ask.subset) or None,
+        load_only=prefix.load_only,
         must_be_local=True,
     )
 

@@ -8,7 +8,7 @@
 | `values`   | requests, prefixes, workers, as the shell has them   | –                         |
 | `events`   | the values that go in and come out                   | –                         |
 | `policy`   | configuration, its validation and hash               | dict → `RoutingPolicy`    |
-| `receipts` | the record of a decision                             | –                         |
+| `receipts` | the record of a decision, made from a draft          | –                         |
 | `models`   | names, aliases, adapters, weighted pools             | name, session → pool      |
 | `fleet`    | one row a worker: own counts, scraped values         | events → columns          |
 | `features` | numbers of one request at each worker                | fleet, prefixes → columns |
@@ -16,11 +16,13 @@
 | `costs`    | seconds to the first token, term by term             | features → terms          |
 | `scorers`  | the other policies                                   | features → scores         |
 | `placing`  | one attempt of a request: both legs, its receipt     | request → placement       |
+| `legs`     | flights of a request; races; roles of workers        | placements → counts       |
 | `decide`   | filter, score, choose; `replay` by another policy    | features → verdict        |
 | `learning` | weights of terms, from predicted and achieved TTFT   | terms, seconds → weights  |
 | `tree`     | approximate prefixes, by what was sent where         | keys → blocks a worker    |
 | `split`    | local or remote prefill; lanes of those that wait    | lengths, load → where     |
 | `waiting`  | held requests: classes, tenants, displacement        | –                         |
+| `ahead/`   | blocks brought ahead of time, pins, sessions         | held, hints → Prepare     |
 | `pressure` | saturation and cause, degradation, desired replicas  | features → figures        |
 
 Time is an argument: nanoseconds of a clock that does not go back. Durations are seconds (`_s`).

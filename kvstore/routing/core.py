@@ -5,26 +5,30 @@
 
 The shell calls `step` on one thread. A decision counts as sent: the shell sends it or says
 `LegFailed`. After `LegFailed` of one leg the other leg is void, too: the next `Routed` starts both.
+An error while one request is placed rejects that request: the step's commands for others are kept.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
 
 from kvstore.routing import events as its
+from kvstore.routing.ahead.preparations import Ahead
+from kvstore.routing.ahead.stays import Stays
 from kvstore.routing.events import Ending, Rejected, RejectReason, RequestHeld, RouteCommand, Routed
-from kvstore.routing.features import load_columns
-from kvstore.routing.fleet import Fleet, FleetColumn
-from kvstore.routing.learning import smoothed_ratio
+from kvstore.routing.fleet import Fleet
+from kvstore.routing.legs.flights import COUNTLESS, Legs
+from kvstore.routing.legs.planner import Planner
+from kvstore.routing.legs.races import Races
 from kvstore.routing.models import ModelMap, ModelUnknown
-from kvstore.routing.placing import Blocked, OpenRequest, Placement, Placer
+from kvstore.routing.placing import OpenRequest, Placement, Placer
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.pressure import Rung, Saturation, WorkRate, desired_replicas, saturation
-from kvstore.routing.receipts import Receipt, ReceiptLog, RouteOutcome
-from kvstore.routing.split import LaneEntry
+from kvstore.routing.pressure import Gauges
+from kvstore.routing.receipts import Receipt, ReceiptDraft, ReceiptLog
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixAnswer, RouteRequest, SharedLoad, WorkerRole
 from kvstore.routing.waiting import HeldEntry, WaitingRoom
@@ -32,15 +36,6 @@ from kvstore.units import NS_PER_S
 
 _HEADS_MAX: Final = 4
 """Heads of the waiting room that one event tries to place."""
-_STATUS: Final = {
-    RejectReason.MODEL_UNKNOWN: 404,
-    RejectReason.NO_ENDPOINTS: 503,
-    RejectReason.SATURATED: 429,
-    RejectReason.OBJECTIVE: 429,
-    RejectReason.EXPIRED: 503,
-    RejectReason.DISPLACED: 429,
-    RejectReason.ATTEMPTS: 502,
-}
 
 
 class RouterCore:
@@ -56,13 +51,18 @@ class RouterCore:
         self.fleet = Fleet(policy)
         self.tree = ApproximateTree(blocks_max=policy.tree_blocks_max)
         self.placer = Placer(policy, self.fleet, self.tree, seed)
+        self.legs = Legs(self.fleet, self.placer)
+        self.races = Races(policy)
+        self.planner = Planner(policy, self.fleet, self.placer)
         self.room = WaitingRoom(policy)
+        self.ahead = Ahead(policy, self.fleet)
+        self.stays = Stays(policy, self.fleet)
         self._models: ModelMap | None = None
         self.open: dict[str, OpenRequest] = {}
         self.receipts = ReceiptLog()
         self._number = 0
         self._retries_left = float(policy.limits.retry_burst)
-        self._rates: dict[tuple[str, WorkerRole], WorkRate] = {}
+        self.gauges = Gauges(self.fleet)
         self._handlers: dict[type, Callable[[Any, int], list[RouteCommand]]] = {
             its.Joined: self._joined,
             its.WorkerLeft: self._worker_left,
@@ -72,13 +72,18 @@ class RouterCore:
             its.Arrived: self._arrived,
             its.PrefillDone: self._prefill_done,
             its.FirstToken: self._first_token,
+            its.Late: self._late,
+            its.RaceOver: self._race_over,
             its.LegFailed: self._leg_failed,
             its.RequestEnded: self._request_ended,
-            its.RouteTick: lambda *_: [],
+            its.PrepareAnswered: self._prepared,
+            its.RouteTick: lambda _, now_ns: list(self.ahead.due(now_ns)),
         }
 
     def step(self, event: its.RouteEvent, now_ns: int) -> list[RouteCommand]:
         """Take in an event; commands about this request and others, in order."""
+        if now_ns >= self.planner.due_ns:
+            self.planner.plan(now_ns)
         commands = self._expire(now_ns) if len(self.room) else []
         commands += self._handlers[type(event)](event, now_ns)
         if len(self.room) and not isinstance(event, its.Arrived):
@@ -87,18 +92,24 @@ class RouterCore:
 
     def adopt(self, policy: RoutingPolicy, now_ns: int) -> list[RouteCommand]:
         """Go on under another policy; held requests are judged by it."""
-        self.policy = self.fleet.policy = self.room.policy = policy
+        self.policy = self.fleet.policy = self.room.policy = self.stays.policy = policy
+        self.races.policy = self.planner.policy = policy
         self.placer.adopt(policy)
+        self.ahead.adopt(policy)
         self._models = None
+        for opened in self.open.values():  # its class may be gone
+            opened.service = self._service(opened.request)
+        commands: list[RouteCommand] = []
         held = list(self.room.entries.values())
         self.room = WaitingRoom(policy)
         for entry in held:
-            opened = self.open[entry.request_id]
-            opened.service = self._service(opened.request)
             is_laned = entry.request_id in self.placer.lanes.get(entry.pool, ())
-            entry = msgspec.structs.replace(entry, service=opened.service)
-            self.room.add(entry, is_elsewhere=is_laned)
-        return self._pump(now_ns)
+            entry = msgspec.structs.replace(entry, service=self.open[entry.request_id].service)
+            displaced = self.room.add(entry, is_elsewhere=is_laned)
+            if displaced is not None:
+                evicted = self.open[displaced.request_id]
+                commands.append(self._reject(evicted, RejectReason.DISPLACED, now_ns))
+        return commands + self._pump(now_ns)
 
     # Workers
 
@@ -118,16 +129,11 @@ class RouterCore:
     def models(self) -> ModelMap:
         """Made anew when a request asks: a thousand workers may join or leave in one turn."""
         if self._models is None:
-            specs = [state.spec for state in self.fleet.workers]
-            served = [(model, spec.pool) for spec in specs for model in spec.models or ("",)]
-            self._models = ModelMap(self.policy, served)
+            self._models = ModelMap(self.policy, (state.spec for state in self.fleet.workers))
         return self._models
 
     def _judged(self, event: its.Judged, _now_ns: int) -> list[RouteCommand]:
-        row = self.fleet.row_of.get(event.worker)
-        if row is not None:
-            state = self.fleet.workers[row]
-            state.health, state.is_red = event.health, event.is_parity_red
+        self.fleet.judged(event.worker, event.health, is_red=event.is_parity_red)
         return []
 
     def _scraped(self, event: its.Scraped, now_ns: int) -> list[RouteCommand]:
@@ -149,23 +155,32 @@ class RouterCore:
         self.open[request.request_id] = opened
         limits = self.policy.limits
         self._retries_left = min(limits.retry_burst, self._retries_left + limits.retry_share)
-        return self._attempt(opened, now_ns)
+        self.races.arrived()
+        commands = self._attempt(opened, now_ns)
+        return commands + self.ahead.arrived(opened, now_ns)
 
     def _opened(
         self, request: RouteRequest, prefix: PrefixAnswer | None, now_ns: int
     ) -> OpenRequest | Rejected:
+        stay = self.stays.find(request, now_ns)
         try:
             side = self.models.resolve(
-                request.model, session=request.session, request_id=request.request_id
+                request.model,
+                session=request.session,
+                request_id=request.request_id,
+                stays_in=stay.pool if stay is not None else "",
             )
         except ModelUnknown as unknown:
-            return Rejected(
-                request.request_id, 404, RejectReason.MODEL_UNKNOWN, None, unknown.known, None
-            )
+            named = RejectReason.MODEL_UNKNOWN
+            reason = named if request.model else RejectReason.MODEL_MISSING
+            return Rejected(request.request_id, reason.status, reason, None, unknown.known)
         self._number += 1
-        return OpenRequest(
+        opened = OpenRequest(
             request, prefix, side, self._service(request), now_ns, number=self._number
         )
+        if stay is not None and stay.pool == side.pool:
+            opened.stays_at = stay.worker
+        return opened
 
     def _service(self, request: RouteRequest) -> str:
         known = request.service in self.policy.classes
@@ -173,75 +188,71 @@ class RouterCore:
 
     def _attempt(self, opened: OpenRequest, now_ns: int) -> list[RouteCommand]:
         """Place a request that is not held: routed, held or rejected."""
-        service, pool = self.policy.classes[opened.service], opened.side.pool
-        objective = opened.request.ttft_s or service.ttft_s
+        try:
+            return self._try(opened, now_ns)
+        except Exception:
+            return [self._fault(opened, now_ns)]
+
+    def _try(self, opened: OpenRequest, now_ns: int) -> list[RouteCommand]:
         self.placer.see(opened)
-        placed: Placement | Blocked = Blocked.LOAD
+        found = self._admit(opened, now_ns)
+        if isinstance(found, Placement):
+            return [self._send(opened, found, now_ns)]
+        if isinstance(found, its.Blocked):
+            return self._hold(opened, found, now_ns)
+        return [self._reject(opened, found.reason, now_ns, predicted_s=found.predicted_s)]
+
+    def _admit(self, opened: OpenRequest, now_ns: int) -> Placement | its.Blocked | its.Unplaced:
+        """The fate of a request that is not held, which stays as it is. Blocked: to be held."""
+        service, pool = self.policy.classes[opened.service], opened.side.pool
+        placed: Placement | its.Blocked = its.Blocked.LOAD
         ahead = 0
         if opened.attempt == 0 and self.room.has_before(pool, service.rank):
             ahead = self.room.ahead(pool, service.rank)
         else:
             placed = self.placer.place(opened, now_ns)
+            if isinstance(placed, its.Blocked) and opened.slow:
+                opened.failed -= opened.slow  # waiting there again is better than an error
+                opened.slow.clear()
+                placed = self.placer.place(opened, now_ns)
+        if placed is its.Blocked.NO_WORKERS and not self._may_wait_for_workers(opened):
+            return its.Unplaced(
+                RejectReason.ATTEMPTS if opened.attempt else RejectReason.NO_ENDPOINTS
+            )
+        objective_s, predicted_s = self.placer.objective_s(opened), self.room.wait_s(ahead, now_ns)
         if isinstance(placed, Placement):
-            excess_s = placed.predicted_s - objective
-            if objective and excess_s > 0 and not opened.attempt:
-                return [self._reject(opened, RejectReason.OBJECTIVE, now_ns, excess_s=excess_s)]
-            return [self._send(opened, placed, now_ns)]
-        if placed is Blocked.NO_WORKERS and not self._may_wait_for_workers(opened):
-            reason = RejectReason.ATTEMPTS if opened.attempt else RejectReason.NO_ENDPOINTS
-            return [self._reject(opened, reason, now_ns)]
-        wait_s = self.room.wait_s(ahead, now_ns)
-        if objective and wait_s > objective and not opened.attempt:
-            excess_s = wait_s - objective
-            return [self._reject(opened, RejectReason.OBJECTIVE, now_ns, excess_s=excess_s)]
-        return self._hold(opened, placed, now_ns)
+            predicted_s = placed.predicted_s
+        if objective_s and predicted_s > objective_s and not opened.attempt:
+            return its.Unplaced(RejectReason.OBJECTIVE, predicted_s)
+        if isinstance(placed, its.Blocked) and self.room.is_full(opened.service):
+            return its.Unplaced(RejectReason.SATURATED)
+        return placed
 
     def _may_wait_for_workers(self, opened: OpenRequest) -> bool:
         has_workers = self.fleet.rows(opened.side.pool, prefill=False).size > 0
         return self.policy.limits.holds_without_workers and not has_workers
 
-    def _hold(self, opened: OpenRequest, why: Blocked, now_ns: int) -> list[RouteCommand]:
+    def _hold(self, opened: OpenRequest, why: its.Blocked, now_ns: int) -> list[RouteCommand]:
         request, service = opened.request, self.policy.classes[opened.service]
-        if self.room.is_full(opened.service):
-            return [self._reject(opened, RejectReason.SATURATED, now_ns)]
         ahead = self.room.ahead(opened.side.pool, service.rank)
+        until_ns = opened.arrived_ns + int(service.ttl_s * NS_PER_S)
         entry = HeldEntry(
-            request.request_id,
-            opened.side.pool,
-            opened.service,
-            request.tenant,
-            request.priority,
-            opened.number,
-            opened.arrived_ns,
-            opened.arrived_ns + int(service.ttl_s * NS_PER_S),
+            *(request.request_id, opened.side.pool, opened.service, request.tenant),
+            *(request.priority, opened.number, opened.arrived_ns, until_ns),
         )
-        displaced = self.room.add(entry, is_elsewhere=why is Blocked.LANES)
-        if displaced is entry:
-            return [self._reject(opened, RejectReason.SATURATED, now_ns)]
+        if opened.likely_worker is None and self.ahead.may_help(opened):
+            self.placer.judge(opened, now_ns)
+        displaced = self.room.add(entry, is_elsewhere=why is its.Blocked.LANES)
         opened.is_held = opened.was_held = True
-        if why is Blocked.LANES:
-            self._queue_prefill(opened, now_ns)
+        if why is its.Blocked.LANES:
+            self.placer.queue(opened, now_ns)
         commands: list[RouteCommand] = []
         if displaced is not None:
             evicted = self.open[displaced.request_id]
             commands.append(self._reject(evicted, RejectReason.DISPLACED, now_ns))
         wait_s = self.room.wait_s(ahead, now_ns)
         commands.append(RequestHeld(request.request_id, ahead, wait_s, opened.likely_worker))
-        return commands
-
-    def _queue_prefill(self, opened: OpenRequest, now_ns: int) -> None:
-        """Into the lanes, by the prompt's length less what was hit at the last judgement."""
-        _, lanes = self.placer.split_of(opened.side.pool)
-        request = opened.request
-        lanes.add(
-            LaneEntry(
-                request.request_id,
-                opened.uncached or request.prompt_tokens,
-                request.priority,
-                now_ns,
-                opened.number,
-            )
-        )
+        return [*commands, *self.ahead.waits(opened)]
 
     def _send(self, opened: OpenRequest, placed: Placement, now_ns: int) -> Routed:
         request, limits = opened.request, self.policy.limits
@@ -253,82 +264,67 @@ class RouterCore:
         opened.is_held = False
         opened.attempt += 1
         opened.routed_ns, opened.placement = now_ns, placed
+        role = self.legs.sent(opened, placed, now_ns)
+        self.gauges.add(opened.side.pool, role, placed.work_s, now_ns)
         is_remote = bool(placed.prefill_worker)
-        for worker in (placed.worker, placed.prefill_worker) if is_remote else (placed.worker,):
-            self.fleet.workers[self.fleet.row_of[worker]].breaker.allows(now_ns)
-        self.fleet.sent(
-            name,
-            placed.worker,
-            work_s=0.0 if is_remote else placed.work_s,
-            tokens=placed.need_tokens,
-            now_ns=now_ns,
-            uncached=0.0 if is_remote else placed.uncached,
-        )
-        if is_remote:
-            self.fleet.sent(
-                _prefill_of(name),
-                placed.prefill_worker,
-                work_s=placed.work_s,
-                tokens=request.prompt_tokens,
-                now_ns=now_ns,
-                uncached=placed.uncached,
-            )
-        computes = placed.prefill_worker or placed.worker
-        role = self.fleet.workers[self.fleet.row_of[computes]].spec.role
-        self._rate(opened.side.pool, role).add(placed.work_s, now_ns)
+        self.planner.prefill_sent(opened.side.pool, placed.work_s, is_remote=is_remote)
         self.placer.sent(placed, request)
-        for worker in {computes, placed.worker}:
-            self.tree.insert(request.keys, worker, now_ns, block_tokens=request.block_tokens)
-        assert placed.receipt is not None
-        race_s = limits.race_after_s
-        can_race = race_s and not request.has_side_effects and placed.receipt.fallbacks
+        home = self.stays.home(opened.stays_at, placed.worker, opened.failed)
+        self.stays.keep(request, opened.side.pool, home, now_ns)
+        assert placed.draft is not None
+        has_retry = opened.failures + 1 < limits.attempts_max and self._retries_left >= 1
         return Routed(
             request_id=name,
             worker=placed.worker,
             model=opened.side.body_model,
             prefill_worker=placed.prefill_worker or None,
-            fallbacks=placed.receipt.fallbacks,
+            fallbacks=placed.draft.plain.fallbacks,
             attempt=opened.attempt,
             priority=self.policy.classes[opened.service].rank * 100 - request.priority,
-            deadline_s=max(limits.timeout_s_min, limits.timeout_factor * placed.predicted_s),
-            race_after_s=race_s
-            if can_race and Rung.NO_RACE.value not in placed.receipt.degraded
-            else None,
-            receipt=placed.receipt,
+            deadline_s=limits.deadline_s(placed.predicted_s),
+            is_last=not (placed.has_others and has_retry),
+            race_after_s=self.races.after_s(opened, placed),
+            draft=placed.draft,
+            hints=self.ahead.hints(opened, placed.worker, now_ns),
         )
 
     def _reject(
-        self, opened: OpenRequest, reason: RejectReason, now_ns: int, *, excess_s: float = 0.0
+        self, opened: OpenRequest, reason: RejectReason, now_ns: int, *, predicted_s: float = 0.0
     ) -> Rejected:
-        request, pool = opened.request, opened.side.pool
+        name, objective_s = opened.request.request_id, self.placer.objective_s(opened)
         rank = self.policy.classes[opened.service].rank
         retry_s = None
-        if _STATUS[reason] in (429, 503):
-            retry_s = self.room.retry_after_s(self.room.ahead(pool, rank), excess_s, now_ns)
-        self._close(opened, Ending.FAILED, now_ns)
-        receipt = None if opened.placement is None else opened.placement.receipt
-        return Rejected(request.request_id, _STATUS[reason], reason, retry_s, (), receipt)
+        if reason.status in (429, 503):
+            ahead, excess_s = self.room.ahead(opened.side.pool, rank), predicted_s - objective_s
+            retry_s = self.room.retry_after_s(ahead, excess_s, now_ns)
+        if opened.placement is None and reason is not RejectReason.FAULT:  # it would fail again
+            self.receipts.keep(
+                self.placer.rejection(opened, its.Unplaced(reason, predicted_s), now_ns)
+            )
+        self._close(opened, Ending.FAILED, now_ns, rejected=reason)
+        return Rejected(name, reason.status, reason, retry_s, (), predicted_s, objective_s)
 
-    def _close(self, opened: OpenRequest, end: Ending, now_ns: int) -> None:
+    def _fault(self, opened: OpenRequest, now_ns: int) -> Rejected:
+        """Reject a request: placing it raised."""
+        rejected = self._reject(opened, RejectReason.FAULT, now_ns)
+        return msgspec.structs.replace(rejected, fault=traceback.format_exc())
+
+    def _close(self, opened: OpenRequest, end: Ending, now_ns: int, *, rejected: str = "") -> None:
         """Take a request out of every table."""
         name = opened.request.request_id
         del self.open[name]
         self.room.remove(name)
         if opened.side.pool in self.placer.lanes:
             self.placer.lanes[opened.side.pool].remove(name)
-        self.fleet.ended(name, now_ns)
-        self.fleet.ended(_prefill_of(name), now_ns)
-        if opened.placement is not None and opened.placement.receipt is not None:
-            outcome = RouteOutcome(
-                opened.ttft_s, opened.cached_tokens, opened.output_tokens, opened.attempt, end.value
-            )
-            self.receipts.keep(opened.placement.receipt, outcome)
+        self.legs.ended(opened, now_ns)
+        if opened.placement is not None and opened.placement.draft is not None:
+            self.receipts.keep(opened.placement.draft.ended(opened.outcome(end, rejected)))
 
     def _prefill_done(self, event: its.PrefillDone, now_ns: int) -> list[RouteCommand]:
         opened = self.open.get(event.request_id)
         if opened is not None and opened.placement is not None:
-            self._succeeded(opened.placement.prefill_worker)
-            self.fleet.ended(_prefill_of(event.request_id), now_ns)
+            self.fleet.succeeded(opened.placement.prefill_worker)
+            self.legs.prefilled(opened, now_ns)
         return []
 
     def _first_token(self, event: its.FirstToken, now_ns: int) -> list[RouteCommand]:
@@ -338,20 +334,33 @@ class RouterCore:
             return []
         opened.has_begun = True
         opened.ttft_s = (now_ns - opened.arrived_ns) / NS_PER_S
-        self.fleet.ended(_prefill_of(event.request_id), now_ns)
-        self.fleet.began(event.request_id, now_ns)
-        self._succeeded(placed.worker)
+        self.legs.began(opened, now_ns)
+        self.fleet.succeeded(placed.worker)
         achieved_s = (now_ns - opened.routed_ns) / NS_PER_S
-        self.placer.weights.learn(placed.prefill_worker or placed.worker, placed.raw, achieved_s)
+        computed = placed.prefill_worker or placed.worker
+        if computed in self.fleet.row_of:  # one that has left is forgotten
+            self.placer.weights.learn(computed, placed.raw, achieved_s)
         if placed.prefill_worker:
             split, _ = self.placer.split_of(opened.side.pool)
             split.learn(uncached=placed.uncached, remote_s=achieved_s, local_s=placed.local_s)
+        self.races.learn(opened, placed, achieved_s)
+        self.planner.first_token(opened.side.pool, opened.arrived_ns, now_ns)
         return []
 
-    def _succeeded(self, worker: str) -> None:
-        row = self.fleet.row_of.get(worker)
-        if row is not None:
-            self.fleet.workers[row].breaker.succeeded()
+    def _late(self, event: its.Late, now_ns: int) -> list[RouteCommand]:
+        opened = self.open.get(event.request_id)
+        placed = None if opened is None else self.races.second(opened, self.placer, now_ns)
+        if opened is None or placed is None:
+            return []
+        self.legs.raced(opened, placed, now_ns)
+        deadline_s = self.policy.limits.deadline_s(placed.predicted_s)
+        return [its.Raced(event.request_id, placed.worker, opened.side.body_model, deadline_s)]
+
+    def _race_over(self, event: its.RaceOver, now_ns: int) -> list[RouteCommand]:
+        opened = self.open.get(event.request_id)
+        if opened is not None and opened.race is not None:
+            self.legs.race_over(opened, event.worker, event.failure, now_ns)
+        return []
 
     def _leg_failed(self, event: its.LegFailed, now_ns: int) -> list[RouteCommand]:
         opened = self.open.get(event.request_id)
@@ -359,20 +368,19 @@ class RouterCore:
         if opened is None or placed is None or opened.is_held:
             return []
         worker = placed.prefill_worker if event.leg is its.Leg.PREFILL else placed.worker
-        row = self.fleet.row_of.get(worker)
-        if row is not None:
-            self.fleet.workers[row].breaker.failed(now_ns)
-        opened.failed.add(worker)
+        self.legs.failed(opened, worker, event.failure, now_ns)
         self.placer.withdraw(opened.request, placed)
-        self.fleet.ended(event.request_id, now_ns)
-        self.fleet.ended(_prefill_of(event.request_id), now_ns)
-        # Nothing was sent: trying elsewhere costs nobody anything.
-        self._retries_left -= event.failure is not its.Failure.CONNECT
-        is_spent = opened.attempt >= self.policy.limits.attempts_max or self._retries_left < 0
+        self.legs.ended(opened, now_ns)
+        # Nothing was computed: trying elsewhere costs nobody anything.
+        self._retries_left -= event.failure not in (its.Failure.CONNECT, *COUNTLESS)
+        is_spent, attempts_max = self._retries_left < 0, self.policy.limits.attempts_max
         if event.leg is its.Leg.PREFILL:
-            # No request depends on a prefiller: with one attempt left, its decoder computes.
-            opened.is_local |= is_spent or opened.attempt + 1 >= self.policy.limits.attempts_max
+            # No request depends on a prefiller: its decoder computes, with attempts of its own.
+            opened.is_local |= is_spent or opened.attempt + 1 >= attempts_max
             is_spent = False
+        else:
+            opened.failures += 1
+            is_spent |= opened.failures >= attempts_max
         if event.has_streamed or opened.has_begun or is_spent:
             return [self._reject(opened, RejectReason.ATTEMPTS, now_ns)]
         return self._attempt(opened, now_ns)
@@ -381,20 +389,24 @@ class RouterCore:
         opened = self.open.get(event.request_id)
         if opened is None:
             return []
-        placed = opened.placement
         opened.cached_tokens, opened.output_tokens = event.cached_tokens, event.output_tokens
-        row = None if placed is None else self.fleet.row_of.get(placed.worker)
-        if placed is not None and row is not None:
-            if event.end is Ending.REFUSED:
-                self._succeeded(placed.worker)  # it answered: a 4xx is the client's
-            elif event.end is Ending.ABORTED and not opened.has_begun:
-                self.fleet.workers[row].breaker.unused()
-            if event.cached_tokens is not None and not placed.prefill_worker:
-                column = self.fleet.columns[:, row]
-                column[FleetColumn.HIT_RATIO] = smoothed_ratio(
-                    column[FleetColumn.HIT_RATIO], placed.hit_tokens, event.cached_tokens
-                )
-        self._close(opened, event.end, now_ns)
+        try:
+            self.legs.answered(opened, event.end)
+            self.stays.touch(opened.request, now_ns)
+            if opened.request.ends_session and event.end is Ending.DONE:
+                self.stays.end(opened.request)
+                self.ahead.pins.end_session(opened.request)
+            if opened.ttft_s is not None:
+                began_ns = opened.arrived_ns + int(opened.ttft_s * NS_PER_S)
+                self.planner.ended(opened.side.pool, began_ns, now_ns, event.output_tokens)
+        finally:
+            self._close(opened, event.end, now_ns)
+        return []
+
+    def _prepared(self, event: its.PrepareAnswered, now_ns: int) -> list[RouteCommand]:
+        request_id, answer = self.ahead.prepared(event, now_ns)
+        if (opened := self.open.get(request_id)) is not None:
+            opened.prepared += (answer,)
         return []
 
     # Held requests
@@ -421,14 +433,18 @@ class RouterCore:
         for rank, name in due[:_HEADS_MAX]:
             if blocked_rank is not None and rank > blocked_rank >= 0:
                 return None  # a less urgent class does not pass one that waits for room
-            placed = self.placer.place(self.open[name], now_ns)
-            if isinstance(placed, Placement):
-                return self._send(self.open[name], placed, now_ns)
-            if placed is not Blocked.LANES:
+            opened = self.open[name]
+            try:
+                placed = self.placer.place(opened, now_ns)
+                if isinstance(placed, Placement):
+                    return self._send(opened, placed, now_ns)
+            except Exception:
+                return self._fault(opened, now_ns)
+            if placed is not its.Blocked.LANES:
                 blocked_rank = rank
             elif rank >= 0:
                 self.room.move(name)
-                self._queue_prefill(self.open[name], now_ns)
+                self.placer.queue(opened, now_ns)
         return None
 
     # Readings
@@ -437,43 +453,32 @@ class RouterCore:
         """Dry run: the receipt of the decision that `Arrived` would get now. Changes nothing.
 
         Raises:
-            LookupError: no worker could take it; the message has the reason.
+            LookupError: it would wait, or no model has its name; the message has the reason.
         """
         number = self._number
         opened = self._opened(request, prefix, now_ns)
         self._number = number
         if isinstance(opened, Rejected):
             raise LookupError(opened.reason)  # noqa: TRY004
-        placed = self.placer.place(opened, now_ns)
-        if isinstance(placed, Blocked) or placed.receipt is None:
-            raise LookupError(placed.value if isinstance(placed, Blocked) else "no receipt")
-        return placed.receipt
+        found = self._admit(opened, now_ns)
+        if isinstance(found, its.Unplaced):
+            return self.placer.rejection(opened, found, now_ns).receipt()
+        if isinstance(found, Placement) and found.draft is not None:
+            return found.draft.receipt()
+        raise LookupError("it would wait for room")
 
-    def take_receipts(self) -> list[Receipt]:
-        """Receipts of requests that ended since the last call; the oldest are dropped."""
+    def take_drafts(self) -> list[ReceiptDraft]:
+        """Drafts of requests that ended since the last call; the oldest are dropped."""
         return self.receipts.take()
 
     def loads(self) -> tuple[SharedLoad, ...]:
         """Requests in flight, for other routers."""
         return self.fleet.loads()
 
-    def saturation(self, pool: str, now_ns: int) -> Saturation:
-        """Saturation of a pool's workers."""
-        rows = self.fleet.rows(pool, prefill=False)
-        return saturation(load_columns(self.fleet, rows, now_ns), self.policy.limits)
-
     def desired_replicas(self, pool: str, role: WorkerRole, now_ns: int) -> int:
-        """`wva_desired_replicas{pool,role}`."""
-        rows = self.fleet.rows(pool, prefill=role is WorkerRole.PREFILL)
-        return desired_replicas(
-            load_columns(self.fleet, rows, now_ns),
-            self.policy.limits,
-            work_rate=self._rate(pool, role).value(now_ns),
-            held=sum(entry.pool == pool for entry in self.room.entries.values()),
-        )
-
-    def _rate(self, pool: str, role: WorkerRole) -> WorkRate:
-        return self._rates.setdefault((pool, role), WorkRate())
+        """Workers of a role that a pool needs."""
+        held = sum(entry.pool == pool for entry in self.room.entries.values())
+        return self.gauges.desired_replicas(pool, role, held, now_ns)
 
     def check(self) -> None:
         """Invariants between two steps. Raises AssertionError if one is broken."""
@@ -481,20 +486,12 @@ class RouterCore:
         self.tree.check()
         self.room.check()
         self.placer.weights.check()
+        self.ahead.check()
+        self.stays.check()
         for name, opened in self.open.items():
-            is_sent = name in self.fleet.flights
             assert opened.is_held == (name in self.room.entries)
-            assert not (opened.is_held and is_sent)
+            assert not (opened.is_held and self.legs.has_flights(opened))
         assert self.room.entries.keys() <= self.open.keys()
         for lanes in self.placer.lanes.values():
             lanes.check()
-        flights = {name.removesuffix(_PREFILL) for name in self.fleet.flights}
-        assert flights <= self.open.keys()
-
-
-_PREFILL: Final = "\0prefill"
-
-
-def _prefill_of(request_id: str) -> str:
-    """Flight of the remote prefill."""
-    return request_id + _PREFILL
+        self.legs.check(self.open)

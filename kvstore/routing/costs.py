@@ -15,6 +15,7 @@ part of its own TTFT: compute displaces the requests that come after it and evic
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Final
 
 import msgspec
@@ -42,6 +43,8 @@ class Term(enum.IntEnum):
 
 
 LEARNED: Final = Term.OTHERS
+_TERM_COUNT: Final = len(Term)
+_TRUST_NAMES: Final = tuple(trust.value for trust in TRUSTS)
 TERM_NAMES: Final = tuple(term.name.lower() for term in Term)
 
 
@@ -52,7 +55,9 @@ class Costed(msgspec.Struct):
     uncached: Floats
 
 
-def compute_s(uncached: Floats, prompt_tokens: int, speed: Floats, costs: PolicyCosts) -> Floats:
+def compute_s(
+    uncached: Floats, prompt_tokens: int, speed: Floats | float, costs: PolicyCosts
+) -> Floats:
     """Prefill of the last `uncached` tokens of a prompt: each attends to all before it."""
     context = prompt_tokens - uncached / 2
     return uncached / speed * (1 + context / costs.attention_tokens)
@@ -71,11 +76,13 @@ def terms(
     """
     queue = columns[FeatureColumn.QUEUE_S]
     given = columns[FeatureColumn.TOKENS_PER_S]
-    speed = np.where(given > 0, given, costs.prefill_tokens_per_s)
-    factors = np.array([costs.trust[trust.value] for trust in TRUSTS])
-    expected = factors[columns[FeatureColumn.TRUST].astype(np.intp)]
+    speed: Floats | float = costs.prefill_tokens_per_s
+    if np.count_nonzero(given):
+        speed = np.where(given > 0, given, speed)
+    factors = _factors(tuple(map(costs.trust.__getitem__, _TRUST_NAMES)))
+    expected = factors.take(columns[FeatureColumn.TRUST].astype(np.intp))
     expected = expected * columns[FeatureColumn.HIT_RATIO]
-    if queue.any():
+    if np.count_nonzero(queue):
         expected[_hot(queue, prompt_tokens, speed, costs, limits)] = 0.0
     lengths, loads = _ways(columns, costs)
     uncached = np.maximum(1.0, prompt_tokens - lengths * expected)
@@ -84,34 +91,40 @@ def terms(
         seen_load = np.maximum(0.0, loads - queue)
     else:
         seen_load = np.maximum(0.0, loads - compute)
-    way = np.argmin(seen_load + compute, axis=0)
-    each = np.arange(len(queue))
-    made = np.zeros((len(Term), len(queue)))
+    if len(loads) > 1:
+        way, each = np.argmin(seen_load + compute, axis=0), np.arange(len(queue))
+        load, work, tokens = seen_load[way, each], compute[way, each], uncached[way, each]
+    else:
+        load, work, tokens = seen_load[0], compute[0], uncached[0]
+    made = np.zeros((_TERM_COUNT, len(queue)))
     made[Term.BASE] = costs.base_s
     made[Term.QUEUE] = queue
-    made[Term.LOAD] = seen_load[way, each]
-    made[Term.COMPUTE] = compute[way, each]
-    made[Term.INTERFERENCE] = (
-        made[Term.COMPUTE] * costs.stream_share * columns[FeatureColumn.STREAMS]
-    )
-    stalled = costs.stream_weight * columns[FeatureColumn.STREAMS]
+    made[Term.LOAD] = load
+    made[Term.COMPUTE] = work
+    streams = columns[FeatureColumn.STREAMS]
+    made[Term.INTERFERENCE] = work * costs.stream_share * streams
+    stalled = costs.stream_weight * streams
     stalled += costs.young_weight * columns[FeatureColumn.YOUNG]
-    made[Term.OTHERS] = made[Term.COMPUTE] * (pressure + stalled)
-    tokens = uncached[way, each]
+    made[Term.OTHERS] = work * (pressure + stalled)
     link = columns[FeatureColumn.LINK]
-    if link.any():
+    if np.count_nonzero(link):
         has_link = link > 0
         sent = tokens * costs.kv_bytes_per_token / np.where(has_link, link, 1.0)
         made[Term.LINK] = np.where(has_link, costs.network_s + sent, 0.0)
     return Costed(made, tokens)
 
 
+@functools.lru_cache(maxsize=16)
+def _factors(trusts: tuple[float, ...]) -> Floats:
+    return np.array(trusts)
+
+
 def _ways(columns: Floats, costs: PolicyCosts) -> tuple[Floats, Floats]:
     """Leading tokens and seconds of their load (4 × workers): hbm, dram, file, another node;
     the first alone, if no tier has anything."""
     own = columns[FeatureColumn.HBM : FeatureColumn.REMOTE + 1]
-    if not own[1:].any():
-        return own[:1], np.zeros_like(own[:1])
+    if not np.count_nonzero(own[1:]):
+        return own[:1], np.zeros((1, own.shape[1]))
     lengths = np.maximum.accumulate(own, axis=0)
     more_bytes = (lengths[1:] - lengths[:-1]) * costs.kv_bytes_per_token
     given = columns[FeatureColumn.LOAD_BYTES_PER_S]
@@ -120,8 +133,9 @@ def _ways(columns: Floats, costs: PolicyCosts) -> tuple[Floats, Floats]:
     loads[1] = more_bytes[0] / dram
     loads[2] = loads[1] + more_bytes[1] / costs.file_bytes_per_s
     # Another node's dram is an alternative to our own files for what is not in our dram.
-    lengths[3] = np.maximum(lengths[1], own[3])
-    beyond = (lengths[3] - lengths[1]) * costs.kv_bytes_per_token
+    far = np.maximum(0.0, own[3] - lengths[1]) * columns[FeatureColumn.FETCH_RATIO]
+    lengths[3] = lengths[1] + far
+    beyond = far * costs.kv_bytes_per_token
     loads[3] = loads[1] + np.where(
         beyond > 0, costs.network_s + beyond / costs.network_bytes_per_s + beyond / dram, 0.0
     )
@@ -129,7 +143,11 @@ def _ways(columns: Floats, costs: PolicyCosts) -> tuple[Floats, Floats]:
 
 
 def _hot(
-    queue: Floats, prompt_tokens: int, speed: Floats, costs: PolicyCosts, limits: PolicyLimits
+    queue: Floats,
+    prompt_tokens: int,
+    speed: Floats | float,
+    costs: PolicyCosts,
+    limits: PolicyLimits,
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     """Hot-spot guard, for this request alone: waiting there takes much longer than waiting
     elsewhere and computing the whole prompt."""

@@ -8,13 +8,15 @@ features of a receipt (terms hold them), so that the same policy decides the sam
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.routing.costs import LEARNED, TERM_NAMES, Term, terms
 from kvstore.routing.features import FeatureColumn, Features
-from kvstore.routing.filters import DROPS, dropped
+from kvstore.routing.filters import dropped, dropped_names
 from kvstore.routing.fleet import Floats
 from kvstore.routing.policy import RoutingPolicy, policy_hash
 from kvstore.routing.receipts import Receipt
@@ -49,6 +51,15 @@ class RouteVerdict(msgspec.Struct):
     """(learned terms, workers), without weights: what is learned from."""
 
 
+class Weighed(NamedTuple):
+    """A request at each of some workers."""
+
+    features: Features
+    case: Case
+    weights: Floats
+    verdict: RouteVerdict
+
+
 def decide(
     features: Features, case: Case, policy: RoutingPolicy, weights: Floats | None
 ) -> RouteVerdict:
@@ -66,8 +77,8 @@ def decide(
     )
     raw, others = costed.terms[:LEARNED], costed.terms[LEARNED]
     seconds = raw if weights is None else raw * weights
-    ttft_s = seconds.sum(axis=0)
-    if policy.policy == "cost":
+    ttft_s = np.add.reduce(seconds, axis=0)
+    if policy.policy == "cost" or not features.workers:
         named = dict(zip(TERM_NAMES, [*seconds, others], strict=True))
         named["cold"] = (1 - columns[FeatureColumn.WARM]) * policy.costs.adapter_s
         scores = ttft_s + others + named["cold"]
@@ -90,12 +101,12 @@ def decide(
 def _order(
     scores: Floats, codes: npt.NDArray[np.intp], columns: Floats, case: Case, policy: RoutingPolicy
 ) -> list[int]:
-    able = np.flatnonzero(codes == 0)
-    if not able.size:
-        return []
     # Equal scores: the one that has rested longest, so that cold prompts spread.
-    ranked = able[np.lexsort((-columns[FeatureColumn.IDLE_S, able], scores[able]))]
-    order: list[int] = ranked.tolist()
+    order: list[int] = np.lexsort((-columns[FeatureColumn.IDLE_S], scores)).tolist()
+    if np.count_nonzero(codes):
+        order = [place for place in order if not codes[place]]
+    if not order:
+        return []
     if policy.policy == "cost":
         best = float(scores[order[0]])
         bound = best + max(policy.choice.within_share * best, policy.choice.within_s)
@@ -108,8 +119,12 @@ def _order(
 
 def features_of(receipt: Receipt) -> Features:
     """The input of the decision, as the receipt has it."""
-    columns = np.array([receipt.features[column.name.lower()] for column in FeatureColumn])
-    return Features(list(receipt.workers), columns.reshape(len(FeatureColumn), -1))
+    columns = np.zeros((len(FeatureColumn), len(receipt.workers)))
+    columns[FeatureColumn.FETCH_RATIO] = 1.0  # an earlier version did not have it
+    for column in FeatureColumn:
+        if (found := receipt.features.get(column.name.lower())) is not None:
+            columns[column] = found
+    return Features(list(receipt.workers), columns)
 
 
 def case_of(receipt: Receipt) -> Case:
@@ -137,9 +152,10 @@ def replay(receipt: Receipt, policy: RoutingPolicy) -> Receipt:
         chosen=chosen,
         fallbacks=fallbacks(features, verdict, policy),
         predicted_s=float(verdict.ttft_s[verdict.order[0]]) if verdict.order else 0.0,
-        filtered=filtered(features, verdict),
+        filtered=dropped_names(features.workers, verdict.codes),
         terms={name: column.tolist() for name, column in verdict.terms.items()},
         scores=verdict.scores.tolist(),
+        cached=(receipt.prompt_tokens - verdict.uncached).tolist(),
     )
 
 
@@ -147,11 +163,3 @@ def fallbacks(features: Features, verdict: RouteVerdict, policy: RoutingPolicy) 
     """The next best."""
     rest = verdict.order[1 : 1 + policy.choice.fallback_count]
     return tuple(features.workers[place] for place in rest)
-
-
-def filtered(features: Features, verdict: RouteVerdict) -> dict[str, str]:
-    """Worker → word of the filter."""
-    if not verdict.codes.any():
-        return {}
-    places = np.flatnonzero(verdict.codes).tolist()
-    return {features.workers[place]: DROPS[verdict.codes[place]].value for place in places}

@@ -1,6 +1,8 @@
 """Events and commands of the core: all that goes in, all that comes out.
 
     Arrived ─▶ RequestHeld* ─▶ Routed ─▶ (LegFailed ─▶ Routed)* ─▶ RequestEnded    or Rejected
+    Prepare ─▶ PrepareAnswered
+                                 └─ Late ─▶ Raced ─▶ RaceOver, once
 
 Each request that `Arrived` gets exactly one final word: `Routed` (again after `LegFailed`) until it
 `RequestEnded`, or `Rejected`. The shell sends `RouteTick` every 5 to 20 ms while requests are held.
@@ -9,10 +11,11 @@ Each request that `Arrived` gets exactly one final word: `Routed` (again after `
 from __future__ import annotations
 
 import enum
+from typing import Final, NamedTuple
 
 import msgspec
 
-from kvstore.routing.receipts import Receipt
+from kvstore.routing.receipts import Receipt, ReceiptDraft
 from kvstore.routing.values import (
     LoadSample,
     PrefixAnswer,
@@ -31,13 +34,17 @@ class Leg(enum.StrEnum):
 
 
 class Failure(enum.StrEnum):
-    """Result of a leg that failed. A 4xx of the engine is none of them: it is passed to the client
-    as `RequestEnded` with outcome REFUSED and never counts against the worker."""
+    """Result of a leg that failed. A 4xx about the request is none of them: it is passed to the
+    client as `RequestEnded` with outcome REFUSED and never counts against the worker."""
 
     CONNECT = "connect"
     """Nothing was sent."""
     STATUS = "status"
-    """5xx before the first byte of the answer."""
+    """5xx before the first byte of the answer, or another status that is the engine's fault."""
+    BUSY = "busy"
+    """429, or 503 with Retry-After: load. The worker is left alone for a moment."""
+    REFUSED = "refused"
+    """A status for which the request may be the cause: other workers are tried, none is blamed."""
     TIMEOUT = "timeout"
     BROKEN = "broken"
     """The answer ended in the middle."""
@@ -91,6 +98,19 @@ class Shared(msgspec.Struct, frozen=True, tag=True):
     loads: tuple[SharedLoad, ...]
 
 
+class PrepareAnswered(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a Prepare, always: leading blocks by their place at the node."""
+
+    number: int
+    dram: int = 0
+    reading: int = 0
+    """On their way from disk."""
+    sought: int = 0
+    """Asked of other nodes."""
+    trouble: str = ""
+    """Why nothing was begun."""
+
+
 class Arrived(msgspec.Struct, frozen=True, tag=True):
     """A request, with the answer of the index where there is one."""
 
@@ -108,6 +128,22 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True):
     """First byte of the answer to the client: achieved TTFT, learned from."""
 
     request_id: str
+
+
+class Late(msgspec.Struct, frozen=True, tag=True):
+    """No first byte within `Routed.race_after_s`. Answered by `Raced`, or by nothing."""
+
+    request_id: str
+
+
+class RaceOver(msgspec.Struct, frozen=True, tag=True):
+    """One of two attempts has ended, and the other goes on alone."""
+
+    request_id: str
+    worker: str
+    """Worker of the attempt that ended."""
+    failure: Failure | None = None
+    """None: it was slower, and its connection is closed."""
 
 
 class LegFailed(msgspec.Struct, frozen=True, tag=True):
@@ -143,10 +179,46 @@ RouteEvent = (
     | Arrived
     | PrefillDone
     | FirstToken
+    | Late
+    | RaceOver
     | LegFailed
     | RequestEnded
+    | PrepareAnswered
     | RouteTick
 )
+
+
+class PrepareReason(enum.StrEnum):
+    """Why blocks are brought ahead of time."""
+
+    WAITS = "waits"
+    """A request for them is held."""
+    HOT = "hot"
+    """Many requests begin with them, and the workers that hold them are saturated."""
+    PINNED = "pinned"
+    """A client wants them kept."""
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Have the node of a worker bring these blocks to dram. PrepareAnswered answers."""
+
+    number: int
+    request_id: str
+    """Request that it is for; it may have ended."""
+    worker: str
+    keys: bytes
+    """In chain order."""
+    reason: PrepareReason
+
+
+class HintAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a client's hints."""
+
+    pinned_s: float = 0.0
+    pinned_tokens: int = 0
+    refused: str = ""
+    """Word for why nothing is pinned; empty: it is, or was not wanted."""
+    ends_session: bool = False
 
 
 class Routed(msgspec.Struct, frozen=True, tag=True):
@@ -160,7 +232,7 @@ class Routed(msgspec.Struct, frozen=True, tag=True):
     prefill_worker: str | None
     """None: local prefill. Sent at the same time as the decode leg (grant first)."""
     fallbacks: tuple[str, ...]
-    """Next best workers, for Envoy's list and for racing."""
+    """Next best workers, for Envoy's list."""
     attempt: int
     """1 for the first."""
     priority: int
@@ -168,8 +240,28 @@ class Routed(msgspec.Struct, frozen=True, tag=True):
     deadline_s: float
     """Time to the first token after which the attempt has failed (`Failure.TIMEOUT`)."""
     race_after_s: float | None
-    """Send it to `fallbacks[0]`, too, when there is no token by then; None: never."""
-    receipt: Receipt
+    """Say `Late` when there is no first byte by then; None: never."""
+    draft: ReceiptDraft
+    is_last: bool = False
+    """A failure would leave no other worker to try: waiting on is better than `deadline_s`, which
+    is that of the prefill leg only."""
+    hints: HintAnswer | None = None
+    """None: the client gave none."""
+
+    @property
+    def receipt(self) -> Receipt:
+        """Made for each reader."""
+        return self.draft.receipt()
+
+
+class Raced(msgspec.Struct, frozen=True, tag=True):
+    """Send the request to this worker, too. The first byte of an answer decides between the two:
+    the other connection is closed, and `RaceOver` says so before `FirstToken`."""
+
+    request_id: str
+    worker: str
+    model: str
+    deadline_s: float
 
 
 class RequestHeld(msgspec.Struct, frozen=True, tag=True):
@@ -187,19 +279,25 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     status: int
-    """404, 429, 502, 503 or 504."""
+    """400, 404, 429, 500, 502, 503 or 504."""
     reason: str
     """A word for the metric and `x-kvstore-dropped-reason`: `RejectReason` values."""
     retry_after_s: float | None
     known_models: tuple[str, ...]
-    """With 404."""
-    receipt: Receipt | None
+    """With 400 and 404."""
+    predicted_s: float = 0.0
+    """With OBJECTIVE: the TTFT, and below what it may be."""
+    objective_s: float = 0.0
+    fault: str = ""
+    """With FAULT: the traceback, for the log."""
 
 
 class RejectReason(enum.StrEnum):
     """Why a request was not routed. `x-llm-d-request-dropped-reason` has the same spellings."""
 
     MODEL_UNKNOWN = "rejected-model-unknown"
+    MODEL_MISSING = "rejected-model-missing"
+    """400: the request names none, and there are several."""
     NO_ENDPOINTS = "rejected-no-endpoints"
     """503: nothing is healthy, or the subset is empty."""
     SATURATED = "rejected-saturated"
@@ -211,6 +309,41 @@ class RejectReason(enum.StrEnum):
     """429: made room for a higher class."""
     ATTEMPTS = "rejected-attempts"
     """502: no attempt is left, or the answer broke after it began."""
+    FAULT = "rejected-fault"
+    """500: an error of the router at this request alone."""
+
+    @property
+    def status(self) -> int:
+        """Status of the answer."""
+        return _STATUS.get(self, 429)
 
 
-RouteCommand = Routed | RequestHeld | Rejected
+class Blocked(enum.Enum):
+    """Why there is no placement."""
+
+    LOAD = "load"
+    """Waiting can help."""
+    LANES = "lanes"
+    """The remote prefill waits for a prefiller."""
+    NO_WORKERS = "no workers"
+
+
+class Unplaced(NamedTuple):
+    """The request is to be rejected."""
+
+    reason: RejectReason
+    predicted_s: float = 0.0
+    """With OBJECTIVE."""
+
+
+_STATUS: Final = {
+    RejectReason.MODEL_UNKNOWN: 404,
+    RejectReason.MODEL_MISSING: 400,
+    RejectReason.ATTEMPTS: 502,
+    RejectReason.FAULT: 500,
+    RejectReason.NO_ENDPOINTS: 503,
+    RejectReason.EXPIRED: 503,
+}
+
+
+RouteCommand = Routed | Raced | RequestHeld | Rejected | Prepare

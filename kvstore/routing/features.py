@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.routing.fleet import YOUNG_S, Fleet, FleetColumn, Floats
+from kvstore.routing.fleet import AGES, YOUNG_S, Crew, Fleet, FleetColumn, Floats
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixAnswer, PrefixTrust, RouteRequest
 from kvstore.units import NS_PER_S
@@ -65,6 +65,10 @@ class FeatureColumn(enum.IntEnum):
     """Streams that have just begun, and the one that is about to."""
     LINK = 18
     """Bytes/s to the other leg's worker; 0: there is none, or it is on the same node."""
+    FETCH_RATIO = 19
+    """As HIT_RATIO, of what only another node has."""
+    STAYS = 20
+    """1: the last request of its session was there."""
 
 
 class Features(msgspec.Struct):
@@ -74,40 +78,51 @@ class Features(msgspec.Struct):
     columns: Floats
 
 
-def load_columns(fleet: Fleet, rows: npt.NDArray[np.intp], now_ns: int) -> Floats:
+def load_columns(fleet: Fleet, crew: Crew, now_ns: int) -> Floats:
     """Features without those of a request."""
-    part = fleet.columns[:, rows]
+    part = fleet.columns.take(crew.rows, axis=1)
     costs = fleet.policy.costs
-    columns = np.zeros((len(FeatureColumn), len(rows)))
-    memory = columns[FeatureColumn.MEMORY_TOKENS] = part[FleetColumn.MEMORY_TOKENS]
-    given = columns[FeatureColumn.TOKENS_PER_S] = part[FleetColumn.TOKENS_PER_S]
-    columns[FeatureColumn.LOAD_BYTES_PER_S] = part[FleetColumn.LOAD_BYTES_PER_S]
-    other_queued, other_streams, other_memory = fleet.decayed(rows, now_ns)
-    speed = np.where(given > 0, given, costs.prefill_tokens_per_s)
+    columns = (crew.base if crew.base is not None else _base(crew, part)).copy()
+    head_s, young_s, idle_s = (now_ns - part[AGES]) / NS_PER_S
+    other_queued, other_streams, other_memory = fleet.decayed(part, now_ns)
     queued, work_s = part[FleetColumn.QUEUED], part[FleetColumn.WORK_S]
-    elapsed_s = np.maximum(0.0, now_ns - part[FleetColumn.HEAD_NS]) / NS_PER_S
-    own_s = work_s - np.minimum(elapsed_s, part[FleetColumn.HEAD_S])
-    count = queued.sum()
-    mean_s = work_s.sum() / count if count else 2048 / costs.prefill_tokens_per_s
-    others_s = np.maximum(part[FleetColumn.SHARED_TOKENS] / speed, other_queued * mean_s)
-    columns[FeatureColumn.QUEUE_S] = np.maximum(0.0, own_s) + others_s
+    count = float(np.add.reduce(queued))
+    others_s = other_queued * (
+        float(np.add.reduce(work_s)) / count if count else 2048 / costs.prefill_tokens_per_s
+    )
+    shared = part[FleetColumn.SHARED_TOKENS]
+    if np.count_nonzero(shared):
+        given = part[FleetColumn.TOKENS_PER_S]
+        speed = np.where(given > 0, given, costs.prefill_tokens_per_s)
+        others_s = np.maximum(shared / speed, others_s)
+    if count:
+        own_s = work_s - np.minimum(np.maximum(0.0, head_s), part[FleetColumn.HEAD_S])
+        others_s += np.maximum(0.0, own_s)
+    columns[FeatureColumn.QUEUE_S] = others_s
     columns[FeatureColumn.QUEUED] = queued + other_queued
     columns[FeatureColumn.STREAMS] = part[FleetColumn.STREAMS] + np.maximum(
         part[FleetColumn.SHARED_STREAMS], other_streams
     )
-    own_memory = part[FleetColumn.HELD_TOKENS] / np.maximum(1.0, memory)
-    columns[FeatureColumn.MEMORY] = np.where(memory > 0, own_memory, 0.0) + other_memory
-    young_s = (now_ns - part[FleetColumn.YOUNG_NS]) / NS_PER_S
+    columns[FeatureColumn.MEMORY] = part[FleetColumn.HELD_TOKENS] / crew.room + other_memory
     young = part[FleetColumn.YOUNG] * np.exp(-young_s / YOUNG_S)
     columns[FeatureColumn.YOUNG] = young + (queued > 0)
     columns[FeatureColumn.HIT_RATIO] = part[FleetColumn.HIT_RATIO]
-    idle_s = (now_ns - part[FleetColumn.SENT_NS]) / NS_PER_S
-    columns[FeatureColumn.IDLE_S] = np.where(
-        part[FleetColumn.SENT_NS] > 0, np.minimum(idle_s, _IDLE_S_MAX), _IDLE_S_MAX
-    )
-    columns[FeatureColumn.POSITION] = rows
-    columns[FeatureColumn.TRUST] = _NONE
+    columns[FeatureColumn.FETCH_RATIO] = part[FleetColumn.FETCH_RATIO]
+    columns[FeatureColumn.IDLE_S] = np.minimum(idle_s, _IDLE_S_MAX)
     return columns
+
+
+def _base(crew: Crew, part: Floats) -> Floats:
+    """Columns that only another description of a worker changes."""
+    base = crew.base = np.zeros((len(FeatureColumn), len(crew.rows)))
+    memory = base[FeatureColumn.MEMORY_TOKENS] = part[FleetColumn.MEMORY_TOKENS]
+    base[FeatureColumn.TOKENS_PER_S] = part[FleetColumn.TOKENS_PER_S]
+    base[FeatureColumn.LOAD_BYTES_PER_S] = part[FleetColumn.LOAD_BYTES_PER_S]
+    base[FeatureColumn.POSITION] = crew.rows
+    base[FeatureColumn.TRUST] = _NONE
+    base[FeatureColumn.WARM] = 1.0
+    crew.room = np.where(memory > 0, memory, np.inf)
+    return base
 
 
 class PrefixColumns:
@@ -152,23 +167,29 @@ class PrefixColumns:
             return
         self._places()
         count = len(self._fleet.workers)
-        lengths = [[0] * count for _ in range(4)]  # hbm, dram, file, remote: blocks
+        # hbm, dram, file, remote: blocks. Without an index there are none but in hbm.
+        lengths = [[0] * count for _ in range(1 if prefix is None else 4)]
         trust = [_NONE] * count
         if prefix is not None:
             self._from_index(lengths, trust, prefix)
         self._from_tree(lengths[0], trust, request, now_ns, has_index=prefix is not None)
-        for row in self._red():
+        for row in self._red(request):
             trust[row] = _NONE
             for column in lengths:
                 column[row] = 0
-        tokens = np.array(lengths, dtype=np.float64)[:, rows] * request.block_tokens
-        columns[FeatureColumn.HBM : FeatureColumn.TRUST] = np.minimum(
-            tokens, request.prompt_tokens - 1
-        )
-        columns[FeatureColumn.TRUST] = np.array(trust)[rows]
+        tokens, trusts = np.array(lengths, dtype=np.float64), np.array(trust)
+        if len(rows) < count:
+            tokens, trusts = tokens.take(rows, axis=1), trusts.take(rows)
+        tokens *= request.block_tokens
+        filled = columns[FeatureColumn.HBM : FeatureColumn.HBM + len(lengths)]
+        np.minimum(tokens, request.prompt_tokens - 1, out=filled)
+        columns[FeatureColumn.TRUST] = trusts
 
-    def _red(self) -> list[int]:
-        return [row for row, state in enumerate(self._fleet.workers) if state.is_red]
+    def _red(self, request: RouteRequest) -> list[int]:
+        row_of, workers = self._fleet.row_of, self._fleet.workers
+        rows = [row_of[name] for name in self._fleet.doubtful]
+        red = [row for row in rows if workers[row].is_red]
+        return red + [row_of[name] for name in request.load_only if name in row_of]
 
     def _from_tree(
         self,
@@ -198,7 +219,7 @@ class PrefixColumns:
     def _from_index(self, lengths: list[list[int]], trust: list[int], prefix: PrefixAnswer) -> None:
         hbm, dram, file, remote = lengths
         best = second = 0
-        best_node = ""
+        best_node, peers = "", prefix.peers
         for match in prefix.matches:
             code = _CODE[match.trust]
             if match.engine:
@@ -210,12 +231,16 @@ class PrefixColumns:
             for row in self._rows_of_node.get(match.node, ()):
                 dram[row], file[row] = match.dram_blocks, match.file_blocks
                 trust[row] = code if trust[row] == _NONE else max(code, trust[row])
+            if peers is not None and match.node not in peers:
+                continue
             if match.dram_blocks > best:
                 best, second, best_node = match.dram_blocks, best, match.node
             elif match.dram_blocks > second:
                 second = match.dram_blocks
         if best:
             for node, rows in self._rows_of_node.items():  # only workers with a node can fetch
+                if peers is not None and node not in peers:
+                    continue
                 length = second if node == best_node else best
                 for row in rows:
                     remote[row] = length

@@ -29,6 +29,7 @@ class Dropped(enum.StrEnum):
     DOWN = "down"
     DRAINING = "draining"
     BREAKER = "breaker"
+    """Also: full a moment ago, by its own word."""
     SUBSET = "subset"
     MODEL = "model"
     ADAPTER = "adapter"
@@ -68,11 +69,12 @@ def unfit(
         return _CODE[Dropped.SUBSET]
     if spec.models and model not in spec.models:
         return _CODE[Dropped.MODEL]
-    if adapter and adapter not in state.adapters and not spec.adapters_max:
+    is_there = adapter in state.adapters or adapter in spec.adapters  # runs, or is listed
+    if adapter and not is_there and not spec.adapters_max:
         return _CODE[Dropped.ADAPTER]
     if spec.worker in failed:
         return _CODE[Dropped.FAILED]
-    if not state.breaker.may_allow(now_ns):
+    if not state.breaker.may_allow(now_ns) or now_ns < state.busy_until_ns:
         return _CODE[Dropped.BREAKER]
     return 0
 
@@ -89,16 +91,27 @@ def dropped(columns: Floats, limits: PolicyLimits, *, need_tokens: int) -> npt.N
     queued, memory = columns[FeatureColumn.QUEUED], columns[FeatureColumn.MEMORY]
     capacity = columns[FeatureColumn.MEMORY_TOKENS]
     running = queued + columns[FeatureColumn.STREAMS]
-    new = np.maximum(0.0, need_tokens - columns[FeatureColumn.HBM] * (running > 0))
-    filled = memory + new / np.maximum(capacity, 1.0)
     codes: npt.NDArray[np.intp] = columns[FeatureColumn.UNFIT].astype(np.intp)
+    is_busy = running > 0
+    if not np.count_nonzero(is_busy):
+        return codes
+    new = np.maximum(0.0, need_tokens - columns[FeatureColumn.HBM] * is_busy)
+    filled = memory + new / np.maximum(capacity, 1.0)
     for drop, mask in (
         (Dropped.QUEUE, queued >= limits.queue_max),
         (Dropped.RUNNING, running >= limits.running_max),
-        (Dropped.MEMORY, (capacity > 0) & (filled > limits.memory_ceiling) & (running > 0)),
+        (Dropped.MEMORY, (capacity > 0) & (filled > limits.memory_ceiling) & is_busy),
     ):
-        codes[(codes == 0) & mask] = _CODE[drop]
+        if np.count_nonzero(mask):
+            codes[(codes == 0) & mask] = _CODE[drop]
     return codes
+
+
+def dropped_names(workers: list[str], codes: npt.NDArray[np.intp]) -> dict[str, str]:
+    """Worker → word of the filter."""
+    if not np.count_nonzero(codes):
+        return {}
+    return {workers[place]: DROPS[codes[place]].value for place in np.flatnonzero(codes).tolist()}
 
 
 def is_of_the_moment(codes: npt.NDArray[np.intp]) -> bool:

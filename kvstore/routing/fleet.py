@@ -26,10 +26,11 @@ Floats = npt.NDArray[np.float64]
 YOUNG_S: Final = 0.5
 """A stream has some dozens of tokens by then, over which a pause spreads."""
 _ROWS_MIN: Final = 16
+_MODELS_MAX: Final = 1000
 
 
 class FleetColumn(enum.IntEnum):
-    """Numbers of a row."""
+    """Numbers of a row. Times stand together (`AGES`)."""
 
     QUEUED = 0
     """Own requests before their first token."""
@@ -41,29 +42,38 @@ class FleetColumn(enum.IntEnum):
     """The first in the queue alone: the one that is computed now."""
     HEAD_NS = 4
     """Since then."""
-    HELD_TOKENS = 5
-    """KV cache that own requests fill in the end."""
-    OTHER_QUEUED = 6
-    """By scraping: requests of others."""
-    OTHER_STREAMS = 7
-    OTHER_MEMORY = 8
-    """Share of the KV cache."""
-    SCRAPED_NS = 9
+    YOUNG_NS = 5
+    """When `YOUNG` was so."""
+    SENT_NS = 6
+    """`NEVER_NS`: nothing was."""
+    SCRAPED_NS = 7
     """Less than 0: never."""
-    SHARED_TOKENS = 10
-    """By exchange: requests of other routers."""
-    SHARED_STREAMS = 11
-    SENT_NS = 12
-    YOUNG = 13
+    YOUNG = 8
     """Streams whose first token was lately: decays with `YOUNG_S`."""
-    YOUNG_NS = 14
-    """When that was so."""
+    HELD_TOKENS = 9
+    """KV cache that own requests fill in the end."""
+    OTHER_QUEUED = 10
+    """By scraping: requests of others."""
+    OTHER_STREAMS = 11
+    OTHER_MEMORY = 12
+    """Share of the KV cache."""
+    SHARED_TOKENS = 13
+    """By exchange: requests of other routers."""
+    SHARED_STREAMS = 14
     MEMORY_TOKENS = 15
     """As described, with the next two: 0: not known."""
     TOKENS_PER_S = 16
     LOAD_BYTES_PER_S = 17
     HIT_RATIO = 18
     """Cached tokens observed over predicted, smoothed; 1 at the start."""
+    FETCH_RATIO = 19
+    """The same, of tokens that only another node had."""
+
+
+NEVER_NS: Final = -1e15
+BUSY_NS: Final = NS_PER_S // 4
+"""A worker that is full by its own word gets no request for so long."""
+AGES: Final = slice(FleetColumn.HEAD_NS, FleetColumn.SCRAPED_NS)
 
 
 class Flight(msgspec.Struct):
@@ -82,6 +92,8 @@ class WorkerState:
 
     def __init__(self, spec: WorkerSpec, policy: RoutingPolicy) -> None:
         self.spec = spec
+        self.role = _begin_as(spec.role)
+        """In effect; of a flexible worker, the planner's."""
         self.health = WorkerHealth.UP
         self.is_red = False
         self.adapters = frozenset(spec.adapters)
@@ -89,6 +101,38 @@ class WorkerState:
         """Flights before their first token → seconds, in the order in which they were sent."""
         limits = policy.limits
         self.breaker = Breaker(failures_max=limits.failures_max, cooldown_ms=limits.cooldown_ms)
+        self.busy_until_ns = 0
+        """Full, by its own word; 0: it got a request since then."""
+
+
+def _begin_as(role: WorkerRole) -> WorkerRole:
+    return WorkerRole.BOTH if role is WorkerRole.ANY else role
+
+
+class Crew:
+    """Workers of a pool that serve one leg, in the order of their rows."""
+
+    def __init__(self, rows: list[int], states: list[WorkerState]) -> None:
+        self.rows = np.array(rows, dtype=np.intp)
+        self.states = states
+        self.names = [state.spec.worker for state in states]
+        self.place_of = {name: place for place, name in enumerate(self.names)}
+        self._serve: dict[str, bool] = {}
+        self.base: Floats | None = None
+        """Features that are the same for all requests (`features.load_columns`), …"""
+        self.room: Floats = np.zeros(0)
+        """… and tokens of each KV cache; not known: infinite."""
+
+    def all_serve(self, model: str) -> bool:
+        """Whether each serves a model."""
+        found = self._serve.get(model)
+        if found is None:
+            specs = [state.spec for state in self.states]
+            found = all(not spec.models or model in spec.models for spec in specs)
+            if len(self._serve) >= _MODELS_MAX:
+                self._serve.clear()
+            self._serve[model] = found
+        return found
 
 
 class Fleet:
@@ -102,7 +146,10 @@ class Fleet:
         self.flights: dict[str, Flight] = {}
         """By flight id."""
         self._shared: dict[str, tuple[SharedLoad, ...]] = {}
-        self._rows: dict[tuple[str, WorkerRole], npt.NDArray[np.intp]] = {}
+        self._crews: dict[tuple[str, bool], Crew] = {}
+        """By pool, and whether it is for remote prefills."""
+        self.doubtful: set[str] = set()
+        """Workers that are not up, whose keys differ, or that failed since they last answered."""
         self.version = 0
         """Counts joins and departures: what depends on rows is made anew."""
 
@@ -111,6 +158,8 @@ class Fleet:
         row = self.row_of.get(spec.worker)
         if row is not None:
             state = self.workers[row]
+            if not state.spec.role is spec.role is WorkerRole.ANY:
+                state.role = _begin_as(spec.role)
             state.spec, state.adapters = spec, frozenset(spec.adapters)
         else:
             row = self.row_of[spec.worker] = len(self.workers)
@@ -119,7 +168,8 @@ class Fleet:
                 self.columns = np.hstack([self.columns, np.zeros_like(self.columns)])
             self.columns[:, row] = 0
             self.columns[FleetColumn.SCRAPED_NS, row] = -1
-            self.columns[FleetColumn.HIT_RATIO, row] = 1
+            self.columns[FleetColumn.SENT_NS, row] = NEVER_NS
+            self.columns[FleetColumn.HIT_RATIO : FleetColumn.FETCH_RATIO + 1, row] = 1
         self.columns[FleetColumn.MEMORY_TOKENS : FleetColumn.HIT_RATIO, row] = (
             spec.memory_tokens,
             spec.prefill_tokens_per_s,
@@ -127,11 +177,19 @@ class Fleet:
         )
         self._changed()
 
+    def assign(self, worker: str, role: WorkerRole) -> None:
+        """Another role for a flexible worker, from the next decision on."""
+        state = self.workers[self.row_of[worker]]
+        assert state.spec.role is WorkerRole.ANY, "an operator fixed it"
+        state.role = role
+        self._changed()
+
     def leave(self, worker: str) -> list[str]:
         """Forget a worker; flights that were there."""
         row = self.row_of.pop(worker, None)
         if row is None:
             return []
+        self.doubtful.discard(worker)
         lost = [name for name, flight in self.flights.items() if flight.worker == worker]
         for name in lost:
             self.ended(name, 0)
@@ -145,25 +203,73 @@ class Fleet:
         return lost
 
     def _changed(self) -> None:
-        self._rows.clear()
+        self._crews.clear()
         self.version += 1
         self._share()
 
+    def judged(self, worker: str, health: WorkerHealth, *, is_red: bool) -> None:
+        """By probes, and by a comparison of keys; ignored for a worker that is not there."""
+        if (row := self.row_of.get(worker)) is not None:
+            state = self.workers[row]
+            state.health, state.is_red = health, is_red
+            self._doubt(state)
+
+    def failed(self, worker: str, now_ns: int) -> None:
+        """A worker failed; no error if it has left."""
+        if (row := self.row_of.get(worker)) is not None:
+            self.workers[row].breaker.failed(now_ns)
+            self.doubtful.add(worker)
+
+    def spared(self, worker: str, now_ns: int, *, is_busy: bool) -> None:
+        """A worker refused a request, which is no failure; no error if it has left."""
+        if (row := self.row_of.get(worker)) is not None:
+            self.workers[row].breaker.unused()
+            if is_busy:
+                self.workers[row].busy_until_ns = now_ns + BUSY_NS
+                self.doubtful.add(worker)
+
+    def succeeded(self, worker: str) -> None:
+        """A worker answered; no error if it has left."""
+        if (row := self.row_of.get(worker)) is not None:
+            self.workers[row].breaker.succeeded()
+            if self.doubtful:
+                self._doubt(self.workers[row])
+
+    def _doubt(self, state: WorkerState) -> None:
+        is_fine = state.health is WorkerHealth.UP and not state.is_red
+        if is_fine and not state.breaker.is_open and not state.busy_until_ns:
+            self.doubtful.discard(state.spec.worker)
+        else:
+            self.doubtful.add(state.spec.worker)
+
     def rows(self, pool: str, *, prefill: bool) -> npt.NDArray[np.intp]:
         """Rows of a pool that serve remote prefills, or all the rest of a request."""
-        role = WorkerRole.PREFILL if prefill else WorkerRole.DECODE
-        found = self._rows.get((pool, role))
+        return self.crew(pool, prefill=prefill).rows
+
+    def crew(self, pool: str, *, prefill: bool) -> Crew:
+        """As `rows`, with the workers."""
+        found = self._crews.get((pool, prefill))
         if found is None:
+            role = WorkerRole.PREFILL if prefill else WorkerRole.DECODE
             rows = [
                 row
                 for row, state in enumerate(self.workers)
                 if state.spec.pool == pool
-                and (
-                    state.spec.role is role or (not prefill and state.spec.role is WorkerRole.BOTH)
-                )
+                and (state.role is role or (not prefill and state.role is WorkerRole.BOTH))
             ]
-            found = self._rows[pool, role] = np.array(rows, dtype=np.intp)
+            found = self._crews[pool, prefill] = Crew(rows, [self.workers[row] for row in rows])
         return found
+
+    def planned_roles(self) -> dict[str, WorkerRole]:
+        """Roles in effect of workers that may change them."""
+        flexible = [s for s in self.workers if s.spec.role is WorkerRole.ANY]
+        return {state.spec.worker: state.role for state in flexible}
+
+    def flexible(self, pool: str) -> Crew:
+        """Prefillers that an operator did not fix."""
+        every = self.rows(pool, prefill=True).tolist()
+        rows = [row for row in every if self.workers[row].spec.role is WorkerRole.ANY]
+        return Crew(rows, [self.workers[row] for row in rows])
 
     def sent(
         self,
@@ -179,6 +285,7 @@ class Fleet:
         assert flight not in self.flights
         row = self.row_of[worker]
         queue = self.workers[row].queue
+        self.workers[row].busy_until_ns = 0
         column = self.columns[:, row]
         if not queue:
             column[FleetColumn.HEAD_S] = work_s
@@ -230,8 +337,12 @@ class Fleet:
         if row is None:
             return
         state, column = self.workers[row], self.columns[:, row]
+        if sample.adapters is not None:
+            state.adapters = frozenset(sample.adapters)
+        waiting, running = sample.waiting, sample.running
+        if waiting is None or running is None:
+            return  # not said is not 0: what was known grows old
         own_queued, own_streams = column[FleetColumn.QUEUED], column[FleetColumn.STREAMS]
-        waiting, running = sample.waiting or 0, sample.running or 0
         foreign = max(0.0, waiting + running - own_queued - own_streams)
         column[FleetColumn.OTHER_QUEUED] = min(foreign, waiting)
         column[FleetColumn.OTHER_STREAMS] = foreign - column[FleetColumn.OTHER_QUEUED]
@@ -239,8 +350,6 @@ class Fleet:
             own = column[FleetColumn.HELD_TOKENS] / max(1, state.spec.memory_tokens)
             column[FleetColumn.OTHER_MEMORY] = max(0.0, sample.memory_used - own)
         column[FleetColumn.SCRAPED_NS] = now_ns
-        if sample.adapters is not None:
-            state.adapters = frozenset(sample.adapters)
 
     def loads(self) -> tuple[SharedLoad, ...]:
         """Own flights, by worker."""
@@ -268,15 +377,14 @@ class Fleet:
                 if (row := self.row_of.get(load.worker)) is not None:
                     both[:, row] += (load.prefill_tokens, load.streams)
 
-    def decayed(self, rows: npt.NDArray[np.intp], now_ns: int) -> Floats:
-        """Scraped columns of some rows (3 × rows): fresh ones as they are, old ones on their way to
-        the mean of the fresh, by half each `stale_s`; never scraped: the mean."""
-        part = self.columns[:, rows]
+    def decayed(self, part: Floats, now_ns: int) -> Floats:
+        """Scraped columns (3 × rows) of a part of `columns`: fresh ones as they are, old ones on
+        their way to the mean of the fresh, by half each `stale_s`; never scraped: the mean."""
         values = part[FleetColumn.OTHER_QUEUED : FleetColumn.OTHER_MEMORY + 1]
         stamps, stale_s = part[FleetColumn.SCRAPED_NS], self.policy.limits.stale_s
-        oldest = stamps.min(initial=now_ns)
+        oldest = np.minimum.reduce(stamps, initial=now_ns)
         is_fresh = oldest >= 0 and now_ns - oldest <= stale_s * NS_PER_S
-        if is_fresh or stamps.max(initial=-1) < 0:  # as they are, or nobody was ever scraped
+        if is_fresh or np.maximum.reduce(stamps, initial=-1) < 0:  # the latter: never scraped
             return values
         age_s = (now_ns - stamps) / NS_PER_S
         is_old = (age_s > stale_s) | (stamps < 0)

@@ -13,13 +13,16 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.routing.costs import LEARNED
-from kvstore.routing.fleet import Floats
+from kvstore.routing.fleet import FleetColumn, Floats
 from kvstore.routing.policy import PolicyLearning
 
 _CLIP: Final = 2.0
 _SMOOTH: Final = 0.05
+_WHOLE_TOKENS: Final = 1000
+"""A prediction of fewer tokens counts less."""
 _LEAST_S: Final = 1e-9
 
 
@@ -31,16 +34,16 @@ class TermWeights:
         self._place: dict[str, int] = {}
         self._all: Floats = np.ones((LEARNED, 0))
         """A column for each worker."""
+        self._last: tuple[list[str], npt.NDArray[np.intp]] = [], np.zeros(0, dtype=np.intp)
+        """Workers that were asked for last, and their columns."""
 
     def of(self, workers: list[str]) -> Floats:
         """Shape (learned terms, workers)."""
-        place = self._place
-        try:
-            return self._all[:, [place[name] for name in workers]]
-        except KeyError:
-            for name in workers:
-                self._column(name)
-            return self.of(workers)
+        known, columns = self._last
+        if known is not workers:  # a crew's list of names is the same until the crew changes
+            columns = np.array([self._column(name) for name in workers], dtype=np.intp)
+            self._last = workers, columns
+        return self._all.take(columns, axis=1)
 
     def _column(self, worker: str) -> int:
         """Its column; a new worker starts with the mean."""
@@ -71,6 +74,7 @@ class TermWeights:
         """A worker is gone."""
         column = self._place.pop(worker, None)
         if column is not None:
+            self._last = [], self._last[1]
             self._all = np.delete(self._all, column, axis=1)
             self._place = {n: at - (at > column) for n, at in self._place.items()}
 
@@ -97,4 +101,16 @@ def smoothed_ratio(before: float, predicted: float, observed: float) -> float:
     """Cached tokens observed over predicted, smoothed; a prediction of nothing changes nothing."""
     if predicted < 1:
         return before
-    return (1 - _SMOOTH) * before + _SMOOTH * min(1.0, observed / predicted)
+    rate = _SMOOTH * min(1.0, predicted / _WHOLE_TOKENS)
+    return (1 - rate) * before + rate * min(1.0, max(0.0, observed) / predicted)
+
+
+def learn_hits(worker: Floats, offered: tuple[float, float], cached: int) -> None:
+    """Args:
+    worker: its column of the fleet.
+    offered: as in `Placement`, before any ratio: else a ratio would settle at its own root.
+    """
+    near, far = offered
+    ratios = worker[FleetColumn.HIT_RATIO : FleetColumn.FETCH_RATIO + 1]
+    ratios[0] = smoothed_ratio(ratios[0], near, cached)
+    ratios[1] = smoothed_ratio(ratios[1], far, cached - near)

@@ -3,7 +3,8 @@
     model as the client wrote it ─▶ rule (name, alias, adapter) ─▶ pool by weight ─▶ ModelSide
 
 The side of an A/B split is a hash of the session, or of the request where there is none: a session
-stays on its side, whatever router of a cluster it meets, and a canary of 10 % gets 10 % of them.
+gets the same side at every router of a cluster, and a canary of 10 % gets 10 % of them. When
+weights change, a session stays where it was for `session_ttl_s` (`stays`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 import xxhash
 
 from kvstore.routing.policy import ModelPool, RoutingPolicy
+from kvstore.routing.values import WorkerSpec
 
 _PARTS: Final = 1 << 32
 
@@ -41,12 +43,19 @@ class ModelUnknown(Exception):
 class ModelMap:
     """Names by one policy and one set of workers."""
 
-    def __init__(self, policy: RoutingPolicy, served: Iterable[tuple[str, str]] = ()) -> None:
-        """Args: `served`: (model, pool) of workers, used when the policy names no models."""
+    def __init__(self, policy: RoutingPolicy, workers: Iterable[WorkerSpec] = ()) -> None:
+        """Args: `workers`: their models and adapters count when the policy names no models, and the
+        pools that serve a model when its rule names none."""
         self._rules: dict[str, tuple[str, str, tuple[ModelPool, ...]]] = {}
         """Name → (base, adapter, pools)."""
+        pools_of: dict[tuple[str, str], dict[str, None]] = {}
+        """(model, adapter) → pools that serve them."""
+        for spec in workers:
+            models = spec.models or ("",)
+            for names in (*((m, "") for m in models), *((models[0], a) for a in spec.adapters)):
+                pools_of.setdefault(names, {})[spec.pool] = None
         for base, rule in policy.models.items():
-            pools = rule.pools or (ModelPool(pool=base),)
+            pools = rule.pools or _pools(pools_of.get((base, ""), {base: None}))
             for name in (base, *rule.aliases):
                 self._rules[name] = (base, "", pools)
             for adapter in rule.adapters:
@@ -54,34 +63,41 @@ class ModelMap:
         self._any: tuple[ModelPool, ...] = ()
         """Pools whose workers take every model."""
         if not policy.models:
-            pools_of: dict[str, dict[str, None]] = {}
-            for model, pool in served:
-                pools_of.setdefault(model, {})[pool] = None
-            self._any = tuple(ModelPool(pool=pool) for pool in pools_of.pop("", ()))
-            for model, names in pools_of.items():
-                pools = tuple(ModelPool(pool=pool) for pool in names)
-                self._rules[model] = (model, "", pools)
+            self._any = _pools(pools_of.pop(("", ""), ()))
+            for (model, adapter), found in pools_of.items():
+                self._rules[adapter or model] = (model, adapter, _pools(found))
+        bases = {base for base, _, _ in self._rules.values()}
+        self.sole = bases.pop() if len(bases) == 1 else ""
+        """The model of requests that name none; empty: there are several, or nobody said one."""
 
     @property
     def known(self) -> tuple[str, ...]:
         """All names, sorted."""
         return tuple(sorted(self._rules))
 
-    def resolve(self, name: str, *, session: str, request_id: str) -> ModelSide:
-        """Raises:
-        ModelUnknown: no rule has the name.
+    def resolve(self, name: str, *, session: str, request_id: str, stays_in: str = "") -> ModelSide:
+        """`name`: empty, it is the only model. `stays_in`: pool of the session's last request.
+
+        Raises:
+            ModelUnknown: no rule has the name.
         """
+        name = name or self.sole
         found = self._rules.get(name)
         if found is None:
             if not self._any:
                 raise ModelUnknown(self.known)
             found = (name, "", self._any)
         base, adapter, pools = found
-        pool = (
-            pools[0] if len(pools) == 1 else _by_weight(pools, f"{base}\0{session or request_id}")
-        )
+        pool = next((its for its in pools if its.pool == stays_in and its.weight), None)
+        if pool is None:
+            subject = f"{base}\0{session or request_id}"
+            pool = pools[0] if len(pools) == 1 else _by_weight(pools, subject)
         served = pool.served or base
         return ModelSide(pool.pool, served, adapter or served, adapter)
+
+
+def _pools(names: Iterable[str]) -> tuple[ModelPool, ...]:
+    return tuple(ModelPool(pool=name) for name in names)
 
 
 def _by_weight(pools: tuple[ModelPool, ...], subject: str) -> ModelPool:

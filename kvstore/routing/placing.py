@@ -7,30 +7,29 @@ Changes nothing but the count of decisions: `core` sends, holds or rejects.
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from kvstore.routing.costs import others_per_s
-from kvstore.routing.decide import Case, RouteVerdict, decide, fallbacks, filtered
+from kvstore.routing.decide import Case, RouteVerdict, Weighed, decide, fallbacks
+from kvstore.routing.events import Blocked, Ending, Unplaced
 from kvstore.routing.features import TRUSTS, FeatureColumn, Features, PrefixColumns, load_columns
-from kvstore.routing.filters import LANE, is_of_the_moment, unfit, warmth
-from kvstore.routing.fleet import Fleet, FleetColumn, Floats
+from kvstore.routing.filters import LANE, dropped_names, is_of_the_moment, unfit, warmth
+from kvstore.routing.fleet import Crew, Fleet, FleetColumn, Floats
 from kvstore.routing.learning import TermWeights
 from kvstore.routing.models import ModelSide
-from kvstore.routing.policy import UNBOUNDED, RoutingPolicy, policy_hash
+from kvstore.routing.policy import UNBOUNDED, PolicyCosts, RoutingPolicy, policy_hash
 from kvstore.routing.pressure import Rung, rungs, saturation
-from kvstore.routing.receipts import Receipt
-from kvstore.routing.split import PrefillLanes, PrefillSplit, SplitReason
+from kvstore.routing.receipts import Preparation, Receipt, ReceiptDraft, RouteOutcome
+from kvstore.routing.split import LaneEntry, PrefillLanes, PrefillSplit, SplitReason
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixAnswer, PrefixTrust, RouteRequest
 from kvstore.units import NS_PER_S
 
-FEATURE_NAMES: Final = tuple(column.name.lower() for column in FeatureColumn)
 _NONE: Final = TRUSTS.index(PrefixTrust.NONE)
 _SMOOTH: Final = 0.02
 _FRESH_NS: Final = 20_000_000
@@ -48,10 +47,21 @@ class OpenRequest(msgspec.Struct):
     attempt: int = 0
     failed: set[str] = msgspec.field(default_factory=set)
     """Workers whose leg failed."""
+    slow: set[str] = msgspec.field(default_factory=set)
+    """Those of them that gave no answer in time: tried again when nobody else is left."""
+    failures: int = 0
+    """Attempts that failed at the worker, not at a prefiller."""
     is_held: bool = False
     was_held: bool = False
     routed_ns: int = 0
     placement: Placement | None = None
+    flight: str = ""
+    """Under which `placement` is counted at its worker."""
+    race: Placement | None = None
+    """The second attempt of a race, beside `placement`."""
+    raced: tuple[float | None, str, str] = (None, "", "")
+    """Seconds after which the race began, winner, loser."""
+    is_late: bool = False
     is_local: bool = False
     """Prefillers failed so often that its decoder computes."""
     has_begun: bool = False
@@ -61,8 +71,26 @@ class OpenRequest(msgspec.Struct):
     output_tokens: int | None = None
     uncached: float = 0.0
     """Tokens of a remote prefill that waits."""
+    stays_at: str = ""
+    """Worker of its session's last request; empty: none, or too long ago."""
+    is_prepared: bool = False
+    """Its node was asked to bring blocks, or has nothing to bring."""
+    prepared: tuple[Preparation, ...] = ()
     likely_worker: str | None = None
     """While it is held: the best one at the last try, for promotion or a fetch ahead of time."""
+
+    def outcome(self, end: Ending, rejected: str) -> RouteOutcome:
+        """For its receipt."""
+        return RouteOutcome(
+            self.ttft_s,
+            self.cached_tokens,
+            self.output_tokens,
+            self.attempt,
+            end.value,
+            self.prepared,
+            *self.raced,
+            rejected,
+        )
 
 
 class Placement(msgspec.Struct):
@@ -77,23 +105,17 @@ class Placement(msgspec.Struct):
     uncached: float
     hit_tokens: float
     """Predicted."""
+    offered: tuple[float, float]
+    """Tokens that its own tiers have, and further ones of other nodes; trusted, but no ratios."""
     predicted_s: float
     """From now."""
     local_s: float
     """Predicted for a local prefill."""
     raw: Floats
     """Terms at the worker that computes, to learn from."""
-    receipt: Receipt | None = None
-
-
-class Blocked(enum.Enum):
-    """Why there is no placement."""
-
-    LOAD = "load"
-    """Waiting can help."""
-    LANES = "lanes"
-    """The remote prefill waits for a prefiller."""
-    NO_WORKERS = "no workers"
+    has_others: bool
+    """Whether another worker could take the request."""
+    draft: ReceiptDraft | None = None
 
 
 class Remote(msgspec.Struct):
@@ -106,11 +128,19 @@ class Remote(msgspec.Struct):
 
 
 def _local(
-    opened: OpenRequest, features: Features, verdict: RouteVerdict, reason: SplitReason
+    opened: OpenRequest,
+    features: Features,
+    verdict: RouteVerdict,
+    reason: SplitReason,
+    costs: PolicyCosts,
 ) -> Placement:
     chosen, request = verdict.order[0], opened.request
     uncached = float(verdict.uncached[chosen])
-    held = float(features.columns[FeatureColumn.HBM, chosen])
+    column = features.columns[:, chosen]
+    trust = costs.trust[TRUSTS[int(column[FeatureColumn.TRUST])].value]
+    held, dram, file, remote = column[FeatureColumn.HBM : FeatureColumn.TRUST].tolist()
+    near = max(held, dram, file)
+    far = max(0.0, remote - near)
     return Placement(
         worker=features.workers[chosen],
         prefill_worker="",
@@ -119,10 +149,16 @@ def _local(
         need_tokens=int(request.prompt_tokens - held + request.output_tokens_max),
         uncached=uncached,
         hit_tokens=request.prompt_tokens - uncached,
+        offered=(near * trust, far * trust),
         predicted_s=float(verdict.ttft_s[chosen]),
         local_s=float(verdict.ttft_s[chosen]),
         raw=verdict.raw[:, chosen],
+        has_others=_unfit_count(features) < len(features.workers) - 1,
     )
+
+
+def _unfit_count(features: Features) -> int:
+    return int(np.count_nonzero(features.columns[FeatureColumn.UNFIT]))
 
 
 def _remote(placed: Placement, prefillers: Features, legs: RouteVerdict) -> Placement:
@@ -136,12 +172,11 @@ def _remote(placed: Placement, prefillers: Features, legs: RouteVerdict) -> Plac
     )
 
 
-def kept(features: Features, verdict: RouteVerdict, count_max: int) -> list[int]:
+def kept(features: Features, verdict: RouteVerdict, count_max: int) -> list[int] | slice:
     """Places of the workers that a receipt has: all in their order, or the best ones."""
-    count = len(features.workers)
-    if count <= count_max:
-        return list(range(count))
-    return sorted(verdict.order[:count_max])
+    if len(features.workers) <= count_max:
+        return slice(None)
+    return sorted((verdict.order or range(count_max))[:count_max])
 
 
 class Placer:
@@ -172,42 +207,64 @@ class Placer:
         self.policy = policy
         self.policy_hash = policy_hash(policy)
         self.weights.settings = policy.learning
-        for pool, split in self.splits.items():
+        for split in self.splits.values():
             split.settings = policy.split
-            self.lanes[pool].settings = policy.split
+        for lanes in self.lanes.values():
+            lanes.settings = policy.split
 
     def split_of(self, pool: str) -> tuple[PrefillSplit, PrefillLanes]:
         """Thresholds and queue of a pool."""
         if pool not in self.splits:
             self.splits[pool] = PrefillSplit(self.policy.split)
-            self.lanes[pool] = PrefillLanes(self.policy.split)
+            self.lanes.setdefault(pool, PrefillLanes(self.policy.split))
         return self.splits[pool], self.lanes[pool]
 
-    def columns(self, opened: OpenRequest, rows: npt.NDArray[np.intp], now_ns: int) -> Features:
-        """Features of a request at some rows."""
-        request, side = opened.request, opened.side
-        columns = load_columns(self.fleet, rows, now_ns)
-        self._prefixes.fill(columns, rows, request, opened.prefix, now_ns)
-        states = [self.fleet.workers[row] for row in rows]
-        columns[FeatureColumn.WARM] = 1.0
+    def columns(self, opened: OpenRequest, crew: Crew, now_ns: int) -> Features:
+        """Features of a request at some workers."""
+        request, side, failed = opened.request, opened.side, opened.failed
+        columns = load_columns(self.fleet, crew, now_ns)
+        self._prefixes.fill(columns, crew.rows, request, opened.prefix, now_ns)
         if side.adapter:
-            columns[FeatureColumn.WARM] = [warmth(state, side.adapter) for state in states]
-        columns[FeatureColumn.UNFIT] = [
-            unfit(state, side.model, side.adapter, request.subset, opened.failed, now_ns)
-            for state in states
-        ]
-        return Features([state.spec.worker for state in states], columns)
+            columns[FeatureColumn.WARM] = [warmth(state, side.adapter) for state in crew.states]
+        if opened.stays_at in crew.place_of:
+            columns[FeatureColumn.STAYS, crew.place_of[opened.stays_at]] = 1.0
+        suspects: Iterable[int] = range(len(crew.states))
+        if not (side.adapter or request.subset is not None) and crew.all_serve(side.model):
+            named = failed | self.fleet.doubtful if failed else self.fleet.doubtful
+            suspects = [crew.place_of[name] for name in named if name in crew.place_of]
+        for place in suspects:
+            columns[FeatureColumn.UNFIT, place] = unfit(
+                crew.states[place], side.model, side.adapter, request.subset, failed, now_ns
+            )
+        return Features(crew.names, columns)
+
+    def queue(self, opened: OpenRequest, now_ns: int) -> None:
+        """Into the lanes, by the prompt's length less what was hit at the last judgement."""
+        _, lanes = self.split_of(opened.side.pool)
+        request = opened.request
+        uncached = opened.uncached or request.prompt_tokens
+        lanes.add(LaneEntry(request.request_id, uncached, request.priority, now_ns, opened.number))
+
+    def judge(self, opened: OpenRequest, now_ns: int) -> None:
+        """Note where the request would likely go."""
+        crew = self.fleet.crew(opened.side.pool, prefill=False)
+        if crew.states:
+            features, _, _, verdict = self._weigh(opened, crew, now_ns)
+            opened.likely_worker = features.workers[verdict.order[0]] if verdict.order else None
 
     def place(self, opened: OpenRequest, now_ns: int) -> Placement | Blocked:
-        """Where the request goes now."""
+        """Workers for the request now, or what blocks it."""
+        pool = opened.side.pool
+        placed = self._place(opened, self.fleet.crew(pool, prefill=False), now_ns)
+        if placed is Blocked.NO_WORKERS:  # a prefiller may serve it that is one by plan only
+            placed = self._place(opened, self.fleet.flexible(pool), now_ns)
+        return placed
+
+    def _place(self, opened: OpenRequest, crew: Crew, now_ns: int) -> Placement | Blocked:
         service = self.policy.classes[opened.service]
-        rows = self.fleet.rows(opened.side.pool, prefill=False)
-        if not rows.size:
+        if not crew.states:
             return Blocked.NO_WORKERS
-        features = self.columns(opened, rows, now_ns)
-        case = self._case(opened)
-        weights = self.weights.of(features.workers)
-        verdict = decide(features, case, self.policy, weights)
+        features, case, _, verdict = weighed = self._weigh(opened, crew, now_ns)
         if not verdict.order:
             return Blocked.LOAD if is_of_the_moment(verdict.codes) else Blocked.NO_WORKERS
         chosen = verdict.order[0]
@@ -218,7 +275,7 @@ class Placer:
         if full > service.saturation_max or queue_s > self._backlog_s(opened, now_ns):
             return Blocked.LOAD
         reason, remote = self._where(opened, features, verdict, now_ns)
-        placed = _local(opened, features, verdict, reason)
+        placed = _local(opened, features, verdict, reason, self.policy.costs)
         if remote is not None:
             if not remote.is_free:
                 opened.uncached = remote.uncached
@@ -230,10 +287,24 @@ class Placer:
             if not legs.order:
                 return Blocked.LANES
             placed = _remote(placed, remote.prefillers, legs)
-        placed.receipt = self._receipt(
-            opened, features, case, verdict, weights, placed, full, now_ns
-        )
+        placed.draft = self._draft(opened, weighed, placed, full, now_ns)
         return placed
+
+    def rejection(self, opened: OpenRequest, why: Unplaced, now_ns: int) -> ReceiptDraft:
+        """The draft of a request that gets no worker: what it would find at each one now."""
+        weighed = self._weigh(opened, self.fleet.crew(opened.side.pool, prefill=False), now_ns)
+        full = saturation(weighed.features.columns, self.policy.limits).value
+        outcome = RouteOutcome(attempts=0, end=Ending.FAILED.value, rejected=why.reason)
+        return self._draft(opened, weighed, None, full, now_ns, why.predicted_s).ended(outcome)
+
+    def objective_s(self, opened: OpenRequest) -> float:
+        """TTFT above which the request is rejected; 0: none."""
+        return opened.request.ttft_s or self.policy.classes[opened.service].ttft_s
+
+    def _weigh(self, opened: OpenRequest, crew: Crew, now_ns: int) -> Weighed:
+        features, case = self.columns(opened, crew, now_ns), self._case(opened)
+        weights = self.weights.of(features.workers)
+        return Weighed(features, case, weights, decide(features, case, self.policy, weights))
 
     def _saturation(
         self, opened: OpenRequest, features: Features, bound: float, now_ns: int
@@ -264,26 +335,25 @@ class Placer:
                 costs.dram_bytes_per_s if is_near else costs.network_bytes_per_s
             )
 
-    def _receipt(
+    def _draft(
         self,
         opened: OpenRequest,
-        features: Features,
-        case: Case,
-        verdict: RouteVerdict,
-        weights: Floats,
-        placed: Placement,
+        weighed: Weighed,
+        placed: Placement | None,
         full: float,
         now_ns: int,
-    ) -> Receipt:
+        predicted_s: float = 0.0,
+    ) -> ReceiptDraft:
+        """`placed` None: the request is rejected; `predicted_s` is why, or 0."""
+        features, case, weights, verdict = weighed
         request, prefix = opened.request, opened.prefix
         held_s = (now_ns - opened.arrived_ns) / NS_PER_S if opened.was_held else 0.0
-        trust = TRUSTS[int(features.columns[FeatureColumn.TRUST, verdict.order[0]])]
-        degraded = rungs(trust, value=full, is_held=opened.was_held, attempt=opened.attempt + 1)
-        if placed.reason in (SplitReason.PREFILL_QUEUE, SplitReason.FELL_BACK):
+        attempt = opened.attempt + 1
+        trust = self._trust(opened, features, verdict.order[0]) if verdict.order else TRUSTS[_NONE]
+        degraded = rungs(trust, value=full, is_held=opened.was_held, attempt=attempt)
+        if placed and placed.reason in (SplitReason.PREFILL_QUEUE, SplitReason.FELL_BACK):
             degraded.append(Rung.SPLIT_REFUSED)
-        keep = kept(features, verdict, self.policy.receipt_workers_max)
-        columns = features.columns[:, keep].tolist()
-        return Receipt(
+        plain = Receipt(
             number=case.number,
             seed=case.seed,
             at_ns=now_ns,
@@ -300,21 +370,44 @@ class Placer:
             output_tokens=case.output_tokens,
             session_hash=case.session_hash,
             pressure=case.pressure,
-            chosen=placed.worker,
-            prefill_worker=placed.prefill_worker,
-            fallbacks=fallbacks(features, verdict, self.policy),
-            split_reason=placed.reason.value,
+            chosen=placed.worker if placed else "",
+            prefill_worker=placed.prefill_worker if placed else "",
+            fallbacks=fallbacks(features, verdict, self.policy) if placed else (),
+            split_reason=placed.reason.value if placed else "",
             degraded=tuple(rung.value for rung in degraded),
             held_s=held_s,
-            attempt=opened.attempt + 1,
-            predicted_s=held_s + placed.predicted_s,
-            workers=tuple(features.workers[place] for place in keep),
-            filtered=filtered(features, verdict),
-            features=dict(zip(FEATURE_NAMES, columns, strict=True)),
-            weights=weights[:, keep].tolist(),
-            terms={name: column[keep].tolist() for name, column in verdict.terms.items()},
-            scores=verdict.scores[keep].tolist(),
+            attempt=attempt,
+            role=self.fleet.workers[self.fleet.row_of[placed.worker]].role if placed else "",
+            predicted_s=held_s + (placed.predicted_s if placed else predicted_s),
+            objective_s=self.objective_s(opened),
+            load_only=request.load_only,
+            filtered=dropped_names(features.workers, verdict.codes),
         )
+        # What is cut off in a large pool is not kept: requests wait for minutes with their drafts.
+        keep = kept(features, verdict, self.policy.receipt_workers_max)
+        workers = features.workers
+        return ReceiptDraft(
+            plain=plain,
+            workers=workers if isinstance(keep, slice) else [workers[at] for at in keep],
+            columns=features.columns[:, keep],
+            terms={name: column[keep] for name, column in verdict.terms.items()},
+            scores=verdict.scores[keep],
+            weights=weights[:, keep],
+            cached=request.prompt_tokens - verdict.uncached[keep],
+        )
+
+    def _trust(self, opened: OpenRequest, features: Features, place: int) -> PrefixTrust:
+        """Trust in what was known of the worker's prefixes, be it that it has none."""
+        request, prefix, worker = opened.request, opened.prefix, features.workers[place]
+        trust = TRUSTS[int(features.columns[FeatureColumn.TRUST, place])]
+        state = self.fleet.workers[self.fleet.row_of[worker]]
+        if trust is not PrefixTrust.NONE or state.is_red or worker in request.load_only:
+            return trust
+        if request.prompt_tokens <= request.block_tokens:  # no engine caches less than a block
+            return PrefixTrust.EXACT
+        if prefix is None or not (state.spec.engine or state.spec.node):
+            return PrefixTrust.APPROXIMATE if request.keys else trust
+        return prefix.trust
 
     def sent(self, placed: Placement, request: RouteRequest) -> None:
         """Note a decision in the smoothed shares."""
@@ -337,7 +430,7 @@ class Placer:
         self._seen_ns.setdefault(opened.side.pool, {})[rank] = opened.arrived_ns
         rows = self.fleet.rows(opened.side.pool, prefill=False)
         if rows.size:
-            busy = int(np.count_nonzero(self.fleet.columns[FleetColumn.QUEUED, rows]))
+            busy = int(np.count_nonzero(self.fleet.columns[FleetColumn.QUEUED].take(rows)))
             self.utilisation += _SMOOTH * (busy / rows.size - self.utilisation)
 
     def _case(self, opened: OpenRequest) -> Case:
@@ -360,17 +453,18 @@ class Placer:
     ) -> tuple[SplitReason, Remote | None]:
         """Local or remote; a remote one with its prefiller."""
         pool, settings, request = opened.side.pool, self.policy.split, opened.request
-        rows = self.fleet.rows(pool, prefill=True)
-        if not rows.size:
+        crew = self.fleet.crew(pool, prefill=True)
+        if not crew.states:
             return SplitReason.NO_PREFILLERS, None
         if not settings.is_on or request.must_be_local:
             return SplitReason.OFF, None
         split, lanes = self.split_of(pool)
         chosen = verdict.order[0]
-        prefillers = self.columns(opened, rows, now_ns)
+        prefillers = self.columns(opened, crew, now_ns)
         unfit_codes = prefillers.columns[FeatureColumn.UNFIT]
         able = unfit_codes == 0
-        if opened.is_local or not able.any():
+        is_prefiller = self.fleet.row_of[features.workers[chosen]] in crew.rows
+        if opened.is_local or is_prefiller or not able.any():
             return SplitReason.FELL_BACK, None
         queued = prefillers.columns[FeatureColumn.QUEUED]
         uncached = float(verdict.uncached[chosen])

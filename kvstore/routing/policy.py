@@ -9,7 +9,8 @@ with the place, such as `classes.inline: ttft_s must be at least 0`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
@@ -43,7 +44,7 @@ class PolicyCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     file_bytes_per_s: _Positive = 3e9
     network_bytes_per_s: _Positive = 10e9
     network_s: _NotNegative = 0.001
-    """Start of a transfer between nodes."""
+    """Latency of a transfer between nodes."""
     stream_share: _NotNegative = 0.002
     """Decode interference: each running stream makes a prefill this much longer."""
     adapter_s: _NotNegative = 0.2
@@ -58,22 +59,22 @@ class PolicyCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     load_weight: _NotNegative = 1.0
     """Seconds that the request delays others, per second of work it brings."""
     stream_weight: _NotNegative = 0.05
-    """Seconds that delaying one running stream by a second counts."""
+    """Cost in seconds of delaying one running stream by a second."""
     young_weight: _NotNegative = 0.5
     """The same for a stream that has just begun: a pause is not spread over many tokens yet."""
     keep_weight: _NotNegative = 1.0
-    """Seconds of prefixes that it evicts, which others compute again."""
+    """Weight of evicted prefixes that other requests recompute."""
 
 
 class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Choice among the best."""
 
     top_k: _Count = 3
-    """Size of the draw: the best workers, as far as their costs are close …"""
+    """Random choice among so many best workers whose costs exceed the best …"""
     within_share: _NotNegative = 0.05
-    """… by this share of the best cost, …"""
+    """… by at most this share, …"""
     within_s: _NotNegative = 0.005
-    """… or by these seconds."""
+    """… or by at most so many seconds."""
     fallback_count: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2
     """Further workers named to a gateway, in order."""
 
@@ -84,35 +85,53 @@ class PolicyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     queue_max: _Count = 128
     """Requests at a worker before their first token."""
     running_max: _Count = 1024
-    """Requests at a worker in all."""
+    """Requests at a worker in total."""
     memory_ceiling: _Share = 0.95
-    """Share of the KV cache that a request may fill with its need."""
+    """Highest use of a worker's KV cache, the request included."""
     stale_s: _Positive = 2.0
     """Scraped numbers older than this decay to the pool's mean, by half each `stale_s`."""
     urgent_s: _Positive = 10.0
     """Time for which a request counts as recent in `yield_s` of classes."""
     held_max: _Count = 16384
-    """Held requests of all classes: beyond, the lowest class makes room."""
+    """Queued requests of all classes; beyond, the lowest class is rejected."""
     saturated_s: _Positive = 2.0
     """Prefill ahead at a worker that counts as saturated."""
     holds_without_workers: bool = False
-    """Scale from zero: requests for a pool without workers are held, not answered 503."""
+    """Scale from zero: requests for a pool without workers wait instead of failing with 503."""
     hot_factor: _Positive = 4.0
     """Hot-spot guard: no prefix credit for this request at a worker whose queue is so many times
     the mean of the others, and longer than that mean and computing the whole prompt."""
     failures_max: _Count = 3
     cooldown_ms: _Count = 1000
     attempts_max: _Count = 3
-    """Attempts of one request."""
+    """Attempts of one request; attempts with a failed prefill do not count."""
     retry_share: _Share = 0.2
-    """Retries at most, as a share of requests (budget)."""
+    """Retry budget, as a share of requests."""
     timeout_factor: _Positive = 5.0
     timeout_s_min: _Positive = 10.0
-    """An attempt fails after `timeout_factor` times the predicted TTFT, at least this."""
+    """An attempt fails after `timeout_factor` times the predicted TTFT, at least this, if another
+    worker could take the request."""
     retry_burst: _Count = 256
-    """Retries that the budget saves up."""
-    race_after_s: _NotNegative = 0.0
-    """Race a second worker after this; 0: never."""
+    """Largest unused retry budget."""
+
+    def deadline_s(self, predicted_s: float) -> float:
+        """Time to the first byte, after which an attempt has failed."""
+        return max(self.timeout_s_min, self.timeout_factor * predicted_s)
+
+
+class PolicyRaces(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A second worker for a streamed request without side effects whose first byte is late."""
+
+    is_on: bool = False
+    quantile: Annotated[float, msgspec.Meta(ge=0.5, le=0.999)] = 0.95
+    """A first byte is late when achieved over predicted TTFT is above this quantile of its class,
+    which is learned."""
+    after_s_min: _Positive = 0.5
+    """Not before this."""
+    share: _Share = 0.05
+    """Budget of hedged requests, as a share of requests."""
+    burst: _Count = 16
+    """Largest unused budget of hedged requests."""
 
 
 class PolicyLearning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,11 +164,72 @@ class PolicySplit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     learned_least: _Count = 64
     learned_most: _Count = 8192
     short_tokens: _Count = 512
-    """Prompts of the short lane, by uncached tokens."""
+    """Uncached tokens up to which a prompt is short."""
     bucket_tokens: tuple[int, ...] = (2048, 8192, 32768)
     """Bounds of the queue's length buckets; shorter prompts go first."""
     aging_s: _Positive = 1.0
-    """A prompt that waited so long counts as one of the next shorter bucket."""
+    """Waiting time after which a prompt moves to the next shorter bucket."""
+
+
+class PoolRoles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of the planner in one pool."""
+
+    prefill_min: Annotated[int, msgspec.Meta(ge=0)] = 1
+    """Least number of prefill workers."""
+    decode_min: _Count = 1
+    """Least number of workers for whole requests."""
+
+
+class PolicyPlanner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Roles of workers with `role=any`, by what the pool lacks."""
+
+    is_on: bool = False
+    """No: roles do not change; a worker with `role=any` starts as `both`."""
+    ttft_s: _Positive = 2.0
+    """Objective of the first token, …"""
+    itl_s: _Positive = 0.05
+    """… and of the mean time between tokens of an answer."""
+    prefill_high_s: _Positive = 1.0
+    """Prefill ahead at a prefiller, from which prefillers are too few, …"""
+    prefill_low_s: _Positive = 0.25
+    """… and up to which one can change its role."""
+    streams_max: _Positive = 64.0
+    """Streams at a worker that decodes, in the mean."""
+    spare: _Share = 0.8
+    """Highest load of a role's remaining workers after a change."""
+    window_s: _Positive = 3.0
+    """Time over which numbers are smoothed."""
+    dwell_s: _NotNegative = 2.0
+    """Time for which a shortage of workers must last."""
+    cooldown_s: _NotNegative = 10.0
+    """Time between two changes."""
+    pools: dict[str, PoolRoles] = {}
+    """By the value of `pool=`; not named: the defaults."""
+
+
+class PolicyAhead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Blocks brought to dram before an engine asks, and clients' pins."""
+
+    is_on: bool = True
+    """No: neither prefetch nor pins."""
+    tokens_min: _Count = 256
+    """Least number of tokens to prefetch, and of a hot prefix."""
+    open_max: _Count = 256
+    """Prefetches in flight."""
+    hot_requests: _Positive = 8.0
+    """Requests from which a prefix is hot."""
+    hot_s: _Positive = 30.0
+    """Half-life of a request in `hot_requests`."""
+    copies_max: _Count = 2
+    """Concurrent copies of hot prefixes."""
+    copy_bytes_per_s: _NotNegative = 268435456.0
+    """Mean rate of these copies; 0: none."""
+    pin_s_max: _Positive = 3600.0
+    """Longest pin of a client."""
+    pins_per_tenant: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 64
+    """Pins per tenant; 1,024 for all tenants together."""
+    touch_s: _Positive = 30.0
+    """Interval between two touches of a pinned prompt."""
 
 
 class ServiceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,17 +238,17 @@ class ServiceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rank: int
     """0 is the most urgent."""
     ttft_s: _NotNegative = 0.0
-    """Objective; 0: none. A request is rejected early when its predicted TTFT breaks it."""
+    """Objective; 0: none. A request whose predicted TTFT exceeds it is rejected early."""
     queue_max: Annotated[int, msgspec.Meta(ge=0)] = 1024
-    """Requests of the class that may be held."""
+    """Queued requests of the class."""
     ttl_s: _Positive = 60.0
     """Longest time in the queue."""
     backlog_s: _Positive = 30.0
-    """With this much prefill ahead at the best worker, a request of the class is held."""
+    """Prefill ahead at the best worker from which a request of the class is queued."""
     yield_s: _Positive = 30.0
-    """The same, while requests of a more urgent class came within `urgent_s` of `limits`."""
+    """The same, if a more urgent request arrived within `urgent_s` of `limits`."""
     saturation_max: _Positive = UNBOUNDED
-    """Held while the pool's saturation is above this (degradation ladder)."""
+    """Queued while the pool's saturation is above this (degradation ladder)."""
 
 
 class ModelPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -230,7 +310,10 @@ class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     limits: PolicyLimits = PolicyLimits()
     learning: PolicyLearning = PolicyLearning()
     split: PolicySplit = PolicySplit()
+    races: PolicyRaces = PolicyRaces()
+    planner: PolicyPlanner = PolicyPlanner()
     weights: PolicyWeights = PolicyWeights()
+    ahead: PolicyAhead = PolicyAhead()
     classes: dict[str, ServiceClass] = msgspec.field(default_factory=_classes)
     default_class: str = "interactive"
     """Class of requests without the header `X-Kvstore-Class`."""
@@ -239,7 +322,8 @@ class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     models: dict[str, ModelRule] = {}
     """Empty: every model that a worker serves, in all pools that serve it."""
     session_ttl_s: _Positive = 300.0
-    """No effect yet: a session's worker is found by its hash, without memory of it."""
+    """A session stays in its pool while that has a weight, and with policies `session` and
+    `weighted` at its worker, for so long after its last request."""
     tree_blocks_max: _Count = 1_000_000
     """Blocks that the approximate tree remembers."""
     receipt_workers_max: _Count = 64
@@ -264,9 +348,23 @@ def parse(mapping: object) -> RoutingPolicy:
         except msgspec.ValidationError as error:
             raise ValueError(f"{place}: " * bool(place) + why_not(error, kind)) from None
     policy = msgspec.convert(mapping, RoutingPolicy)
+    if place := _not_finite(msgspec.to_builtins(policy)):
+        raise ValueError(f"{place} must be a finite number")
     for sentence in _faults(policy):
         raise ValueError(sentence)
     return policy
+
+
+def _not_finite(value: object, place: str = "") -> str:
+    """Place of an infinite number or a NaN, which YAML can write; empty: there is none."""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else place
+    children: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict):
+        children = ((f"{place}." * bool(place) + str(key), its) for key, its in value.items())
+    elif isinstance(value, list | tuple):
+        children = ((f"{place}[{number}]", its) for number, its in enumerate(value))
+    return next(filter(None, (_not_finite(its, str(where)) for where, its in children)), "")
 
 
 def _parts(mapping: dict[str, Any]) -> Iterator[_Part]:
@@ -292,6 +390,8 @@ def _faults(policy: RoutingPolicy) -> Iterator[str]:
         yield "learning: least and most must enclose 1, the weight at the start"
     if missing := {trust.value for trust in PrefixTrust} - policy.costs.trust.keys():
         yield f"costs.trust has no value for {min(missing)!r}: write all or leave it out"
+    if policy.planner.prefill_low_s >= policy.planner.prefill_high_s:
+        yield "planner: prefill_low_s must be below prefill_high_s"
     if list(policy.split.bucket_tokens) != sorted(set(policy.split.bucket_tokens)):
         yield "split.bucket_tokens must rise, such as [2048, 8192, 32768]"
     seen: dict[str, str] = {}
@@ -316,5 +416,8 @@ _SECTIONS: Final[dict[str, type[msgspec.Struct]]] = {
     "limits": PolicyLimits,
     "learning": PolicyLearning,
     "split": PolicySplit,
+    "races": PolicyRaces,
+    "planner": PolicyPlanner,
     "weights": PolicyWeights,
+    "ahead": PolicyAhead,
 }

@@ -15,10 +15,10 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from kvstore.routing.features import FeatureColumn
-from kvstore.routing.fleet import Floats
+from kvstore.routing.features import FeatureColumn, load_columns
+from kvstore.routing.fleet import Fleet, Floats
 from kvstore.routing.policy import PolicyLimits
-from kvstore.routing.values import PrefixTrust
+from kvstore.routing.values import PrefixTrust, WorkerRole
 from kvstore.units import NS_PER_S
 
 _TARGET: Final = 0.8
@@ -127,3 +127,27 @@ def desired_replicas(columns: Floats, limits: PolicyLimits, *, work_rate: float,
         need = max(need, count + 1)
     desired = max(1, math.ceil(need))
     return desired if desired >= count or need <= _SPARE * (count - 1) else count
+
+
+class Gauges:
+    """Saturation and replicas by pool, and the work that arrives there."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._rates: dict[tuple[str, WorkerRole], WorkRate] = {}
+
+    def add(self, pool: str, role: WorkerRole, work_s: float, now_ns: int) -> None:
+        """A request brought work to workers of this role."""
+        self._rates.setdefault((pool, role), WorkRate()).add(work_s, now_ns)
+
+    def saturation(self, pool: str, now_ns: int) -> Saturation:
+        """Saturation of the workers that decode."""
+        crew = self._fleet.crew(pool, prefill=False)
+        return saturation(load_columns(self._fleet, crew, now_ns), self._fleet.policy.limits)
+
+    def desired_replicas(self, pool: str, role: WorkerRole, held: int, now_ns: int) -> int:
+        """`wva_desired_replicas{pool,role}`. `held`: requests that wait for the pool."""
+        crew = self._fleet.crew(pool, prefill=role is WorkerRole.PREFILL)
+        columns = load_columns(self._fleet, crew, now_ns)
+        rate = self._rates.get((pool, role), WorkRate()).value(now_ns)
+        return desired_replicas(columns, self._fleet.policy.limits, work_rate=rate, held=held)

@@ -4,6 +4,9 @@ Columns have one entry for each of `workers`. Features are the whole input of a 
 `decide.replay` makes the decision of another policy from them. Bounded: `receipt_workers_max` of
 the policy; in a larger pool the best ones are kept, and a replay chooses among those. No keys,
 tokens or texts.
+
+A decision leaves a draft, whose tables are still arrays: most receipts are never read, and those
+that are need not be made before the request is sent.
 """
 
 from __future__ import annotations
@@ -13,7 +16,28 @@ from typing import Final
 
 import msgspec
 
+from kvstore.routing.features import FeatureColumn
+from kvstore.routing.fleet import Floats
+
+FEATURE_NAMES: Final = tuple(column.name.lower() for column in FeatureColumn)
 RECEIPTS_MAX: Final = 4096
+
+
+class Preparation(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that a node was to bring to dram ahead of time, and its answer."""
+
+    worker: str
+    reason: str
+    """waits, hot or pinned."""
+    blocks: int
+    """As asked; below, leading ones by their place at the node when it answered."""
+    dram: int = 0
+    reading: int = 0
+    """On their way from disk."""
+    sought: int = 0
+    """Asked of other nodes."""
+    trouble: str = ""
+    """Reason for no prefetch; empty: started."""
 
 
 class RouteOutcome(msgspec.Struct, frozen=True):
@@ -24,6 +48,16 @@ class RouteOutcome(msgspec.Struct, frozen=True):
     output_tokens: int | None = None
     attempts: int = 1
     end: str = ""
+    prepared: tuple[Preparation, ...] = ()
+    """Responses received before the end of the request."""
+    raced_s: float | None = None
+    """Delay of the hedged request."""
+    race_winner: str = ""
+    """Worker whose response was used."""
+    race_loser: str = ""
+    """Worker whose attempt was aborted or failed."""
+    rejected: str = ""
+    """Reason of the router's error response, as in `X-Kvstore-Dropped-Reason`; empty: none."""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,49 +78,92 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     index_epoch: int
     prompt_tokens: int
     output_tokens: int
-    """Estimated, for the need of memory."""
+    """Estimate, for memory use."""
     session_hash: int
     pressure: float = 0.0
-    """Seconds for others, per second of compute (`costs.others_per_s`)."""
+    """Seconds that a second of compute costs other requests, by utilisation, cache hits, and
+    `load_weight` and `keep_weight` of `costs`."""
     chosen: str
     """Empty: none."""
     prefill_worker: str = ""
+    role: str = ""
+    """Role of the chosen worker at that moment."""
     fallbacks: tuple[str, ...] = ()
     split_reason: str = ""
     """Word for the local or remote prefill."""
     degraded: tuple[str, ...] = ()
-    """Rungs of the degradation ladder that were in effect."""
+    """Active steps of the degradation ladder."""
     held_s: float = 0.0
     attempt: int = 1
     predicted_s: float = 0.0
     """TTFT from arrival, held time included."""
-    workers: tuple[str, ...]
-    filtered: dict[str, str]
+    objective_s: float = 0.0
+    """TTFT above which the request was to be rejected; 0: none."""
+    workers: tuple[str, ...] = ()
+    filtered: dict[str, str] = {}
     """Worker → word of the filter."""
-    features: dict[str, list[float]]
+    load_only: dict[str, str] = {}
+    """Worker → reason for its unknown prefixes with the request's LoRA adapter."""
+    features: dict[str, list[float]] = {}
     """Name → column, by `features.COLUMNS`."""
     weights: list[list[float]] = []
     """Learned ones, a column for each worker; empty: all 1."""
-    terms: dict[str, list[float]]
+    terms: dict[str, list[float]] = {}
     """Name → column of seconds (policy `cost`) or points, weights of learning applied."""
-    scores: list[float]
+    scores: list[float] = []
     """Lower is better."""
+    cached: list[float] = []
+    """Prompt tokens that were expected to be cached or loaded at each worker."""
     outcome: RouteOutcome = RouteOutcome()
 
 
+class ReceiptDraft(msgspec.Struct, frozen=True):
+    """Parts of a receipt. The arrays never change any more."""
+
+    plain: Receipt
+    """All of it but the tables."""
+    workers: list[str]
+    columns: Floats
+    terms: dict[str, Floats]
+    scores: Floats
+    weights: Floats
+    cached: Floats
+
+    def receipt(self) -> Receipt:
+        """Made anew by each call."""
+        return msgspec.structs.replace(
+            self.plain,
+            workers=tuple(self.workers),
+            features=dict(zip(FEATURE_NAMES, self.columns.tolist(), strict=True)),
+            weights=self.weights.tolist(),
+            terms={name: column.tolist() for name, column in self.terms.items()},
+            scores=self.scores.tolist(),
+            cached=self.cached.tolist(),
+        )
+
+    def ended(self, outcome: RouteOutcome) -> ReceiptDraft:
+        """With what followed."""
+        plain = msgspec.structs.replace(self.plain, outcome=outcome)
+        return msgspec.structs.replace(self, plain=plain)
+
+    def feature(self, column: FeatureColumn, worker: str) -> float:
+        """A number that the decision went by."""
+        return float(self.columns[column, self.workers.index(worker)])
+
+
 class ReceiptLog:
-    """Receipts of ended requests, until they are taken: `RECEIPTS_MAX`, then the oldest go."""
+    """Drafts of ended requests, until they are taken: `RECEIPTS_MAX`, then the oldest go."""
 
     def __init__(self) -> None:
         self.dropped_count = 0
-        self._kept = deque[Receipt](maxlen=RECEIPTS_MAX)
+        self._kept = deque[ReceiptDraft](maxlen=RECEIPTS_MAX)
 
-    def keep(self, receipt: Receipt, outcome: RouteOutcome) -> None:
+    def keep(self, draft: ReceiptDraft) -> None:
         """Add one."""
         self.dropped_count += len(self._kept) == RECEIPTS_MAX
-        self._kept.append(msgspec.structs.replace(receipt, outcome=outcome))
+        self._kept.append(draft)
 
-    def take(self) -> list[Receipt]:
+    def take(self) -> list[ReceiptDraft]:
         """All, oldest first."""
         taken = list(self._kept)
         self._kept.clear()

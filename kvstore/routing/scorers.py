@@ -72,12 +72,14 @@ def round_robin(columns: Floats, context: ScoreContext) -> dict[str, Floats]:
 
 
 def session(columns: Floats, context: ScoreContext) -> dict[str, Floats]:
-    """Highest hash of (session, worker) first; past workers with more than their share."""
+    """The worker that it was at, else the highest hash of (session, worker) first; past workers
+    with more than their share."""
     positions = columns[FeatureColumn.POSITION].astype(int).tolist()
     hashes = [mix(context.session_hash ^ mix(position + 1)) / _MASK for position in positions]
     requests = _requests(columns)
     bound = max(_SESSION_FREE, np.ceil((requests.sum() + 1) / len(requests) * _SESSION_LOAD_MAX))
-    return {"hash": 1 - np.array(hashes), "over": 2.0 * (requests >= bound)}
+    scores = np.where(columns[FeatureColumn.STAYS] > 0, -1.0, 1 - np.array(hashes))
+    return {"hash": scores, "over": 2.0 * (requests >= bound)}
 
 
 def prefix_load(columns: Floats, context: ScoreContext) -> dict[str, Floats]:

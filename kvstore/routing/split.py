@@ -141,6 +141,10 @@ class PrefillLanes:
         """Aborted or served otherwise. Whether it was here."""
         return self._waiting.pop(request_id, None) is not None
 
+    def uncached(self) -> float:
+        """Tokens that all of them will compute."""
+        return sum(entry.uncached for entry in self._waiting.values())
+
     def order(self, now_ns: int) -> list[LaneEntry]:
         """Heads of the lanes, by bucket less aging."""
         heads = []

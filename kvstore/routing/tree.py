@@ -10,10 +10,12 @@ start.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.types import KEY_BYTES
 
@@ -37,6 +39,7 @@ class ApproximateTree:
         self._blocks: OrderedDict[int, list[int]] = OrderedDict()
         """First 8 bytes of a key → bits of workers, of those sent it within `_YOUNG_NS`, when.
         Two keys with equal bytes cost a wrong guess, no more."""
+        self._last: tuple[bytes, int, tuple[list[int], list[int]]] = b"", 0, ([], [])
         self._bit_of: dict[str, int] = {}
         self._worker_of: dict[int, str] = {}
 
@@ -47,7 +50,7 @@ class ApproximateTree:
         """A prompt with these blocks was sent to a worker."""
         bit = 1 << self._number(worker)
         blocks = self._blocks
-        for key in reversed(_picked(keys, block_tokens)[0]):
+        for key in reversed(self._picked(keys, block_tokens)[0]):
             entry = blocks.get(key)
             if entry is None:
                 blocks[key] = [bit, bit, now_ns]
@@ -65,7 +68,7 @@ class ApproximateTree:
         if worker not in self._bit_of:
             return
         keep = ~(1 << self._bit_of[worker])
-        for key, end in zip(*_picked(keys, block_tokens), strict=True):
+        for key, end in zip(*self._picked(keys, block_tokens), strict=True):
             entry = self._blocks.get(key)
             if entry is not None and end * block_tokens > after_tokens:
                 entry[_ALL] &= keep
@@ -79,7 +82,7 @@ class ApproximateTree:
         """Leading blocks that each worker was sent; `young_only`: lately."""
         found: dict[str, int] = {}
         blocks, running, depth = self._blocks, -1, 0
-        for key, end in zip(*_picked(keys, block_tokens), strict=True):
+        for key, end in zip(*self._picked(keys, block_tokens), strict=True):
             entry = blocks.get(key)
             if entry is None:
                 bits = 0
@@ -130,6 +133,17 @@ class ApproximateTree:
         for key in empty:
             del self._blocks[key]
 
+    def _picked(self, keys: bytes, block_tokens: int) -> tuple[list[int], list[int]]:
+        """First 8 bytes of the remembered keys, as numbers, and the blocks that each speaks for.
+        A request is looked for and sent within one turn: the last answer is kept."""
+        known, tokens, picked = self._last
+        if known is not keys or tokens != block_tokens:
+            at, ends = _places(len(keys) // KEY_BYTES, max(1, _STEP_TOKENS // block_tokens))
+            numbers = np.frombuffer(keys, dtype="<u8")[:: KEY_BYTES // 8]
+            picked = (numbers.take(at).tolist() if ends else []), ends
+            self._last = keys, block_tokens, picked
+        return picked
+
     def check(self) -> None:
         """Raises AssertionError if an invariant is broken."""
         assert len(self._blocks) <= self.blocks_max
@@ -141,14 +155,9 @@ class ApproximateTree:
             assert not entry[_YOUNG] & ~entry[_ALL]
 
 
-def _picked(keys: bytes, block_tokens: int) -> tuple[list[int], list[int]]:
-    """First 8 bytes of the remembered keys, as numbers, and the blocks that each speaks for."""
-    step = max(1, _STEP_TOKENS // block_tokens)
-    count = len(keys) // KEY_BYTES
-    if count < step:
-        return [], []
+@functools.lru_cache(maxsize=1024)
+def _places(count: int, step: int) -> tuple[npt.NDArray[np.intp], list[int]]:
+    """Keys to remember out of so many, and the blocks that each speaks for."""
     fine = step * _FINE_STEPS
     ends = [*range(step, min(count, fine) + 1, step), *range(fine + 4 * step, count + 1, 4 * step)]
-    numbers = np.frombuffer(keys, dtype="<u8")[:: KEY_BYTES // 8]
-    picked: list[int] = numbers[np.array(ends, dtype=np.intp) - 1].tolist()
-    return picked, ends
+    return np.array(ends, dtype=np.intp) - 1, ends

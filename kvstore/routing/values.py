@@ -16,6 +16,8 @@ class WorkerRole(enum.StrEnum):
     BOTH = "both"
     PREFILL = "prefill"
     DECODE = "decode"
+    ANY = "any"
+    """As the planner says: `prefill` or `both`."""
 
 
 class PrefixTrust(enum.StrEnum):
@@ -58,7 +60,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     service: str = ""
     """Class of service; empty: the policy's default."""
     session: str = ""
-    """Conversation: stays on its side of an A/B split; the key of policy `session`."""
+    """Conversation: stays on its side of an A/B split (`stays`); the key of policy `session`."""
     priority: int = 0
     """Within the class of service, higher is first."""
     subset: tuple[str, ...] | None = None
@@ -67,8 +69,14 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Objective of this request, in place of that of its class."""
     has_side_effects: bool = True
     """Racing two workers needs False."""
+    pin_s: float = 0.0
+    """The client wants its prompt's blocks kept for so long; 0: no; below: no number of seconds."""
+    ends_session: bool = False
+    """The client says that no request of the session follows."""
     must_be_local: bool = False
     """No remote prefill: the engine or the request does not allow it."""
+    load_only: dict[str, str] = {}
+    """Worker → why its prefixes are not known for this request."""
 
 
 class PrefixMatch(msgspec.Struct, frozen=True):
@@ -94,6 +102,8 @@ class PrefixAnswer(msgspec.Struct, frozen=True):
     matches: tuple[PrefixMatch, ...] = ()
     epoch: int = 0
     """Version of the index, for the receipt."""
+    peers: frozenset[str] | None = None
+    """Nodes that fetch blocks from each other; None: all."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +117,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...] = ()
     """Base models that it serves; empty: any."""
     adapters: tuple[str, ...] = ()
-    """LoRA adapters that are loaded now."""
+    """LoRA adapters that it serves."""
     adapters_max: int = 0
     """Adapters that have room at once; 0: loads none by itself."""
     role: WorkerRole = WorkerRole.BOTH

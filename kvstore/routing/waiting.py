@@ -66,8 +66,12 @@ class WaitingRoom:
         return len(self.entries)
 
     def is_full(self, service: str) -> bool:
-        """Whether the class has no room."""
-        return self._by_class[service] >= self.policy.classes[service].queue_max
+        """Whether a request of the class has no room, nor one that it would displace."""
+        its = self.policy.classes[service]
+        return self._by_class[service] >= its.queue_max or (
+            len(self.entries) >= self.policy.limits.held_max
+            and self._rank(self._lowest()) <= its.rank
+        )
 
     def add(self, entry: HeldEntry, *, is_elsewhere: bool = False) -> HeldEntry | None:
         """Hold a request. Returns the one that is displaced, which may be the request itself.

@@ -61,8 +61,8 @@ STILL_LOOKS_MAX: Final = 10
 suspended, or this process is stopped with its node."""
 
 HANGS: Final = (
-    "the disk tier hangs, and a process that waits for it cannot be ended: the node goes on as it"
-    " was; ask again when /healthz says ok"
+    "the disk tier hangs, and a process that waits for it cannot be ended: nothing was upgraded;"
+    " retry when /healthz says ok"
 )
 _log = logging.getLogger("kvstore.supervisor.supervisor")
 
@@ -197,7 +197,7 @@ class Supervisor:
             return
         self._still = 0
         if not process.was_killed:
-            _log.error("the node's loop has stood still for %d s and is killed", STILL_LOOKS_MAX)
+            _log.error("the node's loop is stuck for %d s: process killed", STILL_LOOKS_MAX)
             process.kill()
         elif not process.hangs_told:
             process.hangs_told = True
@@ -387,7 +387,7 @@ class Supervisor:
         again = self._standby_restarts.ended(served_ns=now_ns - process.began_ns)
         if not isinstance(again, GiveUp):
             self._standby_at_ns = now_ns + again.pause_ns
-        _log.warning("the process that stands by ended with %s: another is started", told(status))
+        _log.warning("the standby process ended with %s: another one is started", told(status))
         self._refuse(f"the new process ended with {told(status)} before it served: see the log")
 
     def _process_ended(self, process: Process, status: int, now_ns: int) -> None:
@@ -412,7 +412,7 @@ class Supervisor:
 
     def _start_again(self, process: Process, status: int, now_ns: int) -> None:
         if process.is_mute:
-            _log.error("the process that stood by did not answer: another is started")
+            _log.error("the standby process did not respond: another one is started")
             self._begin_at_ns = now_ns
             return
         served_ns = now_ns - process.serving_since_ns if process.serving_since_ns else 0
@@ -433,7 +433,7 @@ class Supervisor:
             case GiveUp(deaths=deaths):
                 soon = f"ended {deaths} times soon after its start, the last time with"
                 sys.stderr.write(f"kvstore: the node process {soon} {told(status)}: see above\n")
-                self._refuse("the node process ends again and again: the node gives up")
+                self._refuse("the node process keeps crashing: the node gives up")
                 self._exit_code = EXIT_GAVE_UP
             case again:
                 _log.warning("the node process ended with %s: another is started", told(status))
@@ -453,7 +453,7 @@ class Supervisor:
     def _upgrade(self) -> None:
         """Handle a request for the code on disk, which is loaded beside the old one first."""
         if not self._serves:
-            self._refuse("the node is just being restarted: ask again when it serves")
+            self._refuse("the node is restarting: retry when it serves")
             return
         assert self._process is not None
         if self._process.disk_hangs:

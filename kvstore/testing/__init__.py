@@ -2,12 +2,11 @@
 
 | module                                      | content                                           |
 |---------------------------------------------|---------------------------------------------------|
-| `process`, `index_process`, `redis_process` | a node, an index, a Redis as children             |
+| `process`, `index_process`                  | a node, an index as children                      |
 | `router_process`                            | a router as a child                               |
 | `pd_process`                                | `kvstore pd-proxy` as a child                     |
 | `tied`                                      | children that end with this process               |
 | `raw_engine`                                | an engine driven by hand, over the real sockets   |
 | `transports`, `transport_parties`           | the contract of `ports.Transport`, as checks      |
-| `simulated_device`                          | a GPU at its worst, without one                   |
 | `indexer`                                   | the pattern of an indexer that follows KV events  |
 """

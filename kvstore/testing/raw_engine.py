@@ -42,6 +42,7 @@ from kvstore.wire.messages import (
     LeaseRelease,
     LeaseRenew,
     LeaseReply,
+    Message,
     NodeMessage,
     Quiesce,
     Quiet,
@@ -203,32 +204,29 @@ class RawEngine:
             for column, link in enumerate(self.ranks[:: self.replicas]):
                 slots = np.array([slots[column] for slots, _ in granted], "<u4")
                 generations = np.array([values[column] for _, values in granted], "<u8")
-                sent = link.send(
-                    Seal(
-                        session=self.session,
-                        keys=b"".join(batch),
-                        slots=slots.tobytes(),
-                        generations=generations.tobytes(),
-                        checksums=self._fill(link, column, batch, slots),
-                    )
+                seal = Seal(
+                    session=self.session,
+                    keys=b"".join(batch),
+                    slots=slots.tobytes(),
+                    generations=generations.tobytes(),
+                    checksums=self._fill(link, column, batch, slots),
                 )
-                if not sent:
-                    raise EngineGone("the node does not read, or is gone")
+                _send(link, seal)
 
     def hint(self, keys: Sequence[bytes]) -> None:
         """A new request names these keys."""
-        assert self.scheduler.send(Hint(request=next(self._lease_ids), keys=b"".join(keys)))
+        _send(self.scheduler, Hint(request=next(self._lease_ids), keys=b"".join(keys)))
 
     def expect(
         self, transfer: str, node: str, keys: Sequence[bytes], *, deadline_ms: int = 60_000
     ) -> None:
         """A prefill node will push these keys."""
         message = PushExpect(transfer, node, b"".join(keys), deadline_ms)
-        assert self.scheduler.send(message)
+        _send(self.scheduler, message)
 
     def cancel(self, transfer: str) -> None:
         """Nobody waits for a transfer any more."""
-        assert self.scheduler.send(PushCancel(transfer))
+        _send(self.scheduler, PushCancel(transfer))
 
     def push_end(self) -> PushEnd:
         """Wait for the end of the oldest `expect`. Raises EngineGone, TimeoutError."""
@@ -249,7 +247,7 @@ class RawEngine:
         Raises EngineGone, TimeoutError.
         """
         number = next(self._lease_ids)
-        assert self.scheduler.send(LeaseAsk(lease=number, keys=b"".join(keys)))
+        _send(self.scheduler, LeaseAsk(lease=number, keys=b"".join(keys)))
         self.wait(lambda: number in self._replies)
         return self._replies[number]
 
@@ -276,11 +274,11 @@ class RawEngine:
     def release(self, reply: LeaseReply) -> None:
         """Give a lease back."""
         self._replies.pop(reply.lease, None)
-        assert self.scheduler.send(LeaseRelease(leases=[reply.lease]))
+        _send(self.scheduler, LeaseRelease(leases=[reply.lease]))
 
     def renew(self, reply: LeaseReply) -> None:
         """Renew a lease for its whole life from now."""
-        assert self.scheduler.send(LeaseRenew(leases=[reply.lease]))
+        _send(self.scheduler, LeaseRenew(leases=[reply.lease]))
 
     def read(self, reply: LeaseReply, *, rank: int = 0) -> list[bytes]:
         """The bytes of every leased block of a rank."""
@@ -417,3 +415,8 @@ def _places(shard: Shard, block_bytes: int) -> NDArray[np.uint64]:
     pages = every.reshape(LAYER_COUNT, HEAD_COUNT, -1)
     layers = slice(shard.layer_begin, shard.layer_end)
     return pages[layers, shard.head_begin : shard.head_end].ravel()
+
+
+def _send(link: Link, message: Message) -> None:
+    if not link.send(message):
+        raise EngineGone("the node does not read, or is gone")

@@ -29,7 +29,10 @@ from kvstore.wire import mover as wire
 
 BEAT_NS: Final = NS_PER_S // 4
 POLL_S: Final = 100e-6
-"""Between two looks at a back end that has no descriptor to wait for."""
+"""Between two looks at a back end that has no descriptor to wait for, at least."""
+POLL_SHARE: Final = 16
+"""The pause grows with the time since the last news: an end is seen a sixteenth later at most, and
+a long write is not looked at a hundred times by a processor that could move its bytes."""
 DATAGRAMS_PER_TURN: Final = 64
 _ANCILLARY_BYTES: Final = socket.CMSG_LEN(8)
 
@@ -103,6 +106,8 @@ class MoverLoop:
         self._outbox: deque[wire.MoverMessage] = deque()
         """Not taken by the node yet: at most an answer to each message, and a beat."""
         self._next_beat_ns = 0
+        self._news_ns = 0
+        """When something was posted, or ended, the last time."""
         self._ended = False
         self._tell(
             wire.Registered(
@@ -138,7 +143,8 @@ class MoverLoop:
         if (fd := self._transport.fileno()) >= 0:
             readable.append(fd)
         elif self._reads.under_way:
-            timeout_s = min(timeout_s, POLL_S)
+            quiet_s = (now_ns - self._news_ns) / NS_PER_S
+            timeout_s = min(timeout_s, max(POLL_S, quiet_s / POLL_SHARE))
         # Not epoll, which counts in milliseconds; a mover has few descriptors.
         select.select(readable, readable[:1] if self._outbox else [], [], timeout_s)
 
@@ -202,6 +208,7 @@ class MoverLoop:
 
     def _post(self) -> None:
         while (post := self._reads.next_post(self._now_ns())) is not None:
+            self._news_ns = self._now_ns()
             try:
                 self._transport.post(post.number, post.peer, post.pieces, post.direction)
             except TransportError as error:
@@ -210,6 +217,7 @@ class MoverLoop:
 
     def _collect(self) -> None:
         for outcome in self._transport.poll():
+            self._news_ns = self._now_ns()
             self._tell(*self._reads.ended(outcome, self._now_ns()))
 
     # ── to the node ──────────────────────────────────────────────────────────────────────────────

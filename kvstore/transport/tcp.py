@@ -250,7 +250,7 @@ class Tcp:
             gone = self._guests.admit(reader, reader.stream.node, now_ns)
             if gone is reader:
                 self.refused_count += 1
-                raise ConnectionClosed("there is no room for it")
+                raise ConnectionClosed("no connection is free for it")
             if gone is not None:
                 self._end(gone)
         self._guests.heard(reader, now_ns)
@@ -301,7 +301,7 @@ class Tcp:
             if owner.stream is None or not owner.stream.deadline_ns:
                 self._dialled.discard(owner)
             elif now_ns > owner.stream.deadline_ns:
-                self._fail(owner, "it does not answer")
+                self._fail(owner, "it does not respond")
 
 
 def _contexts(options: Mapping[str, str]) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:

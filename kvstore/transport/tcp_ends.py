@@ -55,7 +55,7 @@ TURN_BYTES: Final = 8 << 20
 
 
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an owner listens. Raises ValueError, which decoding makes a ValidationError."""
+    """Address at which an owner listens. Raises ValueError, in decoding a ValidationError."""
 
     host: str
     """A literal: names are not looked up."""
@@ -239,7 +239,7 @@ class TcpReader:
             return
         if not self._pieces:
             if magic not in (REQUEST, WRITE) or not 0 < count <= PIECES_MAX:
-                raise ConnectionClosed("its request makes no sense")
+                raise ConnectionClosed("its request is invalid")
             self._pieces = bytearray(PIECE_BYTES * count)
             self._in = _Incoming([memoryview(self._pieces)])
             return
@@ -254,7 +254,7 @@ class TcpReader:
         except TransportError as error:
             raise ConnectionClosed(str(error)) from None
         if total_bytes(Pieces(begin, begin, length)) != size_bytes:
-            raise ConnectionClosed("its request makes no sense")
+            raise ConnectionClosed("its request is invalid")
         ranges = zip((begin - np.uint64(first)).tolist(), length.tolist(), strict=True)
         places = [view[at : at + size] for at, size in ranges]
         if magic == WRITE:
@@ -338,6 +338,6 @@ class TcpOwner:
             return [number]
         magic, _, number, size_bytes = HEADER.unpack(self._header)
         if not self.asked or (magic, number, size_bytes) != (ANSWER, *self.asked[0][:2]):
-            raise ConnectionClosed("its answer makes no sense")
+            raise ConnectionClosed("its response is invalid")
         self._is_body, self._in = True, _Incoming(self.asked[0][2])
         return []

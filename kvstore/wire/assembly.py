@@ -139,6 +139,7 @@ def _fill(
 def _fits(shards: NDArray[np.int64], side: Sequence[Scope], offsets: NDArray[np.int64]) -> bool:
     """Whether each shard has as many bytes as its layers and heads."""
     layer, layer_end, head, head_end = shards.T
-    sizes = (offsets[layer_end] - offsets[layer]) * (head_end - head)
-    is_any = bool(((layer < layer_end) & (head < head_end)).all())
-    return is_any and sizes.tolist() == [scope.block_bytes for scope in side]
+    if not ((layer < layer_end) & (head < head_end)).all():
+        return False  # a peer may say any number: of no layer, perhaps
+    sizes: list[int] = ((offsets[layer_end] - offsets[layer]) * (head_end - head)).tolist()
+    return sizes == [scope.block_bytes for scope in side]

@@ -56,22 +56,3 @@ def piece_count(size_bytes: int) -> int:
 def root_of(header: bytes, digests: bytes | memoryview) -> bytes:
     """The checksum, of the digests of all pieces, in order."""
     return xxhash.xxh3_128_digest(header + digests)
-
-
-class TreeSum:
-    """The same, of whole pieces in any order, from any threads."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._size_bytes = size_bytes
-        self._pieces: list[bytes | None] = [None] * piece_count(size_bytes)
-
-    def piece(self, index: int, data: bytes | bytearray | memoryview) -> None:
-        """Take one piece; a piece that comes again replaces what came before."""
-        assert len(data) == min(PIECE_BYTES, self._size_bytes - index * PIECE_BYTES), "no piece"
-        self._pieces[index] = xxhash.xxh3_128_digest(data)
-
-    def root(self, header: bytes) -> bytes:
-        """The checksum, when all pieces are there."""
-        pieces = [piece for piece in self._pieces if piece is not None]
-        assert len(pieces) == len(self._pieces), "a piece is missing"
-        return root_of(header, b"".join(pieces))

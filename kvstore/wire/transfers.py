@@ -2,6 +2,7 @@
 
     proxy → prefill engine            do_remote_decode, kvstore {transfer}
     prefill engine → proxy → decode   do_remote_prefill, remote_engine_id, kvstore {transfer, node}
+    router → engine → router          kvstore {adapter: true} → kvstore {adapter, why} (ADR 34)
 
 Both legs of a request need one name for the transfer. The proxy may give it; otherwise the id of
 the request is the name, without the suffix that each engine adds: proxies of vLLM send the same
@@ -29,6 +30,8 @@ _CHILD: Final = re.compile(r"^\d+_")
 """Prefix of one of several answers to a prompt."""
 _NUMBERED: Final = re.compile(r"(cmpl-.+)-(\d+)", re.DOTALL)
 """Form of the id of one of a list of prompts."""
+
+ADAPTER_QUESTION: Final = {"kvstore": {"adapter": True}}
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX, pattern=r"^[!-~]+\Z")]
 
@@ -92,6 +95,47 @@ def read_transfer(params: object, request_id: str) -> PrefillPart | DecodePart |
     if read.do_remote_decode:
         return PrefillPart(transfer, name)
     return DecodePart(transfer, ours.node or "")
+
+
+class _AdapterQuestion(msgspec.Struct, frozen=True):
+    adapter: bool
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    kvstore: _AdapterQuestion
+
+
+class _AdapterAnswer(msgspec.Struct, frozen=True):
+    adapter: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^(?:[0-9a-f]{64})?\Z")]
+    why: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] = ""
+
+
+class _Answered(msgspec.Struct, frozen=True):
+    kvstore: _AdapterAnswer
+
+
+def asks_for_adapter(params: object) -> bool:
+    """Whether a request wants the digest of its adapter in its answer."""
+    try:
+        return msgspec.convert(params, _Asked).kvstore.adapter
+    except msgspec.ValidationError:
+        return False
+
+
+def adapter_answer(found: bytes | str) -> dict[str, Any]:
+    """Parameters in the answer: the digest of the request's adapter, or why there is none."""
+    if isinstance(found, str):
+        return {"kvstore": {"adapter": "", "why": found[:NAME_CHARS_MAX]}}
+    return {"kvstore": {"adapter": found.hex()}}
+
+
+def adapter_digest(params: object) -> bytes | str:
+    """Digest in the parameters of an answer; or the reason in them why there is none, if any."""
+    try:
+        found = msgspec.convert(params, _Answered).kvstore
+    except msgspec.ValidationError:
+        return ""
+    return bytes.fromhex(found.adapter) or found.why
 
 
 def answer_of(

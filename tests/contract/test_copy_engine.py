@@ -18,9 +18,7 @@ from kvstore.kernels.pinning import CHUNK_BYTES
 from kvstore.kernels.reference import Bytes, checksum
 from kvstore.kernels.slab import MappedSlab
 from kvstore.ports import BlockCopy, CopyWay
-from kvstore.testing.simulated_device import SimulatedDevice
 from kvstore.tiers.hbm import HbmTier
-from kvstore.tiers.memory import MemoryTier
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
 from kvstore.wire.checksum import PIECE_BYTES
 from tests.kit.copy_parties import (
@@ -37,6 +35,8 @@ from tests.kit.copy_parties import (
 )
 from tests.kit.fake_cuda import FIRST_HANDLE
 from tests.kit.gpu_party import GPU_PARTIES
+from tests.kit.memory_tier import MemoryTier
+from tests.kit.simulated_device import SimulatedDevice
 from tests.kit.slab import ended, order_of
 
 Make = Callable[..., Party]

@@ -28,10 +28,10 @@ from kvstore.stores.address import store_config
 from kvstore.stores.connection import Deadlines
 from kvstore.stores.local import LocalStore
 from kvstore.stores.redis import RedisStore
-from kvstore.testing.redis_process import RedisProcess
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.load import Load
 from tests.integration.node.conftest import eventually
+from tests.kit.redis_process import RedisProcess
 from tests.unit.index.model import Model
 from tests.unit.index.words import (
     NODE,

@@ -12,12 +12,12 @@ from kvstore.arena import Arena
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.device import Device
 from kvstore.ports import Memory
-from kvstore.testing.simulated_device import SimulatedDevice
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
-from kvstore.tiers.memory import MemoryTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
 from tests.kit.fake_cuda import FakeCuda
+from tests.kit.memory_tier import MemoryTier
+from tests.kit.simulated_device import SimulatedDevice
 from tests.kit.slab import promote
 
 CAPACITY_BYTES = 8 * SLOT_BYTES_MIN

@@ -42,7 +42,7 @@ FOREIGN = {  # flags of vLLM, pip and programs of the repository
         "--no-enable-prefix-caching",
     ),
     *("--enable-scale-out", "--enable-prompt-tokens-details", "--ssl-certfile", "--ssl-keyfile"),
-    "--enable-metrics",  # SGLang's
+    *("--enable-metrics", "--served-model-name"),  # SGLang's, vLLM's
     *("--extra-index-url", "--again", "--seed", "--seeds", "--type", "--patch-file"),
 }
 _FENCE = re.compile(r"([^\n]*)\n```(python|bash|sh)\n(.*?)```", re.DOTALL)

@@ -18,8 +18,8 @@ from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes
 from kvstore.kernels.strategy import Strategy, Thresholds
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
-from kvstore.testing.simulated_device import SimulatedDevice, simulated_copies
 from tests.kit.fake_cuda import FakeCuda, FakeKernels
+from tests.kit.simulated_device import SimulatedDevice, simulated_copies
 
 BLOCKS, SLOTS = 6, 5
 WAIT_S = 60.0

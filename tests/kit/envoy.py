@@ -36,7 +36,7 @@ class Envoy:
     def __init__(
         self,
         directory: Path,
-        picker_port: int,
+        picker_port: int | None,
         endpoints: Sequence[str],
         *,
         subset: Sequence[str] = (),
@@ -45,7 +45,7 @@ class Envoy:
         """
         Args:
             directory: for its files.
-            picker_port: of the endpoint picker.
+            picker_port: of the endpoint picker; None: there is none, Envoy chooses.
             endpoints: all of the cluster.
             subset: a hint that the route gives, as a gateway would.
             reads: metadata, header, or both, for the endpoint.
@@ -109,24 +109,30 @@ def _endpoints(name: str, places: Sequence[str]) -> dict[str, Any]:
 
 
 def _bootstrap(
-    envoy: Envoy, picker_port: int, endpoints: Sequence[str], subset: Sequence[str], reads: str
+    envoy: Envoy,
+    picker_port: int | None,
+    endpoints: Sequence[str],
+    subset: Sequence[str],
+    reads: str,
 ) -> dict[str, Any]:
+    manager = _manager(subset, has_picker=picker_port is not None)
+    pickers = [] if picker_port is None else [_picker_cluster(picker_port)]
     listener = {
         "address": _address(f"127.0.0.1:{envoy.port}"),
         "filter_chains": [
-            {"filters": [_named("envoy.filters.network.http_connection_manager", _manager(subset))]}
+            {"filters": [_named("envoy.filters.network.http_connection_manager", manager)]}
         ],
     }
     return {
         "admin": {"address": _address(f"127.0.0.1:{envoy.admin_port}")},
         "static_resources": {
             "listeners": [listener],
-            "clusters": [_picker_cluster(picker_port), _engine_cluster(endpoints, reads)],
+            "clusters": [*pickers, _engine_cluster(endpoints, reads)],
         },
     }
 
 
-def _manager(subset: Sequence[str]) -> dict[str, Any]:
+def _manager(subset: Sequence[str], *, has_picker: bool) -> dict[str, Any]:
     hint = {
         "@type": f"{_TYPE}.filters.http.set_metadata.v3.Config",
         "metadata": [
@@ -144,7 +150,7 @@ def _manager(subset: Sequence[str]) -> dict[str, Any]:
         "stat_prefix": "http",
         "http_filters": [
             *([_named("envoy.filters.http.set_metadata", hint)] if subset else []),
-            _named("envoy.filters.http.ext_proc", _processing()),
+            *([_named("envoy.filters.http.ext_proc", _processing())] if has_picker else []),
             _named(
                 "envoy.filters.http.router", {"@type": f"{_TYPE}.filters.http.router.v3.Router"}
             ),

@@ -25,7 +25,7 @@ from kvstore.kernels.launches import (
     Kernel,
 )
 from kvstore.kernels.shared import HANDLE_BYTES
-from kvstore.testing.simulated_device import ENGINE_STREAM, SimulatedDevice
+from tests.kit.simulated_device import ENGINE_STREAM, SimulatedDevice
 
 OK, FAILED = real.cudaError_t.cudaSuccess, real.cudaError_t.cudaErrorIllegalAddress
 INVALID = real.cudaError_t.cudaErrorInvalidValue

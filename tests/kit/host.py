@@ -24,7 +24,7 @@ FILE: Final = "256MiB"
 SERVING_S: Final = 30.0
 """A restart takes a second, on a busy machine several."""
 _POLL_S: Final = 0.005
-_ALL_KNOWN: Final = "records of the disk tier are known"
+_ALL_KNOWN: Final = "records of the disk tier are indexed"
 
 
 class Host:

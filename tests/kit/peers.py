@@ -25,7 +25,7 @@ import psutil
 
 from kvstore.testing.index_process import Lab
 from kvstore.testing.process import NodeProcess, children_of
-from kvstore.testing.raw_engine import RawEngine
+from kvstore.testing.raw_engine import EngineGone, RawEngine
 from kvstore.wire.messages import LeaseReply
 from tests.kit.gauges import look, open_now
 from tests.kit.lan import Lan
@@ -92,9 +92,12 @@ class PeerPair:
         certificate = self._lab.flags("node", name, with_index=True)
         listen = ("--peer-listen", f"{self._host(name)}:0", "--transport", self.transport)
         flags = (*index, *listen, *certificate, *self._flags)
-        machine = self._lan.inside(name) if self._lan else contextlib.nullcontext()
-        with machine:
+        with self.inside(name):
             return NodeProcess.start(folder, dram=self._dram, flags=flags)
+
+    def inside(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """This thread is on the machine of a node, where its /metrics are."""
+        return self._lan.inside(name) if self._lan else contextlib.nullcontext()
 
     def _host(self, name: str) -> str:
         return self._lan.address(name) if self._lan else self._loopback
@@ -188,9 +191,15 @@ def machinery(node: NodeProcess) -> list[Counter[str]]:
 
 @contextlib.contextmanager
 def attached(socket: Path, **options: Any) -> Iterator[RawEngine]:
-    """An engine with a session, until the context ends: then it leaves in good order, so that its
-    node need not wait for the end of this process. `options`: of RawEngine."""
+    """An engine with a session, until the context ends: then it leaves in good order, after an
+    error, too, so that its node need not wait for the end of this process, nor other tests find
+    its slots in quarantine. `options`: of RawEngine."""
     with RawEngine(socket, **options) as engine:
         engine.open()
-        yield engine
+        try:
+            yield engine
+        except BaseException:
+            with contextlib.suppress(EngineGone, TimeoutError, OSError):
+                engine.leave()
+            raise
         engine.leave()

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 from kvstore.config.router import load_router_config
 from kvstore.net.aio import LoopThread
+from kvstore.router.dispatch import Core
 from kvstore.router.process import Router
 from tests.kit.turns_core import TurnsCore
 
@@ -23,12 +24,12 @@ class RouterThread(AbstractContextManager["RouterThread"]):
     """One router and its core."""
 
     def __init__(
-        self, workers: Sequence[str], *, core: TurnsCore | None = None, **settings: Any
+        self, workers: Sequence[str], *, core: Core | None = None, **settings: Any
     ) -> None:
         config = load_router_config(
             None, {"listen": "127.0.0.1:0", "metrics": "off", "worker": list(workers), **settings}
         )
-        self.core = core or TurnsCore()
+        self.core: Any = core or TurnsCore()
         self.config = dataclasses.replace(config)
         self._loop = LoopThread("router")
         try:

@@ -4,9 +4,10 @@
         worker.script("fail")            # or slow, die, hang, stuck, refuse, raw, flood, ok
 
 It counts requests, aborts and what it saw last, which `seen` shows. Answers stream `pieces` tokens,
-`pause_s` apart. Health and metrics follow the script too: `hang` answers nothing at all. `stuck`
-accepts requests only. `render` makes one token of each byte. As a prefiller it answers with
-parameters (without with `params` False); as a decoder it waits `push_s` for blocks.
+named `mark`, `pause_s` apart, after `delay_s` (`delays_s`: of the next requests). Health and
+metrics follow the script too: `hang` answers nothing at all. `stuck` only accepts. `render`
+makes one token of each byte. As a prefiller it answers with parameters (without with `params`
+False); as a decoder it waits `push_s` for blocks.
 """
 
 from __future__ import annotations
@@ -16,15 +17,26 @@ import json
 import subprocess
 import sys
 import urllib.request
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from kvstore.testing.process import ChildServer, start_ready
-from kvstore.wire.transfers import DecodePart, PrefillPart, answer_of, read_transfer
+from kvstore.wire.transfers import (
+    DecodePart,
+    PrefillPart,
+    adapter_answer,
+    answer_of,
+    asks_for_adapter,
+    read_transfer,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
+BODIES_MAX = 1000
+BODY_BYTES_MAX = 1 << 16
+"""Larger ones are not kept."""
 
 
 class ScriptedWorker(ChildServer):
@@ -58,6 +70,11 @@ class ScriptedWorker(ChildServer):
         """Counts, and the last request."""
         return self._ask("/seen", {})
 
+    def bodies(self) -> list[str]:
+        """Of all requests since this was asked last, in order."""
+        found: list[str] = self._ask("/bodies", {})["bodies"]
+        return found
+
     def _ask(self, path: str, content: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(self.url + path, json.dumps(content).encode())
         with urllib.request.urlopen(request, timeout=10) as answer:
@@ -70,9 +87,9 @@ class _Script:
 
     def __init__(self) -> None:
         self.mode: dict[str, Any] = {"mode": "ok"}
-        names = ("requests", "aborted", "ended", "running", "prefills", "decodes")
+        names = ("requests", "aborted", "ended", "running", "prefills", "decodes", "scrapes")
         self.seen: dict[str, Any] = dict.fromkeys(names, 0)
-        self.prompts: dict[str, int] = {}
+        self.bodies = deque[str](maxlen=BODIES_MAX)
 
     async def set(self, request: web.Request) -> web.Response:
         self.mode = await request.json()
@@ -81,6 +98,11 @@ class _Script:
     async def tell(self, _: web.Request) -> web.Response:
         return web.json_response(self.seen)
 
+    async def tell_bodies(self, _: web.Request) -> web.Response:
+        found = [*self.bodies]
+        self.bodies.clear()
+        return web.json_response({"bodies": found})
+
     async def health(self, _: web.Request) -> web.Response:
         if self.mode["mode"] in ("hang", "deaf"):
             await asyncio.sleep(3600)
@@ -88,9 +110,16 @@ class _Script:
 
     async def models(self, _: web.Request) -> web.Response:
         names = self.mode.get("models", ["m"])
-        return web.json_response({"data": [{"id": name} for name in names]})
+        adapters = [
+            {"id": name, "parent": names[0], "root": path}
+            for name, path in self.mode.get("adapters", {}).items()
+        ]
+        return web.json_response({"data": [*({"id": name} for name in names), *adapters]})
 
     async def metrics(self, _: web.Request) -> web.Response:
+        self.seen["scrapes"] += 1
+        if (scripted := self.mode.get("metrics")) is not None:
+            return web.Response(text=scripted, status=self.mode.get("metrics_status", 200))
         return web.Response(
             text=f"vllm:num_requests_running {self.seen['running']}\n"
             "vllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0.1\n"
@@ -120,23 +149,34 @@ class _Script:
         finally:
             self.seen["running"] -= 1
 
+    def _of_adapter(self, asked: dict[str, Any]) -> dict[str, Any]:
+        if not asks_for_adapter(asked.get("kv_transfer_params")) or "digest" not in self.mode:
+            return {}
+        self.seen["asked_for_adapters"] = self.seen.get("asked_for_adapters", 0) + 1
+        digest = bytes.fromhex(self.mode["digest"]) or "its files changed"
+        return {"kv_transfer_params": adapter_answer(digest)}
+
+    def _keep(self, request: web.Request, body: str) -> None:
+        headers = [[k, v] for k, v in request.headers.items()]
+        self.seen |= {"path": request.path, "headers": headers, "body": body}
+        if len(body) <= BODY_BYTES_MAX:
+            self.bodies.append(body)
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        self.seen |= {
-            "path": request.path,
-            "headers": [[k, v] for k, v in request.headers.items()],
-            "body": body.decode(errors="replace"),
-        }
+        self._keep(request, body.decode(errors="replace"))
         mode = self.mode["mode"]
         if mode == "fail":
-            return web.json_response({"error": "scripted"}, status=self.mode.get("status", 500))
+            status, more = self.mode.get("status", 500), self.mode.get("headers")
+            return web.json_response({"error": "scripted"}, status=status, headers=more)
         if mode == "raw":
             return web.Response(text=self.mode["text"], content_type="application/json")
         if mode == "refuse":
             return web.json_response({"error": "no"}, status=self.mode.get("status", 400))
         if mode in ("hang", "deaf", "stuck"):
             await asyncio.sleep(3600)
-        await asyncio.sleep(self.mode.get("delay_s", 0))
+        delays = self.mode.get("delays_s")
+        await asyncio.sleep(delays.pop(0) if delays else self.mode.get("delay_s", 0))
         if mode == "cut":
             assert request.transport is not None
             request.transport.abort()
@@ -162,14 +202,15 @@ class _Script:
             more = answer_of(part, node="p", engine="e", request_id="r", tokens=100)
             return web.json_response({"choices": [{"text": "a"}], "kv_transfer_params": more})
         if not asked.get("stream"):
-            return web.json_response(
-                {"object": "text_completion", "choices": [{"text": "abc"}], "usage": usage},
-                headers={"X-Kvstore-Spoof": "1", "X-Engine": "scripted"},
-            )
+            done = {"object": "text_completion", "choices": [{"text": "abc"}], "usage": usage}
+            done |= self._of_adapter(asked)
+            more = {"X-Kvstore-Spoof": "1", "X-Engine": "scripted"}
+            return web.json_response(done, headers=more)
         out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await out.prepare(request)
         for number in range(self.mode.get("pieces", 3)):
-            await out.write(f'data: {{"n": {number}}}\n\n'.encode())
+            mark = self.mode.get("mark", "n")
+            await out.write(f'data: {{"{mark}": {number}}}\n\n'.encode())
             if mode == "die" and number == self.mode.get("at", 1):
                 assert request.transport is not None
                 request.transport.abort()
@@ -185,6 +226,7 @@ async def _serve(port: int) -> None:
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/script", script.set)
     app.router.add_post("/seen", script.tell)
+    app.router.add_post("/bodies", script.tell_bodies)
     app.router.add_get("/health", script.health)
     app.router.add_get("/metrics", script.metrics)
     app.router.add_get("/v1/models", script.models)

@@ -15,7 +15,7 @@ from kvstore.client.core.costs import Costs
 from kvstore.connector.devices import GroupLayers, host_caches
 from kvstore.connector.vllm import KVStoreConnector
 from kvstore.ports import CopyEngine
-from kvstore.testing.simulated_device import simulated_copies
+from tests.kit.simulated_device import simulated_copies
 
 # The pace of a simulated device says nothing about the one of a GPU: on a quick machine it would be
 # computed instead of loaded.

@@ -9,10 +9,10 @@ import numpy as np
 
 from kvstore.tier_events import Promote, Promoted
 from kvstore.tiers.hbm import HbmTier
-from kvstore.tiers.memory import MemoryTier
 from kvstore.types import PAGE_BYTES, Shard, SlotId
 from kvstore.wire.checksum import checksum_of
 from kvstore.wire.record import Scope
+from tests.kit.memory_tier import MemoryTier
 
 WAIT_S = 20.0
 KEY = bytes(range(32))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
+
 from kvstore.routing.events import (
     Arrived,
     Joined,
@@ -24,8 +26,10 @@ from kvstore.routing.events import (
     RouteTick,
     WorkerLeft,
 )
+from kvstore.routing.features import FeatureColumn
+from kvstore.routing.models import ModelMap
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.receipts import Receipt
+from kvstore.routing.receipts import Receipt, ReceiptDraft
 from kvstore.routing.values import PrefixAnswer, RouteRequest, SharedLoad, WorkerHealth
 
 RECEIPT = Receipt(
@@ -45,11 +49,15 @@ RECEIPT = Receipt(
     output_tokens=0,
     session_hash=0,
     chosen="",
-    workers=(),
-    filtered={},
-    features={},
+)
+DRAFT = ReceiptDraft(
+    plain=RECEIPT,
+    workers=[],
+    columns=np.zeros((len(FeatureColumn), 0)),
     terms={},
-    scores=[],
+    scores=np.zeros(0),
+    weights=np.zeros((0, 0)),
+    cached=np.zeros(0),
 )
 
 
@@ -127,22 +135,26 @@ class TurnsCore:
             priority=0,
             deadline_s=self._deadline_s,
             race_after_s=None,
-            receipt=RECEIPT,
+            draft=DRAFT,
         )
 
     def _reject(self, request_id: str) -> RouteCommand:
         _, tried = self.under_way.pop(request_id)
         reason = RejectReason.ATTEMPTS if tried else RejectReason.NO_ENDPOINTS
-        return Rejected(request_id, 502 if tried else 503, reason, None, (), None)
+        return Rejected(request_id, 502 if tried else 503, reason, None, ())
 
     def adopt(self, policy: RoutingPolicy, now_ns: int) -> list[RouteCommand]:
         self.policy = policy
         return []
 
+    @property
+    def models(self) -> ModelMap:
+        return ModelMap(self.policy)
+
     def explain(self, request: RouteRequest, prefix: PrefixAnswer | None, now_ns: int) -> Any:
         return {"request": request.request_id, "prompt_tokens": request.prompt_tokens}
 
-    def take_receipts(self) -> list[Any]:
+    def take_drafts(self) -> list[Any]:
         return []
 
     def loads(self) -> tuple[SharedLoad, ...]:

@@ -8,17 +8,20 @@ import msgspec
 import numpy as np
 import pytest
 
+from bench.routing.bounds import mean_alone_s
 from bench.routing.disaggregated import attained
 from bench.routing.drive import CoreChooser, figures, run
 from bench.routing.engine import BLOCK_TOKENS, EngineModel, Job, SimulatedEngine
 from bench.routing.overload import SHARES, WORKERS, trace as overload_trace, within
-from bench.routing.traces import RouterTrace, low_sharing, shared_prefix, tool_agents
-from kvstore.routing.policy import PolicyCosts, RoutingPolicy
+from bench.routing.traces import RouterTrace, low_sharing, shared_prefix, shifting_mix, tool_agents
+from kvstore.routing.policy import PolicyCosts, PolicyPlanner, PolicySplit, RoutingPolicy
 
 MODEL = EngineModel()
 COSTS = PolicyCosts(
     prefill_tokens_per_s=MODEL.tokens_per_s, attention_tokens=MODEL.attention_tokens
 )
+
+LARGE = msgspec.structs.replace(MODEL, cache_blocks=100_000)
 
 
 def measured(its: RouterTrace, name: Any, *, model: EngineModel = MODEL, workers: int = 4) -> Any:
@@ -129,3 +132,33 @@ def test_prefill_apart_from_decode_keeps_tight_objectives_longer() -> None:
     together = attained(MODEL, COSTS, rate=12.0, prefillers=0, requests=250)
     apart = attained(MODEL, COSTS, rate=12.0, prefillers=2, requests=250)
     assert apart > together + 0.2
+
+
+def test_no_policy_beats_the_bound_and_one_alone_reaches_it() -> None:
+    its = tool_agents(1, requests=200)
+    bound_s = mean_alone_s(its, MODEL, None)
+    assert bound_s < mean_alone_s(its, MODEL, 100)
+    for name in ("cost", "prefix-load"):
+        assert measured(its, name)["ttft_mean_s"] > bound_s
+    slowly = its.at_speed(0.001)
+    assert measured(slowly, "cost", workers=1, model=LARGE)["ttft_mean_s"] == pytest.approx(
+        bound_s, rel=0.001
+    )
+
+
+def test_roles_that_follow_the_mix_beat_either_fixed_split() -> None:
+    """Long prompts with short answers, then short prompts with long answers."""
+    its = shifting_mix(3, phases=[(30.0, 8.0, 6000, 60), (30.0, 18.0, 600, 800)])
+    ttft_s, itl_s = 2.0, 0.012
+    planner = PolicyPlanner(is_on=True, streams_max=90, cooldown_s=5, ttft_s=ttft_s, itl_s=itl_s)
+    policy = RoutingPolicy(costs=COSTS, split=PolicySplit(is_learned=False), planner=planner)
+    goodput, changes = {}, 0
+    for prefillers in (1, 3, None):
+        chooser = CoreChooser(policy, MODEL, 4, seed=1, prefillers=prefillers)
+        jobs = run(its, chooser, MODEL, workers=4)
+        chooser.core.check()
+        assert all(each.status == 200 for each in jobs), "no request fails"
+        goodput[prefillers] = figures(jobs, ttft_s=ttft_s, itl_s=itl_s)["goodput"]
+        changes = sum(chooser.core.planner.changes.values())
+    assert goodput[None] >= max(goodput[1], goodput[3]), goodput
+    assert 3 <= changes <= 6

@@ -23,7 +23,7 @@ ALLOWED = 1.05
 SURPRISED = 1.5
 """The first request on a disk that became slow."""
 FACTORS = (1, 10, 100, 1000)
-FEW, MANY = range(1, 13), range(13, amount(50, nightly=101))
+FEW, MANY = range(1, 13), range(13, amount(24, nightly=101))
 
 
 def setting(rng: random.Random, **changes: int) -> Setting:

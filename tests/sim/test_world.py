@@ -25,9 +25,9 @@ from tests.sim.world.world import folded
 STEPS = 1000
 FEW = range(1, 16)
 MANY_FROM = 1001
-MANY_EACH = amount(50, nightly=260)
-EVENTS_MIN = amount(70_000, nightly=400_000)
-TIMES_MIN = amount(4, nightly=30)
+MANY_EACH = amount(40, nightly=260)
+EVENTS_MIN = amount(60_000, nightly=400_000)
+TIMES_MIN = amount(3, nightly=30)
 BETWEEN_NODES_MIN = amount(1, nightly=2)
 MANY_STEPS = 700
 """Two processes run so many seeds each."""

@@ -18,7 +18,7 @@ from tests.style.tree import ROOT, python_files
 BREAKS = {
     "units.py": "import kvstore.errors",
     "engine": "import time",
-    "kernels": "import kvstore.tiers.memory",
+    "kernels": "import kvstore.tiers.dram",
     "connector": "import kvstore.node",
     "node": "import kvstore.kernels",
     "peers": "import kvstore.engine.state",

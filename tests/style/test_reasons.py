@@ -24,12 +24,14 @@ REFUSALS = {
     "kvstore/client/core/lookups.py": "an answer of a node that does not fit",
     "kvstore/client/core/rank.py": "loads that failed, for the log and `Story.detail`",
     "kvstore/engine/engine.py": "Hangup",
+    "kvstore/engine/moves/expected.py": "PushEnd",
     "kvstore/engine/moves/grants.py": "Hangup, PushEnd",
     "kvstore/engine/moves/pushes.py": "the last word about a grant",
     "kvstore/engine/moves/transfers.py": "the last word about a grant",
     "kvstore/engine/moves/stores.py": "Hangup",
     "kvstore/engine/sessions/lookups.py": "Hangup",
     "kvstore/engine/sessions/owners.py": "refused Hellos",
+    "kvstore/engine/sessions/prepares.py": "preparations refused, for routers",
     "kvstore/engine/sessions/sessions.py": "refused Hellos",
     "kvstore/client/core/dial.py": "notices of an attachment",
     "kvstore/engine/sessions/unserved.py": "engines without a session",
@@ -113,7 +115,11 @@ def test_each_reason_is_expected_by_a_test_of_the_engine() -> None:
 def test_what_an_engine_says_is_a_reason() -> None:
     """The words of the client and the connector, where they are written."""
     said = {"not asked"}
-    places = ("kvstore/client/core/lookups.py", "connector/media.py", "connector/scheduler_side.py")
+    places = (
+        "kvstore/client/core/lookups.py",
+        "connector/prompts.py",
+        "connector/scheduler_side.py",
+    )
     for place in places:
         text = (ROOT / place).read_text()
         said |= set(re.findall(r'_miss\(lookup, "([a-z ]+)"', text))

@@ -54,7 +54,7 @@ PATIENT: Final[dict[str, object]] = {
 SYNCHRONOUS: Final = "synchronous load: kvstore's are all asynchronous"
 SEVERAL_GROUPS: Final = "several KV cache groups: what is stored beforehand has one"
 REFUSED: Final = {
-    "turns every fault into a recompute": "policy fail: kvstore refuses to start with it",
+    "recomputes after a failed load": "policy fail: kvstore refuses to start with it",
     "with one KV cache group": "drafts beside several groups: kvstore refuses to start",
     "at the end of blocks": "recurrent layers without prefix caching: kvstore refuses to start",
     "may be rejected": "drafts beside recurrent layers: kvstore refuses to start",

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.amounts import IS_NIGHTLY
 from tests.upstream.run import NoSources, fetch, run
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not IS_NIGHTLY, reason="make upstream and make nightly run vLLM's own"),
+]
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ CREDITS_MAX = 16_384
 
 
 class AttachState(enum.Enum):
-    """Where the connection stands."""
+    """State of the connection."""
 
     DOWN = "down"
     GREETED = "greeted"
@@ -151,7 +151,7 @@ class Attachment:
         self._end_session()
         self.outbox.clear()
         self._dial.restart(now_ns)
-        self.notices.append("the engine's cache was reset: moving to a space of its own")
+        self.notices.append("the engine's cache was reset: continuing in a new space")
 
     def cannot_be_served(self, reason: str) -> None:
         """The ranks will not attach. The node gets the reason on this connection and on later ones,

@@ -47,7 +47,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_timeout_ms: int = 250
     promotion_deadline_ms: int = 2000
     """Longest wait for blocks from disk; `kvstore.client.core.costs` has the other limits."""
-    push_deadline_ms: int = 10_000
+    push_deadline_ms: int = 60_000
     """Longest wait for blocks that a prefill node sends."""
     prefill_ns_per_token: int = 10_000
     """Cost of computing a token, until a step was measured or the node has a value: a quick

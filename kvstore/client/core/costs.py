@@ -63,12 +63,13 @@ class Costs:
 
     @property
     def loads_pay(self) -> bool:
-        """Whether a copy from dram takes less than computing."""
-        return self.load.ns_per_token <= self.compute.ns_per_token
+        """Whether a copy from dram takes less than computing. Assumed while no prompt was computed,
+        as on an engine that only decodes: a guess is no reason to compute what is here."""
+        return not self.compute.is_known or self.load.ns_per_token <= self.compute.ns_per_token
 
     def is_worth(self, tokens: int) -> bool:
         """Whether a load of so many tokens pays."""
-        return self.loads_pay and tokens >= self.least_tokens
+        return self.loads_pay and tokens >= max(self._config.min_load_tokens, 1)
 
     def may_probe(self, wanted_tokens: int) -> bool:
         """Loads do not pay: whether this request, which wants so many tokens, makes the shortest

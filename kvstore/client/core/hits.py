@@ -10,6 +10,7 @@ Values and a port. Does not cover: asking the node (`lookups.py`, `loads.py`).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, overload
 
@@ -64,15 +65,11 @@ class HitRules(Protocol):
         ...
 
 
-class BlockKeys(Sequence[bytes]):
-    """Keys of blocks that are `step` times as long as those that `keys` name: every `step`-th
-    key, since each depends on all tokens before its end."""
+class _DerivedKeys(Sequence[bytes]):
+    """Keys that are made of others when they are asked for."""
 
-    def __init__(self, keys: Sequence[bytes], step: int) -> None:
-        self._keys, self._step = keys, step
-
-    def __len__(self) -> int:
-        return len(self._keys) // self._step
+    @abstractmethod
+    def _at(self, at: int) -> bytes: ...
 
     @overload
     def __getitem__(self, index: int) -> bytes: ...
@@ -85,7 +82,35 @@ class BlockKeys(Sequence[bytes]):
             return [self[at] for at in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        return self._keys[(index % len(self) + 1) * self._step - 1]
+        return self._at(index % len(self))
+
+
+class BlockKeys(_DerivedKeys):
+    """Keys of blocks that are `step` times as long as those that `keys` name: every `step`-th
+    key, since each depends on all tokens before its end."""
+
+    def __init__(self, keys: Sequence[bytes], step: int) -> None:
+        self._keys, self._step = keys, step
+
+    def __len__(self) -> int:
+        return len(self._keys) // self._step
+
+    def _at(self, at: int) -> bytes:
+        return self._keys[(at + 1) * self._step - 1]
+
+
+class PromptKeys(_DerivedKeys):
+    """Keys of the `whole` blocks of a prompt, and the key of its tail: of the tokens behind them,
+    which fill a part of a block."""
+
+    def __init__(self, keys: Sequence[bytes], whole: int, tail: bytes) -> None:
+        self._keys, self._whole, self._tail = keys, whole, tail
+
+    def __len__(self) -> int:
+        return self._whole + 1
+
+    def _at(self, at: int) -> bytes:
+        return self._keys[at] if at < self._whole else self._tail
 
 
 def block_keys(keys: Sequence[bytes], step: int) -> Sequence[bytes]:
@@ -117,10 +142,20 @@ class Presence:
         """Flags of the first `count` blocks; unknown ones are absent."""
         return _resized(self._masks.get(group, np.zeros(0, np.bool_)), count)
 
-    def lack(self, group: int, first_block: int, end_block: int) -> None:
-        """These are not there after all."""
+    def lack(self, group: int, first_block: int, end_block: int | None = None) -> None:
+        """These are not there after all. `end_block` None: nor any behind them."""
         if group in self._masks:
             self._masks[group][first_block:end_block] = False
+
+    def have(self, group: int, blocks: range) -> None:
+        """These are leased: they came after the answer, from another node or from disk. The answer
+        is not lengthened: blocks behind it are neither there nor absent."""
+        if group in self._masks and blocks:
+            self._masks[group][blocks.start : blocks.stop] = True
+
+    def clear(self) -> None:
+        """The node may have lost everything."""
+        self._masks.clear()
 
 
 def _resized(mask: Mask, count: int) -> Mask:

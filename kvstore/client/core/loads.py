@@ -46,12 +46,12 @@ def leading_blocks(parts: Sequence[LookupPart], shards: int) -> int:
 def needed_blocks(
     plan: HitPlan | None, sizes: Sequence[int], local_tokens: int, end_tokens: int
 ) -> list[range]:
-    """Blocks of each group that a hit which ends at `end_tokens` takes beyond the engine's own.
-    `sizes`: tokens of a block, by group."""
+    """Blocks of each group that a hit which ends at `end_tokens` takes beyond the engine's own; a
+    hit with a tail ends within a block. `sizes`: tokens of a block, by group."""
     ranges = []
     for group, size in enumerate(sizes):
         first = 0 if plan is None else plan.first_blocks[group]
-        ranges.append(range(max(local_tokens // size, first), end_tokens // size))
+        ranges.append(range(max(local_tokens // size, first), -(-end_tokens // size)))
     return ranges
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 
 from kvstore.client.core.hits import HitPlan, Presence
-from kvstore.wire.messages import LeaseReply
+from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseReply
 
 
 class LookupStage(enum.Enum):
@@ -67,6 +67,7 @@ class Lookup:
         "asked_at_ns",
         "asked_leases",
         "detail",
+        "end_tokens",
         "failed",
         "first_block",
         "found_blocks",
@@ -115,6 +116,8 @@ class Lookup:
         self.session = 0
         self.first_block = 0
         self.found_blocks = 0
+        self.end_tokens = 0
+        """End of the prompt, where its tail is looked up, too; 0: it is not."""
         self.is_probe = False
         """Loads do not pay: this is the shortest load, to measure."""
         self.is_shadow = False
@@ -142,6 +145,11 @@ class Lookup:
         """Under way: one for each KV cache group."""
         self.load_reports = 0
         self.miss_reason = ""
+
+    def is_old(self, now_ns: int) -> bool:
+        """Whether its leases, renewed or not, could end under a load that begins now."""
+        age_ns = now_ns - self.asked_at_ns
+        return any(p.reply and age_ns > (LEASE_LIVES_MAX - 1) * p.ttl_ns for p in self.parts)
 
     @property
     def file_blocks(self) -> int:

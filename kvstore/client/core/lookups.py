@@ -10,16 +10,13 @@
 
 Rules. 1: a lease that was asked for is released exactly once, or dies with its session. 2: a
 request whose load failed is answered 0 for ever; so is one whose hit is computed to be compared.
-3: nothing here waits, and no request gets the answer to ask again for ever, whatever the node does.
-4: of the loads that begin, every n-th is verified, whatever lookups come between; hits are chosen
-for a shadow check in the same way.
+3: nothing here waits, and no request asks again for ever, whatever the node does. 4: of the loads
+that begin, every n-th is verified, whatever lookups come between; shadow checks likewise.
 
-With several KV cache groups the first question is about the leading run of the first group, which
-has full attention; hints ask which blocks of the others the node knows. From HELD the lookup goes
-back to ASKED for those that the engine's rules want of them, at most ROUNDS_MAX times: where some
-are gone by then, the rules have to find a shorter hit.
-Does not cover: a request's state (`lookup.py`), comparing (`shadow.py`), stores (`stores.py`), the
-connection (`attachment.py`).
+With several KV cache groups the first question is about the first group, with full attention; hints
+ask which blocks of the others the node knows. From HELD the lookup goes back to ASKED for those
+that the engine's rules want, at most ROUNDS_MAX times: the hit is shorter where some are gone.
+Does not cover: a request's state (`lookup.py`), comparing (`shadow.py`), stores (`stores.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +48,6 @@ from kvstore.client.core.stats import SchedulerStats
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
     ASKS_PER_LOOKUP_MAX,
-    LEASE_LIVES_MAX,
     LEASES_PER_DATAGRAM_MAX,
     LeaseAsk,
     LeaseMore,
@@ -116,9 +112,9 @@ class EngineLookups:
     ) -> Outcome:
         """The answer for a request whose blocks before `first_block` the engine has itself.
 
-        Idempotent: the engine repeats the question until the request is admitted. With `may_ask`
-        False nothing new is asked of the node in this step; the deadline begins with the question.
-        With several KV cache groups a hit ends after at most `tokens_max` tokens of the prompt.
+        Idempotent: the engine repeats the question until the request is admitted. Without `may_ask`
+        nothing is asked in this step; the deadline begins with the question. With several KV cache
+        groups a hit has at most `tokens_max` tokens.
         """
         outcome = self._match(lookup, keys, first_block, now_ns, may_ask=may_ask)
         if lookup.stage is LookupStage.HELD and outcome is PENDING:
@@ -136,13 +132,13 @@ class EngineLookups:
             lookup.session != self._attachment.session or first_block < lookup.first_block
         ):
             self.release(lookup)
-        if lookup.stage is LookupStage.HELD and self._is_old(lookup, now_ns):
+        if lookup.stage is LookupStage.HELD and lookup.is_old(now_ns):
             self.release(lookup)
         if lookup.stage is LookupStage.NONE:
-            blocks = len(keys) // self._config.keys_per_block(0) - first_block
-            if now_ns < lookup.pushed_until_ns and self._costs.is_worth(blocks * self._sizes[0]):
+            wanted = self._wanted_tokens(lookup, keys, first_block)
+            if now_ns < lookup.pushed_until_ns and self._costs.is_worth(wanted):
                 return PENDING
-            if self._has_waited_long(lookup, blocks * self._sizes[0], now_ns):
+            if self._has_waited_long(lookup, wanted, now_ns):
                 return self._give_up(lookup, now_ns)
             if not may_ask and self._attachment.is_open:
                 return PENDING
@@ -185,6 +181,8 @@ class EngineLookups:
             if self._config.lookahead_tokens:
                 blocks -= 1  # what follows it need not be what followed it when it was stored
             tokens = blocks * self._sizes[0]
+            if lookup.end_tokens:
+                tokens = min(tokens, lookup.end_tokens - first_block * self._sizes[0])
         else:
             plan = self._plan(self._rules, lookup, keys, tokens_max, now_ns)
             if plan is None:
@@ -241,18 +239,12 @@ class EngineLookups:
         return None
 
     def _has_waited_long(self, lookup: Lookup, wanted_tokens: int, now_ns: int) -> bool:
-        """Whether a request without an answer so far may ask no more. Each wait has its own end;
-        this ends a row of them, as with a node whose sessions come and go."""
+        """Whether a request may ask no more: the end of a row of waits, of which each has its own
+        end, as with a node whose sessions come and go."""
         limit_ns = self._costs.answer_ns(wanted_tokens) + NS_PER_MS * (
             self._config.heartbeat_timeout_ms + self._config.promotion_deadline_ms
         )
         return 0 < lookup.waiting_since_ns < now_ns - limit_ns
-
-    @staticmethod
-    def _is_old(lookup: Lookup, now_ns: int) -> bool:
-        """Whether its leases, renewed or not, could end under a load that begins now."""
-        age_ns = now_ns - lookup.asked_at_ns
-        return any(p.reply and age_ns > (LEASE_LIVES_MAX - 1) * p.ttl_ns for p in lookup.parts)
 
     def _give_up(self, lookup: Lookup, now_ns: int) -> Miss:
         """The node did not answer in time: this request asks it no more."""
@@ -262,8 +254,7 @@ class EngineLookups:
         return self._miss(lookup, lookup.failed)
 
     def replied(self, reply: LeaseReply, now_ns: int) -> None:
-        """The node's answer to a LeaseAsk; late or unknown ones are given back. Only the first
-        counts: what was decided by it must stay true."""
+        """The node's answer to a LeaseAsk; late ones are given back. Only the first counts."""
         entry = self._by_lease.get(reply.lease)
         if entry is None:
             if reply.slots:
@@ -348,14 +339,16 @@ class EngineLookups:
         local_tokens: int,
         tokens: int,
     ) -> list[LoadJob]:
-        """The jobs, one for each KV cache group, that fill the `tokens` of a Hit behind the
-        `local_tokens` of the engine's own. `tables`: block tables of the request, by group."""
+        """The jobs, one for each group, that fill the `tokens` of a Hit behind the engine's own
+        `local_tokens`. `tables`: block tables of the request, by group."""
         assert lookup.stage is LookupStage.HELD, lookup.stage
         end_tokens = local_tokens + tokens
         assert lookup.plan is None or end_tokens == lookup.plan.tokens, (lookup.plan, end_tokens)
         self._loads_unverified = 0 if lookup.is_verified else self._loads_unverified + 1
         self._hits_unchecked += 1
         ranges = needed_blocks(lookup.plan, self._sizes, local_tokens, end_tokens)
+        for group, size in enumerate(self._sizes):
+            lookup.present.have(group, range(ranges[group].start, end_tokens // size))
         jobs = [
             load_job(
                 [part for part in lookup.parts if part.group == group],
@@ -386,6 +379,8 @@ class EngineLookups:
             if lookup.session == self._attachment.session:
                 # Not for a session that ended under its loads.
                 self._count_failure(self._copies, now_ns)
+        if result.failed_block_ids:
+            lookup.present.lack(entry[1].group, entry[1].first)
         lookup.load_reports += 1
         if lookup.load_reports < self._config.rank_count * lookup.load_jobs:
             return None
@@ -426,16 +421,16 @@ class EngineLookups:
         self, lookup: Lookup, keys: Sequence[bytes], *, first_block: int, now_ns: int
     ) -> Outcome | None:
         attachment = self._attachment
-        wanted = len(keys) // self._config.keys_per_block(0) - first_block
+        wanted = self._wanted_tokens(lookup, keys, first_block)
         if not attachment.is_open:
-            patience_ns = self._costs.answer_ns(wanted * self._config.block_tokens)
+            patience_ns = self._costs.answer_ns(wanted)
             if attachment.is_coming(now_ns, patience_ns):
                 return PENDING
             return self._miss(lookup, "node away")
-        if wanted * self._config.block_tokens < max(self._config.min_load_tokens, 1):
+        if wanted < max(self._config.min_load_tokens, 1):
             return self._miss(lookup, "cost gate" if wanted > 0 else "no full block")
         lookup.is_probe = not self._costs.loads_pay
-        if lookup.is_probe and not self._costs.may_probe(wanted * self._config.block_tokens):
+        if lookup.is_probe and not self._costs.may_probe(wanted):
             return self._miss(lookup, "cost gate")
         # Both or none: a probe that is not sent would never come back.
         if not (self._breaker.may_allow(now_ns) and self._copies.may_allow(now_ns)):
@@ -458,9 +453,14 @@ class EngineLookups:
         if not is_known or now_ns - lookup.hinted_ns > HINT_NS_MAX:
             attachment.outbox.extend(surveys(self._config, lookup, keys, attachment.shard_counts))
         blocks = keys_per_ask(attachment.shard_counts[0]) * ASKS_PER_LOOKUP_MAX
-        self._ask_part(lookup, 0, keys, range(first_block, first_block + min(wanted, blocks)))
+        end_block = min(len(keys) // self._config.keys_per_block(0), first_block + blocks)
+        self._ask_part(lookup, 0, keys, range(first_block, end_block))
         lookup.asked_leases = [part.lease for part in lookup.parts]
         return None
+
+    def _wanted_tokens(self, lookup: Lookup, keys: Sequence[bytes], first_block: int) -> int:
+        blocks = len(keys) // self._config.keys_per_block(0)
+        return (lookup.end_tokens or blocks * self._sizes[0]) - first_block * self._sizes[0]
 
     def _ask_part(self, lookup: Lookup, group: int, keys: Sequence[bytes], blocks: range) -> None:
         """Ask for blocks of a group."""

@@ -24,6 +24,8 @@ class Pace:
     def __init__(self, guess_ns: int) -> None:
         self._samples: deque[float] = deque(maxlen=SAMPLES)
         self._guess_ns = guess_ns
+        self.is_known = False
+        """Whether this engine, or another of its space, has measured."""
         self._tokens = 0
         self._begin_ns = 0
 
@@ -36,11 +38,12 @@ class Pace:
         tokens, self._tokens = self._tokens, 0
         if tokens >= STEP_TOKENS_MIN:
             self._samples.append((now_ns - self._begin_ns) / tokens)
+            self.is_known = True
         return tokens >= STEP_TOKENS_MIN
 
     def told(self, guess_ns: int) -> None:
         """Take another engine's measurement: a better guess."""
-        self._guess_ns = guess_ns
+        self._guess_ns, self.is_known = guess_ns, True
 
     @property
     def measured_ns(self) -> int:

@@ -15,13 +15,15 @@ Does not cover: which requests these are (`kvstore.wire.transfers`), lookups (`l
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
 
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.hits import block_keys
+from kvstore.client.core.hits import HitRules, block_keys
+from kvstore.client.core.loads import needed_blocks
 from kvstore.client.core.lookup import Lookup
 from kvstore.client.core.stats import SchedulerStats
 from kvstore.client.core.stores import EngineStores
@@ -29,6 +31,9 @@ from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from kvstore.wire.transfers import DecodePart, PrefillPart, answer_of
+
+WATCH_SHARE: Final = 16
+WATCH_NS_MAX: Final = 16 * NS_PER_MS
 
 
 class _AwaitedPush:
@@ -51,10 +56,10 @@ class EnginePushes:
         attachment: Attachment,
         stores: EngineStores,
         stats: SchedulerStats,
-        needed: Callable[[int, int, int], Sequence[bool] | None],
+        rules: HitRules | None,
     ) -> None:
-        """`needed`: as `HitRules.are_needed`; None for all blocks of an engine with one group."""
-        self._config, self._needed = config, needed
+        """`rules`: of an engine with several KV cache groups."""
+        self._config, self._rules = config, rules
         self._attachment = attachment
         self._stores = stores
         self._stats = stats
@@ -162,8 +167,9 @@ class EnginePushes:
         keys: Sequence[bytes],
         lookup: Lookup,
         now_ns: int,
+        tokens_max: int,
     ) -> None:
-        """A request arrives whose blocks are sent here. Before its hints."""
+        """A request arrives whose blocks are sent here. Before its hints; `tokens_max` of a hit."""
         if not (self.node and keys and expected.node):
             return
         waiting = _AwaitedPush(expected.transfer, lookup, bytes(keys[-1]))
@@ -171,21 +177,16 @@ class EnginePushes:
         if twin is not None and twin.transfer == waiting.transfer and twin.open:
             waiting.open = set(twin.open)
         else:
-            for group in range(len(self._config.block_sizes)):
-                every = block_keys(keys, self._config.keys_per_block(group))
-                needed = self._needed(group, 0, len(every))
-                # The prefill engine stores no others, and what lies behind a gap is not pushed.
-                names: Sequence[bytes] = (
-                    every if needed is None else list(itertools.compress(every, needed))
-                )
-                for first in range(0, len(names), KEYS_PER_DATAGRAM_MAX):
-                    part = b"".join(names[first : first + KEYS_PER_DATAGRAM_MAX])
+            for group, blocks in enumerate(self._wanted(len(keys), tokens_max)):
+                names = block_keys(keys, self._config.keys_per_block(group))
+                for first in range(blocks.start, blocks.stop, KEYS_PER_DATAGRAM_MAX):
+                    part = names[first : min(first + KEYS_PER_DATAGRAM_MAX, blocks.stop)]
                     waiting.open.add((group, first))
                     self._say(
                         PushExpect(
                             transfer=expected.transfer,
                             node=expected.node,
-                            keys=part,
+                            keys=b"".join(part),
                             deadline_ms=self._config.push_deadline_ms,
                             group=group,
                             first_block=first,
@@ -197,6 +198,29 @@ class EnginePushes:
         self._session = self._attachment.session
         self._waiting[request] = waiting
         lookup.pushed_until_ns = now_ns + self._config.push_deadline_ms * NS_PER_MS
+
+    def _wanted(self, key_count: int, tokens_max: int) -> list[range]:
+        """Blocks of each group that the longest hit needs. Others may not be stored there, as of
+        recurrent states all but the last; and what lies behind a gap is not pushed."""
+        sizes, plan = self._config.block_sizes, None
+        counts = [key_count // self._config.keys_per_block(at) for at in range(len(sizes))]
+        tokens = counts[0] * sizes[0]
+        if self._rules is not None:
+            present = [np.ones(count, np.bool_) for count in counts]
+            plan = self._rules.longest(present, tokens_max=tokens_max)
+            tokens = plan.tokens
+        return needed_blocks(plan, sizes, 0, tokens)
+
+    def watch_ns(self, request: str, now_ns: int) -> int:
+        """Longest time that an otherwise idle engine may look for the end of this wait in one step;
+        0: the request does not wait. A share of the wait so far: a request that arrives meanwhile
+        waits as long, and an engine that steps on and on takes the processor of a prefill."""
+        waiting = self._waiting.get(request)
+        if waiting is None:
+            return 0
+        deadline_ns = self._config.push_deadline_ms * NS_PER_MS
+        waited_ns = now_ns - waiting.lookup.pushed_until_ns + deadline_ns
+        return min(waited_ns // WATCH_SHARE, WATCH_NS_MAX)
 
     def ended(self, end: PushEnd) -> None:
         """Blocks that were expected are here, or will not come."""

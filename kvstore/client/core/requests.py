@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-from kvstore.client.core.hits import Outcome
+from kvstore.client.core.hits import Outcome, PromptKeys
 from kvstore.client.core.lookup import Lookup
 from kvstore.client.core.stores import StoreProgress
 from kvstore.wire.messages import REQUEST_BYTES_MAX, Story
@@ -29,6 +30,7 @@ class TrackedRequest:
         "peer_tokens",
         "progress",
         "prompt_tokens",
+        "tail",
         "transfer",
     )
 
@@ -44,6 +46,8 @@ class TrackedRequest:
         self.peer_tokens = 0
         self.answer: Outcome | None = None
         self.transfer = transfer
+        self.tail = b""
+        """Key of the prompt's tail, where it is stored or looked up; empty: it is not."""
         self.arrived_ns = 0
         self.first_token_ns = 0
         """When the engine was first seen to have a token of its answer; 0: not yet."""
@@ -52,6 +56,18 @@ class TrackedRequest:
         self.load_ns: dict[int, int] = {}
         """Time of its copies, by rank."""
         self.finished = False
+
+    def prompt_keys(self, keys: Sequence[bytes], block_tokens: int) -> Sequence[bytes]:
+        """With that of the tail."""
+        return PromptKeys(keys, self.prompt_tokens // block_tokens, self.tail)
+
+    def sought(self, keys: Sequence[bytes], block_tokens: int) -> Sequence[bytes]:
+        """Keys that are looked up: with the tail on a decode engine, until the request's answer
+        has made a whole block of it. A prefill engine computes one token in any case."""
+        is_whole = len(keys) > self.prompt_tokens // block_tokens
+        if is_whole or not self.tail or self.progress.tail_tokens:
+            return keys
+        return self.prompt_keys(keys, block_tokens)
 
     def cut_load(self, tokens: int) -> None:
         """No more than so many tokens were loaded."""

@@ -61,7 +61,7 @@ class SchedulerCore:
             config, self.attachment, self._breaker, self.stats, self.costs, rules
         )
         self._stores = EngineStores(config, self.attachment, self.stats)
-        self.pushes = EnginePushes(config, self.attachment, self._stores, self.stats, self._needed)
+        self.pushes = EnginePushes(config, self.attachment, self._stores, self.stats, rules)
         self._shadows = Shadows(config, self.attachment, self._lookups, self._stores, self.stats)
         self._requests: dict[str, TrackedRequest] = {}
         self._by_tag: dict[int, TrackedRequest] = {}
@@ -101,6 +101,8 @@ class SchedulerCore:
                 if self.attachment.incarnation != self._incarnation:
                     self._incarnation = self.attachment.incarnation
                     self._stores.forget_recent()
+                    for entry in self._requests.values():
+                        entry.lookup.present.clear()
                 self._tell_what_was_kept()
                 return reason
         return None
@@ -146,9 +148,11 @@ class SchedulerCore:
         now_ns: int,
         may_hint: bool = True,
         transfer: PrefillPart | DecodePart | None = None,
+        tail: bytes = b"",
     ) -> None:
         """A request arrived, maybe with a part in a transfer. Sends hints, if it may; pins
-        nothing."""
+        nothing. `tail`: key of the prompt's tail, where a transfer includes it (`PromptKeys`);
+        ignored with several KV cache groups or drafts."""
         tag = self._next_tag
         self._next_tag += 1
         lookup = Lookup(tag)
@@ -158,12 +162,20 @@ class SchedulerCore:
         self._now_ns = entry.arrived_ns = now_ns
         self._requests[request] = entry
         self._by_tag[tag] = entry
+        has_tails = self._rules is None and not self.config.lookahead_tokens
+        if tail and transfer is not None and has_tails:
+            entry.tail = tail
+            progress.tail_tokens = prompt_tokens if isinstance(transfer, PrefillPart) else 0
         if isinstance(transfer, PrefillPart):
             self.pushes.open(request, transfer)
         elif transfer is not None and may_hint:
-            self.pushes.expect(request, transfer, keys, lookup, now_ns)
+            sought = entry.sought(keys, self.config.block_tokens)
+            self.pushes.expect(request, transfer, sought, lookup, now_ns, prompt_tokens - 1)
         if not (self.attachment.is_open and may_hint):
             return
+        if progress.tail_tokens:
+            keys = entry.prompt_keys(keys, self.config.block_tokens)
+        # A decode engine's hint excludes the tail: its place is that of a block of the answer.
         for group in range(len(self.config.block_sizes)):
             if hinted := self._keys(keys, group)[:HINT_KEYS_MAX]:
                 self.attachment.outbox.append(Hint(tag, b"".join(hinted), group))
@@ -189,9 +201,12 @@ class SchedulerCore:
         entry.local_tokens = local_tokens
         self.pushes.resumed(request)
         self.pushes.look()
+        sought = entry.sought(keys, self.config.block_tokens)
+        if entry.lookup.stage is not LookupStage.SHADOW:  # which excludes the tail by its end
+            entry.lookup.end_tokens = 0 if sought is keys else entry.prompt_tokens
         outcome = self._lookups.match(
             entry.lookup,
-            keys,
+            sought,
             first_block=local_tokens // self.config.block_tokens,
             tokens_max=tokens_max,
             now_ns=now_ns,
@@ -242,7 +257,7 @@ class SchedulerCore:
             jobs = self._lookups.start_load(
                 lookup,
                 request=request,
-                keys=keys,
+                keys=entry.sought(keys, size),
                 tables=tables,
                 local_tokens=entry.local_tokens,
                 tokens=external_tokens,
@@ -292,10 +307,13 @@ class SchedulerCore:
         not 0. `tables`: of the request, by KV cache group."""
         entry = self._requests[request]
         has_to_store = self._has_to_store(entry.progress, settled_tokens)
+        if entry.progress.tail_tokens:
+            keys = entry.prompt_keys(keys, self.config.block_tokens)
         local_tokens = entry.local_tokens + entry.loaded_tokens
         for group, (size, table) in enumerate(zip(self.config.block_sizes, tables, strict=True)):
             names = self._keys(keys, group)
-            full_blocks = min(settled_tokens // size, len(names), len(table))
+            full_blocks = entry.progress.full_blocks(settled_tokens, size)
+            full_blocks = min(full_blocks, len(names), len(table))
             self._shadows.bind(
                 entry.lookup, group, keys=names, block_ids=table, full_blocks=full_blocks
             )
@@ -325,6 +343,8 @@ class SchedulerCore:
         entry = self._requests[request]
         blocks = zip(entry.progress.next_blocks, self.config.block_sizes, strict=True)
         due = min((done + 1) * size for done, size in blocks) + self.config.lookahead_tokens
+        if entry.progress.tail_tokens:
+            due = min(due, entry.prompt_tokens)
         return due if entry.first_token_ns else min(due, entry.prompt_tokens + 1)
 
     def local_blocks(self, request: str) -> int:

@@ -124,12 +124,19 @@ class Shadows:
         checks = self._checks.get(lookup.tag)
         if checks is None:
             checks = self._checks[lookup.tag] = [
-                _Check(lookup, part, self._lookups.found_blocks(part)) for part in lookup.parts
+                _Check(lookup, part, self._whole_blocks(lookup, part)) for part in lookup.parts
             ]
         for check in checks:
             if check.part.group == group:
                 self._compare(check, keys, block_ids, full_blocks)
         self._end_if_done(lookup)
+
+    def _whole_blocks(self, lookup: Lookup, part: LookupPart) -> int:
+        """Blocks to compare: without the tail, whose block goes on with this request's answer."""
+        found = self._lookups.found_blocks(part)
+        if not lookup.end_tokens:
+            return found
+        return min(found, lookup.end_tokens // self._config.block_tokens - part.first)
 
     def _compare(
         self, check: _Check, keys: Sequence[bytes], block_ids: Sequence[int], full_blocks: int

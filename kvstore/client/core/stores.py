@@ -31,7 +31,7 @@ NULL_BLOCK = 0
 class StoreProgress:
     """Blocks of one request that are stored, or left out. Only `EngineStores` changes it."""
 
-    __slots__ = ("hint_sequence", "is_old", "next_blocks", "present")
+    __slots__ = ("hint_sequence", "is_old", "next_blocks", "present", "tail_tokens")
 
     def __init__(self, hint_sequence: int, present: Presence, group_count: int) -> None:
         self.next_blocks = [0] * group_count
@@ -41,6 +41,13 @@ class StoreProgress:
         self.hint_sequence = hint_sequence
         self.present = present
         """From the node's answers to hints."""
+        self.tail_tokens = 0
+        """End of the prompt, where its tail is stored, too; 0: it is not."""
+
+    def full_blocks(self, settled_tokens: int, size: int) -> int:
+        """Blocks of `size` tokens that may be stored; the tail is that of the first group."""
+        is_tail_due = 0 < self.tail_tokens <= settled_tokens
+        return self.tail_tokens // size + 1 if is_tail_due else settled_tokens // size
 
 
 class _BlockBatch:
@@ -92,7 +99,8 @@ class EngineStores:
             return False
         credits = self._attachment.credits
         for group, size in enumerate(self._config.block_sizes):
-            if settled_tokens // size > progress.next_blocks[group] and credits[group]:
+            full_blocks = progress.full_blocks(settled_tokens, size)
+            if full_blocks > progress.next_blocks[group] and credits[group]:
                 return True
         return False
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.processes import Processes, Weights
+from kvstore.engine.memory.table import tallied
 
 if TYPE_CHECKING:
     from kvstore.engine.memory.slots import Slots
@@ -223,9 +224,9 @@ class Pins:
         words = words[slots.writer[words] != 0]
         if not len(words):
             return
-        writers, which = np.unique(slots.writer[words], return_inverse=True)
-        for at, writer in enumerate(writers.tolist()):
-            its = words if len(writers) == 1 else words[which == at]
+        writers = slots.writer[words]
+        for writer, count in tallied(writers):
+            its = words if count == len(words) else words[writers == writer]
             weights = slots.weigh(its)
             _add(slots.quotas.pinned, weights, sign)
             # Below 0 are writers of the node itself, and nodes that borrow.

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kvstore.engine.memory.journal import Journal
-from kvstore.engine.memory.table import NO_ROWS, BlockTable, Keys, Rows
+from kvstore.engine.memory.table import NO_ROWS, BlockTable, Keys, Rows, tallied
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.tombstones import restamp
 from kvstore.engine.witness import Witness
@@ -187,7 +187,7 @@ class Residency:
         self._hold(rows, words, checksums)
         if self._journal is not None:
             scopes = self.table.scopes[rows]
-            for scope in np.unique(scopes).tolist():
+            for scope, _ in tallied(scopes):
                 its = scopes == scope
                 self._journal.publish(
                     words[its],
@@ -305,7 +305,7 @@ class Residency:
                 self._scope_of[scope],
                 self.table.keys[rows[scopes == scope]].tobytes(),
             )
-            for scope in np.unique(scopes).tolist()
+            for scope, _ in tallied(scopes)
         ]
 
     def take_changes(self) -> list[Change]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.memory.policy.port import NONE, Words
+from kvstore.engine.memory.table import tallied
 
 _SPARE = 1024
 """A list is not cleaned for fewer returned slots."""
@@ -47,7 +48,7 @@ class Writers:
             return
         before = self.column[words]
         self.column[words] = writer
-        for old, count in _counted(before):
+        for old, count in tallied(before[before != 0]):
             self.counts[old] -= count
             if not self.counts[old]:
                 del self.counts[old]
@@ -58,7 +59,7 @@ class Writers:
     def adopt(self, words: Words, writers: NDArray[np.int64]) -> None:
         """Set the writers of slots, before any other call."""
         self.column[words] = writers
-        for writer, _ in _counted(writers):
+        for writer, _ in tallied(writers[writers != 0]):
             self._give(words[writers == writer], writer)
 
     def of(self, writer: int) -> Words:
@@ -80,8 +81,3 @@ class Writers:
         tidy = self._given[writer] = _Given()
         tidy.add(words)
         return words
-
-
-def _counted(writers: NDArray[np.int64]) -> list[tuple[int, int]]:
-    named, counts = np.unique(writers[writers != 0], return_counts=True)
-    return list(zip(named.tolist(), counts.tolist(), strict=True))

@@ -131,11 +131,6 @@ class Arrivals:
         """Whether `advance` has watches to look at."""
         return bool(self._to_look_at)
 
-    @property
-    def watch_count(self) -> int:
-        """Leases and loans that wait for blocks."""
-        return len(self._watches)
-
     def advance(self) -> None:
         """Look at the queued watches, at most LOOKS_PER_STEP: this bounds the time of a step."""
         for name in list(itertools.islice(self._to_look_at, LOOKS_PER_STEP)):

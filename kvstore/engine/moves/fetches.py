@@ -40,6 +40,8 @@ from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, checksums_array
 
 LOCATES_MAX = 256
+AHEAD_LOCATES_MAX = 32
+"""With more under way nothing is asked ahead: questions of engines would wait behind these."""
 COMING_BYTES = 192
 """Memory for one key while it is asked for or on its way, for any number of shards."""
 COMING_BYTES_MAX = 32 * MIB
@@ -139,7 +141,7 @@ class Fetches:
         until_ns, known = self._absent.get(first, (0, 0))
         if until_ns > state.now_ns:
             return Wanted(0, known)
-        is_full = len(self._locating) >= LOCATES_MAX
+        is_full = len(self._locating) >= (AHEAD_LOCATES_MAX if asker.is_ahead else LOCATES_MAX)
         if is_full or self._exceeds_share(asker.engine, len(keys)):
             return self._unasked(keys, Reason.TOO_MANY_QUESTIONS)
         if state.now_ns < self._ask_from_ns:
@@ -295,7 +297,8 @@ class Fetches:
         sought = Reason.NO_ROOM if len(keys) else Reason.HERE_BY_NOW
         state.witness.judged(question, sought, None, len(keys))
         block_bytes = sum(asker.slot_sizes)
-        room = min(len(keys), self._fetching.room(block_bytes))
+        bytes_max = self._fetching.bytes_max // (2 if asker.is_ahead else 1)
+        room = min(len(keys), self._fetching.room(block_bytes, bytes_max=bytes_max))
         count = self._intake.room_for(asker, asker.slot_sizes, room)
         per_fetch = max(1, FETCH_BYTES // block_bytes)
         for begin in range(0, count, per_fetch):

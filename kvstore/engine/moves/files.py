@@ -148,6 +148,8 @@ class Files:
         """Issue reads for these rows of one shard as far as there is room; returns how many."""
         state, size = self._state, asker.slot_sizes[column]
         ahead_bytes = int(READ_AHEAD_NS / self.pace.ns_per_byte(state.now_ns))
+        if asker.is_ahead:
+            ahead_bytes = min(ahead_bytes, self._reads.bytes_max) // 2
         room = self._reads.room(size, bytes_max=ahead_bytes)
         wanted = self._intake.room_for(asker, [size], min(len(rows), room))
         pieces = max(1, min(BLOCKS_PER_READ, JOB_BYTES_MAX // size))

@@ -6,8 +6,9 @@
 Rules. 1: an extent is free again when its bytes were copied out, by the peer's word that nothing
 was begun, or by the death of our transfer worker. 2: words of another epoch, about unknown grants,
 or about blocks that have landed before are dropped. 3: a block is sealed when its copy was
-verified. 4: every PushExpect has one PushEnd, at its deadline at the latest. 5: a peer is granted
-part of the slab, an engine has EXPECTS_MAX expectations.
+verified. 4: every PushExpect has one PushEnd, at its deadline at the latest, and soon after
+blocks of its transfer stop coming. 5: a peer is granted part of the slab by as many grants as
+it takes; expectations of an engine are bounded (`too_many`).
 
 Does not cover: extents (`landing`), seals (`intake`), leases that wait (`arrivals`), the other
 node (`pushes` there).
@@ -19,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,11 +38,19 @@ from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import PEER_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows, each
 from kvstore.engine.moves.arrivals import Arrivals
-from kvstore.engine.moves.expected import Expectation, ExpectedKeys
+from kvstore.engine.moves.expected import (
+    ASLEEP_NS,
+    Expectation,
+    ExpectedKeys,
+    GrantedRoom,
+    LandingCopy,
+    too_many,
+)
 from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.intake import Copies, Intake
 from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.moves.landing import LANDING_SHARE, Extents, LandingSlab
+from kvstore.engine.moves.pushes import ASKS_MAX
 from kvstore.engine.moves.transfers import Transfers
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import Connection
@@ -54,51 +62,12 @@ from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import checksums_array, keys_array
 from kvstore.wire.pushes import PushEnd, PushExpect
 
-GRANT_BYTES: Final = 16 * MIB
-EXPECTS_MAX: Final = 256
-"""Expectations of one engine."""
+GRANT_BYTES: Final = 64 * MIB
+LOOK_KEYS_MAX: Final = 1 << 14  # in a tick, of prefills on this node: two milliseconds
 REVOKED_NS: Final = 5 * NS_PER_S
 """A peer that did not answer a revocation for so long may write for ever."""
 LIMBO_NS: Final = 5 * NS_PER_S
 """After that our transfer worker is killed."""
-
-
-class _Granted(msgspec.Struct):
-    """Extents for some blocks of an expectation."""
-
-    number: int
-    expect: Expectation
-    first: int
-    """Place of its first key among those that are missing."""
-    keys: Keys
-    extents: Extents
-    pages: int
-    has_landed: NDArray[np.bool_]
-    copying: int = 0
-    """Blocks that are being copied out."""
-    revoked_ns: int = 0
-    """0: it was not."""
-
-    @property
-    def node(self) -> str:
-        """The peer that may write."""
-        return self.expect.message.node
-
-
-class _Landing(msgspec.Struct):
-    """Blocks that are copied into these slots, one column per shard."""
-
-    granted: _Granted
-    places: slice
-    columns: list[Words]
-    size_bytes: int
-    since_ns: int
-    is_void: bool = False
-
-    @property
-    def words(self) -> Words:
-        """Slots of all columns."""
-        return np.concatenate(self.columns)
 
 
 class Grants:
@@ -121,13 +90,13 @@ class Grants:
         self._epoch = 0
         self._expects: list[Expectation] = []
         """In the order of their turns."""
-        self._grants: dict[int, _Granted] = {}
+        self._grants: dict[int, GrantedRoom] = {}
         self._pages_of: Counter[str] = Counter()
         """Pages granted, by peer."""
-        self._landings: Jobs[_Landing] = Jobs(numbers, arena_bytes=config.arena_bytes)
+        self._landings: Jobs[LandingCopy] = Jobs(numbers, arena_bytes=config.arena_bytes)
         self._limbo: list[tuple[Extents, int]] = []
-        self._limbo_ns = 0
-        """Since when there is limbo."""
+        self._limbo_ns = self._ticked_ns = 0
+        """Since when there is limbo, and when time passed before."""
         self._coming = ExpectedKeys()
 
     # ── what is expected ─────────────────────────────────────────────────────────────────────────
@@ -140,7 +109,7 @@ class Grants:
         keys = keys_array(message.keys)
         if len(set(each(keys))) != len(keys):
             return "a PushExpect that names a key twice"
-        if refusal := self._refusal(connection):
+        if refusal := self._refusal(connection, len(keys)):
             self._say_end(connection, message, 0, refusal)
             return ""
         asker = owner.groups[message.group].asker
@@ -150,21 +119,20 @@ class Grants:
         until_ns = state.now_ns + message.deadline_ms * NS_PER_MS
         times, has_come = PushTimes(state.now_ns), np.zeros(len(missing), dtype=bool)
         its = (connection, owner.open_session, message, asker, missing, times, until_ns)
-        expect = Expectation(*its, has_come)
+        is_here = message.node == state.config.node
+        expect = Expectation(*its, state.now_ns, has_come, is_here)
         self._expects.append(expect)
         self._coming.add(asker.scopes, missing)
         self._go_on(expect)
         return ""
 
-    def _refusal(self, connection: Connection) -> str:
+    def _refusal(self, connection: Connection, count: int) -> str:
         state, owner = self._state, connection.owner
         if not owner.open_session:
             return "the engine has no session"
         if state.is_off(*owner.groups[0].asker.address):
             return "its space is switched off"
-        if sum(its.connection is connection for its in self._expects) >= EXPECTS_MAX:
-            return "too many transfers are expected"
-        return ""
+        return too_many(self._expects, connection, count)
 
     def cancel(self, connection: Connection, transfer: str) -> None:
         """Nobody waits for this transfer any more."""
@@ -190,29 +158,32 @@ class Grants:
 
     def _go_on(self, expect: Expectation) -> None:
         """Grant more room to an expectation, or end it."""
-        message = expect.message
         if expect.has_come.all():
             self._end(expect, "")
-        elif message.node == self._state.config.node:
+        elif expect.is_here:
             self._wait_here(expect)
-        elif not self._slab.page_count:
-            self._end(expect, "this node takes no pushes: give it --peer-listen and --landing")
+        elif _pages(expect.asker) > self._slab.page_count:
+            why = "no block fits this node's landing memory: give it --peer-listen and --landing"
+            self._end(expect, why)
         elif self._epoch:
             while self._grant(expect):
                 pass
 
     def _wait_here(self, expect: Expectation) -> None:
-        """Prefill on the same node: its blocks need only be sealed."""
-        rows = self._state.residency.find_all(expect.asker.scopes, expect.missing)
-        if bool((self._state.residency.words(rows) >= 0).all()):
-            self._come(expect, slice(None))
+        """Prefill on this node, too: its blocks need only be sealed, which a tick looks for."""
+        expect.looked_ns = self._state.now_ns
+        left = np.flatnonzero(~expect.has_come)
+        rows = self._state.residency.find_all(expect.asker.scopes, expect.missing[left])
+        here = np.logical_and.reduce(self._state.residency.words(rows) >= 0, axis=0)
+        if here.any():
+            self._news(expect)
+            self._come(expect, left[here])
+        if expect.has_come.all():
             self._end(expect, "")
             return
-        its = expect.message
-        node = self._state.config.node
-        patience = self._transfers.patience(
-            expect.asker.address, its.transfer, node, expect.times.since_ns
-        )
+        address, since_ns = expect.asker.address, expect.times.since_ns
+        _, node, transfer = expect.transfer
+        patience = self._transfers.patience(address, transfer, node, since_ns)
         if self._state.now_ns >= patience.until_ns:
             self._end(expect, patience.reason)
 
@@ -220,8 +191,10 @@ class Grants:
         """Grant the next blocks room, if there is any."""
         state, asker, message = self._state, expect.asker, expect.message
         rest = expect.missing[expect.granted :]
+        if sum(its.node == message.node for its in self._grants.values()) >= ASKS_MAX:
+            return False  # it refuses more of them
         block_bytes = sum(asker.block_bytes)
-        pages, held = -(-block_bytes // PAGE_BYTES), self._pages_of[message.node]
+        pages, held = _pages(asker), self._pages_of[message.node]
         share = max(self._slab.page_count // LANDING_SHARE, 0 if held else pages) - held
         count = min(len(rest), share // pages, max(1, GRANT_BYTES // block_bytes))
         extents = self._slab.take(pages, count)
@@ -230,7 +203,7 @@ class Grants:
             return False
         number = next(self._numbers)
         its = (number, expect, expect.granted, rest[:count], extents, pages)
-        self._grants[number] = _Granted(*its, np.zeros(count, dtype=bool))
+        self._grants[number] = GrantedRoom(*its, np.zeros(count, dtype=bool))
         self._pages_of[message.node] += count * pages
         expect.granted += count
         expect.times.granted_ns = expect.times.granted_ns or state.now_ns
@@ -258,7 +231,7 @@ class Grants:
         expect.reason = reason
         self._expects.remove(expect)
         message, pushed = expect.message, int(expect.has_come.sum())
-        held = len(keys_array(message.keys)) - len(expect.missing)
+        keys = keys_array(message.keys)
         self._come(expect, slice(None))
         for number, granted in self._grants.items():
             if granted.expect is expect:
@@ -266,21 +239,24 @@ class Grants:
                 self._state.say(RevokePush(number, granted.node, self._state.cause))
         self._arrivals.news(expect.missing)
         self._state.counters.pushes_cut_short += bool(reason)
-        self._say_end(expect.connection, message, held + pushed, reason)
+        # Some may have been evicted since they came.
+        rows = self._state.residency.find_all(expect.asker.scopes, keys)
+        here = np.logical_and.reduce(self._files.there(rows), axis=0)
+        self._say_end(expect.connection, message, int(here.sum()), reason)
         report = PushReport(
             side="decode",
             node=message.node,
             group=message.group,
             first_block=message.first_block,
-            blocks=held + len(expect.missing),
-            held=held,
+            blocks=len(keys),
+            held=len(keys) - len(expect.missing),
             pushed=pushed,
             reason=reason,
             **expect.times.as_us(self._state.now_ns),
         )
         self._state.witness.pushed(expect.asker.tenant, message.transfer, report)
 
-    def _come(self, expect: Expectation, places: slice) -> None:
+    def _come(self, expect: Expectation, places: slice | NDArray[np.intp]) -> None:
         """These are here, or not expected any more."""
         left = expect.missing[places][~expect.has_come[places]]
         self._coming.remove(expect.asker.scopes, left)
@@ -310,6 +286,7 @@ class Grants:
         granted.has_landed[places] = True
         expect = granted.expect
         expect.times.moved(self._state.now_ns)
+        self._news(expect)
         if expect.reason is None and sum(event.block_bytes) != sum(expect.asker.block_bytes):
             self._end(expect, f"node {granted.node} pushes blocks of another size")
         if expect.reason is not None:
@@ -317,7 +294,13 @@ class Grants:
             return
         self._land(event, granted, places)
 
-    def _land(self, event: Pushed, granted: _Granted, places: slice) -> None:
+    def _news(self, expect: Expectation) -> None:
+        """A block came: news for the other parts and groups of its transfer, too."""
+        for its in self._expects:
+            if its.transfer == expect.transfer:
+                its.hear(self._state.now_ns)
+
+    def _land(self, event: Pushed, granted: GrantedRoom, places: slice) -> None:
         state, expect, asker = self._state, granted.expect, granted.expect.asker
         count = places.stop - places.start
         if self._intake.room_for(asker, asker.slot_sizes, count) < count:
@@ -327,7 +310,7 @@ class Grants:
         columns = self._intake.hold(asker.slot_sizes, count, writer=PEER_WRITER, quota=asker.quota)
         size_bytes = count * sum(asker.slot_sizes)
         granted.copying += count
-        landing = _Landing(granted, places, columns, size_bytes, state.now_ns)
+        landing = LandingCopy(granted, places, columns, size_bytes, state.now_ns)
         job = self._landings.begin(landing)
         words = np.stack(columns, axis=1).reshape(-1)
         state.say(
@@ -380,14 +363,14 @@ class Grants:
             self._go_on(expect)
         self._next()
 
-    def _leave(self, granted: _Granted, places: slice) -> None:
+    def _leave(self, granted: GrantedRoom, places: slice) -> None:
         """These extents are free; and the grant ends with its last one."""
         self._slab.free(granted.extents[places], granted.pages)
         self._owe(granted, places.stop - places.start)
         if granted.has_landed.all() and not granted.copying:
             self._grants.pop(granted.number, None)
 
-    def _owe(self, granted: _Granted, count: int) -> None:
+    def _owe(self, granted: GrantedRoom, count: int) -> None:
         """So many extents fewer are this peer's."""
         self._pages_of[granted.node] -= count * granted.pages
         if not self._pages_of[granted.node]:
@@ -398,12 +381,15 @@ class Grants:
         granted = self._grants.get(event.grant)
         if granted is None or event.epoch != self._epoch:
             return
+        lost, reason = int((~granted.has_landed).sum()), event.reason
         self._give_up(granted, is_quiet=event.is_quiet)
-        if granted.expect.reason is None and event.reason:
-            self._end(granted.expect, event.reason)
+        if lost and not reason:
+            reason = f"node {granted.node} says that all is pushed, and {lost} blocks are not here"
+        if granted.expect.reason is None and reason:
+            self._end(granted.expect, reason)
         self._next()
 
-    def _give_up(self, granted: _Granted, *, is_quiet: bool) -> None:
+    def _give_up(self, granted: GrantedRoom, *, is_quiet: bool) -> None:
         """Nothing more comes for a grant. Not `is_quiet`: not known to whom the extents belong."""
         left = granted.extents[~granted.has_landed]
         self._owe(granted, len(left))
@@ -419,7 +405,11 @@ class Grants:
     def _next(self) -> None:
         """Room came back: those that wait for it go on, one after the other."""
         for expect in list(self._expects):
-            if expect.reason is None and expect.granted < len(expect.missing):
+            if (
+                expect.reason is None
+                and not expect.is_here
+                and expect.granted < len(expect.missing)
+            ):
                 self._go_on(expect)
 
     # ── the transfer worker ──────────────────────────────────────────────────────────────────────
@@ -437,13 +427,20 @@ class Grants:
 
     def tick(self) -> None:
         """Time passed: deadlines, engines that left, peers that do not answer, limbo."""
-        state = self._state
-        for expect in list(self._expects):
+        state, budget = self._state, LOOK_KEYS_MAX
+        asleep_ns, self._ticked_ns = state.now_ns - self._ticked_ns, state.now_ns
+        if asleep_ns > ASLEEP_NS:
+            for expect in self._expects:
+                expect.news_ns = state.now_ns
+        for expect in sorted(self._expects, key=lambda its: its.looked_ns):
             if expect.connection.owner.open_session != expect.session:
                 self._end(expect, "the engine's session has ended")
             elif state.now_ns >= expect.until_ns:
                 self._end(expect, "its deadline has passed")
-            elif expect.reason is None:
+            elif expect.is_stalled(state.now_ns):
+                self._end(expect, "no block came for too long")
+            elif not expect.is_here or budget > 0:
+                budget -= expect.is_here * int((~expect.has_come).sum())
                 self._go_on(expect)
         for granted in list(self._grants.values()):
             if granted.revoked_ns and state.now_ns >= granted.revoked_ns + REVOKED_NS:
@@ -496,3 +493,8 @@ class Grants:
             assert expect.reason is None, "an expectation that has ended waits"
             told.add(expect.asker.scopes, expect.missing[~expect.has_come])
         assert told == self._coming, "what is expected is miscounted"
+
+
+def _pages(asker: Asker) -> int:
+    """Size of an extent: the shards of a block, one behind the other."""
+    return -(-sum(asker.block_bytes) // PAGE_BYTES)

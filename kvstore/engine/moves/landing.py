@@ -41,6 +41,8 @@ class LandingSlab:
 
     def take(self, pages: int, count: int) -> Extents:
         """Up to `count` extents of so many pages, one behind the other; none: no room."""
+        if count <= 0:
+            return np.zeros(0, dtype=np.int64)
         edges = np.flatnonzero(np.diff(self._free, prepend=False, append=False))
         begins, room = edges[::2], (edges[1::2] - edges[::2]) // pages
         if not len(room) or not room.max():

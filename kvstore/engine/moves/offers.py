@@ -85,8 +85,11 @@ class Offers:
         there = np.stack(
             [self._residency.is_in(change.tier, scope, keys) for scope in shards.values()], axis=1
         )
-        # Keys of one request have the same shards: few combinations among many keys.
-        combinations, which = np.unique(there, axis=0, return_inverse=True)
+        # Keys of one request have the same shards: few combinations among many keys, mostly one.
+        if (there == there[:1]).all():
+            combinations, which = there[:1], np.zeros(len(there), dtype=np.int64)
+        else:
+            combinations, which = np.unique(there, axis=0, return_inverse=True)
         names = list(shards)
         covers = [
             _cover(frozenset(names[at] for at in np.flatnonzero(row)), geometry)

@@ -43,7 +43,7 @@ from kvstore.types import Shard, SpaceId
 from kvstore.units import MIB, NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 
-WRITE_BYTES: Final = 4 * MIB
+WRITE_BYTES: Final = 8 * MIB
 """Size of one write: the other node verifies it while the next one moves."""
 JOBS_MAX: Final = 4
 """Writes of one grant at a time."""

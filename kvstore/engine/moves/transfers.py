@@ -18,7 +18,11 @@ from kvstore.types import SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.pushes import PushClose, PushOpen
 
-TRANSFERS_MAX = 4096
+TRANSFERS_MAX = 1024
+"""Transfers of one engine; one more makes it forget another, if possible one that is closed."""
+ALL_MAX = 16 * TRANSFERS_MAX
+"""Transfers of all engines; one more makes the node forget a quarter: those of engines that are
+gone, then those that are closed, then the oldest."""
 UNKNOWN_NS = 2 * NS_PER_S
 """Legs of a request are dispatched together, and the prefill engine may name the transfer late."""
 SEALS_NS = NS_PER_S // 4
@@ -50,6 +54,8 @@ class Transfers:
     def __init__(self, state: State) -> None:
         self._state = state
         self._transfers: OrderedDict[tuple[str, str], _Prefill] = OrderedDict()
+        self._names: dict[int, OrderedDict[tuple[str, str], None]] = {}
+        """By session, the same order."""
 
     def open(self, connection: Connection, message: PushOpen) -> None:
         """An engine computes blocks of this transfer."""
@@ -58,10 +64,25 @@ class Transfers:
             return
         addresses = frozenset(group.asker.address for group in owner.groups)
         name = (owner.groups[0].asker.tenant, message.transfer)
-        self._transfers.pop(name, None)
-        self._transfers[name] = _Prefill(connection, owner.open_session, addresses, message.node)
-        if len(self._transfers) > TRANSFERS_MAX:
-            self._transfers.popitem(last=False)
+        session = owner.open_session
+        self._forget(name)
+        self._transfers[name] = _Prefill(connection, session, addresses, message.node)
+        own = self._names.setdefault(session, OrderedDict())
+        own[name] = None
+        if len(own) > TRANSFERS_MAX:
+            closed = (each for each in own if self._transfers[each].closed_ns)
+            self._forget(next(closed, next(iter(own))))
+        if len(self._transfers) > ALL_MAX:
+            for other, _ in sorted(self._transfers.items(), key=_worth)[: ALL_MAX // 4]:
+                self._forget(other)
+
+    def _forget(self, name: tuple[str, str]) -> None:
+        its = self._transfers.pop(name, None)
+        if its is not None:
+            own = self._names[its.session]
+            del own[name]
+            if not own:
+                del self._names[its.session]
 
     def close(self, connection: Connection, message: PushClose) -> None:
         """No more of its blocks will be sealed."""
@@ -90,8 +111,15 @@ class Transfers:
             return Patience(EVER, "")
         if its.reason:
             return Patience(its.closed_ns, its.reason)
-        return Patience(its.closed_ns + SEALS_NS, "not all of its blocks were stored")
+        return Patience(
+            its.closed_ns + SEALS_NS,
+            "not all of its blocks were stored there, or were evicted since",
+        )
 
-    def open_count(self) -> int:
-        """Transfers that are open."""
-        return sum(not its.closed_ns for its in self._transfers.values())
+
+def _worth(item: tuple[object, _Prefill]) -> int:
+    """Open ones are worth most."""
+    its = item[1]
+    if its.connection.owner.open_session != its.session:
+        return 0
+    return 1 if its.closed_ns else 2

@@ -5,6 +5,7 @@
 | `owners`    | attached engines, and whether their parts fit | Hellos → owner, objection    |
 | `sessions`  | attaching, sessions, return of slots          | Hellos, ends → Quiesce, open |
 | `lookups`   | blocks that a request can load                | LeaseAsk, Hint → replies     |
+| `prepares`  | blocks that a router wants before an engine   | PrepareBlocks → counts       |
 | `runs`      | the longest run of a chain in dram            | keys → slots                 |
 | `leases`    | slots pinned for readers                      | leases → lease counts        |
 | `askers`    | engines and nodes that blocks are brought for | owner → shards, quota        |

@@ -1,7 +1,7 @@
 """Askers, for which blocks are brought to dram: their shards, slot sizes and quota.
 
-An asker is an engine, or another node that fetches from this one. Blocks on their way outlive the
-engine that asked, so nothing here refers to it.
+An asker is an engine, another node that fetches from this one, or a router on behalf of an engine.
+Blocks on their way outlive the engine that asked, so nothing here refers to it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from kvstore.wire.space import Space
 
 ANOTHER_NODE = "(another node)"
 """Stands in place of an engine's title."""
+A_ROUTER = "(a router)"
+"""The same, for blocks that are brought before an engine asks."""
 
 
 class Asker(msgspec.Struct, frozen=True):
@@ -36,6 +38,8 @@ class Asker(msgspec.Struct, frozen=True):
     """Engine whose share of bounded resources is used."""
     title: str
     """Name for people, in explanations of evictions."""
+    is_ahead: bool = False
+    """Nobody waits for the blocks yet: half of the room in motion stays free for engines."""
 
     @property
     def address(self) -> tuple[str, SpaceId]:

@@ -16,8 +16,10 @@ from typing import Final
 from urllib.parse import quote, urlsplit, urlunsplit
 
 import msgspec
+from yarl import URL
 
 from kvstore.config.router import ROLES, RouterConfig, WorkerText, is_exposed
+from kvstore.errors import ConfigError
 from kvstore.net.aio import resolved
 from kvstore.router.engines.workers import WorkerAddress, Workers
 from kvstore.router.keys.index_calls import Listed
@@ -114,20 +116,21 @@ class Discovery:
             self.failed(source, str(error))
             return
         urls = [urlunsplit((parts.scheme, place, "", "", "")) for place in places]
-        self.found(
-            source,
-            (
-                address_of_text(
-                    WorkerText(name=urlsplit(url).netloc, url=url, options=name.options)
-                )
-                for url in urls
-            ),
-        )
+        texts = [WorkerText(name=urlsplit(u).netloc, url=u, options=name.options) for u in urls]
+        self.found(source, map(address_of_text, texts))
 
 
 def addresses_of(texts: Iterable[WorkerText]) -> tuple[WorkerAddress, ...]:
-    """Workers as flags name them."""
-    return tuple(map(address_of_text, texts))
+    """Workers as flags name them. Raises ConfigError: two of them are one engine."""
+    found, places = tuple(map(address_of_text, texts)), dict[object, WorkerAddress]()
+    for each in found:
+        url = URL(each.url)
+        if (same := places.setdefault((url.host, url.port, each.rank), each)) is not each:
+            raise ConfigError(
+                f"--worker names {each.url} twice, as {same.name!r} and {each.name!r}: leave one"
+                " out, or with --index give each data-parallel rank its rank=N"
+            )
+    return found
 
 
 def addresses_listed(listed: Iterable[Listed]) -> Iterator[WorkerAddress]:

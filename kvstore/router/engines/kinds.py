@@ -41,6 +41,8 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
     running: Figure = Figure("")
     memory: Figure = Figure("")
     """Share of the KV cache in use."""
+    has_memory: bool = True
+    """False: only some versions publish it."""
     adapters: str = ""
     """Metric whose label `running_lora_adapters` lists adapters."""
     cache: str = ""
@@ -48,7 +50,18 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
     block: str = ""
     """… the label with the tokens of a block, and …"""
     blocks: str = ""
-    """… the one with their number."""
+    """… the one with their number …"""
+    block_gauge: Figure = Figure("")
+    """… or gauges of both."""
+    blocks_gauge: Figure = Figure("")
+    advice: str = ""
+    """How to make it publish metrics."""
+
+    @property
+    def load(self) -> tuple[Figure, ...]:
+        """Figures that its page must have."""
+        found = (self.waiting, self.running, *([self.memory] if self.has_memory else ()))
+        return tuple(each for each in found if each.metric)
 
 
 ENGINES: Final[dict[str, EngineKind]] = {
@@ -68,6 +81,9 @@ ENGINES: Final[dict[str, EngineKind]] = {
         cache="sglang:cache_config_info",
         block="page_size",
         blocks="num_pages",
+        block_gauge=Figure("sglang:page_size"),  # with the next: 0.5.11 and later
+        blocks_gauge=Figure("sglang:num_pages"),
+        advice="start it with --enable-metrics",
     ),
     "tgi": EngineKind(waiting=Figure("tgi_queue_size"), running=Figure("tgi_batch_current_size")),
     "trtllm": EngineKind(
@@ -75,6 +91,9 @@ ENGINES: Final[dict[str, EngineKind]] = {
         waiting=Figure("trtllm_num_requests_waiting"),
         running=Figure("trtllm_num_requests_running"),
         memory=Figure("trtllm_kv_cache_utilization"),
+        block_gauge=Figure("trtllm_kv_cache_tokens_per_block"),
+        blocks_gauge=Figure("trtllm_kv_cache_max_blocks"),
+        advice="set return_perf_metrics and enable_iter_perf_stats in its options",
     ),
     "triton": EngineKind(
         health="/v2/health/ready",
@@ -82,11 +101,17 @@ ENGINES: Final[dict[str, EngineKind]] = {
         waiting=Figure("nv_trt_llm_request_metrics", "request_type", "waiting"),
         running=Figure("nv_trt_llm_request_metrics", "request_type", "scheduled"),
         memory=Figure("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "fraction"),
+        block_gauge=Figure(
+            "nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "tokens_per"
+        ),
+        blocks_gauge=Figure("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "max"),
     ),
     "llamacpp": EngineKind(
         waiting=Figure("llamacpp:requests_deferred"),
         running=Figure("llamacpp:requests_processing"),
         memory=Figure("llamacpp:kv_cache_usage_ratio"),
+        has_memory=False,
+        advice="start it with --metrics",
     ),
     "ollama": EngineKind(health="/api/version", metrics=""),
     # DeepSpeed-FastGen and all others that speak OpenAI's API.
@@ -101,6 +126,8 @@ class EngineFigures(NamedTuple):
     block_tokens: int
     """0: not published, as `memory_tokens`."""
     memory_tokens: int
+    missing: tuple[str, ...] = ()
+    """Metrics of the kind that the page does not have: renamed, or not counted yet."""
 
 
 def findings_of(kind: EngineKind, text: str) -> EngineFigures:
@@ -108,7 +135,7 @@ def findings_of(kind: EngineKind, text: str) -> EngineFigures:
     sums: dict[Figure, list[float]] = {}
     adapters: tuple[float, tuple[str, ...]] | None = None
     block = blocks = 0
-    figures = [each for each in (kind.waiting, kind.running, kind.memory) if each.metric]
+    figures = {kind.waiting, kind.running, kind.memory, kind.block_gauge, kind.blocks_gauge}
     for name, labels, value in _series(text, kind):
         for figure in figures:
             if figure.metric == name and labels.get(figure.label, "") == figure.value:
@@ -119,6 +146,8 @@ def findings_of(kind: EngineKind, text: str) -> EngineFigures:
             named = labels.get("running_lora_adapters", "").split(",")
             adapters = (value, tuple(filter(None, (each.strip() for each in named))))
     memory = sums.get(kind.memory)
+    block = block or max(map(round, sums.get(kind.block_gauge, ())), default=0)
+    blocks = blocks or max(map(round, sums.get(kind.blocks_gauge, ())), default=0)
     return EngineFigures(
         LoadSample(
             waiting=_total(sums.get(kind.waiting)),
@@ -128,6 +157,7 @@ def findings_of(kind: EngineKind, text: str) -> EngineFigures:
         ),
         block,
         block * blocks,
+        tuple(each.metric for each in kind.load if each not in sums),
     )
 
 
@@ -137,6 +167,7 @@ def _series(text: str, kind: EngineKind) -> Iterator[tuple[str, dict[str, str], 
             None,
             (
                 *(f.metric for f in (kind.waiting, kind.running, kind.memory)),
+                *(f.metric for f in (kind.block_gauge, kind.blocks_gauge)),
                 kind.cache,
                 kind.adapters,
             ),

@@ -187,14 +187,9 @@ class Slices:
             for endpoint in each.endpoints or ():
                 if port and endpoint.addresses and endpoint.conditions.ready is not False:
                     place = joined(endpoint.addresses[0], port)
-                    target = endpoint.target_ref
-                    yield address_of_text(
-                        WorkerText(
-                            name=(target.name if target else "") or place,
-                            url=f"{self._scheme}://{place}",
-                            options=self._options,
-                        )
-                    )
+                    target, url = endpoint.target_ref, f"{self._scheme}://{place}"
+                    name = (target.name if target else "") or place
+                    yield address_of_text(WorkerText(name=name, url=url, options=self._options))
 
     @property
     def _scheme(self) -> str:

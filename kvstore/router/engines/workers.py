@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 from yarl import URL
@@ -32,6 +32,7 @@ FAILURES_MAX: Final = 3
 COOLDOWN_MS: Final = 1000
 PROBE_PATIENCE_MS: Final = 30_000
 WORKERS_MAX: Final = 1024
+UNASKED: Final = "its weights are not known yet"
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,29 @@ class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
 
 
+class WaitLimit(Protocol):
+    """A time limit: `asyncio.Timeout`, or what an attempt has in its place."""
+
+    def reschedule(self, when: float, /) -> None: ...
+
+
+class WorkerAdapter:
+    """A LoRA adapter that an engine lists. Its keys are made with the digest of its weights, which
+    the engine says; nobody asks for that of an adapter without requests."""
+
+    def __init__(self, base: str, path: str) -> None:
+        self.base, self.path = base, path
+        self.digest = b""
+        self.trouble = UNASKED
+        """Why requests for it are routed here by load; empty: its keys are equal, here …"""
+        self.other = ""
+        """… but not with those of most engines."""
+        self.is_wanted = False
+        self.due_s = 0.0
+        self.drift = 0.0
+        self.drift_count = 0
+
+
 class Worker:
     """One worker and its state."""
 
@@ -80,17 +104,21 @@ class Worker:
         """Mean share of predicted cached tokens that its engine did not have …"""
         self.drift_count = 0
         """… over so many requests."""
+        self.unread = ""
+        """Why its own load is not known; empty: it is, or its kind publishes none."""
         self.models: tuple[str, ...] = address.models
-        self.adapters: tuple[str, ...] = ()
+        self.adapters: dict[str, WorkerAdapter] = {}
+        """By name."""
         self.renders = True
         """Until it said that it does not."""
         self.block_tokens = address.block_tokens
         self.memory_tokens = 0
-        self.waits: set[asyncio.Timeout] = set()
+        self.waits: set[WaitLimit] = set()
         """Time-outs of attempts without a first byte."""
         self.in_flight = 0
         self.request_count = 0
         self.failure_count = 0
+        self.prompt_tokens = 0
         self.predicted_tokens = 0
         self.cached_tokens = 0
 
@@ -102,7 +130,7 @@ class Worker:
             address=self.url.authority,
             pool=a.pool,
             models=self.models,
-            adapters=self.adapters,
+            adapters=tuple(self.adapters),
             role=WorkerRole(a.role),
             node=a.node,
             engine=a.engine,
@@ -140,6 +168,8 @@ class Workers:
         self._workers: dict[str, Worker] = {}
         self.version = 0
         """Counts changes of descriptions and of parity."""
+        self.serve_a_model = True
+        """Whether they serve one of the policy."""
 
     def __getitem__(self, name: str) -> Worker:
         return self._workers[name]
@@ -158,7 +188,8 @@ class Workers:
         """Whether one of them does, as far as is known: one that was never reached does not count,
         though requests may go there."""
         fit = ("up", "load-only", "half-open")
-        return any(each.serves_requests and each.state in fit for each in self)
+        is_fit = any(each.serves_requests and each.state in fit for each in self)
+        return is_fit and self.serve_a_model
 
     def replace(self, found: Iterable[WorkerAddress]) -> list[Worker]:
         """The workers that there are now, by discovery; those that are new. An address that changed
@@ -176,6 +207,11 @@ class Workers:
             self.describe(worker)
             _log.info("worker %s at %s is new, and not reached yet", worker.name, worker.url)
         return added
+
+    def compared(self, adapter: WorkerAdapter, trouble: str) -> None:
+        """A result about the keys of an adapter. `trouble`: why they are not used."""
+        adapter.trouble, adapter.drift, adapter.drift_count = trouble, 0.0, 0
+        self.version += 1
 
     def describe(self, worker: Worker) -> None:
         """Its description, new or changed, to the core."""

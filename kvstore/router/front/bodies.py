@@ -19,8 +19,16 @@ import msgspec
 
 from kvstore.errors import KVStoreError
 
-STRIPPED: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
-"""Fields with which an engine would connect to an address of the client's choice."""
+STRIPPED: Final = frozenset(
+    {
+        *("kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port"),
+        *("bootstrap_room", "data_parallel_rank"),
+    }
+)
+"""Fields with which an engine would connect to an address, or compute at a rank, of the client's
+choice (the last four: SGLang's)."""
+TENANTS_STRIPPED: Final = STRIPPED | {"priority"}
+"""Where there are tenants: with it, one would be served before the others."""
 _EMPTY: Final = msgspec.Raw()
 
 
@@ -45,9 +53,16 @@ class Peek(msgspec.Struct):
     cache_salt: msgspec.Raw = _EMPTY
     kv_transfer_params: msgspec.Raw = _EMPTY
     ec_transfer_params: msgspec.Raw = _EMPTY
+    bootstrap_host: msgspec.Raw = _EMPTY
+    bootstrap_port: msgspec.Raw = _EMPTY
+    bootstrap_room: msgspec.Raw = _EMPTY
+    data_parallel_rank: msgspec.Raw = _EMPTY
     vllm_xargs: msgspec.Raw = _EMPTY
     prompt_logprobs: msgspec.Raw = _EMPTY
     echo: msgspec.Raw = _EMPTY
+    store: msgspec.Raw = _EMPTY
+    n: msgspec.Raw = _EMPTY
+    best_of: msgspec.Raw = _EMPTY
 
     @property
     def is_streamed(self) -> bool:
@@ -75,17 +90,18 @@ class Peek(msgspec.Struct):
     @property
     def is_stripped(self) -> bool:
         """Whether it has fields of `STRIPPED`."""
-        return bool(bytes(self.kv_transfer_params) or bytes(self.ec_transfer_params))
+        return any(bytes(getattr(self, name)) for name in STRIPPED)
 
-    @property
-    def vllm_xargs_kept(self) -> dict[str, msgspec.Raw] | None:
-        """`vllm_xargs` without fields of `STRIPPED`, which vLLM reads there, too: a text fails in
-        every engine that it is sent to. None: it has none of them."""
+    def vllm_xargs_without(self, names: Collection[str]) -> dict[str, msgspec.Raw] | None:
+        """`vllm_xargs` without these fields, which vLLM reads there, too: a text fails in every
+        engine that it is sent to. None: it has none of them."""
+        if not bytes(self.vllm_xargs):
+            return None
         try:
             fields = fields_of(self.vllm_xargs)
         except msgspec.MsgspecError:
             return None
-        kept = {name: value for name, value in fields.items() if name not in STRIPPED}
+        kept = {name: value for name, value in fields.items() if name not in names}
         return kept if len(kept) < len(fields) else None
 
     def token_ids(self) -> list[int] | None:

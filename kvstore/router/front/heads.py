@@ -10,11 +10,18 @@ its own. Requests whose framing two parsers could read differently are refused b
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from email.utils import formatdate
+from http import HTTPStatus
 from typing import Final
 
 from multidict import CIMultiDict, CIMultiDictProxy, istr
+
+from kvstore.routing.events import HintAnswer
 
 HOP_BY_HOP: Final = frozenset(
     {
@@ -31,50 +38,147 @@ _STEERING: Final = (
 """Beginnings of names by which engines, side-cars and gateways are steered."""
 _REQUEST_ID: Final = re.compile(r"(?!.*___)[A-Za-z0-9._:-]{1,128}", re.ASCII)
 """Some engines read addresses between runs of underscores out of an id."""
-_KEPT_BACK: Final = HOP_BY_HOP | {"server"}
+GIVEN_ID_CHARACTERS_MAX: Final = 96
+NO_ID: Final = "req"
 SERVER: Final = istr("Server")
 AUTHORIZATION: Final = istr("Authorization")
+CONNECTION: Final = istr("Connection")
+CONTENT_ENCODING: Final = istr("Content-Encoding")
+CONTENT_LENGTH: Final = istr("Content-Length")
+EXPECT: Final = istr("Expect")
+TRANSFER_ENCODING: Final = istr("Transfer-Encoding")
 REQUEST_ID: Final = istr("X-Request-Id")
+WORKER: Final = istr("X-Kvstore-Worker")
 ROUTERS: Final = istr("X-Kvstore-Routers")
 """Names of the routers on the way of a request, its sender's last."""
 ROUTERS_MAX: Final = 4
 
 
 def onward(
-    headers: CIMultiDictProxy[str], *, request_id: str, authorization: str | None
-) -> CIMultiDict[str]:
+    headers: CIMultiDictProxy[str], *, request_id: str, authorization: str | None, way: str
+) -> list[tuple[str, str]]:
     """Headers for an engine. `authorization`: in place of the client's; None: the client's own."""
-    named = _named_by_connection(headers)
-    kept = CIMultiDict[str]()
-    for name, value in headers.items():
-        low = name.lower()
-        if low in HOP_BY_HOP or low in named or low.startswith(_STEERING) or "_" in low:
-            continue
-        if low == "x-request-id" or (low == "authorization" and authorization is not None):
-            continue
-        kept.add(name, value)
-    kept[REQUEST_ID] = request_id
+    kept = [pair for pair in headers.items() if _goes_on(pair[0])]
+    if CONNECTION in headers:
+        values = ",".join(headers.getall(CONNECTION))
+        named = {name.strip().lower() for name in values.split(",")}
+        kept = [pair for pair in kept if pair[0].lower() not in named]
+    if authorization is not None:
+        kept = [pair for pair in kept if pair[0].lower() != "authorization"]
     if authorization:
-        kept[AUTHORIZATION] = authorization
+        kept.append((AUTHORIZATION, authorization))
+    kept += [(REQUEST_ID, request_id), (ROUTERS, way)]
     return kept
 
 
-def back(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+def back(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Headers for a client. Versions of servers are nobody's business."""
-    named = _named_by_connection(headers)
-    kept = CIMultiDict[str]()
-    for name, value in headers.items():
-        low = name.lower()
-        if low not in _KEPT_BACK and low not in named and not low.startswith("x-kvstore-"):
-            kept.add(name, value)
-    kept[SERVER] = "kvstore"
+    kept, named = [], set[bytes]()
+    for pair in headers:
+        if _comes_back(pair[0]):
+            kept.append(pair)
+        elif pair[0].lower() == b"connection":
+            named.update(name.strip() for name in pair[1].lower().split(b","))
+    if named:
+        kept = [pair for pair in kept if pair[0].lower() not in named]
+    kept.append((b"Server", b"kvstore"))
     return kept
 
 
-def given_id(headers: CIMultiDictProxy[str]) -> str:
-    """The client's request id, where it is a harmless one; else empty."""
+def readable(headers: Iterable[tuple[bytes, bytes]]) -> CIMultiDict[str]:
+    """Headers of an engine as text."""
+    return CIMultiDict(
+        (name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape"))
+        for name, value in headers
+    )
+
+
+def request_head(method: str, target: str, host: str, headers: list[tuple[str, str]]) -> bytes:
+    """The head for an engine, but for the length of the body and the empty line."""
+    lines = [f"{name}: {value}\r\n" for name, value in headers]
+    head = f"{method} {target} HTTP/1.1\r\nHost: {host}\r\n{''.join(lines)}"
+    return _whole(head.encode("utf-8", "surrogateescape"), len(lines) + 2)
+
+
+def answer_head(status: int, headers: list[tuple[bytes, bytes]], more: Mapping[str, str]) -> bytes:
+    """The head for a client, whole. `more`: beside the engine's headers, or in their place."""
+    replaced, has_date = _lows(tuple(more)), False
+    lines = [_status_line(status)]
+    for name, value in headers:
+        low = _low(name)
+        if low not in replaced:
+            has_date = has_date or low == b"date"
+            lines.append(b"%b: %b\r\n" % (name, value))
+    if not has_date:
+        lines.append(_date_line(int(time.time())))
+    for key, text in more.items():
+        lines.append(f"{key}: {text}\r\n".encode("utf-8", "surrogateescape"))
+    return _whole(b"".join(lines), len(lines)) + b"\r\n"
+
+
+def _whole(head: bytes, line_count: int) -> bytes:
+    if head.count(b"\n") != line_count or head.count(b"\r") != line_count:
+        raise ValueError("a header with a line break")  # no parser lets one through
+    return head
+
+
+@functools.lru_cache(maxsize=512)
+def _low(name: bytes) -> bytes:
+    return name.lower()
+
+
+@functools.lru_cache(maxsize=64)
+def _lows(names: tuple[str, ...]) -> frozenset[bytes]:
+    return frozenset(name.lower().encode("ascii") for name in names)
+
+
+@functools.lru_cache(maxsize=1)
+def _date_line(now_s: int) -> bytes:
+    return f"Date: {formatdate(now_s, usegmt=True)}\r\n".encode("ascii")
+
+
+@functools.lru_cache(maxsize=64)
+def _status_line(status: int) -> bytes:
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    return f"HTTP/1.1 {status} {phrase}\r\n".encode("ascii")
+
+
+@functools.lru_cache(maxsize=512)
+def _goes_on(name: str) -> bool:
+    low = name.lower()
+    is_ours = low in HOP_BY_HOP or low == "x-request-id"
+    return not (is_ours or low.startswith(_STEERING) or "_" in low)
+
+
+@functools.lru_cache(maxsize=512)
+def _comes_back(name: bytes) -> bool:
+    low = name.decode("latin-1").lower()
+    return not (low in HOP_BY_HOP or low == "server" or low.startswith("x-kvstore-"))
+
+
+def hints(answer: HintAnswer | None) -> dict[str, str]:
+    """Headers that acknowledge a client's hints; none: it gave none."""
+    found = dict[str, str]()
+    if answer is None:
+        return found
+    if answer.pinned_s:
+        found["X-Kvstore-Pin"] = f"{answer.pinned_s:.0f}; tokens={answer.pinned_tokens}"
+    elif answer.refused:
+        found["X-Kvstore-Pin"] = f"0; reason={answer.refused}"
+    if answer.ends_session:
+        found["X-Kvstore-Session"] = "ends"
+    return found
+
+
+def new_id(headers: CIMultiDictProxy[str]) -> str:
+    """A request's id: unique, since a client's may be that of another request under way. The
+    client's is its beginning, where that is a harmless one."""
     given = headers.get(REQUEST_ID, "")
-    return given if _REQUEST_ID.fullmatch(given) else ""
+    beginning = given if _REQUEST_ID.fullmatch(given) else ""
+    return f"{beginning[:GIVEN_ID_CHARACTERS_MAX] or NO_ID}-{secrets.token_hex(8)}"
 
 
 def way(headers: CIMultiDictProxy[str], name: str) -> str | None:
@@ -87,8 +191,3 @@ def bearer(headers: CIMultiDictProxy[str]) -> str:
     """The API key of a request; empty: none."""
     kind, _, key = headers.get(AUTHORIZATION, "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
-
-
-def _named_by_connection(headers: CIMultiDictProxy[str]) -> frozenset[str]:
-    values: Iterable[str] = headers.getall("Connection", ())
-    return frozenset(name.strip().lower() for value in values for name in value.split(","))

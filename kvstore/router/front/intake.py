@@ -7,14 +7,15 @@ Covers: rules about fields and headers of requests. Does not cover: bytes of HTT
 
 from __future__ import annotations
 
-import secrets
+import hashlib
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from multidict import CIMultiDictProxy
+from multidict import CIMultiDictProxy, istr
 
 from kvstore.errors import KVStoreError
 from kvstore.router.front import heads
-from kvstore.router.front.bodies import STRIPPED, Peek, edited, peek
+from kvstore.router.front.bodies import STRIPPED, TENANTS_STRIPPED, Peek, edited, peek
 from kvstore.router.front.prefill import can_split
 from kvstore.router.front.tenants import Tenants, salt
 from kvstore.router.keys.prefixes import Prefix, Prefixes
@@ -23,10 +24,17 @@ from kvstore.routing.values import RouteRequest
 
 OUTPUT_TOKENS: Final = 256
 """Estimated for requests without a limit."""
-SESSION_HEADER: Final = "X-Session-Id"
-CLASS_HEADERS: Final = ("X-Kvstore-Class", "X-Llm-D-Inference-Objective")
-GIVEN_ID_CHARACTERS_MAX: Final = 96
-NO_ID: Final = "req"
+OUTPUT_TOKENS_MAX: Final = 1 << 24
+"""More is estimated as so many: engines have the last word about the limit itself."""
+SESSION_CHARACTERS_MAX: Final = 256
+SESSION_HEADER: Final = istr("X-Session-Id")
+PIN_HEADER: Final = istr("X-Kvstore-Pin-Ttl-S")
+END_HEADER: Final = istr("X-Kvstore-Session-End")
+CLASS_HEADERS: Final = (istr("X-Kvstore-Class"), istr("X-Llm-D-Inference-Objective"))
+RACED_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Answers of `/v1/responses` are stored by engines, which may also call tools for them."""
+_NOTHING: Final = frozenset({b"", b"null", b"false"})
+_ONE: Final = frozenset({b"", b"null", b"1"})
 
 
 class Unauthorized(KVStoreError):
@@ -50,11 +58,26 @@ class RequestJob(NamedTuple):
         return self.body if model == self.read.model else edited(self.body, put={"model": model})
 
 
+def can_race(path: str, read: Peek) -> bool:
+    """Whether two engines may compute the request, of which one is aborted: one answer is asked
+    for, nothing is stored, and no plug-in of the engine gets arguments. Only streams, since the
+    first byte of a whole answer says nothing about its first token."""
+    return (
+        path in RACED_PATHS
+        and read.is_streamed
+        and {bytes(read.store), bytes(read.vllm_xargs)} <= _NOTHING
+        and {bytes(read.n), bytes(read.best_of)} <= _ONE
+    )
+
+
 class RequestIntake:
     """See the module."""
 
-    def __init__(self, prefixes: Prefixes, tenants: Tenants | None) -> None:
-        self._prefixes, self._tenants = prefixes, tenants
+    def __init__(
+        self, prefixes: Prefixes, tenants: Tenants | None, sole: Callable[[], str]
+    ) -> None:
+        """`sole`: model of a body that names none; empty: there are several, or none is known."""
+        self._prefixes, self._tenants, self._sole = prefixes, tenants, sole
 
     @property
     def has_tenants(self) -> bool:
@@ -77,31 +100,56 @@ class RequestIntake:
         tenant: str,
         *,
         subset: tuple[str, ...] | None = None,
-        may_split: bool = False,
+        drives_legs: bool = False,
+        request_id: str = "",
     ) -> RequestJob:
-        """`may_split`: its sender can drive a remote prefill. Raises BadBody."""
+        """`drives_legs`: its sender can drive a remote prefill, and a race. `request_id`: as of
+        `new_id`; empty: it has none yet. Raises BadBody."""
         read = peek(body)
+        read.model = read.model or self._sole()
         salted, put = read.salt, dict[str, Any]()
         if tenant:
             salted = put["cache_salt"] = salt(tenant, read.salt)
-        if (kept := read.vllm_xargs_kept) is not None:
+        drop = TENANTS_STRIPPED if tenant else STRIPPED
+        if (kept := read.vllm_xargs_without(drop)) is not None:
             put["vllm_xargs"] = kept
         if put or read.is_stripped:
-            body = edited(body, drop=STRIPPED, put=put)
+            body = edited(body, drop=drop, put=put)
         prefix = await self._prefixes.of(path, body, read, salted)
-        given = heads.given_id(headers)[:GIVEN_ID_CHARACTERS_MAX] or NO_ID
         request = RouteRequest(
-            # A client's id may be that of another request under way.
-            request_id=f"{given}-{secrets.token_hex(8)}",
+            request_id=request_id or heads.new_id(headers),
             model=read.model,
             prompt_tokens=prefix.prompt_tokens,
             keys=prefix.keys,
             block_tokens=prefix.block_tokens,
-            output_tokens_max=read.output_tokens or OUTPUT_TOKENS,
+            output_tokens_max=output_tokens(read.output_tokens),
             tenant=tenant,
             service=next((headers[name] for name in CLASS_HEADERS if name in headers), ""),
-            session=headers.get(SESSION_HEADER, "") or read.session,
+            session=session_of(headers.get(SESSION_HEADER, "") or read.session),
             subset=subset,
-            must_be_local=not (may_split and can_split(path, read)),
+            load_only=prefix.load_only,
+            pin_s=_pin_s(headers.get(PIN_HEADER)),
+            ends_session=headers.get(END_HEADER, "").lower() in ("1", "true"),
+            has_side_effects=not (drives_legs and can_race(path, read)),
+            must_be_local=not (drives_legs and can_split(path, read)),
         )
         return RequestJob(Arrived(request, prefix.answer), body, read, prefix)
+
+
+def output_tokens(given: int | None) -> int:
+    """Tokens that an answer is estimated to have, by the client's limit, whatever its size."""
+    return min(max(1, given), OUTPUT_TOKENS_MAX) if given else OUTPUT_TOKENS
+
+
+def session_of(given: str) -> str:
+    """A session's name for the core: one that is long, or has bytes that are no text, is hashed."""
+    if len(given) <= SESSION_CHARACTERS_MAX and given.isprintable():
+        return given
+    return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _pin_s(given: str | None) -> float:
+    """Seconds of a pin; 0: none is wanted; below 0: it is no number of them."""
+    if given is None:
+        return 0.0
+    return float(given) if given.isascii() and given.isdigit() and len(given) <= 6 else -1.0

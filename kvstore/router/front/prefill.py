@@ -17,13 +17,12 @@ from typing import Any, Final
 
 import aiohttp
 import msgspec
-from multidict import CIMultiDict
 from yarl import URL
 
 from kvstore.pd.legs import PARAMETERS, early_parameters, parameters_of, prefill_body
 from kvstore.router.engines.probes import why_no_answer
 from kvstore.router.engines.workers import Worker
-from kvstore.router.front.attempt import LegFailure
+from kvstore.router.front.attempt import LegFailure, fault_of
 from kvstore.router.front.bodies import Peek, edited, fields_of
 from kvstore.routing.events import Failure, Leg
 
@@ -34,7 +33,7 @@ _NO: Final = frozenset({b"", b"null", b"false"})
 
 
 class PrefillRefused(Exception):
-    """The prefiller answered 4xx: the word of the engine that decodes is the one that counts."""
+    """The prefiller answered 4xx or 501: the word of the engine that decodes is what counts."""
 
 
 def can_split(path: str, read: Peek) -> bool:
@@ -67,7 +66,7 @@ async def prefilled(
     session: aiohttp.ClientSession,
     worker: Worker,
     path: URL,
-    headers: CIMultiDict[str],
+    headers: list[tuple[str, str]],
     body: bytes,
     *,
     deadline_s: float,
@@ -86,8 +85,10 @@ async def prefilled(
             async with session.post(
                 url, headers=headers, data=body, allow_redirects=False
             ) as answer:
-                if answer.status >= 500:
-                    raise _failure(Failure.STATUS, f"status {answer.status}", answer.status)
+                is_put_off = "Retry-After" in answer.headers
+                fault = fault_of(answer.status, is_put_off=is_put_off, has_client_key=True)
+                if fault is not None and fault is not Failure.REFUSED:
+                    raise _failure(fault, f"status {answer.status}", answer.status)
                 if answer.status >= 300:
                     raise PrefillRefused
                 data = b""

@@ -3,7 +3,8 @@
     head ─▶ tenant ─▶ body (bounded) ─▶ peek ─▶ render ─▶ index ─▶ core: Routed
                                                        ┌──────────────┘ ▲
                                                        ├▶ attempt ───────┤ LegFailed, another worker
-                                                       └▶ prefill ───────┘
+                                                       ├▶ prefill ───────┘
+                                                       └▶ late: Raced, a second attempt (`race`)
 
 A remote prefill is a second leg, at once with the attempt where the nodes of both engines are
 known, else before it. When it fails before the client has got a byte, the attempt is void and the
@@ -15,27 +16,27 @@ leaves; an answer that has begun is never retried, and when it breaks the client
 cut, so that no client takes half an answer for a whole one; the body's bytes go on as they came,
 but for fields that no client may set.
 
-Covers: HTTP paths, errors in OpenAI's form. Does not cover: decisions (`kvstore.routing`), bytes of
-an attempt (`attempt`), limits of connections and bodies (`door`).
+Covers: HTTP paths, attempts. Does not cover: decisions (`kvstore.routing`), bytes of an attempt
+(`attempt`), limits of connections and bodies (`door`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from asyncio import FIRST_COMPLETED
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Final
 
 import aiohttp
-import msgspec
 from aiohttp import web
-from multidict import CIMultiDict
 
 from kvstore.router.dispatch import Dispatcher
+from kvstore.router.engines.connections import EngineHttp
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front import heads
+from kvstore.router.front.answers import error_response, json_response, rejection
 from kvstore.router.front.attempt import (
     SILENCE_S,
     Attempt,
@@ -43,6 +44,7 @@ from kvstore.router.front.attempt import (
     LegFailure,
     cached_tokens_of,
     output_tokens_of,
+    prompt_tokens_of,
 )
 from kvstore.router.front.bodies import BadBody
 from kvstore.router.front.door import Bodies, BodyRefused
@@ -54,6 +56,7 @@ from kvstore.router.front.prefill import (
     prefill_order,
     prefilled,
 )
+from kvstore.router.front.race import Race, beside, refuse_if
 from kvstore.router.keys.prefixes import predicted_tokens
 from kvstore.routing.events import (
     Ending,
@@ -62,10 +65,11 @@ from kvstore.routing.events import (
     Leg,
     LegFailed,
     PrefillDone,
-    Rejected,
+    RaceOver,
     RequestEnded,
     Routed,
 )
+from kvstore.routing.models import ModelMap
 from kvstore.routing.values import PrefixAnswer, RouteRequest
 
 GENERATES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
@@ -75,7 +79,6 @@ USELESS: Final = (
     "prefills without kv_transfer_params in their answers: its connector is missing, off or without"
     " its node"
 )
-_T = TypeVar("_T")
 PASSED: Final = GENERATES | {"/v1/embeddings", "/v1/score", "/v1/rerank"}
 
 
@@ -87,19 +90,22 @@ class Proxy:
         dispatcher: Dispatcher,
         workers: Workers,
         session: aiohttp.ClientSession,
+        engines: EngineHttp,
         *,
         bodies: Bodies,
         intake: RequestIntake,
         worker_key: str = "",
         explain: Callable[[RouteRequest, PrefixAnswer | None], bytes],
-        observed: Callable[[Worker, int, int], None],
+        observed: Callable[[Worker, str, int, int, int], None],
     ) -> None:
         """
         Args:
+            session: for remote prefills; `engines`: for answers to clients.
             explain: makes the receipt of a dry run, as JSON.
-            observed: takes predicted and observed cached tokens of an answer.
+            observed: takes an answered prompt's model and tokens: all, predicted cached, cached.
         """
-        self._dispatcher, self._workers, self._session = dispatcher, workers, session
+        self._dispatcher, self._workers = dispatcher, workers
+        self._session, self._engines = session, engines
         self._bodies, self._intake = bodies, intake
         self._worker_key, self._explain = worker_key, explain
         self._observed = observed
@@ -110,6 +116,8 @@ class Proxy:
         """Decisions about local or remote prefill, by reason."""
         self.prefills = Counter[str]()
         """Legs at prefillers by result."""
+        self.races = Counter[str]()
+        """Second attempts that began, and ends of one of two by reason."""
         self.retried_count = 0
         self.in_flight = 0
         self.is_draining = False
@@ -117,6 +125,13 @@ class Proxy:
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request, whatever it is."""
+        request_id = heads.new_id(request.headers)
+        answer = await self._answer(request, request_id)
+        if isinstance(answer, web.Response):  # the others are sent, with it
+            answer.headers[heads.REQUEST_ID] = request_id
+        return answer
+
+    async def _answer(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         path = request.path
         if heads.way(request.headers, self.name) is None:  # probes, too: such an engine is down
             text = "the request came back to a router: an engine's address is that of a router"
@@ -142,7 +157,7 @@ class Proxy:
             return error_response(405, f"{path} takes POST", "method_not_allowed")
         self.in_flight += 1
         try:
-            return await self._with_body(request, path, tenant, is_dry=is_dry)
+            return await self._with_body(request, path, tenant, request_id, is_dry=is_dry)
         finally:
             self.in_flight -= 1
             if self.is_draining and not self.in_flight:
@@ -161,7 +176,7 @@ class Proxy:
             await self._is_idle.wait()
 
     async def _with_body(
-        self, request: web.BaseRequest, path: str, tenant: str, *, is_dry: bool
+        self, request: web.BaseRequest, path: str, tenant: str, request_id: str, *, is_dry: bool
     ) -> web.StreamResponse:
         try:
             body = await self._bodies.read(request)
@@ -175,7 +190,9 @@ class Proxy:
             )
         size = len(body)
         try:
-            job = await self._intake.job(request.headers, path, body, tenant, may_split=True)
+            job = await self._intake.job(
+                request.headers, path, body, tenant, drives_legs=True, request_id=request_id
+            )
             if is_dry:
                 try:
                     text = self._explain(job.asked.request, job.asked.prefix)
@@ -195,55 +212,57 @@ class Proxy:
     async def _serve(self, client: web.BaseRequest, job: RequestJob) -> web.StreamResponse:
         routed = await self._dispatcher.arrive(job.asked)
         refusal: web.Response | None = None
-        suspects: list[tuple[str, str]] = []
+        name, suspects = "", list[LegFailure]()
         while isinstance(routed, Routed):
-            self.splits[routed.receipt.split_reason] += 1
+            self.splits[routed.draft.plain.split_reason] += 1
             try:
-                answer = await self._attempt(client, job, routed)
+                return await self._attempt(client, job, routed, suspects)
             except LegFailure as error:
                 refusal = error.answer
-                name = routed.worker if error.leg is Leg.DECODE else routed.prefill_worker
-                if error.is_suspect and name is not None:
-                    suspects.append((name, str(error)))
+                name = routed.worker if error.leg is Leg.PREFILL else error.worker or routed.worker
                 self.retried_count += not error.has_streamed
                 failed = LegFailed(job.request_id, error.leg, error.failure, error.has_streamed)
                 routed = await self._dispatcher.leg_failed(failed)
                 if error.has_streamed:
                     self.counts["broken"] += 1
                     raise ConnectionResetError("the engine's answer broke off") from None
-            else:
-                self._blame(suspects)
-                return answer
-        if len(suspects) == 1:
+        if len(suspects) == 1 and suspects[0].failure is not Failure.REFUSED:
             self._blame(suspects)
         self.counts[routed.reason] += 1
-        return refusal if refusal is not None else rejection(routed)
+        answer = refusal if refusal is not None else rejection(routed)
+        if name:
+            answer.headers[heads.WORKER] = name
+        return answer
 
-    def _blame(self, suspects: Sequence[tuple[str, str]]) -> None:
-        """Engines that failed at a request, by name, with the reason. Where no engine served it and
-        several failed alike, the request may be the cause: none is blamed, or the requests of one
-        client would take them from all."""
-        for name, why in suspects:
-            worker = self._workers.get(name)
+    def _blame(self, suspects: Sequence[LegFailure]) -> None:
+        """Engines that failed at a request. Where no engine served it and several failed alike,
+        none is blamed: the request may be the cause."""
+        for error in suspects:
+            worker = self._workers.get(error.worker)
             if worker is not None:
-                self._workers.failed(worker, why)
+                self._workers.failed(worker, str(error))
 
     async def _attempt(
-        self, client: web.BaseRequest, job: RequestJob, routed: Routed
+        self,
+        client: web.BaseRequest,
+        job: RequestJob,
+        routed: Routed,
+        suspects: list[LegFailure],
     ) -> web.StreamResponse:
         """Raises LegFailure; in all other cases the request has ended for the core."""
         worker = self._workers.get(routed.worker)
         if worker is None:  # it left in the same turn of the loop
             raise LegFailure(Failure.CONNECT, "the worker has left")
-        attempt = Attempt(self._session, worker, client)
+        can_wait = routed.is_last or not job.read.is_streamed
+        deadline_s = SILENCE_S if can_wait else routed.deadline_s
+        attempt = Attempt(self._engines, worker, client, deadline_s)
+        race = Race(attempt, partial(self._race_over, job, suspects))
         ending = Ending.ABORTED
         try:
-            if routed.prefill_worker is None:
-                answer = await self._decode(attempt, job, routed)
-            else:
-                answer = await self._both_legs(attempt, job, routed, routed.prefill_worker)
-        except LegFailure:
+            answer = await self._legs(race, job, routed)
+        except LegFailure as error:
             ending = Ending.FAILED
+            _suspect(error, suspects)
             raise
         except ClientStalled:
             _cut(client)
@@ -251,10 +270,50 @@ class Proxy:
         else:
             return answer
         finally:
+            for other in race.others:
+                self._workers.neutral(other.worker)
+            attempt = race.attempt
             if attempt.is_whole:  # a client may leave while the prefill leg is ended
                 ending = Ending.REFUSED if attempt.status >= 400 else Ending.DONE
+                self._blame(suspects)
             if ending is not Ending.FAILED:
-                self._ended(worker, job, attempt, ending)
+                self._ended(attempt.worker, job, attempt, ending)
+
+    async def _legs(self, race: Race, job: RequestJob, routed: Routed) -> web.StreamResponse:
+        first = race.attempt
+        if routed.prefill_worker is not None:
+            return await self._both_legs(first, job, routed, routed.prefill_worker)
+        if routed.race_after_s is None:
+            return await self._decode(first, job, routed)
+
+        def second() -> Attempt | None:
+            raced = self._dispatcher.late(job.request_id)
+            worker = None if raced is None else self._workers.get(raced.worker)
+            if raced is None or worker is None:
+                return None
+            self.races["begun"] += 1
+            return Attempt(self._engines, worker, first.request, raced.deadline_s)
+
+        def decode(attempt: Attempt) -> Coroutine[Any, Any, web.StreamResponse]:
+            return self._decode(attempt, job, routed, claim=race.claim)
+
+        return await race.run(decode, routed.race_after_s, second)
+
+    def _race_over(
+        self,
+        job: RequestJob,
+        suspects: list[LegFailure],
+        attempt: Attempt,
+        error: LegFailure | None,
+    ) -> None:
+        """One of two attempts has ended. Its failure, if it was one, is counted already."""
+        if error is None:
+            self._workers.neutral(attempt.worker)
+        else:
+            _suspect(error, suspects)
+        self.races["failed" if error is not None else "slower"] += 1
+        failure = None if error is None else error.failure
+        self._dispatcher.note(RaceOver(job.request_id, attempt.worker.name, failure))
 
     async def _decode(
         self,
@@ -262,20 +321,28 @@ class Proxy:
         job: RequestJob,
         routed: Routed,
         parameters: dict[str, Any] | None = None,
+        claim: Callable[[Attempt], None] = lambda _: None,
     ) -> web.StreamResponse:
-        """The answer to the client. `parameters`: of a remote prefill."""
+        """The answer to the client. Args: `parameters`: of a remote prefill; `claim`: raises where
+        another attempt answers."""
         worker = attempt.worker
-        more = {"X-Request-Id": job.request_id, "X-Kvstore-Worker": worker.name}
+        more: dict[str, str] = {heads.REQUEST_ID: job.request_id, heads.WORKER: worker.name}
         if routed.prefill_worker is not None:
             more["X-Kvstore-Prefill-Worker"] = routed.prefill_worker
+        more |= heads.hints(routed.hints)
+
+        def first() -> None:
+            claim(attempt)
+            self._first(job)
+
         self._workers.begun(worker)
         try:
             return await attempt.run(
                 self._onward(attempt.request, job),
                 decode_order(job.body_for(routed.model), parameters),
-                deadline_s=routed.deadline_s if job.read.is_streamed else SILENCE_S,
-                on_first=lambda: self._first(job),
+                on_first=first,
                 more=more,
+                has_client_key=self._authorization is None,
             )
         except LegFailure as error:
             self._failed(worker, error)
@@ -285,7 +352,8 @@ class Proxy:
 
     def _failed(self, worker: Worker, error: LegFailure) -> None:
         """A suspect is judged when its request has ended (`_blame`)."""
-        if error.is_suspect:
+        error.worker = worker.name
+        if error.is_suspect or error.failure is Failure.BUSY:
             self._workers.neutral(worker)
         else:
             self._workers.failed(worker, str(error))
@@ -300,12 +368,15 @@ class Proxy:
         transfer = f"{job.request_id}.{routed.attempt}"
         early = ahead(prefiller, attempt.worker, transfer)
         prefill = self._prefill(attempt.request, job, routed, prefiller, transfer)
-        async with _beside(prefill) as prefilling:
+        is_too_late = asyncio.Event()
+        claim = partial(refuse_if, is_too_late)
+        async with beside(prefill) as prefilling:
             if early is not None:
-                async with _beside(self._decode(attempt, job, routed, early)) as decoding:
+                async with beside(self._decode(attempt, job, routed, early, claim)) as decoding:
                     await asyncio.wait((prefilling, decoding), return_when=FIRST_COMPLETED)
                     if decoding.done() or attempt.has_answered or _is_prefilled(prefilling):
                         return await decoding
+                    is_too_late.set()  # its first piece may come before it has ended
                 self._workers.neutral(attempt.worker)
             return await self._decode(attempt, job, routed, await prefilling)
 
@@ -350,13 +421,13 @@ class Proxy:
         self._dispatcher.note(PrefillDone(job.request_id))
         return found
 
-    def _onward(self, client: web.BaseRequest, job: RequestJob) -> CIMultiDict[str]:
-        authorization = self._authorization
-        onward = heads.onward(
-            client.headers, request_id=job.request_id, authorization=authorization
+    def _onward(self, client: web.BaseRequest, job: RequestJob) -> list[tuple[str, str]]:
+        return heads.onward(
+            client.headers,
+            request_id=job.request_id,
+            authorization=self._authorization,
+            way=heads.way(client.headers, self.name) or self.name,
         )
-        onward[heads.ROUTERS] = heads.way(client.headers, self.name) or self.name
-        return onward
 
     def _first(self, job: RequestJob) -> None:
         """A streamed answer begins; that of others comes whole, and says nothing about a TTFT."""
@@ -365,14 +436,18 @@ class Proxy:
 
     def _ended(self, worker: Worker, job: RequestJob, attempt: Attempt, ending: Ending) -> None:
         self.counts[ending.value] += 1
-        if ending is Ending.DONE:
-            self._workers.succeeded(worker)
-        else:
-            self._workers.neutral(worker)
         cached, made = cached_tokens_of(attempt.tail), output_tokens_of(attempt.tail)
-        if cached is not None:
-            self._observed(worker, predicted_tokens(job.prefix, worker.address), cached)
-        self._dispatcher.note(RequestEnded(job.request_id, ending, cached, made))
+        try:
+            if ending is Ending.DONE:
+                self._workers.succeeded(worker)
+            else:
+                self._workers.neutral(worker)
+            if cached is not None:
+                predicted = predicted_tokens(job.prefix, worker.address)
+                prompt = prompt_tokens_of(attempt.tail)
+                self._observed(worker, job.read.model, prompt, predicted, cached)
+        finally:
+            self._dispatcher.note(RequestEnded(job.request_id, ending, cached, made))
 
     @property
     def _authorization(self) -> str | None:
@@ -381,54 +456,19 @@ class Proxy:
         return "" if self._intake.has_tenants else None
 
     def _models(self) -> web.Response:
-        names = sorted({name for worker in self._workers for name in worker.models})
+        served = {n for worker in self._workers for n in (*worker.models, *worker.adapters)}
+        names = ModelMap(self._dispatcher.core.policy).known or sorted(served)
         rows = [{"id": name, "object": "model", "owned_by": "kvstore"} for name in names]
-        return _json(200, {"object": "list", "data": rows})
+        return json_response(200, {"object": "list", "data": rows})
 
 
-@contextlib.asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T]]:
-    """Work of its own task, which ends with the context."""
-    task = asyncio.create_task(work)
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+def _suspect(error: LegFailure, suspects: list[LegFailure]) -> None:
+    if error.is_suspect and error.worker:
+        suspects.append(error)
 
 
 def _is_prefilled(leg: asyncio.Task[dict[str, Any] | None]) -> bool:
     return leg.done() and leg.exception() is None and leg.result() is not None
-
-
-def rejection(rejected: Rejected) -> web.Response:
-    """The answer to a request that no worker gets."""
-    text = {
-        404: f"no such model; there are {', '.join(rejected.known_models) or 'none'}",
-        429: "too much load: try again later",
-        502: "every worker that was tried failed",
-        504: "no worker answered in time",
-    }.get(rejected.status, "no worker is ready")
-    answer = error_response(rejected.status, text, rejected.reason)
-    answer.headers["X-Kvstore-Dropped-Reason"] = rejected.reason
-    if rejected.retry_after_s is not None:
-        answer.headers["Retry-After"] = str(max(1, round(rejected.retry_after_s)))
-    return answer
-
-
-def error_response(status: int, text: str, code: str) -> web.Response:
-    """An error in OpenAI's form."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return _json(status, {"error": {"message": text, "type": kind, "param": None, "code": code}})
-
-
-def _json(status: int, content: object) -> web.Response:
-    return web.Response(
-        status=status,
-        body=msgspec.json.encode(content),
-        content_type="application/json",
-        headers={heads.SERVER: "kvstore"},
-    )
 
 
 def _closing(answer: web.Response) -> web.Response:

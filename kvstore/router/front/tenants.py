@@ -8,8 +8,8 @@ tenant's own `cache_salt`, so that no cache, of an engine or of a node, answers 
 blocks of another, and nobody learns from a quick answer what others asked. A salt of the client is
 kept behind the tenant's.
 
-Ways to be wrong, each a ConfigError: no YAML, no mapping, a key twice, a key that is short, a hash
-of another length, a name that is none.
+Ways to be wrong, each a ConfigError: no YAML, no mapping, a tenant or a key twice, a key that is
+short, a hash of another length, a name that is none.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-import yaml
-
+from kvstore.config.reading import read_yaml
 from kvstore.errors import ConfigError
 from kvstore.wire.identity import is_name
 
@@ -46,12 +45,7 @@ def salt(tenant: str, given: str) -> str:
 
 def load_tenants(path: Path) -> Tenants:
     """Raises ConfigError."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--api-keys {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
-        raise ConfigError(f"--api-keys {path} is not YAML: lines such as 'team-a: [KEY]'") from None
+    content = read_yaml("--api-keys", path)
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"--api-keys {path} must hold lines such as 'team-a: [KEY]'")
     found: dict[bytes, str] = {}

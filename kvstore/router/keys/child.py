@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from kvstore.index.chain import block_keys
+from kvstore.index.chain import adapter_keys, block_keys
 
 ORDER_BYTES_MAX: Final = 64 << 20
 PLAIN_FIELDS: Final = frozenset(
@@ -45,6 +45,10 @@ class KeyOrder(msgspec.Struct, array_like=True):
     seed: str = ""
     salt: str = ""
     wants_ids: bool = False
+    adapter: tuple[str, str] | None = None
+    """(name, path) of a LoRA adapter …"""
+    digest: bytes = b""
+    """… and the digest of its weights."""
 
 
 class KeyAnswer(msgspec.Struct, array_like=True):
@@ -122,9 +126,13 @@ def answer_to(order: KeyOrder, tokenizers: Tokenizers) -> KeyAnswer:
         keys = b""
         if order.block_tokens:
             made = block_keys(
-                ids, block_tokens=order.block_tokens, seed=order.seed, cache_salt=order.salt
+                ids,
+                block_tokens=order.block_tokens,
+                seed=order.seed,
+                cache_salt=order.salt,
+                adapter=order.adapter,
             )
-            keys = b"".join(made)
+            keys = b"".join(adapter_keys(made, order.digest) if order.digest else made)
         return KeyAnswer(len(ids), keys, ids if order.wants_ids else [])
     except Exception as error:  # noqa: BLE001 -- templates raise what they like
         return KeyAnswer(why=type(error).__name__)

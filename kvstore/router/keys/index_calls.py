@@ -77,6 +77,13 @@ class IndexCalls:
         self.epoch = 0
         """Counts news of the members."""
         self.listed: tuple[Listed, ...] = ()
+        self.addresses: dict[str, str] = {}
+        """Node → where other nodes and routers reach it; one without neither lends nor fetches."""
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """Nodes that lend blocks and fetch them."""
+        return frozenset(self.addresses)
 
     async def match(self, tenant: str, space: bytes, keys: bytes) -> Answer | None:
         """None: no answer in time."""
@@ -111,14 +118,18 @@ class IndexCalls:
         """Follow the engines that nodes list, until the stream ends; its owner repeats it."""
         number = self._first
         members: dict[str, tuple[EngineEntry, ...]] = {}
+        addresses: dict[str, str] = {}
         call = self._stubs[number].Watch(pb.WatchRequest(nodes=True, engines=True))
         try:
             async for reply in call:
                 self._lost_count, self.lost = 0, ""
                 for row in reply.nodes:
                     members[row.node] = feeds.engines_of(row.engines)
+                    addresses[row.node] = row.address
                 for gone in reply.gone:
                     members.pop(gone, None)
+                    addresses.pop(gone, None)
+                self.addresses = {node: at for node, at in addresses.items() if at}
                 self.epoch += 1
                 self.listed = tuple(
                     Listed(node, entry) for node, entries in members.items() for entry in entries
@@ -149,7 +160,7 @@ def _why(error: BaseException) -> str:
     return plain_reason(details) if details else "no answer in time"
 
 
-def prefix_answer(answer: Answer, epoch: int) -> PrefixAnswer:
+def prefix_answer(answer: Answer, epoch: int, peers: frozenset[str]) -> PrefixAnswer:
     """As the core takes it."""
     return PrefixAnswer(
         trust=_TRUST[answer.trust],
@@ -165,5 +176,6 @@ def prefix_answer(answer: Answer, epoch: int) -> PrefixAnswer:
             )
             for each in answer.matches
         ),
+        peers=peers,
         epoch=epoch,
     )

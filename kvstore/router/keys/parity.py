@@ -7,7 +7,8 @@
 "Cache-aware" routing with 0 matched blocks and green health has many causes (tokenizer, template,
 block size, hash seed, salt, space, events that do not arrive), and one sign: this one. A worker is
 compared when it joins, every PERIOD_S, and until then it counts as load-only. An engine without a
-node in the index is not compared: it has no keys to be right about.
+node in the index is not compared: it has no keys to be right about. LoRA adapters that requests
+name are compared one by one, in the same way: their digests are in the answers to the probes.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from kvstore.router.engines.workers import Worker, Workers
+from kvstore.pd.legs import PARAMETERS
+from kvstore.router.engines.workers import Worker, WorkerAdapter, Workers
 from kvstore.router.keys.child import KeyOrder
 from kvstore.router.keys.index_calls import IndexCalls
 from kvstore.router.keys.process import KeyProcess
-from kvstore.router.keys.rendering import Rendering, probe_body
+from kvstore.router.keys.rendering import KeyPlan, Rendering, probe_body
 from kvstore.router.keys.spaces import Spaces
+from kvstore.wire.transfers import ADAPTER_QUESTION, adapter_digest
 
 PAUSE_S: Final = 1.0
 PERIOD_S: Final = 300.0
@@ -39,9 +42,14 @@ ASK_AGAIN_S: Final = 0.1
 DRIFT_SHARE: Final = 0.5
 DRIFT_WEIGHT: Final = 0.05
 DRIFT_REQUESTS_MIN: Final = 20
+UNSAID: Final = "its engine does not report its weights: its connector is off, or an older one"
 UNPROVEN: Final = "keys not compared yet"
 
 _log = logging.getLogger(__name__)
+
+
+class _Answer(msgspec.Struct):
+    kv_transfer_params: object = None
 
 
 class Parity:
@@ -83,6 +91,21 @@ class Parity:
                     pause_s = RETRY_S if why else PERIOD_S
                 self._judge(worker, why)
                 self._due_s[worker] = time.monotonic() + pause_s
+            if worker.has_parity and worker.is_answering:
+                await self._compare_adapters(worker)
+
+    async def _compare_adapters(self, worker: Worker) -> None:
+        """Those that requests name; for any other one the engine would have to load it."""
+        for name, adapter in list(worker.adapters.items()):
+            if adapter.is_wanted and time.monotonic() >= adapter.due_s:
+                try:
+                    why = await self._adapter_compared(worker, name, adapter)
+                except msgspec.MsgspecError:
+                    why = "its engine answered a probe with no JSON object"
+                if why and why != adapter.trouble:
+                    _log.warning("adapter %s of worker %s is load-only: %s", name, worker.name, why)
+                self._workers.compared(adapter, why)
+                adapter.due_s = time.monotonic() + (RETRY_S if why else PERIOD_S)
 
     def _judge(self, worker: Worker, why: str) -> None:
         if worker.parity == why and worker.has_parity:
@@ -106,43 +129,58 @@ class Parity:
 
     async def _compared(self, worker: Worker) -> str:
         """Why its keys are not used; empty: they are equal."""
-        places = self._spaces.of(worker)
         model = next(iter(worker.models), "")
         await self._rendering.compare(model, worker)
+        body, rendered = await self._probe(worker, model)
+        answer = await self._computed(worker, body)
+        if isinstance(answer, str):
+            return answer
+        return await self._shown(worker, _plan(worker).order(body), rendered)
+
+    async def _adapter_compared(self, worker: Worker, name: str, adapter: WorkerAdapter) -> str:
+        """The same of one of its adapters, whose digest the engine says."""
+        body, rendered = await self._probe(worker, adapter.base)
+        asked = {**msgspec.json.decode(body), "model": name, PARAMETERS: ADAPTER_QUESTION}
+        answer = await self._computed(worker, msgspec.json.encode(asked))
+        if isinstance(answer, str):
+            return answer
+        found = adapter_digest(msgspec.json.decode(answer, type=_Answer).kv_transfer_params)
+        if isinstance(found, str):
+            return found or UNSAID
+        adapter.digest = found
+        plan = _plan(worker)._replace(adapter=(name, adapter.path), digest=found)
+        return await self._shown(worker, plan.order(body), rendered)
+
+    async def _probe(self, worker: Worker, model: str) -> tuple[bytes, bytes]:
+        """A request that was never sent before, and its rendering; of its token ids: none."""
         body = probe_body(model, characters=worker.block_tokens * BLOCKS * 6)
         rendered = await self._rendering.rendered("/v1/completions", body, [worker])
-        if rendered is None:
-            # Token ids need no rendering: what is compared is the chain alone.
-            fields = msgspec.json.decode(body)
-            fields["prompt"] = [5 + byte % 90 for byte in fields["prompt"].encode()]
-            body = msgspec.json.encode(fields)
-        order = KeyOrder(
-            body=body,
-            rendered=rendered or b"",
-            block_tokens=worker.block_tokens,
-            seed=worker.address.hash_seed,
-        )
-        made = await self._keys.make(order)
-        if made is None or made.why or not made.keys:
-            return f"no keys of a probe: {made.why if made else 'late'}"
-        if trouble := await self._compute(worker, body):
-            return trouble
-        return await self._shown(worker, places, made.keys)
+        if rendered is not None:
+            return body, rendered
+        # Token ids need no rendering: what is compared is the chain alone.
+        fields = msgspec.json.decode(body)
+        fields["prompt"] = [5 + byte % 90 for byte in fields["prompt"].encode()]
+        return msgspec.json.encode(fields), b""
 
-    async def _compute(self, worker: Worker, body: bytes) -> str:
+    async def _computed(self, worker: Worker, body: bytes) -> bytes | str:
+        """The answer to a probe; a sentence: why there is none."""
         url = worker.url.with_path("/v1/completions")
         try:
             async with (
                 asyncio.timeout(COMPUTED_S),
                 self._session.post(url, data=body, headers=self._headers) as answer,
             ):
-                await answer.read()
-                return "" if answer.status == 200 else f"a probe got status {answer.status}"
+                content = await answer.read()
+                return content if answer.status == 200 else f"a probe got status {answer.status}"
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return f"a probe failed: {type(error).__name__}"
 
-    async def _shown(self, worker: Worker, places: list[tuple[str, bytes]], keys: bytes) -> str:
-        """Wait until the index shows the blocks of a probe at the worker's node."""
+    async def _shown(self, worker: Worker, order: KeyOrder, rendered: bytes) -> str:
+        """Wait until the index shows the blocks of a probe at its node; why it does not."""
+        made = await self._keys.make(msgspec.structs.replace(order, rendered=rendered))
+        if made is None or made.why or not made.keys:
+            return f"no keys of a probe: {made.why if made else 'late'}"
+        keys, places = made.keys, self._spaces.of(worker)
         wanted = len(keys) // 32
         most = 0
         until_s = time.monotonic() + STORED_S
@@ -162,19 +200,24 @@ class Parity:
             " tokens differ, or its node stores nothing"
         )
 
-    def observed(self, worker: Worker, predicted: int, cached: int) -> None:
+    def observed(self, worker: Worker, model: str, predicted: int, cached: int) -> None:
         """An answer's own count of cached tokens, beside the one predicted."""
-        worker.predicted_tokens += predicted
-        worker.cached_tokens += cached
         if not predicted or not worker.has_parity:
             return
+        held = worker.adapters.get(model, worker)
         missed = max(0, predicted - cached) / predicted
-        worker.drift += DRIFT_WEIGHT * (missed - worker.drift)
-        worker.drift_count += 1
-        if worker.drift > DRIFT_SHARE and worker.drift_count >= DRIFT_REQUESTS_MIN:
-            self._judge(
-                worker,
-                f"its engine had {100 * (1 - worker.drift):.0f} % of the tokens that the index"
-                " showed",
-            )
+        held.drift += DRIFT_WEIGHT * (missed - held.drift)
+        held.drift_count += 1
+        if held.drift <= DRIFT_SHARE or held.drift_count < DRIFT_REQUESTS_MIN:
+            return
+        why = f"its engine had {100 * (1 - held.drift):.0f} % of the tokens that the index showed"
+        if isinstance(held, WorkerAdapter):
+            self._workers.compared(held, why)
+            held.due_s = time.monotonic() + RETRY_S
+        else:
+            self._judge(worker, why)
             self._due_s[worker] = time.monotonic() + RETRY_S
+
+
+def _plan(worker: Worker) -> KeyPlan:
+    return KeyPlan(worker.block_tokens, worker.address.hash_seed)

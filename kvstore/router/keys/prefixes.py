@@ -18,6 +18,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from kvstore.index.chain import adapter_keys
 from kvstore.router.engines.workers import WorkerAddress
 from kvstore.router.front.bodies import Peek, edited
 from kvstore.router.keys.index_calls import IndexCalls, prefix_answer
@@ -44,6 +45,8 @@ class Prefix(msgspec.Struct, frozen=True):
     block_tokens: int = TOKENS_PER_PIECE
     answer: PrefixAnswer | None = None
     """None: the index has none, or was not asked."""
+    load_only: dict[str, str] = {}
+    """Worker → why its prefixes are not known for this prompt's adapter."""
 
 
 class Prefixes(Protocol):
@@ -89,27 +92,33 @@ class KeyPrefixes:
 
     async def of_keys(self, model: str, keys: bytes, prompt_tokens: int) -> Prefix | None:
         """Facts about a prompt by its keys, as `of_ids`."""
-        scope = self._spaces.scope(model)
-        return await self._found(scope, keys, prompt_tokens) if scope is not None else None
+        if (scope := self._spaces.scope(model)) is None:
+            return None
+        if scope.plan.digest:  # keys are those of the engine
+            found = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+            keys = b"".join(adapter_keys(found, scope.plan.digest))
+        return await self._found(scope, keys, prompt_tokens)
 
     async def _found(self, scope: PrefixScope, keys: bytes, prompt_tokens: int) -> Prefix:
         answers = await asyncio.gather(
             *(self._index.match(tenant, space, keys) for tenant, space in scope.places)
         )
-        found = [prefix_answer(each, self._index.epoch) for each in answers if each is not None]
+        epoch, peers = self._index.epoch, self._index.peers
+        found = [prefix_answer(each, epoch, peers) for each in answers if each is not None]
         answer = None
         if found and len(found) == len(answers):
             answer = PrefixAnswer(
                 trust=max((each.trust for each in found), key=_ORDER.index),
                 matches=tuple(match for each in found for match in each.matches),
-                epoch=self._index.epoch,
+                peers=peers,
+                epoch=epoch,
             )
-        return Prefix(prompt_tokens, keys, scope.plan.block_tokens, answer)
+        return Prefix(prompt_tokens, keys, scope.plan.block_tokens, answer, scope.load_only)
 
 
 def predicted_tokens(prefix: Prefix, worker: WorkerAddress) -> int:
     """Cached tokens that the index lets expect at a worker: of its own node, or its own memory."""
-    if prefix.answer is None:
+    if prefix.answer is None or worker.name in prefix.load_only:
         return 0
     blocks = (
         max(each.hbm_blocks, each.dram_blocks, each.file_blocks)

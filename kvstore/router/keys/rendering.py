@@ -60,6 +60,14 @@ class KeyPlan(NamedTuple):
 
     block_tokens: int
     seed: str
+    adapter: tuple[str, str] | None = None
+    """(name, path) of a LoRA adapter …"""
+    digest: bytes = b""
+    """… and the digest of its weights."""
+
+    def order(self, body: bytes, salt: str = "") -> KeyOrder:
+        """For the keys of a request."""
+        return KeyOrder(body=body, salt=salt, **self._asdict())
 
 
 class Rendering:
@@ -96,7 +104,7 @@ class Rendering:
         self, path: str, body: bytes, read: Peek, model: str, plan: KeyPlan, salt: str
     ) -> KeyAnswer | None:
         """Count of tokens, and keys, of a prompt for a served model. None: not known in time."""
-        order = KeyOrder(body=body, block_tokens=plan.block_tokens, seed=plan.seed, salt=salt)
+        order = plan.order(body, salt)
         if bytes(read.prompt)[:1] == b"[":
             return self._counted("ids", await self._keys.make(order))
         if self.local.get(model) == "":
@@ -116,8 +124,7 @@ class Rendering:
     async def keys_of_ids(self, ids: list[int], plan: KeyPlan) -> KeyAnswer | None:
         """Keys of tokens that a caller has."""
         body = msgspec.json.encode({"prompt": ids})
-        order = KeyOrder(body=body, block_tokens=plan.block_tokens, seed=plan.seed)
-        return self._counted("ids", await self._keys.make(order))
+        return self._counted("ids", await self._keys.make(plan.order(body)))
 
     def _counted(self, source: str, answer: KeyAnswer | None) -> KeyAnswer | None:
         found = answer if answer is not None and not answer.why else None

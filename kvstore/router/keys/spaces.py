@@ -3,8 +3,9 @@
     worker: node, engine, models ─┬─ space= of its flag
     registry of the index ────────┴─ entries of that node, of that engine or model
 
-Made anew when a worker, the registry or the policy changed. Prompts with adapters have no keys:
-those fold in what only an engine knows.
+Made anew when a worker, the registry or the policy changed. The keys of a LoRA adapter fold in its
+name, its path and the digest of its weights: engines say it (`parity`), and those that say another
+one than most are load-only for its requests.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from kvstore.routing.policy import RoutingPolicy
 
 MODELS_MAX: Final = 1000
 """Names of clients that are remembered, wrong ones included."""
+OTHER_KEYS: Final = "most engines have other weights under that name, or another path"
 
 
 class PrefixScope(NamedTuple):
-    """Where and how prefixes of a model are looked up."""
+    """How keys of a model are made, and the places in the index where they are looked up."""
 
     model: str
-    """As engines serve it."""
+    """As engines serve it; of an adapter the base model, whose tokens it shares."""
     plan: KeyPlan
     places: frozenset[tuple[str, bytes]]
+    load_only: dict[str, str]
+    """Worker → why its prefixes are not known for this adapter."""
 
 
 class Spaces:
@@ -70,17 +74,46 @@ class Spaces:
             for worker in self._workers
             if worker.address.node
             and worker.block_tokens
-            and worker.has_parity
-            and any(worker.serves(name) and name not in worker.adapters for name in names)
+            and any(worker.serves(name) for name in names)
         ]
-        plans = Counter(KeyPlan(w.block_tokens, w.address.hash_seed) for w in able)
+        if any(name in worker.adapters for name in names for worker in able):
+            return self._adapter_scope(names, able)
+        plans = {w: KeyPlan(w.block_tokens, w.address.hash_seed) for w in able if w.has_parity}
         if not plans:
             return None
-        plan = plans.most_common(1)[0][0]
-        chosen = [w for w in able if (w.block_tokens, w.address.hash_seed) == plan]
+        plan = Counter(plans.values()).most_common(1)[0][0]
+        chosen = [worker for worker in plans if plans[worker] == plan]
         places = frozenset(place for worker in chosen for place in self.of(worker))
         served = next((name for name in names if any(w.serves(name) for w in chosen)), model)
-        return PrefixScope(served, plan, places) if places else None
+        return PrefixScope(served, plan, places, {}) if places else None
+
+    def _adapter_scope(self, names: list[str], able: list[Worker]) -> PrefixScope | None:
+        """Workers whose keys equal those of most: the same name, path and weights. The others are
+        load-only for these requests."""
+        found = [(w, name, w.adapters[name]) for w in able for name in names if name in w.adapters]
+        plans: dict[Worker, KeyPlan] = {}
+        for worker, name, adapter in found:
+            if not adapter.is_wanted:
+                adapter.is_wanted, adapter.due_s = True, 0.0
+            if worker.has_parity and not adapter.trouble:
+                its = KeyPlan(worker.block_tokens, worker.address.hash_seed)
+                plans[worker] = its._replace(adapter=(name, adapter.path), digest=adapter.digest)
+        most = Counter(plans.values()).most_common(1)
+        plan = most[0][0] if most else None
+        load_only, served = dict[str, str](), ""
+        for worker, _, adapter in found:
+            is_other = worker in plans and plans[worker] != plan
+            adapter.other = OTHER_KEYS if is_other else ""
+            if why := worker.parity or adapter.trouble or adapter.other:
+                load_only[worker.name] = why
+            else:
+                served = adapter.base
+        if plan is None:
+            return None
+        places = frozenset(
+            place for worker, its in plans.items() if its == plan for place in self.of(worker)
+        )
+        return PrefixScope(served, plan, places, load_only) if places else None
 
     def _served(self, model: str) -> list[str]:
         for name, rule in self._policy().models.items():

@@ -22,7 +22,7 @@ _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True)
 class FileConfig:
-    """Where the tier lives and how far it may go.
+    """Place and limits of the tier.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -74,7 +74,7 @@ class FileConfig:
             )
         if self.shared and not _NODE.fullmatch(self.node):
             raise ConfigError(
-                f"a shared disk tier needs a node name of letters, digits, '.', '_' and '-', "
+                "a shared disk tier needs a node name of letters, digits, '.', '_' and '-', "
                 f"not {self.node!r}: set one that no other node has"
             )
 

@@ -21,8 +21,8 @@ from kvstore.breaker import Breaker, BreakerState
 from kvstore.tier_events import FileTierEvent, Resumed, Suspended
 from kvstore.tiers.file.config import FileConfig
 
-_FULL = "its file system has no room: make some, or restart with a smaller --file"
-_LOOK = "the kernel's log may say why; it is tried again by itself"
+_FULL = "its file system is full: make room, or restart with a smaller --file"
+_LOOK = "see the kernel's log; it is retried"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -86,7 +86,7 @@ class Health:
 
     def late_reading(self, now_ns: int) -> list[FileTierEvent]:
         """A read passed its deadline."""
-        return self._count_read(now_ns, f"the disk does not answer in time: {_LOOK}")
+        return self._count_read(now_ns, f"the disk does not respond in time: {_LOOK}")
 
     def late_writing(self, now_ns: int) -> list[FileTierEvent]:
         """A write passed its deadline."""

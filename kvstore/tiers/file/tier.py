@@ -66,6 +66,8 @@ WATCH_S: Final = 0.05
 LOOK_PAUSES: Final = 10
 """After a look at other nodes' directories, a pause of at least so many times as long as it took:
 where there are very many segments, all nodes would look at them without end."""
+LOOK_PAUSE_MAX_S: Final = 60.0
+"""A look that a disk or the machine held up for an hour says nothing about the next one."""
 _ANYTHING_OLDER: Final = (1 << 63) - 1
 
 _BUG: Final = OSError(errno.EIO, "a bug in the disk tier")
@@ -289,7 +291,7 @@ class FileTier:
         self._watcher.join()
         if any(thread.is_alive() for thread in self._threads):
             # The kernel still has descriptors and slots in hand: they end with the process.
-            _log.warning("the disk of the disk tier hangs: it is left to the end of the process")
+            _log.warning("the disk hangs: its thread is abandoned at exit")
             return
         if self._peers is not None:
             self._peers.close()
@@ -363,9 +365,8 @@ class FileTier:
             self._outbox.recovered()
         took_ns = self._look_once()
         self._outbox.put([RecoveryDone()])
-        while self._peers is not None and not self._leaving.wait(
-            max(self._config.poll_interval_ms / 1000, LOOK_PAUSES * took_ns / NS_PER_S)
-        ):
+        poll_s = self._config.poll_interval_ms / 1000
+        while self._peers is not None and not self._leaving.wait(look_pause_s(poll_s, took_ns)):
             took_ns = self._look_once()
 
     def _look_once(self) -> int:
@@ -449,3 +450,8 @@ class FileTier:
         end = (int(order.slots.max()) + pages) * PAGE_BYTES if count else 0
         assert end <= len(self._memory), "a slot outside the arena"
         return count * pages * PAGE_BYTES
+
+
+def look_pause_s(poll_s: float, took_ns: int) -> float:
+    """From a look at other nodes' directories to the next one."""
+    return max(poll_s, min(LOOK_PAUSES * took_ns / NS_PER_S, LOOK_PAUSE_MAX_S))

@@ -337,7 +337,7 @@ class Scene:
     @contextlib.contextmanager
     def held(self, stage: str, *, by_process: bool) -> Iterator[tuple[list[bytes], Request]]:
         """Keys of blocks whose fetch is at this stage, and the request for them."""
-        for seed in itertools.islice(self._seeds, 5):
+        for seed in itertools.islice(self._seeds, 15):
             keys = self.stored(seed)
             with contextlib.ExitStack() as stack:
                 request: Request = OwnRequest(self._engines["asker"], keys)

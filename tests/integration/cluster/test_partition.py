@@ -7,9 +7,8 @@ way, cut, and let go.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -19,7 +18,7 @@ from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.wire.messages import LeaseReply
 from tests.integration.cluster.held import ANSWER_S, BLOCKS, ENDS_S
 from tests.integration.node.conftest import eventually
-from tests.kit.lan import Lan, LanError
+from tests.kit.lan import Lan
 from tests.kit.peers import PeerPair, at_rest, attached, metric, metrics, mover_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -33,16 +32,6 @@ ENTRIES = "kvstore_index_entries"
 BELIEVED = 'kvstore_index_nodes{trust="exact"}'
 GRANTED = 'kvstore_slots{state="granted"}'
 LENT = 'kvstore_transfer_seconds_count{{backend="{}",kind="ask"}}'
-
-
-@pytest.fixture
-def lan() -> Iterator[Lan]:
-    try:
-        made = Lan("a", "b").__enter__()
-    except LanError as error:
-        pytest.skip(f"no network namespaces here: {error}")
-    with contextlib.closing(made):
-        yield made
 
 
 class Cable:

@@ -19,12 +19,12 @@ from kvstore.stores.address import store_config
 from kvstore.stores.connection import DEADLINES, Deadlines
 from kvstore.stores.redis import RedisStore
 from kvstore.testing.raw_engine import RawEngine, make_keys
-from kvstore.testing.redis_process import RedisProcess
 from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.load import Load
 from tests.integration.cluster import kit
 from tests.integration.cluster.kit import CONVERGES_S, TENANT, Site, becomes, matches, trust
 from tests.integration.node.conftest import eventually
+from tests.kit.redis_process import RedisProcess
 from tests.unit.index.words import NODE, SPACE, beat, delta, hello, keys, part, stored
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ import pytest
 
 from kvstore.index.feed import FORGET_MS, Trust
 from kvstore.index.index import Answer
-from kvstore.testing.redis_process import RedisProcess
 from tests.integration.cluster.test_store import NOW, Lab
+from tests.kit.redis_process import RedisProcess
 from tests.unit.index.words import NODE, delta, hello, stored
 
 pytestmark = pytest.mark.slow

@@ -68,7 +68,7 @@ def test_a_node_speaks_for_itself_only(site: Site, index: IndexProcess) -> None:
         assert client.nodes().nodes == []
         assert feed(index, files, "n1") is grpc.StatusCode.OK
         assert member(client, "n1") is not None
-    assert "would speak for another node" in index.log
+    assert "claims another node" in index.log
 
 
 def test_a_foreign_or_expired_certificate_is_refused(
@@ -135,13 +135,13 @@ def test_nothing_listens_without_tls_but_by_insecure(site: Site, *, is_inside: b
             site.directory, flags=["--index-listen", "127.0.0.1:0", "--insecure"]
         ) as node:
             process, log, page = psutil.Process(node.pid), node.log, node.metrics_url
-            seen = listeners(process), "no TLS, no certificates; for labs only" in log, health(page)
+            seen = listeners(process), "no authentication; for labs only" in log, health(page)
     else:
         with pytest.raises(NodeFailed, match="give --ca, --cert and --key"):
             IndexProcess.start(site.directory, ())
         with IndexProcess.start(site.directory) as index:
             process, log, page = psutil.Process(index.process.pid), index.log, index.metrics_url
-            seen = listeners(process), "no TLS, no certificates; for labs only" in log, health(page)
+            seen = listeners(process), "no authentication; for labs only" in log, health(page)
     assert seen[0] == ["127.0.0.1", "127.0.0.1"]  # metrics, and the index
     assert seen[1]
     assert "it serves without TLS (--insecure)" in seen[2]
@@ -154,7 +154,8 @@ def test_blocks_do_not_move_in_plain_unless_told_and_then_it_is_said(
     flags = [*site.lab.flags("node", "n1", with_index=True), "--index-listen", "127.0.0.1:0"]
     flags += ["--peer-listen", "127.0.0.1:0", *(["--transport", chosen] if chosen else [])]
     with NodeProcess.start(site.directory, flags=flags) as node:
-        told = "blocks move unencrypted" in node.log, "unencrypted" in health(node.metrics_url)
+        warning = "blocks are transferred without encryption"
+        told = warning in node.log, "unencrypted" in health(node.metrics_url)
         assert told == (bool(chosen),) * 2
         assert f"/{chosen or 'tcp'}" in node.ready_line
 
@@ -277,8 +278,8 @@ def test_who_asks_with_the_wrong_certificates_is_told_which(site: Site) -> None:
     with site.index() as index, insecure:
         for address, tls, cause in (
             (index.address, other, "its certificate was not issued by the CA of --ca"),
-            (index.address, None, "it hung up: it may want certificates"),
-            (insecure.address, site.files, "it serves without TLS (--insecure), and is asked with"),
+            (index.address, None, "it closed the connection: it may require"),
+            (insecure.address, site.files, "it serves without TLS (--insecure), but certificates"),
             ("127.0.0.1:1", site.files, "nothing listens there (connection refused)"),
         ):
             with (

@@ -47,7 +47,7 @@ def test_two_processes_with_one_name_are_told_apart(site: Site, index: IndexProc
         with NodeProcess.start(elsewhere, dram="8MiB", flags=flags) as other:
             for process in (one, other):
                 assert eventually(partial(knows_of_another, process), timeout_s=CONVERGES_S)
-            assert "two processes say that they are node n1" in health(index)
+            assert "two processes claim to be node n1" in health(index)
             assert [node.log.count("another process, at") for node in (one, other)] == [1, 1]
             assert index.log.count("is node n1 already") == 1
         # It has the name for itself again.

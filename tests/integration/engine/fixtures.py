@@ -16,13 +16,14 @@ import pytest
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS, build_model
-from kvstore.demo.workload import Encode, text_tokens, varied_prompts
+from kvstore.demo.workload import Encode, text_tokens
 from tests.amounts import amount
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import PATIENT
+from tests.kit.prompts import varied_prompts
 
 SEED = 20261121
-PROMPT_COUNT = amount(80, nightly=120)
+PROMPT_COUNT = amount(60, nightly=120)
 CONVERSATION_COUNT = 12
 MAX_TOKENS = 8
 ANSWER_TOKENS = BLOCK_TOKENS + 72

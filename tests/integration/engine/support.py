@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
+
+from kvstore.cli.main import cli
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.kernels.compare import BOUNDS
@@ -95,17 +95,10 @@ def cache_off_lines(engine: VllmServer) -> int:
 
 
 def kvstore(node: NodeProcess, *arguments: str) -> Any:
-    """The JSON of a command, as an operator types it; empty when it fails."""
-    command = [sys.executable, "-m", "kvstore.cli.main", *arguments, "--json"]
-    done = subprocess.run(
-        [*command, "--socket", str(node.socket)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
-    )
-    return json.loads(done.stdout) if done.returncode == 0 else {}
+    """The JSON of a command; empty when it fails. In this process, since a start of Python takes a
+    hundred times as long as the answer; commands as operators type them: tests/integration/node."""
+    done = CliRunner().invoke(cli, [*arguments, "--json", "--socket", str(node.socket)])
+    return json.loads(done.stdout) if done.exit_code == 0 else {}
 
 
 def hits(engine: VllmServer) -> float:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvstore.cli.ask import NodeClient
 from kvstore.demo.engine import Completion, VllmServer
 from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS
+from kvstore.engine import HashingReport
+from kvstore.index.chain import adapter_keys, block_keys
+from kvstore.testing.process import NodeProcess
+from kvstore.wire.transfers import ADAPTER_QUESTION, adapter_digest
 from tests.amounts import amount
 from tests.integration.engine.fixtures import MAX_TOKENS, VERIFIED
 from tests.integration.engine.nursery import EngineNursery
-from tests.integration.engine.support import blocks_in_dram, node_for, wait_until
+from tests.integration.engine.support import blocks_in_dram, kvstore, node_for, wait_until
 from tests.kit.side_models import RANK, build_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -61,12 +67,49 @@ def test_blocks_of_an_adapter_are_served_to_its_own_weights_alone(
                 assert [each.tokens for each in done] == truth[name]
                 assert all(each.cached_tokens for each in done), name
             assert engine.hits().external_hits > 0
+            _routers_make_its_keys(engine, node, folders, chosen[0])
             engine.forget()
 
             _other_weights(engine, folders["one"], tiny_model, chosen[0], truth["one"][0])
             done = _ask(engine, "two", chosen)
             assert [each.tokens for each in done] == truth["two"]
             assert _cached(done) > 0
+
+
+def _routers_make_its_keys(
+    engine: VllmServer, node: NodeProcess, folders: Mapping[str, Path], prompt: tuple[int, ...]
+) -> None:
+    """With the path that the engine lists, and the digest that it says."""
+    nodes = NodeClient(node.socket)
+    (hashing,) = nodes.rows("hashings", HashingReport)
+    nodes.close()
+    digests: dict[str, bytes] = {}
+    listed = {row["id"]: row for row in _call(engine, "models")["data"]}
+    for name, folder in folders.items():
+        assert (listed[name]["parent"], listed[name]["root"]) == (SERVED_NAME, str(folder))
+        body = {"model": name, "prompt": prompt, "max_tokens": 1}
+        answer = _call(engine, "completions", **body, kv_transfer_params=ADAPTER_QUESTION)
+        digest = adapter_digest(answer["kv_transfer_params"])
+        assert isinstance(digest, bytes), digest
+        digests[name] = digest
+    one, two = folders
+    assert digests[one] != digests[two]
+    file = folders[one].parent / "keys"
+
+    def held_blocks(weights: str) -> int:
+        own = block_keys(
+            prompt,
+            block_tokens=hashing.block_tokens,
+            seed=hashing.hash_seed,
+            adapter=(one, str(folders[one])),
+        )
+        keys = adapter_keys(own, digests[weights])
+        file.write_text("\n".join(key.hex() for key in keys))
+        found = kvstore(node, "inspect", "prefix", "--keys-file", str(file))["prefix"]
+        return int(found["held_tokens"]) // hashing.block_tokens
+
+    assert held_blocks(one) == len(_ends(prompt))
+    assert held_blocks(two) == 0
 
 
 def _other_weights(
@@ -116,13 +159,23 @@ def _ends(prompt: tuple[int, ...]) -> range:
     return range(1, len(prompt) // BLOCK_TOKENS + 1)
 
 
+def _call(engine: VllmServer, path: str, **body: object) -> Any:
+    """JSON of an answer."""
+    return json.loads(_ask_for(engine, "POST" if body else "GET", path, body))
+
+
 def _post(engine: VllmServer, path: str, **body: str) -> None:
+    _ask_for(engine, "POST", path, body)
+
+
+def _ask_for(engine: VllmServer, method: str, path: str, body: Mapping[str, object]) -> bytes:
     connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=60)
     try:
         headers = {"Content-Type": "application/json"}
-        connection.request("POST", f"/v1/{path}", json.dumps(body), headers)
+        connection.request(method, f"/v1/{path}", json.dumps(body) if body else None, headers)
         answer = connection.getresponse()
         text = answer.read()
         assert answer.status == http.client.OK, text
+        return text
     finally:
         connection.close()

@@ -60,10 +60,10 @@ def test_an_engine_is_served_what_another_nodes_engine_computed_and_says_the_sam
                     return blocks_in_dram(near) >= expected
 
                 wait_until(has_come, "all that the other holds is here", seconds=300)
-                before = _hit_tokens(engine)
+                before = hit_tokens(engine)
                 done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
                 assert wrong_answers(done, reference) == []
-                assert _hit_tokens(engine) - before >= expected * BLOCK_TOKENS
+                assert hit_tokens(engine) - before >= expected * BLOCK_TOKENS
             at_rest(near)
         assert metric(far, "kvstore_loaned_blocks_total") >= expected
 
@@ -80,5 +80,6 @@ def wrong_answers(done: Sequence[Completion], reference: Reference) -> list[int]
     return [i for i, c in enumerate(done) if c.tokens != reference.answers[i]]
 
 
-def _hit_tokens(engine: VllmServer) -> float:
+def hit_tokens(engine: VllmServer) -> float:
+    """Tokens that it has loaded so far."""
     return engine.metrics().get("vllm:kvstore_hit_tokens_total", 0.0)

@@ -16,7 +16,7 @@ import pytest
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS
-from kvstore.demo.workload import Encode, text_tokens, varied_prompts
+from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from tests.amounts import amount
 from tests.integration.engine.fixtures import ANSWER_TOKENS, MAX_TOKENS, SEED, VERIFIED
@@ -32,10 +32,11 @@ from tests.integration.engine.support import (
     wait_until,
 )
 from tests.kit.hybrid_models import TOKEN_BYTES, build_hybrid
+from tests.kit.prompts import varied_prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PROMPTS = amount(40, nightly=120)
+PROMPTS = amount(24, nightly=120)
 CONCURRENCY = 8
 FEW_BLOCKS = {"gemma3": 80, "gpt-oss": 36}
 """Of all groups together: too few for CONCURRENCY requests."""

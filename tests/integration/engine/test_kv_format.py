@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "kv"
 DIFFERENCE_SHARE = 0.01
-NAMES = list(CASES) if IS_NIGHTLY else ["llama3-float32", "llama-bfloat16"]
+NAMES = list(CASES) if IS_NIGHTLY else ["llama3-float32"]
 
 
 @pytest.fixture(scope="module")

@@ -12,26 +12,27 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli.ask import NodeClient
-from kvstore.demo.completions import CompletionClient
+from kvstore.demo.completions import Completion, CompletionClient
 from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.demo.pair import PdPair, pd_pair
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.engine import RequestReport
 from kvstore.proto import inspect_pb2 as pb
-from tests.amounts import amount, covered
+from tests.amounts import IS_NIGHTLY, amount, covered
 from tests.integration.engine.fixtures import MAX_TOKENS, SEED, VERIFIED
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import wait_until
 from tests.integration.engine.test_adapters import _post
 from tests.integration.engine.test_pd import PUSHED_SHARE, at_rest, forget, pushed_blocks
-from tests.kit.hybrid_models import build_hybrid
+from tests.kit.hybrid_models import STATE_BLOCK_TOKENS, build_hybrid
 from tests.kit.side_models import RANK, build_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPTS = amount(6, nightly=104)
 """Of each kind."""
+RECURRENT = 24
 SHAPES = ("gpt-oss", "gemma3")[: amount(1, nightly=2)]
 CONCURRENCY = 4
 ADAPTERS = ("one", "two")
@@ -104,6 +105,39 @@ def test_blocks_of_all_groups_are_pushed(
             assert not engine.metrics().get(OWN_ERRORS)
         wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
     covered("requests of models with groups through prefill and decode", len(prompts))
+
+
+@pytest.mark.skipif(
+    not IS_NIGHTLY, reason="tests/unit/client/test_pushes.py has the rule; make nightly runs it"
+)
+def test_states_of_recurrent_layers_are_pushed(
+    start: Start, tiny_model: Path, encode: Encode, tmp_path: Path
+) -> None:
+    """States differ in their last bits with the chunks that made them: so hits are as long as in
+    the engine's own cache, and an answer is of a hit or computed. The engine keeps the last state
+    of a prompt that ends soon behind a block."""
+    model = build_hybrid(tmp_path / "model", tiny_model, shape="qwen3-next")
+    config = ServerConfig(model=model, dtype="bfloat16", connector_extra=VERIFIED)
+    rng = random.Random(SEED)
+    ends = ((number % 3 + 1, 319 if number % 4 == 3 else 46) for number in range(RECURRENT))
+    lengths = [blocks * STATE_BLOCK_TOKENS + rest for blocks, rest in ends]
+    prompts = [text_tokens(rng, encode, length) for length in lengths]
+    with start(config) as pair:
+
+        def answers(client: CompletionClient) -> list[Completion]:
+            return [client.complete(prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
+
+        computed, own = answers(pair.d), answers(pair.d)
+        forget(pair)
+        pushed = answers(pair.proxy)
+        cached = [done.cached_tokens for done in own]
+        assert [done.cached_tokens for done in pushed] == cached
+        assert sum(count > 0 for count in cached) > len(prompts) // 2
+        for at, done in enumerate(pushed):
+            assert done.tokens in (computed[at].tokens, own[at].tokens), at
+        assert len(pushed_groups(pair)) > 1
+        wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
+    covered("requests of recurrent models through prefill and decode", len(prompts))
 
 
 def test_blocks_of_each_adapter_are_pushed(

@@ -37,8 +37,9 @@ from tests.kit.hybrid_models import STATE_BLOCK_TOKENS, build_hybrid
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEMS = amount(6, nightly=30)
+STEMS = amount(4, nightly=30)
 PROMPTS_PER_STEM = 4
+FEW = amount(2, nightly=3) * PROMPTS_PER_STEM
 FEW_BLOCKS = 44
 """Of all groups together: too few for as many requests as run at once."""
 OWN_ERRORS = "vllm:kvstore_connector_errors_total"
@@ -146,7 +147,7 @@ def test_a_node_that_is_killed_or_stopped_and_damaged_states_change_no_answer(
     vllm: EngineNursery, recurrent: Recurrent, tmp_path: Path
 ) -> None:
     config = recurrent.served(tmp_path / "node.sock")
-    few = slice(3 * PROMPTS_PER_STEM)
+    few = slice(FEW)
     prompts, own, computed = recurrent.prompts[few], recurrent.answers[few], recurrent.computed[few]
 
     def check(answers: list[Answer]) -> None:
@@ -176,7 +177,7 @@ def test_shadow_checks_raise_no_alarm_where_recurrence_is_not_exact(
     vllm: EngineNursery, recurrent: Recurrent, node: NodeProcess, tmp_path: Path
 ) -> None:
     config = recurrent.served(node.socket, connector_extra=SHADOWED)
-    few = recurrent.prompts[: 3 * PROMPTS_PER_STEM]
+    few = recurrent.prompts[:FEW]
     with vllm.start(config, log=tmp_path / "shadow.log") as engine:
         for _ in range(3):
             ask(engine, few, forget=True)
@@ -194,7 +195,7 @@ def test_two_ranks_load_what_they_would_have_had_themselves(
         connector_extra={**VERIFIED, **PATIENT},
         arguments=("--tensor-parallel-size", "2"),
     )
-    few = recurrent.prompts[: 3 * PROMPTS_PER_STEM]
+    few = recurrent.prompts[:FEW]
     with vllm.start(config, log=tmp_path / "two.log") as engine:
         for _ in range(2):
             ask(engine, few, forget=False)

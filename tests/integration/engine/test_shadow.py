@@ -1,7 +1,6 @@
 """Shadow checks on a real engine: no false alarm over honest prompts, and a planted identity bug.
 
-The bug: weights change, and the fingerprint stays. It is planted by a test-only patch that every
-process of the engine imports at its start.
+The bug: weights change, and the fingerprint stays. A connector of the tests has it.
 """
 
 from __future__ import annotations
@@ -44,13 +43,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 logger = logging.getLogger(__name__)
 
-PROMPT_COUNT = amount(24, nightly=48)
-
-SAME_DIGEST = """
-import kvstore.connector.weights as weights
-
-weights.digest_weights = lambda model, load: weights.WeightsDigest("same", 1, 1)
-"""
+PROMPT_COUNT = amount(16, nightly=48)
 
 
 def health(node: NodeProcess) -> str:
@@ -68,7 +61,7 @@ def hit_blocks(node: NodeProcess) -> int:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"][: amount(1, nightly=2)])
 def test_honest_prompts_raise_no_alarm(
     vllm: EngineNursery,
     tiny_model: Path,
@@ -114,9 +107,6 @@ def test_honest_prompts_raise_no_alarm(
 def test_other_weights_under_the_same_fingerprint_are_seen_and_switched_off(
     vllm: EngineNursery, encode: Encode, tmp_path: Path
 ) -> None:
-    patch = tmp_path / "patch"
-    patch.mkdir()
-    (patch / "sitecustomize.py").write_text(SAME_DIGEST)
     prompts = [text_tokens(random.Random(n), encode, 4 * BLOCK_TOKENS + 9) for n in range(4)]
     with NodeProcess.start(tmp_path, dram="256MiB") as node:
         for seed in (1, 2):
@@ -125,7 +115,7 @@ def test_other_weights_under_the_same_fingerprint_are_seen_and_switched_off(
                 model=model,
                 socket=node.socket,
                 connector_extra=SHADOWED,
-                environment={"PYTHONPATH": str(patch)},
+                connector=("tests.kit.same_digest", "SameDigestConnector"),
             )
             with vllm.start(config, log=tmp_path / f"{seed}.log") as engine:
                 if seed == 1:

@@ -34,7 +34,7 @@ from tests.integration.engine.support import (
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 20261122
-PROMPT_COUNT = amount(24, nightly=60)
+PROMPT_COUNT = amount(16, nightly=60)
 MAX_TOKENS = 4
 CONCURRENCY = 2
 """Fewer than the breaker's limit: ranks that wait for each other spin, and on two cores the node

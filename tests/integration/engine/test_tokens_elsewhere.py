@@ -148,12 +148,12 @@ def _abandon(engine: VllmServer, prompt: Sequence[int], *, after_s: float) -> No
     engine.abandon(prompt, max_tokens=ANSWER_TOKENS, until=lambda: time.monotonic() >= end)
 
 
-def test_a_prompt_of_thousands_of_blocks_and_one_that_is_abandoned_half_way(
+def test_a_prompt_of_many_blocks_and_one_that_is_abandoned_half_way(
     vllm: EngineNursery, tmp_path: Path
 ) -> None:
     model = build_model(tmp_path / "model", size="long")
     rng = random.Random(SEED + 12)
-    block_tokens, blocks, few = 32, amount(2000, nightly=4000), amount(750, nightly=1500)
+    block_tokens, blocks, few = 32, amount(1200, nightly=4000), amount(450, nightly=1500)
     long, half = (
         [rng.randrange(256) for _ in range(count * block_tokens + 5)] for count in (blocks, few)
     )

@@ -115,8 +115,8 @@ def test_an_unknown_request_is_one_sentence(node: NodeProcess) -> None:
     done = kvstore("explain", "nobody", "--socket", str(node.socket))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "kvstore: no request that this node remembers has the id 'nobody': it may be running "
-        "still, or too long ago; 'kvstore explain' lists the latest\n"
+        "kvstore: the node has no record of a request with the id 'nobody': it may still be"
+        " running, or be too old; 'kvstore explain' lists the latest\n"
     )
     none = kvstore("explain", "--socket", str(node.socket))
     assert (none.returncode, none.stdout) == (0, "no request has ended since the node started\n")

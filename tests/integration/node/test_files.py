@@ -147,7 +147,7 @@ def test_what_was_learned_outlives_the_node(tmp_path: Path) -> None:
     assert found["disk_ns_per_mib"] > 0
     (files / "learned").write_text("{")
     with start(tmp_path / "a", files) as node:
-        assert node.log.count("what an earlier start learned is not used") == 1
+        assert node.log.count("measurements of an earlier start are discarded") == 1
 
 
 def test_a_flipped_bit_on_disk_is_a_miss(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from kvstore.client.link import Link
 from kvstore.kernels.device import DeviceError
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
-from kvstore.testing.simulated_device import SimulatedDevice
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.layout import begin_of
 from kvstore.wire.messages import slots_array
+from tests.kit.simulated_device import SimulatedDevice
 from tests.style.tree import ROOT
 
 pytestmark = [

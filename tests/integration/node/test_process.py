@@ -311,7 +311,7 @@ def test_without_its_socket_file_it_is_not_healthy(node: NodeProcess) -> None:
     node.socket.unlink()
     status, text = page(node, "/healthz")
     assert status == 503
-    assert text == f"{node.socket} is not this node's socket any more: restart it\n"
+    assert text == f"{node.socket} is no longer this node's socket: restart it\n"
 
 
 # ── configuration ────────────────────────────────────────────────────────────────────────────────

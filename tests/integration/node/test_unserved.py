@@ -48,7 +48,7 @@ def test_a_cache_that_is_not_served_is_seen_by_the_operator(node: NodeProcess) -
             return unserved(node) == 1
 
         assert eventually(told)
-        assert page(node, "/healthz") == f"ok, but engine gpu gets nothing: {REASON}\n"
+        assert page(node, "/healthz") == f"ok, but engine gpu is not served: {REASON}\n"
         command = [sys.executable, "-m", "kvstore.cli.main", "inspect", "nodes", "--json"]
         done = subprocess.run(
             [*command, "--socket", str(node.socket)], capture_output=True, timeout=60, check=True

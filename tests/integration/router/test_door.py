@@ -17,7 +17,7 @@ import pytest
 from kvstore.router.front import attempt, door
 from kvstore.testing.index_process import Lab
 from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import RouterThread
+from tests.kit.router_thread import ASK, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
 
 BODY = b'{"model":"m","prompt":"x"}'
@@ -126,6 +126,78 @@ def test_a_body_that_does_not_come_is_given_up(
     with RouterThread([worker.flag]) as router:
         heard = say(router.port, HEAD + b"Content-Length: 100\r\n\r\n{")
         assert heard[9:12] == b"408"
+
+
+def test_stalled_bodies_give_way_to_those_that_come(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "STALLED_S", 0.0)
+    worker.script("ok")
+    size = (64 << 10) - 1
+    stalled = HEAD + b"Content-Length: %d\r\n\r\n" % size + b" " * (size - 1)
+    with RouterThread([worker.flag], body_max="64KiB") as router, contextlib.ExitStack() as stack:
+        bodies = vars(router.router.proxy._bodies)
+        for count in range(1, door.BODIES_SHARE + 1):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", router.port)))
+            client.sendall(stalled)
+            taken = count * (size - 1)
+            until(lambda: bodies["_left"] == (64 << 10) * door.BODIES_SHARE - taken)  # noqa: B023
+            if count == 1:
+                first = client
+        first.settimeout(10)
+        assert router.ask(ASK | {"prompt": "x" * 2000})[0] == 200
+        assert b" 408 " in first.recv(65536)
+
+
+def hear(client: socket.socket, end: bytes) -> bytes:
+    heard = b""
+    while end not in heard and (piece := client.recv(65536)):
+        heard += piece
+    return heard
+
+
+def test_a_client_that_waits_for_100_continue_gets_it(worker: ScriptedWorker) -> None:
+    worker.script("ok")
+    expecting = HEAD + LENGTH + b"Expect: 100-Continue\r\n\r\n"
+    with RouterThread([worker.flag]) as router:
+        with socket.create_connection(("127.0.0.1", router.port), timeout=10) as client:
+            for _ in range(2):
+                client.sendall(expecting)
+                assert hear(client, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+                client.sendall(BODY)
+                assert hear(client, b"}]").startswith(b"HTTP/1.1 200 OK\r\n")
+        seen = {name.lower() for name, _ in worker.seen()["headers"]}
+        assert "expect" not in seen
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (LENGTH + b"Expect: 200-ok\r\n", b"417"),
+        (b"Content-Length: 99999999\r\nExpect: 100-continue\r\n", b"413"),
+        (LENGTH + LENGTH + b"Expect: 100-continue\r\n", b"400"),
+    ],
+)
+def test_a_body_that_is_refused_is_not_asked_for(
+    worker: ScriptedWorker, head: bytes, status: bytes
+) -> None:
+    with (
+        RouterThread([worker.flag], body_max="64KiB") as router,
+        socket.create_connection(("127.0.0.1", router.port), timeout=10) as client,
+    ):
+        client.sendall(HEAD + head + b"\r\n")
+        assert hear(client, b"\r\n\r\n")[9:12] == status
+
+
+def test_a_body_without_a_key_is_not_asked_for(worker: ScriptedWorker, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("team-a: key-of-team-a-0001\n")
+    with (
+        RouterThread([worker.flag], api_keys=str(keys)) as router,
+        socket.create_connection(("127.0.0.1", router.port), timeout=10) as client,
+    ):
+        client.sendall(HEAD + LENGTH + b"Expect: 100-continue\r\n\r\n")
+        assert hear(client, b"\r\n\r\n")[9:12] == b"401"
 
 
 def test_silent_connections_give_way(worker: ScriptedWorker) -> None:

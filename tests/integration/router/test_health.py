@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,9 @@ from kvstore.config.cluster import resolve_replica
 from kvstore.indexer.replica import Replica
 from kvstore.net.aio import LoopThread
 from kvstore.net.http import Page
-from kvstore.router.pages import health_of
+from kvstore.router.engines import probes
+from kvstore.router.pages import _families, health_of
+from kvstore.router.policy_file import load_policy
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import RoutingPolicy, parse
 from tests.integration.router.test_proxy import until
@@ -63,13 +66,56 @@ def test_a_router_without_a_worker_lives_and_is_not_ready(dead: str) -> None:
         assert serving(router) == {"liveness"}
 
 
+def test_the_worst_worker_is_named_first(dead: str) -> None:
+    port = dead.rpartition(":")[2]
+    flags = [f"{name}=http://127.0.0.{n}:{port}" for n, name in enumerate("abc", start=1)]
+    with RouterThread(flags) as router:
+
+        def change() -> list[str]:
+            a, b, c = router.router.workers
+            a.was_reached = b.was_reached = c.was_reached = True
+            a.parity, b.is_answering, c.is_answering = "keys differ", True, False
+            notes = health_of(router.router).body.decode().split("worker ")
+            return [note[:9] for note in notes if note[0] in "abc"]
+
+        assert router.on_loop(change) == ["c is down", "a is load"]
+
+
+def test_metrics_that_are_not_there_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    page = "sglang:num_running_reqs 1\nsglang:queue_depth 2\nsglang:token_usage 0.1\n"
+    note = b"load of a, b is not known (/metrics does not have sglang:num_queue_reqs)"
+    with ScriptedWorker.start(tmp_path, "a") as a, ScriptedWorker.start(tmp_path, "b") as b:
+        flags = [f"{each.flag},kind=sglang" for each in (a, b)]
+        with RouterThread(flags) as router:
+            for each in (a, b):
+                each.script("ok", metrics="", metrics_status=404)
+            reason = b"load of a, b is not known (/metrics: status 404: start it with --enable-"
+            until(lambda: reason in health(router).body)
+            for each in (a, b):
+                each.script("ok", metrics=page)
+            until(lambda: health(router).body == b"ok\n")
+            assert {router.ask()[1]["x-kvstore-worker"] for _ in range(2)} == {"a", "b"}
+            until(lambda: note in health(router).body)
+            assert health(router).status == 200, "it is routed to all the same"
+            scrapes = b.seen()["scrapes"]
+            until(lambda: b.seen()["scrapes"] >= scrapes + 2)
+            for each in (a, b):
+                each.script("ok", metrics=page.replace("queue_depth", "num_queue_reqs"))
+            until(lambda: health(router).body == b"ok\n")
+    said = [each.message for each in caplog.records if "load of worker" in each.message]
+    assert len(said) == 4, "two workers, two reasons"
+
+
 def test_a_dry_run_without_a_worker_says_so(dead: str) -> None:
     core = cast("TurnsCore", RouterCore(RoutingPolicy(), seed=1))
     with RouterThread([f"a=http://{dead}"], core=core) as router:
         until(lambda: b"worker a is down" in health(router).body)
         answer = router.ask(path="/kvstore/explain/v1/completions")
-        assert answer[0] == 503
-        assert b"no worker would get this request: " in answer[2]
+        assert answer[0] == 200
+        assert json.loads(answer[2])["outcome"]["rejected"] == "rejected-no-endpoints"
+        assert json.loads(answer[2])["filtered"] == {"a": "down"}
 
 
 def test_a_router_is_ready_when_a_worker_has_answered(
@@ -95,6 +141,77 @@ def test_a_router_that_scales_from_zero_is_ready_without_workers(dead: str) -> N
         until(lambda: b"worker a is down" in health(router).body)
         assert health(router).body.startswith(b"ok, but no worker takes requests")
         assert status(router, "/health") == health(router).status == 200
+
+
+CHAT = """
+models:
+  chat:
+    pools: [{pool: stable, weight: 9, served: llama}, {pool: canary, served: llama-tuned}]
+"""
+
+
+def test_a_model_that_no_worker_serves_is_named_and_every_model_is_not_ready(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "MODELS_S", 0.0)
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(CHAT)
+    core = cast("TurnsCore", RouterCore(load_policy(policy), seed=1))
+    stable = "workers of pool stable serve m, not llama: correct models.chat of the policy, or"
+    canary = "pool canary of model chat has no worker: add pool=canary to its workers"
+    with (
+        ScriptedWorker.start(tmp_path, "a") as a,
+        RouterThread([f"{a.flag},pool=stable"], core=core, policy=str(policy)) as router,
+    ):
+
+        def said(note: str) -> int:
+            return sum(note in each.message for each in caplog.records)
+
+        ask = {"model": "chat", "prompt": "x"}
+        until(lambda: f"no worker takes requests, and {stable}".encode() in health(router).body)
+        until(lambda: said(stable) == said(canary) == 1)
+        assert canary in health(router).body.decode()
+        assert status(router, "/health") == health(router).status == 503
+        assert router.ask(ask)[0] == 503
+        a.script("ok", models=["llama"])
+        until(lambda: health(router).body.startswith(b"ok, but pool canary of model chat has no"))
+        assert status(router, "/health") == 200
+        scrapes = a.seen()["scrapes"]
+        until(lambda: a.seen()["scrapes"] > scrapes + 2)
+        assert said(canary) == 1, "once"
+        policy.write_text(CHAT.replace("canary", "other"))
+        router.on_loop(router.router.adopt_policy)
+        until(lambda: said("pool other of model chat has no worker") == 1)
+        policy.write_text(CHAT.replace("weight: 9", "weight: 0").replace("canary", "stable"))
+        router.on_loop(router.router.adopt_policy)
+        until(lambda: b"workers of pool stable serve llama, not llama-tuned" in health(router).body)
+        policy.write_text("models: {chat: {pools: [{pool: stable, served: llama}]}}")
+        router.on_loop(router.router.adopt_policy)
+        until(lambda: health(router).body == b"ok\n")
+        assert router.ask(ask)[0] == 200
+
+
+def test_a_refused_policy_is_on_the_pages_until_another_one_is_read(
+    tmp_path: Path, dead: str
+) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("policy: cost\n")
+    with RouterThread([f"a=http://{dead}"], policy=str(policy)) as router:
+
+        def after(text: str) -> tuple[str, float]:
+            """(page, gauge) after a reload."""
+            policy.write_text(text)
+            router.on_loop(router.router.adopt_policy)
+            rows = router.on_loop(lambda: list(_families(router.router)))
+            (gauge,) = (each for each in rows if each.name == "kvstore_router_policy_refused")
+            return health(router).body.decode(), gauge.samples[0].value
+
+        page, gauge = after("policy: best\n")
+        assert f"the policy stays as it was: --policy {policy}: " in page
+        assert gauge == 1
+        page, gauge = after("policy: cost\n")
+        assert "the policy stays" not in page
+        assert gauge == 0
 
 
 def test_a_lost_index_is_on_the_page_until_it_is_back() -> None:

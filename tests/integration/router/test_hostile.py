@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from kvstore.router.keys.index_calls import Listed
 from kvstore.wire.load import EngineEntry
@@ -102,12 +105,104 @@ def test_two_routers_that_list_each_other_end_a_request(engines: Engines) -> Non
         assert sum(each.router.workers["n/r/0"].request_count for each in (one, other)) < 20
 
 
-@pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params"])
-def test_parameters_of_clients_go_nowhere(engines: Engines, field: str) -> None:
+STEERING = [
+    *("kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port"),
+    *("bootstrap_room", "data_parallel_rank"),
+]
+
+
+@pytest.mark.parametrize("field", STEERING)
+def test_fields_of_clients_that_steer_an_engine_go_nowhere(engines: Engines, field: str) -> None:
     with routed(engines, "pd", together=False) as router:
         for prompt in ("short", body()["prompt"]):
-            more = {"vllm_xargs": {field: "x", "kept": 1}, "prompt": prompt}
+            more = {"vllm_xargs": {field: "x", "kept": 1}, "prompt": prompt, field: "y"}
             assert router.ask(body() | more)[0] == 200
             for name in "d" if prompt == "short" else "pd":
                 sent = json.loads(engines[name].seen()["body"])
                 assert sent["vllm_xargs"] == {"kept": 1}
+                assert sent.get(field) != "y"
+        assert router.ask(body() | {"prompt": "short", field: "y"})[0] == 200
+        assert field not in json.loads(engines["d"].seen()["body"])
+
+
+@pytest.mark.parametrize("has_tenants", [False, True])
+def test_a_tenant_is_not_served_before_others(
+    engines: Engines, tmp_path: Path, has_tenants: bool
+) -> None:
+    (keys := tmp_path / "keys.yaml").write_text("team-a: key-of-team-a-0001\n")
+    more: dict[str, Any] = {"api_keys": str(keys)} if has_tenants else {}
+    with routed(engines, "d", together=False, **more) as router:
+        asked = body() | {"priority": -9, "vllm_xargs": {"priority": -9, "kept": 1}}
+        auth = {"Authorization": "Bearer key-of-team-a-0001"}
+        assert router.ask(asked, headers=auth)[0] == 200
+        sent = json.loads(engines["d"].seen()["body"])
+        assert ("priority" in sent, "priority" in sent["vllm_xargs"]) == (not has_tenants,) * 2
+
+
+HARMFUL: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({}, {"X-Session-Id": "\xff"}),
+    ({"max_tokens": 10**400}, {}),
+    ({"max_tokens": -(10**400)}, {}),
+    ({"user": "u" * 100_000}, {}),
+]
+
+
+@pytest.mark.parametrize(("more", "headers"), HARMFUL, ids=range(len(HARMFUL)))
+def test_numbers_and_names_of_a_client_fail_no_request(
+    engines: Engines, more: dict[str, Any], headers: dict[str, str]
+) -> None:
+    """One is at the engine, which takes one at a time; of those that wait, one means harm."""
+    engines["d"].script("ok", delays_s=[1.0])
+    with routed(engines, "d", together=False) as router, ThreadPoolExecutor() as threads:
+        one = structs.replace(router.core.policy.limits, running_max=1)
+        policy = structs.replace(router.core.policy, limits=one)
+        router.on_loop(lambda: router.router.dispatcher.adopt(policy))
+        answers = []
+        for count, head in enumerate(({}, {}, headers, {})):
+            asked = body(count, **(more if head is headers else {}))
+            answers.append(threads.submit(router.ask, asked, headers=head))
+            until(partial(lambda many: len(router.core.open) == many, count + 1))
+        assert len(router.core.room) == 3
+        assert [each.result()[0] for each in answers] == [200] * 4
+        assert router.ask(body(4, **more), headers=headers)[0] == 200
+        assert all(draft.plain.output_tokens > 0 for draft in router.core.take_drafts())
+
+
+def test_an_error_of_the_router_at_a_request_is_its_answer_and_logged_once(
+    engines: Engines, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with routed(engines, "d", together=False) as router:
+        with monkeypatch.context() as patched:
+            patched.setattr(router.core.placer, "place", lambda *_: 1 // 0)
+            status, headers, _ = router.ask(body())
+        assert (status, headers["x-kvstore-dropped-reason"]) == (500, "rejected-fault")
+        assert router.router.proxy.counts == {"rejected-fault": 1}
+        [said] = [text for text in caplog.messages if "ZeroDivisionError" in text]
+        assert said.startswith("rejected req-")
+        assert router.ask(body())[0] == 200
+
+
+USAGE = '{"prompt_tokens":5,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":%s}}'
+
+
+@pytest.mark.parametrize("tokens", ["9" * 400, "9" * 10])
+def test_an_engine_that_reports_absurd_numbers_ends_its_requests(
+    engines: Engines, tokens: str
+) -> None:
+    engines["d"].script("raw", text=f'{{"usage":{USAGE % tokens}}}')
+    with routed(engines, "d", together=False) as router:
+        for number in range(3):
+            assert router.ask(body(number))[0] == 200
+        until(lambda: not router.core.open)
+        outcomes = [draft.plain.outcome for draft in router.core.take_drafts()]
+        assert [(each.cached_tokens, each.end) for each in outcomes] == [(None, "done")] * 3
+        assert router.router.workers["d"].in_flight == 0
+
+
+def test_a_request_has_ended_whatever_fails_when_its_answer_is_accounted_for(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with routed(engines, "d", together=False) as router:
+        monkeypatch.setattr(router.router.proxy, "_observed", lambda *_: 1 // 0)
+        assert router.ask(body())[0] == 200
+        until(lambda: not router.core.open)

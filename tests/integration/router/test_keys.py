@@ -11,27 +11,40 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.index.chain import block_keys
+from kvstore.index.chain import adapter_keys, block_keys
 from kvstore.router import pages
+from kvstore.router.engines.workers import UNASKED
 from kvstore.router.keys import parity
+from kvstore.router.keys.spaces import OTHER_KEYS
 from kvstore.routing.events import Arrived, Judged
 from kvstore.routing.values import PrefixTrust
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS
+from kvstore.types import BlockKey
 from tests.integration.router.test_proxy import until
 from tests.kit.peers import attached
 from tests.kit.router_thread import ASK, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
 
 SEED = "0"
+ADAPTER, DIGEST = ("lora", "/models/lora"), b"d" * 32
 TEXT = "A prefix of some length that fills several blocks of sixteen tokens each. " * 12
+
+
+def keys_of(
+    ids: list[int], salt: str = "", adapter: tuple[str, str] | None = None
+) -> list[BlockKey]:
+    return block_keys(ids, block_tokens=BLOCK_TOKENS, seed=SEED, cache_salt=salt, adapter=adapter)
+
+
+def index_node(directory: Path) -> NodeProcess:
+    flags = ("--index-listen", "127.0.0.1:0", "--insecure", "--node-name", "n1")
+    return NodeProcess.start(directory, dram="64MiB", flags=flags)
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    directory = tmp_path_factory.mktemp("node")
-    flags = ("--index-listen", "127.0.0.1:0", "--insecure", "--node-name", "n1")
-    with NodeProcess.start(directory, dram="64MiB", flags=flags) as started:
+    with index_node(tmp_path_factory.mktemp("node")) as started:
         yield started
 
 
@@ -42,8 +55,9 @@ def worker(tmp_path: Path) -> Iterator[ScriptedWorker]:
 
 
 @contextlib.contextmanager
-def storing(node: NodeProcess, worker: ScriptedWorker) -> Iterator[None]:
-    """While it lasts, the node holds the blocks of every prompt that the worker completed."""
+def storing(node: NodeProcess, worker: ScriptedWorker, *, digest: bytes = DIGEST) -> Iterator[None]:
+    """While it lasts, the node holds the blocks of every prompt that the worker completed.
+    `digest`: of the weights of its adapter."""
     is_over = threading.Event()
 
     def run() -> None:
@@ -51,14 +65,16 @@ def storing(node: NodeProcess, worker: ScriptedWorker) -> Iterator[None]:
         with attached(node.socket) as engine:
             while not is_over.wait(0.02):
                 engine.hear(0.0)
-                body = json.loads(worker.seen().get("body") or "{}")
-                prompt = body.get("prompt", [])
-                ids = prompt if isinstance(prompt, list) else list(prompt.encode())
-                salt = body.get("cache_salt", "")
-                keys = block_keys(ids, block_tokens=BLOCK_TOKENS, seed=SEED, cache_salt=salt)
-                if fresh := [key for key in keys if key not in stored]:
-                    engine.store(fresh)
-                    stored.update(fresh)
+                for body in map(json.loads, worker.bodies()):
+                    prompt = body.get("prompt", [])
+                    ids = prompt if isinstance(prompt, list) else list(prompt.encode())
+                    salt = body.get("cache_salt", "")
+                    keys = keys_of(ids, salt)
+                    if body.get("model") == ADAPTER[0]:
+                        keys = adapter_keys(keys_of(ids, salt, ADAPTER), digest)
+                    if fresh := [key for key in keys if key not in stored]:
+                        engine.store(fresh)
+                        stored.update(fresh)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -78,6 +94,10 @@ def routed(
 
 def state(router: RouterThread) -> str:
     return str(router.on_loop(lambda: router.router.workers["a"].state))
+
+
+def healthz(router: RouterThread) -> str:
+    return router.on_loop(lambda: pages.health_of(router.router)).body.decode()
 
 
 def arrived(router: RouterThread) -> list[Arrived]:
@@ -168,13 +188,95 @@ def test_hits_that_the_engine_does_not_have_degrade_it(
         def observe(cached: int, count: int) -> None:
             for _ in range(count):
                 assert router.router.parity is not None
-                router.router.parity.observed(seen, 100, cached)
+                router.router.parity.observed(seen, "m", 100, cached)
 
         router.on_loop(lambda: observe(90, 200))
         assert state(router) == "up"
         router.on_loop(lambda: observe(10, 40))
         assert state(router) == "load-only"
         assert "of the tokens that the index" in seen.parity
+
+
+def test_requests_with_an_adapter_are_routed_by_its_own_keys(
+    node: NodeProcess, worker: ScriptedWorker
+) -> None:
+    worker.script("ok", adapters=dict([ADAPTER]), digest=DIGEST.hex())
+    ask = ASK | {"model": ADAPTER[0], "prompt": TEXT}
+    with storing(node, worker), routed(node, worker) as router:
+        until(lambda: state(router) == "up" and router.router.workers["a"].has_parity)
+        assert "asked_for_adapters" not in worker.seen(), "no request named it"
+        assert router.ask(ask)[0] == 200
+        note = f"adapter lora of worker a is load-only ({UNASKED})"
+        assert note in healthz(router)
+        until(lambda: router.router.workers["a"].adapters["lora"].digest == DIGEST)
+        until(lambda: "adapter" not in healthz(router))
+
+        def is_found() -> bool:
+            router.ask(ask)
+            last = arrived(router)[-1]
+            if last.prefix is None:  # a busy machine
+                return False
+            expected = adapter_keys(keys_of(list(TEXT.encode()), adapter=ADAPTER), DIGEST)
+            assert last.request.keys == b"".join(expected)
+            found = {match.node: match.dram_blocks for match in last.prefix.matches}
+            return found == {"n1": len(TEXT) // BLOCK_TOKENS}
+
+        until(is_found)
+        assert worker.seen()["asked_for_adapters"] == 1
+        router.ask(ASK | {"prompt": TEXT})
+        plain = b"".join(keys_of(list(TEXT.encode())))
+        assert arrived(router)[-1].request.keys == plain, "the base model has keys of its own"
+
+
+def test_hits_that_an_adapter_does_not_have_degrade_it_alone(
+    node: NodeProcess, worker: ScriptedWorker
+) -> None:
+    worker.script("ok", adapters=dict([ADAPTER]), digest=DIGEST.hex())
+    with storing(node, worker), routed(node, worker) as router:
+        until(lambda: router.router.workers["a"].has_parity)
+        router.ask(ASK | {"model": ADAPTER[0]})
+        seen = router.router.workers["a"]
+        until(lambda: not seen.adapters["lora"].trouble)
+        parity_of = router.router.parity
+        assert parity_of is not None
+
+        def observe() -> str:
+            for _ in range(40):
+                parity_of.observed(seen, ADAPTER[0], 100, 10)
+            return seen.adapters["lora"].trouble
+
+        assert "of the tokens that the index" in router.on_loop(observe)
+        assert state(router) == "up"
+
+
+def test_an_engine_with_other_weights_is_load_only_for_the_adapter(
+    node: NodeProcess, worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    with ScriptedWorker.start(tmp_path, "b") as other, ScriptedWorker.start(tmp_path, "c") as mute:
+        for each, digest in ((worker, DIGEST), (other, b"e" * 32), (mute, b"")):
+            each.script("ok", adapters=dict([ADAPTER]), digest=digest.hex())
+        flags = [
+            f"{each.flag},node=n1,block={BLOCK_TOKENS},seed={SEED}"
+            for each in (worker, other, mute)
+        ]
+        with (
+            storing(node, worker),
+            storing(node, other, digest=b"e" * 32),
+            storing(node, mute),
+            RouterThread(flags, index=[node.index], index_timeout=500, insecure=True) as router,
+        ):
+            workers = router.router.workers
+            until(lambda: all(each.has_parity for each in workers))
+
+            def load_only() -> dict[str, str]:
+                router.ask(ASK | {"model": ADAPTER[0], "prompt": TEXT})
+                return arrived(router)[-1].request.load_only
+
+            expected = {"b": OTHER_KEYS, "c": "its files changed"}
+            until(lambda: load_only() == expected)
+            for name, why in expected.items():
+                assert f"adapter lora of worker {name} is load-only ({why})" in healthz(router)
+            assert "of worker a" not in healthz(router)
 
 
 def test_a_silent_index_costs_milliseconds_and_then_nothing(
@@ -196,6 +298,29 @@ def test_a_silent_index_costs_milliseconds_and_then_nothing(
         finally:
             node.resume()
         until(lambda: router.ask(ASK | {"prompt": TEXT})[0] == 200 and index.trouble == "")
+
+
+def test_nodes_that_fetch_are_those_with_an_address_for_others(
+    worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "n1", tmp_path / "n2"
+    first.mkdir()
+    second.mkdir()
+    # An index of its own: one that has lost a node answers nobody exactly for a minute.
+    with index_node(first) as node, routed(node, worker) as router, storing(node, worker):
+        index = router.router.index
+        assert index is not None
+        assert router.ask(ASK | {"prompt": TEXT})[0] == 200
+        assert index.peers == frozenset()
+        flags = ["--index", node.index, "--insecure", "--node-name", "n2"]
+        flags += ["--peer-listen", "127.0.0.1:0"]
+        with NodeProcess.start(second, dram="16MiB", flags=flags):
+            until(lambda: index.peers == {"n2"})
+            until(lambda: state(router) == "up")
+            assert router.ask(ASK | {"prompt": TEXT})[0] == 200
+        prefix = arrived(router)[-1].prefix
+        assert prefix is not None
+        assert prefix.peers == frozenset({"n2"})
 
 
 def test_an_engine_that_its_node_lists_needs_no_flag(

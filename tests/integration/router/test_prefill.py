@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import http.client
+import itertools
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -15,10 +18,20 @@ import pytest
 from msgspec import structs
 
 from kvstore.router.engines import workers
+from kvstore.router.front import proxy
+from kvstore.router.front.attempt import Attempt
+from kvstore.router.front.race import beside
 from kvstore.router.pages import _families, health_of
 from kvstore.routing.core import RouterCore
-from kvstore.routing.policy import PolicyLimits, PolicySplit, RoutingPolicy
+from kvstore.routing.policy import (
+    PolicyLimits,
+    PolicyPlanner,
+    PolicySplit,
+    PoolRoles,
+    RoutingPolicy,
+)
 from kvstore.routing.receipts import Receipt
+from kvstore.routing.values import WorkerRole
 from tests.amounts import amount, covered
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import ASK, RouterThread
@@ -83,7 +96,7 @@ def body(number: int = 0, **more: object) -> dict[str, object]:
 
 
 def _receipts(router: RouterThread) -> list[Receipt]:
-    return cast("RouterCore", router.core).take_receipts()
+    return [draft.receipt() for draft in cast("RouterCore", router.core).take_drafts()]
 
 
 BOTH_WAYS = pytest.mark.parametrize("together", [False, True], ids=["in-turn", "together"])
@@ -91,6 +104,7 @@ BOTH_WAYS = pytest.mark.parametrize("together", [False, True], ids=["in-turn", "
 
 @BOTH_WAYS
 def test_a_long_prompt_is_two_legs_of_one_transfer(engines: Engines, together: bool) -> None:
+    engines["d"].script("ok", push_s=0.2)  # else it may answer before the prefiller is done
     with routed(engines, "pd", together=together) as router:
         forged = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"}}
         status, headers, answer = router.ask(body(min_tokens=3, seed=1) | forged)
@@ -162,6 +176,60 @@ def test_one_of_two_always_failing_fails_no_request(
         splits = router.router.proxy.splits
         assert splits["long"] > REQUESTS / 2, splits
     covered("requests with a failing leg", REQUESTS)
+
+
+def test_a_decode_leg_that_answers_while_it_is_ended_for_its_prefill_is_no_answer(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first piece came, for the core: then the failure of the prefill had no remedy."""
+    heard = Attempt.heard
+    kept: dict[Attempt, asyncio.Queue[tuple[bytes, bool]]] = {}
+
+    def keep(attempt: Attempt, piece: bytes, *, is_over: bool) -> None:
+        if attempt in kept:
+            kept[attempt].put_nowait((piece, is_over))
+        else:
+            heard(attempt, piece, is_over=is_over)
+
+    @contextlib.asynccontextmanager
+    async def late(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[Any]]:
+        names = cast("Any", work).cr_frame.f_locals
+        attempt, worker = names.get("attempt"), getattr(names.get("routed"), "prefill_worker", "")
+        if attempt is not None and worker == "p":
+            kept[attempt] = asyncio.Queue()
+        async with beside(work) as task:
+            yield task
+            if attempt in kept:
+                piece, is_over = await kept[attempt].get()
+                del kept[attempt]
+                task.cancel()  # and before it runs:
+                heard(attempt, piece, is_over=is_over)
+
+    monkeypatch.setattr(Attempt, "heard", keep)
+    monkeypatch.setattr(proxy, "beside", late)
+    engines["p"].script("cut")
+    engines["d"].script("ok", push_s=0.05)
+    with routed(engines, "pqd", together=True) as router:
+        for number in range(4):
+            status, _, answer = router.ask(body(number, stream=True))
+            assert (status, answer.endswith(b"data: [DONE]\n\n")) == (200, True)
+        assert router.router.proxy.prefills["failed"], "it was tried"
+
+
+def test_a_healthy_engine_that_is_slow_beside_a_failing_one_fails_no_request(
+    engines: Engines,
+) -> None:
+    """On a busy machine the only healthy engine may take longer than the deadline."""
+    deadline_s = 0.3
+    for name in "pqde":
+        engines[name].script("ok", push_s=0.02, delays_s=[0, 0, 2 * deadline_s] * 2)
+    engines["d"].script("fail", status=503)
+    with (
+        routed(engines, together=True, deadline_s=deadline_s) as router,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        asked = pool.map(lambda n: router.ask(body(n, stream=True)), range(16))
+        assert [status for status, *_ in asked] == [200] * 16
 
 
 @BOTH_WAYS
@@ -300,3 +368,37 @@ def test_only_prefillers_left_is_nobody(engines: Engines) -> None:
         page = router.on_loop(lambda: health_of(router.router))
         assert (page.status, b"no worker takes requests" in page.body) == (503, True)
         assert router.on_loop(lambda: router.router.picker.any_worker(None)) is None
+
+
+def test_roles_that_change_under_load_fail_no_request(engines: Engines) -> None:
+    for each in engines.values():
+        each.script("ok", push_s=0.02, pieces=3, pause_s=0.01)
+    flags = [f"{engines[name].flag},role=any" for name in "pqd"]
+    policy = RoutingPolicy(
+        split=PolicySplit(is_learned=False),
+        planner=PolicyPlanner(is_on=True, pools={"default": PoolRoles(prefill_min=0)}),
+    )
+    core = RouterCore(policy, seed=7)
+    turns = itertools.cycle([("p", "prefill"), ("q", "prefill"), ("p", "both"), ("q", "both")])
+    with RouterThread(flags, core=cast("Any", core)) as router, ThreadPoolExecutor(6) as pool:
+        workers = router.router.workers
+        known = [structs.replace(w.address, node=f"n-{w.name}") for w in workers]
+        router.on_loop(lambda: workers.replace(known))
+
+        def ask(number: int) -> int:
+            if number % 10 == 0:  # the planner's own changes are too rare for a test
+                name, role = next(turns)
+                router.on_loop(lambda: core.fleet.assign(name, WorkerRole(role)))
+            return router.ask(body(number, stream=number % 2 == 0))[0]
+
+        assert set(pool.map(ask, range(REQUESTS * 3))) == {200}
+        splits = router.router.proxy.splits
+        assert min(splits["long"], splits["no-prefillers"]) > 5, splits
+        said = {each.name: each for each in router.on_loop(lambda: list(_families(router.router)))}
+        roles = {s.labels["worker"] for s in said["kvstore_router_worker_role"].samples}
+        assert roles == set("pqd")
+        page = router.on_loop(lambda: health_of(router.router))
+        assert b"planned roles: p " in page.body
+        until(lambda: not core.open)
+        router.on_loop(core.check)
+        assert not core.fleet.flights

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from kvstore.cli.route import route
+from kvstore.cli.top import UP
+from kvstore.cli.top_routers import RouterFigures, RouterPages, RouterTally
 from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterStub
 from kvstore.testing.index_process import Lab
@@ -101,6 +104,57 @@ def test_an_equal_beginning_goes_to_the_same_worker(
         for user in range(6):
             assert len(set(homes[user::6])) == 1, homes
         assert set(homes) == {"a", "b"}
+
+
+def test_top_has_a_figure_of_everything_that_a_router_counts(
+    workers: list[ScriptedWorker], tmp_path: Path
+) -> None:
+    with start(tmp_path, workers, "--worker", "c=http://127.0.0.1:1") as router:
+        pages, tally = RouterPages([router.metrics_url], None), RouterTally()
+
+        def figures() -> RouterFigures:
+            (found,) = tally.take(pages.sample())
+            return found
+
+        try:
+            until(lambda: (found := figures()).state == UP and "c is down" in found.trouble)
+            for _ in range(3):
+                assert ask(port_of(router), ASK | {"stream": True, "prompt": LONG})[0] == 200
+            text = '_ttft_seconds_count{kind="achieved"} 3.0'
+            until(lambda: text in page(router, "metrics"))
+            found = figures()
+        finally:
+            pages.close()
+    known = {name for name, value in msgspec.structs.asdict(found).items() if value is not None}
+    unknown = {"hit_predicted_percent"}  # no index
+    assert set(RouterFigures.__struct_fields__) - known == unknown
+    assert (found.workers_serving, found.workers, found.parity) == (2, 3, "no-index")
+    assert found.trouble == "worker c is down (/health: connection refused)"
+    assert (found.requests_per_s or 0) > 0
+    assert 0 < (found.ttft_s or 0) < 10
+    assert 0 < (found.hit_percent or 0) <= 100
+
+
+def test_an_adapter_that_an_engine_lists_is_served_though_none_runs(
+    workers: list[ScriptedWorker], tmp_path: Path
+) -> None:
+    """As vLLM says it when it is idle."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    idle = "".join(f"vllm:{name} 0\n" for name in names)
+    idle += 'vllm:lora_requests_info{running_lora_adapters="",waiting_lora_adapters=""} 1.0\n'
+    workers[0].script("ok", metrics=idle, adapters={"lora": "/models/lora"})
+    with start(tmp_path, workers) as router:
+        port = port_of(router)
+        until(lambda: ask(port, ASK | {"model": "lora"})[0] == 200)
+        scrapes = workers[0].seen()["scrapes"]
+        until(lambda: workers[0].seen()["scrapes"] > scrapes + 1)
+        for _ in range(4):
+            status, headers, _ = ask(port, ASK | {"model": "lora"})
+            assert (status, headers["x-kvstore-worker"]) == (200, "a"), "b does not list it"
+        assert json.loads(workers[0].seen()["body"])["model"] == "lora"
+        listed = json.loads(ask(port, path="/v1/models", method="GET")[2])["data"]
+        assert [row["id"] for row in listed] == ["lora", "m"]
+        assert ask(port, ASK | {"model": "other"})[0] == 404
 
 
 def test_receipts_are_written_explained_and_replayed(

@@ -9,12 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from kvstore.routing.core import RouterCore
+from kvstore.routing.policy import RoutingPolicy, parse
 from tests.kit.router_thread import ASK, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
+from tests.kit.turns_core import TurnsCore
 
 WAIT_S = 10.0
 
@@ -157,6 +160,71 @@ def test_a_4xx_is_passed_on_and_never_counts(workers: list[ScriptedWorker]) -> N
         assert {e.end.value for e in router.core.ended.values()} == {"refused"}
 
 
+@pytest.mark.parametrize(
+    ("status", "headers", "state"),
+    [
+        (501, {}, "open"),
+        (502, {}, "open"),
+        (529, {}, "open"),
+        (302, {"Location": "http://elsewhere/"}, "open"),
+        (401, {}, "open"),
+        (429, {}, "up"),
+        (503, {"Retry-After": "7"}, "up"),
+    ],
+)
+def test_an_engine_that_answers_quickly_with_its_own_fault_fails_no_request(
+    workers: list[ScriptedWorker], status: int, headers: dict[str, str], state: str
+) -> None:
+    workers[1].script("fail", status=status, headers=headers)
+    before = workers[1].seen()["requests"]
+    core = RouterCore(RoutingPolicy(), seed=1)
+    with RouterThread([each.flag for each in workers], core=cast("TurnsCore", core)) as router:
+        until(lambda: all(worker.was_reached for worker in router.router.workers))
+        begin_s = time.monotonic()
+        assert {router.ask()[0] for _ in range(100)} == {200}
+        spans = 1 + (time.monotonic() - begin_s) / 0.25
+        assert 0 < workers[1].seen()["requests"] - before <= 4 + spans
+        assert router.on_loop(lambda: router.router.workers["b"].state) == state
+
+
+@pytest.mark.parametrize(
+    ("status", "settings", "answered", "failures"),
+    [
+        (429, {}, 429, 0),
+        (501, {}, 501, 0),
+        (529, {}, 529, 2),
+        (307, {}, 502, 2),
+        (401, {}, 401, 0),
+        (401, {"worker_key_file": "key-of-the-engines"}, 502, 2),
+        (403, {"worker_key_file": "key-of-the-engines"}, 502, 2),
+    ],
+)
+def test_when_all_engines_are_at_fault(
+    workers: list[ScriptedWorker],
+    tmp_path: Path,
+    status: int,
+    settings: dict[str, str],
+    answered: int,
+    failures: int,
+) -> None:
+    """The client's own API key is the client's fault, and the router's that of the engines."""
+    for each in workers:
+        each.script("fail", status=status, headers={"Location": "/", "X-Engine": "scripted"})
+    for name, content in settings.items():
+        tmp_path.joinpath(name).write_text(content)
+    files: dict[str, Any] = {name: str(tmp_path / name) for name in settings}
+    with RouterThread([each.flag for each in workers], **files) as router:
+        got, headers, body = router.ask()
+        assert got == answered
+        if got == status:
+            assert (headers["x-engine"], json.loads(body)) == ("scripted", {"error": "scripted"})
+        else:
+            assert "location" not in headers
+            assert "every worker that was tried failed" in json.loads(body)["error"]["message"]
+        found = router.on_loop(lambda: sum(w.failure_count for w in router.router.workers))
+        assert found == failures
+
+
 def test_the_last_failure_is_shown_when_all_fail(workers: list[ScriptedWorker]) -> None:
     for each in workers:
         each.script("fail")
@@ -259,7 +327,7 @@ def test_nobody_there_is_a_503(workers: list[ScriptedWorker]) -> None:
         status, headers, body = router.ask()
         assert status == 503
         assert headers["x-kvstore-dropped-reason"] == "rejected-no-endpoints"
-        assert "no worker" in json.loads(body)["error"]["message"]
+        assert "no ready worker" in json.loads(body)["error"]["message"]
 
 
 def test_tenants_and_their_salts(workers: list[ScriptedWorker], tmp_path: Path) -> None:
@@ -278,6 +346,15 @@ def test_tenants_and_their_salts(workers: list[ScriptedWorker], tmp_path: Path) 
             seen = workers[0].seen()
             assert json.loads(seen["body"])["cache_salt"] == expected
             assert "authorization" not in {name.lower() for name, _ in seen["headers"]}
+
+
+def test_models_are_listed_by_the_names_of_the_policy(workers: list[ScriptedWorker]) -> None:
+    core = RouterCore(parse({"models": {"m": {"aliases": ["chat"]}}}), seed=1)
+    with RouterThread([workers[0].flag], core=core) as router:
+        until(lambda: router.router.workers["a"].models == ("m",))
+        body = router.ask(path="/v1/models", method="GET")[2]
+        assert [row["id"] for row in json.loads(body)["data"]] == ["chat", "m"]
+        assert router.ask(ASK | {"model": "chat"})[0] == 200
 
 
 def test_models_and_unknown_paths(workers: list[ScriptedWorker]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvstore.kernels import cuda
-from kvstore.testing.simulated_device import SEED, SimulatedDevice
 from kvstore.types import PAGE_BYTES
 from tests.kit.fake_cuda import FakeCuda
+from tests.kit.simulated_device import SEED, SimulatedDevice
 
 _runtime = FakeCuda(SimulatedDevice(SEED, PAGE_BYTES))
 cuda.cuda_runtime = lambda: _runtime

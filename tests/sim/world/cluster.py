@@ -9,9 +9,11 @@ Does not cover: the network itself (`net`), what single reads do wrong (`mover`)
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from kvstore.engine.events import Pushed, PushOver
 from kvstore.index.feed import Trust
 from kvstore.types import KEY_BYTES, Tier
 from kvstore.units import NS_PER_MS, NS_PER_S
@@ -23,6 +25,7 @@ from tests.sim.world.net import SimNet
 
 CONVERGED_NS_MAX: Final = 10 * NS_PER_S
 _SLICE_NS: Final = 20 * NS_PER_MS
+_SAID_MAX: Final = 32
 _ROUNDS_MAX: Final = 100
 """Of one moment: words that take no time follow each other."""
 
@@ -38,6 +41,10 @@ class SimCluster:
         self.net = SimNet(world)
         self.movers: dict[bytes, SimMover] = {}
         """By descriptor."""
+        self.said_of_pushes = defaultdict[str, deque[Pushed | PushOver]](
+            lambda: deque(maxlen=_SAID_MAX)
+        )
+        """To each node, whoever lived there."""
         numbers = range(1, world.knobs.index_replicas + 1)
         self.replicas = [SimReplica(world, self.net, self.knock, number) for number in numbers]
 

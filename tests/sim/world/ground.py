@@ -196,6 +196,7 @@ class Machine(Protocol):
     memory: SimMemory
     unsynced: dict[str, list[tuple[int, int]]]
     disturbed_ns: int
+    suspended_until_ns: int
     was_damaged: bool
 
     @property

@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 
 from kvstore.engine.events import Promote, Promoted, RaiseGenerations, Shown
-from kvstore.tiers.memory import MemoryTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId
 from kvstore.units import KIB, MIB
 from kvstore.wire.layout import Slab
 from kvstore.wire.space import Space
+from tests.kit.memory_tier import MemoryTier
 from tests.sim.world.groups import Kind
 
 DISK_CALL_FAULTS = (
@@ -195,12 +195,17 @@ def draw_knobs(source: random.Random, seed: int, *, machines: int = 0) -> Knobs:
     return knobs if seed % 4 else _as_cluster(seed, knobs, machines=machines)
 
 
+def has_quotas(seed: int) -> bool:
+    """Whether tenants share the memory of its nodes."""
+    return seed % 7 == 2
+
+
 def _with_groups_or_quotas(seed: int, knobs: Knobs) -> Knobs:
     """Two worlds of seven have one of them."""
     if seed % 7 == 1:
         kinds = random.Random(f"groups of {seed}").choice(_SEVERAL_GROUPS)
         return msgspec.structs.replace(knobs, group_kinds=kinds)
-    if seed % 7 == 2:
+    if has_quotas(seed):
         part = random.Random(f"quotas of {seed}").choice((0.4, 0.5, 0.6))
         # Enough for a prompt in the part that credits are of a share; no multiple of any slot, so
         # that what is left of a share is less than one.
@@ -397,8 +402,11 @@ class WorldResult(msgspec.Struct, frozen=True):
     kept_blocks: int
     """That a node process found in the memory of the one before."""
     fetched_blocks: int
-    pushed_blocks: int
     """That came from other nodes."""
+    pushes: int
+    """Requests that one engine prefilled for another."""
+    pushed_blocks: int
+    """That came with them."""
     trace: str
     hit_share: float
     """Of the blocks of a new workload after healing, on the machine that found least."""

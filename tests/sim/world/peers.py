@@ -14,6 +14,7 @@ Does not cover: the engine (`node`).
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -36,6 +37,7 @@ from kvstore.engine.events import (
     OffersUntold,
     PeerCommand,
     PeerEvent,
+    Pushed,
     PushOver,
     RecycleMover,
     RevokePush,
@@ -66,7 +68,7 @@ from tests.sim.world.mover import (
     WRONG_BYTES,
     SimMover,
 )
-from tests.sim.world.net import SimChannel
+from tests.sim.world.net import REPEATED, SimChannel
 from tests.sim.world.parts import SimMemory
 
 _DAMAGES: Final = (
@@ -82,6 +84,9 @@ _LOSSES: Final = (
 """Faults after which nobody knows whether a peer still writes."""
 
 
+STRAY: Final = "push word again"
+"""Of itself, where the network says words twice."""
+_STRAY_SHARE: Final = 0.1
 _CALM_NS: Final = 8 * NS_PER_S
 """Longer than any fault between nodes lasts."""
 _TOLD_NS: Final = 3 * NS_PER_S
@@ -110,6 +115,8 @@ class SimPeers:
         self.name, self.incarnation = machine.name, incarnation
         self.memory, self._offered = memory, offered
         self.random = machine.random
+        # Chance of its own: other events of a world stay as they are.
+        self._chance = random.Random(f"words to {self.name} {incarnation} of {self.world.seed}")
         self.loop = SimLoop(lambda: machine.now_ns)
         self.has_lied = False
         self.lent: dict[int, int] = {}
@@ -138,7 +145,7 @@ class SimPeers:
         self.borrower = Borrower(
             who=who,
             mover=self.mover,  # type: ignore[arg-type]
-            read=self.memory.copy,
+            memory=np.frombuffer(self.memory.bytes, np.uint8),
             clock=_Clock(machine),
             credentials=None,
             dial=self._dial_peer,
@@ -236,7 +243,21 @@ class SimPeers:
         self._check_revoked()
         taken: list[Event] = list(self._events)
         self._events.clear()
+        if REPEATED in self.world.enabled:
+            self._stray(taken)
         return taken
+
+    def _stray(self, events: list[Event]) -> None:
+        """Reports of pushes come in another order, and old words again, those of a process that is
+        dead too."""
+        said, source = self.cluster.said_of_pushes[self.name], self._chance
+        at = [place for place, each in enumerate(events) if isinstance(each, Pushed)]
+        for place, each in zip(at, source.sample([events[n] for n in at], len(at)), strict=True):
+            events[place] = each
+        said.extend(each for each in events if isinstance(each, Pushed | PushOver))
+        if said and source.random() < _STRAY_SHARE:
+            self.world.faults[STRAY] += 1
+            events.insert(source.randint(0, len(events)), source.choice(said))
 
     def take(self, command: PeerCommand | Offered | OffersUntold) -> None:
         """Hand it over, as the exchange and the feeder do."""
@@ -319,6 +340,11 @@ class SimPeers:
         losses = sum(self.world.faults[name] for name in _LOSSES)
         if losses != self._losses:
             self._losses, self._loss_ns = losses, self.now_ns
+        # Connections break when a suspension ends, which may be long after it began.
+        awake_ns = max(machine.suspended_until_ns for machine in self.world.machines)
+        if awake_ns:
+            ago_ns = max(0, self.world.now_ns - awake_ns)
+            self._loss_ns = max(self._loss_ns, self.now_ns - ago_ns)
         for grant, since_ns in self._revoked.items():
             is_calm = since_ns > self._loss_ns + _CALM_NS
             if is_calm and self.now_ns > since_ns + _TOLD_NS > self._loss_ns + _TOLD_NS:

@@ -99,8 +99,9 @@ class Totals(msgspec.Struct):
     slab_blocks: int = 0
     """Loaded from the memory of a GPU."""
     fetched_blocks: int = 0
-    pushed_blocks: int = 0
     """That a node read in another one's memory."""
+    pushes: int = 0
+    pushed_blocks: int = 0
     least_hit_share: float = 1.0
     """After healing, beside a machine that never had a fault."""
     seconds: float = 0.0
@@ -120,6 +121,7 @@ class Totals(msgspec.Struct):
         self.kept_blocks += result.kept_blocks
         self.slab_blocks += result.slab_blocks
         self.fetched_blocks += result.fetched_blocks
+        self.pushes += result.pushes
         self.pushed_blocks += result.pushed_blocks
         self.least_hit_share = min(self.least_hit_share, result.hit_share)
         self.faults = dict(Counter(self.faults) + Counter(result.faults))

@@ -20,8 +20,10 @@ from tests.sim.world.groups import BLOCK_TOKENS
 from tests.sim.world.requests import SimRequest
 from tests.sim.world.stage import Stage
 
-_NEW_SHARE: Final = 0.1
-_END_SHARE: Final = 0.03
+NEW_SHARE: Final = 0.1
+"""Of the events of a world."""
+_END_SHARE: Final = 0.3
+"""As often as one begins."""
 _UNKNOWN_SHARE: Final = 0.7
 """Of chains that nobody holds yet."""
 _DEADLINES_MS: Final = (20, 2000, 5000, 60_000)
@@ -37,8 +39,9 @@ class _Leg(NamedTuple):
 class SimPushes:
     """All transfers of a world."""
 
-    def __init__(self, world: Stage) -> None:
-        self._world = world
+    def __init__(self, world: Stage, *, new_share: float) -> None:
+        """`new_share`: of the world's events."""
+        self._world, self._new_share = world, new_share
         # Chance of its own: other events of a world stay as they are.
         self._random = random.Random(f"pushes of {world.seed}")
         self._under_way: list[_Leg] = []
@@ -48,9 +51,9 @@ class SimPushes:
         """Perhaps one begins, or one ends."""
         source = self._random
         roll = source.random()
-        if roll < _NEW_SHARE and len(self._under_way) < UNDER_WAY_MAX:
+        if roll < self._new_share and len(self._under_way) < UNDER_WAY_MAX:
             self._begin()
-        elif roll < _NEW_SHARE + _END_SHARE and self._under_way:
+        elif roll < self._new_share * (1 + _END_SHARE) and self._under_way:
             self._end(self._under_way.pop(source.randrange(len(self._under_way))))
 
     def _begin(self) -> None:

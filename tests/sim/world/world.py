@@ -16,7 +16,7 @@ from tests.sim.world import faults as sim_faults, heal as sim_heal
 from tests.sim.world.copies import Violation
 from tests.sim.world.engine import SimEngine
 from tests.sim.world.parts import WorldResult
-from tests.sim.world.pushes import SimPushes
+from tests.sim.world.pushes import NEW_SHARE, SimPushes
 from tests.sim.world.requests import new_random_request
 from tests.sim.world.shrink import Case
 from tests.sim.world.stage import Stage
@@ -34,6 +34,7 @@ class World(Stage):
 
     _next_request = 1
     steps_done = 0
+    push_share = NEW_SHARE
 
     def fault(self, name: str) -> None:
         """Do it to somebody."""
@@ -61,7 +62,7 @@ class World(Stage):
         return result
 
     def _run(self, steps: int) -> WorldResult:
-        self._pushes = SimPushes(self)
+        self._pushes = SimPushes(self, new_share=self.push_share)
         if self.cluster is not None:
             self.cluster.be_quiet(_ACQUAINTED_NS)
         for step in range(steps):
@@ -87,6 +88,7 @@ class World(Stage):
             slab_blocks=self.slab_blocks,
             kept_blocks=sum(machine.kept for machine in self.machines),
             fetched_blocks=self.fetched_blocks,
+            pushes=self._pushes.count,
             pushed_blocks=self.pushed_blocks,
             trace=self._trace.hexdigest()[:16],
             hit_share=self.hit_share,

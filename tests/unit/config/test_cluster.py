@@ -63,7 +63,7 @@ def test_a_node_has_the_name_of_its_certificate(tmp_path: Path) -> None:
         (LAB | {"peer-listen": "10.0.0.7:1", "transport": "x"}, "transport 'x' must be one of"),
         (
             LAB | {"peer-listen": "10.0.0.7:9480", "transport": "tcp,port=9480"},
-            "transport 'tcp,port=9480' is at the port of peer-listen",
+            "transport 'tcp,port=9480' uses the port of peer-listen",
         ),
         (LAB | {"landing": "auto"}, "landing does nothing without --peer-listen"),
         (
@@ -96,7 +96,7 @@ def test_what_cannot_work_says_so(wrong: dict[str, Any], sentence: str) -> None:
 def test_a_store_beyond_this_machine_needs_tls(tmp_path: Path) -> None:
     files = Lab(tmp_path / "pki").files("index", "i1")
     paths = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
-    with pytest.raises(ConfigError, match=r"redis://h:6379/0 is beyond this machine.* use rediss:"):
+    with pytest.raises(ConfigError, match=r"redis://h:6379/0 is on another machine.* use rediss:"):
         load_index_config(None, paths | {"store": "redis://h"})
     for url in ("rediss://h:1/0", "redis://127.0.0.1:1/0", "redis://[::1]:1/3"):
         store = load_index_config(None, paths | {"store": url}).replica.store

@@ -137,7 +137,7 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"slab": "2MiB"}, "must be a multiple of 64 KiB and at most dram, 1 MiB"),
         ({"slab": "65KiB"}, "must be a multiple of 64 KiB"),
         ({"slab": "0"}, "must be a multiple of 64 KiB"),
-        ({"scrub": "fast"}, "scrub 'fast' must be what is read a second of each tier, at least 64"),
+        ({"scrub": "fast"}, "scrub 'fast' must be the bytes to read per second and tier"),
         ({"scrub": "1KiB"}, "at least 64 KiB, such as 64MiB, or auto, or off"),
         ({"scrub": True}, "such as 64MiB, or auto, or off"),
         ({"file": "/x:1GiB,mine"}, "ends in 'mine': only 'shared' may stand there"),
@@ -187,7 +187,7 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"metrics": "example.org:1"}, "must be an IP address and a port"),
         ({"metrics": True}, "must be an IP address and a port"),
         ({"events": "tcp://0.0.0.0:5557"}, "can be read from other machines: use 127.0.0.1 or ipc"),
-        ({"events": "tcp://10.0.0.3:5557"}, "or add --insecure if that is meant"),
+        ({"events": "tcp://10.0.0.3:5557"}, "or add --insecure if intended"),
         ({"events": "127.0.0.1:5557"}, "must be ipc:///PATH or tcp://ADDRESS:PORT, such as ipc://"),
         ({"events": "tcp://*:5557"}, "must be ipc:///PATH or tcp://ADDRESS:PORT"),
         ({"events": "tcp://127.0.0.1:65535"}, "must be ipc:///PATH or tcp://ADDRESS:PORT"),
@@ -232,12 +232,13 @@ def test_what_cannot_work_says_so(wrong: dict[str, Any], sentence: str) -> None:
     [
         ("dram: [\n", "is not YAML"),
         ("dram: 1GiB\n slab: 2MiB\n", "is not YAML: line 2, column 6: mapping values are not"),
-        ("- dram\n", "must hold lines such as 'dram: 64GiB'"),
+        ("- dram\n", "must hold lines such as 'log-level: info'"),
         ("1: 2\n", "must hold lines such as"),
         ("dram_size: 1GiB\n", "unknown key 'dram_size'"),
         ("!!python/object/apply:os.system ['true']\n", "is not YAML"),
         ("dram: \xff", "is not YAML"),
         ("{a: " * 2_000, "is nested too deeply"),
+        ("dram: 2024-13-45\n", "is not YAML: month must be"),
     ],
 )
 def test_a_yaml_file_that_is_wrong_says_so(tmp_path: Path, content: str, sentence: str) -> None:

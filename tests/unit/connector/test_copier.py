@@ -22,13 +22,13 @@ from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes, checksum
 from kvstore.obs.logs import RECORDS_PER_PERIOD_MAX
 from kvstore.ports import BlockCopy, CopyEngine
-from kvstore.testing.simulated_device import SimulatedDevice, simulated_copies
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.groups import Group
 from kvstore.wire.messages import Distrust, Drop, Pinned, Quiesce, Quiet, Refused, Seal
 from kvstore.wire.record import header, header_prefix
 from kvstore.wire.space import Space, fingerprint
 from tests.kit.copy_parties import BOTH_KINDS, device_copies, host_copies
+from tests.kit.simulated_device import SimulatedDevice, simulated_copies
 from tests.unit.connector.scripted_node import ARENA_BYTES, WAIT_S, ScriptedNode, node_at
 
 LAYERS, BLOCKS, PAGE = 4, 8, 32 << 10
@@ -339,12 +339,13 @@ def test_a_rank_that_is_thrown_out_again_and_again_does_not_flood_the_log(
 ) -> None:
     monkeypatch.setattr(dial, "RETRY_NS_MIN", 1_000_000)
     monkeypatch.setattr(dial, "RETRY_NS_MAX", 1_000_000)
-    rounds = RECORDS_PER_PERIOD_MAX
+    rounds = 2 * RECORDS_PER_PERIOD_MAX
     with caplog.at_level(logging.INFO, "vllm.kvstore.rank"):
         for _ in range(rounds):
             node.open_session(5)
             node.hang_up()
-    assert len(caplog.records) <= RECORDS_PER_PERIOD_MAX < 2 * rounds
+    # Another period may begin meanwhile.
+    assert len(caplog.records) <= 2 * RECORDS_PER_PERIOD_MAX < 2 * rounds
 
 
 def test_an_absent_node_is_one_log_line(

@@ -16,13 +16,13 @@ import pytest
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes
 from kvstore.ports import BlockCopy, CopyWay
-from kvstore.testing.simulated_device import SimulatedDevice, simulated_copies
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation
 from kvstore.wire.checksum import checksum_of
 from kvstore.wire.record import header
 from tests.kit.copy_parties import noise
+from tests.kit.simulated_device import SimulatedDevice, simulated_copies
 from tests.kit.slab import ended, order_of
 from tests.unit.connector.scripted_node import ARENA_BYTES, WAIT_S, ScriptedNode, node_at
 from tests.unit.connector.test_copier import BLOCK, PREFIX, SLOT_PAGES, Rank, key

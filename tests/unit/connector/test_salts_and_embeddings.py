@@ -11,7 +11,7 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvstore.connector.media import why_left_out
+from kvstore.connector.prompts import why_left_out
 from kvstore.index.chain import block_keys
 from tests.unit.connector.test_scheduler_side import BLOCK_TOKENS
 

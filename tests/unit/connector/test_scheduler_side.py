@@ -18,6 +18,7 @@ from kvstore.connector.checks import NotServed
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.wire import messages as m
+from kvstore.wire.transfers import ADAPTER_QUESTION, adapter_digest
 
 BLOCK_TOKENS = 16
 
@@ -180,10 +181,10 @@ def test_steps_of_others_do_not_wait_for_blocks_from_disk(
     watched: list[LookupStage] = []
     left_ns: list[int] = []
 
-    def watch() -> None:
+    def watch(watch_ns: int) -> None:
         watched.append(side._core._requests["r1"].lookup.stage)
-        left_ns.append(side._watch_left_ns)
-        side._watched_ns = left_ns[-1]
+        left_ns.append(watch_ns)
+        side._watched_ns += watch_ns
 
     monkeypatch.setattr(side, "_watch", watch)
     monkeypatch.setattr(Costs, "patience_ns", lambda *_: 10**9)
@@ -371,6 +372,28 @@ def test_a_request_waits_for_the_digest_of_its_adapter(
     assert not side._keys
     assert not side._requests
     assert not side._unread
+
+
+@pytest.mark.parametrize("found", [b"d" * 32, NotServed("its files changed"), None])
+def test_a_router_is_told_the_digest_of_an_adapter_or_why_not(
+    make_side: Callable[[FullSocket], SchedulerSide],
+    monkeypatch: pytest.MonkeyPatch,
+    found: bytes | NotServed | None,
+) -> None:
+    side, one, plain = make_side(FullSocket(room=100)), request(1, 8), request(2, 8)
+    one.lora_request = object()
+    monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: found)
+    for each in (one, plain):
+        each.kv_transfer_params = ADAPTER_QUESTION
+        side.on_new_request(each)
+    assert side.request_finished(plain) is None, "it has no adapter"
+    answer = adapter_digest(side.request_finished(one))
+    reason = "its files changed" if found else "its files are being read"
+    assert answer == (found if isinstance(found, bytes) else reason)
+    again = request(3, 8)
+    again.lora_request, again.kv_transfer_params = object(), {"kvstore": {"adapter": "yes"}}
+    side.on_new_request(again)
+    assert side.request_finished(again) is None, "parameters come from anybody"
 
 
 def test_a_request_whose_adapter_takes_too_long_is_computed(

@@ -12,8 +12,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.pushes import WATCH_SHARE
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.scheduler_side import SchedulerSide
+from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from tests.unit.connector.test_scheduler_side import BLOCK_TOKENS, FullSocket, output
@@ -110,6 +112,28 @@ def test_a_request_that_is_left_out_says_so_to_decode(on: Fixture) -> None:
     (word,) = on.words()
     assert word == PushClose("t1/0", "not stored: image uuid")
     assert on.end(request) is None
+
+
+def test_an_engine_that_only_waits_for_a_push_makes_few_steps(
+    on: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes processor time, which a prefill engine on the same machine computes with."""
+    request = on.arrive(DECODE)
+    watched: list[int] = []
+
+    def watch(watch_ns: int) -> None:
+        watched.append(watch_ns)
+        on.side._watched_ns += watch_ns
+
+    monkeypatch.setattr(on.side, "_watch", watch)
+    lookup = on.side._core._requests[request.request_id].lookup
+    lookup.pushed_until_ns -= 10 * WATCH_SHARE * NS_PER_MS  # it has waited so long
+    assert on.side.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert sum(watched) >= 10 * NS_PER_MS
+    on.side.build_plan(SimpleNamespace(**{**vars(output()), "num_scheduled_tokens": {"other": 1}}))
+    watched.clear()
+    assert on.side.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert watched == [], "a step of others is late for nobody"
 
 
 def test_a_decode_request_waits_for_the_end_of_its_push(on: Fixture) -> None:

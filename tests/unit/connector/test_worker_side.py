@@ -23,11 +23,11 @@ from kvstore.connector.worker_side import WorkerSide
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.host import HostCopies
 from kvstore.ports import BlockCopy
-from kvstore.testing.simulated_device import SimulatedDevice
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import Seal
 from tests.kit.fake_cuda import FakeCuda, FakeKernels
+from tests.kit.simulated_device import SimulatedDevice
 from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode, node_at
 
 pytestmark = pytest.mark.engine

@@ -82,10 +82,12 @@ class Flight(NamedTuple):
 class PushPair:
     """`pump` lets all pass in order; or move `to_p`, `to_d` and `flights` one by one."""
 
-    def __init__(self, *, p_ranks: int = 1, d_ranks: int = 1, **config: Any) -> None:
+    def __init__(
+        self, *, p_ranks: int = 1, d_ranks: int = 1, landing: int = LANDING_SLOTS, **config: Any
+    ) -> None:
         shards = {1: (WHOLE,), 2: HALVES}
         self.p = PushNode("p", **config)
-        self.d = PushNode("d", landing=LANDING_SLOTS, **config)
+        self.d = PushNode("d", landing=landing, **config)
         self.prefill = Peer(self.p, shards=shards[p_ranks])
         self.decode = Peer(self.d, shards=shards[d_ranks])
         self.to_p: deque[Event] = deque()
@@ -121,8 +123,16 @@ class PushPair:
         self.p.hear(self.prefill.scheduler, PushClose(transfer, reason))
         self.sort()
 
-    def expect(self, *numbers: int, transfer: str = "r", node: str = "p", ms: int = 5000) -> None:
-        self.d.hear(self.decode.scheduler, PushExpect(transfer, node, keys(*numbers), ms))
+    def expect(
+        self,
+        *numbers: int,
+        transfer: str = "r",
+        node: str = "p",
+        ms: int = 5000,
+        first_block: int = 0,
+    ) -> None:
+        expect = PushExpect(transfer, node, keys(*numbers), ms, first_block=first_block)
+        self.d.hear(self.decode.scheduler, expect)
         self.sort()
 
     def cancel(self, transfer: str = "r") -> None:
@@ -134,9 +144,15 @@ class PushPair:
         self.sort()
 
     def tick(self, ms: float = 0) -> None:
-        for node in (self.p, self.d):
+        for node in dict.fromkeys((self.p, self.d)):
             node.tick(ms)
         self.sort()
+
+    def pass_time(self, ms: float) -> None:
+        """As on a machine that goes on meanwhile."""
+        for _ in range(int(ms // 1000)):
+            self.tick(1000)
+        self.tick(ms % 1000)
 
     @property
     def ends(self) -> list[PushEnd]:

@@ -355,7 +355,7 @@ def test_room_for_blocks_from_disk_is_said() -> None:
     peer.lease(1, gone[0])
     told(node, peer, blocks=1)
     assert rows(node) == [(0, 1, "", Reason.EVICTED_FOR_READS)]
-    assert "to make room for what e (e) reads from disk, " in texts(node)[0]
+    assert "to make room for blocks e (e) read from disk, " in texts(node)[0]
 
 
 # ── bounds ───────────────────────────────────────────────────────────────────────────────────────

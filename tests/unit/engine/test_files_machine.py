@@ -211,7 +211,7 @@ class DiskMachine(CountedMachine):
         while self.leased:
             self.lets_go()
         files = self.node.engine._files
-        assert not self.node.engine._arrivals.watch_count
+        assert not self.node.engine._arrivals._watches
         assert files._reads.moving_bytes == files.writes._jobs.moving_bytes == 0
         assert not files.writes._job_of_word.any()
         assert not files._reading.any()
@@ -264,7 +264,7 @@ def test_whatever_is_written_is_paid_for() -> None:
 
 @pytest.mark.slow
 def test_many_orders_of_stores_lookups_and_disk_keep_the_promises() -> None:
-    verify_machine(amount(120, nightly=500))
+    verify_machine(amount(80, nightly=500))
 
 
 def _trust_every_read(original: Callable[..., None]) -> Callable[..., None]:

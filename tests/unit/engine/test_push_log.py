@@ -79,7 +79,7 @@ def test_a_request_says_what_was_pushed_what_was_computed_and_why(pair: PushPair
         (3, 1, "", Reason.NOT_PUSHED),
     ]
     assert of_range(ranges[1], row) == "loaded, after node p pushed it"
-    assert of_range(ranges[2], row) == "node p pushed no more: aborted"
+    assert of_range(ranges[2], row) == "not pushed by node p: aborted"
     assert of_pushes(row) == (
         "2 of 3 blocks from node p, 1 were here: granted 0.0 ms, first 0.0 ms, last 5.0 ms,"
         " sealed 5.0 ms, ended 7.0 ms; no more: aborted"

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvstore.engine.events import Clear, LandingUp, Pushed, PushOver
+from kvstore.engine.moves.expected import STALLED_GAPS, STALLED_NS
 from kvstore.engine.moves.grants import LIMBO_NS, REVOKED_NS
 from kvstore.engine.moves.landing import LANDING_SHARE
 from kvstore.engine.moves.transfers import SEALS_NS, UNKNOWN_NS
@@ -253,6 +254,27 @@ def test_nothing_is_waited_for_beyond_the_deadline() -> None:
     pair.tick(100)
     assert "deadline" in pair.ends[0].reason
     assert more(pair).promoting == 0
+    pair.pump()
+    pair.at_rest()
+
+
+def test_a_push_that_stalls_is_not_waited_for_and_one_that_goes_on_is() -> None:
+    """Blocks of one part of the prompt are news for the other parts, too. From an engine that has
+    computed a chunk for long, the next one is waited for longer."""
+    pair = PushPair()
+    pair.open()
+    pair.expect(1, 2, ms=600_000)
+    pair.expect(3, ms=600_000, first_block=2)
+    almost_ms = STALLED_NS / NS_PER_MS - 1
+    for number in (1, 2):
+        pair.pass_time(almost_ms)
+        pair.store(number)
+        pair.pump()
+    assert [(end.first_block, end.reason) for end in pair.ends] == [(0, "")]
+    pair.pass_time(STALLED_GAPS * almost_ms - 1)
+    assert len(pair.ends) == 1
+    pair.tick(1)
+    assert pair.ends[1].reason == "no block came for too long"
     pair.pump()
     pair.at_rest()
 

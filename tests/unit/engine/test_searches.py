@@ -110,7 +110,7 @@ def test_an_index_that_does_not_answer_is_named() -> None:
     assert not node.locates, "it is left alone"
     rows = end(node, peer, blocks=1, leases=[2])
     assert rows == [(0, 1, "", Reason.NEVER_STORED, "", Reason.INDEX_AWAY)]
-    assert "the index does not answer" in text(node)
+    assert "the index is unreachable" in text(node)
 
 
 def test_too_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_a_node_that_failed_is_left_alone_and_so_it_is_told() -> None:
     node.locate(("far", 1))
     rows = end(node, peer, blocks=1, leases=[2])
     assert rows == [(0, 1, "", Reason.NEVER_STORED, "far", Reason.NODE_AVOIDED)]
-    assert "avoided after 1 failures in a row" in text(node)
+    assert "not fetched after 1 failures in a row" in text(node)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() ->
         (1, 1, "", Reason.NEVER_STORED, "", Reason.NOBODY_HAS_IT),
         (2, 1, "", Reason.NEVER_STORED, "", Reason.NONE),
     ]
-    assert "while waiting paid" in text(node, 0)
+    assert "before the wait ended" in text(node, 0)
     node.arrive()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 from kvstore.engine.memory import table as module
-from kvstore.engine.memory.table import BlockTable
+from kvstore.engine.memory.table import BlockTable, tallied
 
 CAPACITY = 24
 CELLS = 128
@@ -240,3 +240,8 @@ def test_many_scopes_are_looked_into_together(scope_count: int) -> None:
     scopes = list(range(1, scope_count + 1))
     assert (table.find_all(scopes, keys) == expected).all()
     assert table.find_all([], keys).shape == (0, 20)
+
+
+@pytest.mark.parametrize("values", [[], [7], [-3, -3, -3], [5, 2, 5, -1, 2], [0, 0, 9]])
+def test_values_are_tallied_as_by_a_sort(values: list[int]) -> None:
+    assert tallied(np.array(values, dtype=np.int64)) == sorted(Counter(values).items())

@@ -16,8 +16,8 @@ from cuda.bindings import runtime as real
 from kvstore.kernels.cuda import CudaDevice, CudaKernels
 from kvstore.kernels.device import DeviceError
 from kvstore.kernels.launches import MOVE_PIECES, Launch, moved
-from kvstore.testing.simulated_device import SimulatedDevice
 from tests.kit.fake_cuda import FakeCuda
+from tests.kit.simulated_device import SimulatedDevice
 
 HAS_DEVICE = real.cudaGetDeviceCount()[0] == real.cudaError_t.cudaSuccess
 PIECES = np.array([4096, 8192], np.uint64)

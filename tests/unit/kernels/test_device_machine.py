@@ -16,7 +16,6 @@ from kvstore.kernels.reference import Bytes, checksum
 from kvstore.kernels.slab import MappedSlab
 from kvstore.kernels.strategy import BlockMoves
 from kvstore.ports import CopyEnd, CopyWay
-from kvstore.testing.simulated_device import SimulatedDevice
 from kvstore.wire.layout import Slab
 from tests.amounts import amount
 from tests.kit.copy_parties import (
@@ -29,6 +28,7 @@ from tests.kit.copy_parties import (
     StagedParty,
     noise,
 )
+from tests.kit.simulated_device import SimulatedDevice
 from tests.steps import CountedMachine
 
 BLOCK, SLOT = st.integers(0, BLOCKS - 1), st.integers(0, SLOTS - 1)
@@ -166,7 +166,7 @@ class CopyMachine(CountedMachine):
         super().teardown()
 
 
-RUNS = settings(max_examples=amount(200, nightly=5000), stateful_step_count=40, deadline=None)
+RUNS = settings(max_examples=amount(120, nightly=5000), stateful_step_count=40, deadline=None)
 TestCopies = CopyMachine.TestCase
 TestCopies.settings = RUNS
 

@@ -17,9 +17,9 @@ import pytest
 from bench.micro import gpu_kernels, gpu_sanitizer
 from bench.micro.gpu_arena import gpu_name
 from kvstore.kernels.strategy import BlockMoves
-from kvstore.testing.simulated_device import SimulatedDevice
 from kvstore.units import KIB
 from tests.kit.host_kernels import HostKernels
+from tests.kit.simulated_device import SimulatedDevice
 from tests.style.tree import ROOT
 
 

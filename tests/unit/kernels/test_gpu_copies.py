@@ -11,7 +11,7 @@ from bench.micro import gpu_copies
 from bench.micro.gpu_copies import BLOCKS, Rank, missed
 from kvstore.kernels.hashes import HashesAtOnce, HashThreads
 from kvstore.ports import CopyWay
-from kvstore.testing.simulated_device import SimulatedDevice
+from tests.kit.simulated_device import SimulatedDevice
 
 LAYERS, PAGE_BYTES = 3, 512
 NAMES = [f"{name}_{kind}" for name in ("tp8", "tp1", "pieces") for kind in ("at_once", "threads")]

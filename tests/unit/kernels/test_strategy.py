@@ -12,8 +12,8 @@ from kvstore.kernels.device import Device, DeviceCopies, DeviceError
 from kvstore.kernels.reference import checksum
 from kvstore.kernels.strategy import Strategy, Thresholds
 from kvstore.ports import CopyWay
-from kvstore.testing.simulated_device import SimulatedDevice
 from tests.kit.copy_parties import HEADER, DeviceParty, StagedCudaParty, StagedParty, noise
+from tests.kit.simulated_device import SimulatedDevice
 
 KIB = 1 << 10
 

@@ -77,7 +77,7 @@ def test_who_starts_with_one_that_ends_soon_says_so(
         warn_of_its_end(ending(tls, days=days), renewal="do this")
     (said,) = caplog.messages
     assert said.startswith("the certificate of i1.index.kvstore ends at 2")
-    assert said.endswith(f" UTC, in {left} days: put another in its place; do this")
+    assert said.endswith(f" UTC, in {left} days: replace it; do this")
 
 
 def test_one_that_lasts_is_not_spoken_of(tls: Tls, caplog: pytest.LogCaptureFixture) -> None:

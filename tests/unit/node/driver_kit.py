@@ -12,9 +12,9 @@ from kvstore.engine.events import Clear, Cleared, Command, Event, Ready, Receive
 from kvstore.net.clock import MonotonicClock
 from kvstore.node.driver import Driver
 from kvstore.node.executor import Executor, Poisoned
-from kvstore.tiers.memory import MemoryTier
 from kvstore.types import ConnectionId
 from kvstore.wire.messages import Quiet
+from tests.kit.memory_tier import MemoryTier
 from tests.unit.node.conftest import MakeAttach, Peer, hello_rank
 
 Connect = Callable[[], Peer]

@@ -69,7 +69,7 @@ def test_a_node_without_descriptors_says_so(
     assert all_events(attach) == []
     refused = refusal(peer)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert refused.reason.startswith(f"the node has no descriptor left of {limit}: raise")
+    assert refused.reason.startswith(f"the node has used up its {limit} descriptors: raise")
     assert not refused.permanent
 
 

@@ -32,9 +32,9 @@ from kvstore.errors import NodeBusy
 from kvstore.node import driver as driver_module
 from kvstore.node.driver import QUERY_COUNT_MAX, STEP_BUCKETS_NS, NotDurable
 from kvstore.node.files import FileEnd
-from kvstore.tiers.memory import MemoryTier
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import Quiesce, Quiet, decode_from_node
+from tests.kit.memory_tier import MemoryTier
 from tests.unit.node.conftest import MakeAttach, hello_scheduler
 from tests.unit.node.driver_kit import LEFT_OUT_BLOCKS, SPENT_BYTES, Connect, Loop, attached
 

@@ -189,8 +189,8 @@ def test_a_full_table_is_told_once(end: FileEnd, caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize(
     ("left_out", "expected"),
     [
-        (0, "all records of the disk tier are known"),
-        (3, "1 of the 4 records of the disk tier are known: there is no row for more"),
+        (0, "all records of the disk tier are indexed"),
+        (3, "1 of the 4 records of the disk tier are indexed: the table is full"),
     ],
 )
 def test_the_end_of_recovery_tells_how_much_is_known(
@@ -251,7 +251,7 @@ def test_what_is_damaged_is_not_learned_and_one_line_says_so(
     tier.note = encode_learned(LEARNED).replace(b"900", b"901")
     assert FileEnd(cast("FileStore", tier)).learned == Learned()
     (line,) = caplog.messages
-    assert line == "what an earlier start learned is not used, it is learned anew: it is damaged"
+    assert line == "measurements of an earlier start are discarded: it is damaged"
 
 
 # ── the budget of writes ─────────────────────────────────────────────────────────────────────────
@@ -322,6 +322,6 @@ def test_a_budget_that_is_used_up_is_told_once_a_day(
     for over_budget, now_ns in ((0, 5), (3, 6), (9, 7), (9, 6 + day_ns), (12, 5 + day_ns)):
         end.tell_budget(over_budget, now_ns)
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("--file-writes-per-day 62.5 KiB is used up: blocks are")
+    assert caplog.messages[0].startswith("--file-writes-per-day 62.5 KiB is used up: writes")
     end.tell_budget(13, 6 + day_ns)
     assert len(caplog.messages) == 2

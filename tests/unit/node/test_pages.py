@@ -72,7 +72,7 @@ def test_a_space_that_is_off_is_named_with_what_to_do() -> None:
     driver.off = [("t", SpaceId(b"\xab" * 32), Tier.FILE), ("u", SpaceId(bytes(32)), None)]
     assert pages["/healthz"]().body.decode() == (
         "ok, but the disk is full; space abababababababab of tenant t (and 1 more) is switched off"
-        " in the disk tier, since a shadow check found other values:"
+        " in the disk tier: a shadow check found different values;"
         " 'kvstore clear --space abababababababab' switches it on again\n"
     )
 
@@ -85,7 +85,7 @@ def test_engines_that_get_nothing_are_named_with_the_reason() -> None:
     assert page().body.decode() == f"ok, but {collector.refused}\n"
     driver.lacking = [UnservedReport("e (llama)", "t", "the KV cache is on cuda")] * 2
     assert page().body.decode() == (
-        "ok, but engine e (llama) (and 1 more) gets nothing: the KV cache is on cuda\n"
+        "ok, but engine e (llama) (and 1 more) is not served: the KV cache is on cuda\n"
     )
 
 

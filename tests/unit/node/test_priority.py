@@ -56,7 +56,7 @@ def test_a_refusal_is_harmless_and_told_to_who_debugs(
         ThreadPriority(0)
     nice = ("nice", (os.PRIO_PROCESS, threading.get_native_id(), LOOP_NICE))
     assert kernel.asked == [LEAST, nice]
-    said = ["the loop runs like any thread, real-time is refused: Operation not permitted"]
+    said = ["the loop runs without real-time priority: Operation not permitted"]
     assert caplog.messages == (said if refuses == 2 else [])
     assert {record.levelno for record in caplog.records} <= {logging.DEBUG}
 

@@ -329,10 +329,10 @@ def test_a_socket_that_somebody_took_away_is_named(make: Make, tmp_path: Path) -
     assert publisher.trouble == ""
     (tmp_path / "events.replay").rename(tmp_path / "elsewhere")
     assert publisher.trouble == (
-        f"{tmp_path}/events.replay is not this node's events socket any more: restart the node"
+        f"{tmp_path}/events.replay is no longer this node's events socket: restart the node"
     )
     (tmp_path / "events.replay").touch()
-    assert "events.replay is not" in publisher.trouble
+    assert "events.replay is no longer" in publisher.trouble
 
 
 def test_a_place_that_cannot_be_had_is_one_sentence(make: Make) -> None:

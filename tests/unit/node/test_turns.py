@@ -21,10 +21,10 @@ from kvstore.net.turns import TURN_RANK, TURN_SCHEDULER, Party, Turns, TurnSourc
 from kvstore.node.attach import Attach
 from kvstore.node.driver import BEAT_NS, KIND_NS, STEP_NS, Driver
 from kvstore.node.executor import Executor
-from kvstore.tiers.memory import MemoryTier
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import LeaseAsk, Quiet
+from tests.kit.memory_tier import MemoryTier
 from tests.unit.node.conftest import MakeAttach, Peer, hello_rank, hello_scheduler, rounds
 
 Connect = Callable[[], Peer]

@@ -241,7 +241,7 @@ def test_a_mover_that_does_not_end_costs_the_memory_and_not_the_node(
     monkeypatch.setattr("kvstore.node.warm.HOLDERS_WAIT_S", 0.0)
     with caplog.at_level(logging.ERROR):
         fresh, _ = begin(host, config)
-    assert "a transfer worker of the process before has not ended within 0 s" in caplog.text
+    assert "a transfer worker of the last process has not ended within 0 s" in caplog.text
     assert fresh.adopt is None
     fresh.arena.close()
     host.end_process()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvstore.pd import proxy as pd_proxy
 from tests.unit.pd.fake_engine import PARAMETERS, FakeEngine, stage
 
 ASK = {"prompt": "x", "max_tokens": 8, "stream": True}
@@ -234,5 +235,29 @@ def test_pages() -> None:
             await on.d.server.close()
             async with on.client.get(on.url + "/health") as answer:
                 assert answer.status == 503
+
+    asyncio.run(case())
+
+
+def test_bodies_have_a_bound_each_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pd_proxy, "BODY_BYTES_MAX", 1000)
+    monkeypatch.setattr(pd_proxy, "BODIES_BYTES_MAX", 1500)
+
+    async def case() -> None:
+        async with stage() as on:
+            async with on.post({**ASK, "prompt": "x" * 2000}) as answer:
+                assert answer.status == 413
+            on.d.may_go_on.clear()
+            large = {**ASK, "prompt": "x" * 800}
+            async with on.post(large) as first:
+                assert await first.content.readany() == b"data: one\n\n"
+                async with on.post(large) as second:
+                    assert (second.status, second.headers["Retry-After"]) == (503, "1")
+                on.d.may_go_on.set()
+                assert await first.content.read() == b"data: [DONE]\n\n"
+            async with on.post(large) as third:
+                assert third.status == 200
+                await third.read()
+            assert on.proxy._body_bytes == 0
 
     asyncio.run(case())

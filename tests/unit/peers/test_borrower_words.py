@@ -45,7 +45,7 @@ def test_borrowers_do_not_ask_who_is_there_in_step() -> None:
     borrower = Borrower(
         who=loans.Who("n1", Incarnation(1)),
         mover=cast("Any", None),
-        read=cast("Any", None),
+        memory=cast("Any", None),
         clock=MonotonicClock(),
         credentials=None,
         jitter=lambda: next(jitters),

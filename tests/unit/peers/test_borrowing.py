@@ -20,7 +20,8 @@ from kvstore.peers.lender import ASKS_MAX
 from kvstore.proto import peer_pb2 as pb
 from kvstore.proto.peer_pb2_grpc import PeersStub
 from kvstore.transport.tcp_ends import Address
-from kvstore.types import PAGE_BYTES, Shard, SlotId
+from kvstore.types import PAGE_BYTES, BlockKey, Shard
+from kvstore.wire.assembly import Assembly
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.mover import Descriptor, encode
 from tests.unit.engine.disk import SPACE
@@ -123,13 +124,13 @@ def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
-        looked: list[SlotId] = []
-        read, answer = two.a.read, two.b.lender.loan_ended
+        looked: list[BlockKey] = []
+        verify, answer = Assembly.verify, two.b.lender.loan_ended
         late: set[asyncio.Task[None]] = set()
 
-        def look(slot: SlotId, into: memoryview) -> None:
-            looked.append(slot)
-            read(slot, into)
+        def look(self: Assembly, key: BlockKey, *its: Any) -> list[bytes] | None:
+            looked.append(key)
+            return verify(self, key, *its)
 
         async def after_that(command: LoanEnded) -> None:
             await two.until(lambda: bool(looked), "the block is verified")
@@ -138,7 +139,7 @@ def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
         def ended(command: LoanEnded) -> None:
             late.add(asyncio.get_running_loop().create_task(after_that(command)))
 
-        monkeypatch.setattr(two.a, "read", look)
+        monkeypatch.setattr(Assembly, "verify", look)
         monkeypatch.setattr(two.b.lender, "loan_ended", ended)
         more = await two.lease(Stored(two.a, "ea"), 1, 1)
         assert more.from_peer == 1

@@ -358,7 +358,7 @@ def test_an_attached_engine_cannot_lead_the_node_elsewhere(
         assert eventually(lambda: "are followed already" in caplog.text)
         assert len(memory.reports()) == ENGINE_COUNT_MAX
         assert {row.engine for row in memory.reports()} >= {"e", "e9"}
-    assert "KV events at 10.0.0.1 come without TLS" in caplog.text
+    assert "KV events at 10.0.0.1 come from another machine without TLS" in caplog.text
     assert "give that another NAME" in caplog.text
 
 
@@ -397,8 +397,8 @@ def test_what_engine_events_says_is_read() -> None:
         ("e=tcp://*:5557", "must be ipc:///PATH or tcp://ADDRESS:PORT"),
         ("e=tcp://0.0.0.0:5557", "must be ipc:///PATH or tcp://ADDRESS:PORT"),
         ("e=tcp://127.0.0.1:0", "must be ipc:///PATH or tcp://ADDRESS:PORT"),
-        ("e=tcp://10.0.0.1:5557", "or add --insecure if that is meant"),
-        ("e=ipc:///x,replay=tcp://10.0.0.1:5557", "or add --insecure if that is meant"),
+        ("e=tcp://10.0.0.1:5557", "or add --insecure if intended"),
+        ("e=ipc:///x,replay=tcp://10.0.0.1:5557", "or add --insecure if intended"),
     ],
 )
 def test_what_cannot_be_says_how_to_mend_it(wrong: str, sentence: str) -> None:

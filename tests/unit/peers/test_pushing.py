@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 
 from kvstore.engine.events import AskPush, Land, WritePush
+from kvstore.peers import lender
+from kvstore.peers.pusher import GRANTS_MAX
 from kvstore.proto import peer_pb2 as pb
+from kvstore.proto.peer_pb2_grpc import PeersStub
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard
 from kvstore.wire.mover import Descriptor, encode
 from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
 from tests.unit.engine.harness import HALVES, WHOLE, keys, pairs
 from tests.unit.peers.two_nodes import Stored, Two, cut, run
 
+HELLO = pb.Ask(hello=pb.Hello(node="x", incarnation=1))
 LANDING = {"landing_bytes": 8 * SLOT_BYTES_MIN, "slots": 32, "node": ""}
 
 
@@ -66,7 +74,7 @@ def test_a_flipped_bit_on_the_way_is_a_miss() -> None:
         two.b.mover.after = flip
         engine = Stored(two.a, "ea")
         end = await two.push(engine, 1, 2)
-        assert (end.blocks, "damaged" in end.reason) == (0, True)
+        assert (end.blocks, "damaged" in end.reason) == (1, True)
         assert len(pairs(engine.lease(1, 1, 2))) == 1
         assert two.a.engine.counters.push_blocks_damaged == 1
 
@@ -179,9 +187,44 @@ def test_words_of_a_session_that_has_no_such_grant_are_dropped() -> None:
         word.shards.add(layer_end=1, head_end=1, block_bytes=1)
         two.a.lander._hear_pushed(object(), word)  # type: ignore[arg-type]
         assert not any(isinstance(c, Land) for c in two.a.asked)
+        # Nor can another peer end it by a word that is none.
+        two.a.lander._hear_pushed(object(), pb.Pushed(grant=asked.grant))  # type: ignore[arg-type]
         over = pb.Answer(push_over=pb.PushOver(grant=asked.grant, epoch=asked.epoch, is_quiet=True))
         two.a.lander._hear(object(), over)  # type: ignore[arg-type]
         assert two.a.engine.landing_bytes()[("granted",)] > 0
+
+    pushing(body)
+
+
+def test_shards_that_nobody_can_have_leave_nothing_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body(two: Two) -> None:
+        prefill, engine = Stored(two.b, "eb"), Stored(two.a, "ea")
+        two.b.hear(prefill.scheduler, PushOpen("r"))
+        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
+        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
+        asked = next(c for c in two.a.asked if isinstance(c, AskPush))
+        session = two.a.lander._given[asked.grant].session
+        assert session is not None
+        word = pb.Pushed(grant=asked.grant, epoch=asked.epoch, checksums=bytes(16))
+        word.shards.add(layer_begin=9, layer_end=3, head_end=2, block_bytes=asked.block_bytes)
+        two.a.lander._hear_pushed(session, word)
+        await two.until(lambda: two.a.engine.landing_bytes()[("granted",)] == 0, "free")
+        assert two.a.engine.counters.push_blocks_damaged == 1
+
+    pushing(body)
+    assert "node b pushed 1 of 1 blocks with other bytes" in caplog.text
+
+
+def test_a_node_that_has_just_joined_is_looked_for() -> None:
+    async def body(two: Two) -> None:
+        prefill = Stored(two.b, "eb")
+        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill.store(1)
+        two.a.borrower._addresses.clear()
+        engine = Stored(two.a, "ea")
+        assert not (await two.push(engine, 1)).reason
 
     pushing(body)
 
@@ -199,3 +242,80 @@ def test_a_slow_write_is_reported(
 
     pushing(body)
     assert sum("is busy" in line for line in caplog.messages) == lines
+
+
+ASKED = 4000
+
+
+@contextlib.asynccontextmanager
+async def deaf_peer(two: Two) -> AsyncIterator[tuple[Any, Any, asyncio.Task[None]]]:
+    """Node x asks b, and reads no answer: its call, its session at b, and its asking."""
+    # As little as possible is buffered on its side.
+    small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    async with grpc.aio.insecure_channel(two.b.address, options=small) as channel:
+        call = PeersStub(channel).Session()
+        await call.write(HELLO)
+        await two.until(lambda: two.b.lender.session_count == 1, "it is there")
+        (session,) = two.b.lender._sessions.values()
+
+        async def ask() -> None:
+            for number in range(ASKED):
+                grant = pb.Grant(
+                    grant=number + 1,
+                    transfer="r",
+                    tenant="t",
+                    space=bytes(32),
+                    keys=bytes(32),
+                    extents=bytes(4),
+                    block_bytes=1,
+                    deadline_ms=1,
+                )
+                await call.write(pb.Ask(grant=grant))
+
+        asking = asyncio.create_task(ask())
+        await two.until(lambda: not session.has_room.is_set(), "it takes none")
+        yield call, session, asking
+        asking.cancel()
+        call.cancel()
+
+
+def test_a_peer_that_takes_no_answers_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lender, "UNREAD_MAX", 8)
+
+    async def body(two: Two) -> None:
+        async with deaf_peer(two) as (call, session, asking):
+            for _ in range(200):  # whatever is still under way
+                if asking.done():
+                    break
+                await asyncio.sleep(0.01)
+            assert session.answers.qsize() <= GRANTS_MAX + 8
+            overs = 0
+            while overs < ASKED:
+                overs += (await call.read()).WhichOneof("kind") == "push_over"
+            await asking
+        await two.until(lambda: two.b.lender.session_count == 0, "the session ends")
+
+    run(body)
+
+
+def test_a_peer_that_takes_no_answers_is_cut_off_when_it_comes_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else each of its sessions would take one of SESSIONS_MAX places for ever."""
+    monkeypatch.setattr(lender, "UNREAD_MAX", 8)
+    monkeypatch.setattr(lender, "HANG_UP_S", 0.05)
+
+    async def body(two: Two) -> None:
+        async with (
+            deaf_peer(two) as (_, session, _),
+            grpc.aio.insecure_channel(two.b.address) as channel,
+        ):
+            again = PeersStub(channel).Session()
+            await again.write(HELLO)
+            assert (await again.read()).WhichOneof("kind") == "welcome"
+            sessions = two.b.lender._sessions
+            await two.until(lambda: session.number not in sessions, "the first one has ended")
+            assert len(sessions) == 1
+            again.cancel()
+
+    run(body)

@@ -42,7 +42,7 @@ from kvstore.peers.pusher import Pusher
 from kvstore.ports import Pieces
 from kvstore.proto import loans
 from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
-from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard, SlotId
+from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import LeaseMore, LeaseRelease
 from kvstore.wire.mover import Descriptor, Direction, decode_descriptor, encode
@@ -163,16 +163,13 @@ class Together(Node):
         self.borrower = Borrower(
             who=who,
             mover=self.mover,  # type: ignore[arg-type]
-            read=lambda slot, into: self.read(slot, into),
+            memory=np.frombuffer(self.memory, np.uint8),
             clock=MonotonicClock(),
             credentials=None,
         )
         self.borrower.index = index
         self._who = who
         self._index = index
-
-    def read(self, slot: SlotId, into: memoryview) -> None:
-        into[:] = self.memory[slot * PAGE_BYTES :][: len(into)]
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

@@ -21,7 +21,7 @@ def test_pieces_are_small_and_only_the_last_ends_the_stream(size: int) -> None:
 
 def test_an_edited_body_has_its_new_length() -> None:
     for length, expected in ((None, {}), (7, {"content-length": b"7"})):
-        made = chosen(["10.0.0.1:80", "10.0.0.2:80"], length)
+        made = chosen("10.0.0.1:80,10.0.0.2:80", length)
         common = made.request_headers.response
         headers = {e.header.key: e.header.raw_value for e in common.header_mutation.set_headers}
         assert headers == {DESTINATION: b"10.0.0.1:80,10.0.0.2:80"} | expected

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.router.receipt_log import ReceiptFile, older, read_receipts
+from kvstore.router.receipt_log import TURN_COUNT, ReceiptFile, older, read_receipts
 from kvstore.routing.receipts import Receipt
 from tests.kit.turns_core import RECEIPT
 
@@ -78,3 +78,33 @@ def test_a_last_line_that_is_not_whole_is_left_out_and_a_wrong_one_is_named(tmp_
     path.write_bytes(whole + b"{}\n")
     with pytest.raises(ConfigError, match="line 2 is no receipt"):
         numbers_in(path)
+
+
+def test_without_a_file_no_receipt_is_made() -> None:
+    read = list[Receipt]()
+    asyncio.run(ReceiptFile(None, bytes_max=1 << 20).write(map(read.append, numbered(1))))  # type: ignore[arg-type]
+    assert not read
+
+
+def test_requests_go_on_while_many_receipts_are_made(tmp_path: Path) -> None:
+    async def turns_between() -> list[int]:
+        turns = 0
+        at = list[int]()
+
+        async def others() -> None:
+            nonlocal turns
+            while len(at) < 3 * TURN_COUNT:
+                turns += 1
+                await asyncio.sleep(0)
+
+        def made() -> Iterator[Receipt]:
+            for each in numbered(*range(3 * TURN_COUNT)):
+                at.append(turns)
+                yield each
+
+        file = ReceiptFile(tmp_path / "receipts", bytes_max=1 << 20)
+        await asyncio.gather(file.write(made()), others())
+        return at
+
+    at = asyncio.run(turns_between())
+    assert at[0] < at[TURN_COUNT] < at[2 * TURN_COUNT]

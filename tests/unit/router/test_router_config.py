@@ -21,7 +21,7 @@ INDEX: dict[str, Any] = {"index": ["127.0.0.1:9470"], "insecure": True}
 
 
 def test_a_worker_with_all_options() -> None:
-    text = "a=http://[::1]:8000,kind=sglang,node=n1,engine=e,block=64,seed=s,role=decode,rank=1"
+    text = "a=http://[::1]:8000,kind=sglang,node=n1,engine=e,block=64,seed=s,role=any,rank=1"
     config = load_router_config(None, {"worker": [text], **INDEX})
     (address,) = addresses_of(config.workers)
     assert (address.url, address.kind, address.node, address.engine) == (
@@ -30,7 +30,7 @@ def test_a_worker_with_all_options() -> None:
     )
     assert (address.block_tokens, address.hash_seed, address.role, address.rank) == (
         *(64, "s"),
-        *("decode", 1),
+        *("any", 1),
     )
 
 
@@ -78,7 +78,7 @@ def test_a_worker_with_all_options() -> None:
         ({"worker": HERE, "cert": "x"}, "needs TLS"),
         ({"worker": HERE, "listen_cert": "x"}, "does nothing without --listen-key"),
         ({"worker": HERE, "listen_ca": "x"}, "does nothing without --listen-cert or --cert"),
-        ({"worker": HERE, "listen_cert": "x", "listen_key": "y"}, "would let everybody in"),
+        ({"worker": HERE, "listen_cert": "x", "listen_key": "y"}, "would admit every client"),
         (
             {"worker": HERE, "listen_cert": "/none", "listen_key": "y", "api_keys": "z"},
             "--listen-cert /none cannot be read",
@@ -99,6 +99,7 @@ def test_mistakes_are_said(flags: dict[str, Any], says: str) -> None:
         ("a: short", "at least 16"),
         ("a: sha256:00", "64 hex digits"),
         ("a: key-of-sixteen-characters\nb: key-of-sixteen-characters", "share a key"),
+        ("a: key-of-sixteen-characters\na: another-key-of-more", "'a' twice"),
     ],
 )
 def test_wrong_keys_are_said(tmp_path: Path, text: str, says: str) -> None:
@@ -121,13 +122,38 @@ def test_hashes_stand_for_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("a: [", "not YAML"), ("policy: best", "policy"), ("polcy: cost", "polcy")]
+    ("text", "says"),
+    [
+        ("a: [", "not YAML: line 1, column 5"),
+        ("policy: best", "policy"),
+        ("polcy: cost", "polcy"),
+        ("policy: cost\nlimits:\n  queue_max: 1\n  queue_max: 2", "'queue_max' twice"),
+        ("models: {m: {pools: [{pool: a}, {pool: b, pool: c}]}}", "'pool' twice"),
+        ("models: &a {m: *a}", "models.m"),
+        ("[" * 2000, "too deeply"),
+        ("models: {m: {pools: [{pool: a, weight: .inf}]}}", r"models\.m\.pools\[0\]\.weight must"),
+        ("weights: {prefix: .nan}", r"weights\.prefix must be a finite number"),
+    ],
 )
 def test_a_wrong_policy_is_said(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         load_policy(path)
+
+
+@pytest.mark.parametrize("other", ["b=http://127.0.0.1:80/", "b=https://127.0.0.1:80,pool=p"])
+def test_two_names_of_one_engine_are_refused(other: str) -> None:
+    config = load_router_config(None, {"worker": ["a=http://127.0.0.1", other]})
+    says = r"twice, as 'a' and 'b': leave one out, or with --index give .* its rank=N"
+    with pytest.raises(ConfigError, match=says):
+        addresses_of(config.workers)
+
+
+def test_ranks_of_one_engine_share_its_url() -> None:
+    ranks = [f"r{n}=http://127.0.0.1:1,node=n,engine=e,rank={n}" for n in range(2)]
+    config = load_router_config(None, {"worker": ranks, **INDEX})
+    assert [each.rank for each in addresses_of(config.workers)] == [0, 1]
 
 
 def test_prefill_and_decode_engines_have_nodes_without_an_index() -> None:
@@ -139,7 +165,9 @@ def test_prefill_and_decode_engines_have_nodes_without_an_index() -> None:
 
 def test_examples_of_the_guide_are_read(tmp_path: Path) -> None:
     guide = (ROOT / "kvstore" / "docs" / "guides" / "router.md").read_text()
-    keys, policy = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    planner, keys, policy = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "planner").write_text(planner)
+    assert load_policy(tmp_path / "planner").planner.pools["default"].decode_min == 2
     (tmp_path / "keys").write_text(keys)
     assert load_tenants(tmp_path / "keys").of("key-of-team-a-0123456789") == "team-a"
     (tmp_path / "policy").write_text(policy)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvstore.router.engines.workers import WorkerAddress, Workers
+import msgspec
+
+from kvstore.router.engines.workers import UNASKED, WorkerAdapter, WorkerAddress, Workers
 from kvstore.router.keys.index_calls import IndexCalls, Listed
-from kvstore.router.keys.spaces import Spaces
+from kvstore.router.keys.spaces import OTHER_KEYS, Spaces
 from kvstore.routing.policy import RoutingPolicy, parse
 from kvstore.wire.load import EngineEntry
 
@@ -58,10 +60,56 @@ def test_a_model_has_a_scope_while_a_worker_with_equal_keys_serves_it() -> None:
     assert site.spaces.scope("m") is None
 
 
-def test_adapters_have_no_keys_and_aliases_those_of_their_model() -> None:
+def with_adapter(site: Site, name: str, *, path: str = "/lora", digest: bytes = b"") -> None:
+    worker = site.workers[name]
+    adapter = worker.adapters["lora"] = WorkerAdapter("m", path)
+    if digest:
+        adapter.digest = digest
+        site.workers.compared(adapter, "")
+
+
+def test_an_adapter_has_keys_when_an_engine_said_its_digest() -> None:
     site = Site(address())
-    site.workers["a"].adapters = ("lora",)
+    with_adapter(site, "a")
+    adapter = site.workers["a"].adapters["lora"]
+    assert not adapter.is_wanted, "nobody asked for it"
     assert site.spaces.scope("lora") is None
+    assert adapter.is_wanted
+    adapter.digest = b"d" * 32
+    site.workers.compared(adapter, "")
+    scope = site.spaces.scope("lora")
+    assert scope is not None
+    assert scope.model == "m", "its tokens are those of the base model"
+    assert (scope.plan.adapter, scope.plan.digest) == (("lora", "/lora"), b"d" * 32)
+    assert (set(scope.places), scope.load_only) == ({("t", ONE)}, {})
+    base = site.spaces.scope("m")
+    assert base is not None
+    assert (base.plan.adapter, base.plan.digest, base.load_only) == (None, b"", {})
+
+
+def test_engines_with_other_weights_than_most_are_load_only_for_an_adapter() -> None:
+    names = ("a", "b", "c", "unknown", "path", "red", "without")
+    site = Site(*(msgspec.structs.replace(address(), name=name) for name in names))
+    for name in names:
+        other = {"c": b"e" * 32, "unknown": b""}.get(name, b"d" * 32)
+        if name != "without":
+            path = "/other" if name == "path" else "/lora"
+            with_adapter(site, name, path=path, digest=other)
+    site.workers["red"].parity, site.workers["red"].has_parity = "keys differ", False
+    scope = site.spaces.scope("lora")
+    assert scope is not None
+    assert scope.plan.digest == b"d" * 32
+    assert scope.load_only == {
+        "c": OTHER_KEYS,
+        "path": OTHER_KEYS,
+        "unknown": UNASKED,
+        "red": "keys differ",
+    }
+    assert site.workers["c"].adapters["lora"].other == OTHER_KEYS
+
+
+def test_aliases_have_the_keys_of_their_model() -> None:
+    site = Site(address())
     assert site.spaces.scope("alias") is None
     site.policy = parse(
         {"models": {"public": {"aliases": ["alias"], "pools": [{"pool": "p", "served": "m"}]}}}

@@ -16,7 +16,14 @@ from kvstore.routing.events import Ending, FirstToken, Judged, RequestEnded, Scr
 from kvstore.routing.features import TRUSTS, FeatureColumn
 from kvstore.routing.policy import POLICY_NAMES, PolicyCosts, PolicyLimits, RoutingPolicy, parse
 from kvstore.routing.receipts import Receipt
-from kvstore.routing.values import LoadSample, PrefixMatch, PrefixTrust, WorkerHealth
+from kvstore.routing.values import (
+    LoadSample,
+    PrefixAnswer,
+    PrefixMatch,
+    PrefixTrust,
+    RouteRequest,
+    WorkerHealth,
+)
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -35,6 +42,7 @@ def columns(**given_: list[float]) -> np.ndarray:
     count = len(next(iter(given_.values())))
     made = np.zeros((len(FeatureColumn), count))
     made[FeatureColumn.HIT_RATIO] = 1
+    made[FeatureColumn.FETCH_RATIO] = 1
     made[FeatureColumn.WARM] = 1
     for name, values in given_.items():
         made[FeatureColumn[name.upper()]] = values
@@ -86,6 +94,10 @@ def test_trust_and_observed_hits_lower_the_prefix() -> None:
     stale = TRUSTS.index(PrefixTrust.STALE)
     assert made(hbm=[800, 800], trust=[0, stale])["compute"] == [0.2, 0.6]
     assert made(hbm=[800], hit_ratio=[0.5])["compute"] == [0.6]
+    # 500 tokens are here, 400 more on another node.
+    more = made(dram=[500, 500], remote=[900, 900], fetch_ratio=[0.5, 0])
+    assert more["compute"] == [0.3, 0.5]
+    assert more["load"] == [pytest.approx(0.05 + 0.01 + 0.1 + 0.02), 0.05]
 
 
 def test_streams_slow_a_prefill_down() -> None:
@@ -181,6 +193,17 @@ def test_red_parity_means_load_only() -> None:
     assert receipt.features["hbm"] == [0, 160]
 
 
+def test_a_worker_may_be_load_only_for_one_request() -> None:
+    core = core_of(spec(0), spec(1))
+    found = answer(hbm(0, 256), hbm(1, 10))
+    asked = msgspec.structs.replace(request("r"), load_only={"w0": "other weights", "gone": "x"})
+    receipt = routed(arrive(core, asked, found)).receipt
+    assert (receipt.chosen, receipt.features["hbm"]) == ("w1", [0, 160])
+    assert receipt.load_only["w0"] == "other weights"
+    receipt = routed(arrive(core, request("s"), found)).receipt
+    assert receipt.features["hbm"] == [4095, 160]
+
+
 def test_stale_numbers_decay_to_the_mean_of_the_pool() -> None:
     core = core_of(spec(0), spec(1), spec(2))
     core.step(Scraped("w0", LoadSample(waiting=40, running=40)), 1 * S)
@@ -193,6 +216,20 @@ def test_stale_numbers_decay_to_the_mean_of_the_pool() -> None:
     assert queued(2 * S) == 40
     assert queued(101 * S) == pytest.approx(4, abs=0.01)
     assert 10 < queued(5 * S) < 40  # nobody else was fresh then: nothing is known of them
+
+
+def test_a_number_that_is_not_said_is_not_0_and_what_was_known_decays() -> None:
+    core = core_of(spec(0), spec(1))
+    core.step(Scraped("w0", LoadSample(waiting=40, running=40)), 1 * S)
+    for second in range(2, 100):
+        core.step(Scraped("w0", LoadSample(running=40, adapters=("a",))), second * S)
+        core.step(Scraped("w1", LoadSample(waiting=4, running=4)), second * S)
+
+    def queued(now_ns: int) -> float:
+        return core.explain(request("x"), None, now_ns).features["queued"][0]
+
+    assert queued(2 * S) == 40
+    assert queued(99 * S) == pytest.approx(4, abs=0.01)
 
 
 def test_own_requests_are_not_counted_twice() -> None:
@@ -214,6 +251,29 @@ def test_dram_of_another_node_counts_for_everybody_with_a_node() -> None:
     assert receipt.features["remote"] == [640, 1600, 0]
 
 
+def test_a_node_without_peers_neither_lends_nor_fetches() -> None:
+    core = core_of(spec(0), spec(1), spec(2))
+    matches = PrefixMatch("n0", "", 0, 0, 100), PrefixMatch("n1", "", 0, 0, 40)
+
+    def remote(*peers: str) -> list[float]:
+        found = PrefixAnswer(PrefixTrust.EXACT, matches, peers=frozenset(peers))
+        receipt = core.explain(request("x"), found, S)
+        assert receipt.features["dram"] == [1600, 640, 0]
+        return receipt.features["remote"]
+
+    assert remote() == [0, 0, 0]
+    assert remote("n0", "n1") == [640, 1600, 0]
+    assert remote("n1", "n2") == [0, 0, 640]
+
+
+def test_a_conversation_stays_where_its_node_has_it_if_no_other_node_can_fetch_it() -> None:
+    core = core_of(spec(0), spec(1))
+    found = PrefixAnswer(PrefixTrust.EXACT, (PrefixMatch("n0", "", 0, 0, 240),), peers=frozenset())
+    for n in range(3):  # what waits before it is short beside its history
+        routed(arrive(core, request(f"r{n}", 400, prefix=f"{n}", subset=("w0",))))
+    assert routed(arrive(core, request("x", 4000), found)).worker == "w0"
+
+
 def test_without_an_answer_the_own_tree_is_used_and_said() -> None:
     core = core_of(spec(0), spec(1))
     first = routed(arrive(core, request("a", prefix="x")))
@@ -221,6 +281,39 @@ def test_without_an_answer_the_own_tree_is_used_and_said() -> None:
     assert again.worker == first.worker
     assert again.receipt.index_trust == "none"
     assert "prefix-approximate" in again.receipt.degraded
+
+
+def test_a_prompt_that_nobody_has_is_degraded_only_if_something_is() -> None:
+    core = core_of(spec(0))
+
+    def degraded(its: RouteRequest, prefix: PrefixAnswer | None) -> list[str]:
+        return list(core.explain(its, prefix, S).degraded)
+
+    assert degraded(request("a", 1), None) == degraded(request("a", 1), answer()) == []
+    assert degraded(request("a", 16), None) == [], "its last token is computed in any case"
+    assert degraded(request("a", 17), None) == ["prefix-approximate"]
+    assert degraded(request("a"), answer()) == []
+    assert degraded(request("a"), answer(trust=PrefixTrust.STALE)) == ["prefix-stale"]
+    assert degraded(request("a", keys=b""), None) == ["load-only"], "not rendered"
+    assert degraded(request("a", load_only={"w0": "other keys"}), answer()) == ["load-only"]
+    core.step(Judged("w0", WorkerHealth.UP, is_parity_red=True), S)
+    assert degraded(request("a"), answer()) == ["load-only"]
+    stranger = core_of(spec(0, node="", engine=""))
+    assert stranger.explain(request("a"), answer(), S).degraded == ("prefix-approximate",)
+
+
+def test_a_receipt_has_the_tokens_that_were_expected_to_be_cached() -> None:
+    policy = parse({"costs": {"trust": {**RoutingPolicy().costs.trust, "stale": 0.5}}})
+    core = core_of(*(spec(n) for n in range(3)), policy=policy)
+    found = answer(hbm(0, 100), hbm(1, 100, PrefixTrust.STALE))
+    receipt = core.explain(request("a"), found, S)
+    assert receipt.cached == [1600.0, 800.0, 0.0]
+    least = replay(receipt, parse({"policy": "least-load", "costs": {"trust": _half()}}))
+    assert least.cached == [800.0, 800.0, 0.0]
+
+
+def _half() -> dict[str, float]:
+    return RoutingPolicy().costs.trust | {"exact": 0.5}
 
 
 def test_blocks_that_were_just_sent_count_beside_the_index() -> None:
@@ -312,3 +405,15 @@ def test_the_usual_weights() -> None:
     assert receipt.terms["crowded"] == [10, 0]
     assert receipt.terms["idle"] == [0, -0.5]
     assert receipt.chosen == "w1"
+
+
+def test_a_column_that_an_older_receipt_does_not_have_changes_nothing() -> None:
+    costs = {"prefill_tokens_per_s": 1000, "kv_bytes_per_token": 1000}
+    policy = parse({"costs": costs, "choice": {"top_k": 1}})
+    core = core_of(spec(0), spec(1), policy=policy)
+    prefix = answer(PrefixMatch(node="n9", engine="", rank=0, dram_blocks=200))
+    now = routed(arrive(core, request("r"), prefix)).receipt
+    assert max(now.features["remote"]) > 0
+    older = {k: v for k, v in now.features.items() if k not in ("fetch_ratio", "stays")}
+    again = replay(msgspec.structs.replace(now, features=older), policy)
+    assert (again.terms, again.scores) == (now.terms, now.scores)

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvstore.routing.costs import LEARNED
+from kvstore.routing.events import FirstToken, WorkerLeft
 from kvstore.routing.learning import TermWeights, smoothed_ratio
 from kvstore.routing.policy import PolicyLearning
+from tests.unit.routing.fleets import S, arrive, core_of, request, routed, spec
 
 
 def test_a_slow_worker_is_learned_and_the_others_are_not_touched() -> None:
@@ -66,3 +68,12 @@ def test_the_ratio_of_hits_is_smoothed() -> None:
     assert ratio < 0.01
     assert smoothed_ratio(0.5, 0, 0) == 0.5
     assert smoothed_ratio(1.0, 100, 1e6) == 1.0
+    assert smoothed_ratio(1.0, 100, 0) > smoothed_ratio(1.0, 1000, 0) == 0.95
+
+
+def test_a_worker_that_left_before_its_first_token_is_forgotten() -> None:
+    core = core_of(spec(0), spec(1))
+    gone = routed(arrive(core, request("r"))).worker
+    core.step(WorkerLeft(gone), S)
+    core.step(FirstToken("r"), 2 * S)
+    assert gone not in core.placer.weights.snapshot()

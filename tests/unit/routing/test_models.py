@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.routing.models import ModelMap, ModelUnknown
+from kvstore.routing.events import Scraped
+from kvstore.routing.models import ModelMap, ModelSide, ModelUnknown
 from kvstore.routing.policy import parse
+from kvstore.routing.values import LoadSample
 from tests.unit.routing.fleets import arrive, core_of, rejected, request, routed, spec
 
 POLICY = parse(
@@ -53,11 +55,24 @@ def test_aliases_and_adapters() -> None:
     assert caught.value.known == ("big", "gpt", "legal", "small")
 
 
+def test_a_rule_without_pools_takes_those_that_serve_its_model() -> None:
+    served = [spec(n, pool=f"p{n}", models=(name,)) for n, name in enumerate(("big", "small"))]
+    models = ModelMap(parse({"models": {"small": {"aliases": ["s"]}}}), served)
+    assert models.resolve("s", session="", request_id="") == ModelSide("p1", "small", "small")
+
+
 def test_without_rules_the_workers_say_what_they_serve() -> None:
-    models = ModelMap(parse({}), [("a", "p"), ("b", "q"), ("a", "q")])
-    assert models.known == ("a", "b")
+    served = [
+        spec(0, pool="p", models=("a",), adapters=("lora",)),
+        spec(1, pool="q", models=("b",)),
+        spec(2, pool="q", models=("a",)),
+    ]
+    models = ModelMap(parse({}), served)
+    assert models.known == ("a", "b", "lora")
     assert models.resolve("b", session="", request_id="").pool == "q"
-    any_model = ModelMap(parse({}), [("", "p")])
+    side = models.resolve("lora", session="", request_id="")
+    assert side == ModelSide("p", "a", "lora", "lora")
+    any_model = ModelMap(parse({}), [spec(0, pool="p", models=())])
     assert any_model.resolve("what", session="", request_id="").pool == "p"
 
 
@@ -78,3 +93,35 @@ def test_an_adapter_goes_where_it_is_or_has_room() -> None:
     first = routed(arrive(core, request("r", model="legal")))
     assert (first.worker, first.model) == ("w0", "legal")
     assert first.receipt.filtered == {"w2": "adapter"}
+    # The engine lists it, and runs none at the moment.
+    core.step(Scraped("w0", LoadSample(waiting=0, running=0, adapters=())), 1)
+    idle = routed(arrive(core, request("s", model="legal")))
+    assert idle.receipt.filtered == {"w2": "adapter"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "models", "sole"),
+    [
+        ({}, ("a",), "a"),
+        ({}, ("a", "b"), ""),
+        ({}, (), ""),
+        ({"models": {"a": {"aliases": ["x"], "adapters": ["y"]}}}, ("a", "b"), "a"),
+        ({"models": {"a": {}, "b": {}}}, ("a",), ""),
+    ],
+)
+def test_a_request_without_a_model_is_for_the_only_one(
+    policy: dict[str, object], models: tuple[str, ...], sole: str
+) -> None:
+    found = ModelMap(parse(policy), [spec(0, models=models)])
+    assert found.sole == sole
+    if sole:
+        assert found.resolve("", session="", request_id="").body_model == "a"
+
+
+def test_a_request_without_a_model_is_400_where_there_are_several() -> None:
+    core = core_of(spec(0, models=("a", "b")))
+    answer = rejected(arrive(core, request("r", model="")))
+    assert (answer.status, answer.reason) == (400, "rejected-model-missing")
+    assert answer.known_models == ("a", "b")
+    assert core.take_drafts() == []
+    assert routed(arrive(core, request("s", model="a"))).worker == "w0"

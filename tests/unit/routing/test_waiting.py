@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from kvstore.routing.core import RouterCore
@@ -202,7 +203,7 @@ def test_low_classes_wait_for_a_short_queue() -> None:
     assert isinstance(held, RequestHeld)
     assert held.likely_worker == "w0"
     routed(arrive(core, request("t", service="interactive")))
-    assert core.saturation("p", S).cause == "queue"
+    assert core.gauges.saturation("p", S).cause == "queue"
 
 
 def test_another_policy_keeps_those_that_wait() -> None:
@@ -224,3 +225,16 @@ def test_scale_from_zero_holds_requests() -> None:
     commands = core.step(Joined(spec(0)), 2 * S)
     core.check()
     assert [type(c) for c in commands] == [Routed]
+
+
+def test_a_policy_with_less_room_answers_those_that_have_none() -> None:
+    core = full()
+    for n in range(3):
+        arrive(core, request(f"b{n}", service="batch"))
+    smaller = msgspec.structs.replace(
+        core.policy, limits=msgspec.structs.replace(core.policy.limits, held_max=1)
+    )
+    commands = core.adopt(smaller, 2 * S)
+    core.check()
+    assert [rejected(c).reason for c in commands] == ["evicted-priority"] * 2
+    assert len(core.room) == 1

@@ -166,4 +166,4 @@ def notices(seed: int) -> bool:
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    assert any(notices(seed) for seed in range(100))
+    assert any(notices(seed) for seed in range(200))

@@ -179,4 +179,4 @@ def test_who_asks_while_there_is_no_room_is_let_in_later(inside: Inside) -> None
         assert inside.turn() == 1
         assert asker.recv(1000) == TAKEN
         answer = msgspec.json.decode(asker.recv(1000), type=UpgradeReport)
-        assert "ask again when it serves" in answer.text
+        assert "retry when it serves" in answer.text

@@ -11,8 +11,8 @@ from kvstore.demo.workload import (
     Conversations,
     Turn,
     fresh_prompts,
-    varied_prompts,
 )
+from tests.kit.prompts import varied_prompts
 
 BLOCK = 128
 PLAN = ConversationPlan(

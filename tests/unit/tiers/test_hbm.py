@@ -11,13 +11,13 @@ from kvstore.arena import GenerationView
 from kvstore.errors import ConfigError
 from kvstore.kernels.caches import Addresses
 from kvstore.kernels.device import DeviceError
-from kvstore.testing.simulated_device import SimulatedDevice
 from kvstore.tiers import hbm
 from kvstore.tiers.hbm import HbmTier, open_hbm
-from kvstore.tiers.memory import MemoryTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
 from kvstore.wire.layout import begin_of
 from tests.kit.copy_parties import noise
+from tests.kit.memory_tier import MemoryTier
+from tests.kit.simulated_device import SimulatedDevice
 from tests.kit.slab import ended, order_of
 
 DRAM_SLOTS, SLOTS, BLOCK = 8, 4, 3 * PAGE_BYTES + 5

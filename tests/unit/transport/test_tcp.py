@@ -248,7 +248,7 @@ def test_who_does_not_answer_is_given_up(
         reader.post(number, "b.node.kvstore", ALL, Direction.READ)
         (outcome,) = reader.poll()
         assert outcome.end is End.FAILED
-        assert "it does not answer" in outcome.reason
+        assert "it does not respond" in outcome.reason
 
 
 def test_without_descriptors_who_dials_is_hung_up_on_and_the_mover_rests(opened: Open) -> None:

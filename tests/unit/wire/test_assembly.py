@@ -207,7 +207,7 @@ def test_blocks_of_other_sizes_are_refused() -> None:
     for sides in ((stages, swapped), (swapped, stages)):
         with pytest.raises(ValueError, match="sizes"):
             assembly(*sides, UNEVEN)
-    for shard in (Shard(0, 1, 0, 3), Shard(1, 1, 0, 3)):
+    for shard in (Shard(0, 1, 0, 3), Shard(1, 1, 0, 3), Shard(1000, 1, 0, 3)):
         with pytest.raises(ValueError, match="sizes"):
             assembly([Scope("t", b"s" * 32, shard, whole[0].block_bytes)], whole)
 

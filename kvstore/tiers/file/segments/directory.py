@@ -113,8 +113,8 @@ def refuse_other_mode(directory: Path, *, shared: bool) -> None:
 def cannot_be_read(path: Path, error: OSError) -> ConfigError:
     """Error for an operator whose disk fails at a start."""
     return ConfigError(
-        f"the disk tier cannot read {path}: {error.strerror}; the kernel's log may say why: mend"
-        " its disk, or give --file another directory"
+        f"the disk tier cannot read {path}: {error.strerror}; see the kernel's log: repair the"
+        " disk, or give --file another directory"
     )
 
 
@@ -267,7 +267,7 @@ class Directory:
         found = segments_identity(self._disk, self.fd)
         if found is not None:
             _log.warning(
-                "%s is %s, and written anew: the segments beside it say whose they are",
+                "%s is %s, and is rewritten: the segments beside it identify the store",
                 self.path / _STORE,
                 reason or "missing",
             )
@@ -300,7 +300,7 @@ class Directory:
                 self._disk.fsync(fd)
             os.rename(_NOTE_NEW, _NOTE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         except OSError as error:
-            _log.info("%s is not brought up to date: %s", self.path / _NOTE, error.strerror)
+            _log.info("updating %s failed: %s", self.path / _NOTE, error.strerror)
 
     def segments(self, *, keep_bytes: int) -> dict[int, int]:
         """Number → bytes of the regular files with a segment's name; the others are put aside.
@@ -346,7 +346,7 @@ class Directory:
             reason: for the log, and part of the new name.
             keep_bytes: how much quarantine may hold.
         """
-        _log.warning("%s is put aside: %s", self.path / name, reason)
+        _log.warning("%s is moved aside: %s", self.path / name, reason)
         try:
             info = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
             taken = info.st_blocks * 512 if stat.S_ISREG(info.st_mode) else 0

@@ -333,7 +333,7 @@ def test_a_store_page_that_is_lost_is_found_again_in_the_segments(store: Path, h
     report = fsck(store)
     assert (report.status, report.records) == (1, COUNT)
     assert f"store: {how}; its 3 segments say whose they are" in report.text()
-    assert f"the next start of the node mends that, and so does kvstore fsck {store} --quar" in (
+    assert f"the next start of the node repairs that, as does kvstore fsck {store} --quar" in (
         report.text()
     )
     if how == "empty":
@@ -372,7 +372,7 @@ def test_a_closed_segment_that_is_cut_short_is_damage(store: Path, pages: int) -
             assert (report.status, report.torn) == (0, 1), "nobody knows of the newest"
         else:
             assert (report.status, report.torn) == (1, 0)
-            assert f"{path.name}: 1 closed segment that is cut short" in report.text()
+            assert f"{path.name}: 1 truncated closed segment" in report.text()
     restore(store, files)
     path = store / segment_name(1)
     path.write_bytes(files[path.name][: pages * PAGE_BYTES])
@@ -402,7 +402,7 @@ def test_after_an_orderly_end_every_segment_is_closed_and_the_next_one_says_so(s
     driver.close()
     path = store / segment_name(3)
     path.write_bytes(files[path.name][: 20 * PAGE_BYTES])
-    assert fsck(store).problems == {"closed segments that are cut short": 1}
+    assert fsck(store).problems == {"truncated closed segments": 1}
 
 
 def test_quarantine_is_bounded(store: Path) -> None:

@@ -64,7 +64,7 @@ def test_what_cannot_be_moved_stays_and_is_mentioned(
     directory.remove(SEGMENT)
     assert path.is_dir()
     assert caplog.messages == [
-        f"{path} is put aside: damaged",
+        f"{path} is moved aside: damaged",
         f"{path} stays where it is: No such file or directory",
         f"{path} cannot be renamed: No such file or directory",
         f"{path} cannot be deleted: Is a directory",

@@ -110,7 +110,7 @@ def test_files_that_were_put_aside_are_mentioned_at_every_start(
     ]
     said = fsck(tmp_path / "store").text()
     assert f"1 file put aside in {aside}, 8 KiB, count against --file" in said
-    assert "; no damage, but for what is put aside\n" in said
+    assert "; no damage, except for files moved aside\n" in said
 
 
 def test_a_directory_is_shared_or_it_is_not(tmp_path: Path) -> None:
@@ -133,13 +133,13 @@ def test_a_directory_is_shared_or_it_is_not(tmp_path: Path) -> None:
 def test_what_suspends_the_disk_says_what_to_do(tmp_path: Path) -> None:
     config = FileConfig(tmp_path, 8 * MIB, failures_max=1)
     (full,) = Health(config).failed_writing(1, NO_ROOM)
-    assert "make some, or restart with a smaller --file" in str(full)
+    assert "make room, or restart with a smaller --file" in str(full)
     (broken,) = Health(config).failed_reading(1, OSError(errno.EIO, "Input/output error"))
-    assert "the disk fails (Input/output error): the kernel's log may say why" in str(broken)
+    assert "the disk fails (Input/output error): see the kernel's log" in str(broken)
     (slow,) = Health(config).late_reading(1)
-    assert "does not answer in time: the kernel's log may say why" in str(slow)
+    assert "does not respond in time: see the kernel's log" in str(slow)
     (slow,) = Health(config).late_writing(1)
-    assert "does not write in time: the kernel's log may say why" in str(slow)
+    assert "does not write in time: see the kernel's log" in str(slow)
 
 
 # ── fsck ─────────────────────────────────────────────────────────────────────────────────────────

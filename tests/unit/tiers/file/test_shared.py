@@ -18,8 +18,9 @@ from kvstore.tier_events import FileGone, FileKnown, FileReclaim
 from kvstore.tiers.file.jobs import WriteJob
 from kvstore.tiers.file.segments.catalog import FOREIGN_BASE
 from kvstore.tiers.file.segments.directory import Directory
+from kvstore.tiers.file.tier import look_pause_s
 from kvstore.tiers.file.writer import RecordBatch
-from kvstore.units import MIB
+from kvstore.units import MIB, NS_PER_S
 from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, FaultyDisk, key, u64
 
 
@@ -302,3 +303,12 @@ def test_what_cannot_be_looked_at_for_a_moment_is_not_gone(
         b.tier.look_at_peers()
     assert b.take() == []
     assert b.read([1]) == [True]
+
+
+@pytest.mark.parametrize(
+    ("took_s", "pause_s"), [(0.01, 3.0), (1.0, 10.0), (6.0, 60.0), (3600.0, 60.0)]
+)
+def test_looks_at_others_are_rare_where_they_are_long_but_no_outage_is_paid_for_tenfold(
+    took_s: float, pause_s: float
+) -> None:
+    assert look_pause_s(3.0, int(took_s * NS_PER_S)) == pause_s

@@ -161,7 +161,9 @@ def test_a_directory_that_cannot_be_read_is_refused_in_a_sentence(
             patch.setattr(os, "stat", fail_stat)
         else:
             patch.setattr(Directory, "segments", fail_names)
-        with pytest.raises(ConfigError, match=r"cannot read .*: Input/output error; the kernel's"):
+        with pytest.raises(
+            ConfigError, match=r"cannot read .*: Input/output error; see the kernel's"
+        ):
             Driver(tmp_path / "store", **more)
     Driver(tmp_path / "store", **more).recovered().close()
 

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from kvstore.cli.reasons import TEXTS
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.connector.config import ConnectorConfig
-from kvstore.connector.media import why_left_out
+from kvstore.connector.prompts import why_left_out
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.engine.why.reasons import reason_of
 from kvstore.wire import messages as m

@@ -1,0 +1,155 @@
+"""Routers' requests to bring blocks to dram ahead of time: who may ask, how often, how much.
+
+    router ──Prepare──▶ certificate? ─▶ place? ─▶ message ─▶ rate? ─▶ PrepareBlocks ──▶ engine
+    router ◀──PrepareReply──────────────────────────────────────── BlocksPrepared ◀─┘
+
+A caller is a client of the cluster by its certificate; nodes and indexes are refused, and a client
+is served nothing else here. Calls are judged before their message is read. One caller has CALLS_MAX
+calls at a time and KEYS_PER_S keys; any further call is refused with one sentence.
+
+Does not cover: what is brought, and for whom (`engine.sessions.prepares`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+import grpc
+
+from kvstore.engine.events import BlocksPrepared, PrepareBlocks
+from kvstore.errors import ProtocolError
+from kvstore.net.calls import Context, RefusedCall, only_message
+from kvstore.net.tls import peer_identities
+from kvstore.proto import loans, peer_pb2 as pb
+from kvstore.types import KEY_BYTES
+from kvstore.units import NS_PER_S
+
+CALLS_MAX: Final = 16
+"""Calls of one caller at a time."""
+CALLERS_MAX: Final = 64
+KEYS_PER_S: Final = 65_536
+"""Keys of one caller; a look at a key takes about a microsecond of the node's loop."""
+READ_TIMEOUT_S: Final = 1.0
+ANSWER_TIMEOUT_S: Final = 1.0
+_EXHAUSTED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class _Caller:
+    """Calls under way, and keys that are left at a time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.keys = float(KEYS_PER_S)
+        self.at_ns = 0
+
+    def take(self, count: int, now_ns: int) -> bool:
+        """Whether there is room for so many keys, which are taken then."""
+        more = (now_ns - self.at_ns) / NS_PER_S * KEYS_PER_S
+        self.keys, self.at_ns = min(KEYS_PER_S, self.keys + more), now_ns
+        if count > self.keys:
+            return False
+        self.keys -= count
+        return True
+
+
+class Preparer:
+    """Serves `Ahead`. On the asyncio loop."""
+
+    def __init__(
+        self,
+        post: Callable[[PrepareBlocks], None],
+        *,
+        now_ns: Callable[[], int],
+        demands_certificates: bool,
+    ) -> None:
+        self._post, self._now_ns = post, now_ns
+        self._demands_certificates = demands_certificates
+        self._callers: OrderedDict[str, _Caller] = OrderedDict()
+        self._asks = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[BlocksPrepared]] = {}
+        self.refused_count = 0
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """On the wire a single message is a stream of one: the caller is judged before it."""
+        service = pb.DESCRIPTOR.services_by_name["Ahead"]
+        method = grpc.stream_unary_rpc_method_handler(
+            self.prepare,
+            request_deserializer=pb.PrepareRequest.FromString,
+            response_serializer=pb.PrepareReply.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(service.full_name, {"Prepare": method})
+
+    async def prepare(
+        self, _messages: AsyncIterator[pb.PrepareRequest], context: Context
+    ) -> pb.PrepareReply:
+        """One call."""
+        try:
+            name = self._name_of(context)
+            caller = self._caller(name)
+            caller.calls += 1
+            try:
+                said = await self._answer(name, caller, context)
+            finally:
+                caller.calls -= 1
+        except RefusedCall as error:
+            self.refused_count += 1
+            await context.abort(error.code, str(error))
+        return pb.PrepareReply(
+            dram=said.dram, reading=said.reading, sought=said.sought, refused=said.refused
+        )
+
+    def _name_of(self, context: Context) -> str:
+        """Raises RefusedCall: it is no client."""
+        if not self._demands_certificates:
+            return str(context.peer())
+        found = sorted(peer_identities(context.auth_context()))
+        name = next((str(each) for each in found if each.role == "client"), "")
+        if not name:
+            text = "only clients of the cluster, such as routers, prepare blocks"
+            raise RefusedCall(grpc.StatusCode.PERMISSION_DENIED, text)
+        return name
+
+    def _caller(self, name: str) -> _Caller:
+        """Raises RefusedCall: there is no place for its call."""
+        caller = self._callers.pop(name, None) or _Caller()
+        self._callers[name] = caller
+        if len(self._callers) > CALLERS_MAX:
+            idle = next((key for key, each in self._callers.items() if not each.calls), name)
+            del self._callers[idle]
+            if idle == name and len(self._callers) >= CALLERS_MAX:
+                raise RefusedCall(_EXHAUSTED, "too many callers prepare blocks here")
+        if caller.calls >= CALLS_MAX:
+            raise RefusedCall(_EXHAUSTED, f"{name} has {CALLS_MAX} calls open here already")
+        return caller
+
+    async def _answer(self, name: str, caller: _Caller, context: Context) -> BlocksPrepared:
+        """Raises RefusedCall."""
+        request = await only_message(context, asyncio.timeout(READ_TIMEOUT_S))
+        try:
+            loans.check_prepare(request)
+        except ProtocolError as error:
+            raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+        if not caller.take(len(request.keys) // KEY_BYTES, self._now_ns()):
+            raise RefusedCall(_EXHAUSTED, f"{name} prepares more than {KEYS_PER_S} blocks a second")
+        ask = next(self._asks)
+        answered: asyncio.Future[BlocksPrepared] = asyncio.get_running_loop().create_future()
+        self._waiting[ask] = answered
+        self._post(PrepareBlocks(ask, request.tenant, request.space, request.engine, request.keys))
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await answered
+        except TimeoutError:
+            text = "the node is busy"
+            raise RefusedCall(grpc.StatusCode.DEADLINE_EXCEEDED, text) from None
+        finally:
+            del self._waiting[ask]
+
+    def prepared(self, command: BlocksPrepared) -> None:
+        """The engine's answer."""
+        answered = self._waiting.get(command.ask)
+        if answered is not None and not answered.done():
+            answered.set_result(command)

@@ -1,0 +1,200 @@
+"""Preparations at nodes: what the core wants brought to dram ahead of time, said over gRPC.
+
+    core: Prepare ─▶ worker ─▶ its node ─ address by the index ─▶ kvstore.peer.v2.Ahead/Prepare
+    core ◀─ PrepareAnswered ◀─ counts, or why not, within DEADLINE_S
+
+Nothing waits for a call. A node that fails or is silent gets none for a while (a breaker each); one
+has CALLS_MAX at a time. A call names tenant, space and keys (hashes of the prompt's tokens), no
+text and no token. Addresses come from the index, and the node proves its name by its certificate.
+
+Does not cover: what is prepared, and how much (`kvstore.routing.ahead`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+import grpc
+
+from kvstore.breaker import Breaker
+from kvstore.client.index import channel_options
+from kvstore.client.reasons import plain_reason
+from kvstore.client.tls import Identity, Tls
+from kvstore.proto import peer_pb2 as pb
+from kvstore.proto.peer_pb2_grpc import AheadStub
+from kvstore.router.engines.workers import Worker, Workers
+from kvstore.router.keys.index_calls import IndexCalls
+from kvstore.router.keys.spaces import Spaces
+from kvstore.routing.events import Prepare, PrepareAnswered
+
+DEADLINE_S: Final = 1.0
+CALLS_MAX: Final = 8
+PLACES_MAX: Final = 4
+"""Spaces of one worker."""
+FAILURES_MAX: Final = 3
+COOLDOWN_MS: Final = 2000
+KEEPALIVE_MS: Final = 10_000
+"""Nodes hang up on pings that come more than twice as often."""
+_FULL: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+_log = logging.getLogger(__name__)
+
+
+class _NodeChannel:
+    """A node and the channel to it."""
+
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        self.address, self.channel = address, channel
+        self.stub = AheadStub(channel)
+        self.breaker = Breaker(failures_max=FAILURES_MAX, cooldown_ms=COOLDOWN_MS)
+        self.calls = 0
+        self.trouble = ""
+        """Why it gets no calls; empty: it does."""
+
+
+class Preparations:
+    """On the router's loop."""
+
+    def __init__(
+        self,
+        tls: Tls | None,
+        *,
+        workers: Workers,
+        index: IndexCalls,
+        spaces: Spaces,
+        answered: Callable[[PrepareAnswered], None],
+    ) -> None:
+        self._credentials = tls.channel_credentials() if tls is not None else None
+        self._workers, self._index, self._spaces = workers, index, spaces
+        self._answered = answered
+        self._nodes: dict[str, _NodeChannel] = {}
+        self._calls = set[asyncio.Task[None]]()
+        self.counts = Counter[tuple[str, str]]()
+        """Preparations by reason and result."""
+        self.blocks = Counter[tuple[str, str]]()
+        """Blocks that were begun, by reason and where they come from."""
+
+    @property
+    def trouble(self) -> str:
+        """Nodes that get no calls, in one sentence; empty: all do."""
+        return "; ".join(
+            f"nothing is brought ahead at node {name}: {node.trouble}"
+            for name, node in sorted(self._nodes.items())
+            if node.trouble
+        )
+
+    def begin(self, command: Prepare) -> None:
+        """Say it to the worker's node; the core gets its answer later, in any case."""
+        task = asyncio.get_running_loop().create_task(self._carry_out(command))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _carry_out(self, command: Prepare) -> None:
+        said = pb.PrepareReply(refused="the router ends")
+        result = "failed"
+        try:
+            result, said = await self._say(command)
+        finally:
+            reason = command.reason.value
+            self.counts[reason, result] += 1
+            self.blocks[reason, "file"] += said.reading
+            self.blocks[reason, "node"] += said.sought
+            answer = PrepareAnswered(
+                command.number, said.dram, said.reading, said.sought, said.refused
+            )
+            self._answered(answer)
+
+    async def _say(self, command: Prepare) -> tuple[str, pb.PrepareReply]:
+        worker = self._workers.get(command.worker)
+        if worker is None:
+            return "failed", pb.PrepareReply(refused="the worker has left")
+        node = self._node(worker.address.node)
+        if node is None:
+            return "failed", pb.PrepareReply(refused="the index has no address of its node")
+        if node.calls >= CALLS_MAX:
+            return "failed", pb.PrepareReply(refused="its node has not answered others yet")
+        if not node.breaker.allows(time.monotonic_ns()):
+            return "failed", pb.PrepareReply(refused=node.trouble)
+        node.calls += 1
+        try:
+            said = await self._call(worker, node, command.keys)
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            why = _why(error)
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is _FULL:
+                node.breaker.unused()
+            elif node.breaker.failed(time.monotonic_ns()):
+                node.trouble = why
+                _log.warning("nothing is brought ahead at node %s: %s", worker.address.node, why)
+            return "failed", pb.PrepareReply(refused=why)
+        except asyncio.CancelledError:
+            node.breaker.unused()
+            raise
+        finally:
+            node.calls -= 1
+        if node.breaker.succeeded():
+            node.trouble = ""
+        return _result(said), said
+
+    async def _call(self, worker: Worker, node: _NodeChannel, keys: bytes) -> pb.PrepareReply:
+        """Raises AioRpcError, TimeoutError."""
+        whole = pb.PrepareReply(refused="its space is not known")
+        async with asyncio.timeout(DEADLINE_S):
+            for tenant, space in self._spaces.of(worker)[:PLACES_MAX]:
+                engine = worker.address.engine
+                request = pb.PrepareRequest(tenant=tenant, space=space, engine=engine, keys=keys)
+                said = await node.stub.Prepare(request, timeout=2 * DEADLINE_S)
+                if whole.refused or said.dram + said.reading + said.sought:
+                    whole = said
+        return whole
+
+    def _node(self, name: str) -> _NodeChannel | None:
+        """The node at its address of now; None: the index has none."""
+        for gone in [each for each in self._nodes if each not in self._index.addresses]:
+            self._forget(gone)
+        address = self._index.addresses.get(name, "")
+        if name in self._nodes and self._nodes[name].address != address:
+            self._forget(name)
+        if not address:
+            return None
+        if name not in self._nodes:
+            options = dict(channel_options(str(Identity("node", name))))
+            more = list({**options, "grpc.keepalive_time_ms": KEEPALIVE_MS}.items())
+            self._nodes[name] = _NodeChannel(
+                address,
+                grpc.aio.insecure_channel(address, more)
+                if self._credentials is None
+                else grpc.aio.secure_channel(address, self._credentials, more),
+            )
+        return self._nodes[name]
+
+    def _forget(self, name: str) -> None:
+        closing = asyncio.get_running_loop().create_task(self._nodes.pop(name).channel.close())
+        self._calls.add(closing)
+        closing.add_done_callback(self._calls.discard)
+
+    async def close(self) -> None:
+        """End all calls."""
+        for task in self._calls:
+            task.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        for node in self._nodes.values():
+            await node.channel.close()
+
+
+def _result(said: pb.PrepareReply) -> str:
+    if said.refused:
+        return "refused"
+    return "begun" if said.reading + said.sought else "there" if said.dram else "nothing"
+
+
+def _why(error: grpc.aio.AioRpcError | TimeoutError) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return "it is of a version without preparations"
+    return plain_reason(error.details())

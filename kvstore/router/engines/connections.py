@@ -1,0 +1,295 @@
+"""HTTP/1.1 to engines: connections that are kept, and answers as they come, without a task a piece.
+
+    idle ─▶ ask(head + body) ─▶ listener.heard(piece, …) … heard(…, is_over=True) ─▶ idle
+                                         └─▶ listener.broke(why)      abort ─▶ closed, engine aborts
+
+Chunks of one read are joined into one call, and the end of the answer comes with the last of them.
+An answer is bounded by who listens: `pause` holds the engine back, heads have HEAD_BYTES_MAX.
+
+Covers: bytes to and from one engine. Does not cover: time limits and retries (`front.attempt`),
+requests that are not a client's (aiohttp, by `probes` and others).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import ssl
+from http import HTTPStatus
+from typing import Final, Protocol, cast
+
+import httptools
+from yarl import URL
+
+KEEPALIVE_S: Final = 3.0
+"""Less than the 5 s after which engines close idle connections."""
+HEAD_BYTES_MAX: Final = 64 << 10
+JOINED_BYTES_MAX: Final = 64 << 10
+"""Shorter requests are one write, with their head."""
+_INFORMATIONAL: Final = 200
+_LENGTH_CHARACTERS: Final = len("content-length")
+
+
+class NoConnection(Exception):
+    """The engine cannot be reached; says why in one clause."""
+
+
+class AnswerTaker(Protocol):
+    """An answer goes here, on the loop, in order."""
+
+    def heard(self, piece: bytes, *, is_over: bool) -> None:
+        """Bytes of the body; the first call follows the head. `is_over`: these are the last."""
+
+    def broke(self, why: str) -> None:
+        """The connection has ended before the answer. Nothing follows."""
+
+
+class EngineConnection(asyncio.Protocol):
+    """One connection; one request at a time. `status`, `headers` and `length` are those of the
+    answer, from the first `heard` on."""
+
+    def __init__(self, place: _Place) -> None:
+        self._place = place
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._listener: AnswerTaker | None = None
+        self._pieces: list[bytes] = []
+        self._head_bytes = 0
+        self._is_headed = self._is_over = self._is_kept = self._is_paused = False
+        self.idle_since_s = 0.0
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.length: int | None = None
+        """None: not said before."""
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether no request gets an answer here any more."""
+        return self._transport is None or self._transport.is_closing()
+
+    def ask(self, head: bytes, body: bytes, listener: AnswerTaker) -> None:
+        """Send a request; its answer goes to the listener."""
+        self._listener = listener
+        self._is_headed = self._is_over = False
+        self._head_bytes = 0
+        self.headers = []
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            self._listener = None
+            listener.broke("the engine has closed the connection")
+        elif len(body) <= JOINED_BYTES_MAX:
+            transport.write(head + body)
+        else:
+            transport.writelines((head, body))
+
+    def pause(self) -> None:
+        """Read no more for now."""
+        if self._transport is not None and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        if self._is_paused:
+            self._is_paused = False
+            if self._transport is not None and not self._transport.is_closing():
+                self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once: an engine whose answer is not over aborts the request."""
+        self._listener = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ── asyncio.Protocol ─────────────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._place.forget(self)
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        if exc is None and self._is_headed and self._ends_with_connection:
+            listener.heard(b"", is_over=True)
+        else:
+            listener.broke(str(exc) if exc is not None else "the engine closed the connection")
+
+    def data_received(self, data: bytes) -> None:
+        if self._listener is None:  # an answer that nobody asked for
+            self.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+            if not self._is_headed:  # parts of a header are kept by the parser
+                self._count_head(len(data))
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            listener, self._listener = self._listener, None
+            self.abort()
+            listener.broke(f"no HTTP that fits: {error}"[:200])
+            return
+        if self._is_headed and (self._pieces or self._is_over):
+            self._tell()
+
+    def _tell(self) -> None:
+        pieces, self._pieces = self._pieces, []
+        piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        listener, is_over = self._listener, self._is_over
+        assert listener is not None
+        if is_over:
+            self._listener = None
+            self.resume()
+            self._keep()
+        listener.heard(piece, is_over=is_over)
+
+    def _keep(self) -> None:
+        transport = self._transport
+        assert transport is not None
+        is_sent = not transport.get_write_buffer_size()  # it may answer before it has read
+        if self._is_kept and is_sent:
+            self._place.keep(self)
+        else:
+            transport.abort()
+
+    @property
+    def _ends_with_connection(self) -> bool:
+        return self.length is None and all(
+            name.lower() != b"transfer-encoding" for name, _ in self.headers
+        )
+
+    # ── callbacks of the parser ──────────────────────────────────────────────────────────────────
+
+    def on_message_begin(self) -> None:
+        if self._is_over:
+            raise httptools.HttpParserError("a second answer")
+
+    def _count_head(self, more: int) -> None:
+        self._head_bytes += more
+        if self._head_bytes > HEAD_BYTES_MAX:
+            raise httptools.HttpParserError("its head is too long")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value))
+        if self._is_headed:  # a trailer: it would change the head of an answer that came at once
+            return
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < _INFORMATIONAL:
+            return
+        self.status, self._is_headed = status, True
+        self.length = None
+        for name, value in self.headers:
+            if len(name) == _LENGTH_CHARACTERS and name.lower() == b"content-length":
+                self.length = int(value)
+        if status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED):
+            self.length = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._is_headed:
+            self._is_over, self._is_kept = True, self._parser.should_keep_alive()
+        else:
+            self.headers = []
+
+
+class EngineHttp:
+    """Connections to all engines. `context`: for those with https."""
+
+    def __init__(self, context: ssl.SSLContext | None) -> None:
+        self._context = context
+        self._places: dict[str, _Place] = {}
+
+    def place(self, url: URL) -> _Place:
+        """Connections to the engine at a URL."""
+        key = url.authority if url.scheme == "http" else str(url)
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = _Place(
+                url, self._context if url.scheme == "https" else None
+            )
+        return found
+
+    def close(self) -> None:
+        """Close what is idle."""
+        for place in self._places.values():
+            place.close()
+
+
+class _Place:
+    """One engine's address, and connections to it."""
+
+    def __init__(self, url: URL, context: ssl.SSLContext | None) -> None:
+        self._url, self._context = url, context
+        self.host = url.host_port_subcomponent or ""
+        """For the header of this name."""
+        self._idle: list[EngineConnection] = []
+        self._sweep: asyncio.TimerHandle | None = None
+
+    def idle(self) -> EngineConnection | None:
+        """The one that was used last."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.is_closing:
+                return connection
+        return None
+
+    async def connected(self) -> EngineConnection:
+        """A new connection. Raises NoConnection, TimeoutError."""
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(
+                lambda: EngineConnection(self),
+                self._url.host or "",
+                self._url.port or 0,
+                ssl=self._context,
+            )
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise NoConnection(why_no_connection(error)) from None
+        return connection
+
+    def keep(self, connection: EngineConnection) -> None:
+        """A connection is idle now."""
+        loop = asyncio.get_running_loop()
+        connection.idle_since_s = loop.time()
+        self._idle.append(connection)
+        if self._sweep is None:
+            self._sweep = loop.call_later(KEEPALIVE_S, self._close_old)
+
+    def forget(self, connection: EngineConnection) -> None:
+        """A connection is closed."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def _close_old(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._sweep = None
+        oldest_s = loop.time() - KEEPALIVE_S
+        # Those in front were not needed for longest.
+        while self._idle and self._idle[0].idle_since_s <= oldest_s:
+            self._idle.pop(0).abort()
+        if self._idle:
+            due_s = self._idle[0].idle_since_s + KEEPALIVE_S
+            self._sweep = loop.call_at(due_s, self._close_old)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().abort()
+        if self._sweep is not None:
+            self._sweep.cancel()
+
+
+def why_no_connection(error: OSError) -> str:
+    """One clause."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused: {error.verify_message or error}"[:200]
+    is_system = error.errno in errno.errorcode and not isinstance(error, ssl.SSLError)
+    return os.strerror(error.errno or 0).lower() if is_system else str(error)[:200]

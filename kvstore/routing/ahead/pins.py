@@ -1,0 +1,114 @@
+"""Clients' pins: prompts whose blocks are touched again and again, so that they leave last.
+
+    request with a pin ─▶ `take`: in effect, or why not ─▶ Routed.hints ─▶ the client's answer
+    every `touch_s` ─▶ `due` ─▶ Prepare at the worker that served it        until its time is over
+
+A pin is no lease: the least recently used leave first, and a pinned block is never that for long. A
+tenant has `pins_per_tenant`, all of them PINS_MAX together, of KEYS_MAX blocks each. A pin is of
+keys that this router made of the tenant's own prompt, its salt included: nothing that a client
+names pins blocks of others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import Final
+
+import msgspec
+
+from kvstore.routing.ahead.stays import session_name
+from kvstore.routing.events import HintAnswer
+from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.values import RouteRequest
+from kvstore.types import KEY_BYTES
+from kvstore.units import NS_PER_S
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX as KEYS_MAX
+
+PINS_MAX: Final = 1024
+DUE_MAX: Final = 8
+"""Pins touched at a time; the next tick goes on."""
+PinName = tuple[str, bytes]
+"""Tenant, and session or last key."""
+
+
+class Pin(msgspec.Struct):
+    """One in effect."""
+
+    name: PinName
+    worker: str
+    keys: bytes
+    request_id: str
+    until_ns: int
+    due_ns: int
+
+
+class PromptPins:
+    """See the module. In the order in which they are due."""
+
+    def __init__(self, policy: RoutingPolicy) -> None:
+        self.policy = policy
+        self._pins: OrderedDict[PinName, Pin] = OrderedDict()
+        self._of_tenant = Counter[str]()
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def take(
+        self, request: RouteRequest, worker: str, now_ns: int, *, has_index: bool
+    ) -> HintAnswer:
+        """A request that wants its prompt pinned goes to a worker."""
+        settings = self.policy.ahead
+        keys = request.keys[: KEYS_MAX * KEY_BYTES]
+        name = (request.tenant, session_name(request) or keys[-KEY_BYTES:])
+        is_new = name not in self._pins
+        if request.pin_s < 0:
+            return HintAnswer(refused="invalid")
+        if not settings.is_on:
+            return HintAnswer(refused="off")
+        if not keys or not has_index:
+            return HintAnswer(refused="no-keys")
+        if is_new and self._of_tenant[request.tenant] >= settings.pins_per_tenant:
+            return HintAnswer(refused="tenant-full")
+        if is_new and len(self._pins) >= PINS_MAX:
+            return HintAnswer(refused="full")
+        ttl_s = min(request.pin_s, settings.pin_s_max)
+        self._of_tenant[request.tenant] += is_new
+        due_ns = now_ns + int(settings.touch_s * NS_PER_S)
+        until_ns = now_ns + int(ttl_s * NS_PER_S)
+        self._pins[name] = Pin(name, worker, keys, request.request_id, until_ns, due_ns)
+        self._pins.move_to_end(name)
+        tokens = len(keys) // KEY_BYTES * request.block_tokens
+        return HintAnswer(pinned_s=ttl_s, pinned_tokens=tokens)
+
+    def due(self, now_ns: int) -> list[Pin]:
+        """Those to be touched now; those whose time is over are dropped."""
+        found: list[Pin] = []
+        for pin in list(self._pins.values())[:DUE_MAX] if self._pins else ():
+            if pin.due_ns > now_ns:
+                break
+            if pin.until_ns <= now_ns:
+                self.drop(pin)
+                continue
+            pin.due_ns = now_ns + int(self.policy.ahead.touch_s * NS_PER_S)
+            self._pins.move_to_end(pin.name)
+            found.append(pin)
+        return found
+
+    def drop(self, pin: Pin) -> None:
+        """End a pin; no error if it has ended."""
+        if self._pins.pop(pin.name, None) is not None:
+            self._of_tenant[pin.name[0]] -= 1
+            if not self._of_tenant[pin.name[0]]:
+                del self._of_tenant[pin.name[0]]
+
+    def end_session(self, request: RouteRequest) -> None:
+        """Drop the pin of a session."""
+        pin = self._pins.get((request.tenant, session_name(request)))
+        if pin is not None:
+            self.drop(pin)
+
+    def check(self) -> None:
+        """Raises AssertionError if a bound is broken."""
+        assert len(self._pins) <= PINS_MAX
+        assert self._of_tenant == Counter(tenant for tenant, _ in self._pins)
+        assert all(len(pin.keys) <= KEYS_MAX * KEY_BYTES for pin in self._pins.values())

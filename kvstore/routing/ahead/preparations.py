@@ -1,0 +1,290 @@
+"""Ahead of time: blocks that a node brings to dram before its engine asks for them.
+
+    WAITS   a request is held: its likely worker's node has the prefix on disk, or another node does
+    HOT     many requests begin with it, and all that hold it are saturated: one node more
+    PINNED  a client wants it kept: its node is asked again, before the blocks leave (`pins`)
+
+Rules. 1: nothing waits for a preparation, and nothing follows from one that fails. 2: everything is
+bounded: `open_max` without an answer; KEYS_MAX keys each, PARTS_MAX for a request, which gets them
+once; `copies_max` copies at a time and `copy_bytes_per_s` in the mean; HEAT_MAX prefixes are
+counted. 3: each Prepare is answered by one PrepareAnswered.
+
+Does not cover: what a node does with it (`kvstore.engine.sessions.prepares`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.routing.ahead.pins import PromptPins
+from kvstore.routing.events import HintAnswer, Prepare, PrepareAnswered, PrepareReason
+from kvstore.routing.features import FeatureColumn, load_columns
+from kvstore.routing.fleet import Fleet, WorkerState
+from kvstore.routing.placing import OpenRequest
+from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.receipts import Preparation
+from kvstore.routing.values import PrefixAnswer, PrefixMatch, WorkerHealth, WorkerSpec
+from kvstore.types import KEY_BYTES
+from kvstore.units import NS_PER_S
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX as KEYS_MAX
+
+PARTS_MAX: Final = 4
+"""Preparations of one request, one behind the other."""
+HEAT_MAX: Final = 4096
+LOOK_NS: Final = NS_PER_S
+"""A hot prefix is looked at again after this …"""
+REST_NS: Final = 10 * NS_PER_S
+"""… and after this, when it was copied: until the index shows the copy. A node that refused one
+rests for as long."""
+COPY_S_MIN: Final = 1.0
+
+
+class _Heat(msgspec.Struct):
+    """Requests for one prefix, decayed."""
+
+    count: float
+    at_ns: int
+    rest_ns: int = 0
+    """Not looked at until then."""
+
+
+class _OpenPrepare(msgspec.Struct, frozen=True):
+    """A preparation without an answer."""
+
+    command: Prepare
+    node: str
+
+
+class Ahead:
+    """See the module."""
+
+    def __init__(self, policy: RoutingPolicy, fleet: Fleet) -> None:
+        self.policy, self._fleet = policy, fleet
+        self.pins = PromptPins(policy)
+        self._numbers = itertools.count(1)
+        self._open: dict[int, _OpenPrepare] = {}
+        self._heat: OrderedDict[bytes, _Heat] = OrderedDict()
+        self._copies: list[int] = []
+        """When each is over, by the estimate."""
+        self._room_bytes = 0.0
+        self._room_ns = 0
+        self._rests: dict[str, int] = {}
+        """Node that refused a copy → until when it gets none."""
+
+    def adopt(self, policy: RoutingPolicy) -> None:
+        """Go on under another policy."""
+        self.policy = self.pins.policy = policy
+
+    # ── a request that waits ─────────────────────────────────────────────────────────────────────
+
+    def may_help(self, opened: OpenRequest) -> bool:
+        """Whether it is worth knowing where a held request is likely to go."""
+        return self.policy.ahead.is_on and opened.prefix is not None and not opened.is_prepared
+
+    def waits(self, opened: OpenRequest) -> list[Prepare]:
+        """A request is held: what its likely worker's node should bring."""
+        row = self._fleet.row_of.get(opened.likely_worker or "")
+        if row is None or not self.may_help(opened):
+            return []
+        opened.is_prepared = True
+        state, request = self._fleet.workers[row], opened.request
+        assert opened.prefix is not None
+        if not state.spec.node or state.is_red:
+            return []
+        near, begin, longest = _reach(opened.prefix, state.spec)
+        if (longest - near) * request.block_tokens < self.policy.ahead.tokens_min:
+            return []
+        keys = request.keys[begin * KEY_BYTES : longest * KEY_BYTES]
+        return self._prepare(request.request_id, state.spec, keys, PrepareReason.WAITS)
+
+    def _prepare(
+        self, request_id: str, spec: WorkerSpec, keys: bytes, reason: PrepareReason
+    ) -> list[Prepare]:
+        made = []
+        size = KEYS_MAX * KEY_BYTES
+        for at in range(0, min(len(keys), PARTS_MAX * size), size):
+            if len(self._open) >= self.policy.ahead.open_max:
+                break
+            part = keys[at : at + size]
+            command = Prepare(next(self._numbers), request_id, spec.worker, part, reason)
+            self._open[command.number] = _OpenPrepare(command, spec.node)
+            made.append(command)
+        return made
+
+    def prepared(self, event: PrepareAnswered, now_ns: int) -> tuple[str, Preparation]:
+        """A node answered, or did not: the request, and what its receipt says."""
+        asked = self._open.pop(event.number)
+        command = asked.command
+        if event.trouble and command.reason is PrepareReason.HOT:
+            self._rests = {node: at for node, at in self._rests.items() if at > now_ns}
+            self._rests[asked.node] = now_ns + REST_NS
+        return command.request_id, Preparation(
+            worker=command.worker,
+            reason=command.reason.value,
+            blocks=len(command.keys) // KEY_BYTES,
+            dram=event.dram,
+            reading=event.reading,
+            sought=event.sought,
+            trouble=event.trouble,
+        )
+
+    # ── pins ─────────────────────────────────────────────────────────────────────────────────────
+
+    def hints(self, opened: OpenRequest, worker: str, now_ns: int) -> HintAnswer | None:
+        """A request goes to a worker: the answer to its client's hints."""
+        request = opened.request
+        if not request.pin_s and not request.ends_session:
+            return None
+        answer = HintAnswer()
+        if request.pin_s:
+            has_index = opened.prefix is not None
+            answer = self.pins.take(request, worker, now_ns, has_index=has_index)
+        ends = request.ends_session and bool(request.session)
+        return msgspec.structs.replace(answer, ends_session=ends)
+
+    def due(self, now_ns: int) -> list[Prepare]:
+        """Pins whose blocks are to be touched again."""
+        made: list[Prepare] = []
+        for pin in self.pins.due(now_ns):
+            row = self._fleet.row_of.get(pin.worker)
+            if row is None:
+                self.pins.drop(pin)
+            elif self.policy.ahead.is_on:
+                spec = self._fleet.workers[row].spec
+                made += self._prepare(pin.request_id, spec, pin.keys, PrepareReason.PINNED)
+        return made
+
+    # ── a prefix that is hot ─────────────────────────────────────────────────────────────────────
+
+    def arrived(self, opened: OpenRequest, now_ns: int) -> list[Prepare]:
+        """Count a request; a copy of its prefix, when that is hot and its holders are saturated."""
+        prefix, request = opened.prefix, opened.request
+        if not self.policy.ahead.is_on or prefix is None or not prefix.matches:
+            return []
+        cached = max(map(_longest, prefix.matches))
+        found = self._hottest(request.keys, cached, request.block_tokens, now_ns)
+        if found is None or found[1].rest_ns > now_ns:
+            return []
+        blocks, heat = found
+        heat.rest_ns = now_ns + LOOK_NS
+        spec = self._target(opened, prefix, blocks, now_ns)
+        if spec is None or not self._may_copy(blocks * request.block_tokens, now_ns):
+            return []
+        heat.rest_ns = now_ns + REST_NS
+        keys = request.keys[: min(blocks, KEYS_MAX) * KEY_BYTES]
+        return self._prepare(request.request_id, spec, keys, PrepareReason.HOT)
+
+    def _hottest(
+        self, keys: bytes, cached: int, block_tokens: int, now_ns: int
+    ) -> tuple[int, _Heat] | None:
+        """Count leading runs of some lengths, as far as they are cached anywhere; the longest one
+        that is hot."""
+        settings, found = self.policy.ahead, None
+        least = -(-settings.tokens_min // block_tokens)
+        for blocks in _lengths(least, min(cached, len(keys) // KEY_BYTES)):
+            name = keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
+            heat = self._heat.get(name)
+            if heat is None:
+                heat = self._heat[name] = _Heat(0.0, now_ns)
+                if len(self._heat) > HEAT_MAX:
+                    self._heat.popitem(last=False)
+            self._heat.move_to_end(name)
+            age_s = (now_ns - heat.at_ns) / NS_PER_S
+            heat.count, heat.at_ns = 1 + heat.count * 0.5 ** (age_s / settings.hot_s), now_ns
+            if heat.count >= settings.hot_requests:
+                found = blocks, heat
+        return found
+
+    def _target(
+        self, opened: OpenRequest, prefix: PrefixAnswer, blocks: int, now_ns: int
+    ) -> WorkerSpec | None:
+        """The least loaded worker that could take requests for the prefix, had its node a copy;
+        None: a holder is not saturated, or nobody has room."""
+        pool, limits = opened.side.pool, self.policy.limits
+        crew = self._fleet.crew(pool, prefill=True)
+        if not crew.states or not self.policy.split.is_on:
+            crew = self._fleet.crew(pool, prefill=False)
+        columns = load_columns(self._fleet, crew, now_ns)
+        queue_s, memory = columns[FeatureColumn.QUEUE_S], columns[FeatureColumn.MEMORY]
+        nodes = {m.node for m in prefix.matches if _longest(m) >= blocks}
+        holds = np.array([state.spec.node in nodes for state in crew.states])
+        if not holds.any() or queue_s[holds].min() < limits.saturated_s:
+            return None
+        able = ~holds & (queue_s < limits.saturated_s) & (memory < limits.memory_ceiling)
+        able &= self._fit(crew.states, opened, now_ns)
+        if not able.any():
+            return None
+        place = int(np.where(able, queue_s, np.inf).argmin())
+        spec: WorkerSpec = crew.states[place].spec
+        return spec
+
+    def _fit(
+        self, states: Sequence[WorkerState], opened: OpenRequest, now_ns: int
+    ) -> npt.NDArray[np.bool_]:
+        model = opened.side.model
+        return np.array(
+            [
+                bool(state.spec.node)
+                and state.health is WorkerHealth.UP
+                and not state.is_red
+                and (not state.spec.models or model in state.spec.models)
+                and self._rests.get(state.spec.node, 0) <= now_ns
+                for state in states
+            ]
+        )
+
+    def _may_copy(self, tokens: int, now_ns: int) -> bool:
+        """Within the budget, which the copy is charged to."""
+        settings, costs = self.policy.ahead, self.policy.costs
+        self._copies = [end_ns for end_ns in self._copies if end_ns > now_ns]
+        more = (now_ns - self._room_ns) / NS_PER_S * settings.copy_bytes_per_s
+        self._room_bytes = min(settings.copy_bytes_per_s, self._room_bytes + more)
+        self._room_ns = now_ns
+        if self._room_bytes <= 0 or len(self._copies) >= settings.copies_max:
+            return False
+        size = tokens * costs.kv_bytes_per_token
+        self._room_bytes -= size  # below 0: the next one waits for so much longer
+        lasts_s = max(COPY_S_MIN, size / costs.network_bytes_per_s)
+        self._copies.append(now_ns + int(lasts_s * NS_PER_S))
+        return True
+
+    def check(self) -> None:
+        """Raises AssertionError if a bound is broken."""
+        assert len(self._heat) <= HEAT_MAX
+        assert len(self._open) <= self.policy.ahead.open_max
+        assert len(self._copies) <= self.policy.ahead.copies_max
+        self.pins.check()
+
+
+def _longest(match: PrefixMatch) -> int:
+    return max(match.hbm_blocks, match.dram_blocks, match.file_blocks)
+
+
+def _reach(prefix: PrefixAnswer, spec: WorkerSpec) -> tuple[int, int, int]:
+    """(blocks in the engine's memory or its node's dram, those in the engine's memory, the longest
+    run that its node has on disk or another node has)."""
+    hbm = dram = longest = 0
+    for match in prefix.matches:
+        if match.node != spec.node:
+            longest = max(longest, match.dram_blocks, match.file_blocks)
+        elif not match.engine:
+            dram, longest = match.dram_blocks, max(longest, match.file_blocks)
+        elif (match.engine, match.rank) == (spec.engine, spec.rank):
+            hbm = match.hbm_blocks
+    return max(hbm, dram), hbm, longest
+
+
+def _lengths(least: int, most: int) -> list[int]:
+    """Lengths of runs that are counted: 1, 1.5, 2, 3, 4, 6, … times the least."""
+    found, length = [], least
+    while length <= most:
+        found += [length, length + length // 2]
+        length *= 2
+    return [each for each in dict.fromkeys(found) if each <= most]

@@ -1,0 +1,309 @@
+"""Blocks that a router has a node bring to dram ahead of time: what comes, and who may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore.client.index import channel_options
+from kvstore.client.tls import Identity, Role, Tls, load
+from kvstore.peers.preparer import KEYS_PER_S
+from kvstore.proto import peer_pb2 as pb
+from kvstore.proto.peer_pb2_grpc import AheadStub, PeersStub
+from kvstore.router.ahead import DEADLINE_S, FAILURES_MAX, Preparations
+from kvstore.router.engines.workers import Worker, WorkerAddress, Workers
+from kvstore.routing.events import Prepare, PrepareAnswered, PrepareReason
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import make_keys
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
+from tests.integration.cluster.kit import (
+    ASK_S,
+    CONVERGES_S,
+    SPACE,
+    TENANT,
+    Site,
+    becomes,
+    matches,
+    member,
+)
+from tests.integration.node.conftest import eventually
+from tests.kit.peers import attached, metric
+
+pytestmark = pytest.mark.slow
+
+COUNT = 16
+FLOOD = 2 * KEYS_PER_S // KEYS_PER_DATAGRAM_MAX
+
+
+@dataclass
+class Two:
+    """Node n1 with an index and a disk, and n2; both lend and are prepared."""
+
+    site: Site
+    n1: NodeProcess
+    n2: NodeProcess
+    address: str
+
+    @contextlib.contextmanager
+    def channel(self, role: Role = "client", name: str = "router") -> Iterator[grpc.Channel]:
+        """To n1, as this component."""
+        files = self.site.lab.files(role, name)
+        credentials = grpc.ssl_channel_credentials(
+            files.ca.read_bytes(), files.key.read_bytes(), files.cert.read_bytes()
+        )
+        options: list[tuple[str, Any]] = channel_options(str(Identity("node", "n1")))
+        with grpc.secure_channel(self.address, credentials, options=options) as made:
+            yield made
+
+    def prepare(self, channel: grpc.Channel, keys: list[bytes], **more: Any) -> pb.PrepareReply:
+        request = pb.PrepareRequest(tenant=TENANT, space=SPACE, keys=b"".join(keys), **more)
+        call = AheadStub(channel).Prepare
+        reply: pb.PrepareReply = call(request, timeout=ASK_S, wait_for_ready=True)
+        return reply
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    directory = tmp_path_factory.mktemp("ahead")
+    site = Site(directory)
+    peers = ("--peer-listen", "127.0.0.1:0", "--transport", "tcp")
+    disk = ("--file", f"{directory}/disk:256MiB", "--index-listen", "127.0.0.1:0")
+    with contextlib.ExitStack() as stack:
+        n1 = site.node("n1", *peers, *disk, with_index=True, dram="16MiB")
+        stack.callback(n1.stop)
+        n2 = site.node("n2", *peers, "--index", n1.index)
+        stack.callback(n2.stop)
+        with site.client(n1.index) as client:
+            assert eventually(lambda: member(client, "n1") is not None, timeout_s=CONVERGES_S)
+            found = member(client, "n1")
+        assert found is not None
+        yield Two(site, n1, n2, found.address)
+
+
+def test_blocks_on_disk_are_in_dram_before_the_engine_asks(two: Two) -> None:
+    keys = make_keys(COUNT, seed="disk")
+    with (
+        attached(two.n1.socket) as engine,
+        two.site.client(two.n1.index) as client,
+        two.channel() as router,
+    ):
+        engine.store(keys)
+        engine.release(engine.lease_stored(keys))
+        number = 0
+
+        def is_on_disk_only() -> bool:
+            nonlocal number
+            number += 1
+            engine.store(make_keys(64, seed=f"filler {number}"))
+            found = matches(client, keys).get("n1")
+            return found is not None and (found.dram_blocks, found.file_blocks) == (0, COUNT)
+
+        assert eventually(is_on_disk_only, timeout_s=CONVERGES_S)
+        reply = two.prepare(router, keys)
+        assert (reply.dram, reply.reading, reply.sought, reply.refused) == (0, COUNT, 0, "")
+        assert becomes(client, keys, {"n1": COUNT})
+        answer = engine.ask(keys)
+        assert (len(answer.slots) // 4, answer.promoting) == (COUNT, 0)
+        assert engine.is_right(answer, keys)
+        engine.release(answer)
+        assert two.prepare(router, keys).dram == COUNT
+
+
+def test_blocks_of_another_node_are_here_before_the_engine_asks(two: Two) -> None:
+    keys = make_keys(COUNT, seed="far")
+    with (
+        attached(two.n1.socket) as here,
+        attached(two.n2.socket) as there,
+        two.site.client(two.n1.index) as client,
+        two.channel() as router,
+    ):
+        there.store(keys)
+        assert becomes(client, keys, {"n2": COUNT})
+        reply = two.prepare(router, keys, engine="engine")
+        assert (reply.dram, reply.reading, reply.sought, reply.refused) == (0, 0, COUNT, "")
+        assert becomes(client, keys, {"n1": COUNT, "n2": COUNT})
+        answer = here.ask(keys)
+        assert (len(answer.slots) // 4, answer.promoting) == (COUNT, 0)
+        assert here.is_right(answer, keys)
+        here.release(answer)
+
+
+def test_without_an_engine_of_the_space_it_is_said(two: Two) -> None:
+    with two.channel() as router:
+        assert "no engine of this space" in two.prepare(router, make_keys(1)).refused
+
+
+def status(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as refused:
+        call()
+    return refused.value.code(), refused.value.details() or ""
+
+
+@pytest.mark.parametrize(("role", "name"), [("node", "n2"), ("index", "i1")])
+def test_only_clients_prepare(two: Two, role: Role, name: str) -> None:
+    before = metric(two.n1, "kvstore_prepares_refused_total")
+    with two.channel(role, name) as channel:
+        code, text = status(lambda: two.prepare(channel, make_keys(1)))
+    assert code is grpc.StatusCode.PERMISSION_DENIED
+    assert text == "only clients of the cluster, such as routers, prepare blocks"
+    assert metric(two.n1, "kvstore_prepares_refused_total") == before + 1
+
+
+def test_a_router_is_lent_nothing(two: Two) -> None:
+    with two.channel() as channel:
+        words = iter([pb.Ask(hello=pb.Hello(node="router", incarnation=7))])
+        code, _ = status(lambda: next(PeersStub(channel).Session(words, timeout=ASK_S)))
+        assert code is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keys": bytes(32 * (KEYS_PER_DATAGRAM_MAX + 1))},
+        {"keys": b""},
+        {"keys": bytes(33)},
+        {"space": b"short"},
+        {"tenant": ""},
+        {"engine": "e" * 5000},
+    ],
+)
+def test_what_is_wrong_is_refused_with_one_sentence(two: Two, wrong: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"tenant": TENANT, "space": SPACE, "keys": bytes(32), **wrong}
+    with two.channel() as channel:
+        stub, request = AheadStub(channel), pb.PrepareRequest(**fields)
+        code, text = status(lambda: stub.Prepare(request, timeout=ASK_S, wait_for_ready=True))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert text
+    assert "\n" not in text
+
+
+def test_a_flood_is_refused_and_engines_are_served(two: Two) -> None:
+    keys = make_keys(KEYS_PER_DATAGRAM_MAX, seed="flood")
+    with attached(two.n1.socket) as engine, two.channel(name="flood") as channel:
+        stub = AheadStub(channel)
+        request = pb.PrepareRequest(tenant=TENANT, space=SPACE, keys=b"".join(keys))
+        begin_s = time.monotonic()
+        calls = [
+            stub.Prepare.future(request, timeout=60, wait_for_ready=True) for _ in range(FLOOD)
+        ]
+        own = make_keys(4, seed="own")
+        engine.store(own)
+        engine.release(engine.lease_stored(own))
+        codes = [call.code() for call in calls]
+        took_s = time.monotonic() - begin_s
+        # Streams that come before the server's limit is known, gRPC itself refuses.
+        refused = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE
+        assert {*codes} <= {grpc.StatusCode.OK, *refused}
+        # A second's worth at once, and what a slow machine's flood may have meanwhile.
+        assert codes.count(grpc.StatusCode.OK) * len(keys) <= KEYS_PER_S * (1 + took_s), codes
+        with two.channel() as router:
+            assert not two.prepare(router, own).refused, "another caller has its own part"
+    assert metric(two.n1, "kvstore_loop_failures_total") == 0
+
+
+def test_a_caller_that_says_nothing_is_hung_up_on(two: Two) -> None:
+    with two.channel() as channel:
+        method = "/kvstore.peer.v2.Ahead/Prepare"
+        silent: Any = channel.stream_unary(method, None, pb.PrepareReply.FromString)
+        is_over = threading.Event()
+        silence = iter(is_over.wait, True)
+        code, _ = status(lambda: silent(silence, timeout=60, wait_for_ready=True))
+        is_over.set()
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+# ── the router's end ─────────────────────────────────────────────────────────────────────────────
+
+
+class Listing:
+    """What an index lists: n1's space, and places of nodes."""
+
+    def __init__(self, **addresses: str) -> None:
+        self.addresses = addresses
+
+    def of(self, _worker: Worker) -> list[tuple[str, bytes]]:
+        return [(TENANT, SPACE)]
+
+
+async def say(
+    tls: Tls | None, listing: Any, commands: list[Prepare]
+) -> tuple[list[PrepareAnswered], str]:
+    """The answers that a router's core gets, and the trouble that its page shows."""
+    found = asyncio.Queue[PrepareAnswered]()
+    workers = Workers(lambda _: None)
+    workers.replace([WorkerAddress(name="w", url="http://127.0.0.1:1", node="n1")])
+    calls = Preparations(
+        tls, workers=workers, index=listing, spaces=listing, answered=found.put_nowait
+    )
+    answers = []
+    for command in commands:
+        calls.begin(command)
+        answers.append(await asyncio.wait_for(found.get(), 30))
+    trouble = calls.trouble
+    await calls.close()
+    return answers, trouble
+
+
+def commands(count: int, keys: list[bytes]) -> list[Prepare]:
+    return [Prepare(n, "r", "w", b"".join(keys), PrepareReason.WAITS) for n in range(count)]
+
+
+def test_a_router_shows_its_certificate_and_is_answered(two: Two) -> None:
+    keys = make_keys(COUNT, seed="tls")
+    tls = load(two.site.lab.files("client", "router"))
+    with attached(two.n1.socket) as engine:
+        engine.store(keys)
+        engine.release(engine.lease_stored(keys))
+        saying = say(tls, Listing(n1=two.address), commands(1, keys))
+        [answer], trouble = asyncio.run(saying)
+    assert (answer.dram, answer.trouble, trouble) == (COUNT, "", "")
+
+
+def test_a_node_under_the_name_of_another_is_not_told(two: Two) -> None:
+    """The index may lie about addresses: that of n1 is n2's."""
+    tls = load(two.site.lab.files("client", "router"))
+    with two.site.client(two.n1.index) as client:
+        found = member(client, "n2")
+    assert found is not None
+    saying = say(tls, Listing(n1=found.address), commands(4, make_keys(1)))
+    answers, trouble = asyncio.run(saying)
+    assert all(answer.trouble for answer in answers)
+    assert "nothing is brought ahead at node n1" in trouble
+    assert metric(two.n2, "kvstore_prepares_total") == 0
+
+
+def test_a_node_that_is_silent_costs_three_deadlines_and_then_nothing() -> None:
+    heard: list[object] = []
+
+    async def hear(request: object, _context: object) -> None:
+        heard.append(request)
+        await asyncio.Event().wait()
+
+    async def saying() -> None:
+        server = grpc.aio.server()
+        method: Any = grpc.unary_unary_rpc_method_handler(hear)
+        service = pb.DESCRIPTOR.services_by_name["Ahead"].full_name
+        handler = grpc.method_handlers_generic_handler(service, {"Prepare": method})
+        server.add_generic_rpc_handlers((handler,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        begin_s = time.monotonic()
+        answers, trouble = await say(
+            None, Listing(n1=f"127.0.0.1:{port}"), commands(20, make_keys(1))
+        )
+        assert DEADLINE_S * FAILURES_MAX <= time.monotonic() - begin_s < DEADLINE_S * 6
+        assert len(answers) == 20
+        assert all(answer.trouble for answer in answers)
+        assert trouble == "nothing is brought ahead at node n1: no answer in time"
+        await server.stop(0)
+
+    asyncio.run(saying())
+    assert len(heard) == FAILURES_MAX

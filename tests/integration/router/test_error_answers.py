@@ -1,0 +1,176 @@
+"""Answers that are no success: their headers, texts and receipts; bodies that name no model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvstore.cli.route import route
+from kvstore.routing.core import RouterCore
+from kvstore.routing.policy import parse
+from tests.integration.router.test_proxy import until
+from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.scripted_worker import ScriptedWorker
+
+SLOW = {"costs": {"prefill_tokens_per_s": 1000}, "models": {"m": {"pools": [{"pool": "default"}]}}}
+LONG = ASK | {"prompt": "hello " * 4000}
+INLINE = {"X-Kvstore-Class": "inline", "X-Request-Id": "mine"}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedWorker]:
+    with ScriptedWorker.start(tmp_path_factory.mktemp("engine"), "a") as worker:
+        yield worker
+
+
+@pytest.fixture
+def worker(engine: ScriptedWorker) -> ScriptedWorker:
+    engine.script("ok")
+    return engine
+
+
+def core_of(policy: dict[str, Any]) -> RouterCore:
+    return RouterCore(parse(policy), seed=1)
+
+
+def message(body: bytes) -> str:
+    return str(json.loads(body)["error"]["message"])
+
+
+def receipts(log: Path, count: int) -> list[dict[str, Any]]:
+    until(lambda: log.exists() and log.read_bytes().count(b"\n") == count)
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_a_request_whose_objective_cannot_be_met(worker: ScriptedWorker, tmp_path: Path) -> None:
+    """The text has both times, the receipt the reason; a dry run says the same beforehand."""
+    log, body = tmp_path / "receipts", tmp_path / "body.json"
+    body.write_text(json.dumps(LONG))
+    with RouterThread(
+        [worker.flag], core=core_of(SLOW | {"default_class": "inline"}), receipts=str(log)
+    ) as router:
+        until(lambda: router.ask()[0] == 200)
+        url = f"http://127.0.0.1:{router.port}"
+        dry = CliRunner().invoke(route, ["explain", "--dry-run", str(body), "--router", url])
+        assert dry.exit_code == 0
+        assert dry.stdout.splitlines()[0].endswith(": rejected")
+        assert "rejected: rejected-objective" in dry.stdout.splitlines()
+        status, headers, answer = router.ask(LONG, headers=INLINE)
+        assert (status, headers["x-kvstore-dropped-reason"]) == (429, "rejected-objective")
+        assert int(headers["retry-after"]) >= 1
+        predicted_ms, objective_ms = map(int, re.findall(r"\d+", message(answer)))
+        assert message(answer) == (
+            f"the predicted TTFT of {predicted_ms} ms is above the class's objective of"
+            f" {objective_ms} ms"
+        )
+        assert predicted_ms > objective_ms == 1e3 * parse(SLOW).classes["inline"].ttft_s
+        assert f"predicted {predicted_ms}." in dry.stdout
+        assert f"objective {objective_ms}.0 ms" in dry.stdout
+        assert headers["x-request-id"].startswith("mine-")
+        assert "x-kvstore-worker" not in headers
+        until(lambda: log.exists() and headers["x-request-id"] in log.read_text())
+    lines = log.read_text().splitlines()
+    *routed, receipt = [json.loads(line) for line in lines]
+    assert receipt["request_id"] == headers["x-request-id"]
+    assert receipt["outcome"]["rejected"] == "rejected-objective"
+    shown = CliRunner().invoke(route, ["explain", "mine", "--receipts", str(log)]).stdout
+    assert f"request {receipt['request_id']}: rejected" in shown
+    assert "rejected: rejected-objective" in shown
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("policy: round-robin\n")
+    again = ["replay", "--receipts", str(log), "--policy", str(policy), "--json"]
+    told = json.loads(CliRunner().invoke(route, again).stdout)
+    assert told["requests"] == sum(bool(each["chosen"]) for each in routed) > 0
+
+
+def test_no_ready_worker_leaves_a_receipt_with_the_reason_at_each(
+    worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    log = tmp_path / "receipts"
+    worker.script("sick")
+    with RouterThread([worker.flag], core=core_of({}), receipts=str(log)) as router:
+        until(lambda: router.router.workers["a"].state == "down")
+        status, headers, _ = router.ask()
+        [receipt] = receipts(log, 1)
+    assert (status, receipt["request_id"]) == (503, headers["x-request-id"])
+    assert receipt["outcome"]["rejected"] == headers["x-kvstore-dropped-reason"]
+    assert receipt["filtered"] == {"a": "down"}
+
+
+def test_an_error_of_an_engine_that_is_passed_on_names_it_and_the_request(
+    worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    log = tmp_path / "receipts"
+    worker.script("fail")
+    with RouterThread([worker.flag], core=core_of({}), receipts=str(log)) as router:
+        status, headers, body = router.ask()
+        [receipt] = receipts(log, 1)
+    assert (status, json.loads(body)) == (500, {"error": "scripted"})
+    assert headers["x-kvstore-worker"] == receipt["chosen"] == "a"
+    assert headers["x-request-id"] == receipt["request_id"]
+    assert receipt["outcome"]["rejected"] == "rejected-attempts"
+
+
+def test_a_failed_request_names_the_worker_that_was_tried_last(tmp_path: Path) -> None:
+    with ScriptedWorker.start(tmp_path, "gone") as gone:
+        flag = gone.flag
+    with RouterThread([flag]) as router:
+        status, headers, _ = router.ask()
+    assert (status, headers["x-kvstore-worker"]) == (502, "gone")
+    assert headers["x-request-id"].startswith("req-")
+
+
+@pytest.mark.parametrize(
+    ("expected", "asked"),
+    [
+        (404, {"body": ASK | {"model": "other"}}),
+        (400, {"body": b"no json"}),
+        (401, {"headers": {"Authorization": "Bearer key-of-nobody-00001"}}),
+        (405, {"method": "GET"}),
+        (413, {"body": b"x" * 2000}),
+    ],
+)
+def test_every_error_has_an_id_of_its_own(
+    worker: ScriptedWorker, tmp_path: Path, expected: int, asked: dict[str, Any]
+) -> None:
+    keys, log = tmp_path / "keys.yaml", tmp_path / "receipts"
+    keys.write_text("team: key-of-team-0000001\n")
+    own = {"Authorization": "Bearer key-of-team-0000001", "X-Request-Id": "mine"}
+    given: dict[str, Any] = asked | {"headers": own | asked.get("headers", {})}
+    with RouterThread(
+        [worker.flag],
+        core=core_of({"models": {"m": {}}}),
+        api_keys=str(keys),
+        receipts=str(log),
+        body_max="1KiB",
+    ) as router:
+        answers = [router.ask(**given) for _ in range(2)]
+    assert {status for status, _, _ in answers} == {expected}
+    ids = {headers["x-request-id"] for _, headers, _ in answers}
+    assert len(ids) == 2
+    assert all(each.startswith("mine-") for each in ids)
+    assert not log.exists(), "no decision was made"
+
+
+def test_a_body_without_a_model_goes_to_the_only_one_as_it_is(worker: ScriptedWorker) -> None:
+    with RouterThread([worker.flag], core=core_of({})) as router:
+        until(lambda: router.router.workers["a"].models == ("m",))
+        body = b'{ "prompt":"h\\u0065llo",  "x": 1e2}'
+        status, headers, _ = router.ask(body)
+        assert (status, headers["x-kvstore-worker"]) == (200, "a")
+        assert worker.seen()["body"].encode() == body, "byte for byte"
+
+
+def test_a_body_without_a_model_is_400_where_there_are_several(worker: ScriptedWorker) -> None:
+    worker.script("ok", models=["b", "a"])
+    with RouterThread([worker.flag], core=core_of({})) as router:
+        until(lambda: router.router.workers["a"].models == ("a", "b"))
+        status, headers, body = router.ask({"prompt": "hello"})
+    assert (status, message(body)) == (400, "the body names no model; there are a, b")
+    assert headers["x-kvstore-dropped-reason"] == "rejected-model-missing"

@@ -1,0 +1,207 @@
+"""Races in front of scripted engines: one answer, whole, and nothing left of the other attempt."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import pytest
+
+from kvstore.router.front.bodies import peek
+from kvstore.router.front.intake import can_race
+from kvstore.router.pages import _families
+from kvstore.routing.core import RouterCore
+from kvstore.routing.policy import PolicyChoice, PolicyLearning, PolicyRaces, RoutingPolicy
+from kvstore.routing.values import WorkerHealth
+from tests.integration.router.test_proxy import until
+from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.scripted_worker import ScriptedWorker
+
+AFTER_S = 0.2
+BODY = ASK | {"stream": True}
+Engines = dict[str, ScriptedWorker]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    directory = tmp_path_factory.mktemp("engines")
+    with ExitStack() as stack:
+        yield {n: stack.enter_context(ScriptedWorker.start(directory, n)) for n in "ab"}
+
+
+@pytest.fixture
+def engines(started: Engines) -> Engines:
+    for name, each in started.items():
+        each.script("ok", mark=name)
+    return started
+
+
+@contextmanager
+def racing(engines: Engines, after_s: float = AFTER_S) -> Iterator[RouterThread]:
+    """Nothing is left of any request at its end."""
+    policy = RoutingPolicy(
+        races=PolicyRaces(is_on=True, after_s_min=after_s, burst=1000),
+        learning=PolicyLearning(is_frozen=True),
+        choice=PolicyChoice(top_k=1),
+    )
+    core = RouterCore(policy, seed=7)
+    with RouterThread([e.flag for e in engines.values()], core=cast("Any", core)) as router:
+        yield router
+        until(lambda: not core.open)
+        router.on_loop(core.check)
+        assert not core.fleet.flights
+        workers = list(router.router.workers)
+        assert not any(worker.in_flight or worker.waits for worker in workers)
+    until(lambda: not any(each.seen()["running"] for each in engines.values()))
+
+
+def first_and_second(router: RouterThread) -> tuple[str, str]:
+    """The worker that the next request goes to, and the other one."""
+    status, _, answer = router.ask(BODY, "/kvstore/explain/v1/completions")
+    assert status == 200
+    chosen = json.loads(answer)["chosen"]
+    return chosen, "ab".replace(chosen, "")
+
+
+def marks(answer: bytes) -> list[str]:
+    """Engines that the pieces of a whole answer come from."""
+    assert answer.endswith(b"data: [DONE]\n\n")
+    assert answer.count(b"[DONE]") == 1
+    lines = [line.removeprefix("data: ") for line in answer.decode().split("\n\n")]
+    pieces = [json.loads(line) for line in lines if line.startswith("{") and "usage" not in line]
+    assert [number for piece in pieces for number in piece.values()] == [0, 1, 2]
+    return sorted({name for piece in pieces for name in piece})
+
+
+@pytest.mark.parametrize("mode", ["stuck", "hang"])
+def test_a_second_engine_answers_for_one_that_does_not(engines: Engines, mode: str) -> None:
+    with racing(engines) as router:
+        first, second = first_and_second(router)
+        aborted = engines[first].seen()["aborted"]
+        engines[first].script(mode)
+        status, headers, answer = router.ask(BODY)
+        assert (status, marks(answer), headers["x-kvstore-worker"]) == (200, [second], second)
+        until(lambda: engines[first].seen()["aborted"] == aborted + 1)
+        assert router.router.proxy.races == {"begun": 1, "slower": 1}
+        said = {each.name: each for each in router.on_loop(lambda: list(_families(router.router)))}
+        assert len(said["kvstore_router_races"].samples) == 2
+        core = cast("RouterCore", router.core)
+        until(lambda: not core.open)
+        [receipt] = [draft.receipt() for draft in router.on_loop(core.take_drafts)]
+        outcome = receipt.outcome
+        assert (receipt.chosen, outcome.race_winner, outcome.race_loser) == (first, second, first)
+        assert AFTER_S <= (outcome.raced_s or 0) <= (outcome.ttft_s or 0)
+        assert (outcome.attempts, outcome.end, outcome.cached_tokens) == (1, "done", 64)
+
+
+def test_an_engine_that_answers_in_time_has_no_rival(engines: Engines) -> None:
+    for name, each in engines.items():
+        each.script("ok", mark=name, pause_s=1.0)  # longer than a race waits, in all
+    with racing(engines, after_s=2.0) as router:
+        assert router.ask(BODY)[0] == 200
+        assert not router.router.proxy.races
+
+
+def test_both_answer_at_the_same_time_and_the_client_gets_one(engines: Engines) -> None:
+    with racing(engines) as router:
+        for step in range(12):
+            first, second = first_and_second(router)
+            lead_s = (step - 6) / 1000
+            engines[first].script("ok", mark=first, delay_s=2 * AFTER_S, pause_s=0.01)
+            engines[second].script("ok", mark=second, delay_s=AFTER_S + lead_s, pause_s=0.01)
+            status, headers, answer = router.ask(BODY)
+            winner = headers["x-kvstore-worker"]
+            assert (status, marks(answer)) == (200, [winner])
+        assert router.router.proxy.races["begun"] == 12
+        assert router.router.proxy.races["slower"] == 12
+
+
+@pytest.mark.parametrize(
+    ("loser", "how"),
+    [
+        (0, {"mode": "cut", "delay_s": 2 * AFTER_S}),
+        (1, {"mode": "cut"}),
+        (1, {"mode": "fail"}),
+        (1, {"mode": "refuse", "status": 422}),
+    ],
+    ids=["first-cut", "second-cut", "second-500", "second-422"],
+)
+def test_the_other_one_goes_on_when_one_fails(
+    engines: Engines, loser: int, how: dict[str, Any]
+) -> None:
+    with racing(engines) as router:
+        pair = first_and_second(router)
+        for name in pair:
+            engines[name].script("ok", mark=name, delay_s=3 * AFTER_S)
+        engines[pair[loser]].script(**how)
+        status, headers, answer = router.ask(BODY)
+        winner = pair[1 - loser]
+        assert (status, marks(answer), headers["x-kvstore-worker"]) == (200, [winner], winner)
+        is_refusal = how["mode"] == "refuse"
+        assert router.router.proxy.races == {"begun": 1, "slower" if is_refusal else "failed": 1}
+        workers = router.router.workers
+        until(lambda: workers[pair[loser]].failure_count == (not is_refusal))  # after the answer
+        assert workers[winner].failure_count == 0
+
+
+def test_a_client_that_leaves_ends_both(engines: Engines) -> None:
+    for each in engines.values():
+        each.script("stuck")
+
+    def running() -> list[int]:
+        return [each.seen()["running"] for each in engines.values()]
+
+    with racing(engines) as router:
+        second, core = first_and_second(router)[1], cast("RouterCore", router.router.core)
+
+        def half_open() -> None:
+            workers = router.router.workers
+            for _ in range(3):
+                workers.failed(workers[second], "test")
+            workers[second].breaker._probe_due_ns = 0
+            workers.half_open()
+
+        until(lambda: all(worker.models for worker in router.router.workers))
+        router.on_loop(half_open)
+        content = json.dumps(BODY).encode()
+        with socket.create_connection(("127.0.0.1", router.port)) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+                % (len(content), content)
+            )
+            until(lambda: running() == [1, 1])
+        until(lambda: router.router.proxy.counts["aborted"] == 1)
+        until(lambda: running() == [0, 0])
+        assert router.router.proxy.races == {"begun": 1}
+        until(lambda: core.fleet.workers[core.fleet.row_of[second]].health is WorkerHealth.UP)
+
+
+def test_both_failing_is_a_failure_of_each(engines: Engines) -> None:
+    with racing(engines) as router:
+        first, second = first_and_second(router)
+        engines[first].script("cut", delay_s=2 * AFTER_S)
+        engines[second].script("cut")
+        assert router.ask(BODY)[0] == 502
+        failures = {w.name: w.failure_count for w in router.router.workers}
+        assert failures == {"a": 1, "b": 1}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"store": True},
+        {"n": 2},
+        {"best_of": 3},
+        {"stream": False},
+        {"vllm_xargs": {"x": 1}},
+    ],
+)
+def test_side_effects_are_not_doubled(more: dict[str, object]) -> None:
+    plain = json.dumps(BODY | {"store": False, "n": 1, "temperature": 1.0}).encode()
+    assert can_race("/v1/chat/completions", peek(plain))
+    assert not can_race("/v1/chat/completions", peek(json.dumps(BODY | more).encode()))
+    for path in ("/v1/responses", "/v1/embeddings", "/v1/score"):
+        assert not can_race(path, peek(plain))

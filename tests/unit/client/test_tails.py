@@ -1,0 +1,400 @@
+"""Tails of prompts: what a prefill engine stores, what a decode engine loads, and exceptions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.client.core.hits import PENDING, Hit, Miss, PromptKeys
+from kvstore.client.core.plan import CompareResult, LoadJob, LoadResult, RankReport, StoreJob
+from kvstore.connector.prompts import tail_key
+from kvstore.wire import messages as m
+from kvstore.wire.pushes import PushEnd, PushExpect
+from kvstore.wire.transfers import DecodePart, PrefillPart
+from tests.unit.client.conftest import BLOCK_TOKENS, chain, split
+from tests.unit.client.test_pushes import PushNode
+from tests.unit.client.test_windows import WindowRules
+
+KEYS = chain("x", 3)
+TAIL = hashlib.sha256(b"the tail").digest()
+PROMPT_TOKENS = 3 * BLOCK_TOKENS + 83
+TABLE = list(range(100, 108))
+
+
+def prefill_part() -> PrefillPart:
+    return PrefillPart("t", "t")
+
+
+def decode_part() -> DecodePart:
+    return DecodePart("t", "n2")
+
+
+def arrive(
+    node: PushNode, part: PrefillPart | DecodePart | None, *, name: str = "r", tail: bytes = TAIL
+) -> None:
+    node.core.new_request(
+        name, KEYS, prompt_tokens=PROMPT_TOKENS, now_ns=node.now_ns, transfer=part, tail=tail
+    )
+    node.exchange()
+
+
+def step(
+    node: PushNode, computed: int, known: int = PROMPT_TOKENS, *, keys: Sequence[bytes] = KEYS
+) -> StoreJob | None:
+    """A step up to so many tokens, as the connector makes it; what is stored or compared."""
+    if computed >= node.core.due_tokens("r"):
+        settled = node.core.settled_tokens("r", computed_tokens=computed, known_tokens=known)
+        if settled:
+            node.core.fill("r", keys, tables=(TABLE,), settled_tokens=settled)
+    jobs = node.core.plan((), node.now_ns).stores
+    return jobs[-1] if jobs else None  # those that compare come last
+
+
+def asked(node: PushNode, *, local: int = 0, keys: Sequence[bytes] = KEYS) -> object:
+    return node.ask("r", list(keys), local * BLOCK_TOKENS)
+
+
+def loaded(node: PushNode, tokens: int, *, local: int = 0) -> LoadJob:
+    node.core.allocated("r", KEYS, tables=(TABLE,), external_tokens=tokens, now_ns=node.now_ns)
+    (job,) = node.core.plan((), node.now_ns).loads
+    return job
+
+
+def ended(job: LoadJob, *, failed: tuple[int, ...] = ()) -> LoadResult:
+    return LoadResult(
+        request="r",
+        lease=job.lease,
+        loaded_blocks=len(job.block_ids) - len(failed),
+        failed_block_ids=failed,
+        bytes_moved=1,
+        duration_ns=1,
+    )
+
+
+@pytest.fixture
+def node() -> PushNode:
+    return PushNode()
+
+
+# ── prefill ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_prefill_stores_the_tail_with_the_step_that_completes_the_prompt(node: PushNode) -> None:
+    arrive(node, prefill_part())
+    job = step(node, PROMPT_TOKENS - 1)
+    assert job is not None
+    assert job.keys == b"".join(KEYS)
+    assert node.core.due_tokens("r") == PROMPT_TOKENS
+    job = step(node, PROMPT_TOKENS)
+    assert job is not None
+    assert (job.keys, job.block_ids) == (TAIL, (103,))
+
+
+def test_it_is_stored_once_and_nothing_behind_it(node: PushNode) -> None:
+    arrive(node, prefill_part())
+    job = step(node, PROMPT_TOKENS)
+    assert job is not None
+    assert split(job.keys) == [*KEYS, TAIL]
+    # Its answer goes on, against the order: the next block is whole.
+    assert step(node, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS, keys=chain("x", 5)) is None
+
+
+def test_without_a_credit_the_tail_is_stored_later(node: PushNode) -> None:
+    credits = node.core.attachment.credits[0]
+    while len(credits) > len(KEYS):
+        credits.pop()
+    arrive(node, prefill_part())
+    job = step(node, PROMPT_TOKENS)
+    assert job is not None
+    assert split(job.keys) == KEYS
+    node.grant(1, first_slot=3200)
+    job = step(node, PROMPT_TOKENS + 1, PROMPT_TOKENS + 1)
+    assert job is not None
+    assert job.keys == TAIL
+
+
+def test_a_tail_that_the_node_has_is_not_stored_again(node: PushNode) -> None:
+    node.keys = {*KEYS, TAIL}
+    arrive(node, prefill_part())
+    assert step(node, PROMPT_TOKENS) is None
+
+
+def test_a_prefill_looks_up_whole_blocks_only(node: PushNode) -> None:
+    node.keys = {*KEYS, TAIL}
+    arrive(node, prefill_part())
+    assert asked(node) == Hit(3 * BLOCK_TOKENS)
+    assert isinstance(asked(node, local=3), Miss), "it computes a token in any case"
+
+
+# ── decode ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_decode_request_expects_the_tail_and_loads_all_of_its_prompt(node: PushNode) -> None:
+    arrive(node, decode_part())
+    (word,) = (word for word in node.sent if isinstance(word, PushExpect))
+    assert split(word.keys) == [*KEYS, TAIL]
+    assert asked(node) is PENDING
+    node.keys = {*KEYS, TAIL}
+    node.give(PushEnd("t", blocks=4))
+    assert asked(node) == Hit(PROMPT_TOKENS)
+    job = loaded(node, PROMPT_TOKENS)
+    assert split(job.keys) == [*KEYS, TAIL]
+    assert job.block_ids == (100, 101, 102, 103)
+
+
+def test_without_the_tail_it_computes_the_tail(node: PushNode) -> None:
+    arrive(node, decode_part())
+    node.keys = set(KEYS)
+    node.give(PushEnd("t", blocks=3, reason="1 not here"))
+    assert asked(node) == Hit(3 * BLOCK_TOKENS)
+    assert split(loaded(node, 3 * BLOCK_TOKENS).keys) == KEYS
+
+
+def test_a_tail_behind_a_gap_is_not_loaded(node: PushNode) -> None:
+    arrive(node, decode_part())
+    node.keys = {KEYS[0], TAIL}
+    node.give(PushEnd("t", blocks=2, reason="evicted"))
+    assert asked(node) == Hit(BLOCK_TOKENS)
+
+
+def test_behind_the_engines_own_blocks_the_tail_alone_is_loaded() -> None:
+    node = PushNode(min_load_tokens=16)
+    arrive(node, decode_part())
+    node.keys = {*KEYS, TAIL}
+    node.give(PushEnd("t", blocks=4))
+    assert asked(node, local=3) == Hit(83)
+    job = loaded(node, 83)
+    assert (job.keys, job.block_ids) == (TAIL, (103,))
+
+
+def test_a_tail_that_is_too_short_is_computed() -> None:
+    node = PushNode(min_load_tokens=100)
+    arrive(node, decode_part())
+    node.keys = {*KEYS, TAIL}
+    node.give(PushEnd("t", blocks=4))
+    assert asked(node, local=3) == Miss("cost gate")
+
+
+def test_its_answer_is_stored_under_the_keys_of_whole_blocks(node: PushNode) -> None:
+    arrive(node, decode_part())
+    node.keys = {*KEYS, TAIL}
+    node.give(PushEnd("t", blocks=4))
+    asked(node)
+    job = loaded(node, PROMPT_TOKENS)
+    result = ended(job)
+    node.core.reported(RankReport(0, node.session, loads=(result,)), node.now_ns)
+    whole = chain("x", 4)
+    stored = step(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS + 1, keys=whole)
+    assert stored is not None
+    assert (stored.keys, stored.block_ids) == (whole[3], (103,))
+
+
+def test_what_came_after_the_hint_is_stored_again_only_if_it_could_not_be_loaded(
+    node: PushNode,
+) -> None:
+    arrive(node, decode_part())
+    node.keys = {*KEYS, TAIL}
+    node.give(PushEnd("t", blocks=4))
+    asked(node)
+    job = loaded(node, PROMPT_TOKENS)
+    result = ended(job, failed=job.block_ids)
+    node.core.reported(RankReport(0, node.session, loads=(result,)), node.now_ns)
+    stored = step(node, PROMPT_TOKENS)
+    assert stored is not None
+    assert split(stored.keys) == KEYS
+
+
+def test_a_request_that_was_preempted_looks_up_the_whole_block_of_its_answer(
+    node: PushNode,
+) -> None:
+    arrive(node, decode_part())
+    node.give(PushEnd("t", reason="aborted"))
+    whole = chain("x", 4)
+    node.keys = {*whole, TAIL}
+    assert asked(node, keys=whole) == Hit(4 * BLOCK_TOKENS)
+
+
+def test_a_shadow_check_leaves_the_tail_out() -> None:
+    """What follows the prompt in that block is this request's own answer."""
+    node = PushNode(shadow_every=1)
+    arrive(node, decode_part())
+    node.keys = {*KEYS, TAIL}
+    node.give(PushEnd("t", blocks=4))
+    assert asked(node) == Miss("shadow check")
+    node.admit("r")
+    compared = step(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS + 1, keys=chain("x", 4))
+    assert compared is not None
+    assert (compared.compare, split(compared.keys)) == (True, KEYS)
+    done = CompareResult(compared.job, 3, (), 0.0)
+    report = RankReport(0, session=node.session, store_jobs_done=(compared.job,), compared=(done,))
+    node.core.reported(report, node.now_ns)
+    assert node.core.leases_open == 0
+
+
+# ── none ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("why", ["drafts", "groups", "no transfer"])
+def test_without_a_transfer_or_with_drafts_or_groups_there_is_no_tail(why: str) -> None:
+    changes: dict[str, Any] = {}
+    if why == "drafts":
+        changes = {"lookahead_tokens": 1}
+    elif why == "groups":
+        sizes = {"group_tokens": (BLOCK_TOKENS, BLOCK_TOKENS), "group_names": ("all", "others")}
+        changes = {"rules": WindowRules(), **sizes}
+    node = PushNode(**changes)
+    arrive(node, None if why == "no transfer" else decode_part())
+    words = [word for word in node.sent if isinstance(word, PushExpect | m.Hint)]
+    assert words
+    assert all(TAIL not in split(word.keys) for word in words)
+
+
+def test_keys_of_a_prompt_end_with_its_tail() -> None:
+    keys = PromptKeys(chain("x", 5), 3, TAIL)  # it has grown since
+    assert list(keys) == [*KEYS, TAIL]
+    assert keys[1:] == [*KEYS[1:], TAIL]
+    assert (keys[-1], keys[-2]) == (TAIL, KEYS[2])
+    with pytest.raises(IndexError):
+        keys[4]
+
+
+def request(**changes: Any) -> Any:
+    tokens = changes.pop("tokens", list(range(40)))
+    own = {
+        "num_prompt_tokens": len(tokens),
+        "prompt_token_ids": tokens,
+        "mm_features": [],
+        "prompt_embeds": None,
+        "max_tokens": 1,
+    }
+    return SimpleNamespace(**own | changes)
+
+
+def key(part: PrefillPart | DecodePart | None = None, *, keys: int = 2, **changes: Any) -> bytes:
+    return tail_key(request(**changes), chain("x", keys), part or decode_part(), 16)
+
+
+def test_prefill_and_decode_name_a_tail_alike_and_others_otherwise() -> None:
+    assert key() == key(prefill_part()) == key(max_tokens=100)
+    assert len(key()) == 32
+    others = [
+        key(tokens=list(range(41))),
+        key(tokens=[*range(39), 7]),
+        tail_key(request(), chain("another prefix", 2), decode_part(), 16),
+    ]
+    assert len({key(), *others}) == 4
+
+
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        (None, {"tokens": list(range(32))}),
+        (None, {"tokens": list(range(15))}),
+        (None, {"tokens": list(range(33))}),
+        (None, {"keys": 1}),
+        (None, {"mm_features": [object()]}),
+        (None, {"prompt_embeds": object()}),
+        (None, {"prompt_token_ids": None}),
+        (prefill_part(), {"max_tokens": 2}),
+    ],
+)
+def test_some_prompts_have_no_tail(part: PrefillPart | None, changes: dict[str, Any]) -> None:
+    assert key(part, **changes) == b""
+
+
+def test_without_a_transfer_no_tail_is_named() -> None:
+    assert tail_key(request(), chain("x", 2), None, 16) == b""
+
+
+def test_an_answers_block_is_stored_where_the_node_had_the_tail_at_the_hint(node: PushNode) -> None:
+    node.keys = {*KEYS, TAIL}  # legs in turn: all came before the decode request
+    arrive(node, decode_part())
+    node.give(PushEnd("t", blocks=4))
+    assert asked(node) == Hit(PROMPT_TOKENS)
+    job = loaded(node, PROMPT_TOKENS)
+    node.core.reported(RankReport(0, node.session, loads=(ended(job),)), node.now_ns)
+    whole = chain("x", 5)
+    stored = step(node, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS + 1, keys=whole)
+    assert stored is not None
+    assert split(stored.keys) == whole[3:]
+
+
+def test_nobody_waits_for_nor_asks_for_a_tail_that_is_not_worth_a_load(node: PushNode) -> None:
+    arrive(node, decode_part())
+    assert asked(node, local=3) == Miss("cost gate")
+    assert not node.of(m.LeaseAsk)
+
+
+def test_a_tail_that_is_worth_a_load_is_waited_for() -> None:
+    node = PushNode(min_load_tokens=16)
+    arrive(node, decode_part())
+    assert asked(node, local=3) == PENDING
+    assert not node.of(m.LeaseAsk)
+
+
+def test_a_tail_that_cannot_be_loaded_makes_no_other_block_be_stored_again() -> None:
+    node = PushNode(min_load_tokens=16)
+    node.keys = set(KEYS)
+    arrive(node, decode_part())
+    node.keys.add(TAIL)
+    node.give(PushEnd("t", blocks=4))
+    assert asked(node, local=3) == Hit(83)
+    job = loaded(node, 83)
+    result = ended(job, failed=job.block_ids)
+    node.core.reported(RankReport(0, node.session, loads=(result,)), node.now_ns)
+    assert step(node, PROMPT_TOKENS) is None
+
+
+def test_a_shadow_check_leaves_the_tail_out_after_a_preemption() -> None:
+    node = PushNode(shadow_every=1, min_load_tokens=16, store="none")
+    arrive(node, decode_part())
+    node.keys = {*KEYS, TAIL}
+    node.give(PushEnd("t", blocks=4))
+    assert asked(node, local=3) == Miss("shadow check")
+    node.admit("r")
+    assert step(node, 4 * BLOCK_TOKENS - 1, 4 * BLOCK_TOKENS - 1) is None
+    # The token that completes its block is sampled, and the request preempted before it runs.
+    whole = chain("x", 4)
+    assert isinstance(asked(node, local=3, keys=whole), Miss)
+    node.admit("r")
+    assert step(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, keys=whole) is None
+    assert node.core.leases_open == 0
+
+
+def test_two_ranks_of_which_one_cannot_load_the_tail() -> None:
+    node = PushNode(rank_count=2)
+    arrive(node, decode_part())
+    node.keys = {*KEYS, TAIL}
+    node.give(PushEnd("t", blocks=4))
+    assert asked(node) == Hit(PROMPT_TOKENS)
+    job = loaded(node, PROMPT_TOKENS)
+    node.core.reported(RankReport(0, node.session, loads=(ended(job),)), node.now_ns)
+    its = {"computed_tokens": PROMPT_TOKENS, "known_tokens": PROMPT_TOKENS}
+    assert node.core.settled_tokens("r", **its) == 0
+    failed = ended(job, failed=(103,))
+    node.core.reported(RankReport(1, node.session, loads=(failed,)), node.now_ns)
+    assert node.core.leases_open == 0
+    assert isinstance(asked(node, local=3), Miss)
+    whole = chain("x", 4)
+    stored = step(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, keys=whole)
+    assert stored is not None
+    assert split(stored.keys)[-1] == whole[3]
+
+
+@pytest.mark.parametrize("rest", [0, 1, 2, BLOCK_TOKENS - 1])
+def test_tails_of_all_lengths(rest: int) -> None:
+    node = PushNode(min_load_tokens=1)
+    prompt = 3 * BLOCK_TOKENS + rest
+    tail = tail_key(request(tokens=list(range(prompt))), KEYS, decode_part(), BLOCK_TOKENS)
+    assert bool(tail) == (rest > 1)
+    node.core.new_request(
+        "r", KEYS, prompt_tokens=prompt, now_ns=node.now_ns, transfer=decode_part(), tail=tail
+    )
+    node.exchange()
+    node.keys = {*KEYS, tail}
+    node.give(PushEnd("t", blocks=4))
+    assert asked(node) == Hit(prompt if tail else 3 * BLOCK_TOKENS)

@@ -1,0 +1,219 @@
+"""What a decode node grants, and how long it waits: bounds that neither other engines, nor other
+nodes, nor sizes move."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.engine.events import PushOver
+from kvstore.engine.moves import expected, grants, transfers
+from kvstore.engine.moves.expected import STALLED_NS
+from kvstore.engine.moves.landing import LandingSlab
+from kvstore.engine.moves.pushes import ASKS_MAX
+from kvstore.types import PAGE_BYTES
+from kvstore.units import NS_PER_MS
+from kvstore.wire.pushes import PushEnd, PushExpect, PushOpen
+from tests.unit.engine.harness import SMALL, Peer, keys, space
+from tests.unit.engine.pushing import PushPair
+
+
+def test_a_prefill_on_the_same_node_that_stalls_is_not_waited_for() -> None:
+    pair = PushPair()
+    pair.prefill, pair.p = Peer(pair.d, "prefill"), pair.d
+    pair.open()
+    pair.expect(1, 2, node="d", ms=600_000)
+    stalled_ms = STALLED_NS / NS_PER_MS
+    pair.pass_time(stalled_ms / 2)
+    pair.store(1)
+    pair.tick()
+    pair.pass_time(stalled_ms - 1)
+    assert not pair.ends
+    pair.tick(1)
+    assert [(end.blocks, end.reason) for end in pair.ends] == [(1, "no block came for too long")]
+
+
+def test_a_node_that_was_suspended_goes_on_waiting() -> None:
+    """It could not hear of blocks; the prefill node may be as well as ever."""
+    pair = PushPair()
+    pair.open()
+    pair.expect(1, ms=600_000)
+    stalled_ms = STALLED_NS / NS_PER_MS
+    pair.pass_time(stalled_ms / 2)
+    pair.d.tick(2 * stalled_ms)
+    pair.pass_time(stalled_ms - 1)
+    assert not pair.ends
+    pair.tick(1)
+    assert [end.reason for end in pair.ends] == ["no block came for too long"]
+
+
+@pytest.mark.parametrize(("engine", "node"), [("other", "p"), ("d", "elsewhere")])
+def test_the_same_name_elsewhere_is_no_news(engine: str, node: str) -> None:
+    """Names come from requests: anybody can give two of them the same."""
+    pair = PushPair()
+    pair.tick()
+    pair.open()
+    its = pair.decode if engine == "d" else Peer(pair.d, engine, tenant="u")
+    pair.d.hear(its.scheduler, PushExpect("r", node, keys(5), 600_000))
+    pair.d.commands.clear()  # nobody takes its grant
+    pair.expect(1, 2, ms=600_000)
+    pair.pass_time(STALLED_NS / NS_PER_MS - 1)
+    pair.store(1)
+    pair.pump()
+    pair.tick(1)
+    (end,) = [m for m in pair.d.sent[its.scheduler] if isinstance(m, PushEnd)]
+    assert (end.blocks, end.reason) == (0, "no block came for too long")
+
+
+def test_more_requests_than_a_peer_takes_grants_wait_for_their_turn() -> None:
+    pair = PushPair(slots=256, landing=128)
+    pair.prefill, pair.decode = (Peer(node, node.name, space=SMALL) for node in (pair.p, pair.d))
+    pair.open()
+    numbers = range(1, ASKS_MAX + 10)
+    for number in numbers:
+        pair.expect(number)
+    pair.pump()
+    assert not pair.ends
+    for number in numbers:
+        pair.store(number)
+        pair.pump()
+    assert [end.reason for end in pair.ends] == [""] * len(numbers)
+    pair.at_rest()
+
+
+def test_a_long_prompt_whose_blocks_come_one_by_one_is_pushed_to_its_end() -> None:
+    """Each that was copied out makes room for a grant of one block."""
+    pair = PushPair(slots=256, landing=128)
+    pair.prefill, pair.decode = (Peer(node, node.name, space=SMALL) for node in (pair.p, pair.d))
+    pair.open()
+    pair.expect(*range(1, 120))
+    pair.pump()
+    for number in range(1, ASKS_MAX + 10):
+        pair.store(number)
+        pair.pump()
+    assert not pair.ends
+
+
+def test_a_block_that_is_larger_than_the_landing_memory_is_not_waited_for() -> None:
+    pair = PushPair(landing=2)
+    pair.decode = Peer(pair.d, "large", space=space())
+    pair.expect(1)
+    assert "--landing" in pair.ends[0].reason
+    pair.at_rest()
+
+
+def test_a_peer_with_more_than_its_share_takes_nothing() -> None:
+    """A block may be more than half of the slab; of smaller blocks there is less than no room."""
+    slab = LandingSlab(begin_bytes=0, size_bytes=8 * PAGE_BYTES)
+    others = slab.take(2, 1)
+    its = slab.take(6, 1)
+    slab.free(others, 2)
+    assert not len(slab.take(1, -2))
+    slab.check([(its, 6)])
+
+
+def test_another_engine_can_name_as_many_transfers_as_it_likes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "TRANSFERS_MAX", 4)
+    monkeypatch.setattr(transfers, "ALL_MAX", 8)
+    pair = PushPair()
+    pair.open()
+    other = Peer(pair.p, "other", tenant="u")
+    for number in range(20):
+        pair.p.hear(other.scheduler, PushOpen(f"x{number}", ""))
+    pair.expect(1)
+    pair.pump()
+    pair.tick(3000)
+    pair.pump()
+    assert not pair.ends, "its prefill goes on"
+
+
+def test_an_engine_forgets_transfers_that_have_ended_before_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "TRANSFERS_MAX", 4)
+    pair = PushPair()
+    pair.open()
+    for number in range(20):
+        pair.open(f"x{number}")
+        pair.close(f"x{number}")
+    pair.expect(1, ms=600_000)
+    pair.pump()
+    pair.tick(3000)
+    pair.pump()
+    assert not pair.ends
+    pair.open("one too many")
+    pair.expect(2, transfer="x2", ms=600_000)
+    pair.pump()
+    pair.tick(3000)
+    pair.pump()
+    assert [end.reason for end in pair.ends] == ["no engine here prefills it"]
+
+
+def test_transfers_of_engines_that_are_gone_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "ALL_MAX", 8)
+    pair = PushPair()
+    pair.open()
+    for number in range(3):
+        gone = Peer(pair.p, f"gone{number}", tenant="u")
+        for each in range(5):
+            pair.p.hear(gone.scheduler, PushOpen(f"{number}/{each}", ""))
+        pair.p.end(gone.scheduler, *gone.ranks)
+    pair.expect(1)
+    pair.pump()
+    pair.tick(3000)
+    pair.pump()
+    assert not pair.ends
+
+
+def test_an_engine_and_all_engines_expect_so_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected, "KEYS_MAX", 3)
+    monkeypatch.setattr(expected, "ALL_KEYS_MAX", 4)
+    pair = PushPair()
+    pair.open()
+    pair.expect(1, 2)
+    pair.expect(3, 4)
+    assert [end.reason for end in pair.ends] == ["too many blocks are expected"]
+    other = Peer(pair.d, "other", tenant="u")
+    for numbers in ((5, 6), (7,)):
+        pair.d.hear(other.scheduler, PushExpect("r", "p", keys(*numbers), 5000))
+    (end,) = [m for m in pair.d.sent[other.scheduler] if isinstance(m, PushEnd)]
+    assert end.reason == "too many blocks are expected"
+
+
+def test_a_tick_looks_for_so_many_blocks_of_prefills_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grants, "LOOK_KEYS_MAX", 2)
+    pair = PushPair()
+    pair.prefill, pair.p = Peer(pair.d, "prefill"), pair.d
+    pair.open()
+    for first in (1, 3, 5):
+        pair.expect(first, first + 1, node="d", ms=600_000)
+    pair.store(*range(1, 7))
+    for count in (1, 2, 3):
+        pair.d.tick(1)
+        assert len(pair.ends) == count
+
+
+def test_a_peer_that_calls_its_push_whole_too_early_is_not_waited_for() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.expect(1, 2)
+    pair.to_p.clear()
+    (grant,) = pair.extents
+    pair.d.step(PushOver(grant, pair.epochs, "", is_quiet=True))
+    assert [(end.blocks, end.reason) for end in pair.ends] == [
+        (0, "node p says that all is pushed, and 2 blocks are not here")
+    ]
+
+
+def test_blocks_that_were_evicted_before_the_push_ended_are_not_counted() -> None:
+    pair = PushPair()
+    pair.open()
+    pair.expect(1, 2)
+    pair.store(1)
+    pair.pump()
+    pair.decode.store(*range(100, 140))
+    assert not pair.ends
+    pair.store(2)
+    pair.pump()
+    assert [(end.blocks, end.reason) for end in pair.ends] == [(1, "")]

@@ -1,0 +1,138 @@
+"""Room for bodies: which of them give way where it is used up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from aiohttp import StreamReader
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http import HttpVersion11
+from multidict import CIMultiDict
+
+from kvstore.router.front.door import BODIES_SHARE, STALLED_S, STEP_BYTES, Bodies, BodyRefused
+
+BYTES_MAX = 4 * STEP_BYTES
+ROOM = BYTES_MAX * BODIES_SHARE
+
+
+class Coming:
+    """A body that comes as the test says."""
+
+    def __init__(self, bodies: Bodies, piece: bytes = b"", *, is_whole: bool = False) -> None:
+        loop = asyncio.get_running_loop()
+        protocol = BaseProtocol(loop)
+        protocol.connection_made(asyncio.Transport())
+        self.content = StreamReader(protocol, BYTES_MAX, loop=loop)
+        request = SimpleNamespace(
+            headers=CIMultiDict[str](),
+            content_length=None,
+            content=self.content,
+            version=HttpVersion11,
+            transport=None,
+        )
+        if piece:
+            self.content.feed_data(piece)
+        if is_whole:
+            self.content.feed_eof()
+        self.read = asyncio.create_task(bodies.read(cast("Any", request)))
+
+    async def status(self) -> int:
+        """Of its refusal."""
+        with pytest.raises(BodyRefused) as refused:
+            await self.read
+        return refused.value.status
+
+
+class Door:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.bodies = Bodies(bytes_max=BYTES_MAX, clock=lambda: self.now_s)
+
+    @property
+    def left(self) -> int:
+        found: int = vars(self.bodies)["_left"]
+        return found
+
+    async def filled(self) -> list[Coming]:
+        """Bodies that lack a byte each."""
+        found = [Coming(self.bodies, bytes(BYTES_MAX - 1)) for _ in range(BODIES_SHARE)]
+        await turns()
+        assert self.left == BODIES_SHARE
+        return found
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def with_door(test: Callable[[Door], Coroutine[Any, Any, None]]) -> None:
+    async def running() -> None:
+        async with asyncio.timeout(10):
+            await test(Door())
+
+    asyncio.run(running())
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["with its head", "after its head"])
+def test_the_body_that_is_stalled_for_longest_gives_way(is_whole: bool) -> None:
+    async def test(door: Door) -> None:
+        first, *others = await door.filled()
+        door.now_s += STALLED_S - 0.1
+        assert await Coming(door.bodies, bytes(5000), is_whole=is_whole).status() == 503
+        door.now_s += 0.1
+        new = Coming(door.bodies, bytes(5000), is_whole=is_whole)
+        assert await first.status() == 408
+        new.content.feed_eof()
+        assert await new.read == bytes(5000)
+        assert not any(each.read.done() for each in others), "one makes room enough"
+        for each in others:
+            each.content.feed_eof()
+            door.bodies.release(len(await each.read))
+        door.bodies.release(5000)
+        assert door.left == ROOM
+
+    with_door(test)
+
+
+def test_a_body_that_comes_byte_by_byte_is_stalled_and_one_that_comes_on_is_not() -> None:
+    async def test(door: Door) -> None:
+        fast = Coming(door.bodies, bytes(STEP_BYTES))
+        slow = Coming(door.bodies, bytes(STEP_BYTES))
+        rest = [Coming(door.bodies, bytes(BYTES_MAX - 1)) for _ in range(BODIES_SHARE - 1)]
+        await turns()
+        door.now_s += STALLED_S
+        fast.content.feed_data(bytes(STEP_BYTES))
+        slow.content.feed_data(b"x")
+        await turns()
+        new = Coming(door.bodies, bytes(BYTES_MAX - STEP_BYTES))
+        assert await slow.status() == 408
+        await turns()
+        assert not fast.read.done()
+        for each in (fast, new, *rest):
+            each.read.cancel()
+        await asyncio.gather(*(each.read for each in (fast, new, *rest)), return_exceptions=True)
+        assert door.left == ROOM
+
+    with_door(test)
+
+
+def test_a_body_that_ends_in_the_turn_in_which_it_gives_way_is_counted_once() -> None:
+    async def test(door: Door) -> None:
+        first, *others = await door.filled()
+        door.now_s += STALLED_S
+        new = Coming(door.bodies, bytes(5000), is_whole=True)
+        first.content.feed_data(b"x")
+        first.content.feed_eof()
+        assert await first.status() == 408
+        door.bodies.release(len(await new.read))
+        for each in others:
+            each.read.cancel()
+        await asyncio.gather(*(each.read for each in others), return_exceptions=True)
+        assert door.left == ROOM
+
+    with_door(test)

@@ -1,0 +1,142 @@
+"""Sessions stay where they were for a while after their last request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvstore.routing.ahead import stays as stays_module
+from kvstore.routing.core import RouterCore
+from kvstore.routing.decide import replay
+from kvstore.routing.events import Ending, Joined, Judged, RequestEnded, Routed, WorkerLeft
+from kvstore.routing.policy import RoutingPolicy, parse
+from kvstore.routing.values import WorkerHealth
+from tests.unit.routing.fleets import S, arrive, core_of, request, routed, spec
+
+TTL_S = 300
+"""Of the policy."""
+
+
+def ask(core: RouterCore, name: str, now_ns: int = S, **more: Any) -> Routed:
+    """A request from its arrival to its end."""
+    sent = routed(arrive(core, request(name, 160, **{"session": "s", **more}), now_ns=now_ns))
+    core.step(RequestEnded(name, Ending.DONE), now_ns)
+    core.check()
+    return sent
+
+
+def sticky(workers: int = 6, policy: str = "session") -> RouterCore:
+    weights = {"weights": {"preset": "additive"}} if policy == "weighted" else {}
+    return core_of(*(spec(n) for n in range(workers)), policy=parse({"policy": policy, **weights}))
+
+
+@pytest.mark.parametrize("policy", ["session", "weighted"])
+def test_a_session_keeps_its_worker_when_others_leave_and_join(policy: str) -> None:
+    """Rows of others change, and with them the hashes."""
+    core = sticky(policy=policy)
+    worker = ask(core, "first").worker
+    others = [name for name in core.fleet.row_of if name != worker]
+    for number, name in enumerate(others):
+        core.step(WorkerLeft(name), S)
+        core.step(Joined(spec(10 + number)), S)
+        sent = ask(core, f"r{number}")
+        assert sent.worker == worker
+        assert replay(sent.receipt, core.policy).chosen == worker
+
+
+def test_after_a_silence_it_goes_by_its_hash_again() -> None:
+    core = sticky(4)
+    by_hash = ask(core, "first").worker
+    core.step(Judged(by_hash, WorkerHealth.DOWN), S)
+    other = ask(core, "second").worker
+    core.step(Judged(by_hash, WorkerHealth.UP), S)
+    times = [(1 + n * (TTL_S - 1)) * S for n in range(4)]
+    assert {ask(core, f"r{at}", now_ns=at).worker for at in times} == {other}
+    assert ask(core, "late", now_ns=times[-1] + TTL_S * S).worker == by_hash
+
+
+def test_a_long_answer_is_no_silence() -> None:
+    core = sticky(4)
+    by_hash = ask(core, "first").worker
+    core.step(Judged(by_hash, WorkerHealth.DOWN), S)
+    other = routed(arrive(core, request("long", 160, session="s"))).worker
+    core.step(Judged(by_hash, WorkerHealth.UP), S)
+    core.step(RequestEnded("long", Ending.DONE), (TTL_S - 1) * S)
+    assert ask(core, "next", now_ns=(TTL_S + 5) * S).worker == other
+
+
+def test_a_session_comes_back_to_a_worker_that_was_only_busy() -> None:
+    core = sticky(2)
+    home = ask(core, "first").worker
+    names = []
+    for number in range(30):
+        names.append(f"busy{number}")
+        if routed(arrive(core, request(names[-1], 160, session="s"))).worker != home:
+            break
+    assert len(names) < 30
+    for name in names:
+        core.step(RequestEnded(name, Ending.DONE), S)
+    assert ask(core, "last").worker == home
+
+
+def test_a_session_leaves_a_worker_that_is_down_for_good() -> None:
+    core = sticky(4)
+    home = ask(core, "first").worker
+    core.step(Judged(home, WorkerHealth.DOWN), S)
+    other = ask(core, "second").worker
+    core.step(Judged(home, WorkerHealth.UP), S)
+    assert ask(core, "third").worker == other != home
+
+
+def test_the_end_of_a_session_forgets_it() -> None:
+    core = sticky(4)
+    home = ask(core, "first").worker
+    core.step(Judged(home, WorkerHealth.DOWN), S)
+    ask(core, "second", ends_session=True)
+    core.step(Judged(home, WorkerHealth.UP), S)
+    assert ask(core, "third").worker == home
+
+
+def test_tenants_and_models_have_sessions_of_their_own() -> None:
+    core = sticky(4)
+    home = ask(core, "first").worker
+    core.step(Judged(home, WorkerHealth.DOWN), S)
+    ask(core, "second", tenant="a")
+    core.step(Judged(home, WorkerHealth.UP), S)
+    assert ask(core, "third", tenant="b").worker == home
+
+
+def sides(stable: int, canary: int) -> RoutingPolicy:
+    pools = [{"pool": "stable", "weight": stable}, {"pool": "canary", "weight": canary}]
+    return parse({"models": {"m": {"pools": pools}}})
+
+
+def test_a_session_keeps_its_pool_when_weights_change_and_leaves_one_without() -> None:
+    core = core_of(spec(0, pool="stable"), spec(1, pool="canary"), policy=sides(90, 10))
+    before = {f"s{n}": ask(core, f"r{n}", session=f"s{n}").receipt.pool for n in range(50)}
+    assert set(before.values()) == {"stable", "canary"}
+    core.adopt(sides(10, 90), S)
+    after = {name: ask(core, f"{name} 2", session=name).receipt.pool for name in before}
+    assert after == before
+    new = [ask(core, f"n{n}", session=f"new{n}").receipt.pool for n in range(50)]
+    assert new.count("canary") > 30
+    core.adopt(sides(1, 0), S)
+    assert {ask(core, f"{name} 3", session=name).receipt.pool for name in before} == {"stable"}
+
+
+def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stays_module, "STAYS_MAX", 3)
+    core = sticky(2)
+    for number in range(10):
+        ask(core, f"r{number}", session=f"s{number}")
+    ask(core, "none", session="")
+    assert len(core.stays) == 3
+
+
+def test_receipts_of_a_version_without_sessions_are_replayed() -> None:
+    sent = ask(sticky(2), "r")
+    columns = {name: column for name, column in sent.receipt.features.items() if name != "stays"}
+    older = msgspec.structs.replace(sent.receipt, features=columns)
+    assert replay(older, parse({"policy": "session"})).chosen == sent.worker
