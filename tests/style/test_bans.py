@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -127,3 +128,7 @@ def test_nothing_banned_is_used() -> None:
 )
 def test_each_ban_is_seen(source: str) -> None:
     assert list(_findings(ast.parse(source)))
+
+
+def test_sources_are_parsed_without_a_garbage_collection() -> None:
+    assert not gc.isenabled(), "see no_collection in tests/conftest.py"
