@@ -35,7 +35,7 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo test nightly check lint coverage mutation rdma-check gpu-check upstream proto wheel clean distclean bench-cluster bench-pd bench-index \
+.PHONY: help docs demo programs test nightly check lint coverage mutation rdma-check gpu-check upstream proto wheel clean distclean bench-cluster bench-pd bench-index \
 	bench-single bench-groups bench-files bench-slow-disk bench-policies bench-peers bench-micro bench-router bench-router-engines bench-router-quality soak
 .DELETE_ON_ERROR:
 
@@ -45,11 +45,16 @@ help: ## this list
 demo: $(VENV)/.engine ## a real vLLM without and with kvstore: table, plot, bench/results/demo.json
 	$(BIN)/python bench/scenarios/demo.py
 
-test: $(VENV)/.engine lint ## everything: style, types, import rules, all tests with the real engine
+test: programs $(VENV)/.engine lint ## everything: style, types, import rules, all tests with the real engine
 	$(PYTEST) $(SIDE_BY_SIDE) --steps-min 15000
 
-nightly: $(VENV)/.engine lint ## `make test` with all of what it takes a part of: hours
+nightly: programs $(VENV)/.engine lint ## `make test` with all of what it takes a part of: hours
 	KVSTORE_AMOUNTS=nightly $(PYTEST) $(SIDE_BY_SIDE) --steps-min 45000
+
+programs: # that tests start; said at once, not after half an hour
+	@missing=$$(for each in redis-server strace ip g++; do type -P $$each > /dev/null || echo $$each; done); \
+	test -z "$$missing" || { echo "kvstore: the tests start" $$missing", not installed here:" \
+	apt-get install $$(grep -v '^#' .ci/debian-packages.txt) >&2; exit 1; }
 
 check: $(VENV)/.base lint ## the same without the engine and without slow tests
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not engine and not gpu and not slow"

@@ -1,4 +1,5 @@
-"""Engines of `make bench-pd`: those of every side wait without spinning; vLLM's own connector."""
+"""Engines of `make bench-pd`: each has a core of its own and waits without spinning; vLLM's own
+connector."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from kvstore.demo.engine import VllmServer
 from kvstore.demo.engine_config import ServerConfig
 
 SIDE_PORT: Final = 17600
+CORE: Final = "KVSTORE_BENCH_CORE"
+"""Variable of an engine's processes."""
 SHIM: Final = """import sys
 import nixl_cu13._api, nixl_cu13._bindings
 from kvstore.transport.nixl import sleeping_progress
@@ -28,8 +31,10 @@ sys.modules["nixl._bindings"] = nixl_cu13._bindings
 rest as those of our transfer workers do; NIXL's own never rest, and take a core each."""
 
 
-FRUGAL: Final = """import functools, os, time
+FRUGAL: Final = f"""import functools, os, time
 os.sched_yield = functools.partial(time.sleep, 0.0005)
+if core := os.environ.get("{CORE}"):
+    os.sched_setaffinity(0, [int(core)])
 """
 """vLLM's scheduler and workers call `os.sched_yield` without end while they wait for each other; a
 worker does for a second after its last step."""
@@ -41,6 +46,14 @@ def frugal_environment(folder: Path) -> dict[str, str]:
     (folder / "frugal").mkdir()
     (folder / "frugal" / "sitecustomize.py").write_text(FRUGAL)
     return {"PYTHONPATH": _with_path(folder / "frugal", os.environ.get("PYTHONPATH", ""))}
+
+
+def on_its_core(config: ServerConfig, number: int) -> ServerConfig:
+    """All processes of this engine on one core, as each engine of a cluster has a GPU of its own:
+    two that share cores slow each other down, and one alone computes with those of two."""
+    cores = sorted(os.sched_getaffinity(0))
+    its = {CORE: str(cores[number % len(cores)]), "OMP_NUM_THREADS": "1"}
+    return replace(config, environment=config.environment | its)
 
 
 def nixl_environment(folder: Path, path: str) -> dict[str, str] | None:
@@ -78,6 +91,7 @@ def nixl_pair(config: ServerConfig, folder: Path) -> Iterator[tuple[VllmServer, 
             port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_PORT + number)}
             its_environment = config.environment | environment | port
             with_nixl = replace(config, arguments=flags, environment=its_environment)
+            with_nixl = on_its_core(with_nixl, number)
             engines.append(VllmServer.start(with_nixl, log=folder / f"nixl-{name}.log"))
     except EngineError as error:
         why = f"vLLM's NixlConnector does not start on this machine: {str(error)[:300]}"

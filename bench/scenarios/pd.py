@@ -16,10 +16,10 @@ pushing      time per output token on the prefill engine while its node pushes, 
 turns        blocks that the second turn of a conversation moves
 sweep        prompts and answers in proportions of 20:1 to 1:1, beside the same engines colocated
 
-All engines share this machine's cores, which favours one engine: two of them never compute at the
-same time as two machines would. Processes of vLLM that wait for each other do so without spinning,
-those of every side (`bench.pd.engines`): a core that spins is missing to the other engine. Judges
-nothing: goals stand beside the figures. `--quick` takes a tiny model and few requests: whether all
+Each engine has one core, as it would have a GPU of its own; nodes and the proxy take what engines
+leave of both. Processes of vLLM that wait for each other do so without spinning, those of every
+side (`bench.pd.engines`): a core that spins is missing to a node. Judges nothing: goals stand
+beside the figures. `--quick` takes a tiny model and few requests: whether all
 of it runs, within minutes.
 """
 
@@ -47,7 +47,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import plot, record
 from bench.cluster.figures import SEED, NotMeasured, at_least, at_most, plain, ratio, spread
 from bench.micro import push_speed
-from bench.pd.engines import frugal_environment, nixl_pair
+from bench.pd.engines import frugal_environment, nixl_pair, on_its_core
 from bench.pd.legs import Legs, ended_s, fresh_name, in_turn, together
 from bench.pd.sweep import per_token_s, sweep
 from bench.scenarios.cluster import measured, table
@@ -271,6 +271,11 @@ def push(rounds: int) -> dict[str, Any]:
     return {"figures": figures, "detail": {"seconds": detail}}
 
 
+def start_on_its_core(config: ServerConfig, log: Path) -> VllmServer:
+    """Engine p on the first core, engine d on the second."""
+    return VllmServer.start(on_its_core(config, int(config.engine_id.endswith("d"))), log=log)
+
+
 def told(name: str, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """`measured`, with a line that says when it begins."""
     print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
@@ -308,7 +313,7 @@ def run(
             pd_pair(
                 folder / "pair",
                 config,
-                lambda config, log: VllmServer.start(config, log=log),
+                start_on_its_core,
                 dram="1GiB",
                 transport=transport,
             ) as pair,

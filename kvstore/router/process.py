@@ -228,7 +228,7 @@ class Router:
     def adopt_policy(self) -> None:
         """Read the policy file again; a wrong one changes nothing."""
         try:
-            policy = load_policy(self.config.policy)
+            policy = load_policy(self.config.policy, is_again=True)
         except ConfigError as error:
             self.refused_policy = f"the policy stays as it was: {error}"
             _log.error("%s", self.refused_policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any, cast
@@ -212,6 +213,10 @@ def test_a_refused_policy_is_on_the_pages_until_another_one_is_read(
         page, gauge = after("policy: cost\n")
         assert "the policy stays" not in page
         assert gauge == 0
+        policy.unlink()
+        os.mkfifo(policy)
+        router.on_loop(router.router.adopt_policy)
+        assert "is a pipe, which is read once" in health(router).body.decode()
 
 
 def test_a_lost_index_is_on_the_page_until_it_is_back() -> None:

@@ -294,6 +294,7 @@ def test_route_over_grpc(workers: list[ScriptedWorker], tmp_path: Path) -> None:
         words.say(first=pb.FirstPiece())
         words.say(done=pb.Done(cached_tokens=3))
         assert list(answers) == []
+        words.end()
         until(lambda: 'worker_in_flight{worker="a"} 0.0' in page(router, "metrics"))
         for ask_, says in (
             (pb.Ask(model="m", keys=bytes(33)), "32 bytes"),
@@ -313,16 +314,22 @@ class Words:
     def __init__(self) -> None:
         import queue
 
-        self._queue: queue.Queue[pb.RouteWord] = queue.Queue()
+        self._queue: queue.Queue[pb.RouteWord | None] = queue.Queue()
 
     def say(self, **word: Any) -> None:
         self._queue.put(pb.RouteWord(**word))
+
+    def end(self) -> None:
+        """No more: the thread of gRPC that waits for them ends."""
+        self._queue.put(None)
 
     def __iter__(self) -> Words:
         return self
 
     def __next__(self) -> pb.RouteWord:
-        return self._queue.get(timeout=30)
+        if (word := self._queue.get(timeout=30)) is None:
+            raise StopIteration
+        return word
 
 
 def test_every_metric_of_the_table_is_there(workers: list[ScriptedWorker], tmp_path: Path) -> None:
