@@ -20,6 +20,7 @@ from bench.pd import engines
 from bench.pd.sweep import RATIOS, Limits, Shape, break_even, limits, load, shapes, sweep
 from bench.scenarios import pd as scenario
 from kvstore.demo.completions import Completion, CompletionClient
+from kvstore.demo.engine_config import ServerConfig
 
 
 class Steady(CompletionClient):
@@ -175,3 +176,21 @@ def test_engines_of_the_bench_do_not_spin_while_they_wait(tmp_path: Path) -> Non
     assert vllm.origin is not None
     waits = Path(vllm.origin).parent / "distributed" / "utils.py"
     assert "os.sched_yield()" in waits.read_text(), "what vLLM spins with"
+
+
+def test_each_engine_of_the_bench_has_a_core(tmp_path: Path) -> None:
+    config = ServerConfig(model=tmp_path, environment=engines.frugal_environment(tmp_path))
+    looks = "import os; print(*os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])"
+    shown = [
+        subprocess.run(
+            [sys.executable, "-c", looks],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | engines.on_its_core(config, number).environment,
+            timeout=60,
+        ).stdout.split()
+        for number in range(2)
+    ]
+    cores = sorted(os.sched_getaffinity(0))
+    assert shown == [[str(cores[number % len(cores)]), "1"] for number in range(2)]
