@@ -49,6 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
     side_by_side.configure(config)
 
 
+def pytest_collection_finish() -> None:
+    """Collected tests and loaded modules, a million objects, are no garbage: a collection looks at
+    what came later only."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     side_by_side.add_options(parser)
 

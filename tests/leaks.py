@@ -84,12 +84,12 @@ class Baseline:
         """What is still more than at the start when the deadline has passed; empty is good."""
         end = time.monotonic() + deadline_s
         names = self.new_names()
-        while True:
-            gc.collect()
-            found = self.leaks(names)
-            if not found or time.monotonic() >= end:
-                return found
+        while self.leaks(names):
+            gc.collect()  # a cycle may hold a descriptor
+            if time.monotonic() >= end:
+                return self.leaks(names)
             time.sleep(0.05)
+        return []
 
 
 def _children() -> set[int]:
