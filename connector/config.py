@@ -44,8 +44,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `kvstore router` with `--index` finds the engine by it. Empty: the router's flags name it."""
     push_deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=600_000)] = 60_000
     """Longest wait of a request with `do_remote_prefill` for the blocks that a prefill node sends;
-    after it, or 10 s without a block (three times the longest wait between two blocks, if that
-    is more), the prompt is computed from the first missing block on."""
+    after it, or when the prefill engine has stored nothing for 10 s (for three times the longest
+    wait so far, if that is more), the prompt is computed from the first missing block on."""
     verify_every: Annotated[int, msgspec.Meta(ge=0)] = 1
     """Checksum verification of loads. 1: every load; n: every n-th; 0: none."""
     shadow_every: Annotated[int, msgspec.Meta(ge=0)] = 0

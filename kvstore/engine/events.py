@@ -165,7 +165,7 @@ class LandingUp(msgspec.Struct, frozen=True):
 
 
 class Pushed(msgspec.Struct, frozen=True, kw_only=True):
-    """A peer reports that blocks of a grant are in their extents."""
+    """Blocks of a grant are in their extents, a peer says. No shards: its engine stored others."""
 
     grant: int
     epoch: int

@@ -174,7 +174,7 @@ class Lander:
         except ProtocolError as error:
             self._over(pushed.grant, str(error), is_quiet=False)
             return
-        if not given.has_begun:
+        if event.shards and not given.has_begun:
             given.has_begun = True
             self.stages.since("push_first", given.begun_ns)
         self._post(event)

@@ -114,7 +114,7 @@ def pushed_event(pushed: pb.Pushed) -> Pushed:
     """Raises ProtocolError."""
     shards, block_bytes = loans.shards_of(pushed.shards)
     count, rest = divmod(len(pushed.checksums), max(1, len(shards)) * CHECKSUM_BYTES)
-    if rest or not shards or not 0 < count <= KEYS_PER_DATAGRAM_MAX:
+    if rest or bool(count) != bool(shards) or count > KEYS_PER_DATAGRAM_MAX:
         raise ProtocolError("a word about pushed blocks whose arrays do not fit each other")
     return Pushed(
         grant=pushed.grant,

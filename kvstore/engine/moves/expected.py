@@ -30,9 +30,9 @@ KEYS_MAX: Final = 1 << 17
 ALL_KEYS_MAX: Final = 4 * KEYS_MAX
 STALLED_NS: Final = 10 * NS_PER_S
 STALLED_GAPS: Final = 3
-"""A transfer of which no block comes for so long, and for as many times the longest wait between
-two of its blocks, is not waited for: its prefill has a long queue, or its node hangs. While blocks
-come, only the deadline counts: a long prompt takes its time, and a slow engine for each chunk."""
+"""A transfer without news for so long, and for as many times the longest wait between two news, is
+not waited for: its prefill engine or node hangs. News are its blocks, and words that its engine
+stores blocks of other requests: it has a queue. While they come, only the deadline counts."""
 ASLEEP_NS: Final = NS_PER_S
 """Time between two ticks, which come ten times a second, from which on this node was suspended: it
 could not hear of blocks."""
@@ -50,7 +50,7 @@ class Expectation(msgspec.Struct):
     times: PushTimes
     until_ns: int
     news_ns: int
-    """When a block of its transfer came, the last time; at first, when it was expected."""
+    """When news of its transfer came, the last time; at first, when it was expected."""
     has_come: NDArray[np.bool_]
     """Flags of those that were sealed since."""
     is_here: bool
@@ -63,16 +63,16 @@ class Expectation(msgspec.Struct):
     """Why it has ended; None: it has not."""
     has_heard: bool = False
     gap_ns: int = 0
-    """Longest wait for a block after the first one."""
+    """Longest wait for news after the first ones."""
 
     def hear(self, now_ns: int) -> None:
-        """A block of its transfer came."""
+        """News of its transfer came."""
         if self.has_heard:
             self.gap_ns = max(self.gap_ns, now_ns - self.news_ns)
         self.has_heard, self.news_ns = True, now_ns
 
     def is_stalled(self, now_ns: int) -> bool:
-        """Whether no block came for too long."""
+        """Whether there was no news for too long."""
         return now_ns >= self.news_ns + max(STALLED_NS, STALLED_GAPS * self.gap_ns)
 
     @property

@@ -6,9 +6,8 @@
 Rules. 1: an extent is free again when its bytes were copied out, by the peer's word that nothing
 was begun, or by the death of our transfer worker. 2: words of another epoch, about unknown grants,
 or about blocks that have landed before are dropped. 3: a block is sealed when its copy was
-verified. 4: every PushExpect has one PushEnd, at its deadline at the latest, and soon after
-blocks of its transfer stop coming. 5: a peer is granted part of the slab by as many grants as
-it takes; expectations of an engine are bounded (`too_many`).
+verified. 4: every PushExpect has one PushEnd, at its deadline or soon after the last news. 5: a
+peer is granted part of the slab by as many grants as it takes; an engine may not expect `too_many`.
 
 Does not cover: extents (`landing`), seals (`intake`), leases that wait (`arrivals`), the other
 node (`pushes` there).
@@ -175,14 +174,14 @@ class Grants:
         left = np.flatnonzero(~expect.has_come)
         rows = self._state.residency.find_all(expect.asker.scopes, expect.missing[left])
         here = np.logical_and.reduce(self._state.residency.words(rows) >= 0, axis=0)
-        if here.any():
+        address, since_ns = expect.asker.address, expect.times.since_ns
+        _, node, transfer = expect.transfer
+        if here.any() or self._transfers.computed_ns(address[0], transfer) > expect.news_ns:
             self._news(expect)
-            self._come(expect, left[here])
+        self._come(expect, left[here])
         if expect.has_come.all():
             self._end(expect, "")
             return
-        address, since_ns = expect.asker.address, expect.times.since_ns
-        _, node, transfer = expect.transfer
         patience = self._transfers.patience(address, transfer, node, since_ns)
         if self._state.now_ns >= patience.until_ns:
             self._end(expect, patience.reason)
@@ -273,6 +272,9 @@ class Grants:
     def pushed(self, event: Pushed) -> None:
         """A peer says that blocks are in their extents: copy them out."""
         granted, shards = self._grants.get(event.grant), len(event.shards)
+        if not shards and granted is not None and event.epoch == self._epoch:
+            self._news(granted.expect)
+            return
         count = len(event.checksums) // (16 * shards) if shards else 0
         places = slice(event.first, event.first + count)
         if (
@@ -295,9 +297,11 @@ class Grants:
         self._land(event, granted, places)
 
     def _news(self, expect: Expectation) -> None:
-        """A block came: news for the other parts and groups of its transfer, too."""
+        """News of the other parts and groups of this transfer, too; and of what the same engine
+        waits for that has no room yet."""
         for its in self._expects:
-            if its.transfer == expect.transfer:
+            has_no_room = its.connection is expect.connection and not its.granted
+            if its.transfer == expect.transfer or (has_no_room and not its.is_here):
                 its.hear(self._state.now_ns)
 
     def _land(self, event: Pushed, granted: GrantedRoom, places: slice) -> None:
@@ -404,13 +408,9 @@ class Grants:
 
     def _next(self) -> None:
         """Room came back: those that wait for it go on, one after the other."""
-        for expect in list(self._expects):
-            if (
-                expect.reason is None
-                and not expect.is_here
-                and expect.granted < len(expect.missing)
-            ):
-                self._go_on(expect)
+        for its in list(self._expects):
+            if its.reason is None and not its.is_here and its.granted < len(its.missing):
+                self._go_on(its)
 
     # ── the transfer worker ──────────────────────────────────────────────────────────────────────
 
@@ -438,7 +438,7 @@ class Grants:
             elif state.now_ns >= expect.until_ns:
                 self._end(expect, "its deadline has passed")
             elif expect.is_stalled(state.now_ns):
-                self._end(expect, "no block came for too long")
+                self._end(expect, "its prefill engine stored nothing for too long")
             elif not expect.is_here or budget > 0:
                 budget -= expect.is_here * int((~expect.has_come).sum())
                 self._go_on(expect)

@@ -40,7 +40,7 @@ from kvstore.engine.sessions.runs import Run, run_of
 from kvstore.engine.state import State
 from kvstore.engine.witness import PushReport, PushTimes
 from kvstore.types import Shard, SpaceId
-from kvstore.units import MIB, NS_PER_MS
+from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 
 WRITE_BYTES: Final = 8 * MIB
@@ -49,6 +49,8 @@ JOBS_MAX: Final = 4
 """Writes of one grant at a time."""
 ASKS_MAX: Final = 64
 """Grants of one peer."""
+NEWS_NS: Final = 2 * NS_PER_S
+"""Between two words that the engine computes, while it has no block of the grant yet."""
 LEASE: Final = 1 << 63
 """Leases of writes are numbered from here on; a loan's number is below it."""
 
@@ -64,6 +66,8 @@ class _Ask(msgspec.Struct):
     keys: Keys
     times: PushTimes
     until_ns: int
+    said_ns: int
+    """When the other node heard of this grant, the last time."""
     next: int = 0
     """Blocks that were written, or are being."""
     pushed: int = 0
@@ -124,6 +128,7 @@ class Pushes:
             keys_array(event.keys)[:KEYS_PER_DATAGRAM_MAX].copy(),
             PushTimes(state.now_ns),
             state.now_ns + event.deadline_ms * NS_PER_MS,
+            state.now_ns,
         )
         self._go_on(ask)
 
@@ -236,14 +241,34 @@ class Pushes:
         ask.pushed += count
         ask.times.moved(self._state.now_ns)
         counters.pushed_bytes += count * sum(write.block_bytes)
+        checksums = write.checksums[: count * len(write.shards) * 16]
+        self._say(ask, write.first, write.shards, write.block_bytes, checksums)
+
+    def _say_news(self, ask: _Ask) -> None:
+        """The engine computes, and has not come to this transfer, or to its next block: a word
+        without blocks, so that nobody takes a long queue for an engine that hangs."""
+        computed_ns = self._transfers.computed_ns(ask.address[0], ask.transfer)
+        is_time = self._state.now_ns >= ask.said_ns + NEWS_NS
+        if ask.reason is None and is_time and computed_ns > ask.said_ns:
+            self._say(ask, ask.next)
+
+    def _say(
+        self,
+        ask: _Ask,
+        first: int,
+        shards: tuple[Shard, ...] = (),
+        block_bytes: tuple[int, ...] = (),
+        checksums: bytes = b"",
+    ) -> None:
+        ask.said_ns = self._state.now_ns
         self._state.say(
             SayPushed(
                 peer=ask.peer,
                 grant=ask.grant,
-                first=write.first,
-                shards=write.shards,
-                block_bytes=write.block_bytes,
-                checksums=write.checksums[: count * len(write.shards) * 16],
+                first=first,
+                shards=shards,
+                block_bytes=block_bytes,
+                checksums=checksums,
                 cause=self._state.cause,
             )
         )
@@ -266,6 +291,7 @@ class Pushes:
         for ask in list(self._asks.values()):
             if ask.reason is None:
                 self._go_on(ask)
+                self._say_news(ask)
             self._settle(ask)
 
     def _end(self, ask: _Ask, reason: str) -> None:

@@ -93,6 +93,7 @@ class Stores:
             self._ungrant(owner, words[valid], message)
             self._state.counters.stores_dropped += int(valid.sum())
             return ""
+        owner.sealed_ns = self._state.now_ns
         words, keys = words[valid], keys[valid]
         checksums = checksums_array(message.checksums)[valid]
         column = group.writers.index(hello.rank)

@@ -116,6 +116,12 @@ class Transfers:
             "not all of its blocks were stored there, or were evicted since",
         )
 
+    def computed_ns(self, tenant: str, transfer: str) -> int:
+        """When blocks came from the engine of this transfer, the last time, of any request: it may
+        have a long queue. 0: none did, or no engine prefills it."""
+        its = self._transfers.get((tenant, transfer))
+        return its.connection.owner.sealed_ns if its is not None else 0
+
 
 def _worth(item: tuple[object, _Prefill]) -> int:
     """Open ones are worth most."""

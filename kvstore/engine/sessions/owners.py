@@ -82,6 +82,7 @@ class Owner:
         "opened_ns",
         "ranks",
         "scheduler",
+        "sealed_ns",
         "unserved",
         "waits_since_ns",
     )
@@ -100,6 +101,8 @@ class Owner:
         self.groups: tuple[OwnerGroup, ...] = ()
         """KV cache groups of the last session."""
         self.opened_ns = 0
+        self.sealed_ns = 0
+        """When a rank sealed blocks, the last time: it computes, whatever for."""
 
     @property
     def is_complete(self) -> bool:

@@ -3,18 +3,22 @@ nodes, nor sizes move."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from kvstore.engine.events import PushOver
+from kvstore.engine.events import PushAsked, Pushed, PushOver, SayPushed
 from kvstore.engine.moves import expected, grants, transfers
 from kvstore.engine.moves.expected import STALLED_NS
 from kvstore.engine.moves.landing import LandingSlab
-from kvstore.engine.moves.pushes import ASKS_MAX
+from kvstore.engine.moves.pushes import ASKS_MAX, NEWS_NS
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.pushes import PushEnd, PushExpect, PushOpen
 from tests.unit.engine.harness import SMALL, Peer, keys, space
 from tests.unit.engine.pushing import PushPair
+
+STALLED = "its prefill engine stored nothing for too long"
 
 
 def test_a_prefill_on_the_same_node_that_stalls_is_not_waited_for() -> None:
@@ -29,7 +33,7 @@ def test_a_prefill_on_the_same_node_that_stalls_is_not_waited_for() -> None:
     pair.pass_time(stalled_ms - 1)
     assert not pair.ends
     pair.tick(1)
-    assert [(end.blocks, end.reason) for end in pair.ends] == [(1, "no block came for too long")]
+    assert [(end.blocks, end.reason) for end in pair.ends] == [(1, STALLED)]
 
 
 def test_a_node_that_was_suspended_goes_on_waiting() -> None:
@@ -43,7 +47,101 @@ def test_a_node_that_was_suspended_goes_on_waiting() -> None:
     pair.pass_time(stalled_ms - 1)
     assert not pair.ends
     pair.tick(1)
-    assert [end.reason for end in pair.ends] == ["no block came for too long"]
+    assert [end.reason for end in pair.ends] == [STALLED]
+
+
+def in_a_queue(here: bool) -> PushPair:
+    """A transfer whose prefill waits for those of other requests, on another node or `here`."""
+    pair = PushPair(slots=64)
+    if here:
+        pair.prefill, pair.p = Peer(pair.d, "prefill"), pair.d
+    pair.open()
+    pair.expect(1, node="d" if here else "p", ms=600_000)
+    pair.pump()
+    for number in range(100, 110):
+        pair.pass_time(STALLED_NS / NS_PER_MS / 2)
+        pair.store(number)
+        pair.tick()
+        pair.pump()
+    return pair
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_prefill_that_waits_for_others_is_waited_for(here: bool) -> None:
+    pair = in_a_queue(here)
+    assert not pair.ends
+    pair.store(1)
+    pair.tick()
+    pair.pump()
+    assert [(end.blocks, end.reason) for end in pair.ends] == [(1, "")]
+    if not here:
+        assert pair.d.engine.counters.push_words_dropped == 0
+        pair.at_rest()
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_prefill_behind_one_that_hangs_is_not_waited_for(here: bool) -> None:
+    pair = in_a_queue(here)
+    for _ in range(int(3 * STALLED_NS / NS_PER_MS / 2 // 1000)):  # waits of 5 s were seen
+        assert not pair.ends
+        pair.tick(1000)
+        pair.pump()
+    assert [(end.blocks, end.reason) for end in pair.ends] == [(0, STALLED)]
+
+
+def test_that_an_engine_computes_is_said_sometimes_and_of_what_is_open() -> None:
+    pair = PushPair(slots=256)
+    pair.open()
+    pair.expect(1, ms=600_000)
+    pair.pump()
+    for number in range(100, 200):
+        pair.store(number)
+        pair.tick(100)
+        pair.pump()
+    words = [word for word in pair.p.said if isinstance(word, SayPushed)]
+    assert len(words) == 100 * 100 // (NEWS_NS / NS_PER_MS)
+    assert {(word.shards, word.checksums) for word in words} == {((), b"")}
+    pair.close(reason="aborted")
+    pair.pump()
+    assert [end.reason for end in pair.ends] == ["aborted"]
+
+
+def test_no_word_of_an_epoch_before_is_news() -> None:
+    pair = PushPair()
+    pair.tick()
+    pair.open()
+    pair.expect(1, ms=600_000)
+    (asked,) = pair.to_p
+    assert isinstance(asked, PushAsked)
+    empty: dict[str, Any] = {"first": 0, "shards": (), "block_bytes": (), "checksums": b""}
+    for _ in range(int(STALLED_NS / NS_PER_MS // 1000)):
+        assert not pair.ends
+        pair.d.step(Pushed(grant=asked.grant, epoch=99, **empty))
+        pair.tick(1000)
+    assert [end.reason for end in pair.ends] == [STALLED]
+    assert pair.d.engine.counters.push_words_dropped > 0
+
+
+def test_who_waits_for_room_here_waits_as_long_as_blocks_of_others_come() -> None:
+    pair = PushPair(slots=64, landing=4)
+    pair.open("first")
+    pair.open("next")
+    pair.expect(1, 2, transfer="first", ms=600_000)
+    pair.expect(3, transfer="next", ms=600_000)
+    for number in (1, 2):
+        assert not pair.ends
+        pair.pump()
+        pair.pass_time(STALLED_NS / NS_PER_MS - 1000)
+        pair.store(number)
+        pair.tick()
+    pair.pump()
+    assert [(end.transfer, end.reason) for end in pair.ends] == [("first", "")]
+    pair.pass_time(STALLED_NS / NS_PER_MS - 1000)
+    pair.store(3)
+    pair.tick()
+    pair.pump()
+    assert [(end.transfer, end.reason) for end in pair.ends[1:]] == [("next", "")]
+    pair.at_rest()
 
 
 @pytest.mark.parametrize(("engine", "node"), [("other", "p"), ("d", "elsewhere")])
@@ -61,7 +159,7 @@ def test_the_same_name_elsewhere_is_no_news(engine: str, node: str) -> None:
     pair.pump()
     pair.tick(1)
     (end,) = [m for m in pair.d.sent[its.scheduler] if isinstance(m, PushEnd)]
-    assert (end.blocks, end.reason) == (0, "no block came for too long")
+    assert (end.blocks, end.reason) == (0, STALLED)
 
 
 def test_more_requests_than_a_peer_takes_grants_wait_for_their_turn() -> None:

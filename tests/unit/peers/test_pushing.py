@@ -10,11 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore.engine.events import AskPush, Land, WritePush
+from kvstore.engine.events import AskPush, Land, SayPushed, WritePush
 from kvstore.peers import lender
 from kvstore.peers.pusher import GRANTS_MAX
 from kvstore.proto import peer_pb2 as pb
 from kvstore.proto.peer_pb2_grpc import PeersStub
+from kvstore.proto.pushes import pushed_answer
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard
 from kvstore.wire.mover import Descriptor, encode
 from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
@@ -188,10 +189,34 @@ def test_words_of_a_session_that_has_no_such_grant_are_dropped() -> None:
         two.a.lander._hear_pushed(object(), word)  # type: ignore[arg-type]
         assert not any(isinstance(c, Land) for c in two.a.asked)
         # Nor can another peer end it by a word that is none.
-        two.a.lander._hear_pushed(object(), pb.Pushed(grant=asked.grant))  # type: ignore[arg-type]
+        none = pb.Pushed(grant=asked.grant, checksums=b"x")
+        two.a.lander._hear_pushed(object(), none)  # type: ignore[arg-type]
         over = pb.Answer(push_over=pb.PushOver(grant=asked.grant, epoch=asked.epoch, is_quiet=True))
         two.a.lander._hear(object(), over)  # type: ignore[arg-type]
         assert two.a.engine.landing_bytes()[("granted",)] > 0
+
+    pushing(body)
+
+
+def test_a_word_without_blocks_is_no_first_block_and_ends_nothing() -> None:
+    async def body(two: Two) -> None:
+        prefill, engine = Stored(two.b, "eb"), Stored(two.a, "ea")
+        two.b.hear(prefill.scheduler, PushOpen("r"))
+        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
+        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
+        asked = next(c for c in two.a.asked if isinstance(c, AskPush))
+        given = two.a.lander._given[asked.grant]
+        assert given.session is not None
+        for word in (command(asked.grant), command(asked.grant, checksums=bytes(16))):
+            assert not given.has_begun
+            assert asked.grant in two.a.lander._given
+            two.a.lander._hear_pushed(given.session, pushed_answer(word, asked.epoch).pushed)
+        assert asked.grant not in two.a.lander._given, "checksums of no shard"
+
+    def command(grant: int, checksums: bytes = b"") -> SayPushed:
+        return SayPushed(
+            peer=1, grant=grant, first=0, shards=(), block_bytes=(), checksums=checksums, cause=0
+        )
 
     pushing(body)
 
