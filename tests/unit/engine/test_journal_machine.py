@@ -84,6 +84,7 @@ class MortalMachine(Machine):
     ) -> None:
         """In the step that one of these leads to, if it leads to any."""
         self.mortal.is_dying = True
+        there = set(self.writable)
         count = 1 + pick % 6
         change = ("new scheduler", "same rank", "new rank", "quiet", "no rank", "dead")[pick % 6]
         steps: dict[str, Callable[[], None]] = {
@@ -100,6 +101,8 @@ class MortalMachine(Machine):
             self.time_passes(0)
         except Died:
             self.mortal.is_dying = False
+            # A Hello or an end that nobody heard: the process writes no more, and ends once.
+            self.writable |= {connection: {} for connection in there - set(self.writable)}
         node = self.mortal
         count = len(node.stores)
         for cut in {*np.linspace(0, count, min(count + 1, CUTS_MAX), dtype=int).tolist()}:
