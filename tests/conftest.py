@@ -11,6 +11,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 from tests import side_by_side
 from tests.integration.engine.fixtures import (
@@ -39,7 +41,12 @@ _PARSING = ("style", "docs")
 
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
-hypothesis.settings.load_profile(os.environ.get("KVSTORE_HYPOTHESIS_PROFILE", "fixed"))
+PROFILE = os.environ.get("KVSTORE_HYPOTHESIS_PROFILE", "fixed")
+hypothesis.settings.load_profile(PROFILE)
+if PROFILE == "fixed":
+    # It draws constants of our modules as well, of those that are loaded by then: which examples
+    # a test has would depend on the tests beside it.
+    vars(providers)["_get_local_constants"] = Constants
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
+from tests.conftest import PROFILE
 from tests.style.tree import ROOT
 
 CONFTEST = """
@@ -111,3 +115,28 @@ def test_fewer_steps_than_were_asked_for_fail_the_run(suite: Path, processes: st
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "10 passed" in done.stdout
     assert "fewer property steps than 11" in done.stdout
+
+
+@pytest.mark.skipif(PROFILE != "fixed", reason="other profiles draw at random")
+def test_examples_do_not_depend_on_the_modules_that_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[list[int]] = []
+
+    def draw() -> None:
+        of_test: list[int] = []
+
+        @hypothesis.settings(max_examples=200)
+        @hypothesis.given(st.integers())
+        def examples(number: int) -> None:
+            of_test.append(number)
+
+        examples()
+        drawn.append(of_test)
+
+    draw()
+    (tmp_path / "beside.py").write_text(f"NUMBERS = {[*range(1_000_003, 1_000_303)]}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("beside")
+    draw()
+    assert drawn[0] == drawn[1]
