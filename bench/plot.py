@@ -235,7 +235,7 @@ def pd(record: dict[str, Any]) -> Any:
             f"Beside long prompts a token takes {beside['value']:.2f} × as long as on one engine"
         )
     prompts = f"prompts of {record['prompt_tokens']:,} tokens"
-    how = f"{_engine(record)}, {prompts}; all engines share two cores"
+    how = f"{_engine(record)}, {prompts}; each engine has a core"
     figure, (left, right) = _figure(message, how, (1.25, 1))
     for row, (_, its) in enumerate(rows):
         ends = its.get("interval_95", [its["value"]] * 2)
@@ -284,7 +284,7 @@ def _pd_sweep(axes: Any, by_proportion: dict[str, Any]) -> None:
         frameon=False,
         fontsize=8,
         loc="center",
-        bbox_to_anchor=(0.52, 0.68),
+        bbox_to_anchor=(0.52, 0.12),
         ncol=3,
         handlelength=1.6,
         columnspacing=1,
