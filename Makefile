@@ -56,7 +56,7 @@ programs: # that tests start; said at once, not after half an hour
 	test -z "$$missing" || { echo "kvstore: the tests start" $$missing", not installed here:" \
 	apt-get install $$(grep -v '^#' .ci/debian-packages.txt) >&2; exit 1; }
 
-check: $(VENV)/.base lint ## the same without the engine and without slow tests
+check: programs $(VENV)/.base lint ## the same without the engine and without slow tests
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not engine and not gpu and not slow"
 
 coverage: $(VENV)/.base ## lines and branches of the core that the fast tests reach, with a floor

@@ -19,8 +19,8 @@ sweep        prompts and answers in proportions of 20:1 to 1:1, beside the same 
 Each engine has one core, as it would have a GPU of its own; nodes and the proxy take what engines
 leave of both. Processes of vLLM that wait for each other do so without spinning, those of every
 side (`bench.pd.engines`): a core that spins is missing to a node. Judges nothing: goals stand
-beside the figures. `--quick` takes a tiny model and few requests: whether all
-of it runs, within minutes.
+beside the figures. `--quick` takes a tiny model and few requests: whether all of it runs, within
+minutes.
 """
 
 from __future__ import annotations

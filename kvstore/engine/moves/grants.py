@@ -438,7 +438,7 @@ class Grants:
             elif state.now_ns >= expect.until_ns:
                 self._end(expect, "its deadline has passed")
             elif expect.is_stalled(state.now_ns):
-                self._end(expect, "its prefill engine stored nothing for too long")
+                self._end(expect, "nothing was heard of its prefill for too long")
             elif not expect.is_here or budget > 0:
                 budget -= expect.is_here * int((~expect.has_come).sum())
                 self._go_on(expect)

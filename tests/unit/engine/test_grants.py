@@ -18,7 +18,7 @@ from kvstore.wire.pushes import PushEnd, PushExpect, PushOpen
 from tests.unit.engine.harness import SMALL, Peer, keys, space
 from tests.unit.engine.pushing import PushPair
 
-STALLED = "its prefill engine stored nothing for too long"
+STALLED = "nothing was heard of its prefill for too long"
 
 
 def test_a_prefill_on_the_same_node_that_stalls_is_not_waited_for() -> None:

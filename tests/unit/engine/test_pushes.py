@@ -274,7 +274,7 @@ def test_a_push_that_stalls_is_not_waited_for_and_one_that_goes_on_is() -> None:
     pair.pass_time(STALLED_GAPS * almost_ms - 1)
     assert len(pair.ends) == 1
     pair.tick(1)
-    assert pair.ends[1].reason == "its prefill engine stored nothing for too long"
+    assert pair.ends[1].reason == "nothing was heard of its prefill for too long"
     pair.pump()
     pair.at_rest()
 
