@@ -13,16 +13,18 @@ Covers: order, processes, the summary. Does not cover: amounts (`amounts`), leak
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -94,6 +96,15 @@ class Scheduler(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return self._groups[nodeid]
 
+    def _reschedule(self, node: Any) -> None:
+        """A process keeps its last test until it has another one or is told that there is none. In
+        the place of one that died it would get one group, of one test or of tests that have run
+        already, and wait for ever."""
+        while node in self.registered_collections and not node.shutting_down:
+            super()._reschedule(node)
+            if self._pending_of(self.assigned_work[node]) >= 2:
+                return
+
 
 def _group(item: pytest.Item) -> str:
     if _is_of_a_shared_engine(item):
@@ -126,7 +137,11 @@ def _time_limit_s(item: pytest.Item) -> float:
 
 class Turns:
     """One file, locked shared by each test and exclusively by one that runs alone. A second file is
-    the queue: without it new tests would overtake who waits for all to pause."""
+    the queue: without it new tests would overtake who waits for all to pause.
+
+    The locks are those of POSIX: a forked child has none of them, so that they end with the process
+    of the tests whatever it leaves behind.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._room = os.open(directory / "room", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -136,13 +151,13 @@ class Turns:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Before the timeout of the test begins."""
         how = fcntl.LOCK_EX if is_alone(item) else fcntl.LOCK_SH
-        fcntl.flock(self._queue, fcntl.LOCK_EX)
-        fcntl.flock(self._room, how)
-        fcntl.flock(self._queue, fcntl.LOCK_UN)
+        fcntl.lockf(self._queue, fcntl.LOCK_EX)
+        fcntl.lockf(self._room, how)
+        fcntl.lockf(self._queue, fcntl.LOCK_UN)
         try:
             return (yield)
         finally:
-            fcntl.flock(self._room, fcntl.LOCK_UN)
+            fcntl.lockf(self._room, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Leave, whatever is locked."""
@@ -160,6 +175,7 @@ class Summary:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._steps_min = config.getoption("--steps-min")
         self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._own: set[int] = set()
 
     def _shared(self) -> tempfile.TemporaryDirectory[str]:
         """What all processes read and write."""
@@ -169,21 +185,34 @@ class Summary:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Before a process starts."""
+        """A process has started, and has no tests yet."""
         node.workerinput["turns"] = self._shared().name
+        self._own |= {child.pid for child in psutil.Process().children()}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Scheduler:
-        """Before a process starts, too."""
+        """Before a process has tests, too."""
         config.option.loadscopereorder = False  # as they were collected
         scheduler = Scheduler(config, log)
         scheduler.directory = Path(self._shared().name)
         return scheduler
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        """A process has ended."""
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """A process has ended. What one that died has left behind is adopted by this one (`leaks`)
+        and would be in the way of all tests to come."""
         COVERED.update(getattr(node, "workeroutput", {}).get("covered", {}))
+        if error is None:
+            return
+        process = node.gateway._io  # there is no public name
+        process.kill()
+        process.wait()  # its pipes close before its children are adopted
+        for child in psutil.Process().children():
+            if child.pid not in self._own:
+                for each in (*child.children(recursive=True), child):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.kill()
+                child.wait()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
@@ -221,10 +250,26 @@ def _largest(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 class Worker:
-    """One of several processes: it tells what it covered."""
+    """One of several processes: it tells what it covered, and its end is seen."""
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Before a test forks: a child that kept the pipes of this process would hide its death."""
+        plugins = session.config.pluginmanager.get_plugins()
+        channel = next(plugin.channel for plugin in plugins if hasattr(plugin, "channel"))
+        pipes = channel.gateway._io  # there is no public name
+        descriptors = [pipes.infile.fileno(), pipes.outfile.fileno()]
+        os.register_at_fork(after_in_child=functools.partial(_close, descriptors))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         session.config.workeroutput["covered"] = dict(COVERED)  # type: ignore[attr-defined]
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    """Keep the numbers, of which nobody else may think that they are free."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
 
 
 def configure(config: pytest.Config) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import hypothesis
+import psutil
 import pytest
 from hypothesis import strategies as st
 
@@ -17,12 +18,13 @@ from tests.style.tree import ROOT
 
 CONFTEST = """
 import pytest
-from tests import side_by_side
+from tests import leaks, side_by_side
 
 def pytest_addoption(parser):
     side_by_side.add_options(parser)
 
 def pytest_configure(config):
+    leaks.prepare()
     config.addinivalue_line("markers", "alone: no other test runs meanwhile")
     side_by_side.configure(config)
 
@@ -72,6 +74,22 @@ def test_one(dear):
 def test_two(dear):
     run("together2")
 """
+DYING = """
+import os, pathlib, signal, time
+
+LEFT = pathlib.Path(os.environ["RUNNING"]).with_name("left")
+
+def test_dies():
+    if LEFT.exists():
+        return
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        time.sleep(600)
+        os._exit(0)
+    LEFT.write_text(str(pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 @pytest.fixture
@@ -107,6 +125,19 @@ def test_groups_stay_together_alone_is_alone_and_all_is_counted(suite: Path) -> 
     assert len({pid for pid, _ in ran}) == 2, "one process did it all"
     assert len({pid for pid, name in ran if name.startswith("together")}) == 1
     assert "covered: 10 property steps" in done.stdout
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("name", ["test_dying_first", "test_which_dies_later"])
+def test_a_process_that_dies_leaves_nothing_in_the_way_of_others(
+    suite: Path, processes: str, name: str
+) -> None:
+    (suite / f"{name}.py").write_text(DYING)
+    done = run(suite, "-n", processes, "-p", "no:randomly", "--timeout", "30")
+    assert "crashed while running" in done.stdout, done.stdout + done.stderr
+    ran = [line.split()[1] for line in (suite / "done").read_text().splitlines()]
+    assert {"alone0", "alone1"} <= set(ran)
+    assert not psutil.pid_exists(int((suite / "left").read_text()))
 
 
 @pytest.mark.parametrize("processes", ["0", "2"])
