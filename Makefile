@@ -31,6 +31,8 @@ PYTEST := $(BIN)/python -m pytest $(if $(SEED),--randomly-seed=$(SEED))
 # Processes that share the tests: more than cores, since many wait for something most of the time.
 WORKERS ?= 3
 SIDE_BY_SIDE := -n $(WORKERS)
+# Once more if a test fails, five times in a run at most; what passes then is named in the end.
+AGAIN := --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks
 NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it: \
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
@@ -46,7 +48,7 @@ demo: $(VENV)/.engine ## a real vLLM without and with kvstore: table, plot, benc
 	$(BIN)/python bench/scenarios/demo.py
 
 test: programs $(VENV)/.engine lint ## everything: style, types, import rules, all tests with the real engine
-	$(PYTEST) $(SIDE_BY_SIDE) --steps-min 15000
+	$(PYTEST) $(SIDE_BY_SIDE) $(AGAIN) --steps-min 15000
 
 nightly: programs $(VENV)/.engine lint ## `make test` with all of what it takes a part of: hours
 	KVSTORE_AMOUNTS=nightly $(PYTEST) $(SIDE_BY_SIDE) --steps-min 45000

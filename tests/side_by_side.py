@@ -36,6 +36,7 @@ SHARED_ENGINES: Final = ("plain", "reference")
 """Session fixtures with an engine: one of each in a run, not one in each process."""
 SHARED: Final = "engine"
 GROUPS: Final = "groups.json"
+COVERED_BY: Final = "covered."
 _TIMEOUT_S: Final = 300.0
 
 
@@ -95,6 +96,9 @@ class Scheduler(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return self._groups[nodeid]
+
+    def mark_test_pending(self, item: str) -> None:
+        """The test during which a process died may run again: it is in the queue already."""
 
     def _reschedule(self, node: Any) -> None:
         """A process keeps its last test until it has another one or is told that there is none. In
@@ -199,9 +203,8 @@ class Summary:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """A process has ended. What one that died has left behind is adopted by this one (`leaks`)
-        and would be in the way of all tests to come."""
-        COVERED.update(getattr(node, "workeroutput", {}).get("covered", {}))
+        """What a process that died has left behind is adopted by this one (`leaks`) and would be in
+        the way of all tests to come."""
         if error is None:
             return
         process = node.gateway._io  # there is no public name
@@ -222,10 +225,12 @@ class Summary:
         return bool(COVERED[STEPS] < self._steps_min)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._directory is not None:
+            for path in Path(self._directory.name).glob(f"{COVERED_BY}*"):
+                COVERED.update(msgspec.json.decode(path.read_bytes(), type=dict[str, int]))
+            self._directory.cleanup()
         if self._steps_are_missing:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if self._directory is not None:
-            self._directory.cleanup()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         write = terminalreporter.write_line
@@ -252,6 +257,9 @@ def _largest(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
 class Worker:
     """One of several processes: it tells what it covered, and its end is seen."""
 
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / f"{COVERED_BY}{os.getpid()}"
+
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Before a test forks: a child that kept the pipes of this process would hide its death."""
         plugins = session.config.pluginmanager.get_plugins()
@@ -260,8 +268,9 @@ class Worker:
         descriptors = [pipes.infile.fileno(), pipes.outfile.fileno()]
         os.register_at_fork(after_in_child=functools.partial(_close, descriptors))
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        session.config.workeroutput["covered"] = dict(COVERED)  # type: ignore[attr-defined]
+    def pytest_runtest_logfinish(self) -> None:
+        """After each test, since it may be the last one before this process dies."""
+        self._path.write_bytes(msgspec.json.encode(COVERED))
 
 
 def _close(descriptors: Iterable[int]) -> None:
@@ -283,4 +292,4 @@ def configure(config: pytest.Config) -> None:
     turns = Turns(directory)
     config.add_cleanup(turns.close)
     config.pluginmanager.register(turns, "kvstore-turns")
-    config.pluginmanager.register(Worker(), "kvstore-worker")
+    config.pluginmanager.register(Worker(directory), "kvstore-worker")

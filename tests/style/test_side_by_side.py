@@ -140,6 +140,14 @@ def test_a_process_that_dies_leaves_nothing_in_the_way_of_others(
     assert not psutil.pid_exists(int((suite / "left").read_text()))
 
 
+def test_a_test_during_which_a_process_dies_may_run_again(suite: Path) -> None:
+    (suite / "test_dying.py").write_text(DYING)
+    done = run(suite, "-n", "2", "--reruns", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "11 passed, 1 rerun" in done.stdout
+    assert "covered: 10 property steps" in done.stdout
+
+
 @pytest.mark.parametrize("processes", ["0", "2"])
 def test_fewer_steps_than_were_asked_for_fail_the_run(suite: Path, processes: str) -> None:
     done = run(suite, "-n", processes, "--steps-min", "11")
