@@ -31,8 +31,9 @@ PYTEST := $(BIN)/python -m pytest $(if $(SEED),--randomly-seed=$(SEED))
 # Processes that share the tests: more than cores, since many wait for something most of the time.
 WORKERS ?= 3
 SIDE_BY_SIDE := -n $(WORKERS)
-# Once more if a test fails, five times in a run at most; what passes then is named in the end.
-AGAIN := --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks
+# Once more if a test fails, five times in a run at most; what passes then is named in the end. Not
+# what it left behind, which would be there already when it runs again.
+AGAIN := --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks --rerun-except "left behind:"
 NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it: \
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 

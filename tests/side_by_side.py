@@ -270,7 +270,9 @@ class Worker:
 
     def pytest_runtest_logfinish(self) -> None:
         """After each test, since it may be the last one before this process dies."""
-        self._path.write_bytes(msgspec.json.encode(COVERED))
+        draft = self._path.with_name(f"draft.{os.getpid()}")
+        draft.write_bytes(msgspec.json.encode(COVERED))
+        draft.rename(self._path)
 
 
 def _close(descriptors: Iterable[int]) -> None:

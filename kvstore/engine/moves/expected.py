@@ -76,6 +76,19 @@ class Expectation(msgspec.Struct):
         return now_ns >= self.news_ns + max(STALLED_NS, STALLED_GAPS * self.gap_ns)
 
     @property
+    def has_no_room(self) -> bool:
+        """Whether none of the landing slab was granted for it, which its prefill waits for."""
+        return not self.granted and not self.is_here
+
+    def stalled_by(self, *, is_up: bool) -> str:
+        """The reason of one that is stalled; `is_up`: there is a transfer worker."""
+        if not self.has_no_room:
+            return "nothing was heard of its prefill for too long"
+        if not is_up:
+            return "there was no transfer worker for too long"
+        return "no landing memory was free for too long: a larger --landing has room for more"
+
+    @property
     def transfer(self) -> tuple[int, str, str]:
         """Its transfer: another engine, or a request to another node, may use the same name."""
         return self.connection.id, self.message.node, self.message.transfer

@@ -49,7 +49,7 @@ from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.intake import Copies, Intake
 from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.moves.landing import LANDING_SHARE, Extents, LandingSlab
-from kvstore.engine.moves.pushes import ASKS_MAX
+from kvstore.engine.moves.pushes import ASKS_MAX, NEWS_NS
 from kvstore.engine.moves.transfers import Transfers
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import Connection
@@ -94,8 +94,7 @@ class Grants:
         """Pages granted, by peer."""
         self._landings: Jobs[LandingCopy] = Jobs(numbers, arena_bytes=config.arena_bytes)
         self._limbo: list[tuple[Extents, int]] = []
-        self._limbo_ns = self._ticked_ns = 0
-        """Since when there is limbo, and when time passed before."""
+        self._limbo_ns = self._ticked_ns = 0  # since when there is limbo; when time passed before
         self._coming = ExpectedKeys()
 
     # ── what is expected ─────────────────────────────────────────────────────────────────────────
@@ -177,7 +176,7 @@ class Grants:
         address, since_ns = expect.asker.address, expect.times.since_ns
         _, node, transfer = expect.transfer
         if here.any() or self._transfers.computed_ns(address[0], transfer) > expect.news_ns:
-            self._news(expect)
+            expect.hear(self._state.now_ns)  # each looks for itself
         self._come(expect, left[here])
         if expect.has_come.all():
             self._end(expect, "")
@@ -273,7 +272,8 @@ class Grants:
         """A peer says that blocks are in their extents: copy them out."""
         granted, shards = self._grants.get(event.grant), len(event.shards)
         if not shards and granted is not None and event.epoch == self._epoch:
-            self._news(granted.expect)
+            if self._state.now_ns >= granted.expect.news_ns + NEWS_NS // 2:  # else too many of them
+                self._news(granted.expect, is_block=False)
             return
         count = len(event.checksums) // (16 * shards) if shards else 0
         places = slice(event.first, event.first + count)
@@ -288,7 +288,7 @@ class Grants:
         granted.has_landed[places] = True
         expect = granted.expect
         expect.times.moved(self._state.now_ns)
-        self._news(expect)
+        self._news(expect, is_block=True)
         if expect.reason is None and sum(event.block_bytes) != sum(expect.asker.block_bytes):
             self._end(expect, f"node {granted.node} pushes blocks of another size")
         if expect.reason is not None:
@@ -296,12 +296,12 @@ class Grants:
             return
         self._land(event, granted, places)
 
-    def _news(self, expect: Expectation) -> None:
-        """News of the other parts and groups of this transfer, too; and of what the same engine
-        waits for that has no room yet."""
+    def _news(self, expect: Expectation, *, is_block: bool) -> None:
+        """News of the other parts and groups of this transfer, too. A block, after which there will
+        be room, is news of what the same engine waits for without room."""
         for its in self._expects:
-            has_no_room = its.connection is expect.connection and not its.granted
-            if its.transfer == expect.transfer or (has_no_room and not its.is_here):
+            has_no_room = its.connection is expect.connection and its.has_no_room
+            if its.transfer == expect.transfer or (is_block and has_no_room):
                 its.hear(self._state.now_ns)
 
     def _land(self, event: Pushed, granted: GrantedRoom, places: slice) -> None:
@@ -438,7 +438,7 @@ class Grants:
             elif state.now_ns >= expect.until_ns:
                 self._end(expect, "its deadline has passed")
             elif expect.is_stalled(state.now_ns):
-                self._end(expect, "nothing was heard of its prefill for too long")
+                self._end(expect, expect.stalled_by(is_up=bool(self._epoch)))
             elif not expect.is_here or budget > 0:
                 budget -= expect.is_here * int((~expect.has_come).sum())
                 self._go_on(expect)

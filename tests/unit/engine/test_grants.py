@@ -3,13 +3,14 @@ nodes, nor sizes move."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import pytest
 
-from kvstore.engine.events import PushAsked, Pushed, PushOver, SayPushed
+from kvstore.engine.events import LandingUp, PushAsked, Pushed, PushOver, SayPushed
 from kvstore.engine.moves import expected, grants, transfers
-from kvstore.engine.moves.expected import STALLED_NS
+from kvstore.engine.moves.expected import STALLED_NS, Expectation
 from kvstore.engine.moves.landing import LandingSlab
 from kvstore.engine.moves.pushes import ASKS_MAX, NEWS_NS
 from kvstore.types import PAGE_BYTES
@@ -142,6 +143,80 @@ def test_who_waits_for_room_here_waits_as_long_as_blocks_of_others_come() -> Non
     pair.pump()
     assert [(end.transfer, end.reason) for end in pair.ends[1:]] == [("next", "")]
     pair.at_rest()
+
+
+def test_who_waits_for_room_here_does_not_wait_for_words_without_blocks() -> None:
+    pair = PushPair(slots=64, landing=4)
+    pair.open("first")
+    pair.open("next")
+    pair.expect(1, 2, transfer="first", ms=600_000)
+    pair.expect(3, transfer="next", ms=600_000)
+    pair.pump()
+    for number in range(100, 104):
+        pair.pass_time(STALLED_NS / NS_PER_MS / 2)
+        pair.store(number)
+        pair.tick()
+        pair.pump()
+    (end,) = pair.ends
+    assert (end.transfer, end.blocks) == ("next", 0)
+    assert "landing memory" in end.reason
+
+
+def test_without_a_transfer_worker_a_request_waits_no_longer_and_the_reason_says_so() -> None:
+    pair = PushPair()
+    pair.tick()
+    pair.d.step(LandingUp(0))
+    pair.expect(1, ms=600_000)
+    pair.pass_time(STALLED_NS / NS_PER_MS)
+    pair.tick()
+    assert [end.reason for end in pair.ends] == ["there was no transfer worker for too long"]
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[Expectation]:
+    """Expectations, each time that one hears news."""
+    made: list[Expectation] = []
+    monkeypatch.setattr(Expectation, "hear", lambda its, _now_ns: made.append(its))
+    return made
+
+
+def test_of_words_without_blocks_some_are_heard(heard: list[Expectation]) -> None:
+    pair = PushPair()
+    pair.tick()
+    pair.open()
+    pair.expect(1, ms=600_000)
+    (asked,) = pair.to_p
+    assert isinstance(asked, PushAsked)
+    empty: dict[str, Any] = {"first": 0, "shards": (), "block_bytes": (), "checksums": b""}
+    for _ in range(100):
+        pair.d.step(Pushed(grant=asked.grant, epoch=pair.epochs, **empty))
+    assert not heard, "each costs a look at all expectations"
+    pair.pass_time(NEWS_NS / NS_PER_MS)
+    pair.d.step(Pushed(grant=asked.grant, epoch=pair.epochs, **empty))
+    assert len(heard) == 1
+
+
+def test_prefills_on_the_same_node_look_at_their_own_news_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = PushPair(slots=64)
+    pair.prefill, pair.p = Peer(pair.d, "prefill"), pair.d
+    pair.tick()
+    for number in range(20):
+        pair.open(f"r{number}")
+        pair.expect(number, transfer=f"r{number}", node="d", ms=600_000)
+    pair.tick(1000)
+    name_of = attrgetter("connection.id", "message.node", "message.transfer")
+    looks: list[Expectation] = []
+
+    def transfer(its: Expectation) -> Any:
+        looks.append(its)
+        return name_of(its)
+
+    monkeypatch.setattr(Expectation, "transfer", property(transfer))
+    pair.store(100)
+    pair.tick(1000)
+    assert len(looks) == 20, "a tick looks at each for each"
 
 
 @pytest.mark.parametrize(("engine", "node"), [("other", "p"), ("d", "elsewhere")])
