@@ -34,7 +34,7 @@ LINES_MAX = {
     "pd": 483,
     "peers": 2_914,
     "proto": 535,
-    "router": 4_712,
+    "router": 4_717,
     "routing": 3_516,
     "stores": 1_156,
     "supervisor": 1_060,

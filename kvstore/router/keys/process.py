@@ -25,6 +25,8 @@ ANSWER_TIMEOUT_S: Final = 2.0
 """For a busy child; loading a tokenizer takes longer, and its first orders go unanswered."""
 HANG_S: Final = 30.0
 """A child that owes an answer for so long is replaced."""
+LOADING_S: Final = 300.0
+"""The same of one that has not answered yet: to import `transformers` takes 5 s of a core."""
 LIMIT_BYTES: Final = 64 << 20
 _answers: Final = msgspec.msgpack.Decoder(KeyAnswer)
 
@@ -39,6 +41,7 @@ class KeyProcess:
         """Since when, and for what, in the order of the child's answers."""
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._has_answered = False  # this child
         self.refused_count = 0
         self.restart_count = 0
 
@@ -64,7 +67,8 @@ class KeyProcess:
 
     def _replace_hanging(self) -> None:
         owes_since_s = self._waiting[0][0] if self._waiting else math.inf
-        if asyncio.get_running_loop().time() - owes_since_s > HANG_S and self._child is not None:
+        limit_s = HANG_S if self._has_answered else LOADING_S
+        if asyncio.get_running_loop().time() - owes_since_s > limit_s and self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._child.kill()
 
@@ -79,6 +83,7 @@ class KeyProcess:
                     limit=LIMIT_BYTES,
                     env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
                 )
+                self._has_answered = False
                 self._reader = asyncio.create_task(self._read(self._child))
         return self._child
 
@@ -88,6 +93,7 @@ class KeyProcess:
             while True:
                 size = int.from_bytes(await child.stdout.readexactly(4), "little")
                 answer = _answers.decode(await child.stdout.readexactly(size))
+                self._has_answered = True
                 _, asked = self._waiting.popleft()
                 if not asked.done():
                     asked.set_result(answer)

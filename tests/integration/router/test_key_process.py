@@ -72,6 +72,31 @@ def test_a_hanging_child_costs_time_outs_and_is_replaced(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("loading_s", "restarts"), [(300.0, 0), (0.0, 1)])
+def test_a_child_that_loads_has_longer(
+    monkeypatch: pytest.MonkeyPatch, loading_s: float, restarts: int
+) -> None:
+    """On a busy machine it took longer than a child may hang: it was killed each time."""
+    monkeypatch.setattr(process, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(process, "HANG_S", 0.0)
+    monkeypatch.setattr(process, "LOADING_S", loading_s)
+
+    async def scenario() -> None:
+        keeper = KeyProcess({})
+        try:
+            child = await keeper._running()
+            child.send_signal(signal.SIGSTOP)
+            assert [await keeper.make(order(8)) for _ in range(2)] == [None] * 2
+            child.send_signal(signal.SIGCONT)
+            monkeypatch.setattr(process, "LOADING_S", 300.0)
+            await answered(keeper)
+            assert keeper.restart_count == restarts
+        finally:
+            await keeper.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("given", "count"),
     [
