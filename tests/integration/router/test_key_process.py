@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 from pathlib import Path
@@ -86,8 +87,9 @@ def test_a_child_that_loads_has_longer(
         try:
             child = await keeper._running()
             child.send_signal(signal.SIGSTOP)
-            assert [await keeper.make(order(8)) for _ in range(2)] == [None] * 2
-            child.send_signal(signal.SIGCONT)
+            assert await keeper.make(order(8)) is None
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(signal.SIGCONT)
             monkeypatch.setattr(process, "LOADING_S", 300.0)
             await answered(keeper)
             assert keeper.restart_count == restarts
