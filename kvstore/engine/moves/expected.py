@@ -75,9 +75,13 @@ class Expectation(msgspec.Struct):
         """Whether there was no news for too long."""
         return now_ns >= self.news_ns + max(STALLED_NS, STALLED_GAPS * self.gap_ns)
 
+    def may_hear(self, now_ns: int, pause_ns: int) -> bool:
+        """Whether a message without blocks is news; of too many, each would cost a look at all."""
+        return self.reason is None and now_ns >= self.news_ns + pause_ns
+
     @property
     def has_no_room(self) -> bool:
-        """Whether none of the landing slab was granted for it, which its prefill waits for."""
+        """Whether it waits for its first part of the landing slab."""
         return not self.granted and not self.is_here
 
     def stalled_by(self, *, is_up: bool) -> str:
@@ -86,7 +90,7 @@ class Expectation(msgspec.Struct):
             return "nothing was heard of its prefill for too long"
         if not is_up:
             return "there was no transfer worker for too long"
-        return "no landing memory was free for too long: a larger --landing has room for more"
+        return "it got no landing memory for too long: too many transfers, or a small --landing"
 
     @property
     def transfer(self) -> tuple[int, str, str]:

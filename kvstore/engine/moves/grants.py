@@ -272,7 +272,7 @@ class Grants:
         """A peer says that blocks are in their extents: copy them out."""
         granted, shards = self._grants.get(event.grant), len(event.shards)
         if not shards and granted is not None and event.epoch == self._epoch:
-            if self._state.now_ns >= granted.expect.news_ns + NEWS_NS // 2:  # else too many of them
+            if granted.expect.may_hear(self._state.now_ns, NEWS_NS // 2):
                 self._news(granted.expect, is_block=False)
             return
         count = len(event.checksums) // (16 * shards) if shards else 0

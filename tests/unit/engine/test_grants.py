@@ -20,6 +20,8 @@ from tests.unit.engine.harness import SMALL, Peer, keys, space
 from tests.unit.engine.pushing import PushPair
 
 STALLED = "nothing was heard of its prefill for too long"
+EMPTY: dict[str, Any] = {"first": 0, "shards": (), "block_bytes": (), "checksums": b""}
+"""A message without blocks."""
 
 
 def test_a_prefill_on_the_same_node_that_stalls_is_not_waited_for() -> None:
@@ -114,10 +116,9 @@ def test_no_word_of_an_epoch_before_is_news() -> None:
     pair.expect(1, ms=600_000)
     (asked,) = pair.to_p
     assert isinstance(asked, PushAsked)
-    empty: dict[str, Any] = {"first": 0, "shards": (), "block_bytes": (), "checksums": b""}
     for _ in range(int(STALLED_NS / NS_PER_MS // 1000)):
         assert not pair.ends
-        pair.d.step(Pushed(grant=asked.grant, epoch=99, **empty))
+        pair.d.step(Pushed(grant=asked.grant, epoch=99, **EMPTY))
         pair.tick(1000)
     assert [end.reason for end in pair.ends] == [STALLED]
     assert pair.d.engine.counters.push_words_dropped > 0
@@ -187,13 +188,18 @@ def test_of_words_without_blocks_some_are_heard(heard: list[Expectation]) -> Non
     pair.expect(1, ms=600_000)
     (asked,) = pair.to_p
     assert isinstance(asked, PushAsked)
-    empty: dict[str, Any] = {"first": 0, "shards": (), "block_bytes": (), "checksums": b""}
     for _ in range(100):
-        pair.d.step(Pushed(grant=asked.grant, epoch=pair.epochs, **empty))
+        pair.d.step(Pushed(grant=asked.grant, epoch=pair.epochs, **EMPTY))
     assert not heard, "each costs a look at all expectations"
     pair.pass_time(NEWS_NS / NS_PER_MS)
-    pair.d.step(Pushed(grant=asked.grant, epoch=pair.epochs, **empty))
+    pair.d.step(Pushed(grant=asked.grant, epoch=pair.epochs, **EMPTY))
     assert len(heard) == 1
+    pair.cancel()
+    pair.expect(1, ms=600_000)
+    pair.pass_time(NEWS_NS / NS_PER_MS)
+    for _ in range(100):
+        pair.d.step(Pushed(grant=asked.grant, epoch=pair.epochs, **EMPTY))
+    assert len(heard) == 1, "what has ended hears nothing"
 
 
 def test_prefills_on_the_same_node_look_at_their_own_news_only(
