@@ -90,6 +90,12 @@ class Breaker:
             self._probe_is_out = False
             self._probe_due_ns = 0
 
+    def end_cooldown(self) -> None:
+        """Other news of the target is good: the next probe is allowed at once, and a failure of it
+        costs the first cool-down."""
+        self._probe_is_out = False
+        self._doublings = self._probe_due_ns = 0
+
     def succeeded(self) -> bool:
         """Forget all failures. True when this closed the breaker."""
         was_open = self.is_open

@@ -2,7 +2,8 @@
 
     trace ─▶ Chooser (ours by `RouterCore`, or another) ─▶ engines ─▶ TTFT, ITL, goodput
 
-The index is exact and up to date: it shows what each engine's cache holds at that moment.
+The index is exact and up to date: it shows what each engine's cache holds at that moment. Engines
+are probed once a second, as by the router's shell, whose own rules `bench.routing.shell` has.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ from kvstore.routing.events import (
     FirstToken,
     Joined,
     PrefillDone,
+    Probed,
     Rejected,
     RequestEnded,
     Routed,
     RouteEvent,
     RouteTick,
+    Scraped,
 )
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import (
+    LoadSample,
     PrefixAnswer,
     PrefixMatch,
     PrefixTrust,
+    ProbeResult,
     RouteRequest,
     WorkerRole,
     WorkerSpec,
@@ -43,6 +48,9 @@ from kvstore.units import NS_PER_S
 TTFT_S: Final = 2.0
 ITL_S: Final = 0.025
 TICK_S: Final = 0.05
+PROBE_S: Final = 1.0
+OUTPUT_TOKENS_MAX: Final = 8192
+"""Limit that clients give, whatever their answers have."""
 
 
 class Sending(NamedTuple):
@@ -64,6 +72,7 @@ class Chooser(Protocol):
     def first_token(self, job: Job, now_s: float) -> list[Sending]: ...
     def ended(self, job: Job, now_s: float) -> list[Sending]: ...
     def tick(self, now_s: float) -> list[Sending]: ...
+    def probe(self, engines: Sequence[SimulatedEngine], now_s: float) -> list[Sending]: ...
     @property
     def holds(self) -> bool: ...
 
@@ -122,7 +131,7 @@ class CoreChooser:
             prompt_tokens=job.prompt_tokens,
             keys=b"".join(block.to_bytes(8, "little") * 4 for block in job.blocks),
             block_tokens=BLOCK_TOKENS,
-            output_tokens_max=256,
+            output_tokens_max=OUTPUT_TOKENS_MAX,
             session=job.session,
             tenant=job.tenant,
             service=job.service,
@@ -141,6 +150,17 @@ class CoreChooser:
 
     def tick(self, now_s: float) -> list[Sending]:
         return self._step(RouteTick(), now_s)
+
+    def probe(self, engines: Sequence[SimulatedEngine], now_s: float) -> list[Sending]:
+        sent = []
+        for number, engine in enumerate(engines):
+            name = f"w{number}"
+            sample = LoadSample(
+                waiting=len(engine.waiting), running=engine.running, memory_used=engine.used_share
+            )
+            sent += self._step(Probed(name, ProbeResult.ANSWERED), now_s)
+            sent += self._step(Scraped(name, sample, int(now_s * NS_PER_S)), now_s)
+        return sent
 
 
 def _role(number: int, prefillers: int | None) -> WorkerRole:
@@ -167,11 +187,14 @@ class Simulation:
 
     def run(self) -> None:
         """All requests, to their end."""
-        at, tick_s, queue = 0, 0.0, self._queue
+        at, tick_s, probe_s, queue = 0, 0.0, 0.0, self._queue
         while at < len(self.jobs) or queue:
             next_s = self.jobs[at].arrival_s if at < len(self.jobs) else float("inf")
             event_s = queue[0][0] if queue else float("inf")
-            if self._chooser.holds and tick_s <= min(next_s, event_s):
+            if probe_s <= min(next_s, event_s):
+                self._send(self._chooser.probe(self.engines, probe_s), probe_s)
+                probe_s += PROBE_S
+            elif self._chooser.holds and tick_s <= min(next_s, event_s):
                 self._send(self._chooser.tick(tick_s), tick_s)
                 tick_s += TICK_S
             elif next_s <= event_s:

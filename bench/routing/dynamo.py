@@ -135,6 +135,9 @@ class DynamoChooser:
     def tick(self, now_s: float) -> list[Sending]:
         return []
 
+    def probe(self, engines: Sequence[SimulatedEngine], now_s: float) -> list[Sending]:
+        return []
+
     def close(self) -> None:
         """Stop the service and the sockets."""
         self._service.shutdown()

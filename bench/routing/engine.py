@@ -104,6 +104,16 @@ class SimulatedEngine:
         """Whether a step is under way."""
         return self._jump > 0
 
+    @property
+    def running(self) -> int:
+        """Requests that are admitted."""
+        return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def used_share(self) -> float:
+        """Share of the cache that running requests hold, as engines report it."""
+        return (len(self.used) + self.reserved) / self.model.cache_blocks
+
     def hit_blocks(self, blocks: tuple[int, ...]) -> int:
         """Leading blocks in the cache."""
         for count, block in enumerate(blocks):
@@ -127,6 +137,23 @@ class SimulatedEngine:
             done = int((now_s - self._begin_s) / self._step_s)
             if done + 1 < self._jump:
                 self._jump = done + 1
+                self.until_s = self._begin_s + self._jump * self._step_s
+                self.version += 1
+
+    def abort(self, job: Job, now_s: float) -> None:
+        """Its client has left. The step under way goes on without it."""
+        if job in self.waiting:
+            self.waiting.remove(job)
+        elif job in self.prefilling:
+            self.prefilling.remove(job)
+            self._plan = [each for each in self._plan if each[0] is not job]
+            self._release(job)
+        elif any(each is job for *_, each in self.decoding):
+            self.decoding = [each for each in self.decoding if each[2] is not job]
+            heapq.heapify(self.decoding)
+            self._release(job)
+            if not self._plan and self._jump > 1:
+                self._jump = 1 + int((now_s - self._begin_s) / self._step_s)
                 self.until_s = self._begin_s + self._jump * self._step_s
                 self.version += 1
 

@@ -33,7 +33,7 @@ PAGE_BYTES_MAX: Final = 8 << 20
 ROUTERS_MAX: Final = 64
 """Routers are asked by as many threads."""
 UNREADY, DRAINING = "unready", "draining"
-SERVING: Final = frozenset({"up", "load-only", "half-open"})
+SERVING: Final = frozenset({"up", "late", "load-only", "half-open"})
 """States of workers that take requests."""
 REJECTED: Final = ("rejected-", "evicted-")
 """Beginnings of outcomes that are reasons of a rejection."""

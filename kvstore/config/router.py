@@ -63,6 +63,10 @@ class RouterConfig:
     api_keys: Path | None
     body_bytes_max: int
     connections_max: int
+    allowed_origins: tuple[str, ...]
+    """`*`: all; empty: none."""
+    drain_delay_s: int
+    drain_timeout_s: int
     policy: Path | None
     receipts: Path | None
     receipts_bytes_max: int
@@ -113,6 +117,9 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
         api_keys=Path(settings.api_keys) if settings.api_keys else None,
         body_bytes_max=_size("body-max", settings.body_max),
         connections_max=settings.connections,
+        allowed_origins=_origins(settings.allowed_origins),
+        drain_delay_s=settings.drain_delay,
+        drain_timeout_s=settings.drain_timeout,
         policy=Path(settings.policy) if settings.policy else None,
         receipts=receipts,
         receipts_bytes_max=receipts_bytes,
@@ -132,6 +139,20 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
         http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         log_level=settings.log_level,
     )
+
+
+def _origins(given: Sequence[str] | None) -> tuple[str, ...]:
+    if given is None:
+        return ("*",)
+    if list(given) == ["none"]:
+        return ()
+    for origin in given:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/]+", origin):
+            raise ConfigError(
+                f"--allowed-origins {origin!r} must be * or an origin such as https://chat.example,"
+                " or none"
+            )
+    return tuple(given)
 
 
 def _front(settings: RouterSettings, tls: Tls | None) -> Tls | None:

@@ -370,12 +370,30 @@ class RouterSettings(DaemonSettings):
         metavar="FILE",
         shown="no keys, one tenant",
     )
-    body_max: str | int = _front("Largest body of a request.", default="32MiB", metavar="SIZE")
+    body_max: str | int = _front("Largest body of a request.", default="128MiB", metavar="SIZE")
     connections: int = _front(
-        "Limit of client connections; beyond it the longest idle one is closed.",
+        "Limit of client connections, at most a quarter of the file descriptors; beyond it the"
+        " longest idle one is closed, and if none is idle, new ones wait.",
         default=10_000,
         metavar="N",
         within=(1, 1_000_000),
+    )
+    allowed_origins: list[str] | None = _front(
+        "Origin of web pages that may read responses (CORS), * for all, or none; repeatable.",
+        metavar="ORIGIN",
+        shown="*, like vLLM",
+    )
+    drain_delay: int = _front(
+        "Seconds after SIGTERM in which new connections are still accepted, while readiness fails.",
+        default=5,
+        metavar="SECONDS",
+        within=(0, 3600),
+    )
+    drain_timeout: int = _front(
+        "Seconds after that for requests in flight to finish; a second SIGTERM ends them at once.",
+        default=600,
+        metavar="SECONDS",
+        within=(0, 86_400),
     )
     policy: str | None = _front(
         "YAML file with the routing policy; read again on SIGHUP.",

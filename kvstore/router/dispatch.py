@@ -1,10 +1,10 @@
 """The decision core on an asyncio loop: events in, one answer for each request that waits.
 
-    await arrive(…) ─▶ core.step ─▶ Routed, Rejected; RequestHeld ─▶ later, by a tick or an event
+    await arrive(…) ─▶ core.step ─▶ Routed, Rejected; held ─▶ later, by a tick or an event
     await leg_failed(…) ─▶ Routed elsewhere, or Rejected
     late(…)             ─▶ Raced, or nothing, at once
     note(…)             all other events; what they release is delivered to the requests that wait
-    Prepare ─▶ `prepare` ─▶ later: note(PrepareAnswered(…))
+    Prepare, StateChange, GiveUp ─▶ their handlers
 
 Rules: all calls on one loop; a request that was `Routed` gets exactly one `RequestEnded`; a request
 whose client left while it was held is ended here. Does not cover: decisions (`kvstore.routing`).
@@ -16,14 +16,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from kvstore.routing.events import (
     Arrived,
     Ending,
     Late,
     LegFailed,
-    Prepare,
     Raced,
     Rejected,
     RequestEnded,
@@ -32,6 +31,7 @@ from kvstore.routing.events import (
     RouteEvent,
     RouteTick,
 )
+from kvstore.routing.fleet import Fleet
 from kvstore.routing.models import ModelMap
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.receipts import Receipt, ReceiptDraft
@@ -47,6 +47,7 @@ class Core(Protocol):
     """The decision core, as far as the shell needs it."""
 
     policy: RoutingPolicy
+    fleet: Fleet
 
     @property
     def models(self) -> ModelMap: ...
@@ -67,15 +68,11 @@ class Core(Protocol):
 class Dispatcher:
     """See the module."""
 
-    def __init__(
-        self,
-        core: Core,
-        *,
-        prepare: Callable[[Prepare], None] = lambda _: None,
-    ) -> None:
-        """`prepare`: carries a Prepare out; it notes its answer later."""
-        self.core = core
-        self._prepare = prepare
+    def __init__(self, core: Core, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """`clock`: nanoseconds, of all events."""
+        self.core, self.clock = core, clock
+        self.handlers: dict[type, Callable[[Any], None]] = {}
+        """Takers of commands that are not about the request of a caller."""
         self._waiting: dict[str, asyncio.Future[Routed | Rejected]] = {}
 
     @property
@@ -84,11 +81,11 @@ class Dispatcher:
 
     def note(self, event: RouteEvent) -> None:
         """An event whose answer, if any, is for others."""
-        self._deliver(self.core.step(event, time.monotonic_ns()), "")
+        self._deliver(self.core.step(event, self.clock()), "")
 
     def adopt(self, policy: RoutingPolicy) -> None:
         """Go on under another policy."""
-        self._deliver(self.core.adopt(policy, time.monotonic_ns()), "")
+        self._deliver(self.core.adopt(policy, self.clock()), "")
 
     async def arrive(self, event: Arrived) -> Routed | Rejected:
         return await self._answer(event, event.request.request_id)
@@ -98,12 +95,12 @@ class Dispatcher:
 
     def late(self, request_id: str) -> Raced | None:
         """No first byte yet: a second worker, or none."""
-        commands = self.core.step(Late(request_id), time.monotonic_ns())
+        commands = self.core.step(Late(request_id), self.clock())
         self._deliver((each for each in commands if not isinstance(each, Raced)), "")
         return next((command for command in commands if isinstance(command, Raced)), None)
 
     async def _answer(self, event: Arrived | LegFailed, request_id: str) -> Routed | Rejected:
-        found = self._deliver(self.core.step(event, time.monotonic_ns()), request_id)
+        found = self._deliver(self.core.step(event, self.clock()), request_id)
         if found is not None:
             return found
         asked: asyncio.Future[Routed | Rejected] = asyncio.get_running_loop().create_future()
@@ -123,9 +120,9 @@ class Dispatcher:
         """Returns the answer to this request, whose own task is running; wakes the others."""
         found = None
         for command in commands:
-            if isinstance(command, Prepare):
-                self._prepare(command)
             if not isinstance(command, Routed | Rejected):
+                if (handler := self.handlers.get(type(command))) is not None:
+                    handler(command)
                 continue
             if isinstance(command, Rejected) and command.fault:
                 _log.error(

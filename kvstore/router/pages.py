@@ -10,7 +10,6 @@ once.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -38,17 +37,14 @@ _T = TypeVar("_T")
 
 PAGE_TIMEOUT_S: Final = 1.0
 _OF_WORKERS: Final = {
-    "requests_total": "request_count",
-    "failures_total": "failure_count",
-    "in_flight": "in_flight",
     "cached_tokens_total": "cached_tokens",
     "predicted_tokens_total": "predicted_tokens",
     "prompt_tokens_total": "prompt_tokens",
 }
 NAMED_MAX: Final = 3
 UNREACHED: Final = "never reached yet"
-STATES: Final = ("new", "up", "load-only", "half-open", "open", "down")
-_WORST_FIRST: Final = ("down", "open", "half-open", "load-only", "new")
+_WORST_FIRST: Final = ("down", "open", "half-open", "draining", "late", "load-only", "new")
+STATES: Final = ("up", *reversed(_WORST_FIRST))
 
 
 class RouterCollector(Collector):
@@ -99,6 +95,14 @@ def _families(router: Router) -> Iterator[Family]:
     yield family("kvstore_router_connections_refused_total", [((), door.refused_count)])
     states = Counter(worker.state for worker in workers)
     yield family("kvstore_router_workers", [((name,), states[name]) for name in STATES])
+    fleet = router.core.fleet
+    known = [(w.name, state) for w in workers if (state := fleet.state(w.name)) is not None]
+    for name, counts in (
+        ("requests_total", [((worker,), state.request_count) for worker, state in known]),
+        ("failures_total", [((worker,), state.failure_count) for worker, state in known]),
+        ("in_flight", [((worker,), fleet.in_flight(worker)) for worker, _ in known]),
+    ):
+        yield family(f"kvstore_router_worker_{name}", counts)
     for name, field in _OF_WORKERS.items():
         rows = [((worker.name,), getattr(worker, field)) for worker in workers]
         yield family(f"kvstore_router_worker_{name}", rows)
@@ -117,13 +121,14 @@ def _families(router: Router) -> Iterator[Family]:
     if isinstance(router.core, RouterCore):
         yield family("kvstore_router_pins", [((), len(router.core.ahead.pins))])
         yield family("kvstore_router_sessions", [((), len(router.core.stays))])
-        yield from _pressure(router.core, {worker.address.pool for worker in workers})
+        pools = {worker.address.pool for worker in workers}
+        yield from _pressure(router.core, pools, router.dispatcher.clock())
     yield family("kvstore_router_receipts_total", [((), router.receipts.written_count)])
     yield family("kvstore_router_receipts_failed_total", [((), router.receipts.failed_count)])
 
 
-def _pressure(core: RouterCore, pools: Iterable[str]) -> Iterator[Family]:
-    now_ns, pools = time.monotonic_ns(), sorted(pools)
+def _pressure(core: RouterCore, pools: Iterable[str], now_ns: int) -> Iterator[Family]:
+    pools = sorted(pools)
     full = [(pool, core.gauges.saturation(pool, now_ns)) for pool in pools]
     yield family("kvstore_router_saturation", [((p, s.cause.value), s.value) for p, s in full])
     roles = [((s.spec.worker, s.role.value), 1) for s in core.fleet.workers]
@@ -148,7 +153,7 @@ def health_of(router: Router) -> Page:
     notes = [*filter(None, [router.refused_policy]), *router.pools.notes]
     notes += [
         f"worker {w.name} is {w.state}"
-        + _because(w.trouble or w.parity or (UNREACHED if w.state == "new" else ""))
+        + _because(w.why or w.parity or (UNREACHED if w.state == "new" else ""))
         for state in _WORST_FIRST
         for w in workers
         if w.state == state
@@ -157,7 +162,8 @@ def health_of(router: Router) -> Page:
     notes += _adapters(workers)
     index = (router.index.trouble or router.index.lost) if router.index is not None else ""
     ahead = router.ahead.trouble if router.ahead is not None else ""
-    notes += filter(None, [router.discovery.trouble, index, router.exchange.trouble, ahead])
+    own = [router.door.trouble, router.engines.trouble, router.discovery.trouble]
+    notes += filter(None, [*own, index, router.exchange.trouble, ahead])
     notes += router.rendering.unused() if router.rendering is not None else ()
     if router.config.insecure:
         notes.append(INSECURE_NOTE)

@@ -8,7 +8,8 @@
 
 The contract is that of the Gateway API inference extension (proposal 004). A subset hint in the
 metadata bounds the choice. Requests without a body get any endpoint. Envoy retries on fall-backs by
-itself: the router then learns the served endpoint, and counts a failure of the chosen one.
+itself: the router then learns the served endpoint. A stream is one request: what comes twice, or
+after its end, is refused with INVALID_ARGUMENT. Bodies count in the same memory as the proxy's.
 
 Covers: one stream. Does not cover: the server (`rpc`), edits of bodies (`front.bodies`).
 """
@@ -30,8 +31,10 @@ from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front.answers import rejection
 from kvstore.router.front.attempt import TAIL_BYTES, cached_tokens_of, output_tokens_of
 from kvstore.router.front.bodies import BadBody
+from kvstore.router.front.door import NO_MEMORY, Bodies
 from kvstore.router.front.intake import RequestIntake, Unauthorized
-from kvstore.routing.events import Ending, FirstToken, Rejected, RequestEnded, Routed
+from kvstore.router.life import RoutedLife
+from kvstore.routing.events import Ending, Rejected
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION: Final = "x-gateway-destination-endpoint"
@@ -57,10 +60,10 @@ class Picker:
         workers: Workers,
         intake: RequestIntake,
         *,
-        body_bytes_max: int,
+        bodies: Bodies,
     ) -> None:
         self.dispatcher, self.workers, self.intake = dispatcher, workers, intake
-        self.body_bytes_max = body_bytes_max
+        self.bodies = bodies
         self.counts = Counter[str]()
 
     async def process(self, _: object, context: Context) -> None:
@@ -72,15 +75,21 @@ class Picker:
             stream.close()
 
     def any_worker(self, subset: tuple[str, ...] | None) -> Worker | None:
-        """For a request without a body: the least busy one that is up."""
+        """For a request without a body: the least busy one, among those that answer if any does."""
         able = (
             worker
             for worker in self.workers
             if worker.serves_requests
-            and worker.state in ("new", "up", "load-only")
             and (subset is None or {worker.name, worker.url.authority} & set(subset))
         )
-        return min(able, key=lambda worker: worker.in_flight, default=None)
+        in_flight = self.dispatcher.core.fleet.in_flight
+        return min(
+            able, key=lambda each: (not each.is_answering, in_flight(each.name)), default=None
+        )
+
+    def worker_at(self, authority: str) -> str:
+        """Name of the worker at HOST:PORT; empty: none."""
+        return next((w.name for w in self.workers if w.url.authority == authority), "")
 
 
 class _Stream:
@@ -88,13 +97,13 @@ class _Stream:
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
-        self._headers: CIMultiDict[str] = CIMultiDict()
+        self._life = RoutedLife(picker.dispatcher, picker.workers)
+        self._headers: CIMultiDict[str] | None = None
         self._subset: tuple[str, ...] | None = None
         self._pieces: list[bytes] = []
         self._size = 0
         self._is_over = False
-        self._routed: Routed | None = None
-        self._worker: Worker | None = None
+        """The request is: nothing of it may follow."""
         self._status = 0
         self._is_streamed = self._has_begun = False
         self._served = ""
@@ -102,28 +111,45 @@ class _Stream:
 
     async def run(self, context: Context) -> None:
         while isinstance(message := await context.read(), pb.ProcessingRequest):
-            kind = message.WhichOneof("request")
-            if kind == "request_headers":
-                self._headers = _headers(message.request_headers.headers)
-                self._subset = _subset(message.metadata_context)
-                if message.request_headers.end_of_stream:
-                    await context.write(self._without_body())
-            elif kind == "request_body":
-                if not await self._body(message.request_body, context):
+            kind = message.WhichOneof("request") or ""
+            if kind.startswith("request_"):
+                if self._is_over or (kind == "request_headers") is (self._headers is not None):
+                    await context.abort(
+                        grpc.StatusCode.INVALID_ARGUMENT,
+                        f"{kind} came twice, or after the end of its request: a stream is one",
+                    )
+                if not await self._request(kind, message, context):
                     return
-            elif kind == "request_trailers":
-                if not self._is_over:  # the end of the body is the trailers
-                    await self._decided(context)
-                await context.write(_TRAILERS_SEEN)
             else:
                 await context.write(self._answered(kind, message))
 
+    async def _request(self, kind: str, message: pb.ProcessingRequest, context: Context) -> bool:
+        """A part of the request. False: the stream is over."""
+        if kind == "request_headers":
+            self._headers = _headers(message.request_headers.headers)
+            self._subset = _subset(message.metadata_context)
+            if message.request_headers.end_of_stream:
+                self._is_over = True
+                await context.write(self._without_body())
+        elif kind == "request_body":
+            return await self._body(message.request_body, context)
+        else:  # the end of the body is the trailers
+            self._is_over = True
+            await self._decided(context)
+            await context.write(_TRAILERS_SEEN)
+        return True
+
     async def _body(self, body: pb.HttpBody, context: Context) -> bool:
-        """A piece of it. False: it is too large, and the stream is over."""
+        """A piece of it. False: there is no room for it, and the stream is over."""
+        bodies = self._picker.bodies
         self._pieces.append(body.body)
         self._size += len(body.body)
-        if self._size > self._picker.body_bytes_max:
+        has_room = bodies.take(len(body.body))
+        if self._size > bodies.bytes_max:
             await context.write(refusal(413, "the body is too large", "rejected-body-too-large"))
+            return False
+        if not has_room:
+            await context.write(refusal(503, NO_MEMORY, "rejected-memory"))
             return False
         if body.end_of_stream:
             self._is_over = True
@@ -136,6 +162,7 @@ class _Stream:
 
     async def _decision(self, body: bytes) -> Iterable[pb.ProcessingResponse]:
         picker = self._picker
+        assert self._headers is not None
         given = CIMultiDictProxy(self._headers)
         path = given.get(":path", "").partition("?")[0]
         try:
@@ -145,14 +172,11 @@ class _Stream:
             return [refusal(400, str(error), "rejected-bad-body")]
         except Unauthorized as error:
             return [refusal(401, str(error), "rejected-unauthorized")]
-        routed = await picker.dispatcher.arrive(job.asked)
+        routed = await self._life.enter(job.asked)
         if isinstance(routed, Rejected):
             picker.counts[routed.reason] += 1
             return [_rejected(routed)]
-        self._routed, self._worker = routed, picker.workers.get(routed.worker)
         self._is_streamed = job.read.is_streamed
-        if self._worker is not None:
-            picker.workers.begun(self._worker)
         found = map(picker.workers.get, (routed.worker, *routed.fallbacks))
         addresses = [worker.url.authority for worker in found if worker is not None]
         sent = job.body_for(routed.model)
@@ -165,6 +189,14 @@ class _Stream:
             return refusal(503, "no worker is ready", "rejected-no-endpoints")
         return chosen(worker.url.authority, None)
 
+    @property
+    def _served_by(self) -> str:
+        """Name of the worker that Envoy chose in the place of the router's; empty: it did not."""
+        worker = self._life.worker
+        if not self._served or (worker is not None and worker.url.authority == self._served):
+            return ""
+        return self._picker.worker_at(self._served) or self._served
+
     # ── the answer ───────────────────────────────────────────────────────────────────────────────
 
     def _answered(self, kind: str | None, message: pb.ProcessingRequest) -> pb.ProcessingResponse:
@@ -174,37 +206,38 @@ class _Stream:
             return ANSWER_SEEN
         if kind == "response_body":
             body = message.response_body
-            if body.body and not self._has_begun and self._routed is not None:
+            if body.body and not self._has_begun:
                 self._has_begun = True
-                if self._is_streamed:  # another answer comes whole, and says nothing about a TTFT
-                    self._picker.dispatcher.note(FirstToken(self._routed.request_id))
+                # Another answer comes whole, and a failure says nothing about a TTFT.
+                if self._is_streamed and self._status < 400:
+                    self._life.first(self._served_by)
             self._tail = (self._tail + body.body)[-TAIL_BYTES:]
             return passed_back(body)
         return _ANSWER_TRAILERS_SEEN
 
     def close(self) -> None:
         """The stream is over, and so is the request."""
-        routed, worker, picker = self._routed, self._worker, self._picker
+        picker, routed = self._picker, self._life.routed
+        picker.bodies.release(self._size)
+        self._size = 0
         if routed is None:
             return
-        workers = picker.workers
-        if worker is not None:
-            workers.ended(worker)
-            is_elsewhere = bool(self._served) and self._served != worker.url.authority
-            picker.counts["elsewhere"] += is_elsewhere
-            if is_elsewhere or self._status >= 500:
-                workers.failed(worker, f"Envoy was served by {self._served or 'nobody'}")
-            elif 200 <= self._status < 400:
-                workers.succeeded(worker)
-            else:
-                workers.neutral(worker)
+        is_elsewhere = bool(self._served_by)
+        picker.counts["elsewhere"] += is_elsewhere
         ending = {0: Ending.ABORTED, 4: Ending.REFUSED, 5: Ending.FAILED}.get(
             self._status // 100, Ending.DONE
         )
-        self._routed = None
-        cached, made = cached_tokens_of(self._tail), output_tokens_of(self._tail)
         picker.counts[ending.value] += 1
-        picker.dispatcher.note(RequestEnded(routed.request_id, ending, cached, made))
+        why = f"status {self._status} behind Envoy"
+        if is_elsewhere:
+            why = f"Envoy was served by {self._served}"
+        self._life.end(
+            ending,
+            cached_tokens=cached_tokens_of(self._tail),
+            output_tokens=output_tokens_of(self._tail),
+            served_by=self._served_by,
+            why=why,
+        )
 
 
 def _headers(found: pb.HeaderMap) -> CIMultiDict[str]:

@@ -6,7 +6,8 @@
                                      └─ pages: /metrics, /healthz, made here and sent by threads
 
 SIGHUP reads the policy file again: a wrong one is refused and the old one stays. SIGTERM drains:
-/health says 503, idle connections are closed, requests under way have DRAIN_S.
+/health says 503 while new connections are still accepted, for `--drain-delay`; then idle ones are
+closed, and requests in flight have `--drain-timeout`. A second one ends them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import secrets
 import signal
 import ssl
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
@@ -42,14 +45,23 @@ from kvstore.router.engines.probes import Probes
 from kvstore.router.engines.slices import Slices, in_cluster
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.exchange import LoadExchange
-from kvstore.router.front.attempt import new_session
-from kvstore.router.front.door import Bodies, FrontDoor, open_door, server_context
-from kvstore.router.front.intake import RequestIntake
+from kvstore.router.front.attempt import LegFailure
+from kvstore.router.front.door import (
+    Bodies,
+    FrontDoor,
+    OpenDoor,
+    connections_max,
+    open_door,
+    server_context,
+)
+from kvstore.router.front.heads import Origins
+from kvstore.router.front.intake import RequestIntake, RequestJob
 from kvstore.router.front.proxy import Proxy
 from kvstore.router.front.tenants import load_tenants
+from kvstore.router.keys.estimates import TokenEstimates
 from kvstore.router.keys.index_calls import RETRY_S, IndexCalls
 from kvstore.router.keys.parity import Parity
-from kvstore.router.keys.prefixes import BytePrefixes, KeyPrefixes
+from kvstore.router.keys.prefixes import BytePrefixes, KeyPrefixes, predicted_tokens
 from kvstore.router.keys.process import KeyProcess
 from kvstore.router.keys.rendering import Rendering
 from kvstore.router.keys.spaces import Spaces
@@ -61,14 +73,14 @@ from kvstore.router.receipt_log import ReceiptFile
 from kvstore.router.route_service import RouteService
 from kvstore.router.rpc import RpcServer, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
-from kvstore.routing.events import Prepare
+from kvstore.routing.events import GiveUp, Lack, Prepare, Probed
 from kvstore.routing.policy import policy_hash
-from kvstore.routing.values import PrefixAnswer, RouteRequest
+from kvstore.routing.rows import StateChange
+from kvstore.routing.values import PrefixAnswer, ProbeResult, RouteRequest
 from kvstore.units import NS_PER_S
 from kvstore.wording import cannot_listen
 
-DRAIN_S: Final = 30.0
-HALF_OPEN_S: Final = 0.1
+READINESS_S: Final = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -76,45 +88,66 @@ _log = logging.getLogger(__name__)
 class Router:
     """Parts of one router, on the running loop: `start`, and `close` in any case."""
 
-    def __init__(self, config: RouterConfig, core: Core | None = None) -> None:
-        """`core`: another one than the policy file's. Raises ConfigError."""
+    def __init__(
+        self,
+        config: RouterConfig,
+        core: Core | None = None,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`core`: another one than the policy file's. `clock`: of its events, in nanoseconds.
+        Raises ConfigError."""
         self.config = config
         tenants = load_tenants(config.api_keys) if config.api_keys else None
         self.core: Core = core or RouterCore(load_policy(config.policy), seed=secrets.randbits(62))
-        self.dispatcher = Dispatcher(self.core, prepare=self._prepare)
+        self.dispatcher = Dispatcher(self.core, clock=clock)
         self.workers = Workers(self.dispatcher.note)
+        self.dispatcher.handlers = {
+            Prepare: self._prepare,
+            StateChange: self.workers.changed,
+            GiveUp: self.workers.give_up,
+        }
         self.discovery = Discovery(config, self.workers)
         self.pools = PoolWatch(lambda: self.core.policy, self.workers)
         self.refused_policy = ""
         """Why the last reload changed nothing; empty: it did, or there was none."""
-        context = _worker_context(config)
-        self.session, self.engines = new_session(ssl_context=context), EngineHttp(context)
+        self.engines = EngineHttp(_worker_context(config))
         self.receipts = ReceiptFile(config.receipts, bytes_max=config.receipts_bytes_max)
         self.ttfts = {"predicted": Timings(), "achieved": Timings()}
         """Times to the first token, of the same requests."""
-        self.probes = Probes(self.session, self.workers, self.dispatcher.note, config.worker_key)
+        self.probes = Probes(
+            self.engines,
+            self.workers,
+            self.dispatcher.note,
+            settings=lambda: self.core.policy.probes,
+            clock=clock,
+            worker_key=config.worker_key,
+        )
         self.keys = KeyProcess(config.tokenizers)
+        self.estimates = TokenEstimates()
         self.index: IndexCalls | None = None
         self.parity: Parity | None = None
         self.rendering: Rendering | None = None
         self.ahead: Preparations | None = None
-        by_keys = self._with_index(config) if config.indexes else None
-        prefixes = by_keys or BytePrefixes()
-        self.intake = RequestIntake(prefixes, tenants, lambda: self.core.models.sole)
+        by_bytes = BytePrefixes(self.estimates)
+        by_keys = self._with_index(config, by_bytes) if config.indexes else None
+        self.intake = RequestIntake(
+            by_keys or by_bytes, tenants, self.workers, lambda: self.core.models.sole
+        )
+        self.bodies = Bodies(bytes_max=config.body_bytes_max)
         self.proxy = Proxy(
             self.dispatcher,
             self.workers,
-            self.session,
             self.engines,
-            bodies=Bodies(bytes_max=config.body_bytes_max),
+            bodies=self.bodies,
             intake=self.intake,
             worker_key=config.worker_key,
+            origins=Origins(config.allowed_origins),
             explain=self._explain,
             observed=self._observed,
+            failed=self._failed,
         )
-        self.picker = Picker(
-            self.dispatcher, self.workers, self.intake, body_bytes_max=config.body_bytes_max
-        )
+        self.picker = Picker(self.dispatcher, self.workers, self.intake, bodies=self.bodies)
         self.exchange = LoadExchange(
             config.peer_routers,
             config.tls,
@@ -122,18 +155,26 @@ class Router:
             workers=self.workers,
             dispatcher=self.dispatcher,
         )
-        self._route = RouteService(self.dispatcher, self.workers, by_keys, self.exchange)
+        self._route = RouteService(
+            self.dispatcher,
+            self.workers,
+            by_keys,
+            self.exchange,
+            suspected=self.probes.look_now,
+        )
         self.servers: dict[str, RpcServer] = {}
         """`route` and `picker`, where they are wanted."""
-        self.door = FrontDoor(self.proxy.answer, connections_max=config.connections_max)
+        self.door = FrontDoor(
+            self.proxy.answer, connections_max=connections_max(config.connections_max)
+        )
         self._tasks: list[asyncio.Task[None]] = []
-        self._server: asyncio.Server | None = None
+        self._open_door: OpenDoor | None = None
         self.port = 0
 
-    def _with_index(self, config: RouterConfig) -> KeyPrefixes:
+    def _with_index(self, config: RouterConfig, by_bytes: BytePrefixes) -> KeyPrefixes:
         self.index = IndexCalls(config.indexes, config.tls, timeout_s=config.index_timeout_s)
         self.rendering = Rendering(
-            self.session,
+            self.engines,
             self.workers,
             self.keys,
             tokenizers=config.tokenizers,
@@ -141,7 +182,7 @@ class Router:
         )
         spaces = Spaces(self.workers, self.index, lambda: self.core.policy)
         self.parity = Parity(
-            self.session,
+            self.engines,
             self.workers,
             self.rendering,
             self.keys,
@@ -156,7 +197,7 @@ class Router:
             spaces=spaces,
             answered=self.dispatcher.note,
         )
-        return KeyPrefixes(self.rendering, self.index, spaces)
+        return KeyPrefixes(self.rendering, self.index, spaces, by_bytes)
 
     def _prepare(self, command: Prepare) -> None:
         assert self.ahead is not None, "a preparation without an index"
@@ -164,18 +205,23 @@ class Router:
 
     async def start(self) -> None:
         """Listen and begin. Raises ConfigError."""
-        self.workers.replace(addresses_of(self.config.workers))
         config, context = self.config, None
         if config.front is not None:
             context = server_context(config.front, demands_certificates=config.api_keys is None)
         try:
-            self._server = await open_door(
+            self._open_door = open_door(
                 self.door, config.host, config.port, context=context, is_shared=config.share_port
             )
         except OSError as error:
             address = joined(config.host, config.port)
             raise ConfigError(cannot_listen("--listen", address, error)) from None
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = self._open_door.port
+        await self.begin()
+
+    async def begin(self) -> None:
+        """All but the listening socket. Raises ConfigError."""
+        config = self.config
+        self.workers.replace(addresses_of(config.workers))
         if config.route is not None:
             self.servers["route"] = await serve_route(config.route, config.tls, self._route)
         if config.picker is not None:
@@ -185,7 +231,7 @@ class Router:
             ("probes of engines", self.probes.once, self.probes.pause_s),
             ("discovery of engines", self.discovery.once, self.discovery.pause_s),
             ("models without a worker", self.pools.once, self.pools.pause_s),
-            ("half-open breakers", self._half_open, HALF_OPEN_S),
+            ("readiness of gRPC", self._show_readiness, READINESS_S),
             ("receipts", self._write_receipts, self.receipts.pause_s),
             ("loads of other routers", self.exchange.once, self.exchange.pause_s),
         ]
@@ -202,14 +248,32 @@ class Router:
         for what, work, pause_s in works:
             self._tasks.append(loop.create_task(persist(what, work, pause_s=pause_s)))
 
-    async def close(self) -> None:
-        """Drain and end."""
-        if self._server is not None:
-            self._server.close()
-        self.door.pre_shutdown()
+    async def drain(self, is_hurried: asyncio.Event) -> None:
+        """Readiness fails; then nobody is accepted any more; then requests in flight end. Hurried:
+        at once."""
+        self.proxy.is_draining = True
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
-                await self.proxy.idle()
+            async with asyncio.timeout(self.config.drain_delay_s):
+                await is_hurried.wait()
+        self._leave()
+        idle = asyncio.ensure_future(self.proxy.idle())
+        hurry = asyncio.ensure_future(is_hurried.wait())
+        await asyncio.wait(
+            (idle, hurry), timeout=self.config.drain_timeout_s, return_when=FIRST_COMPLETED
+        )
+        for each in (idle, hurry):
+            each.cancel()
+
+    def _leave(self) -> None:
+        if self._open_door is not None:
+            self._open_door.close()
+            self._open_door = None
+        self.door.pre_shutdown()
+
+    async def close(self) -> None:
+        """End, and what is under way, too."""
+        self.proxy.is_draining = True
+        self._leave()
         await self.exchange.close()
         await asyncio.gather(*(server.close() for server in self.servers.values()))
         for task in self._tasks:
@@ -217,7 +281,7 @@ class Router:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.door.shutdown(0.1)
         await self._write_receipts()
-        await self.session.close()
+        await self.probes.close()
         self.engines.close()
         await self.keys.close()
         if self.ahead is not None:
@@ -238,13 +302,28 @@ class Router:
         _log.info("policy %s is in effect", policy_hash(policy))
 
     def _observed(
-        self, worker: Worker, model: str, prompt: int, predicted: int, cached: int
+        self, worker: Worker, job: RequestJob, prompt_tokens: int, cached: int | None
     ) -> None:
-        worker.prompt_tokens += prompt
+        """An engine's own numbers about a request that it answered."""
+        prefix = job.prefix
+        if prefix.text_bytes:
+            self.estimates.learn(job.read.model, prefix.text_bytes, prefix.media, prompt_tokens)
+        if cached is None:
+            return
+        predicted = predicted_tokens(prefix, worker.address)
+        worker.prompt_tokens += prompt_tokens
         worker.predicted_tokens += predicted
         worker.cached_tokens += cached
         if self.parity is not None:
-            self.parity.observed(worker, model, predicted, cached)
+            self.parity.observed(worker, job.read.model, predicted, cached)
+
+    def _failed(self, worker: Worker, error: LegFailure) -> None:
+        """Something failed at a worker: its probe decides what that was."""
+        if error.is_gone:
+            self.dispatcher.note(Probed(worker.name, ProbeResult.REFUSED, str(error)))
+        if error.lack is Lack.MODEL:
+            self.probes.read_models(worker)
+        self.probes.look_now(worker)
 
     async def _follow_index(self) -> None:
         assert self.index is not None
@@ -254,8 +333,7 @@ class Router:
         assert self.index is not None
         self.discovery.listed(self.index.listed)
 
-    async def _half_open(self) -> None:
-        self.workers.half_open()
+    async def _show_readiness(self) -> None:
         for server in self.servers.values():
             await server.show(is_ready=self.proxy.is_ready)
 
@@ -268,7 +346,7 @@ class Router:
         await self.receipts.write(draft.receipt() for draft in drafts)
 
     def _explain(self, request: RouteRequest, prefix: PrefixAnswer | None) -> bytes:
-        return msgspec.json.encode(self.core.explain(request, prefix, time.monotonic_ns()))
+        return msgspec.json.encode(self.core.explain(request, prefix, self.dispatcher.clock()))
 
 
 def _worker_context(config: RouterConfig) -> ssl.SSLContext:
@@ -282,6 +360,8 @@ def run_router(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT. Call it in the main thread. Raises ConfigError."""
     for tls in {config.tls, config.front}:
         warn_of_its_end(tls, renewal="the router reads it at its next start")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if is_installed("uvloop"):
         import uvloop
@@ -292,13 +372,17 @@ def run_router(config: RouterConfig) -> None:
 
 
 async def _serve(config: RouterConfig) -> None:
-    loop, asked_to_stop = asyncio.get_running_loop(), asyncio.Event()
+    loop, asked_to_stop, is_hurried = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        (is_hurried if asked_to_stop.is_set() else asked_to_stop).set()
+
     router = Router(config)
     with contextlib.ExitStack() as stack:
         try:
             await router.start()
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, asked_to_stop.set)
+                loop.add_signal_handler(number, stop)
             loop.add_signal_handler(signal.SIGHUP, router.adopt_policy)
             url = ""
             if config.http is not None:
@@ -317,6 +401,7 @@ async def _serve(config: RouterConfig) -> None:
                 + f" policy={policy_hash(router.core.policy)}",
             )
             await asked_to_stop.wait()
+            await router.drain(is_hurried)
         finally:
             await router.close()
     _log.info("stopped")

@@ -3,21 +3,28 @@
     Ask (keys or tokens, no text) ─▶ Decision ─▶ FirstPiece, Done           ─▶ end of the stream
                                        ▲─ WorkerFailed ─┘ another Decision
 
-A stream is one request: it counts as load at its worker until it says Done or ends. Nothing of a
-prompt but its keys is needed, so that tokens are made once, at the edge. Other routers of the same
-engines ask for Loads (`exchange`).
+A stream is one request: it counts as load at its worker until it says Done or ends, or is silent
+for SILENCE_S. Nothing of a prompt but its keys is needed, so that tokens are made once, at the
+edge. Other routers of the same engines ask for Loads (`exchange`).
+
+A caller is believed about its own requests only: a worker that failed by its word is not chosen for
+that request again, and is probed; numbers that no prompt has are refused. A certificate has
+STREAMS_PER_CALLER.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Final
 
 import grpc
 
 from kvstore.errors import KVStoreError
+from kvstore.net.tls import peer_identities
 from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterServicer
 from kvstore.router.dispatch import Dispatcher
@@ -31,20 +38,27 @@ from kvstore.router.keys.prefixes import (
     Prefix,
     predicted_tokens,
 )
+from kvstore.router.life import RoutedLife
 from kvstore.routing.events import (
     Arrived,
     Ending,
     Failure,
-    FirstToken,
     Leg,
     LegFailed,
     Rejected,
-    RequestEnded,
     Routed,
 )
 from kvstore.routing.values import RouteRequest
 
 TOKENS_MAX: Final = 4 << 20
+BLOCK_TOKENS_MAX: Final = 1 << 16
+STREAMS_PER_CALLER: Final = 4096
+FIRST_WORD_S: Final = 10.0
+"""A stream that has not asked by then ends …"""
+SILENCE_S: Final = 900.0
+"""… and one that has, and says nothing for so long."""
+
+Context = grpc.aio.ServicerContext[pb.RouteWord, pb.Decision]
 
 
 class RouteService(RouterServicer):
@@ -56,54 +70,76 @@ class RouteService(RouterServicer):
         workers: Workers,
         prefixes: KeyPrefixes | None,
         exchange: LoadExchange,
+        *,
+        suspected: Callable[[Worker], None],
     ) -> None:
-        """`prefixes` None: this router asks no index."""
-        self._exchange = exchange
+        """`prefixes` None: this router asks no index. `suspected`: takes workers to be probed."""
+        self._exchange, self._suspected = exchange, suspected
+        self._streams = Counter[str]()
+        """By caller."""
         self._dispatcher, self._workers, self._prefixes = dispatcher, workers, prefixes
 
     async def Route(
-        self,
-        request_iterator: AsyncIterator[pb.RouteWord],
-        context: grpc.aio.ServicerContext[pb.RouteWord, pb.Decision],
+        self, request_iterator: AsyncIterator[pb.RouteWord], context: Context
     ) -> AsyncIterator[pb.Decision]:
-        request_id = f"rpc-{secrets.token_hex(8)}"
-        routed: Routed | Rejected | None = None
-        worker: Worker | None = None
-        prefix = Prefix(1)
-        done = RequestEnded(request_id, Ending.ABORTED)
+        caller = ",".join(sorted(map(str, peer_identities(context.auth_context()))))
+        if self._streams[caller] >= STREAMS_PER_CALLER:
+            text = f"{STREAMS_PER_CALLER} streams of this certificate are open already"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        self._streams[caller] += 1
+        life = RoutedLife(self._dispatcher, self._workers)
         try:
-            async for word in request_iterator:
-                match word.WhichOneof("kind"):
-                    case "ask" if routed is None:
-                        if why := _fault(word.ask):
-                            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
-                        prefix = await self._prefix(word.ask)
-                        asked = Arrived(_request(word.ask, request_id, prefix), prefix.answer)
-                        routed = await self._dispatcher.arrive(asked)
-                    case "failed" if isinstance(routed, Routed):
-                        self._over(worker, "the caller said so")
-                        failed = LegFailed(
-                            request_id, Leg.DECODE, Failure.STATUS, word.failed.has_streamed
-                        )
-                        worker, routed = None, None
-                        routed = await self._dispatcher.leg_failed(failed)
-                    case "first" if isinstance(routed, Routed):
-                        self._dispatcher.note(FirstToken(request_id))
-                        continue
-                    case "done" if isinstance(routed, Routed):
-                        done = _ended(request_id, word.done)
-                        return
-                    case _:
-                        text = "a stream is Ask first, then about its request"
-                        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
-                assert routed is not None
-                if isinstance(routed, Routed) and (worker := self._workers.get(routed.worker)):
-                    self._workers.begun(worker)
-                yield self._decision(routed, worker, prefix)
+            async with aclosing(self._decisions(request_iterator, context, life)) as decisions:
+                async for decision in decisions:
+                    yield decision
         finally:
-            if isinstance(routed, Routed):
-                self._over(worker, "")
-                self._dispatcher.note(done)
+            life.end(Ending.ABORTED)
+            self._streams[caller] -= 1
+            if not self._streams[caller]:
+                del self._streams[caller]
+
+    async def _decisions(
+        self, words: AsyncIterator[pb.RouteWord], context: Context, life: RoutedLife
+    ) -> AsyncGenerator[pb.Decision]:
+        request_id = f"rpc-{secrets.token_hex(8)}"
+        prefix: Prefix | None = None
+        while True:
+            word = await _next(words, FIRST_WORD_S if prefix is None else SILENCE_S)
+            if word is None:
+                return
+            match word.WhichOneof("kind"):
+                case "ask" if prefix is None:
+                    if why := _fault(word.ask):
+                        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
+                    prefix = await self._prefix(word.ask)
+                    asked = Arrived(_request(word.ask, request_id, prefix), prefix.answer)
+                    decision = await life.enter(asked)
+                case "failed" if life.routed is not None:
+                    if (worker := life.worker) is not None:
+                        self._suspected(worker)
+                    decision = await life.failed(
+                        LegFailed(
+                            request_id,
+                            Leg.DECODE,
+                            Failure.STATUS,
+                            word.failed.has_streamed,
+                            is_claim=True,
+                        )
+                    )
+                case "first" if life.routed is not None:
+                    life.first()
+                    continue
+                case "done" if life.routed is not None:
+                    done = word.done
+                    cached = done.cached_tokens if done.HasField("cached_tokens") else None
+                    ending = Ending.REFUSED if done.is_refused else Ending.DONE
+                    life.end(ending, cached_tokens=cached, output_tokens=done.output_tokens)
+                    return
+                case _:
+                    text = "a stream is Ask first, then about its request"
+                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+            assert prefix is not None
+            yield self._decision(decision, life.worker, prefix)
 
     async def Loads(
         self,
@@ -116,14 +152,6 @@ class RouteService(RouterServicer):
                     yield report
             except KVStoreError as error:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-
-    def _over(self, worker: Worker | None, why: str) -> None:
-        if worker is not None:
-            self._workers.ended(worker)
-            if why:
-                self._workers.failed(worker, why)
-            else:
-                self._workers.succeeded(worker)
 
     async def _prefix(self, ask: pb.Ask) -> Prefix:
         if ask.WhichOneof("prompt") == "tokens":
@@ -158,9 +186,21 @@ def _fault(ask: pb.Ask) -> str:
     """Fault of a question; empty: none."""
     if len(ask.keys) % KEY_BYTES:
         return f"keys have {KEY_BYTES} bytes each"
-    if max(len(ask.tokens.ids), ask.prompt_tokens) > TOKENS_MAX:
+    if ask.block_tokens > BLOCK_TOKENS_MAX:
+        return f"a block has at most {BLOCK_TOKENS_MAX} tokens"
+    in_blocks = len(ask.keys) // KEY_BYTES * (ask.block_tokens or TOKENS_PER_PIECE)
+    if max(len(ask.tokens.ids), ask.prompt_tokens, in_blocks) > TOKENS_MAX:
         return f"a prompt has at most {TOKENS_MAX} tokens"
     return ""
+
+
+async def _next(words: AsyncIterator[pb.RouteWord], timeout_s: float) -> pb.RouteWord | None:
+    """None: there is no further word, or none in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(words, None)
+    except TimeoutError:
+        return None
 
 
 def _request(ask: pb.Ask, request_id: str, prefix: Prefix) -> RouteRequest:
@@ -178,9 +218,3 @@ def _request(ask: pb.Ask, request_id: str, prefix: Prefix) -> RouteRequest:
         load_only=prefix.load_only,
         must_be_local=True,
     )
-
-
-def _ended(request_id: str, done: pb.Done) -> RequestEnded:
-    ending = Ending.REFUSED if done.is_refused else Ending.DONE
-    cached = done.cached_tokens if done.HasField("cached_tokens") else None
-    return RequestEnded(request_id, ending, cached, done.output_tokens)

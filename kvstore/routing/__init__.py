@@ -5,18 +5,22 @@
 | module     | cares about                                          | in → out                  |
 |------------|------------------------------------------------------|---------------------------|
 | `core`     | the whole: one table of requests, `check`            | events → commands         |
+| `arrivals` | model, pool, class and session of a new request      | request → `OpenRequest`   |
 | `values`   | requests, prefixes, workers, as the shell has them   | –                         |
 | `events`   | the values that go in and come out                   | –                         |
 | `policy`   | configuration, its validation and hash               | dict → `RoutingPolicy`    |
 | `receipts` | the record of a decision, made from a draft          | –                         |
 | `models`   | names, aliases, adapters, weighted pools             | name, session → pool      |
+| `requests` | a request under way; the result of an attempt        | –                         |
+| `rows`     | numbers, flights and state of each worker            | –                         |
 | `fleet`    | one row a worker: own counts, scraped values         | events → columns          |
+| `health`   | one worker's probes, answers and circuit breaker     | results → word            |
 | `features` | numbers of one request at each worker                | fleet, prefixes → columns |
 | `filters`  | workers that cannot take a request, with the reason  | features → mask           |
 | `costs`    | seconds to the first token, term by term             | features → terms          |
 | `scorers`  | the other policies                                   | features → scores         |
 | `placing`  | one attempt of a request: both legs, its receipt     | request → placement       |
-| `legs`     | flights of a request; races; roles of workers        | placements → counts       |
+| `legs`     | flights; races; whose fault a failure is; roles      | placements → counts       |
 | `decide`   | filter, score, choose; `replay` by another policy    | features → verdict        |
 | `learning` | weights of terms, from predicted and achieved TTFT   | terms, seconds → weights  |
 | `tree`     | approximate prefixes, by what was sent where         | keys → blocks a worker    |

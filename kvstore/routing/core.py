@@ -19,23 +19,38 @@ import msgspec
 from kvstore.routing import events as its
 from kvstore.routing.ahead.preparations import Ahead
 from kvstore.routing.ahead.stays import Stays
-from kvstore.routing.events import Ending, Rejected, RejectReason, RequestHeld, RouteCommand, Routed
+from kvstore.routing.arrivals import Arrivals
+from kvstore.routing.events import Ending, Rejected, RejectReason, RouteCommand, Routed
 from kvstore.routing.fleet import Fleet
-from kvstore.routing.legs.flights import COUNTLESS, Legs
+from kvstore.routing.legs.blame import Blame, may_retry
+from kvstore.routing.legs.flights import Legs
 from kvstore.routing.legs.planner import Planner
 from kvstore.routing.legs.races import Races
-from kvstore.routing.models import ModelMap, ModelUnknown
-from kvstore.routing.placing import OpenRequest, Placement, Placer
+from kvstore.routing.models import ModelMap
+from kvstore.routing.placing import Placer
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.pressure import Gauges
 from kvstore.routing.receipts import Receipt, ReceiptDraft, ReceiptLog
+from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.tree import ApproximateTree
-from kvstore.routing.values import PrefixAnswer, RouteRequest, SharedLoad, WorkerRole
+from kvstore.routing.values import (
+    PrefixAnswer,
+    ProbeResult,
+    RouteRequest,
+    SharedLoad,
+    WorkerRole,
+)
 from kvstore.routing.waiting import HeldEntry, WaitingRoom
 from kvstore.units import NS_PER_S
 
 _HEADS_MAX: Final = 4
 """Heads of the waiting room that one event tries to place."""
+PREFILLS_MAX: Final = 3
+"""Remote prefills that are tried for one request."""
+RETRY_SHARE, RETRY_BURST = 0.2, 256.0
+"""Budget of attempts after a worker's own fault, by requests that arrive, and at most."""
+SLOW_NS: Final = 120 * NS_PER_S
+"""So long after its arrival a request goes back to workers that were silent, where none is left."""
 
 
 class RouterCore:
@@ -52,21 +67,22 @@ class RouterCore:
         self.tree = ApproximateTree(blocks_max=policy.tree_blocks_max)
         self.placer = Placer(policy, self.fleet, self.tree, seed)
         self.legs = Legs(self.fleet, self.placer)
+        self.blame = Blame(self.fleet)
         self.races = Races(policy)
         self.planner = Planner(policy, self.fleet, self.placer)
         self.room = WaitingRoom(policy)
         self.ahead = Ahead(policy, self.fleet)
         self.stays = Stays(policy, self.fleet)
-        self._models: ModelMap | None = None
+        self._arrivals = Arrivals(policy, self.fleet, self.stays, self.placer.lengths)
         self.open: dict[str, OpenRequest] = {}
         self.receipts = ReceiptLog()
-        self._number = 0
-        self._retries_left = float(policy.limits.retry_burst)
+        self._retries_left = RETRY_BURST
         self.gauges = Gauges(self.fleet)
         self._handlers: dict[type, Callable[[Any, int], list[RouteCommand]]] = {
             its.Joined: self._joined,
             its.WorkerLeft: self._worker_left,
             its.Judged: self._judged,
+            its.Probed: self._probed,
             its.Scraped: self._scraped,
             its.Shared: self._shared,
             its.Arrived: self._arrived,
@@ -84,21 +100,24 @@ class RouterCore:
         """Take in an event; commands about this request and others, in order."""
         if now_ns >= self.planner.due_ns:
             self.planner.plan(now_ns)
+        self.fleet.pass_time(now_ns)
         commands = self._expire(now_ns) if len(self.room) else []
         commands += self._handlers[type(event)](event, now_ns)
         if len(self.room) and not isinstance(event, its.Arrived):
             commands += self._pump(now_ns)
+        commands += self.fleet.take_changes()
         return commands
 
     def adopt(self, policy: RoutingPolicy, now_ns: int) -> list[RouteCommand]:
         """Go on under another policy; held requests are judged by it."""
-        self.policy = self.fleet.policy = self.room.policy = self.stays.policy = policy
+        self.policy = self.room.policy = self.stays.policy = policy
         self.races.policy = self.planner.policy = policy
+        self.fleet.adopt(policy)
         self.placer.adopt(policy)
         self.ahead.adopt(policy)
-        self._models = None
+        self._arrivals.adopt(policy)
         for opened in self.open.values():  # its class may be gone
-            opened.service = self._service(opened.request)
+            opened.service = self._arrivals.service_of(opened.request)
         commands: list[RouteCommand] = []
         held = list(self.room.entries.values())
         self.room = WaitingRoom(policy)
@@ -109,35 +128,40 @@ class RouterCore:
             if displaced is not None:
                 evicted = self.open[displaced.request_id]
                 commands.append(self._reject(evicted, RejectReason.DISPLACED, now_ns))
-        return commands + self._pump(now_ns)
+        return commands + self._pump(now_ns) + self.fleet.take_changes()
 
     # Workers
 
     def _joined(self, event: its.Joined, _now_ns: int) -> list[RouteCommand]:
         self.fleet.join(event.spec)
-        self._models = None
+        self._arrivals.forget_models()
         return []
 
     def _worker_left(self, event: its.WorkerLeft, _now_ns: int) -> list[RouteCommand]:
         self.fleet.leave(event.worker)
         self.tree.forget(event.worker)
         self.placer.weights.forget(event.worker)
-        self._models = None
+        self._arrivals.forget_models()
         return []
 
     @property
     def models(self) -> ModelMap:
-        """Made anew when a request asks: a thousand workers may join or leave in one turn."""
-        if self._models is None:
-            self._models = ModelMap(self.policy, (state.spec for state in self.fleet.workers))
-        return self._models
+        """Names of models, by the policy and the workers of now."""
+        return self._arrivals.models
 
     def _judged(self, event: its.Judged, _now_ns: int) -> list[RouteCommand]:
-        self.fleet.judged(event.worker, event.health, is_red=event.is_parity_red)
+        self.fleet.judged(event.worker, is_red=event.is_parity_red)
         return []
 
+    def _probed(self, event: its.Probed, _now_ns: int) -> list[RouteCommand]:
+        self.fleet.probed(event.worker, event.result, event.why, event.late_s)
+        # Once in each limit of silence: a request may have gone back there since.
+        is_silent = event.result is ProbeResult.SILENT
+        is_left = is_silent and self.fleet.silent_with_others(event.worker)
+        return [its.GiveUp(event.worker)] if is_left else []
+
     def _scraped(self, event: its.Scraped, now_ns: int) -> list[RouteCommand]:
-        self.fleet.scraped(event.worker, event.sample, now_ns)
+        self.fleet.scraped(event.worker, event.sample, event.asked_ns, now_ns)
         return []
 
     def _shared(self, event: its.Shared, _now_ns: int) -> list[RouteCommand]:
@@ -149,42 +173,14 @@ class RouterCore:
     def _arrived(self, event: its.Arrived, now_ns: int) -> list[RouteCommand]:
         request = event.request
         assert request.request_id not in self.open, "request ids are unique among those under way"
-        opened = self._opened(request, event.prefix, now_ns)
+        opened = self._arrivals.opened(request, event.prefix, now_ns)
         if isinstance(opened, Rejected):
             return [opened]
         self.open[request.request_id] = opened
-        limits = self.policy.limits
-        self._retries_left = min(limits.retry_burst, self._retries_left + limits.retry_share)
+        self._retries_left = min(RETRY_BURST, self._retries_left + RETRY_SHARE)
         self.races.arrived()
         commands = self._attempt(opened, now_ns)
         return commands + self.ahead.arrived(opened, now_ns)
-
-    def _opened(
-        self, request: RouteRequest, prefix: PrefixAnswer | None, now_ns: int
-    ) -> OpenRequest | Rejected:
-        stay = self.stays.find(request, now_ns)
-        try:
-            side = self.models.resolve(
-                request.model,
-                session=request.session,
-                request_id=request.request_id,
-                stays_in=stay.pool if stay is not None else "",
-            )
-        except ModelUnknown as unknown:
-            named = RejectReason.MODEL_UNKNOWN
-            reason = named if request.model else RejectReason.MODEL_MISSING
-            return Rejected(request.request_id, reason.status, reason, None, unknown.known)
-        self._number += 1
-        opened = OpenRequest(
-            request, prefix, side, self._service(request), now_ns, number=self._number
-        )
-        if stay is not None and stay.pool == side.pool:
-            opened.stays_at = stay.worker
-        return opened
-
-    def _service(self, request: RouteRequest) -> str:
-        known = request.service in self.policy.classes
-        return request.service if known else self.policy.default_class
 
     def _attempt(self, opened: OpenRequest, now_ns: int) -> list[RouteCommand]:
         """Place a request that is not held: routed, held or rejected."""
@@ -211,14 +207,13 @@ class RouterCore:
             ahead = self.room.ahead(pool, service.rank)
         else:
             placed = self.placer.place(opened, now_ns)
-            if isinstance(placed, its.Blocked) and opened.slow:
+            is_young = now_ns - opened.arrived_ns < SLOW_NS
+            if isinstance(placed, its.Blocked) and opened.slow and is_young:
                 opened.failed -= opened.slow  # waiting there again is better than an error
                 opened.slow.clear()
                 placed = self.placer.place(opened, now_ns)
         if placed is its.Blocked.NO_WORKERS and not self._may_wait_for_workers(opened):
-            return its.Unplaced(
-                RejectReason.ATTEMPTS if opened.attempt else RejectReason.NO_ENDPOINTS
-            )
+            return its.Unplaced(_nobody(opened))
         objective_s, predicted_s = self.placer.objective_s(opened), self.room.wait_s(ahead, now_ns)
         if isinstance(placed, Placement):
             predicted_s = placed.predicted_s
@@ -234,8 +229,9 @@ class RouterCore:
 
     def _hold(self, opened: OpenRequest, why: its.Blocked, now_ns: int) -> list[RouteCommand]:
         request, service = opened.request, self.policy.classes[opened.service]
-        ahead = self.room.ahead(opened.side.pool, service.rank)
-        until_ns = opened.arrived_ns + int(service.ttl_s * NS_PER_S)
+        until_ns = None
+        if service.ttl_s is not None:
+            until_ns = opened.arrived_ns + int(service.ttl_s * NS_PER_S)
         entry = HeldEntry(
             *(request.request_id, opened.side.pool, opened.service, request.tenant),
             *(request.priority, opened.number, opened.arrived_ns, until_ns),
@@ -250,12 +246,10 @@ class RouterCore:
         if displaced is not None:
             evicted = self.open[displaced.request_id]
             commands.append(self._reject(evicted, RejectReason.DISPLACED, now_ns))
-        wait_s = self.room.wait_s(ahead, now_ns)
-        commands.append(RequestHeld(request.request_id, ahead, wait_s, opened.likely_worker))
         return [*commands, *self.ahead.waits(opened)]
 
     def _send(self, opened: OpenRequest, placed: Placement, now_ns: int) -> Routed:
-        request, limits = opened.request, self.policy.limits
+        request = opened.request
         name = request.request_id
         self.room.remove(name)
         if opened.side.pool in self.placer.lanes:
@@ -268,11 +262,10 @@ class RouterCore:
         self.gauges.add(opened.side.pool, role, placed.work_s, now_ns)
         is_remote = bool(placed.prefill_worker)
         self.planner.prefill_sent(opened.side.pool, placed.work_s, is_remote=is_remote)
-        self.placer.sent(placed, request)
+        self.placer.sent(opened, placed, now_ns)
         home = self.stays.home(opened.stays_at, placed.worker, opened.failed)
         self.stays.keep(request, opened.side.pool, home, now_ns)
         assert placed.draft is not None
-        has_retry = opened.failures + 1 < limits.attempts_max and self._retries_left >= 1
         return Routed(
             request_id=name,
             worker=placed.worker,
@@ -280,10 +273,8 @@ class RouterCore:
             prefill_worker=placed.prefill_worker or None,
             fallbacks=placed.draft.plain.fallbacks,
             attempt=opened.attempt,
-            priority=self.policy.classes[opened.service].rank * 100 - request.priority,
-            deadline_s=limits.deadline_s(placed.predicted_s),
-            is_last=not (placed.has_others and has_retry),
-            race_after_s=self.races.after_s(opened, placed),
+            late_after_s=self.races.late_after_s(opened, placed),
+            may_race=self.races.may_race(opened, placed),
             draft=placed.draft,
             hints=self.ahead.hints(opened, placed.worker, now_ns),
         )
@@ -313,6 +304,7 @@ class RouterCore:
         """Take a request out of every table."""
         name = opened.request.request_id
         del self.open[name]
+        self.blame.unserved(opened, now_ns)
         self.room.remove(name)
         if opened.side.pool in self.placer.lanes:
             self.placer.lanes[opened.side.pool].remove(name)
@@ -323,7 +315,7 @@ class RouterCore:
     def _prefill_done(self, event: its.PrefillDone, now_ns: int) -> list[RouteCommand]:
         opened = self.open.get(event.request_id)
         if opened is not None and opened.placement is not None:
-            self.fleet.succeeded(opened.placement.prefill_worker)
+            self.blame.prefilled(opened, event, now_ns)
             self.legs.prefilled(opened, now_ns)
         return []
 
@@ -335,7 +327,7 @@ class RouterCore:
         opened.has_begun = True
         opened.ttft_s = (now_ns - opened.arrived_ns) / NS_PER_S
         self.legs.began(opened, now_ns)
-        self.fleet.succeeded(placed.worker)
+        self.blame.begun(opened, event, now_ns)
         achieved_s = (now_ns - opened.routed_ns) / NS_PER_S
         computed = placed.prefill_worker or placed.worker
         if computed in self.fleet.row_of:  # one that has left is forgotten
@@ -353,13 +345,16 @@ class RouterCore:
         if opened is None or placed is None:
             return []
         self.legs.raced(opened, placed, now_ns)
-        deadline_s = self.policy.limits.deadline_s(placed.predicted_s)
-        return [its.Raced(event.request_id, placed.worker, opened.side.body_model, deadline_s)]
+        return [its.Raced(event.request_id, placed.worker, opened.side.body_model)]
 
     def _race_over(self, event: its.RaceOver, now_ns: int) -> list[RouteCommand]:
         opened = self.open.get(event.request_id)
         if opened is not None and opened.race is not None:
-            self.legs.race_over(opened, event.worker, event.failure, now_ns)
+            if event.failure is not None:
+                self.blame.failed(opened, event.worker, event, now_ns)
+            else:
+                self.fleet.spared(event.worker, now_ns)
+            self.legs.race_over(opened, event.worker, now_ns)
         return []
 
     def _leg_failed(self, event: its.LegFailed, now_ns: int) -> list[RouteCommand]:
@@ -368,20 +363,18 @@ class RouterCore:
         if opened is None or placed is None or opened.is_held:
             return []
         worker = placed.prefill_worker if event.leg is its.Leg.PREFILL else placed.worker
-        self.legs.failed(opened, worker, event.failure, now_ns)
+        self.blame.failed(opened, worker, event, now_ns)
         self.placer.withdraw(opened.request, placed)
         self.legs.ended(opened, now_ns)
-        # Nothing was computed: trying elsewhere costs nobody anything.
-        self._retries_left -= event.failure not in (its.Failure.CONNECT, *COUNTLESS)
-        is_spent, attempts_max = self._retries_left < 0, self.policy.limits.attempts_max
+        has_budget = self._retries_left >= 1
+        self._retries_left -= event.failure is its.Failure.STATUS and has_budget
         if event.leg is its.Leg.PREFILL:
             # No request depends on a prefiller: its decoder computes, with attempts of its own.
-            opened.is_local |= is_spent or opened.attempt + 1 >= attempts_max
-            is_spent = False
+            opened.is_local |= not has_budget or opened.attempt >= PREFILLS_MAX
+            is_over = False
         else:
-            opened.failures += 1
-            is_spent |= opened.failures >= attempts_max
-        if event.has_streamed or opened.has_begun or is_spent:
+            is_over = not may_retry(opened, event.failure, has_budget=has_budget)
+        if event.has_streamed or opened.has_begun or is_over:
             return [self._reject(opened, RejectReason.ATTEMPTS, now_ns)]
         return self._attempt(opened, now_ns)
 
@@ -391,7 +384,10 @@ class RouterCore:
             return []
         opened.cached_tokens, opened.output_tokens = event.cached_tokens, event.output_tokens
         try:
-            self.legs.answered(opened, event.end)
+            self.blame.ended(opened, event, now_ns)
+            self.legs.learn_hits(opened, event.served_by)
+            if event.end is Ending.DONE and event.output_tokens:
+                self.placer.lengths.learn(opened.side.body_model, event.output_tokens)
             self.stays.touch(opened.request, now_ns)
             if opened.request.ends_session and event.end is Ending.DONE:
                 self.stays.end(opened.request)
@@ -440,6 +436,8 @@ class RouterCore:
                     return self._send(opened, placed, now_ns)
             except Exception:
                 return self._fault(opened, now_ns)
+            if placed is its.Blocked.NO_WORKERS and not self._may_wait_for_workers(opened):
+                return self._reject(opened, _nobody(opened), now_ns)  # waiting blocks all behind it
             if placed is not its.Blocked.LANES:
                 blocked_rank = rank
             elif rank >= 0:
@@ -455,9 +453,9 @@ class RouterCore:
         Raises:
             LookupError: it would wait, or no model has its name; the message has the reason.
         """
-        number = self._number
-        opened = self._opened(request, prefix, now_ns)
-        self._number = number
+        number = self._arrivals.count
+        opened = self._arrivals.opened(request, prefix, now_ns)
+        self._arrivals.count = number
         if isinstance(opened, Rejected):
             raise LookupError(opened.reason)  # noqa: TRY004
         found = self._admit(opened, now_ns)
@@ -495,3 +493,8 @@ class RouterCore:
         for lanes in self.placer.lanes.values():
             lanes.check()
         self.legs.check(self.open)
+
+
+def _nobody(opened: OpenRequest) -> RejectReason:
+    """Reason where no worker may take a request, now or later."""
+    return RejectReason.ATTEMPTS if opened.attempt else RejectReason.NO_ENDPOINTS

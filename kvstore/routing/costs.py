@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 
 from kvstore.routing.features import TRUSTS, FeatureColumn
-from kvstore.routing.fleet import Floats
 from kvstore.routing.policy import PolicyCosts, PolicyLimits
+from kvstore.routing.rows import Floats
 
 CONGESTION_MAX: Final = 4.0
 """Most that a second of compute counts for others, by queue and by cache: both formulas have a
@@ -55,9 +55,7 @@ class Costed(msgspec.Struct):
     uncached: Floats
 
 
-def compute_s(
-    uncached: Floats, prompt_tokens: int, speed: Floats | float, costs: PolicyCosts
-) -> Floats:
+def compute_s(uncached: Floats, prompt_tokens: int, speed: float, costs: PolicyCosts) -> Floats:
     """Prefill of the last `uncached` tokens of a prompt: each attends to all before it."""
     context = prompt_tokens - uncached / 2
     return uncached / speed * (1 + context / costs.attention_tokens)
@@ -75,10 +73,7 @@ def terms(
     pressure: seconds for others, per second of compute (`others_per_s`).
     """
     queue = columns[FeatureColumn.QUEUE_S]
-    given = columns[FeatureColumn.TOKENS_PER_S]
-    speed: Floats | float = costs.prefill_tokens_per_s
-    if np.count_nonzero(given):
-        speed = np.where(given > 0, given, speed)
+    speed = costs.prefill_tokens_per_s
     factors = _factors(tuple(map(costs.trust.__getitem__, _TRUST_NAMES)))
     expected = factors.take(columns[FeatureColumn.TRUST].astype(np.intp))
     expected = expected * columns[FeatureColumn.HIT_RATIO]
@@ -127,8 +122,7 @@ def _ways(columns: Floats, costs: PolicyCosts) -> tuple[Floats, Floats]:
         return own[:1], np.zeros((1, own.shape[1]))
     lengths = np.maximum.accumulate(own, axis=0)
     more_bytes = (lengths[1:] - lengths[:-1]) * costs.kv_bytes_per_token
-    given = columns[FeatureColumn.LOAD_BYTES_PER_S]
-    dram = np.where(given > 0, given, costs.dram_bytes_per_s)
+    dram = costs.dram_bytes_per_s
     loads = np.zeros_like(lengths)
     loads[1] = more_bytes[0] / dram
     loads[2] = loads[1] + more_bytes[1] / costs.file_bytes_per_s
@@ -145,7 +139,7 @@ def _ways(columns: Floats, costs: PolicyCosts) -> tuple[Floats, Floats]:
 def _hot(
     queue: Floats,
     prompt_tokens: int,
-    speed: Floats | float,
+    speed: float,
     costs: PolicyCosts,
     limits: PolicyLimits,
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from kvstore.routing.costs import LEARNED, TERM_NAMES, Term, terms
 from kvstore.routing.features import FeatureColumn, Features
 from kvstore.routing.filters import dropped, dropped_names
-from kvstore.routing.fleet import Floats
 from kvstore.routing.policy import RoutingPolicy, policy_hash
 from kvstore.routing.receipts import Receipt
+from kvstore.routing.rows import Floats
 from kvstore.routing.scorers import SCORERS, ScoreContext, mix
 
 
@@ -82,6 +82,9 @@ def decide(
         named = dict(zip(TERM_NAMES, [*seconds, others], strict=True))
         named["cold"] = (1 - columns[FeatureColumn.WARM]) * policy.costs.adapter_s
         scores = ttft_s + others + named["cold"]
+        if np.count_nonzero(columns[FeatureColumn.LATE_S]):
+            named["late"] = columns[FeatureColumn.LATE_S]
+            scores = scores + named["late"]
     else:
         context = ScoreContext(case.prompt_tokens, case.number, case.session_hash, policy)
         named = SCORERS[policy.policy](columns, context)

@@ -1,11 +1,12 @@
 """Events and commands of the core: all that goes in, all that comes out.
 
-    Arrived ─▶ RequestHeld* ─▶ Routed ─▶ (LegFailed ─▶ Routed)* ─▶ RequestEnded    or Rejected
-    Prepare ─▶ PrepareAnswered
-                                 └─ Late ─▶ Raced ─▶ RaceOver, once
+    Arrived ─▶ Routed ─▶ (LegFailed ─▶ Routed)* ─▶ RequestEnded          or Rejected
+                 └─ Late ─▶ Raced ─▶ RaceOver, once                       Prepare ─▶ PrepareAnswered
+    Probed ─▶ StateChange, GiveUp
 
 Each request that `Arrived` gets exactly one final word: `Routed` (again after `LegFailed`) until it
-`RequestEnded`, or `Rejected`. The shell sends `RouteTick` every 5 to 20 ms while requests are held.
+`RequestEnded`, or `Rejected`; one that is held gets it later. The shell sends `RouteTick` every 5
+to 20 ms while requests are held.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvstore.routing.receipts import Receipt, ReceiptDraft
+from kvstore.routing.rows import StateChange
 from kvstore.routing.values import (
     LoadSample,
     PrefixAnswer,
+    ProbeResult,
     RouteRequest,
     SharedLoad,
-    WorkerHealth,
     WorkerSpec,
 )
 
@@ -35,19 +37,43 @@ class Leg(enum.StrEnum):
 
 class Failure(enum.StrEnum):
     """Result of a leg that failed. A 4xx about the request is none of them: it is passed to the
-    client as `RequestEnded` with outcome REFUSED and never counts against the worker."""
+    client as `RequestEnded` with outcome REFUSED and never counts against the worker.
+
+    |           | another worker            | counts against the worker                     |
+    |-----------|---------------------------|-----------------------------------------------|
+    | CONNECT   | yes                       | no: its probes decide                         |
+    | SILENT    | yes                       | no: its probes decide                         |
+    | BUSY      | yes                       | no, it rests for a moment                     |
+    | REFUSED   | yes, REFUSALS_MAX in all  | no                                            |
+    | STATUS    | yes, by the retry budget  | yes                                           |
+    | ERROR     | one more                  | where another one serves it, or served others |
+    | BROKEN    | one more                  | the same                                      |
+    """
 
     CONNECT = "connect"
     """Nothing was sent."""
-    STATUS = "status"
-    """5xx before the first byte of the answer, or another status that is the engine's fault."""
+    SILENT = "silent"
+    """Given up: the worker is silent (`GiveUp`)."""
     BUSY = "busy"
-    """429, or 503 with Retry-After: load. The worker is left alone for a moment."""
+    """429, or 503 with Retry-After: load."""
     REFUSED = "refused"
-    """A status for which the request may be the cause: other workers are tried, none is blamed."""
-    TIMEOUT = "timeout"
+    """A status for which the request may be the cause, or that others may not give."""
+    STATUS = "status"
+    """5xx, or another status that no request causes: the engine is at fault."""
+    ERROR = "error"
+    """500 before the first byte of the response: the request may be the cause."""
     BROKEN = "broken"
-    """The answer ended in the middle."""
+    """The connection ended before the response did: the request may be the cause."""
+
+
+class Lack(enum.StrEnum):
+    """What a REFUSED says that the worker does not have."""
+
+    MODEL = "model"
+    CONTEXT = "context"
+    """Room for so many tokens."""
+    MEDIA = "media"
+    """A model that takes images, audio or video."""
 
 
 class Ending(enum.StrEnum):
@@ -75,13 +101,22 @@ class WorkerLeft(msgspec.Struct, frozen=True, tag=True):
 
 
 class Judged(msgspec.Struct, frozen=True, tag=True):
-    """Findings about a worker."""
+    """Keys of a probe prompt were compared at a worker."""
 
     worker: str
-    health: WorkerHealth = WorkerHealth.UP
-    is_parity_red: bool = False
-    """Keys of a probe prompt differ: routed by load only."""
-    reason: str = ""
+    is_parity_red: bool
+    """They differ, or were not compared yet: routed by load only."""
+
+
+class Probed(msgspec.Struct, frozen=True, tag=True):
+    """A probe of a worker ended, or is late."""
+
+    worker: str
+    result: ProbeResult
+    why: str = ""
+    """One clause for operators."""
+    late_s: float = 0.0
+    """Beyond the time in which a probe is expected."""
 
 
 class Scraped(msgspec.Struct, frozen=True, tag=True):
@@ -89,6 +124,8 @@ class Scraped(msgspec.Struct, frozen=True, tag=True):
 
     worker: str
     sample: LoadSample
+    asked_ns: int
+    """When the probe was sent: the numbers are from after that."""
 
 
 class Shared(msgspec.Struct, frozen=True, tag=True):
@@ -119,19 +156,24 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefillDone(msgspec.Struct, frozen=True, tag=True):
-    """The remote prefill leg succeeded; its blocks were pushed or can be fetched."""
+    """The remote prefill leg is over, and the request goes on where it is decoded."""
 
     request_id: str
+    failure: Failure | None = None
+    """Why nothing came of it; None: its blocks were pushed or can be fetched."""
+    why: str = ""
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
     """First byte of the answer to the client: achieved TTFT, learned from."""
 
     request_id: str
+    served_by: str = ""
+    """As of `RequestEnded`."""
 
 
 class Late(msgspec.Struct, frozen=True, tag=True):
-    """No first byte within `Routed.race_after_s`. Answered by `Raced`, or by nothing."""
+    """No first byte within `Routed.late_after_s`. Answered by `Raced`, or by nothing."""
 
     request_id: str
 
@@ -144,6 +186,8 @@ class RaceOver(msgspec.Struct, frozen=True, tag=True):
     """Worker of the attempt that ended."""
     failure: Failure | None = None
     """None: it was slower, and its connection is closed."""
+    why: str = ""
+    lack: Lack | None = None
 
 
 class LegFailed(msgspec.Struct, frozen=True, tag=True):
@@ -154,6 +198,12 @@ class LegFailed(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
     has_streamed: bool = False
     """Bytes of the answer reached the client: no retry."""
+    why: str = ""
+    """One clause for operators."""
+    lack: Lack | None = None
+    """With REFUSED."""
+    is_claim: bool = False
+    """A caller says so: it counts for this request only."""
 
 
 class RequestEnded(msgspec.Struct, frozen=True, tag=True):
@@ -164,6 +214,10 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     cached_tokens: int | None = None
     """`usage.prompt_tokens_details.cached_tokens`, where the engine says it."""
     output_tokens: int = 0
+    served_by: str = ""
+    """Worker that served it, where a gateway chose another one than `Routed.worker`."""
+    why: str = ""
+    """With FAILED: one clause for operators."""
 
 
 class RouteTick(msgspec.Struct, frozen=True, tag=True):
@@ -174,6 +228,7 @@ RouteEvent = (
     Joined
     | WorkerLeft
     | Judged
+    | Probed
     | Scraped
     | Shared
     | Arrived
@@ -235,16 +290,11 @@ class Routed(msgspec.Struct, frozen=True, tag=True):
     """Next best workers, for Envoy's list."""
     attempt: int
     """1 for the first."""
-    priority: int
-    """For engines that schedule by priority: lower is first."""
-    deadline_s: float
-    """Time to the first token after which the attempt has failed (`Failure.TIMEOUT`)."""
-    race_after_s: float | None
-    """Say `Late` when there is no first byte by then; None: never."""
+    late_after_s: float
+    """Time without a first byte after which a request is late: say `Late` if it `may_race`; with a
+    remote prefill in turn, let the decode worker begin, too."""
+    may_race: bool
     draft: ReceiptDraft
-    is_last: bool = False
-    """A failure would leave no other worker to try: waiting on is better than `deadline_s`, which
-    is that of the prefill leg only."""
     hints: HintAnswer | None = None
     """None: the client gave none."""
 
@@ -261,17 +311,14 @@ class Raced(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     worker: str
     model: str
-    deadline_s: float
 
 
-class RequestHeld(msgspec.Struct, frozen=True, tag=True):
-    """The request waits here; promotion or a fetch may begin at `likely_worker`."""
+class GiveUp(msgspec.Struct, frozen=True, tag=True):
+    """Requests that wait for the first byte of a response of this worker are to be ended
+    (`Failure.SILENT`): it is silent, and another one that may serve them is not. Once for each
+    `ProbeResult.SILENT`."""
 
-    request_id: str
-    ahead: int
-    wait_s: float
-    """Expected."""
-    likely_worker: str | None
+    worker: str
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
@@ -279,7 +326,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     status: int
-    """400, 404, 429, 500, 502, 503 or 504."""
+    """400, 404, 429, 500, 502 or 503."""
     reason: str
     """A word for the metric and `x-kvstore-dropped-reason`: `RejectReason` values."""
     retry_after_s: float | None
@@ -346,4 +393,4 @@ _STATUS: Final = {
 }
 
 
-RouteCommand = Routed | Raced | RequestHeld | Rejected | Prepare
+RouteCommand = Routed | Raced | Rejected | Prepare | GiveUp | StateChange

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.routing.fleet import AGES, YOUNG_S, Crew, Fleet, FleetColumn, Floats
+from kvstore.routing.fleet import Fleet
+from kvstore.routing.rows import AGES, YOUNG_S, Crew, FleetColumn, Floats
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixAnswer, PrefixTrust, RouteRequest
 from kvstore.units import NS_PER_S
@@ -37,7 +38,7 @@ class FeatureColumn(enum.IntEnum):
     """Requests before their first token."""
     STREAMS = 2
     MEMORY = 3
-    """Share of the KV cache that is spoken for."""
+    """Share of the KV cache in use, with what requests need that were sent since its report."""
     MEMORY_TOKENS = 4
     """0: not known."""
     HBM = 5
@@ -50,25 +51,26 @@ class FeatureColumn(enum.IntEnum):
     TRUST = 9
     """Place in `TRUSTS`."""
     HIT_RATIO = 10
-    TOKENS_PER_S = 11
-    """0: the policy's."""
-    LOAD_BYTES_PER_S = 12
-    UNFIT = 13
+    UNFIT = 11
     """0, or the place in `filters.Dropped` of what no policy changes."""
-    IDLE_S = 14
+    IDLE_S = 12
     """Since a request was sent there."""
-    POSITION = 15
+    POSITION = 13
     """Row: what `round-robin` and `session` go by."""
-    WARM = 16
-    """1: adapter is loaded; 0.5: has room for it."""
-    YOUNG = 17
+    WARM = 14
+    """1: adapter is loaded."""
+    YOUNG = 15
     """Streams that have just begun, and the one that is about to."""
-    LINK = 18
+    LINK = 16
     """Bytes/s to the other leg's worker; 0: there is none, or it is on the same node."""
-    FETCH_RATIO = 19
+    FETCH_RATIO = 17
     """As HIT_RATIO, of what only another node has."""
-    STAYS = 20
+    STAYS = 18
     """1: the last request of its session was there."""
+    WAITING = 19
+    """Requests in the engine's own queue."""
+    LATE_S = 20
+    """Lateness of its probe."""
 
 
 class Features(msgspec.Struct):
@@ -84,7 +86,7 @@ def load_columns(fleet: Fleet, crew: Crew, now_ns: int) -> Floats:
     costs = fleet.policy.costs
     columns = (crew.base if crew.base is not None else _base(crew, part)).copy()
     head_s, young_s, idle_s = (now_ns - part[AGES]) / NS_PER_S
-    other_queued, other_streams, other_memory = fleet.decayed(part, now_ns)
+    other_queued, other_streams, used = fleet.decayed(part, now_ns)
     queued, work_s = part[FleetColumn.QUEUED], part[FleetColumn.WORK_S]
     count = float(np.add.reduce(queued))
     others_s = other_queued * (
@@ -92,9 +94,7 @@ def load_columns(fleet: Fleet, crew: Crew, now_ns: int) -> Floats:
     )
     shared = part[FleetColumn.SHARED_TOKENS]
     if np.count_nonzero(shared):
-        given = part[FleetColumn.TOKENS_PER_S]
-        speed = np.where(given > 0, given, costs.prefill_tokens_per_s)
-        others_s = np.maximum(shared / speed, others_s)
+        others_s = np.maximum(shared / costs.prefill_tokens_per_s, others_s)
     if count:
         own_s = work_s - np.minimum(np.maximum(0.0, head_s), part[FleetColumn.HEAD_S])
         others_s += np.maximum(0.0, own_s)
@@ -103,7 +103,9 @@ def load_columns(fleet: Fleet, crew: Crew, now_ns: int) -> Floats:
     columns[FeatureColumn.STREAMS] = part[FleetColumn.STREAMS] + np.maximum(
         part[FleetColumn.SHARED_STREAMS], other_streams
     )
-    columns[FeatureColumn.MEMORY] = part[FleetColumn.HELD_TOKENS] / crew.room + other_memory
+    columns[FeatureColumn.MEMORY] = part[FleetColumn.NEED_TOKENS] / crew.room + used
+    columns[FeatureColumn.WAITING] = _waiting(part, fleet.policy.limits.stale_s, now_ns)
+    columns[FeatureColumn.LATE_S] = part[FleetColumn.LATE_S]
     young = part[FleetColumn.YOUNG] * np.exp(-young_s / YOUNG_S)
     columns[FeatureColumn.YOUNG] = young + (queued > 0)
     columns[FeatureColumn.HIT_RATIO] = part[FleetColumn.HIT_RATIO]
@@ -112,12 +114,20 @@ def load_columns(fleet: Fleet, crew: Crew, now_ns: int) -> Floats:
     return columns
 
 
+def _waiting(part: Floats, stale_s: float, now_ns: int) -> Floats:
+    """What is old halves each `stale_s`, down to nobody: else a request that does not fit into
+    memory would wait for ever for an engine whose metrics cannot be read any more."""
+    waiting: Floats = part[FleetColumn.WAITING]
+    if not np.count_nonzero(waiting):
+        return waiting
+    old_s = np.maximum(0.0, (now_ns - part[FleetColumn.SCRAPED_NS]) / NS_PER_S - stale_s)
+    return np.asarray(np.rint(waiting * 0.5 ** (old_s / stale_s)))
+
+
 def _base(crew: Crew, part: Floats) -> Floats:
     """Columns that only another description of a worker changes."""
     base = crew.base = np.zeros((len(FeatureColumn), len(crew.rows)))
     memory = base[FeatureColumn.MEMORY_TOKENS] = part[FleetColumn.MEMORY_TOKENS]
-    base[FeatureColumn.TOKENS_PER_S] = part[FleetColumn.TOKENS_PER_S]
-    base[FeatureColumn.LOAD_BYTES_PER_S] = part[FleetColumn.LOAD_BYTES_PER_S]
     base[FeatureColumn.POSITION] = crew.rows
     base[FeatureColumn.TRUST] = _NONE
     base[FeatureColumn.WARM] = 1.0
@@ -173,7 +183,8 @@ class PrefixColumns:
         if prefix is not None:
             self._from_index(lengths, trust, prefix)
         self._from_tree(lengths[0], trust, request, now_ns, has_index=prefix is not None)
-        for row in self._red(request):
+        # Without the index there are only lengths of what was sent, whatever the keys.
+        for row in self._red(request) if prefix is not None else ():
             trust[row] = _NONE
             for column in lengths:
                 column[row] = 0
@@ -202,19 +213,30 @@ class PrefixColumns:
     ) -> None:
         """All that was sent to workers that nobody follows; to others, what the index cannot know
         yet."""
-        keys, block_tokens, row_of = request.keys, request.block_tokens, self._fleet.row_of
+        row_of = self._fleet.row_of
         if has_index:
-            young = self._tree.match(keys, now_ns, block_tokens=block_tokens, young_only=True)
+            young = self._sent(request, now_ns, young_only=True)
             for worker, blocks in young.items():
                 row = row_of.get(worker)
                 if row is not None and blocks > hbm[row]:
                     hbm[row], trust[row] = blocks, min(trust[row], _CATCHING_UP)
         if not has_index or self._has_strangers:
-            sent = self._tree.match(keys, now_ns, block_tokens=block_tokens, young_only=False)
+            sent = self._sent(request, now_ns, young_only=False)
             for worker, blocks in sent.items():
                 row = row_of.get(worker)
                 if row is not None and not (has_index and self._is_followed[row]):
                     hbm[row], trust[row] = blocks, _APPROXIMATE
+
+    def _sent(self, request: RouteRequest, now_ns: int, *, young_only: bool) -> dict[str, int]:
+        """Leading blocks that each worker was sent, of all prompts together."""
+        found: dict[str, int] = {}
+        for keys in request.chains:
+            sent = self._tree.match(
+                keys, now_ns, block_tokens=request.block_tokens, young_only=young_only
+            )
+            for worker, blocks in sent.items():
+                found[worker] = found.get(worker, 0) + blocks
+        return found
 
     def _from_index(self, lengths: list[list[int]], trust: list[int], prefix: PrefixAnswer) -> None:
         hbm, dram, file, remote = lengths

@@ -1,10 +1,11 @@
-"""Workers that cannot take a request, with the reason.
+"""Workers that cannot take a request, or only as a last resort, with the reason.
 
-    health, breaker, subset, adapter (`unfit`)        queue, running, memory (`dropped`)
+    health, subset, model, context (`unfit`)        queue, running, memory (`dropped`)
 
-A request is held when `dropped` alone leaves nobody, and answered 503 when `unfit` does. Memory is
-by need: what the prompt adds and what the answer may add. An idle worker passes always: a need
-above the ceiling would be held for ever.
+A request is held when `dropped` alone leaves nobody. When `unfit` does, those of LAST_RESORTS are
+tried, the mildest first: an engine has the last word about what it can do. Memory is by need, what
+the prompt adds and what the answer may add, and only where the engine itself has requests waiting:
+no prediction keeps a request from an engine that would begin with it.
 """
 
 from __future__ import annotations
@@ -17,24 +18,30 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.routing.features import FeatureColumn
-from kvstore.routing.fleet import Floats, WorkerState
 from kvstore.routing.policy import PolicyLimits
-from kvstore.routing.values import WorkerHealth
+from kvstore.routing.rows import Floats, WorkerState
+from kvstore.routing.values import RouteRequest
 
 
 class Dropped(enum.StrEnum):
     """Reason of a filter, in receipts."""
 
     NONE = ""
-    DOWN = "down"
     DRAINING = "draining"
-    BREAKER = "breaker"
-    """Also: full a moment ago, by its own word."""
     SUBSET = "subset"
     MODEL = "model"
     ADAPTER = "adapter"
     FAILED = "failed-before"
     """An earlier attempt of this request failed there."""
+    MEDIA = "media"
+    """It has said that the model takes no images, audio or video."""
+    CONTEXT = "context"
+    """Prompt and output are longer than its context."""
+    BREAKER = "breaker"
+    """Its requests failed."""
+    DOWN = "down"
+    RESTS = "rests"
+    """Full a moment ago, by its own word."""
     QUEUE = "queue"
     RUNNING = "running"
     MEMORY = "memory"
@@ -44,64 +51,79 @@ class Dropped(enum.StrEnum):
 
 DROPS: Final = tuple(Dropped)
 _CODE: Final = {drop: code for code, drop in enumerate(DROPS)}
-_OF_THE_MOMENT: Final = _CODE[Dropped.FAILED]
+_OF_THE_MOMENT: Final = _CODE[Dropped.RESTS]
+"""From here on waiting can help."""
 LANE: Final = _CODE[Dropped.LANE]
-_UNHEALTHY: Final = {
-    WorkerHealth.UP: 0,
-    WorkerHealth.DRAINING: _CODE[Dropped.DRAINING],
-    WorkerHealth.DOWN: _CODE[Dropped.DOWN],
-}
+LAST_RESORTS: Final = tuple(
+    _CODE[drop] for drop in (Dropped.BREAKER, Dropped.DOWN, Dropped.MEDIA, Dropped.CONTEXT)
+)
 
 
 def unfit(
     state: WorkerState,
+    request: RouteRequest,
     model: str,
     adapter: str,
-    subset: Collection[str] | None,
     failed: Collection[str],
     now_ns: int,
 ) -> int:
     """Code of the reason, 0: none. Column UNFIT."""
-    spec = state.spec
-    if state.health is not WorkerHealth.UP:
-        return _UNHEALTHY[state.health]
+    return _CODE[_unfit(state, request, model, adapter, failed, now_ns)]
+
+
+def _unfit(
+    state: WorkerState,
+    request: RouteRequest,
+    model: str,
+    adapter: str,
+    failed: Collection[str],
+    now_ns: int,
+) -> Dropped:
+    spec, health, subset = state.spec, state.health, request.subset
+    if health.is_draining:
+        return Dropped.DRAINING
     if subset is not None and spec.worker not in subset and spec.address not in subset:
-        return _CODE[Dropped.SUBSET]
+        return Dropped.SUBSET
     if spec.models and model not in spec.models:
-        return _CODE[Dropped.MODEL]
-    is_there = adapter in state.adapters or adapter in spec.adapters  # runs, or is listed
-    if adapter and not is_there and not spec.adapters_max:
-        return _CODE[Dropped.ADAPTER]
+        return Dropped.MODEL
+    if adapter and adapter not in state.adapters and adapter not in spec.adapters:
+        return Dropped.ADAPTER  # neither runs, nor is listed
     if spec.worker in failed:
-        return _CODE[Dropped.FAILED]
-    if not state.breaker.may_allow(now_ns) or now_ns < state.busy_until_ns:
-        return _CODE[Dropped.BREAKER]
-    return 0
+        return Dropped.FAILED
+    if health.is_down:
+        return Dropped.DOWN
+    if not health.breaker.may_allow(now_ns):
+        return Dropped.BREAKER
+    if now_ns < health.rests_until_ns:
+        return Dropped.RESTS
+    if request.has_media and model in state.without_media:
+        return Dropped.MEDIA
+    is_long = request.prompt_tokens + (request.output_tokens_max or 0) > spec.context_of(model)
+    return Dropped.CONTEXT if is_long else Dropped.NONE
 
 
 def warmth(state: WorkerState, adapter: str) -> float:
     """Column WARM."""
-    if not adapter or adapter in state.adapters:
-        return 1.0
-    return 0.5 if len(state.adapters) < state.spec.adapters_max else 0.0
+    return float(not adapter or adapter in state.adapters)
 
 
 def dropped(columns: Floats, limits: PolicyLimits, *, need_tokens: int) -> npt.NDArray[np.intp]:
     """Code for each worker, 0: it can take the request."""
-    queued, memory = columns[FeatureColumn.QUEUED], columns[FeatureColumn.MEMORY]
-    capacity = columns[FeatureColumn.MEMORY_TOKENS]
-    running = queued + columns[FeatureColumn.STREAMS]
     codes: npt.NDArray[np.intp] = columns[FeatureColumn.UNFIT].astype(np.intp)
-    is_busy = running > 0
-    if not np.count_nonzero(is_busy):
-        return codes
-    new = np.maximum(0.0, need_tokens - columns[FeatureColumn.HBM] * is_busy)
-    filled = memory + new / np.maximum(capacity, 1.0)
-    for drop, mask in (
-        (Dropped.QUEUE, queued >= limits.queue_max),
-        (Dropped.RUNNING, running >= limits.running_max),
-        (Dropped.MEMORY, (capacity > 0) & (filled > limits.memory_ceiling) & is_busy),
-    ):
+    waiting, queued = columns[FeatureColumn.WAITING], columns[FeatureColumn.QUEUED]
+    masks = []
+    if limits.queue_max is not None:
+        masks.append((Dropped.QUEUE, queued >= limits.queue_max))
+    if limits.running_max is not None:
+        running = queued + columns[FeatureColumn.STREAMS]
+        masks.append((Dropped.RUNNING, running >= limits.running_max))
+    if np.count_nonzero(waiting):
+        capacity = columns[FeatureColumn.MEMORY_TOKENS]
+        new = np.maximum(0.0, need_tokens - columns[FeatureColumn.HBM])
+        filled = columns[FeatureColumn.MEMORY] + new / np.maximum(capacity, 1.0)
+        is_full = (capacity > 0) & (filled > limits.memory_ceiling) & (waiting > 0)
+        masks.append((Dropped.MEMORY, is_full))
+    for drop, mask in masks:
         if np.count_nonzero(mask):
             codes[(codes == 0) & mask] = _CODE[drop]
     return codes
@@ -115,5 +137,5 @@ def dropped_names(workers: list[str], codes: npt.NDArray[np.intp]) -> dict[str, 
 
 
 def is_of_the_moment(codes: npt.NDArray[np.intp]) -> bool:
-    """Whether waiting can help: some worker is dropped for its load or an open breaker only."""
-    return bool(((codes > _OF_THE_MOMENT) | (codes == _CODE[Dropped.BREAKER])).any())
+    """Whether waiting can help: some worker is dropped for its load only."""
+    return bool((codes >= _OF_THE_MOMENT).any())

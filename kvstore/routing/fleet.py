@@ -5,134 +5,37 @@
 Rule 1: own counts are the truth about own requests, at once. Scraped values say what others have
 there: scraped minus own at that moment. Older than `stale_s`, they decay to the mean of the pool.
 Rule 2: each flight is counted at one worker once, and its counts leave with it.
-Does not cover: which worker is chosen (`decide`), prefixes (`features`).
+Rule 3: the use of a KV cache is what its engine says; own requests add what they need since then.
+Rule 4: a flight whose response comes whole leaves the queue when its first token is predicted, or
+when its engine has nobody waiting.
+Does not cover: which worker is chosen (`decide`), prefixes (`features`), health (`health`).
 """
 
 from __future__ import annotations
 
-import enum
+import heapq
 from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.breaker import Breaker
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.values import LoadSample, SharedLoad, WorkerHealth, WorkerRole, WorkerSpec
+from kvstore.routing.rows import (
+    NEVER_NS,
+    YOUNG_S,
+    Crew,
+    FleetColumn,
+    Flight,
+    Floats,
+    StateChange,
+    WorkerState,
+    begin_as,
+    may_replace,
+)
+from kvstore.routing.values import LoadSample, ProbeResult, SharedLoad, WorkerRole, WorkerSpec
 from kvstore.units import NS_PER_S
 
-Floats = npt.NDArray[np.float64]
-YOUNG_S: Final = 0.5
-"""A stream has some dozens of tokens by then, over which a pause spreads."""
 _ROWS_MIN: Final = 16
-_MODELS_MAX: Final = 1000
-
-
-class FleetColumn(enum.IntEnum):
-    """Numbers of a row. Times stand together (`AGES`)."""
-
-    QUEUED = 0
-    """Own requests before their first token."""
-    STREAMS = 1
-    """Own requests after it."""
-    WORK_S = 2
-    """Prefill of those that are queued, in seconds."""
-    HEAD_S = 3
-    """The first in the queue alone: the one that is computed now."""
-    HEAD_NS = 4
-    """Since then."""
-    YOUNG_NS = 5
-    """When `YOUNG` was so."""
-    SENT_NS = 6
-    """`NEVER_NS`: nothing was."""
-    SCRAPED_NS = 7
-    """Less than 0: never."""
-    YOUNG = 8
-    """Streams whose first token was lately: decays with `YOUNG_S`."""
-    HELD_TOKENS = 9
-    """KV cache that own requests fill in the end."""
-    OTHER_QUEUED = 10
-    """By scraping: requests of others."""
-    OTHER_STREAMS = 11
-    OTHER_MEMORY = 12
-    """Share of the KV cache."""
-    SHARED_TOKENS = 13
-    """By exchange: requests of other routers."""
-    SHARED_STREAMS = 14
-    MEMORY_TOKENS = 15
-    """As described, with the next two: 0: not known."""
-    TOKENS_PER_S = 16
-    LOAD_BYTES_PER_S = 17
-    HIT_RATIO = 18
-    """Cached tokens observed over predicted, smoothed; 1 at the start."""
-    FETCH_RATIO = 19
-    """The same, of tokens that only another node had."""
-
-
-NEVER_NS: Final = -1e15
-BUSY_NS: Final = NS_PER_S // 4
-"""A worker that is full by its own word gets no request for so long."""
-AGES: Final = slice(FleetColumn.HEAD_NS, FleetColumn.SCRAPED_NS)
-
-
-class Flight(msgspec.Struct):
-    """A request at a worker."""
-
-    worker: str
-    work_s: float
-    tokens: int
-    uncached: float = 0.0
-    """Tokens that it computes before its first one."""
-    has_begun: bool = False
-
-
-class WorkerState:
-    """State of a worker that is no number."""
-
-    def __init__(self, spec: WorkerSpec, policy: RoutingPolicy) -> None:
-        self.spec = spec
-        self.role = _begin_as(spec.role)
-        """In effect; of a flexible worker, the planner's."""
-        self.health = WorkerHealth.UP
-        self.is_red = False
-        self.adapters = frozenset(spec.adapters)
-        self.queue: dict[str, float] = {}
-        """Flights before their first token → seconds, in the order in which they were sent."""
-        limits = policy.limits
-        self.breaker = Breaker(failures_max=limits.failures_max, cooldown_ms=limits.cooldown_ms)
-        self.busy_until_ns = 0
-        """Full, by its own word; 0: it got a request since then."""
-
-
-def _begin_as(role: WorkerRole) -> WorkerRole:
-    return WorkerRole.BOTH if role is WorkerRole.ANY else role
-
-
-class Crew:
-    """Workers of a pool that serve one leg, in the order of their rows."""
-
-    def __init__(self, rows: list[int], states: list[WorkerState]) -> None:
-        self.rows = np.array(rows, dtype=np.intp)
-        self.states = states
-        self.names = [state.spec.worker for state in states]
-        self.place_of = {name: place for place, name in enumerate(self.names)}
-        self._serve: dict[str, bool] = {}
-        self.base: Floats | None = None
-        """Features that are the same for all requests (`features.load_columns`), …"""
-        self.room: Floats = np.zeros(0)
-        """… and tokens of each KV cache; not known: infinite."""
-
-    def all_serve(self, model: str) -> bool:
-        """Whether each serves a model."""
-        found = self._serve.get(model)
-        if found is None:
-            specs = [state.spec for state in self.states]
-            found = all(not spec.models or model in spec.models for spec in specs)
-            if len(self._serve) >= _MODELS_MAX:
-                self._serve.clear()
-            self._serve[model] = found
-        return found
 
 
 class Fleet:
@@ -149,7 +52,11 @@ class Fleet:
         self._crews: dict[tuple[str, bool], Crew] = {}
         """By pool, and whether it is for remote prefills."""
         self.doubtful: set[str] = set()
-        """Workers that are not up, whose keys differ, or that failed since they last answered."""
+        """Workers that are not fine, whose keys differ, or that failed since they last answered."""
+        self._news: dict[str, None] = {}
+        """Workers whose word may have changed."""
+        self._quiet: list[tuple[int, str]] = []
+        """Heap of (predicted first token, flight), where the first token is not seen."""
         self.version = 0
         """Counts joins and departures: what depends on rows is made anew."""
 
@@ -159,23 +66,30 @@ class Fleet:
         if row is not None:
             state = self.workers[row]
             if not state.spec.role is spec.role is WorkerRole.ANY:
-                state.role = _begin_as(spec.role)
+                state.role = begin_as(spec.role)
             state.spec, state.adapters = spec, frozenset(spec.adapters)
         else:
             row = self.row_of[spec.worker] = len(self.workers)
-            self.workers.append(WorkerState(spec, self.policy))
+            self.workers.append(WorkerState(spec))
+            self._drain(self.workers[row])
             if row == self.columns.shape[1]:
                 self.columns = np.hstack([self.columns, np.zeros_like(self.columns)])
             self.columns[:, row] = 0
             self.columns[FleetColumn.SCRAPED_NS, row] = -1
             self.columns[FleetColumn.SENT_NS, row] = NEVER_NS
             self.columns[FleetColumn.HIT_RATIO : FleetColumn.FETCH_RATIO + 1, row] = 1
-        self.columns[FleetColumn.MEMORY_TOKENS : FleetColumn.HIT_RATIO, row] = (
-            spec.memory_tokens,
-            spec.prefill_tokens_per_s,
-            spec.load_bytes_per_s,
-        )
+        self.columns[FleetColumn.MEMORY_TOKENS, row] = spec.memory_tokens
         self._changed()
+
+    def adopt(self, policy: RoutingPolicy) -> None:
+        """Go on under another policy."""
+        self.policy = policy
+        for state in self.workers:
+            self._drain(state)
+
+    def _drain(self, state: WorkerState) -> None:
+        state.health.is_draining = state.spec.worker in self.policy.draining
+        self._doubt(state)
 
     def assign(self, worker: str, role: WorkerRole) -> None:
         """Another role for a flexible worker, from the next decision on."""
@@ -207,40 +121,95 @@ class Fleet:
         self.version += 1
         self._share()
 
-    def judged(self, worker: str, health: WorkerHealth, *, is_red: bool) -> None:
-        """By probes, and by a comparison of keys; ignored for a worker that is not there."""
-        if (row := self.row_of.get(worker)) is not None:
-            state = self.workers[row]
-            state.health, state.is_red = health, is_red
+    # Health
+
+    def state(self, worker: str) -> WorkerState | None:
+        """None: it has left."""
+        row = self.row_of.get(worker)
+        return None if row is None else self.workers[row]
+
+    def judged(self, worker: str, *, is_red: bool) -> None:
+        """By a comparison of keys; ignored for a worker that is not there."""
+        if (state := self.state(worker)) is not None:
+            state.is_red = is_red
             self._doubt(state)
 
-    def failed(self, worker: str, now_ns: int) -> None:
-        """A worker failed; no error if it has left."""
+    def probed(self, worker: str, result: ProbeResult, why: str, late_s: float) -> None:
+        """A probe's result; ignored for a worker that is not there."""
         if (row := self.row_of.get(worker)) is not None:
-            self.workers[row].breaker.failed(now_ns)
+            state = self.workers[row]
+            if state.health.is_down and result is ProbeResult.ANSWERED:
+                state.without_media.clear()  # it may be another engine
+            state.health.probed(result, why, late_s)
+            self.columns[FleetColumn.LATE_S, row] = state.health.late_s
+            self._doubt(state)
+
+    def failed(self, worker: str, why: str, now_ns: int) -> None:
+        """A fault that is a worker's own; no error if it has left."""
+        if (state := self.state(worker)) is not None:
+            state.health.failed(why, now_ns)
             self.doubtful.add(worker)
+            self._news[worker] = None
 
-    def spared(self, worker: str, now_ns: int, *, is_busy: bool) -> None:
-        """A worker refused a request, which is no failure; no error if it has left."""
-        if (row := self.row_of.get(worker)) is not None:
-            self.workers[row].breaker.unused()
-            if is_busy:
-                self.workers[row].busy_until_ns = now_ns + BUSY_NS
-                self.doubtful.add(worker)
+    def failed_unproven(self, worker: str, why: str, now_ns: int) -> None:
+        """A fault that may be the request's: counted where another worker of the pool has answered
+        since this one did."""
+        if (state := self.state(worker)) is not None:
+            others = (s.health for s in self.workers if s.spec.pool == state.spec.pool)
+            if any(other.succeeded_ns > state.health.succeeded_ns for other in others):
+                self.failed(worker, why, now_ns)
+            else:
+                state.health.breaker.unused()
+                self._doubt(state)
 
-    def succeeded(self, worker: str) -> None:
+    def spared(self, worker: str, now_ns: int, *, is_full: bool = False) -> None:
+        """A worker refused a request, or it was ended, which is no fault; no error if it has
+        left."""
+        if (state := self.state(worker)) is not None:
+            if is_full:
+                state.health.rest(now_ns)
+            else:
+                state.health.breaker.unused()
+            self._doubt(state)
+
+    def succeeded(self, worker: str, now_ns: int) -> None:
         """A worker answered; no error if it has left."""
-        if (row := self.row_of.get(worker)) is not None:
-            self.workers[row].breaker.succeeded()
-            if self.doubtful:
-                self._doubt(self.workers[row])
+        if (state := self.state(worker)) is not None:
+            is_news = worker in self.doubtful or not state.health.was_reached
+            state.health.succeeded(now_ns)
+            if is_news:
+                self._doubt(state)
 
     def _doubt(self, state: WorkerState) -> None:
-        is_fine = state.health is WorkerHealth.UP and not state.is_red
-        if is_fine and not state.breaker.is_open and not state.busy_until_ns:
+        self._news[state.spec.worker] = None
+        if state.health.is_fine and not state.is_red:
             self.doubtful.discard(state.spec.worker)
         else:
             self.doubtful.add(state.spec.worker)
+
+    def take_changes(self) -> list[StateChange]:
+        """Words of workers that changed since the last call."""
+        if not self._news:
+            return []
+        news, self._news = self._news, {}
+        found = []
+        for worker in news:
+            if (state := self.state(worker)) is not None:
+                now = StateChange(worker, state.health.word, state.health.why)
+                if now != state.said:
+                    state.said = now
+                    found.append(now)
+        return found
+
+    def silent_with_others(self, worker: str) -> bool:
+        """Whether a worker is silent while one that may serve its requests answers its probes."""
+        state = self.state(worker)
+        if state is None or not state.health.is_silent:
+            return False
+        others = (s for s in self.workers if s is not state and may_replace(s.spec, state.spec))
+        return any(other.health.is_up and other.health.was_reached for other in others)
+
+    # Rows
 
     def rows(self, pool: str, *, prefill: bool) -> npt.NDArray[np.intp]:
         """Rows of a pool that serve remote prefills, or all the rest of a request."""
@@ -280,22 +249,40 @@ class Fleet:
         tokens: int,
         now_ns: int,
         uncached: float = 0.0,
+        begins_s: float | None = None,
     ) -> None:
-        """A request is on its way to a worker."""
+        """A request is on its way to a worker. Args: `begins_s`: seconds after which it counts as
+        begun, where its first token is not seen; None: it is."""
         assert flight not in self.flights
         row = self.row_of[worker]
-        queue = self.workers[row].queue
-        self.workers[row].busy_until_ns = 0
+        state = self.workers[row]
+        queue, health = state.queue, state.health
+        if health.breaker.is_open:
+            health.breaker.allows(now_ns)
+            self._news[worker] = None
+        health.rests_until_ns = 0
+        state.request_count += 1
         column = self.columns[:, row]
         if not queue:
             column[FleetColumn.HEAD_S] = work_s
             column[FleetColumn.HEAD_NS] = now_ns
         queue[flight] = work_s
-        self.flights[flight] = Flight(worker, work_s, tokens, uncached)
+        begins_ns = None if begins_s is None else now_ns + int(begins_s * NS_PER_S)
+        self.flights[flight] = Flight(worker, work_s, tokens, now_ns, uncached, begins_ns)
+        if begins_ns is not None:
+            heapq.heappush(self._quiet, (begins_ns, flight))
         column[FleetColumn.QUEUED] += 1
         column[FleetColumn.WORK_S] += work_s
-        column[FleetColumn.HELD_TOKENS] += tokens
+        column[FleetColumn.NEED_TOKENS] += tokens
         column[FleetColumn.SENT_NS] = now_ns
+
+    def pass_time(self, now_ns: int) -> None:
+        """Flights whose predicted first token is over."""
+        while self._quiet and self._quiet[0][0] <= now_ns:
+            begins_ns, name = heapq.heappop(self._quiet)
+            flight = self.flights.get(name)
+            if flight is not None and flight.begins_ns == begins_ns:  # else an earlier attempt
+                self.began(name, now_ns)
 
     def began(self, flight_id: str, now_ns: int) -> None:
         """First token: its prefill is done."""
@@ -310,6 +297,7 @@ class Fleet:
         age_s = (now_ns - column[FleetColumn.YOUNG_NS]) / NS_PER_S
         column[FleetColumn.YOUNG] = 1 + column[FleetColumn.YOUNG] * np.exp(-age_s / YOUNG_S)
         column[FleetColumn.YOUNG_NS] = now_ns
+        column[FleetColumn.WAITING] = max(0.0, column[FleetColumn.WAITING] - 1)
 
     def ended(self, flight_id: str, now_ns: int) -> None:
         """The request is not at the worker any more; no error if it never was."""
@@ -321,7 +309,10 @@ class Fleet:
             self.columns[FleetColumn.STREAMS, row] -= 1
         else:
             self._leave_queue(row, flight_id, now_ns)
-        self.columns[FleetColumn.HELD_TOKENS, row] -= flight.tokens
+        column = self.columns[:, row]
+        column[FleetColumn.WAITING] = max(0.0, column[FleetColumn.WAITING] - 1)
+        if flight.sent_ns >= self.workers[row].reported_ns:
+            column[FleetColumn.NEED_TOKENS] -= flight.tokens
 
     def _leave_queue(self, row: int, flight_id: str, now_ns: int) -> None:
         queue, column = self.workers[row].queue, self.columns[:, row]
@@ -331,25 +322,55 @@ class Fleet:
         column[FleetColumn.HEAD_S] = next(iter(queue.values()), 0.0)
         column[FleetColumn.HEAD_NS] = now_ns
 
-    def scraped(self, worker: str, sample: LoadSample, now_ns: int) -> None:
-        """Numbers of the engine's metrics; ignored for a worker that is not there."""
+    def scraped(self, worker: str, sample: LoadSample, asked_ns: int, now_ns: int) -> None:
+        """Numbers of the engine's metrics, asked for at `asked_ns`; ignored for a worker that is
+        not there."""
         row = self.row_of.get(worker)
         if row is None:
             return
         state, column = self.workers[row], self.columns[:, row]
         if sample.adapters is not None:
             state.adapters = frozenset(sample.adapters)
+        if sample.memory_used is not None:
+            column[FleetColumn.USED] = sample.memory_used
+            column[FleetColumn.NEED_TOKENS] = sum(
+                self.flights[name].tokens for name in self._sent_since(worker, asked_ns)
+            )
+            state.reported_ns = asked_ns
         waiting, running = sample.waiting, sample.running
         if waiting is None or running is None:
             return  # not said is not 0: what was known grows old
+        if not waiting:
+            for name in [n for n in state.queue if self._is_quiet_before(n, asked_ns)]:
+                self.began(name, now_ns)
+        # Its own queue is the truth: own requests that count as begun may still be in it.
+        column[FleetColumn.WAITING] = waiting
         own_queued, own_streams = column[FleetColumn.QUEUED], column[FleetColumn.STREAMS]
-        foreign = max(0.0, waiting + running - own_queued - own_streams)
-        column[FleetColumn.OTHER_QUEUED] = min(foreign, waiting)
-        column[FleetColumn.OTHER_STREAMS] = foreign - column[FleetColumn.OTHER_QUEUED]
-        if sample.memory_used is not None:
-            own = column[FleetColumn.HELD_TOKENS] / max(1, state.spec.memory_tokens)
-            column[FleetColumn.OTHER_MEMORY] = max(0.0, sample.memory_used - own)
+        others = column[FleetColumn.OTHER_QUEUED] = max(0.0, waiting - own_queued)
+        column[FleetColumn.OTHER_STREAMS] = max(
+            0.0, waiting + running - own_queued - own_streams - others
+        )
         column[FleetColumn.SCRAPED_NS] = now_ns
+
+    def _sent_since(self, worker: str, since_ns: int) -> list[str]:
+        """Flights at a worker that were sent at a moment or after it."""
+        found = []
+        for name, flight in reversed(self.flights.items()):
+            if flight.sent_ns < since_ns:
+                break
+            if flight.worker == worker:
+                found.append(name)
+        return found
+
+    def _is_quiet_before(self, name: str, asked_ns: int) -> bool:
+        flight = self.flights[name]
+        return flight.begins_ns is not None and flight.sent_ns < asked_ns
+
+    def in_flight(self, worker: str) -> int:
+        """Own requests at a worker; 0: it has left."""
+        row = self.row_of.get(worker)
+        columns = (FleetColumn.QUEUED, FleetColumn.STREAMS)
+        return 0 if row is None else int(self.columns[columns, row].sum())
 
     def loads(self) -> tuple[SharedLoad, ...]:
         """Own flights, by worker."""
@@ -380,7 +401,7 @@ class Fleet:
     def decayed(self, part: Floats, now_ns: int) -> Floats:
         """Scraped columns (3 × rows) of a part of `columns`: fresh ones as they are, old ones on
         their way to the mean of the fresh, by half each `stale_s`; never scraped: the mean."""
-        values = part[FleetColumn.OTHER_QUEUED : FleetColumn.OTHER_MEMORY + 1]
+        values = part[FleetColumn.OTHER_QUEUED : FleetColumn.USED + 1]
         stamps, stale_s = part[FleetColumn.SCRAPED_NS], self.policy.limits.stale_s
         oldest = np.minimum.reduce(stamps, initial=now_ns)
         is_fresh = oldest >= 0 and now_ns - oldest <= stale_s * NS_PER_S
@@ -403,6 +424,7 @@ class Fleet:
             assert state.queue == queued
             assert column[FleetColumn.QUEUED] == len(queued)
             assert column[FleetColumn.STREAMS] == len(here) - len(queued)
-            assert column[FleetColumn.HELD_TOKENS] == sum(f.tokens for f in here.values())
+            late = [f.tokens for f in here.values() if f.sent_ns >= state.reported_ns]
+            assert column[FleetColumn.NEED_TOKENS] == sum(late)
             assert abs(column[FleetColumn.WORK_S] - sum(queued.values())) < 1e-6
         assert all(flight.worker in self.row_of for flight in self.flights.values())

@@ -10,20 +10,25 @@ starts with the mean of its pool. Frozen: predicts with what it has.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.routing.costs import LEARNED
-from kvstore.routing.fleet import FleetColumn, Floats
 from kvstore.routing.policy import PolicyLearning
+from kvstore.routing.rows import FleetColumn, Floats
 
 _CLIP: Final = 2.0
 _SMOOTH: Final = 0.05
 _WHOLE_TOKENS: Final = 1000
 """A prediction of fewer tokens counts less."""
 _LEAST_S: Final = 1e-9
+_OUTPUT_TOKENS: Final = 256.0
+"""Before an answer was seen."""
+_OUTPUT_TOKENS_MAX: Final = 1 << 20
+_MODELS_MAX: Final = 1000
 
 
 class TermWeights:
@@ -78,23 +83,31 @@ class TermWeights:
             self._all = np.delete(self._all, column, axis=1)
             self._place = {n: at - (at > column) for n, at in self._place.items()}
 
-    def snapshot(self) -> dict[str, list[float]]:
-        """For a page and for the next process."""
-        return {name: self._all[:, column].tolist() for name, column in self._place.items()}
-
-    def restore(self, saved: dict[str, list[float]]) -> None:
-        """Weights of an earlier process, cut to the bounds."""
-        for name, values in saved.items():
-            if len(values) == LEARNED:
-                column = self._column(name)
-                bounded = np.clip(np.array(values), self.settings.least, self.settings.most)
-                self._all[:, column] = bounded
-
     def check(self) -> None:
         """Raises AssertionError if a weight is out of bounds."""
         assert sorted(self._place.values()) == list(range(self._all.shape[1]))
         assert (self._all >= min(1, self.settings.least)).all()
         assert (self._all <= max(1, self.settings.most)).all()
+
+
+class OutputLengths:
+    """Tokens of answers, by model: what a request will probably need, whatever its limit."""
+
+    def __init__(self) -> None:
+        self._means = OrderedDict[str, float]()
+
+    def expected(self, model: str, most: int | None) -> int:
+        """Args: `most`: limit of the client; None: it gave none."""
+        mean = self._means.get(model, _OUTPUT_TOKENS)
+        return round(mean if most is None else min(mean, most))
+
+    def learn(self, model: str, tokens: int) -> None:
+        """An answer had so many."""
+        before = self._means.get(model, _OUTPUT_TOKENS)
+        self._means[model] = before + _SMOOTH * (min(tokens, _OUTPUT_TOKENS_MAX) - before)
+        self._means.move_to_end(model)
+        if len(self._means) > _MODELS_MAX:
+            self._means.popitem(last=False)
 
 
 def smoothed_ratio(before: float, predicted: float, observed: float) -> float:

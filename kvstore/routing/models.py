@@ -75,6 +75,11 @@ class ModelMap:
         """All names, sorted."""
         return tuple(sorted(self._rules))
 
+    def served(self, name: str) -> list[str]:
+        """Names of a client's model at the workers of its pools; of an adapter its base's."""
+        base, _, pools = self._rules.get(name, (name, "", ()))
+        return [pool.served or base for pool in pools] or [base]
+
     def resolve(self, name: str, *, session: str, request_id: str, stays_in: str = "") -> ModelSide:
         """`name`: empty, it is the only model. `stays_in`: pool of the session's last request.
 

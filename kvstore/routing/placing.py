@@ -7,6 +7,7 @@ Changes nothing but the count of decisions: `core` sends, holds or rejects.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Final
 
@@ -18,113 +19,29 @@ from kvstore.routing.costs import others_per_s
 from kvstore.routing.decide import Case, RouteVerdict, Weighed, decide, fallbacks
 from kvstore.routing.events import Blocked, Ending, Unplaced
 from kvstore.routing.features import TRUSTS, FeatureColumn, Features, PrefixColumns, load_columns
-from kvstore.routing.filters import LANE, dropped_names, is_of_the_moment, unfit, warmth
-from kvstore.routing.fleet import Crew, Fleet, FleetColumn, Floats
-from kvstore.routing.learning import TermWeights
-from kvstore.routing.models import ModelSide
-from kvstore.routing.policy import UNBOUNDED, PolicyCosts, RoutingPolicy, policy_hash
+from kvstore.routing.filters import (
+    LANE,
+    LAST_RESORTS,
+    dropped_names,
+    is_of_the_moment,
+    unfit,
+    warmth,
+)
+from kvstore.routing.fleet import Fleet
+from kvstore.routing.learning import OutputLengths, TermWeights
+from kvstore.routing.policy import PolicyCosts, RoutingPolicy, policy_hash
 from kvstore.routing.pressure import Rung, rungs, saturation
-from kvstore.routing.receipts import Preparation, Receipt, ReceiptDraft, RouteOutcome
+from kvstore.routing.receipts import Receipt, ReceiptDraft, RouteOutcome
+from kvstore.routing.requests import OpenRequest, Placement, Remote
+from kvstore.routing.rows import Crew, FleetColumn
 from kvstore.routing.split import LaneEntry, PrefillLanes, PrefillSplit, SplitReason
 from kvstore.routing.tree import ApproximateTree
-from kvstore.routing.values import PrefixAnswer, PrefixTrust, RouteRequest
+from kvstore.routing.values import PrefixTrust, RouteRequest
 from kvstore.units import NS_PER_S
 
 _NONE: Final = TRUSTS.index(PrefixTrust.NONE)
 _SMOOTH: Final = 0.02
 _FRESH_NS: Final = 20_000_000
-
-
-class OpenRequest(msgspec.Struct):
-    """A request under way."""
-
-    request: RouteRequest
-    prefix: PrefixAnswer | None
-    side: ModelSide
-    service: str
-    arrived_ns: int
-    number: int
-    attempt: int = 0
-    failed: set[str] = msgspec.field(default_factory=set)
-    """Workers whose leg failed."""
-    slow: set[str] = msgspec.field(default_factory=set)
-    """Those of them that gave no answer in time: tried again when nobody else is left."""
-    failures: int = 0
-    """Attempts that failed at the worker, not at a prefiller."""
-    is_held: bool = False
-    was_held: bool = False
-    routed_ns: int = 0
-    placement: Placement | None = None
-    flight: str = ""
-    """Under which `placement` is counted at its worker."""
-    race: Placement | None = None
-    """The second attempt of a race, beside `placement`."""
-    raced: tuple[float | None, str, str] = (None, "", "")
-    """Seconds after which the race began, winner, loser."""
-    is_late: bool = False
-    is_local: bool = False
-    """Prefillers failed so often that its decoder computes."""
-    has_begun: bool = False
-    ttft_s: float | None = None
-    """Achieved, from arrival."""
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
-    uncached: float = 0.0
-    """Tokens of a remote prefill that waits."""
-    stays_at: str = ""
-    """Worker of its session's last request; empty: none, or too long ago."""
-    is_prepared: bool = False
-    """Its node was asked to bring blocks, or has nothing to bring."""
-    prepared: tuple[Preparation, ...] = ()
-    likely_worker: str | None = None
-    """While it is held: the best one at the last try, for promotion or a fetch ahead of time."""
-
-    def outcome(self, end: Ending, rejected: str) -> RouteOutcome:
-        """For its receipt."""
-        return RouteOutcome(
-            self.ttft_s,
-            self.cached_tokens,
-            self.output_tokens,
-            self.attempt,
-            end.value,
-            self.prepared,
-            *self.raced,
-            rejected,
-        )
-
-
-class Placement(msgspec.Struct):
-    """Result of an attempt."""
-
-    worker: str
-    prefill_worker: str
-    reason: SplitReason
-    work_s: float
-    """Prefill that it brings, to the prefiller or the worker."""
-    need_tokens: int
-    uncached: float
-    hit_tokens: float
-    """Predicted."""
-    offered: tuple[float, float]
-    """Tokens that its own tiers have, and further ones of other nodes; trusted, but no ratios."""
-    predicted_s: float
-    """From now."""
-    local_s: float
-    """Predicted for a local prefill."""
-    raw: Floats
-    """Terms at the worker that computes, to learn from."""
-    has_others: bool
-    """Whether another worker could take the request."""
-    draft: ReceiptDraft | None = None
-
-
-class Remote(msgspec.Struct):
-    """Prefillers for a remote prefill."""
-
-    prefillers: Features
-    uncached: float
-    is_free: bool
-    """Whether one may take it now."""
 
 
 def _local(
@@ -133,8 +50,9 @@ def _local(
     verdict: RouteVerdict,
     reason: SplitReason,
     costs: PolicyCosts,
+    prompt_tokens: int,
 ) -> Placement:
-    chosen, request = verdict.order[0], opened.request
+    chosen = verdict.order[0]
     uncached = float(verdict.uncached[chosen])
     column = features.columns[:, chosen]
     trust = costs.trust[TRUSTS[int(column[FeatureColumn.TRUST])].value]
@@ -146,15 +64,23 @@ def _local(
         prefill_worker="",
         reason=reason,
         work_s=float(verdict.work_s[chosen]),
-        need_tokens=int(request.prompt_tokens - held + request.output_tokens_max),
+        need_tokens=int(prompt_tokens - held + opened.output_tokens_expected),
         uncached=uncached,
-        hit_tokens=request.prompt_tokens - uncached,
+        hit_tokens=prompt_tokens - uncached,
         offered=(near * trust, far * trust),
         predicted_s=float(verdict.ttft_s[chosen]),
         local_s=float(verdict.ttft_s[chosen]),
         raw=verdict.raw[:, chosen],
         has_others=_unfit_count(features) < len(features.workers) - 1,
     )
+
+
+def _idle(features: Features, verdict: RouteVerdict) -> int | None:
+    """The best worker without any request; None: all have some."""
+    columns = features.columns
+    busy = columns[FeatureColumn.QUEUED] + columns[FeatureColumn.STREAMS]
+    busy += columns[FeatureColumn.QUEUE_S]  # other routers say tokens, not requests
+    return next((place for place in verdict.order if not busy[place]), None)
 
 
 def _unfit_count(features: Features) -> int:
@@ -187,6 +113,7 @@ class Placer:
     ) -> None:
         self.fleet = fleet
         self.weights = TermWeights(policy.learning)
+        self.lengths = OutputLengths()
         self.splits: dict[str, PrefillSplit] = {}
         self.lanes: dict[str, PrefillLanes] = {}
         self.utilisation = 0.0
@@ -196,7 +123,7 @@ class Placer:
         self._full: dict[str, tuple[int, float]] = {}
         """Pool → when, saturation."""
         self._seen_ns: dict[str, dict[int, int]] = {}
-        """Pool → class rank → last arrival."""
+        """Pool → class rank → when a request of it was sent last."""
         self.tree = tree
         self._prefixes = PrefixColumns(fleet, tree)
         self._seed = seed
@@ -229,12 +156,15 @@ class Placer:
         if opened.stays_at in crew.place_of:
             columns[FeatureColumn.STAYS, crew.place_of[opened.stays_at]] = 1.0
         suspects: Iterable[int] = range(len(crew.states))
-        if not (side.adapter or request.subset is not None) and crew.all_serve(side.model):
+        least_tokens, _ = crew.contexts(side.model)
+        is_long = request.prompt_tokens + (request.output_tokens_max or 0) > least_tokens
+        is_special = side.adapter or request.subset is not None or request.has_media or is_long
+        if not is_special and crew.all_serve(side.model):
             named = failed | self.fleet.doubtful if failed else self.fleet.doubtful
             suspects = [crew.place_of[name] for name in named if name in crew.place_of]
         for place in suspects:
             columns[FeatureColumn.UNFIT, place] = unfit(
-                crew.states[place], side.model, side.adapter, request.subset, failed, now_ns
+                crew.states[place], request, side.model, side.adapter, failed, now_ns
             )
         return Features(crew.names, columns)
 
@@ -243,7 +173,8 @@ class Placer:
         _, lanes = self.split_of(opened.side.pool)
         request = opened.request
         uncached = opened.uncached or request.prompt_tokens
-        lanes.add(LaneEntry(request.request_id, uncached, request.priority, now_ns, opened.number))
+        priority = 0 if request.tenant else request.priority  # no tenant goes before another
+        lanes.add(LaneEntry(request.request_id, uncached, priority, now_ns, opened.number))
 
     def judge(self, opened: OpenRequest, now_ns: int) -> None:
         """Note where the request would likely go."""
@@ -256,8 +187,11 @@ class Placer:
         """Workers for the request now, or what blocks it."""
         pool = opened.side.pool
         placed = self._place(opened, self.fleet.crew(pool, prefill=False), now_ns)
-        if placed is Blocked.NO_WORKERS:  # a prefiller may serve it that is one by plan only
-            placed = self._place(opened, self.fleet.flexible(pool), now_ns)
+        if placed is Blocked.NO_WORKERS or opened.is_last_resort:
+            # A prefiller may serve it that is one by plan only, rather than a last resort.
+            planned = self._place(opened, self.fleet.flexible(pool), now_ns)
+            is_better = planned is not Blocked.NO_WORKERS and not opened.is_last_resort
+            placed = planned if is_better or placed is Blocked.NO_WORKERS else placed
         return placed
 
     def _place(self, opened: OpenRequest, crew: Crew, now_ns: int) -> Placement | Blocked:
@@ -267,20 +201,24 @@ class Placer:
         features, case, _, verdict = weighed = self._weigh(opened, crew, now_ns)
         if not verdict.order:
             return Blocked.LOAD if is_of_the_moment(verdict.codes) else Blocked.NO_WORKERS
-        chosen = verdict.order[0]
-        opened.likely_worker = features.workers[chosen]
+        opened.likely_worker = features.workers[verdict.order[0]]
         # At the best worker, not a filter: waiting costs less than the prefix lost elsewhere.
         full = self._saturation(opened, features, service.saturation_max, now_ns)
-        queue_s = features.columns[FeatureColumn.QUEUE_S, chosen]
-        if full > service.saturation_max or queue_s > self._backlog_s(opened, now_ns):
-            return Blocked.LOAD
+        queue_s = features.columns[FeatureColumn.QUEUE_S, verdict.order[0]]
+        is_full = service.saturation_max is not None and full > service.saturation_max
+        if is_full or queue_s > self._backlog_s(opened, now_ns):
+            idle = _idle(features, verdict)
+            if idle is None:
+                return Blocked.LOAD
+            verdict.order.remove(idle)
+            verdict.order.insert(0, idle)
         reason, remote = self._where(opened, features, verdict, now_ns)
-        placed = _local(opened, features, verdict, reason, self.policy.costs)
+        placed = _local(opened, features, verdict, reason, self.policy.costs, case.prompt_tokens)
         if remote is not None:
             if not remote.is_free:
                 opened.uncached = remote.uncached
                 return Blocked.LANES
-            self._link(remote.prefillers, features.workers[chosen])
+            self._link(remote.prefillers, placed.worker)
             legs = decide(
                 remote.prefillers, case, self.policy, self.weights.of(remote.prefillers.workers)
             )
@@ -299,31 +237,42 @@ class Placer:
 
     def objective_s(self, opened: OpenRequest) -> float:
         """TTFT above which the request is rejected; 0: none."""
-        return opened.request.ttft_s or self.policy.classes[opened.service].ttft_s
+        return self.policy.classes[opened.service].ttft_s
 
     def _weigh(self, opened: OpenRequest, crew: Crew, now_ns: int) -> Weighed:
-        features, case = self.columns(opened, crew, now_ns), self._case(opened)
+        features, case = self.columns(opened, crew, now_ns), self._case(opened, crew)
         weights = self.weights.of(features.workers)
-        return Weighed(features, case, weights, decide(features, case, self.policy, weights))
+        verdict = decide(features, case, self.policy, weights)
+        codes = features.columns[FeatureColumn.UNFIT]
+        opened.is_last_resort = False
+        for resort in LAST_RESORTS:
+            if verdict.order or is_of_the_moment(verdict.codes):
+                break
+            if np.count_nonzero(is_this := codes == resort):
+                codes[is_this] = 0
+                verdict = decide(features, case, self.policy, weights)
+                opened.is_last_resort = True
+        return Weighed(features, case, weights, verdict)
 
     def _saturation(
-        self, opened: OpenRequest, features: Features, bound: float, now_ns: int
+        self, opened: OpenRequest, features: Features, bound: float | None, now_ns: int
     ) -> float:
         """Saturation at this moment for a class with a bound, else some milliseconds ago, since
         only the ladder reads it then."""
         at_ns, value = self._full.get(opened.side.pool, (-_FRESH_NS, 0.0))
-        if bound < UNBOUNDED or now_ns - at_ns >= _FRESH_NS:
+        if bound is not None or now_ns - at_ns >= _FRESH_NS:
             value = saturation(features.columns, self.policy.limits).value
             self._full[opened.side.pool] = (now_ns, value)
         return value
 
     def _backlog_s(self, opened: OpenRequest, now_ns: int) -> float:
-        """Prefill ahead that a request of the class may have at its worker."""
+        """Prefill ahead that a request of the class may have at its worker; infinite: any."""
         service = self.policy.classes[opened.service]
         since_ns = now_ns - int(self.policy.limits.urgent_s * NS_PER_S)
         seen = self._seen_ns.get(opened.side.pool, {})
         must_yield = any(rank < service.rank and at >= since_ns for rank, at in seen.items())
-        return service.yield_s if must_yield else service.backlog_s
+        bounds = (service.backlog_s, service.yield_s if must_yield else None)
+        return min((bound_s for bound_s in bounds if bound_s is not None), default=math.inf)
 
     def _link(self, prefillers: Features, worker: str) -> None:
         """Column LINK: bytes/s from each prefiller to the worker that decodes."""
@@ -351,6 +300,8 @@ class Placer:
         attempt = opened.attempt + 1
         trust = self._trust(opened, features, verdict.order[0]) if verdict.order else TRUSTS[_NONE]
         degraded = rungs(trust, value=full, is_held=opened.was_held, attempt=attempt)
+        if opened.is_last_resort:
+            degraded.append(Rung.LAST_RESORT)
         if placed and placed.reason in (SplitReason.PREFILL_QUEUE, SplitReason.FELL_BACK):
             degraded.append(Rung.SPLIT_REFUSED)
         plain = Receipt(
@@ -393,7 +344,7 @@ class Placer:
             terms={name: column[keep] for name, column in verdict.terms.items()},
             scores=verdict.scores[keep],
             weights=weights[:, keep],
-            cached=request.prompt_tokens - verdict.uncached[keep],
+            cached=case.prompt_tokens - verdict.uncached[keep],
         )
 
     def _trust(self, opened: OpenRequest, features: Features, place: int) -> PrefixTrust:
@@ -409,39 +360,40 @@ class Placer:
             return PrefixTrust.APPROXIMATE if request.keys else trust
         return prefix.trust
 
-    def sent(self, placed: Placement, request: RouteRequest) -> None:
-        """Note a decision in the smoothed shares."""
-        share = placed.hit_tokens / max(1, request.prompt_tokens)
+    def sent(self, opened: OpenRequest, placed: Placement, now_ns: int) -> None:
+        """Note a decision: only requests that are sent make less urgent ones yield."""
+        share = placed.hit_tokens / max(1, opened.request.prompt_tokens)
         self.hit_share += _SMOOTH * (share - self.hit_share)
+        rank = self.policy.classes[opened.service].rank
+        self._seen_ns.setdefault(opened.side.pool, {})[rank] = now_ns
 
     def withdraw(self, request: RouteRequest, placed: Placement) -> None:
         """Forget that a request, of which a leg failed, was sent: both legs are void."""
+        kept = 0.0 if request.parts else placed.hit_tokens
         for worker in filter(None, (placed.worker, placed.prefill_worker)):
-            self.tree.withdraw(
-                request.keys,
-                worker,
-                block_tokens=request.block_tokens,
-                after_tokens=placed.hit_tokens,
-            )
+            for keys in request.chains:
+                self.tree.withdraw(
+                    keys, worker, block_tokens=request.block_tokens, after_tokens=kept
+                )
 
     def see(self, opened: OpenRequest) -> None:
-        """Note an arrival, and what it finds."""
-        rank = self.policy.classes[opened.service].rank
-        self._seen_ns.setdefault(opened.side.pool, {})[rank] = opened.arrived_ns
+        """Note what an arrival finds."""
         rows = self.fleet.rows(opened.side.pool, prefill=False)
         if rows.size:
             busy = int(np.count_nonzero(self.fleet.columns[FleetColumn.QUEUED].take(rows)))
             self.utilisation += _SMOOTH * (busy / rows.size - self.utilisation)
 
-    def _case(self, opened: OpenRequest) -> Case:
+    def _case(self, opened: OpenRequest, crew: Crew) -> Case:
         request = opened.request
+        _, most_tokens = crew.contexts(opened.side.model)
         session = request.session or request.keys[:32].hex()
         pressure = others_per_s(
             self.policy.costs, utilisation=self.utilisation, hit_share=self.hit_share
         )
         return Case(
-            prompt_tokens=request.prompt_tokens,
-            output_tokens=request.output_tokens_max,
+            # No engine computes more; a longer prompt is refused there.
+            prompt_tokens=int(min(request.prompt_tokens, most_tokens)),
+            output_tokens=opened.output_tokens_expected,
             number=opened.number,
             seed=self._seed,
             session_hash=xxhash.xxh3_64_intdigest(session.encode()) if session else 0,

@@ -21,8 +21,6 @@ from kvstore.wording import why_not
 PolicyName = Literal["cost", "prefix-load", "least-load", "round-robin", "session", "weighted"]
 POLICY_NAMES: Final = get_args(PolicyName)
 
-UNBOUNDED: Final = 100.0
-"""Saturation that no pool has: a class with this bound is never held for saturation."""
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -80,14 +78,14 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PolicyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Filters and health."""
+    """Filters. A request that no worker may take is queued in the router."""
 
-    queue_max: _Count = 128
-    """Requests at a worker before their first token."""
-    running_max: _Count = 1024
-    """Requests at a worker in total."""
+    queue_max: _Count | None = None
+    """Most requests at a worker before their first token; null: no limit."""
+    running_max: _Count | None = None
+    """Most requests at a worker; null: no limit."""
     memory_ceiling: _Share = 0.95
-    """Highest use of a worker's KV cache, the request included."""
+    """Highest use of a KV cache, the request included, while requests wait in its engine."""
     stale_s: _Positive = 2.0
     """Scraped numbers older than this decay to the pool's mean, by half each `stale_s`."""
     urgent_s: _Positive = 10.0
@@ -101,22 +99,18 @@ class PolicyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hot_factor: _Positive = 4.0
     """Hot-spot guard: no prefix credit for this request at a worker whose queue is so many times
     the mean of the others, and longer than that mean and computing the whole prompt."""
-    failures_max: _Count = 3
-    cooldown_ms: _Count = 1000
-    attempts_max: _Count = 3
-    """Attempts of one request; attempts with a failed prefill do not count."""
-    retry_share: _Share = 0.2
-    """Retry budget, as a share of requests."""
-    timeout_factor: _Positive = 5.0
-    timeout_s_min: _Positive = 10.0
-    """An attempt fails after `timeout_factor` times the predicted TTFT, at least this, if another
-    worker could take the request."""
-    retry_burst: _Count = 256
-    """Largest unused retry budget."""
 
-    def deadline_s(self, predicted_s: float) -> float:
-        """Time to the first byte, after which an attempt has failed."""
-        return max(self.timeout_s_min, self.timeout_factor * predicted_s)
+
+class PolicyProbes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Probes of engines. A late answer is an answer: it only makes the worker less preferred."""
+
+    period_s: _Positive = 1.0
+    """Time between two probes of a worker; longer with more than 50 workers."""
+    late_s: _Positive = 1.0
+    """Time without an answer after which a probe is late."""
+    silence_s: _Positive = 12.0
+    """Time without an answer to a probe or a byte of any response, after which a worker is down,
+    and requests that wait for it go to others that are up."""
 
 
 class PolicyRaces(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -239,16 +233,18 @@ class ServiceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """0 is the most urgent."""
     ttft_s: _NotNegative = 0.0
     """Objective; 0: none. A request whose predicted TTFT exceeds it is rejected early."""
-    queue_max: Annotated[int, msgspec.Meta(ge=0)] = 1024
-    """Queued requests of the class."""
-    ttl_s: _Positive = 60.0
+    queue_max: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Most queued requests of the class; null: no limit, like those below."""
+    ttl_s: _Positive | None = None
     """Longest time in the queue."""
-    backlog_s: _Positive = 30.0
+    backlog_s: _Positive | None = None
     """Prefill ahead at the best worker from which a request of the class is queued."""
-    yield_s: _Positive = 30.0
-    """The same, if a more urgent request arrived within `urgent_s` of `limits`."""
-    saturation_max: _Positive = UNBOUNDED
+    yield_s: _Positive | None = None
+    """The same, if a more urgent request was sent within `urgent_s` of `limits`."""
+    saturation_max: _Positive | None = None
     """Queued while the pool's saturation is above this (degradation ladder)."""
+    tenants: tuple[str, ...] = ()
+    """Tenants that may name a class more urgent than the default one; `*`: every client."""
 
 
 class ModelPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -290,7 +286,7 @@ class PolicyWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def _classes() -> dict[str, ServiceClass]:
     return {
         "inline": ServiceClass(rank=0, ttft_s=1.0, queue_max=256, ttl_s=2.0),
-        "interactive": ServiceClass(rank=1, queue_max=2048, ttl_s=30.0, yield_s=0.2),
+        "interactive": ServiceClass(rank=1, yield_s=0.2),
         "tolerant": ServiceClass(
             rank=2, queue_max=4096, ttl_s=120.0, backlog_s=4.0, yield_s=0.1, saturation_max=0.95
         ),
@@ -310,6 +306,7 @@ class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     limits: PolicyLimits = PolicyLimits()
     learning: PolicyLearning = PolicyLearning()
     split: PolicySplit = PolicySplit()
+    probes: PolicyProbes = PolicyProbes()
     races: PolicyRaces = PolicyRaces()
     planner: PolicyPlanner = PolicyPlanner()
     weights: PolicyWeights = PolicyWeights()
@@ -317,6 +314,8 @@ class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     classes: dict[str, ServiceClass] = msgspec.field(default_factory=_classes)
     default_class: str = "interactive"
     """Class of requests without the header `X-Kvstore-Class`."""
+    draining: tuple[str, ...] = ()
+    """Workers that finish their requests and get no new ones."""
     tenants: dict[str, _Positive] = {}
     """Tenant → share; not named: 1."""
     models: dict[str, ModelRule] = {}
@@ -416,6 +415,7 @@ _SECTIONS: Final[dict[str, type[msgspec.Struct]]] = {
     "limits": PolicyLimits,
     "learning": PolicyLearning,
     "split": PolicySplit,
+    "probes": PolicyProbes,
     "races": PolicyRaces,
     "planner": PolicyPlanner,
     "weights": PolicyWeights,

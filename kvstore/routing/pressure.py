@@ -3,7 +3,7 @@
     features (load) ─▶ saturation (cause) ─▶ rungs in receipts      work per second ─▶ replicas
 
 Saturation 1 is full: each worker counts with the fullest of its queue (seconds), memory and running
-requests. Autoscalers read it, and `wva_desired_replicas`.
+requests, at most as 1. Autoscalers read it, and `wva_desired_replicas`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from kvstore.routing.features import FeatureColumn, load_columns
-from kvstore.routing.fleet import Fleet, Floats
+from kvstore.routing.fleet import Fleet
 from kvstore.routing.policy import PolicyLimits
+from kvstore.routing.rows import Floats
 from kvstore.routing.values import PrefixTrust, WorkerRole
 from kvstore.units import NS_PER_S
 
@@ -50,6 +51,8 @@ class Rung(enum.StrEnum):
     SPLIT_REFUSED = "prefill-local"
     """The prefill queue was full, or every prefiller failed."""
     RETRIED = "retried"
+    LAST_RESORT = "last-resort"
+    """No worker was fit: one was tried that is down, failing, or said to be too small."""
 
 
 class Saturation(msgspec.Struct, frozen=True):
@@ -64,19 +67,21 @@ def saturation(columns: Floats, limits: PolicyLimits) -> Saturation:
     if columns.shape[1] == 0:
         return Saturation(1.0, Cause.NO_WORKERS)
     queued = columns[FeatureColumn.QUEUED]
+    running = queued + columns[FeatureColumn.STREAMS]
+    queue_share = columns[FeatureColumn.QUEUE_S] / limits.saturated_s
     shares = np.array(
         [
-            np.maximum(
-                columns[FeatureColumn.QUEUE_S] / limits.saturated_s, queued / limits.queue_max
-            ),
+            np.maximum(queue_share, queued / (limits.queue_max or np.inf)),
             columns[FeatureColumn.MEMORY] / limits.memory_ceiling,
-            (queued + columns[FeatureColumn.STREAMS]) / limits.running_max,
+            running / (limits.running_max or np.inf),
         ]
     )
-    value = float(shares.max(axis=0).mean())
+    # A worker counts as one worker, however long its queue.
+    fullest = np.minimum(1.0, shares.max(axis=0))
+    value = float(fullest.mean())
     if value <= 0:
         return Saturation(0.0, Cause.NOTHING)
-    sums = np.bincount(shares.argmax(axis=0), weights=shares.max(axis=0), minlength=3)
+    sums = np.bincount(shares.argmax(axis=0), weights=fullest, minlength=3)
     return Saturation(value, (Cause.QUEUE, Cause.MEMORY, Cause.RUNNING)[int(sums.argmax())])
 
 

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from kvstore.routing.features import TRUSTS, FeatureColumn
-from kvstore.routing.fleet import Floats
 from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.rows import Floats
 
 _MASK: Final = (1 << 64) - 1
 _SESSION_LOAD_MAX: Final = 1.25

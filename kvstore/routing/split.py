@@ -114,7 +114,7 @@ class PrefillLanes:
         self._lanes: list[list[tuple[int, int, LaneEntry]]] = [
             [] for _ in range(len(self._edges) + 1)
         ]
-        """Heaps by (−priority, number): the shortest first."""
+        """Heaps by (priority, number): the shortest first."""
         self._waiting: dict[str, LaneEntry] = {}
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class PrefillLanes:
         if len(heap) > 2 * len(self._waiting) + _SLACK:
             heap[:] = [each for each in heap if each[2].request_id in self._waiting]
             heapq.heapify(heap)
-        heapq.heappush(heap, (-entry.priority, entry.number, entry))
+        heapq.heappush(heap, (entry.priority, entry.number, entry))
 
     def remove(self, request_id: str) -> bool:
         """Aborted or served otherwise. Whether it was here."""

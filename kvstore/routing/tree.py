@@ -6,6 +6,9 @@ Used for engines without an exact source, when the index is gone, and beside the
 that were sent so recently that it cannot know them. Keys are chained, so equal keys mean equal
 prefixes. Bounded: `blocks_max` keys, the longest unused leaves first, the end of a chain before its
 start.
+
+A worker that leaves is not looked for among a million entries: each loses its bit when it is read
+or written next.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ before it."""
 _FINE_STEPS: Final = 64
 """Beyond so many steps, every fourth: a hit of 8,192 tokens is worth the same give or take 512."""
 
-_ALL, _YOUNG, _STAMP = range(3)
+_ALL, _YOUNG, _STAMP, _CLEAN = range(4)
 
 
 class ApproximateTree:
@@ -37,11 +40,15 @@ class ApproximateTree:
     def __init__(self, *, blocks_max: int) -> None:
         self.blocks_max = blocks_max
         self._blocks: OrderedDict[int, list[int]] = OrderedDict()
-        """First 8 bytes of a key → bits of workers, of those sent it within `_YOUNG_NS`, when.
-        Two keys with equal bytes cost a wrong guess, no more."""
+        """First 8 bytes of a key → bits of workers, of those sent it within `_YOUNG_NS`, when, and
+        how many workers that left are taken out. Two keys with equal bytes cost a wrong guess, no
+        more."""
         self._last: tuple[bytes, int, tuple[list[int], list[int]]] = b"", 0, ([], [])
         self._bit_of: dict[str, int] = {}
         self._worker_of: dict[int, str] = {}
+        self._left: OrderedDict[int, int] = OrderedDict()
+        """Bit → number of the departure of its last worker, in that order."""
+        self._departures = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -53,8 +60,9 @@ class ApproximateTree:
         for key in reversed(self._picked(keys, block_tokens)[0]):
             entry = blocks.get(key)
             if entry is None:
-                blocks[key] = [bit, bit, now_ns]
+                blocks[key] = [bit, bit, now_ns, self._departures]
                 continue
+            self._clean(entry)
             is_young = now_ns - entry[_STAMP] <= _YOUNG_NS
             entry[_ALL] |= bit
             entry[_YOUNG] = entry[_YOUNG] | bit if is_young else bit
@@ -71,6 +79,7 @@ class ApproximateTree:
         for key, end in zip(*self._picked(keys, block_tokens), strict=True):
             entry = self._blocks.get(key)
             if entry is not None and end * block_tokens > after_tokens:
+                self._clean(entry)
                 entry[_ALL] &= keep
                 entry[_YOUNG] &= keep
                 if not entry[_ALL]:
@@ -86,10 +95,12 @@ class ApproximateTree:
             entry = blocks.get(key)
             if entry is None:
                 bits = 0
-            elif not young_only:
-                bits = entry[_ALL]
             else:
-                bits = entry[_YOUNG] if now_ns - entry[_STAMP] <= _YOUNG_NS else 0
+                self._clean(entry)
+                if not young_only:
+                    bits = entry[_ALL]
+                else:
+                    bits = entry[_YOUNG] if now_ns - entry[_STAMP] <= _YOUNG_NS else 0
             left = running & ~bits if depth else 0
             running = running & bits
             if left:
@@ -123,15 +134,23 @@ class ApproximateTree:
         if number is None:
             return
         del self._worker_of[number]
-        keep = ~(1 << number)
-        empty = []
-        for key, entry in self._blocks.items():
-            entry[_ALL] &= keep
-            entry[_YOUNG] &= keep
-            if not entry[_ALL]:
-                empty.append(key)
-        for key in empty:
-            del self._blocks[key]
+        self._departures += 1
+        self._left[number] = self._departures
+        self._left.move_to_end(number)
+
+    def _clean(self, entry: list[int]) -> None:
+        """Take out bits of workers that left since this was done last."""
+        known = entry[_CLEAN]
+        if known == self._departures:
+            return
+        gone = 0
+        for number, departure in reversed(self._left.items()):
+            if departure <= known:
+                break
+            gone |= 1 << number
+        entry[_ALL] &= ~gone
+        entry[_YOUNG] &= ~gone
+        entry[_CLEAN] = self._departures
 
     def _picked(self, keys: bytes, block_tokens: int) -> tuple[list[int], list[int]]:
         """First 8 bytes of the remembered keys, as numbers, and the blocks that each speaks for.
@@ -150,7 +169,7 @@ class ApproximateTree:
         assert self._bit_of == {worker: bit for bit, worker in self._worker_of.items()}
         known = sum(1 << bit for bit in self._worker_of)
         for entry in self._blocks.values():
-            assert entry[_ALL]
+            self._clean(entry)
             assert not entry[_ALL] & ~known
             assert not entry[_YOUNG] & ~entry[_ALL]
 

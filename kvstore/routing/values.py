@@ -6,8 +6,12 @@ Covers: values without behaviour. Prompt text and token ids never come here: len
 from __future__ import annotations
 
 import enum
+import itertools
+import math
 
 import msgspec
+
+from kvstore.types import KEY_BYTES
 
 
 class WorkerRole(enum.StrEnum):
@@ -32,13 +36,37 @@ class PrefixTrust(enum.StrEnum):
     """No source at all: routed by load."""
 
 
-class WorkerHealth(enum.StrEnum):
-    """State of a worker by probes."""
+class ProbeResult(enum.StrEnum):
+    """What a probe of a worker came to."""
 
+    ANSWERED = "answered"
+    """With 2xx, however late."""
+    LATE = "late"
+    """No answer yet: the engine may be busy. The probe goes on."""
+    REFUSED = "refused"
+    """Nothing listens there: the engine's process is gone."""
+    UNWELL = "unwell"
+    """An answer that is not 2xx."""
+    SILENT = "silent"
+    """Neither an answer nor a byte of any response for the whole limit of silence."""
+
+
+class WorkerWord(enum.StrEnum):
+    """State of a worker, in one word for operators."""
+
+    NEW = "new"
+    """Never reached yet."""
     UP = "up"
-    DRAINING = "draining"
-    """Finishes its requests and gets no new ones."""
+    LATE = "late"
+    """Its last probe was late: the lateness is part of its cost."""
+    OPEN = "open"
+    """Its requests failed: it gets one at a time, until one succeeds."""
+    HALF_OPEN = "half-open"
+    """One such request is under way."""
     DOWN = "down"
+    """It refuses connections, says that it is unwell, or is silent."""
+    DRAINING = "draining"
+    """Finishes its requests and gets no new ones: the policy says so."""
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,34 +77,48 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """As the client wrote it: name, alias or adapter."""
     prompt_tokens: int
-    """Estimated (bytes / 4) where there is no rendering."""
+    """Estimated where there is no rendering."""
     keys: bytes = b""
     """32 bytes each, of the full blocks, in chain order; empty: no prefix routing by keys."""
     block_tokens: int = 16
     """Tokens of the block of a key."""
-    output_tokens_max: int = 256
-    """Bound of the client; the need of memory is estimated from it."""
+    parts: tuple[int, ...] = ()
+    """Keys of each of several prompts, whose chains stand one behind the other; empty: one."""
+    output_tokens_max: int | None = None
+    """Bound of the client; None: it gave none."""
+    is_streamed: bool = True
+    """No: its response comes whole, and its first byte says nothing about its first token."""
+    has_media: bool = False
+    """Images, audio or video are part of the prompt."""
     tenant: str = ""
     service: str = ""
     """Class of service; empty: the policy's default."""
     session: str = ""
     """Conversation: stays on its side of an A/B split (`stays`); the key of policy `session`."""
     priority: int = 0
-    """Within the class of service, higher is first."""
+    """Within the class of service, lower is first, as in vLLM."""
     subset: tuple[str, ...] | None = None
     """Workers (or addresses) that may be chosen; None: all. An Envoy subset hint."""
-    ttft_s: float | None = None
-    """Objective of this request, in place of that of its class."""
     has_side_effects: bool = True
     """Racing two workers needs False."""
     pin_s: float = 0.0
     """The client wants its prompt's blocks kept for so long; 0: no; below: no number of seconds."""
     ends_session: bool = False
     """The client says that no request of the session follows."""
+    is_bound_to_one: bool = False
+    """It is about something that one worker keeps, nobody knows which: all may be asked."""
     must_be_local: bool = False
     """No remote prefill: the engine or the request does not allow it."""
     load_only: dict[str, str] = {}
     """Worker → why its prefixes are not known for this request."""
+
+    @property
+    def chains(self) -> list[bytes]:
+        """Keys of each prompt."""
+        if not self.parts:
+            return [self.keys]
+        ends = itertools.accumulate(count * KEY_BYTES for count in self.parts)
+        return [self.keys[a:b] for a, b in itertools.pairwise((0, *ends))]
 
 
 class PrefixMatch(msgspec.Struct, frozen=True):
@@ -118,8 +160,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Base models that it serves; empty: any."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters that it serves."""
-    adapters_max: int = 0
-    """Adapters that have room at once; 0: loads none by itself."""
     role: WorkerRole = WorkerRole.BOTH
     node: str = ""
     """Name of the kvstore node beside it; empty: none."""
@@ -128,10 +168,12 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     memory_tokens: int = 0
     """Tokens that its KV cache holds; 0: not known, never filtered by memory."""
-    prefill_tokens_per_s: float = 0.0
-    """Measured; 0: the policy's."""
-    load_bytes_per_s: float = 0.0
-    """From dram of its node; 0: the policy's."""
+    context_tokens: dict[str, int] = {}
+    """Model → longest prompt with its output; not named: not known."""
+
+    def context_of(self, model: str) -> float:
+        """Infinite where it is not known."""
+        return self.context_tokens.get(model, math.inf)
 
 
 class LoadSample(msgspec.Struct, frozen=True, kw_only=True):

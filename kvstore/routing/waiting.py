@@ -40,7 +40,8 @@ class HeldEntry(msgspec.Struct, frozen=True):
     priority: int
     number: int
     arrived_ns: int
-    expires_ns: int
+    expires_ns: int | None
+    """None: never."""
 
 
 _Lane = tuple[str, int, str]
@@ -53,7 +54,7 @@ class WaitingRoom:
         self.policy = policy
         self.entries: dict[str, HeldEntry] = {}
         self._lanes: dict[_Lane, list[tuple[int, int, str]]] = {}
-        """(pool, rank, tenant) → heap of (−priority, number, request)."""
+        """(pool, rank, tenant) → heap of (priority, number, request)."""
         self._elsewhere: set[str] = set()
         self._expiry: list[tuple[int, str]] = []
         self._served: dict[str, float] = {}
@@ -68,7 +69,8 @@ class WaitingRoom:
     def is_full(self, service: str) -> bool:
         """Whether a request of the class has no room, nor one that it would displace."""
         its = self.policy.classes[service]
-        return self._by_class[service] >= its.queue_max or (
+        is_over = its.queue_max is not None and self._by_class[service] >= its.queue_max
+        return is_over or (
             len(self.entries) >= self.policy.limits.held_max
             and self._rank(self._lowest()) <= its.rank
         )
@@ -89,12 +91,14 @@ class WaitingRoom:
             if lane not in self._lanes:
                 self._level(entry.tenant)
             heap = self._lanes.setdefault(lane, [])
-            heapq.heappush(heap, (-entry.priority, entry.number, entry.request_id))
-        if len(self._expiry) > 2 * len(self.entries) + _SLACK:
-            self._expiry = [(e.expires_ns, e.request_id) for e in self.entries.values()]
-            heapq.heapify(self._expiry)
-        heapq.heappush(self._expiry, (entry.expires_ns, entry.request_id))
+            heapq.heappush(heap, (entry.priority, entry.number, entry.request_id))
         self.entries[entry.request_id] = entry
+        if len(self._expiry) > 2 * len(self.entries) + _SLACK:
+            every = self.entries.values()
+            self._expiry = [(e.expires_ns, e.request_id) for e in every if e.expires_ns is not None]
+            heapq.heapify(self._expiry)
+        elif entry.expires_ns is not None:
+            heapq.heappush(self._expiry, (entry.expires_ns, entry.request_id))
         self._by_class[entry.service] += 1
         self._by_pool[entry.pool] += 1
         return displaced
@@ -196,7 +200,7 @@ class WaitingRoom:
         return self.policy.classes[entry.service].rank
 
     def _lowest(self) -> HeldEntry:
-        return max(self.entries.values(), key=lambda e: (self._rank(e), -e.priority, e.number))
+        return max(self.entries.values(), key=lambda e: (self._rank(e), e.priority, e.number))
 
     def _level(self, tenant: str) -> None:
         active = {name for _, _, name in self._lanes}

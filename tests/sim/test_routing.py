@@ -104,7 +104,10 @@ def test_tiers_beside_the_engine_are_worth_their_seconds() -> None:
 
 def test_at_one_and_a_half_times_capacity_inline_keeps_its_objective() -> None:
     its = overload_trace(MODEL, 2, requests=600)
-    chooser = CoreChooser(RoutingPolicy(costs=COSTS), MODEL, WORKERS, seed=1)
+    classes = RoutingPolicy().classes
+    inline = msgspec.structs.replace(classes["inline"], tenants=("*",))
+    policy = RoutingPolicy(costs=COSTS, classes={**classes, "inline": inline})
+    chooser = CoreChooser(policy, MODEL, WORKERS, seed=1)
     jobs = run(its, chooser, MODEL, workers=WORKERS)
     chooser.core.check()
     shares = {service: within(jobs, service) for service in SHARES}

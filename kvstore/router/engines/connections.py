@@ -4,10 +4,13 @@
                                          └─▶ listener.broke(why)      abort ─▶ closed, engine aborts
 
 Chunks of one read are joined into one call, and the end of the answer comes with the last of them.
-An answer is bounded by who listens: `pause` holds the engine back, heads have HEAD_BYTES_MAX.
+An answer is bounded by who listens: `pause` holds the engine back, heads have HEAD_BYTES_MAX. A
+kept connection that ends before the first byte of an answer is stale: the request goes once over a
+new one, and nothing is said of the engine. A router without descriptors waits for one (`trouble`):
+that is no fault of an engine, either. Kernels find hosts that are gone (keep-alive of TCP).
 
-Covers: bytes to and from one engine. Does not cover: time limits and retries (`front.attempt`),
-requests that are not a client's (aiohttp, by `probes` and others).
+Covers: bytes to and from one engine; whole answers for the router itself (`fetch`). Does not cover:
+time limits, retries at other engines (`front.attempt`).
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import secrets
+import socket
 import ssl
 from http import HTTPStatus
-from typing import Final, Protocol, cast
+from typing import Final, NamedTuple, Protocol, cast
 
 import httptools
 from yarl import URL
@@ -27,12 +32,34 @@ KEEPALIVE_S: Final = 3.0
 HEAD_BYTES_MAX: Final = 64 << 10
 JOINED_BYTES_MAX: Final = 64 << 10
 """Shorter requests are one write, with their head."""
+ROUTERS: Final = "X-Kvstore-Routers"
+"""Header with the names of the routers on the way of a request, its sender's last."""
+OWN_WAIT_S: Final = 0.05
+_OWN: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+_GONE: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETUNREACH)
+_KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 _INFORMATIONAL: Final = 200
 _LENGTH_CHARACTERS: Final = len("content-length")
 
 
 class NoConnection(Exception):
-    """The engine cannot be reached; says why in one clause."""
+    """The engine cannot be reached; says why in one clause. `is_gone`: nothing listens there."""
+
+    def __init__(self, why: str, *, is_gone: bool) -> None:
+        super().__init__(why)
+        self.is_gone = is_gone
+
+
+class NoAnswer(Exception):
+    """The answer broke off, or is no HTTP; says why in one clause."""
+
+
+class Fetched(NamedTuple):
+    """A whole answer."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
 
 
 class AnswerTaker(Protocol):
@@ -41,8 +68,9 @@ class AnswerTaker(Protocol):
     def heard(self, piece: bytes, *, is_over: bool) -> None:
         """Bytes of the body; the first call follows the head. `is_over`: these are the last."""
 
-    def broke(self, why: str) -> None:
-        """The connection has ended before the answer. Nothing follows."""
+    def broke(self, why: str, *, is_stale: bool) -> None:
+        """The connection has ended before the answer. Nothing follows. `is_stale`: it was kept from
+        an earlier request, and no byte of an answer came."""
 
 
 class EngineConnection(asyncio.Protocol):
@@ -57,6 +85,8 @@ class EngineConnection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._head_bytes = 0
         self._is_headed = self._is_over = self._is_kept = self._is_paused = False
+        self._is_used = self._has_heard = False
+        """It had an answer before; it has heard a byte of this one."""
         self.idle_since_s = 0.0
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -71,13 +101,13 @@ class EngineConnection(asyncio.Protocol):
     def ask(self, head: bytes, body: bytes, listener: AnswerTaker) -> None:
         """Send a request; its answer goes to the listener."""
         self._listener = listener
-        self._is_headed = self._is_over = False
+        self._is_headed = self._is_over = self._has_heard = False
         self._head_bytes = 0
         self.headers = []
         transport = self._transport
         if transport is None or transport.is_closing():
             self._listener = None
-            listener.broke("the engine has closed the connection")
+            listener.broke("the engine has closed the connection", is_stale=True)
         elif len(body) <= JOINED_BYTES_MAX:
             transport.write(head + body)
         else:
@@ -106,6 +136,11 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -116,12 +151,14 @@ class EngineConnection(asyncio.Protocol):
         if exc is None and self._is_headed and self._ends_with_connection:
             listener.heard(b"", is_over=True)
         else:
-            listener.broke(str(exc) if exc is not None else "the engine closed the connection")
+            why = str(exc) if exc is not None else "the engine closed the connection"
+            listener.broke(why, is_stale=self._is_used and not self._has_heard)
 
     def data_received(self, data: bytes) -> None:
         if self._listener is None:  # an answer that nobody asked for
             self.abort()
             return
+        self._has_heard = True
         try:
             self._parser.feed_data(data)
             if not self._is_headed:  # parts of a header are kept by the parser
@@ -129,7 +166,7 @@ class EngineConnection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             listener, self._listener = self._listener, None
             self.abort()
-            listener.broke(f"no HTTP that fits: {error}"[:200])
+            listener.broke(f"no HTTP that fits: {error}"[:200], is_stale=False)
             return
         if self._is_headed and (self._pieces or self._is_over):
             self._tell()
@@ -150,6 +187,7 @@ class EngineConnection(asyncio.Protocol):
         assert transport is not None
         is_sent = not transport.get_write_buffer_size()  # it may answer before it has read
         if self._is_kept and is_sent:
+            self._is_used = True
             self._place.keep(self)
         else:
             transport.abort()
@@ -199,22 +237,89 @@ class EngineConnection(asyncio.Protocol):
             self.headers = []
 
 
+class _Whole:
+    """A whole answer, as an AnswerTaker."""
+
+    def __init__(self, connection: EngineConnection, bytes_max: int) -> None:
+        self._connection, self._bytes_max = connection, bytes_max
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self.done: asyncio.Future[Fetched | None] = asyncio.get_running_loop().create_future()
+        """None: the connection was stale."""
+
+    def heard(self, piece: bytes, *, is_over: bool) -> None:
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if self.done.done():
+            return
+        if self._size > self._bytes_max:
+            self.done.set_exception(NoAnswer("the answer is too large"))
+        elif is_over:
+            headers = self._connection.headers
+            whole = Fetched(self._connection.status, headers, b"".join(self._pieces))
+            self.done.set_result(whole)
+
+    def broke(self, why: str, *, is_stale: bool) -> None:
+        if not self.done.done():
+            if is_stale:
+                self.done.set_result(None)
+            else:
+                self.done.set_exception(NoAnswer(why))
+
+
 class EngineHttp:
-    """Connections to all engines. `context`: for those with https."""
+    """Connections to all engines of a router. `context`: for those with https."""
 
     def __init__(self, context: ssl.SSLContext | None) -> None:
         self._context = context
         self._places: dict[str, _Place] = {}
+        self.name = secrets.token_hex(8)
+        """Of this router, in `ROUTERS`: by it a request that comes back is known."""
+        self.trouble = ""
+        """Why no connection can be opened at all; empty: some can."""
 
     def place(self, url: URL) -> _Place:
         """Connections to the engine at a URL."""
         key = url.authority if url.scheme == "http" else str(url)
         found = self._places.get(key)
         if found is None:
-            found = self._places[key] = _Place(
-                url, self._context if url.scheme == "https" else None
-            )
+            context = self._context if url.scheme == "https" else None
+            found = self._places[key] = _Place(self, url, context)
         return found
+
+    async def fetch(
+        self,
+        url: URL,
+        *,
+        method: str = "GET",
+        headers: list[tuple[str, str]] | None = None,
+        body: bytes = b"",
+        bytes_max: int,
+    ) -> Fetched:
+        """A whole answer, whatever its status, without a time limit.
+
+        Raises:
+            NoConnection: the engine cannot be reached.
+            NoAnswer: its answer broke off, or is too large.
+        """
+        place = self.place(url)
+        more = headers or []
+        if not any(name == ROUTERS for name, _ in more):
+            more = [*more, (ROUTERS, self.name)]
+        head = request_head(method, url.raw_path_qs, place.host, more, len(body))
+        connection = place.idle()
+        while True:
+            connection = connection or await place.connected()
+            whole = _Whole(connection, bytes_max)
+            connection.ask(head, body, whole)
+            try:
+                found = await whole.done
+            except (NoAnswer, asyncio.CancelledError):
+                connection.abort()
+                raise
+            if found is not None:
+                return found
+            connection = None
 
     def close(self) -> None:
         """Close what is idle."""
@@ -222,11 +327,28 @@ class EngineHttp:
             place.close()
 
 
+def request_head(
+    method: str, target: str, host: str, headers: list[tuple[str, str]], body_bytes: int
+) -> bytes:
+    """The head of a request to an engine."""
+    lines = [f"{name}: {value}\r\n" for name, value in headers]
+    text = f"{method} {target} HTTP/1.1\r\nHost: {host}\r\n{''.join(lines)}"
+    head = f"{text}Content-Length: {body_bytes}\r\n".encode("utf-8", "surrogateescape")
+    return whole_head(head, len(lines) + 3)
+
+
+def whole_head(head: bytes, line_count: int) -> bytes:
+    """A head of so many lines, with its end. Raises ValueError: a line has a break inside."""
+    if head.count(b"\n") != line_count or head.count(b"\r") != line_count:
+        raise ValueError("a header with a line break")  # no parser lets one through
+    return head + b"\r\n"
+
+
 class _Place:
     """One engine's address, and connections to it."""
 
-    def __init__(self, url: URL, context: ssl.SSLContext | None) -> None:
-        self._url, self._context = url, context
+    def __init__(self, engines: EngineHttp, url: URL, context: ssl.SSLContext | None) -> None:
+        self._engines, self._url, self._context = engines, url, context
         self.host = url.host_port_subcomponent or ""
         """For the header of this name."""
         self._idle: list[EngineConnection] = []
@@ -241,20 +363,26 @@ class _Place:
         return None
 
     async def connected(self) -> EngineConnection:
-        """A new connection. Raises NoConnection, TimeoutError."""
+        """A new connection. Raises NoConnection."""
         loop = asyncio.get_running_loop()
-        try:
-            _, connection = await loop.create_connection(
-                lambda: EngineConnection(self),
-                self._url.host or "",
-                self._url.port or 0,
-                ssl=self._context,
-            )
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise NoConnection(why_no_connection(error)) from None
-        return connection
+        while True:
+            try:
+                _, connection = await loop.create_connection(
+                    lambda: EngineConnection(self),
+                    self._url.host or "",
+                    self._url.port or 0,
+                    ssl=self._context,
+                )
+            except OSError as error:
+                why = why_no_connection(error)
+                if error.errno not in _OWN:
+                    is_gone = error.errno in _GONE or isinstance(error, socket.gaierror)
+                    raise NoConnection(why, is_gone=is_gone) from None
+                self._engines.trouble = f"no connection to an engine can be opened: {why}"
+                await asyncio.sleep(OWN_WAIT_S)
+            else:
+                self._engines.trouble = ""
+                return connection
 
     def keep(self, connection: EngineConnection) -> None:
         """A connection is idle now."""
@@ -272,9 +400,9 @@ class _Place:
     def _close_old(self) -> None:
         loop = asyncio.get_running_loop()
         self._sweep = None
-        oldest_s = loop.time() - KEEPALIVE_S
+        now_s = loop.time()
         # Those in front were not needed for longest.
-        while self._idle and self._idle[0].idle_since_s <= oldest_s:
+        while self._idle and self._idle[0].idle_since_s + KEEPALIVE_S <= now_s:
             self._idle.pop(0).abort()
         if self._idle:
             due_s = self._idle[0].idle_since_s + KEEPALIVE_S

@@ -9,8 +9,9 @@ Covers texts. Does not cover: calls (`probes`), models' names (GET /v1/models, t
 
 from __future__ import annotations
 
+import functools
+import math
 import re
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import msgspec
@@ -29,7 +30,7 @@ class Figure(NamedTuple):
     value: str = ""
 
 
-class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
+class EngineKind(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One row of the table. Empty metric: not published."""
 
     health: str = "/health"
@@ -56,6 +57,13 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
     blocks_gauge: Figure = Figure("")
     advice: str = ""
     """How to make it publish metrics."""
+
+    @functools.cached_property
+    def wanted(self) -> tuple[bytes, ...]:
+        """Beginnings of the lines that are read."""
+        figures = (self.waiting, self.running, self.memory, self.block_gauge, self.blocks_gauge)
+        names = {*(figure.metric for figure in figures), self.cache, self.adapters}
+        return tuple(name.encode() for name in sorted(filter(None, names)))
 
     @property
     def load(self) -> tuple[Figure, ...]:
@@ -130,13 +138,16 @@ class EngineFigures(NamedTuple):
     """Metrics of the kind that the page does not have: renamed, or not counted yet."""
 
 
-def findings_of(kind: EngineKind, text: str) -> EngineFigures:
+def findings_of(kind: EngineKind, page: bytes) -> EngineFigures:
     """Numbers of an engine. Lines that are no metrics are passed over."""
+    figures = (kind.waiting, kind.running, kind.memory, kind.block_gauge, kind.blocks_gauge)
     sums: dict[Figure, list[float]] = {}
-    adapters: tuple[float, tuple[str, ...]] | None = None
     block = blocks = 0
-    figures = {kind.waiting, kind.running, kind.memory, kind.block_gauge, kind.blocks_gauge}
-    for name, labels, value in _series(text, kind):
+    adapters: tuple[float, tuple[str, ...]] | None = None
+    for line in page.split(b"\n"):
+        if not line.startswith(kind.wanted) or (read := _read_line(line)) is None:
+            continue
+        name, labels, value = read
         for figure in figures:
             if figure.metric == name and labels.get(figure.label, "") == figure.value:
                 sums.setdefault(figure, []).append(value)
@@ -161,26 +172,18 @@ def findings_of(kind: EngineKind, text: str) -> EngineFigures:
     )
 
 
-def _series(text: str, kind: EngineKind) -> Iterator[tuple[str, dict[str, str], float]]:
-    wanted = tuple(
-        filter(
-            None,
-            (
-                *(f.metric for f in (kind.waiting, kind.running, kind.memory)),
-                *(f.metric for f in (kind.block_gauge, kind.blocks_gauge)),
-                kind.cache,
-                kind.adapters,
-            ),
-        )
-    )
-    for line in text.splitlines():
-        if line.startswith(wanted) and (found := _LINE.match(line)):
-            try:
-                value = float(found[3])
-            except ValueError:
-                continue
-            if value == value and abs(value) < 1e300:  # no NaN, no infinity
-                yield found[1], dict(_LABEL.findall(found[2] or "")), value
+@functools.lru_cache(maxsize=4096)
+def _read_line(line: bytes) -> tuple[str, dict[str, str], float] | None:
+    """Name, labels and value; None: it is no metric. Most lines are those of the last probe. The
+    labels are to be read only."""
+    found = _LINE.match(line.decode("utf-8", "replace"))
+    try:
+        value = float(found[3]) if found is not None else math.nan
+    except ValueError:
+        return None
+    if found is None or value != value or abs(value) > 1e300:  # no NaN, no infinity
+        return None
+    return found[1], dict(_LABEL.findall(found[2] or "")), value
 
 
 def _total(values: list[float] | None) -> int | None:

@@ -1,34 +1,40 @@
-"""Probes of engines: health, metrics and served models, all workers at once.
+"""Probes of engines: their metrics page tells that they live, and their load; models served.
 
-    every PERIOD_S: GET health ─▶ Workers.answered        FAILURES_MAX in a row ─▶ down
-                    GET metrics ─▶ Scraped                 (the core decays what grows old)
-    every MODELS_S: GET /v1/models ─▶ names, Joined again where they changed
+    every period: GET metrics, or where there is none health ─▶ Probed(answered), Scraped
+                  nothing listens ─▶ refused     not 2xx ─▶ unwell     no answer yet ─▶ late
+                  neither an answer nor a byte of any response for `silence_s` ─▶ silent
+    every MODELS_S, and when a model is missing: GET /v1/models ─▶ names, contexts, Joined
 
-An engine that takes connections and answers nothing fails its probes: it is down after
-FAILURES_MAX × TIMEOUT_S, and the requests that wait for it go elsewhere.
+A probe has no time limit but that of silence: a late answer is an answer, and lowers preference
+only. PROBES_PER_S bounds what probes cost: with more engines the period is longer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import heapq
+import itertools
 import logging
-import time
 from collections.abc import Callable
 from typing import Final
 
-import aiohttp
 import msgspec
+import xxhash
 
-from kvstore.router.engines.connections import why_no_connection
-from kvstore.router.engines.kinds import ENGINES, EngineFigures, EngineKind, findings_of
+from kvstore.router.engines.connections import EngineHttp, Fetched, NoAnswer, NoConnection
+from kvstore.router.engines.kinds import ENGINES, EngineKind, findings_of
 from kvstore.router.engines.workers import Worker, WorkerAdapter, Workers
-from kvstore.routing.events import RouteEvent, Scraped
+from kvstore.routing.events import Probed, RouteEvent, Scraped
+from kvstore.routing.policy import PolicyProbes
+from kvstore.routing.values import ProbeResult
 
-PERIOD_S: Final = 0.5
-TIMEOUT_S: Final = 1.0
-FAILURES_MAX: Final = 2
+TICK_S: Final = 0.2
+PROBES_PER_S: Final = 50
+"""Of all engines together."""
 UNREAD_MAX: Final = 4
 MODELS_S: Final = 10.0
+MODELS_PER_S: Final = 5
 PAGE_BYTES_MAX: Final = 4 << 20
 MODELS_MAX: Final = 256
 
@@ -39,6 +45,7 @@ class _Model(msgspec.Struct):
     """Base model of an adapter, as vLLM says it …"""
     root: str | None = None
     """… and its path."""
+    max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct):
@@ -52,130 +59,208 @@ _models: Final = msgspec.json.Decoder(_Models)
 class Probes:
     """See the module; `once` is repeated by its owner."""
 
-    pause_s: Final = PERIOD_S
+    pause_s: Final = TICK_S
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        engines: EngineHttp,
         workers: Workers,
         note: Callable[[RouteEvent], None],
+        *,
+        settings: Callable[[], PolicyProbes],
+        clock: Callable[[], int],
         worker_key: str = "",
     ) -> None:
-        self._session, self._workers, self._note = session, workers, note
-        self._headers = {"Authorization": f"Bearer {worker_key}"} if worker_key else {}
-        self._failures: dict[Worker, int] = {}
-        self._models_due_s: dict[Worker, float] = {}
-        self._unread: dict[Worker, int] = {}
-        """Failed reads of metrics in a row."""
-        self._running: dict[Worker, asyncio.Task[None]] = {}
+        """`clock`: nanoseconds, of the core."""
+        self._engines, self._workers, self._note = engines, workers, note
+        self._settings, self._clock = settings, clock
+        self._headers = [("Authorization", f"Bearer {worker_key}")] if worker_key else []
+        self._due: list[tuple[float, int, Worker]] = []
+        """Heap of workers, by when they are probed next."""
+        self._known: dict[Worker, None] = {}
+        self._version = -1
+        self._open: dict[Worker, tuple[float, asyncio.Task[None]]] = {}
+        """Probes without an answer, with their beginnings."""
+        self._numbers = itertools.count()
+        self._readings: dict[Worker, asyncio.Task[None]] = {}
+        """Reads of models."""
 
     async def once(self) -> None:
-        """Begin a probe of each worker whose last one has ended."""
-        present = set(self._workers)
-        for table in (self._failures, self._models_due_s, self._unread):
-            for gone in table.keys() - present:
-                del table[gone]
-        self._running = {w: task for w, task in self._running.items() if not task.done()}
-        for worker in present - self._running.keys():
-            self._running[worker] = asyncio.create_task(self._probe(worker))
+        """Begin the probes that are due, and look at those without an answer."""
+        loop = asyncio.get_running_loop()
+        now_s, settings = loop.time(), self._settings()
+        if self._version != self._workers.version:
+            self._version = self._workers.version
+            self._follow(now_s)
+        for worker, (since_s, task) in list(self._open.items()):
+            self._look(worker, since_s, task, now_s, settings)
+        period_s = max(settings.period_s, len(self._known) / PROBES_PER_S)
+        while self._due and self._due[0][0] <= now_s:
+            due_s, _, worker = heapq.heappop(self._due)
+            if worker not in self._known or due_s != worker.probe_due_s:
+                continue  # it has left, or was put before others
+            if worker not in self._open:
+                task = loop.create_task(self._probe(worker, settings))
+                self._open[worker] = now_s, task
+                task.add_done_callback(functools.partial(self._over, worker))
+            share = 1.0
+            if not worker.probe_count:  # the second one at a moment of its own: not all at once
+                share = xxhash.xxh32_intdigest(worker.name.encode()) / 2**32
+            self._put(worker, now_s + period_s * share)
+            worker.probe_count += 1
+            if now_s >= worker.models_due_s and worker.is_answering:
+                self.read_models(worker)
 
-    async def _probe(self, worker: Worker) -> None:
-        kind = ENGINES[worker.address.kind]
+    def _follow(self, now_s: float) -> None:
+        """Workers that joined and left."""
+        present = dict.fromkeys(self._workers)
+        for gone in self._known.keys() - present.keys():
+            if gone in self._open:
+                self._open[gone][1].cancel()
+            if (reading := self._readings.pop(gone, None)) is not None:
+                reading.cancel()
+        for worker in present:
+            if worker not in self._known:
+                self._put(worker, now_s)
+        self._known = present
+
+    def _put(self, worker: Worker, due_s: float) -> None:
+        worker.probe_due_s = due_s
+        heapq.heappush(self._due, (due_s, next(self._numbers), worker))
+
+    def _over(self, worker: Worker, task: asyncio.Task[None]) -> None:
+        del self._open[worker]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a bug: a probe failed", exc_info=error)
+
+    def look_now(self, worker: Worker) -> None:
+        """A request failed there: the next tick probes it."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < worker.probe_due_s and worker in self._known:
+            self._put(worker, now_s)
+
+    def _look(
+        self,
+        worker: Worker,
+        since_s: float,
+        task: asyncio.Task[None],
+        now_s: float,
+        settings: PolicyProbes,
+    ) -> None:
+        """At a probe that has no answer yet."""
+        late_s = now_s - since_s - settings.late_s
+        if now_s - max(since_s, worker.heard_s) >= settings.silence_s:
+            task.cancel()
+            why = f"it has not answered for {settings.silence_s:g} s"
+            self._note(Probed(worker.name, ProbeResult.SILENT, why))
+        elif late_s > 0:
+            self._note(Probed(worker.name, ProbeResult.LATE, late_s=late_s))
+
+    async def _probe(self, worker: Worker, settings: PolicyProbes) -> None:
+        kind, loop = ENGINES[worker.address.kind], asyncio.get_running_loop()
+        since_s, asked_ns = loop.time(), self._clock()
+        page: bytes | None = None
         try:
-            await self._get(worker, kind.health)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            count = self._failures[worker] = self._failures.get(worker, 0) + 1
-            if count >= FAILURES_MAX:
-                self._workers.answered(worker, f"{kind.health}: {why_no_answer(error)}")
-                self._models_due_s.pop(worker, None)
-                worker.renders = True
+            if kind.metrics:
+                page = await self._metrics(worker, kind)
+            if page is None:
+                found = await self._get(worker, kind.health)
+                if not 200 <= found.status < 300:
+                    why = f"{kind.health}: status {found.status}"
+                    self._note(Probed(worker.name, ProbeResult.UNWELL, why))
+                    return
+        except (NoConnection, NoAnswer) as error:
+            self._note(Probed(worker.name, ProbeResult.REFUSED, str(error)))
             return
-        self._failures.pop(worker, None)
-        self._workers.answered(worker, "")
-        try:
-            await self._follow(worker)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
-            return  # healthy all the same: what is not known grows old in the core
+        late_s = max(0.0, loop.time() - since_s - settings.late_s)
+        worker.heard_s = loop.time()
+        self._note(Probed(worker.name, ProbeResult.ANSWERED, late_s=late_s))
+        if page is not None:
+            self._read(worker, kind, page, asked_ns)
 
-    async def _follow(self, worker: Worker) -> None:
-        kind, now_s = ENGINES[worker.address.kind], time.monotonic()
-        changed = False
-        if now_s >= self._models_due_s.get(worker, 0.0):
-            rows = _models.decode(await self._get(worker, "/v1/models")).data[:MODELS_MAX]
-            self._models_due_s[worker] = now_s + MODELS_S
-            bases = {row.id for row in rows}
-            adapters = {r.id: (r.parent, r.root or "") for r in rows if r.parent in bases}
-            known = {name: (each.base, each.path) for name, each in worker.adapters.items()}
-            names = worker.address.models or tuple(bases.difference(adapters))
-            changed = set(names) != set(worker.models) or adapters != known
-            worker.models = tuple(sorted(names))
-            if adapters != known:
-                worker.adapters = {
-                    name: worker.adapters[name]
-                    if known.get(name) == (base, path)
-                    else WorkerAdapter(base or "", path)
-                    for name, (base, path) in adapters.items()
-                }
-        found = await self._scraped(worker, kind) if kind.metrics else None
-        if found is not None:
-            changed |= found.memory_tokens != worker.memory_tokens
-            worker.memory_tokens = found.memory_tokens
-            block_tokens = worker.address.block_tokens or found.block_tokens
-            changed |= block_tokens != worker.block_tokens
-            worker.block_tokens = block_tokens
-            self._note(Scraped(worker.name, found.load))
-        if changed and self._workers.get(worker.name) is worker:
+    async def _metrics(self, worker: Worker, kind: EngineKind) -> bytes | None:
+        """Its page; None: it has none that can be read, which is said when it was so UNREAD_MAX
+        times. Raises NoConnection: nothing listens at the engine's own port."""
+        try:
+            found = await self._get(worker, kind.metrics, kind.port)
+            if 200 <= found.status < 300:
+                worker.unread_count = 0
+                return found.body
+            why = f"status {found.status}"
+        except NoAnswer as error:
+            why = str(error)
+        except NoConnection as error:
+            if not kind.port:
+                raise
+            why = str(error)
+        worker.unread_count += 1
+        if worker.unread_count >= UNREAD_MAX:
+            advice = f": {kind.advice}" if kind.advice else ""
+            _say_unread(worker, f"{kind.metrics}: {why}{advice}")
+        return None
+
+    def _read(self, worker: Worker, kind: EngineKind, page: bytes, asked_ns: int) -> None:
+        found = findings_of(kind, page)
+        missing = " and ".join(dict.fromkeys(found.missing)) if worker.has_served else ""
+        _say_unread(worker, f"{kind.metrics} does not have {missing}" if missing else "")
+        block_tokens = worker.address.block_tokens or found.block_tokens
+        known = (worker.memory_tokens, worker.block_tokens)
+        worker.memory_tokens, worker.block_tokens = found.memory_tokens, block_tokens
+        self._note(Scraped(worker.name, found.load, asked_ns))
+        if known != (found.memory_tokens, block_tokens):
+            self._describe(worker)
+
+    def _describe(self, worker: Worker) -> None:
+        if self._workers.get(worker.name) is worker:
             self._workers.describe(worker)
 
-    async def _scraped(self, worker: Worker, kind: EngineKind) -> EngineFigures | None:
-        """Its metrics; None: not read, which is said when it was so UNREAD_MAX times."""
-        try:
-            page = await self._get(worker, kind.metrics, kind.port)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            self._unread[worker] = self._unread.get(worker, 0) + 1
-            if self._unread[worker] >= UNREAD_MAX:
-                advice = f": {kind.advice}" if kind.advice else ""
-                _say_unread(worker, f"{kind.metrics}: {why_no_answer(error)}{advice}")
-            return None
-        self._unread.pop(worker, None)
-        found = findings_of(kind, page.decode("utf-8", "replace"))
-        has_served = worker.request_count > worker.in_flight  # some publish nothing before
-        missing = " and ".join(dict.fromkeys(found.missing)) if has_served else ""
-        _say_unread(worker, f"{kind.metrics} does not have {missing}" if missing else "")
-        return found
+    def read_models(self, worker: Worker) -> None:
+        """Ask for its models now: they may have changed."""
+        reading = self._readings.get(worker)
+        if reading is None or reading.done():
+            loop = asyncio.get_running_loop()
+            pause_s = max(MODELS_S, len(self._workers) / MODELS_PER_S)
+            worker.models_due_s = loop.time() + pause_s
+            self._readings[worker] = loop.create_task(self._read_models(worker))
 
-    async def _get(self, worker: Worker, path: str, port: int = 0) -> bytes:
-        """Raises ClientError, OSError, TimeoutError; ValueError: not a 2xx, or too large."""
+    async def _read_models(self, worker: Worker) -> None:
+        try:
+            async with asyncio.timeout(MODELS_S):
+                found = await self._get(worker, "/v1/models")
+            rows = _models.decode(found.body).data[:MODELS_MAX]
+        except (NoConnection, NoAnswer, TimeoutError, msgspec.MsgspecError):
+            return  # healthy all the same, or known by its probes
+        bases = {row.id for row in rows}
+        adapters = {r.id: (r.parent, r.root or "") for r in rows if r.parent in bases}
+        known = {name: (each.base, each.path) for name, each in worker.adapters.items()}
+        names = worker.address.models or tuple(bases.difference(adapters))
+        contexts = {row.id: row.max_model_len for row in rows if row.max_model_len}
+        if (set(names), adapters, contexts) == (set(worker.models), known, worker.contexts):
+            return
+        worker.models, worker.contexts = tuple(sorted(names)), contexts
+        worker.adapters = {
+            name: worker.adapters[name]
+            if known.get(name) == (base, path)
+            else WorkerAdapter(base or "", path)
+            for name, (base, path) in adapters.items()
+        }
+        self._describe(worker)
+
+    async def _get(self, worker: Worker, path: str, port: int = 0) -> Fetched:
+        """Raises NoConnection, NoAnswer."""
         url = worker.url.with_path(path)
-        if port:
-            url = url.with_port(port)
-        async with (
-            asyncio.timeout(TIMEOUT_S),
-            self._session.get(url, headers=self._headers, allow_redirects=False) as answer,
-        ):
-            if not 200 <= answer.status < 300:
-                raise ValueError(f"status {answer.status}")
-            pieces, size = [], 0
-            async for piece in answer.content.iter_any():
-                size += len(piece)
-                if size > PAGE_BYTES_MAX:
-                    raise ValueError("the page is too large")
-                pieces.append(piece)
-            return b"".join(pieces)
+        url = url.with_port(port) if port else url
+        return await self._engines.fetch(url, headers=self._headers, bytes_max=PAGE_BYTES_MAX)
+
+    async def close(self) -> None:
+        """End what is under way."""
+        tasks = [*(task for _, task in self._open.values()), *self._readings.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _say_unread(worker: Worker, why: str) -> None:
     if why and worker.unread != why:
         _log.warning("load of worker %s is not known: %s", worker.name, why)
     worker.unread = why
-
-
-def why_no_answer(error: BaseException) -> str:
-    """One clause; aiohttp's own texts name settings of its sockets."""
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return f"its certificate is refused: {error.certificate_error}"[:200]
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return why_no_connection(error.os_error)
-    return (str(error) or type(error).__name__)[:200]

@@ -1,13 +1,10 @@
-"""Workers of the router: addresses, own counts, breakers; findings about them go to the core.
+"""Workers of the router: addresses, what is known of their engines, requests under way there.
 
-    discovery ─▶ replace ─▶ Joined, WorkerLeft            probes ─▶ health ─▶ Judged
-    attempts  ─▶ succeeded, failed, neutral ─▶ breaker ─▶ Judged
+    discovery ─▶ replace ─▶ Joined, WorkerLeft            probes, parity ─▶ describe, judge ─▶ core
+    core ─▶ StateChange ─▶ `changed`: word, log           core ─▶ GiveUp ─▶ `give_up`
 
-A worker is down when its probes fail, or when its breaker is open. After the cool-down one request
-is let through (half open): at its start the worker is down again, until it ended well. A 4xx
-neither opens nor closes a breaker, and it frees the probe.
-
-When a worker goes down, requests that wait for its first byte give it up and go elsewhere.
+Health is judged by the core (`kvstore.routing.health`); here is its last word, for pages and for
+those who choose an engine to ask something.
 
 Covers: state on one loop. Does not cover: probes themselves (`probes`), where workers come from
 (`discovery`).
@@ -15,24 +12,21 @@ Covers: state on one loop. Does not cover: probes themselves (`probes`), where w
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 from yarl import URL
 
-from kvstore.breaker import Breaker, BreakerState
-from kvstore.routing.events import Joined, Judged, RouteEvent, WorkerLeft
-from kvstore.routing.values import WorkerHealth, WorkerRole, WorkerSpec
+from kvstore.routing.events import GiveUp, Joined, Judged, RouteEvent, WorkerLeft
+from kvstore.routing.rows import StateChange
+from kvstore.routing.values import WorkerRole, WorkerSpec, WorkerWord
 
-FAILURES_MAX: Final = 3
-COOLDOWN_MS: Final = 1000
-PROBE_PATIENCE_MS: Final = 30_000
 WORKERS_MAX: Final = 1024
 UNASKED: Final = "its weights are not known yet"
+SERVING: Final = (WorkerWord.UP, WorkerWord.LATE, WorkerWord.HALF_OPEN, WorkerWord.OPEN)
+"""Words of workers whose engine has answered, and that get requests."""
 
 _log = logging.getLogger(__name__)
 
@@ -58,10 +52,11 @@ class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
 
 
-class WaitLimit(Protocol):
-    """A time limit: `asyncio.Timeout`, or what an attempt has in its place."""
+class Waiter(Protocol):
+    """An attempt of a request at a worker."""
 
-    def reschedule(self, when: float, /) -> None: ...
+    def give_up(self) -> None:
+        """End it, unless its response has begun."""
 
 
 class WorkerAdapter:
@@ -88,14 +83,14 @@ class Worker:
         self.address = address
         self.name = address.name
         self.url = URL(address.url)
-        self.breaker = Breaker(
-            failures_max=FAILURES_MAX, cooldown_ms=COOLDOWN_MS, patience_ms=PROBE_PATIENCE_MS
-        )
-        self.is_answering = True
-        """By its probes: begins as true, so that a router without probes yet routes."""
-        self.was_reached = False
-        """Its engine has answered a probe or a request."""
-        self.trouble = ""
+        self.word = WorkerWord.NEW
+        """Of the core, with its reason."""
+        self.why = ""
+        self.heard_s = 0.0
+        """When a byte of a response came from it last, on the clock of the loop."""
+        self.probe_due_s = self.models_due_s = 0.0
+        """When it is probed next, and asked for its models."""
+        self.probe_count = 0
         self.parity = ""
         """Why its keys are not used; empty: they are equal, or it has no node."""
         self.has_parity = False
@@ -106,18 +101,24 @@ class Worker:
         """… over so many requests."""
         self.unread = ""
         """Why its own load is not known; empty: it is, or its kind publishes none."""
+        self.unread_count = 0
+        """Failed reads of its metrics in a row."""
+        self.has_served = False
+        """A request has ended there: some engines publish nothing before."""
         self.models: tuple[str, ...] = address.models
+        self.contexts: dict[str, int] = {}
+        """Model → longest prompt with its output."""
         self.adapters: dict[str, WorkerAdapter] = {}
         """By name."""
-        self.renders = True
-        """Until it said that it does not."""
+        self.renders_after_s = 0.0
+        """It is asked to render from then on: it was late, or does not serve that."""
+        self.render_pause_s = 0.0
         self.block_tokens = address.block_tokens
         self.memory_tokens = 0
-        self.waits: set[WaitLimit] = set()
-        """Time-outs of attempts without a first byte."""
-        self.in_flight = 0
-        self.request_count = 0
-        self.failure_count = 0
+        self.source: dict[str, Any] | None = None
+        """Parameters of remote prefills common to its requests, from its last answer to one."""
+        self.attempts: set[Waiter] = set()
+        """Of requests under way."""
         self.prompt_tokens = 0
         self.predicted_tokens = 0
         self.cached_tokens = 0
@@ -136,7 +137,13 @@ class Worker:
             engine=a.engine,
             rank=a.rank,
             memory_tokens=self.memory_tokens,
+            context_tokens=self.contexts,
         )
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether its engine has answered its last probe."""
+        return self.word in (*SERVING, WorkerWord.DRAINING)
 
     @property
     def serves_requests(self) -> bool:
@@ -149,14 +156,9 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """One word for pages: new, up, down, open, half-open, load-only."""
-        if self.breaker.state is not BreakerState.CLOSED:
-            return str(self.breaker.state.value)
-        if not self.is_answering:
-            return "down"
-        if not self.was_reached:
-            return "new"
-        return "load-only" if self.parity else "up"
+        """One word for pages: that of the core, or load-only."""
+        is_plain = self.word in (WorkerWord.UP, WorkerWord.LATE)
+        return "load-only" if is_plain and self.parity else self.word.value
 
 
 class Workers:
@@ -187,8 +189,7 @@ class Workers:
     def take_requests(self) -> bool:
         """Whether one of them does, as far as is known: one that was never reached does not count,
         though requests may go there."""
-        fit = ("up", "load-only", "half-open")
-        is_fit = any(each.serves_requests and each.state in fit for each in self)
+        is_fit = any(each.serves_requests and each.word in SERVING for each in self)
         return is_fit and self.serve_a_model
 
     def replace(self, found: Iterable[WorkerAddress]) -> list[Worker]:
@@ -219,70 +220,31 @@ class Workers:
         self.judge(worker)
 
     def judge(self, worker: Worker) -> None:
-        """Its health, to the core."""
+        """Whether its keys are used, to the core."""
         self.version += 1
-        is_up = worker.is_answering and not worker.breaker.is_open
-        if not worker.is_answering:
-            self._give_up_waits(worker)
-        self._note(
-            Judged(
-                worker.name,
-                WorkerHealth.UP if is_up else WorkerHealth.DOWN,
-                is_parity_red=bool(worker.parity),
-                reason=worker.trouble or worker.parity,
-            )
-        )
+        self._note(Judged(worker.name, is_parity_red=bool(worker.parity)))
 
-    @staticmethod
-    def _give_up_waits(worker: Worker) -> None:
-        now_s = asyncio.get_running_loop().time()
-        for wait in worker.waits:
-            wait.reschedule(now_s)
+    # ── from the core ────────────────────────────────────────────────────────────────────────────
 
-    # ── results of probes and attempts ───────────────────────────────────────────────────────────
-
-    def answered(self, worker: Worker, trouble: str) -> None:
-        """A probe's result. `trouble`: why it failed; empty: it did not."""
-        was_answering, worker.is_answering = worker.is_answering, not trouble
-        if trouble or not worker.breaker.is_open:  # whose reason is that of its requests
-            worker.trouble = trouble
-        is_first, worker.was_reached = not worker.was_reached, worker.was_reached or not trouble
-        if was_answering != worker.is_answering:
-            _log.warning("worker %s %s", worker.name, f"is down: {trouble}" if trouble else "is up")
-            self.judge(worker)
-        elif is_first and not trouble:
+    def changed(self, change: StateChange) -> None:
+        """Another word for a worker."""
+        worker = self._workers.get(change.worker)
+        if worker is None:
+            return
+        before, worker.word, worker.why = worker.word, change.word, change.why
+        if before is change.word:
+            return
+        self.version += 1
+        if change.word is WorkerWord.DOWN:
+            worker.renders_after_s = worker.render_pause_s = 0.0  # what comes back may be another
+            _log.warning("worker %s is down: %s", worker.name, change.why)
+        elif change.word is WorkerWord.OPEN and before is not WorkerWord.HALF_OPEN:
+            _log.warning("worker %s: breaker open after %s", worker.name, change.why)
+        elif change.word is WorkerWord.UP and before is not WorkerWord.LATE:
             _log.info("worker %s is up", worker.name)
 
-    def begun(self, worker: Worker) -> None:
-        """A request goes to it; the probe of an open breaker closes the door behind itself."""
-        worker.in_flight += 1
-        worker.request_count += 1
-        if worker.breaker.is_open:
-            self.judge(worker)
-
-    def ended(self, worker: Worker) -> None:
-        worker.in_flight -= 1
-
-    def succeeded(self, worker: Worker) -> None:
-        worker.was_reached = True
-        if worker.breaker.succeeded():
-            worker.trouble = ""
-            _log.info("worker %s: breaker closed", worker.name)
-            self.judge(worker)
-
-    def neutral(self, worker: Worker) -> None:
-        """Neither: a 4xx, or the client left."""
-        worker.breaker.unused()
-
-    def failed(self, worker: Worker, why: str) -> None:
-        worker.failure_count += 1
-        if worker.breaker.failed(time.monotonic_ns()):
-            worker.trouble = why
-            _log.warning("worker %s: breaker open after %s", worker.name, why)
-            self.judge(worker)
-
-    def half_open(self) -> None:
-        """Let one request through to each worker whose cool-down is over. Called regularly."""
-        for worker in self:
-            if worker.breaker.is_open and worker.breaker.allows(time.monotonic_ns()):
-                self._note(Judged(worker.name, WorkerHealth.UP, reason="half-open"))
+    def give_up(self, command: GiveUp) -> None:
+        """End attempts that wait for the first byte of a worker."""
+        worker = self._workers.get(command.worker)
+        for attempt in list(worker.attempts) if worker is not None else ():
+            attempt.give_up()

@@ -9,44 +9,57 @@ without a task in between: a client that does not read stops the reading of the 
 STALL_S at most. A client that leaves cancels the task, which closes the engine's connection, by
 which the engine aborts the request.
 
-Covers: bytes and their times. Does not cover: other workers, counts (`proxy`).
+No time limit ends an attempt: an engine that answers its probes is slow, not broken. `give_up`
+does, where the core finds its engine silent. A connection that is not there within
+CONNECT_TIMEOUT_S is looked for at another engine.
+
+Covers: bytes. Does not cover: other workers, counts (`proxy`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Final
+from typing import Final, NamedTuple
 
-import aiohttp
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from kvstore.router.engines.connections import (
-    KEEPALIVE_S,
     EngineConnection,
     EngineHttp,
     NoConnection,
+    request_head,
 )
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front import heads
-from kvstore.routing.events import Failure, Leg
+from kvstore.routing.events import Failure, Lack, Leg
 
 CONNECT_TIMEOUT_S: Final = 2.0
-STALL_S: Final = 60.0
-"""Longest silence of a client that does not read …"""
-SILENCE_S: Final = 600.0
-"""… and of an engine in the middle of its answer."""
+STALL_S: Final = 600.0
+"""Longest silence of a client that does not read."""
 ERROR_BYTES_MAX: Final = 64 << 10
 WHOLE_BYTES_MAX: Final = 256 << 10
 """An answer of a known length up to this goes in one piece."""
 TAIL_BYTES: Final = 4096
 LAST_CHUNK: Final = b"0\r\n\r\n"
 _NO_ENTRY: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+_NOT_HERE: Final = (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED)
+_READ: Final = (HTTPStatus.BAD_REQUEST, *_NOT_HERE)
+"""Statuses whose body is read before it is known for whom the answer is."""
+_LACKS: Final = {
+    Lack.CONTEXT: re.compile(
+        rb"context (?:length|window)|max_model_len|maximum (?:input|sequence) length", re.IGNORECASE
+    ),
+    Lack.MEDIA: re.compile(
+        rb"multi-?modal|may be provided in one (?:prompt|request)|support (?:image|audio|video)",
+        re.IGNORECASE,
+    ),
+}
 _NO_BODY: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
+_ENDS: Final = (b"data: [DONE]", b"event: message_stop", b"event: response.completed")
 _CACHED: Final = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})\b')
 _PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,9})\b')
 _MADE: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})\b')
@@ -63,28 +76,45 @@ class LegFailure(Exception):
         answer: web.Response | None = None,
         has_streamed: bool = False,
         leg: Leg = Leg.DECODE,
-        status: int = 0,
+        lack: Lack | None = None,
+        is_gone: bool = False,
     ) -> None:
+        """`is_gone`: nothing listens at the engine's address."""
         super().__init__(why)
         self.failure, self.answer, self.has_streamed = failure, answer, has_streamed
-        self.leg = leg
+        self.leg, self.lack, self.is_gone = leg, lack, is_gone
         self.worker = ""
-        """Name, where the failure counts against it."""
-        self.is_suspect = failure is Failure.REFUSED or status == HTTPStatus.INTERNAL_SERVER_ERROR
-        """The request may be the cause, and not the engine."""
+        """Name, where it was sent to one."""
 
 
-def fault_of(status: int, *, is_put_off: bool, has_client_key: bool) -> Failure | None:
-    """The failure of an engine that a status shows: another one is asked. None: the answer is for
-    the client. Args: `is_put_off`: with Retry-After; `has_client_key`: the engine got the API key
-    of the client, and not the router's."""
+class Fault(NamedTuple):
+    """What an answer's status, and its body, say of the engine or the request."""
+
+    failure: Failure
+    lack: Lack | None = None
+
+
+def fault_of(
+    status: int, *, is_put_off: bool, has_client_key: bool, body: bytes = b""
+) -> Fault | None:
+    """The failure that an answer shows: another engine is asked. None: the answer is for the
+    client. Args: `is_put_off`: with Retry-After; `has_client_key`: the engine got the API key of
+    the client, and not the router's; `body`: of a 4xx, which may say what this engine lacks."""
+    if status < 300:
+        return None
     if status == 429 or (status == 503 and is_put_off):
-        return Failure.BUSY
-    # 501: of vLLM, where its model does not have this path.
-    if status == 501 or (status in _NO_ENTRY and has_client_key):
-        return Failure.REFUSED
-    is_fault = status >= 500 or 300 <= status < 400 or status in _NO_ENTRY
-    return Failure.STATUS if is_fault else None
+        return Fault(Failure.BUSY)
+    # 404, 501: of vLLM, where it does not serve that model, or its model does not have this path.
+    if status in _NOT_HERE:
+        return Fault(Failure.REFUSED, Lack.MODEL if status == 404 else None)
+    if status == 400:
+        lack = next((lack for lack, text in _LACKS.items() if text.search(body)), None)
+        return Fault(Failure.REFUSED, lack) if lack is not None else None
+    if status in _NO_ENTRY:
+        return Fault(Failure.REFUSED if has_client_key else Failure.STATUS)
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        return Fault(Failure.ERROR)
+    return Fault(Failure.STATUS) if status >= 500 or status < 400 else None
 
 
 class ClientStalled(Exception):
@@ -99,21 +129,18 @@ class Attempt:
     """See the module. `tail` and `status` are there after `run`,
     `has_answered` from the answer's first piece on, `is_whole` when all of it was sent."""
 
-    def __init__(
-        self, engines: EngineHttp, worker: Worker, request: web.BaseRequest, deadline_s: float
-    ) -> None:
-        """`deadline_s`: to the first piece of the answer."""
+    def __init__(self, engines: EngineHttp, worker: Worker, request: web.BaseRequest) -> None:
         self._place, self.worker, self.request = engines.place(worker.url), worker, request
-        self._deadline_s = deadline_s
         self.status = 0
         self.tail = b""
         """The end of the answer's body."""
         self.has_answered = False
         self.is_whole = False
-        self._limit = Limit(self._late)
+        self._loop = asyncio.get_running_loop()
+        self._connecting: asyncio.Timeout | None = None
         self._has_begun = False
         """The client has got something: pieces go on to it as they come."""
-        self._is_over = self._is_chunked = False
+        self._is_over = self._is_chunked = self._is_stale = False
         self._is_behind = False
         """The client does not read as fast as the engine writes."""
         self._pieces: list[bytes] = []
@@ -152,63 +179,75 @@ class Attempt:
             ClientStalled, ConnectionError: the client did.
         """
         self._on_first, self._has_client_key = on_first, has_client_key
-        self._error, self._is_woken, self._is_over = None, False, False
-        self._pieces.clear()
-        self._size = 0
-        connection: EngineConnection | None = None
+        target = self.request.rel_url.raw_path_qs
+        head = request_head(self.request.method, target, self._place.host, headers, len(body))
+        connection = self._place.idle()
+        self.worker.attempts.add(self)
         try:
-            connection = self._place.idle() or await self._connected()
-            self._connection = connection
-            self._limit.begin(self._deadline_s)
-            self.worker.waits.add(self._limit)
-            head = heads.request_head(
-                self.request.method, self.request.rel_url.raw_path_qs, self._place.host, headers
-            )
-            connection.ask(b"%bContent-Length: %d\r\n\r\n" % (head, len(body)), body, self)
-            await self._news()
+            while True:
+                self._begin()
+                connection = self._connection = connection or await self._connected()
+                connection.ask(head, body, self)
+                await self._news()
+                if not self._is_stale:
+                    break
+                connection = None
             if (fault := self._fault()) is not None:
                 raise self._refused(fault)
+            if not self.has_answered:  # a refusal of the request, after all
+                self._on_first()
+                self.has_answered = True
             sent = await self._pass_on(connection, more)
         except NoConnection as error:
-            raise self._failure(Failure.CONNECT, f"no connection: {error}") from None
-        except TimeoutError:
-            raise self._failure(Failure.TIMEOUT, "no answer in time") from None
+            why = f"no connection: {error}"
+            raise LegFailure(Failure.CONNECT, why, is_gone=error.is_gone) from None
         else:
             self.is_whole = True
             return sent
         finally:
-            self.worker.waits.discard(self._limit)
-            self._limit.end()
+            self.worker.attempts.discard(self)
             if connection is not None and not self._is_over:
                 connection.abort()
 
+    def _begin(self) -> None:
+        """Anew: another attempt of the same object may have been before."""
+        self._error, self._is_woken = None, False
+        self._is_over = self._is_stale = False
+        self._pieces.clear()
+        self._size = 0
+
     async def _connected(self) -> EngineConnection:
-        limit = asyncio.timeout(min(CONNECT_TIMEOUT_S, self._deadline_s))
+        """Raises NoConnection; LegFailure: not in time."""
         try:
-            async with limit:
-                self.worker.waits.add(limit)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S) as self._connecting:
                 return await self._place.connected()
         except TimeoutError:
-            raise NoConnection("no answer in time") from None
+            raise LegFailure(Failure.SILENT, "no connection in time") from None
         finally:
-            self.worker.waits.discard(limit)
+            self._connecting = None
 
-    def _failure(self, failure: Failure, why: str) -> LegFailure:
-        return LegFailure(failure, why, has_streamed=self._has_begun)
+    def give_up(self) -> None:
+        """As `Waiter`: its engine is silent."""
+        if self._connecting is not None:
+            self._connecting.reschedule(self._loop.time())
+        elif not (self.has_answered or self._is_over):
+            self._error = LegFailure(Failure.SILENT, "the engine is silent")
+            self._wake()
 
-    def _fault(self) -> Failure | None:
+    def _fault(self) -> Fault | None:
         return fault_of(
             self.status,
             is_put_off=any(name.lower() == b"retry-after" for name, _ in self._headers),
             has_client_key=self._has_client_key,
+            body=b"".join(self._pieces) if self.status in _READ else b"",
         )
 
-    def _refused(self, fault: Failure) -> LegFailure:
+    def _refused(self, fault: Fault) -> LegFailure:
         why = f"status {self.status}"
         answer: web.Response | None = None
         if self.status < HTTPStatus.BAD_REQUEST:
             why += ": it sends requests elsewhere: its address is that of another server"
-        elif self.status in _NO_ENTRY and fault is Failure.STATUS:
+        elif self.status in _NO_ENTRY and fault.failure is Failure.STATUS:
             why += ": it does not take the router's key (--worker-key-file)"
         else:
             answer = web.Response(
@@ -216,7 +255,7 @@ class Attempt:
                 headers=heads.readable(heads.back(self._headers)),
                 body=b"".join(self._pieces)[:ERROR_BYTES_MAX],
             )
-        return LegFailure(fault, why, status=self.status, answer=answer)
+        return LegFailure(fault.failure, why, answer=answer, lack=fault.lack)
 
     # ── what the engine's connection says ────────────────────────────────────────────────────────
 
@@ -225,10 +264,12 @@ class Attempt:
         self._is_over, self._headers = is_over, self._connection.headers
         if self._error is not None:  # the task runs next, and ends by that
             return
+        self.worker.heard_s = self._loop.time()
         is_refusal = False
         if not self.has_answered:
             self.status = self._connection.status
-            is_refusal = self.status != HTTPStatus.OK and self._fault() is not None
+            is_odd = self.status != HTTPStatus.OK
+            is_refusal = is_odd and (self.status in _READ or self._fault() is not None)
         if not (self.has_answered or is_refusal):
             try:
                 self._on_first()
@@ -237,8 +278,6 @@ class Attempt:
                 self._wake()
                 return
             self.has_answered = True
-            self.worker.waits.discard(self._limit)
-            self._limit.move(SILENCE_S)
         if self._has_begun:
             self._relay(piece)
             return
@@ -252,14 +291,18 @@ class Attempt:
         if is_over or is_enough:
             self._wake()
 
-    def broke(self, why: str) -> None:
+    def broke(self, why: str, *, is_stale: bool) -> None:
         """As `AnswerTaker`."""
-        self._error = self._failure(Failure.BROKEN, f"the answer broke off: {why}")
+        self._is_stale = is_stale and self._error is None
+        if not self._is_stale:
+            why = f"the answer broke off: {why}"
+            self._error = LegFailure(Failure.BROKEN, why, has_streamed=self._has_begun)
         self._wake()
 
-    def _late(self) -> None:
-        self._error = TimeoutError()
-        self._wake()
+    @property
+    def has_ended(self) -> bool:
+        """Whether the stream has said that it is over: clients may leave then."""
+        return self.has_answered and any(end in self.tail for end in _ENDS)
 
     def _wake(self) -> None:
         self._is_woken = True
@@ -326,7 +369,6 @@ class Attempt:
         if self._is_over:
             self._wake()
             return
-        self._limit.move(SILENCE_S)
         if self.request.protocol.writing_paused and not self._is_behind:
             self._is_behind = True
             self._connection.pause()
@@ -339,41 +381,6 @@ class Attempt:
                 await self.request.writer.drain()
         except TimeoutError:
             raise ClientStalled from None
-
-
-class Limit:
-    """A time limit that is moved with every piece: one timer, which looks again when it is over."""
-
-    def __init__(self, late: Callable[[], None]) -> None:
-        self._late = late
-        self._due_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
-
-    def begin(self, seconds: float) -> None:
-        """From now on."""
-        self.reschedule(self._loop.time() + seconds)
-
-    def move(self, seconds: float) -> None:
-        """To so many seconds from now: later than before."""
-        self._due_s = self._loop.time() + seconds
-
-    def reschedule(self, when_s: float) -> None:
-        """As that of `asyncio.Timeout`; also to an earlier time."""
-        self.end()
-        self._due_s = when_s
-        self._timer = self._loop.call_at(when_s, self._look)
-
-    def _look(self) -> None:
-        if self._loop.time() >= self._due_s:
-            self._late()
-        else:
-            self.reschedule(self._due_s)
-
-    def end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class Relayed(web.StreamResponse):
@@ -413,21 +420,3 @@ def output_tokens_of(tail: bytes) -> int:
 def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:
     found = pattern.findall(text)
     return int(found[-1]) if found else None
-
-
-def new_session(*, ssl_context: object = True) -> aiohttp.ClientSession:
-    """The client's end: no limits of its own, since the router's counts are the limit."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
-            limit=0,
-            keepalive_timeout=KEEPALIVE_S,
-            ssl=ssl_context,  # type: ignore[arg-type]
-            enable_cleanup_closed=False,
-        ),
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-        trust_env=False,
-        headers={heads.ROUTERS: secrets.token_hex(8)},
-    )

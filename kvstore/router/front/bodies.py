@@ -2,22 +2,26 @@
 
     {"model": "m", "prompt": "…", …} ─▶ peek ─▶ Peek (values stay raw bytes)
                                       ─▶ edited: fields dropped or set, all other bytes kept
+    multipart/form-data ─▶ peek_form ─▶ Peek (the model), refused if it has fields of STRIPPED
 
 Ways to be wrong, each a BadBody of one sentence: no JSON, no object, nested too deeply, a model
 that is no text. All other faults are the engine's to report. Names of fields are compared after
 JSON's escapes, and of a repeated field the last one counts, as in engines; `edited` leaves one.
 
-Covers: JSON. Does not cover: tokens (`rendering`), rules about fields (`proxy`).
+Covers: JSON, forms. Does not cover: tokens (`rendering`), rules about fields (`intake`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import msgspec
 
 from kvstore.errors import KVStoreError
+
+NAME_BYTES_MAX: Final = 1024
 
 STRIPPED: Final = frozenset(
     {
@@ -41,10 +45,21 @@ class Peek(msgspec.Struct):
 
     model: str = ""
     stream: msgspec.Raw = _EMPTY
+    tools: msgspec.Raw = _EMPTY
+    system: msgspec.Raw = _EMPTY
+    instructions: msgspec.Raw = _EMPTY
     prompt: msgspec.Raw = _EMPTY
     messages: msgspec.Raw = _EMPTY
     input: msgspec.Raw = _EMPTY
-    tools: msgspec.Raw = _EMPTY
+    query: msgspec.Raw = _EMPTY
+    queries: msgspec.Raw = _EMPTY
+    text_1: msgspec.Raw = _EMPTY
+    documents: msgspec.Raw = _EMPTY
+    items: msgspec.Raw = _EMPTY
+    text_2: msgspec.Raw = _EMPTY
+    previous_response_id: msgspec.Raw = _EMPTY
+    request_id: msgspec.Raw = _EMPTY
+    priority: msgspec.Raw = _EMPTY
     max_tokens: msgspec.Raw = _EMPTY
     max_completion_tokens: msgspec.Raw = _EMPTY
     max_output_tokens: msgspec.Raw = _EMPTY
@@ -70,13 +85,35 @@ class Peek(msgspec.Struct):
 
     @property
     def content(self) -> bytes:
-        """JSON of the prompt, whatever its field. Equal prefixes of prompts are equal bytes."""
-        return b"".join(map(bytes, (self.tools, self.prompt, self.messages, self.input)))
+        """JSON of the prompt, whatever its fields. Equal prefixes of prompts are equal bytes."""
+        return b"".join(map(bytes, (getattr(self, name) for name in _CONTENT)))
+
+    @property
+    def prompts(self) -> list[msgspec.Raw]:
+        """JSON of each prompt of a list of several; empty: there is one."""
+        prompt = bytes(self.prompt)[:64].lstrip()
+        if prompt[:1] != b"[" or prompt[1:].lstrip()[:1] not in (b'"', b"["):
+            return []
+        try:
+            found = _list.decode(self.prompt)
+        except msgspec.MsgspecError:
+            return []
+        return found if len(found) > 1 else []
 
     @property
     def output_tokens(self) -> int | None:
         """Tokens to make at most; None: the request has no limit."""
         return _number(self.max_completion_tokens or self.max_tokens or self.max_output_tokens)
+
+    @property
+    def urgency(self) -> int | None:
+        """Priority among requests that wait, lower first; None: it gives none."""
+        return _number(self.priority)
+
+    @property
+    def previous_response(self) -> str:
+        """Id of the stored response that it goes on from; empty: none."""
+        return _text(self.previous_response_id)
 
     @property
     def session(self) -> str:
@@ -114,9 +151,15 @@ class Peek(msgspec.Struct):
             return None
 
 
+_CONTENT: Final = (
+    *("tools", "system", "instructions", "prompt", "messages", "input", "query", "queries"),
+    *("text_1", "documents", "items", "text_2"),
+)
+"""Fields that a prompt is made of, those first that requests share."""
 _peek: Final = msgspec.json.Decoder(Peek)
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any: Final = msgspec.json.Decoder()
+_list: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _ids: Final = msgspec.json.Decoder(list[int])
 
 
@@ -128,6 +171,33 @@ def peek(body: bytes) -> Peek:
         raise BadBody(f"the body is not valid: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadBody(f"the body is not JSON: {error}") from None
+
+
+_BOUNDARY: Final = re.compile(r'boundary="?([^";,\s]{1,70})"?', re.IGNORECASE)
+_FIELD: Final = re.compile(rb'\bname="?([^";\r\n]*)"?', re.IGNORECASE)
+
+
+def peek_form(body: bytes, content_type: str) -> Peek:
+    """Of a form, which is sent on as it came: nothing in it can be dropped or set.
+
+    Raises:
+        BadBody: it is no form, or has a field by which it would steer its engine.
+    """
+    boundary = _BOUNDARY.search(content_type)
+    if boundary is None:
+        raise BadBody("the form has no boundary in its Content-Type")
+    read, parts = Peek(), body.split(b"--" + boundary[1].encode())
+    for part in parts[1:-1]:
+        head, _, value = part.partition(b"\r\n\r\n")
+        names = set(_FIELD.findall(head))
+        for steering in STRIPPED:
+            if steering.encode() in (value if b"vllm_xargs" in names else head.lower()):
+                raise BadBody(f"the form has a field that no client may set: {steering}")
+        if b"model" in names:
+            read.model = value[:NAME_BYTES_MAX].decode("utf-8", "replace").strip()
+        elif b"stream" in names:
+            read.stream = msgspec.Raw(value[:8].strip().lower())
+    return read
 
 
 def fields_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:

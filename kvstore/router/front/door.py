@@ -2,6 +2,7 @@
 
     accept ─▶ room? else the oldest connection without a request gives way ─▶ head (bounded)
            ─▶ framing that one parser alone would accept: 400 ─▶ body (bounded, in time) ─▶ proxy
+    no room, or no descriptor ─▶ the next connection waits in the kernel until there is
 
 A connection without a request costs a descriptor for IDLE_S at most. Bodies of all requests
 together have a budget: once it is used up, bodies that are stalled give way. Heads are parsed by
@@ -14,35 +15,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
+import socket
 import ssl
 import tempfile
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
 from kvstore.client.tls import Tls
 from kvstore.router.front import heads
+from kvstore.router.front.answers import error_response
 
-HEAD_LINE_BYTES_MAX: Final = 8 << 10
+HEAD_BYTES_MAX: Final = 32 << 10
 HEADERS_MAX: Final = 100
 IDLE_S: Final = 75.0
-BODY_TIMEOUT_S: Final = 60.0
-BODIES_SHARE: Final = 32
+BODY_STALL_S: Final = 60.0
+"""Longest time for the next STEP_BYTES of a body."""
+DESCRIPTORS_SHARE: Final = 4
+"""One part in so many of the process's descriptors is for clients; requests have one at an engine,
+too, or two."""
+ACCEPTS_MAX: Final = 64
+"""In one turn of the loop."""
+PAUSE_S: Final = 0.05
+LOG_EVERY_S: Final = 60.0
+BODIES_SHARE: Final = 8
 """Bodies of the largest size that fit at a time."""
 STALLED_S: Final = 2.0
 """A body that took longer for its last STEP_BYTES gives way where the memory is used up."""
 STEP_BYTES: Final = 16 << 10
 _BACKLOG: Final = 1024
 _CONTINUE: Final = "100-continue"
-_NO_MEMORY: Final = "the bodies under way use up their memory"
+NO_MEMORY: Final = "the bodies under way use up their memory"
 
 Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+_log = logging.getLogger(__name__)
 _http_log = logging.getLogger(__name__ + ".http")
 
 
@@ -63,35 +75,88 @@ class BodyRefused(Exception):
         self.status = status
 
 
+class _Connection(RequestHandler):
+    """One client. Errors of the parser are answered in OpenAI's form, too."""
+
+    __slots__ = ("_head_bytes",)
+
+    def data_received(self, data: bytes) -> None:
+        count = self._request_count
+        super().data_received(data)
+        is_in_head = self._current_request is None and not self._messages
+        if self._request_count != count or not is_in_head:
+            self._head_bytes = 0
+            return
+        self._head_bytes = getattr(self, "_head_bytes", 0) + len(data)
+        if self._head_bytes > HEAD_BYTES_MAX and self.transport is not None:
+            self.transport.abort()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        self.log_exception("Error handling request", exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of the answer is sent already")
+        text = "the router failed at this request" if status >= 500 else "the head is badly framed"
+        if isinstance(exc, LineTooLong):
+            text = f"a line of the head is longer than {HEAD_BYTES_MAX} bytes"
+        answer = error_response(status, text, "bad_request" if status < 500 else "server_error")
+        answer.force_close()
+        return answer
+
+
+def connections_max(wanted: int) -> int:
+    """Connections of clients that the process's descriptors allow, at most `wanted`."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, descriptors // DESCRIPTORS_SHARE))
+
+
 class FrontDoor(web.Server):
-    """Accepts connections for `answer`. Use `open_door`."""
+    """Serves connections with `answer`. Use `open_door`."""
 
     def __init__(self, answer: Answer, *, connections_max: int) -> None:
         super().__init__(
             self._one,
             handler_cancellation=True,
             keepalive_timeout=IDLE_S,
-            max_line_size=HEAD_LINE_BYTES_MAX,
-            max_field_size=HEAD_LINE_BYTES_MAX,
+            max_line_size=HEAD_BYTES_MAX,
+            max_field_size=HEAD_BYTES_MAX,
             max_headers=HEADERS_MAX,
             access_log=None,
             auto_decompress=False,
             lingering_time=1.0,
             logger=_http_log,
         )
-        self._answer, self._connections_max = answer, connections_max
+        self._answer, self.connections_max = answer, connections_max
         self._idle: dict[RequestHandler, asyncio.Transport] = {}
         """Connections without a request, longest silent first."""
         self.connection_count = 0
         self.refused_count = 0
+        """Connections that gave way."""
+        self.trouble = ""
+        """Why no connection is accepted now; empty: they are."""
+
+    def __call__(self) -> RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+    def has_room(self, coming: int) -> bool:
+        """Whether one more connection is served, be it in the place of one without a request.
+        Args: `coming`: connections that are accepted and not counted yet."""
+        return self.connection_count + coming < self.connections_max + len(self._idle)
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         self.connection_count += 1
-        self._idle[handler] = transport
-        if self.connection_count > self._connections_max:
+        if self.connection_count > self.connections_max and self._idle:
             self.refused_count += 1
             self._idle.pop(next(iter(self._idle))).abort()
+        self._idle[handler] = transport
 
     def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
@@ -125,8 +190,8 @@ class _Coming:
 class Bodies:
     """Reads bodies, within a budget for all of them."""
 
-    def __init__(self, *, bytes_max: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.bytes_max, self._clock = bytes_max, clock
+    def __init__(self, *, bytes_max: int) -> None:
+        self.bytes_max, self._clock = bytes_max, asyncio.get_running_loop().time
         self._left = bytes_max * BODIES_SHARE
         self._coming: dict[_Coming, None] = {}
         """Longest without a step first."""
@@ -146,15 +211,15 @@ class Bodies:
             body = content.read_nowait()
             if len(body) > self.bytes_max:
                 raise BodyRefused(413, f"the body is larger than {self.bytes_max} bytes")
-            if not self._takes(len(body)):
+            if not self.take(len(body)):
                 self.release(len(body))
-                raise BodyRefused(503, _NO_MEMORY)
+                raise BodyRefused(503, NO_MEMORY)
             return body
         is_modern, transport = request.version >= HttpVersion11, request.transport
         if heads.EXPECT in request.headers and is_modern and transport is not None:
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         pieces: list[bytes] = []
-        coming = _Coming(asyncio.timeout(BODY_TIMEOUT_S), self._clock())
+        coming = _Coming(asyncio.timeout(BODY_STALL_S), self._clock())
         self._coming[coming] = None
         try:
             async with coming.limit:
@@ -165,7 +230,7 @@ class Bodies:
                     raise TimeoutError
         except TimeoutError:
             self.release(coming.size)
-            late = f"did not arrive within {BODY_TIMEOUT_S:g} s"
+            late = f"did not go on for {BODY_STALL_S:g} s"
             why = "came too slowly: others need its memory" if coming.gives_way else late
             raise BodyRefused(408, f"the body {why}") from None
         except BaseException:
@@ -181,14 +246,16 @@ class Bodies:
         coming.size += size
         if coming.size - coming.step_size >= STEP_BYTES:
             coming.step_size, coming.step_s = coming.size, self._clock()
-            if not coming.gives_way:
+            if not (coming.gives_way or coming.limit.expired()):
+                coming.limit.reschedule(coming.step_s + BODY_STALL_S)
                 del self._coming[coming]
                 self._coming[coming] = None
-        if not self._takes(size):
-            raise BodyRefused(503, _NO_MEMORY)
+        if not self.take(size):
+            raise BodyRefused(503, NO_MEMORY)
 
-    def _takes(self, size: int) -> bool:
-        """Whether there is room, for which bodies that are stalled give way."""
+    def take(self, size: int) -> bool:
+        """Count bytes of a body. Whether there is room, for which bodies that are stalled give
+        way; without, too, they are counted until `release`."""
         self._left -= size
         while self._left < 0 and self._coming:
             slowest = next(iter(self._coming))
@@ -239,11 +306,74 @@ def _load(context: ssl.SSLContext, tls: Tls) -> None:
         context.load_cert_chain(pair)
 
 
-async def open_door(
+class OpenDoor:
+    """A listening socket: connections are accepted while the door has room."""
+
+    def __init__(
+        self, door: FrontDoor, sock: socket.socket, context: ssl.SSLContext | None
+    ) -> None:
+        self._door, self._sock, self._context = door, sock, context
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._resuming: asyncio.TimerHandle | None = None
+        self._silent_until_s = 0.0
+        self.port: int = sock.getsockname()[1]
+        self._loop.add_reader(sock, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_MAX):
+            if not self._door.has_room(len(self._tasks)):
+                self._pause("every connection of clients is in use (--connections)")
+                return
+            try:
+                accepted, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._pause(f"no connection can be accepted: {(error.strerror or '').lower()}")
+                return
+            accepted.setblocking(False)
+            task = self._loop.create_task(self._serve(accepted))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, accepted: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._door, accepted, ssl=self._context)
+        except OSError:  # the client left, or speaks no TLS
+            accepted.close()
+
+    def _pause(self, why: str) -> None:
+        """Those who come meanwhile wait in the kernel."""
+        now_s = self._loop.time()
+        if now_s >= self._silent_until_s:
+            self._silent_until_s = now_s + LOG_EVERY_S
+            _log.warning("connections wait: %s", why)
+        self._door.trouble = why
+        self._loop.remove_reader(self._sock)
+        self._resuming = self._loop.call_later(PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        self._resuming = None
+        if self._door.has_room(0):
+            self._door.trouble = ""
+        self._loop.add_reader(self._sock, self._accept)
+        self._accept()
+
+    def close(self) -> None:
+        """Accept nobody else."""
+        if self._resuming is not None:
+            self._resuming.cancel()
+        else:
+            self._loop.remove_reader(self._sock)
+        self._sock.close()
+
+
+def open_door(
     door: FrontDoor, host: str, port: int, *, context: ssl.SSLContext | None, is_shared: bool
-) -> asyncio.Server:
+) -> OpenDoor:
     """Listen. `is_shared`: other processes of this router have the same port. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    return await loop.create_server(
-        door, host, port, ssl=context, backlog=_BACKLOG, reuse_port=is_shared or None
-    )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=is_shared)
+    sock.setblocking(False)
+    return OpenDoor(door, sock, context)

@@ -14,13 +14,15 @@ import functools
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Final
 
+from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy, istr
 
+from kvstore.router.engines.connections import ROUTERS, whole_head
 from kvstore.routing.events import HintAnswer
 
 HOP_BY_HOP: Final = frozenset(
@@ -36,21 +38,23 @@ _STEERING: Final = (
     *("epp-", "x-session-token", "x-dynamo-"),
 )
 """Beginnings of names by which engines, side-cars and gateways are steered."""
+_OWN: Final = ("x-kvstore-", "access-control-")
+"""Beginnings of names that only the router sets for clients."""
 _REQUEST_ID: Final = re.compile(r"(?!.*___)[A-Za-z0-9._:-]{1,128}", re.ASCII)
 """Some engines read addresses between runs of underscores out of an id."""
 GIVEN_ID_CHARACTERS_MAX: Final = 96
 NO_ID: Final = "req"
 SERVER: Final = istr("Server")
+API_KEY: Final = istr("X-Api-Key")
 AUTHORIZATION: Final = istr("Authorization")
 CONNECTION: Final = istr("Connection")
 CONTENT_ENCODING: Final = istr("Content-Encoding")
 CONTENT_LENGTH: Final = istr("Content-Length")
 EXPECT: Final = istr("Expect")
 TRANSFER_ENCODING: Final = istr("Transfer-Encoding")
+ORIGIN: Final = istr("Origin")
 REQUEST_ID: Final = istr("X-Request-Id")
 WORKER: Final = istr("X-Kvstore-Worker")
-ROUTERS: Final = istr("X-Kvstore-Routers")
-"""Names of the routers on the way of a request, its sender's last."""
 ROUTERS_MAX: Final = 4
 
 
@@ -64,7 +68,7 @@ def onward(
         named = {name.strip().lower() for name in values.split(",")}
         kept = [pair for pair in kept if pair[0].lower() not in named]
     if authorization is not None:
-        kept = [pair for pair in kept if pair[0].lower() != "authorization"]
+        kept = [pair for pair in kept if pair[0].lower() not in ("authorization", "x-api-key")]
     if authorization:
         kept.append((AUTHORIZATION, authorization))
     kept += [(REQUEST_ID, request_id), (ROUTERS, way)]
@@ -93,13 +97,6 @@ def readable(headers: Iterable[tuple[bytes, bytes]]) -> CIMultiDict[str]:
     )
 
 
-def request_head(method: str, target: str, host: str, headers: list[tuple[str, str]]) -> bytes:
-    """The head for an engine, but for the length of the body and the empty line."""
-    lines = [f"{name}: {value}\r\n" for name, value in headers]
-    head = f"{method} {target} HTTP/1.1\r\nHost: {host}\r\n{''.join(lines)}"
-    return _whole(head.encode("utf-8", "surrogateescape"), len(lines) + 2)
-
-
 def answer_head(status: int, headers: list[tuple[bytes, bytes]], more: Mapping[str, str]) -> bytes:
     """The head for a client, whole. `more`: beside the engine's headers, or in their place."""
     replaced, has_date = _lows(tuple(more)), False
@@ -113,13 +110,7 @@ def answer_head(status: int, headers: list[tuple[bytes, bytes]], more: Mapping[s
         lines.append(_date_line(int(time.time())))
     for key, text in more.items():
         lines.append(f"{key}: {text}\r\n".encode("utf-8", "surrogateescape"))
-    return _whole(b"".join(lines), len(lines)) + b"\r\n"
-
-
-def _whole(head: bytes, line_count: int) -> bytes:
-    if head.count(b"\n") != line_count or head.count(b"\r") != line_count:
-        raise ValueError("a header with a line break")  # no parser lets one through
-    return head
+    return whole_head(b"".join(lines), len(lines))
 
 
 @functools.lru_cache(maxsize=512)
@@ -156,7 +147,7 @@ def _goes_on(name: str) -> bool:
 @functools.lru_cache(maxsize=512)
 def _comes_back(name: bytes) -> bool:
     low = name.decode("latin-1").lower()
-    return not (low in HOP_BY_HOP or low == "server" or low.startswith("x-kvstore-"))
+    return not (low in HOP_BY_HOP or low == "server" or low.startswith(_OWN))
 
 
 def hints(answer: HintAnswer | None) -> dict[str, str]:
@@ -187,7 +178,44 @@ def way(headers: CIMultiDictProxy[str], name: str) -> str | None:
     return None if name in passed or len(passed) >= ROUTERS_MAX else ",".join([*passed, name])
 
 
+class Origins:
+    """Web pages whose scripts may read answers (CORS), as vLLM's `--allowed-origins`.
+
+    Keys are sent in headers, never in cookies, so that pages of any origin have only keys that
+    somebody gave them.
+    """
+
+    def __init__(self, origins: Collection[str]) -> None:
+        """`origins`: `*` for all; empty: none."""
+        self._origins = frozenset(origins)
+
+    def allowed(self, headers: CIMultiDictProxy[str]) -> dict[str, str]:
+        """Headers of an answer that let the page read it; none: it is no page, or not allowed."""
+        origin = headers.get(ORIGIN)
+        if origin is None or not {origin, "*"} & self._origins:
+            return {}
+        return {
+            "Access-Control-Allow-Origin": "*" if "*" in self._origins else origin,
+            "Access-Control-Expose-Headers": "*",
+            "Vary": "Origin",
+        }
+
+    def preflight(self, headers: CIMultiDictProxy[str]) -> web.Response | None:
+        """The answer to a browser that asks before its request; None: it does not ask."""
+        wanted = headers.get("Access-Control-Request-Method")
+        if wanted is None or ORIGIN not in headers:
+            return None
+        if not (more := self.allowed(headers)):
+            return web.Response(status=403, text="pages of this origin are not allowed")
+        more |= {
+            "Access-Control-Allow-Methods": "GET, POST, DELETE",
+            "Access-Control-Allow-Headers": headers.get("Access-Control-Request-Headers", "*"),
+            "Access-Control-Max-Age": "600",
+        }
+        return web.Response(status=204, headers=more)
+
+
 def bearer(headers: CIMultiDictProxy[str]) -> str:
-    """The API key of a request; empty: none."""
+    """The API key of a request, as clients of OpenAI or of Anthropic send it; empty: none."""
     kind, _, key = headers.get(AUTHORIZATION, "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else ""
+    return key.strip() if kind.lower() == "bearer" else headers.get(API_KEY, "")

@@ -8,31 +8,44 @@ Covers: rules about fields and headers of requests. Does not cover: bytes of HTT
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from multidict import CIMultiDictProxy, istr
 
 from kvstore.errors import KVStoreError
+from kvstore.router.engines.workers import Workers
 from kvstore.router.front import heads
-from kvstore.router.front.bodies import STRIPPED, TENANTS_STRIPPED, Peek, edited, peek
+from kvstore.router.front.bodies import (
+    STRIPPED,
+    TENANTS_STRIPPED,
+    Peek,
+    edited,
+    peek,
+    peek_form,
+)
+from kvstore.router.front.paths import FORM
 from kvstore.router.front.prefill import can_split
+from kvstore.router.front.responses import worker_of
 from kvstore.router.front.tenants import Tenants, salt
 from kvstore.router.keys.prefixes import Prefix, Prefixes
 from kvstore.routing.events import Arrived
 from kvstore.routing.values import RouteRequest
 
-OUTPUT_TOKENS: Final = 256
-"""Estimated for requests without a limit."""
 OUTPUT_TOKENS_MAX: Final = 1 << 24
-"""More is estimated as so many: engines have the last word about the limit itself."""
+"""More counts as so many: engines have the last word about the limit itself."""
+PRIORITY_MAX: Final = 1 << 31
 SESSION_CHARACTERS_MAX: Final = 256
 SESSION_HEADER: Final = istr("X-Session-Id")
+CONTENT_TYPE: Final = istr("Content-Type")
 PIN_HEADER: Final = istr("X-Kvstore-Pin-Ttl-S")
 END_HEADER: Final = istr("X-Kvstore-Session-End")
+PRIORITY_HEADER: Final = istr("X-Kvstore-Priority")
 CLASS_HEADERS: Final = (istr("X-Kvstore-Class"), istr("X-Llm-D-Inference-Objective"))
 RACED_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Answers of `/v1/responses` are stored by engines, which may also call tools for them."""
+_PRIORITY: Final = re.compile(r"-?[0-9]{1,10}")
 _NOTHING: Final = frozenset({b"", b"null", b"false"})
 _ONE: Final = frozenset({b"", b"null", b"1"})
 
@@ -45,17 +58,22 @@ class RequestJob(NamedTuple):
     """A request for the core, and what its engine gets."""
 
     asked: Arrived
+    path: str
     body: bytes
     read: Peek
     prefix: Prefix
+    is_form: bool = False
 
     @property
     def request_id(self) -> str:
         return self.asked.request.request_id
 
-    def body_for(self, model: str) -> bytes:
-        """The body, with the name by which the chosen engine serves the model."""
-        return self.body if model == self.read.model else edited(self.body, put={"model": model})
+    def body_for(self, model: str, put: Mapping[str, Any] | None = None) -> bytes:
+        """The body, with the name by which the chosen engine serves the model, and other fields."""
+        fields = dict(put or {})
+        if model != self.read.model:
+            fields["model"] = model
+        return edited(self.body, put=fields) if fields and not self.is_form else self.body
 
 
 def can_race(path: str, read: Peek) -> bool:
@@ -74,10 +92,15 @@ class RequestIntake:
     """See the module."""
 
     def __init__(
-        self, prefixes: Prefixes, tenants: Tenants | None, sole: Callable[[], str]
+        self,
+        prefixes: Prefixes,
+        tenants: Tenants | None,
+        workers: Workers,
+        sole: Callable[[], str],
     ) -> None:
         """`sole`: model of a body that names none; empty: there are several, or none is known."""
-        self._prefixes, self._tenants, self._sole = prefixes, tenants, sole
+        self.prefixes, self._tenants, self._sole = prefixes, tenants, sole
+        self._workers = workers
 
     @property
     def has_tenants(self) -> bool:
@@ -105,7 +128,9 @@ class RequestIntake:
     ) -> RequestJob:
         """`drives_legs`: its sender can drive a remote prefill, and a race. `request_id`: as of
         `new_id`; empty: it has none yet. Raises BadBody."""
-        read = peek(body)
+        content_type = headers.get(CONTENT_TYPE, "")
+        is_form = content_type.lower().startswith(FORM)
+        read = peek_form(body, content_type) if is_form else peek(body)
         read.model = read.model or self._sole()
         salted, put = read.salt, dict[str, Any]()
         if tenant:
@@ -113,32 +138,46 @@ class RequestIntake:
         drop = TENANTS_STRIPPED if tenant else STRIPPED
         if (kept := read.vllm_xargs_without(drop)) is not None:
             put["vllm_xargs"] = kept
-        if put or read.is_stripped:
+        if (put or read.is_stripped) and not is_form:
             body = edited(body, drop=drop, put=put)
-        prefix = await self._prefixes.of(path, body, read, salted)
+        prefix = await self.prefixes.of(path, body, read, salted)
+        before = read.previous_response
+        keeper = worker_of(before, self._workers) if before else None
         request = RouteRequest(
             request_id=request_id or heads.new_id(headers),
             model=read.model,
             prompt_tokens=prefix.prompt_tokens,
             keys=prefix.keys,
             block_tokens=prefix.block_tokens,
+            parts=prefix.parts,
             output_tokens_max=output_tokens(read.output_tokens),
+            is_streamed=read.is_streamed,
+            has_media=bool(prefix.media),
+            priority=_priority(headers, read),
             tenant=tenant,
             service=next((headers[name] for name in CLASS_HEADERS if name in headers), ""),
             session=session_of(headers.get(SESSION_HEADER, "") or read.session),
-            subset=subset,
+            subset=subset if keeper is None else (keeper.name,),
+            is_bound_to_one=bool(before),
             load_only=prefix.load_only,
             pin_s=_pin_s(headers.get(PIN_HEADER)),
             ends_session=headers.get(END_HEADER, "").lower() in ("1", "true"),
             has_side_effects=not (drives_legs and can_race(path, read)),
             must_be_local=not (drives_legs and can_split(path, read)),
         )
-        return RequestJob(Arrived(request, prefix.answer), body, read, prefix)
+        return RequestJob(Arrived(request, prefix.answer), path, body, read, prefix, is_form)
 
 
-def output_tokens(given: int | None) -> int:
-    """Tokens that an answer is estimated to have, by the client's limit, whatever its size."""
-    return min(max(1, given), OUTPUT_TOKENS_MAX) if given else OUTPUT_TOKENS
+def output_tokens(given: int | None) -> int | None:
+    """The client's limit of an answer, whatever its size; None: it gave none."""
+    return min(max(1, given), OUTPUT_TOKENS_MAX) if given else None
+
+
+def _priority(headers: CIMultiDictProxy[str], read: Peek) -> int:
+    """By the header, else by the body; lower is first, as in vLLM."""
+    text = headers.get(PRIORITY_HEADER, "")
+    given = int(text) if _PRIORITY.fullmatch(text) else read.urgency
+    return min(max(-PRIORITY_MAX, given or 0), PRIORITY_MAX)
 
 
 def session_of(given: str) -> str:

@@ -6,15 +6,16 @@
                                                        ├▶ prefill ───────┘
                                                        └▶ late: Raced, a second attempt (`race`)
 
-A remote prefill is a second leg, at once with the attempt where the nodes of both engines are
-known, else before it. When it fails before the client has got a byte, the attempt is void and the
-core chooses again: another prefiller, or none. When its engine refuses the request, the attempt
-begins anew, alone. A client that leaves takes both legs along.
+A remote prefill is a second leg, at once with the attempt where the prefiller's node is known, else
+before it; one that is late in turn lets the attempt begin without it, and the first of the two
+wins. When it fails before the client has got a byte, the attempt is void and the core chooses
+again: another prefiller, or none. When its engine refuses the request, the attempt begins anew,
+alone. A client that leaves takes both legs along.
 
-Rules: each request that the core routed gets exactly one `RequestEnded`, also when its client
-leaves; an answer that has begun is never retried, and when it breaks the client's connection is
-cut, so that no client takes half an answer for a whole one; the body's bytes go on as they came,
-but for fields that no client may set.
+Rules: each request that the core routed gets exactly one end (`life`), also when its client leaves;
+an answer that has begun is never retried, and when it breaks the client's connection is cut, so
+that no client takes half an answer for a whole one; the body's bytes go on as they came, but for
+fields that no client may set.
 
 Covers: HTTP paths, attempts. Does not cover: decisions (`kvstore.routing`), bytes of an attempt
 (`attempt`), limits of connections and bodies (`door`).
@@ -23,22 +24,21 @@ Covers: HTTP paths, attempts. Does not cover: decisions (`kvstore.routing`), byt
 from __future__ import annotations
 
 import asyncio
+import time
 from asyncio import FIRST_COMPLETED
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Final
 
-import aiohttp
 from aiohttp import web
 
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.connections import EngineHttp
 from kvstore.router.engines.workers import Worker, Workers
-from kvstore.router.front import heads
-from kvstore.router.front.answers import error_response, json_response, rejection
+from kvstore.router.front import heads, responses
+from kvstore.router.front.answers import error_response, rejection
 from kvstore.router.front.attempt import (
-    SILENCE_S,
     Attempt,
     ClientStalled,
     LegFailure,
@@ -49,6 +49,8 @@ from kvstore.router.front.attempt import (
 from kvstore.router.front.bodies import BadBody
 from kvstore.router.front.door import Bodies, BodyRefused
 from kvstore.router.front.intake import RequestIntake, RequestJob, Unauthorized
+from kvstore.router.front.models import MODELS, models_answer
+from kvstore.router.front.paths import RESPONSES, STORED, takes_prompts
 from kvstore.router.front.prefill import (
     PrefillRefused,
     ahead,
@@ -57,29 +59,24 @@ from kvstore.router.front.prefill import (
     prefilled,
 )
 from kvstore.router.front.race import Race, beside, refuse_if
-from kvstore.router.keys.prefixes import predicted_tokens
+from kvstore.router.life import RoutedLife
 from kvstore.routing.events import (
     Ending,
     Failure,
-    FirstToken,
     Leg,
     LegFailed,
     PrefillDone,
     RaceOver,
-    RequestEnded,
     Routed,
 )
-from kvstore.routing.models import ModelMap
 from kvstore.routing.values import PrefixAnswer, RouteRequest
 
-GENERATES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 ALIVE: Final = "/livez"
 PROBED: Final = frozenset({ALIVE, "/health"})
 USELESS: Final = (
     "prefills without kv_transfer_params in their answers: its connector is missing, off or without"
     " its node"
 )
-PASSED: Final = GENERATES | {"/v1/embeddings", "/v1/score", "/v1/rerank"}
 
 
 class Proxy:
@@ -89,27 +86,28 @@ class Proxy:
         self,
         dispatcher: Dispatcher,
         workers: Workers,
-        session: aiohttp.ClientSession,
         engines: EngineHttp,
         *,
         bodies: Bodies,
         intake: RequestIntake,
         worker_key: str = "",
+        origins: heads.Origins,
         explain: Callable[[RouteRequest, PrefixAnswer | None], bytes],
-        observed: Callable[[Worker, str, int, int, int], None],
+        observed: Callable[[Worker, RequestJob, int, int | None], None],
+        failed: Callable[[Worker, LegFailure], None],
     ) -> None:
         """
         Args:
-            session: for remote prefills; `engines`: for answers to clients.
             explain: makes the receipt of a dry run, as JSON.
-            observed: takes an answered prompt's model and tokens: all, predicted cached, cached.
+            observed: takes an answered request's prompt tokens, all and cached, by its engine.
+            failed: takes what failed at a worker.
         """
-        self._dispatcher, self._workers = dispatcher, workers
-        self._session, self._engines = session, engines
-        self._bodies, self._intake = bodies, intake
+        self._dispatcher, self._workers, self._engines = dispatcher, workers, engines
+        self._bodies, self._intake, self._origins = bodies, intake, origins
         self._worker_key, self._explain = worker_key, explain
-        self._observed = observed
-        self.name = session.headers.get(heads.ROUTERS, "")
+        self._observed, self._failed = observed, failed
+        self._begun_s = int(time.time())
+        self.name = engines.name
         self.counts = Counter[str]()
         """Requests by outcome."""
         self.splits = Counter[str]()
@@ -126,9 +124,12 @@ class Proxy:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request, whatever it is."""
         request_id = heads.new_id(request.headers)
+        allowed = self._origins.allowed(request.headers)
+        if request.method == "OPTIONS" and (preflight := self._origins.preflight(request.headers)):
+            return preflight
         answer = await self._answer(request, request_id)
         if isinstance(answer, web.Response):  # the others are sent, with it
-            answer.headers[heads.REQUEST_ID] = request_id
+            answer.headers.update({**allowed, heads.REQUEST_ID: request_id})
         return answer
 
     async def _answer(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
@@ -146,17 +147,21 @@ class Proxy:
         except Unauthorized as error:
             self.counts["unauthorized"] += 1
             return error_response(401, str(error), "invalid_api_key")
-        if path == "/v1/models" and request.method == "GET":
-            return self._models()
+        if path.startswith(MODELS) and request.method == "GET":
+            policy = self._dispatcher.core.policy
+            return models_answer(path, policy, self._workers, self._begun_s)
+        stored = STORED.fullmatch(path)
         is_dry = path.startswith("/kvstore/explain/")
         if is_dry:
             path = path.removeprefix("/kvstore/explain")
-        if path not in PASSED or (is_dry and not _is_here(request)):
+        if not (takes_prompts(path) or stored) or (is_dry and not _is_here(request)):
             return error_response(404, f"there is no {path} here", "not_found")
-        if request.method != "POST":
+        if request.method != "POST" and not stored:
             return error_response(405, f"{path} takes POST", "method_not_allowed")
         self.in_flight += 1
         try:
+            if stored:
+                return await self._at_keeper(request, stored[1], request_id)
             return await self._with_body(request, path, tenant, request_id, is_dry=is_dry)
         finally:
             self.in_flight -= 1
@@ -170,7 +175,7 @@ class Proxy:
         return not self.is_draining and (holds or self._workers.take_requests)
 
     async def idle(self) -> None:
-        """From now on `/health` says 503; ends when no request is under way."""
+        """Ends when no request is under way; `/health` says 503 since `is_draining`."""
         self.is_draining = True
         if self.in_flight:
             await self._is_idle.wait()
@@ -207,159 +212,169 @@ class Proxy:
         finally:
             self._bodies.release(size)
 
+    async def _at_keeper(
+        self, request: web.BaseRequest, response_id: str, request_id: str
+    ) -> web.StreamResponse:
+        """A request about a stored response: by the worker of its id, else by all, one by one."""
+        keeper = responses.worker_of(response_id, self._workers)
+        workers = [keeper] if keeper is not None else [w for w in self._workers if w.is_answering]
+        answer = error_response(404, f"there is no response {response_id}", "not_found")
+        body = await request.read()
+        for worker in workers:
+            attempt = Attempt(self._engines, worker, request)
+            more: dict[str, str] = {heads.REQUEST_ID: request_id, heads.WORKER: worker.name}
+            more |= self._origins.allowed(request.headers)
+            try:
+                onward = self._onward(request, request_id)
+                return await attempt.run(
+                    onward,
+                    body,
+                    on_first=lambda: None,
+                    more=more,
+                    has_client_key=self._authorization is None,
+                )
+            except LegFailure as error:
+                gone = error_response(502, f"its worker failed: {error}", "server_error")
+                answer = error.answer or gone
+        return answer
+
     # ── attempts ─────────────────────────────────────────────────────────────────────────────────
 
     async def _serve(self, client: web.BaseRequest, job: RequestJob) -> web.StreamResponse:
-        routed = await self._dispatcher.arrive(job.asked)
+        life = RoutedLife(self._dispatcher, self._workers)
+        routed = await life.enter(job.asked)
         refusal: web.Response | None = None
-        name, suspects = "", list[LegFailure]()
+        name = ""
         while isinstance(routed, Routed):
             self.splits[routed.draft.plain.split_reason] += 1
             try:
-                return await self._attempt(client, job, routed, suspects)
+                return await self._attempt(client, job, routed, life)
             except LegFailure as error:
                 refusal = error.answer
                 name = routed.worker if error.leg is Leg.PREFILL else error.worker or routed.worker
                 self.retried_count += not error.has_streamed
-                failed = LegFailed(job.request_id, error.leg, error.failure, error.has_streamed)
-                routed = await self._dispatcher.leg_failed(failed)
+                routed = await life.failed(
+                    LegFailed(
+                        job.request_id,
+                        error.leg,
+                        error.failure,
+                        error.has_streamed,
+                        str(error),
+                        error.lack,
+                    )
+                )
                 if error.has_streamed:
                     self.counts["broken"] += 1
                     raise ConnectionResetError("the engine's answer broke off") from None
-        if len(suspects) == 1 and suspects[0].failure is not Failure.REFUSED:
-            self._blame(suspects)
         self.counts[routed.reason] += 1
         answer = refusal if refusal is not None else rejection(routed)
         if name:
             answer.headers[heads.WORKER] = name
         return answer
 
-    def _blame(self, suspects: Sequence[LegFailure]) -> None:
-        """Engines that failed at a request. Where no engine served it and several failed alike,
-        none is blamed: the request may be the cause."""
-        for error in suspects:
-            worker = self._workers.get(error.worker)
-            if worker is not None:
-                self._workers.failed(worker, str(error))
-
     async def _attempt(
-        self,
-        client: web.BaseRequest,
-        job: RequestJob,
-        routed: Routed,
-        suspects: list[LegFailure],
+        self, client: web.BaseRequest, job: RequestJob, routed: Routed, life: RoutedLife
     ) -> web.StreamResponse:
         """Raises LegFailure; in all other cases the request has ended for the core."""
         worker = self._workers.get(routed.worker)
         if worker is None:  # it left in the same turn of the loop
             raise LegFailure(Failure.CONNECT, "the worker has left")
-        can_wait = routed.is_last or not job.read.is_streamed
-        deadline_s = SILENCE_S if can_wait else routed.deadline_s
-        attempt = Attempt(self._engines, worker, client, deadline_s)
-        race = Race(attempt, partial(self._race_over, job, suspects))
+        race = Race(Attempt(self._engines, worker, client), partial(self._race_over, job))
         ending = Ending.ABORTED
         try:
-            answer = await self._legs(race, job, routed)
-        except LegFailure as error:
-            ending = Ending.FAILED
-            _suspect(error, suspects)
-            raise
+            answer = await self._legs(race, job, routed, life)
+        except LegFailure:
+            if not race.attempt.has_ended:
+                ending = Ending.FAILED
+                raise
+            _cut(client)
+            raise ConnectionResetError("the engine closed after its last word") from None
         except ClientStalled:
             _cut(client)
             raise ConnectionResetError("the client did not read") from None
         else:
             return answer
         finally:
-            for other in race.others:
-                self._workers.neutral(other.worker)
             attempt = race.attempt
-            if attempt.is_whole:  # a client may leave while the prefill leg is ended
+            if attempt.is_whole or attempt.has_ended:
+                # A client may leave at the stream's last word, or while the prefill leg is ended.
                 ending = Ending.REFUSED if attempt.status >= 400 else Ending.DONE
-                self._blame(suspects)
             if ending is not Ending.FAILED:
-                self._ended(attempt.worker, job, attempt, ending)
+                self._ended(attempt, job, life, ending)
 
-    async def _legs(self, race: Race, job: RequestJob, routed: Routed) -> web.StreamResponse:
+    async def _legs(
+        self, race: Race, job: RequestJob, routed: Routed, life: RoutedLife
+    ) -> web.StreamResponse:
         first = race.attempt
         if routed.prefill_worker is not None:
-            return await self._both_legs(first, job, routed, routed.prefill_worker)
-        if routed.race_after_s is None:
-            return await self._decode(first, job, routed)
+            return await self._both_legs(first, job, routed, life, routed.prefill_worker)
+        if not routed.may_race:
+            return await self._decode(first, job, routed, life)
 
         def second() -> Attempt | None:
             raced = self._dispatcher.late(job.request_id)
             worker = None if raced is None else self._workers.get(raced.worker)
-            if raced is None or worker is None:
+            if worker is None:
                 return None
             self.races["begun"] += 1
-            return Attempt(self._engines, worker, first.request, raced.deadline_s)
+            return Attempt(self._engines, worker, first.request)
 
         def decode(attempt: Attempt) -> Coroutine[Any, Any, web.StreamResponse]:
-            return self._decode(attempt, job, routed, claim=race.claim)
+            return self._decode(attempt, job, routed, life, claim=race.claim)
 
-        return await race.run(decode, routed.race_after_s, second)
+        return await race.run(decode, routed.late_after_s, second)
 
-    def _race_over(
-        self,
-        job: RequestJob,
-        suspects: list[LegFailure],
-        attempt: Attempt,
-        error: LegFailure | None,
-    ) -> None:
-        """One of two attempts has ended. Its failure, if it was one, is counted already."""
-        if error is None:
-            self._workers.neutral(attempt.worker)
-        else:
-            _suspect(error, suspects)
+    def _race_over(self, job: RequestJob, attempt: Attempt, error: LegFailure | None) -> None:
+        """One of two attempts has ended."""
         self.races["failed" if error is not None else "slower"] += 1
-        failure = None if error is None else error.failure
-        self._dispatcher.note(RaceOver(job.request_id, attempt.worker.name, failure))
+        over = RaceOver(job.request_id, attempt.worker.name)
+        if error is not None:
+            over = RaceOver(over.request_id, over.worker, error.failure, str(error), error.lack)
+        self._dispatcher.note(over)
 
     async def _decode(
         self,
         attempt: Attempt,
         job: RequestJob,
         routed: Routed,
+        life: RoutedLife,
         parameters: dict[str, Any] | None = None,
         claim: Callable[[Attempt], None] = lambda _: None,
     ) -> web.StreamResponse:
         """The answer to the client. Args: `parameters`: of a remote prefill; `claim`: raises where
         another attempt answers."""
-        worker = attempt.worker
+        worker, client = attempt.worker, attempt.request
         more: dict[str, str] = {heads.REQUEST_ID: job.request_id, heads.WORKER: worker.name}
         if routed.prefill_worker is not None:
             more["X-Kvstore-Prefill-Worker"] = routed.prefill_worker
-        more |= heads.hints(routed.hints)
+        more |= heads.hints(routed.hints) | self._origins.allowed(client.headers)
 
         def first() -> None:
             claim(attempt)
-            self._first(job)
+            if job.read.is_streamed:  # others come whole, and say nothing about a TTFT
+                life.first()
 
-        self._workers.begun(worker)
+        put = {}
+        if job.path == RESPONSES and not bytes(job.read.request_id):
+            put["request_id"] = responses.new_id(worker)
         try:
             return await attempt.run(
-                self._onward(attempt.request, job),
-                decode_order(job.body_for(routed.model), parameters),
+                self._onward(client, job.request_id),
+                decode_order(job.body_for(routed.model, put), parameters),
                 on_first=first,
                 more=more,
                 has_client_key=self._authorization is None,
             )
         except LegFailure as error:
-            self._failed(worker, error)
+            self._lost(worker, error)
             raise
-        finally:
-            self._workers.ended(worker)
 
-    def _failed(self, worker: Worker, error: LegFailure) -> None:
-        """A suspect is judged when its request has ended (`_blame`)."""
+    def _lost(self, worker: Worker, error: LegFailure) -> None:
         error.worker = worker.name
-        if error.is_suspect or error.failure is Failure.BUSY:
-            self._workers.neutral(worker)
-        else:
-            self._workers.failed(worker, str(error))
+        self._failed(worker, error)
 
     async def _both_legs(
-        self, attempt: Attempt, job: RequestJob, routed: Routed, name: str
+        self, attempt: Attempt, job: RequestJob, routed: Routed, life: RoutedLife, name: str
     ) -> web.StreamResponse:
         """As `_decode`, with a prefill at the worker of this name."""
         prefiller = self._workers.get(name)
@@ -371,14 +386,22 @@ class Proxy:
         is_too_late = asyncio.Event()
         claim = partial(refuse_if, is_too_late)
         async with beside(prefill) as prefilling:
-            if early is not None:
-                async with beside(self._decode(attempt, job, routed, early, claim)) as decoding:
+            if early is None:
+                await asyncio.wait((prefilling,), timeout=routed.late_after_s)
+            if early is not None or not prefilling.done():
+                decode = self._decode(attempt, job, routed, life, early, claim)
+                async with beside(decode) as decoding:
                     await asyncio.wait((prefilling, decoding), return_when=FIRST_COMPLETED)
-                    if decoding.done() or attempt.has_answered or _is_prefilled(prefilling):
+                    # One that computes goes on until a prefill has parameters, one that waits for
+                    # blocks as long as the prefill has not failed.
+                    is_of_use = _is_prefilled(prefilling) is (early is not None)
+                    if early is None and (error := _failure_of(prefilling)) is not None:
+                        over = PrefillDone(job.request_id, error.failure, str(error))
+                        self._dispatcher.note(over)
+                    if decoding.done() or attempt.has_answered or is_of_use:
                         return await decoding
                     is_too_late.set()  # its first piece may come before it has ended
-                self._workers.neutral(attempt.worker)
-            return await self._decode(attempt, job, routed, await prefilling)
+            return await self._decode(attempt, job, routed, life, await prefilling)
 
     async def _prefill(
         self,
@@ -389,65 +412,47 @@ class Proxy:
         transfer: str,
     ) -> dict[str, Any] | None:
         """Parameters for the engine that decodes; None: it computes all. Raises LegFailure."""
-        result = "aborted"
-        self._workers.begun(worker)
+        result, found = "aborted", None
+        over = PrefillDone(job.request_id)
         try:
             found = await prefilled(
-                self._session,
+                self._engines,
                 worker,
-                client.rel_url,
-                self._onward(client, job),
+                client.path,
+                self._onward(client, job.request_id),
                 prefill_order(job.body_for(routed.model), transfer),
-                deadline_s=routed.deadline_s,
             )
         except LegFailure as error:
             result = "failed"
-            self._failed(worker, error)
+            self._lost(worker, error)
             raise
         except PrefillRefused:
-            result, found = "refused", None
+            result, over = "refused", PrefillDone(job.request_id, Failure.REFUSED)
         else:
-            if found is not None:
-                result = "done"
-                self._workers.succeeded(worker)
-            else:  # computed twice: again and again, it is worse than no prefiller
-                result = "useless"
-                self._workers.failed(worker, USELESS)
+            result = "done" if found is not None else "useless"
+            if found is None:  # computed twice: again and again, it is worse than no prefiller
+                over = PrefillDone(job.request_id, Failure.STATUS, USELESS)
         finally:
             self.prefills[result] += 1
-            self._workers.ended(worker)
-            if result in ("aborted", "refused"):
-                self._workers.neutral(worker)
-        self._dispatcher.note(PrefillDone(job.request_id))
+        self._dispatcher.note(over)
         return found
 
-    def _onward(self, client: web.BaseRequest, job: RequestJob) -> list[tuple[str, str]]:
+    def _onward(self, client: web.BaseRequest, request_id: str) -> list[tuple[str, str]]:
         return heads.onward(
             client.headers,
-            request_id=job.request_id,
+            request_id=request_id,
             authorization=self._authorization,
             way=heads.way(client.headers, self.name) or self.name,
         )
 
-    def _first(self, job: RequestJob) -> None:
-        """A streamed answer begins; that of others comes whole, and says nothing about a TTFT."""
-        if job.read.is_streamed:
-            self._dispatcher.note(FirstToken(job.request_id))
-
-    def _ended(self, worker: Worker, job: RequestJob, attempt: Attempt, ending: Ending) -> None:
+    def _ended(self, attempt: Attempt, job: RequestJob, life: RoutedLife, ending: Ending) -> None:
         self.counts[ending.value] += 1
         cached, made = cached_tokens_of(attempt.tail), output_tokens_of(attempt.tail)
         try:
             if ending is Ending.DONE:
-                self._workers.succeeded(worker)
-            else:
-                self._workers.neutral(worker)
-            if cached is not None:
-                predicted = predicted_tokens(job.prefix, worker.address)
-                prompt = prompt_tokens_of(attempt.tail)
-                self._observed(worker, job.read.model, prompt, predicted, cached)
+                self._observed(attempt.worker, job, prompt_tokens_of(attempt.tail), cached)
         finally:
-            self._dispatcher.note(RequestEnded(job.request_id, ending, cached, made))
+            life.end(ending, cached_tokens=cached, output_tokens=made)
 
     @property
     def _authorization(self) -> str | None:
@@ -455,20 +460,14 @@ class Proxy:
             return f"Bearer {self._worker_key}"
         return "" if self._intake.has_tenants else None
 
-    def _models(self) -> web.Response:
-        served = {n for worker in self._workers for n in (*worker.models, *worker.adapters)}
-        names = ModelMap(self._dispatcher.core.policy).known or sorted(served)
-        rows = [{"id": name, "object": "model", "owned_by": "kvstore"} for name in names]
-        return json_response(200, {"object": "list", "data": rows})
-
-
-def _suspect(error: LegFailure, suspects: list[LegFailure]) -> None:
-    if error.is_suspect and error.worker:
-        suspects.append(error)
-
 
 def _is_prefilled(leg: asyncio.Task[dict[str, Any] | None]) -> bool:
     return leg.done() and leg.exception() is None and leg.result() is not None
+
+
+def _failure_of(leg: asyncio.Task[dict[str, Any] | None]) -> LegFailure | None:
+    error = leg.exception() if leg.done() else None
+    return error if isinstance(error, LegFailure) else None
 
 
 def _closing(answer: web.Response) -> web.Response:

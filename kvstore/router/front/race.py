@@ -42,16 +42,20 @@ class Race:
         after_s: float,
         second: Callable[[], Attempt | None],
     ) -> web.StreamResponse:
-        """The answer, wholly sent. Args: `second`: asked for another attempt after `after_s`.
+        """The answer, wholly sent. Args: `second`: asked for another attempt after `after_s`, and
+        again later while there is none.
         Raises as `decode` of the attempt that was left."""
         tasks, first = self._tasks, self._first
         tasks[first] = asyncio.create_task(decode(first))
         try:
             await asyncio.wait(tasks.values(), timeout=after_s)
-            if not (tasks[first].done() or first.has_answered):
+            while not (tasks[first].done() or first.has_answered):
                 other = second()
                 if other is not None:
                     tasks[other] = asyncio.create_task(decode(other))
+                    break
+                after_s *= 2  # the others may be free then
+                await asyncio.wait(tasks.values(), timeout=after_s)
             while True:
                 await asyncio.wait(tasks.values(), return_when=FIRST_COMPLETED)
                 # One that was beaten is over before the failure of the other, which is the last.

@@ -18,15 +18,21 @@ import logging
 import time
 from typing import Final
 
-import aiohttp
 import msgspec
 
-from kvstore.pd.legs import PARAMETERS
+from kvstore.router.engines.connections import EngineHttp, NoAnswer, NoConnection
 from kvstore.router.engines.workers import Worker, WorkerAdapter, Workers
+from kvstore.router.front.prefill import PARAMETERS
 from kvstore.router.keys.child import KeyOrder
 from kvstore.router.keys.index_calls import IndexCalls
 from kvstore.router.keys.process import KeyProcess
-from kvstore.router.keys.rendering import KeyPlan, Rendering, probe_body
+from kvstore.router.keys.rendering import (
+    COMPARE_TIMEOUT_S,
+    KeyPlan,
+    Rendering,
+    json_headers,
+    probe_body,
+)
 from kvstore.router.keys.spaces import Spaces
 from kvstore.wire.transfers import ADAPTER_QUESTION, adapter_digest
 
@@ -38,6 +44,7 @@ BLOCKS: Final = 3
 STORED_S: Final = 5.0
 """Until the index shows blocks that an engine has computed."""
 COMPUTED_S: Final = 30.0
+ANSWER_BYTES_MAX: Final = 1 << 20
 ASK_AGAIN_S: Final = 0.1
 DRIFT_SHARE: Final = 0.5
 DRIFT_WEIGHT: Final = 0.05
@@ -59,7 +66,7 @@ class Parity:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        engines: EngineHttp,
         workers: Workers,
         rendering: Rendering,
         keys: KeyProcess,
@@ -68,11 +75,9 @@ class Parity:
         *,
         worker_key: str = "",
     ) -> None:
-        self._session, self._workers, self._rendering = session, workers, rendering
+        self._engines, self._workers, self._rendering = engines, workers, rendering
         self._keys, self._index, self._spaces = keys, index, spaces
-        self._headers = {"Content-Type": "application/json"}
-        if worker_key:
-            self._headers["Authorization"] = f"Bearer {worker_key}"
+        self._headers = json_headers(worker_key)
         self._due_s: dict[Worker, float] = {}
 
     async def once(self) -> None:
@@ -83,6 +88,9 @@ class Parity:
         for worker in present:
             if worker.parity == "" and not worker.has_parity:
                 self._judge(worker, UNPROVEN)
+            is_away = bool(self._index.lost or self._index.trouble)
+            if is_away and worker.has_parity:
+                continue  # equal keys stay equal, and lead to what this router sent
             if time.monotonic() >= self._due_s.get(worker, 0.0) and worker.is_answering:
                 why = self._unready(worker)
                 pause_s = 0.0
@@ -121,8 +129,8 @@ class Parity:
 
     def _unready(self, worker: Worker) -> str:
         """Why a probe would prove nothing; empty: it would."""
-        if self._index.trouble:
-            return self._index.trouble
+        if why := self._index.lost or self._index.trouble:
+            return why
         if not self._spaces.of(worker):
             return f"the index lists no engine of it at node {worker.address.node!r}"
         return "" if worker.block_tokens else "its block size is not known: give block=N"
@@ -154,7 +162,9 @@ class Parity:
     async def _probe(self, worker: Worker, model: str) -> tuple[bytes, bytes]:
         """A request that was never sent before, and its rendering; of its token ids: none."""
         body = probe_body(model, characters=worker.block_tokens * BLOCKS * 6)
-        rendered = await self._rendering.rendered("/v1/completions", body, [worker])
+        rendered = await self._rendering.rendered(
+            "/v1/completions", body, [worker], timeout_s=COMPARE_TIMEOUT_S
+        )
         if rendered is not None:
             return body, rendered
         # Token ids need no rendering: what is compared is the chain alone.
@@ -166,14 +176,19 @@ class Parity:
         """The answer to a probe; a sentence: why there is none."""
         url = worker.url.with_path("/v1/completions")
         try:
-            async with (
-                asyncio.timeout(COMPUTED_S),
-                self._session.post(url, data=body, headers=self._headers) as answer,
-            ):
-                content = await answer.read()
-                return content if answer.status == 200 else f"a probe got status {answer.status}"
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            return f"a probe failed: {type(error).__name__}"
+            async with asyncio.timeout(COMPUTED_S):
+                found = await self._engines.fetch(
+                    url,
+                    method="POST",
+                    headers=self._headers,
+                    body=body,
+                    bytes_max=ANSWER_BYTES_MAX,
+                )
+        except TimeoutError:
+            return f"a probe was not computed within {COMPUTED_S:g} s"
+        except (NoConnection, NoAnswer) as error:
+            return f"a probe failed: {error}"
+        return found.body if found.status == 200 else f"a probe got status {found.status}"
 
     async def _shown(self, worker: Worker, order: KeyOrder, rendered: bytes) -> str:
         """Wait until the index shows the blocks of a probe at its node; why it does not."""

@@ -2,6 +2,7 @@
 
     body ─▶ rendering: token ids ─▶ keys (`index.chain`) ─▶ index, in time ─▶ PrefixAnswer
          └▶ none in time: keys of the JSON's bytes, piece by piece ─▶ the core's own tree
+    a list of prompts ─▶ each by itself: keys one behind the other, cached blocks added up
 
 Keys of bytes say where an equal beginning was sent before; they equal no key of an engine, and are
 never asked of the index. A prompt's text, its tokens and its keys stay in memory.
@@ -13,6 +14,7 @@ the index (`index_calls`).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Final, Protocol
 
@@ -20,18 +22,24 @@ import msgspec
 
 from kvstore.index.chain import adapter_keys
 from kvstore.router.engines.workers import WorkerAddress
-from kvstore.router.front.bodies import Peek, edited
+from kvstore.router.front.bodies import Peek, edited, peek
+from kvstore.router.keys.estimates import (
+    BYTES_PER_TOKEN,
+    PromptText,
+    TokenEstimates,
+    without_media,
+)
 from kvstore.router.keys.index_calls import IndexCalls, prefix_answer
 from kvstore.router.keys.rendering import Rendering
 from kvstore.router.keys.spaces import PrefixScope, Spaces
-from kvstore.routing.values import PrefixAnswer, PrefixTrust
+from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust
 
-BYTES_PER_TOKEN: Final = 4
-"""Estimate for prompts that are not rendered."""
 PIECE_BYTES: Final = 512
 """Length of JSON that has a key: about 128 tokens."""
-TOKENS_PER_PIECE: Final = PIECE_BYTES // BYTES_PER_TOKEN
+TOKENS_PER_PIECE: Final = round(PIECE_BYTES / BYTES_PER_TOKEN)
 PIECES_MAX: Final = 4096
+PROMPTS_MAX: Final = 16
+"""Prompts of a list that have keys; the others are computed wherever the request goes."""
 KEY_BYTES: Final = 32
 _ORDER: Final = (PrefixTrust.EXACT, PrefixTrust.CATCHING_UP, PrefixTrust.STALE)
 """An answer of several scopes is worth what its worst part is."""
@@ -47,6 +55,12 @@ class Prefix(msgspec.Struct, frozen=True):
     """None: the index has none, or was not asked."""
     load_only: dict[str, str] = {}
     """Worker → why its prefixes are not known for this prompt's adapter."""
+    parts: tuple[int, ...] = ()
+    """Keys of each prompt of a list; empty: there is one prompt."""
+    text_bytes: int = 0
+    """Where the tokens are estimated; 0: they are counted."""
+    media: Mapping[str, int] = {}
+    """Number of media by kind."""
 
 
 class Prefixes(Protocol):
@@ -60,28 +74,73 @@ class Prefixes(Protocol):
 class BytePrefixes:
     """Keys of the JSON's bytes alone."""
 
+    def __init__(self, estimates: TokenEstimates) -> None:
+        self._estimates = estimates
+
     async def of(self, path: str, body: bytes, read: Peek, request_salt: str) -> Prefix:
-        return prefix_of_bytes(read.content, read.model, request_salt)
+        return self.of_bytes(read, without_media(read.content), request_salt)
+
+    def of_bytes(self, read: Peek, found: PromptText, request_salt: str) -> Prefix:
+        """Facts about a prompt that is not rendered."""
+        text, media = found
+        tokens = self._estimates.tokens(read.model, len(text), media)
+        seed = f"{read.model}\0{request_salt}".encode(errors="replace")
+        prompts = [bytes(each) for each in read.prompts[:PROMPTS_MAX]]
+        chains = [keys_of_bytes(each, seed) for each in prompts or [text]]
+        per_token = self._estimates.bytes_per_token(read.model)
+        return Prefix(
+            tokens,
+            b"".join(chains),
+            max(1, round(PIECE_BYTES / per_token)),
+            parts=tuple(len(each) // KEY_BYTES for each in chains) if prompts else (),
+            text_bytes=len(text),
+            media=media,
+        )
 
 
 class KeyPrefixes:
     """Keys of tokens, and the index's answer about them; else keys of bytes."""
 
-    def __init__(self, rendering: Rendering, index: IndexCalls, spaces: Spaces) -> None:
+    def __init__(
+        self, rendering: Rendering, index: IndexCalls, spaces: Spaces, by_bytes: BytePrefixes
+    ) -> None:
         self._rendering, self._index, self._spaces = rendering, index, spaces
+        self._by_bytes = by_bytes
 
     async def of(self, path: str, body: bytes, read: Peek, request_salt: str) -> Prefix:
-        scope = self._spaces.scope(read.model)
+        scope, prompts = self._spaces.scope(read.model), read.prompts[:PROMPTS_MAX]
+        text = without_media(read.content)
         made = None
         if scope is not None:
-            if scope.model != read.model:
-                body = edited(body, put={"model": scope.model})
+            made = await self._of_tokens(scope, path, body, read, prompts, request_salt)
+        if made is None:
+            return self._by_bytes.of_bytes(read, text, request_salt)
+        return msgspec.structs.replace(made, media=text.media) if text.media else made
+
+    async def _of_tokens(
+        self,
+        scope: PrefixScope,
+        path: str,
+        body: bytes,
+        read: Peek,
+        prompts: Sequence[msgspec.Raw],
+        request_salt: str,
+    ) -> Prefix | None:
+        """None: its tokens are not known in time."""
+        orders = [(body, read)]
+        if prompts or scope.model != read.model:
+            put = [{"model": scope.model, "prompt": each} for each in prompts]
+            bodies = [edited(body, put=each) for each in put or [{"model": scope.model}]]
+            orders = [(each, peek(each)) for each in bodies]
+        found = list[Prefix]()
+        for each, its in orders:
             made = await self._rendering.keys_of(
-                path, body, read, scope.model, scope.plan, request_salt
+                path, each, its, scope.model, scope.plan, request_salt
             )
-        if scope is None or made is None:
-            return prefix_of_bytes(read.content, read.model, request_salt)
-        return await self._found(scope, made.keys, made.token_count)
+            if made is None:
+                return None
+            found.append(await self._found(scope, made.keys, made.token_count))
+        return found[0] if len(found) == 1 else _joined(found)
 
     async def of_ids(self, model: str, ids: list[int]) -> Prefix | None:
         """Facts about a prompt by its tokens; None: nothing of the model is in the index."""
@@ -128,12 +187,44 @@ def predicted_tokens(prefix: Prefix, worker: WorkerAddress) -> int:
     return max(blocks, default=0) * prefix.block_tokens
 
 
-def prefix_of_bytes(content: bytes, model: str, request_salt: str) -> Prefix:
-    """Facts about a prompt that is not rendered. Keys of different models and salts differ."""
-    parent = blake2b(f"{model}\0{request_salt}".encode(errors="replace"), digest_size=KEY_BYTES)
-    key, keys = parent.digest(), []
+def keys_of_bytes(content: bytes, seed: bytes) -> bytes:
+    """Keys of a prompt that is not rendered, piece by piece; those of other seeds differ."""
+    key, keys = blake2b(seed, digest_size=KEY_BYTES).digest(), []
     end = min(len(content) // PIECE_BYTES, PIECES_MAX) * PIECE_BYTES
     for begin in range(0, end, PIECE_BYTES):
         key = blake2b(content[begin : begin + PIECE_BYTES], key=key, digest_size=KEY_BYTES).digest()
         keys.append(key)
-    return Prefix(max(1, len(content) // BYTES_PER_TOKEN), b"".join(keys))
+    return b"".join(keys)
+
+
+def _joined(found: list[Prefix]) -> Prefix:
+    """A list of prompts: what a holder has of each is added up."""
+    answers = [each.answer for each in found if each.answer is not None]
+    sums: dict[tuple[str, str, int], PrefixMatch] = {}
+    for match in (match for answer in answers for match in answer.matches):
+        name = (match.node, match.engine, match.rank)
+        other = sums.get(name)
+        sums[name] = (
+            match
+            if other is None
+            else msgspec.structs.replace(
+                other,
+                hbm_blocks=other.hbm_blocks + match.hbm_blocks,
+                dram_blocks=other.dram_blocks + match.dram_blocks,
+                file_blocks=other.file_blocks + match.file_blocks,
+                trust=max(other.trust, match.trust, key=_ORDER.index),
+            )
+        )
+    return msgspec.structs.replace(
+        found[0],
+        prompt_tokens=sum(each.prompt_tokens for each in found),
+        keys=b"".join(each.keys for each in found),
+        parts=tuple(len(each.keys) // KEY_BYTES for each in found),
+        answer=None
+        if len(answers) < len(found)
+        else msgspec.structs.replace(
+            answers[0],
+            trust=max((each.trust for each in answers), key=_ORDER.index),
+            matches=tuple(sums.values()),
+        ),
+    )

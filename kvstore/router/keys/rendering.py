@@ -21,15 +21,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import aiohttp
 import msgspec
 
+from kvstore.router.engines.connections import EngineHttp, NoAnswer, NoConnection
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front.bodies import Peek
 from kvstore.router.keys.child import KeyAnswer, KeyOrder
 from kvstore.router.keys.process import KeyProcess
 
-RENDER_TIMEOUT_S: Final = 1.0
+RENDER_TIMEOUT_S: Final = 0.1
+"""For a request, which waits meanwhile …"""
+COMPARE_TIMEOUT_S: Final = 5.0
+"""… and for a comparison, for which nothing waits."""
+PAUSE_S: Final = 1.0
+PAUSE_S_MAX: Final = 60.0
+"""A worker that was late renders nothing for so long, at first and at most."""
+UNSERVED_S: Final = 300.0
+"""The same of one that does not render at all."""
 RENDERED_BYTES_MAX: Final = 16 << 20
 CHECK_EVERY: Final = 64
 PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
@@ -75,17 +83,15 @@ class Rendering:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        engines: EngineHttp,
         workers: Workers,
         keys: KeyProcess,
         *,
         tokenizers: Mapping[str, Path],
         worker_key: str = "",
     ) -> None:
-        self._session, self._workers, self._keys = session, workers, keys
-        self._headers = {"Content-Type": "application/json"}
-        if worker_key:
-            self._headers["Authorization"] = f"Bearer {worker_key}"
+        self._engines, self._workers, self._keys = engines, workers, keys
+        self._headers = json_headers(worker_key)
         self.local: dict[str, str] = dict.fromkeys(tokenizers, UNCOMPARED)
         """Model → why its tokenizer is not used; empty: it is."""
         self.counts = {"ids": 0, "local": 0, "engine": 0, "none": 0}
@@ -133,32 +139,53 @@ class Rendering:
 
     def _renderers(self, model: str) -> list[Worker]:
         """Workers that may render for a model, least busy first."""
+        now_s = asyncio.get_running_loop().time()
         able = (
             worker
             for worker in self._workers
-            if worker.renders and worker.is_answering and worker.serves(model)
+            if now_s >= worker.renders_after_s and worker.is_answering and worker.serves(model)
         )
-        return sorted(able, key=lambda worker: worker.in_flight)[:2]
+        return sorted(able, key=lambda worker: len(worker.attempts))[:2]
 
-    async def rendered(self, path: str, body: bytes, workers: Iterable[Worker]) -> bytes | None:
-        """The answer of the first of these that renders the request; None: none did."""
+    async def rendered(
+        self,
+        path: str,
+        body: bytes,
+        workers: Iterable[Worker],
+        *,
+        timeout_s: float = RENDER_TIMEOUT_S,
+    ) -> bytes | None:
+        """The answer of the first of these that renders the request in time; None: none did. One
+        that is late is not asked for a while: the prefixes that were sent are known by bytes."""
         if path not in PATHS:
             return None
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
         for worker in workers:
             url = worker.url.with_path(path + "/render")
             try:
-                async with (
-                    asyncio.timeout(RENDER_TIMEOUT_S),
-                    self._session.post(url, data=body, headers=self._headers) as answer,
-                ):
-                    if answer.status in _UNSERVED:
-                        worker.renders = False
-                    elif answer.status == 200:
-                        return await answer.content.read(RENDERED_BYTES_MAX)
-                    else:
-                        return None  # it is the request's fault: others would say the same
-            except (aiohttp.ClientError, OSError, TimeoutError):
+                async with asyncio.timeout_at(until_s):
+                    found = await self._engines.fetch(
+                        url,
+                        method="POST",
+                        headers=self._headers,
+                        body=body,
+                        bytes_max=RENDERED_BYTES_MAX,
+                    )
+            except TimeoutError:
+                worker.render_pause_s = min(max(2 * worker.render_pause_s, PAUSE_S), PAUSE_S_MAX)
+                worker.renders_after_s = loop.time() + worker.render_pause_s
+                return None
+            except (NoConnection, NoAnswer):
                 continue
+            else:
+                if found.status in _UNSERVED:
+                    worker.renders_after_s = loop.time() + UNSERVED_S
+                elif found.status == 200:
+                    worker.render_pause_s = 0.0
+                    return found.body
+                else:
+                    return None  # it is the request's fault: others would say the same
         return None
 
     # ── the local tokenizer against the engine ──────────────────────────────────────────────────
@@ -177,7 +204,7 @@ class Rendering:
     async def _difference(
         self, path: str, body: bytes, model: str, workers: Iterable[Worker]
     ) -> str | None:
-        rendered = await self.rendered(path, body, workers)
+        rendered = await self.rendered(path, body, workers, timeout_s=COMPARE_TIMEOUT_S)
         if rendered is None:
             return "no engine renders"
         ours = await self._keys.make(KeyOrder(model=model, body=body, wants_ids=True))
@@ -202,6 +229,12 @@ class Rendering:
         task = asyncio.create_task(compared())
         self._checks.add(task)
         task.add_done_callback(self._checks.discard)
+
+
+def json_headers(worker_key: str) -> list[tuple[str, str]]:
+    """Headers of the router's own requests at engines."""
+    key = [("Authorization", f"Bearer {worker_key}")] if worker_key else []
+    return [("Content-Type", "application/json"), *key]
 
 
 def probe_body(model: str, *, characters: int) -> bytes:

@@ -65,7 +65,7 @@ class PromptPins:
             return HintAnswer(refused="invalid")
         if not settings.is_on:
             return HintAnswer(refused="off")
-        if not keys or not has_index:
+        if not keys or not has_index or request.parts:
             return HintAnswer(refused="no-keys")
         if is_new and self._of_tenant[request.tenant] >= settings.pins_per_tenant:
             return HintAnswer(refused="tenant-full")

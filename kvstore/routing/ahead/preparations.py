@@ -26,11 +26,12 @@ import numpy.typing as npt
 from kvstore.routing.ahead.pins import PromptPins
 from kvstore.routing.events import HintAnswer, Prepare, PrepareAnswered, PrepareReason
 from kvstore.routing.features import FeatureColumn, load_columns
-from kvstore.routing.fleet import Fleet, WorkerState
-from kvstore.routing.placing import OpenRequest
+from kvstore.routing.fleet import Fleet
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.receipts import Preparation
-from kvstore.routing.values import PrefixAnswer, PrefixMatch, WorkerHealth, WorkerSpec
+from kvstore.routing.requests import OpenRequest
+from kvstore.routing.rows import WorkerState
+from kvstore.routing.values import PrefixAnswer, PrefixMatch, WorkerSpec
 from kvstore.types import KEY_BYTES
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX as KEYS_MAX
@@ -86,7 +87,8 @@ class Ahead:
 
     def may_help(self, opened: OpenRequest) -> bool:
         """Whether it is worth knowing where a held request is likely to go."""
-        return self.policy.ahead.is_on and opened.prefix is not None and not opened.is_prepared
+        is_one = opened.prefix is not None and not opened.request.parts
+        return self.policy.ahead.is_on and is_one and not opened.is_prepared
 
     def waits(self, opened: OpenRequest) -> list[Prepare]:
         """A request is held: what its likely worker's node should bring."""
@@ -166,7 +168,7 @@ class Ahead:
     def arrived(self, opened: OpenRequest, now_ns: int) -> list[Prepare]:
         """Count a request; a copy of its prefix, when that is hot and its holders are saturated."""
         prefix, request = opened.prefix, opened.request
-        if not self.policy.ahead.is_on or prefix is None or not prefix.matches:
+        if not self.policy.ahead.is_on or prefix is None or not prefix.matches or request.parts:
             return []
         cached = max(map(_longest, prefix.matches))
         found = self._hottest(request.keys, cached, request.block_tokens, now_ns)
@@ -232,7 +234,7 @@ class Ahead:
         return np.array(
             [
                 bool(state.spec.node)
-                and state.health is WorkerHealth.UP
+                and state.health.is_up
                 and not state.is_red
                 and (not state.spec.models or model in state.spec.models)
                 and self._rests.get(state.spec.node, 0) <= now_ns

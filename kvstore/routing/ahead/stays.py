@@ -19,7 +19,7 @@ import xxhash
 
 from kvstore.routing.fleet import Fleet
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.values import RouteRequest, WorkerHealth
+from kvstore.routing.values import RouteRequest
 from kvstore.units import NS_PER_S
 
 STAYS_MAX: Final = 65_536
@@ -67,8 +67,7 @@ class Stays:
         row = self._fleet.row_of.get(before)
         if row is None or before in failed or self.policy.policy not in STICKY:
             return chosen
-        is_up = self._fleet.workers[row].health is WorkerHealth.UP
-        return before if is_up else chosen
+        return before if self._fleet.workers[row].health.is_up else chosen
 
     def touch(self, request: RouteRequest, now_ns: int) -> None:
         """A request of a session ended."""

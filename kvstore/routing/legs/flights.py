@@ -1,10 +1,10 @@
-"""Legs of requests at their workers: counts, breakers, and what the approximate tree remembers.
+"""Legs of requests at their workers: counts, and what the approximate tree remembers.
 
     Placement ─▶ sent: the decode leg, a prefill leg ─▶ began, prefilled ─▶ ended
               └▶ raced: the same request at a second worker ─▶ race_over: one of the two is left
 
 Rule: each leg is a flight of the fleet, and leaves it exactly once. Does not cover: whether and
-where (`placing`, `races`).
+where (`placing`, `races`), faults (`blame`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from typing import Final
 
 import msgspec
 
-from kvstore.routing.events import Ending, Failure
 from kvstore.routing.fleet import Fleet
 from kvstore.routing.learning import learn_hits
-from kvstore.routing.placing import OpenRequest, Placement, Placer
+from kvstore.routing.placing import Placer
+from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.values import WorkerRole
 from kvstore.units import NS_PER_S
 
 _PREFILL: Final = "\0prefill"
 _RACE: Final = "\0race"
-COUNTLESS: Final = (Failure.BUSY, Failure.REFUSED)
-"""Not counted against a worker."""
 
 
 class Legs:
@@ -58,11 +56,22 @@ class Legs:
     ) -> None:
         """`work`: the placement whose prompt is computed here; None: it is computed elsewhere."""
         fleet, request = self._fleet, opened.request
-        fleet.workers[fleet.row_of[worker]].breaker.allows(now_ns)
         work_s, uncached = (0.0, 0.0) if work is None else (work.work_s, work.uncached)
-        fleet.sent(flight, worker, work_s=work_s, tokens=tokens, now_ns=now_ns, uncached=uncached)
+        is_quiet = not (request.is_streamed or flight.endswith(_PREFILL))
+        attempt = work or opened.placement
+        begins_s = attempt.predicted_s if is_quiet and attempt is not None else None
+        fleet.sent(
+            flight,
+            worker,
+            work_s=work_s,
+            tokens=tokens,
+            now_ns=now_ns,
+            uncached=uncached,
+            begins_s=begins_s,
+        )
         tree, block_tokens = self._placer.tree, request.block_tokens
-        tree.insert(request.keys, worker, now_ns, block_tokens=block_tokens)
+        for keys in request.chains:
+            tree.insert(keys, worker, now_ns, block_tokens=block_tokens)
 
     def raced(self, opened: OpenRequest, placed: Placement, now_ns: int) -> None:
         """A second attempt begins beside the first."""
@@ -72,17 +81,11 @@ class Legs:
         name = opened.request.request_id + _RACE
         self._fly(opened, name, placed.worker, placed, placed.need_tokens, now_ns)
 
-    def race_over(
-        self, opened: OpenRequest, loser: str, failure: Failure | None, now_ns: int
-    ) -> None:
+    def race_over(self, opened: OpenRequest, loser: str, now_ns: int) -> None:
         """One of two attempts has ended; the other is from now on the request's only one."""
         first, second = opened.placement, opened.race
         assert first is not None
         assert second is not None
-        if failure is not None:
-            self.failed(opened, loser, failure, now_ns)
-        elif (row := self._fleet.row_of.get(loser)) is not None:
-            self._fleet.workers[row].breaker.unused()
         name, raced_s = opened.request.request_id, opened.raced[0]
         if loser == first.worker:
             left, gone, over = second, first, opened.flight
@@ -105,18 +108,15 @@ class Legs:
         """The prefill leg is over."""
         self._fleet.ended(opened.request.request_id + _PREFILL, now_ns)
 
-    def answered(self, opened: OpenRequest, end: Ending) -> None:
-        """Learn from the end of a request: hits of its worker, and its breaker."""
-        fleet, placed = self._fleet, opened.placement
-        row = None if placed is None else fleet.row_of.get(placed.worker)
-        if placed is None or row is None:
+    def learn_hits(self, opened: OpenRequest, served_by: str) -> None:
+        """A request is over: the cached tokens that its worker had, beside those predicted."""
+        placed = opened.placement
+        row = None if placed is None else self._fleet.row_of.get(placed.worker)
+        if placed is None or row is None or opened.cached_tokens is None or placed.prefill_worker:
             return
-        if end in (Ending.DONE, Ending.REFUSED):
-            fleet.succeeded(placed.worker)  # it answered: a 4xx is the client's
-        elif end is Ending.ABORTED and not opened.has_begun:
-            fleet.workers[row].breaker.unused()
-        if opened.cached_tokens is not None and not placed.prefill_worker:
-            learn_hits(fleet.columns[:, row], placed.offered, opened.cached_tokens)
+        if served_by not in ("", placed.worker):
+            return
+        learn_hits(self._fleet.columns[:, row], placed.offered, opened.cached_tokens)
 
     def ended(self, opened: OpenRequest, now_ns: int) -> None:
         """All legs are over."""
@@ -125,16 +125,6 @@ class Legs:
         if opened.race is not None:
             self._placer.withdraw(opened.request, opened.race)
             opened.race = None
-
-    def failed(self, opened: OpenRequest, worker: str, failure: Failure, now_ns: int) -> None:
-        """A worker failed, and the request is not tried there again."""
-        if failure in COUNTLESS:
-            self._fleet.spared(worker, now_ns, is_busy=failure is Failure.BUSY)
-        else:
-            self._fleet.failed(worker, now_ns)
-        opened.failed.add(worker)
-        if failure is Failure.TIMEOUT:
-            opened.slow.add(worker)
 
     def has_flights(self, opened: OpenRequest) -> bool:
         """Whether it is at a worker."""

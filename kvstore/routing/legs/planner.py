@@ -28,10 +28,11 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.routing.fleet import Fleet, FleetColumn, WorkerState
+from kvstore.routing.fleet import Fleet
 from kvstore.routing.placing import Placer
 from kvstore.routing.policy import PolicyPlanner, PoolRoles, RoutingPolicy
-from kvstore.routing.values import WorkerHealth, WorkerRole
+from kvstore.routing.rows import FleetColumn, WorkerState
+from kvstore.routing.values import WorkerRole
 from kvstore.units import NS_PER_S
 
 _EVERY_NS: Final = NS_PER_S // 2
@@ -160,7 +161,7 @@ class Planner:
         settings = self.policy.planner
         bounds = settings.pools.get(pool, PoolRoles())
         members = [state for state in self._fleet.workers if state.spec.pool == pool]
-        up = [state for state in members if state.health is WorkerHealth.UP]
+        up = [state for state in members if state.health.is_up]
         prefillers = sum(state.role is WorkerRole.PREFILL for state in up)
         serving = len(up) - prefillers
         wanted = plan.starved

@@ -1,6 +1,9 @@
 """A second worker for a request whose first byte is late: whether, when and where.
 
-    predicted TTFT × quantile of achieved ÷ predicted ─▶ after_s ─▶ Late ─▶ second ─▶ Raced
+    predicted TTFT ─▶ late_after_s ─▶ Late ─▶ second ─▶ Raced
+
+A request is late after ten seconds, five times its predicted TTFT, and the learned quantile of
+achieved ÷ predicted, whichever is longest; with `races.is_on` after that quantile alone.
 
 Rule 1: a race needs a request without side effects that is prefilled where it is decoded, a pool
 that is not saturated, and a worker that is clearly free: nobody waits there for a first token, and
@@ -17,11 +20,15 @@ from typing import Final
 import msgspec
 
 from kvstore.routing.features import FeatureColumn
-from kvstore.routing.placing import OpenRequest, Placement, Placer
+from kvstore.routing.placing import Placer
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.pressure import Rung
+from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.units import NS_PER_S
 
+LATE_S_MIN: Final = 10.0
+LATE_FACTOR: Final = 5.0
+_PREFILL: Final = "\0prefill"
 _START: Final = 4.0
 """Achieved over predicted TTFT that counts as late, before anything is learned …"""
 _MOST: Final = 64.0
@@ -37,30 +44,38 @@ class Races:
         self.policy = policy
         self._left = float(policy.races.burst)
         self._late_ratios: dict[str, float] = {}
-        """Class → quantile."""
+        """Class, with or without remote prefill → quantile."""
 
     def arrived(self) -> None:
         """A request more."""
         settings = self.policy.races
         self._left = min(settings.burst, self._left + settings.share)
 
-    def after_s(self, opened: OpenRequest, placed: Placement) -> float | None:
-        """Time without a first byte, after which the request is late; None: it is not raced."""
+    def late_after_s(self, opened: OpenRequest, placed: Placement) -> float:
+        """Time without a first byte, or without a remote prefill, after which it is late."""
         settings = self.policy.races
-        can_race = not (opened.request.has_side_effects or opened.is_late or placed.prefill_worker)
-        if not (settings.is_on and can_race and placed.has_others):
-            return None
-        return max(settings.after_s_min, self._late_ratio(opened.service) * placed.predicted_s)
+        quantile_s = self._late_ratio(opened, placed) * placed.predicted_s
+        if settings.is_on and not placed.prefill_worker:
+            return max(settings.after_s_min, quantile_s)
+        return max(LATE_S_MIN, LATE_FACTOR * placed.predicted_s, quantile_s)
+
+    @staticmethod
+    def may_race(opened: OpenRequest, placed: Placement) -> bool:
+        """Whether a second worker may begin with it, too, when it is late."""
+        was_raced = opened.raced[0] is not None
+        is_bound = opened.request.has_side_effects or was_raced or placed.prefill_worker
+        return placed.has_others and not is_bound
 
     def second(self, opened: OpenRequest, placer: Placer, now_ns: int) -> Placement | None:
         """Attempt beside the one that is late; None: there is none. Counted against the budget."""
         first = opened.placement
         if first is None or opened.is_held or opened.has_begun:
             return None
-        if self.after_s(opened, first) is None:
+        if not self.may_race(opened, first):
             return None
-        opened.is_late = True
-        self._learn(opened.service, is_late=True)
+        if not opened.is_late:
+            opened.is_late = True
+            self._learn(opened, first, is_late=True)
         if self._left < 1:
             return None
         beside = msgspec.structs.replace(
@@ -75,23 +90,27 @@ class Races:
 
     def learn(self, opened: OpenRequest, placed: Placement, achieved_s: float) -> None:
         """The first byte came, `achieved_s` after the attempt began."""
-        if not opened.is_late and not placed.prefill_worker and placed.predicted_s > 0:
-            limit_s = self._late_ratio(opened.service) * placed.predicted_s
-            self._learn(opened.service, is_late=achieved_s > limit_s)
+        if not opened.is_late and placed.predicted_s > 0:
+            limit_s = self._late_ratio(opened, placed) * placed.predicted_s
+            self._learn(opened, placed, is_late=achieved_s > limit_s)
 
-    def _late_ratio(self, service: str) -> float:
-        return self._late_ratios.get(service, _START)
+    def _late_ratio(self, opened: OpenRequest, placed: Placement) -> float:
+        return self._late_ratios.get(_name(opened, placed), _START)
 
-    def _learn(self, service: str, *, is_late: bool) -> None:
+    def _learn(self, opened: OpenRequest, placed: Placement, *, is_late: bool) -> None:
         """A step up for one that is late and many small ones down for the others meet at the
         quantile."""
         step = _STEP * (self.policy.races.quantile - (not is_late))
-        ratio = self._late_ratio(service) * math.exp(step)
-        self._late_ratios[service] = min(max(ratio, 1.0), _MOST)
+        ratio = self._late_ratio(opened, placed) * math.exp(step)
+        self._late_ratios[_name(opened, placed)] = min(max(ratio, 1.0), _MOST)
+
+
+def _name(opened: OpenRequest, placed: Placement) -> str:
+    return opened.service + _PREFILL * bool(placed.prefill_worker)
 
 
 def _is_free(placed: Placement, waited_s: float) -> bool:
     assert placed.draft is not None
     queued = placed.draft.feature(FeatureColumn.QUEUED, placed.worker)
-    is_calm = Rung.NO_RACE.value not in placed.draft.plain.degraded
+    is_calm = {Rung.NO_RACE, Rung.LAST_RESORT}.isdisjoint(placed.draft.plain.degraded)
     return is_calm and queued == 0 and placed.predicted_s <= waited_s

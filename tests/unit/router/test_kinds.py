@@ -16,12 +16,12 @@ from kvstore.router.engines.kinds import ENGINES, findings_of
 from kvstore.routing.values import LoadSample
 
 FOLDER = Path(__file__).parents[2] / "data" / "engine_pages"
-PAGES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.txt"))}
+PAGES = {path.stem: path.read_bytes() for path in sorted(FOLDER.glob("*.txt"))}
 NO_SHARE = {"tgi", "llamacpp"}
 """Kinds that publish no share of the KV cache in use."""
 CAPACITY = {"sglang": (64, 64_000), "trtllm": (32, 64_000), "triton": (64, 64_000)}
 """Tokens of a block and of the cache."""
-TWO_RANKS = """vllm:num_requests_running{engine="0",model_name="m"} 3.0
+TWO_RANKS = b"""vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 2.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
 vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
@@ -67,9 +67,10 @@ def test_a_renamed_metric_is_missing_and_not_0(page: str) -> None:
     kind, text = ENGINES[kind_of(page)], PAGES[page]
     assert kind.load
     for figure in kind.load:
-        renamed = text.replace(figure.metric, figure.metric + "_v2")
+        old, new = figure.metric, figure.metric + "_v2"
         if figure.label:  # of several figures of one metric, one goes
-            renamed = text.replace(f'{figure.label}="{figure.value}"', f'{figure.label}="new"')
+            old, new = f'{figure.label}="{figure.value}"', f'{figure.label}="new"'
+        renamed = text.replace(old.encode(), new.encode())
         found = findings_of(kind, renamed)
         assert found.missing == (figure.metric,)
         values = [found.load.waiting, found.load.running, found.load.memory_used]
@@ -84,8 +85,8 @@ def test_every_kind_of_the_flag_has_a_row_and_every_row_with_metrics_a_page() ->
 
 def test_the_head_of_a_page_names_its_source() -> None:
     for page, text in PAGES.items():
-        head = text.partition("\n")[0]
-        assert head.startswith("# Recorded " if page == "vllm" else "# Written by hand")
+        head = text.partition(b"\n")[0]
+        assert head.startswith(b"# Recorded " if page == "vllm" else b"# Written by hand")
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,6 @@ def test_the_head_of_a_page_names_its_source() -> None:
     ],
 )
 def test_pages_of_nonsense_say_nothing(text: str) -> None:
-    found = findings_of(ENGINES["vllm"], text)
+    found = findings_of(ENGINES["vllm"], text.encode())
     assert (found.load, found.block_tokens, found.memory_tokens) == (LoadSample(), 0, 0)
     assert len(found.missing) == 3

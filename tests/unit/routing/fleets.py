@@ -6,12 +6,28 @@ import hashlib
 from typing import Any
 
 from kvstore.routing.core import RouterCore
-from kvstore.routing.events import Arrived, Joined, Rejected, RouteCommand, Routed
+from kvstore.routing.events import (
+    Arrived,
+    Failure,
+    GiveUp,
+    Joined,
+    Leg,
+    LegFailed,
+    Prepare,
+    Probed,
+    Raced,
+    Rejected,
+    RouteCommand,
+    Routed,
+    RouteEvent,
+)
 from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.rows import StateChange
 from kvstore.routing.values import (
     PrefixAnswer,
     PrefixMatch,
     PrefixTrust,
+    ProbeResult,
     RouteRequest,
     WorkerRole,
     WorkerSpec,
@@ -19,6 +35,8 @@ from kvstore.routing.values import (
 
 MS = 1_000_000
 S = 1000 * MS
+Word = Routed | Raced | Rejected | Prepare
+"""Commands about requests."""
 
 
 def spec(number: int, **more: Any) -> WorkerSpec:
@@ -38,9 +56,11 @@ def prefiller(number: int, **more: Any) -> WorkerSpec:
 
 
 def core_of(*specs: WorkerSpec, policy: RoutingPolicy | None = None, seed: int = 1) -> RouterCore:
+    """All its workers have answered a probe."""
     core = RouterCore(policy or RoutingPolicy(), seed=seed)
     for each in specs:
         core.step(Joined(each), 0)
+        core.step(Probed(each.worker, ProbeResult.ANSWERED), 0)
     return core
 
 
@@ -67,20 +87,46 @@ def hbm(number: int, blocks: int, trust: PrefixTrust = PrefixTrust.EXACT) -> Pre
     return PrefixMatch(f"n{number}", "e", 0, blocks, trust=trust)
 
 
+def turn(core: RouterCore, event: RouteEvent, now_ns: int = S) -> list[Word]:
+    """The commands of a step, those about workers left out; the core is whole after it."""
+    commands = core.step(event, now_ns)
+    core.check()
+    return [each for each in commands if not isinstance(each, StateChange | GiveUp)]
+
+
 def arrive(
     core: RouterCore, its: RouteRequest, prefix: PrefixAnswer | None = None, now_ns: int = S
-) -> RouteCommand:
-    """The command about this request."""
-    commands = core.step(Arrived(its, prefix), now_ns)
-    core.check()
-    return next(c for c in commands if c.request_id == its.request_id)
+) -> Routed | Rejected | None:
+    """The final word about this request; None: it is held."""
+    for command in turn(core, Arrived(its, prefix), now_ns):
+        if not isinstance(command, Prepare) and command.request_id == its.request_id:
+            assert isinstance(command, Routed | Rejected)
+            return command
+    assert its.request_id in core.room.entries
+    return None
 
 
-def routed(command: RouteCommand) -> Routed:
+def fail(
+    name: str, failure: Failure = Failure.STATUS, leg: Leg = Leg.DECODE, **more: Any
+) -> LegFailed:
+    return LegFailed(name, leg, failure, **more)
+
+
+def goes_down(core: RouterCore, worker: str, now_ns: int = S) -> list[Word]:
+    """Nothing listens there. Returns the commands about requests."""
+    return turn(core, Probed(worker, ProbeResult.REFUSED, "connection refused"), now_ns)
+
+
+def comes_back(core: RouterCore, worker: str, now_ns: int = S) -> list[Word]:
+    """It answers a probe. Returns the commands about requests."""
+    return turn(core, Probed(worker, ProbeResult.ANSWERED), now_ns)
+
+
+def routed(command: RouteCommand | None) -> Routed:
     assert isinstance(command, Routed), command
     return command
 
 
-def rejected(command: RouteCommand) -> Rejected:
+def rejected(command: RouteCommand | None) -> Rejected:
     assert isinstance(command, Rejected), command
     return command

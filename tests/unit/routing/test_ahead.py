@@ -14,31 +14,39 @@ from kvstore.routing.events import (
     Failure,
     Joined,
     Judged,
-    Leg,
-    LegFailed,
     Prepare,
     PrepareAnswered,
     PrepareReason,
+    Probed,
     RequestEnded,
-    RequestHeld,
     Routed,
     RouteTick,
     Shared,
     WorkerLeft,
 )
-from kvstore.routing.fleet import FleetColumn
 from kvstore.routing.policy import parse
 from kvstore.routing.receipts import Preparation
+from kvstore.routing.rows import FleetColumn
 from kvstore.routing.values import (
     PrefixAnswer,
     PrefixMatch,
+    ProbeResult,
     RouteRequest,
     SharedLoad,
-    WorkerHealth,
     WorkerSpec,
 )
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
-from tests.unit.routing.fleets import S, answer, core_of, hbm, keys, request, spec
+from tests.unit.routing.fleets import (
+    S,
+    answer,
+    core_of,
+    fail,
+    hbm,
+    keys,
+    request,
+    spec,
+    turn,
+)
 
 HELD: dict[str, Any] = {"classes": {"interactive": {"rank": 0, "backlog_s": 0.05}}}
 """A request waits for the one before."""
@@ -58,11 +66,10 @@ def held_core(*specs: WorkerSpec, **ahead: Any) -> RouterCore:
 
 def prepares(core: RouterCore, its: RouteRequest, prefix: PrefixAnswer | None) -> list[Prepare]:
     """Those of a request that is held."""
-    held, *rest = core.step(Arrived(its, prefix), S)
-    core.check()
-    assert isinstance(held, RequestHeld), held
-    assert all(isinstance(each, Prepare) for each in rest)
-    return [each for each in rest if isinstance(each, Prepare)]
+    found = turn(core, Arrived(its, prefix))
+    assert its.request_id in core.room.entries
+    assert all(isinstance(each, Prepare) for each in found)
+    return [each for each in found if isinstance(each, Prepare)]
 
 
 def test_what_a_node_holds_on_disk_is_brought_while_the_request_waits() -> None:
@@ -128,8 +135,8 @@ def test_a_request_that_is_held_again_was_prepared_before() -> None:
     core.step(Shared("other", ()), S)
     busy = tuple(SharedLoad(f"w{n}", 4000, 0) for n in range(2))
     core.step(Shared("other", busy), S)
-    [held] = core.step(LegFailed("r", Leg.DECODE, Failure.CONNECT), S)
-    assert isinstance(held, RequestHeld)
+    assert turn(core, fail("r", Failure.CONNECT)) == []
+    assert "r" in core.room.entries
 
 
 def test_the_receipt_has_the_answer() -> None:
@@ -209,9 +216,9 @@ def test_the_longest_run_that_is_hot_is_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [Judged("w2", WorkerHealth.DOWN), Judged("w2", is_parity_red=True)]
+    "event", [Probed("w2", ProbeResult.UNWELL), Judged("w2", is_parity_red=True)]
 )
-def test_a_worker_that_gets_no_requests_gets_no_copy(event: Judged) -> None:
+def test_a_worker_that_gets_no_requests_gets_no_copy(event: Judged | Probed) -> None:
     core = hot_core()
     core.step(event, S)
     [copy] = copies(core, 5)
@@ -230,7 +237,7 @@ def test_a_full_worker_gets_no_copy() -> None:
     core = hot_core()
     core.step(Joined(spec(3, node="n2", memory_tokens=0)), S)
     for name in ("w1", "w2", "w3"):
-        core.fleet.columns[FleetColumn.OTHER_MEMORY, core.fleet.row_of[name]] = 0.99
+        core.fleet.columns[FleetColumn.USED, core.fleet.row_of[name]] = 0.99
     assert copies(core, 10) == []
 
 
@@ -322,6 +329,20 @@ def test_the_end_of_a_session_ends_nothing_of_another_tenant() -> None:
     pinned(core, "r1", session="s", tenant="a")
     pinned(core, "r2", session="s", tenant="b", pin_s=0.0, ends_session=True)
     assert len(touched(core, 31 * S)) == 1
+
+
+def test_several_prompts_in_one_request_are_neither_pinned_nor_brought() -> None:
+    """Their keys are no chain: what lies behind the first prompt is no prefix of anything."""
+    found = answer(dram(0, 10, file=100))
+    assert prepares(held_core(), request("r", parts=(128, 128)), found) == []
+    core = core_of(spec(0))
+    hints = pinned(core, "r", parts=(128, 128)).hints
+    assert hints is not None
+    assert hints.refused == "no-keys"
+    hot = hot_core()
+    for n in range(10):
+        its = request(f"r{n}", prefix="hot", parts=(128, 128))
+        assert [type(c) for c in turn(hot, Arrived(its, answer(dram(0, 64))))] == [Routed]
 
 
 def test_without_keys_of_the_index_nothing_is_pinned() -> None:

@@ -1,14 +1,17 @@
-"""Weights from predicted and achieved seconds: bounded, by worker, frozen."""
+"""Weights from predicted and achieved seconds, and lengths of answers: bounded, apart, frozen."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from kvstore.routing.core import RouterCore
 from kvstore.routing.costs import LEARNED
-from kvstore.routing.events import FirstToken, WorkerLeft
-from kvstore.routing.learning import TermWeights, smoothed_ratio
+from kvstore.routing.events import Ending, FirstToken, RequestEnded, WorkerLeft
+from kvstore.routing.learning import OutputLengths, TermWeights, smoothed_ratio
 from kvstore.routing.policy import PolicyLearning
 from tests.unit.routing.fleets import S, arrive, core_of, request, routed, spec
 
@@ -28,9 +31,13 @@ def test_a_slow_worker_is_learned_and_the_others_are_not_touched() -> None:
 
 def test_a_new_worker_starts_with_the_mean() -> None:
     weights = TermWeights(PolicyLearning())
-    weights.restore({"a": [2.0] * LEARNED, "b": [3.0] * LEARNED, "bad": [1.0]})
-    assert weights.of(["c"])[:, 0].tolist() == [2.5] * LEARNED
-    assert weights.snapshot()["a"] == [2.0] * LEARNED
+    weights.of(["a"])
+    for _ in range(20):
+        weights.learn("b", np.full(LEARNED, 0.1), 6.0)
+    known = weights.of(["a", "b"])
+    assert known[0, 0] == 1 < known[0, 1]
+    assert weights.of(["c"])[:, 0].tolist() == known.mean(axis=1).tolist()
+    assert (weights.of(["a", "b"]) == known).all()
 
 
 def test_frozen_weights_stay() -> None:
@@ -76,4 +83,60 @@ def test_a_worker_that_left_before_its_first_token_is_forgotten() -> None:
     gone = routed(arrive(core, request("r"))).worker
     core.step(WorkerLeft(gone), S)
     core.step(FirstToken("r"), 2 * S)
-    assert gone not in core.placer.weights.snapshot()
+    assert gone not in core.placer.weights._place
+    core.check()
+
+
+# ── lengths of answers ───────────────────────────────────────────────────────────────────────────
+
+
+def test_what_an_answer_will_need_is_learned_by_model_and_bounded_by_its_client() -> None:
+    lengths = OutputLengths()
+    assert lengths.expected("m", None) == 256
+    for _ in range(200):
+        lengths.learn("m", 1000)
+    assert lengths.expected("m", None) == pytest.approx(1000, rel=0.01)
+    assert lengths.expected("m", 50) == 50
+    assert lengths.expected("m", 10**400) == lengths.expected("m", None)
+    assert lengths.expected("other", None) == 256
+    lengths.learn("m", 10**400)
+    assert lengths.expected("m", None) < 100_000, "one wild length moves little"
+
+
+def test_lengths_of_many_models_are_bounded() -> None:
+    lengths = OutputLengths()
+    for n in range(3000):
+        lengths.learn("busy", 1000)
+        lengths.learn(f"m{n}", 1000)
+    assert len(lengths._means) == 1000
+    assert lengths.expected("busy", None) == pytest.approx(1000, rel=0.01)
+
+
+def needs(core: RouterCore, name: str, **more: Any) -> int:
+    """Tokens of KV cache that a request is counted with."""
+    sent = routed(arrive(core, request(name, 1600, **more)))
+    need = core.fleet.flights[name].tokens
+    assert sent.receipt.output_tokens == need - 1600
+    return need - 1600
+
+
+def test_the_need_of_a_request_follows_the_answers_before_it() -> None:
+    core = core_of(spec(0))
+    assert needs(core, "a") == 256
+    for n in range(100):
+        arrive(core, request(f"r{n}", 16))
+        core.step(RequestEnded(f"r{n}", Ending.DONE, None, 20), S)
+    assert needs(core, "b") == pytest.approx(20, abs=2)
+    assert needs(core, "c", output_tokens_max=5) == 5
+    assert needs(core, "d", output_tokens_max=100_000) == pytest.approx(20, abs=2)
+    assert needs(core, "e", output_tokens_max=0) == 0
+
+
+@pytest.mark.parametrize("end", [Ending.ABORTED, Ending.REFUSED, Ending.FAILED])
+def test_an_answer_that_was_cut_off_says_nothing_about_lengths(end: Ending) -> None:
+    core = core_of(spec(0))
+    arrive(core, request("r"))
+    core.step(RequestEnded("r", end, None, 4), S)
+    arrive(core, request("unknown"))
+    core.step(RequestEnded("unknown", Ending.DONE), S)
+    assert needs(core, "x") == 256

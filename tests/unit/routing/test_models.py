@@ -83,20 +83,22 @@ def test_an_unknown_model_is_404_with_the_list() -> None:
     assert not core.open
 
 
-def test_an_adapter_goes_where_it_is_or_has_room() -> None:
+def test_an_adapter_goes_where_it_runs_or_is_listed() -> None:
     core = core_of(
         spec(0, pool="stable", models=("big", "big-v2"), adapters=("legal",)),
-        spec(1, pool="stable", models=("big", "big-v2"), adapters_max=2),
+        spec(1, pool="stable", models=("big", "big-v2"), adapters=("legal",)),
         spec(2, pool="stable", models=("big", "big-v2")),
         policy=parse({"models": {"big": {"pools": [{"pool": "stable"}], "adapters": ["legal"]}}}),
     )
     first = routed(arrive(core, request("r", model="legal")))
-    assert (first.worker, first.model) == ("w0", "legal")
-    assert first.receipt.filtered == {"w2": "adapter"}
-    # The engine lists it, and runs none at the moment.
-    core.step(Scraped("w0", LoadSample(waiting=0, running=0, adapters=())), 1)
-    idle = routed(arrive(core, request("s", model="legal")))
-    assert idle.receipt.filtered == {"w2": "adapter"}
+    assert first.worker in ("w0", "w1")
+    assert (first.model, first.receipt.filtered) == ("legal", {"w2": "adapter"})
+    # w0 lists it, and runs none at the moment; w2 runs it, and does not list it.
+    core.step(Scraped("w0", LoadSample(waiting=0, running=0, adapters=()), 0), 1)
+    core.step(Scraped("w2", LoadSample(waiting=0, running=0, adapters=("legal",)), 0), 1)
+    second = routed(arrive(core, request("s", model="legal"))).receipt
+    assert (second.features["warm"], second.filtered) == ([0, 1, 1], {})
+    assert second.terms["cold"] == [core.policy.costs.adapter_s, 0, 0]
 
 
 @pytest.mark.parametrize(

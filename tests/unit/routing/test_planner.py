@@ -13,18 +13,25 @@ from kvstore.routing.events import (
     Failure,
     FirstToken,
     Joined,
-    Judged,
-    Leg,
-    LegFailed,
     PrefillDone,
     RequestEnded,
-    Routed,
     RouteTick,
     WorkerLeft,
 )
 from kvstore.routing.policy import parse
-from kvstore.routing.values import WorkerHealth, WorkerRole
-from tests.unit.routing.fleets import MS, S, arrive, core_of, request, routed, spec
+from kvstore.routing.values import WorkerRole
+from tests.unit.routing.fleets import (
+    MS,
+    S,
+    arrive,
+    core_of,
+    fail,
+    goes_down,
+    request,
+    routed,
+    spec,
+    turn,
+)
 
 ANY, PREFILL, BOTH = WorkerRole.ANY, WorkerRole.PREFILL, WorkerRole.BOTH
 Roles = dict[str, WorkerRole]
@@ -195,14 +202,19 @@ def test_a_planned_prefiller_serves_when_nobody_else_can() -> None:
     core = planned(ANY, ANY, is_on=False)
     core.fleet.assign("w0", PREFILL)
     routed(arrive(core, request("a", 4096)))
-    again = core.step(LegFailed("a", Leg.DECODE, Failure.CONNECT), S)[0]
+    again = turn(core, fail("a", Failure.CONNECT))[0]
     assert (routed(again).worker, routed(again).prefill_worker) == ("w0", None)
     assert routed(again).receipt.role == "prefill"
-    core.step(Judged("w1", WorkerHealth.DOWN), S)
-    assert routed(arrive(core, request("b", 4096))).worker == "w0"
+    goes_down(core, "w1")
+    sent = routed(arrive(core, request("b", 4096)))
+    assert (sent.worker, "last-resort" in sent.receipt.degraded) == ("w0", False)
+    goes_down(core, "w0")
+    sent = routed(arrive(core, request("c", 4096)))
+    assert "last-resort" in sent.receipt.degraded
     fixed = planned(PREFILL, ANY, is_on=False)
-    fixed.step(Judged("w1", WorkerHealth.DOWN), S)
-    assert not isinstance(arrive(fixed, request("b", 4096)), Routed)
+    goes_down(fixed, "w1")
+    whole = routed(arrive(fixed, request("b", 4096)))
+    assert (whole.worker, whole.prefill_worker) == ("w1", "w0"), "one that is down before that one"
 
 
 def test_a_role_without_workers_is_filled_at_once() -> None:
@@ -211,7 +223,7 @@ def test_a_role_without_workers_is_filled_at_once() -> None:
     traffic.go(1)
     assert prefillers(core) == ["w0"]
     core.step(WorkerLeft("w1"), traffic.now_ns)
-    core.step(Judged("w2", WorkerHealth.DOWN), traffic.now_ns)
+    goes_down(core, "w2", traffic.now_ns)
     traffic.go(1)
     assert roles_of(core)["w0"] is BOTH
 

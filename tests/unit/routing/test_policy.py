@@ -27,6 +27,12 @@ WRONG: list[tuple[object, str]] = [
     ({"split": {"bucket_tokens": [9, 3]}}, "split.bucket_tokens must rise"),
     ({"models": {"a": {"pools": [{"pool": "p", "weight": 0}]}}}, "models.a: at least one pool"),
     ({"models": {"a": {"aliases": ["b"]}, "b": {}}}, "models.b: 'b' is already a name of 'a'"),
+    ({"limits": {"attempts_max": 3}}, "limits: unknown key 'attempts_max'"),
+    ({"limits": {"timeout_s_min": 3}}, "limits: unknown key 'timeout_s_min'"),
+    ({"limits": {"queue_max": 0}}, "limits: queue_max must be at least 1"),
+    ({"probes": {"silence_s": 0}}, "probes: silence_s must be more than 0"),
+    ({"draining": "w0"}, "draining must be a list, not a text"),
+    ({"classes": {"a": {"rank": 0, "tenants": "x"}}}, "classes.a: tenants must be a list"),
 ]
 
 
@@ -40,6 +46,14 @@ def test_an_error_is_one_sentence_with_its_place(mapping: object, sentence: str)
 
 def test_an_empty_file_is_the_default() -> None:
     assert parse({}) == RoutingPolicy()
+
+
+def test_null_is_no_limit() -> None:
+    names = ("queue_max", "ttl_s", "backlog_s", "yield_s", "saturation_max")
+    given: dict[str, Any] = {"rank": 3, **dict.fromkeys(names)}
+    policy = parse({"limits": {"queue_max": None}, "classes": {"interactive": given}})
+    assert policy.limits.queue_max is None
+    assert {getattr(policy.classes["interactive"], name) for name in names} == {None}
 
 
 def test_the_hash_is_of_the_meaning() -> None:

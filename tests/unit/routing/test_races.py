@@ -13,31 +13,41 @@ from kvstore.routing.events import (
     Failure,
     FirstToken,
     Late,
-    Leg,
-    LegFailed,
     Raced,
     RaceOver,
     RequestEnded,
     Routed,
+    Shared,
 )
-from kvstore.routing.legs.races import Races
 from kvstore.routing.policy import parse
-from kvstore.routing.values import WorkerRole
-from tests.unit.routing.fleets import MS, S, arrive, core_of, prefiller, request, routed, spec
+from kvstore.routing.values import SharedLoad, WorkerRole
+from tests.unit.routing.fleets import (
+    MS,
+    S,
+    arrive,
+    comes_back,
+    core_of,
+    fail,
+    goes_down,
+    prefiller,
+    request,
+    routed,
+    spec,
+    turn,
+)
 
 
-def racing(workers: int = 2, *more: Any, **settings: Any) -> RouterCore:
-    policy = parse({"races": {"is_on": True, **settings}, "learning": {"is_frozen": True}})
+def racing(workers: int = 2, *more: Any, is_on: bool = True, **settings: Any) -> RouterCore:
+    policy = parse({"races": {"is_on": is_on, **settings}, "learning": {"is_frozen": True}})
     return core_of(*(spec(n) for n in range(workers)), *more, policy=policy)
 
 
-def pure(name: str, tokens: int = 160) -> Any:
-    return request(name, tokens, has_side_effects=False)
+def pure(name: str, tokens: int = 160, **more: Any) -> Any:
+    return request(name, tokens, has_side_effects=False, **more)
 
 
 def raced(core: RouterCore, name: str = "r", after_ns: int = S) -> Raced:
-    [command] = core.step(Late(name), S + after_ns)
-    core.check()
+    [command] = turn(core, Late(name), S + after_ns)
     assert isinstance(command, Raced)
     return command
 
@@ -45,7 +55,7 @@ def raced(core: RouterCore, name: str = "r", after_ns: int = S) -> Raced:
 def test_a_late_request_gets_a_second_worker_and_the_first_answer_counts() -> None:
     core = racing()
     first = routed(arrive(core, pure("r")))
-    assert first.race_after_s == 0.5
+    assert (first.may_race, first.late_after_s) == (True, 0.5)
     second = raced(core)
     assert {first.worker, second.worker} == {"w0", "w1"}
     assert len(core.fleet.flights) == 2
@@ -82,10 +92,24 @@ def test_a_race_outlives_the_failure_of_one(is_first: bool) -> None:
     core.step(RaceOver("r", lost.worker, Failure.BROKEN), 2 * S)
     core.check()
     assert [flight.worker for flight in core.fleet.flights.values()] == [left.worker]
-    third = routed(core.step(LegFailed("r", Leg.DECODE, Failure.BROKEN), 2 * S)[0])
-    core.check()
+    third = routed(turn(core, fail("r"), 2 * S)[0])
     assert third.worker not in (first.worker, second.worker)
-    assert third.race_after_s is None, "one race a request"
+    assert not third.may_race, "one race a request"
+
+
+def test_a_worker_that_lost_a_race_was_tried_and_nothing_is_known() -> None:
+    """It was the one attempt that its open breaker allowed."""
+    core = racing()
+    for n in range(3):
+        routed(arrive(core, request(f"bad{n}", 160, subset=("w1",))))
+        turn(core, fail(f"bad{n}"))
+    core.step(Shared("other", (SharedLoad("w1", 800, 0),)), 3 * S)
+    assert routed(arrive(core, pure("r"), now_ns=3 * S)).worker == "w0"
+    [second] = turn(core, Late("r"), 5 * S)
+    assert isinstance(second, Raced)
+    core.step(RaceOver("r", "w1"), 5 * S)
+    assert core.fleet.workers[1].health.breaker.may_allow(5 * S)
+    assert core.fleet.workers[1].health.breaker.is_open
 
 
 def test_an_abort_ends_both() -> None:
@@ -98,21 +122,66 @@ def test_an_abort_ends_both() -> None:
     assert core.step(RaceOver("r", "w0"), 2 * S) == []
 
 
-def test_no_race_with_side_effects_or_without_another_worker_or_by_default() -> None:
-    assert routed(arrive(racing(), request("a", 160))).race_after_s is None
-    assert routed(arrive(racing(1), pure("a"))).race_after_s is None
-    assert routed(arrive(core_of(spec(0), spec(1)), pure("a"))).race_after_s is None
+def test_no_race_with_side_effects_or_without_another_worker_or_with_a_remote_prefill() -> None:
+    assert not routed(arrive(racing(), request("a", 160))).may_race
+    assert not routed(arrive(racing(1), pure("a"))).may_race
     core = racing(0, *(spec(n, role=WorkerRole.DECODE) for n in range(2)), prefiller(10))
-    assert routed(arrive(core, pure("a", 4096))).race_after_s is None
-    assert routed(arrive(core, pure("b", 100))).race_after_s == 0.5
+    assert not routed(arrive(core, pure("a", 4096))).may_race
+    local = routed(arrive(core, pure("b", 100)))
+    assert (local.may_race, local.late_after_s) == (True, 0.5)
+
+
+def test_whether_there_is_another_worker_is_what_is_known_now() -> None:
+    core = racing()
+    goes_down(core, "w0")
+    assert not routed(arrive(core, pure("a"))).may_race
+    comes_back(core, "w0")
+    assert routed(arrive(core, pure("b"))).may_race
+
+
+@pytest.mark.parametrize("is_down", [True, False])
+def test_no_race_to_a_worker_that_is_only_a_last_resort(is_down: bool) -> None:
+    core = racing()
+    first = routed(arrive(core, pure("r")))
+    other = "w1" if first.worker == "w0" else "w0"
+    if is_down:
+        goes_down(core, other)
+    assert len(turn(core, Late("r"), 2 * S)) == (not is_down)
+
+
+def test_by_default_a_request_is_late_after_the_longest_of_three_times() -> None:
+    core = racing(is_on=False)
+    short = routed(arrive(core, pure("a")))
+    assert (short.may_race, short.late_after_s) == (True, 10.0)
+    core.step(Shared("other", (SharedLoad("w0", 80_000, 0), SharedLoad("w1", 80_000, 0))), S)
+    long = routed(arrive(core, pure("b")))
+    predicted_s = long.receipt.predicted_s
+    assert predicted_s > 9
+    assert long.late_after_s == pytest.approx(5 * predicted_s)
+    core.races._late_ratios["interactive"] = 7.0
+    longer = routed(arrive(core, pure("c")))
+    assert longer.late_after_s == pytest.approx(7 * longer.receipt.predicted_s)
+
+
+def test_a_remote_prefill_is_late_by_itself() -> None:
+    core = racing(0, spec(0, role=WorkerRole.DECODE), prefiller(10))
+    core.races._late_ratios["interactive"] = 60.0
+    assert routed(arrive(core, pure("a", 4096))).late_after_s == 10.0
+    core.races._late_ratios["interactive\0prefill"] = 60.0
+    remote = routed(arrive(core, pure("b", 4096)))
+    assert remote.prefill_worker == "w10"
+    assert remote.late_after_s == pytest.approx(60 * remote.receipt.predicted_s)
+    for name in "ab":
+        core.step(FirstToken(name), S)
+    assert core.races._late_ratios["interactive"] == 60.0
+    assert core.races._late_ratios["interactive\0prefill"] < 60.0
 
 
 def test_no_race_to_a_worker_that_is_not_free() -> None:
     core = racing()
     routed(arrive(core, pure("r")))
     routed(arrive(core, pure("x"), now_ns=S + MS))
-    assert core.step(Late("r"), 2 * S) == []
-    core.check()
+    assert turn(core, Late("r"), 2 * S) == []
     assert core.open["r"].race is None
     for waited_ns, count in ((500 * MS, 0), (2 * S, 1)):
         quick = racing()
@@ -148,12 +217,13 @@ def test_a_busy_class_learns_what_late_is() -> None:
         sent = routed(core.step(Arrived(pure(f"r{n}")), (n + 1) * S)[0])
         ratio = 1 + (n * 7919 % 1000) / 100  # 1 to 11, evenly
         achieved_s = ratio * sent.receipt.predicted_s
-        late += n >= 1000 and achieved_s > (sent.race_after_s or 0)
+        late += n >= 1000 and achieved_s > sent.late_after_s
         core.step(FirstToken(f"r{n}"), (n + 1) * S + int(achieved_s * S))
         core.step(RequestEnded(f"r{n}", Ending.DONE), (n + 1) * S + int(achieved_s * S))
     assert core.races._late_ratios["interactive"] < start
     assert 0.03 <= late / 1000 <= 0.07
-    assert Races(core.policy)._late_ratio("batch") == 4.0
+    other = routed(core.step(Arrived(pure("other", service="batch")), 3000 * S)[0])
+    assert other.late_after_s == pytest.approx(4 * other.receipt.predicted_s)
 
 
 def test_a_class_that_another_policy_does_not_have_ends_no_request() -> None:
@@ -170,6 +240,5 @@ def test_a_class_that_another_policy_does_not_have_ends_no_request() -> None:
     routed(arrive(core, request("s", 160, has_side_effects=False, service="own")))
     core.adopt(parse({"races": races}), S)
     core.step(Late("r"), 3 * S)
-    routed_again = core.step(LegFailed("s", Leg.DECODE, Failure.BROKEN), 3 * S)
+    routed_again = turn(core, fail("s", Failure.BROKEN), 3 * S)
     assert [type(each) for each in routed_again] == [Routed]
-    core.check()

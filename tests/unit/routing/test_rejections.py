@@ -6,13 +6,24 @@ import msgspec
 import pytest
 
 from kvstore.routing.core import RouterCore
-from kvstore.routing.events import Failure, Judged, Leg, LegFailed, RequestHeld, RouteTick
+from kvstore.routing.events import RouteTick
 from kvstore.routing.policy import POLICY_NAMES, parse
 from kvstore.routing.receipts import Receipt
-from kvstore.routing.values import RouteRequest, WorkerHealth
-from tests.unit.routing.fleets import S, arrive, core_of, rejected, request, routed, spec
+from kvstore.routing.values import RouteRequest
+from tests.unit.routing.fleets import (
+    S,
+    arrive,
+    core_of,
+    fail,
+    rejected,
+    request,
+    routed,
+    spec,
+    turn,
+)
 
-SLOW = parse({"costs": {"prefill_tokens_per_s": 1000}})
+CLASSES = {"inline": {"rank": 0, "ttft_s": 1.0, "tenants": ["*"]}, "interactive": {"rank": 1}}
+SLOW = parse({"costs": {"prefill_tokens_per_s": 1000}, "classes": CLASSES, "draining": ["w1"]})
 """16,000 tokens take 20 s, far more than an inline request may."""
 
 
@@ -28,7 +39,6 @@ def too_long(name: str) -> RouteRequest:
 
 def test_an_objective_that_cannot_be_met_leaves_a_receipt_with_both_times() -> None:
     core = core_of(spec(0), spec(1), policy=SLOW)
-    core.step(Judged("w1", WorkerHealth.DRAINING), S)
     answer = rejected(arrive(core, too_long("r")))
     receipt = only_receipt(core)
     assert (receipt.request_id, receipt.chosen, receipt.role) == ("r", "", "")
@@ -40,13 +50,12 @@ def test_an_objective_that_cannot_be_met_leaves_a_receipt_with_both_times() -> N
 
 
 def test_workers_that_are_left_out_are_in_the_receipt_with_the_reason() -> None:
-    core = core_of(spec(0), spec(1), spec(2))
-    core.step(Judged("w0", WorkerHealth.DOWN), S)
-    core.step(Judged("w1", WorkerHealth.DRAINING), S)
+    policy = parse({"draining": ["w1"]})
+    core = core_of(spec(0, models=("other",)), spec(1), spec(2), policy=policy)
     assert rejected(arrive(core, request("r", subset=("w0", "w1")))).status == 503
     receipt = only_receipt(core)
     assert receipt.outcome.rejected == "rejected-no-endpoints"
-    assert receipt.filtered == {"w0": "down", "w1": "draining", "w2": "subset"}
+    assert receipt.filtered == {"w0": "model", "w1": "draining", "w2": "subset"}
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
@@ -59,20 +68,20 @@ def test_a_pool_without_workers_leaves_a_receipt_too(policy: str) -> None:
 
 
 def test_a_large_pool_without_a_worker_leaves_a_bounded_receipt() -> None:
-    core = core_of(*(spec(n) for n in range(20)), policy=parse({"receipt_workers_max": 5}))
-    for number in range(20):
-        core.step(Judged(f"w{number}", WorkerHealth.DOWN), S)
+    names = [f"w{number}" for number in range(20)]
+    policy = parse({"receipt_workers_max": 5, "draining": names})
+    core = core_of(*(spec(n) for n in range(20)), policy=policy)
     rejected(arrive(core, request("r")))
     assert len(only_receipt(core).workers) == 5
 
 
 def test_requests_that_waited_in_vain_leave_a_receipt_with_the_time() -> None:
     limits = {"queue_max": 1, "running_max": 1}
-    classes = {"inline": {"rank": 0, "ttl_s": 2}, "interactive": {"rank": 1}}
+    classes = {"short": {"rank": 2, "ttl_s": 2}, "interactive": {"rank": 1}}
     core = core_of(spec(0), policy=parse({"limits": limits, "classes": classes}))
     routed(arrive(core, request("first")))
-    assert isinstance(arrive(core, request("r", service="inline", ttft_s=60.0)), RequestHeld)
-    [over] = core.step(RouteTick(), 4 * S)
+    assert arrive(core, request("r", service="short")) is None
+    [over] = turn(core, RouteTick(), 4 * S)
     assert rejected(over).reason == "rejected-ttl-expired"
     receipt = only_receipt(core)
     assert (receipt.outcome.rejected, receipt.held_s) == ("rejected-ttl-expired", 3.0)
@@ -88,16 +97,16 @@ def test_a_full_queue_rejects_and_a_dry_run_says_so(more: dict[str, dict[str, ob
     routed(arrive(core, request("first")))
     with pytest.raises(LookupError, match="wait"):
         core.explain(request("x"), None, S)
-    assert isinstance(arrive(core, request("held")), RequestHeld)
+    assert arrive(core, request("held")) is None
     assert core.explain(request("x"), None, S).outcome.rejected == "rejected-saturated"
     assert rejected(arrive(core, request("r"))).reason == "rejected-saturated"
     assert only_receipt(core).outcome.rejected == "rejected-saturated"
 
 
 def test_a_request_that_every_attempt_failed_has_one_receipt_with_its_last_worker() -> None:
-    core = core_of(spec(0), policy=parse({"limits": {"attempts_max": 1}}))
+    core = core_of(spec(0))
     routed(arrive(core, request("r")))
-    core.step(LegFailed("r", Leg.DECODE, Failure.STATUS), S)
+    turn(core, fail("r"))
     receipt = only_receipt(core)
     assert (receipt.chosen, receipt.outcome.rejected) == ("w0", "rejected-attempts")
     assert receipt.outcome.attempts == 1

@@ -2,35 +2,57 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvstore.routing.events import Ending, Failure, FirstToken, Leg, LegFailed, RequestEnded
-from kvstore.routing.fleet import BUSY_NS
-from kvstore.routing.policy import parse
-from tests.unit.routing.fleets import S, arrive, core_of, request, routed, spec
+from kvstore.routing.events import Ending, Failure, FirstToken, RequestEnded, RouteTick
+from kvstore.routing.health import REST_NS
+from tests.unit.routing.fleets import (
+    MS,
+    S,
+    arrive,
+    core_of,
+    fail,
+    goes_down,
+    request,
+    routed,
+    spec,
+    turn,
+)
 
 
 def test_a_worker_that_is_full_by_its_own_word_is_left_alone_for_a_moment() -> None:
     core = core_of(spec(0), spec(1))
     first = routed(arrive(core, request("r")))
-    other = routed(core.step(LegFailed("r", Leg.DECODE, Failure.BUSY, False), S)[0])
+    other = routed(turn(core, fail("r", Failure.BUSY))[0])
     assert other.worker != first.worker
     core.step(RequestEnded("r", Ending.DONE), S)
     for n in range(8):
-        again = routed(arrive(core, request(f"s{n}"), now_ns=S + BUSY_NS - 1))
+        again = routed(arrive(core, request(f"s{n}"), now_ns=S + REST_NS - 1))
         assert again.worker == other.worker
-        core.step(FirstToken(f"s{n}"), S + BUSY_NS - 1)
-    late = routed(arrive(core, request("t"), now_ns=S + BUSY_NS))
+        core.step(FirstToken(f"s{n}"), S + REST_NS - 1)
+    late = routed(arrive(core, request("t"), now_ns=S + REST_NS))
     assert late.worker == first.worker, "it has nothing to do"
-    core.step(FirstToken("t"), S + BUSY_NS)
+    core.step(FirstToken("t"), S + REST_NS)
     assert not core.fleet.doubtful
 
 
-@pytest.mark.parametrize("failure", [Failure.BUSY, Failure.REFUSED])
-def test_what_is_no_fault_of_a_worker_opens_no_breaker(failure: Failure) -> None:
-    core = core_of(spec(0), policy=parse({"limits": {"attempts_max": 1, "retry_burst": 1}}))
-    for n in range(10):
-        routed(arrive(core, request(f"r{n}"), now_ns=n * S))
-        core.step(LegFailed(f"r{n}", Leg.DECODE, failure, False), n * S)
-    assert not core.fleet.workers[0].breaker.is_open
-    assert core._retries_left == 1
+def test_a_request_waits_for_workers_that_rest_and_is_not_sent_to_one_that_is_down() -> None:
+    core = core_of(spec(0), spec(1), spec(2))
+    for n in range(2):
+        routed(arrive(core, request(f"r{n}", subset=(f"w{n}",))))
+        turn(core, fail(f"r{n}", Failure.BUSY))
+    goes_down(core, "w2")
+    assert arrive(core, request("held")) is None
+    assert turn(core, RouteTick(), S + REST_NS - 1) == []
+    [sent] = turn(core, RouteTick(), S + REST_NS)
+    assert routed(sent).request_id == "held"
+    assert routed(sent).worker in ("w0", "w1")
+
+
+def test_a_rest_is_as_long_as_the_last_word_says() -> None:
+    core = core_of(spec(0))
+    for n in range(2):
+        routed(arrive(core, request(f"r{n}")))
+    turn(core, fail("r0", Failure.BUSY))
+    turn(core, fail("r1", Failure.BUSY), S + 100 * MS)
+    assert arrive(core, request("held"), now_ns=S + REST_NS) is None
+    [sent] = turn(core, RouteTick(), S + 100 * MS + REST_NS)
+    assert routed(sent).request_id == "held"

@@ -58,8 +58,10 @@ def test_a_long_prompt_says_nothing_about_the_threshold() -> None:
     assert split.uncached_min == 256
 
 
-def entry(name: str, uncached: float, at_s: float = 0.0, number: int = 0) -> LaneEntry:
-    return LaneEntry(name, uncached, 0, int(at_s * S), number)
+def entry(
+    name: str, uncached: float, at_s: float = 0.0, number: int = 0, priority: int = 0
+) -> LaneEntry:
+    return LaneEntry(name, uncached, priority, int(at_s * S), number)
 
 
 def test_short_prompts_go_first_and_long_ones_age() -> None:
@@ -71,6 +73,18 @@ def test_short_prompts_go_first_and_long_ones_age() -> None:
     assert [e.request_id for e in lanes.order(4 * S)] == ["short", "long"]
     lanes.remove("short")  # three buckets up in four seconds: before one that comes now
     assert [e.request_id for e in lanes.order(4 * S)] == ["long", "late"]
+
+
+def test_within_a_lane_the_lower_priority_is_first_then_arrival() -> None:
+    lanes = PrefillLanes(PolicySplit())
+    for number, priority in enumerate((0, 5, -5, 0)):
+        lanes.add(entry(f"r{number}", 400, number=number, priority=priority))
+    order = []
+    while len(lanes):
+        [first] = lanes.order(0)
+        order.append(first.request_id)
+        lanes.remove(first.request_id)
+    assert order == ["r2", "r0", "r3", "r1"]
 
 
 def test_no_stream_of_short_prompts_starves_a_long_one() -> None:

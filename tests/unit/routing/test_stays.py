@@ -10,10 +10,18 @@ import pytest
 from kvstore.routing.ahead import stays as stays_module
 from kvstore.routing.core import RouterCore
 from kvstore.routing.decide import replay
-from kvstore.routing.events import Ending, Joined, Judged, RequestEnded, Routed, WorkerLeft
+from kvstore.routing.events import Ending, Joined, RequestEnded, Routed, WorkerLeft
 from kvstore.routing.policy import RoutingPolicy, parse
-from kvstore.routing.values import WorkerHealth
-from tests.unit.routing.fleets import S, arrive, core_of, request, routed, spec
+from tests.unit.routing.fleets import (
+    S,
+    arrive,
+    comes_back,
+    core_of,
+    goes_down,
+    request,
+    routed,
+    spec,
+)
 
 TTL_S = 300
 """Of the policy."""
@@ -49,9 +57,9 @@ def test_a_session_keeps_its_worker_when_others_leave_and_join(policy: str) -> N
 def test_after_a_silence_it_goes_by_its_hash_again() -> None:
     core = sticky(4)
     by_hash = ask(core, "first").worker
-    core.step(Judged(by_hash, WorkerHealth.DOWN), S)
+    goes_down(core, by_hash)
     other = ask(core, "second").worker
-    core.step(Judged(by_hash, WorkerHealth.UP), S)
+    comes_back(core, by_hash)
     times = [(1 + n * (TTL_S - 1)) * S for n in range(4)]
     assert {ask(core, f"r{at}", now_ns=at).worker for at in times} == {other}
     assert ask(core, "late", now_ns=times[-1] + TTL_S * S).worker == by_hash
@@ -60,9 +68,9 @@ def test_after_a_silence_it_goes_by_its_hash_again() -> None:
 def test_a_long_answer_is_no_silence() -> None:
     core = sticky(4)
     by_hash = ask(core, "first").worker
-    core.step(Judged(by_hash, WorkerHealth.DOWN), S)
+    goes_down(core, by_hash)
     other = routed(arrive(core, request("long", 160, session="s"))).worker
-    core.step(Judged(by_hash, WorkerHealth.UP), S)
+    comes_back(core, by_hash)
     core.step(RequestEnded("long", Ending.DONE), (TTL_S - 1) * S)
     assert ask(core, "next", now_ns=(TTL_S + 5) * S).worker == other
 
@@ -84,27 +92,27 @@ def test_a_session_comes_back_to_a_worker_that_was_only_busy() -> None:
 def test_a_session_leaves_a_worker_that_is_down_for_good() -> None:
     core = sticky(4)
     home = ask(core, "first").worker
-    core.step(Judged(home, WorkerHealth.DOWN), S)
+    goes_down(core, home)
     other = ask(core, "second").worker
-    core.step(Judged(home, WorkerHealth.UP), S)
+    comes_back(core, home)
     assert ask(core, "third").worker == other != home
 
 
 def test_the_end_of_a_session_forgets_it() -> None:
     core = sticky(4)
     home = ask(core, "first").worker
-    core.step(Judged(home, WorkerHealth.DOWN), S)
+    goes_down(core, home)
     ask(core, "second", ends_session=True)
-    core.step(Judged(home, WorkerHealth.UP), S)
+    comes_back(core, home)
     assert ask(core, "third").worker == home
 
 
 def test_tenants_and_models_have_sessions_of_their_own() -> None:
     core = sticky(4)
     home = ask(core, "first").worker
-    core.step(Judged(home, WorkerHealth.DOWN), S)
+    goes_down(core, home)
     ask(core, "second", tenant="a")
-    core.step(Judged(home, WorkerHealth.UP), S)
+    comes_back(core, home)
     assert ask(core, "third", tenant="b").worker == home
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given, strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
 
 from kvstore.routing.tree import ApproximateTree
 from tests.unit.routing.fleets import S, keys
@@ -10,37 +12,61 @@ from tests.unit.routing.fleets import S, keys
 PROMPTS = {name: keys(name, 6) for name in "abc"}
 
 
+WORKERS = ["w0", "w1", "w2"]
+
+
+@settings(max_examples=500, deadline=None)
 @given(
     st.lists(
         st.tuples(
+            st.sampled_from(["insert", "insert", "forget", "withdraw", "look"]),
             st.sampled_from("abc"),
-            st.integers(0, 6),
-            st.sampled_from(["w0", "w1", "w2"]),
-            st.integers(0, 8),
+            st.sampled_from([0, 1, 3, 6]),
+            st.sampled_from(WORKERS),
+            st.sampled_from([0, 1, 8]),
         ),
-        max_size=12,
+        min_size=4,
+        max_size=20,
     ),
-    st.sampled_from("abc"),
     st.integers(0, 6),
 )
 def test_matches_are_what_was_sent(
-    sent: list[tuple[str, int, str, int]], asked: str, blocks: int
+    steps: list[tuple[str, str, int, str, int]], blocks: int
 ) -> None:
     tree = ApproximateTree(blocks_max=1000)
-    longest: dict[str, int] = {}
-    young: dict[str, int] = {}
+    held: dict[tuple[str, str], set[int]] = {(p, w): set() for p in PROMPTS for w in WORKERS}
     now_ns = 0
-    for prompt, count, worker, seconds in sent:
+
+    def look(prompt: str, blocks: int) -> None:
+        asked = PROMPTS[prompt][: 32 * blocks]
+        found = tree.match(asked, now_ns, block_tokens=512, young_only=False)
+        runs = {w: leading(held[prompt, w], blocks) for w in WORKERS}
+        assert found == {worker: run for worker, run in runs.items() if run}
+        young = tree.match(asked, now_ns, block_tokens=512, young_only=True)
+        assert all(count <= found[worker] for worker, count in young.items())
+
+    for what, prompt, count, worker, seconds in steps:
         now_ns += seconds * S
-        tree.insert(PROMPTS[prompt][: 32 * count], worker, now_ns, block_tokens=512)
-        tree.check()
-        if prompt == asked and count:
-            longest[worker] = max(longest.get(worker, 0), min(count, blocks))
-    asked_keys = PROMPTS[asked][: 32 * blocks]
-    found = tree.match(asked_keys, now_ns, block_tokens=512, young_only=False)
-    assert found == {worker: count for worker, count in longest.items() if count}
-    young = tree.match(asked_keys, now_ns, block_tokens=512, young_only=True)
-    assert all(count <= found[worker] for worker, count in young.items())
+        sent = PROMPTS[prompt][: 32 * count]
+        if what == "insert":
+            tree.insert(sent, worker, now_ns, block_tokens=512)
+            held[prompt, worker] |= set(range(count))
+        elif what == "withdraw":
+            tree.withdraw(sent, worker, block_tokens=512, after_tokens=512 * seconds)
+            held[prompt, worker] -= set(range(seconds, count))
+        elif what == "forget":
+            tree.forget(worker)
+            held |= {(p, worker): set() for p in PROMPTS}
+        else:
+            look(prompt, count)
+    for prompt in PROMPTS:
+        look(prompt, blocks)
+    tree.check()
+
+
+def leading(held: set[int], most: int) -> int:
+    """Blocks from the start without a gap."""
+    return next((n for n in range(most) if n not in held), most)
 
 
 def test_what_is_not_recent_is_not_young() -> None:
@@ -77,16 +103,89 @@ def test_long_chains_are_remembered_coarsely() -> None:
         assert tree.match(asked, 0, block_tokens=512, young_only=False) == {"w0": found}
 
 
-def test_a_worker_that_left_is_forgotten() -> None:
+def sent_to(tree: ApproximateTree, prompt: bytes, *, young: bool = False) -> dict[str, int]:
+    return tree.match(prompt, S, block_tokens=512, young_only=young)
+
+
+@pytest.mark.parametrize("young", [False, True])
+def test_a_worker_that_left_is_forgotten(young: bool) -> None:
     tree = ApproximateTree(blocks_max=100)
     tree.insert(keys("a", 4), "w0", 0, block_tokens=512)
     tree.insert(keys("a", 2), "w1", 0, block_tokens=512)
     tree.forget("w0")
-    tree.check()
-    assert tree.match(keys("a", 4), 0, block_tokens=512, young_only=False) == {"w1": 2}
-    assert len(tree) == 2
+    assert sent_to(tree, keys("a", 4), young=young) == {"w1": 2}
     tree.insert(keys("b", 1), "w2", 0, block_tokens=512)  # takes over the bit
-    assert tree.match(keys("a", 4), 0, block_tokens=512, young_only=False) == {"w1": 2}
+    assert sent_to(tree, keys("a", 4), young=young) == {"w1": 2}
+    tree.forget("nobody")
+    tree.check()
+
+
+@pytest.mark.parametrize("young", [False, True])
+def test_whoever_takes_over_a_bit_has_nothing_of_the_one_before(young: bool) -> None:
+    """No entry is read between: each has the bit still."""
+    tree = ApproximateTree(blocks_max=100)
+    for name in "abc":
+        tree.insert(keys(name, 4), "w0", 0, block_tokens=512)
+    tree.forget("w0")
+    tree.insert(keys("a", 1), "w1", 0, block_tokens=512)
+    assert sent_to(tree, keys("a", 4), young=young) == {"w1": 1}
+    assert sent_to(tree, keys("b", 4), young=young) == {}
+    tree.forget("w1")
+    tree.insert(keys("c", 2), "w2", 0, block_tokens=512)
+    assert sent_to(tree, keys("a", 4), young=young) == {}
+    assert sent_to(tree, keys("c", 4), young=young) == {"w2": 2}
+    tree.check()
+
+
+def test_a_prefix_is_withdrawn_from_the_worker_that_has_it_now() -> None:
+    tree = ApproximateTree(blocks_max=100)
+    tree.insert(keys("a", 4), "w0", 0, block_tokens=512)
+    tree.insert(keys("a", 4), "w1", 0, block_tokens=512)
+    tree.forget("w0")
+    tree.insert(keys("b", 4), "w2", 0, block_tokens=512)
+    tree.withdraw(keys("a", 4), "w2", block_tokens=512, after_tokens=0)
+    assert sent_to(tree, keys("a", 4)) == {"w1": 4}
+    tree.insert(keys("b", 4), "w1", 0, block_tokens=512)
+    tree.withdraw(keys("a", 4), "w1", block_tokens=512, after_tokens=0)
+    assert len(tree) == 4, "those that nobody has are gone"
+    tree.forget("w2")
+    tree.withdraw(keys("b", 4), "w1", block_tokens=512, after_tokens=0)
+    assert len(tree) == 0, "somebody who has left does not keep them"
+
+
+def test_what_is_new_is_of_the_one_who_has_the_bit_now() -> None:
+    tree = ApproximateTree(blocks_max=100)
+    tree.insert(keys("a", 4), "w0", 0, block_tokens=512)
+    tree.forget("w0")
+    tree.insert(keys("b", 4), "w1", 0, block_tokens=512)
+    assert sent_to(tree, keys("b", 4)) == {"w1": 4}
+    for name in ("x", "y"):  # the bit leaves a second time, after another one
+        tree.insert(keys("c", 1), name, 0, block_tokens=512)
+    tree.forget("y")
+    assert sent_to(tree, keys("b", 4)) == {"w1": 4}
+    tree.forget("w1")
+    assert sent_to(tree, keys("b", 4)) == {}
+
+
+def test_a_worker_that_leaves_costs_no_look_at_what_is_remembered() -> None:
+    """A million entries would take a second, in which the router stands still."""
+    tree = ApproximateTree(blocks_max=200_000)
+    random = np.random.default_rng(1)
+    chains = [random.bytes(32 * 64) for _ in range(1600)]
+    for chain in chains:
+        tree.insert(chain, "w0", 0, block_tokens=512)
+        tree.insert(chain[: 32 * 10], "w1", 0, block_tokens=512)
+    before = {key: list(entry) for key, entry in tree._blocks.items()}
+    assert len(before) == 1600 * 64 > 100_000
+    for _ in range(1000):
+        tree.forget("w0")
+        tree.insert(chains[0][:32], "w0", 0, block_tokens=512)
+    changed = [key for key, entry in tree._blocks.items() if entry != before[key]]
+    assert len(changed) == 1, "the one that was written"
+    assert sent_to(tree, chains[-1]) == {"w1": 10}
+    changed = [key for key, entry in tree._blocks.items() if entry != before[key]]
+    assert len(changed) == 1 + 11, "and those that were read"
+    assert sent_to(tree, chains[0]) == {"w0": 1, "w1": 10}
 
 
 def test_what_came_to_nothing_is_withdrawn() -> None:

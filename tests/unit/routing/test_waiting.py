@@ -11,16 +11,26 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     Arrived,
     Ending,
+    Failure,
     FirstToken,
     Joined,
-    Rejected,
     RequestEnded,
-    RequestHeld,
     Routed,
     RouteTick,
 )
 from kvstore.routing.policy import RoutingPolicy, parse
-from tests.unit.routing.fleets import MS, S, arrive, core_of, rejected, request, routed, spec
+from tests.unit.routing.fleets import (
+    MS,
+    S,
+    arrive,
+    core_of,
+    fail,
+    rejected,
+    request,
+    routed,
+    spec,
+    turn,
+)
 
 ONE_AT_A_TIME = {
     "limits": {"queue_max": 1},
@@ -45,9 +55,8 @@ def drain(core: RouterCore, count: int, now_ns: int = 2 * S) -> list[str]:
     while len(order) <= count:
         now_ns += 10 * MS
         name = order[-1]
-        commands = core.step(FirstToken(name), now_ns)
-        commands += core.step(RequestEnded(name, Ending.DONE), now_ns)
-        core.check()
+        commands = turn(core, FirstToken(name), now_ns)
+        commands += turn(core, RequestEnded(name, Ending.DONE), now_ns)
         order += [c.request_id for c in commands if isinstance(c, Routed)]
     return order[1:]
 
@@ -57,21 +66,26 @@ def test_urgent_classes_first_then_priority_then_arrival() -> None:
     for name, service, priority in (
         ("b1", "batch", 0),
         ("i1", "inline", 0),
-        ("i2", "inline", 5),
-        ("b2", "batch", 9),
+        ("i2", "inline", -5),
+        ("i3", "inline", 5),
+        ("i4", "inline", 0),
+        ("b2", "batch", -9),
     ):
-        held = arrive(core, request(name, service=service, priority=priority))
-        assert isinstance(held, RequestHeld)
-    assert drain(core, 4) == ["i2", "i1", "b2", "b1"]
+        assert arrive(core, request(name, service=service, priority=priority)) is None
+    # The lower number is the more urgent one, as in vLLM.
+    assert drain(core, 6) == ["i2", "i1", "i4", "i3", "b2", "b1"]
 
 
 def test_a_newcomer_does_not_pass_those_that_wait() -> None:
     core = core_of(spec(0), policy=parse(ONE_AT_A_TIME))
     routed(arrive(core, request("first")))
-    arrive(core, request("a"))
-    core.step(Joined(spec(1)), S)  # room again, not yet noticed by the room
-    held = core.step(Arrived(request("b")), S)
-    assert [type(c) for c in held] in ([RequestHeld], [Routed, RequestHeld])
+    turn(core, fail("first", Failure.BUSY))
+    assert arrive(core, request("a")) is None
+    # It has rested by then, and the room has not noticed it yet.
+    assert arrive(core, request("b"), now_ns=2 * S) is None
+    [first] = turn(core, RouteTick(), 2 * S)
+    assert routed(first).request_id == "a"
+    assert core.room.entries.keys() == {"b"}
 
 
 def test_tenants_share_by_uncached_tokens_not_by_requests() -> None:
@@ -104,8 +118,8 @@ def test_a_pause_saves_up_nothing() -> None:
     last = order[-1]
     names = []
     for _ in range(6):
-        commands = core.step(FirstToken(last), 3 * S)
-        commands += core.step(RequestEnded(last, Ending.DONE), 3 * S)
+        commands = turn(core, FirstToken(last), 3 * S)
+        commands += turn(core, RequestEnded(last, Ending.DONE), 3 * S)
         last = next(c.request_id for c in commands if isinstance(c, Routed))
         names.append(last[:4])
     assert Counter(names) == {"busy": 3, "back": 3}
@@ -138,22 +152,55 @@ def test_a_full_room_displaces_the_newest_of_the_lowest_class() -> None:
     core = full(limits={"queue_max": 1, "held_max": 3})
     for n in range(3):
         arrive(core, request(f"b{n}", service="batch"))
-    commands = core.step(Arrived(request("i")), S)
-    core.check()
-    assert [(c.request_id, type(c)) for c in commands] == [("b2", Rejected), ("i", RequestHeld)]
-    assert rejected(commands[0]).reason == "evicted-priority"
+    [evicted] = turn(core, Arrived(request("i")))
+    assert (rejected(evicted).request_id, rejected(evicted).reason) == ("b2", "evicted-priority")
+    assert core.room.entries.keys() == {"b0", "b1", "i"}
     refused = rejected(arrive(core, request("b9", service="batch")))
     assert refused.reason == "rejected-saturated"
     assert drain(core, 3) == ["i", "b0", "b1"]
+
+
+def test_a_full_room_displaces_the_least_urgent_of_the_lowest_class() -> None:
+    core = full(limits={"queue_max": 1, "held_max": 3})
+    for name, priority in (("b0", 0), ("b1", 5), ("b2", -5)):
+        arrive(core, request(name, service="batch", priority=priority))
+    evicted = [turn(core, Arrived(request(f"i{n}")))[0].request_id for n in range(3)]
+    assert evicted == ["b1", "b0", "b2"]
 
 
 def test_a_held_request_expires() -> None:
     core = full(classes={"inline": {"rank": 0, "ttl_s": 2}})
     arrive(core, request("r"))
     assert core.step(RouteTick(), 2 * S) == []
-    [expired] = core.step(RouteTick(), 3 * S + 1)
+    [expired] = turn(core, RouteTick(), 3 * S + 1)
     assert rejected(expired).reason == "rejected-ttl-expired"
     assert "r" not in core.open
+
+
+def test_the_default_class_waits_without_end_and_without_a_bound() -> None:
+    core = core_of(spec(0), policy=parse({"limits": {"queue_max": 1}}))
+    routed(arrive(core, request("first")))
+    for n in range(5000):
+        core.step(Arrived(request(f"r{n}", 16)), S)
+    assert len(core.room) == 5000
+    assert turn(core, RouteTick(), 86_400 * S) == []
+    [sent] = turn(core, RequestEnded("first", Ending.DONE), 86_400 * S)
+    assert routed(sent).request_id == "r0"
+
+
+def test_those_that_expire_are_found_among_those_that_never_do() -> None:
+    classes = {"inline": {"rank": 0}, "batch": {"rank": 3, "ttl_s": 2}}
+    core = full(classes=classes)
+    for n in range(3000):
+        core.step(Arrived(request(f"r{n}", 16, service="batch")), S)
+        if n % 1000:  # those that end sooner leave something behind, until it is swept out
+            core.step(RequestEnded(f"r{n}", Ending.ABORTED), S)
+        if n % 100 == 0:
+            core.step(Arrived(request(f"i{n}", 16)), S)
+    assert len(core.room._expiry) < 1100
+    expired = turn(core, RouteTick(), 3 * S)
+    assert {rejected(each).request_id for each in expired} == {"r0", "r1000", "r2000"}
+    assert len(core.room) == 30
 
 
 def test_tenants_and_aborted_requests_leave_nothing_behind() -> None:
@@ -175,35 +222,15 @@ def test_an_aborted_request_leaves_the_room() -> None:
 
 
 def test_an_objective_that_will_break_is_429_at_once() -> None:
-    core = core_of(spec(0), policy=parse({"costs": {"prefill_tokens_per_s": 1000}}))
+    classes = {"inline": {"rank": 0, "ttft_s": 1.0, "tenants": ["*"]}, "interactive": {"rank": 1}}
+    policy = parse({"costs": {"prefill_tokens_per_s": 1000}, "classes": classes})
+    core = core_of(spec(0), policy=policy)
     answer = rejected(arrive(core, request("r", 16_000, service="inline")))
     assert (answer.status, answer.reason) == (429, "rejected-objective")
     assert answer.retry_after_s is not None
     assert answer.retry_after_s > 10
     assert not core.open
-    routed(arrive(core, request("own", 16_000, service="inline", ttft_s=60.0)))
-
-
-def test_others_yield_while_an_urgent_class_is_there() -> None:
-    core = core_of(spec(0))
-    for n in range(4):
-        routed(arrive(core, request(f"r{n}", 8000)))
-    routed(arrive(core, request("inline", 160, service="inline", ttft_s=60.0)))
-    assert isinstance(arrive(core, request("later")), RequestHeld)
-    assert core.step(RouteTick(), S + 500 * MS) == []
-    sent = core.step(RouteTick(), 12 * S)  # nothing urgent came for ten seconds
-    assert [c.request_id for c in sent] == ["later"]
-
-
-def test_low_classes_wait_for_a_short_queue() -> None:
-    core = core_of(spec(0))
-    for n in range(8):
-        routed(arrive(core, request(f"r{n}", 16_000)))
-    held = arrive(core, request("b", service="batch"))
-    assert isinstance(held, RequestHeld)
-    assert held.likely_worker == "w0"
-    routed(arrive(core, request("t", service="interactive")))
-    assert core.gauges.saturation("p", S).cause == "queue"
+    routed(arrive(core, request("own", 16_000)))  # the default class has no objective
 
 
 def test_another_policy_keeps_those_that_wait() -> None:
@@ -211,7 +238,7 @@ def test_another_policy_keeps_those_that_wait() -> None:
     arrive(core, request("b", service="batch"))
     commands = core.adopt(RoutingPolicy(), 2 * S)
     core.check()
-    assert [c.request_id for c in commands] == ["b"]
+    assert [routed(c).request_id for c in commands] == ["b"]
 
 
 def test_scale_from_zero_holds_requests() -> None:
@@ -220,11 +247,10 @@ def test_scale_from_zero_holds_requests() -> None:
         "models": {"m": {"pools": [{"pool": "p"}]}},
     }
     core = core_of(policy=parse(policy))
-    assert isinstance(arrive(core, request("r")), RequestHeld)
+    assert arrive(core, request("r")) is None
     assert core.desired_replicas("p", spec(0).role, S) == 1
-    commands = core.step(Joined(spec(0)), 2 * S)
-    core.check()
-    assert [type(c) for c in commands] == [Routed]
+    [sent] = turn(core, Joined(spec(0)), 2 * S)
+    assert routed(sent).request_id == "r"
 
 
 def test_a_policy_with_less_room_answers_those_that_have_none() -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from kvstore.routing import decide, filters, placing
+from kvstore.routing import core as core_module, decide, filters, placing
 from kvstore.routing.core import RouterCore
-from kvstore.routing.fleet import Fleet, FleetColumn
+from kvstore.routing.fleet import Fleet
+from kvstore.routing.health import Health
+from kvstore.routing.legs import races
+from kvstore.routing.legs.blame import Blame
+from kvstore.routing.legs.flights import Legs
+from kvstore.routing.rows import FleetColumn
 from kvstore.routing.split import PrefillLanes
 from kvstore.routing.waiting import WaitingRoom
 from tests.amounts import amount, covered
@@ -27,6 +34,25 @@ def test_every_request_is_decided_once_and_no_worker_is_over_its_bound(seed: int
     walk.run(STEPS)
     assert walk.final.total() == walk.arrived
     covered("walks of the router's core", 1)
+
+
+def test_walks_go_where_it_is_rare() -> None:
+    """Else the rules about it are not looked at."""
+    seen = Counter[str]()
+    for seed in range(60):
+        walk = Walk(seed)
+        walk.run(STEPS)
+        seen += walk.seen
+    rare = {
+        "idle",
+        "back to a silent one",
+        "flaw 1",
+        "flaw 2",
+        "flaw 3",
+        "half-open",
+        "evicted-priority",
+    }
+    assert rare <= seen.keys(), rare - seen.keys()
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -61,7 +87,119 @@ def failed_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def subset_is_ignored(patch: pytest.MonkeyPatch) -> None:
     real: Any = filters.unfit
-    patch.setattr(placing, "unfit", lambda *a: real(*a[:3], None, *a[4:]))
+
+    def anywhere(state: Any, its: Any, *rest: Any) -> Any:
+        return real(state, msgspec.structs.replace(its, subset=None), *rest)
+
+    patch.setattr(placing, "unfit", anywhere)
+
+
+def media_and_contexts_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    real: Any = filters.unfit
+    flaws = [filters.DROPS.index(each) for each in (filters.Dropped.MEDIA, filters.Dropped.CONTEXT)]
+
+    def blind(*a: Any) -> int:
+        code: int = real(*a)
+        return 0 if code in flaws else code
+
+    patch.setattr(placing, "unfit", blind)
+
+
+def whoever_is_down_is_up(patch: pytest.MonkeyPatch) -> None:
+    real: Any = filters.unfit
+    down = filters.DROPS.index(filters.Dropped.DOWN)
+    patch.setattr(placing, "unfit", lambda *a: real(*a) * (real(*a) != down))
+
+
+def last_resorts_are_tried_at_random(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(placing, "LAST_RESORTS", filters.LAST_RESORTS[::-1])
+
+
+def last_resorts_are_not_put_off(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(placing, "is_of_the_moment", lambda _codes: False)
+
+
+def races_go_to_last_resorts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(races, "_is_free", lambda *_: True)
+
+
+def what_can_never_be_placed_waits(patch: pytest.MonkeyPatch) -> None:
+    def waits(self: RouterCore, opened: Any) -> bool:
+        return bool(opened.is_held)
+
+    patch.setattr(RouterCore, "_may_wait_for_workers", waits)
+
+
+def every_silence_gives_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fleet, "silent_with_others", lambda self, worker: self.state(worker) is not None)
+
+
+def late_is_down(patch: pytest.MonkeyPatch) -> None:
+    real = Health.probed
+
+    def harsh(self: Health, result: Any, why: str, late_s: float) -> None:
+        real(self, result, why, late_s)
+        self.is_down |= late_s > 1
+
+    patch.setattr(Health, "probed", harsh)
+
+
+def changes_are_not_told(patch: pytest.MonkeyPatch) -> None:
+    real = Fleet.take_changes
+    patch.setattr(Fleet, "take_changes", lambda self: real(self)[:1])
+
+
+def who_drains_is_read_once(patch: pytest.MonkeyPatch) -> None:
+    def adopt(self: Fleet, policy: Any) -> None:
+        self.policy = policy
+
+    patch.setattr(Fleet, "adopt", adopt)
+
+
+def a_second_suspect_is_tried_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(core_module, "may_retry", lambda *_a, **_m: True)
+
+
+def unstreamed_ones_are_queued_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fleet, "pass_time", lambda *_: None)
+
+
+def unstreamed_ones_begin_at_once(patch: pytest.MonkeyPatch) -> None:
+    real = Fleet.pass_time
+    patch.setattr(Fleet, "pass_time", lambda self, now_ns: real(self, now_ns + 10**9))
+
+
+def flights_of_races_leak(patch: pytest.MonkeyPatch) -> None:
+    real: Any = Legs.race_over
+
+    def leaky(self: Legs, opened: Any, loser: str, now_ns: int) -> None:
+        flights = dict(self._fleet.flights)
+        real(self, opened, loser, now_ns)
+        lost = flights.keys() - self._fleet.flights.keys()
+        self._fleet.flights |= {name: flights[name] for name in lost}
+
+    patch.setattr(Legs, "race_over", leaky)
+
+
+def who_may_be_blamed_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    real: Any = Blame.failed
+
+    def lenient(self: Blame, opened: Any, *rest: Any) -> None:
+        real(self, opened, *rest)
+        opened.decode_suspects = 0
+
+    patch.setattr(Blame, "failed", lenient)
+
+
+def reported_needs_are_subtracted_again(patch: pytest.MonkeyPatch) -> None:
+    real: Any = Fleet.scraped
+
+    def wrong(self: Fleet, worker: str, sample: Any, asked_ns: int, now_ns: int) -> None:
+        real(self, worker, sample, asked_ns, now_ns)
+        if worker in self.row_of:
+            self.workers[self.row_of[worker]].reported_ns = -1
+
+    patch.setattr(Fleet, "scraped", wrong)
 
 
 def prefill_flight_leaks(patch: pytest.MonkeyPatch) -> None:
@@ -130,8 +268,8 @@ def a_choice_that_nobody_can_replay(patch: pytest.MonkeyPatch) -> None:
 def scraped_values_change_own_counts(patch: pytest.MonkeyPatch) -> None:
     real = Fleet.scraped
 
-    def wrong(self: Fleet, worker: str, sample: Any, now_ns: int) -> None:
-        real(self, worker, sample, now_ns)
+    def wrong(self: Fleet, worker: str, sample: Any, asked_ns: int, now_ns: int) -> None:
+        real(self, worker, sample, asked_ns, now_ns)
         if worker in self.row_of and sample.waiting is not None:
             self.columns[FleetColumn.QUEUED, self.row_of[worker]] = sample.waiting
 
@@ -143,6 +281,22 @@ PLANTED: list[Plant] = [
     draining_is_up,
     failed_is_forgotten,
     subset_is_ignored,
+    media_and_contexts_are_ignored,
+    whoever_is_down_is_up,
+    last_resorts_are_tried_at_random,
+    last_resorts_are_not_put_off,
+    races_go_to_last_resorts,
+    what_can_never_be_placed_waits,
+    every_silence_gives_up,
+    late_is_down,
+    changes_are_not_told,
+    who_drains_is_read_once,
+    a_second_suspect_is_tried_on,
+    unstreamed_ones_are_queued_for_ever,
+    unstreamed_ones_begin_at_once,
+    flights_of_races_leak,
+    who_may_be_blamed_is_forgotten,
+    reported_needs_are_subtracted_again,
     prefill_flight_leaks,
     streams_are_not_counted_down,
     rows_are_mixed_up_when_a_worker_leaves,

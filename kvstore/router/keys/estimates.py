@@ -1,0 +1,100 @@
+"""Tokens of prompts that nobody has rendered: text by its bytes, media by their number.
+
+    JSON of a prompt ─▶ `without_media`: text with a digest for each medium, kinds of media
+    text, kinds ─▶ TokenEstimates ─▶ tokens           `usage` of responses ─▶ `learn`
+
+An image of a megabyte in base64 is some hundred tokens to its model, not 250,000: its cost is
+learned by model and kind from what engines report, as the bytes of a token of text are. The digest
+keeps its place in the text, so that equal beginnings of prompts stay equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+import xxhash
+
+BYTES_PER_TOKEN: Final = 4.0
+MEDIA_TOKENS: Final = {"image": 1000.0, "audio": 750.0, "video": 4000.0, "file": 2000.0}
+"""Before any was reported."""
+BYTES_MIN, BYTES_MAX = 1.0, 16.0
+TOKENS_MAX: Final = 1 << 20
+MODELS_MAX: Final = 1000
+VALUE_BYTES_MIN: Final = 1024
+"""Shorter values are text, whatever they are."""
+_SMOOTH: Final = 0.1
+_TEXT_BYTES_MIN: Final = 256
+"""Shorter prompts are mostly template: they say little of the text."""
+_KIND: Final = re.compile(rb'"type"\s*:\s*"(?:input_)?(image|audio|video|file|document)(?:_url)?"')
+_NAMES: Final = {b"document": "file"}
+_KEYS: Final = frozenset({b"url", b"image_url", b"data", b"file_data", b"video_url", b"audio_url"})
+_BASE64: Final = re.compile(rb"(?:data:[^,]{0,128},)?[A-Za-z0-9+/=_-]{256}")
+
+
+class PromptText(NamedTuple):
+    """A prompt's JSON without its media, and their number by kind."""
+
+    text: bytes
+    media: Mapping[str, int]
+
+
+def without_media(content: bytes) -> PromptText:
+    """Values in base64 are replaced by their digests."""
+    if len(content) > VALUE_BYTES_MIN and (b"base64" in content or b'"input_audio"' in content):
+        # Between quotes: key, colon, value. A quote inside of a value only makes it shorter.
+        pieces = content.split(b'"')
+        for at in range(2, len(pieces)):
+            piece = pieces[at]
+            is_long = len(piece) >= VALUE_BYTES_MIN and pieces[at - 1].strip() == b":"
+            if is_long and pieces[at - 2] in _KEYS and _BASE64.match(piece):
+                pieces[at] = xxhash.xxh3_128_hexdigest(piece).encode()
+        content = b'"'.join(pieces)
+    found = Counter(_NAMES.get(kind, kind.decode()) for kind in _KIND.findall(content))
+    return PromptText(content, found)
+
+
+class _ModelTokens(msgspec.Struct):
+    bytes_per_token: float
+    media: dict[str, float]
+
+
+class TokenEstimates:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._models: OrderedDict[str, _ModelTokens] = OrderedDict()
+
+    def bytes_per_token(self, model: str) -> float:
+        """Of JSON of text."""
+        found = self._models.get(model)
+        return BYTES_PER_TOKEN if found is None else found.bytes_per_token
+
+    def tokens(self, model: str, text_bytes: int, media: Mapping[str, int]) -> int:
+        """At least 1."""
+        costs = self._models[model].media if model in self._models else MEDIA_TOKENS
+        text = text_bytes / self.bytes_per_token(model)
+        return max(1, round(text + sum(costs[kind] * count for kind, count in media.items())))
+
+    def learn(
+        self, model: str, text_bytes: int, media: Mapping[str, int], prompt_tokens: int
+    ) -> None:
+        """An engine reports a prompt's tokens."""
+        if not 0 < prompt_tokens <= TOKENS_MAX:
+            return
+        if model not in self._models:
+            self._models[model] = _ModelTokens(BYTES_PER_TOKEN, dict(MEDIA_TOKENS))
+        found = self._models[model]
+        self._models.move_to_end(model)
+        if len(self._models) > MODELS_MAX:
+            self._models.popitem(last=False)
+        if not media and text_bytes >= _TEXT_BYTES_MIN:
+            seen = min(max(text_bytes / prompt_tokens, BYTES_MIN), BYTES_MAX)
+            found.bytes_per_token += _SMOOTH * (seen - found.bytes_per_token)
+        elif len(media) == 1:  # several kinds: nobody says which of them cost what
+            [(kind, count)] = media.items()
+            rest = max(0.0, prompt_tokens - text_bytes / found.bytes_per_token)
+            found.media[kind] += _SMOOTH * (rest / count - found.media[kind])

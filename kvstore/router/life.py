@@ -1,0 +1,79 @@
+"""Life of a routed request: from its arrival at the core to its one end, for all front ends.
+
+    enter ─▶ Routed, Rejected        failed ─▶ Routed elsewhere, Rejected        first, end ─▶ core
+
+The proxy sends the request itself; behind Envoy and for callers of Route somebody else does. All
+say the same words, and the core judges them by one rule (`kvstore.routing.legs.blame`).
+"""
+
+from __future__ import annotations
+
+from kvstore.router.dispatch import Dispatcher
+from kvstore.router.engines.workers import Worker, Workers
+from kvstore.routing.events import (
+    Arrived,
+    Ending,
+    FirstToken,
+    LegFailed,
+    Rejected,
+    RequestEnded,
+    Routed,
+)
+
+
+class RoutedLife:
+    """One request. `routed`: the last decision, as long as the core waits for a word about it."""
+
+    def __init__(self, dispatcher: Dispatcher, workers: Workers) -> None:
+        self._dispatcher, self._workers = dispatcher, workers
+        self.routed: Routed | None = None
+
+    async def enter(self, asked: Arrived) -> Routed | Rejected:
+        """It arrives."""
+        return self._decided(await self._dispatcher.arrive(asked))
+
+    async def failed(self, failed: LegFailed) -> Routed | Rejected:
+        """A leg of it failed."""
+        self.routed = None
+        return self._decided(await self._dispatcher.leg_failed(failed))
+
+    def _decided(self, decision: Routed | Rejected) -> Routed | Rejected:
+        self.routed = decision if isinstance(decision, Routed) else None
+        return decision
+
+    @property
+    def worker(self) -> Worker | None:
+        """Where it was sent; None: nowhere, or the worker has left since."""
+        return None if self.routed is None else self._workers.get(self.routed.worker)
+
+    def first(self, served_by: str = "") -> None:
+        """The first byte of a streamed response, of another worker where a gateway chose it."""
+        if self.routed is not None:
+            self._dispatcher.note(FirstToken(self.routed.request_id, served_by))
+
+    def end(
+        self,
+        ending: Ending,
+        *,
+        cached_tokens: int | None = None,
+        output_tokens: int = 0,
+        served_by: str = "",
+        why: str = "",
+    ) -> None:
+        """It is over; no error if it is already."""
+        routed, worker = self.routed, self.worker
+        if routed is None:
+            return
+        self.routed = None
+        if worker is not None:
+            worker.has_served = True
+        self._dispatcher.note(
+            RequestEnded(
+                routed.request_id,
+                ending,
+                cached_tokens,
+                output_tokens,
+                served_by=served_by,
+                why=why,
+            )
+        )

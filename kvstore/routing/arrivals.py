@@ -1,0 +1,78 @@
+"""Requests that arrive: model and pool, class of service, session, expected length of the answer.
+
+    RouteRequest ─▶ `opened` ─▶ OpenRequest        no model has its name ─▶ Rejected
+
+Does not cover: workers (`placing`), what becomes of the request (`core`).
+"""
+
+from __future__ import annotations
+
+from kvstore.routing.ahead.stays import Stays
+from kvstore.routing.events import Rejected, RejectReason
+from kvstore.routing.fleet import Fleet
+from kvstore.routing.learning import OutputLengths
+from kvstore.routing.models import ModelMap, ModelUnknown
+from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.requests import OpenRequest
+from kvstore.routing.values import PrefixAnswer, RouteRequest
+
+
+class Arrivals:
+    """See the module."""
+
+    def __init__(
+        self, policy: RoutingPolicy, fleet: Fleet, stays: Stays, lengths: OutputLengths
+    ) -> None:
+        self._policy, self._fleet, self._stays, self._lengths = policy, fleet, stays, lengths
+        self._models: ModelMap | None = None
+        self.count = 0
+        """Requests so far: the number of the last one."""
+
+    def adopt(self, policy: RoutingPolicy) -> None:
+        """Go on under another policy."""
+        self._policy, self._models = policy, None
+
+    def forget_models(self) -> None:
+        """Workers have joined or left."""
+        self._models = None
+
+    @property
+    def models(self) -> ModelMap:
+        """Made anew when a request asks: a thousand workers may join or leave in one turn."""
+        if self._models is None:
+            self._models = ModelMap(self._policy, (state.spec for state in self._fleet.workers))
+        return self._models
+
+    def opened(
+        self, request: RouteRequest, prefix: PrefixAnswer | None, now_ns: int
+    ) -> OpenRequest | Rejected:
+        """A request, ready to be placed; or its rejection."""
+        stay = self._stays.find(request, now_ns)
+        try:
+            side = self.models.resolve(
+                request.model,
+                session=request.session,
+                request_id=request.request_id,
+                stays_in=stay.pool if stay is not None else "",
+            )
+        except ModelUnknown as unknown:
+            named = RejectReason.MODEL_UNKNOWN
+            reason = named if request.model else RejectReason.MODEL_MISSING
+            return Rejected(request.request_id, reason.status, reason, None, unknown.known)
+        self.count += 1
+        service = self.service_of(request)
+        opened = OpenRequest(request, prefix, side, service, now_ns, number=self.count)
+        if stay is not None and stay.pool == side.pool:
+            opened.stays_at = stay.worker
+        most = request.output_tokens_max
+        opened.output_tokens_expected = self._lengths.expected(side.body_model, most)
+        return opened
+
+    def service_of(self, request: RouteRequest) -> str:
+        """Class of a request: more urgent ones than the default are for tenants they name."""
+        classes, default = self._policy.classes, self._policy.default_class
+        named = classes.get(request.service)
+        if named is None:
+            return default
+        is_allowed = named.rank >= classes[default].rank or {request.tenant, "*"} & {*named.tenants}
+        return request.service if is_allowed else default

@@ -1,0 +1,112 @@
+"""Health of one worker: its probes, its answers, its circuit breaker.
+
+    probe ─▶ `probed` ─▶ answering, late, down        answers and faults ─▶ `succeeded`, `failed`
+                        └──────────── `word` ─▶ pages, logs ────┘
+
+| word      | shown by                                          | requests                       |
+|-----------|---------------------------------------------------|--------------------------------|
+| up        | a probe that was answered                         | yes                            |
+| late      | a probe that is not answered yet                  | yes, the lateness is a cost    |
+| open      | FAULTS_MAX faults in a row                        | one after a cool-down; more    |
+|           |                                                   | where no worker is up          |
+| down      | a refused connection, an unwell engine, silence   | where no worker is up or open  |
+
+Rule 1: a time-out is no fault. An engine whose probes are answered is slow, not broken.
+Rule 2: nothing here excludes a worker for good: what is left is tried (`filters.LAST_RESORTS`).
+Rule 3: the first answered probe of a worker that was down ends the cool-down of its breaker.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstore.breaker import Breaker, BreakerState
+from kvstore.routing.values import ProbeResult, WorkerWord
+from kvstore.units import NS_PER_S
+
+FAULTS_MAX: Final = 3
+COOLDOWN_MS: Final = 1000
+REST_NS: Final = NS_PER_S // 4
+"""A worker that is full by its own word gets no request for so long."""
+
+
+class Health:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.breaker = Breaker(failures_max=FAULTS_MAX, cooldown_ms=COOLDOWN_MS)
+        self.is_down = False
+        self.is_silent = False
+        """Why it is down."""
+        self.is_draining = False
+        self.was_reached = False
+        """Its engine has answered a probe or a request."""
+        self.late_s = 0.0
+        """Lateness of the last probe; 0: it was in time."""
+        self.rests_until_ns = 0
+        """Full, by its own word; 0: it got a request since then."""
+        self.succeeded_ns = -1
+        """When it answered a request last."""
+        self.probe_trouble = self.fault = ""
+        """Why it is down, and the last fault that counted; empty: none."""
+
+    def probed(self, result: ProbeResult, why: str, late_s: float) -> None:
+        """A probe ended, or is late by so much."""
+        if result in (ProbeResult.ANSWERED, ProbeResult.LATE):
+            self.late_s = late_s
+        if result is ProbeResult.LATE:
+            return
+        was_down, self.is_down = self.is_down, result is not ProbeResult.ANSWERED
+        self.is_silent = result is ProbeResult.SILENT
+        self.probe_trouble = why
+        if not self.is_down:
+            self.was_reached = True
+            if was_down:
+                self.breaker.end_cooldown()
+
+    def failed(self, why: str, now_ns: int) -> None:
+        """A fault that is the worker's own."""
+        self.fault = why
+        self.breaker.failed(now_ns)
+
+    def rest(self, now_ns: int) -> None:
+        """It said that it is full."""
+        self.breaker.unused()
+        self.rests_until_ns = now_ns + REST_NS
+
+    def succeeded(self, now_ns: int) -> None:
+        """It answered a request, be it that the request is wrong."""
+        self.was_reached, self.succeeded_ns, self.fault = True, now_ns, ""
+        self.breaker.succeeded()
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether nothing speaks against sending requests there."""
+        is_plain = not (self.is_down or self.is_draining or self.late_s or self.rests_until_ns)
+        return is_plain and not self.breaker.is_open
+
+    @property
+    def is_up(self) -> bool:
+        """Whether its probes are answered, and requests may go there."""
+        return not (self.is_down or self.is_draining)
+
+    @property
+    def word(self) -> WorkerWord:
+        """Its state for operators, the worst first."""
+        if self.is_draining:
+            return WorkerWord.DRAINING
+        if self.is_down:
+            return WorkerWord.DOWN
+        if self.breaker.is_open:
+            is_trying = self.breaker.state is BreakerState.HALF_OPEN
+            return WorkerWord.HALF_OPEN if is_trying else WorkerWord.OPEN
+        if not self.was_reached:
+            return WorkerWord.NEW
+        return WorkerWord.LATE if self.late_s else WorkerWord.UP
+
+    @property
+    def why(self) -> str:
+        """The reason for its word; empty: none is needed."""
+        if self.is_down:
+            return self.probe_trouble
+        return self.fault if self.breaker.is_open else ""

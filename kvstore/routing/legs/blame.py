@@ -1,0 +1,134 @@
+"""Whose fault a failure is: one rule for all front ends.
+
+    leg failed ─▶ `failed` ─▶ the worker's: counted      500, broken ─▶ suspects of the request
+    served elsewhere ─▶ the suspects' fault     failed at SUSPECTS_MAX workers ─▶ the request's own
+    one worker tried ─▶ its fault, if others have served requests since it did (`failed_unproven`)
+
+No request or caller can make workers look broken: what fails everywhere counts nowhere, and claims
+of callers count for their own requests only.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstore.routing.events import (
+    Ending,
+    Failure,
+    FirstToken,
+    Lack,
+    Leg,
+    LegFailed,
+    PrefillDone,
+    RaceOver,
+    RequestEnded,
+)
+from kvstore.routing.fleet import Fleet
+from kvstore.routing.requests import OpenRequest
+
+SUSPECTS_MAX: Final = 2
+"""Workers that may fail at a request before it counts as the cause."""
+REFUSALS_MAX: Final = 3
+"""Workers that may refuse a request before the last answer goes to the client."""
+_SUSPECT: Final = (Failure.ERROR, Failure.BROKEN)
+_PUT_OFF: Final = (Failure.BUSY, Failure.REFUSED)
+
+
+class Blame:
+    """See the module."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def failed(
+        self, opened: OpenRequest, worker: str, event: LegFailed | RaceOver, now_ns: int
+    ) -> None:
+        """A worker failed at a request, which is not sent there again."""
+        failure = event.failure
+        assert failure is not None
+        opened.failed.add(worker)
+        if failure is Failure.SILENT:
+            opened.slow.add(worker)
+        opened.refusals += failure is Failure.REFUSED
+        if isinstance(event, LegFailed) and event.is_claim:
+            self._fleet.spared(worker, now_ns)
+            return
+        if failure not in _PUT_OFF and (state := self._fleet.state(worker)) is not None:
+            state.failure_count += 1
+        has_streamed = isinstance(event, LegFailed) and event.has_streamed
+        if has_streamed and failure in _SUSPECT:
+            self._fleet.failed_unproven(worker, event.why, now_ns)
+            return
+        is_prefill = isinstance(event, LegFailed) and event.leg is Leg.PREFILL
+        opened.decode_suspects += failure in _SUSPECT and not is_prefill
+        if event.lack is Lack.MEDIA and (state := self._fleet.state(worker)) is not None:
+            state.without_media.add(opened.side.model)
+        self._count(opened, worker, failure, event.why, now_ns)
+
+    def _count(
+        self, opened: OpenRequest, worker: str, failure: Failure, why: str, now_ns: int
+    ) -> None:
+        if failure is Failure.STATUS:
+            self._fleet.failed(worker, why, now_ns)
+        elif failure in _SUSPECT:  # a half-open breaker waits for the verdict
+            opened.suspects.append((worker, why))
+        else:
+            self._fleet.spared(worker, now_ns, is_full=failure is Failure.BUSY)
+
+    def prefilled(self, opened: OpenRequest, event: PrefillDone, now_ns: int) -> None:
+        """A remote prefill is over, and its request goes on."""
+        assert opened.placement is not None
+        worker = opened.placement.prefill_worker
+        if event.failure is None:
+            self._fleet.succeeded(worker, now_ns)
+        else:
+            self._count(opened, worker, event.failure, event.why, now_ns)
+
+    def begun(self, opened: OpenRequest, event: FirstToken, now_ns: int) -> None:
+        """The first byte of a response, of another worker where a gateway chose it."""
+        self._served(opened, event.served_by, "the gateway went elsewhere", now_ns)
+
+    def ended(self, opened: OpenRequest, event: RequestEnded, now_ns: int) -> None:
+        """What the end of a request says of its worker."""
+        if event.end in (Ending.DONE, Ending.REFUSED):  # it answered: a 4xx is the client's
+            self._served(opened, event.served_by, event.why, now_ns)
+        elif opened.placement is not None:
+            worker = event.served_by or opened.placement.worker
+            if event.end is Ending.FAILED:
+                self._fleet.failed_unproven(worker, event.why, now_ns)
+            elif not (opened.has_begun or opened.is_held):
+                self._fleet.spared(worker, now_ns)
+
+    def _served(self, opened: OpenRequest, served_by: str, why: str, now_ns: int) -> None:
+        if opened.placement is None:
+            return
+        chosen = opened.placement.worker
+        if served_by not in ("", chosen) and not opened.is_elsewhere:
+            opened.is_elsewhere = True
+            opened.suspects.append((chosen, why))
+        self.served(opened, served_by or chosen, now_ns)
+
+    def served(self, opened: OpenRequest, worker: str, now_ns: int) -> None:
+        """A worker answered a request: the failures before were those of their workers."""
+        self._fleet.succeeded(worker, now_ns)
+        for suspect, why in opened.suspects:
+            self._fleet.failed(suspect, why, now_ns)
+        opened.suspects.clear()
+
+    def unserved(self, opened: OpenRequest, now_ns: int) -> None:
+        """A request is over, and nobody has answered it."""
+        if len(opened.suspects) == 1:
+            self._fleet.failed_unproven(*opened.suspects[0], now_ns)
+        else:
+            for suspect, _ in opened.suspects:
+                self._fleet.spared(suspect, now_ns)
+        opened.suspects.clear()
+
+
+def may_retry(opened: OpenRequest, failure: Failure, *, has_budget: bool) -> bool:
+    """Whether a request that failed at a worker is sent to another one, where there is one."""
+    if failure is Failure.REFUSED:
+        return opened.refusals < REFUSALS_MAX or opened.request.is_bound_to_one
+    if failure in _SUSPECT:
+        return opened.decode_suspects < SUSPECTS_MAX
+    return has_budget or failure is not Failure.STATUS

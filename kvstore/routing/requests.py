@@ -1,0 +1,117 @@
+"""A request under way, and the result of one attempt to place it.
+
+Covers: values. Does not cover: what they come to (`placing`, `core`), flights (`legs`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvstore.routing.events import Ending
+from kvstore.routing.features import Features
+from kvstore.routing.models import ModelSide
+from kvstore.routing.receipts import Preparation, ReceiptDraft, RouteOutcome
+from kvstore.routing.rows import Floats
+from kvstore.routing.split import SplitReason
+from kvstore.routing.values import PrefixAnswer, RouteRequest
+
+
+class OpenRequest(msgspec.Struct):
+    """A request under way."""
+
+    request: RouteRequest
+    prefix: PrefixAnswer | None
+    side: ModelSide
+    service: str
+    arrived_ns: int
+    number: int
+    attempt: int = 0
+    failed: set[str] = msgspec.field(default_factory=set)
+    """Workers whose leg failed."""
+    slow: set[str] = msgspec.field(default_factory=set)
+    """Those of them that were silent: tried again when nobody else is left."""
+    suspects: list[tuple[str, str]] = msgspec.field(default_factory=list)
+    """Workers that failed where the request may be the cause, with the reason …"""
+    decode_suspects: int = 0
+    """… and how often that was no prefiller."""
+    is_elsewhere: bool = False
+    """A gateway sent it to another worker than the chosen one."""
+    refusals: int = 0
+    """Workers that refused it."""
+    output_tokens_expected: int = 0
+    is_held: bool = False
+    was_held: bool = False
+    routed_ns: int = 0
+    placement: Placement | None = None
+    flight: str = ""
+    """Under which `placement` is counted at its worker."""
+    race: Placement | None = None
+    """The second attempt of a race, beside `placement`."""
+    raced: tuple[float | None, str, str] = (None, "", "")
+    """Seconds after which the race began, winner, loser."""
+    is_late: bool = False
+    is_local: bool = False
+    """Prefillers failed so often that its decoder computes."""
+    is_last_resort: bool = False
+    """No worker was fit at the last judgement."""
+    has_begun: bool = False
+    ttft_s: float | None = None
+    """Achieved, from arrival."""
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    uncached: float = 0.0
+    """Tokens of a remote prefill that waits."""
+    stays_at: str = ""
+    """Worker of its session's last request; empty: none, or too long ago."""
+    is_prepared: bool = False
+    """Its node was asked to bring blocks, or has nothing to bring."""
+    prepared: tuple[Preparation, ...] = ()
+    likely_worker: str | None = None
+    """While it is held: the best one at the last try, for promotion or a fetch ahead of time."""
+
+    def outcome(self, end: Ending, rejected: str) -> RouteOutcome:
+        """For its receipt."""
+        return RouteOutcome(
+            self.ttft_s,
+            self.cached_tokens,
+            self.output_tokens,
+            self.attempt,
+            end.value,
+            self.prepared,
+            *self.raced,
+            rejected,
+        )
+
+
+class Placement(msgspec.Struct):
+    """Result of an attempt."""
+
+    worker: str
+    prefill_worker: str
+    reason: SplitReason
+    work_s: float
+    """Prefill that it brings, to the prefiller or the worker."""
+    need_tokens: int
+    uncached: float
+    hit_tokens: float
+    """Predicted."""
+    offered: tuple[float, float]
+    """Tokens that its own tiers have, and further ones of other nodes; trusted, but no ratios."""
+    predicted_s: float
+    """From now."""
+    local_s: float
+    """Predicted for a local prefill."""
+    raw: Floats
+    """Terms at the worker that computes, to learn from."""
+    has_others: bool
+    """Whether another worker could take the request."""
+    draft: ReceiptDraft | None = None
+
+
+class Remote(msgspec.Struct):
+    """Prefillers for a remote prefill."""
+
+    prefillers: Features
+    uncached: float
+    is_free: bool
+    """Whether one may take it now."""

@@ -1,0 +1,164 @@
+"""Rows of the fleet: numbers, flights and state of each worker, and the workers of a pool.
+
+Covers: values. Does not cover: what changes them (`fleet`), health (`health`).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.routing.health import Health
+from kvstore.routing.values import WorkerRole, WorkerSpec, WorkerWord
+
+Floats = npt.NDArray[np.float64]
+YOUNG_S: Final = 0.5
+"""A stream has some dozens of tokens by then, over which a pause spreads."""
+_MODELS_MAX: Final = 1000
+
+
+class FleetColumn(enum.IntEnum):
+    """Numbers of a row. Times stand together (`AGES`)."""
+
+    QUEUED = 0
+    """Own requests before their first token."""
+    STREAMS = 1
+    """Own requests after it."""
+    WORK_S = 2
+    """Prefill of those that are queued, in seconds."""
+    HEAD_S = 3
+    """The first in the queue alone: the one that is computed now."""
+    HEAD_NS = 4
+    """Since then."""
+    YOUNG_NS = 5
+    """When `YOUNG` was so."""
+    SENT_NS = 6
+    """`NEVER_NS`: nothing was."""
+    SCRAPED_NS = 7
+    """Less than 0: never."""
+    YOUNG = 8
+    """Streams whose first token was lately: decays with `YOUNG_S`."""
+    NEED_TOKENS = 9
+    """KV cache that own requests need which its last report of use does not know."""
+    OTHER_QUEUED = 10
+    """By scraping: requests of others."""
+    OTHER_STREAMS = 11
+    USED = 12
+    """Share of the KV cache in use, by its last report; 0: it gives none."""
+    SHARED_TOKENS = 13
+    """By exchange: requests of other routers."""
+    SHARED_STREAMS = 14
+    MEMORY_TOKENS = 15
+    """As described; 0: not known."""
+    HIT_RATIO = 16
+    """Cached tokens observed over predicted, smoothed; 1 at the start."""
+    FETCH_RATIO = 17
+    """The same, of tokens that only another node had."""
+    WAITING = 18
+    """Requests in the engine's own queue: by its last report, less own ones that began or ended."""
+    LATE_S = 19
+    """Lateness of its probe."""
+
+
+NEVER_NS: Final = -1e15
+AGES: Final = slice(FleetColumn.HEAD_NS, FleetColumn.SCRAPED_NS)
+
+
+class Flight(msgspec.Struct):
+    """A request at a worker."""
+
+    worker: str
+    work_s: float
+    tokens: int
+    sent_ns: int
+    uncached: float = 0.0
+    """Tokens that it computes before its first one."""
+    begins_ns: int | None = None
+    """Predicted first token, where it is not seen: the response comes whole."""
+    has_begun: bool = False
+
+
+class StateChange(NamedTuple):
+    """Another word for a worker, or another reason."""
+
+    worker: str
+    word: WorkerWord
+    why: str
+
+
+class WorkerState:
+    """State of a worker that is no number."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.role = begin_as(spec.role)
+        """In effect; of a flexible worker, the planner's."""
+        self.health = Health()
+        self.is_red = False
+        """Its keys differ from the router's."""
+        self.adapters = frozenset(spec.adapters)
+        self.without_media = set[str]()
+        """Models that take no images, audio or video there, by the engine's own word."""
+        self.queue: dict[str, float] = {}
+        """Flights before their first token → seconds, in the order in which they were sent."""
+        self.request_count = self.failure_count = 0
+        """Attempts that were sent there, and that failed there."""
+        self.reported_ns = -1
+        """When the engine reported its use of memory last."""
+        self.said = StateChange(spec.worker, WorkerWord.NEW, "")
+
+
+def may_replace(other: WorkerSpec, spec: WorkerSpec) -> bool:
+    """Whether a worker may serve what was sent to another one."""
+    is_prefiller = other.role is WorkerRole.PREFILL
+    if other.pool != spec.pool or (is_prefiller and spec.role is not WorkerRole.PREFILL):
+        return False
+    return not (other.models and spec.models and {*other.models}.isdisjoint(spec.models))
+
+
+def begin_as(role: WorkerRole) -> WorkerRole:
+    """Role of a worker until the planner gives it another one."""
+    return WorkerRole.BOTH if role is WorkerRole.ANY else role
+
+
+class Crew:
+    """Workers of a pool that serve one leg, in the order of their rows."""
+
+    def __init__(self, rows: list[int], states: list[WorkerState]) -> None:
+        self.rows = np.array(rows, dtype=np.intp)
+        self.states = states
+        self.names = [state.spec.worker for state in states]
+        self.place_of = {name: place for place, name in enumerate(self.names)}
+        self._serve: dict[str, bool] = {}
+        self._contexts: dict[str, tuple[float, float]] = {}
+        self.base: Floats | None = None
+        """Features that are the same for all requests (`features.load_columns`), …"""
+        self.room: Floats = np.zeros(0)
+        """… and tokens of each KV cache; not known: infinite."""
+
+    def contexts(self, model: str) -> tuple[float, float]:
+        """Least and most tokens that a prompt and its output may have here; infinite: not known."""
+        found = self._contexts.get(model)
+        if found is None:
+            known = [state.spec.context_of(model) for state in self.states]
+            found = min(known, default=math.inf), max(known, default=math.inf)
+            if len(self._contexts) >= _MODELS_MAX:
+                self._contexts.clear()
+            self._contexts[model] = found
+        return found
+
+    def all_serve(self, model: str) -> bool:
+        """Whether each serves a model."""
+        found = self._serve.get(model)
+        if found is None:
+            specs = [state.spec for state in self.states]
+            found = all(not spec.models or model in spec.models for spec in specs)
+            if len(self._serve) >= _MODELS_MAX:
+                self._serve.clear()
+            self._serve[model] = found
+        return found

@@ -1,0 +1,215 @@
+"""An asyncio loop in virtual time, with a network in memory: hours of a router in seconds.
+
+    nothing is ready ─▶ the clock jumps to the next timer      create_connection ─▶ create_server
+
+The code of a shell runs unchanged: protocols, transports, tasks and timers. What it may not do is
+wait for a thread or a real socket. Bytes arrive in the next turn of the loop; a port where nobody
+listens refuses, one that is a black hole never answers, and a server that is killed resets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import selectors
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, cast
+
+HIGH_WATER = 1 << 16
+STUCK_S = 5.0
+_T = TypeVar("_T")
+Factory = Callable[[], asyncio.BaseProtocol]
+Port = tuple[str, int]
+
+
+class _Selector(selectors.DefaultSelector):
+    """Real descriptors are looked at only; a wait is a jump of the clock."""
+
+    loop: VirtualLoop
+
+    def select(self, timeout: float | None = None) -> Any:
+        found = super().select(0)
+        if found or timeout == 0:
+            return found
+        if timeout is None:  # no timer at all: only another thread can wake the loop
+            found = super().select(STUCK_S)
+            assert found, "the loop waits for nothing"
+            return found
+        # To the timer itself: a sum may be an ulp short of it for ever.
+        scheduled = self.loop._scheduled  # type: ignore[attr-defined]
+        self.loop.now_s = max(self.loop.now_s, scheduled[0].when())
+        return []
+
+
+class MemoryTransport(asyncio.Transport):
+    """One end of a connection."""
+
+    def __init__(self, loop: VirtualLoop, name: Port, protocol: asyncio.BaseProtocol) -> None:
+        super().__init__({"peername": name, "sockname": name, "socket": None})
+        self._loop, self._protocol = loop, protocol
+        self.peer: MemoryTransport
+        self._coming = deque[bytes]()
+        """Of the peer, not read yet."""
+        self._coming_bytes = 0
+        self._is_paused = self._is_closing = self._is_lost = self._is_full = False
+        self._has_ended = False
+        """The peer has closed behind what it sent."""
+
+    # ── what protocols call ──────────────────────────────────────────────────────────────────────
+
+    def write(self, data: Any) -> None:
+        if self._is_closing or self._is_lost or not data:
+            return
+        peer = self.peer
+        peer._coming.append(bytes(data))
+        peer._coming_bytes += len(data)
+        self._loop.call_soon(peer._deliver)
+        if peer._coming_bytes > HIGH_WATER and not self._is_full:
+            self._is_full = True
+            cast("asyncio.Protocol", self._protocol).pause_writing()
+
+    def writelines(self, pieces: Any) -> None:
+        self.write(b"".join(pieces))
+
+    def get_write_buffer_size(self) -> int:
+        return self.peer._coming_bytes if self._is_full else 0
+
+    def pause_reading(self) -> None:
+        self._is_paused = True
+
+    def resume_reading(self) -> None:
+        self._is_paused = False
+        self._loop.call_soon(self._deliver)
+
+    def is_reading(self) -> bool:
+        return not self._is_paused
+
+    def is_closing(self) -> bool:
+        return self._is_closing or self._is_lost
+
+    def close(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self.peer._has_ended = True
+            self._loop.call_soon(self.peer._deliver)
+            self._loop.call_soon(self._lose, None)
+
+    def abort(self) -> None:
+        self._is_closing = True
+        self._loop.call_soon(self.peer._lose, ConnectionResetError(errno.ECONNRESET, "reset"))
+        self._loop.call_soon(self._lose, None)
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+
+    # ── on the loop ──────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> None:
+        self._protocol.connection_made(self)
+
+    def _deliver(self) -> None:
+        protocol = cast("asyncio.Protocol", self._protocol)
+        while self._coming and not (self._is_paused or self._is_lost):
+            piece = self._coming.popleft()
+            self._coming_bytes -= len(piece)
+            protocol.data_received(piece)
+        writer = self.peer
+        if writer._is_full and self._coming_bytes <= HIGH_WATER // 2:
+            writer._is_full = False
+            if not writer._is_lost:
+                cast("asyncio.Protocol", writer._protocol).resume_writing()
+        is_end = self._has_ended and not self._coming and not self._is_lost
+        if is_end and not protocol.eof_received():
+            self._lose(None)
+
+    def _lose(self, error: Exception | None) -> None:
+        if not self._is_lost:
+            self._is_lost = self._is_closing = True
+            self._coming.clear()
+            self._coming_bytes = 0
+            self._protocol.connection_lost(error)
+
+
+class MemoryServer:
+    """A port that listens. `kill`: as the end of a process; `deafen`: takes no connection."""
+
+    def __init__(self, loop: VirtualLoop, port: Port, factory: Factory) -> None:
+        self._loop, self.port, self.factory = loop, port, factory
+        self.is_deaf = False
+        self.connections: list[MemoryTransport] = []
+        """Ends on the server's side."""
+
+    def listen(self) -> None:
+        """Again, after `kill`."""
+        self._loop.servers[self.port] = self
+
+    def kill(self) -> None:
+        """Nobody listens, and all connections are reset."""
+        self._loop.servers.pop(self.port, None)
+        for each in self.connections:
+            each.abort()
+        self.connections.clear()
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """See the module. `now_s`: its clock."""
+
+    def __init__(self) -> None:
+        selector = _Selector()
+        selector.loop = self
+        self.now_s = 1000.0
+        self.servers: dict[Port, MemoryServer] = {}
+        self._next_port = 40_000
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self.now_s
+
+    def clock_ns(self) -> int:
+        """For code that takes a clock."""
+        return int(self.now_s * 1e9)
+
+    def serve(self, factory: Factory, port: int = 0) -> MemoryServer:
+        """Listen on a port of 127.0.0.1; 0: any free one."""
+        if not port:
+            self._next_port += 1
+            port = self._next_port
+        server = MemoryServer(self, ("127.0.0.1", port), factory)
+        server.listen()
+        return server
+
+    async def create_connection(
+        self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any
+    ) -> Any:
+        await asyncio.sleep(0)
+        server = self.servers.get((host, port))
+        if server is None:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "connection refused")
+        if server.is_deaf:
+            await asyncio.Event().wait()
+        protocol = protocol_factory()
+        self._next_port += 1
+        near = MemoryTransport(self, (host, port), protocol)
+        far = MemoryTransport(self, ("127.0.0.1", self._next_port), server.factory())
+        near.peer, far.peer = far, near
+        server.connections.append(far)
+        far.begin()
+        near.begin()
+        return near, protocol
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """To its end, and close."""
+        try:
+            asyncio.set_event_loop(self)
+            return self.run_until_complete(work)
+        finally:
+            tasks = asyncio.all_tasks(self)
+            for task in tasks:
+                task.cancel()
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            asyncio.set_event_loop(None)
+            self.close()

@@ -1,0 +1,204 @@
+"""Classes of service: who may name them, who yields to whom, and what holds a request back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore.routing.core import RouterCore
+from kvstore.routing.events import Ending, FirstToken, RequestEnded, RouteTick, Shared
+from kvstore.routing.features import FeatureColumn
+from kvstore.routing.policy import PolicyLimits, RoutingPolicy, parse
+from kvstore.routing.pressure import saturation
+from kvstore.routing.values import SharedLoad
+from tests.unit.routing.fleets import (
+    MS,
+    S,
+    answer,
+    arrive,
+    core_of,
+    hbm,
+    rejected,
+    request,
+    routed,
+    spec,
+    turn,
+)
+
+CLASSES = {
+    "inline": {"rank": 0, "ttft_s": 60.0, "tenants": ["ops"]},
+    "open": {"rank": 0, "tenants": ["*"]},
+    "closed": {"rank": 0},
+    "interactive": {"rank": 1, "yield_s": 0.2},
+    "other": {"rank": 1},
+    "batch": {"rank": 3, "backlog_s": 1.0, "saturation_max": 0.8},
+}
+POLICY = parse({"classes": CLASSES})
+
+
+NAMED = [
+    ("inline", "ops", "inline"),
+    ("inline", "", "interactive"),
+    ("inline", "some", "interactive"),
+    ("open", "", "open"),
+    ("open", "some", "open"),
+    ("closed", "ops", "interactive"),
+    ("closed", "*", "interactive"),
+    ("other", "", "other"),
+    ("batch", "some", "batch"),
+    ("unknown", "ops", "interactive"),
+    ("", "ops", "interactive"),
+]
+
+
+@pytest.mark.parametrize(("named", "tenant", "gets"), NAMED)
+def test_a_class_more_urgent_than_the_default_is_for_tenants_that_it_names(
+    named: str, tenant: str, gets: str
+) -> None:
+    core = core_of(spec(0), policy=POLICY)
+    sent = routed(arrive(core, request("r", service=named, tenant=tenant)))
+    assert sent.receipt.service == gets
+
+
+def test_without_a_policy_nobody_names_an_urgent_class_and_the_default_has_no_bounds() -> None:
+    core = core_of(spec(0))
+    assert routed(arrive(core, request("r", service="inline"))).receipt.service == "interactive"
+    default = RoutingPolicy().classes["interactive"]
+    bounds = (default.ttl_s, default.queue_max, default.backlog_s, default.saturation_max)
+    assert bounds == (None, None, None, None)
+
+
+def busy(tokens: int = 8000) -> RouterCore:
+    """One worker with several seconds of prefill ahead."""
+    core = core_of(spec(0), policy=POLICY)
+    for n in range(4):
+        routed(arrive(core, request(f"r{n}", tokens)))
+    return core
+
+
+def test_others_yield_while_an_urgent_class_is_there() -> None:
+    core = busy()
+    routed(arrive(core, request("urgent", 160, service="inline", tenant="ops")))
+    assert arrive(core, request("later")) is None
+    assert turn(core, RouteTick(), S + 500 * MS) == []
+    [sent] = turn(core, RouteTick(), 12 * S)  # nothing urgent was sent for ten seconds
+    assert routed(sent).request_id == "later"
+
+
+def test_nobody_yields_to_a_request_that_was_not_sent() -> None:
+    core = busy()
+    too_long = request("urgent", 1_000_000, service="inline", tenant="ops")
+    assert rejected(arrive(core, too_long)).reason == "rejected-objective"
+    routed(arrive(core, request("a")))
+    core.adopt(parse({"classes": CLASSES, "limits": {"queue_max": 1}}), S)
+    assert arrive(core, request("held", service="inline", tenant="ops")) is None
+    core.adopt(POLICY, S)  # only now it is sent, and others begin to yield
+    assert arrive(core, request("b")) is None
+
+
+def test_nobody_yields_in_another_pool() -> None:
+    specs = [spec(n, pool=f"p{n}", models=(f"m{n}",)) for n in range(2)]
+    core = core_of(*specs, policy=POLICY)
+    for n in range(4):
+        routed(arrive(core, request(f"r{n}", 8000, model="m0")))
+    routed(arrive(core, request("urgent", 160, model="m1", service="inline", tenant="ops")))
+    routed(arrive(core, request("a", model="m0")))
+
+
+def test_low_classes_wait_for_a_short_queue() -> None:
+    core = busy(16_000)
+    assert arrive(core, request("b", service="batch")) is None
+    assert core.open["b"].likely_worker == "w0"
+    routed(arrive(core, request("t", service="interactive")))
+    assert core.gauges.saturation("p", S).cause == "queue"
+
+
+@pytest.mark.parametrize("bound", [{"backlog_s": 0.05}, {"saturation_max": 0.1}])
+def test_a_worker_without_any_request_is_taken_before_one_is_held(bound: dict[str, float]) -> None:
+    classes = {"batch": {"rank": 3, **bound}, "interactive": {"rank": 1}}
+    core = core_of(spec(0), spec(1), policy=parse({"classes": classes}))
+    likes_w0 = answer(hbm(0, 1000))
+
+    def ask(name: str) -> str | None:
+        sent = arrive(core, request(name, 16_000, prefix="x", service="batch"), likes_w0)
+        return None if sent is None else routed(sent).worker
+
+    assert ask("a") == "w0"
+    routed(arrive(core, request("ahead", 4000, subset=("w0",))))
+    sent = routed(arrive(core, request("plain", 16_000, prefix="x"), likes_w0))
+    assert sent.worker == "w0", "the cheapest all the same"
+    assert ask("b") == "w1"
+    assert ask("c") is None, "now both have something to do"
+
+
+def test_a_class_that_does_not_yield_keeps_its_own_bound_beside_urgent_ones() -> None:
+    core = busy()
+    assert POLICY.classes["batch"].yield_s is None
+    routed(arrive(core, request("urgent", 160, service="inline", tenant="ops")))
+    assert arrive(core, request("b", 160, service="batch")) is None
+    core.adopt(parse({"classes": {**CLASSES, "batch": {"rank": 3, "yield_s": 0.1}}}), S)
+    assert core.open.keys() >= {"b"}
+    assert core.room.entries.keys() == {"b"}, "the shorter of both counts"
+
+
+def test_an_idle_worker_that_may_not_take_a_request_is_not_taken() -> None:
+    core = core_of(spec(0), spec(1, models=("other",)), policy=POLICY)
+    for n in range(4):
+        routed(arrive(core, request(f"r{n}", 8000)))
+    assert arrive(core, request("b", service="batch")) is None
+
+
+def test_requests_of_other_routers_keep_a_worker_from_being_idle() -> None:
+    core = core_of(spec(0), spec(1), policy=POLICY)
+    core.step(Shared("other", (SharedLoad("w0", 16_000, 0), SharedLoad("w1", 0, 1))), S)
+    for n in range(4):
+        routed(arrive(core, request(f"r{n}", 8000, subset=("w1",))))
+    assert arrive(core, request("b", service="batch")) is None
+
+
+def test_a_worker_with_a_stream_is_not_idle() -> None:
+    core = core_of(spec(0), spec(1), policy=POLICY)
+    routed(arrive(core, request("stream", 16, subset=("w1",))))
+    core.step(FirstToken("stream"), S)
+    for n in range(4):
+        routed(arrive(core, request(f"r{n}", 8000, subset=("w0",))))
+    likes_w0 = answer(hbm(0, 2000))
+    assert arrive(core, request("b", 32_000, service="batch"), likes_w0) is None
+    [sent] = turn(core, RequestEnded("stream", Ending.DONE))
+    assert (routed(sent).request_id, routed(sent).worker) == ("b", "w1")
+
+
+# ── saturation ───────────────────────────────────────────────────────────────────────────────────
+
+
+def columns(**given: list[float]) -> np.ndarray:
+    made = np.zeros((len(FeatureColumn), len(next(iter(given.values())))))
+    for name, values in given.items():
+        made[FeatureColumn[name.upper()]] = values
+    return made
+
+
+def test_a_worker_counts_as_one_however_long_its_queue() -> None:
+    found = saturation(columns(queue_s=[1000.0, 0.0, 0.0, 1.0]), PolicyLimits())
+    assert found.value == pytest.approx(0.375)
+    assert found.cause == "queue"
+    core = core_of(*(spec(n) for n in range(4)), policy=POLICY)
+    core.step(Shared("other", (SharedLoad("w0", 4_000_000, 50),)), S)
+    assert core.gauges.saturation("p", S).value == pytest.approx(0.25)
+    routed(arrive(core, request("b", service="batch")))
+
+
+def test_the_cause_is_what_fills_most_workers() -> None:
+    """One with a long queue says less than two that have as many requests as they may."""
+    limits = PolicyLimits(running_max=10)
+    found = saturation(columns(queue_s=[1000.0, 0, 0], streams=[0, 10, 10]), limits)
+    assert (found.value, found.cause) == (1.0, "running")
+
+
+def test_limits_that_are_off_fill_nothing() -> None:
+    many = columns(queued=[1e6], streams=[1e6])
+    assert saturation(many, PolicyLimits()).value == 0
+    assert saturation(many, PolicyLimits(queue_max=1)).cause == "queue"
+    assert saturation(many, PolicyLimits(running_max=1)).cause == "running"
+    assert saturation(columns(memory=[0.475, 0]), PolicyLimits()).value == pytest.approx(0.25)
+    assert saturation(many[:, :0], PolicyLimits()).cause == "no-workers"

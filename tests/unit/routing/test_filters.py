@@ -1,0 +1,306 @@
+"""Who cannot take a request, who is a last resort, and when a request waits instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.routing.core import RouterCore
+from kvstore.routing.decide import replay
+from kvstore.routing.events import (
+    Arrived,
+    Ending,
+    Failure,
+    FirstToken,
+    Judged,
+    Lack,
+    RequestEnded,
+    Routed,
+    RouteTick,
+    Scraped,
+)
+from kvstore.routing.health import REST_NS
+from kvstore.routing.policy import parse
+from kvstore.routing.values import LoadSample, PrefixAnswer, RouteRequest
+from tests.unit.routing.fleets import (
+    MS,
+    S,
+    answer,
+    arrive,
+    comes_back,
+    core_of,
+    fail,
+    goes_down,
+    hbm,
+    rejected,
+    request,
+    routed,
+    spec,
+    turn,
+)
+
+CONTEXT = {"m": 8000}
+FLAWS = ["breaker", "down", "media", "context"]
+"""In the order in which they are tried."""
+
+
+def flawed(*flaws: str, policy: Any = None) -> RouterCore:
+    """Workers w0, w1, … each with its flaw for `special`; empty: none."""
+    contexts = [CONTEXT if flaw == "context" else {} for flaw in flaws]
+    specs = [spec(n, context_tokens=contexts[n]) for n in range(len(flaws))]
+    core = core_of(*specs, policy=policy)
+    for number, flaw in enumerate(flaws):
+        worker = f"w{number}"
+        if flaw == "down":
+            goes_down(core, worker)
+        for n in range({"breaker": 3, "media": 1, "rests": 1}.get(flaw, 0)):
+            name = f"{worker} {n}"
+            routed(arrive(core, request(name, 16, subset=(worker,), has_media=True)))
+            failure = {"breaker": Failure.STATUS, "media": Failure.REFUSED}
+            lack = Lack.MEDIA if flaw == "media" else None
+            turn(core, fail(name, failure.get(flaw, Failure.BUSY), lack=lack))
+    assert not core.open
+    return core
+
+
+def special(name: str, **more: Any) -> RouteRequest:
+    """A request with images and a long prompt."""
+    return request(name, 8192, has_media=True, **more)
+
+
+# ── last resorts ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_whoever_is_left_gets_the_request(flaw: str) -> None:
+    core = flawed(flaw)
+    sent = routed(arrive(core, special("r")))
+    assert sent.worker == "w0"
+    assert sent.receipt.degraded[-1] == "last-resort"
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_a_worker_without_a_flaw_comes_first(flaw: str) -> None:
+    core = flawed(flaw, "")
+    for n in range(20):
+        sent = routed(arrive(core, special(f"r{n}"), answer(hbm(0, 512))))
+        assert (sent.worker, sent.receipt.filtered) == ("w1", {"w0": flaw})
+        assert "last-resort" not in sent.receipt.degraded
+
+
+PAIRS = [(mild, bad) for n, mild in enumerate(FLAWS) for bad in FLAWS[n + 1 :]]
+
+
+@pytest.mark.parametrize(("mild", "bad"), PAIRS)
+def test_the_mildest_flaw_is_tried_first_and_the_next_one_after_it(mild: str, bad: str) -> None:
+    core = flawed(bad, mild)
+    likes_w0 = answer(hbm(0, 512))
+    sent = routed(arrive(core, special("r"), likes_w0))
+    assert (sent.worker, sent.receipt.filtered) == ("w1", {"w0": bad})
+    again = routed(turn(core, fail("r", Failure.CONNECT))[0])
+    assert (again.worker, again.receipt.filtered) == ("w0", {"w1": "failed-before"})
+    assert rejected(turn(core, fail("r", Failure.CONNECT))[0]).status == 502
+
+
+def test_a_receipt_of_a_last_resort_replays() -> None:
+    core = flawed("down", "down")
+    receipt = routed(arrive(core, special("r"), answer(hbm(1, 512)))).receipt
+    assert receipt.chosen == "w1"
+    assert replay(receipt, core.policy) == receipt
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_no_last_resort_is_tried_while_waiting_can_help(flaw: str) -> None:
+    core = flawed(flaw, "rests")
+    assert arrive(core, special("r")) is None
+    assert turn(core, RouteTick(), S + REST_NS - 1) == []
+    [sent] = turn(core, RouteTick(), S + REST_NS)
+    assert routed(sent).worker == "w1"
+    assert "last-resort" not in routed(sent).receipt.degraded
+
+
+@pytest.mark.parametrize("bad", FLAWS[1:])
+def test_a_mild_last_resort_that_has_no_room_is_waited_for(bad: str) -> None:
+    core = flawed(bad, "breaker", policy=parse({"limits": {"running_max": 1}}))
+    assert routed(arrive(core, special("a"))).worker == "w1"
+    assert arrive(core, special("b")) is None
+    [sent] = turn(core, RequestEnded("a", Ending.DONE))
+    assert routed(sent).worker == "w1"
+
+
+def test_what_no_engine_can_change_is_no_last_resort() -> None:
+    policy = parse({"draining": ["w0"], "models": {"m": {"pools": [{"pool": "p"}]}}})
+    core = core_of(spec(0), spec(1, models=("other",)), spec(2), policy=policy)
+    assert rejected(arrive(core, request("a", subset=("w0", "w1")))).status == 503
+    assert rejected(arrive(core, request("b", subset=()))).status == 503
+    adapters = {"models": {"m": {"pools": [{"pool": "p"}], "adapters": ["lora"]}}}
+    core.adopt(parse(adapters), S)
+    refused = rejected(arrive(core, request("c", model="lora")))
+    assert (refused.status, refused.reason) == (503, "rejected-no-endpoints")
+
+
+def test_what_is_down_and_lacks_something_is_still_found_when_it_is_back() -> None:
+    core = flawed("down", "media")
+    assert routed(arrive(core, special("a"))).worker == "w0"
+    comes_back(core, "w0")
+    sent = routed(arrive(core, special("b")))
+    assert (sent.worker, sent.receipt.filtered) == ("w0", {"w1": "media"})
+
+
+# ── contexts ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_prompt_and_output_must_fit_into_the_context_of_their_model() -> None:
+    core = core_of(spec(0, context_tokens={"m": 1000, "big": 9000}), spec(1))
+    likes_w0 = answer(hbm(0, 62))
+
+    def goes_to(name: str, tokens: int, **more: Any) -> str:
+        sent = routed(arrive(core, request(name, tokens, **more), likes_w0))
+        core.step(RequestEnded(name, Ending.DONE), S)
+        return sent.worker
+
+    assert goes_to("a", 1000) == "w0", "an output without a limit ends where the context does"
+    both = ("w0", "w1")
+    assert goes_to("b", 900, output_tokens_max=100, subset=both) == "w0"
+    assert goes_to("c", 900, output_tokens_max=101) == "w1"
+    assert goes_to("d", 1001) == "w1"
+    assert goes_to("e", 1001, model="big") == "w0"
+    assert goes_to("f", 1001, model="unknown") == "w0"
+
+
+def counted(core: RouterCore, tokens: int, prefix: PrefixAnswer | None = None) -> int:
+    receipt = core.explain(request("x", tokens, output_tokens_max=0), prefix, S)
+    return receipt.prompt_tokens
+
+
+def test_a_prompt_counts_as_no_more_than_the_longest_context_of_its_pool() -> None:
+    """Engines refuse a longer one at once: it is no reason to expect minutes of prefill."""
+    long, short = spec(0, context_tokens={"m": 9000}), spec(1, context_tokens={"m": 1000})
+    core = core_of(long, short, spec(2, pool="other", models=("other",)))
+    assert counted(core, 8000) == 8000
+    assert counted(core, 1_000_000) == 9000
+    assert counted(core, 1_000_000, answer(hbm(0, 700))) == 9000
+    receipt = routed(arrive(core, request("r", 100_000))).receipt
+    assert receipt.predicted_s == pytest.approx(1.3, abs=0.3)
+    assert core.fleet.flights["r"].tokens == 9000 + 256
+    assert counted(core_of(long, spec(1)), 1_000_000) == 1_000_000, "one is not known"
+
+
+def test_an_objective_is_of_what_an_engine_would_compute() -> None:
+    classes = {"interactive": {"rank": 1, "ttft_s": 2.0}}
+    core = core_of(spec(0, context_tokens={"m": 8000}), policy=parse({"classes": classes}))
+    sent = routed(arrive(core, request("r", 1_000_000)))
+    assert "last-resort" in sent.receipt.degraded, "its engine says no, and how much it takes"
+
+
+# ── memory, queue, running ───────────────────────────────────────────────────────────────────────
+
+
+def report(core: RouterCore, now_ns: int = S, worker: str = "w0", **numbers: Any) -> list[Any]:
+    sample = LoadSample(**{"waiting": 0, "running": 0, "memory_used": 0.9, **numbers})
+    return turn(core, Scraped(worker, sample, now_ns), now_ns)
+
+
+def test_memory_drops_a_worker_only_while_requests_wait_in_its_engine() -> None:
+    core = core_of(spec(0, memory_tokens=10_000), spec(1, memory_tokens=100_000))
+    report(core, waiting=0)
+    report(core, worker="w1", memory_used=0.0)
+    assert routed(arrive(core, request("a", 8000, subset=("w0",)))).worker == "w0"
+    report(core, worker="w1", waiting=5, memory_used=0.0)
+    assert routed(arrive(core, request("x", 8000, subset=("w0",)))).worker == "w0"
+    report(core, waiting=1)
+    sent = routed(arrive(core, request("b", 4000), answer(hbm(0, 100))))
+    assert (sent.worker, sent.receipt.filtered) == ("w1", {"w0": "memory"})
+    assert arrive(core, request("c", 4000, subset=("w0",))) is None
+    [sent, *_] = report(core, 2 * S, waiting=0)
+    assert routed(sent).request_id == "c"
+
+
+def test_a_prompt_that_its_engine_holds_needs_no_more_memory() -> None:
+    core = core_of(spec(0, memory_tokens=10_000))
+    report(core, waiting=1, memory_used=0.8)
+    cached = request("a", 4000, output_tokens_max=16)
+    assert routed(arrive(core, cached, answer(hbm(0, 250)))).worker == "w0"
+    report(core, waiting=1, memory_used=0.8)
+    assert arrive(core, request("b", 4000, output_tokens_max=16), answer()) is None
+
+
+@pytest.mark.parametrize("is_first_token", [True, False])
+def test_an_own_request_that_left_the_engines_queue_makes_room(is_first_token: bool) -> None:
+    core = core_of(spec(0, memory_tokens=10_000))
+    routed(arrive(core, request("a", 8000)))
+    report(core, waiting=1)
+    assert arrive(core, request("b", 4000)) is None
+    event = FirstToken("a") if is_first_token else RequestEnded("a", Ending.DONE)
+    [sent] = turn(core, event)
+    assert routed(sent).request_id == "b"
+
+
+def test_a_request_larger_than_memory_goes_to_an_engine_that_has_nobody_waiting() -> None:
+    core = core_of(spec(0, memory_tokens=10_000))
+    for n in range(3):
+        assert routed(arrive(core, request(f"r{n}", 50_000))).worker == "w0"
+
+
+def test_nobody_waits_for_an_engine_whose_metrics_cannot_be_read_any_more() -> None:
+    core = core_of(spec(0, memory_tokens=10_000))
+    report(core, waiting=10, memory_used=0.97)
+    assert arrive(core, request("large", 9800)) is None, "it would need all of its memory"
+    assert arrive(core, request("behind", 16)) is None
+    assert turn(core, RouteTick(), 3 * S) == [], "the last numbers are two seconds old"
+    sent = turn(core, RouteTick(), 13 * S)
+    assert [routed(each).request_id for each in sent] == ["large", "behind"]
+
+
+def test_memory_that_is_not_known_drops_nobody() -> None:
+    core = core_of(spec(0, memory_tokens=0))
+    report(core, waiting=5, memory_used=1.0)
+    routed(arrive(core, request("r", 50_000)))
+
+
+def test_without_limits_no_number_of_requests_is_too_many() -> None:
+    core = core_of(spec(0))
+    for n in range(2000):
+        [command] = core.step(Arrived(request(f"r{n}", 16)), S)
+        assert isinstance(command, Routed)
+    assert core.fleet.in_flight("w0") == 2000
+    assert core.fleet.in_flight("gone") == 0
+
+
+@pytest.mark.parametrize("limit", ["queue_max", "running_max"])
+def test_limits_hold_requests_back(limit: str) -> None:
+    core = core_of(spec(0), policy=parse({"limits": {limit: 2}}))
+    for n in range(2):
+        routed(arrive(core, request(f"r{n}")))
+    assert arrive(core, request("held")) is None
+    freed = turn(core, FirstToken("r0"))
+    assert len(freed) == (limit == "queue_max")
+    assert len(turn(core, RequestEnded("r0", Ending.DONE))) == (limit == "running_max")
+
+
+# ── keys that differ ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_red_worker_keeps_its_prefixes_where_there_is_no_index() -> None:
+    """Then there is only what was sent there, and that is the same whatever the keys are."""
+    core = core_of(spec(0), spec(1))
+    first = routed(arrive(core, request("a", prefix="x")))
+    core.step(RequestEnded("a", Ending.DONE), S)
+    for worker in ("w0", "w1"):
+        core.step(Judged(worker, is_parity_red=True), S)
+    for n in range(5):
+        its = request(f"r{n}", prefix="x", load_only={"w0": "other keys"})
+        again = routed(arrive(core, its, now_ns=(30 + n) * S))
+        assert again.worker == first.worker
+        assert max(again.receipt.features["hbm"]) > 4000
+        core.step(RequestEnded(f"r{n}", Ending.DONE), (30 + n) * S)
+    blind = routed(arrive(core, request("b", prefix="x"), answer(hbm(0, 256)), 36 * S)).receipt
+    assert blind.features["hbm"] == [0, 0]
+
+
+def test_a_late_step_changes_nothing_of_a_worker_that_is_gone() -> None:
+    core = core_of(spec(0))
+    assert core.step(Judged("gone", is_parity_red=True), S + MS) == []
+    assert core.step(Scraped("gone", LoadSample(waiting=1, running=1), S), S + MS) == []
+    core.check()

@@ -1,0 +1,272 @@
+"""Counts of requests at workers: unstreamed ones, engines' own queues, use of memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.routing.core import RouterCore
+from kvstore.routing.events import (
+    Ending,
+    Failure,
+    FirstToken,
+    Late,
+    PrefillDone,
+    Raced,
+    RaceOver,
+    RequestEnded,
+    Routed,
+    RouteTick,
+    Scraped,
+    Shared,
+    WorkerLeft,
+)
+from kvstore.routing.values import LoadSample, SharedLoad, WorkerRole
+from tests.unit.routing.fleets import (
+    MS,
+    S,
+    answer,
+    arrive,
+    core_of,
+    fail,
+    hbm,
+    prefiller,
+    request,
+    routed,
+    spec,
+    turn,
+)
+
+
+def quiet(core: RouterCore, name: str, tokens: int = 8000, now_ns: int = S, **more: Any) -> Routed:
+    """An unstreamed request: nobody sees its first token."""
+    its = request(name, tokens, is_streamed=False, **more)
+    return routed(arrive(core, its, now_ns=now_ns))
+
+
+def counts(core: RouterCore, worker: int = 0) -> tuple[float, float]:
+    """Requests before their first token, and after it."""
+    features = core.explain(request("x"), None, S).features
+    return features["queued"][worker], features["streams"][worker]
+
+
+def report(
+    core: RouterCore, now_ns: int, asked_ns: int, worker: str = "w0", **numbers: Any
+) -> None:
+    sample = LoadSample(**{"waiting": 0, "running": 0, **numbers})
+    turn(core, Scraped(worker, sample, asked_ns), now_ns)
+
+
+# ── requests whose first token nobody sees ───────────────────────────────────────────────────────
+
+
+def test_an_unstreamed_request_leaves_the_queue_when_its_first_token_is_predicted() -> None:
+    core = core_of(spec(0))
+    due_ns = S + int(quiet(core, "r").receipt.predicted_s * S)
+    routed(arrive(core, request("streamed", 16)))
+    turn(core, RouteTick(), due_ns - 1)
+    assert counts(core) == (2, 0)
+    turn(core, RouteTick(), due_ns)
+    assert counts(core) == (1, 1), "the other one says when it begins"
+    turn(core, RequestEnded("r", Ending.DONE), due_ns)
+    assert counts(core) == (1, 0)
+
+
+def test_its_queue_is_no_backlog_for_those_after_it() -> None:
+    core = core_of(spec(0))
+    quiet(core, "r", 80_000)
+    assert core.explain(request("x"), None, S).features["queue_s"][0] > 10
+    turn(core, RouteTick(), 60 * S)
+    assert core.explain(request("x"), None, 60 * S).features["queue_s"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("asked_ns", "waiting", "has_begun"),
+    [(S, 0, False), (S + 1, 0, True), (S + 1, 1, False), (S - 1, 0, False)],
+)
+def test_or_when_its_engine_says_that_nobody_waits(
+    asked_ns: int, waiting: int, has_begun: bool
+) -> None:
+    core = core_of(spec(0), spec(1))
+    quiet(core, "r", subset=("w0",))
+    quiet(core, "elsewhere", subset=("w1",))
+    routed(arrive(core, request("streamed", subset=("w0",))))
+    report(core, S + 100 * MS, asked_ns, waiting=waiting, running=2)
+    assert core.fleet.flights["r"].has_begun == has_begun
+    assert not core.fleet.flights["streamed"].has_begun
+    assert not core.fleet.flights["elsewhere"].has_begun
+
+
+@pytest.mark.parametrize("numbers", [{"waiting": None}, {"running": None}])
+def test_what_an_engine_does_not_say_is_not_nobody(numbers: dict[str, Any]) -> None:
+    core = core_of(spec(0))
+    quiet(core, "r")
+    report(core, S + 2, S + 1, **numbers)
+    assert counts(core) == (1, 0)
+
+
+def test_a_second_attempt_is_predicted_by_itself() -> None:
+    core = core_of(spec(0), spec(1))
+    first = quiet(core, "r")
+    half_ns = S + int(first.receipt.predicted_s * S) // 2
+    second = routed(turn(core, fail("r", Failure.CONNECT), half_ns)[0])
+    assert second.worker != first.worker
+    turn(core, RouteTick(), S + int(first.receipt.predicted_s * S) + MS)
+    assert not core.fleet.flights["r"].has_begun
+    turn(core, RouteTick(), half_ns + int(second.receipt.predicted_s * S) + MS)
+    assert core.fleet.flights["r"].has_begun
+
+
+def test_a_second_worker_is_predicted_by_its_own_time() -> None:
+    core = core_of(spec(0), spec(1))
+    loads = SharedLoad("w0", 80_000, 0), SharedLoad("w1", 200_000, 0)
+    core.step(Shared("other", loads), S)
+    first = quiet(core, "r", 16_000, has_side_effects=False)
+    assert first.worker == "w0"
+    core.step(Shared("other", ()), S)
+    [second] = turn(core, Late("r"), 20 * S)
+    assert isinstance(second, Raced)
+    raced = core.open["r"].race
+    assert raced is not None
+    assert raced.predicted_s < first.receipt.predicted_s / 3, "others were ahead of it there"
+    core.step(RaceOver("r", first.worker), 20 * S)
+    turn(core, RouteTick(), 20 * S + int(raced.predicted_s * S) - MS)
+    assert counts(core, 1) == (1, 0)
+    turn(core, RouteTick(), 20 * S + int(raced.predicted_s * S) + MS)
+    assert counts(core, 1) == (0, 1)
+
+
+def test_a_remote_prefill_is_over_when_it_is_said() -> None:
+    core = core_of(spec(0, role=WorkerRole.DECODE), prefiller(10))
+    sent = quiet(core, "r")
+    assert sent.prefill_worker == "w10"
+    turn(core, RouteTick(), S + int(sent.receipt.predicted_s * S) + MS)
+    flights = core.fleet.flights
+    assert {flight.worker: flight.has_begun for flight in flights.values()} == {
+        "w0": True,
+        "w10": False,
+    }
+    turn(core, PrefillDone("r"), 9 * S)
+    assert [flight.worker for flight in flights.values()] == ["w0"]
+
+
+def test_an_unstreamed_request_leaves_with_its_worker() -> None:
+    core = core_of(spec(0))
+    quiet(core, "r")
+    turn(core, WorkerLeft("w0"))
+    turn(core, RouteTick(), 100 * S)
+    assert not core.fleet.flights
+    turn(core, RequestEnded("r", Ending.ABORTED), 100 * S)
+
+
+# ── the engine's own queue ───────────────────────────────────────────────────────────────────────
+
+
+def waiting(core: RouterCore) -> float:
+    return core.explain(request("x"), None, S).features["waiting"][0]
+
+
+def test_own_requests_that_begin_or_end_leave_the_engines_queue() -> None:
+    core = core_of(spec(0))
+    for n in range(3):
+        routed(arrive(core, request(f"r{n}")))
+    report(core, S + 2, S + 1, waiting=2, running=3)
+    assert waiting(core) == 2
+    turn(core, FirstToken("r0"), S + 3)
+    assert waiting(core) == 1
+    turn(core, RequestEnded("r1", Ending.ABORTED), S + 3)
+    assert waiting(core) == 0
+    turn(core, RequestEnded("r2", Ending.ABORTED), S + 3)
+    assert waiting(core) == 0, "never less"
+    routed(arrive(core, request("s"), now_ns=S + 4))
+    assert waiting(core) == 0, "a request that was sent may begin at once"
+
+
+def test_the_engines_queue_is_forgotten_when_its_numbers_grow_old() -> None:
+    core = core_of(spec(0))
+    report(core, S, S, waiting=8)
+    later = {}
+    for seconds in (0, 2, 4, 6, 12):
+        features = core.explain(request("x"), None, (1 + seconds) * S).features
+        later[seconds] = features["waiting"]
+    assert later == {0: [8], 2: [8], 4: [4], 6: [2], 12: [0]}
+
+
+def test_what_others_have_there_is_what_own_requests_do_not_explain() -> None:
+    core = core_of(spec(0))
+    for n in range(5):
+        routed(arrive(core, request(f"r{n}")))
+        if n < 3:
+            core.step(FirstToken(f"r{n}"), S)
+    cases = [
+        # waiting, running → queued, streams, of 2 and 3 own
+        (2, 3, 2, 3),
+        (4, 3, 4, 3),
+        (0, 5, 2, 3),
+        (5, 0, 5, 3),
+        (2, 9, 2, 9),
+        (0, 0, 2, 3),
+    ]
+    for number, (scraped_waiting, running, queued, streams) in enumerate(cases):
+        now_ns = S + (number + 1) * MS
+        report(core, now_ns, now_ns, waiting=scraped_waiting, running=running)
+        assert counts(core) == (queued, streams)
+
+
+# ── use of memory ────────────────────────────────────────────────────────────────────────────────
+
+
+def memory(core: RouterCore) -> float:
+    return round(core.explain(request("x"), None, S).features["memory"][0], 6)
+
+
+def test_the_use_of_memory_is_what_the_engine_says_and_what_was_sent_since() -> None:
+    core = core_of(spec(0, memory_tokens=10_000))
+    report(core, S, S - MS, memory_used=0.5)
+    assert memory(core) == 0.5
+    routed(arrive(core, request("a", 1000, output_tokens_max=0), now_ns=S + 1))
+    assert memory(core) == 0.6, "it needs a tenth"
+    routed(arrive(core, request("b", 2000, output_tokens_max=0), now_ns=S + 2 * MS))
+    assert memory(core) == 0.8
+    report(core, S + 4 * MS, S + MS, memory_used=0.55)
+    assert memory(core) == 0.75, "the first is part of it, the second was sent since"
+    turn(core, RequestEnded("a", Ending.DONE), S + 5 * MS)
+    assert memory(core) == 0.75, "its engine has not said so yet"
+    turn(core, RequestEnded("b", Ending.DONE), S + 5 * MS)
+    assert memory(core) == 0.55
+    report(core, S + 6 * MS, S + 6 * MS, memory_used=None)
+    assert memory(core) == 0.55
+    report(core, S + 7 * MS, S + 7 * MS, memory_used=0.1)
+    assert memory(core) == 0.1
+
+
+def test_what_was_sent_to_others_is_no_need_here() -> None:
+    core = core_of(spec(0, memory_tokens=10_000), spec(1, memory_tokens=10_000))
+    for n in range(2):
+        its = request(f"r{n}", 1000, output_tokens_max=0, subset=(f"w{n}",))
+        routed(arrive(core, its, now_ns=S + MS))
+    report(core, S + 2 * MS, S, memory_used=0.5)
+    assert memory(core) == 0.6
+
+
+def test_blocks_that_the_engine_holds_are_no_need() -> None:
+    core = core_of(spec(0, memory_tokens=10_000))
+    its = request("a", 1600, output_tokens_max=400)
+    routed(arrive(core, its, answer(hbm(0, 50))))
+    assert memory(core) == 0.1056, "800 of the prompt, and 256 of an answer as long as most are"
+
+
+def test_an_answer_to_an_older_question_is_understood() -> None:
+    core = core_of(spec(0, memory_tokens=10_000))
+    report(core, S, S, memory_used=0.2)
+    for n in range(3):
+        its = request(f"r{n}", 1000, output_tokens_max=0)
+        routed(arrive(core, its, now_ns=S + n * MS))
+    report(core, S + 5 * MS, S + 5 * MS, memory_used=0.4)
+    assert memory(core) == 0.4
+    report(core, S + 6 * MS, S + MS, memory_used=0.3)
+    assert memory(core) == 0.5, "two of them were sent since"
+    for n in range(3):
+        turn(core, RequestEnded(f"r{n}", Ending.DONE), S + 7 * MS)
+    assert memory(core) == 0.3
