@@ -39,7 +39,7 @@ make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
 .PHONY: help docs demo programs test nightly check lint coverage mutation rdma-check gpu-check upstream proto wheel clean distclean bench-cluster bench-pd bench-index \
-	bench-single bench-groups bench-files bench-slow-disk bench-policies bench-peers bench-micro bench-router bench-router-engines bench-router-quality soak
+	bench-single bench-groups bench-files bench-slow-disk bench-policies bench-policy-keys bench-probes bench-worker-left bench-peers bench-micro bench-router bench-router-engines bench-router-quality soak
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -108,6 +108,15 @@ bench-files: $(VENV)/.engine ## hits on disk: bench/results/files.json
 bench-router-quality: $(VENV)/.base $(DYNAMO)/.base ## the router's choices, simulated, beside Dynamo's: needs no engine; a request log in KVSTORE_TRACE
 	$(BIN)/python bench/scenarios/router_quality.py
 	$(BIN)/python bench/micro/route_decision.py
+
+bench-policy-keys: $(VENV)/.base ## which keys of the routing policy change what the router does; a request log in KVSTORE_TRACE
+	$(BIN)/python bench/scenarios/policy_keys.py
+
+bench-probes: $(VENV)/.base ## processor time of probes of 1, 100 and 500 engines: bench/results/probe_cost.json
+	$(BIN)/python bench/micro/probe_cost.py
+
+bench-worker-left: $(VENV)/.base ## the loop when a worker leaves, with a million prefixes: bench/results/worker_left.json
+	$(BIN)/python bench/micro/worker_left.py
 
 bench-policies: $(VENV)/.base ## miss ratios of eviction policies; a request log in KVSTORE_TRACE
 	$(BIN)/python bench/scenarios/policies.py

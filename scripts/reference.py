@@ -46,17 +46,17 @@ from kvstore.routing.policy import (
     PolicyLearning,
     PolicyLimits,
     PolicyPlanner,
+    PolicyProbes,
     PolicyRaces,
     PolicySplit,
-    PolicyWeights,
     PoolRoles,
     RoutingPolicy,
     ServiceClass,
 )
-from kvstore.routing.pressure import Rung
 from kvstore.routing.receipts import Preparation, Receipt, RouteOutcome
 from kvstore.routing.split import SplitReason
 from kvstore.routing.values import PrefixTrust
+from kvstore.routing.workers.pressure import Rung
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DOCS: Final = ROOT / "kvstore" / "docs"
@@ -98,6 +98,7 @@ _SECTIONS_OF_A_POLICY: Final[tuple[tuple[str, type[msgspec.Struct], str], ...]] 
     ("costs", PolicyCosts, "Policy `cost`: initial values, replaced by measured ones."),
     ("choice", PolicyChoice, ""),
     ("limits", PolicyLimits, ""),
+    ("probes", PolicyProbes, ""),
     ("learning", PolicyLearning, ""),
     ("split", PolicySplit, "Prefill on a prefill worker or on the decode worker."),
     (
@@ -107,7 +108,6 @@ _SECTIONS_OF_A_POLICY: Final[tuple[tuple[str, type[msgspec.Struct], str], ...]] 
     ),
     ("planner", PolicyPlanner, "Roles of workers with `role=any`, by the demand of their pool."),
     ("planner.pools.NAME", PoolRoles, ""),
-    ("weights", PolicyWeights, ""),
     ("ahead", PolicyAhead, "Prefetch by nodes; pins of clients."),
     ("classes.NAME", ServiceClass, "Given `classes` replace all of these:"),
     ("models.NAME", ModelRule, ""),
@@ -123,13 +123,17 @@ _TERMS: Final = {
     "others": "delay of other requests and evicted prefixes; not part of the predicted TTFT",
 }
 _WORDS: Final[dict[Any, str]] = {
-    Dropped.DOWN: "health probes fail",
+    Dropped.DOWN: "health probes fail; tried if no other worker is left",
     Dropped.DRAINING: "takes no new requests",
-    Dropped.BREAKER: "circuit breaker open after several failures in a row",
+    Dropped.BREAKER: "circuit breaker open after failures in a row; tried before one that is down",
+    Dropped.TERMINATING: "its pod terminates; tried before one that is down",
     Dropped.SUBSET: "not among the workers that the gateway allows",
     Dropped.MODEL: "does not serve the model",
     Dropped.ADAPTER: "has no room for the LoRA adapter",
     Dropped.FAILED: "an earlier attempt of this request failed there",
+    Dropped.MEDIA: "has refused images, audio or video of this model",
+    Dropped.CONTEXT: "prompt and output exceed its context length",
+    Dropped.RESTS: "reported a moment ago that it is full",
     Dropped.QUEUE: "`limits.queue_max` is reached",
     Dropped.RUNNING: "`limits.running_max` is reached",
     Dropped.MEMORY: "the request would fill its KV cache beyond `limits.memory_ceiling`",
@@ -146,6 +150,7 @@ _WORDS: Final[dict[Any, str]] = {
     Rung.HELD: "waited in the router",
     Rung.SPLIT_REFUSED: "prefill on the decode engine: the prefill queue was full or failed",
     Rung.RETRIED: "an earlier attempt failed",
+    Rung.LAST_RESORT: "no worker was fit: one that is down, failing or too small was tried",
     SplitReason.NO_PREFILLERS: "no prefill engine serves the model",
     SplitReason.OFF: "by policy, or by the request",
     SplitReason.SHORT: "too few uncached tokens",
@@ -159,7 +164,7 @@ One ADR per decision: context, decision, what we gave up, how we would notice th
 """
 _COMMANDS: Final = (
     *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "router", "route"),
-    *("pd-proxy", "certs", "demo"),
+    *("certs", "demo"),
 )
 
 
@@ -291,10 +296,15 @@ def _policy_section(title: str, kind: type[msgspec.Struct], text: str) -> str:
         return made
     names = [field.name for field in fields]
     classes = [
-        (f"`{name}`", *(f"{getattr(each, field):g}" for field in names))
+        (f"`{name}`", *(_class_cell(getattr(each, field)) for field in names))
         for name, each in RoutingPolicy().classes.items()
     ]
     return made + "\n" + _table(("class", *names), classes)
+
+
+def _class_cell(value: float | tuple[str, ...] | None) -> str:
+    """None: no limit."""
+    return f"{value:g}" if isinstance(value, int | float) else ", ".join(value or ()) or "–"
 
 
 def _fields_of_a_receipt(kind: type[msgspec.Struct]) -> str:

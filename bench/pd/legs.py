@@ -67,7 +67,7 @@ def in_turn(p: VllmServer, d: VllmServer, prompt: Sequence[int], transfer: str =
 
 
 def together(pair: PdPair, prompt: Sequence[int], transfer: str) -> Legs:
-    """At the same time, as a proxy that knows the prefill node does it."""
+    """At the same time, as a router that knows the prefill node does it."""
     early = {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -53,9 +53,11 @@ def within(jobs: list[Job], service: str) -> float:
 def overload(model: EngineModel, costs: PolicyCosts, *, requests: int = 2000) -> dict[str, Any]:
     """Shares within the objective, by class, with classes and without."""
     its = trace(model, 1, requests=requests)
+    default = RoutingPolicy().classes  # inline is for tenants that the policy names
+    for_all = {n: msgspec.structs.replace(c, tenants=("*",)) for n, c in default.items()}
     one = {"one": ServiceClass(rank=0, queue_max=100_000, ttl_s=1e5)}
     policies = {
-        "with_classes": RoutingPolicy(costs=costs),
+        "with_classes": RoutingPolicy(costs=costs, classes=for_all),
         "without": RoutingPolicy(costs=costs, classes=one, default_class="one"),
     }
     result: dict[str, Any] = {}

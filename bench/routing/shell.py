@@ -4,7 +4,7 @@
 
 The code is that of `kvstore router` with its default settings: what it holds, refuses, moves or is
 late to learn counts in the figures. Engines show their load on their metrics page, when they are
-asked; one request in WHOLE_EVERY is not streamed; clients allow long answers. The index is exact,
+asked; one request in `whole_every` is not streamed; clients allow long answers. The index is exact,
 as in `drive`. In memory: connections, and nothing of time but the engines' own.
 """
 
@@ -31,7 +31,6 @@ from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust
 from tests.kit.virtual_fleet import MODEL, ask
 from tests.kit.virtual_loop import MemoryServer, VirtualLoop
 
-WHOLE_EVERY: Final = 4
 SEED: Final = 1
 
 
@@ -129,7 +128,9 @@ class _ExactPrefixes:
     def __init__(self, jobs: Sequence[Job], engines: Sequence[ServedEngine]) -> None:
         self._jobs, self._engines = jobs, engines
 
-    async def of(self, path: str, body: bytes, read: Peek, request_salt: str) -> Prefix:
+    async def of(
+        self, path: str, body: bytes, read: Peek, request_salt: str, tenant: str = ""
+    ) -> Prefix:
         job = self._jobs[int(msgspec.json.decode(read.prompt))]
         matches = [
             PrefixMatch(f"n{number}", "e", 0, hits)
@@ -142,15 +143,26 @@ class _ExactPrefixes:
 
 
 def run_shell(
-    trace: RouterTrace, policy: RoutingPolicy, model: EngineModel, *, workers: int
+    trace: RouterTrace,
+    policy: RoutingPolicy,
+    model: EngineModel,
+    *,
+    workers: int,
+    whole_every: int = 0,
 ) -> list[Job]:
-    """All requests of a trace; returns them with their times and statuses."""
+    """All requests of a trace; returns them with their times and statuses. `whole_every` 0: all are
+    streamed."""
     loop = VirtualLoop()
-    return loop.run(_play(loop, trace, policy, model, workers))
+    return loop.run(_play(loop, trace, policy, model, workers, whole_every))
 
 
 async def _play(
-    loop: VirtualLoop, trace: RouterTrace, policy: RoutingPolicy, model: EngineModel, workers: int
+    loop: VirtualLoop,
+    trace: RouterTrace,
+    policy: RoutingPolicy,
+    model: EngineModel,
+    workers: int,
+    whole_every: int,
 ) -> list[Job]:
     jobs = trace.fresh()
     engines = [ServedEngine(loop, model, jobs) for _ in range(workers)]
@@ -173,7 +185,8 @@ async def _play(
         job.arrival_s += begin_s
         await asyncio.sleep(job.arrival_s - loop.time())
         body = {"model": MODEL, "prompt": str(job.number), "max_tokens": OUTPUT_TOKENS_MAX}
-        body |= {"stream": job.number % WHOLE_EVERY != 0, "session_id": job.session}
+        is_whole = whole_every > 0 and job.number % whole_every == 0
+        body |= {"stream": not is_whole, "session_id": job.session}
         job.status = (await ask(loop, url, body)).status
 
     await asyncio.gather(*map(one, jobs))

@@ -7,8 +7,7 @@ hidden       part of a push that goes on after the prefill has ended, when both 
 hand_over    from the prefill engine's answer to the decode engine's first token, legs in turn and
              together, beside vLLM's own NixlConnector, whose legs are always in turn, and whose
              NIXL rests as ours does; all take turns
-ttft         time to first token through the proxy, legs in turn and together, beside the prefill
-             engine's own
+ttft         time to first token through the router, beside the prefill engine's own
 decode       time per output token of an answer while long prompts arrive, beside one engine that
              does both
 pushing      time per output token on the prefill engine while its node pushes, beside the same
@@ -16,7 +15,7 @@ pushing      time per output token on the prefill engine while its node pushes, 
 turns        blocks that the second turn of a conversation moves
 sweep        prompts and answers in proportions of 20:1 to 1:1, beside the same engines colocated
 
-Each engine has one core, as it would have a GPU of its own; nodes and the proxy take what engines
+Each engine has one core, as it would have a GPU of its own; nodes and the router take what engines
 leave of both. Processes of vLLM that wait for each other do so without spinning, those of every
 side (`bench.pd.engines`): a core that spins is missing to a node. Judges nothing: goals stand
 beside the figures. `--quick` takes a tiny model and few requests: whether all of it runs, within
@@ -55,10 +54,9 @@ from kvstore.demo.completions import Completion, CompletionClient
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.engine_config import Dtype, ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS, Size, build_model, encoder
-from kvstore.demo.pair import PdPair, pd_pair
+from kvstore.demo.pair import ALL_REMOTE, PdPair, pd_pair
 from kvstore.demo.pd import PUSHED, answer_beside_prompts, metric
 from kvstore.demo.workload import Encode, fresh_prompts, text_tokens
-from kvstore.testing.pd_process import PdProxyProcess
 
 PROMPT_TOKENS: Final = 3283
 CHUNK_TOKENS: Final = 512
@@ -144,10 +142,10 @@ class Bench:
             work()
             return answer.result()
 
-    def sweep(self, both: CompletionClient, total_tokens: int) -> dict[str, Any]:
+    def sweep(self, total_tokens: int) -> dict[str, Any]:
         """See the module."""
         return sweep(
-            split=both,
+            split=self._pair.router,
             colocated=(self._pair.p, self._pair.d),
             fresh=lambda: next(self._prompts),
             total_tokens=total_tokens,
@@ -190,29 +188,22 @@ class Bench:
             },
         }
 
-    def ttft(self, both: CompletionClient) -> dict[str, Any]:
+    def ttft(self) -> dict[str, Any]:
         """See the module."""
-        rounds = self._rounds
-        sides: dict[str, CompletionClient] = {
-            "own": self._pair.p,
-            "in_turn": self._pair.proxy,
-            "together": both,
-        }
+        sides: dict[str, CompletionClient] = {"own": self._pair.p, "together": self._pair.router}
         times: dict[str, list[float]] = {name: [] for name in sides}
-        for number in range(rounds + 1):
+        for number in range(self._rounds + 1):
             for name, side in sides.items():
                 took_s = side.complete(next(self._prompts), max_tokens=2).ttft_s
                 times[name] += [took_s] if number else []
-        figures = {}
-        for name in ("in_turn", "together"):
-            value, interval = ratio(times[name], times["own"])
-            figures[f"ttft_{name}_over_own"] = at_most(GOALS["ttft"], value, interval_95=interval)
-        return {"figures": figures, "detail": {"ttft_s": times}}
+        value, interval = ratio(times["together"], times["own"])
+        figure = at_most(GOALS["ttft"], value, interval_95=interval)
+        return {"figures": {"ttft_together_over_own": figure}, "detail": {"ttft_s": times}}
 
     def decode(self) -> dict[str, Any]:
         """See the module."""
         rounds = max(2, self._rounds // 2)
-        sides: dict[str, CompletionClient] = {"one": self._pair.p, "pd": self._pair.proxy}
+        sides: dict[str, CompletionClient] = {"one": self._pair.p, "pd": self._pair.router}
         per_token: dict[str, list[float]] = {name: [] for name in sides}
         longest: dict[str, list[float]] = {name: [] for name in sides}
         last: dict[str, tuple[float, ...]] = {}
@@ -241,10 +232,10 @@ class Bench:
         rng, moved = random.Random(SEED), []
         for _ in range(rounds):
             first = next(self._prompts)[:2000]
-            answer = self._pair.proxy.complete(first, max_tokens=140).tokens
+            answer = self._pair.router.complete(first, max_tokens=140).tokens
             second = (*first, *answer, *text_tokens(rng, self._encode, 300))
             before = metric(self._pair.node_d, PUSHED)
-            self._pair.proxy.complete(second, max_tokens=2)
+            self._pair.router.complete(second, max_tokens=2)
             new = len(second) // BLOCK_TOKENS - (len(first) + len(answer) - 1) // BLOCK_TOKENS
             moved.append(metric(self._pair.node_d, PUSHED) - before - new)
         return {
@@ -309,33 +300,25 @@ def run(
         folder = Path(name)
         config = replace(config, environment=frugal_environment(folder))
         (folder / "pair").mkdir()
-        with (
-            pd_pair(
-                folder / "pair",
-                config,
-                start_on_its_core,
-                dram="1GiB",
-                transport=transport,
-            ) as pair,
-            PdProxyProcess.start(
-                folder,
-                prefill=[pair.p.port],
-                decode=[pair.d.port],
-                flags=("--legs", "together"),
-            ) as process,
-        ):
-            both = CompletionClient(process.port)
+        with pd_pair(
+            folder / "pair",
+            config,
+            start_on_its_core,
+            dram="1GiB",
+            policy=ALL_REMOTE,
+            transport=transport,
+        ) as pair:
             bench = Bench(pair, encoder(model), rounds)
             if "hand_over" in parts:
                 with nixl_pair(config, folder) as nixl:
                     results["hand_over"] = told("hand_over", lambda: bench.hand_over(nixl))
             others: dict[str, Callable[[], dict[str, Any]]] = {
                 "hidden": bench.hidden,
-                "ttft": lambda: bench.ttft(both),
+                "ttft": bench.ttft,
                 "decode": bench.decode,
                 "pushing": bench.pushing,
                 "turns": bench.turns,
-                "sweep": lambda: bench.sweep(both, total_tokens),
+                "sweep": lambda: bench.sweep(total_tokens),
             }
             wanted = {part: measure for part, measure in others.items() if part in parts}
             return results | {part: told(part, measure) for part, measure in wanted.items()}

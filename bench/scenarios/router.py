@@ -14,6 +14,8 @@ kvstore's runs without an index, its default policy; and once more as the endpoi
 real Envoy. Latencies of that Envoy without a picker, and with one that decides nothing, are what
 Envoy and gRPC take. Everything is on loopback of one machine: compare within one run.
 
+With --before a checkout of an earlier commit is measured, too, in the same run.
+
 Writes bench/results/router.json.
 """
 
@@ -93,6 +95,29 @@ def ours(directory: Path, ports: Sequence[int]) -> Iterator[Target]:
     with RouterProcess.start(directory, [*flags, "--log-level", "warning"]) as router:
         port = int(router.address.rpartition(":")[2])
         yield Target("kvstore", port, [router.process.pid])
+
+
+@contextlib.contextmanager
+def before(tree: str, directory: Path, ports: Sequence[int]) -> Iterator[Target]:
+    """The router of another checkout."""
+    flags = [f for n, p in enumerate(ports) for f in ("--worker", f"w{n}=http://127.0.0.1:{p}")]
+    flags += ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--log-level", "warning"]
+    os.environ["PYTHONPATH"] = tree
+    try:
+        process, line = start_ready(
+            ["-m", "kvstore.cli.main", "router", *flags],
+            log=directory / "before.log",
+            says="kvstore router ready:",
+            timeout_s=READY_S,
+        )
+    finally:
+        del os.environ["PYTHONPATH"]
+    try:
+        found = re.search(r"listen=\S+:(\d+)", line)
+        assert found
+        yield Target("kvstore before", int(found[1]), [process.pid])
+    finally:
+        reap(process)
 
 
 @contextlib.contextmanager
@@ -306,7 +331,9 @@ def streams(targets: Sequence[Target], *, seconds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of it; the record says so")
-    quick = parser.parse_args().quick
+    parser.add_argument("--before", help="a checkout of an earlier commit")
+    options = parser.parse_args()
+    quick = options.quick
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         directory = Path(name)
@@ -315,6 +342,8 @@ def main() -> None:
         makers: list[Callable[[], contextlib.AbstractContextManager[Target]]] = [
             lambda: ours(directory, ports)
         ]
+        if options.before:
+            makers.append(partial(before, options.before, directory, ports))
         makers += [
             partial(peer, arguments[0], arguments, directory, ports)
             for arguments in (("sglang-router", "launch"), ("vllm-router",))
@@ -329,7 +358,9 @@ def main() -> None:
             "workers": WORKERS,
             "latency": latency([*targets, *lowest], rounds=rounds, count=count),
             "load": load(targets, seconds=1 if quick else 6),
-            "streams": streams(targets[:4], seconds=1 if quick else STREAM_S),
+            "streams": streams(
+                targets[: 4 + bool(options.before)], seconds=1 if quick else STREAM_S
+            ),
         }
     for part, rows in result.items():
         print(part, json.dumps(rows, indent=1))

@@ -3,6 +3,9 @@
 quality  Each trace through eight simulated engines (`bench.routing`): every policy of the core, and
          Dynamo's `SelectionService` where .venv-dynamo has it. Goodput: TTFT ≤ 2 s and ITL ≤ 25 ms.
          Beside them what no router beats (`bench.routing.bounds`).
+shell    Some of the traces through the whole router in virtual time (`bench.routing.shell`): HTTP,
+         probes, races, breakers, limits; all requests streamed, and one in four not. Beside the
+         core, to which streamed first tokens and loads are known at once.
 shapes   S1 to S3 (20k, 12k, 8k shared + 100): the highest rate at which the TTFT p95 keeps 1 s,
          beside a cache-blind router.
 overload 1.5 × capacity with all classes of service: the share of inline requests within 1 s.
@@ -34,8 +37,9 @@ from bench.routing.disaggregated import disaggregated
 from bench.routing.drive import CoreChooser, figures, mean_figures, run
 from bench.routing.engine import EngineModel
 from bench.routing.overload import overload
+from bench.routing.shell import run_shell
 from bench.routing.traces import SHAPES, RouterTrace, named, samples
-from kvstore.routing.policy import PolicyCosts, PolicyWeights, RoutingPolicy
+from kvstore.routing.policy import PolicyCosts, RoutingPolicy
 
 SEED: Final = 1
 WORKERS: Final = 8
@@ -52,15 +56,14 @@ POLICIES: Final = {
     "least-load": RoutingPolicy(policy="least-load"),
     "prefix-load": RoutingPolicy(policy="prefix-load"),
     "weighted": RoutingPolicy(policy="weighted"),
-    "weighted, additive": RoutingPolicy(
-        policy="weighted", weights=PolicyWeights(preset="additive")
-    ),
     "cost": RoutingPolicy(policy="cost", costs=COSTS),
 }
 P95_S: Final = 1.0
 WARM_UP: Final = 500
 """Requests of a shape after which caches are as full as they get."""
-PARTS: Final = ("quality", "shapes", "overload", "disaggregated")
+SHELL_REQUESTS: Final = 3000
+SHELLED: Final = ("tool-agent@4", "shared-prefix@4")
+PARTS: Final = ("quality", "shell", "shapes", "overload", "disaggregated")
 
 
 def measure(trace: RouterTrace, policy: RoutingPolicy, *, warm_up: int = 0) -> dict[str, Any]:
@@ -130,6 +133,25 @@ def quality(trace: str, requests: int, names: list[str], known: dict[str, Any]) 
     return result
 
 
+def shell(trace: str) -> dict[str, Any]:
+    """Figures by trace: of the core by itself, and of the router."""
+    result: dict[str, Any] = {}
+    for name in (*(RECORDED if trace else ()), *SHELLED):
+        its, policy = samples(name, Path(trace), requests=SHELL_REQUESTS), POLICIES["cost"]
+        rows = {"core": mean_figures([measure(each, policy) for each in its])}
+        for side, whole_every in (("router", 0), ("router, 1 in 4 whole", 4)):
+            ran = [
+                run_shell(each, policy, MODEL, workers=WORKERS, whole_every=whole_every)
+                for each in its
+            ]
+            rows[side] = mean_figures([figures(jobs) for jobs in ran])
+        result[name] = rows
+        for side, row in rows.items():
+            parts = [f"{row[k]:8.3f}" for k in ("goodput", "ttft_mean_s", "ttft_p99_s")]
+            print(f"{name:18} {side:20} {' '.join(parts)}", flush=True)
+    return result
+
+
 def highest_rate(name: str, policy: RoutingPolicy) -> float:
     """Requests a second at which the TTFT p95 is within P95_S; by bisection. 1.0, the lowest rate
     that is tried, stands for none: an S1 prompt that hits nothing takes all of P95_S to compute."""
@@ -179,6 +201,7 @@ def main() -> int:
             names,
             last.get("quality", {}) if options.ours else {},
         ),
+        "shell": lambda: shell(options.trace),
         "shapes": shapes,
         "overload": lambda: overload(MODEL, COSTS),
         "disaggregated": lambda: disaggregated(MODEL, COSTS),

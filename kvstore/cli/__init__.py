@@ -8,7 +8,6 @@ look, ask         queries to nodes and the index; the client of the inspect serv
 prefix, `tell`    locations of a prompt's blocks; facts and tables of an answer
 top, top_screen, top_view   figures of nodes, the terminal, the layout
 top_routers, top_routers_view   the same of routers, from their pages
-pd_command        pd-proxy: flags to its configuration
 route             decisions of a router: explain, replay
 certs, fsck       a CA for a lab; a full read of a disk tier's directory
 """

@@ -18,7 +18,6 @@ import click
 from kvstore import __version__
 from kvstore.cli.commands import A_DIRECTORY, SOCKET_OPTION, fail, node_client, settings_options
 from kvstore.cli.look_commands import explain, inspect, top
-from kvstore.cli.pd_command import pd_proxy
 from kvstore.cli.route import route
 from kvstore.config.defaults import CERTIFICATE_DAYS
 from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings
@@ -42,7 +41,6 @@ def cli() -> None:
       kvstore clear                    drop all cached blocks
       kvstore upgrade                  run the newly installed code, keep the memory
       kvstore index                    run a replica of the prefix index
-      kvstore pd-proxy                 prefill on one engine, decode on another
       kvstore router                   send requests to the engines that hold their prefixes
     """
 
@@ -111,13 +109,16 @@ def router(config_path: Path | None, **flags: Any) -> None:
     """Run an OpenAI-compatible router in front of engines until SIGTERM.
 
     Each request goes to the worker with the least expected time to its first token, by its queue
-    and the prefix that it holds: as the index says, or as this router has sent.
+    and the prefix that it holds: as the index says, or as this router has sent. Workers with
+    role=prefill compute long prompts for those with role=decode or both.
 
     \b
     Examples:
       kvstore router --worker a=http://127.0.0.1:8001 --worker b=http://127.0.0.1:8002
       kvstore router --worker a=http://127.0.0.1:8001,node=n1 --index 127.0.0.1:9470 --insecure
       kvstore router --worker-dns http://vllm.example:8000 --policy policy.yaml --insecure
+      kvstore router --worker p=http://127.0.0.1:8100,role=prefill \\
+        --worker d=http://127.0.0.1:8200,role=decode
     """
     from kvstore.config.router import load_router_config
     from kvstore.net.harden import harden_process
@@ -188,7 +189,7 @@ def certs(
     click.echo("\n".join(map(str, made)))
 
 
-for _command in (inspect, explain, top, pd_proxy, route):
+for _command in (inspect, explain, top, route):
     cli.add_command(_command)
 
 

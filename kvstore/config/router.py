@@ -147,12 +147,12 @@ def _origins(given: Sequence[str] | None) -> tuple[str, ...]:
     if list(given) == ["none"]:
         return ()
     for origin in given:
-        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/]+", origin):
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/,]+", origin.lower()):
             raise ConfigError(
                 f"--allowed-origins {origin!r} must be * or an origin such as https://chat.example,"
                 " or none"
             )
-    return tuple(given)
+    return tuple(origin.lower() for origin in given)  # as browsers send them
 
 
 def _front(settings: RouterSettings, tls: Tls | None) -> Tls | None:

@@ -1,7 +1,7 @@
-"""A prefill engine and a decode engine, each on a node of its own, and a proxy in front.
+"""A prefill engine and a decode engine, each on a node of its own, and a router in front.
 
-    client ─▶ proxy ─▶ engine p ── node p (with the index)
-                └────▶ engine d ── node d
+    client ─▶ router ─▶ engine p ── node p (with the index)
+                └─────▶ engine d ── node d
 
 For the demo, tests and benchmarks. Nodes use TLS, with certificates of a CA made for them.
 """
@@ -19,17 +19,22 @@ from kvstore.demo.engine import HitCounts, VllmServer
 from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.settle import settled
 from kvstore.testing.index_process import Lab
-from kvstore.testing.pd_process import PdProxyProcess
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.router_process import RouterProcess
 
 LANDING: Final = "64MiB"
 """Part of each node's dram, for blocks on their way."""
+ALL_REMOTE: Final = """
+split: {uncached_min: 1, is_learned: false}
+tree_blocks_max: 1  # a prompt that was there before counts as a new one
+"""
+"""Policy of a router that sends every prompt to engine p first."""
 StartEngine = Callable[[ServerConfig, Path], VllmServer]
 """From a configuration and the path of a log."""
 
 
 class PairClient(CompletionClient):
-    """The proxy, in the place of an engine; hits are those of the decode engine."""
+    """The router, in the place of an engine; hits are those of the decode engine."""
 
     def __init__(self, port: int, p: VllmServer, d: VllmServer) -> None:
         super().__init__(port)
@@ -43,13 +48,13 @@ class PairClient(CompletionClient):
 
 @dataclass
 class PdPair:
-    """All processes; `proxy` answers like an engine."""
+    """All processes; `router` answers like an engine."""
 
     node_p: NodeProcess
     node_d: NodeProcess
     p: VllmServer
     d: VllmServer
-    proxy: PairClient
+    router: PairClient
 
 
 @contextlib.contextmanager
@@ -79,10 +84,11 @@ def pd_pair(
     start: StartEngine,
     *,
     dram: str = "512MiB",
-    proxy_flags: Sequence[str] = (),
+    policy: str = "",
     transport: str = "tcp",
 ) -> Iterator[PdPair]:
-    """Start them all in `work`, an empty directory."""
+    """Start them all in `work`, an empty directory. `policy`: of the router, which knows both
+    nodes."""
     with (
         pd_nodes(work, dram=dram, transport=transport) as (node_p, node_d),
         start(_of(config, node_p), work / "engine-p.log") as p,
@@ -91,10 +97,30 @@ def pd_pair(
         for engine, node in ((p, node_p), (d, node_d)):
             settled(engine, node, lambda *_: True)
             engine.warm_up()
-        with PdProxyProcess.start(
-            work, prefill=[p.port], decode=[d.port], flags=proxy_flags
-        ) as proxy:
-            yield PdPair(node_p, node_d, p, d, PairClient(proxy.port, p, d))
+        with pd_router(work, p.port, d.port, policy=policy, is_named=True) as router:
+            yield PdPair(node_p, node_d, p, d, PairClient(router.port, p, d))
+
+
+@contextlib.contextmanager
+def pd_router(
+    directory: Path,
+    p_port: int,
+    d_port: int,
+    flags: Sequence[str] = (),
+    *,
+    policy: str = "",
+    is_named: bool = False,
+) -> Iterator[RouterProcess]:
+    """A router of two engines. `is_named`: with the nodes of both, so that their legs are together;
+    else the first answer of engine p names its node."""
+    node_p, node_d = (",node=p", ",node=d") if is_named else ("", "")
+    workers = [
+        *("--worker", f"p=http://127.0.0.1:{p_port},role=prefill{node_p}"),
+        *("--worker", f"d=http://127.0.0.1:{d_port},role=decode{node_d}"),
+    ]
+    with RouterProcess.start(directory, [*workers, *flags], policy=policy) as router:
+        router.await_worker()
+        yield router
 
 
 def _of(config: ServerConfig, node: NodeProcess) -> ServerConfig:

@@ -1,4 +1,4 @@
-"""`kvstore demo --pd`: prefill on one engine and node, decode on another, behind a proxy.
+"""`kvstore demo --pd`: prefill on one engine and node, decode on another, behind a router.
 
 The same seeded conversations twice: by vLLM alone, and by a prefill engine and a decode engine on
 two nodes, which pushes the blocks of each prompt over TCP with TLS. After each run an answer is
@@ -79,9 +79,9 @@ class PdDemo:
                     dram=DRAM,
                 ) as pair,
             ):
-                replayed = stage.replay(1, pair.proxy)
+                replayed = stage.replay(1, pair.router)
                 pushed = metric(pair.node_d, PUSHED)
-                runs.append(PdRun(replayed, self._beside(pair.proxy, encode), round(pushed)))
+                runs.append(PdRun(replayed, self._beside(pair.router, encode), round(pushed)))
         return runs
 
     def _beside(self, engine: CompletionClient, encode: Encode) -> tuple[float, ...]:

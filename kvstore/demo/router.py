@@ -49,12 +49,8 @@ POLICIES: Final = ("round-robin", "cost")
 NAMES: Final = ("round robin", "kvstore router")
 CACHE_SHARE: Final = 0.56
 """Dram of a node, and the cache of its engine, as shares of the KV of all histories."""
-TOKENS_PER_S: Final = 2000
-"""Prefill of an engine on a core or two."""
 _KV_BYTES: Final = SHAPES[SIZE].kv_bytes_per_token(4)
 PARITY_S: Final = 60.0
-TIMEOUT_S: Final = 120.0
-"""Engines that share a busy machine are slow, not broken."""
 RECEIPTS_S: Final = 5.0
 
 
@@ -123,15 +119,13 @@ class RouterDemo:
         engines: dict[str, VllmServer],
         encode: Encode,
     ) -> RoutedRun:
-        rules, log = self._work / f"{policy}.yaml", self._work / f"receipts-{policy}"
-        costs = {"prefill_tokens_per_s": TOKENS_PER_S, "kv_bytes_per_token": _KV_BYTES}
-        rule = {"policy": policy, "costs": costs, "limits": {"timeout_s_min": TIMEOUT_S}}
-        rules.write_bytes(msgspec.json.encode(rule))  # YAML, too
+        log = self._work / f"receipts-{policy}"
         flags = ["--insecure", "--index", nodes["a"].index, "--index-timeout", "500"]
-        flags += ["--policy", str(rules), "--receipts", str(log)]
+        flags += ["--receipts", str(log)]
         for name, engine in engines.items():
             flags += ["--worker", f"{name}=http://127.0.0.1:{engine.port},node={name}"]
-        with RouterProcess.start(self._work, flags, name=policy) as router:
+        rules = f"policy: {policy}"  # all else is as it is by default
+        with RouterProcess.start(self._work, flags, name=policy, policy=rules) as router:
             self._stage.note(number, "the router compares its keys with the engines'")
             _await_parity(router)
             for name, engine in engines.items():

@@ -8,7 +8,7 @@ keys          tokens and keys of prompts, the index, parity
 rpc           gRPC servers: route_service (Route), picker (endpoint picker for Envoy)
 exchange      what other routers of the same engines have in flight
 ahead         blocks that nodes are to bring to dram before an engine asks
-dispatch      the decision core on a loop
+dispatch      the decision core on a loop; life: one request for it, from front ends
 process       its loop, policy, start and end; pages: /metrics and /healthz
 policy_file   the policy as an operator writes it; receipt_log: receipts on disk
 pools         models of the policy that no worker serves

@@ -4,7 +4,7 @@
     await leg_failed(…) ─▶ Routed elsewhere, or Rejected
     late(…)             ─▶ Raced, or nothing, at once
     note(…)             all other events; what they release is delivered to the requests that wait
-    Prepare, StateChange, GiveUp ─▶ their handlers
+    Prepare, StateChange, AbandonWorker ─▶ their handlers
 
 Rules: all calls on one loop; a request that was `Routed` gets exactly one `RequestEnded`; a request
 whose client left while it was held is ended here. Does not cover: decisions (`kvstore.routing`).
@@ -31,11 +31,11 @@ from kvstore.routing.events import (
     RouteEvent,
     RouteTick,
 )
-from kvstore.routing.fleet import Fleet
 from kvstore.routing.models import ModelMap
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.receipts import Receipt, ReceiptDraft
 from kvstore.routing.values import PrefixAnswer, RouteRequest, SharedLoad
+from kvstore.routing.workers.fleet import Fleet
 
 TICK_S: Final = 0.01
 """While requests are held."""

@@ -29,7 +29,7 @@ class RoutedLife:
         self.routed: Routed | None = None
 
     async def enter(self, asked: Arrived) -> Routed | Rejected:
-        """It arrives."""
+        """The request arrives."""
         return self._decided(await self._dispatcher.arrive(asked))
 
     async def failed(self, failed: LegFailed) -> Routed | Rejected:
@@ -60,7 +60,7 @@ class RoutedLife:
         served_by: str = "",
         why: str = "",
     ) -> None:
-        """It is over; no error if it is already."""
+        """The request is over; no error if it is already."""
         routed, worker = self.routed, self.worker
         if routed is None:
             return

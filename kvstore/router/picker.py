@@ -7,9 +7,10 @@
     no worker ─▶ ImmediateResponse 503, shed ─▶ 429, each with its reason and Retry-After
 
 The contract is that of the Gateway API inference extension (proposal 004). A subset hint in the
-metadata bounds the choice. Requests without a body get any endpoint. Envoy retries on fall-backs by
-itself: the router then learns the served endpoint. A stream is one request: what comes twice, or
-after its end, is refused with INVALID_ARGUMENT. Bodies count in the same memory as the proxy's.
+metadata bounds the choice. Requests without a body get the endpoint that keeps the stored response
+they name, or else any. Envoy retries on fall-backs by itself: the router then learns the served
+endpoint. A stream is one request: what comes twice, or after its end, is refused with
+INVALID_ARGUMENT. Bodies count in the same memory as the proxy's.
 
 Covers: one stream. Does not cover: the server (`rpc`), edits of bodies (`front.bodies`).
 """
@@ -33,6 +34,8 @@ from kvstore.router.front.attempt import TAIL_BYTES, cached_tokens_of, output_to
 from kvstore.router.front.bodies import BadBody
 from kvstore.router.front.door import NO_MEMORY, Bodies
 from kvstore.router.front.intake import RequestIntake, Unauthorized
+from kvstore.router.front.paths import STORED
+from kvstore.router.front.responses import id_for, worker_of
 from kvstore.router.life import RoutedLife
 from kvstore.routing.events import Ending, Rejected
 
@@ -74,14 +77,18 @@ class Picker:
         finally:
             stream.close()
 
-    def any_worker(self, subset: tuple[str, ...] | None) -> Worker | None:
-        """For a request without a body: the least busy one, among those that answer if any does."""
-        able = (
+    def any_worker(self, subset: tuple[str, ...] | None, path: str) -> Worker | None:
+        """For a request without a body: the one that keeps the stored response of its path, or the
+        least busy one, among those that answer if any does."""
+        able = [
             worker
             for worker in self.workers
             if worker.serves_requests
             and (subset is None or {worker.name, worker.url.authority} & set(subset))
-        )
+        ]
+        stored = STORED.fullmatch(path.partition("?")[0])
+        if stored and (keeper := worker_of(stored[1], able)):
+            return keeper
         in_flight = self.dispatcher.core.fleet.in_flight
         return min(
             able, key=lambda each: (not each.is_answering, in_flight(each.name)), default=None
@@ -178,13 +185,16 @@ class _Stream:
             return [_rejected(routed)]
         self._is_streamed = job.read.is_streamed
         found = map(picker.workers.get, (routed.worker, *routed.fallbacks))
-        addresses = [worker.url.authority for worker in found if worker is not None]
-        sent = job.body_for(routed.model)
+        workers = [worker for worker in found if worker is not None]
+        addresses = [worker.url.authority for worker in workers]
+        put = id_for(workers[0], path, job.read) if workers else {}
+        sent = job.body_for(routed.model, put)
         first = chosen(",".join(addresses), None if sent is body else len(sent))
         return [first, *pieces(sent)]
 
     def _without_body(self) -> pb.ProcessingResponse:
-        worker = self._picker.any_worker(self._subset)
+        assert self._headers is not None
+        worker = self._picker.any_worker(self._subset, self._headers.get(":path", ""))
         if worker is None:
             return refusal(503, "no worker is ready", "rejected-no-endpoints")
         return chosen(worker.url.authority, None)

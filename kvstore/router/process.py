@@ -73,10 +73,10 @@ from kvstore.router.receipt_log import ReceiptFile
 from kvstore.router.route_service import RouteService
 from kvstore.router.rpc import RpcServer, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
-from kvstore.routing.events import GiveUp, Lack, Prepare, Probed
+from kvstore.routing.events import AbandonWorker, Lack, Prepare, Probed
 from kvstore.routing.policy import policy_hash
-from kvstore.routing.rows import StateChange
 from kvstore.routing.values import PrefixAnswer, ProbeResult, RouteRequest
+from kvstore.routing.workers.rows import StateChange
 from kvstore.units import NS_PER_S
 from kvstore.wording import cannot_listen
 
@@ -105,7 +105,7 @@ class Router:
         self.dispatcher.handlers = {
             Prepare: self._prepare,
             StateChange: self.workers.changed,
-            GiveUp: self.workers.give_up,
+            AbandonWorker: self.workers.give_up,
         }
         self.discovery = Discovery(config, self.workers)
         self.pools = PoolWatch(lambda: self.core.policy, self.workers)
@@ -135,6 +135,14 @@ class Router:
             by_keys or by_bytes, tenants, self.workers, lambda: self.core.models.sole
         )
         self.bodies = Bodies(bytes_max=config.body_bytes_max)
+        self.servers: dict[str, RpcServer] = {}
+        """`route` and `picker`, where they are wanted."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._open_door: OpenDoor | None = None
+        self.port = 0
+        self._make_front(config, by_keys)
+
+    def _make_front(self, config: RouterConfig, by_keys: KeyPrefixes | None) -> None:
         self.proxy = Proxy(
             self.dispatcher,
             self.workers,
@@ -162,14 +170,9 @@ class Router:
             self.exchange,
             suspected=self.probes.look_now,
         )
-        self.servers: dict[str, RpcServer] = {}
-        """`route` and `picker`, where they are wanted."""
         self.door = FrontDoor(
             self.proxy.answer, connections_max=connections_max(config.connections_max)
         )
-        self._tasks: list[asyncio.Task[None]] = []
-        self._open_door: OpenDoor | None = None
-        self.port = 0
 
     def _with_index(self, config: RouterConfig, by_bytes: BytePrefixes) -> KeyPrefixes:
         self.index = IndexCalls(config.indexes, config.tls, timeout_s=config.index_timeout_s)

@@ -7,9 +7,9 @@ A stream is one request: it counts as load at its worker until it says Done or e
 for SILENCE_S. Nothing of a prompt but its keys is needed, so that tokens are made once, at the
 edge. Other routers of the same engines ask for Loads (`exchange`).
 
-A caller is believed about its own requests only: a worker that failed by its word is not chosen for
-that request again, and is probed; numbers that no prompt has are refused. A certificate has
-STREAMS_PER_CALLER.
+The word of a caller counts for its own requests only: a worker that failed by its word is not
+chosen for that request again, and is probed; numbers that no prompt has are refused. A certificate
+has STREAMS_PER_CALLER.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from kvstore.net.tls import peer_identities
 from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterServicer
 from kvstore.router.dispatch import Dispatcher
-from kvstore.router.engines.workers import Worker, Workers
+from kvstore.router.engines.workers import WORKERS_MAX, Worker, Workers
 from kvstore.router.exchange import LoadExchange
+from kvstore.router.front.bodies import NAME_BYTES_MAX
 from kvstore.router.front.intake import output_tokens, session_of
 from kvstore.router.keys.prefixes import (
     KEY_BYTES,
@@ -121,7 +122,7 @@ class RouteService(RouterServicer):
                         LegFailed(
                             request_id,
                             Leg.DECODE,
-                            Failure.STATUS,
+                            Failure.BROKEN,  # costs nothing of the retries of all
                             word.failed.has_streamed,
                             is_claim=True,
                         )
@@ -156,7 +157,9 @@ class RouteService(RouterServicer):
     async def _prefix(self, ask: pb.Ask) -> Prefix:
         if ask.WhichOneof("prompt") == "tokens":
             ids = list(ask.tokens.ids)
-            found = await self._prefixes.of_ids(ask.model, ids) if self._prefixes else None
+            found = None
+            if self._prefixes is not None:
+                found = await self._prefixes.of_ids(ask.model, ids, ask.tenant)
             return found or Prefix(max(1, len(ids)))
         block_tokens = ask.block_tokens or TOKENS_PER_PIECE
         count = max(ask.prompt_tokens, len(ask.keys) // KEY_BYTES * block_tokens, 1)
@@ -191,6 +194,10 @@ def _fault(ask: pb.Ask) -> str:
     in_blocks = len(ask.keys) // KEY_BYTES * (ask.block_tokens or TOKENS_PER_PIECE)
     if max(len(ask.tokens.ids), ask.prompt_tokens, in_blocks) > TOKENS_MAX:
         return f"a prompt has at most {TOKENS_MAX} tokens"
+    if len(ask.subset) > WORKERS_MAX:
+        return f"a subset has at most {WORKERS_MAX} workers"
+    if max(map(len, (ask.model, ask.tenant, ask.service, *ask.subset))) > NAME_BYTES_MAX:
+        return f"a name has at most {NAME_BYTES_MAX} characters"
     return ""
 
 

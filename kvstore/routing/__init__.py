@@ -12,9 +12,7 @@
 | `receipts` | the record of a decision, made from a draft          | –                         |
 | `models`   | names, aliases, adapters, weighted pools             | name, session → pool      |
 | `requests` | a request under way; the result of an attempt        | –                         |
-| `rows`     | numbers, flights and state of each worker            | –                         |
-| `fleet`    | one row a worker: own counts, scraped values         | events → columns          |
-| `health`   | one worker's probes, answers and circuit breaker     | results → word            |
+| `workers/` | a row a worker: counts, load, health; saturation     | events → columns          |
 | `features` | numbers of one request at each worker                | fleet, prefixes → columns |
 | `filters`  | workers that cannot take a request, with the reason  | features → mask           |
 | `costs`    | seconds to the first token, term by term             | features → terms          |
@@ -27,7 +25,6 @@
 | `split`    | local or remote prefill; lanes of those that wait    | lengths, load → where     |
 | `waiting`  | held requests: classes, tenants, displacement        | –                         |
 | `ahead/`   | blocks brought ahead of time, pins, sessions         | held, hints → Prepare     |
-| `pressure` | saturation and cause, degradation, desired replicas  | features → figures        |
 
 Time is an argument: nanoseconds of a clock that does not go back. Durations are seconds (`_s`).
 Randomness is the seed of the core and the number of the decision.

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from kvstore.routing.ahead.stays import Stays
 from kvstore.routing.events import Rejected, RejectReason
-from kvstore.routing.fleet import Fleet
 from kvstore.routing.learning import OutputLengths
 from kvstore.routing.models import ModelMap, ModelUnknown
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.requests import OpenRequest
 from kvstore.routing.values import PrefixAnswer, RouteRequest
+from kvstore.routing.workers.fleet import Fleet
 
 
-class Arrivals:
+class NewRequests:
     """See the module."""
 
     def __init__(

@@ -19,9 +19,8 @@ import msgspec
 from kvstore.routing import events as its
 from kvstore.routing.ahead.preparations import Ahead
 from kvstore.routing.ahead.stays import Stays
-from kvstore.routing.arrivals import Arrivals
+from kvstore.routing.arrivals import NewRequests
 from kvstore.routing.events import Ending, Rejected, RejectReason, RouteCommand, Routed
-from kvstore.routing.fleet import Fleet
 from kvstore.routing.legs.blame import Blame, may_retry
 from kvstore.routing.legs.flights import Legs
 from kvstore.routing.legs.planner import Planner
@@ -29,7 +28,6 @@ from kvstore.routing.legs.races import Races
 from kvstore.routing.models import ModelMap
 from kvstore.routing.placing import Placer
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.pressure import Gauges
 from kvstore.routing.receipts import Receipt, ReceiptDraft, ReceiptLog
 from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.tree import ApproximateTree
@@ -41,6 +39,8 @@ from kvstore.routing.values import (
     WorkerRole,
 )
 from kvstore.routing.waiting import HeldEntry, WaitingRoom
+from kvstore.routing.workers.fleet import Fleet
+from kvstore.routing.workers.pressure import Gauges
 from kvstore.units import NS_PER_S
 
 _HEADS_MAX: Final = 4
@@ -73,7 +73,7 @@ class RouterCore:
         self.room = WaitingRoom(policy)
         self.ahead = Ahead(policy, self.fleet)
         self.stays = Stays(policy, self.fleet)
-        self._arrivals = Arrivals(policy, self.fleet, self.stays, self.placer.lengths)
+        self._arrivals = NewRequests(policy, self.fleet, self.stays, self.placer.lengths)
         self.open: dict[str, OpenRequest] = {}
         self.receipts = ReceiptLog()
         self._retries_left = RETRY_BURST
@@ -158,7 +158,7 @@ class RouterCore:
         # Once in each limit of silence: a request may have gone back there since.
         is_silent = event.result is ProbeResult.SILENT
         is_left = is_silent and self.fleet.silent_with_others(event.worker)
-        return [its.GiveUp(event.worker)] if is_left else []
+        return [its.AbandonWorker(event.worker)] if is_left else []
 
     def _scraped(self, event: its.Scraped, now_ns: int) -> list[RouteCommand]:
         self.fleet.scraped(event.worker, event.sample, event.asked_ns, now_ns)
@@ -229,9 +229,8 @@ class RouterCore:
 
     def _hold(self, opened: OpenRequest, why: its.Blocked, now_ns: int) -> list[RouteCommand]:
         request, service = opened.request, self.policy.classes[opened.service]
-        until_ns = None
-        if service.ttl_s is not None:
-            until_ns = opened.arrived_ns + int(service.ttl_s * NS_PER_S)
+        ttl_s = service.ttl_s
+        until_ns = None if ttl_s is None else opened.arrived_ns + int(ttl_s * NS_PER_S)
         entry = HeldEntry(
             *(request.request_id, opened.side.pool, opened.service, request.tenant),
             *(request.priority, opened.number, opened.arrived_ns, until_ns),
@@ -363,6 +362,7 @@ class RouterCore:
         if opened is None or placed is None or opened.is_held:
             return []
         worker = placed.prefill_worker if event.leg is its.Leg.PREFILL else placed.worker
+        opened.was_sent |= event.failure is not its.Failure.CONNECT
         self.blame.failed(opened, worker, event, now_ns)
         self.placer.withdraw(opened.request, placed)
         self.legs.ended(opened, now_ns)
@@ -497,4 +497,4 @@ class RouterCore:
 
 def _nobody(opened: OpenRequest) -> RejectReason:
     """Reason where no worker may take a request, now or later."""
-    return RejectReason.ATTEMPTS if opened.attempt else RejectReason.NO_ENDPOINTS
+    return RejectReason.ATTEMPTS if opened.was_sent else RejectReason.NO_ENDPOINTS

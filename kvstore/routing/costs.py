@@ -4,8 +4,8 @@
 
 A worker may use the prefix that its engine holds, or load more: from dram of its node, from its
 files, from dram of another node. Each way costs a load and saves compute; the cheapest counts.
-With `overlap: queue` a load runs while the request is in the engine's queue, so only what lasts
-longer than the queue is seen; with `overlap: compute` it runs beside the compute of the rest.
+A load runs while the request is in the engine's queue, so only what lasts longer than the queue is
+seen.
 
 Lengths are expectations: a length times the trust in its source times the observed ratio of cached
 to predicted tokens. The score adds `others`, seconds that the request costs others, which is no
@@ -15,7 +15,6 @@ part of its own TTFT: compute displaces the requests that come after it and evic
 from __future__ import annotations
 
 import enum
-import functools
 from typing import Final
 
 import msgspec
@@ -23,8 +22,20 @@ import numpy as np
 
 from kvstore.routing.features import TRUSTS, FeatureColumn
 from kvstore.routing.policy import PolicyCosts, PolicyLimits
-from kvstore.routing.rows import Floats
+from kvstore.routing.values import PrefixTrust
+from kvstore.routing.workers.rows import Floats
 
+NETWORK_S: Final = 0.001
+"""Latency of a transfer between nodes."""
+TRUSTED: Final = {
+    PrefixTrust.EXACT: 1.0,
+    PrefixTrust.CATCHING_UP: 1.0,
+    PrefixTrust.STALE: 0.5,
+    PrefixTrust.APPROXIMATE: 0.8,
+    PrefixTrust.NONE: 0.0,
+}
+"""Expected share of a prefix length that is really there, by its source."""
+TRUST_FACTORS: Final = np.array([TRUSTED[trust] for trust in TRUSTS])
 CONGESTION_MAX: Final = 4.0
 """Most that a second of compute counts for others, by queue and by cache: both formulas have a
 pole."""
@@ -44,7 +55,6 @@ class Term(enum.IntEnum):
 
 LEARNED: Final = Term.OTHERS
 _TERM_COUNT: Final = len(Term)
-_TRUST_NAMES: Final = tuple(trust.value for trust in TRUSTS)
 TERM_NAMES: Final = tuple(term.name.lower() for term in Term)
 
 
@@ -74,18 +84,14 @@ def terms(
     """
     queue = columns[FeatureColumn.QUEUE_S]
     speed = costs.prefill_tokens_per_s
-    factors = _factors(tuple(map(costs.trust.__getitem__, _TRUST_NAMES)))
-    expected = factors.take(columns[FeatureColumn.TRUST].astype(np.intp))
+    expected = TRUST_FACTORS.take(columns[FeatureColumn.TRUST].astype(np.intp))
     expected = expected * columns[FeatureColumn.HIT_RATIO]
     if np.count_nonzero(queue):
         expected[_hot(queue, prompt_tokens, speed, costs, limits)] = 0.0
     lengths, loads = _ways(columns, costs)
     uncached = np.maximum(1.0, prompt_tokens - lengths * expected)
     compute = compute_s(uncached, prompt_tokens, speed, costs)
-    if costs.overlap == "queue":
-        seen_load = np.maximum(0.0, loads - queue)
-    else:
-        seen_load = np.maximum(0.0, loads - compute)
+    seen_load = np.maximum(0.0, loads - queue)
     if len(loads) > 1:
         way, each = np.argmin(seen_load + compute, axis=0), np.arange(len(queue))
         load, work, tokens = seen_load[way, each], compute[way, each], uncached[way, each]
@@ -105,13 +111,8 @@ def terms(
     if np.count_nonzero(link):
         has_link = link > 0
         sent = tokens * costs.kv_bytes_per_token / np.where(has_link, link, 1.0)
-        made[Term.LINK] = np.where(has_link, costs.network_s + sent, 0.0)
+        made[Term.LINK] = np.where(has_link, NETWORK_S + sent, 0.0)
     return Costed(made, tokens)
-
-
-@functools.lru_cache(maxsize=16)
-def _factors(trusts: tuple[float, ...]) -> Floats:
-    return np.array(trusts)
 
 
 def _ways(columns: Floats, costs: PolicyCosts) -> tuple[Floats, Floats]:
@@ -131,7 +132,7 @@ def _ways(columns: Floats, costs: PolicyCosts) -> tuple[Floats, Floats]:
     lengths[3] = lengths[1] + far
     beyond = far * costs.kv_bytes_per_token
     loads[3] = loads[1] + np.where(
-        beyond > 0, costs.network_s + beyond / costs.network_bytes_per_s + beyond / dram, 0.0
+        beyond > 0, NETWORK_S + beyond / costs.network_bytes_per_s + beyond / dram, 0.0
     )
     return lengths, loads
 

@@ -8,7 +8,7 @@ features of a receipt (terms hold them), so that the same policy decides the sam
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,8 +19,13 @@ from kvstore.routing.features import FeatureColumn, Features
 from kvstore.routing.filters import dropped, dropped_names
 from kvstore.routing.policy import RoutingPolicy, policy_hash
 from kvstore.routing.receipts import Receipt
-from kvstore.routing.rows import Floats
 from kvstore.routing.scorers import SCORERS, ScoreContext, mix
+from kvstore.routing.workers.rows import Floats
+
+ADAPTER_S: Final = 0.2
+"""Load of a LoRA adapter that a worker does not have."""
+NEAR_S: Final = 0.005
+"""A worker whose cost exceeds the best by less is as good."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +85,7 @@ def decide(
     ttft_s = np.add.reduce(seconds, axis=0)
     if policy.policy == "cost" or not features.workers:
         named = dict(zip(TERM_NAMES, [*seconds, others], strict=True))
-        named["cold"] = (1 - columns[FeatureColumn.WARM]) * policy.costs.adapter_s
+        named["cold"] = (1 - columns[FeatureColumn.WARM]) * ADAPTER_S
         scores = ttft_s + others + named["cold"]
         if np.count_nonzero(columns[FeatureColumn.LATE_S]):
             named["late"] = columns[FeatureColumn.LATE_S]
@@ -112,7 +117,7 @@ def _order(
         return []
     if policy.policy == "cost":
         best = float(scores[order[0]])
-        bound = best + max(policy.choice.within_share * best, policy.choice.within_s)
+        bound = best + max(policy.choice.within_share * best, NEAR_S)
         near = [place for place in order[: policy.choice.top_k] if scores[place] <= bound]
         chosen = near[mix(case.seed ^ mix(case.number)) % len(near)]
         order.remove(chosen)

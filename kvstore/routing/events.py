@@ -2,7 +2,7 @@
 
     Arrived ─▶ Routed ─▶ (LegFailed ─▶ Routed)* ─▶ RequestEnded          or Rejected
                  └─ Late ─▶ Raced ─▶ RaceOver, once                       Prepare ─▶ PrepareAnswered
-    Probed ─▶ StateChange, GiveUp
+    Probed ─▶ StateChange, AbandonWorker
 
 Each request that `Arrived` gets exactly one final word: `Routed` (again after `LegFailed`) until it
 `RequestEnded`, or `Rejected`; one that is held gets it later. The shell sends `RouteTick` every 5
@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvstore.routing.receipts import Receipt, ReceiptDraft
-from kvstore.routing.rows import StateChange
 from kvstore.routing.values import (
     LoadSample,
     PrefixAnswer,
@@ -26,6 +25,7 @@ from kvstore.routing.values import (
     SharedLoad,
     WorkerSpec,
 )
+from kvstore.routing.workers.rows import StateChange
 
 
 class Leg(enum.StrEnum):
@@ -44,8 +44,8 @@ class Failure(enum.StrEnum):
     | CONNECT   | yes                       | no: its probes decide                         |
     | SILENT    | yes                       | no: its probes decide                         |
     | BUSY      | yes                       | no, it rests for a moment                     |
-    | REFUSED   | yes, REFUSALS_MAX in all  | no                                            |
     | STATUS    | yes, by the retry budget  | yes                                           |
+    | REFUSED   | yes, REFUSALS_MAX in all  | where another one serves it, but for a `Lack` |
     | ERROR     | one more                  | where another one serves it, or served others |
     | BROKEN    | one more                  | the same                                      |
     """
@@ -53,7 +53,7 @@ class Failure(enum.StrEnum):
     CONNECT = "connect"
     """Nothing was sent."""
     SILENT = "silent"
-    """Given up: the worker is silent (`GiveUp`)."""
+    """Given up: the worker is silent (`AbandonWorker`)."""
     BUSY = "busy"
     """429, or 503 with Retry-After: load."""
     REFUSED = "refused"
@@ -67,11 +67,13 @@ class Failure(enum.StrEnum):
 
 
 class Lack(enum.StrEnum):
-    """What a REFUSED says that the worker does not have."""
+    """The thing that the worker does not have, by its REFUSED."""
 
     MODEL = "model"
     CONTEXT = "context"
     """Room for so many tokens."""
+    LIMIT = "limit"
+    """Leave for so many media in one prompt, or for those of their kind."""
     MEDIA = "media"
     """A model that takes images, audio or video."""
 
@@ -313,7 +315,7 @@ class Raced(msgspec.Struct, frozen=True, tag=True):
     model: str
 
 
-class GiveUp(msgspec.Struct, frozen=True, tag=True):
+class AbandonWorker(msgspec.Struct, frozen=True, tag=True):
     """Requests that wait for the first byte of a response of this worker are to be ended
     (`Failure.SILENT`): it is silent, and another one that may serve them is not. Once for each
     `ProbeResult.SILENT`."""
@@ -393,4 +395,4 @@ _STATUS: Final = {
 }
 
 
-RouteCommand = Routed | Raced | Rejected | Prepare | GiveUp | StateChange
+RouteCommand = Routed | Raced | Rejected | Prepare | AbandonWorker | StateChange

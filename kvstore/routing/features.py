@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.routing.fleet import Fleet
-from kvstore.routing.rows import AGES, YOUNG_S, Crew, FleetColumn, Floats
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixAnswer, PrefixTrust, RouteRequest
+from kvstore.routing.workers.fleet import Fleet
+from kvstore.routing.workers.rows import AGES, STALE_S, YOUNG_S, Crew, FleetColumn, Floats
 from kvstore.units import NS_PER_S
 
 TRUSTS: Final = tuple(PrefixTrust)
@@ -104,7 +104,7 @@ def load_columns(fleet: Fleet, crew: Crew, now_ns: int) -> Floats:
         part[FleetColumn.SHARED_STREAMS], other_streams
     )
     columns[FeatureColumn.MEMORY] = part[FleetColumn.NEED_TOKENS] / crew.room + used
-    columns[FeatureColumn.WAITING] = _waiting(part, fleet.policy.limits.stale_s, now_ns)
+    columns[FeatureColumn.WAITING] = _waiting(part, now_ns)
     columns[FeatureColumn.LATE_S] = part[FleetColumn.LATE_S]
     young = part[FleetColumn.YOUNG] * np.exp(-young_s / YOUNG_S)
     columns[FeatureColumn.YOUNG] = young + (queued > 0)
@@ -114,14 +114,14 @@ def load_columns(fleet: Fleet, crew: Crew, now_ns: int) -> Floats:
     return columns
 
 
-def _waiting(part: Floats, stale_s: float, now_ns: int) -> Floats:
-    """What is old halves each `stale_s`, down to nobody: else a request that does not fit into
+def _waiting(part: Floats, now_ns: int) -> Floats:
+    """Old counts halve each STALE_S, down to nobody: else a request that does not fit into
     memory would wait for ever for an engine whose metrics cannot be read any more."""
     waiting: Floats = part[FleetColumn.WAITING]
     if not np.count_nonzero(waiting):
         return waiting
-    old_s = np.maximum(0.0, (now_ns - part[FleetColumn.SCRAPED_NS]) / NS_PER_S - stale_s)
-    return np.asarray(np.rint(waiting * 0.5 ** (old_s / stale_s)))
+    old_s = np.maximum(0.0, (now_ns - part[FleetColumn.SCRAPED_NS]) / NS_PER_S - STALE_S)
+    return np.asarray(np.rint(waiting * 0.5 ** (old_s / STALE_S)))
 
 
 def _base(crew: Crew, part: Floats) -> Floats:
@@ -231,9 +231,7 @@ class PrefixColumns:
         """Leading blocks that each worker was sent, of all prompts together."""
         found: dict[str, int] = {}
         for keys in request.chains:
-            sent = self._tree.match(
-                keys, now_ns, block_tokens=request.block_tokens, young_only=young_only
-            )
+            sent = self._tree.match(keys, now_ns, step=request.key_step, young_only=young_only)
             for worker, blocks in sent.items():
                 found[worker] = found.get(worker, 0) + blocks
         return found

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from kvstore.routing.features import FeatureColumn
 from kvstore.routing.policy import PolicyLimits
-from kvstore.routing.rows import Floats, WorkerState
 from kvstore.routing.values import RouteRequest
+from kvstore.routing.workers.rows import Floats, WorkerState
 
 
 class Dropped(enum.StrEnum):
@@ -34,11 +34,12 @@ class Dropped(enum.StrEnum):
     FAILED = "failed-before"
     """An earlier attempt of this request failed there."""
     MEDIA = "media"
-    """It has said that the model takes no images, audio or video."""
+    """By its word the model takes no images, audio or video."""
     CONTEXT = "context"
     """Prompt and output are longer than its context."""
     BREAKER = "breaker"
     """Its requests failed."""
+    TERMINATING = "terminating"
     DOWN = "down"
     RESTS = "rests"
     """Full a moment ago, by its own word."""
@@ -55,7 +56,11 @@ _OF_THE_MOMENT: Final = _CODE[Dropped.RESTS]
 """From here on waiting can help."""
 LANE: Final = _CODE[Dropped.LANE]
 LAST_RESORTS: Final = tuple(
-    _CODE[drop] for drop in (Dropped.BREAKER, Dropped.DOWN, Dropped.MEDIA, Dropped.CONTEXT)
+    _CODE[drop]
+    for drop in (
+        *(Dropped.BREAKER, Dropped.TERMINATING, Dropped.DOWN),
+        *(Dropped.MEDIA, Dropped.CONTEXT),
+    )
 )
 
 
@@ -92,6 +97,8 @@ def _unfit(
         return Dropped.FAILED
     if health.is_down:
         return Dropped.DOWN
+    if health.is_terminating:
+        return Dropped.TERMINATING
     if not health.breaker.may_allow(now_ns):
         return Dropped.BREAKER
     if now_ns < health.rests_until_ns:

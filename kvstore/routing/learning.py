@@ -18,8 +18,12 @@ import numpy.typing as npt
 
 from kvstore.routing.costs import LEARNED
 from kvstore.routing.policy import PolicyLearning
-from kvstore.routing.rows import FleetColumn, Floats
+from kvstore.routing.workers.rows import FleetColumn, Floats
 
+RATE: Final = 0.05
+"""Weight of one observation."""
+LEAST, MOST = 0.25, 4.0
+"""Bounds of a weight."""
 _CLIP: Final = 2.0
 _SMOOTH: Final = 0.05
 _WHOLE_TOKENS: Final = 1000
@@ -70,8 +74,8 @@ class TermWeights:
         error = (achieved_s - predicted) / predicted
         if not self.settings.is_frozen:
             target = min(max(achieved_s, predicted / _CLIP), predicted * _CLIP)
-            step = self.settings.rate * (target - predicted) * raw / float(raw @ raw)
-            moved = np.clip(weights + step, self.settings.least, self.settings.most)
+            step = RATE * (target - predicted) * raw / float(raw @ raw)
+            moved = np.clip(weights + step, LEAST, MOST)
             self._all[:, column] = moved
         return error
 
@@ -86,8 +90,8 @@ class TermWeights:
     def check(self) -> None:
         """Raises AssertionError if a weight is out of bounds."""
         assert sorted(self._place.values()) == list(range(self._all.shape[1]))
-        assert (self._all >= min(1, self.settings.least)).all()
-        assert (self._all <= max(1, self.settings.most)).all()
+        assert (self._all >= LEAST).all()
+        assert (self._all <= MOST).all()
 
 
 class OutputLengths:

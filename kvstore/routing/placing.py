@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kvstore.routing.costs import others_per_s
+from kvstore.routing.costs import TRUST_FACTORS, others_per_s
 from kvstore.routing.decide import Case, RouteVerdict, Weighed, decide, fallbacks
 from kvstore.routing.events import Blocked, Ending, Unplaced
 from kvstore.routing.features import TRUSTS, FeatureColumn, Features, PrefixColumns, load_columns
@@ -27,19 +27,21 @@ from kvstore.routing.filters import (
     unfit,
     warmth,
 )
-from kvstore.routing.fleet import Fleet
 from kvstore.routing.learning import OutputLengths, TermWeights
 from kvstore.routing.policy import PolicyCosts, RoutingPolicy, policy_hash
-from kvstore.routing.pressure import Rung, rungs, saturation
 from kvstore.routing.receipts import Receipt, ReceiptDraft, RouteOutcome
 from kvstore.routing.requests import OpenRequest, Placement, Remote
-from kvstore.routing.rows import Crew, FleetColumn
 from kvstore.routing.split import LaneEntry, PrefillLanes, PrefillSplit, SplitReason
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixTrust, RouteRequest
+from kvstore.routing.workers.fleet import Fleet
+from kvstore.routing.workers.pressure import Rung, rungs, saturation
+from kvstore.routing.workers.rows import Crew, FleetColumn
 from kvstore.units import NS_PER_S
 
 _NONE: Final = TRUSTS.index(PrefixTrust.NONE)
+URGENT_S: Final = 10.0
+"""Time for which a request counts as recent in `yield_s` of classes."""
 _SMOOTH: Final = 0.02
 _FRESH_NS: Final = 20_000_000
 
@@ -55,7 +57,7 @@ def _local(
     chosen = verdict.order[0]
     uncached = float(verdict.uncached[chosen])
     column = features.columns[:, chosen]
-    trust = costs.trust[TRUSTS[int(column[FeatureColumn.TRUST])].value]
+    trust = float(TRUST_FACTORS[int(column[FeatureColumn.TRUST])])
     held, dram, file, remote = column[FeatureColumn.HBM : FeatureColumn.TRUST].tolist()
     near = max(held, dram, file)
     far = max(0.0, remote - near)
@@ -268,7 +270,7 @@ class Placer:
     def _backlog_s(self, opened: OpenRequest, now_ns: int) -> float:
         """Prefill ahead that a request of the class may have at its worker; infinite: any."""
         service = self.policy.classes[opened.service]
-        since_ns = now_ns - int(self.policy.limits.urgent_s * NS_PER_S)
+        since_ns = now_ns - int(URGENT_S * NS_PER_S)
         seen = self._seen_ns.get(opened.side.pool, {})
         must_yield = any(rank < service.rank and at >= since_ns for rank, at in seen.items())
         bounds = (service.backlog_s, service.yield_s if must_yield else None)
@@ -300,10 +302,9 @@ class Placer:
         attempt = opened.attempt + 1
         trust = self._trust(opened, features, verdict.order[0]) if verdict.order else TRUSTS[_NONE]
         degraded = rungs(trust, value=full, is_held=opened.was_held, attempt=attempt)
-        if opened.is_last_resort:
-            degraded.append(Rung.LAST_RESORT)
-        if placed and placed.reason in (SplitReason.PREFILL_QUEUE, SplitReason.FELL_BACK):
-            degraded.append(Rung.SPLIT_REFUSED)
+        degraded += [Rung.LAST_RESORT] * opened.is_last_resort
+        is_refused = placed and placed.reason in (SplitReason.PREFILL_QUEUE, SplitReason.FELL_BACK)
+        degraded += [Rung.SPLIT_REFUSED] * bool(is_refused)
         plain = Receipt(
             number=case.number,
             seed=case.seed,
@@ -315,8 +316,8 @@ class Placer:
             model=opened.side.body_model,
             policy=self.policy.policy,
             policy_hash=self.policy_hash,
-            index_trust=TRUSTS[_NONE if prefix is None else TRUSTS.index(prefix.trust)].value,
-            index_epoch=prefix.epoch if prefix is not None else 0,
+            index_trust=(PrefixTrust.NONE if prefix is None else prefix.trust).value,
+            index_epoch=0 if prefix is None else prefix.epoch,
             prompt_tokens=case.prompt_tokens,
             output_tokens=case.output_tokens,
             session_hash=case.session_hash,
@@ -335,8 +336,7 @@ class Placer:
             filtered=dropped_names(features.workers, verdict.codes),
         )
         # What is cut off in a large pool is not kept: requests wait for minutes with their drafts.
-        keep = kept(features, verdict, self.policy.receipt_workers_max)
-        workers = features.workers
+        keep, workers = kept(features, verdict, self.policy.receipt_workers_max), features.workers
         return ReceiptDraft(
             plain=plain,
             workers=workers if isinstance(keep, slice) else [workers[at] for at in keep],
@@ -369,12 +369,10 @@ class Placer:
 
     def withdraw(self, request: RouteRequest, placed: Placement) -> None:
         """Forget that a request, of which a leg failed, was sent: both legs are void."""
-        kept = 0.0 if request.parts else placed.hit_tokens
+        kept = 0.0 if request.parts else placed.hit_tokens / request.block_tokens
         for worker in filter(None, (placed.worker, placed.prefill_worker)):
             for keys in request.chains:
-                self.tree.withdraw(
-                    keys, worker, block_tokens=request.block_tokens, after_tokens=kept
-                )
+                self.tree.withdraw(keys, worker, step=request.key_step, after_blocks=kept)
 
     def see(self, opened: OpenRequest) -> None:
         """Note what an arrival finds."""

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
-from kvstore.routing.values import PrefixTrust
 from kvstore.wording import why_not
 
 PolicyName = Literal["cost", "prefix-load", "least-load", "round-robin", "session", "weighted"]
@@ -25,9 +24,6 @@ _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
-
-
-_TRUST: Final = {"exact": 1.0, "catching-up": 1.0, "stale": 0.5, "approximate": 0.8, "none": 0.0}
 
 
 class PolicyCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,19 +37,10 @@ class PolicyCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dram_bytes_per_s: _Positive = 20e9
     file_bytes_per_s: _Positive = 3e9
     network_bytes_per_s: _Positive = 10e9
-    network_s: _NotNegative = 0.001
-    """Latency of a transfer between nodes."""
     stream_share: _NotNegative = 0.002
     """Decode interference: each running stream makes a prefill this much longer."""
-    adapter_s: _NotNegative = 0.2
-    """Load of a LoRA adapter that a worker does not have."""
     base_s: _NotNegative = 0.005
     """TTFT of an empty prompt on an idle worker."""
-    overlap: Literal["queue", "compute"] = "queue"
-    """Tiers load while the request is in the engine's queue (kvstore's connector, asynchronous), or
-    while the rest of the prompt is computed (engines that load by layer)."""
-    trust: dict[str, _Share] = msgspec.field(default_factory=_TRUST.copy)
-    """Expected share of a prefix length that is really there, by its source."""
     load_weight: _NotNegative = 1.0
     """Seconds that the request delays others, per second of work it brings."""
     stream_weight: _NotNegative = 0.05
@@ -70,9 +57,7 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     top_k: _Count = 3
     """Random choice among so many best workers whose costs exceed the best …"""
     within_share: _NotNegative = 0.05
-    """… by at most this share, …"""
-    within_s: _NotNegative = 0.005
-    """… or by at most so many seconds."""
+    """… by at most this share, or by 5 ms."""
     fallback_count: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2
     """Further workers named to a gateway, in order."""
 
@@ -86,14 +71,8 @@ class PolicyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Most requests at a worker; null: no limit."""
     memory_ceiling: _Share = 0.95
     """Highest use of a KV cache, the request included, while requests wait in its engine."""
-    stale_s: _Positive = 2.0
-    """Scraped numbers older than this decay to the pool's mean, by half each `stale_s`."""
-    urgent_s: _Positive = 10.0
-    """Time for which a request counts as recent in `yield_s` of classes."""
     held_max: _Count = 16384
     """Queued requests of all classes; beyond, the lowest class is rejected."""
-    saturated_s: _Positive = 2.0
-    """Prefill ahead at a worker that counts as saturated."""
     holds_without_workers: bool = False
     """Scale from zero: requests for a pool without workers wait instead of failing with 503."""
     hot_factor: _Positive = 4.0
@@ -117,9 +96,6 @@ class PolicyRaces(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A second worker for a streamed request without side effects whose first byte is late."""
 
     is_on: bool = False
-    quantile: Annotated[float, msgspec.Meta(ge=0.5, le=0.999)] = 0.95
-    """A first byte is late when achieved over predicted TTFT is above this quantile of its class,
-    which is learned."""
     after_s_min: _Positive = 0.5
     """Not before this."""
     share: _Share = 0.05
@@ -133,12 +109,6 @@ class PolicyLearning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     is_frozen: bool = False
     """Weights stay as they are."""
-    rate: _Share = 0.05
-    """Weight of one observation."""
-    least: _Positive = 0.25
-    """Lower bound of a weight."""
-    most: _Positive = 4.0
-    """Upper bound of a weight."""
 
 
 class PolicySplit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,15 +124,8 @@ class PolicySplit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     queue_max: _Count = 10
     """Prompts in the prefill queue, at which a prefill stays local."""
     is_learned: bool = True
-    """Thresholds follow the measured times, between the next two."""
-    learned_least: _Count = 64
+    """Thresholds follow the measured times, between 64 and the next one."""
     learned_most: _Count = 8192
-    short_tokens: _Count = 512
-    """Uncached tokens up to which a prompt is short."""
-    bucket_tokens: tuple[int, ...] = (2048, 8192, 32768)
-    """Bounds of the queue's length buckets; shorter prompts go first."""
-    aging_s: _Positive = 1.0
-    """Waiting time after which a prompt moves to the next shorter bucket."""
 
 
 class PoolRoles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -183,14 +146,8 @@ class PolicyPlanner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Objective of the first token, …"""
     itl_s: _Positive = 0.05
     """… and of the mean time between tokens of an answer."""
-    prefill_high_s: _Positive = 1.0
-    """Prefill ahead at a prefiller, from which prefillers are too few, …"""
-    prefill_low_s: _Positive = 0.25
-    """… and up to which one can change its role."""
     streams_max: _Positive = 64.0
     """Streams at a worker that decodes, in the mean."""
-    spare: _Share = 0.8
-    """Highest load of a role's remaining workers after a change."""
     window_s: _Positive = 3.0
     """Time over which numbers are smoothed."""
     dwell_s: _NotNegative = 2.0
@@ -240,7 +197,7 @@ class ServiceClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     backlog_s: _Positive | None = None
     """Prefill ahead at the best worker from which a request of the class is queued."""
     yield_s: _Positive | None = None
-    """The same, if a more urgent request was sent within `urgent_s` of `limits`."""
+    """The same, if a more urgent request was sent in the last ten seconds."""
     saturation_max: _Positive | None = None
     """Queued while the pool's saturation is above this (degradation ladder)."""
     tenants: tuple[str, ...] = ()
@@ -269,20 +226,6 @@ class ModelRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """LoRA adapters on this base, which clients name in place of it."""
 
 
-class PolicyWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Policy `weighted`: points for the usual scorers. Two presets: `usual` and `additive`."""
-
-    prefix: float = 100.0
-    """Points for a whole prefix."""
-    load: float = 50.0
-    """Points for an idle worker."""
-    memory: float = 30.0
-    """Points for an empty KV cache."""
-    preset: Literal["usual", "additive"] = "usual"
-    """`usual`: normalised scores × 100/50/30. `additive`: +3 prefix, +1 session, −10 crowded queue,
-    +0.5 idle, −1 memory pressure."""
-
-
 def _classes() -> dict[str, ServiceClass]:
     return {
         "inline": ServiceClass(rank=0, ttft_s=1.0, queue_max=256, ttl_s=2.0),
@@ -309,7 +252,6 @@ class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     probes: PolicyProbes = PolicyProbes()
     races: PolicyRaces = PolicyRaces()
     planner: PolicyPlanner = PolicyPlanner()
-    weights: PolicyWeights = PolicyWeights()
     ahead: PolicyAhead = PolicyAhead()
     classes: dict[str, ServiceClass] = msgspec.field(default_factory=_classes)
     default_class: str = "interactive"
@@ -321,8 +263,8 @@ class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     models: dict[str, ModelRule] = {}
     """Empty: every model that a worker serves, in all pools that serve it."""
     session_ttl_s: _Positive = 300.0
-    """A session stays in its pool while that has a weight, and with policies `session` and
-    `weighted` at its worker, for so long after its last request."""
+    """A session stays in its pool while that has a weight, and with policy `session` at its worker,
+    for so long after its last request."""
     tree_blocks_max: _Count = 1_000_000
     """Blocks that the approximate tree remembers."""
     receipt_workers_max: _Count = 64
@@ -385,14 +327,6 @@ def _faults(policy: RoutingPolicy) -> Iterator[str]:
     if policy.default_class not in policy.classes:
         known = ", ".join(policy.classes)
         yield f"default_class {policy.default_class!r} is no class: write one of {known}"
-    if policy.learning.least > 1 or policy.learning.most < 1:
-        yield "learning: least and most must enclose 1, the weight at the start"
-    if missing := {trust.value for trust in PrefixTrust} - policy.costs.trust.keys():
-        yield f"costs.trust has no value for {min(missing)!r}: write all or leave it out"
-    if policy.planner.prefill_low_s >= policy.planner.prefill_high_s:
-        yield "planner: prefill_low_s must be below prefill_high_s"
-    if list(policy.split.bucket_tokens) != sorted(set(policy.split.bucket_tokens)):
-        yield "split.bucket_tokens must rise, such as [2048, 8192, 32768]"
     seen: dict[str, str] = {}
     for model, rule in policy.models.items():
         if rule.pools and sum(pool.weight for pool in rule.pools) <= 0:
@@ -418,6 +352,5 @@ _SECTIONS: Final[dict[str, type[msgspec.Struct]]] = {
     "probes": PolicyProbes,
     "races": PolicyRaces,
     "planner": PolicyPlanner,
-    "weights": PolicyWeights,
     "ahead": PolicyAhead,
 }

@@ -11,9 +11,9 @@ from kvstore.routing.events import Ending
 from kvstore.routing.features import Features
 from kvstore.routing.models import ModelSide
 from kvstore.routing.receipts import Preparation, ReceiptDraft, RouteOutcome
-from kvstore.routing.rows import Floats
 from kvstore.routing.split import SplitReason
 from kvstore.routing.values import PrefixAnswer, RouteRequest
+from kvstore.routing.workers.rows import Floats
 
 
 class OpenRequest(msgspec.Struct):
@@ -36,6 +36,8 @@ class OpenRequest(msgspec.Struct):
     """… and how often that was no prefiller."""
     is_elsewhere: bool = False
     """A gateway sent it to another worker than the chosen one."""
+    was_sent: bool = False
+    """A worker got it, and failed."""
     refusals: int = 0
     """Workers that refused it."""
     output_tokens_expected: int = 0

@@ -14,10 +14,13 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from kvstore.routing.features import TRUSTS, FeatureColumn
+from kvstore.routing.costs import TRUST_FACTORS
+from kvstore.routing.features import FeatureColumn
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.rows import Floats
+from kvstore.routing.workers.rows import Floats
 
+PREFIX_POINTS, LOAD_POINTS, MEMORY_POINTS = 100.0, 50.0, 30.0
+"""Policy `weighted`: for a whole prefix, an idle worker, an empty KV cache."""
 _MASK: Final = (1 << 64) - 1
 _SESSION_LOAD_MAX: Final = 1.25
 """Bounded load: a session leaves a worker that has so many times the mean, for that request."""
@@ -53,9 +56,8 @@ def _requests(columns: Floats) -> Floats:
 
 def _match_share(columns: Floats, context: ScoreContext) -> Floats:
     """Share of the prompt in any tier of the worker, by trust."""
-    factors = np.array([context.policy.costs.trust[trust.value] for trust in TRUSTS])
     longest = columns[FeatureColumn.HBM : FeatureColumn.FILE + 1].max(axis=0)
-    trust = factors[columns[FeatureColumn.TRUST].astype(np.intp)]
+    trust = TRUST_FACTORS[columns[FeatureColumn.TRUST].astype(np.intp)]
     return np.asarray(longest * trust / max(1, context.prompt_tokens))
 
 
@@ -95,29 +97,16 @@ def prefix_load(columns: Floats, context: ScoreContext) -> dict[str, Floats]:
 
 def weighted(columns: Floats, context: ScoreContext) -> dict[str, Floats]:
     """Sum of points; the sign is turned, so that the best has the lowest."""
-    weights = context.policy.weights
     match = _match_share(columns, context)
-    queued, requests = columns[FeatureColumn.QUEUED], _requests(columns)
+    requests = _requests(columns)
     memory = np.minimum(1.0, columns[FeatureColumn.MEMORY])
-    if weights.preset == "additive":
-        return {
-            "prefix": -3.0 * match,
-            "session": -1.0 * (session(columns, context)["hash"] == _least_hash(columns, context)),
-            "crowded": 10.0 * (queued > _CROWDED),
-            "idle": -0.5 * (requests == 0),
-            "pressure": 1.0 * (memory > _PRESSURE),
-        }
     spread = requests.max() - requests.min()
     evenness = (requests.max() - requests) / spread if spread else np.ones_like(requests)
     return {
-        "prefix": -weights.prefix * match,
-        "load": -weights.load * evenness,
-        "memory": -weights.memory * (1 - memory),
+        "prefix": -PREFIX_POINTS * match,
+        "load": -LOAD_POINTS * evenness,
+        "memory": -MEMORY_POINTS * (1 - memory),
     }
-
-
-def _least_hash(columns: Floats, context: ScoreContext) -> float:
-    return float(session(columns, context)["hash"].min()) if context.session_hash else -1.0
 
 
 SCORERS: Final[dict[str, Callable[[Floats, ScoreContext], dict[str, Floats]]]] = {

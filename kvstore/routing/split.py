@@ -12,8 +12,8 @@ The first threshold is learned: a remote prefill that took longer than the local
 to take raises it, a faster one lowers it, in steps of a few percent and within bounds. The second
 follows in proportion.
 
-Rule 1 of the lanes: shorter buckets first; a prompt that waited `aging_s` counts as one of the next
-shorter bucket, so that a long one waits at most (buckets × aging_s) behind shorter ones that came
+Rule 1 of the lanes: shorter buckets first; a prompt that waited AGING_S counts as one of the next
+shorter bucket, so that a long one waits at most (buckets × AGING_S) behind shorter ones that came
 later.
 Rule 2: the short lane is never behind a very long prompt: with two prefillers and more, one takes
 none of the buckets from the third on while the others do. A single prefiller takes both, since the
@@ -41,6 +41,11 @@ PREFILLER_REQUESTS_MAX: Final = 4
 waits here can still be overtaken, what waits there cannot."""
 
 
+BUCKET_TOKENS: Final = (512, 2048, 8192, 32768)
+"""Bounds of the queue's length buckets; shorter prompts go first."""
+AGING_S: Final = 1.0
+"""Waiting time after which a prompt moves to the next shorter bucket."""
+LEARNED_LEAST: Final = 64.0
 _SLACK: Final = 100
 """Entries of a heap that are gone; more, and more than half, are swept out."""
 _LONG_BUCKET: Final = 3
@@ -92,7 +97,7 @@ class PrefillSplit:
         if not settings.is_learned or uncached > 4 * self.uncached_min:
             return
         moved = self.uncached_min * (_UP if remote_s > local_s else _DOWN)
-        self.uncached_min = min(max(moved, settings.learned_least), settings.learned_most)
+        self.uncached_min = min(max(moved, LEARNED_LEAST), settings.learned_most)
 
 
 class LaneEntry(msgspec.Struct, frozen=True):
@@ -110,9 +115,8 @@ class PrefillLanes:
 
     def __init__(self, settings: PolicySplit) -> None:
         self.settings = settings
-        self._edges = (settings.short_tokens, *settings.bucket_tokens)
         self._lanes: list[list[tuple[int, int, LaneEntry]]] = [
-            [] for _ in range(len(self._edges) + 1)
+            [] for _ in range(len(BUCKET_TOKENS) + 1)
         ]
         """Heaps by (priority, number): the shortest first."""
         self._waiting: dict[str, LaneEntry] = {}
@@ -125,7 +129,7 @@ class PrefillLanes:
 
     def bucket(self, uncached: float) -> int:
         """0: the short lane."""
-        return bisect.bisect_left(self._edges, uncached)
+        return bisect.bisect_left(BUCKET_TOKENS, uncached)
 
     def add(self, entry: LaneEntry) -> None:
         """Queue a remote prefill."""
@@ -154,7 +158,7 @@ class PrefillLanes:
             if heap:
                 entry = heap[0][2]
                 waited_s = (now_ns - entry.arrived_ns) / NS_PER_S
-                aged = bucket - int(waited_s / self.settings.aging_s)
+                aged = bucket - int(waited_s / AGING_S)
                 heads.append((aged, entry.arrived_ns, entry.number, entry))
         return [entry for *_, entry in sorted(heads, key=lambda head: head[:3])]
 

@@ -25,9 +25,6 @@ from kvstore.types import KEY_BYTES
 _YOUNG_NS: Final = 10_000_000_000
 """So long after it was sent, a block counts as there although the index does not show it: longer
 than a delta and most queues take."""
-_STEP_TOKENS: Final = 128
-"""With shorter blocks, one key in so many tokens is remembered; the chain makes it speak for those
-before it."""
 _FINE_STEPS: Final = 64
 """Beyond so many steps, every fourth: a hit of 8,192 tokens is worth the same give or take 512."""
 
@@ -35,7 +32,8 @@ _ALL, _YOUNG, _STAMP, _CLEAN = range(4)
 
 
 class ApproximateTree:
-    """See the module. Workers are bits: a number each, given back by `forget`."""
+    """See the module. Workers are bits: a number each, given back by `forget`. `step`: one key in
+    so many is remembered (`RouteRequest.key_step`)."""
 
     def __init__(self, *, blocks_max: int) -> None:
         self.blocks_max = blocks_max
@@ -53,11 +51,11 @@ class ApproximateTree:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def insert(self, keys: bytes, worker: str, now_ns: int, *, block_tokens: int) -> None:
+    def insert(self, keys: bytes, worker: str, now_ns: int, *, step: int) -> None:
         """A prompt with these blocks was sent to a worker."""
         bit = 1 << self._number(worker)
         blocks = self._blocks
-        for key in reversed(self._picked(keys, block_tokens)[0]):
+        for key in reversed(self._picked(keys, step)[0]):
             entry = blocks.get(key)
             if entry is None:
                 blocks[key] = [bit, bit, now_ns, self._departures]
@@ -71,27 +69,25 @@ class ApproximateTree:
         while len(blocks) > self.blocks_max:
             blocks.popitem(last=False)
 
-    def withdraw(self, keys: bytes, worker: str, *, block_tokens: int, after_tokens: float) -> None:
-        """A request came to nothing: the worker has no more than so many tokens of it."""
+    def withdraw(self, keys: bytes, worker: str, *, step: int, after_blocks: float) -> None:
+        """A request came to nothing: the worker has no more than so many blocks of it."""
         if worker not in self._bit_of:
             return
         keep = ~(1 << self._bit_of[worker])
-        for key, end in zip(*self._picked(keys, block_tokens), strict=True):
+        for key, end in zip(*self._picked(keys, step), strict=True):
             entry = self._blocks.get(key)
-            if entry is not None and end * block_tokens > after_tokens:
+            if entry is not None and end > after_blocks:
                 self._clean(entry)
                 entry[_ALL] &= keep
                 entry[_YOUNG] &= keep
                 if not entry[_ALL]:
                     del self._blocks[key]
 
-    def match(
-        self, keys: bytes, now_ns: int, *, block_tokens: int, young_only: bool
-    ) -> dict[str, int]:
+    def match(self, keys: bytes, now_ns: int, *, step: int, young_only: bool) -> dict[str, int]:
         """Leading blocks that each worker was sent; `young_only`: lately."""
         found: dict[str, int] = {}
         blocks, running, depth = self._blocks, -1, 0
-        for key, end in zip(*self._picked(keys, block_tokens), strict=True):
+        for key, end in zip(*self._picked(keys, step), strict=True):
             entry = blocks.get(key)
             if entry is None:
                 bits = 0
@@ -152,15 +148,15 @@ class ApproximateTree:
         entry[_YOUNG] &= ~gone
         entry[_CLEAN] = self._departures
 
-    def _picked(self, keys: bytes, block_tokens: int) -> tuple[list[int], list[int]]:
+    def _picked(self, keys: bytes, step: int) -> tuple[list[int], list[int]]:
         """First 8 bytes of the remembered keys, as numbers, and the blocks that each speaks for.
         A request is looked for and sent within one turn: the last answer is kept."""
-        known, tokens, picked = self._last
-        if known is not keys or tokens != block_tokens:
-            at, ends = _places(len(keys) // KEY_BYTES, max(1, _STEP_TOKENS // block_tokens))
+        known, by, picked = self._last
+        if known is not keys or by != step:
+            at, ends = _places(len(keys) // KEY_BYTES, step)
             numbers = np.frombuffer(keys, dtype="<u8")[:: KEY_BYTES // 8]
             picked = (numbers.take(at).tolist() if ends else []), ends
-            self._last = keys, block_tokens, picked
+            self._last = keys, step, picked
         return picked
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+from typing import Final
 
 import msgspec
 
@@ -37,7 +38,7 @@ class PrefixTrust(enum.StrEnum):
 
 
 class ProbeResult(enum.StrEnum):
-    """What a probe of a worker came to."""
+    """Result of a probe."""
 
     ANSWERED = "answered"
     """With 2xx, however late."""
@@ -64,9 +65,14 @@ class WorkerWord(enum.StrEnum):
     HALF_OPEN = "half-open"
     """One such request is under way."""
     DOWN = "down"
-    """It refuses connections, says that it is unwell, or is silent."""
+    """The engine refuses connections, says that it is unwell, or is silent."""
     DRAINING = "draining"
-    """Finishes its requests and gets no new ones: the policy says so."""
+    """Finishes its requests and gets no new ones: the policy says so, or it terminates."""
+
+
+STEP_TOKENS: Final = 128
+"""With shorter blocks, one key in so many tokens is remembered; the chain makes it speak for those
+before it."""
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +88,8 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     """32 bytes each, of the full blocks, in chain order; empty: no prefix routing by keys."""
     block_tokens: int = 16
     """Tokens of the block of a key."""
+    is_of_bytes: bool = False
+    """Its keys are of the bytes of its text, and its tokens estimated."""
     parts: tuple[int, ...] = ()
     """Keys of each of several prompts, whose chains stand one behind the other; empty: one."""
     output_tokens_max: int | None = None
@@ -106,11 +114,16 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     ends_session: bool = False
     """The client says that no request of the session follows."""
     is_bound_to_one: bool = False
-    """It is about something that one worker keeps, nobody knows which: all may be asked."""
+    """One worker keeps its object, nobody knows which: all may be asked."""
     must_be_local: bool = False
     """No remote prefill: the engine or the request does not allow it."""
     load_only: dict[str, str] = {}
     """Worker → why its prefixes are not known for this request."""
+
+    @property
+    def key_step(self) -> int:
+        """One key in so many is remembered; never by an estimate, which changes."""
+        return 1 if self.is_of_bytes else max(1, STEP_TOKENS // self.block_tokens)
 
     @property
     def chains(self) -> list[bytes]:
@@ -170,6 +183,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that its KV cache holds; 0: not known, never filtered by memory."""
     context_tokens: dict[str, int] = {}
     """Model → longest prompt with its output; not named: not known."""
+    is_terminating: bool = False
+    """Finishes its requests, and gets new ones where no other worker can take them."""
 
     def context_of(self, model: str) -> float:
         """Infinite where it is not known."""

@@ -4,7 +4,6 @@
 |---------------------------------------------|---------------------------------------------------|
 | `process`, `index_process`                  | a node, an index as children                      |
 | `router_process`                            | a router as a child                               |
-| `pd_process`                                | `kvstore pd-proxy` as a child                     |
 | `tied`                                      | children that end with this process               |
 | `raw_engine`                                | an engine driven by hand, over the real sockets   |
 | `transports`, `transport_parties`           | the contract of `ports.Transport`, as checks      |

@@ -1,14 +1,19 @@
 """A real router process, for tests and benchmarks.
 
     with RouterProcess.start(tmp_path, ["--worker", "a=http://127.0.0.1:8000"]) as router:
+        router.await_worker()
         urllib.request.urlopen(router.url + "/v1/completions", …)
 
-Ready means its ready line. The process is reaped in any case.
+Started means its ready line; its workers are probed after that. The process is reaped in any case.
 """
 
 from __future__ import annotations
 
 import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,17 +28,29 @@ class RouterProcess(ChildServer):
         self._log = log
 
     @classmethod
-    def start(cls, directory: Path, flags: Sequence[str], *, name: str = "router") -> RouterProcess:
-        """Start one and wait for its ready line. `flags` come last, so they win.
+    def start(
+        cls,
+        directory: Path,
+        flags: Sequence[str],
+        *,
+        name: str = "router",
+        policy: str = "",
+    ) -> RouterProcess:
+        """Start one and wait for its ready line. `flags` come last, so they win. `policy`: text of
+        its policy file; empty: it has none.
 
         Raises:
             NodeFailed: it exited, or was not ready in time.
         """
-        log = directory / f"{name}.log"
+        log, file = directory / f"{name}.log", directory / f"{name}.yaml"
+        rules: tuple[str, ...] = ()
+        if policy:
+            file.write_text(policy, encoding="utf-8")
+            rules = ("--policy", str(file))
         process, line = start_ready(
             [
                 *("-m", "kvstore.cli.main", "router", "--listen", "127.0.0.1:0"),
-                *("--metrics", "127.0.0.1:0", *flags),
+                *("--metrics", "127.0.0.1:0", "--drain-delay", "0", *rules, *flags),
             ],
             log=log,
             says="kvstore router ready:",
@@ -45,6 +62,11 @@ class RouterProcess(ChildServer):
     def address(self) -> str:
         """HOST:PORT of the API."""
         return self._said(r"listen=(\S+)")
+
+    @property
+    def port(self) -> int:
+        """Port of the API."""
+        return int(self.address.rpartition(":")[2])
 
     @property
     def route_address(self) -> str:
@@ -59,3 +81,15 @@ class RouterProcess(ChildServer):
     def log(self) -> str:
         """Its stderr so far."""
         return self._log.read_text(encoding="utf-8")
+
+    def await_worker(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Wait until a worker that serves requests has answered a probe. Raises TimeoutError."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s):
+                    return
+            except urllib.error.HTTPError as error:
+                error.close()
+            threading.Event().wait(0.02)
+        raise TimeoutError(f"The router has no worker that answers: {self.log}")

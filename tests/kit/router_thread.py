@@ -62,6 +62,14 @@ class RouterThread(AbstractContextManager["RouterThread"]):
         self._loop.call(self.router.close(), timeout_s=60)
         self._loop.close()
 
+    def words(self) -> dict[str, str]:
+        """State of each worker, as on its pages."""
+        return self.on_loop(lambda: {each.name: each.state for each in self.router.workers})
+
+    def failure_count(self, worker: str) -> int:
+        """Attempts that failed at a worker."""
+        return int(self.on_loop(lambda: self.core.fleet.state(worker).failure_count))
+
     def ask(
         self,
         body: object = None,

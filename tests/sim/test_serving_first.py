@@ -1,7 +1,7 @@
 """Never worse than round robin: with defaults, what engines would serve in turn is served.
 
-Each case runs twice in virtual time: clients of the router, and clients that ask the same engines in
-turn. All that the latter get is served by the router, and no later by more than its own latency.
+Each case runs twice in virtual time: clients of the router, and clients that ask the same engines
+in turn. All that the latter get is served by the router, and no later by more than its own latency.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ CASES = {
     "ttft of 40 s in a queue": Case({"ttft_s": 10.0, "slots": 6}, streams),
     "600 unstreamed requests of 10 s": Case({"whole_s": 10.0}, whole),
     "600 in queues of 64": Case({"whole_s": 10.0, "slots": 64}, whole),
-    "max_tokens of 8192": Case({"whole_s": 1.0, "pieces": 20, "memory_blocks": 1000}, short_answers),
+    "max_tokens of 8192": Case(
+        {"whole_s": 1.0, "pieces": 20, "memory_blocks": 1000}, short_answers
+    ),
     "images of 1 MB": Case({"ttft_s": 2.0}, images),
     "requests that kill their connection": Case({"fails": cut}, poisoned),
     "five 500s": Case({"fails": error}, poisoned),
@@ -128,9 +130,7 @@ def test_what_round_robin_serves_is_served(name: str, count: int) -> None:
 def test_requests_at_a_silent_engine_move_when_another_answers() -> None:
     async def played() -> tuple[list[Result], list[str]]:
         async with fleet(2, behaviour={"ttft_s": 60.0}) as its:
-            asks = asyncio.gather(
-                *(its.through_router(body(n, stream=True)) for n in range(8))
-            )
+            asks = asyncio.gather(*(its.through_router(body(n, stream=True)) for n in range(8)))
             await asyncio.sleep(5)
             its.engines[0].freeze()
             its.engines[1].ttft_s = 1.0
@@ -183,7 +183,7 @@ def test_a_restarted_engine_is_used_within_a_probe() -> None:
                 await asyncio.sleep(0.3)
             first.port.listen()
             back_s = its.loop.time()
-            while its.router.workers["a"].state != "up":
+            while its.router.workers["a"].state != "up":  # noqa: ASYNC110 -- in virtual time
                 await asyncio.sleep(0.05)
             return its.loop.time() - back_s
 

@@ -54,7 +54,7 @@ class NoAnswer(Exception):
     """The answer broke off, or is no HTTP; says why in one clause."""
 
 
-class Fetched(NamedTuple):
+class HttpAnswer(NamedTuple):
     """A whole answer."""
 
     status: int
@@ -86,7 +86,7 @@ class EngineConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._is_headed = self._is_over = self._is_kept = self._is_paused = False
         self._is_used = self._has_heard = False
-        """It had an answer before; it has heard a byte of this one."""
+        """Answers came before; a byte of this one has come."""
         self.idle_since_s = 0.0
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -244,7 +244,7 @@ class _Whole:
         self._connection, self._bytes_max = connection, bytes_max
         self._pieces: list[bytes] = []
         self._size = 0
-        self.done: asyncio.Future[Fetched | None] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[HttpAnswer | None] = asyncio.get_running_loop().create_future()
         """None: the connection was stale."""
 
     def heard(self, piece: bytes, *, is_over: bool) -> None:
@@ -256,7 +256,7 @@ class _Whole:
             self.done.set_exception(NoAnswer("the answer is too large"))
         elif is_over:
             headers = self._connection.headers
-            whole = Fetched(self._connection.status, headers, b"".join(self._pieces))
+            whole = HttpAnswer(self._connection.status, headers, b"".join(self._pieces))
             self.done.set_result(whole)
 
     def broke(self, why: str, *, is_stale: bool) -> None:
@@ -274,9 +274,11 @@ class EngineHttp:
         self._context = context
         self._places: dict[str, _Place] = {}
         self.name = secrets.token_hex(8)
-        """Of this router, in `ROUTERS`: by it a request that comes back is known."""
+        """This router's, in `ROUTERS`: by it a request that comes back is known."""
         self.trouble = ""
         """Why no connection can be opened at all; empty: some can."""
+        self.trouble_s = 0.0
+        """When that was so last, on the clock of the loop."""
 
     def place(self, url: URL) -> _Place:
         """Connections to the engine at a URL."""
@@ -295,7 +297,7 @@ class EngineHttp:
         headers: list[tuple[str, str]] | None = None,
         body: bytes = b"",
         bytes_max: int,
-    ) -> Fetched:
+    ) -> HttpAnswer:
         """A whole answer, whatever its status, without a time limit.
 
         Raises:
@@ -379,6 +381,7 @@ class _Place:
                     is_gone = error.errno in _GONE or isinstance(error, socket.gaierror)
                     raise NoConnection(why, is_gone=is_gone) from None
                 self._engines.trouble = f"no connection to an engine can be opened: {why}"
+                self._engines.trouble_s = loop.time()
                 await asyncio.sleep(OWN_WAIT_S)
             else:
                 self._engines.trouble = ""

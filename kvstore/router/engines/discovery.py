@@ -58,14 +58,17 @@ class Discovery:
 
     def found(self, source: str, addresses: Iterable[WorkerAddress], *, trouble: str = "") -> None:
         """A source's workers now. An engine that several sources know is that of the first: flags,
-        the index, the others."""
+        the index, the others. An engine terminates if one of them says so."""
         self._known[source] = tuple(addresses)
         self._troubled(source, trouble)
         names: dict[str, WorkerAddress] = {}
         places: set[tuple[str, int]] = set()
-        for each in (address for known in self._known.values() for address in known):
+        every = [address for known in self._known.values() for address in known]
+        terminating = {each.url for each in every if each.is_terminating}
+        for each in every:
             if each.name not in names and (each.url, each.rank) not in places:
-                names[each.name] = each
+                is_terminating = each.url in terminating
+                names[each.name] = msgspec.structs.replace(each, is_terminating=is_terminating)
                 places.add((each.url, each.rank))
         self._workers.replace(names.values())
 

@@ -19,7 +19,12 @@ import msgspec
 from kvstore.routing.values import LoadSample
 
 _LINE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
-_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LABEL: Final = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+LINE_BYTES_MAX: Final = 16 << 10
+VALUE_MAX: Final = 1e12
+"""No number of an engine is larger: products of two stay numbers, too."""
 
 
 class Figure(NamedTuple):
@@ -139,13 +144,15 @@ class EngineFigures(NamedTuple):
 
 
 def findings_of(kind: EngineKind, page: bytes) -> EngineFigures:
-    """Numbers of an engine. Lines that are no metrics are passed over."""
+    """Numbers of an engine. Lines that are no metrics, or absurd, are passed over."""
     figures = (kind.waiting, kind.running, kind.memory, kind.block_gauge, kind.blocks_gauge)
     sums: dict[Figure, list[float]] = {}
     block = blocks = 0
     adapters: tuple[float, tuple[str, ...]] | None = None
     for line in page.split(b"\n"):
-        if not line.startswith(kind.wanted) or (read := _read_line(line)) is None:
+        if not line.startswith(kind.wanted) or len(line) > LINE_BYTES_MAX:
+            continue
+        if (read := _read_line(line)) is None:
             continue
         name, labels, value = read
         for figure in figures:
@@ -157,8 +164,8 @@ def findings_of(kind: EngineKind, page: bytes) -> EngineFigures:
             named = labels.get("running_lora_adapters", "").split(",")
             adapters = (value, tuple(filter(None, (each.strip() for each in named))))
     memory = sums.get(kind.memory)
-    block = block or max(map(round, sums.get(kind.block_gauge, ())), default=0)
-    blocks = blocks or max(map(round, sums.get(kind.blocks_gauge, ())), default=0)
+    block = block or round(max([0.0, *sums.get(kind.block_gauge, ())]))
+    blocks = blocks or round(max([0.0, *sums.get(kind.blocks_gauge, ())]))
     return EngineFigures(
         LoadSample(
             waiting=_total(sums.get(kind.waiting)),
@@ -181,7 +188,7 @@ def _read_line(line: bytes) -> tuple[str, dict[str, str], float] | None:
         value = float(found[3]) if found is not None else math.nan
     except ValueError:
         return None
-    if found is None or value != value or abs(value) > 1e300:  # no NaN, no infinity
+    if found is None or not abs(value) <= VALUE_MAX:  # no NaN, either
         return None
     return found[1], dict(_LABEL.findall(found[2] or "")), value
 

@@ -1,6 +1,7 @@
-"""Probes of engines: their metrics page tells that they live, and their load; models served.
+"""Probes of engines: their metrics page shows that they live, and their load; models served.
 
     every period: GET metrics, or where there is none health ─▶ Probed(answered), Scraped
+                  of a worker in trouble both
                   nothing listens ─▶ refused     not 2xx ─▶ unwell     no answer yet ─▶ late
                   neither an answer nor a byte of any response for `silence_s` ─▶ silent
     every MODELS_S, and when a model is missing: GET /v1/models ─▶ names, contexts, Joined
@@ -22,21 +23,25 @@ from typing import Final
 import msgspec
 import xxhash
 
-from kvstore.router.engines.connections import EngineHttp, Fetched, NoAnswer, NoConnection
+from kvstore.router.engines.connections import EngineHttp, HttpAnswer, NoAnswer, NoConnection
 from kvstore.router.engines.kinds import ENGINES, EngineKind, findings_of
 from kvstore.router.engines.workers import Worker, WorkerAdapter, Workers
 from kvstore.routing.events import Probed, RouteEvent, Scraped
 from kvstore.routing.policy import PolicyProbes
-from kvstore.routing.values import ProbeResult
+from kvstore.routing.values import ProbeResult, WorkerWord
 
 TICK_S: Final = 0.2
 PROBES_PER_S: Final = 50
-"""Of all engines together."""
+"""All engines together."""
 UNREAD_MAX: Final = 4
 MODELS_S: Final = 10.0
 MODELS_PER_S: Final = 5
+TROUBLED: Final = (WorkerWord.DOWN, WorkerWord.OPEN, WorkerWord.HALF_OPEN)
+"""Words of workers whose health is asked, too: an engine may publish metrics and be unwell."""
 PAGE_BYTES_MAX: Final = 4 << 20
 MODELS_MAX: Final = 256
+CONTEXT_MAX: Final = 1 << 32
+"""No model has a longer one."""
 
 
 class _Model(msgspec.Struct):
@@ -77,6 +82,8 @@ class Probes:
         self._headers = [("Authorization", f"Bearer {worker_key}")] if worker_key else []
         self._due: list[tuple[float, int, Worker]] = []
         """Heap of workers, by when they are probed next."""
+        self._budget: float = PROBES_PER_S
+        """Probes that may begin now: failures that callers claim cause no more of them, either."""
         self._known: dict[Worker, None] = {}
         self._version = -1
         self._open: dict[Worker, tuple[float, asyncio.Task[None]]] = {}
@@ -95,11 +102,13 @@ class Probes:
         for worker, (since_s, task) in list(self._open.items()):
             self._look(worker, since_s, task, now_s, settings)
         period_s = max(settings.period_s, len(self._known) / PROBES_PER_S)
-        while self._due and self._due[0][0] <= now_s:
+        self._budget = min(PROBES_PER_S, self._budget + PROBES_PER_S * TICK_S)
+        while self._due and self._due[0][0] <= now_s and self._budget >= 1:
             due_s, _, worker = heapq.heappop(self._due)
             if worker not in self._known or due_s != worker.probe_due_s:
                 continue  # it has left, or was put before others
             if worker not in self._open:
+                self._budget -= 1
                 task = loop.create_task(self._probe(worker, settings))
                 self._open[worker] = now_s, task
                 task.add_done_callback(functools.partial(self._over, worker))
@@ -108,8 +117,6 @@ class Probes:
                 share = xxhash.xxh32_intdigest(worker.name.encode()) / 2**32
             self._put(worker, now_s + period_s * share)
             worker.probe_count += 1
-            if now_s >= worker.models_due_s and worker.is_answering:
-                self.read_models(worker)
 
     def _follow(self, now_s: float) -> None:
         """Workers that joined and left."""
@@ -134,9 +141,9 @@ class Probes:
             _log.error("a bug: a probe failed", exc_info=error)
 
     def look_now(self, worker: Worker) -> None:
-        """A request failed there: the next tick probes it."""
+        """A request failed there: it is probed next, behind those that are due."""
         now_s = asyncio.get_running_loop().time()
-        if now_s < worker.probe_due_s and worker in self._known:
+        if now_s < worker.probe_due_s:
             self._put(worker, now_s)
 
     def _look(
@@ -149,7 +156,8 @@ class Probes:
     ) -> None:
         """At a probe that has no answer yet."""
         late_s = now_s - since_s - settings.late_s
-        if now_s - max(since_s, worker.heard_s) >= settings.silence_s:
+        heard_s = max(since_s, worker.heard_s, self._engines.trouble_s)  # not the router's silence
+        if now_s - heard_s >= settings.silence_s:
             task.cancel()
             why = f"it has not answered for {settings.silence_s:g} s"
             self._note(Probed(worker.name, ProbeResult.SILENT, why))
@@ -163,7 +171,7 @@ class Probes:
         try:
             if kind.metrics:
                 page = await self._metrics(worker, kind)
-            if page is None:
+            if page is None or worker.word in TROUBLED:
                 found = await self._get(worker, kind.health)
                 if not 200 <= found.status < 300:
                     why = f"{kind.health}: status {found.status}"
@@ -175,6 +183,8 @@ class Probes:
         late_s = max(0.0, loop.time() - since_s - settings.late_s)
         worker.heard_s = loop.time()
         self._note(Probed(worker.name, ProbeResult.ANSWERED, late_s=late_s))
+        if worker.heard_s >= worker.models_due_s:
+            self.read_models(worker)
         if page is not None:
             self._read(worker, kind, page, asked_ns)
 
@@ -233,8 +243,9 @@ class Probes:
         bases = {row.id for row in rows}
         adapters = {r.id: (r.parent, r.root or "") for r in rows if r.parent in bases}
         known = {name: (each.base, each.path) for name, each in worker.adapters.items()}
-        names = worker.address.models or tuple(bases.difference(adapters))
-        contexts = {row.id: row.max_model_len for row in rows if row.max_model_len}
+        names = tuple(bases.difference(adapters)) or worker.address.models
+        lengths = ((row.id, row.max_model_len or 0) for row in rows)
+        contexts = {name: tokens for name, tokens in lengths if 0 < tokens <= CONTEXT_MAX}
         if (set(names), adapters, contexts) == (set(worker.models), known, worker.contexts):
             return
         worker.models, worker.contexts = tuple(sorted(names)), contexts
@@ -246,7 +257,7 @@ class Probes:
         }
         self._describe(worker)
 
-    async def _get(self, worker: Worker, path: str, port: int = 0) -> Fetched:
+    async def _get(self, worker: Worker, path: str, port: int = 0) -> HttpAnswer:
         """Raises NoConnection, NoAnswer."""
         url = worker.url.with_path(path)
         url = url.with_port(port) if port else url

@@ -4,7 +4,9 @@
     GET …&watch=1 ─▶ ADDED, MODIFIED, DELETED, BOOKMARK, one a line ─▶ addresses
     ERROR 410, an end or a silence ─▶ list again
 
-Pods that are ready are workers; one that terminates gets no new request, and finishes those it has.
+Pods that are ready are workers. One that terminates finishes its requests, and as long as it serves
+it gets new ones where no other worker can take them (as kube-proxy does). Services with
+`publishNotReadyAddresses` have all pods `ready`: `serving` is the readiness of one that terminates.
 The router's service account needs `get`, `list` and `watch` of endpointslices in that namespace.
 Tokens are read for each call, because the kubelet replaces them.
 
@@ -51,7 +53,15 @@ class _Port(msgspec.Struct):
 
 
 class _Conditions(msgspec.Struct, frozen=True):
+    """None: ready, serving, and not terminating."""
+
     ready: bool | None = None
+    serving: bool | None = None
+    terminating: bool | None = None
+
+    @property
+    def is_worker(self) -> bool:
+        return (self.serving if self.terminating else self.ready) is not False
 
 
 class _Target(msgspec.Struct):
@@ -185,11 +195,14 @@ class Slices:
                 (p.port for p in each.ports or () if self._port in (p.name, str(p.port))), 0
             )
             for endpoint in each.endpoints or ():
-                if port and endpoint.addresses and endpoint.conditions.ready is not False:
+                if port and endpoint.addresses and endpoint.conditions.is_worker:
                     place = joined(endpoint.addresses[0], port)
                     target, url = endpoint.target_ref, f"{self._scheme}://{place}"
                     name = (target.name if target else "") or place
-                    yield address_of_text(WorkerText(name=name, url=url, options=self._options))
+                    yield msgspec.structs.replace(
+                        address_of_text(WorkerText(name=name, url=url, options=self._options)),
+                        is_terminating=bool(endpoint.conditions.terminating),
+                    )
 
     @property
     def _scheme(self) -> str:

@@ -1,10 +1,10 @@
 """Workers of the router: addresses, what is known of their engines, requests under way there.
 
     discovery ─▶ replace ─▶ Joined, WorkerLeft            probes, parity ─▶ describe, judge ─▶ core
-    core ─▶ StateChange ─▶ `changed`: word, log           core ─▶ GiveUp ─▶ `give_up`
+    core ─▶ StateChange ─▶ `changed`: word, log           core ─▶ AbandonWorker ─▶ `give_up`
 
-Health is judged by the core (`kvstore.routing.health`); here is its last word, for pages and for
-those who choose an engine to ask something.
+Health is judged by the core (`kvstore.routing.workers.health`); here is its last word, for pages
+and for those who choose an engine to ask something.
 
 Covers: state on one loop. Does not cover: probes themselves (`probes`), where workers come from
 (`discovery`).
@@ -19,9 +19,9 @@ from typing import Any, Final, Protocol
 import msgspec
 from yarl import URL
 
-from kvstore.routing.events import GiveUp, Joined, Judged, RouteEvent, WorkerLeft
-from kvstore.routing.rows import StateChange
+from kvstore.routing.events import AbandonWorker, Joined, Judged, RouteEvent, WorkerLeft
 from kvstore.routing.values import WorkerRole, WorkerSpec, WorkerWord
+from kvstore.routing.workers.rows import StateChange
 
 WORKERS_MAX: Final = 1024
 UNASKED: Final = "its weights are not known yet"
@@ -50,6 +50,8 @@ class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...] = ()
     role: str = "both"
     rank: int = 0
+    is_terminating: bool = False
+    """Its pod is; the worker stays the same one."""
 
 
 class Waiter(Protocol):
@@ -84,7 +86,7 @@ class Worker:
         self.name = address.name
         self.url = URL(address.url)
         self.word = WorkerWord.NEW
-        """Of the core, with its reason."""
+        """The core's, with its reason."""
         self.why = ""
         self.heard_s = 0.0
         """When a byte of a response came from it last, on the clock of the loop."""
@@ -111,14 +113,16 @@ class Worker:
         self.adapters: dict[str, WorkerAdapter] = {}
         """By name."""
         self.renders_after_s = 0.0
-        """It is asked to render from then on: it was late, or does not serve that."""
+        """When it may render again: it was late, or does not serve that."""
         self.render_pause_s = 0.0
+        self.token_troubles: dict[str, str] = {}
+        """Model → how its tokens differ from those of a tokenizer here; empty: they do not."""
         self.block_tokens = address.block_tokens
         self.memory_tokens = 0
         self.source: dict[str, Any] | None = None
         """Parameters of remote prefills common to its requests, from its last answer to one."""
         self.attempts: set[Waiter] = set()
-        """Of requests under way."""
+        """Requests under way."""
         self.prompt_tokens = 0
         self.predicted_tokens = 0
         self.cached_tokens = 0
@@ -138,12 +142,19 @@ class Worker:
             rank=a.rank,
             memory_tokens=self.memory_tokens,
             context_tokens=self.contexts,
+            is_terminating=a.is_terminating,
         )
 
     @property
     def is_answering(self) -> bool:
         """Whether its engine has answered its last probe."""
         return self.word in (*SERVING, WorkerWord.DRAINING)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether the core sends it requests, be it as the last resort."""
+        is_last = self.word is WorkerWord.DRAINING and self.address.is_terminating
+        return is_last or self.word in SERVING
 
     @property
     def serves_requests(self) -> bool:
@@ -189,7 +200,7 @@ class Workers:
     def take_requests(self) -> bool:
         """Whether one of them does, as far as is known: one that was never reached does not count,
         though requests may go there."""
-        is_fit = any(each.serves_requests and each.word in SERVING for each in self)
+        is_fit = any(each.serves_requests and each.takes_requests for each in self)
         return is_fit and self.serve_a_model
 
     def replace(self, found: Iterable[WorkerAddress]) -> list[Worker]:
@@ -197,7 +208,13 @@ class Workers:
         is a new worker. One that left finishes what it has."""
         wanted = {each.name: each for each in list(found)[:WORKERS_MAX]}
         for worker in self:
-            if wanted.get(worker.name) != worker.address:
+            now, before = wanted.get(worker.name), worker.address
+            if now == before:
+                continue
+            if now == msgspec.structs.replace(before, is_terminating=not before.is_terminating):
+                worker.address = now
+                self.describe(worker)
+            else:
                 del self._workers[worker.name]
                 self.version += 1
                 self._note(WorkerLeft(worker.name))
@@ -237,13 +254,14 @@ class Workers:
         self.version += 1
         if change.word is WorkerWord.DOWN:
             worker.renders_after_s = worker.render_pause_s = 0.0  # what comes back may be another
+            worker.token_troubles.clear()
             _log.warning("worker %s is down: %s", worker.name, change.why)
         elif change.word is WorkerWord.OPEN and before is not WorkerWord.HALF_OPEN:
             _log.warning("worker %s: breaker open after %s", worker.name, change.why)
         elif change.word is WorkerWord.UP and before is not WorkerWord.LATE:
             _log.info("worker %s is up", worker.name)
 
-    def give_up(self, command: GiveUp) -> None:
+    def give_up(self, command: AbandonWorker) -> None:
         """End attempts that wait for the first byte of a worker."""
         worker = self._workers.get(command.worker)
         for attempt in list(worker.attempts) if worker is not None else ():

@@ -8,4 +8,5 @@ answers         rejections and errors, in OpenAI's form
 intake          a head and a body to a request of the decision core
 bodies, heads   fields and headers: what is read, dropped and set
 tenants         API keys
+paths           endpoints, by how they are routed; models, responses: those that are not
 """

@@ -18,7 +18,6 @@ def rejection(rejected: Rejected) -> web.Response:
         429: "too much load: try again later",
         500: "the router failed at this request",
         502: "every worker that was tried failed",
-        504: "no worker answered in time",
     }.get(rejected.status, "no ready worker serves this model")
     if rejected.reason == RejectReason.OBJECTIVE:
         its, goal = 1e3 * rejected.predicted_s, 1e3 * rejected.objective_s

@@ -50,16 +50,18 @@ _NOT_HERE: Final = (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED)
 _READ: Final = (HTTPStatus.BAD_REQUEST, *_NOT_HERE)
 """Statuses whose body is read before it is known for whom the answer is."""
 _LACKS: Final = {
+    Lack.MEDIA: re.compile(rb"not a multi-?modal", re.IGNORECASE),
+    # Of some requests only: nothing of these is remembered of the engine.
     Lack.CONTEXT: re.compile(
         rb"context (?:length|window)|max_model_len|maximum (?:input|sequence) length", re.IGNORECASE
     ),
-    Lack.MEDIA: re.compile(
-        rb"multi-?modal|may be provided in one (?:prompt|request)|support (?:image|audio|video)",
-        re.IGNORECASE,
+    Lack.LIMIT: re.compile(
+        rb"may be provided in one (?:prompt|request)|support (?:image|audio|video)", re.IGNORECASE
     ),
 }
 _NO_BODY: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
-_ENDS: Final = (b"data: [DONE]", b"event: message_stop", b"event: response.completed")
+_COMPLETED: Final = b"event: response.completed"
+_ENDS: Final = (b"data: [DONE]", b"event: message_stop", _COMPLETED)
 _CACHED: Final = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})\b')
 _PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,9})\b')
 _MADE: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})\b')
@@ -88,7 +90,7 @@ class LegFailure(Exception):
 
 
 class Fault(NamedTuple):
-    """What an answer's status, and its body, say of the engine or the request."""
+    """The word of an answer's status, and of its body, about the engine or the request."""
 
     failure: Failure
     lack: Lack | None = None
@@ -136,6 +138,8 @@ class Attempt:
         """The end of the answer's body."""
         self.has_answered = False
         self.is_whole = False
+        self._is_completed = False
+        """Its last event has begun, which may be longer than the tail."""
         self._loop = asyncio.get_running_loop()
         self._connecting: asyncio.Timeout | None = None
         self._has_begun = False
@@ -302,7 +306,8 @@ class Attempt:
     @property
     def has_ended(self) -> bool:
         """Whether the stream has said that it is over: clients may leave then."""
-        return self.has_answered and any(end in self.tail for end in _ENDS)
+        is_over = self._is_completed or any(end in self.tail for end in _ENDS)
+        return self.has_answered and is_over
 
     def _wake(self) -> None:
         self._is_woken = True
@@ -357,6 +362,7 @@ class Attempt:
             self._error = ConnectionResetError("the client has left")
             self._wake()
             return
+        self._is_completed |= _COMPLETED in self.tail[-len(_COMPLETED) :] + piece
         self.tail = (self.tail + piece)[-TAIL_BYTES:]
         if not self._is_chunked:
             framed = head + piece

@@ -5,8 +5,9 @@
     multipart/form-data ─▶ peek_form ─▶ Peek (the model), refused if it has fields of STRIPPED
 
 Ways to be wrong, each a BadBody of one sentence: no JSON, no object, nested too deeply, a model
-that is no text. All other faults are the engine's to report. Names of fields are compared after
-JSON's escapes, and of a repeated field the last one counts, as in engines; `edited` leaves one.
+that is no text, or a long one. All other faults are the engine's to report. Names of fields are
+compared after JSON's escapes, and of a repeated field the last one counts, as in engines; `edited`
+leaves one.
 
 Covers: JSON, forms. Does not cover: tokens (`rendering`), rules about fields (`intake`).
 """
@@ -166,19 +167,23 @@ _ids: Final = msgspec.json.Decoder(list[int])
 def peek(body: bytes) -> Peek:
     """Raises BadBody."""
     try:
-        return _peek.decode(body)
+        read = _peek.decode(body)
     except msgspec.ValidationError as error:
         raise BadBody(f"the body is not valid: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadBody(f"the body is not JSON: {error}") from None
+    if len(read.model) > NAME_BYTES_MAX:  # names are kept, wrong ones included
+        raise BadBody(f"the name of the model is longer than {NAME_BYTES_MAX} characters")
+    return read
 
 
 _BOUNDARY: Final = re.compile(r'boundary="?([^";,\s]{1,70})"?', re.IGNORECASE)
 _FIELD: Final = re.compile(rb'\bname="?([^";\r\n]*)"?', re.IGNORECASE)
+_NAMED: Final = re.compile(rb'name\s*=[\s"<]*(\w+)', re.IGNORECASE)
 
 
 def peek_form(body: bytes, content_type: str) -> Peek:
-    """Of a form, which is sent on as it came: nothing in it can be dropped or set.
+    """Fields of a form, which is sent on as it came: nothing in it can be dropped or set.
 
     Raises:
         BadBody: it is no form, or has a field by which it would steer its engine.
@@ -186,13 +191,18 @@ def peek_form(body: bytes, content_type: str) -> Peek:
     boundary = _BOUNDARY.search(content_type)
     if boundary is None:
         raise BadBody("the form has no boundary in its Content-Type")
+    # In the whole body: an engine may see other parts than those that the boundary makes here.
+    has_more = b"vllm_xargs" in body
+    if has_more and b"\\u00" in body:
+        raise BadBody("the form has escapes in vllm_xargs")
+    for steering in STRIPPED:
+        name = steering.encode()
+        if name in body and (has_more or name in _NAMED.findall(body)):
+            raise BadBody(f"the form has a field that no client may set: {steering}")
     read, parts = Peek(), body.split(b"--" + boundary[1].encode())
     for part in parts[1:-1]:
         head, _, value = part.partition(b"\r\n\r\n")
-        names = set(_FIELD.findall(head))
-        for steering in STRIPPED:
-            if steering.encode() in (value if b"vllm_xargs" in names else head.lower()):
-                raise BadBody(f"the form has a field that no client may set: {steering}")
+        names = _FIELD.findall(head)
         if b"model" in names:
             read.model = value[:NAME_BYTES_MAX].decode("utf-8", "replace").strip()
         elif b"stream" in names:

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 import socket
 import ssl
 import tempfile
 from collections.abc import Awaitable, Callable
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +37,8 @@ from kvstore.router.front.answers import error_response
 HEAD_BYTES_MAX: Final = 32 << 10
 HEADERS_MAX: Final = 100
 IDLE_S: Final = 75.0
+GIVES_WAY_S: Final = 2.0
+"""A connection without a request for so long gives way; the request of a new one is on its way."""
 BODY_STALL_S: Final = 60.0
 """Longest time for the next STEP_BYTES of a body."""
 DESCRIPTORS_SHARE: Final = 4
@@ -52,6 +56,7 @@ STEP_BYTES: Final = 16 << 10
 _BACKLOG: Final = 1024
 _CONTINUE: Final = "100-continue"
 NO_MEMORY: Final = "the bodies under way use up their memory"
+LONG_HEAD: Final = f"the head is longer than {HEAD_BYTES_MAX} bytes"
 
 Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _log = logging.getLogger(__name__)
@@ -83,13 +88,14 @@ class _Connection(RequestHandler):
     def data_received(self, data: bytes) -> None:
         count = self._request_count
         super().data_received(data)
-        is_in_head = self._current_request is None and not self._messages
+        is_in_head = self._waiter is not None and not self._messages
         if self._request_count != count or not is_in_head:
             self._head_bytes = 0
             return
         self._head_bytes = getattr(self, "_head_bytes", 0) + len(data)
-        if self._head_bytes > HEAD_BYTES_MAX and self.transport is not None:
-            self.transport.abort()
+        if self._head_bytes > HEAD_BYTES_MAX and isinstance(self.transport, asyncio.Transport):
+            self.transport.write(_long_head())
+            self.transport.close()
 
     def handle_error(
         self,
@@ -101,12 +107,23 @@ class _Connection(RequestHandler):
         self.log_exception("Error handling request", exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("a part of the answer is sent already")
-        text = "the router failed at this request" if status >= 500 else "the head is badly framed"
+        text = "the router failed at this request"
+        if status < 500:
+            text = f"the head is badly framed, or has more than {HEADERS_MAX} headers"
         if isinstance(exc, LineTooLong):
-            text = f"a line of the head is longer than {HEAD_BYTES_MAX} bytes"
+            text = LONG_HEAD
         answer = error_response(status, text, "bad_request" if status < 500 else "server_error")
         answer.force_close()
         return answer
+
+
+def _long_head() -> bytes:
+    """The whole answer to a head of which too much came, and not the end."""
+    body = error_response(400, LONG_HEAD, "bad_request").body
+    assert isinstance(body, bytes)
+    own = [(b"Server", b"kvstore"), (b"Content-Type", b"application/json")]
+    more: dict[str, str] = {heads.CONTENT_LENGTH: str(len(body)), heads.CONNECTION: "close"}
+    return heads.answer_head(400, own, more) + body
 
 
 def connections_max(wanted: int) -> int:
@@ -134,8 +151,8 @@ class FrontDoor(web.Server):
             logger=_http_log,
         )
         self._answer, self.connections_max = answer, connections_max
-        self._idle: dict[RequestHandler, asyncio.Transport] = {}
-        """Connections without a request, longest silent first."""
+        self._idle: dict[RequestHandler, tuple[asyncio.Transport, float]] = {}
+        """Connections without a request, and since when: longest first."""
         self.connection_count = 0
         self.refused_count = 0
         """Connections that gave way."""
@@ -148,31 +165,48 @@ class FrontDoor(web.Server):
     def has_room(self, coming: int) -> bool:
         """Whether one more connection is served, be it in the place of one without a request.
         Args: `coming`: connections that are accepted and not counted yet."""
-        return self.connection_count + coming < self.connections_max + len(self._idle)
+        excess = self.connection_count + coming - self.connections_max
+        return excess < 0 or self._gives_way(excess)
+
+    def _gives_way(self, place: int) -> bool:
+        """Whether the one at this place of `_idle` does."""
+        _, since_s = next(islice(self._idle.values(), place, None), (None, math.inf))
+        return since_s + GIVES_WAY_S <= self._loop.time()
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         self.connection_count += 1
-        if self.connection_count > self.connections_max and self._idle:
+        if self.connection_count > self.connections_max and self._gives_way(0):
             self.refused_count += 1
-            self._idle.pop(next(iter(self._idle))).abort()
-        self._idle[handler] = transport
+            self._idle.pop(next(iter(self._idle)))[0].abort()
+        self._idle[handler] = transport, self._loop.time()
 
     def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
         self.connection_count -= 1
         self._idle.pop(handler, None)
 
+    def pre_shutdown(self) -> None:
+        """Close connections after their requests, and those without one now: aiohttp would keep
+        these open, and answer nothing over them."""
+        super().pre_shutdown()
+        for transport, _ in list(self._idle.values()):
+            transport.close()
+
     async def _one(self, request: web.BaseRequest) -> web.StreamResponse:
         handler = request.protocol
-        transport = self._idle.pop(handler, None)
+        transport, _ = self._idle.pop(handler, (None, 0.0))
         try:
+            if sum(len(name) + len(value) for name, value in request.raw_headers) > HEAD_BYTES_MAX:
+                answer = error_response(400, LONG_HEAD, "bad_request")
+                answer.force_close()
+                return answer
             return await self._answer(request)
         except ConnectionError:
             raise asyncio.CancelledError from None  # aiohttp would log a bug, and answer nobody
         finally:
             if transport is not None and not transport.is_closing():
-                self._idle[handler] = transport
+                self._idle[handler] = transport, self._loop.time()
 
 
 class _Coming:

@@ -19,7 +19,6 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import Final
 
-from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy, istr
 
 from kvstore.router.engines.connections import ROUTERS, whole_head
@@ -200,19 +199,18 @@ class Origins:
             "Vary": "Origin",
         }
 
-    def preflight(self, headers: CIMultiDictProxy[str]) -> web.Response | None:
-        """The answer to a browser that asks before its request; None: it does not ask."""
-        wanted = headers.get("Access-Control-Request-Method")
-        if wanted is None or ORIGIN not in headers:
+    def preflight(self, headers: CIMultiDictProxy[str]) -> dict[str, str] | None:
+        """Headers for a browser that asks before its request; none: its page is not allowed. None:
+        it does not ask."""
+        if "Access-Control-Request-Method" not in headers or ORIGIN not in headers:
             return None
         if not (more := self.allowed(headers)):
-            return web.Response(status=403, text="pages of this origin are not allowed")
-        more |= {
+            return {}
+        return more | {
             "Access-Control-Allow-Methods": "GET, POST, DELETE",
             "Access-Control-Allow-Headers": headers.get("Access-Control-Request-Headers", "*"),
             "Access-Control-Max-Age": "600",
         }
-        return web.Response(status=204, headers=more)
 
 
 def bearer(headers: CIMultiDictProxy[str]) -> str:

@@ -140,7 +140,7 @@ class RequestIntake:
             put["vllm_xargs"] = kept
         if (put or read.is_stripped) and not is_form:
             body = edited(body, drop=drop, put=put)
-        prefix = await self.prefixes.of(path, body, read, salted)
+        prefix = await self.prefixes.of(path, body, read, salted, tenant)
         before = read.previous_response
         keeper = worker_of(before, self._workers) if before else None
         request = RouteRequest(
@@ -149,6 +149,7 @@ class RequestIntake:
             prompt_tokens=prefix.prompt_tokens,
             keys=prefix.keys,
             block_tokens=prefix.block_tokens,
+            is_of_bytes=bool(prefix.text_bytes),
             parts=prefix.parts,
             output_tokens_max=output_tokens(read.output_tokens),
             is_streamed=read.is_streamed,

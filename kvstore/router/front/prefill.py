@@ -74,7 +74,7 @@ def decode_order(body: bytes, parameters: Mapping[str, Any] | None) -> bytes:
     return body if parameters is None else edited(body, put={PARAMETERS: parameters})
 
 
-class _Waiting:
+class _PrefillWait:
     """A leg that waits, as a Waiter."""
 
     def __init__(self, limit: asyncio.Timeout) -> None:
@@ -98,7 +98,7 @@ async def prefilled(
         PrefillRefused: it refused the request.
     """
     limit = asyncio.timeout(None)
-    waiting = _Waiting(limit)
+    waiting = _PrefillWait(limit)
     worker.attempts.add(waiting)
     try:
         async with limit:

@@ -29,7 +29,7 @@ from asyncio import FIRST_COMPLETED
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from aiohttp import web
 
@@ -50,7 +50,7 @@ from kvstore.router.front.bodies import BadBody
 from kvstore.router.front.door import Bodies, BodyRefused
 from kvstore.router.front.intake import RequestIntake, RequestJob, Unauthorized
 from kvstore.router.front.models import MODELS, models_answer
-from kvstore.router.front.paths import RESPONSES, STORED, takes_prompts
+from kvstore.router.front.paths import STORED, takes_prompts
 from kvstore.router.front.prefill import (
     PrefillRefused,
     ahead,
@@ -124,12 +124,17 @@ class Proxy:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request, whatever it is."""
         request_id = heads.new_id(request.headers)
-        allowed = self._origins.allowed(request.headers)
-        if request.method == "OPTIONS" and (preflight := self._origins.preflight(request.headers)):
-            return preflight
-        answer = await self._answer(request, request_id)
+        asks = self._origins.preflight(request.headers) if request.method == "OPTIONS" else None
+        if asks is None:
+            answer = await self._answer(request, request_id)
+        elif asks:
+            answer = web.Response(status=204, headers=asks)
+        else:
+            answer = error_response(403, "pages of this origin are not allowed", "origin")
         if isinstance(answer, web.Response):  # the others are sent, with it
-            answer.headers.update({**allowed, heads.REQUEST_ID: request_id})
+            answer.headers.update(self._origins.allowed(request.headers))
+            answer.headers[heads.SERVER] = "kvstore"
+            answer.headers[heads.REQUEST_ID] = request_id
         return answer
 
     async def _answer(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
@@ -156,14 +161,27 @@ class Proxy:
             path = path.removeprefix("/kvstore/explain")
         if not (takes_prompts(path) or stored) or (is_dry and not _is_here(request)):
             return error_response(404, f"there is no {path} here", "not_found")
-        if request.method != "POST" and not stored:
-            return error_response(405, f"{path} takes POST", "method_not_allowed")
+        methods = ("GET", "POST", "DELETE") if stored else ("POST",)
+        if request.method not in methods:
+            why = f"{path} takes {', '.join(methods)}"
+            return error_response(405, why, "method_not_allowed")
         self.in_flight += 1
+        body: bytes | None = None
         try:
+            body = await self._bodies.read(request)
             if stored:
-                return await self._at_keeper(request, stored[1], request_id)
-            return await self._with_body(request, path, tenant, request_id, is_dry=is_dry)
+                return await self._at_keeper(request, stored[1], request_id, body)
+            return await self._with_body(request, path, body, tenant, request_id, is_dry=is_dry)
+        except (BodyRefused, web.RequestPayloadError) as error:
+            self.counts["refused"] += 1
+            status, why = 400, "the body is badly framed"
+            if isinstance(error, BodyRefused):
+                status, why = error.status, str(error)
+            answer = error_response(status, why, "invalid_request_error")
+            answer.force_close()  # or the rest of the body would be taken for the next request
+            return answer
         finally:
+            self._bodies.release(len(body or b""))
             self.in_flight -= 1
             if self.is_draining and not self.in_flight:
                 self._is_idle.set()
@@ -181,61 +199,57 @@ class Proxy:
             await self._is_idle.wait()
 
     async def _with_body(
-        self, request: web.BaseRequest, path: str, tenant: str, request_id: str, *, is_dry: bool
+        self,
+        request: web.BaseRequest,
+        path: str,
+        body: bytes,
+        tenant: str,
+        request_id: str,
+        *,
+        is_dry: bool,
     ) -> web.StreamResponse:
-        try:
-            body = await self._bodies.read(request)
-        except BodyRefused as error:
-            self.counts["refused"] += 1
-            return _closing(error_response(error.status, str(error), "invalid_request_error"))
-        except web.RequestPayloadError:
-            self.counts["refused"] += 1
-            return _closing(
-                error_response(400, "the body is badly framed", "invalid_request_error")
-            )
-        size = len(body)
         try:
             job = await self._intake.job(
                 request.headers, path, body, tenant, drives_legs=True, request_id=request_id
             )
-            if is_dry:
-                try:
-                    text = self._explain(job.asked.request, job.asked.prefix)
-                except LookupError as error:
-                    why = f"no worker would get this request: {error}"
-                    return error_response(503, why, "no_worker")
-                return web.Response(body=text, content_type="application/json")
-            return await self._serve(request, job)
         except BadBody as error:
             self.counts["refused"] += 1
             return error_response(400, str(error), "invalid_request_error")
-        finally:
-            self._bodies.release(size)
+        if not is_dry:
+            return await self._serve(request, job)
+        try:
+            text = self._explain(job.asked.request, job.asked.prefix)
+        except LookupError as error:
+            why = f"no worker would get this request: {error}"
+            return error_response(503, why, "no_worker")
+        return web.Response(body=text, content_type="application/json")
 
     async def _at_keeper(
-        self, request: web.BaseRequest, response_id: str, request_id: str
+        self, request: web.BaseRequest, response_id: str, request_id: str, body: bytes
     ) -> web.StreamResponse:
         """A request about a stored response: by the worker of its id, else by all, one by one."""
         keeper = responses.worker_of(response_id, self._workers)
-        workers = [keeper] if keeper is not None else [w for w in self._workers if w.is_answering]
+        answering = [worker for worker in self._workers if worker.is_answering]
         answer = error_response(404, f"there is no response {response_id}", "not_found")
-        body = await request.read()
-        for worker in workers:
+        for worker in [keeper] if keeper is not None else answering or self._workers:
             attempt = Attempt(self._engines, worker, request)
             more: dict[str, str] = {heads.REQUEST_ID: request_id, heads.WORKER: worker.name}
             more |= self._origins.allowed(request.headers)
             try:
-                onward = self._onward(request, request_id)
                 return await attempt.run(
-                    onward,
+                    self._onward(request, request_id),
                     body,
                     on_first=lambda: None,
                     more=more,
                     has_client_key=self._authorization is None,
                 )
             except LegFailure as error:
+                if error.has_streamed:
+                    _cut(request, "the engine's answer broke off")
                 gone = error_response(502, f"its worker failed: {error}", "server_error")
                 answer = error.answer or gone
+            except ClientStalled:
+                _cut(request, "the client did not read")
         return answer
 
     # ── attempts ─────────────────────────────────────────────────────────────────────────────────
@@ -287,11 +301,9 @@ class Proxy:
             if not race.attempt.has_ended:
                 ending = Ending.FAILED
                 raise
-            _cut(client)
-            raise ConnectionResetError("the engine closed after its last word") from None
+            _cut(client, "the engine closed after its last word")
         except ClientStalled:
-            _cut(client)
-            raise ConnectionResetError("the client did not read") from None
+            _cut(client, "the client did not read")
         else:
             return answer
         finally:
@@ -354,9 +366,7 @@ class Proxy:
             if job.read.is_streamed:  # others come whole, and say nothing about a TTFT
                 life.first()
 
-        put = {}
-        if job.path == RESPONSES and not bytes(job.read.request_id):
-            put["request_id"] = responses.new_id(worker)
+        put = responses.id_for(worker, job.path, job.read)
         try:
             return await attempt.run(
                 self._onward(client, job.request_id),
@@ -470,15 +480,11 @@ def _failure_of(leg: asyncio.Task[dict[str, Any] | None]) -> LegFailure | None:
     return error if isinstance(error, LegFailure) else None
 
 
-def _closing(answer: web.Response) -> web.Response:
-    """The rest of the body stays unread, and would be taken for the next request."""
-    answer.force_close()
-    return answer
-
-
-def _cut(request: web.BaseRequest) -> None:
+def _cut(request: web.BaseRequest, why: str) -> NoReturn:
+    """End the client's connection, so that no half of an answer is taken for a whole one."""
     if request.transport is not None:
         request.transport.abort()
+    raise ConnectionResetError(why)
 
 
 def _is_here(request: web.BaseRequest) -> bool:

@@ -78,11 +78,6 @@ class Race:
         error = task.exception()
         self._on_over(attempt, error if isinstance(error, LegFailure) else None)
 
-    @property
-    def others(self) -> list[Attempt]:
-        """Those that ended with a client that left both."""
-        return [each for each in self._tasks if each is not self.attempt]
-
     def claim(self, attempt: Attempt) -> None:
         """The attempt has the first piece of an answer. Raises Beaten: it is not sent."""
         if attempt not in self._tasks:

@@ -16,13 +16,15 @@ from typing import Final
 import xxhash
 
 from kvstore.router.engines.workers import Worker
+from kvstore.router.front.bodies import Peek
+from kvstore.router.front.paths import RESPONSES
 
 PREFIX: Final = "resp_"
 TAG_DIGITS: Final = 8
 
 
 def tag(worker: Worker) -> str:
-    """Of an engine, the same at each router."""
+    """The tag of an engine, the same at each router."""
     place = f"{worker.address.url}#{worker.address.rank}"
     return f"{xxhash.xxh32_intdigest(place.encode()):08x}"
 
@@ -30,6 +32,12 @@ def tag(worker: Worker) -> str:
 def new_id(worker: Worker) -> str:
     """For a response that this worker will store; as long as vLLM's own."""
     return f"{PREFIX}{tag(worker)}{secrets.token_hex(12)}"
+
+
+def id_for(worker: Worker, path: str, read: Peek) -> dict[str, str]:
+    """Fields for the body of a request that this worker gets: the id of what it will store."""
+    is_stored = path == RESPONSES and not bytes(read.request_id)
+    return {"request_id": new_id(worker)} if is_stored else {}
 
 
 def worker_of(response_id: str, workers: Iterable[Worker]) -> Worker | None:

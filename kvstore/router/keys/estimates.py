@@ -32,7 +32,7 @@ _TEXT_BYTES_MIN: Final = 256
 _KIND: Final = re.compile(rb'"type"\s*:\s*"(?:input_)?(image|audio|video|file|document)(?:_url)?"')
 _NAMES: Final = {b"document": "file"}
 _KEYS: Final = frozenset({b"url", b"image_url", b"data", b"file_data", b"video_url", b"audio_url"})
-_BASE64: Final = re.compile(rb"(?:data:[^,]{0,128},)?[A-Za-z0-9+/=_-]{256}")
+_BASE64: Final = re.compile(rb"(?:data:[^,]{0,128},)?[A-Za-z0-9+/\\=_-]{256}")
 
 
 class PromptText(NamedTuple):
@@ -69,7 +69,7 @@ class TokenEstimates:
         self._models: OrderedDict[str, _ModelTokens] = OrderedDict()
 
     def bytes_per_token(self, model: str) -> float:
-        """Of JSON of text."""
+        """For JSON of text."""
         found = self._models.get(model)
         return BYTES_PER_TOKEN if found is None else found.bytes_per_token
 

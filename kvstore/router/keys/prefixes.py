@@ -66,7 +66,9 @@ class Prefix(msgspec.Struct, frozen=True):
 class Prefixes(Protocol):
     """A source of prefixes."""
 
-    async def of(self, path: str, body: bytes, read: Peek, request_salt: str) -> Prefix:
+    async def of(
+        self, path: str, body: bytes, read: Peek, request_salt: str, tenant: str = ""
+    ) -> Prefix:
         """Facts about a request's prompt. Never raises for what a client sent."""
         ...
 
@@ -77,7 +79,9 @@ class BytePrefixes:
     def __init__(self, estimates: TokenEstimates) -> None:
         self._estimates = estimates
 
-    async def of(self, path: str, body: bytes, read: Peek, request_salt: str) -> Prefix:
+    async def of(
+        self, path: str, body: bytes, read: Peek, request_salt: str, tenant: str = ""
+    ) -> Prefix:
         return self.of_bytes(read, without_media(read.content), request_salt)
 
     def of_bytes(self, read: Peek, found: PromptText, request_salt: str) -> Prefix:
@@ -107,12 +111,14 @@ class KeyPrefixes:
         self._rendering, self._index, self._spaces = rendering, index, spaces
         self._by_bytes = by_bytes
 
-    async def of(self, path: str, body: bytes, read: Peek, request_salt: str) -> Prefix:
+    async def of(
+        self, path: str, body: bytes, read: Peek, request_salt: str, tenant: str = ""
+    ) -> Prefix:
         scope, prompts = self._spaces.scope(read.model), read.prompts[:PROMPTS_MAX]
         text = without_media(read.content)
         made = None
         if scope is not None:
-            made = await self._of_tokens(scope, path, body, read, prompts, request_salt)
+            made = await self._of_tokens(scope, path, body, read, prompts, request_salt, tenant)
         if made is None:
             return self._by_bytes.of_bytes(read, text, request_salt)
         return msgspec.structs.replace(made, media=text.media) if text.media else made
@@ -125,6 +131,7 @@ class KeyPrefixes:
         read: Peek,
         prompts: Sequence[msgspec.Raw],
         request_salt: str,
+        tenant: str,
     ) -> Prefix | None:
         """None: its tokens are not known in time."""
         orders = [(body, read)]
@@ -135,18 +142,18 @@ class KeyPrefixes:
         found = list[Prefix]()
         for each, its in orders:
             made = await self._rendering.keys_of(
-                path, each, its, scope.model, scope.plan, request_salt
+                path, each, its, scope.model, scope.plan, request_salt, tenant
             )
             if made is None:
                 return None
             found.append(await self._found(scope, made.keys, made.token_count))
         return found[0] if len(found) == 1 else _joined(found)
 
-    async def of_ids(self, model: str, ids: list[int]) -> Prefix | None:
+    async def of_ids(self, model: str, ids: list[int], tenant: str = "") -> Prefix | None:
         """Facts about a prompt by its tokens; None: nothing of the model is in the index."""
         if (scope := self._spaces.scope(model)) is None:
             return None
-        made = await self._rendering.keys_of_ids(ids, scope.plan)
+        made = await self._rendering.keys_of_ids(ids, scope.plan, tenant)
         return await self._found(scope, made.keys, len(ids)) if made is not None else None
 
     async def of_keys(self, model: str, keys: bytes, prompt_tokens: int) -> Prefix | None:

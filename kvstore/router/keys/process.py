@@ -1,26 +1,34 @@
-"""The router's end of `child`: orders to a process, answers in their order.
+"""The router's end of `child`: orders to processes, answers to those who wait.
 
-A child that ends or hangs costs its orders, which are answered with None, and is replaced. Orders
-that would wait too long are refused at once: routing by bytes is better than waiting.
+    make ─▶ a queue of each tenant ─▶ the one that got least ─▶ child          one order at a time
+            bodies of LONG_BYTES and more: a queue and a child of their own
+
+An order waits here and not in the pipe, so that it costs nothing when nobody waits for it any more,
+and the orders of one tenant wait for each other. Beyond BYTES_MAX owed, orders are refused at once,
+and those of a tenant beyond half of it: routing by bytes is better than waiting. A child that ends
+or hangs costs the order that it had, which is answered with None, and is replaced.
+
+Covers: fairness, bounds, faults. Does not cover: tokens and keys (`child`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from kvstore.router.keys.child import KeyAnswer, KeyOrder
 
-WAITING_MAX: Final = 64
+BYTES_MAX: Final = 64 << 20
+"""Bodies that wait or are under way; their requests hold them, too."""
+LONG_BYTES: Final = 256 << 10
 ANSWER_TIMEOUT_S: Final = 2.0
 """For a busy child; loading a tokenizer takes longer, and its first orders go unanswered."""
 HANG_S: Final = 30.0
@@ -31,90 +39,174 @@ LIMIT_BYTES: Final = 64 << 20
 _answers: Final = msgspec.msgpack.Decoder(KeyAnswer)
 
 
-class KeyProcess:
-    """One child. `make` from one loop."""
+class Waiting(NamedTuple):
+    """An order that is not sent yet."""
 
-    def __init__(self, tokenizers: Mapping[str, Path]) -> None:
-        self._arguments = [f"{model}={path}" for model, path in tokenizers.items()]
+    tenant: str
+    size: int
+    order: KeyOrder
+    asked: asyncio.Future[KeyAnswer | None]
+
+
+class FairQueue:
+    """Orders by tenant: the next one is of the tenant that got the fewest bytes while others
+    waited; one that comes begins at the least of those, not before."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[Waiting]] = {}
+        self._got: dict[str, int] = {}
+        """Bytes of each tenant since nobody waited last."""
+        self._least = 0
+
+    def put(self, waiting: Waiting) -> None:
+        """One more."""
+        tenant = waiting.tenant
+        if tenant not in self._waiting:
+            self._waiting[tenant] = deque()
+            self._got[tenant] = max(self._got.get(tenant, 0), self._least)
+        self._waiting[tenant].append(waiting)
+
+    def take(self) -> Waiting | None:
+        """The next one for which somebody waits; None: nobody does."""
+        while self._waiting:
+            tenant = min(self._waiting, key=self._got.__getitem__)
+            self._least = self._got[tenant]
+            found = self._waiting[tenant].popleft()
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+            if not found.asked.done():
+                self._got[tenant] += found.size
+                return found
+        self._got.clear()
+        self._least = 0
+        return None
+
+
+class _Lane:
+    """One child, and the orders for it."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self._arguments = arguments
         self._child: asyncio.subprocess.Process | None = None
-        self._waiting: deque[tuple[float, asyncio.Future[KeyAnswer | None]]] = deque()
-        """Since when, and for what, in the order of the child's answers."""
-        self._reader: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
+        self._queue = FairQueue()
+        self._sender: asyncio.Task[None] | None = None
+        self._asked_s: float | None = None
+        """Since when the child owes an answer; None: it does not."""
         self._has_answered = False  # this child
-        self.refused_count = 0
         self.restart_count = 0
 
-    async def make(self, order: KeyOrder) -> KeyAnswer | None:
-        """None: no answer in time."""
-        if len(self._waiting) >= WAITING_MAX:
-            self.refused_count += 1
-            self._replace_hanging()
-            return None
-        child = await self._running()
-        loop = asyncio.get_running_loop()
-        asked: asyncio.Future[KeyAnswer | None] = loop.create_future()
-        data = msgspec.msgpack.encode(order)
-        assert child.stdin is not None
-        self._waiting.append((loop.time(), asked))
-        child.stdin.write(len(data).to_bytes(4, "little") + data)
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                return await asyncio.shield(asked)
-        except TimeoutError:
-            self._replace_hanging()
-            return None
+    async def made(self, waiting: Waiting) -> KeyAnswer | None:
+        self._queue.put(waiting)
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send())
+        return await waiting.asked
 
-    def _replace_hanging(self) -> None:
-        owes_since_s = self._waiting[0][0] if self._waiting else math.inf
+    async def _send(self) -> None:
+        while (waiting := self._queue.take()) is not None:
+            answer = await self._answer(waiting.order)
+            if not waiting.asked.done():
+                waiting.asked.set_result(answer)
+
+    async def _answer(self, order: KeyOrder) -> KeyAnswer | None:
+        data = msgspec.msgpack.encode(order)
+        try:
+            child = await self.running()
+            assert child.stdin is not None
+            assert child.stdout is not None
+            self._asked_s = asyncio.get_running_loop().time()
+            child.stdin.write(len(data).to_bytes(4, "little"))
+            child.stdin.write(data)
+            await child.stdin.drain()
+            size = int.from_bytes(await child.stdout.readexactly(4), "little")
+            answer = _answers.decode(await child.stdout.readexactly(size))
+        except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError):
+            self.restart_count += 1
+            await self.end()
+            return None
+        finally:
+            self._asked_s = None
+        self._has_answered = True
+        return answer
+
+    async def running(self) -> asyncio.subprocess.Process:
+        """The child, started where there is none."""
+        if self._child is None:
+            self._has_answered = False
+            self._child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-P", "-m", "kvstore.router.keys.child", *self._arguments),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=LIMIT_BYTES,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+            )
+        return self._child
+
+    def replace_hanging(self) -> None:
+        """End a child that owes its answer for too long."""
         limit_s = HANG_S if self._has_answered else LOADING_S
-        if asyncio.get_running_loop().time() - owes_since_s > limit_s and self._child is not None:
+        now_s = asyncio.get_running_loop().time()
+        if self._asked_s is not None and now_s - self._asked_s > limit_s:
+            self._kill()
+
+    def _kill(self) -> None:
+        if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._child.kill()
 
-    async def _running(self) -> asyncio.subprocess.Process:
-        async with self._starting:
-            if self._child is None or self._child.returncode is not None:
-                self._child = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *("-P", "-m", "kvstore.router.keys.child", *self._arguments),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    limit=LIMIT_BYTES,
-                    env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
-                )
-                self._has_answered = False
-                self._reader = asyncio.create_task(self._read(self._child))
-        return self._child
-
-    async def _read(self, child: asyncio.subprocess.Process) -> None:
-        assert child.stdout is not None
-        try:
-            while True:
-                size = int.from_bytes(await child.stdout.readexactly(4), "little")
-                answer = _answers.decode(await child.stdout.readexactly(size))
-                self._has_answered = True
-                _, asked = self._waiting.popleft()
-                if not asked.done():
-                    asked.set_result(answer)
-        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
-            self.restart_count += 1
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
+    async def end(self) -> None:
+        """End the child, if there is one."""
+        self._kill()
+        if self._child is not None:
+            await self._child.wait()
             self._child = None
-            while self._waiting:
-                _, asked = self._waiting.popleft()
-                if not asked.done():
-                    asked.set_result(None)
 
     async def close(self) -> None:
-        """End the child."""
-        child, self._child = self._child, None
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-        if child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            await child.wait()
+        if self._sender is not None:
+            self._sender.cancel()
+            await asyncio.gather(self._sender, return_exceptions=True)
+        await self.end()
+
+
+class KeyProcess:
+    """Two children, for short and for long prompts; each starts with its first order. `make` from
+    one loop."""
+
+    def __init__(self, tokenizers: Mapping[str, Path]) -> None:
+        arguments = [f"{model}={path}" for model, path in tokenizers.items()]
+        self.lanes = _Lane(arguments), _Lane(arguments)
+        self._owed = Counter[str]()
+        """Bytes by tenant."""
+        self.refused_count = 0
+
+    @property
+    def restart_count(self) -> int:
+        """Children that were replaced."""
+        return sum(lane.restart_count for lane in self.lanes)
+
+    async def make(self, order: KeyOrder, tenant: str = "") -> KeyAnswer | None:
+        """None: no answer in time, or refused."""
+        size = len(order.body) + len(order.rendered)
+        lane, owed = self.lanes[size >= LONG_BYTES], self._owed
+        is_over = owed[tenant] > 0 and owed[tenant] + size > BYTES_MAX // 2
+        if is_over or owed.total() + size > BYTES_MAX:
+            self.refused_count += 1
+            lane.replace_hanging()
+            return None
+        owed[tenant] += size
+        asked: asyncio.Future[KeyAnswer | None] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await lane.made(Waiting(tenant, size, order, asked))
+        except TimeoutError:
+            lane.replace_hanging()
+            return None
+        finally:
+            owed[tenant] -= size
+            if not owed[tenant]:
+                del owed[tenant]
+
+    async def close(self) -> None:
+        """End the children."""
+        for lane in self.lanes:
+            await lane.close()

@@ -2,12 +2,13 @@
 
     token ids in the body ───────────────────────────▶ keys
     text, local tokenizer accepted ──▶ child process ─▶ keys      every CHECK_EVERY-th is compared
-    text ──▶ POST …/render of a worker ──────────────▶ keys       403, 404: not served there
+    else ──▶ POST …/render of a worker ──────────────▶ keys       403, 404: not served there
     neither in time ─────────────────────────────────▶ None: routed by bytes
 
-A local tokenizer is accepted for a model while its tokens equal those that an engine renders, for
-all PROBES and for samples of real requests; one difference ends it until the next comparison that
-finds none. Tokens and keys are made in `child`, never on this loop.
+A local tokenizer is for the plainest bodies (`shapes`), and is accepted for a model while its
+tokens equal those that its engines render, for all PROBES and for samples of real requests. One
+difference ends it until that worker is gone or was down, or the router starts again: probes may
+have nothing of what differed. Tokens and keys are made in `child`, never on this loop.
 
 Covers: who renders. Does not cover: keys against the index (`parity`).
 """
@@ -15,6 +16,7 @@ Covers: who renders. Does not cover: keys against the index (`parity`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +30,7 @@ from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front.bodies import Peek
 from kvstore.router.keys.child import KeyAnswer, KeyOrder
 from kvstore.router.keys.process import KeyProcess
+from kvstore.router.keys.shapes import CHAT, COMPLETIONS, source_of
 
 RENDER_TIMEOUT_S: Final = 0.1
 """For a request, which waits meanwhile …"""
@@ -40,27 +43,38 @@ UNSERVED_S: Final = 300.0
 """The same of one that does not render at all."""
 RENDERED_BYTES_MAX: Final = 16 << 20
 CHECK_EVERY: Final = 64
-PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+PATHS: Final = frozenset({COMPLETIONS, CHAT, "/v1/responses"})
 UNCOMPARED: Final = "not compared with an engine yet"
 _UNSERVED: Final = frozenset({403, 404, 405, 501})
 _SAID: Final = "Über 7 Hügel: what is\n\n  the 3rd word?\t👋 </s> <|im_end|>"
-PROBES: Final[tuple[tuple[str, dict[str, object]], ...]] = (
-    ("/v1/completions", {"prompt": _SAID}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": _SAID}]}),
-    (
-        "/v1/chat/completions",
-        {
-            "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "Hello"},
-                {"role": "assistant", "content": " Hi! "},
-                {"role": "user", "content": _SAID},
-            ]
-        },
-    ),
+_Probe = tuple[str, dict[str, object]]
+_TOOL: Final = {"type": "function", "function": {"parameters": {"type": "object"}, "name": "f"}}
+_CALL: Final = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
+
+
+def _chat(*turns: str, then: Iterable[object] = (), **more: object) -> _Probe:
+    said = [dict(zip(("role", "content"), turn.split(":", 1), strict=True)) for turn in turns]
+    return CHAT, {"messages": [*said, *then], **more}
+
+
+PROBES: Final[tuple[_Probe, ...]] = (
+    (COMPLETIONS, {"prompt": _SAID}),
+    (COMPLETIONS, {"prompt": f"\n {_SAID} \n"}),
+    _chat(f"user:{_SAID}"),
+    _chat("user:Hello", "assistant: Hi! ", f"user:{_SAID}"),
+    _chat("system: Be brief.\n", f"user:{_SAID}", "assistant:", "user:\n"),
+    _chat("system:", "user:Hello", "assistant:<think>\nno\n</think>\n\nHi", "user:Bye"),
+    # Left to engines. Whoever adds such shapes to those made here has them compared.
+    _chat("user:Hello", tools=[_TOOL]),
+    _chat("user:Hello", then=[{"role": "assistant", "content": "", "tool_calls": [_CALL]}]),
+    _chat("developer:Be brief.", "user:Hello"),
 )
 
 _log = logging.getLogger(__name__)
+
+
+class _UncomparedError(Exception):
+    """Nothing was learnt; says why."""
 
 
 class KeyPlan(NamedTuple):
@@ -107,30 +121,38 @@ class Rendering:
                 yield f"the tokenizer of {model} is not used ({why})"
 
     async def keys_of(
-        self, path: str, body: bytes, read: Peek, model: str, plan: KeyPlan, salt: str
+        self,
+        path: str,
+        body: bytes,
+        read: Peek,
+        model: str,
+        plan: KeyPlan,
+        salt: str,
+        tenant: str = "",
     ) -> KeyAnswer | None:
         """Count of tokens, and keys, of a prompt for a served model. None: not known in time."""
-        order = plan.order(body, salt)
-        if bytes(read.prompt)[:1] == b"[":
-            return self._counted("ids", await self._keys.make(order))
-        if self.local.get(model) == "":
-            local = await self._keys.make(msgspec.structs.replace(order, model=model))
-            if local is not None and not local.why:
-                self.counts["local"] += 1
-                if self.counts["local"] % CHECK_EVERY == 0:
+        order, source = plan.order(body, salt), ""
+        if self.local.get(model) == "" or bytes(read.prompt)[:1] == b"[":
+            source = source_of(path, body)
+        if source:
+            order.model = model if source == "local" else ""
+            made = await self._keys.make(order, tenant)
+            if made is None or not made.why:
+                if made and source == "local" and self.counts["local"] % CHECK_EVERY == 0:
                     self._later_compared(path, body, model)
-                return local
+                return self._counted(source, made)
         rendered = await self.rendered(path, body, self._renderers(model))
         if rendered is None:
             return self._counted("none", None)
         return self._counted(
-            "engine", await self._keys.make(msgspec.structs.replace(order, rendered=rendered))
+            "engine",
+            await self._keys.make(msgspec.structs.replace(order, rendered=rendered), tenant),
         )
 
-    async def keys_of_ids(self, ids: list[int], plan: KeyPlan) -> KeyAnswer | None:
+    async def keys_of_ids(self, ids: list[int], plan: KeyPlan, tenant: str) -> KeyAnswer | None:
         """Keys of tokens that a caller has."""
         body = msgspec.json.encode({"prompt": ids})
-        return self._counted("ids", await self._keys.make(plan.order(body)))
+        return self._counted("ids", await self._keys.make(plan.order(body), tenant))
 
     def _counted(self, source: str, answer: KeyAnswer | None) -> KeyAnswer | None:
         found = answer if answer is not None and not answer.why else None
@@ -191,40 +213,59 @@ class Rendering:
     # ── the local tokenizer against the engine ──────────────────────────────────────────────────
 
     async def compare(self, model: str, worker: Worker) -> None:
-        """Accept or refuse the local tokenizer of a model, by all probes at one worker."""
+        """Accept or refuse the local tokenizer of a model, by all probes at one worker. A
+        difference that was found there stays."""
         if model not in self.local:
             return
-        for path, fields in PROBES:
-            body = msgspec.json.encode({"model": model, **fields})
-            if (why := await self._difference(path, body, model, [worker])) is not None:
-                self._judge(model, why)
-                return
-        self._judge(model, "")
+        why = worker.token_troubles.get(model, "")
+        try:
+            for path, fields in () if why else PROBES:
+                body = msgspec.json.encode({"model": model, **fields})
+                if why := await self._difference(path, body, model, worker):
+                    break
+        except _UncomparedError as error:
+            self._judge(model, str(error))
+        else:
+            worker.token_troubles[model] = why
+            self._judge(model)
 
-    async def _difference(
-        self, path: str, body: bytes, model: str, workers: Iterable[Worker]
-    ) -> str | None:
-        rendered = await self.rendered(path, body, workers, timeout_s=COMPARE_TIMEOUT_S)
-        if rendered is None:
-            return "no engine renders"
-        ours = await self._keys.make(KeyOrder(model=model, body=body, wants_ids=True))
-        theirs = await self._keys.make(KeyOrder(rendered=rendered, wants_ids=True))
-        if ours is None or ours.why or theirs is None or theirs.why:
-            return f"no tokens ({ours.why if ours else 'late'})"
-        if ours.ids != theirs.ids:
-            return f"its tokens differ ({len(ours.ids)} and {len(theirs.ids)}) at {path}"
-        return None
+    async def _difference(self, path: str, body: bytes, model: str, worker: Worker) -> str:
+        """Differences between tokens made here and there, found twice: a template may show the
+        time. Empty: none. Raises _UncomparedError."""
+        why = ""
+        for _ in range(2 if source_of(path, body) == "local" else 0):
+            ours = await self._keys.make(KeyOrder(model=model, body=body, wants_ids=True))
+            if ours is None or (ours.why and path == COMPLETIONS):
+                raise _UncomparedError(f"no tokens ({ours.why if ours else 'late'})")
+            if ours.why:
+                return ""  # its template refuses that, and an engine is asked
+            rendered = await self.rendered(path, body, [worker], timeout_s=COMPARE_TIMEOUT_S)
+            if rendered is None:
+                raise _UncomparedError("no engine renders")
+            theirs = await self._keys.make(KeyOrder(rendered=rendered, wants_ids=True))
+            if theirs is None or theirs.why:
+                raise _UncomparedError(f"no tokens ({theirs.why if theirs else 'late'})")
+            if ours.ids == theirs.ids:
+                return ""
+            counts = f"{len(ours.ids)} and {len(theirs.ids)}"
+            why = f"its tokens differ from those of worker {worker.name} ({counts}) at {path}"
+        return why
 
-    def _judge(self, model: str, why: str) -> None:
+    def _judge(self, model: str, otherwise: str = "") -> None:
+        """The verdict by all present workers; `otherwise`: none was compared."""
+        known = [w.token_troubles[model] for w in self._workers if model in w.token_troubles]
+        why = max(known, default=otherwise)  # a difference, if there is one
         if self.local[model] != why:
             _log.warning("tokenizer of %s: %s", model, why or "accepted")
         self.local[model] = why
 
     def _later_compared(self, path: str, body: bytes, model: str) -> None:
         async def compared() -> None:
-            why = await self._difference(path, body, model, self._renderers(model))
-            if why is not None and "differ" in why:
-                self._judge(model, why)
+            for worker in self._renderers(model)[:1]:
+                with contextlib.suppress(_UncomparedError):
+                    if why := await self._difference(path, body, model, worker):
+                        worker.token_troubles[model] = why
+                        self._judge(model)
 
         task = asyncio.create_task(compared())
         self._checks.add(task)

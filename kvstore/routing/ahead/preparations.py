@@ -26,12 +26,13 @@ import numpy.typing as npt
 from kvstore.routing.ahead.pins import PromptPins
 from kvstore.routing.events import HintAnswer, Prepare, PrepareAnswered, PrepareReason
 from kvstore.routing.features import FeatureColumn, load_columns
-from kvstore.routing.fleet import Fleet
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.receipts import Preparation
 from kvstore.routing.requests import OpenRequest
-from kvstore.routing.rows import WorkerState
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, WorkerSpec
+from kvstore.routing.workers.fleet import Fleet
+from kvstore.routing.workers.pressure import SATURATED_S
+from kvstore.routing.workers.rows import WorkerState
 from kvstore.types import KEY_BYTES
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX as KEYS_MAX
@@ -217,9 +218,9 @@ class Ahead:
         queue_s, memory = columns[FeatureColumn.QUEUE_S], columns[FeatureColumn.MEMORY]
         nodes = {m.node for m in prefix.matches if _longest(m) >= blocks}
         holds = np.array([state.spec.node in nodes for state in crew.states])
-        if not holds.any() or queue_s[holds].min() < limits.saturated_s:
+        if not holds.any() or queue_s[holds].min() < SATURATED_S:
             return None
-        able = ~holds & (queue_s < limits.saturated_s) & (memory < limits.memory_ceiling)
+        able = ~holds & (queue_s < SATURATED_S) & (memory < limits.memory_ceiling)
         able &= self._fit(crew.states, opened, now_ns)
         if not able.any():
             return None

@@ -17,14 +17,12 @@ from typing import Final
 import msgspec
 import xxhash
 
-from kvstore.routing.fleet import Fleet
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import RouteRequest
+from kvstore.routing.workers.fleet import Fleet
 from kvstore.units import NS_PER_S
 
 STAYS_MAX: Final = 65_536
-STICKY: Final = ("session", "weighted")
-"""Policies that go by the worker of a session."""
 
 
 class Stay(msgspec.Struct):
@@ -65,7 +63,7 @@ class Stays:
         """Worker that a session stays at, of the one before and the one chosen now: the former,
         where policies go by it and it only was too busy."""
         row = self._fleet.row_of.get(before)
-        if row is None or before in failed or self.policy.policy not in STICKY:
+        if row is None or before in failed or self.policy.policy != "session":
             return chosen
         return before if self._fleet.workers[row].health.is_up else chosen
 

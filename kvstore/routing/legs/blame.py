@@ -1,6 +1,6 @@
 """Whose fault a failure is: one rule for all front ends.
 
-    leg failed ─▶ `failed` ─▶ the worker's: counted      500, broken ─▶ suspects of the request
+    leg failed ─▶ `failed` ─▶ the worker's: counted      500, broken, refused ─▶ suspects
     served elsewhere ─▶ the suspects' fault     failed at SUSPECTS_MAX workers ─▶ the request's own
     one worker tried ─▶ its fault, if others have served requests since it did (`failed_unproven`)
 
@@ -23,8 +23,8 @@ from kvstore.routing.events import (
     RaceOver,
     RequestEnded,
 )
-from kvstore.routing.fleet import Fleet
 from kvstore.routing.requests import OpenRequest
+from kvstore.routing.workers.fleet import Fleet
 
 SUSPECTS_MAX: Final = 2
 """Workers that may fail at a request before it counts as the cause."""
@@ -53,16 +53,21 @@ class Blame:
         if isinstance(event, LegFailed) and event.is_claim:
             self._fleet.spared(worker, now_ns)
             return
-        if failure not in _PUT_OFF and (state := self._fleet.state(worker)) is not None:
-            state.failure_count += 1
+        if failure not in _PUT_OFF:
+            self._fleet.count_failure(worker)
         has_streamed = isinstance(event, LegFailed) and event.has_streamed
         if has_streamed and failure in _SUSPECT:
             self._fleet.failed_unproven(worker, event.why, now_ns)
             return
         is_prefill = isinstance(event, LegFailed) and event.leg is Leg.PREFILL
         opened.decode_suspects += failure in _SUSPECT and not is_prefill
+        if event.lack is Lack.CONTEXT:
+            opened.failed.update(self._fleet.no_longer(worker, opened.side.model))
         if event.lack is Lack.MEDIA and (state := self._fleet.state(worker)) is not None:
             state.without_media.add(opened.side.model)
+        if failure is Failure.REFUSED and event.lack is None:  # others may not refuse it
+            opened.suspects.append((worker, event.why))
+            return
         self._count(opened, worker, failure, event.why, now_ns)
 
     def _count(
@@ -89,7 +94,7 @@ class Blame:
         self._served(opened, event.served_by, "the gateway went elsewhere", now_ns)
 
     def ended(self, opened: OpenRequest, event: RequestEnded, now_ns: int) -> None:
-        """What the end of a request says of its worker."""
+        """Verdict on the worker of a request that has ended."""
         if event.end in (Ending.DONE, Ending.REFUSED):  # it answered: a 4xx is the client's
             self._served(opened, event.served_by, event.why, now_ns)
         elif opened.placement is not None:
@@ -98,6 +103,8 @@ class Blame:
                 self._fleet.failed_unproven(worker, event.why, now_ns)
             elif not (opened.has_begun or opened.is_held):
                 self._fleet.spared(worker, now_ns)
+                if opened.race is not None:
+                    self._fleet.spared(opened.race.worker, now_ns)
 
     def _served(self, opened: OpenRequest, served_by: str, why: str, now_ns: int) -> None:
         if opened.placement is None:
@@ -105,6 +112,7 @@ class Blame:
         chosen = opened.placement.worker
         if served_by not in ("", chosen) and not opened.is_elsewhere:
             opened.is_elsewhere = True
+            self._fleet.count_failure(chosen)
             opened.suspects.append((chosen, why))
         self.served(opened, served_by or chosen, now_ns)
 
@@ -117,7 +125,7 @@ class Blame:
 
     def unserved(self, opened: OpenRequest, now_ns: int) -> None:
         """A request is over, and nobody has answered it."""
-        if len(opened.suspects) == 1:
+        if len(opened.suspects) == 1 and opened.decode_suspects:
             self._fleet.failed_unproven(*opened.suspects[0], now_ns)
         else:
             for suspect, _ in opened.suspects:

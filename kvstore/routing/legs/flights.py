@@ -14,11 +14,11 @@ from typing import Final
 
 import msgspec
 
-from kvstore.routing.fleet import Fleet
 from kvstore.routing.learning import learn_hits
 from kvstore.routing.placing import Placer
 from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.values import WorkerRole
+from kvstore.routing.workers.fleet import Fleet
 from kvstore.units import NS_PER_S
 
 _PREFILL: Final = "\0prefill"
@@ -69,9 +69,9 @@ class Legs:
             uncached=uncached,
             begins_s=begins_s,
         )
-        tree, block_tokens = self._placer.tree, request.block_tokens
+        tree, step = self._placer.tree, request.key_step
         for keys in request.chains:
-            tree.insert(keys, worker, now_ns, block_tokens=block_tokens)
+            tree.insert(keys, worker, now_ns, step=step)
 
     def raced(self, opened: OpenRequest, placed: Placement, now_ns: int) -> None:
         """A second attempt begins beside the first."""

@@ -5,11 +5,11 @@
 
 | starved  | sign                                                                | gives a worker |
 |----------|---------------------------------------------------------------------|----------------|
-| prefill  | prefill queue ≥ `prefill_high_s`; or > `prefill_low_s` and TTFT     | decode         |
+| prefill  | prefill queue ≥ PREFILL_HIGH_S; or > PREFILL_LOW_S and TTFT     | decode         |
 |          | missed by > 5 % of requests; or time per token missed by > 5 %      |                |
 |          | where decoders compute prompts more than they stream                |                |
 | decode   | time per token missed by > 5 %, or more streams than `streams_max`, | prefill        |
-|          | while the prefill queue is ≤ `prefill_low_s`                        |                |
+|          | while the prefill queue is ≤ PREFILL_LOW_S                        |                |
 
 Rule 1: only workers of role `any` change; those that an operator fixed count, and stay.
 Rule 2: a worker is to spare if the rest of its role stays below `spare` of what it can do, and not
@@ -28,13 +28,19 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.routing.fleet import Fleet
 from kvstore.routing.placing import Placer
 from kvstore.routing.policy import PolicyPlanner, PoolRoles, RoutingPolicy
-from kvstore.routing.rows import FleetColumn, WorkerState
 from kvstore.routing.values import WorkerRole
+from kvstore.routing.workers.fleet import Fleet
+from kvstore.routing.workers.rows import FleetColumn, WorkerState
 from kvstore.units import NS_PER_S
 
+PREFILL_HIGH_S: Final = 1.0
+"""Prefill ahead at a prefiller, from which prefillers are too few, …"""
+PREFILL_LOW_S: Final = 0.25
+"""… and up to which one can change its role."""
+SPARE: Final = 0.8
+"""Highest load of a role's remaining workers after a change."""
 _EVERY_NS: Final = NS_PER_S // 2
 _MISSED: Final = 0.05
 """Share of requests that may miss an objective."""
@@ -200,14 +206,14 @@ class Planner:
 
 def _starved(plan: PoolPlan, settings: PolicyPlanner) -> WorkerRole | None:
     is_slow = plan.slow_tokens.is_high
-    if plan.prefill_s >= settings.prefill_high_s or (
-        plan.late_first.is_high and plan.prefill_s > settings.prefill_low_s
+    if plan.prefill_s >= PREFILL_HIGH_S or (
+        plan.late_first.is_high and plan.prefill_s > PREFILL_LOW_S
     ):
         return WorkerRole.PREFILL
     if is_slow and plan.local_rate > plan.streams / settings.streams_max:
         return WorkerRole.PREFILL  # prompts that decoders compute slow their streams down
     is_full = is_slow or plan.streams > settings.streams_max
-    return WorkerRole.BOTH if is_full and plan.prefill_s <= settings.prefill_low_s else None
+    return WorkerRole.BOTH if is_full and plan.prefill_s <= PREFILL_LOW_S else None
 
 
 def _has_spare(
@@ -222,8 +228,8 @@ def _has_spare(
     if wanted is WorkerRole.PREFILL:
         left = serving - 1
         streams = plan.streams * serving / max(1, left)
-        return left >= bounds.decode_min and streams <= settings.spare * settings.streams_max
+        return left >= bounds.decode_min and streams <= SPARE * settings.streams_max
     left = prefillers - 1
     return left >= bounds.prefill_min and (
-        left == 0 or bool(np.less_equal(plan.work_rate / left, settings.spare))
+        left == 0 or bool(np.less_equal(plan.work_rate / left, SPARE))
     )

@@ -22,12 +22,15 @@ import msgspec
 from kvstore.routing.features import FeatureColumn
 from kvstore.routing.placing import Placer
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.pressure import Rung
 from kvstore.routing.requests import OpenRequest, Placement
+from kvstore.routing.workers.pressure import Rung
 from kvstore.units import NS_PER_S
 
 LATE_S_MIN: Final = 10.0
 LATE_FACTOR: Final = 5.0
+QUANTILE: Final = 0.95
+"""A first byte is late when achieved over predicted TTFT is above this quantile of its class, which
+is learned."""
 _PREFILL: Final = "\0prefill"
 _START: Final = 4.0
 """Achieved over predicted TTFT that counts as late, before anything is learned …"""
@@ -100,7 +103,7 @@ class Races:
     def _learn(self, opened: OpenRequest, placed: Placement, *, is_late: bool) -> None:
         """A step up for one that is late and many small ones down for the others meet at the
         quantile."""
-        step = _STEP * (self.policy.races.quantile - (not is_late))
+        step = _STEP * (QUANTILE - (not is_late))
         ratio = self._late_ratio(opened, placed) * math.exp(step)
         self._late_ratios[_name(opened, placed)] = min(max(ratio, 1.0), _MOST)
 

@@ -1,7 +1,11 @@
-"""Prefill on one engine, decode on another, each on a node of its own, behind the proxy."""
+"""Prefill on one engine, decode on another, each on a node of its own, behind the router.
+
+Legs are in turn as long as the router does not know the node of the prefill engine, then together.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -14,6 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,33 +30,34 @@ from kvstore.cli.ask import NodeClient
 from kvstore.demo.completions import CompletionClient
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
-from kvstore.demo.pair import PdPair, pd_pair
+from kvstore.demo.pair import ALL_REMOTE, PdPair, pd_pair, pd_router
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.router.receipt_log import read_receipts
+from kvstore.routing.receipts import Receipt
 from kvstore.testing import tied
-from kvstore.testing.pd_process import PdProxyProcess
 from kvstore.testing.process import NodeProcess, reap
-from kvstore.testing.router_process import RouterProcess
 from tests.amounts import amount, covered
 from tests.integration.engine.fixtures import MAX_TOKENS, PROMPT_COUNT, SEED, Reference
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, metric, wait_until
 from tests.integration.engine.test_cluster import hit_tokens, leading_blocks, wrong_answers
 from tests.kit.gauges import look
+from tests.kit.scripted_worker import ScriptedWorker
 from tests.upstream.run import NoSources, fetch
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ABORTS = amount(24, nightly=200)
+ABREAST = 6
+"""Requests at a time."""
 UPSTREAM_PROMPTS = amount(24, nightly=PROMPT_COUNT)
-ROUTED_PROMPTS = amount(32, nightly=PROMPT_COUNT)
 SUBMITTED = "vllm:kvstore_store_blocks_submitted_total"
 PUSHED_SHARE = 0.8
 """Of all blocks: several requests of one prefix may be computed at the same time."""
 PUSH_DEADLINE_MS = 3000
-PREFILL_TIMEOUT_S = 5.0
 ANSWER_S = 30.0
 """No request takes longer, whatever happens to a process."""
+_numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -73,20 +79,21 @@ def pair(
         tmp_path_factory.mktemp("pd"),
         config,
         lambda config, log: vllm.start(config, log=log),
-        proxy_flags=("--prefill-timeout", str(PREFILL_TIMEOUT_S)),
+        policy=ALL_REMOTE,
     ) as found:
         yield found
 
 
 @contextmanager
-def proxy_of(pair: PdPair, legs: str, directory: Path) -> Iterator[CompletionClient]:
-    """A proxy in front of the pair; its first request has named P's node to it."""
-    flags = ("--legs", legs, "--prefill-timeout", str(PREFILL_TIMEOUT_S))
-    with PdProxyProcess.start(
-        directory, prefill=[pair.p.port], decode=[pair.d.port], flags=flags
-    ) as process:
+def router_of(
+    pair: PdPair, legs: str, directory: Path, *, p_port: int = 0
+) -> Iterator[CompletionClient]:
+    """A router in front of the pair, or of another engine in the place of P. In turn: it knows no
+    node yet. Together: an earlier request has named P's to it."""
+    with pd_router(directory, p_port or pair.p.port, pair.d.port, policy=ALL_REMOTE) as process:
         client = CompletionClient(process.port)
-        client.complete((1, 2, 3), max_tokens=1)
+        if legs == "together":
+            client.complete((1, 2, 3), max_tokens=1)
         yield client
 
 
@@ -122,59 +129,44 @@ def at_rest(pair: PdPair) -> bool:
         return False
 
 
-@pytest.mark.parametrize("legs", ["in-turn", "together"])
+@pytest.mark.parametrize("node", ["learned", "named"])
 def test_tokens_are_those_of_one_engine(
     pair: PdPair,
     prompts: Sequence[tuple[int, ...]],
     reference: Reference,
     tmp_path: Path,
-    legs: str,
+    node: str,
 ) -> None:
+    """The router has the names of both nodes, or learns that of P's from its first answers."""
     forget(pair)
-    with proxy_of(pair, legs, tmp_path) as proxy:
-        before = pushed_blocks(pair)
-        done = proxy.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=6)
+    flags = ["--receipts", str(tmp_path / "receipts")]
+    with pd_router(
+        tmp_path,
+        pair.p.port,
+        pair.d.port,
+        flags,
+        policy=ALL_REMOTE,
+        is_named=node == "named",
+    ) as process:
+        router, before = CompletionClient(process.port), pushed_blocks(pair)
+        done = router.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=ABREAST)
         assert wrong_answers(done, reference) == []
         assert pushed_blocks(pair) - before >= PUSHED_SHARE * len(leading_blocks(prompts))
-        for conversation in reference.conversations[: amount(3, nightly=12)]:
-            size = len(conversation.answer)
-            assert proxy.complete(conversation.first, max_tokens=size).tokens == conversation.answer
-            second = proxy.complete(conversation.second, max_tokens=MAX_TOKENS)
-            assert second.tokens == conversation.second_answer
-    wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
+        asked = reference.conversations[: amount(3, nightly=12)]
+        for each in asked:
+            first = router.complete(each.first, max_tokens=len(each.answer))
+            assert first.tokens == each.answer
+            second = router.complete(each.second, max_tokens=MAX_TOKENS)
+            assert second.tokens == each.second_answer
+        wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
+        assert process.stop() == 0
+    found = [(r.prefill_worker, r.chosen, r.split_reason) for r in receipts_of(tmp_path)]
+    assert found == [("p", "d", "long")] * (len(prompts) + 2 * len(asked))
     covered("requests through prefill and decode", PROMPT_COUNT)
 
 
-@pytest.mark.parametrize("legs", ["in-turn", "together"])
-def test_the_router_drives_both_legs(
-    pair: PdPair,
-    prompts: Sequence[tuple[int, ...]],
-    reference: Reference,
-    tmp_path: Path,
-    legs: str,
-) -> None:
-    """Together where it knows the nodes of both engines; every prompt is prefilled elsewhere."""
-    forget(pair)
-    (tmp_path / "policy.yaml").write_text(
-        "split: {uncached_min: 1, busy_uncached_min: 1, learned_least: 1, is_learned: false}"
-    )
-    flags = [f"--policy={tmp_path / 'policy.yaml'}", f"--receipts={tmp_path / 'receipts'}"]
-    for name, engine, role in (("p", pair.p, "prefill"), ("d", pair.d, "decode")):
-        node = f",node={name}" * (legs == "together")
-        flags += ["--worker", f"{name}=http://127.0.0.1:{engine.port},role={role}{node}"]
-    asked = prompts[:ROUTED_PROMPTS]
-    with RouterProcess.start(tmp_path, flags) as router:
-        client = CompletionClient(int(router.address.rpartition(":")[2]))
-        before = pushed_blocks(pair)
-        done = client.complete_many(asked, max_tokens=MAX_TOKENS, concurrency=6)
-        assert wrong_answers(done, reference) == []
-        assert pushed_blocks(pair) - before >= PUSHED_SHARE * len(leading_blocks(asked))
-        client.abandon(prompts[-1], max_tokens=64, until=lambda: True)
-        wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
-        assert router.stop() == 0
-    receipts = list(read_receipts(tmp_path / "receipts"))
-    assert {(r.prefill_worker, r.chosen, r.split_reason) for r in receipts} == {("p", "d", "long")}
-    assert len(receipts) == len(asked) + 1
+def receipts_of(directory: Path) -> list[Receipt]:
+    return list(read_receipts(directory / "receipts"))
 
 
 def chat(client: CompletionClient, **more: object) -> dict[str, Any]:
@@ -203,17 +195,20 @@ def test_the_decode_engine_loads_the_incomplete_block_of_a_prompt(
     rng = random.Random(SEED)
     size = BLOCK_TOKENS
     prompts = [text_tokens(rng, encode, 6 * size + tail) for tail in (2, size // 2, size - 1)]
-    with proxy_of(pair, legs, tmp_path) as proxy:
-        before, stored = hit_tokens(pair.d), pair.d.metrics().get(SUBMITTED, 0)
-        through = [proxy.complete(prompt, max_tokens=size).tokens for prompt in prompts]
-        assert hit_tokens(pair.d) - before == sum(map(len, prompts))
-        stored += len(prompts)
-        wait_until(lambda: pair.d.metrics()[SUBMITTED] >= stored, "its answers are stored")
-        assert pair.d.metrics()[SUBMITTED] == stored
-        before = hit_tokens(pair.d)
-        one_token_more = (*prompts[0][: 6 * size], 7)
-        proxy.complete(one_token_more, max_tokens=1)
-        assert hit_tokens(pair.d) == before, "the engine has the whole blocks itself"
+    before, stored = hit_tokens(pair.d), pair.d.metrics().get(SUBMITTED, 0)
+    through = []
+    for prompt in prompts:  # each the first one of its router, or the second
+        with router_of(pair, legs, tmp_path) as router:
+            through.append(router.complete(prompt, max_tokens=size).tokens)
+    assert hit_tokens(pair.d) - before == sum(map(len, prompts))
+    stored += len(prompts)
+    wait_until(lambda: pair.d.metrics()[SUBMITTED] >= stored, "its answers are stored")
+    assert pair.d.metrics()[SUBMITTED] == stored
+    before = hit_tokens(pair.d)
+    one_token_more = (*prompts[0][: 6 * size], 7)
+    with router_of(pair, legs, tmp_path) as router:
+        router.complete(one_token_more, max_tokens=1)
+    assert hit_tokens(pair.d) == before, "the engine has the whole blocks itself"
     forget(pair)
     alone = CompletionClient(pair.d.port)
     assert [alone.complete(prompt, max_tokens=size).tokens for prompt in prompts] == through
@@ -222,34 +217,37 @@ def test_the_decode_engine_loads_the_incomplete_block_of_a_prompt(
 def test_chats_lists_of_prompts_and_several_answers(pair: PdPair, encode: Encode) -> None:
     forget(pair)
     more = {"n": 2, "kv_transfer_params": {"do_remote_prefill": True, "kvstore": {"node": "p"}}}
-    through = chat(pair.proxy, **more)["choices"]
+    through = chat(pair.router, **more)["choices"]
     alone = chat(pair.d)["choices"]
     assert [choice["message"] for choice in through] == [alone[0]["message"]] * 2
     prompts = fresh(encode, "list")
     before = pushed_blocks(pair)
-    done = pair.proxy.complete(prompts, max_tokens=1)  # type: ignore[arg-type]
+    done = pair.router.complete(prompts, max_tokens=1)  # type: ignore[arg-type]
     assert len(done.tokens) == len(prompts)
     assert pushed_blocks(pair) - before >= PUSHED_SHARE * 5 * len(prompts)
 
 
-def test_an_abort_leaves_nothing_behind(pair: PdPair, encode: Encode, tmp_path: Path) -> None:
+@pytest.mark.parametrize("legs", ["in-turn", "together"])
+def test_an_abort_leaves_nothing_behind(
+    pair: PdPair, encode: Encode, tmp_path: Path, legs: str
+) -> None:
     forget(pair)
     rng = random.Random(SEED)
     prompts = [text_tokens(rng, encode, 7 * BLOCK_TOKENS + 9) for _ in range(ABORTS)]
-    for legs in ("in-turn", "together"):
-        directory = tmp_path / legs
-        directory.mkdir()
-        with proxy_of(pair, legs, directory) as proxy, ThreadPoolExecutor(6) as pool:
 
-            def half(number: int, prompt: tuple[int, ...], client: CompletionClient = proxy) -> int:
-                if number % 2:
-                    return len(client.complete(prompt, max_tokens=4).tokens)
-                moment = threading.Timer(0.002 * (number % 40), lambda: None)
-                moment.start()
-                client.abandon(prompt, max_tokens=64, until=lambda: not moment.is_alive())
-                return 4
+    def half(number: int, client: CompletionClient) -> int:
+        if number % 2:
+            return len(client.complete(prompts[number], max_tokens=4).tokens)
+        moment = threading.Timer(0.002 * (number % 40), lambda: None)
+        moment.start()
+        client.abandon(prompts[number], max_tokens=64, until=lambda: not moment.is_alive())
+        return 4
 
-            assert set(pool.map(half, range(ABORTS), prompts)) == {4}
+    size = ABREAST if legs == "in-turn" else ABORTS
+    for first in range(0, ABORTS, size):
+        numbers = range(first, min(first + size, ABORTS))
+        with router_of(pair, legs, tmp_path) as router, ThreadPoolExecutor(ABREAST) as pool:
+            assert set(pool.map(half, numbers, itertools.repeat(router))) == {4}
             wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
 
 
@@ -285,12 +283,12 @@ def _all_of(node: NodeProcess) -> list[int]:
 
 
 def ask_all(
-    proxy: CompletionClient, prompts: Sequence[tuple[int, ...]], meanwhile: Callable[[], object]
+    router: CompletionClient, prompts: Sequence[tuple[int, ...]], meanwhile: Callable[[], object]
 ) -> list[tuple[int, ...]]:
     """Tokens of all prompts, sent together; `meanwhile` runs as soon as they are under way."""
     with ThreadPoolExecutor(len(prompts) + 1) as pool:
         asked = [
-            pool.submit(proxy.complete, prompt, max_tokens=MAX_TOKENS, timeout_s=ANSWER_S)
+            pool.submit(router.complete, prompt, max_tokens=MAX_TOKENS, timeout_s=ANSWER_S)
             for prompt in prompts
         ]
         threading.Event().wait(0.05)
@@ -308,44 +306,92 @@ def test_every_request_is_right_while_a_process_is_stopped_or_crashes(
     pair: PdPair, encode: Encode, tmp_path: Path, legs: str
 ) -> None:
     forget(pair)
-    with proxy_of(pair, legs, tmp_path) as proxy:
-        for name, pids in STOPS.items():
-            prompts = fresh(encode, (legs, name))
-            found: list[list[tuple[int, ...]]] = []
+    for name, pids in STOPS.items():
+        prompts = fresh(encode, (legs, name))
+        found: list[list[tuple[int, ...]]] = []
+        with router_of(pair, legs, tmp_path) as router:
             stop = stopped(pids(pair))
-            found.append(ask_all(proxy, prompts, stop.__enter__))
-            found.append(ask_all(proxy, prompts[::-1], lambda: None)[::-1])
+            found.append(ask_all(router, prompts, stop.__enter__))
+            found.append(ask_all(router, prompts[::-1], lambda: None)[::-1])
             stop.__exit__(None, None, None)
             wait_until(lambda: at_rest(pair), f"all is at rest after a stop of {name}")
-            truth = [c.tokens for c in pair.d.complete_many(prompts, max_tokens=MAX_TOKENS,
-                                                            concurrency=5)]  # fmt: skip
+            truth = answers_of_d(pair, prompts)
             assert found == [truth, truth], name
-        for node in (pair.node_p, pair.node_d):
-            prompts = fresh(encode, (legs, node.pid))
-            found = [ask_all(proxy, prompts, node.crash)]
+            wait_until(lambda: pushes(pair, router, encode), f"pushes after a stop of {name}")
+    for node in (pair.node_p, pair.node_d):
+        prompts = fresh(encode, (legs, node.pid))
+        with router_of(pair, legs, tmp_path) as router:
+            found = [ask_all(router, prompts, node.crash)]
             wait_until(lambda: at_rest(pair), "all is at rest after a crash")
             pair.d.forget()
-            found.append(ask_all(proxy, prompts, lambda: None))
-            assert found[0] == found[1]
+            found.append(ask_all(router, prompts, lambda: None))
+        assert found[0] == found[1]
 
 
+def answers_of_d(pair: PdPair, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """By itself."""
+    done = pair.d.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=len(prompts))
+    return [each.tokens for each in done]
+
+
+def pushes(pair: PdPair, router: CompletionClient, encode: Encode) -> bool:
+    """Whether blocks of a new prompt come to node d from node p."""
+    before = pushed_blocks(pair)
+    router.complete(fresh(encode, next(_numbers))[0], max_tokens=1, timeout_s=ANSWER_S)
+    return pushed_blocks(pair) > before
+
+
+@pytest.mark.parametrize("legs", ["in-turn", "together"])
 def test_a_killed_prefill_engine_costs_no_answer(
-    pair: PdPair, vllm: EngineNursery, encode: Encode, tmp_path: Path
+    pair: PdPair, vllm: EngineNursery, encode: Encode, tmp_path: Path, legs: str
 ) -> None:
     forget(pair)
-    prompts = fresh(encode, "kill")
-    truth = [c.tokens for c in pair.d.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=5)]
+    prompts = fresh(encode, ("kill", legs))
+    truth = answers_of_d(pair, prompts)
     forget(pair)
     with (
         vllm.start(pair.p.config, log=tmp_path / "victim.log") as victim,
-        PdProxyProcess.start(
-            tmp_path, prefill=[victim.port], decode=[pair.d.port], flags=("--legs", "together")
-        ) as process,
+        router_of(pair, legs, tmp_path, p_port=victim.port) as router,
     ):
-        proxy = CompletionClient(process.port)
-        proxy.complete((1, 2, 3), max_tokens=1)
-        assert ask_all(proxy, prompts, victim.kill) == truth
-        assert ask_all(proxy, prompts, lambda: None) == truth
+        assert ask_all(router, prompts, victim.kill) == truth
+        assert ask_all(router, prompts, lambda: None) == truth
+    wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
+
+
+def test_a_prefill_engine_without_the_connector_costs_no_answer(
+    pair: PdPair, vllm: EngineNursery, encode: Encode, tmp_path: Path
+) -> None:
+    """Its answers have no parameters. It is left alone after a few."""
+    forget(pair)
+    prompts = fresh(encode, "mute")
+    truth = answers_of_d(pair, prompts)
+    forget(pair)
+    with (
+        vllm.start(replace(pair.p.config, socket=None), log=tmp_path / "mute.log") as mute,
+        pd_router(tmp_path, mute.port, pair.d.port, policy=ALL_REMOTE) as process,
+    ):
+        router = CompletionClient(process.port)
+        assert [ask_all(router, prompts, lambda: None) for _ in range(2)] == [truth] * 2
+        (said,) = [line for line in process.log.splitlines() if "kv_transfer_params" in line]
+        assert "worker p: breaker open after prefills without" in said
+
+
+@pytest.mark.parametrize("legs", ["in-turn", "together"])
+def test_a_prefill_engine_that_refuses_costs_no_answer(
+    pair: PdPair, encode: Encode, tmp_path: Path, legs: str
+) -> None:
+    forget(pair)
+    prompts = fresh(encode, ("refuse", legs))
+    truth = answers_of_d(pair, prompts)
+    forget(pair)
+    with ScriptedWorker.start(tmp_path, "p") as engine:
+        engine.script("ok", models=[SERVED_NAME])  # it names node p, and computes nothing
+        port = int(engine.url.rpartition(":")[2])
+        with router_of(pair, legs, tmp_path, p_port=port) as router:
+            before = engine.seen()["requests"]
+            engine.script("refuse", status=422, models=[SERVED_NAME])
+            assert ask_all(router, prompts, lambda: None) == truth
+            assert engine.seen()["requests"] - before == len(prompts)
     wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
 
 

@@ -15,7 +15,7 @@ from kvstore.cli.ask import NodeClient
 from kvstore.demo.completions import Completion, CompletionClient
 from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS
-from kvstore.demo.pair import PdPair, pd_pair
+from kvstore.demo.pair import ALL_REMOTE, PdPair, pd_pair, pd_router
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.engine import RequestReport
 from kvstore.proto import inspect_pb2 as pb
@@ -51,11 +51,9 @@ def start(vllm: EngineNursery, tmp_path: Path) -> Start:
     def started(config: ServerConfig) -> Iterator[PdPair]:
         work = tmp_path / "pair"
         work.mkdir()
-        flags = ("--legs", "together")
         with pd_pair(
-            work, config, lambda its, log: vllm.start(its, log=log), proxy_flags=flags
+            work, config, lambda its, log: vllm.start(its, log=log), policy=ALL_REMOTE
         ) as pair:
-            pair.proxy.complete((1, 2, 3), max_tokens=1)  # which names node p to the proxy
             yield pair
 
     return started
@@ -97,7 +95,7 @@ def test_blocks_of_all_groups_are_pushed(
         truth = ask(pair.d, prompts)
         forget(pair)
         before = pushed_blocks(pair)
-        assert ask(pair.proxy, prompts) == truth
+        assert ask(pair.router, prompts) == truth
         assert pushed_blocks(pair) > before
         assert len(pushed_groups(pair)) > 1
         assert pair.d.hits().external_hits > 0
@@ -129,7 +127,7 @@ def test_states_of_recurrent_layers_are_pushed(
 
         computed, own = answers(pair.d), answers(pair.d)
         forget(pair)
-        pushed = answers(pair.proxy)
+        pushed = answers(pair.router)
         cached = [done.cached_tokens for done in own]
         assert [done.cached_tokens for done in pushed] == cached
         assert sum(count > 0 for count in cached) > len(prompts) // 2
@@ -159,14 +157,18 @@ def test_blocks_of_each_adapter_are_pushed(
         truth = {name: ask(pair.d, prompts, name) for name in models}
         assert len({tuple(answers) for answers in truth.values()}) == len(models)
         forget(pair)
-        for name in models:
-            before = pushed_blocks(pair)
-            assert ask(pair.proxy, prompts, name) == truth[name]
-            blocks = {
-                prompt[: end * BLOCK_TOKENS]
-                for prompt in prompts
-                for end in range(1, (len(prompt) - 1) // BLOCK_TOKENS + 1)
-            }
-            assert pushed_blocks(pair) - before >= PUSHED_SHARE * len(blocks), name
+        blocks = {
+            prompt[: end * BLOCK_TOKENS]
+            for prompt in prompts
+            for end in range(1, (len(prompt) - 1) // BLOCK_TOKENS + 1)
+        }
+        # The router of the pair reads lists of models every ten seconds: another one does at once.
+        with pd_router(
+            tmp_path, pair.p.port, pair.d.port, policy=ALL_REMOTE, is_named=True
+        ) as process:
+            for name in models:
+                before = pushed_blocks(pair)
+                assert ask(CompletionClient(process.port), prompts, name) == truth[name]
+                assert pushed_blocks(pair) - before >= PUSHED_SHARE * len(blocks), name
         wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")
     covered("requests of adapters through prefill and decode", len(models) * len(prompts))

@@ -89,18 +89,17 @@ def test_a_request_whose_objective_cannot_be_met(worker: ScriptedWorker, tmp_pat
     assert told["requests"] == sum(bool(each["chosen"]) for each in routed) > 0
 
 
-def test_no_ready_worker_leaves_a_receipt_with_the_reason_at_each(
-    worker: ScriptedWorker, tmp_path: Path
-) -> None:
+def test_only_a_worker_that_is_down_is_tried_and_a_receipt_says_so(tmp_path: Path) -> None:
     log = tmp_path / "receipts"
-    worker.script("sick")
-    with RouterThread([worker.flag], core=core_of({}), receipts=str(log)) as router:
+    with ScriptedWorker.start(tmp_path, "a") as gone:
+        flag = gone.flag
+    with RouterThread([flag], core=core_of({}), receipts=str(log)) as router:
         until(lambda: router.router.workers["a"].state == "down")
         status, headers, _ = router.ask()
         [receipt] = receipts(log, 1)
     assert (status, receipt["request_id"]) == (503, headers["x-request-id"])
     assert receipt["outcome"]["rejected"] == headers["x-kvstore-dropped-reason"]
-    assert receipt["filtered"] == {"a": "down"}
+    assert (receipt["chosen"], "last-resort" in receipt["degraded"]) == ("a", True), "it was tried"
 
 
 def test_an_error_of_an_engine_that_is_passed_on_names_it_and_the_request(
@@ -122,7 +121,7 @@ def test_a_failed_request_names_the_worker_that_was_tried_last(tmp_path: Path) -
         flag = gone.flag
     with RouterThread([flag]) as router:
         status, headers, _ = router.ask()
-    assert (status, headers["x-kvstore-worker"]) == (502, "gone")
+    assert (status, headers["x-kvstore-worker"]) == (503, "gone")
     assert headers["x-request-id"].startswith("req-")
 
 

@@ -92,8 +92,8 @@ def test_an_engine_whose_address_is_the_router_takes_no_request(
         router.on_loop(lambda: router.router.discovery.listed([itself]))
         for number in range(4):
             assert router.ask(body(number))[0] == 200
-        until(lambda: not router.router.workers["n/itself/0"].is_answering)
-        assert router.router.proxy.counts == {"done": 4}
+        until(lambda: router.words()["n/itself/0"] == "down")
+        until(lambda: router.router.proxy.counts == {"done": 4})
 
 
 def test_two_routers_that_list_each_other_end_a_request(engines: Engines) -> None:
@@ -102,7 +102,7 @@ def test_two_routers_that_list_each_other_end_a_request(engines: Engines) -> Non
             found = [listed("r", f"http://127.0.0.1:{to}")]
             router.on_loop(partial(router.router.discovery.listed, found))
         assert one.ask()[0] in (502, 503, 508)
-        assert sum(each.router.workers["n/r/0"].request_count for each in (one, other)) < 20
+        assert sum(each.core.fleet.state("n/r/0").request_count for each in (one, other)) < 20
 
 
 STEERING = [
@@ -196,7 +196,7 @@ def test_an_engine_that_reports_absurd_numbers_ends_its_requests(
         until(lambda: not router.core.open)
         outcomes = [draft.plain.outcome for draft in router.core.take_drafts()]
         assert [(each.cached_tokens, each.end) for each in outcomes] == [(None, "done")] * 3
-        assert router.router.workers["d"].in_flight == 0
+        assert router.core.fleet.in_flight("d") == 0
 
 
 def test_a_request_has_ended_whatever_fails_when_its_answer_is_accounted_for(

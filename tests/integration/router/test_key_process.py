@@ -41,8 +41,7 @@ def test_orders_are_answered_in_order_and_a_dead_child_replaced() -> None:
         try:
             answers = await asyncio.gather(*(keeper.make(order(n)) for n in range(4, 60, 5)))
             assert [a and a.keys for a in answers] == [keys(n) for n in range(4, 60, 5)]
-            child = vars(keeper)["_child"]
-            child.send_signal(signal.SIGKILL)
+            (await keeper.lanes[0].running()).send_signal(signal.SIGKILL)
             await answered(keeper)
             assert keeper.restart_count == 1
         finally:
@@ -56,16 +55,16 @@ def test_a_hanging_child_costs_time_outs_and_is_replaced(
 ) -> None:
     monkeypatch.setattr(process, "ANSWER_TIMEOUT_S", 0.5)
     monkeypatch.setattr(process, "HANG_S", 4.0)
-    monkeypatch.setattr(process, "WAITING_MAX", 2)
+    monkeypatch.setattr(process, "BYTES_MAX", 4 * len(order(8).body))
 
     async def scenario() -> None:
         keeper = KeyProcess({})
         try:
             await answered(keeper)
-            vars(keeper)["_child"].send_signal(signal.SIGSTOP)
+            (await keeper.lanes[0].running()).send_signal(signal.SIGSTOP)
             answers = await asyncio.gather(*(keeper.make(order(8)) for _ in range(4)))
             assert answers == [None] * 4
-            assert keeper.refused_count == 2, "no more than WAITING_MAX wait"
+            assert keeper.refused_count == 2, "a tenant owes half of BYTES_MAX at most"
             await answered(keeper)
         finally:
             await keeper.close()
@@ -85,7 +84,7 @@ def test_a_child_that_loads_has_longer(
     async def scenario() -> None:
         keeper = KeyProcess({})
         try:
-            child = await keeper._running()
+            child = await keeper.lanes[0].running()
             child.send_signal(signal.SIGSTOP)
             assert await keeper.make(order(8)) is None
             with contextlib.suppress(ProcessLookupError):
@@ -97,6 +96,86 @@ def test_a_child_that_loads_has_longer(
             await keeper.close()
 
     asyncio.run(scenario())
+
+
+LONG = 400_000
+"""Token ids: 2.6 MB of JSON."""
+
+
+def test_long_prompts_of_one_tenant_make_no_other_wait() -> None:
+    """Four bodies of 2 MB made everybody else's keys late by seconds."""
+
+    async def scenario() -> None:
+        keeper = KeyProcess({})
+        try:
+            await answered(keeper)
+            long = [asyncio.create_task(keeper.make(order(LONG), "a")) for _ in range(4)]
+            short = [await keeper.make(order(n), "b") for n in range(4, 60, 5)]
+            assert [a and a.keys for a in short] == [keys(n) for n in range(4, 60, 5)]
+            assert not any(each.done() for each in long[1:]), "they take seconds"
+            assert keeper.refused_count == 0
+            lane = vars(keeper.lanes[1])
+            lane["_child"].send_signal(signal.SIGKILL)  # costs the one that it has
+            await asyncio.gather(*long)
+            assert (keeper.lanes[0].restart_count, keeper.lanes[1].restart_count) == (0, 1)
+        finally:
+            await keeper.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_owed_is_bounded_and_what_nobody_waits_for_is_not_owed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = KeyOrder(body=bytes(32 << 20))
+
+    async def scenario() -> None:
+        keeper = KeyProcess({})
+        lane = keeper.lanes[1]
+        try:
+            (await lane.running()).send_signal(signal.SIGSTOP)
+            asked = [asyncio.create_task(keeper.make(body, f"t{n % 4}")) for n in range(64)]
+            done, rest = await asyncio.wait(asked, timeout=0.2)
+            assert (len(done), len(rest), keeper.refused_count) == (62, 2, 62)
+            for each in rest:
+                each.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+            assert not vars(keeper)["_owed"]
+            again = asyncio.create_task(keeper.make(body, "t0"))
+            await asyncio.sleep(0)
+            assert not again.done(), "there is room again"
+            again.cancel()
+            await asyncio.gather(again, return_exceptions=True)
+        finally:
+            await keeper.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_tenant_that_got_the_fewest_bytes_is_next() -> None:
+    async def scenario() -> list[str]:
+        loop, queue = asyncio.get_running_loop(), process.FairQueue()
+
+        def put(tenant: str, size: int) -> process.Waiting:
+            found = process.Waiting(tenant, size, KeyOrder(), loop.create_future())
+            queue.put(found)
+            return found
+
+        for _ in range(6):
+            put("a", 100)
+        taken = [queue.take() for _ in range(2)]
+        put("b", 10)
+        gone = put("b", 10)
+        for _ in range(12):
+            put("b", 10)
+        gone.asked.cancel()
+        taken += [queue.take() for _ in range(10)]
+        assert queue.take() is not None
+        while queue.take() is not None:
+            pass
+        return [each.tenant for each in taken if each is not None]
+
+    assert "".join(asyncio.run(scenario())) == "aa" + 10 * "b", "until it has got as much"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +198,7 @@ def test_one_prompt_has_tokens_and_all_else_has_none(given: KeyOrder, count: int
 
 
 @pytest.mark.engine  # transformers
-def test_only_plain_bodies_are_rendered_here(tmp_path: Path) -> None:
+def test_texts_have_tokens_and_a_header_that_changes_is_left_to_the_engine(tmp_path: Path) -> None:
     models._write_tokenizer(tmp_path, models.SHAPES["tiny"])
     tokenizers = Tokenizers({"m": str(tmp_path)})
 
@@ -130,15 +209,8 @@ def test_only_plain_bodies_are_rendered_here(tmp_path: Path) -> None:
     hello = [{"role": "user", "content": "hello"}]
     assert count(prompt="hello") > 0
     assert count(messages=hello, temperature=0.5) > count(prompt="hello")
-    changes: list[dict[str, object]] = [
-        {"chat_template_kwargs": {"x": 1}},
-        {"add_generation_prompt": False},
-        {"truncate_prompt_tokens": 1},
-        {"documents": []},
-        {"tool_choice": "none"},
-        {"response_format": {}},
-    ]
-    for changed in changes:
-        assert count(messages=hello, **changed) == 0, changed
-    assert count(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}]) == 0
+    header = "x-anthropic-billing-header: cch=1;"
+    assert count(messages=[{"role": "system", "content": f"Hi. {header}"}]) > 0
+    assert count(messages=[{"role": "system", "content": header}]) == 0
+    assert count(messages=[{"role": "user", "content": ["hello"]}]) == 0
     assert count(prompt=["hello"]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ from kvstore.router import pages
 from kvstore.router.engines.workers import UNASKED
 from kvstore.router.keys import parity
 from kvstore.router.keys.spaces import OTHER_KEYS
+from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, Judged
+from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import PrefixTrust
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS
@@ -335,3 +338,26 @@ def test_an_engine_that_its_node_lists_needs_no_flag(
             assert (found.name, found.address.node) == ("n1/listed/0", "n1")
         until(lambda: index.listed == ())
         assert router.ask(ASK)[0] == 200, "without its node it serves all the same"
+
+
+def test_without_its_index_from_the_start_a_router_goes_by_what_it_sent_and_says_why(
+    worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        away = "{}:{}".format(*closed.getsockname())
+    with ScriptedWorker.start(tmp_path, "b") as other:
+        flags = [f"{w.flag},node=n-{w.name},block=16,seed={SEED}" for w in (worker, other)]
+        core = RouterCore(RoutingPolicy(), seed=1)
+        with RouterThread(flags, core=core, index=[away], insecure=True) as router:
+            until(lambda: set(router.words().values()) == {"load-only"})
+            until(lambda: healthz(router).count("the index is lost") == 3)
+            homes = [
+                router.ask(ASK | {"prompt": f"{user} {TEXT} {turn}"})[1]["x-kvstore-worker"]
+                for turn in range(4)
+                for user in range(8)
+            ]
+            assert [set(homes[user::8]) for user in range(8)] == [{home} for home in homes[:8]]
+            assert set(homes) == {"a", "b"}
+            said = healthz(router)
+            assert said.count("the index is lost: nothing listens there") == 3
+            assert not [why for why in ("compared", "differ", "stores nothing") if why in said]

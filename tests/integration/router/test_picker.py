@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.routing.events import Judged, RouteCommand, RouteEvent
+from kvstore.routing.core import RouterCore
+from kvstore.routing.events import Probed, RouteCommand, RouteEvent
+from kvstore.routing.policy import RoutingPolicy
 from tests.integration.router.test_proxy import until
 from tests.kit.envoy import Envoy, binary
 from tests.kit.router_thread import ASK, RouterThread, ask
@@ -45,7 +47,7 @@ class Unwarned(TurnsCore):
     """As before the first probe has failed, for as long as it takes."""
 
     def step(self, event: RouteEvent, now_ns: int) -> list[RouteCommand]:
-        return [] if isinstance(event, Judged) else super().step(event, now_ns)
+        return [] if isinstance(event, Probed) else super().step(event, now_ns)
 
 
 def pool(workers: list[ScriptedWorker], **settings: Any) -> RouterThread:
@@ -95,7 +97,8 @@ def test_streams_pass_and_their_first_token_is_seen(
         each.script("ok", pieces=4, pause_s=0.1)
     with pool(workers) as router, envoy(router, tmp_path) as gateway:
         connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=10)
-        connection.request("POST", "/v1/completions", json.dumps(ASK | {"stream": True}))
+        body, headers = json.dumps(ASK | {"stream": True}), {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", body, headers)
         answer = connection.getresponse()
         pieces = []
         while piece := answer.read1(65536):
@@ -135,16 +138,23 @@ def test_a_subset_hint_bounds_the_choice(workers: list[ScriptedWorker], tmp_path
 
 
 def test_nobody_there_is_an_immediate_503(workers: list[ScriptedWorker], tmp_path: Path) -> None:
-    for each in workers:
-        each.script("sick")
-    with pool(workers) as router, envoy(router, tmp_path) as gateway:
-        until(lambda: all(w.state == "down" for w in router.router.workers))
+    with pool(workers) as router, envoy(router, tmp_path, subset=["127.0.0.1:1"]) as gateway:
         status, headers, body = ask(gateway.port)
         assert status == 503
         assert headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
         assert b"no ready worker" in body
         assert ask(gateway.port, b"{", headers={})[0] == 400
         assert ask(gateway.port, path="/v1/models", method="GET")[0] == 503
+
+
+def test_engines_that_are_all_unwell_are_tried(
+    workers: list[ScriptedWorker], tmp_path: Path
+) -> None:
+    for each in workers:
+        each.script("sick")
+    with pool(workers) as router, envoy(router, tmp_path) as gateway:
+        until(lambda: set(router.words().values()) == {"down"})
+        assert [ask(gateway.port)[0] for _ in range(4)] == [200] * 4
 
 
 def test_a_request_without_a_body_gets_any_endpoint(
@@ -169,5 +179,48 @@ def test_envoy_falls_back_and_the_router_learns_it(
             assert [ask(gateway.port)[0] for _ in range(6)] == [200] * 6
             until(lambda: len(router.core.ended) == 6)
             assert router.router.picker.counts["elsewhere"] >= 1
-            assert router.on_loop(lambda: router.router.workers["0"].failure_count) >= 1
+            assert router.failure_count("0") >= 1
             assert workers[1].seen()["requests"] == strangers, "not on the list"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_requests_that_fail_everywhere_cost_no_others(
+    workers: list[ScriptedWorker], tmp_path: Path, count: int
+) -> None:
+    core = RouterCore(RoutingPolicy(), seed=1)
+    with pool(workers[:count], core=core) as router, envoy(router, tmp_path) as gateway:
+        until(lambda: set(router.words().values()) == {"up"})
+        assert [ask(gateway.port, ASK | {"prompt": f"{n}"})[0] for n in range(10)] == [200] * 10
+        before = [each.seen()["requests"] for each in workers[:count]]
+        assert [ask(gateway.port, ASK | {"poison": 1})[0] for _ in range(5)] == [500] * 5
+        tried = [each.seen()["requests"] for each in workers[:count]]
+        assert all(now - n >= 5 for now, n in zip(tried, before, strict=True)), "and by Envoy again"
+        until(lambda: router.router.picker.counts["failed"] == 5)
+        assert "open" not in router.words().values()
+        assert [ask(gateway.port, ASK | {"prompt": f"{n}"})[0] for n in range(20)] == [200] * 20
+        until(lambda: router.router.picker.counts["done"] == 30)
+        assert set(router.words().values()) == {"up"}
+
+
+def test_follow_ups_are_served_by_the_engine_that_has_the_response(
+    workers: list[ScriptedWorker], tmp_path: Path
+) -> None:
+    with (
+        pool(workers, core=RouterCore(RoutingPolicy(), seed=1)) as router,
+        envoy(router, tmp_path) as gateway,
+    ):
+        until(lambda: set(router.words().values()) == {"up"})
+        path, homes = "/v1/responses", set()
+        for talk in range(6):
+            before: Any = None
+            for turn in range(3):
+                body = {"model": "m", "input": f"{talk} {turn}", "previous_response_id": before}
+                status, _, answer = ask(gateway.port, body, path)
+                assert status == 200, answer
+                before = json.loads(answer)["id"]
+                status, _, answer = ask(gateway.port, path=f"{path}/{before}?x=1", method="GET")
+                assert (status, json.loads(answer)["id"]) == (200, before)
+                status, _, answer = ask(gateway.port, b"", f"{path}/{before}/cancel")
+                assert b"Cannot cancel a synchronous response" in answer, status
+            homes.add(before[:13])
+        assert len(homes) == 2, "both engines keep some"

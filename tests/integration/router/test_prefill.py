@@ -17,21 +17,23 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from kvstore.router.engines import workers
 from kvstore.router.front import proxy
 from kvstore.router.front.attempt import Attempt
 from kvstore.router.front.race import beside
 from kvstore.router.pages import _families, health_of
 from kvstore.routing.core import RouterCore
+from kvstore.routing.legs import races
 from kvstore.routing.policy import (
-    PolicyLimits,
     PolicyPlanner,
+    PolicyProbes,
     PolicySplit,
     PoolRoles,
     RoutingPolicy,
 )
 from kvstore.routing.receipts import Receipt
 from kvstore.routing.values import WorkerRole
+from kvstore.routing.workers import health
+from kvstore.routing.workers.health import FAULTS_MAX
 from tests.amounts import amount, covered
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import ASK, RouterThread
@@ -39,7 +41,7 @@ from tests.kit.scripted_worker import ScriptedWorker
 
 REQUESTS = amount(24, nightly=1000)
 """Of each fault."""
-DEADLINE_S = 1.0
+SILENCE_S = 1.0
 ROLES = {"p": "prefill", "q": "prefill", "d": "decode", "e": "decode"}
 LONG = "a prompt of some length " * 100
 Engines = dict[str, ScriptedWorker]
@@ -65,13 +67,13 @@ def routed(
     names: Sequence[str] = "pqde",
     *,
     together: bool,
-    deadline_s: float = 60.0,
+    silence_s: float = 60.0,
     **settings: Any,
 ) -> Iterator[RouterThread]:
     """A router whose decision core is the real one; nothing is left of any request at the end.
     `together`: nodes are known, so both legs begin at once."""
     policy = RoutingPolicy(
-        limits=PolicyLimits(timeout_s_min=deadline_s, timeout_factor=1.0),
+        probes=PolicyProbes(period_s=0.2, silence_s=silence_s),
         # A busy machine would teach the router that remote prefills do not pay.
         split=PolicySplit(is_learned=False),
     )
@@ -86,8 +88,7 @@ def routed(
         until(lambda: not core.open)
         router.on_loop(core.check)
         assert not core.fleet.flights
-        assert not any(worker.in_flight for worker in router.router.workers)
-        assert not any(worker.waits for worker in router.router.workers)
+        assert not any(worker.attempts for worker in router.router.workers)
 
 
 def body(number: int = 0, **more: object) -> dict[str, object]:
@@ -219,15 +220,10 @@ def test_a_decode_leg_that_answers_while_it_is_ended_for_its_prefill_is_no_answe
 def test_a_healthy_engine_that_is_slow_beside_a_failing_one_fails_no_request(
     engines: Engines,
 ) -> None:
-    """On a busy machine the only healthy engine may take longer than the deadline."""
-    deadline_s = 0.3
     for name in "pqde":
-        engines[name].script("ok", push_s=0.02, delays_s=[0, 0, 2 * deadline_s] * 2)
+        engines[name].script("ok", push_s=0.02, delays_s=[0, 0, 0.6] * 2)
     engines["d"].script("fail", status=503)
-    with (
-        routed(engines, together=True, deadline_s=deadline_s) as router,
-        ThreadPoolExecutor(4) as pool,
-    ):
+    with routed(engines, together=True) as router, ThreadPoolExecutor(4) as pool:
         asked = pool.map(lambda n: router.ask(body(n, stream=True)), range(16))
         assert [status for status, *_ in asked] == [200] * 16
 
@@ -247,25 +243,34 @@ def test_every_prefiller_failing_fails_no_request(engines: Engines, together: bo
 
 
 @BOTH_WAYS
-def test_a_prefiller_that_never_answers_is_left(engines: Engines, together: bool) -> None:
+def test_prefillers_that_are_silent_are_left(engines: Engines, together: bool) -> None:
     for name in "pq":
-        engines[name].script("stuck")
+        engines[name].script("hang")
     for name in "de":
         engines[name].script("ok", push_s=60)
-    with routed(engines, together=together, deadline_s=DEADLINE_S) as router:
-        begin_s = time.monotonic()
+    with routed(engines, together=together, silence_s=SILENCE_S) as router:
         status, headers, _ = router.ask(body())
         assert status == 200
         assert "x-kvstore-prefill-worker" not in headers
-        assert time.monotonic() - begin_s < 6 * DEADLINE_S
-        assert router.router.proxy.prefills == {"failed": 2}
+        assert router.router.proxy.prefills["failed"]
         until(lambda: all(engines[name].seen()["running"] == 0 for name in "pq"))
 
 
+def test_a_decoder_does_not_wait_for_ever_for_a_prefiller_that_only_answers_probes(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(races, "LATE_S_MIN", 0.5)
+    engines["p"].script("stuck")
+    with routed(engines, "pd", together=False) as router:
+        assert router.ask(body())[0] == 200
+        assert router.router.proxy.prefills == {"aborted": 1}
+        assert router.words() == {"p": "up", "d": "up"}
+
+
 @BOTH_WAYS
-def test_a_decoder_that_never_answers_is_left(engines: Engines, together: bool) -> None:
-    engines["d"].script("stuck")
-    with routed(engines, "pde", together=together, deadline_s=DEADLINE_S) as router:
+def test_a_decoder_that_is_silent_is_left(engines: Engines, together: bool) -> None:
+    engines["d"].script("hang")
+    with routed(engines, "pde", together=together, silence_s=SILENCE_S) as router:
         for number in range(3):
             assert router.ask(body(number, stream=True))[0] == 200
         until(lambda: engines["d"].seen()["running"] == 0)
@@ -290,17 +295,17 @@ def test_a_prefiller_that_refuses_leaves_the_word_to_the_decoder(
 def test_a_prefiller_without_parameters_is_soon_left_alone(
     engines: Engines, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "COOLDOWN_MS", 600_000)
+    monkeypatch.setattr(health, "COOLDOWN_MS", 600_000)
     engines["p"].script("ok", params=False)
     engines["d"].script("ok", push_s=60 * together)
     with routed(engines, "pd", together=together) as router:
-        for number in range(workers.FAILURES_MAX + 2):
+        for number in range(FAULTS_MAX + 2):
             assert router.ask(body(number))[0] == 200
         # Then no prompt is computed twice, until a trial after the breaker's cool-down.
-        assert router.router.proxy.prefills == {"useless": workers.FAILURES_MAX}
+        assert router.router.proxy.prefills == {"useless": FAULTS_MAX}
         left = router.router.workers["p"]
-        router.on_loop(lambda: router.router.workers.answered(left, ""))
-        assert (left.state, "without kv_transfer_params" in left.trouble) == ("open", True)
+        until(lambda: left.state == "open")
+        assert "without kv_transfer_params" in left.why
 
 
 @BOTH_WAYS
@@ -311,8 +316,7 @@ def test_requests_at_which_all_fail_take_no_prefiller_from_others(
         each.script("fail")
     with routed(engines, together=together) as router:
         assert {router.ask(body(number))[0] for number in range(6)} <= {500, 502}
-        states = router.on_loop(lambda: {w.name: w.state for w in router.router.workers})
-        assert set(states.values()) == {"up"}, states
+        assert set(router.words().values()) == {"up"}
 
 
 @BOTH_WAYS
@@ -349,8 +353,8 @@ def test_a_client_that_leaves_aborts_both_legs(
         content = json.dumps(body(stream=True)).encode()
         with socket.create_connection(("127.0.0.1", router.port)) as client:
             client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
-                % (len(content), content)
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
             )
             until(lambda: are_running() == running)
         left_s = time.monotonic()
@@ -361,13 +365,13 @@ def test_a_client_that_leaves_aborts_both_legs(
 
 
 def test_only_prefillers_left_is_nobody(engines: Engines) -> None:
-    engines["d"].script("sick")
-    with routed(engines, "pd", together=True) as router:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        dead = f"d=http://127.0.0.1:{taken.getsockname()[1]},role=decode"
+    with RouterThread([f"{engines['p'].flag},role=prefill", dead]) as router:
         until(lambda: router.router.workers["d"].state == "down")
         assert router.ask(body())[0] == 503
         page = router.on_loop(lambda: health_of(router.router))
         assert (page.status, b"no worker takes requests" in page.body) == (503, True)
-        assert router.on_loop(lambda: router.router.picker.any_worker(None)) is None
 
 
 def test_roles_that_change_under_load_fail_no_request(engines: Engines) -> None:

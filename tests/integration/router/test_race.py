@@ -15,7 +15,6 @@ from kvstore.router.front.intake import can_race
 from kvstore.router.pages import _families
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import PolicyChoice, PolicyLearning, PolicyRaces, RoutingPolicy
-from kvstore.routing.values import WorkerHealth
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import ASK, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
@@ -53,8 +52,7 @@ def racing(engines: Engines, after_s: float = AFTER_S) -> Iterator[RouterThread]
         until(lambda: not core.open)
         router.on_loop(core.check)
         assert not core.fleet.flights
-        workers = list(router.router.workers)
-        assert not any(worker.in_flight or worker.waits for worker in workers)
+        assert not any(worker.attempts for worker in router.router.workers)
     until(lambda: not any(each.seen()["running"] for each in engines.values()))
 
 
@@ -135,16 +133,15 @@ def test_the_other_one_goes_on_when_one_fails(
     with racing(engines) as router:
         pair = first_and_second(router)
         for name in pair:
-            engines[name].script("ok", mark=name, delay_s=3 * AFTER_S)
+            engines[name].script("ok", mark=name, delay_s=6 * AFTER_S)
         engines[pair[loser]].script(**how)
         status, headers, answer = router.ask(BODY)
         winner = pair[1 - loser]
         assert (status, marks(answer), headers["x-kvstore-worker"]) == (200, [winner], winner)
         is_refusal = how["mode"] == "refuse"
         assert router.router.proxy.races == {"begun": 1, "slower" if is_refusal else "failed": 1}
-        workers = router.router.workers
-        until(lambda: workers[pair[loser]].failure_count == (not is_refusal))  # after the answer
-        assert workers[winner].failure_count == 0
+        until(lambda: router.failure_count(pair[loser]) == (not is_refusal))  # after the answer
+        assert router.failure_count(winner) == 0
 
 
 def test_a_client_that_leaves_ends_both(engines: Engines) -> None:
@@ -158,25 +155,26 @@ def test_a_client_that_leaves_ends_both(engines: Engines) -> None:
         second, core = first_and_second(router)[1], cast("RouterCore", router.router.core)
 
         def half_open() -> None:
-            workers = router.router.workers
             for _ in range(3):
-                workers.failed(workers[second], "test")
-            workers[second].breaker._probe_due_ns = 0
-            workers.half_open()
+                core.fleet.failed(second, "test", 0)
+            state = core.fleet.state(second)
+            assert state is not None
+            state.health.breaker.end_cooldown()
 
         until(lambda: all(worker.models for worker in router.router.workers))
         router.on_loop(half_open)
         content = json.dumps(BODY).encode()
         with socket.create_connection(("127.0.0.1", router.port)) as client:
             client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
-                % (len(content), content)
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
             )
             until(lambda: running() == [1, 1])
+            until(lambda: router.words()[second] == "half-open")
         until(lambda: router.router.proxy.counts["aborted"] == 1)
         until(lambda: running() == [0, 0])
         assert router.router.proxy.races == {"begun": 1}
-        until(lambda: core.fleet.workers[core.fleet.row_of[second]].health is WorkerHealth.UP)
+        until(lambda: router.words()[second] == "open")  # the trial is free again
 
 
 def test_both_failing_is_a_failure_of_each(engines: Engines) -> None:
@@ -185,8 +183,7 @@ def test_both_failing_is_a_failure_of_each(engines: Engines) -> None:
         engines[first].script("cut", delay_s=2 * AFTER_S)
         engines[second].script("cut")
         assert router.ask(BODY)[0] == 502
-        failures = {w.name: w.failure_count for w in router.router.workers}
-        assert failures == {"a": 1, "b": 1}
+        assert [router.failure_count(name) for name in "ab"] == [1, 1]
 
 
 @pytest.mark.parametrize(

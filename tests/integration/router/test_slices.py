@@ -6,36 +6,54 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 from aiohttp import web
 
 from kvstore.config.router import WorkerText, load_router_config
 from kvstore.router.engines.discovery import Discovery
 from kvstore.router.engines.slices import KubernetesApi, Slices
 from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.routing.core import RouterCore
+from kvstore.routing.policy import parse
 from kvstore.testing.index_process import Lab
+from tests.integration.router.test_proxy import until
+from tests.kit.router_thread import RouterThread
+from tests.kit.scripted_worker import ScriptedWorker
 
 WAIT_S = 10.0
 TEXT = WorkerText(name="svc", url="kubernetes://ns/svc/http", options={"kind": "sglang"})
 
 
-def piece(name: str, *pods: tuple[str, bool | None], port: int = 8000) -> dict[str, Any]:
-    """A slice; pods are (name, ready)."""
+Conditions = dict[str, bool | None]
+
+
+def piece(
+    name: str, *pods: tuple[str, bool | Conditions | None], port: int = 8000
+) -> dict[str, Any]:
+    """A slice; pods are (name, ready), or (name, conditions)."""
     return {
         "metadata": {"name": name},
         "ports": [{"name": "metrics", "port": 1}, {"name": "http", "port": port}],
         "endpoints": [
             {
                 "addresses": [f"10.0.0.{n + 1}"],
-                "conditions": {} if ready is None else {"ready": ready, "serving": True},
+                "conditions": conditions_of(ready),
                 "targetRef": {"kind": "Pod", "name": pod},
             }
             for n, (pod, ready) in enumerate(pods)
         ],
     }
+
+
+def conditions_of(given: bool | Conditions | None) -> Conditions:
+    if isinstance(given, dict):
+        return given
+    return {} if given is None else {"ready": given, "serving": True}
 
 
 class ApiServer:
@@ -95,12 +113,14 @@ class Heard:
         self.names: dict[str, str] = {}
         self._changed = asyncio.Event()
         self.kinds: set[str] = set()
+        self.terminating: set[str] = set()
         self.troubles: list[str] = []
 
     def found(self, _: str, addresses: Iterable[WorkerAddress]) -> None:
         addresses = list(addresses)
         self.names = {each.name: each.url for each in addresses}
         self.kinds = {each.kind for each in addresses}
+        self.terminating = {each.name for each in addresses if each.is_terminating}
         self._changed.set()
 
     def failed(self, _: str, why: str) -> None:
@@ -142,6 +162,86 @@ def test_pods_come_and_go(tmp_path: Path) -> None:
             assert api.tokens[-1] == "Bearer second"
 
     asyncio.run(scenario())
+
+
+def test_a_pod_that_terminates_is_a_worker_as_long_as_it_serves(tmp_path: Path) -> None:
+    """With `publishNotReadyAddresses` it is ready to its end. Conditions that are null: ready,
+    serving, not terminating."""
+    pods: dict[str, Conditions] = {
+        "null": {"ready": None, "serving": None, "terminating": None},
+        "plain": {"ready": True, "serving": True, "terminating": False},
+        "unready": {"ready": False, "serving": False, "terminating": False},
+        "published": {"ready": True, "serving": False, "terminating": False},
+        "ends": {"ready": False, "serving": True, "terminating": True},
+        "ends-unsaid": {"ready": False, "terminating": True},
+        "ends-published": {"ready": True, "serving": True, "terminating": True},
+        "ended": {"ready": False, "serving": False, "terminating": True},
+        "ended-published": {"ready": True, "serving": False, "terminating": True},
+    }
+    ends = {"ends", "ends-unsaid", "ends-published"}
+
+    async def scenario() -> None:
+        api, heard = ApiServer(), Heard()
+        api.listed = [piece("s", *pods.items())]
+        async with served(api, tmp_path) as place:
+            slices = Slices(TEXT, place, found=heard.found, failed=heard.failed)
+            task = asyncio.create_task(slices.once())
+            await heard.until("null", "plain", "published", *ends)
+            assert heard.terminating == ends
+            await api.changes.put(("MODIFIED", piece("s", ("plain", pods["ended-published"]))))
+            await heard.until()
+            await api.changes.put(None)
+            await task
+
+    asyncio.run(scenario())
+
+
+def test_requests_end_where_a_pod_terminates_and_new_ones_go_elsewhere(tmp_path: Path) -> None:
+    """It is the same worker, and the last resort."""
+    core = cast("Any", RouterCore(parse({"policy": "session"}), seed=1))
+    ask = {"model": "m", "prompt": "x", "user": "u"}
+    with (
+        ScriptedWorker.start(tmp_path, "a") as a,
+        ScriptedWorker.start(tmp_path, "b") as b,
+        RouterThread([], core=core, worker_dns=["http://localhost:1"], insecure=True) as router,
+    ):
+        pods = {each.name: WorkerAddress(name=each.name, url=each.url) for each in (a, b)}
+
+        def found(*names: str, terminating: str = "") -> None:
+            now = [
+                msgspec.structs.replace(pods[name], is_terminating=name == terminating)
+                for name in names
+            ]
+            router.on_loop(lambda: router.router.discovery.found("slices", now))
+
+        def homes() -> set[str]:
+            answers = [router.ask(ask) for _ in range(4)]
+            assert [status for status, _, _ in answers] == [200] * 4
+            return {headers["x-kvstore-worker"] for _, headers, _ in answers}
+
+        found("a")
+        until(lambda: router.words().get("a") == "up")
+        worker = router.on_loop(lambda: router.router.workers["a"])
+        assert homes() == {"a"}
+        a.script("ok", pieces=200, pause_s=0.1)
+        with ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(router.ask, {**ask, "stream": True})
+            until(lambda: router.on_loop(lambda: router.core.fleet.in_flight("a")) == 1)
+            found("a", "b", terminating="a")
+            until(lambda: router.words().get("b") == "up")
+            assert router.words()["a"] == "draining"
+            assert router.on_loop(lambda: router.core.fleet.in_flight("a")) == 1
+            assert homes() == {"b"}, "its conversation, too"
+            a.script("ok")
+            status, headers, body = stream.result(20)
+        assert (status, headers["x-kvstore-worker"]) == (200, "a")
+        assert body.endswith(b"[DONE]\n\n")
+        assert router.on_loop(lambda: router.router.workers["a"]) is worker
+        found("a", terminating="a")
+        assert homes() == {"a"}, "none other is left"
+        assert router.ask(path="/health", method="GET")[0] == 200
+        found()
+        assert router.ask(ask)[0] == router.ask(path="/health", method="GET")[0] == 503
 
 
 def test_a_source_that_fails_keeps_its_workers() -> None:

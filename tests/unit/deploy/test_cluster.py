@@ -14,7 +14,6 @@ from cryptography import x509
 
 from kvstore.cli.main import cli
 from kvstore.config.cluster import ClusterConfig, IndexConfig
-from kvstore.router.process import DRAIN_S
 from kvstore.units import GIB, parse_size
 from tests.docs.commands import index_config, node_config, router_config
 from tests.unit.deploy.manifests import (
@@ -136,10 +135,20 @@ def test_routers_take_their_flags_and_find_each_other_and_the_index(
     assert front["spec"]["ports"][0]["targetPort"] == "https"
     assert peers["spec"]["clusterIP"] == "None", "headless, or its name has one address"
     assert made.peer_routers == (f"{peers['metadata']['name']}:{ports['route']}",)
-    assert workload(ROUTER)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > DRAIN_S
     certificate = x509.load_pem_x509_certificate(made.tls.cert)
     hosts = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert front["metadata"]["name"] in hosts.get_values_for_type(x509.DNSName)
+
+
+def test_requests_may_end_before_a_router_is_killed(secrets: dict[str, Path]) -> None:
+    made, router = router_config(given(ROUTER, secrets)), container(ROUTER)
+    waits_s = router["lifecycle"]["preStop"]["sleep"]["seconds"]
+    probe = router["readinessProbe"]
+    assert probe["httpGet"] == {"path": "/healthz", "port": "metrics"}, "503 from SIGTERM on"
+    assert made.drain_delay_s > probe["periodSeconds"] + probe["timeoutSeconds"], "it is seen"
+    drains_s = waits_s + made.drain_delay_s + made.drain_timeout_s
+    assert waits_s > 0
+    assert pod(ROUTER)["terminationGracePeriodSeconds"] >= drains_s + 10, "and it closes"
 
 
 def test_the_key_of_the_ca_goes_nowhere(secrets: dict[str, Path]) -> None:

@@ -14,10 +14,19 @@ from yarl import URL
 
 from kvstore.router.engines.connections import EngineConnection, EngineHttp
 from kvstore.router.engines.workers import Worker, WorkerAddress
-from kvstore.router.front.attempt import Attempt, LegFailure
-from kvstore.routing.events import Failure
+from kvstore.router.front.attempt import (
+    Attempt,
+    Fault,
+    LegFailure,
+    cached_tokens_of,
+    fault_of,
+    output_tokens_of,
+    prompt_tokens_of,
+)
+from kvstore.routing.events import Failure, Lack
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
+REFUSED = Failure.REFUSED
 SIZED = HEAD + b"Content-Length: 5\r\n\r\nhello"
 
 
@@ -64,9 +73,9 @@ class Engine:
         """Until no connection is there."""
         await turns_until(lambda: not self.open)
 
-    def attempt(self, client: Client, *, deadline_s: float = 10.0) -> Attempt:
+    def attempt(self, client: Client) -> Attempt:
         worker = Worker(WorkerAddress(name="a", url=self.url))
-        return Attempt(self.engines, worker, cast("Any", client), deadline_s)
+        return Attempt(self.engines, worker, cast("Any", client))
 
 
 @asynccontextmanager
@@ -91,7 +100,7 @@ def run(attempt: Attempt, on_first: Callable[[], None] = lambda: None) -> asynci
 class Nobody:
     def heard(self, piece: bytes, *, is_over: bool) -> None: ...
 
-    def broke(self, why: str) -> None: ...
+    def broke(self, why: str, *, is_stale: bool) -> None: ...
 
 
 @pytest.mark.parametrize("status", [b"200 OK", b"500 No"])
@@ -128,20 +137,20 @@ def test_headers_are_those_of_the_answer_when_its_connection_is_used_again_at_on
     assert asyncio.run(both()) == "text/plain"
 
 
-def test_a_piece_in_the_turn_in_which_the_time_is_over_is_no_first_one() -> None:
-    async def late() -> list[int]:
+def test_a_piece_in_the_turn_in_which_it_is_given_up_is_no_first_one() -> None:
+    async def given_up() -> list[int]:
         async with scripted() as engine:
             attempt, firsts = engine.attempt(Client()), list[int]()
             running = run(attempt, lambda: firsts.append(1))
             await engine.asked.get()
-            attempt._late()
+            attempt.give_up()
             attempt._connection.data_received(SIZED)
             with pytest.raises(LegFailure) as failed:
                 await running
-            assert failed.value.failure is Failure.TIMEOUT
+            assert failed.value.failure is Failure.SILENT
             return firsts
 
-    assert not asyncio.run(late()), "the core would take it for begun, and try nobody else"
+    assert not asyncio.run(given_up()), "the core would take it for begun, and try nobody else"
 
 
 def test_nothing_of_a_first_run_is_left_in_the_second() -> None:
@@ -176,3 +185,177 @@ def test_a_connection_that_is_closing_is_not_used_again() -> None:
             return engine.engines.place(attempt.worker.url).idle() is not None
 
     assert not asyncio.run(used()), "the request would fail, and count against the engine"
+
+
+FAULTS: list[tuple[int, bytes, Fault | None]] = [
+    (200, b"context length", None),
+    (204, b"", None),
+    (301, b"", Fault(Failure.STATUS)),
+    (400, b"wrong temperature", None),
+    (400, b"This model's maximum context length is 4096 tokens.", Fault(REFUSED, Lack.CONTEXT)),
+    (400, b"The prompt is longer than MAX_MODEL_LEN", Fault(REFUSED, Lack.CONTEXT)),
+    (400, b"At most 1 image(s) may be provided in one prompt.", Fault(REFUSED, Lack.LIMIT)),
+    (400, b"At most 0 audio(s) may be provided in one prompt.", Fault(REFUSED, Lack.LIMIT)),
+    (400, b"This model does not support video inputs", Fault(REFUSED, Lack.LIMIT)),
+    (400, b"m is not a multimodal model", Fault(REFUSED, Lack.MEDIA)),
+    (400, b"unknown field 'multimodal'", None),
+    (404, b"", Fault(REFUSED, Lack.MODEL)),
+    (404, b"context length", Fault(REFUSED, Lack.MODEL)),
+    (501, b"", Fault(REFUSED)),
+    (422, b"context length", None),
+    (429, b"", Fault(Failure.BUSY)),
+    (500, b"context length", Fault(Failure.ERROR)),
+    (502, b"", Fault(Failure.STATUS)),
+    (503, b"", Fault(Failure.STATUS)),
+    (599, b"", Fault(Failure.STATUS)),
+]
+
+
+@pytest.mark.parametrize(("status", "body", "fault"), FAULTS)
+def test_a_status_is_a_fault_of_the_engine_or_a_word_about_the_request(
+    status: int, body: bytes, fault: Fault | None
+) -> None:
+    found = fault_of(status, is_put_off=False, has_client_key=False, body=body)
+    assert found == fault
+
+
+def test_a_put_off_request_and_a_key_that_is_refused() -> None:
+    busy = fault_of(503, is_put_off=True, has_client_key=False)
+    assert busy == Fault(Failure.BUSY)
+    for status in (401, 403):
+        assert fault_of(status, is_put_off=False, has_client_key=True) == Fault(REFUSED)
+        ours = fault_of(status, is_put_off=False, has_client_key=False)
+        assert ours == Fault(Failure.STATUS), "the router's own key is wrong there"
+
+
+def test_a_kept_connection_that_ends_before_the_first_byte_is_tried_anew() -> None:
+    async def twice() -> bytes:
+        async with scripted() as engine:
+            first = engine.attempt(Client())
+            running = run(first)
+            (await engine.asked.get()).write(SIZED)
+            await running
+            client = Client()
+            running = run(engine.attempt(client))
+            (await engine.asked.get()).transport.abort()
+            (await engine.asked.get()).write(SIZED)
+            await running
+            return client.got
+
+    assert asyncio.run(twice()).endswith(b"hello")
+
+
+@pytest.mark.parametrize("said", [b"", b"H", SIZED[:-3]])
+def test_a_new_connection_that_ends_is_the_failure_of_its_engine(said: bytes) -> None:
+    async def broken() -> LegFailure:
+        async with scripted() as engine:
+            running = run(engine.attempt(Client()))
+            writer = await engine.asked.get()
+            writer.write(said)
+            await writer.drain()
+            writer.close()
+            with pytest.raises(LegFailure) as failed:
+                await running
+            assert engine.asked.empty(), "and is not tried again"
+            return failed.value
+
+    found = asyncio.run(broken())
+    assert (found.failure, found.has_streamed) == (Failure.BROKEN, False)
+
+
+def test_half_an_answer_on_a_kept_connection_is_the_engines_failure() -> None:
+    async def broken() -> Failure:
+        async with scripted() as engine:
+            running = run(engine.attempt(Client()))
+            (await engine.asked.get()).write(SIZED)
+            await running
+            running = run(engine.attempt(Client()))
+            writer = await engine.asked.get()
+            writer.write(SIZED[:-3])
+            await writer.drain()
+            writer.close()
+            with pytest.raises(LegFailure) as failed:
+                await running
+            return failed.value.failure
+
+    assert asyncio.run(broken()) is Failure.BROKEN
+
+
+def test_an_answer_that_has_begun_is_not_given_up() -> None:
+    async def streamed() -> bytes:
+        async with scripted() as engine:
+            client = Client()
+            attempt = engine.attempt(client)
+            running = run(attempt)
+            writer = await engine.asked.get()
+            writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n")
+            await turns_until(lambda: attempt.has_answered)
+            attempt.give_up()
+            writer.write(b"1\r\nb\r\n0\r\n\r\n")
+            await running
+            assert not attempt.worker.attempts
+            return client.got
+
+    assert asyncio.run(streamed()).endswith(b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n")
+
+
+def test_an_attempt_that_has_no_connection_yet_is_given_up_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.router.front.attempt.CONNECT_TIMEOUT_S", 1e6)
+
+    async def silent() -> LegFailure:
+        async with asyncio.timeout(10), scripted() as engine:
+            attempt = engine.attempt(Client())
+            attempt._place.connected = asyncio.Event().wait  # type: ignore[assignment]
+            running = run(attempt)
+            await turns_until(lambda: bool(attempt.worker.attempts))
+            for each in list(attempt.worker.attempts):
+                each.give_up()
+            with pytest.raises(LegFailure) as failed:
+                await running
+            assert not attempt.worker.attempts
+            return failed.value
+
+    assert asyncio.run(silent()).failure is Failure.SILENT
+
+
+@pytest.mark.parametrize(
+    ("tail", "has_ended"),
+    [
+        (b"data: [DONE]\n\n", True),
+        (b"event: message_stop\ndata: {}\n\n", True),
+        (b"event: response.completed\ndata: {}", True),
+        (b'data: {"text":"DONE"}\n\n', False),
+        (b"", False),
+    ],
+)
+def test_a_stream_that_was_read_to_its_last_word_has_ended(tail: bytes, has_ended: bool) -> None:
+    async def ended() -> bool:
+        attempt = Engine().attempt(Client())
+        assert not attempt.has_ended
+        attempt.tail = tail
+        assert not attempt.has_ended, "nothing of it was sent"
+        attempt.has_answered = True
+        return attempt.has_ended
+
+    assert asyncio.run(ended()) is has_ended
+
+
+@pytest.mark.parametrize(
+    ("tail", "numbers"),
+    [
+        (b"", (None, 0, 0)),
+        (b'{"usage":{"prompt_tokens":9,"completion_tokens":7}}', (None, 9, 7)),
+        (b'{"usage":{"input_tokens":9,"output_tokens":7,"cached_tokens" : 3}}', (3, 9, 7)),
+        (b'"prompt_tokens":1,"prompt_tokens":2,"cached_tokens":0', (0, 2, 0)),
+        (b'"prompt_tokens":-1,"cached_tokens":null,"completion_tokens":1.5', (None, 0, 1)),
+        (b'"prompt_tokens":9999999999,"cached_tokens":1e9,"output_tokens":"7"', (None, 0, 0)),
+        (b'"cached_tokens":' + b"9" * 5000, (None, 0, 0)),
+    ],
+)
+def test_numbers_of_usage_are_those_of_a_request_or_none(
+    tail: bytes, numbers: tuple[int | None, int, int]
+) -> None:
+    found = cached_tokens_of(tail), prompt_tokens_of(tail), output_tokens_of(tail)
+    assert found == numbers

@@ -7,8 +7,15 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from kvstore.router.front.bodies import STRIPPED, BadBody, edited, peek
-from kvstore.router.keys.prefixes import PIECE_BYTES, prefix_of_bytes
+from kvstore.router.front.bodies import (
+    NAME_BYTES_MAX,
+    STRIPPED,
+    BadBody,
+    edited,
+    peek,
+    peek_form,
+)
+from kvstore.router.keys.prefixes import KEY_BYTES, PIECE_BYTES, keys_of_bytes
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=20),
@@ -60,9 +67,101 @@ def test_what_is_no_request_is_refused(body: bytes) -> None:
 
 @given(st.binary(min_size=PIECE_BYTES, max_size=5 * PIECE_BYTES), st.binary(max_size=600))
 def test_prompts_that_begin_alike_share_keys(shared: bytes, rest: bytes) -> None:
-    first, other = (prefix_of_bytes(shared + tail, "m", "") for tail in (rest, b"\0" + rest))
+    first, other = (keys_of_bytes(shared + tail, b"m") for tail in (rest, b"\0" + rest))
     count = len(shared) // PIECE_BYTES
-    assert first.keys[: 32 * count] == other.keys[: 32 * count]
-    assert len(first.keys) == 32 * (len(shared + rest) // PIECE_BYTES)
-    assert prefix_of_bytes(shared, "m", "salt").keys[:32] != first.keys[:32]
-    assert prefix_of_bytes(shared, "other", "").keys[:32] != first.keys[:32]
+    assert first[: KEY_BYTES * count] == other[: KEY_BYTES * count]
+    assert len(first) == KEY_BYTES * (len(shared + rest) // PIECE_BYTES)
+    assert keys_of_bytes(shared, b"other")[:KEY_BYTES] != first[:KEY_BYTES]
+
+
+def test_the_name_of_a_model_is_bounded() -> None:
+    name = "m" * NAME_BYTES_MAX
+    assert peek(json.dumps({"model": name}).encode()).model == name
+    with pytest.raises(BadBody, match=f"longer than {NAME_BYTES_MAX} characters"):
+        peek(json.dumps({"model": name + "m"}).encode())
+
+
+def test_the_prompt_is_made_of_what_requests_share_first() -> None:
+    fields = ["text_2", "items", "documents", "text_1", "queries", "query", "input", "messages"]
+    fields += ["prompt", "instructions", "system", "tools"]
+    body = {"model": "m", "n": 1, **{name: name for name in fields}}
+    shared = [f'"{name}"' for name in reversed(fields)]
+    assert peek(json.dumps(body).encode()).content.decode() == "".join(shared)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [
+        ('["a", "b"]', 2),
+        (' [ "a" , [1] ]', 2),
+        ("[[1, 2], [3]]", 2),
+        ('["a"]', 0),
+        ("[1, 2, 3]", 0),
+        ("[]", 0),
+        ('"[text"', 0),
+        ("{}", 0),
+        ("null", 0),
+        ('[{"a": 1}, {"a": 2}]', 0),
+    ],
+)
+def test_a_list_of_prompts_is_known_by_its_parts(prompt: str, count: int) -> None:
+    read = peek(f'{{"prompt":{prompt}}}'.encode())
+    assert len(read.prompts) == count
+    if count:
+        assert [json.loads(bytes(each)) for each in read.prompts] == json.loads(prompt)
+
+
+def test_of_limits_and_names_the_more_specific_one_counts() -> None:
+    read = peek(b'{"max_tokens":1,"max_completion_tokens":2,"max_output_tokens":3}')
+    assert read.output_tokens == 2
+    assert peek(b'{"max_output_tokens":3}').output_tokens == 3
+    assert peek(b'{"user":"u","session_id":"s"}').session == "s"
+    assert peek(b'{"priority":-3}').urgency == -3
+    assert (peek(b'{"priority":true}').urgency, peek(b'{"priority":1.5}').urgency) == (None, None)
+    assert peek(b'{"previous_response_id":"resp_1"}').previous_response == "resp_1"
+    assert peek(b'{"previous_response_id":{}}').previous_response == ""
+
+
+FORM = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n--b--\r\n'
+KIND = "multipart/form-data; boundary=b"
+
+
+def test_a_form_is_read_for_its_model_and_steers_nothing() -> None:
+    assert peek_form(FORM % (b"model", b" m "), KIND).model == "m"
+    assert peek_form(FORM % (b"model", b"m" * 9999), KIND).model == "m" * NAME_BYTES_MAX
+    assert peek_form(FORM % (b"stream", b"True"), KIND).is_streamed
+    assert peek_form(FORM % (b"file", b"bytes of kv_transfer_params"), KIND).model == ""
+    with pytest.raises(BadBody, match="no boundary"):
+        peek_form(FORM % (b"model", b"m"), "multipart/form-data")
+    assert peek_form(FORM % (b'x"; filename="model.wav', b"n"), KIND).model == ""
+
+
+XARGS = b'--b\r\nContent-Disposition: form-data; name="vllm_xargs"\r\n'
+
+
+@pytest.mark.parametrize("name", sorted(STRIPPED))
+@pytest.mark.parametrize(
+    "form",
+    [
+        FORM % (b"%b", b"1"),
+        FORM % (b'x";name="%b', b"1"),
+        FORM.replace(b'name="%b"', b"NAME = %b") % (b"%b", b"1"),
+        FORM % (b"vllm_xargs", b'{"%b":1}'),
+        XARGS + b'X: --b\r\n\r\n{"%b":1}\r\n--b--\r\n',  # the engine sees one part
+        XARGS + b'--bX: 1\r\n\r\n{"%b":1}\r\n--b--\r\n',
+        b"--other\r\n" + FORM % (b"%b", b"1"),
+    ],
+    ids=range(7),
+)
+def test_no_form_steers_its_engine(form: bytes, name: str) -> None:
+    for kind in (KIND, KIND + "; boundary=other", 'multipart/form-data; boundary="a\\"b"'):
+        with pytest.raises(BadBody, match=f"no client may set: {name}"):
+            peek_form(form % name.encode(), kind)
+
+
+def test_names_that_json_escapes_are_no_way_round() -> None:
+    text = FORM % (b"vllm_xargs", b'{"kv\\u005ftransfer_params":"x"}')
+    with pytest.raises(BadBody, match="escapes in vllm_xargs"):
+        peek_form(text, KIND)
+    assert peek_form(FORM % (b"vllm_xargs", b'{"top":1}'), KIND).model == ""
+    assert peek_form(FORM % (b"file", b"\\u005f"), KIND).model == ""

@@ -14,6 +14,7 @@ from aiohttp.http import HttpVersion11
 from multidict import CIMultiDict
 
 from kvstore.router.front.door import BODIES_SHARE, STALLED_S, STEP_BYTES, Bodies, BodyRefused
+from tests.kit.virtual_loop import VirtualLoop
 
 BYTES_MAX = 4 * STEP_BYTES
 ROOM = BYTES_MAX * BODIES_SHARE
@@ -48,9 +49,8 @@ class Coming:
 
 
 class Door:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-        self.bodies = Bodies(bytes_max=BYTES_MAX, clock=lambda: self.now_s)
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.loop, self.bodies = loop, Bodies(bytes_max=BYTES_MAX)
 
     @property
     def left(self) -> int:
@@ -71,20 +71,22 @@ async def turns() -> None:
 
 
 def with_door(test: Callable[[Door], Coroutine[Any, Any, None]]) -> None:
+    loop = VirtualLoop()
+
     async def running() -> None:
         async with asyncio.timeout(10):
-            await test(Door())
+            await test(Door(loop))
 
-    asyncio.run(running())
+    loop.run(running())
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["with its head", "after its head"])
 def test_the_body_that_is_stalled_for_longest_gives_way(is_whole: bool) -> None:
     async def test(door: Door) -> None:
         first, *others = await door.filled()
-        door.now_s += STALLED_S - 0.1
+        door.loop.now_s += STALLED_S - 0.1
         assert await Coming(door.bodies, bytes(5000), is_whole=is_whole).status() == 503
-        door.now_s += 0.1
+        door.loop.now_s += 0.1
         new = Coming(door.bodies, bytes(5000), is_whole=is_whole)
         assert await first.status() == 408
         new.content.feed_eof()
@@ -105,7 +107,7 @@ def test_a_body_that_comes_byte_by_byte_is_stalled_and_one_that_comes_on_is_not(
         slow = Coming(door.bodies, bytes(STEP_BYTES))
         rest = [Coming(door.bodies, bytes(BYTES_MAX - 1)) for _ in range(BODIES_SHARE - 1)]
         await turns()
-        door.now_s += STALLED_S
+        door.loop.now_s += STALLED_S
         fast.content.feed_data(bytes(STEP_BYTES))
         slow.content.feed_data(b"x")
         await turns()
@@ -124,7 +126,7 @@ def test_a_body_that_comes_byte_by_byte_is_stalled_and_one_that_comes_on_is_not(
 def test_a_body_that_ends_in_the_turn_in_which_it_gives_way_is_counted_once() -> None:
     async def test(door: Door) -> None:
         first, *others = await door.filled()
-        door.now_s += STALLED_S
+        door.loop.now_s += STALLED_S
         new = Coming(door.bodies, bytes(5000), is_whole=True)
         first.content.feed_data(b"x")
         first.content.feed_eof()

@@ -6,12 +6,15 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from kvstore.config.router import WorkerText
 from kvstore.router.engines.discovery import Discovery, addresses_listed
-from kvstore.router.engines.workers import WORKERS_MAX, Workers
+from kvstore.router.engines.workers import WORKERS_MAX, WorkerAddress, Workers
 from kvstore.router.keys.index_calls import Listed
+from kvstore.routing.events import Joined, RouteEvent, WorkerLeft
+from kvstore.routing.values import WorkerWord
 from kvstore.wire.load import EngineEntry
 
 HERE = "http://127.0.0.1:8000"
@@ -70,8 +73,10 @@ def test_an_engine_whose_node_restarts_stays_while_it_answers() -> None:
     site = Site()
     assert site.list(listed("e"), listed("f", "http://127.0.0.1:8001")) == ["n1/e/0", "n1/f/0"]
     worker = site.workers["n1/e/0"]
+    for each in site.workers:
+        each.word = WorkerWord.UP
     assert site.list() == ["n1/e/0", "n1/f/0"]
-    site.workers["n1/f/0"].is_answering = False
+    site.workers["n1/f/0"].word = WorkerWord.DOWN
     asyncio.run(site.discovery.once())
     assert site.names() == ["n1/e/0"]
     assert site.workers["n1/e/0"] is worker, "the same one, with all that is known of it"
@@ -81,6 +86,27 @@ def test_an_engine_whose_node_restarts_stays_while_it_answers() -> None:
 def test_flags_win_over_the_list_and_an_engine_counts_once() -> None:
     site = Site(WorkerText(name="a", url=HERE, options={"node": "n1"}))
     assert site.list(listed("e"), listed("e", rank=1)) == ["a", "n1/e/1"]
+
+
+def test_an_engine_terminates_if_one_source_says_so_and_stays_the_same_worker() -> None:
+    site = Site(WorkerText(name="a", url=HERE))
+    events: list[RouteEvent] = []
+    site.workers._note = events.append
+    known, pod = site.workers["a"], WorkerAddress(name="pod", url=HERE, is_terminating=True)
+    site.discovery.found("slices", [pod])
+    assert (site.names(), site.workers["a"]) == (["a"], known)
+    assert [e.spec.is_terminating for e in events if isinstance(e, Joined)] == [True]
+    site.discovery.found("slices", [pod])
+    site.discovery.found("slices", [])
+    assert [e.spec.is_terminating for e in events if isinstance(e, Joined)] == [True, False]
+    assert site.workers["a"] is known
+    assert WorkerLeft("a") not in events
+    elsewhere = WorkerAddress(name="b", url="http://127.0.0.1:9", is_terminating=True)
+    site.discovery.found("slices", [elsewhere])
+    moved = msgspec.structs.replace(elsewhere, url="http://127.0.0.1:8", is_terminating=False)
+    before = site.workers["b"]
+    site.discovery.found("slices", [moved])
+    assert site.workers["b"] is not before, "another address is another pod"
 
 
 def test_prompts_go_to_no_engine_beyond_this_machine_in_the_clear(

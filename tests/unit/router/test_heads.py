@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from kvstore.router.engines.connections import request_head
 from kvstore.router.front import heads
 
 
@@ -41,7 +42,35 @@ def test_no_header_brings_another_line(bad: bytes) -> None:
     with pytest.raises(ValueError, match="line break"):
         heads.answer_head(200, [(b"X-Kept", bad)], {})
     with pytest.raises(ValueError, match="line break"):
-        heads.request_head("POST", "/", "host", [("X-Kept", bad.decode())])
+        request_head("POST", "/", "host", [("X-Kept", bad.decode())], 0)
+    for parts in (("POST" + bad.decode(), "/", "h"), ("GET", "/?" + bad.decode(), "h")):
+        with pytest.raises(ValueError, match="line break"):
+            request_head(*parts, [], 0)
+    for host, name in (("h" + bad.decode(), "X-Kept"), ("h", "X-Kept" + bad.decode())):
+        with pytest.raises(ValueError, match="line break"):
+            request_head("GET", "/", host, [(name, "1")], 0)
+
+
+def test_a_break_that_is_split_over_two_parts_is_seen() -> None:
+    with pytest.raises(ValueError, match="line break"):
+        request_head("GET", "/", "h", [("A", "1\r"), ("\nB", "2")], 0)
+    with pytest.raises(ValueError, match="line break"):
+        request_head("GET", "/", "h", [("A", "1\r\n\r\nGET / HTTP/1.1\r\nX")], 0)
+
+
+def test_a_head_has_its_host_and_its_length_once_and_keeps_odd_bytes() -> None:
+    given = [("X-Odd", b"caf\xe9".decode("utf-8", "surrogateescape")), ("X-Text", "é")]
+    assert lines(request_head("POST", "/v1?a=b", "h:80", given, 7)) == [
+        b"POST /v1?a=b HTTP/1.1",
+        b"Host: h:80",
+        b"X-Odd: caf\xe9",
+        b"X-Text: \xc3\xa9",
+        b"Content-Length: 7",
+    ]
+
+
+def of(*pairs: tuple[str, str]) -> CIMultiDictProxy[str]:
+    return CIMultiDictProxy(CIMultiDict(pairs))
 
 
 def test_a_client_steers_nothing_and_keeps_its_key_where_there_is_no_other() -> None:
@@ -57,3 +86,91 @@ def test_a_client_steers_nothing_and_keeps_its_key_where_there_is_no_other() -> 
     onward = heads.onward(seen, request_id="id", authorization="Bearer w", way="r")
     assert onward == [kept[0], ("Authorization", "Bearer w"), *own]
     assert heads.onward(seen, request_id="id", authorization="", way="r") == [kept[0], *own]
+
+
+@pytest.mark.parametrize("name", ["X-Api-Key", "x-api-key", "AUTHORIZATION"])
+def test_the_key_of_a_client_goes_no_further_than_the_routers_own(name: str) -> None:
+    given = of((name, "mine"), ("Accept", "*/*"))
+    for ours in ("Bearer w", ""):
+        onward = heads.onward(given, request_id="id", authorization=ours, way="r")
+        assert "mine" not in str(onward)
+    onward = heads.onward(given, request_id="id", authorization=None, way="r")
+    assert (name, "mine") in onward, "this router has no tenants: the engine's own check"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "key"),
+    [
+        ([], ""),
+        ([("Authorization", "Bearer k")], "k"),
+        ([("authorization", "bEARER   k ")], "k"),
+        ([("X-Api-Key", "k")], "k"),
+        ([("Authorization", "Basic b"), ("X-Api-Key", "k")], "k"),
+        ([("Authorization", "Bearer k"), ("X-Api-Key", "other")], "k"),
+        ([("Authorization", "Bearer"), ("X-Api-Key", "other")], ""),
+        ([("Authorization", "Bearerk"), ("X-Api-Key", "")], ""),
+    ],
+)
+def test_a_key_comes_as_openai_or_anthropic_send_it(pairs: list[tuple[str, str]], key: str) -> None:
+    assert heads.bearer(of(*pairs)) == key
+
+
+PAGE = "https://chat.example"
+HOSTILE = [
+    *("", "null", "*", PAGE + ".evil", "https://evil.chat.example", PAGE.upper(), PAGE + "/"),
+    *("http://chat.example", PAGE + ":443", f"{PAGE}, https://evil", f" {PAGE}", PAGE + "\udcff"),
+    *("https://chat.example@evil", "https://chat.example%0d%0aX: 1", "é"),
+]
+
+
+@pytest.mark.parametrize("origin", HOSTILE)
+def test_no_other_origin_looks_like_an_allowed_one(origin: str) -> None:
+    origins = heads.Origins([PAGE])
+    asked = of(("Origin", origin), ("Access-Control-Request-Method", "POST"))
+    assert origins.allowed(asked) == {}
+    assert origins.preflight(asked) == {}
+
+
+def test_an_allowed_page_is_named_and_with_all_allowed_none_is() -> None:
+    two = of(("Origin", PAGE), ("Origin", "https://evil"))
+    named = heads.Origins([PAGE, "https://b"]).allowed(two)
+    assert (named["Access-Control-Allow-Origin"], named["Vary"]) == (PAGE, "Origin")
+    for origin in (PAGE, *HOSTILE):
+        every = heads.Origins(["*"]).allowed(of(("Origin", origin)))
+        assert every["Access-Control-Allow-Origin"] == "*", "nothing of a client comes back"
+    assert heads.Origins(["*"]).allowed(of(("Accept", "*/*"))) == {}
+    assert heads.Origins([]).allowed(of(("Origin", "*"))) == {}
+
+
+def test_no_answer_lets_a_page_send_cookies() -> None:
+    asked = of(("Origin", PAGE), ("Access-Control-Request-Method", "PUT"))
+    for origins in (["*"], [PAGE]):
+        found = heads.Origins(origins).preflight(asked) or {}
+        assert found["Access-Control-Allow-Methods"] == "GET, POST, DELETE"
+        assert "Access-Control-Allow-Credentials" not in found
+
+
+def test_engines_allow_no_origin() -> None:
+    engines = [(b"access-control-allow-origin", b"*"), (b"Access-Control-Allow-Credentials", b"1")]
+    assert heads.back(engines) == [(b"Server", b"kvstore")]
+
+
+def test_a_request_comes_back_to_no_router() -> None:
+    assert heads.way(of(), "r") == "r"
+    assert heads.way(of(("X-Kvstore-Routers", "a")), "r") == "a,r"
+    assert heads.way(of(("x-kvstore-routers", "a,r")), "r") is None
+    assert heads.way(of(("X-Kvstore-Routers", "a,b,c,d")), "r") is None
+
+
+@pytest.mark.parametrize(
+    "given", ["", "a b", "a\nb", "é", "x" * 129, "a___b", "\udcff", "a/b", 'a"', "a%0d"]
+)
+def test_an_id_of_a_client_that_may_do_harm_is_dropped(given: str) -> None:
+    assert heads.new_id(of(("X-Request-Id", given))).startswith("req-")
+
+
+def test_an_id_of_a_client_is_the_beginning_of_one_that_is_new_each_time() -> None:
+    found = {heads.new_id(of(("X-Request-Id", "a.b:c_d-1" + "x" * 100))) for _ in range(100)}
+    assert len(found) == 100
+    assert {each[: heads.GIVEN_ID_CHARACTERS_MAX] for each in found} == {"a.b:c_d-1" + "x" * 87}
+    assert {len(each) for each in found} == {heads.GIVEN_ID_CHARACTERS_MAX + 17}

@@ -63,6 +63,13 @@ def test_a_worker_with_all_options() -> None:
         ({"worker": HERE, "index": ["127.0.0.1:9470"]}, "--index needs TLS"),
         ({"worker": HERE, "index": ["x"], "insecure": True}, "HOST:PORT"),
         ({"worker": HERE, "body_max": "1"}, "body-max"),
+        ({"worker": HERE, "allowed_origins": ["chat.example"]}, "must be \\* or an origin such as"),
+        ({"worker": HERE, "allowed_origins": ["https://a/"]}, "must be \\* or an origin such as"),
+        ({"worker": HERE, "allowed_origins": ["https://a,https://b"]}, "or an origin such as"),
+        ({"worker": HERE, "allowed_origins": ["https://a\nX: 1"]}, "or an origin such as"),
+        ({"worker": HERE, "allowed_origins": ["none", "https://a"]}, "or an origin such as"),
+        ({"worker": HERE, "drain_delay": -1}, "from 0 to 3600"),
+        ({"worker": HERE, "drain_timeout": 86_401}, "from 0 to 86400"),
         ({"worker": HERE, "index_timeout": 2000, **INDEX}, "from 1 to 1000, such as 5$"),
         (
             {"worker_dns": ["vllm:8000"]},
@@ -88,6 +95,22 @@ def test_a_worker_with_all_options() -> None:
 def test_mistakes_are_said(flags: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_router_config(None, flags)
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        (None, ("*",)),
+        (["none"], ()),
+        (["*"], ("*",)),
+        (["https://Chat.Example:8443", "app+x://h"], ("https://chat.example:8443", "app+x://h")),
+    ],
+)
+def test_pages_of_all_origins_are_allowed_unless_others_are_named(
+    given: list[str] | None, allowed: tuple[str, ...]
+) -> None:
+    config = load_router_config(None, {"worker": HERE, "allowed_origins": given})
+    assert config.allowed_origins == allowed
 
 
 @pytest.mark.parametrize(
@@ -132,7 +155,7 @@ def test_hashes_stand_for_keys(tmp_path: Path) -> None:
         ("models: &a {m: *a}", "models.m"),
         ("[" * 2000, "too deeply"),
         ("models: {m: {pools: [{pool: a, weight: .inf}]}}", r"models\.m\.pools\[0\]\.weight must"),
-        ("weights: {prefix: .nan}", r"weights\.prefix must be a finite number"),
+        ("costs: {base_s: .inf}", r"costs\.base_s must be a finite number"),
     ],
 )
 def test_a_wrong_policy_is_said(tmp_path: Path, text: str, says: str) -> None:

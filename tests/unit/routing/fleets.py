@@ -7,9 +7,9 @@ from typing import Any
 
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
+    AbandonWorker,
     Arrived,
     Failure,
-    GiveUp,
     Joined,
     Leg,
     LegFailed,
@@ -22,7 +22,6 @@ from kvstore.routing.events import (
     RouteEvent,
 )
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.rows import StateChange
 from kvstore.routing.values import (
     PrefixAnswer,
     PrefixMatch,
@@ -32,6 +31,7 @@ from kvstore.routing.values import (
     WorkerRole,
     WorkerSpec,
 )
+from kvstore.routing.workers.rows import StateChange
 
 MS = 1_000_000
 S = 1000 * MS
@@ -91,7 +91,7 @@ def turn(core: RouterCore, event: RouteEvent, now_ns: int = S) -> list[Word]:
     """The commands of a step, those about workers left out; the core is whole after it."""
     commands = core.step(event, now_ns)
     core.check()
-    return [each for each in commands if not isinstance(each, StateChange | GiveUp)]
+    return [each for each in commands if not isinstance(each, StateChange | AbandonWorker)]
 
 
 def arrive(

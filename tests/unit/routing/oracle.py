@@ -20,6 +20,7 @@ It raises AssertionError as soon as the core breaks a rule:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any, Final
 
@@ -28,8 +29,8 @@ import msgspec
 from kvstore.routing.core import SLOW_NS, RouterCore
 from kvstore.routing.decide import replay
 from kvstore.routing.events import (
+    AbandonWorker,
     Failure,
-    GiveUp,
     Lack,
     LegFailed,
     Prepare,
@@ -42,8 +43,8 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.legs.blame import REFUSALS_MAX, SUSPECTS_MAX
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, RouteRequest, WorkerRole, WorkerSpec, WorkerWord
+from kvstore.routing.workers.rows import StateChange
 from tests.unit.routing.fleets import S
 
 QUEUE_MAX: Final = 3
@@ -127,7 +128,7 @@ class Oracle:
                     self._prepare(command)
                 case StateChange():
                     self._changed(command)
-                case GiveUp():
+                case AbandonWorker():
                     self._give_up(command)
                 case Rejected(request_id) if request_id == self.closing:
                     assert command.reason == "rejected-ttl-expired", "it is over"
@@ -179,7 +180,7 @@ class Oracle:
             assert (word is WorkerWord.DRAINING) == is_draining
             assert is_draining or (word is WorkerWord.DOWN) == known.is_down
 
-    def _give_up(self, command: GiveUp) -> None:
+    def _give_up(self, command: AbandonWorker) -> None:
         assert command.worker == self.silent, "a slow engine is not a broken one"
         is_prefiller = self.specs[self.silent].role is WorkerRole.PREFILL
         others = self.specs.keys() - {self.silent, *self.policy.draining}
@@ -333,6 +334,10 @@ class Oracle:
         if not event.has_streamed:
             is_decode = event.leg == "decode" and not event.is_claim
             self.failed_at(name, worker, event.failure, is_decode=is_decode)
+        if event.lack is Lack.CONTEXT and not (event.is_claim or event.has_streamed):
+            most = self.specs[worker].context_of("m")
+            alike = {w for w, its in self.specs.items() if its.context_of("m") <= most < math.inf}
+            self.tried[name].failed |= alike
         if event.lack is Lack.MEDIA and not event.is_claim and worker in self.known:
             self.known[worker].without_media = True
         del self.sent[name]

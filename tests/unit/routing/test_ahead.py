@@ -26,7 +26,6 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.policy import parse
 from kvstore.routing.receipts import Preparation
-from kvstore.routing.rows import FleetColumn
 from kvstore.routing.values import (
     PrefixAnswer,
     PrefixMatch,
@@ -35,6 +34,7 @@ from kvstore.routing.values import (
     SharedLoad,
     WorkerSpec,
 )
+from kvstore.routing.workers.rows import FleetColumn
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 from tests.unit.routing.fleets import (
     S,

@@ -316,6 +316,25 @@ def test_a_failure_behind_a_gateway_counts_where_others_have_served() -> None:
     assert faults(core) == {"w0": 1, "w1": 0}
 
 
+def test_a_row_of_requests_that_fail_behind_a_gateway_counts_once() -> None:
+    """Each of them may fail everywhere: what others answered before says so once."""
+    core = core_of(spec(0), spec(1))
+    serve(core, "ours", S, subset=at("w0"))
+    serve(core, "theirs", 2 * S, subset=at("w1"))
+
+    def fails(name: str, now_ns: int) -> None:
+        routed(arrive(core, request(name, subset=at("w0")), now_ns=now_ns))
+        core.step(RequestEnded(name, Ending.FAILED, why="status 500"), now_ns)
+
+    for second in range(3, 8):
+        fails(f"r{second}", second * S)
+    assert faults(core) == {"w0": 1, "w1": 0}
+    for second in (8, 10):
+        serve(core, f"good{second}", second * S, subset=at("w1"))
+        fails(f"r{second}", (second + 1) * S)
+    assert is_open(core, "w0"), "others answer, again and again, and it never does"
+
+
 def test_cached_tokens_at_another_worker_say_nothing_of_the_one_that_was_chosen() -> None:
     core = core_of(spec(0), spec(1))
     end = {"end": Ending.DONE, "cached_tokens": 0}

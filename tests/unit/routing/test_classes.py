@@ -9,8 +9,8 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Ending, FirstToken, RequestEnded, RouteTick, Shared
 from kvstore.routing.features import FeatureColumn
 from kvstore.routing.policy import PolicyLimits, RoutingPolicy, parse
-from kvstore.routing.pressure import saturation
 from kvstore.routing.values import SharedLoad
+from kvstore.routing.workers.pressure import saturation
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -102,7 +102,7 @@ def test_nobody_yields_in_another_pool() -> None:
     for n in range(4):
         routed(arrive(core, request(f"r{n}", 8000, model="m0")))
     routed(arrive(core, request("urgent", 160, model="m1", service="inline", tenant="ops")))
-    routed(arrive(core, request("a", model="m0")))
+    assert routed(arrive(core, request("a", model="m0"))).worker == "w0"
 
 
 def test_low_classes_wait_for_a_short_queue() -> None:

@@ -277,7 +277,7 @@ def test_a_thousand_workers_that_join_are_mapped_once(monkeypatch: pytest.Monkey
 
 
 def test_every_receipt_can_be_written() -> None:
-    policy = parse({"split": {"uncached_min": 1, "busy_uncached_min": 1, "learned_least": 1}})
+    policy = parse({"split": {"uncached_min": 1, "busy_uncached_min": 1}})
     core = core_of(prefiller(0), spec(1, role=WorkerRole.DECODE), policy=policy)
     for number in range(3):
         name = f"r{number}"

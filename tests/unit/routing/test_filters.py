@@ -20,9 +20,9 @@ from kvstore.routing.events import (
     RouteTick,
     Scraped,
 )
-from kvstore.routing.health import REST_NS
 from kvstore.routing.policy import parse
 from kvstore.routing.values import LoadSample, PrefixAnswer, RouteRequest
+from kvstore.routing.workers.health import REST_NS
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -100,7 +100,7 @@ def test_the_mildest_flaw_is_tried_first_and_the_next_one_after_it(mild: str, ba
     assert (sent.worker, sent.receipt.filtered) == ("w1", {"w0": bad})
     again = routed(turn(core, fail("r", Failure.CONNECT))[0])
     assert (again.worker, again.receipt.filtered) == ("w0", {"w1": "failed-before"})
-    assert rejected(turn(core, fail("r", Failure.CONNECT))[0]).status == 502
+    assert rejected(turn(core, fail("r", Failure.CONNECT))[0]).status == 503
 
 
 def test_a_receipt_of_a_last_resort_replays() -> None:
@@ -256,7 +256,7 @@ def test_nobody_waits_for_an_engine_whose_metrics_cannot_be_read_any_more() -> N
 def test_memory_that_is_not_known_drops_nobody() -> None:
     core = core_of(spec(0, memory_tokens=0))
     report(core, waiting=5, memory_used=1.0)
-    routed(arrive(core, request("r", 50_000)))
+    assert routed(arrive(core, request("r", 50_000))).worker == "w0"
 
 
 def test_without_limits_no_number_of_requests_is_too_many() -> None:

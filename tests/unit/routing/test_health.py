@@ -8,20 +8,21 @@ import pytest
 
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
+    AbandonWorker,
     Ending,
     Failure,
     FirstToken,
-    GiveUp,
     Joined,
     Judged,
+    Lack,
     Probed,
     RequestEnded,
     Shared,
     WorkerLeft,
 )
 from kvstore.routing.policy import RoutingPolicy, parse
-from kvstore.routing.rows import StateChange
 from kvstore.routing.values import ProbeResult, SharedLoad, WorkerRole, WorkerSpec, WorkerWord
+from kvstore.routing.workers.rows import StateChange
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -156,7 +157,8 @@ def test_an_attempt_without_a_result_makes_room_for_the_next(failure: Failure | 
     if failure is None:
         core.step(RequestEnded("a", Ending.ABORTED), 2 * S)
     else:
-        assert routed(turn(core, fail("a", failure), 2 * S)[0]).worker == "w1"
+        lack = Lack.CONTEXT if failure is Failure.REFUSED else None
+        assert routed(turn(core, fail("a", failure, lack=lack), 2 * S)[0]).worker == "w1"
     later_ns = 2 * S + 250 * MS * (failure is Failure.BUSY)
     assert goes_to(core, "b", later_ns) == "w0"
     assert goes_to(core, "c", later_ns) == "w1", "it is still open"
@@ -250,7 +252,7 @@ def test_a_worker_that_nobody_has_reached_yet_gets_requests() -> None:
 
 
 def given_up(core: RouterCore, event: Any, now_ns: int = S) -> list[str]:
-    return [c.worker for c in core.step(event, now_ns) if isinstance(c, GiveUp)]
+    return [c.worker for c in core.step(event, now_ns) if isinstance(c, AbandonWorker)]
 
 
 def test_requests_at_a_silent_worker_are_given_up_only_if_another_one_answers() -> None:

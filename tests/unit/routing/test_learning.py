@@ -52,11 +52,11 @@ def test_frozen_weights_stay() -> None:
         st.tuples(
             st.lists(st.floats(0, 100), min_size=LEARNED, max_size=LEARNED), st.floats(0, 1e6)
         ),
-        max_size=30,
+        max_size=100,
     )
 )
 def test_weights_stay_in_bounds(steps: list[tuple[list[float], float]]) -> None:
-    weights = TermWeights(PolicyLearning(rate=1.0))
+    weights = TermWeights(PolicyLearning())
     for raw, achieved_s in steps:
         weights.learn("w0", np.array(raw), achieved_s)
         weights.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.routing.decide import ADAPTER_S
 from kvstore.routing.events import Scraped
 from kvstore.routing.models import ModelMap, ModelSide, ModelUnknown
 from kvstore.routing.policy import parse
@@ -98,7 +99,7 @@ def test_an_adapter_goes_where_it_runs_or_is_listed() -> None:
     core.step(Scraped("w2", LoadSample(waiting=0, running=0, adapters=("legal",)), 0), 1)
     second = routed(arrive(core, request("s", model="legal"))).receipt
     assert (second.features["warm"], second.filtered) == ([0, 1, 1], {})
-    assert second.terms["cold"] == [core.policy.costs.adapter_s, 0, 0]
+    assert second.terms["cold"] == [ADAPTER_S, 0, 0]
 
 
 @pytest.mark.parametrize(

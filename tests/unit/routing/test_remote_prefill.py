@@ -128,7 +128,7 @@ def test_a_failed_leg_leaves_no_prefix_behind() -> None:
     again = routed(core.step(fail("r", leg=Leg.PREFILL), 3 * MS)[0])
     assert again.prefill_worker not in (None, first.prefill_worker)
     assert again.receipt.split_reason == "long"
-    hits = core.tree.match(asked.keys, 3 * MS, block_tokens=16, young_only=True)
+    hits = core.tree.match(asked.keys, 3 * MS, step=8, young_only=True)
     # Of blocks that were computed before, those that the verdict trusted stay.
     assert hits[first.prefill_worker or ""] == 24
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvstore.routing.policy import PolicySplit
-from kvstore.routing.split import LaneEntry, PrefillLanes, PrefillSplit, SplitReason
+from kvstore.routing.split import (
+    LEARNED_LEAST,
+    LaneEntry,
+    PrefillLanes,
+    PrefillSplit,
+    SplitReason,
+)
 from tests.unit.routing.fleets import S
 
 LONG, BUSY, SHORT = SplitReason.LONG, SplitReason.BUSY_DECODE, SplitReason.SHORT
@@ -46,7 +52,7 @@ def test_thresholds_follow_what_paid_and_stay_in_bounds() -> None:
     assert split.where(uncached=300, streams=0, prefill_queue=0) is SHORT
     for _ in range(1000):
         split.learn(uncached=split.uncached_min, remote_s=0.1, local_s=1.0)
-    assert split.uncached_min == split.settings.learned_least
+    assert split.uncached_min == LEARNED_LEAST
     frozen = PrefillSplit(PolicySplit(is_learned=False))
     frozen.learn(uncached=300, remote_s=2.0, local_s=1.0)
     assert frozen.uncached_min == 256
@@ -65,7 +71,7 @@ def entry(
 
 
 def test_short_prompts_go_first_and_long_ones_age() -> None:
-    lanes = PrefillLanes(PolicySplit(aging_s=1.0))
+    lanes = PrefillLanes(PolicySplit())
     lanes.add(entry("long", 30_000, 0.0, 1))
     lanes.add(entry("short", 500, 0.5, 2))
     assert [e.request_id for e in lanes.order(1 * S)] == ["short", "long"]
@@ -88,7 +94,7 @@ def test_within_a_lane_the_lower_priority_is_first_then_arrival() -> None:
 
 
 def test_no_stream_of_short_prompts_starves_a_long_one() -> None:
-    lanes = PrefillLanes(PolicySplit(aging_s=1.0))
+    lanes = PrefillLanes(PolicySplit())
     lanes.add(entry("long", 100_000, 0.0, 0))
     for number in range(1, 200):
         now_s = number * 0.1

@@ -36,14 +36,12 @@ def ask(core: RouterCore, name: str, now_ns: int = S, **more: Any) -> Routed:
 
 
 def sticky(workers: int = 6, policy: str = "session") -> RouterCore:
-    weights = {"weights": {"preset": "additive"}} if policy == "weighted" else {}
-    return core_of(*(spec(n) for n in range(workers)), policy=parse({"policy": policy, **weights}))
+    return core_of(*(spec(n) for n in range(workers)), policy=parse({"policy": policy}))
 
 
-@pytest.mark.parametrize("policy", ["session", "weighted"])
-def test_a_session_keeps_its_worker_when_others_leave_and_join(policy: str) -> None:
+def test_a_session_keeps_its_worker_when_others_leave_and_join() -> None:
     """Rows of others change, and with them the hashes."""
-    core = sticky(policy=policy)
+    core = sticky()
     worker = ask(core, "first").worker
     others = [name for name in core.fleet.row_of if name != worker]
     for number, name in enumerate(others):

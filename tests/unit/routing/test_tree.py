@@ -39,20 +39,20 @@ def test_matches_are_what_was_sent(
 
     def look(prompt: str, blocks: int) -> None:
         asked = PROMPTS[prompt][: 32 * blocks]
-        found = tree.match(asked, now_ns, block_tokens=512, young_only=False)
+        found = tree.match(asked, now_ns, step=1, young_only=False)
         runs = {w: leading(held[prompt, w], blocks) for w in WORKERS}
         assert found == {worker: run for worker, run in runs.items() if run}
-        young = tree.match(asked, now_ns, block_tokens=512, young_only=True)
+        young = tree.match(asked, now_ns, step=1, young_only=True)
         assert all(count <= found[worker] for worker, count in young.items())
 
     for what, prompt, count, worker, seconds in steps:
         now_ns += seconds * S
         sent = PROMPTS[prompt][: 32 * count]
         if what == "insert":
-            tree.insert(sent, worker, now_ns, block_tokens=512)
+            tree.insert(sent, worker, now_ns, step=1)
             held[prompt, worker] |= set(range(count))
         elif what == "withdraw":
-            tree.withdraw(sent, worker, block_tokens=512, after_tokens=512 * seconds)
+            tree.withdraw(sent, worker, step=1, after_blocks=seconds)
             held[prompt, worker] -= set(range(seconds, count))
         elif what == "forget":
             tree.forget(worker)
@@ -72,49 +72,49 @@ def leading(held: set[int], most: int) -> int:
 def test_what_is_not_recent_is_not_young() -> None:
     tree = ApproximateTree(blocks_max=100)
     prompt = keys("a", 4)
-    tree.insert(prompt, "w0", 0, block_tokens=512)
-    tree.insert(prompt, "w1", 11 * S, block_tokens=512)
-    assert tree.match(prompt, 12 * S, block_tokens=512, young_only=True) == {"w1": 4}
-    assert tree.match(prompt, 12 * S, block_tokens=512, young_only=False) == {"w0": 4, "w1": 4}
+    tree.insert(prompt, "w0", 0, step=1)
+    tree.insert(prompt, "w1", 11 * S, step=1)
+    assert tree.match(prompt, 12 * S, step=1, young_only=True) == {"w1": 4}
+    assert tree.match(prompt, 12 * S, step=1, young_only=False) == {"w0": 4, "w1": 4}
 
 
 def test_it_is_bounded_and_forgets_ends_of_chains_first() -> None:
     tree = ApproximateTree(blocks_max=6)
-    tree.insert(keys("a", 4), "w0", 0, block_tokens=512)
-    tree.insert(keys("b", 4), "w0", 1, block_tokens=512)
+    tree.insert(keys("a", 4), "w0", 0, step=1)
+    tree.insert(keys("b", 4), "w0", 1, step=1)
     tree.check()
     assert len(tree) == 6
-    assert tree.match(keys("a", 4), 2, block_tokens=512, young_only=False) == {"w0": 2}
-    assert tree.match(keys("b", 4), 2, block_tokens=512, young_only=False) == {"w0": 4}
+    assert tree.match(keys("a", 4), 2, step=1, young_only=False) == {"w0": 2}
+    assert tree.match(keys("b", 4), 2, step=1, young_only=False) == {"w0": 4}
 
 
 def test_small_blocks_are_counted_in_steps() -> None:
     tree = ApproximateTree(blocks_max=100)
-    tree.insert(keys("a", 20), "w0", 0, block_tokens=16)  # a step is 8 blocks
-    assert tree.match(keys("a", 20), 0, block_tokens=16, young_only=False) == {"w0": 16}
+    tree.insert(keys("a", 20), "w0", 0, step=8)  # a step is 8 blocks
+    assert tree.match(keys("a", 20), 0, step=8, young_only=False) == {"w0": 16}
 
 
 def test_long_chains_are_remembered_coarsely() -> None:
     tree = ApproximateTree(blocks_max=1000)
-    tree.insert(keys("a", 103), "w0", 0, block_tokens=512)
+    tree.insert(keys("a", 103), "w0", 0, step=1)
     assert len(tree) == 64 + (103 - 64) // 4
     for blocks, found in ((63, 63), (64, 64), (67, 64), (68, 68), (103, 100)):
         asked = keys("a", blocks)
-        assert tree.match(asked, 0, block_tokens=512, young_only=False) == {"w0": found}
+        assert tree.match(asked, 0, step=1, young_only=False) == {"w0": found}
 
 
 def sent_to(tree: ApproximateTree, prompt: bytes, *, young: bool = False) -> dict[str, int]:
-    return tree.match(prompt, S, block_tokens=512, young_only=young)
+    return tree.match(prompt, S, step=1, young_only=young)
 
 
 @pytest.mark.parametrize("young", [False, True])
 def test_a_worker_that_left_is_forgotten(young: bool) -> None:
     tree = ApproximateTree(blocks_max=100)
-    tree.insert(keys("a", 4), "w0", 0, block_tokens=512)
-    tree.insert(keys("a", 2), "w1", 0, block_tokens=512)
+    tree.insert(keys("a", 4), "w0", 0, step=1)
+    tree.insert(keys("a", 2), "w1", 0, step=1)
     tree.forget("w0")
     assert sent_to(tree, keys("a", 4), young=young) == {"w1": 2}
-    tree.insert(keys("b", 1), "w2", 0, block_tokens=512)  # takes over the bit
+    tree.insert(keys("b", 1), "w2", 0, step=1)  # takes over the bit
     assert sent_to(tree, keys("a", 4), young=young) == {"w1": 2}
     tree.forget("nobody")
     tree.check()
@@ -125,13 +125,13 @@ def test_whoever_takes_over_a_bit_has_nothing_of_the_one_before(young: bool) -> 
     """No entry is read between: each has the bit still."""
     tree = ApproximateTree(blocks_max=100)
     for name in "abc":
-        tree.insert(keys(name, 4), "w0", 0, block_tokens=512)
+        tree.insert(keys(name, 4), "w0", 0, step=1)
     tree.forget("w0")
-    tree.insert(keys("a", 1), "w1", 0, block_tokens=512)
+    tree.insert(keys("a", 1), "w1", 0, step=1)
     assert sent_to(tree, keys("a", 4), young=young) == {"w1": 1}
     assert sent_to(tree, keys("b", 4), young=young) == {}
     tree.forget("w1")
-    tree.insert(keys("c", 2), "w2", 0, block_tokens=512)
+    tree.insert(keys("c", 2), "w2", 0, step=1)
     assert sent_to(tree, keys("a", 4), young=young) == {}
     assert sent_to(tree, keys("c", 4), young=young) == {"w2": 2}
     tree.check()
@@ -139,28 +139,28 @@ def test_whoever_takes_over_a_bit_has_nothing_of_the_one_before(young: bool) -> 
 
 def test_a_prefix_is_withdrawn_from_the_worker_that_has_it_now() -> None:
     tree = ApproximateTree(blocks_max=100)
-    tree.insert(keys("a", 4), "w0", 0, block_tokens=512)
-    tree.insert(keys("a", 4), "w1", 0, block_tokens=512)
+    tree.insert(keys("a", 4), "w0", 0, step=1)
+    tree.insert(keys("a", 4), "w1", 0, step=1)
     tree.forget("w0")
-    tree.insert(keys("b", 4), "w2", 0, block_tokens=512)
-    tree.withdraw(keys("a", 4), "w2", block_tokens=512, after_tokens=0)
+    tree.insert(keys("b", 4), "w2", 0, step=1)
+    tree.withdraw(keys("a", 4), "w2", step=1, after_blocks=0)
     assert sent_to(tree, keys("a", 4)) == {"w1": 4}
-    tree.insert(keys("b", 4), "w1", 0, block_tokens=512)
-    tree.withdraw(keys("a", 4), "w1", block_tokens=512, after_tokens=0)
+    tree.insert(keys("b", 4), "w1", 0, step=1)
+    tree.withdraw(keys("a", 4), "w1", step=1, after_blocks=0)
     assert len(tree) == 4, "those that nobody has are gone"
     tree.forget("w2")
-    tree.withdraw(keys("b", 4), "w1", block_tokens=512, after_tokens=0)
+    tree.withdraw(keys("b", 4), "w1", step=1, after_blocks=0)
     assert len(tree) == 0, "somebody who has left does not keep them"
 
 
 def test_what_is_new_is_of_the_one_who_has_the_bit_now() -> None:
     tree = ApproximateTree(blocks_max=100)
-    tree.insert(keys("a", 4), "w0", 0, block_tokens=512)
+    tree.insert(keys("a", 4), "w0", 0, step=1)
     tree.forget("w0")
-    tree.insert(keys("b", 4), "w1", 0, block_tokens=512)
+    tree.insert(keys("b", 4), "w1", 0, step=1)
     assert sent_to(tree, keys("b", 4)) == {"w1": 4}
     for name in ("x", "y"):  # the bit leaves a second time, after another one
-        tree.insert(keys("c", 1), name, 0, block_tokens=512)
+        tree.insert(keys("c", 1), name, 0, step=1)
     tree.forget("y")
     assert sent_to(tree, keys("b", 4)) == {"w1": 4}
     tree.forget("w1")
@@ -173,13 +173,13 @@ def test_a_worker_that_leaves_costs_no_look_at_what_is_remembered() -> None:
     random = np.random.default_rng(1)
     chains = [random.bytes(32 * 64) for _ in range(1600)]
     for chain in chains:
-        tree.insert(chain, "w0", 0, block_tokens=512)
-        tree.insert(chain[: 32 * 10], "w1", 0, block_tokens=512)
+        tree.insert(chain, "w0", 0, step=1)
+        tree.insert(chain[: 32 * 10], "w1", 0, step=1)
     before = {key: list(entry) for key, entry in tree._blocks.items()}
     assert len(before) == 1600 * 64 > 100_000
     for _ in range(1000):
         tree.forget("w0")
-        tree.insert(chains[0][:32], "w0", 0, block_tokens=512)
+        tree.insert(chains[0][:32], "w0", 0, step=1)
     changed = [key for key, entry in tree._blocks.items() if entry != before[key]]
     assert len(changed) == 1, "the one that was written"
     assert sent_to(tree, chains[-1]) == {"w1": 10}
@@ -192,11 +192,11 @@ def test_what_came_to_nothing_is_withdrawn() -> None:
     tree = ApproximateTree(blocks_max=100)
     prompt = keys("a", 6)
     for worker in ("w0", "w1"):
-        tree.insert(prompt, worker, 0, block_tokens=512)
-    tree.withdraw(prompt, "w0", block_tokens=512, after_tokens=1100)
-    tree.withdraw(prompt, "unknown", block_tokens=512, after_tokens=0)
+        tree.insert(prompt, worker, 0, step=1)
+    tree.withdraw(prompt, "w0", step=1, after_blocks=1100 / 512)
+    tree.withdraw(prompt, "unknown", step=1, after_blocks=0)
     tree.check()
-    assert tree.match(prompt, S, block_tokens=512, young_only=True) == {"w0": 2, "w1": 6}
-    tree.withdraw(prompt, "w1", block_tokens=512, after_tokens=0)
+    assert tree.match(prompt, S, step=1, young_only=True) == {"w0": 2, "w1": 6}
+    tree.withdraw(prompt, "w1", step=1, after_blocks=0)
     tree.check()
     assert len(tree) == 2, "keys without a worker are gone"

@@ -12,14 +12,14 @@ from hypothesis import given, settings, strategies as st
 
 from kvstore.routing import core as core_module, decide, filters, placing
 from kvstore.routing.core import RouterCore
-from kvstore.routing.fleet import Fleet
-from kvstore.routing.health import Health
 from kvstore.routing.legs import races
 from kvstore.routing.legs.blame import Blame
 from kvstore.routing.legs.flights import Legs
-from kvstore.routing.rows import FleetColumn
 from kvstore.routing.split import PrefillLanes
 from kvstore.routing.waiting import WaitingRoom
+from kvstore.routing.workers.fleet import Fleet
+from kvstore.routing.workers.health import WorkerHealth
+from kvstore.routing.workers.rows import FleetColumn
 from tests.amounts import amount, covered
 from tests.unit.routing.walk import Walk
 
@@ -135,13 +135,13 @@ def every_silence_gives_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def late_is_down(patch: pytest.MonkeyPatch) -> None:
-    real = Health.probed
+    real = WorkerHealth.probed
 
-    def harsh(self: Health, result: Any, why: str, late_s: float) -> None:
+    def harsh(self: WorkerHealth, result: Any, why: str, late_s: float) -> None:
         real(self, result, why, late_s)
         self.is_down |= late_s > 1
 
-    patch.setattr(Health, "probed", harsh)
+    patch.setattr(WorkerHealth, "probed", harsh)
 
 
 def changes_are_not_told(patch: pytest.MonkeyPatch) -> None:

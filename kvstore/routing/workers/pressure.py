@@ -16,12 +16,14 @@ import msgspec
 import numpy as np
 
 from kvstore.routing.features import FeatureColumn, load_columns
-from kvstore.routing.fleet import Fleet
 from kvstore.routing.policy import PolicyLimits
-from kvstore.routing.rows import Floats
 from kvstore.routing.values import PrefixTrust, WorkerRole
+from kvstore.routing.workers.fleet import Fleet
+from kvstore.routing.workers.rows import Floats
 from kvstore.units import NS_PER_S
 
+SATURATED_S: Final = 2.0
+"""Prefill ahead at a worker that counts as saturated."""
 _TARGET: Final = 0.8
 """Utilisation that replicas are made for."""
 _SPARE: Final = 0.9
@@ -68,7 +70,7 @@ def saturation(columns: Floats, limits: PolicyLimits) -> Saturation:
         return Saturation(1.0, Cause.NO_WORKERS)
     queued = columns[FeatureColumn.QUEUED]
     running = queued + columns[FeatureColumn.STREAMS]
-    queue_share = columns[FeatureColumn.QUEUE_S] / limits.saturated_s
+    queue_share = columns[FeatureColumn.QUEUE_S] / SATURATED_S
     shares = np.array(
         [
             np.maximum(queue_share, queued / (limits.queue_max or np.inf)),

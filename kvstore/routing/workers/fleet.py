@@ -3,7 +3,7 @@
     Joined ─▶ row        sent ─▶ queued ─▶ began (first token) ─▶ streaming ─▶ ended        scraped
 
 Rule 1: own counts are the truth about own requests, at once. Scraped values say what others have
-there: scraped minus own at that moment. Older than `stale_s`, they decay to the mean of the pool.
+there: scraped minus own at that moment. Older than STALE_S, they decay to the mean of the pool.
 Rule 2: each flight is counted at one worker once, and its counts leave with it.
 Rule 3: the use of a KV cache is what its engine says; own requests add what they need since then.
 Rule 4: a flight whose response comes whole leaves the queue when its first token is predicted, or
@@ -14,14 +14,17 @@ Does not cover: which worker is chosen (`decide`), prefixes (`features`), health
 from __future__ import annotations
 
 import heapq
+import math
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.rows import (
+from kvstore.routing.values import LoadSample, ProbeResult, SharedLoad, WorkerRole, WorkerSpec
+from kvstore.routing.workers.rows import (
     NEVER_NS,
+    STALE_S,
     YOUNG_S,
     Crew,
     FleetColumn,
@@ -32,7 +35,6 @@ from kvstore.routing.rows import (
     begin_as,
     may_replace,
 )
-from kvstore.routing.values import LoadSample, ProbeResult, SharedLoad, WorkerRole, WorkerSpec
 from kvstore.units import NS_PER_S
 
 _ROWS_MIN: Final = 16
@@ -71,7 +73,6 @@ class Fleet:
         else:
             row = self.row_of[spec.worker] = len(self.workers)
             self.workers.append(WorkerState(spec))
-            self._drain(self.workers[row])
             if row == self.columns.shape[1]:
                 self.columns = np.hstack([self.columns, np.zeros_like(self.columns)])
             self.columns[:, row] = 0
@@ -79,6 +80,7 @@ class Fleet:
             self.columns[FleetColumn.SENT_NS, row] = NEVER_NS
             self.columns[FleetColumn.HIT_RATIO : FleetColumn.FETCH_RATIO + 1, row] = 1
         self.columns[FleetColumn.MEMORY_TOKENS, row] = spec.memory_tokens
+        self._drain(self.workers[row])
         self._changed()
 
     def adopt(self, policy: RoutingPolicy) -> None:
@@ -89,6 +91,7 @@ class Fleet:
 
     def _drain(self, state: WorkerState) -> None:
         state.health.is_draining = state.spec.worker in self.policy.draining
+        state.health.is_terminating = state.spec.is_terminating
         self._doubt(state)
 
     def assign(self, worker: str, role: WorkerRole) -> None:
@@ -128,6 +131,12 @@ class Fleet:
         row = self.row_of.get(worker)
         return None if row is None else self.workers[row]
 
+    def no_longer(self, worker: str, model: str) -> list[str]:
+        """Workers whose context of a model is known to be no longer than that of this one."""
+        state = self.state(worker)
+        most = state.spec.context_of(model) if state is not None else 0
+        return [s.spec.worker for s in self.workers if s.spec.context_of(model) <= most < math.inf]
+
     def judged(self, worker: str, *, is_red: bool) -> None:
         """By a comparison of keys; ignored for a worker that is not there."""
         if (state := self.state(worker)) is not None:
@@ -151,15 +160,22 @@ class Fleet:
             self.doubtful.add(worker)
             self._news[worker] = None
 
+    def count_failure(self, worker: str) -> None:
+        """An attempt failed there, whoever is to blame."""
+        if (state := self.state(worker)) is not None:
+            state.failure_count += 1
+
     def failed_unproven(self, worker: str, why: str, now_ns: int) -> None:
         """A fault that may be the request's: counted where another worker of the pool has answered
-        since this one did."""
+        since this one answered, or was suspected, last: a row of such requests counts once."""
         if (state := self.state(worker)) is not None:
+            its = state.health
             others = (s.health for s in self.workers if s.spec.pool == state.spec.pool)
-            if any(other.succeeded_ns > state.health.succeeded_ns for other in others):
+            since_ns, its.suspected_ns = max(its.succeeded_ns + 1, its.suspected_ns), now_ns
+            if any(other.succeeded_ns >= since_ns for other in others):
                 self.failed(worker, why, now_ns)
             else:
-                state.health.breaker.unused()
+                its.breaker.unused()
                 self._doubt(state)
 
     def spared(self, worker: str, now_ns: int, *, is_full: bool = False) -> None:
@@ -400,18 +416,18 @@ class Fleet:
 
     def decayed(self, part: Floats, now_ns: int) -> Floats:
         """Scraped columns (3 × rows) of a part of `columns`: fresh ones as they are, old ones on
-        their way to the mean of the fresh, by half each `stale_s`; never scraped: the mean."""
+        their way to the mean of the fresh, by half each STALE_S; never scraped: the mean."""
         values = part[FleetColumn.OTHER_QUEUED : FleetColumn.USED + 1]
-        stamps, stale_s = part[FleetColumn.SCRAPED_NS], self.policy.limits.stale_s
+        stamps = part[FleetColumn.SCRAPED_NS]
         oldest = np.minimum.reduce(stamps, initial=now_ns)
-        is_fresh = oldest >= 0 and now_ns - oldest <= stale_s * NS_PER_S
+        is_fresh = oldest >= 0 and now_ns - oldest <= STALE_S * NS_PER_S
         if is_fresh or np.maximum.reduce(stamps, initial=-1) < 0:  # the latter: never scraped
             return values
         age_s = (now_ns - stamps) / NS_PER_S
-        is_old = (age_s > stale_s) | (stamps < 0)
+        is_old = (age_s > STALE_S) | (stamps < 0)
         fresh = values[:, ~is_old]
         mean = fresh.mean(axis=1, keepdims=True) if fresh.size else np.zeros((3, 1))
-        share = np.where(stamps < 0, 0.0, 0.5 ** (np.maximum(0.0, age_s - stale_s) / stale_s))
+        share = np.where(stamps < 0, 0.0, 0.5 ** (np.maximum(0.0, age_s - STALE_S) / STALE_S))
         return np.asarray(values * share + mean * (1 - share))
 
     def check(self) -> None:

@@ -13,10 +13,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.routing.health import Health
 from kvstore.routing.values import WorkerRole, WorkerSpec, WorkerWord
+from kvstore.routing.workers.health import WorkerHealth
 
 Floats = npt.NDArray[np.float64]
+STALE_S: Final = 2.0
+"""Scraped numbers older than this decay to the pool's mean, by half each STALE_S."""
 YOUNG_S: Final = 0.5
 """A stream has some dozens of tokens by then, over which a pause spreads."""
 _MODELS_MAX: Final = 1000
@@ -98,7 +100,7 @@ class WorkerState:
         self.spec = spec
         self.role = begin_as(spec.role)
         """In effect; of a flexible worker, the planner's."""
-        self.health = Health()
+        self.health = WorkerHealth()
         self.is_red = False
         """Its keys differ from the router's."""
         self.adapters = frozenset(spec.adapters)

@@ -1,4 +1,4 @@
-"""Health of one worker: its probes, its answers, its circuit breaker.
+"""WorkerHealth of one worker: its probes, its answers, its circuit breaker.
 
     probe ─▶ `probed` ─▶ answering, late, down        answers and faults ─▶ `succeeded`, `failed`
                         └──────────── `word` ─▶ pages, logs ────┘
@@ -9,10 +9,12 @@
 | late      | a probe that is not answered yet                  | yes, the lateness is a cost    |
 | open      | FAULTS_MAX faults in a row                        | one after a cool-down; more    |
 |           |                                                   | where no worker is up          |
-| down      | a refused connection, an unwell engine, silence   | where no worker is up or open  |
+| draining  | the policy                                        | no                             |
+|           | discovery: it terminates                          | where no worker is up or open  |
+| down      | a refused connection, an unwell engine, silence   | where there is none of these   |
 
 Rule 1: a time-out is no fault. An engine whose probes are answered is slow, not broken.
-Rule 2: nothing here excludes a worker for good: what is left is tried (`filters.LAST_RESORTS`).
+Rule 2: only the policy excludes a worker for good: what is left is tried (`filters.LAST_RESORTS`).
 Rule 3: the first answered probe of a worker that was down ends the cool-down of its breaker.
 """
 
@@ -30,7 +32,7 @@ REST_NS: Final = NS_PER_S // 4
 """A worker that is full by its own word gets no request for so long."""
 
 
-class Health:
+class WorkerHealth:
     """See the module."""
 
     def __init__(self) -> None:
@@ -38,7 +40,8 @@ class Health:
         self.is_down = False
         self.is_silent = False
         """Why it is down."""
-        self.is_draining = False
+        self.is_draining = self.is_terminating = False
+        """By the policy, and by discovery."""
         self.was_reached = False
         """Its engine has answered a probe or a request."""
         self.late_s = 0.0
@@ -46,7 +49,9 @@ class Health:
         self.rests_until_ns = 0
         """Full, by its own word; 0: it got a request since then."""
         self.succeeded_ns = -1
-        """When it answered a request last."""
+        """When it answered a request last …"""
+        self.suspected_ns = -1
+        """… and when one failed there that may be the cause."""
         self.probe_trouble = self.fault = ""
         """Why it is down, and the last fault that counted; empty: none."""
 
@@ -70,25 +75,24 @@ class Health:
         self.breaker.failed(now_ns)
 
     def rest(self, now_ns: int) -> None:
-        """It said that it is full."""
+        """The worker is full, by its word."""
         self.breaker.unused()
         self.rests_until_ns = now_ns + REST_NS
 
     def succeeded(self, now_ns: int) -> None:
-        """It answered a request, be it that the request is wrong."""
+        """The worker answered a request, be it that the request is wrong."""
         self.was_reached, self.succeeded_ns, self.fault = True, now_ns, ""
         self.breaker.succeeded()
 
     @property
     def is_fine(self) -> bool:
         """Whether nothing speaks against sending requests there."""
-        is_plain = not (self.is_down or self.is_draining or self.late_s or self.rests_until_ns)
-        return is_plain and not self.breaker.is_open
+        return self.is_up and not (self.late_s or self.rests_until_ns or self.breaker.is_open)
 
     @property
     def is_up(self) -> bool:
         """Whether its probes are answered, and requests may go there."""
-        return not (self.is_down or self.is_draining)
+        return not (self.is_down or self.is_draining or self.is_terminating)
 
     @property
     def word(self) -> WorkerWord:
@@ -97,6 +101,8 @@ class Health:
             return WorkerWord.DRAINING
         if self.is_down:
             return WorkerWord.DOWN
+        if self.is_terminating:
+            return WorkerWord.DRAINING
         if self.breaker.is_open:
             is_trying = self.breaker.state is BreakerState.HALF_OPEN
             return WorkerWord.HALF_OPEN if is_trying else WorkerWord.OPEN
@@ -109,4 +115,6 @@ class Health:
         """The reason for its word; empty: none is needed."""
         if self.is_down:
             return self.probe_trouble
+        if self.is_terminating:
+            return "its pod terminates"
         return self.fault if self.breaker.is_open else ""

@@ -1,0 +1,157 @@
+"""Requests that begin alike meet at one engine, whichever field of their body begins alike."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from kvstore.routing.core import RouterCore
+from kvstore.routing.events import Arrived, RouteCommand, RouteEvent
+from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.values import RouteRequest
+from tests.integration.router.test_proxy import until
+from tests.kit.router_thread import RouterThread
+from tests.kit.scripted_worker import ScriptedWorker
+
+SUBJECTS = tuple(f"The subject of conversation {n} is long. " * 100 for n in range(3))
+ROUNDS = 4
+IMAGE_BYTES = 750_000
+"""A megabyte in base64."""
+
+
+class ListeningCore(RouterCore):
+    """The decision core; `arrived`: requests in order."""
+
+    def __init__(self) -> None:
+        super().__init__(RoutingPolicy(), seed=1)
+        self.arrived: list[RouteRequest] = []
+
+    def step(self, event: RouteEvent, now_ns: int) -> list[RouteCommand]:
+        if isinstance(event, Arrived):
+            self.arrived.append(event.request)
+        return super().step(event, now_ns)
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ScriptedWorker]]:
+    directory = tmp_path_factory.mktemp("engines")
+    with ExitStack() as stack:
+        yield [stack.enter_context(ScriptedWorker.start(directory, name)) for name in "abc"]
+
+
+@pytest.fixture
+def router(crew: list[ScriptedWorker]) -> Iterator[RouterThread]:
+    for each in crew:
+        each.script("ok")
+    with RouterThread([each.flag for each in crew], core=ListeningCore()) as started:
+        until(lambda: all(worker.models for worker in started.router.workers))
+        yield started
+
+
+def home(router: RouterThread, path: str, body: dict[str, Any]) -> str:
+    """The engine that served a request."""
+    status, headers, answer = router.ask({"model": "m", **body}, path)
+    assert status == 200, answer
+    return headers["x-kvstore-worker"]
+
+
+# ── fields ───────────────────────────────────────────────────────────────────────────────────────
+
+Body = Callable[[str, str], dict[str, Any]]
+BODIES: dict[str, tuple[str, Body]] = {
+    "prompt": ("/v1/completions", lambda begin, rest: {"prompt": begin + rest}),
+    "instructions of responses": (
+        "/v1/responses",
+        lambda begin, rest: {"input": rest, "instructions": begin},
+    ),
+    "system of messages": (
+        "/v1/messages",
+        lambda begin, rest: {"messages": [{"role": "user", "content": rest}], "system": begin},
+    ),
+    "tools": (
+        "/v1/chat/completions",
+        lambda begin, rest: {
+            "messages": [{"role": "user", "content": rest}],
+            "tools": [{"type": "function", "function": {"name": "f", "description": begin}}],
+        },
+    ),
+    "query of rerank": (
+        "/rerank",
+        lambda begin, rest: {"documents": [rest, "b"], "query": begin},
+    ),
+    "text_1 of score": ("/score", lambda begin, rest: {"text_2": [rest, "b"], "text_1": begin}),
+    "text_2 of score": ("/score", lambda begin, rest: {"text_1": "a", "text_2": [begin, rest]}),
+    "queries of score": ("/v1/score", lambda begin, rest: {"items": [rest], "queries": begin}),
+    "input of embeddings": ("/v1/embeddings", lambda begin, rest: {"input": [begin, rest]}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_each_field_of_a_prompt_takes_part_in_affinity(router: RouterThread, name: str) -> None:
+    path, body = BODIES[name]
+    rest = (f"rest {n} " * 30 for n in itertools.count())
+    homes = [home(router, path, body(subject, next(rest))) for subject in SUBJECTS]
+    assert sorted(homes) == ["a", "b", "c"], "cold ones spread"
+    for number in range(ROUNDS):
+        order = SUBJECTS[:: 1 if number % 2 else -1]
+        found = [home(router, path, body(subject, next(rest))) for subject in order]
+        assert found == homes[:: 1 if number % 2 else -1]
+
+
+def test_a_list_of_prompts_goes_where_most_of_its_parts_are(router: RouterThread) -> None:
+    long = [f"{n}: {'once more ' * 150}" for n in range(9)]
+    parts = [long[:3], long[3:6], long[6:]]
+    homes = [home(router, "/v1/completions", {"prompt": each}) for each in parts]
+    assert sorted(homes) == ["a", "b", "c"]
+    new = (f"new {n}: {'once more ' * 150}" for n in itertools.count())
+    for each, its in zip(parts, homes, strict=True):
+        lists = ([next(new), *reversed(each)], [each[1], next(new), each[2]], each[1])
+        for prompt in lists:
+            assert home(router, "/v1/completions", {"prompt": prompt}) == its
+
+
+# ── media ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def image(seed: int) -> str:
+    """A data URL of a megabyte; all begin and end alike."""
+    content = random.Random(seed).randbytes(IMAGE_BYTES - 6000)
+    whole = bytes(3000) + content + bytes(3000)
+    return "data:image/png;base64," + base64.b64encode(whole).decode()
+
+
+def chat(url: str, text: str) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+    return {"messages": [{"role": "user", "content": parts}]}
+
+
+def test_images_count_as_engines_report_and_equal_ones_have_equal_keys(
+    router: RouterThread, crew: list[ScriptedWorker]
+) -> None:
+    for each in crew:
+        each.script("ok", prompt_tokens=2600)
+    arrived: list[RouteRequest] = router.core.arrived
+    question = "What is in this image? " * 60
+    first, other = image(1), image(2)
+    homes = [home(router, "/v1/chat/completions", chat(url, question)) for url in (first, other)]
+    assert [each.prompt_tokens < 2000 for each in arrived] == [True, True], "not 250,000"
+    assert homes[0] != homes[1]
+    for number in range(ROUNDS):
+        url, its = ((first, homes[0]), (other, homes[1]))[number % 2]
+        assert home(router, "/v1/chat/completions", chat(url, f"{question} {number}")) == its
+    for number in range(10):
+        home(router, "/v1/chat/completions", chat(first, f"{question} {number}"))
+    assert arrived[-1].prompt_tokens == pytest.approx(2600, rel=0.15), "as it was reported"
+    ours, theirs = arrived[0].keys, arrived[1].keys
+    assert ours[:32]
+    assert ours[:32] != theirs[:32]
+    again = [each.keys for each in arrived[2:]]
+    assert {keys[:32] for keys in again} == {ours[:32], theirs[:32]}
+    home(router, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+    assert arrived[-1].prompt_tokens < 100, "text is counted by itself"

@@ -1,0 +1,156 @@
+"""Engines of one model that differ: in the longest context, and in what they serve by now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import pytest
+
+from kvstore.routing.core import RouterCore
+from kvstore.routing.policy import RoutingPolicy, parse
+from tests.integration.router.test_proxy import until
+from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.scripted_worker import ScriptedWorker
+
+SMALL, LARGE = 1000, 100_000
+PER_TOKEN = 1
+"""Bytes: the router expects four, and is wrong about what fits until engines report."""
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ScriptedWorker]]:
+    directory = tmp_path_factory.mktemp("engines")
+    with ExitStack() as stack:
+        yield [stack.enter_context(ScriptedWorker.start(directory, name)) for name in "abcde"]
+
+
+@pytest.fixture
+def engines(crew: list[ScriptedWorker]) -> list[ScriptedWorker]:
+    for each in crew:
+        each.script("ok")
+    return list(crew)
+
+
+def routed(engines: Sequence[ScriptedWorker], policy: RoutingPolicy | None = None) -> RouterThread:
+    core = RouterCore(policy or RoutingPolicy(), seed=1)
+    router = RouterThread([each.flag for each in engines], core=core)
+    until(lambda: all(worker.models for worker in router.router.workers))
+    return router
+
+
+def requests(engine: ScriptedWorker) -> int:
+    return int(engine.seen()["requests"])
+
+
+# ── contexts ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def with_contexts(
+    engines: Sequence[ScriptedWorker], *contexts: int, is_listed: bool = True
+) -> None:
+    for each, context in zip(engines, contexts, strict=True):
+        each.script(
+            "ok", context=context, bytes_per_token=PER_TOKEN, reports=False, lists=is_listed
+        )
+
+
+@pytest.mark.parametrize(
+    ("policy", "session"), [("cost", ""), ("cost", "talk"), ("session", "talk")]
+)
+def test_conversations_go_on_where_they_fit(
+    engines: list[ScriptedWorker], policy: str, session: str
+) -> None:
+    """They grow out of the small engine, which no answer tells the router beforehand."""
+    small, large = engines[:2]
+    with_contexts((small, large), SMALL, LARGE)
+    with routed((small, large), parse({"policy": policy})) as router:
+        refusals = 0
+        for number in range(6):
+            said = [{"role": "user", "content": f"{number}: {'once more ' * 20}"}]
+            headers = {"X-Session-Id": f"{session}-{number}"} if session else {}
+            is_refused = False
+            for _ in range(10):
+                before = requests(small)
+                body = {"model": "m", "messages": said, "max_tokens": 10}
+                status, found, answer = router.ask(body, "/v1/chat/completions", headers=headers)
+                assert status == 200, answer
+                was_at_small = requests(small) > before
+                assert not (is_refused and was_at_small), "it goes back to where it did not fit"
+                is_refused |= was_at_small and found["x-kvstore-worker"] == large.name
+                said += [{"role": "assistant", "content": "abc"}, {**said[0]}]
+            refusals += is_refused
+        assert refusals, "the case itself"
+        assert router.words() == {"a": "up", "b": "up"}
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_the_only_engine_in_which_it_fits_is_found(
+    engines: list[ScriptedWorker], *, is_listed: bool
+) -> None:
+    contexts = [SMALL] * 4 + [LARGE] if is_listed else [SMALL] * 2 + [LARGE]
+    crew = engines[: len(contexts)]
+    with_contexts(crew, *contexts, is_listed=is_listed)
+    with routed(crew) as router:
+        for number in range(10):
+            before = sum(map(requests, crew))
+            body = ASK | {"prompt": f"{number} " + "x" * 2000}
+            status, headers, answer = router.ask(body)
+            assert (status, headers["x-kvstore-worker"]) == (200, crew[-1].name), answer
+            if is_listed:
+                assert sum(map(requests, crew)) - before <= 2, "no other one is as small"
+
+
+def test_where_it_fits_nowhere_the_client_gets_an_engines_own_word(
+    engines: list[ScriptedWorker],
+) -> None:
+    with_contexts(engines, *[SMALL] * 5)
+    with routed(engines) as router:
+        before = sum(map(requests, engines))
+        status, headers, answer = router.ask(ASK | {"prompt": "x" * 2000})
+        assert status == 400
+        assert "maximum context length is 1000 tokens" in json.loads(answer)["error"]["message"]
+        assert headers["x-kvstore-worker"] in "abcde"
+        assert sum(map(requests, engines)) == before + 1
+        status, _, answer = router.ask(ASK | {"prompt": "x" * 400_000})
+        assert (status, b"maximum context length is 1000 tokens" in answer) == (400, True)
+        assert set(router.words().values()) == {"up"}
+        assert router.ask(ASK)[0] == 200
+
+
+# ── models ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_engine_that_serves_another_model_now_costs_no_request(
+    engines: list[ScriptedWorker],
+) -> None:
+    changed, other = engines[:2]
+    with routed((changed, other)) as router:
+        for number in range(20):
+            assert router.ask(ASK | {"prompt": f"{number}"})[0] == 200
+        reads, before = changed.seen()["models_read"], requests(changed)
+        changed.script("ok", models=["new"])
+        found = [router.ask(ASK | {"prompt": f"{number}"})[0] for number in range(60)]
+        assert found == [200] * 60
+        assert changed.seen()["models_read"] > reads
+        assert requests(changed) - before <= 3, "its list is read at the first 404"
+        until(lambda: router.ask(ASK | {"model": "new"})[0] == 200)
+        assert requests(other) >= 60
+        assert router.words() == {"a": "up", "b": "up"}
+        assert router.ask(ASK | {"model": "none"})[0] == 404
+
+
+def test_an_adapter_that_an_engine_has_unloaded_costs_no_request(
+    engines: list[ScriptedWorker],
+) -> None:
+    changed, other = engines[:2]
+    for each in (changed, other):
+        each.script("ok", adapters={"lora": "/models/lora"})
+    with routed((changed, other)) as router:
+        until(lambda: all(worker.adapters for worker in router.router.workers))
+        changed.script("ok")
+        asks = [ASK | {"prompt": f"{number}", "model": "lora"} for number in range(60)]
+        assert [router.ask(each)[0] for each in asks] == [200] * 60
+        assert router.words() == {"a": "up", "b": "up"}
+        assert router.router.workers["a"].adapters == {}
