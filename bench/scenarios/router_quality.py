@@ -98,7 +98,8 @@ def quality(trace: str, requests: int, names: list[str], known: dict[str, Any]) 
     result: dict[str, Any] = {}
     for name in names:
         its = samples(name, Path(trace), requests=requests)
-        rows = dict(known[name]["routers"]) if name in known else {}
+        kept = known[name]["routers"] if name in known else {}
+        rows = {router: row for router, row in kept.items() if router in (*POLICIES, "dynamo")}
         changed = {"cost": POLICIES["cost"]} if rows else POLICIES
         rows |= {
             router: mean_figures([measure(each, policy) for each in its])
