@@ -16,6 +16,7 @@ from kvstore.routing.events import (
     FirstToken,
     LegFailed,
     Rejected,
+    RejectReason,
     RequestEnded,
     Routed,
 )
@@ -30,7 +31,12 @@ class RoutedLife:
 
     async def enter(self, asked: Arrived) -> Routed | Rejected:
         """The request arrives."""
-        return self._decided(await self._dispatcher.arrive(asked))
+        decision = await self._dispatcher.arrive(asked)
+        reason = decision.reason if isinstance(decision, Rejected) else None
+        if reason is RejectReason.MODEL_UNKNOWN and not self._dispatcher.core.policy.models:
+            await self._workers.read_again()  # an adapter may have been loaded just now
+            decision = await self._dispatcher.arrive(asked)
+        return self._decided(decision)
 
     async def failed(self, failed: LegFailed) -> Routed | Rejected:
         """A leg of it failed."""

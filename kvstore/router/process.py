@@ -285,6 +285,8 @@ class Router:
         await self.door.shutdown(0.1)
         await self._write_receipts()
         await self.probes.close()
+        if self.rendering is not None:
+            await self.rendering.close()
         self.engines.close()
         await self.keys.close()
         if self.ahead is not None:

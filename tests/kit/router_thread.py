@@ -18,6 +18,12 @@ from tests.kit.turns_core import TurnsCore
 
 _T = TypeVar("_T")
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
+STEADY = {
+    "choice": {"top_k": 1},
+    "learning": {"is_frozen": True},
+    "probes": {"period_s": 3600, "late_s": 3600, "silence_s": 7200},
+}
+"""Policy by which the same requests go the same way, however busy this machine is."""
 
 
 class RouterThread(AbstractContextManager["RouterThread"]):

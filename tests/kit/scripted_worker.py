@@ -6,8 +6,9 @@
 It counts requests, aborts and what it saw last, which `seen` shows. Answers stream `pieces` tokens,
 named `mark`, `pause_s` apart, after `delay_s` (`delays_s`: of the next requests). Health and
 metrics follow the script too: `hang` answers nothing at all. `stuck` only accepts; `held` waits
-for another script and follows it. `render` makes one token of each byte. As a prefiller it answers
-with parameters (without with `params` False); as a decoder it waits `push_s` for blocks.
+for another script and follows it, but for bodies below `from_bytes`. `render` makes one token of
+each byte. As a prefiller it answers with parameters (without with `params` False); as a decoder it
+waits `push_s` for blocks.
 
 It refuses what vLLM refuses: paths that there are not, bodies that are no JSON, names of models
 that it does not list, prompts longer than `context` (one token for `bytes_per_token` of the body),
@@ -131,6 +132,7 @@ class _Script:
         return web.Response(status=503 if self.mode["mode"] == "sick" else 200)
 
     async def models(self, _: web.Request) -> web.Response:
+        self.seen["models_read"] = self.seen.get("models_read", 0) + 1
         names = self.mode.get("models", ["m"])
         adapters = [
             {"id": name, "parent": names[0], "root": path}
@@ -241,7 +243,7 @@ class _Script:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self._keep(request, body.decode(errors="replace"))
-        if self.mode["mode"] == "held":
+        if self.mode["mode"] == "held" and len(body) >= self.mode.get("from_bytes", 0):
             await self._is_scripted.wait()
         mode = self.mode["mode"]
         if mode == "fail" or b'"poison"' in body:

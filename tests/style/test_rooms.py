@@ -33,7 +33,7 @@ LINES_MAX = {
     "obs": 408,
     "peers": 2_914,
     "proto": 535,
-    "router": 5_718,
+    "router": 5_760,
     "routing": 4_008,
     "stores": 1_156,
     "supervisor": 1_060,

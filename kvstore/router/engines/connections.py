@@ -275,6 +275,7 @@ class EngineHttp:
         self._places: dict[str, _Place] = {}
         self.name = secrets.token_hex(8)
         """This router's, in `ROUTERS`: by it a request that comes back is known."""
+        self.is_closed = False
         self.trouble = ""
         """Why no connection can be opened at all; empty: some can."""
         self.trouble_s = 0.0
@@ -324,7 +325,8 @@ class EngineHttp:
             connection = None
 
     def close(self) -> None:
-        """Close what is idle."""
+        """Close what is idle, and the others when they are."""
+        self.is_closed = True
         for place in self._places.values():
             place.close()
 
@@ -389,6 +391,9 @@ class _Place:
 
     def keep(self, connection: EngineConnection) -> None:
         """A connection is idle now."""
+        if self._engines.is_closed:
+            connection.abort()
+            return
         loop = asyncio.get_running_loop()
         connection.idle_since_s = loop.time()
         self._idle.append(connection)

@@ -38,6 +38,8 @@ MODELS_S: Final = 10.0
 MODELS_PER_S: Final = 5
 TROUBLED: Final = (WorkerWord.DOWN, WorkerWord.OPEN, WorkerWord.HALF_OPEN)
 """Words of workers whose health is asked, too: an engine may publish metrics and be unwell."""
+ROUND_S: Final = 1.0
+"""Between two rounds of reading all models, and the most that a request waits for one."""
 PAGE_BYTES_MAX: Final = 4 << 20
 MODELS_MAX: Final = 256
 CONTEXT_MAX: Final = 1 << 32
@@ -91,6 +93,9 @@ class Probes:
         self._numbers = itertools.count()
         self._readings: dict[Worker, asyncio.Task[None]] = {}
         """Reads of models."""
+        self._round: asyncio.Task[None] | None = None
+        self._round_due_s = 0.0
+        workers.read_again = self.read_again
 
     async def once(self) -> None:
         """Begin the probes that are due, and look at those without an answer."""
@@ -233,6 +238,23 @@ class Probes:
             worker.models_due_s = loop.time() + pause_s
             self._readings[worker] = loop.create_task(self._read_models(worker))
 
+    async def read_again(self) -> None:
+        """Read the models of all engines now, or with those who wait for that already: a request
+        names one that nobody knows. Ends after ROUND_S, read or not."""
+        if self._round is None or self._round.done():
+            self._round = asyncio.create_task(self._read_all())
+        await asyncio.wait([self._round])
+
+    async def _read_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(0.0, self._round_due_s - loop.time()))
+        self._round_due_s = loop.time() + max(ROUND_S, len(self._workers) / PROBES_PER_S)
+        for worker in self._workers:
+            if worker.is_answering:
+                self.read_models(worker)
+        if under_way := [each for each in self._readings.values() if not each.done()]:
+            await asyncio.wait(under_way, timeout=ROUND_S)
+
     async def _read_models(self, worker: Worker) -> None:
         try:
             async with asyncio.timeout(MODELS_S):
@@ -266,6 +288,7 @@ class Probes:
     async def close(self) -> None:
         """End what is under way."""
         tasks = [*(task for _, task in self._open.values()), *self._readings.values()]
+        tasks += [self._round] if self._round is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

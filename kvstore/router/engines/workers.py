@@ -13,7 +13,7 @@ Covers: state on one loop. Does not cover: probes themselves (`probes`), where w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -183,6 +183,8 @@ class Workers:
         """Counts changes of descriptions and of parity."""
         self.serve_a_model = True
         """Whether they serve one of the policy."""
+        self.read_again: Callable[[], Awaitable[None]] = _not_read
+        """Read the models of all engines now (`probes`)."""
 
     def __getitem__(self, name: str) -> Worker:
         return self._workers[name]
@@ -266,3 +268,7 @@ class Workers:
         worker = self._workers.get(command.worker)
         for attempt in list(worker.attempts) if worker is not None else ():
             attempt.give_up()
+
+
+async def _not_read() -> None:
+    return

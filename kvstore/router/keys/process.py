@@ -158,8 +158,12 @@ class _Lane:
         """End the child, if there is one."""
         self._kill()
         if self._child is not None:
-            await self._child.wait()
-            self._child = None
+            child, self._child = self._child, None
+            await child.wait()
+            assert child.stdin is not None
+            child.stdin.close()
+            with contextlib.suppress(OSError):
+                await child.stdin.wait_closed()
 
     async def close(self) -> None:
         if self._sender is not None:

@@ -271,6 +271,12 @@ class Rendering:
         self._checks.add(task)
         task.add_done_callback(self._checks.discard)
 
+    async def close(self) -> None:
+        """End comparisons."""
+        for task in self._checks:
+            task.cancel()
+        await asyncio.gather(*self._checks, return_exceptions=True)
+
 
 def json_headers(worker_key: str) -> list[tuple[str, str]]:
     """Headers of the router's own requests at engines."""

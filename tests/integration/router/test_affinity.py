@@ -13,10 +13,10 @@ import pytest
 
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, RouteCommand, RouteEvent
-from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.policy import parse
 from kvstore.routing.values import RouteRequest
 from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import RouterThread
+from tests.kit.router_thread import STEADY, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
 
 SUBJECTS = tuple(f"The subject of conversation {n} is long. " * 100 for n in range(3))
@@ -29,7 +29,7 @@ class ListeningCore(RouterCore):
     """The decision core; `arrived`: requests in order."""
 
     def __init__(self) -> None:
-        super().__init__(RoutingPolicy(), seed=1)
+        super().__init__(parse(STEADY), seed=1)
         self.arrived: list[RouteRequest] = []
 
     def step(self, event: RouteEvent, now_ns: int) -> list[RouteCommand]:

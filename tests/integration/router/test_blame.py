@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.routing.core import RouterCore
+from kvstore.routing.events import Blocked, RouteCommand
 from kvstore.routing.policy import RoutingPolicy, parse
+from kvstore.routing.requests import OpenRequest
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import ASK, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
@@ -45,47 +47,36 @@ def running(engines: Sequence[ScriptedWorker]) -> list[int]:
     return [each.seen()["running"] for each in engines]
 
 
-def script(engines: Sequence[ScriptedWorker], mode: str) -> None:
+class CountingCore(RouterCore):
+    """The decision core with its defaults; `held_count`: requests that were held, however long."""
+
+    def __init__(self) -> None:
+        super().__init__(RoutingPolicy(), seed=1)
+        self.held_count = 0
+
+    def _hold(self, opened: OpenRequest, why: Blocked, now_ns: int) -> list[RouteCommand]:
+        self.held_count += 1
+        return super()._hold(opened, why, now_ns)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_long_requests_hold_nobody(
+    engines: list[ScriptedWorker], clients: ThreadPoolExecutor, count: int
+) -> None:
+    """At some engines while others are idle, and at all of them."""
     for each in engines:
-        each.script(mode)
-
-
-def core() -> RouterCore:
-    return RouterCore(RoutingPolicy(), seed=1)
-
-
-def test_long_requests_at_some_workers_hold_nobody_while_others_are_idle(
-    engines: list[ScriptedWorker], clients: ThreadPoolExecutor
-) -> None:
-    script(engines, "held")
-    with RouterThread([each.flag for each in engines], core=core()) as router:
-        long = [clients.submit(router.ask, each) for each in LONG[:2]]
-        until(lambda: sorted(running(engines)) == [0, 0, 1, 1])
-        busy = [each for each in engines if each.seen()["running"]]
-        idle = [each for each in engines if each not in busy]
-        short = [clients.submit(router.ask, ASK | {"prompt": f"{n}"}) for n in range(20)]
-        until(lambda: sum(running(idle)) == 20)
-        assert router.router.dispatcher.held_count == 0
-        script(idle, "ok")
-        assert [each.result()[0] for each in short] == [200] * 20
-        assert running(busy) == [1, 1], "they are still there"
-        script(busy, "ok")
-        assert [each.result()[0] for each in long] == [200] * 2
-
-
-def test_long_requests_at_all_workers_hold_nobody(
-    engines: list[ScriptedWorker], clients: ThreadPoolExecutor
-) -> None:
-    """An engine has its own queue: the router has none while its classes have no bounds."""
-    script(engines, "held")
-    with RouterThread([each.flag for each in engines], core=core()) as router:
-        asked = [clients.submit(router.ask, each) for each in LONG]
-        until(lambda: running(engines) == [1, 1, 1, 1])
-        asked += [clients.submit(router.ask, ASK | {"prompt": f"{n}"}) for n in range(20)]
-        until(lambda: sum(running(engines)) == 24)
-        assert router.router.dispatcher.held_count == 0
-        script(engines, "ok")
-        assert [each.result()[0] for each in asked] == [200] * 24
+        each.script("held", from_bytes=1 << 20)
+    with RouterThread([each.flag for each in engines], core=CountingCore()) as router:
+        long = [clients.submit(router.ask, each) for each in LONG[:count]]
+        until(lambda: sorted(running(engines)) == [0] * (4 - count) + [1] * count)
+        asked = [clients.submit(router.ask, ASK | {"prompt": f"{n}"}) for n in range(40)]
+        assert [each.result()[0] for each in asked] == [200] * 40
+        assert router.core.held_count == 0
+        assert sum(running(engines)) == count, "they are still there"
+        assert not any(each.done() for each in long)
+        for each in engines:
+            each.script("ok")
+        assert [each.result()[0] for each in long] == [200] * count
 
 
 def test_a_class_that_a_tenant_may_not_name_delays_no_other_tenant(
@@ -96,7 +87,7 @@ def test_a_class_that_a_tenant_may_not_name_delays_no_other_tenant(
     keys = tmp_path / "keys.yaml"
     keys.write_text("".join(f"{name}: {key}\n" for name, key in KEYS.items()))
     greedy, modest = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
-    with RouterThread([engine.flag], core=core(), api_keys=str(keys)) as router:
+    with RouterThread([engine.flag], core=CountingCore(), api_keys=str(keys)) as router:
         until(lambda: bool(router.router.workers["a"].models))
 
         def ask(number: int, headers: dict[str, str]) -> int:
@@ -107,7 +98,7 @@ def test_a_class_that_a_tenant_may_not_name_delays_no_other_tenant(
         until(lambda: running([engine]) == [48])
         asked += [clients.submit(ask, 100 + number, modest) for number in range(24)]
         until(lambda: running([engine]) == [72])
-        assert router.router.dispatcher.held_count == 0
+        assert router.core.held_count == 0
         opened = router.on_loop(lambda: list(router.core.open.values()))
         assert {each.service for each in opened} == {"interactive"}
         engine.script("ok")

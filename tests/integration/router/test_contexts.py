@@ -9,12 +9,12 @@ from contextlib import ExitStack
 import pytest
 
 from kvstore.routing.core import RouterCore
-from kvstore.routing.policy import RoutingPolicy, parse
+from kvstore.routing.policy import parse
 from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.router_thread import ASK, STEADY, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
 
-SMALL, LARGE = 1000, 100_000
+SMALL, LARGE = 3000, 100_000
 PER_TOKEN = 1
 """Bytes: the router expects four, and is wrong about what fits until engines report."""
 
@@ -33,8 +33,8 @@ def engines(crew: list[ScriptedWorker]) -> list[ScriptedWorker]:
     return list(crew)
 
 
-def routed(engines: Sequence[ScriptedWorker], policy: RoutingPolicy | None = None) -> RouterThread:
-    core = RouterCore(policy or RoutingPolicy(), seed=1)
+def routed(engines: Sequence[ScriptedWorker], policy: str = "cost") -> RouterThread:
+    core = RouterCore(parse(STEADY | {"policy": policy}), seed=1)
     router = RouterThread([each.flag for each in engines], core=core)
     until(lambda: all(worker.models for worker in router.router.workers))
     return router
@@ -65,10 +65,10 @@ def test_conversations_go_on_where_they_fit(
     """They grow out of the small engine, which no answer tells the router beforehand."""
     small, large = engines[:2]
     with_contexts((small, large), SMALL, LARGE)
-    with routed((small, large), parse({"policy": policy})) as router:
+    with routed((small, large), policy) as router:
         refusals = 0
         for number in range(6):
-            said = [{"role": "user", "content": f"{number}: {'once more ' * 20}"}]
+            said = [{"role": "user", "content": f"{number}: {'once more ' * 60}"}]
             headers = {"X-Session-Id": f"{session}-{number}"} if session else {}
             is_refused = False
             for _ in range(10):
@@ -95,7 +95,7 @@ def test_the_only_engine_in_which_it_fits_is_found(
     with routed(crew) as router:
         for number in range(10):
             before = sum(map(requests, crew))
-            body = ASK | {"prompt": f"{number} " + "x" * 2000}
+            body = ASK | {"prompt": f"{number} " + "x" * 6000}
             status, headers, answer = router.ask(body)
             assert (status, headers["x-kvstore-worker"]) == (200, crew[-1].name), answer
             if is_listed:
@@ -108,13 +108,13 @@ def test_where_it_fits_nowhere_the_client_gets_an_engines_own_word(
     with_contexts(engines, *[SMALL] * 5)
     with routed(engines) as router:
         before = sum(map(requests, engines))
-        status, headers, answer = router.ask(ASK | {"prompt": "x" * 2000})
+        status, headers, answer = router.ask(ASK | {"prompt": "x" * 6000})
         assert status == 400
-        assert "maximum context length is 1000 tokens" in json.loads(answer)["error"]["message"]
+        assert "maximum context length is 3000 tokens" in json.loads(answer)["error"]["message"]
         assert headers["x-kvstore-worker"] in "abcde"
         assert sum(map(requests, engines)) == before + 1
         status, _, answer = router.ask(ASK | {"prompt": "x" * 400_000})
-        assert (status, b"maximum context length is 1000 tokens" in answer) == (400, True)
+        assert (status, b"maximum context length is 3000 tokens" in answer) == (400, True)
         assert set(router.words().values()) == {"up"}
         assert router.ask(ASK)[0] == 200
 
@@ -153,4 +153,4 @@ def test_an_adapter_that_an_engine_has_unloaded_costs_no_request(
         asks = [ASK | {"prompt": f"{number}", "model": "lora"} for number in range(60)]
         assert [router.ask(each)[0] for each in asks] == [200] * 60
         assert router.words() == {"a": "up", "b": "up"}
-        assert router.router.workers["a"].adapters == {}
+        until(lambda: router.router.workers["a"].adapters == {})

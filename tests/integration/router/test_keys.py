@@ -19,14 +19,14 @@ from kvstore.router.keys import parity
 from kvstore.router.keys.spaces import OTHER_KEYS
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Arrived, Judged
-from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.policy import parse
 from kvstore.routing.values import PrefixTrust
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS
 from kvstore.types import BlockKey
 from tests.integration.router.test_proxy import until
 from tests.kit.peers import attached
-from tests.kit.router_thread import ASK, RouterThread
+from tests.kit.router_thread import ASK, STEADY, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
 
 SEED = "0"
@@ -347,7 +347,7 @@ def test_without_its_index_from_the_start_a_router_goes_by_what_it_sent_and_says
         away = "{}:{}".format(*closed.getsockname())
     with ScriptedWorker.start(tmp_path, "b") as other:
         flags = [f"{w.flag},node=n-{w.name},block=16,seed={SEED}" for w in (worker, other)]
-        core = RouterCore(RoutingPolicy(), seed=1)
+        core = RouterCore(parse(STEADY), seed=1)
         with RouterThread(flags, core=core, index=[away], insecure=True) as router:
             until(lambda: set(router.words().values()) == {"load-only"})
             until(lambda: healthz(router).count("the index is lost") == 3)

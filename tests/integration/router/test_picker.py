@@ -12,10 +12,10 @@ import pytest
 
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import Probed, RouteCommand, RouteEvent
-from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.policy import RoutingPolicy, parse
 from tests.integration.router.test_proxy import until
 from tests.kit.envoy import Envoy, binary
-from tests.kit.router_thread import ASK, RouterThread, ask
+from tests.kit.router_thread import ASK, STEADY, RouterThread, ask
 from tests.kit.scripted_worker import ScriptedWorker
 from tests.kit.turns_core import TurnsCore
 
@@ -206,7 +206,7 @@ def test_follow_ups_are_served_by_the_engine_that_has_the_response(
     workers: list[ScriptedWorker], tmp_path: Path
 ) -> None:
     with (
-        pool(workers, core=RouterCore(RoutingPolicy(), seed=1)) as router,
+        pool(workers, core=RouterCore(parse(STEADY), seed=1)) as router,
         envoy(router, tmp_path) as gateway,
     ):
         until(lambda: set(router.words().values()) == {"up"})

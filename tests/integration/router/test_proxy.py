@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -359,6 +360,23 @@ def test_models_are_listed_by_the_names_of_the_policy(workers: list[ScriptedWork
         body = router.ask(path="/v1/models", method="GET")[2]
         assert [row["id"] for row in json.loads(body)["data"]] == ["chat", "m"]
         assert router.ask(ASK | {"model": "chat"})[0] == 200
+
+
+def test_an_adapter_that_was_loaded_just_now_is_served(workers: list[ScriptedWorker]) -> None:
+    """As straight at the engine; with `/v1/load_lora_adapter` of vLLM nobody is told."""
+    with RouterThread([each.flag for each in workers]) as router:
+        until(lambda: all(each.models == ("m",) for each in router.router.workers))
+        assert router.ask(ASK | {"model": "sql"})[0] == 404
+        workers[1].script("ok", models=["m", "sql"])
+        for _ in range(4):
+            status, headers, _ = router.ask(ASK | {"model": "sql"})
+            assert (status, headers["x-kvstore-worker"]) == (200, "b")
+        before = [each.seen().get("models_read", 0) for each in workers]
+        with ThreadPoolExecutor(16) as pool:
+            asked = pool.map(lambda n: router.ask(ASK | {"model": f"x{n}"})[0], range(16))
+            assert set(asked) == {404}
+        after = [each.seen().get("models_read", 0) for each in workers]
+        assert max(b - a for a, b in zip(before, after, strict=True)) < 6, "one read for many"
 
 
 def test_models_and_unknown_paths(workers: list[ScriptedWorker]) -> None:

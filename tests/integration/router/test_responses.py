@@ -12,9 +12,9 @@ import pytest
 
 from kvstore.router.front.responses import PREFIX, tag
 from kvstore.routing.core import RouterCore
-from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.policy import parse
 from tests.integration.router.test_proxy import until
-from tests.kit.router_thread import RouterThread
+from tests.kit.router_thread import STEADY, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
 
 PATH = "/v1/responses"
@@ -41,7 +41,7 @@ def routers(engines: list[ScriptedWorker]) -> Iterator[list[RouterThread]]:
     others = [f"other-{flag}" for flag in reversed(flags)]
     with ExitStack() as stack:
         found = [
-            stack.enter_context(RouterThread(each, core=RouterCore(RoutingPolicy(), seed=1)))
+            stack.enter_context(RouterThread(each, core=RouterCore(parse(STEADY), seed=1)))
             for each in (flags, others)
         ]
         until(lambda: all(each.models for router in found for each in router.router.workers))
