@@ -121,22 +121,27 @@ _TERMS: Final = {
     "interference": "slowdown of the prefill by running streams, and vice versa",
     "link": "transfer of blocks from the prefill to the decode engine",
     "others": "delay of other requests and evicted prefixes; not part of the predicted TTFT",
+    "cold": "load of a LoRA adapter that does not run there; not part of the predicted TTFT",
+    "late": "delay of the response to a probe; not part of the predicted TTFT",
 }
 _WORDS: Final[dict[Any, str]] = {
-    Dropped.DOWN: "health probes fail; tried if no other worker is left",
+    Dropped.DOWN: "connection refused, unhealthy or silent; tried if no other worker is left",
     Dropped.DRAINING: "takes no new requests",
     Dropped.BREAKER: "circuit breaker open after failures in a row; tried before one that is down",
     Dropped.TERMINATING: "its pod terminates; tried before one that is down",
     Dropped.SUBSET: "not among the workers that the gateway allows",
     Dropped.MODEL: "does not serve the model",
-    Dropped.ADAPTER: "has no room for the LoRA adapter",
+    Dropped.ADAPTER: "does not list the LoRA adapter",
     Dropped.FAILED: "an earlier attempt of this request failed there",
-    Dropped.MEDIA: "has refused images, audio or video of this model",
-    Dropped.CONTEXT: "prompt and output exceed its context length",
+    Dropped.MEDIA: "has refused images, audio or video of this model; tried after one that is down",
+    Dropped.CONTEXT: "prompt and output exceed its context length; tried last",
     Dropped.RESTS: "reported a moment ago that it is full",
     Dropped.QUEUE: "`limits.queue_max` is reached",
     Dropped.RUNNING: "`limits.running_max` is reached",
-    Dropped.MEMORY: "the request would fill its KV cache beyond `limits.memory_ceiling`",
+    Dropped.MEMORY: (
+        "requests wait in its engine, and this one would fill its KV cache beyond"
+        " `limits.memory_ceiling`"
+    ),
     Dropped.LANE: "a prefill worker that is full, or reserved for shorter prompts",
     PrefixTrust.EXACT: "the index has every update of the node",
     PrefixTrust.CATCHING_UP: "the index lacks updates: prefixes may be longer",
@@ -266,7 +271,8 @@ def _reason_row(reason: Reason) -> tuple[str, str]:
 
 def routing_page() -> str:
     """Keys of the policy file, fields and words of receipts."""
-    terms = [(f"`{name}`", _TERMS[name]) for name in TERM_NAMES]
+    terms = [(f"`{name}`", its) for name, its in _TERMS.items()]
+    assert set(TERM_NAMES) <= _TERMS.keys()
     words: tuple[tuple[type[enum.StrEnum], str], ...] = (
         (Dropped, "filtered"),
         (PrefixTrust, "index_trust"),

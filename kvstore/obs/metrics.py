@@ -268,11 +268,13 @@ ROUTER_METRICS: Final = _rows(
         "router_connections": "Open connections of clients.",
         "router_connections_refused_total": "Idle connections closed to make room for new ones.",
         "router_workers{state}": (
-            "Workers by state: new (never reached), up, load-only (keys differ), half-open or open"
-            " (circuit breaker), down (health probes fail)."
+            "Workers by state: new (never reached), up, late (a probe is), load-only (keys differ),"
+            " half-open or open (circuit breaker), draining, down (refused, unhealthy or silent)."
         ),
         "router_worker_requests_total{worker}": "Attempts at the worker.",
-        "router_worker_failures_total{worker}": "Failed attempts at the worker; a 4xx is none.",
+        "router_worker_failures_total{worker}": (
+            "Failed attempts at the worker, whatever the cause; a refusal (4xx, 501) is none."
+        ),
         "router_worker_in_flight{worker}": "Attempts under way at the worker.",
         "router_worker_cached_tokens_total{worker}": "Prompt tokens cached, as the engine reports.",
         "router_worker_prompt_tokens_total{worker}": "All prompt tokens of the same requests.",
@@ -289,7 +291,9 @@ ROUTER_METRICS: Final = _rows(
         "router_index_matches_total": "Match queries to the index.",
         "router_index_late_total": "Match queries without an answer in time.",
         "router_index_used": "0 while the index fails and is left out.",
-        "router_saturation{pool,cause}": "Saturation of a pool, 0 to 1 and more, for autoscalers.",
+        "router_saturation{pool,cause}": (
+            "Saturation of a pool, 0 to 1, for autoscalers: the mean of its workers."
+        ),
         "router_desired_replicas{pool,role}": "Workers that the load of a pool needs.",
         "router_receipts_total": "Receipts written.",
         "router_receipts_failed_total": "Receipts that could not be written.",

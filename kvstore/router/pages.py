@@ -25,7 +25,7 @@ from kvstore.net.tls import INSECURE_NOTE, certificate_ends
 from kvstore.obs.metrics import Family, family, histograms
 from kvstore.obs.timings import BOUNDS_NS
 from kvstore.router.engines.workers import Worker
-from kvstore.router.front.proxy import ALIVE
+from kvstore.router.front.paths import ALIVE
 from kvstore.routing.core import RouterCore
 from kvstore.routing.values import WorkerRole
 from kvstore.units import NS_PER_S

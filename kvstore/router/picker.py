@@ -34,7 +34,7 @@ from kvstore.router.front.attempt import TAIL_BYTES, cached_tokens_of, output_to
 from kvstore.router.front.bodies import BadBody
 from kvstore.router.front.door import NO_MEMORY, Bodies
 from kvstore.router.front.intake import RequestIntake, Unauthorized
-from kvstore.router.front.paths import STORED
+from kvstore.router.front.paths import PROBED, STORED
 from kvstore.router.front.responses import id_for, worker_of
 from kvstore.router.life import RoutedLife
 from kvstore.routing.events import Ending, Rejected
@@ -86,7 +86,7 @@ class Picker:
             if worker.serves_requests
             and (subset is None or {worker.name, worker.url.authority} & set(subset))
         ]
-        stored = STORED.fullmatch(path.partition("?")[0])
+        stored = STORED.fullmatch(path)
         if stored and (keeper := worker_of(stored[1], able)):
             return keeper
         in_flight = self.dispatcher.core.fleet.in_flight
@@ -194,7 +194,14 @@ class _Stream:
 
     def _without_body(self) -> pb.ProcessingResponse:
         assert self._headers is not None
-        worker = self._picker.any_worker(self._subset, self._headers.get(":path", ""))
+        given = CIMultiDictProxy(self._headers)
+        path = given.get(":path", "").partition("?")[0]
+        try:
+            if path not in PROBED and given.get(":method") != "OPTIONS":  # browsers ask without key
+                self._picker.intake.tenant(given)
+        except Unauthorized as error:
+            return refusal(401, str(error), "rejected-unauthorized")
+        worker = self._picker.any_worker(self._subset, path)
         if worker is None:
             return refusal(503, "no worker is ready", "rejected-no-endpoints")
         return chosen(worker.url.authority, None)

@@ -30,7 +30,7 @@ LINES_MAX = {
     "kvstore": 794,
     "net": 517,
     "node": 2_542,
-    "obs": 408,
+    "obs": 412,
     "peers": 2_914,
     "proto": 535,
     "router": 5_760,

@@ -39,6 +39,7 @@ _OWN: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EA
 _GONE: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 _INFORMATIONAL: Final = 200
+NO_BODY: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 _LENGTH_CHARACTERS: Final = len("content-length")
 
 
@@ -224,7 +225,7 @@ class EngineConnection(asyncio.Protocol):
         for name, value in self.headers:
             if len(name) == _LENGTH_CHARACTERS and name.lower() == b"content-length":
                 self.length = int(value)
-        if status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED):
+        if status in NO_BODY:
             self.length = 0
 
     def on_body(self, body: bytes) -> None:

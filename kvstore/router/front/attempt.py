@@ -28,6 +28,7 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from kvstore.router.engines.connections import (
+    NO_BODY,
     EngineConnection,
     EngineHttp,
     NoConnection,
@@ -59,7 +60,6 @@ _LACKS: Final = {
         rb"may be provided in one (?:prompt|request)|support (?:image|audio|video)", re.IGNORECASE
     ),
 }
-_NO_BODY: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 _COMPLETED: Final = b"event: response.completed"
 _ENDS: Final = (b"data: [DONE]", b"event: message_stop", _COMPLETED)
 _CACHED: Final = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})\b')
@@ -226,17 +226,21 @@ class Attempt:
             async with asyncio.timeout(CONNECT_TIMEOUT_S) as self._connecting:
                 return await self._place.connected()
         except TimeoutError:
-            raise LegFailure(Failure.SILENT, "no connection in time") from None
+            raise self._error or LegFailure(Failure.SILENT, "no connection in time") from None
         finally:
             self._connecting = None
 
     def give_up(self) -> None:
         """As `Waiter`: its engine is silent."""
+        if not (self.has_answered or self._is_over):
+            self.end(LegFailure(Failure.SILENT, "the engine is silent"))
+
+    def end(self, error: Exception) -> None:
+        """`run` raises this, or what was wrong already; not for one that answers."""
+        self._error = self._error or error
         if self._connecting is not None:
             self._connecting.reschedule(self._loop.time())
-        elif not (self.has_answered or self._is_over):
-            self._error = LegFailure(Failure.SILENT, "the engine is silent")
-            self._wake()
+        self._wake()
 
     def _fault(self) -> Fault | None:
         return fault_of(
@@ -298,7 +302,7 @@ class Attempt:
     def broke(self, why: str, *, is_stale: bool) -> None:
         """As `AnswerTaker`."""
         self._is_stale = is_stale and self._error is None
-        if not self._is_stale:
+        if not (self._is_stale or self._error):
             why = f"the answer broke off: {why}"
             self._error = LegFailure(Failure.BROKEN, why, has_streamed=self._has_begun)
         self._wake()
@@ -337,7 +341,7 @@ class Attempt:
         if length is None and is_modern:
             self._is_chunked = True
             more[heads.TRANSFER_ENCODING] = "chunked"
-        elif length is not None and self.status not in _NO_BODY:
+        elif length is not None and self.status not in NO_BODY:
             more[heads.CONTENT_LENGTH] = str(length)
         first = b"".join(self._pieces)
         self._pieces.clear()

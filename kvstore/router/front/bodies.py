@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
@@ -87,7 +88,7 @@ class Peek(msgspec.Struct):
     @property
     def content(self) -> bytes:
         """JSON of the prompt, whatever its fields. Equal prefixes of prompts are equal bytes."""
-        return b"".join(map(bytes, (getattr(self, name) for name in _CONTENT)))
+        return b"".join(_content(self))
 
     @property
     def prompts(self) -> list[msgspec.Raw]:
@@ -128,7 +129,7 @@ class Peek(msgspec.Struct):
     @property
     def is_stripped(self) -> bool:
         """Whether it has fields of `STRIPPED`."""
-        return any(bytes(getattr(self, name)) for name in STRIPPED)
+        return any(_stripped(self))
 
     def vllm_xargs_without(self, names: Collection[str]) -> dict[str, msgspec.Raw] | None:
         """`vllm_xargs` without these fields, which vLLM reads there, too: a text fails in every
@@ -152,11 +153,12 @@ class Peek(msgspec.Struct):
             return None
 
 
-_CONTENT: Final = (
+_content: Final = attrgetter(
     *("tools", "system", "instructions", "prompt", "messages", "input", "query", "queries"),
     *("text_1", "documents", "items", "text_2"),
 )
 """Fields that a prompt is made of, those first that requests share."""
+_stripped: Final = attrgetter(*STRIPPED)
 _peek: Final = msgspec.json.Decoder(Peek)
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any: Final = msgspec.json.Decoder()

@@ -21,7 +21,7 @@ import socket
 import ssl
 import tempfile
 from collections.abc import Awaitable, Callable
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Final
 
@@ -44,8 +44,6 @@ BODY_STALL_S: Final = 60.0
 DESCRIPTORS_SHARE: Final = 4
 """One part in so many of the process's descriptors is for clients; requests have one at an engine,
 too, or two."""
-ACCEPTS_MAX: Final = 64
-"""In one turn of the loop."""
 PAUSE_S: Final = 0.05
 LOG_EVERY_S: Final = 60.0
 BODIES_SHARE: Final = 8
@@ -197,7 +195,7 @@ class FrontDoor(web.Server):
         handler = request.protocol
         transport, _ = self._idle.pop(handler, (None, 0.0))
         try:
-            if sum(len(name) + len(value) for name, value in request.raw_headers) > HEAD_BYTES_MAX:
+            if sum(map(len, chain.from_iterable(request.raw_headers))) > HEAD_BYTES_MAX:
                 answer = error_response(400, LONG_HEAD, "bad_request")
                 answer.force_close()
                 return answer
@@ -355,21 +353,21 @@ class OpenDoor:
         self._loop.add_reader(sock, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(ACCEPTS_MAX):
-            if not self._door.has_room(len(self._tasks)):
-                self._pause("every connection of clients is in use (--connections)")
-                return
-            try:
-                accepted, _ = self._sock.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                self._pause(f"no connection can be accepted: {(error.strerror or '').lower()}")
-                return
-            accepted.setblocking(False)
-            task = self._loop.create_task(self._serve(accepted))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        """One in a turn of the loop, so that a crowd does not hold up the answers under way."""
+        if not self._door.has_room(len(self._tasks)):
+            self._pause("every connection of clients is in use (--connections)")
+            return
+        try:
+            accepted, _ = self._sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            self._pause(f"no connection can be accepted: {(error.strerror or '').lower()}")
+            return
+        accepted.setblocking(False)
+        task = self._loop.create_task(self._serve(accepted))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, accepted: socket.socket) -> None:
         try:

@@ -24,6 +24,9 @@ AUDIO: Final = re.compile(r"/v1/audio/[a-z]+")
 RESPONSES: Final = "/v1/responses"
 STORED: Final = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,256})(/cancel|/input_items)?")
 """A stored response, by its id."""
+ALIVE: Final = "/livez"
+PROBED: Final = frozenset({ALIVE, "/health"})
+"""Without API keys: Kubernetes and load balancers have none."""
 FORM: Final = "multipart/form-data"
 
 

@@ -50,7 +50,7 @@ from kvstore.router.front.bodies import BadBody
 from kvstore.router.front.door import Bodies, BodyRefused
 from kvstore.router.front.intake import RequestIntake, RequestJob, Unauthorized
 from kvstore.router.front.models import MODELS, models_answer
-from kvstore.router.front.paths import STORED, takes_prompts
+from kvstore.router.front.paths import ALIVE, PROBED, STORED, takes_prompts
 from kvstore.router.front.prefill import (
     PrefillRefused,
     ahead,
@@ -71,8 +71,6 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.values import PrefixAnswer, RouteRequest
 
-ALIVE: Final = "/livez"
-PROBED: Final = frozenset({ALIVE, "/health"})
 USELESS: Final = (
     "prefills without kv_transfer_params in their answers: its connector is missing, off or without"
     " its node"
@@ -142,7 +140,7 @@ class Proxy:
         if heads.way(request.headers, self.name) is None:  # probes, too: such an engine is down
             text = "the request came back to a router: an engine's address is that of a router"
             return error_response(508, text, "loop")
-        if path in PROBED:  # without API keys: Kubernetes and load balancers have none
+        if path in PROBED:
             is_fine = path == ALIVE or self.is_ready
             return web.Response(
                 text="ok" if is_fine else "no worker takes requests", status=200 if is_fine else 503

@@ -1,9 +1,10 @@
 """Two attempts of one request: the first piece of an answer decides which one goes on.
 
-    first ─── after_s without a piece ─▶ second ─▶ claim: the other one is cancelled
+    first ─── after_s without a piece ─▶ second ─▶ claim: the other one is ended
       └─ fails ─▶ the other one goes on alone          └─ both fail: LegFailure of the last one
 
-A cancelled attempt closes its connection, by which its engine aborts the request. Claims are made
+The first runs in the task of the request, which costs nothing as long as there is no second. An
+attempt that is ended closes its connection, by which its engine aborts the request. Claims are made
 on the loop, with the piece in hand and before anything reaches the client: exactly one is granted.
 Does not cover: whether and where (`kvstore.routing.legs.races`).
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -33,8 +33,11 @@ class Race:
         None: it was slower."""
         self.attempt = self._first = first
         self._on_over = on_over
-        self._tasks: dict[Attempt, asyncio.Task[web.StreamResponse]] = {}
-        self._beaten: list[asyncio.Task[web.StreamResponse]] = []
+        self._second: Attempt | None = None
+        self._beside: asyncio.Task[web.StreamResponse] | None = None
+        """Task of the second attempt; None: there is none that can answer."""
+        self._has_both = False
+        """Neither attempt has ended."""
 
     async def run(
         self,
@@ -45,64 +48,71 @@ class Race:
         """The answer, wholly sent. Args: `second`: asked for another attempt after `after_s`, and
         again later while there is none.
         Raises as `decode` of the attempt that was left."""
-        tasks, first = self._tasks, self._first
-        tasks[first] = asyncio.create_task(decode(first))
-        try:
-            await asyncio.wait(tasks.values(), timeout=after_s)
-            while not (tasks[first].done() or first.has_answered):
-                other = second()
-                if other is not None:
-                    tasks[other] = asyncio.create_task(decode(other))
-                    break
-                after_s *= 2  # the others may be free then
-                await asyncio.wait(tasks.values(), timeout=after_s)
-            while True:
-                await asyncio.wait(tasks.values(), return_when=FIRST_COMPLETED)
-                # One that was beaten is over before the failure of the other, which is the last.
-                for attempt in sorted(tasks, key=lambda each: not _is_beaten(tasks[each])):
-                    task = tasks[attempt]
-                    if task.done() and (len(tasks) == 1 or not _is_lost(task)):
-                        self.attempt = attempt
-                        return task.result()
-                    if task.done():
-                        self._over(attempt, task)
-        finally:
-            ended = [*tasks.values(), *self._beaten]
-            for task in ended:
-                task.cancel()
-            await asyncio.gather(*ended, return_exceptions=True)
+        loop = asyncio.get_running_loop()
 
-    def _over(self, attempt: Attempt, task: asyncio.Task[web.StreamResponse]) -> None:
-        del self._tasks[attempt]
-        [self.attempt] = self._tasks
-        error = task.exception()
+        def late(after_s: float) -> None:
+            if self._first.has_answered:
+                return
+            self._second = second()
+            if self._second is None:  # the others may be free then
+                timers[0] = loop.call_later(2 * after_s, late, 2 * after_s)
+                return
+            self._has_both = True
+            self._beside = asyncio.create_task(decode(self._second))
+            self._beside.add_done_callback(self._second_ended)
+
+        timers = [loop.call_later(after_s, late, after_s)]
+        try:
+            try:
+                return await decode(self._first)
+            except (LegFailure, Beaten) as error:
+                if self._beside is not None:
+                    self._second_ended(self._beside)
+                if self._has_both:
+                    self._over(self._first, error)
+                if self._beside is None or self.attempt is self._first:
+                    raise
+            return await self._beside
+        finally:
+            timers[0].cancel()
+            if self._beside is not None:
+                self._beside.cancel()
+                await asyncio.gather(self._beside, return_exceptions=True)
+
+    def _over(self, attempt: Attempt, error: BaseException | None) -> None:
+        """The other one goes on alone."""
+        assert self._second is not None
+        self._has_both = False
+        self.attempt = self._second if attempt is self._first else self._first
         self._on_over(attempt, error if isinstance(error, LegFailure) else None)
+
+    def _second_ended(self, task: asyncio.Task[web.StreamResponse]) -> None:
+        if not (self._has_both and task.done()) or task.cancelled():
+            return
+        assert self._second is not None
+        self._beside = None
+        error = task.exception()
+        self._over(self._second, error)
+        if not isinstance(error, LegFailure | Beaten):  # an error of ours
+            self._first.end(RuntimeError(f"the second attempt has ended: {error!r}"))
 
     def claim(self, attempt: Attempt) -> None:
         """The attempt has the first piece of an answer. Raises Beaten: it is not sent."""
-        if attempt not in self._tasks:
-            raise Beaten
-        for other, task in list(self._tasks.items()):
-            if task.done() and _is_lost(task):  # said before the claim, which begins an answer
-                self._over(other, task)
-        others = [other for other, task in self._tasks.items() if not task.done()]
-        others.remove(attempt)
-        if others and attempt is not self._first and attempt.status >= 400:
+        if self._beside is not None:
+            self._second_ended(self._beside)  # said before the claim, which begins an answer
+        if not self._has_both:
+            if attempt is not self.attempt:
+                raise Beaten
+        elif attempt is self._first:
+            assert self._second is not None
+            assert self._beside is not None
+            self._beside.cancel()
+            self._over(self._second, None)
+        elif attempt.status >= 400:
             raise Beaten  # a word about the request is that of the worker that was chosen first
-        for other in others:
-            task = self._tasks.pop(other)
-            task.cancel()
-            self._beaten.append(task)
-            self.attempt = attempt
-            self._on_over(other, None)
-
-
-def _is_beaten(task: asyncio.Task[web.StreamResponse]) -> bool:
-    return task.done() and not task.cancelled() and isinstance(task.exception(), Beaten)
-
-
-def _is_lost(task: asyncio.Task[web.StreamResponse]) -> bool:
-    return not task.cancelled() and isinstance(task.exception(), LegFailure | Beaten)
+        else:
+            self._first.end(Beaten())
+            self._over(self._first, None)
 
 
 @contextlib.asynccontextmanager

@@ -44,7 +44,8 @@ class PromptText(NamedTuple):
 
 def without_media(content: bytes) -> PromptText:
     """Values in base64 are replaced by their digests."""
-    if len(content) > VALUE_BYTES_MIN and (b"base64" in content or b'"input_audio"' in content):
+    kinds = _KIND.findall(content)
+    if len(content) > VALUE_BYTES_MIN and (kinds or b"base64" in content):
         # Between quotes: key, colon, value. A quote inside of a value only makes it shorter.
         pieces = content.split(b'"')
         for at in range(2, len(pieces)):
@@ -53,7 +54,8 @@ def without_media(content: bytes) -> PromptText:
             if is_long and pieces[at - 2] in _KEYS and _BASE64.match(piece):
                 pieces[at] = xxhash.xxh3_128_hexdigest(piece).encode()
         content = b'"'.join(pieces)
-    found = Counter(_NAMES.get(kind, kind.decode()) for kind in _KIND.findall(content))
+        kinds = _KIND.findall(content)
+    found = Counter(_NAMES.get(each, each.decode()) for each in kinds) if kinds else {}
     return PromptText(content, found)
 
 

@@ -82,7 +82,7 @@ class BytePrefixes:
     async def of(
         self, path: str, body: bytes, read: Peek, request_salt: str, tenant: str = ""
     ) -> Prefix:
-        return self.of_bytes(read, without_media(read.content), request_salt)
+        return self.of_bytes(read, _text_of(read), request_salt)
 
     def of_bytes(self, read: Peek, found: PromptText, request_salt: str) -> Prefix:
         """Facts about a prompt that is not rendered."""
@@ -115,7 +115,7 @@ class KeyPrefixes:
         self, path: str, body: bytes, read: Peek, request_salt: str, tenant: str = ""
     ) -> Prefix:
         scope, prompts = self._spaces.scope(read.model), read.prompts[:PROMPTS_MAX]
-        text = without_media(read.content)
+        text = _text_of(read)
         made = None
         if scope is not None:
             made = await self._of_tokens(scope, path, body, read, prompts, request_salt, tenant)
@@ -180,6 +180,13 @@ class KeyPrefixes:
                 epoch=epoch,
             )
         return Prefix(prompt_tokens, keys, scope.plan.block_tokens, answer, scope.load_only)
+
+
+def _text_of(read: Peek) -> PromptText:
+    content = read.content
+    if len(content) == len(read.prompt):  # a text, or token ids: without media, however long
+        return PromptText(content, {})
+    return without_media(content)
 
 
 def predicted_tokens(prefix: Prefix, worker: WorkerAddress) -> int:

@@ -18,6 +18,12 @@ class Silent:
 
     def __init__(self, status: int) -> None:
         self.status = status
+        self.error: Exception | None = None
+        self.ended = asyncio.Event()
+
+    def end(self, error: Exception) -> None:
+        self.error = error
+        self.ended.set()
 
 
 class Played:
@@ -39,6 +45,8 @@ class Played:
         place = self.pair.index(each)
         try:
             await self.piece.wait()
+            if (ended := cast("Silent", each).error) is not None:
+                raise ended
             if place in self.fails:
                 raise LegFailure(Failure.BROKEN, f"attempt {place}")
             self.race.claim(each)
@@ -54,7 +62,7 @@ class Played:
         running = asyncio.create_task(self.race.run(self.decode, 0.0, lambda: self.pair[1]))
         for _ in range(10):  # both wait for their pieces
             await asyncio.sleep(0)
-        assert len(self.race._tasks) == 2
+        assert self.race._has_both
         self.piece.set()
         return await running
 
@@ -177,3 +185,45 @@ def test_a_beaten_refusal_and_the_failure_of_the_other_are_that_failure() -> Non
     played = asyncio.run(both())
     assert played.over == [(1, False)]
     assert played.race.attempt is played.pair[0]
+
+
+def test_the_first_ends_where_the_second_answers() -> None:
+    async def second() -> Played:
+        played = Played()
+
+        async def decode(each: Attempt) -> web.StreamResponse:
+            if each is played.pair[1]:
+                return await played.decode(each)
+            silent = cast("Silent", each)
+            await silent.ended.wait()
+            assert silent.error is not None
+            played.cancelled.append(0)
+            raise silent.error
+
+        running = asyncio.create_task(played.race.run(decode, 0.0, lambda: played.pair[1]))
+        played.piece.set()
+        assert cast("int", await running) == 1
+        return played
+
+    played = asyncio.run(second())
+    assert (played.written, played.over, played.cancelled) == ([1, 1], [(0, False)], [0])
+    with pytest.raises(Beaten):
+        played.race.claim(played.pair[0])
+
+
+def test_an_error_of_ours_in_the_second_attempt_is_not_lost() -> None:
+    async def second() -> None:
+        played = Played()
+
+        async def decode(each: Attempt) -> web.StreamResponse:
+            if each is played.pair[1]:
+                raise ZeroDivisionError
+            silent = cast("Silent", each)
+            await silent.ended.wait()
+            assert silent.error is not None
+            raise silent.error
+
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            await played.race.run(decode, 0.0, lambda: played.pair[1])
+
+    asyncio.run(second())

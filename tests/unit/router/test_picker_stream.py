@@ -343,6 +343,9 @@ def test_a_tenant_needs_its_key() -> None:
             for message in envoy.written
         )
         assert json.loads(sent)["cache_salt"] == "a"
+        assert (await site.play(head(is_over=True))).refused == [(401, "rejected-unauthorized")]
+        for pairs in (key, {":path": "/health"}, {":method": "OPTIONS"}):
+            assert len((await site.play(head(is_over=True, **pairs))).destinations) == 1
 
     run(test, tenants=Tenants({hashlib.sha256(b"key-of-a").digest(): "a"}))
 
