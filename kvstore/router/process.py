@@ -23,6 +23,7 @@ import ssl
 import time
 from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -103,7 +104,6 @@ class Router:
         self.dispatcher = Dispatcher(self.core, clock=clock)
         self.workers = Workers(self.dispatcher.note)
         self.dispatcher.handlers = {
-            Prepare: self._prepare,
             StateChange: self.workers.changed,
             AbandonWorker: self.workers.give_up,
         }
@@ -200,11 +200,8 @@ class Router:
             spaces=spaces,
             answered=self.dispatcher.note,
         )
+        self.dispatcher.handlers[Prepare] = self.ahead.begin
         return KeyPrefixes(self.rendering, self.index, spaces, by_bytes)
-
-    def _prepare(self, command: Prepare) -> None:
-        assert self.ahead is not None, "a preparation without an index"
-        self.ahead.begin(command)
 
     async def start(self) -> None:
         """Listen and begin. Raises ConfigError."""
@@ -243,8 +240,10 @@ class Router:
             slices = Slices(config.slices, in_cluster(), found=source.found, failed=source.failed)
             works.append(("engines of a Kubernetes service", slices.once, source.pause_s))
         if self.index is not None and self.parity is not None:
+            index = self.index
+            follow = partial(index.follow, lambda: self.discovery.listed(index.listed))
             works += [
-                ("engines listed by the index", self._follow_index, RETRY_S),
+                ("engines listed by the index", follow, RETRY_S),
                 ("comparison of keys", self.parity.once, self.parity.pause_s),
             ]
         loop = asyncio.get_running_loop()
@@ -329,14 +328,6 @@ class Router:
         if error.lack is Lack.MODEL:
             self.probes.read_models(worker)
         self.probes.look_now(worker)
-
-    async def _follow_index(self) -> None:
-        assert self.index is not None
-        await self.index.follow(self._listed)
-
-    def _listed(self) -> None:
-        assert self.index is not None
-        self.discovery.listed(self.index.listed)
 
     async def _show_readiness(self) -> None:
         for server in self.servers.values():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 from yarl import URL
@@ -52,13 +52,6 @@ class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     is_terminating: bool = False
     """Its pod is; the worker stays the same one."""
-
-
-class Waiter(Protocol):
-    """An attempt of a request at a worker."""
-
-    def give_up(self) -> None:
-        """End it, unless its response has begun."""
 
 
 class WorkerAdapter:
@@ -121,7 +114,8 @@ class Worker:
         self.memory_tokens = 0
         self.source: dict[str, Any] | None = None
         """Parameters of remote prefills common to its requests, from its last answer to one."""
-        self.attempts: set[Waiter] = set()
+        self.attempts: set[Callable[[], None]] = set()
+        """Each ends an attempt of a request, unless its response has begun."""
         """Requests under way."""
         self.prompt_tokens = 0
         self.predicted_tokens = 0
@@ -266,8 +260,8 @@ class Workers:
     def give_up(self, command: AbandonWorker) -> None:
         """End attempts that wait for the first byte of a worker."""
         worker = self._workers.get(command.worker)
-        for attempt in list(worker.attempts) if worker is not None else ():
-            attempt.give_up()
+        for give_up in list(worker.attempts) if worker is not None else ():
+            give_up()
 
 
 async def _not_read() -> None:

@@ -186,7 +186,7 @@ class Attempt:
         target = self.request.rel_url.raw_path_qs
         head = request_head(self.request.method, target, self._place.host, headers, len(body))
         connection = self._place.idle()
-        self.worker.attempts.add(self)
+        self.worker.attempts.add(self.give_up)
         try:
             while True:
                 self._begin()
@@ -209,7 +209,7 @@ class Attempt:
             self.is_whole = True
             return sent
         finally:
-            self.worker.attempts.discard(self)
+            self.worker.attempts.discard(self.give_up)
             if connection is not None and not self._is_over:
                 connection.abort()
 
@@ -231,7 +231,7 @@ class Attempt:
             self._connecting = None
 
     def give_up(self) -> None:
-        """As `Waiter`: its engine is silent."""
+        """Its engine is silent."""
         if not (self.has_answered or self._is_over):
             self.end(LegFailure(Failure.SILENT, "the engine is silent"))
 

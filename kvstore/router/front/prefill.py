@@ -74,16 +74,6 @@ def decode_order(body: bytes, parameters: Mapping[str, Any] | None) -> bytes:
     return body if parameters is None else edited(body, put={PARAMETERS: parameters})
 
 
-class _PrefillWait:
-    """A leg that waits, as a Waiter."""
-
-    def __init__(self, limit: asyncio.Timeout) -> None:
-        self._limit = limit
-
-    def give_up(self) -> None:
-        self._limit.reschedule(asyncio.get_running_loop().time())
-
-
 async def prefilled(
     engines: EngineHttp,
     worker: Worker,
@@ -98,8 +88,11 @@ async def prefilled(
         PrefillRefused: it refused the request.
     """
     limit = asyncio.timeout(None)
-    waiting = _PrefillWait(limit)
-    worker.attempts.add(waiting)
+
+    def give_up() -> None:
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    worker.attempts.add(give_up)
     try:
         async with limit:
             found = await engines.fetch(
@@ -118,7 +111,7 @@ async def prefilled(
         why = f"the prefill broke off: {error}"
         raise LegFailure(Failure.BROKEN, why, leg=Leg.PREFILL) from None
     finally:
-        worker.attempts.discard(waiting)
+        worker.attempts.discard(give_up)
     is_put_off = any(name.lower() == b"retry-after" for name, _ in found.headers)
     fault = fault_of(found.status, is_put_off=is_put_off, has_client_key=True)
     if fault is not None and fault.failure is not Failure.REFUSED:

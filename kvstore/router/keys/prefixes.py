@@ -114,40 +114,19 @@ class KeyPrefixes:
     async def of(
         self, path: str, body: bytes, read: Peek, request_salt: str, tenant: str = ""
     ) -> Prefix:
-        scope, prompts = self._spaces.scope(read.model), read.prompts[:PROMPTS_MAX]
-        text = _text_of(read)
-        made = None
-        if scope is not None:
-            made = await self._of_tokens(scope, path, body, read, prompts, request_salt, tenant)
-        if made is None:
+        scope, text = self._spaces.scope(read.model), _text_of(read)
+        if scope is None:
             return self._by_bytes.of_bytes(read, text, request_salt)
-        return msgspec.structs.replace(made, media=text.media) if text.media else made
-
-    async def _of_tokens(
-        self,
-        scope: PrefixScope,
-        path: str,
-        body: bytes,
-        read: Peek,
-        prompts: Sequence[msgspec.Raw],
-        request_salt: str,
-        tenant: str,
-    ) -> Prefix | None:
-        """None: its tokens are not known in time."""
-        orders = [(body, read)]
-        if prompts or scope.model != read.model:
-            put = [{"model": scope.model, "prompt": each} for each in prompts]
-            bodies = [edited(body, put=each) for each in put or [{"model": scope.model}]]
-            orders = [(each, peek(each)) for each in bodies]
         found = list[Prefix]()
-        for each, its in orders:
+        for each, its in _orders(body, read, scope.model):
             made = await self._rendering.keys_of(
                 path, each, its, scope.model, scope.plan, request_salt, tenant
             )
-            if made is None:
-                return None
+            if made is None:  # its tokens are not known in time
+                return self._by_bytes.of_bytes(read, text, request_salt)
             found.append(await self._found(scope, made.keys, made.token_count))
-        return found[0] if len(found) == 1 else _joined(found)
+        all_of_it = found[0] if len(found) == 1 else _joined(found)
+        return msgspec.structs.replace(all_of_it, media=text.media) if text.media else all_of_it
 
     async def of_ids(self, model: str, ids: list[int], tenant: str = "") -> Prefix | None:
         """Facts about a prompt by its tokens; None: nothing of the model is in the index."""
@@ -180,6 +159,15 @@ class KeyPrefixes:
                 epoch=epoch,
             )
         return Prefix(prompt_tokens, keys, scope.plan.block_tokens, answer, scope.load_only)
+
+
+def _orders(body: bytes, read: Peek, model: str) -> Sequence[tuple[bytes, Peek]]:
+    """A body for each prompt of a request, by the name of its served model."""
+    prompts = read.prompts[:PROMPTS_MAX]
+    if not prompts and model == read.model:
+        return [(body, read)]
+    put = [{"model": model, "prompt": each} for each in prompts] or [{"model": model}]
+    return [(each, peek(each)) for each in (edited(body, put=its) for its in put)]
 
 
 def _text_of(read: Peek) -> PromptText:

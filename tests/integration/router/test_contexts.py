@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -131,10 +132,11 @@ def test_an_engine_that_serves_another_model_now_costs_no_request(
             assert router.ask(ASK | {"prompt": f"{number}"})[0] == 200
         reads, before = changed.seen()["models_read"], requests(changed)
         changed.script("ok", models=["new"])
-        found = [router.ask(ASK | {"prompt": f"{number}"})[0] for number in range(60)]
-        assert found == [200] * 60
+        asks = [ASK | {"prompt": f"{number}"} for number in range(60)]
+        with ThreadPoolExecutor(6) as clients:  # one by one, all might go to the other
+            assert [found[0] for found in clients.map(router.ask, asks)] == [200] * 60
         assert changed.seen()["models_read"] > reads
-        assert requests(changed) - before <= 3, "its list is read at the first 404"
+        assert requests(changed) - before <= 12, "its list is read at the first 404"
         until(lambda: router.ask(ASK | {"model": "new"})[0] == 200)
         assert requests(other) >= 60
         assert router.words() == {"a": "up", "b": "up"}

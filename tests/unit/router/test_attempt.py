@@ -310,8 +310,8 @@ def test_an_attempt_that_has_no_connection_yet_is_given_up_too(
             attempt._place.connected = asyncio.Event().wait  # type: ignore[assignment]
             running = run(attempt)
             await turns_until(lambda: bool(attempt.worker.attempts))
-            for each in list(attempt.worker.attempts):
-                each.give_up()
+            for give_up in list(attempt.worker.attempts):
+                give_up()
             with pytest.raises(LegFailure) as failed:
                 await running
             assert not attempt.worker.attempts
