@@ -111,7 +111,7 @@ class Router:
         self.pools = PoolWatch(lambda: self.core.policy, self.workers)
         self.refused_policy = ""
         """Why the last reload changed nothing; empty: it did, or there was none."""
-        self.engines = EngineHttp(_worker_context(config))
+        self.engines = EngineHttp(_worker_context(config), config.worker_key)
         self.receipts = ReceiptFile(config.receipts, bytes_max=config.receipts_bytes_max)
         self.ttfts = {"predicted": Timings(), "achieved": Timings()}
         """Times to the first token, of the same requests."""
@@ -121,7 +121,6 @@ class Router:
             self.dispatcher.note,
             settings=lambda: self.core.policy.probes,
             clock=clock,
-            worker_key=config.worker_key,
         )
         self.keys = KeyProcess(config.tokenizers)
         self.estimates = TokenEstimates()
@@ -149,7 +148,6 @@ class Router:
             self.engines,
             bodies=self.bodies,
             intake=self.intake,
-            worker_key=config.worker_key,
             origins=Origins(config.allowed_origins),
             explain=self._explain,
             observed=self._observed,
@@ -181,7 +179,6 @@ class Router:
             self.workers,
             self.keys,
             tokenizers=config.tokenizers,
-            worker_key=config.worker_key,
         )
         spaces = Spaces(self.workers, self.index, lambda: self.core.policy)
         self.parity = Parity(
@@ -191,7 +188,6 @@ class Router:
             self.keys,
             self.index,
             spaces,
-            worker_key=config.worker_key,
         )
         self.ahead = Preparations(
             config.tls,

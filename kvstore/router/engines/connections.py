@@ -269,10 +269,12 @@ class _Whole:
 
 
 class EngineHttp:
-    """Connections to all engines of a router. `context`: for those with https."""
+    """Connections to all engines of a router. `context`: for those with https; `worker_key`: their
+    API key; empty: they have none."""
 
-    def __init__(self, context: ssl.SSLContext | None) -> None:
+    def __init__(self, context: ssl.SSLContext | None, worker_key: str = "") -> None:
         self._context = context
+        self.authorization = f"Bearer {worker_key}" if worker_key else ""
         self._places: dict[str, _Place] = {}
         self.name = secrets.token_hex(8)
         """This router's, in `ROUTERS`: by it a request that comes back is known."""
@@ -295,22 +297,24 @@ class EngineHttp:
         self,
         url: URL,
         *,
-        method: str = "GET",
         headers: list[tuple[str, str]] | None = None,
         body: bytes = b"",
         bytes_max: int,
     ) -> HttpAnswer:
-        """A whole answer, whatever its status, without a time limit.
+        """A whole answer, whatever its status, without a time limit. `headers`: all of them; None:
+        those of the router's own requests. `body`: JSON to POST; empty: GET.
 
         Raises:
             NoConnection: the engine cannot be reached.
             NoAnswer: its answer broke off, or is too large.
         """
         place = self.place(url)
-        more = headers or []
-        if not any(name == ROUTERS for name, _ in more):
-            more = [*more, (ROUTERS, self.name)]
-        head = request_head(method, url.raw_path_qs, place.host, more, len(body))
+        if headers is None:
+            headers = [(ROUTERS, self.name)]
+            headers += [("Authorization", self.authorization)] * bool(self.authorization)
+            headers += [("Content-Type", "application/json")] * bool(body)
+        method = "POST" if body else "GET"
+        head = request_head(method, url.raw_path_qs, place.host, headers, len(body))
         connection = place.idle()
         while True:
             connection = connection or await place.connected()

@@ -76,12 +76,10 @@ class Probes:
         *,
         settings: Callable[[], PolicyProbes],
         clock: Callable[[], int],
-        worker_key: str = "",
     ) -> None:
         """`clock`: nanoseconds, of the core."""
         self._engines, self._workers, self._note = engines, workers, note
         self._settings, self._clock = settings, clock
-        self._headers = [("Authorization", f"Bearer {worker_key}")] if worker_key else []
         self._due: list[tuple[float, int, Worker]] = []
         """Heap of workers, by when they are probed next."""
         self._budget: float = PROBES_PER_S
@@ -283,7 +281,7 @@ class Probes:
         """Raises NoConnection, NoAnswer."""
         url = worker.url.with_path(path)
         url = url.with_port(port) if port else url
-        return await self._engines.fetch(url, headers=self._headers, bytes_max=PAGE_BYTES_MAX)
+        return await self._engines.fetch(url, bytes_max=PAGE_BYTES_MAX)
 
     async def close(self) -> None:
         """End what is under way."""

@@ -97,7 +97,6 @@ async def prefilled(
         async with limit:
             found = await engines.fetch(
                 worker.url.with_path(path),
-                method="POST",
                 headers=headers,
                 body=body,
                 bytes_max=ANSWER_BYTES_MAX,

@@ -88,7 +88,6 @@ class Proxy:
         *,
         bodies: Bodies,
         intake: RequestIntake,
-        worker_key: str = "",
         origins: heads.Origins,
         explain: Callable[[RouteRequest, PrefixAnswer | None], bytes],
         observed: Callable[[Worker, RequestJob, int, int | None], None],
@@ -102,8 +101,7 @@ class Proxy:
         """
         self._dispatcher, self._workers, self._engines = dispatcher, workers, engines
         self._bodies, self._intake, self._origins = bodies, intake, origins
-        self._worker_key, self._explain = worker_key, explain
-        self._observed, self._failed = observed, failed
+        self._explain, self._observed, self._failed = explain, observed, failed
         self._begun_s = int(time.time())
         self.name = engines.name
         self.counts = Counter[str]()
@@ -464,9 +462,7 @@ class Proxy:
 
     @property
     def _authorization(self) -> str | None:
-        if self._worker_key:
-            return f"Bearer {self._worker_key}"
-        return "" if self._intake.has_tenants else None
+        return self._engines.authorization or ("" if self._intake.has_tenants else None)
 
 
 def _is_prefilled(leg: asyncio.Task[dict[str, Any] | None]) -> bool:

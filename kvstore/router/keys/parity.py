@@ -30,7 +30,6 @@ from kvstore.router.keys.rendering import (
     COMPARE_TIMEOUT_S,
     KeyPlan,
     Rendering,
-    json_headers,
     probe_body,
 )
 from kvstore.router.keys.spaces import Spaces
@@ -72,12 +71,9 @@ class Parity:
         keys: KeyProcess,
         index: IndexCalls,
         spaces: Spaces,
-        *,
-        worker_key: str = "",
     ) -> None:
         self._engines, self._workers, self._rendering = engines, workers, rendering
         self._keys, self._index, self._spaces = keys, index, spaces
-        self._headers = json_headers(worker_key)
         self._due_s: dict[Worker, float] = {}
 
     async def once(self) -> None:
@@ -177,13 +173,7 @@ class Parity:
         url = worker.url.with_path("/v1/completions")
         try:
             async with asyncio.timeout(COMPUTED_S):
-                found = await self._engines.fetch(
-                    url,
-                    method="POST",
-                    headers=self._headers,
-                    body=body,
-                    bytes_max=ANSWER_BYTES_MAX,
-                )
+                found = await self._engines.fetch(url, body=body, bytes_max=ANSWER_BYTES_MAX)
         except TimeoutError:
             return f"a probe was not computed within {COMPUTED_S:g} s"
         except (NoConnection, NoAnswer) as error:

@@ -102,10 +102,8 @@ class Rendering:
         keys: KeyProcess,
         *,
         tokenizers: Mapping[str, Path],
-        worker_key: str = "",
     ) -> None:
         self._engines, self._workers, self._keys = engines, workers, keys
-        self._headers = json_headers(worker_key)
         self.local: dict[str, str] = dict.fromkeys(tokenizers, UNCOMPARED)
         """Model → why its tokenizer is not used; empty: it is."""
         self.counts = {"ids": 0, "local": 0, "engine": 0, "none": 0}
@@ -187,13 +185,7 @@ class Rendering:
             url = worker.url.with_path(path + "/render")
             try:
                 async with asyncio.timeout_at(until_s):
-                    found = await self._engines.fetch(
-                        url,
-                        method="POST",
-                        headers=self._headers,
-                        body=body,
-                        bytes_max=RENDERED_BYTES_MAX,
-                    )
+                    found = await self._engines.fetch(url, body=body, bytes_max=RENDERED_BYTES_MAX)
             except TimeoutError:
                 worker.render_pause_s = min(max(2 * worker.render_pause_s, PAUSE_S), PAUSE_S_MAX)
                 worker.renders_after_s = loop.time() + worker.render_pause_s
@@ -276,12 +268,6 @@ class Rendering:
         for task in self._checks:
             task.cancel()
         await asyncio.gather(*self._checks, return_exceptions=True)
-
-
-def json_headers(worker_key: str) -> list[tuple[str, str]]:
-    """Headers of the router's own requests at engines."""
-    key = [("Authorization", f"Bearer {worker_key}")] if worker_key else []
-    return [("Content-Type", "application/json"), *key]
 
 
 def probe_body(model: str, *, characters: int) -> bytes:
