@@ -346,7 +346,8 @@ class OpenDoor:
     ) -> None:
         self._door, self._sock, self._context = door, sock, context
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._coming: dict[asyncio.Task[None], float] = {}
+        """Connections that are not open yet, and since when: longest first."""
         self._resuming: asyncio.TimerHandle | None = None
         self._silent_until_s = 0.0
         self.port: int = sock.getsockname()[1]
@@ -354,7 +355,7 @@ class OpenDoor:
 
     def _accept(self) -> None:
         """One in a turn of the loop, so that a crowd does not hold up the answers under way."""
-        if not self._door.has_room(len(self._tasks)):
+        if not (self._door.has_room(len(self._coming)) or self._gives_way()):
             self._pause("every connection of clients is in use (--connections)")
             return
         try:
@@ -366,13 +367,21 @@ class OpenDoor:
             return
         accepted.setblocking(False)
         task = self._loop.create_task(self._serve(accepted))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._coming[task] = self._loop.time()
+        task.add_done_callback(lambda task: self._coming.pop(task, None))
+
+    def _gives_way(self) -> bool:
+        """Whether the longest handshake does: it is ended."""
+        task, since_s = next(iter(self._coming.items()), (None, math.inf))
+        if task is None or since_s + GIVES_WAY_S > self._loop.time():
+            return False
+        del self._coming[task]
+        return task.cancel()
 
     async def _serve(self, accepted: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._door, accepted, ssl=self._context)
-        except OSError:  # the client left, or speaks no TLS
+        except (OSError, asyncio.CancelledError):  # it left, speaks no TLS, or gave way
             accepted.close()
 
     def _pause(self, why: str) -> None:

@@ -360,6 +360,25 @@ def test_https_with_api_keys_and_without(worker: ScriptedWorker, tmp_path: Path)
         assert https(router.port, context, Authorization="Bearer key-of-team-a-0001") == 200
 
 
+def test_handshakes_that_do_not_go_on_give_way(
+    worker: ScriptedWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "GIVES_WAY_S", 0.2)
+    worker.script("ok")
+    files = Lab(tmp_path).files("client", "router")
+    flags: dict[str, Any] = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
+    certified = ssl.create_default_context(cafile=files.ca)
+    certified.check_hostname = False
+    certified.load_cert_chain(files.cert, files.key)
+    with (
+        RouterThread([worker.flag], connections=20, **flags) as router,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(60):
+            stack.enter_context(socket.create_connection(("127.0.0.1", router.port)))
+        assert https(router.port, certified) == 200
+
+
 def https(port: int, given: ssl.SSLContext, **headers: str) -> int:
     """Status of one completion."""
     connection = http.client.HTTPSConnection("127.0.0.1", port, context=given, timeout=10)
