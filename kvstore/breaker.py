@@ -81,7 +81,7 @@ class Breaker:
             return False
         self._failures += 1
         if self.is_open:
-            self._probe_due_ns = now_ns + self._cooldown_ns
+            self._probe_due_ns = now_ns + (self._cooldown_ns << self._doublings)
         return self.is_open
 
     def unused(self) -> None:
@@ -95,6 +95,13 @@ class Breaker:
         costs the first cool-down."""
         self._probe_is_out = False
         self._doublings = self._probe_due_ns = 0
+
+    def begun(self) -> None:
+        """The probe goes well so far: closed, and the next failure opens it again, for longer."""
+        if self.is_open:
+            self._probe_is_out = False
+            self._failures = self._failures_max - 1
+            self._doublings = min(self._doublings + 1, _DOUBLINGS_MAX)
 
     def succeeded(self) -> bool:
         """Forget all failures. True when this closed the breaker."""

@@ -52,13 +52,13 @@ class Dropped(enum.StrEnum):
 
 DROPS: Final = tuple(Dropped)
 _CODE: Final = {drop: code for code, drop in enumerate(DROPS)}
-_OF_THE_MOMENT: Final = _CODE[Dropped.RESTS]
+_OF_THE_MOMENT: Final = _CODE[Dropped.QUEUE]
 """From here on waiting can help."""
 LANE: Final = _CODE[Dropped.LANE]
 LAST_RESORTS: Final = tuple(
     _CODE[drop]
     for drop in (
-        *(Dropped.BREAKER, Dropped.TERMINATING, Dropped.DOWN),
+        *(Dropped.RESTS, Dropped.BREAKER, Dropped.TERMINATING, Dropped.DOWN),
         *(Dropped.MEDIA, Dropped.CONTEXT),
     )
 )

@@ -189,10 +189,11 @@ class Placer:
         """Workers for the request now, or what blocks it."""
         pool = opened.side.pool
         placed = self._place(opened, self.fleet.crew(pool, prefill=False), now_ns)
-        if placed is Blocked.NO_WORKERS or opened.is_last_resort:
+        resort = opened.last_resort
+        if placed is Blocked.NO_WORKERS or resort:
             # A prefiller may serve it that is one by plan only, rather than a last resort.
             planned = self._place(opened, self.fleet.flexible(pool), now_ns)
-            is_better = planned is not Blocked.NO_WORKERS and not opened.is_last_resort
+            is_better = planned is not Blocked.NO_WORKERS and opened.last_resort < resort
             placed = planned if is_better or placed is Blocked.NO_WORKERS else placed
         return placed
 
@@ -246,14 +247,14 @@ class Placer:
         weights = self.weights.of(features.workers)
         verdict = decide(features, case, self.policy, weights)
         codes = features.columns[FeatureColumn.UNFIT]
-        opened.is_last_resort = False
-        for resort in LAST_RESORTS:
+        opened.last_resort = 0
+        for place, resort in enumerate(LAST_RESORTS, 1):
             if verdict.order or is_of_the_moment(verdict.codes):
                 break
             if np.count_nonzero(is_this := codes == resort):
                 codes[is_this] = 0
                 verdict = decide(features, case, self.policy, weights)
-                opened.is_last_resort = True
+                opened.last_resort = place
         return Weighed(features, case, weights, verdict)
 
     def _saturation(
@@ -302,7 +303,7 @@ class Placer:
         attempt = opened.attempt + 1
         trust = self._trust(opened, features, verdict.order[0]) if verdict.order else TRUSTS[_NONE]
         degraded = rungs(trust, value=full, is_held=opened.was_held, attempt=attempt)
-        degraded += [Rung.LAST_RESORT] * opened.is_last_resort
+        degraded += [Rung.LAST_RESORT] * bool(opened.last_resort)
         is_refused = placed and placed.reason in (SplitReason.PREFILL_QUEUE, SplitReason.FELL_BACK)
         degraded += [Rung.SPLIT_REFUSED] * bool(is_refused)
         plain = Receipt(

@@ -54,7 +54,8 @@ class OpenRequest(msgspec.Struct):
     is_late: bool = False
     is_local: bool = False
     """Prefillers failed so often that its decoder computes."""
-    is_last_resort: bool = False
+    last_resort: int = 0
+    """Place of the reason for it in `LAST_RESORTS`, from 1; 0: it needs none."""
     """No worker was fit at the last judgement."""
     has_begun: bool = False
     ttft_s: float | None = None

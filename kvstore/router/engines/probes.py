@@ -33,6 +33,7 @@ from kvstore.routing.values import ProbeResult, WorkerWord
 TICK_S: Final = 0.2
 PROBES_PER_S: Final = 50
 """All engines together."""
+STALL_S: Final = 1.0
 UNREAD_MAX: Final = 4
 MODELS_S: Final = 10.0
 MODELS_PER_S: Final = 5
@@ -41,7 +42,7 @@ TROUBLED: Final = (WorkerWord.DOWN, WorkerWord.OPEN, WorkerWord.HALF_OPEN)
 ROUND_S: Final = 1.0
 """Between two rounds of reading all models, and the most that a request waits for one."""
 PAGE_BYTES_MAX: Final = 4 << 20
-MODELS_MAX: Final = 256
+MODELS_MAX: Final = 1 << 14
 CONTEXT_MAX: Final = 1 << 32
 """No model has a longer one."""
 
@@ -91,6 +92,8 @@ class Probes:
         self._numbers = itertools.count()
         self._readings: dict[Worker, asyncio.Task[None]] = {}
         """Reads of models."""
+        self._looked_s = self._awake_s = asyncio.get_running_loop().time()
+        """When `once` ran last, and did so after a stall of this process."""
         self._round: asyncio.Task[None] | None = None
         self._round_due_s = 0.0
         workers.read_again = self.read_again
@@ -99,6 +102,9 @@ class Probes:
         """Begin the probes that are due, and look at those without an answer."""
         loop = asyncio.get_running_loop()
         now_s, settings = loop.time(), self._settings()
+        if now_s - self._looked_s > STALL_S:  # what came meanwhile is not read yet
+            self._awake_s = now_s
+        self._looked_s = now_s
         if self._version != self._workers.version:
             self._version = self._workers.version
             self._follow(now_s)
@@ -158,14 +164,15 @@ class Probes:
         settings: PolicyProbes,
     ) -> None:
         """At a probe that has no answer yet."""
-        late_s = now_s - since_s - settings.late_s
-        heard_s = max(since_s, worker.heard_s, self._engines.trouble_s)  # not the router's silence
+        # Not the router's own silence.
+        heard_s = max(since_s, worker.heard_s, self._engines.trouble_s, self._awake_s)
+        late_s = now_s - heard_s - max(settings.late_s, 2 * worker.probe_s)  # slow pages are usual
         if now_s - heard_s >= settings.silence_s:
             task.cancel()
             why = f"it has not answered for {settings.silence_s:g} s"
             self._note(Probed(worker.name, ProbeResult.SILENT, why))
-        elif late_s > 0:
-            self._note(Probed(worker.name, ProbeResult.LATE, late_s=late_s))
+        elif late_s > 0 or worker.word is WorkerWord.LATE:
+            self._note(Probed(worker.name, ProbeResult.LATE, late_s=max(0.0, late_s)))
 
     async def _probe(self, worker: Worker, settings: PolicyProbes) -> None:
         kind, loop = ENGINES[worker.address.kind], asyncio.get_running_loop()
@@ -183,9 +190,9 @@ class Probes:
         except (NoConnection, NoAnswer) as error:
             self._note(Probed(worker.name, ProbeResult.REFUSED, str(error)))
             return
-        late_s = max(0.0, loop.time() - since_s - settings.late_s)
         worker.heard_s = loop.time()
-        self._note(Probed(worker.name, ProbeResult.ANSWERED, late_s=late_s))
+        worker.probe_s = worker.heard_s - since_s
+        self._note(Probed(worker.name, ProbeResult.ANSWERED))
         if worker.heard_s >= worker.models_due_s:
             self.read_models(worker)
         if page is not None:

@@ -41,7 +41,7 @@ from kvstore.routing.events import Failure, Lack, Leg
 CONNECT_TIMEOUT_S: Final = 2.0
 STALL_S: Final = 600.0
 """Longest silence of a client that does not read."""
-ERROR_BYTES_MAX: Final = 64 << 10
+ERROR_BYTES_MAX: Final = 1 << 20
 WHOLE_BYTES_MAX: Final = 256 << 10
 """An answer of a known length up to this goes in one piece."""
 TAIL_BYTES: Final = 4096
@@ -237,10 +237,11 @@ class Attempt:
 
     def end(self, error: Exception) -> None:
         """`run` raises this, or what was wrong already; not for one that answers."""
-        self._error = self._error or error
-        if self._connecting is not None:
-            self._connecting.reschedule(self._loop.time())
-        self._wake()
+        if self._error is None:
+            self._error = error
+            if self._connecting is not None:
+                self._connecting.reschedule(self._loop.time())
+            self._wake()
 
     def _fault(self) -> Fault | None:
         return fault_of(

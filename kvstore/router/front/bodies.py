@@ -15,7 +15,7 @@ Covers: JSON, forms. Does not cover: tokens (`rendering`), rules about fields (`
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, Final
 
@@ -35,6 +35,12 @@ STRIPPED: Final = frozenset(
 choice (the last four: SGLang's)."""
 TENANTS_STRIPPED: Final = STRIPPED | {"priority"}
 """Where there are tenants: with it, one would be served before the others."""
+PARSED_BYTES_MAX: Final = 1 << 20
+"""Fields of larger bodies are not taken apart, which would hold up the answers of others."""
+PROMPTS_BYTES_MAX: Final = 4 << 20
+"""A larger list of prompts is routed as one."""
+PARTS_MAX: Final = 1000
+"""Of a form that are looked at."""
 _EMPTY: Final = msgspec.Raw()
 
 
@@ -94,7 +100,8 @@ class Peek(msgspec.Struct):
     def prompts(self) -> list[msgspec.Raw]:
         """JSON of each prompt of a list of several; empty: there is one."""
         prompt = bytes(self.prompt)[:64].lstrip()
-        if prompt[:1] != b"[" or prompt[1:].lstrip()[:1] not in (b'"', b"["):
+        is_list = prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
+        if not is_list or len(self.prompt) > PROMPTS_BYTES_MAX:
             return []
         try:
             found = _list.decode(self.prompt)
@@ -126,10 +133,9 @@ class Peek(msgspec.Struct):
     def salt(self) -> str:
         return _text(self.cache_salt)
 
-    @property
-    def is_stripped(self) -> bool:
-        """Whether it has fields of `STRIPPED`."""
-        return any(_stripped(self))
+    def given(self, names: Iterable[str]) -> list[str]:
+        """Those of some fields that it has."""
+        return [name for name in names if getattr(self, name)]
 
     def vllm_xargs_without(self, names: Collection[str]) -> dict[str, msgspec.Raw] | None:
         """`vllm_xargs` without these fields, which vLLM reads there, too: a text fails in every
@@ -158,8 +164,13 @@ _content: Final = attrgetter(
     *("text_1", "documents", "items", "text_2"),
 )
 """Fields that a prompt is made of, those first that requests share."""
-_stripped: Final = attrgetter(*STRIPPED)
-_peek: Final = msgspec.json.Decoder(Peek)
+
+
+class _Given(Peek):
+    model: str | None = ""  # type: ignore[assignment]
+
+
+_peek: Final = msgspec.json.Decoder(_Given)
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any: Final = msgspec.json.Decoder()
 _list: Final = msgspec.json.Decoder(list[msgspec.Raw])
@@ -174,6 +185,7 @@ def peek(body: bytes) -> Peek:
         raise BadBody(f"the body is not valid: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadBody(f"the body is not JSON: {error}") from None
+    read.model = read.model or ""
     if len(read.model) > NAME_BYTES_MAX:  # names are kept, wrong ones included
         raise BadBody(f"the name of the model is longer than {NAME_BYTES_MAX} characters")
     return read
@@ -201,7 +213,7 @@ def peek_form(body: bytes, content_type: str) -> Peek:
         name = steering.encode()
         if name in body and (has_more or name in _NAMED.findall(body)):
             raise BadBody(f"the form has a field that no client may set: {steering}")
-    read, parts = Peek(), body.split(b"--" + boundary[1].encode())
+    read, parts = Peek(), body.split(b"--" + boundary[1].encode(), PARTS_MAX)
     for part in parts[1:-1]:
         head, _, value = part.partition(b"\r\n\r\n")
         names = _FIELD.findall(head)
@@ -220,7 +232,12 @@ def fields_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 def edited(
     body: bytes, *, drop: Collection[str] = (), put: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The body, known to be an object, without some fields and with others set."""
+    """The body, known to be an object, without some fields and with others set. To parse a large
+    one takes seconds: its fields are set behind the others, those to be dropped to null."""
+    if len(body) > PARSED_BYTES_MAX:
+        more = msgspec.json.encode(dict.fromkeys(drop) | dict(put or {}))
+        head = body.rstrip()[:-1].rstrip()
+        return head + (b"" if head.endswith(b"{") else b",") + more[1:] if len(more) > 2 else body
     fields: dict[str, Any] = {
         name: value for name, value in fields_of(body).items() if name not in drop
     }

@@ -48,6 +48,9 @@ PAUSE_S: Final = 0.05
 LOG_EVERY_S: Final = 60.0
 BODIES_SHARE: Final = 8
 """Bodies of the largest size that fit at a time."""
+SMALL_BYTES: Final = 64 << 10
+"""Bodies up to this are always read."""
+ROOM_LOOK_S: Final = 0.02
 STALLED_S: Final = 2.0
 """A body that took longer for its last STEP_BYTES gives way where the memory is used up."""
 STEP_BYTES: Final = 16 << 10
@@ -84,16 +87,24 @@ class _Connection(RequestHandler):
     __slots__ = ("_head_bytes",)
 
     def data_received(self, data: bytes) -> None:
-        count = self._request_count
+        count, was_in_head = self._request_count, self._is_in_head
         super().data_received(data)
-        is_in_head = self._waiter is not None and not self._messages
-        if self._request_count != count or not is_in_head:
+        if self._request_count != count or not (was_in_head and self._is_in_head):
             self._head_bytes = 0
             return
         self._head_bytes = getattr(self, "_head_bytes", 0) + len(data)
-        if self._head_bytes > HEAD_BYTES_MAX and isinstance(self.transport, asyncio.Transport):
-            self.transport.write(_long_head())
+        if self._head_bytes > HEAD_BYTES_MAX and self.transport is not None:
+            if self._current_request is None:  # else its answer may be half sent
+                self.transport.write(_long_head())
             self.transport.close()
+
+    @property
+    def _is_in_head(self) -> bool:
+        """Whether what comes next is of a head, be it behind a request under way."""
+        if self._messages:
+            return self._messages[-1][1].is_eof()
+        request = self._current_request
+        return self._waiter is not None if request is None else request.content.is_eof()
 
     def handle_error(
         self,
@@ -210,10 +221,12 @@ class FrontDoor(web.Server):
 class _Coming:
     """A body that is being read."""
 
-    def __init__(self, limit: asyncio.Timeout, now_s: float) -> None:
+    def __init__(self, limit: asyncio.Timeout, taken: int, now_s: float) -> None:
         self.limit = limit
+        self.taken = taken
+        """Bytes of the memory for it."""
         self.size = self.step_size = 0
-        """Bytes in memory, and those of them at the last step …"""
+        """Bytes that came, and those of them at the last step …"""
         self.step_s = now_s
         """… and when that was."""
         self.gives_way = False
@@ -227,6 +240,7 @@ class Bodies:
         self._left = bytes_max * BODIES_SHARE
         self._coming: dict[_Coming, None] = {}
         """Longest without a step first."""
+        self._turn = asyncio.Lock()
 
     async def read(self, request: web.BaseRequest) -> bytes:
         """The body; its owner calls `release` with its length.
@@ -243,15 +257,17 @@ class Bodies:
             body = content.read_nowait()
             if len(body) > self.bytes_max:
                 raise BodyRefused(413, f"the body is larger than {self.bytes_max} bytes")
-            if not self.take(len(body)):
-                self.release(len(body))
-                raise BodyRefused(503, NO_MEMORY)
+            self.take(len(body))
             return body
+        if (taken := announced or 0) > SMALL_BYTES:
+            await self._room(taken)
+        else:
+            self.take(taken)
         is_modern, transport = request.version >= HttpVersion11, request.transport
         if heads.EXPECT in request.headers and is_modern and transport is not None:
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         pieces: list[bytes] = []
-        coming = _Coming(asyncio.timeout(BODY_STALL_S), self._clock())
+        coming = _Coming(asyncio.timeout(BODY_STALL_S), taken, self._clock())
         self._coming[coming] = None
         try:
             async with coming.limit:
@@ -261,12 +277,12 @@ class Bodies:
                 if coming.gives_way:  # in the turn in which its end came
                     raise TimeoutError
         except TimeoutError:
-            self.release(coming.size)
+            self.release(coming.taken)
             late = f"did not go on for {BODY_STALL_S:g} s"
             why = "came too slowly: others need its memory" if coming.gives_way else late
             raise BodyRefused(408, f"the body {why}") from None
         except BaseException:
-            self.release(coming.size)
+            self.release(coming.taken)
             raise
         finally:
             self._coming.pop(coming, None)
@@ -282,8 +298,17 @@ class Bodies:
                 coming.limit.reschedule(coming.step_s + BODY_STALL_S)
                 del self._coming[coming]
                 self._coming[coming] = None
-        if not self.take(size):
+        more = max(0, coming.size - coming.taken)
+        coming.taken += more
+        if more and not self.take(more):
             raise BodyRefused(503, NO_MEMORY)
+
+    async def _room(self, size: int) -> None:
+        """Wait for it, in turn: an engine could take the request, so it is not refused."""
+        async with self._turn:
+            while not self.take(size):
+                self.release(size)
+                await asyncio.sleep(ROOM_LOOK_S)
 
     def take(self, size: int) -> bool:
         """Count bytes of a body. Whether there is room, for which bodies that are stalled give
@@ -295,8 +320,8 @@ class Bodies:
                 break
             del self._coming[slowest]
             slowest.gives_way = True
-            self.release(slowest.size)
-            slowest.size = slowest.step_size = 0
+            self.release(slowest.taken)
+            slowest.taken = slowest.size = slowest.step_size = 0
             if not slowest.limit.expired():
                 slowest.limit.reschedule(asyncio.get_running_loop().time())
         return self._left >= 0

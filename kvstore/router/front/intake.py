@@ -135,10 +135,11 @@ class RequestIntake:
         salted, put = read.salt, dict[str, Any]()
         if tenant:
             salted = put["cache_salt"] = salt(tenant, read.salt)
-        drop = TENANTS_STRIPPED if tenant else STRIPPED
-        if (kept := read.vllm_xargs_without(drop)) is not None:
+        never = TENANTS_STRIPPED if tenant else STRIPPED
+        drop = read.given(never)
+        if (kept := read.vllm_xargs_without(never)) is not None:
             put["vllm_xargs"] = kept
-        if (put or read.is_stripped) and not is_form:
+        if (put or drop) and not is_form:
             body = edited(body, drop=drop, put=put)
         prefix = await self.prefixes.of(path, body, read, salted, tenant)
         before = read.previous_response

@@ -109,6 +109,7 @@ class Race:
             self._beside.cancel()
             self._over(self._second, None)
         elif attempt.status >= 400:
+            self._over(attempt, None)
             raise Beaten  # a word about the request is that of the worker that was chosen first
         else:
             self._first.end(Beaten())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from itertools import islice
 from typing import Final, NamedTuple
 
 import msgspec
@@ -29,10 +30,15 @@ VALUE_BYTES_MIN: Final = 1024
 _SMOOTH: Final = 0.1
 _TEXT_BYTES_MIN: Final = 256
 """Shorter prompts are mostly template: they say little of the text."""
+MEDIA_MAX: Final = 1024
+"""Media that are looked for in a prompt, and kinds: more are text."""
 _KIND: Final = re.compile(rb'"type"\s*:\s*"(?:input_)?(image|audio|video|file|document)(?:_url)?"')
 _NAMES: Final = {b"document": "file"}
-_KEYS: Final = frozenset({b"url", b"image_url", b"data", b"file_data", b"video_url", b"audio_url"})
-_BASE64: Final = re.compile(rb"(?:data:[^,]{0,128},)?[A-Za-z0-9+/\\=_-]{256}")
+_BASE64: Final = rb"([A-Za-z0-9+/\\=_-]{256}[^\"]*)"
+_VALUES: Final = tuple(
+    re.compile(key + _BASE64)  # each begins with a word that is found fast
+    for key in (rb";base64,", rb'"data"\s*:\s*"', rb'"file_data"\s*:\s*"')
+)
 
 
 class PromptText(NamedTuple):
@@ -44,19 +50,22 @@ class PromptText(NamedTuple):
 
 def without_media(content: bytes) -> PromptText:
     """Values in base64 are replaced by their digests."""
-    kinds = _KIND.findall(content)
-    if len(content) > VALUE_BYTES_MIN and (kinds or b"base64" in content):
-        # Between quotes: key, colon, value. A quote inside of a value only makes it shorter.
-        pieces = content.split(b'"')
-        for at in range(2, len(pieces)):
-            piece = pieces[at]
-            is_long = len(piece) >= VALUE_BYTES_MIN and pieces[at - 1].strip() == b":"
-            if is_long and pieces[at - 2] in _KEYS and _BASE64.match(piece):
-                pieces[at] = xxhash.xxh3_128_hexdigest(piece).encode()
-        content = b'"'.join(pieces)
-        kinds = _KIND.findall(content)
+    kinds = [each[1] for each in islice(_KIND.finditer(content), MEDIA_MAX)]
     found = Counter(_NAMES.get(each, each.decode()) for each in kinds) if kinds else {}
-    return PromptText(content, found)
+    if len(content) <= VALUE_BYTES_MIN or not (kinds or b"base64" in content):
+        return PromptText(content, found)
+    spans = sorted(
+        each.span(1)
+        for value in _VALUES
+        for each in islice(value.finditer(content), MEDIA_MAX)
+        if each.end(1) - each.start(1) >= VALUE_BYTES_MIN
+    )
+    pieces, at = list[bytes](), 0
+    for begin, end in spans:
+        if begin >= at:  # not inside of another one
+            pieces += content[at:begin], xxhash.xxh3_128_hexdigest(content[begin:end]).encode()
+            at = end
+    return PromptText(b"".join([*pieces, content[at:]]), found)
 
 
 class _ModelTokens(msgspec.Struct):

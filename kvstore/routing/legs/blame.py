@@ -85,18 +85,19 @@ class Blame:
         assert opened.placement is not None
         worker = opened.placement.prefill_worker
         if event.failure is None:
-            self._fleet.succeeded(worker, now_ns)
+            self._fleet.answered(worker, now_ns, is_whole=True)
         else:
             self._count(opened, worker, event.failure, event.why, now_ns)
 
     def begun(self, opened: OpenRequest, event: FirstToken, now_ns: int) -> None:
         """The first byte of a response, of another worker where a gateway chose it."""
-        self._served(opened, event.served_by, "the gateway went elsewhere", now_ns)
+        why = "the gateway went elsewhere"
+        self._served(opened, event.served_by, why, now_ns, is_whole=False)
 
     def ended(self, opened: OpenRequest, event: RequestEnded, now_ns: int) -> None:
         """Verdict on the worker of a request that has ended."""
         if event.end in (Ending.DONE, Ending.REFUSED):  # it answered: a 4xx is the client's
-            self._served(opened, event.served_by, event.why, now_ns)
+            self._served(opened, event.served_by, event.why, now_ns, is_whole=True)
         elif opened.placement is not None:
             worker = event.served_by or opened.placement.worker
             if event.end is Ending.FAILED:
@@ -106,7 +107,10 @@ class Blame:
                 if opened.race is not None:
                     self._fleet.spared(opened.race.worker, now_ns)
 
-    def _served(self, opened: OpenRequest, served_by: str, why: str, now_ns: int) -> None:
+    def _served(
+        self, opened: OpenRequest, served_by: str, why: str, now_ns: int, *, is_whole: bool
+    ) -> None:
+        """A worker answers a request: the failures before were those of their workers."""
         if opened.placement is None:
             return
         chosen = opened.placement.worker
@@ -114,11 +118,7 @@ class Blame:
             opened.is_elsewhere = True
             self._fleet.count_failure(chosen)
             opened.suspects.append((chosen, why))
-        self.served(opened, served_by or chosen, now_ns)
-
-    def served(self, opened: OpenRequest, worker: str, now_ns: int) -> None:
-        """A worker answered a request: the failures before were those of their workers."""
-        self._fleet.succeeded(worker, now_ns)
+        self._fleet.answered(served_by or chosen, now_ns, is_whole=is_whole)
         for suspect, why in opened.suspects:
             self._fleet.failed(suspect, why, now_ns)
         opened.suspects.clear()

@@ -188,11 +188,14 @@ class Fleet:
                 state.health.breaker.unused()
             self._doubt(state)
 
-    def succeeded(self, worker: str, now_ns: int) -> None:
-        """A worker answered; no error if it has left."""
+    def answered(self, worker: str, now_ns: int, *, is_whole: bool) -> None:
+        """A worker answered, or has begun to; no error if it has left."""
         if (state := self.state(worker)) is not None:
             is_news = worker in self.doubtful or not state.health.was_reached
-            state.health.succeeded(now_ns)
+            if is_whole:
+                state.health.succeeded(now_ns)
+            else:
+                state.health.begun()
             if is_news:
                 self._doubt(state)
 

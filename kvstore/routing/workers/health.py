@@ -6,7 +6,8 @@
 | word      | shown by                                          | requests                       |
 |-----------|---------------------------------------------------|--------------------------------|
 | up        | a probe that was answered                         | yes                            |
-| late      | a probe that is not answered yet                  | yes, the lateness is a cost    |
+| late      | no answer to a probe, and no byte of a response,  | yes, the lateness is a cost    |
+|           | for longer than usual                             |                                |
 | open      | FAULTS_MAX faults in a row                        | one after a cool-down; more    |
 |           |                                                   | where no worker is up          |
 | draining  | the policy                                        | no                             |
@@ -49,7 +50,7 @@ class WorkerHealth:
         self.rests_until_ns = 0
         """Full, by its own word; 0: it got a request since then."""
         self.succeeded_ns = -1
-        """When it answered a request last …"""
+        """When it answered a whole request last …"""
         self.suspected_ns = -1
         """… and when one failed there that may be the cause."""
         self.probe_trouble = self.fault = ""
@@ -79,8 +80,13 @@ class WorkerHealth:
         self.breaker.unused()
         self.rests_until_ns = now_ns + REST_NS
 
+    def begun(self) -> None:
+        """The first byte of a stream, which may break off: what failed before is remembered."""
+        self.was_reached = True
+        self.breaker.begun()
+
     def succeeded(self, now_ns: int) -> None:
-        """The worker answered a request, be it that the request is wrong."""
+        """The worker answered a whole request, be it that the request is wrong."""
         self.was_reached, self.succeeded_ns, self.fault = True, now_ns, ""
         self.breaker.succeeded()
 

@@ -155,6 +155,21 @@ def test_a_wrong_head_is_answered_in_json_without_the_name_of_a_server(
     assert worker.seen()["requests"] == before + 1
 
 
+def test_a_head_behind_a_request_under_way_has_the_same_bound(worker: ScriptedWorker) -> None:
+    worker.script("hang")
+    with (
+        RouterThread([worker.flag]) as router,
+        socket.create_connection(("127.0.0.1", router.port), timeout=20) as client,
+    ):
+        client.sendall(HEAD + REST)
+        until(lambda: router.router.proxy.in_flight == 1)
+        with contextlib.suppress(OSError):
+            for _ in range(200):
+                client.sendall(HEAD if not _ else b"X: " + b"x" * 8000 + b"\r\n")
+        until(lambda: router.router.proxy.in_flight == 0)
+        until(lambda: router.router.door.connection_count == 0)
+
+
 def test_a_body_close_behind_its_head_is_none_of_it(worker: ScriptedWorker) -> None:
     """Pieces of a body may come before its request has begun, and after its answer."""
     worker.script("ok")
@@ -192,7 +207,7 @@ def test_stalled_bodies_give_way_to_those_that_come(
         for count in range(1, door.BODIES_SHARE + 1):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", router.port)))
             client.sendall(stalled)
-            taken = count * (size - 1)
+            taken = count * size
             until(lambda: bodies["_left"] == (64 << 10) * door.BODIES_SHARE - taken)  # noqa: B023
             if count == 1:
                 first = client

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from kvstore.router.front.bodies import (
     NAME_BYTES_MAX,
+    PARSED_BYTES_MAX,
     STRIPPED,
     BadBody,
     edited,
@@ -44,7 +45,7 @@ def test_values_keep_their_bytes() -> None:
 def test_of_a_repeated_field_the_last_counts_and_one_is_left() -> None:
     body = b'{"model": "a", "kv_transfer_params": 1, "model": "b", "kv_transfer_params": null}'
     assert peek(body).model == "b"
-    assert peek(body).is_stripped
+    assert peek(body).given(STRIPPED)
     assert json.loads(edited(body, drop=STRIPPED)) == {"model": "b"}
 
 
@@ -52,7 +53,7 @@ def test_fields_are_read_whatever_else_is_there() -> None:
     read = peek(b'{"model":"m","prompt":[1,2,3],"max_tokens":7,"user":"u","stream":true,"y":{}}')
     assert (read.model, read.output_tokens, read.session) == ("m", 7, "u")
     assert read.is_streamed
-    assert not read.is_stripped
+    assert not read.given(STRIPPED)
     odd = peek(b'{"model":"m","max_tokens":"many","user":3,"stream":1,"cache_salt":[]}')
     assert (odd.output_tokens, odd.session, odd.is_streamed, odd.salt) == (None, "", False, "")
 
@@ -165,3 +166,19 @@ def test_names_that_json_escapes_are_no_way_round() -> None:
         peek_form(text, KIND)
     assert peek_form(FORM % (b"vllm_xargs", b'{"top":1}'), KIND).model == ""
     assert peek_form(FORM % (b"file", b"\\u005f"), KIND).model == ""
+
+
+@pytest.mark.parametrize("space", ["", " \n"])
+def test_a_large_body_is_edited_behind_its_end(space: str) -> None:
+    given = {"model": "m", "prompt": "x" * PARSED_BYTES_MAX, "cache_salt": "mine", "priority": 1}
+    body = (json.dumps(given) + space).encode()
+    made = json.loads(edited(body, drop=["priority"], put={"cache_salt": "a"}))
+    assert made == given | {"cache_salt": "a", "priority": None}, "the last of two counts"
+    assert json.loads(edited(b"{" + b" " * PARSED_BYTES_MAX + b"}", put={"n": 1})) == {"n": 1}
+    assert edited(body) is body
+
+
+def test_a_model_of_null_is_none() -> None:
+    assert peek(b'{"model": null}').model == ""
+    with pytest.raises(BadBody, match="not valid"):
+        peek(b'{"model": 1}')

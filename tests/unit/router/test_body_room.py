@@ -16,21 +16,28 @@ from multidict import CIMultiDict
 from kvstore.router.front.door import BODIES_SHARE, STALLED_S, STEP_BYTES, Bodies, BodyRefused
 from tests.kit.virtual_loop import VirtualLoop
 
-BYTES_MAX = 4 * STEP_BYTES
+BYTES_MAX = 8 * STEP_BYTES
 ROOM = BYTES_MAX * BODIES_SHARE
 
 
 class Coming:
     """A body that comes as the test says."""
 
-    def __init__(self, bodies: Bodies, piece: bytes = b"", *, is_whole: bool = False) -> None:
+    def __init__(
+        self,
+        bodies: Bodies,
+        piece: bytes = b"",
+        *,
+        is_whole: bool = False,
+        announced: int | None = None,
+    ) -> None:
         loop = asyncio.get_running_loop()
         protocol = BaseProtocol(loop)
         protocol.connection_made(asyncio.Transport())
         self.content = StreamReader(protocol, BYTES_MAX, loop=loop)
         request = SimpleNamespace(
             headers=CIMultiDict[str](),
-            content_length=None,
+            content_length=announced,
             content=self.content,
             version=HttpVersion11,
             transport=None,
@@ -74,7 +81,7 @@ def with_door(test: Callable[[Door], Coroutine[Any, Any, None]]) -> None:
     loop = VirtualLoop()
 
     async def running() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(100):
             await test(Door(loop))
 
     loop.run(running())
@@ -85,7 +92,8 @@ def test_the_body_that_is_stalled_for_longest_gives_way(is_whole: bool) -> None:
     async def test(door: Door) -> None:
         first, *others = await door.filled()
         door.loop.now_s += STALLED_S - 0.1
-        assert await Coming(door.bodies, bytes(5000), is_whole=is_whole).status() == 503
+        if not is_whole:
+            assert await Coming(door.bodies, bytes(5000)).status() == 503
         door.loop.now_s += 0.1
         new = Coming(door.bodies, bytes(5000), is_whole=is_whole)
         assert await first.status() == 408
@@ -96,6 +104,36 @@ def test_the_body_that_is_stalled_for_longest_gives_way(is_whole: bool) -> None:
             each.content.feed_eof()
             door.bodies.release(len(await each.read))
         door.bodies.release(5000)
+        assert door.left == ROOM
+
+    with_door(test)
+
+
+def test_bodies_of_a_known_length_wait_for_room_in_turn_and_small_ones_do_not() -> None:
+    """What an engine could take is not refused for the router's memory."""
+
+    async def test(door: Door) -> None:
+        whole = bytes(BYTES_MAX)
+        first = [Coming(door.bodies, whole, announced=BYTES_MAX) for _ in range(BODIES_SHARE)]
+        await turns()
+        assert door.left == 0
+        waiting = [Coming(door.bodies, whole, announced=BYTES_MAX) for _ in range(3)]
+        small = Coming(door.bodies, bytes(100), announced=100)
+        small.content.feed_eof()
+        assert await small.read == bytes(100)
+        door.bodies.release(100)
+        for each in (*first, *waiting):
+            each.content.feed_eof()
+        for each in first:
+            assert await each.read == whole
+        await asyncio.sleep(60)
+        assert not any(each.read.done() for each in waiting)
+        waiting[1].read.cancel()  # its client has left
+        for each in (waiting[0], waiting[2]):
+            door.bodies.release(BYTES_MAX)
+            assert await each.read == whole
+        for _ in range(BODIES_SHARE):
+            door.bodies.release(BYTES_MAX)
         assert door.left == ROOM
 
     with_door(test)

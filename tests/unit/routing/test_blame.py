@@ -156,7 +156,7 @@ def test_one_worker_alone_is_at_fault_if_others_have_served_since_it_did(failure
         return faults(core)["w0"]
 
     assert try_at_w0("a", S) == 0, "nobody has ever served anything"
-    core.fleet.succeeded("w2", 2 * S)
+    core.fleet.answered("w2", 2 * S, is_whole=True)
     assert try_at_w0("b", 2 * S) == 0, "another pool proves nothing"
     serve(core, "good", 3 * S, subset=at("w1"))
     assert try_at_w0("c", 3 * S) == 1

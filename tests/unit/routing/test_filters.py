@@ -22,7 +22,6 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.policy import parse
 from kvstore.routing.values import LoadSample, PrefixAnswer, RouteRequest
-from kvstore.routing.workers.health import REST_NS
 from tests.unit.routing.fleets import (
     MS,
     S,
@@ -41,7 +40,7 @@ from tests.unit.routing.fleets import (
 )
 
 CONTEXT = {"m": 8000}
-FLAWS = ["breaker", "down", "media", "context"]
+FLAWS = ["rests", "breaker", "down", "media", "context"]
 """In the order in which they are tried."""
 
 
@@ -112,15 +111,15 @@ def test_a_receipt_of_a_last_resort_replays() -> None:
 
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_no_last_resort_is_tried_while_waiting_can_help(flaw: str) -> None:
-    core = flawed(flaw, "rests")
+    core = flawed(flaw, "", policy=parse({"limits": {"running_max": 1}}))
+    assert routed(arrive(core, special("first"))).worker == "w1"
     assert arrive(core, special("r")) is None
-    assert turn(core, RouteTick(), S + REST_NS - 1) == []
-    [sent] = turn(core, RouteTick(), S + REST_NS)
+    [sent] = turn(core, RequestEnded("first", Ending.DONE))
     assert routed(sent).worker == "w1"
     assert "last-resort" not in routed(sent).receipt.degraded
 
 
-@pytest.mark.parametrize("bad", FLAWS[1:])
+@pytest.mark.parametrize("bad", FLAWS[2:])
 def test_a_mild_last_resort_that_has_no_room_is_waited_for(bad: str) -> None:
     core = flawed(bad, "breaker", policy=parse({"limits": {"running_max": 1}}))
     assert routed(arrive(core, special("a"))).worker == "w1"

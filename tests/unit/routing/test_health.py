@@ -356,23 +356,22 @@ def test_a_pool_that_drains_as_a_whole_is_503() -> None:
 
 def test_nobody_waits_for_workers_that_are_gone() -> None:
     """The default class waits without end: what can never be placed would block its whole pool."""
-    core = core_of(spec(0), spec(1))
+    full = {"limits": {"running_max": 1}}
+    core = core_of(spec(0), spec(1), policy=parse(full))
     routed(arrive(core, request("r", subset=("w0",))))
-    turn(core, fail("r", Failure.BUSY))
-    assert arrive(core, request("held", subset=("w0",))) is None, "it rests for a moment"
+    assert arrive(core, request("held", subset=("w0",))) is None
     assert arrive(core, request("behind")) is None
-    gone, behind, _ = core.adopt(parse({"draining": ["w0"]}), S + MS)
+    gone, behind, _ = core.adopt(parse(full | {"draining": ["w0"]}), S + MS)
     assert (rejected(gone).request_id, rejected(gone).status) == ("held", 503)
     assert (routed(behind).request_id, routed(behind).worker) == ("behind", "w1")
     core.check()
 
 
 def test_a_request_that_was_tried_and_waits_ends_with_its_last_worker() -> None:
-    core = core_of(spec(0), spec(1))
+    core = core_of(spec(0), spec(1), policy=parse({"limits": {"running_max": 1}}))
     routed(arrive(core, request("busy", subset=("w1",))))
-    turn(core, fail("busy", Failure.BUSY))
     routed(arrive(core, request("r", subset=("w0", "w1"))))
-    assert turn(core, fail("r")) == [], "it waits for the one that rests"
+    assert turn(core, fail("r")) == [], "it waits for the one that is full"
     [gone] = turn(core, WorkerLeft("w1"))
     assert (rejected(gone).request_id, rejected(gone).status) == ("r", 502)
 

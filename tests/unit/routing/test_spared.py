@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.routing.events import Ending, Failure, FirstToken, RequestEnded, RouteTick
+from kvstore.routing.events import Ending, Failure, FirstToken, RequestEnded
 from kvstore.routing.workers.health import REST_NS
 from tests.unit.routing.fleets import (
     MS,
@@ -34,25 +34,25 @@ def test_a_worker_that_is_full_by_its_own_word_is_left_alone_for_a_moment() -> N
     assert not core.fleet.doubtful
 
 
-def test_a_request_waits_for_workers_that_rest_and_is_not_sent_to_one_that_is_down() -> None:
+def test_nobody_waits_for_a_worker_that_rests() -> None:
+    """A client whose requests are refused with 429 would hold up all others."""
     core = core_of(spec(0), spec(1), spec(2))
     for n in range(2):
         routed(arrive(core, request(f"r{n}", subset=(f"w{n}",))))
         turn(core, fail(f"r{n}", Failure.BUSY))
     goes_down(core, "w2")
-    assert arrive(core, request("held")) is None
-    assert turn(core, RouteTick(), S + REST_NS - 1) == []
-    [sent] = turn(core, RouteTick(), S + REST_NS)
-    assert routed(sent).request_id == "held"
-    assert routed(sent).worker in ("w0", "w1")
+    sent = routed(arrive(core, request("other")))
+    assert sent.worker in ("w0", "w1")
+    assert sent.receipt.filtered == {"w2": "down"}
+    assert "last-resort" in sent.receipt.degraded
 
 
 def test_a_rest_is_as_long_as_the_last_word_says() -> None:
-    core = core_of(spec(0))
+    core = core_of(spec(0), spec(1))
     for n in range(2):
-        routed(arrive(core, request(f"r{n}")))
+        routed(arrive(core, request(f"r{n}", subset=("w0",))))
     turn(core, fail("r0", Failure.BUSY))
     turn(core, fail("r1", Failure.BUSY), S + 100 * MS)
-    assert arrive(core, request("held"), now_ns=S + REST_NS) is None
-    [sent] = turn(core, RouteTick(), S + 100 * MS + REST_NS)
-    assert routed(sent).request_id == "held"
+    for now_ns, filtered in ((S + REST_NS, {"w0": "rests"}), (S + 100 * MS + REST_NS, {})):
+        sent = routed(arrive(core, request(f"at {now_ns}"), now_ns=now_ns))
+        assert sent.receipt.filtered == filtered

@@ -11,7 +11,6 @@ from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     Arrived,
     Ending,
-    Failure,
     FirstToken,
     Joined,
     RequestEnded,
@@ -24,7 +23,6 @@ from tests.unit.routing.fleets import (
     S,
     arrive,
     core_of,
-    fail,
     rejected,
     request,
     routed,
@@ -79,9 +77,8 @@ def test_urgent_classes_first_then_priority_then_arrival() -> None:
 def test_a_newcomer_does_not_pass_those_that_wait() -> None:
     core = core_of(spec(0), policy=parse(ONE_AT_A_TIME))
     routed(arrive(core, request("first")))
-    turn(core, fail("first", Failure.BUSY))
     assert arrive(core, request("a")) is None
-    # It has rested by then, and the room has not noticed it yet.
+    core.fleet.ended("first", S)  # the room has not noticed it yet
     assert arrive(core, request("b"), now_ns=2 * S) is None
     [first] = turn(core, RouteTick(), 2 * S)
     assert routed(first).request_id == "a"
