@@ -35,7 +35,7 @@ from kvstore.router.front.bodies import BadBody
 from kvstore.router.front.door import NO_MEMORY, Bodies
 from kvstore.router.front.intake import RequestIntake, Unauthorized
 from kvstore.router.front.paths import PROBED, STORED
-from kvstore.router.front.responses import id_for, worker_of
+from kvstore.router.front.responses import id_for, is_of, worker_of
 from kvstore.router.life import RoutedLife
 from kvstore.routing.events import Ending, Rejected
 
@@ -187,7 +187,7 @@ class _Stream:
         found = map(picker.workers.get, (routed.worker, *routed.fallbacks))
         workers = [worker for worker in found if worker is not None]
         addresses = [worker.url.authority for worker in workers]
-        put = id_for(workers[0], path, job.read) if workers else {}
+        put = id_for(workers[0], path, job.read, tenant) if workers else {}
         sent = job.body_for(routed.model, put)
         first = chosen(",".join(addresses), None if sent is body else len(sent))
         return [first, *pieces(sent)]
@@ -196,11 +196,14 @@ class _Stream:
         assert self._headers is not None
         given = CIMultiDictProxy(self._headers)
         path = given.get(":path", "").partition("?")[0]
-        try:
-            if path not in PROBED and given.get(":method") != "OPTIONS":  # browsers ask without key
-                self._picker.intake.tenant(given)
-        except Unauthorized as error:
-            return refusal(401, str(error), "rejected-unauthorized")
+        if path not in PROBED and given.get(":method") != "OPTIONS":  # browsers ask without key
+            try:
+                tenant = self._picker.intake.tenant(given)
+            except Unauthorized as error:
+                return refusal(401, str(error), "rejected-unauthorized")
+            stored = STORED.fullmatch(path)
+            if stored and not is_of(stored[1], tenant, self._picker.workers):
+                return refusal(404, f"there is no response {stored[1]}", "rejected-not-found")
         worker = self._picker.any_worker(self._subset, path)
         if worker is None:
             return refusal(503, "no worker is ready", "rejected-no-endpoints")

@@ -20,6 +20,7 @@ from kvstore.router.front import heads
 from kvstore.router.front.bodies import (
     STRIPPED,
     TENANTS_STRIPPED,
+    BadBody,
     Peek,
     edited,
     peek,
@@ -27,7 +28,7 @@ from kvstore.router.front.bodies import (
 )
 from kvstore.router.front.paths import FORM
 from kvstore.router.front.prefill import can_split
-from kvstore.router.front.responses import worker_of
+from kvstore.router.front.responses import is_of, worker_of
 from kvstore.router.front.tenants import Tenants, salt
 from kvstore.router.keys.prefixes import Prefix, Prefixes
 from kvstore.routing.events import Arrived
@@ -143,6 +144,8 @@ class RequestIntake:
             body = edited(body, drop=drop, put=put)
         prefix = await self.prefixes.of(path, body, read, salted, tenant)
         before = read.previous_response
+        if before and not is_of(before, tenant, self._workers):
+            raise BadBody(f"there is no response {before}")
         keeper = worker_of(before, self._workers) if before else None
         request = RouteRequest(
             request_id=request_id or heads.new_id(headers),

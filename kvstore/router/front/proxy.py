@@ -166,7 +166,7 @@ class Proxy:
         try:
             body = await self._bodies.read(request)
             if stored:
-                return await self._at_keeper(request, stored[1], request_id, body)
+                return await self._at_keeper(request, stored[1], request_id, body, tenant)
             return await self._with_body(request, path, body, tenant, request_id, is_dry=is_dry)
         except (BodyRefused, web.RequestPayloadError) as error:
             self.counts["refused"] += 1
@@ -221,12 +221,14 @@ class Proxy:
         return web.Response(body=text, content_type="application/json")
 
     async def _at_keeper(
-        self, request: web.BaseRequest, response_id: str, request_id: str, body: bytes
+        self, request: web.BaseRequest, response_id: str, request_id: str, body: bytes, tenant: str
     ) -> web.StreamResponse:
         """A request about a stored response: by the worker of its id, else by all, one by one."""
         keeper = responses.worker_of(response_id, self._workers)
         answering = [worker for worker in self._workers if worker.is_answering]
         answer = error_response(404, f"there is no response {response_id}", "not_found")
+        if not responses.is_of(response_id, tenant, self._workers):
+            return answer
         for worker in [keeper] if keeper is not None else answering or self._workers:
             attempt = Attempt(self._engines, worker, request)
             more: dict[str, str] = {heads.REQUEST_ID: request_id, heads.WORKER: worker.name}
@@ -362,7 +364,7 @@ class Proxy:
             if job.read.is_streamed:  # others come whole, and say nothing about a TTFT
                 life.first()
 
-        put = responses.id_for(worker, job.path, job.read)
+        put = responses.id_for(worker, job.path, job.read, job.asked.request.tenant)
         try:
             return await attempt.run(
                 self._onward(client, job.request_id),

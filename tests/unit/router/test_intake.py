@@ -158,7 +158,7 @@ def test_a_key_is_that_of_a_tenant_or_nobody_gets_in(
 
 def test_a_response_goes_on_where_the_one_before_is_kept() -> None:
     site = Site()
-    made = new_id(site.workers["b"])
+    made = new_id(site.workers["b"], "")
     ask = {"model": "m", "input": "x"}
     kept = site.job(ask | {"previous_response_id": made}, path="/v1/responses")
     assert (kept.asked.request.subset, kept.asked.request.is_bound_to_one) == (("b",), True)

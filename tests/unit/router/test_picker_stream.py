@@ -19,6 +19,7 @@ from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import WorkerAddress, Workers
 from kvstore.router.front.door import BODIES_SHARE, Bodies
 from kvstore.router.front.intake import RequestIntake
+from kvstore.router.front.responses import new_id
 from kvstore.router.front.tenants import Tenants
 from kvstore.router.keys.estimates import TokenEstimates
 from kvstore.router.keys.prefixes import BytePrefixes
@@ -346,6 +347,9 @@ def test_a_tenant_needs_its_key() -> None:
         assert (await site.play(head(is_over=True))).refused == [(401, "rejected-unauthorized")]
         for pairs in (key, {":path": "/health"}, {":method": "OPTIONS"}):
             assert len((await site.play(head(is_over=True, **pairs))).destinations) == 1
+        for tenant, found in (("a", []), ("b", [(404, "rejected-not-found")])):
+            path = f"/v1/responses/{new_id(site.workers['a'], tenant)}"
+            assert (await site.play(head(is_over=True, **key, **{":path": path}))).refused == found
 
     run(test, tenants=Tenants({hashlib.sha256(b"key-of-a").digest(): "a"}))
 

@@ -240,7 +240,7 @@ def test_a_tenant_needs_its_key_for_a_stored_response(tmp_path: Path) -> None:
 
 def test_a_tag_leads_nowhere_but_to_a_worker() -> None:
     async def test(its: Site) -> None:
-        its.engines[1].has.add(made := new_id(its.router.workers["a"]))
+        its.engines[1].has.add(made := new_id(its.router.workers["a"], ""))
         assert (await its.ask("GET", f"/v1/responses/{made}")).status == 404, "its keeper says so"
         its.engines[0].port.kill()
         assert (await its.ask("GET", f"/v1/responses/{made}")).status == 502
