@@ -253,7 +253,7 @@ def is_exposed(url: str, *, is_name: bool = False) -> bool:
     host = parts.hostname or ""
     found = address_of(f"[{host}]:1" if ":" in host else f"{host}:1")
     is_here = host == "localhost" or (found is not None and found[0].is_loopback)  # RFC 6761
-    return parts.scheme == "http" and (is_name or not is_here)
+    return parts.scheme == "http" and not (is_here and (not is_name or host == "localhost"))
 
 
 def _slices(text: str | None, *, insecure: bool) -> WorkerText | None:

@@ -158,6 +158,8 @@ def health_of(router: Router) -> Page:
         for w in workers
         if w.state == state
     ]
+    if unknown := set(router.core.policy.draining) - {worker.name for worker in workers}:
+        notes.append(f"draining in the policy file names no worker: {', '.join(sorted(unknown))}")
     notes += _unread(workers)
     notes += _adapters(workers)
     index = (router.index.trouble or router.index.lost) if router.index is not None else ""
@@ -170,7 +172,8 @@ def health_of(router: Router) -> Page:
     if router.proxy.is_draining:
         notes.insert(0, "it drains, to end")
     elif not router.workers.take_requests:
-        notes.insert(0, "no worker takes requests")
+        is_new = {worker.state for worker in workers} == {"new"}
+        notes.insert(0, f"no worker {'has answered yet' if is_new else 'takes requests'}")
     roles = router.core.fleet.planned_roles() if isinstance(router.core, RouterCore) else {}
     planned = "; planned roles: " * bool(roles)
     planned += ", ".join(f"{worker} {role.value}" for worker, role in roles.items())

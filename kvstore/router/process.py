@@ -250,6 +250,7 @@ class Router:
         """Readiness fails; then nobody is accepted any more; then requests in flight end. Hurried:
         at once."""
         self.proxy.is_draining = True
+        _log.info("draining: readiness fails, %d requests are under way", self.proxy.in_flight)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_delay_s):
                 await is_hurried.wait()
@@ -261,6 +262,8 @@ class Router:
         )
         for each in (idle, hurry):
             each.cancel()
+        if self.proxy.in_flight:
+            _log.warning("%d requests are cut off at the end", self.proxy.in_flight)
 
     def _leave(self) -> None:
         if self._open_door is not None:

@@ -256,6 +256,8 @@ class Workers:
             _log.warning("worker %s is down: %s", worker.name, change.why)
         elif change.word is WorkerWord.OPEN and before is not WorkerWord.HALF_OPEN:
             _log.warning("worker %s: breaker open after %s", worker.name, change.why)
+        elif change.word is WorkerWord.DRAINING:
+            _log.info("worker %s drains: it gets no new requests", worker.name)
         elif change.word is WorkerWord.UP and before is not WorkerWord.LATE:
             _log.info("worker %s is up", worker.name)
 

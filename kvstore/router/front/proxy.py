@@ -140,24 +140,26 @@ class Proxy:
             return error_response(508, text, "loop")
         if path in PROBED:
             is_fine = path == ALIVE or self.is_ready
-            return web.Response(
-                text="ok" if is_fine else "no worker takes requests", status=200 if is_fine else 503
-            )
+            why = "it drains, to end" if self.is_draining else "no worker takes requests"
+            return web.Response(text="ok" if is_fine else why, status=200 if is_fine else 503)
         try:
             tenant = self._intake.tenant(request.headers)
         except Unauthorized as error:
             self.counts["unauthorized"] += 1
             return error_response(401, str(error), "invalid_api_key")
-        if path.startswith(MODELS) and request.method == "GET":
-            policy = self._dispatcher.core.policy
-            return models_answer(path, policy, self._workers, self._begun_s)
         stored = STORED.fullmatch(path)
+        kept = stored[1] if stored else None
+        if (path == MODELS or path.startswith(MODELS + "/")) and request.method == "GET":
+            policy = self._dispatcher.core.policy
+            if policy.models or any(worker.models for worker in self._workers):
+                return models_answer(path, policy, self._workers, self._begun_s)
+            kept = ""  # engines that list them for the client's key only
         is_dry = path.startswith("/kvstore/explain/")
         if is_dry:
             path = path.removeprefix("/kvstore/explain")
-        if not (takes_prompts(path) or stored) or (is_dry and not _is_here(request)):
+        if not (takes_prompts(path) or kept is not None) or (is_dry and not _is_here(request)):
             return error_response(404, f"there is no {path} here", "not_found")
-        methods = ("GET", "POST", "DELETE") if stored else ("POST",)
+        methods = ("GET", "POST", "DELETE") if kept is not None else ("POST",)
         if request.method not in methods:
             why = f"{path} takes {', '.join(methods)}"
             return error_response(405, why, "method_not_allowed")
@@ -165,8 +167,8 @@ class Proxy:
         body: bytes | None = None
         try:
             body = await self._bodies.read(request)
-            if stored:
-                return await self._at_keeper(request, stored[1], request_id, body, tenant)
+            if kept is not None:
+                return await self._at_keeper(request, kept, request_id, body, tenant)
             return await self._with_body(request, path, body, tenant, request_id, is_dry=is_dry)
         except (BodyRefused, web.RequestPayloadError) as error:
             self.counts["refused"] += 1
@@ -185,7 +187,7 @@ class Proxy:
     @property
     def is_ready(self) -> bool:
         """Whether a worker takes requests, or the policy holds them until one does."""
-        holds = self._dispatcher.core.policy.limits.holds_without_workers
+        holds = self._dispatcher.core.policy.limits.holds_without_workers and not self._workers
         return not self.is_draining and (holds or self._workers.take_requests)
 
     async def idle(self) -> None:
@@ -226,7 +228,8 @@ class Proxy:
         """A request about a stored response: by the worker of its id, else by all, one by one."""
         keeper = responses.worker_of(response_id, self._workers)
         answering = [worker for worker in self._workers if worker.is_answering]
-        answer = error_response(404, f"there is no response {response_id}", "not_found")
+        missing = f"there is no response {response_id}" if response_id else "no worker has a model"
+        answer = error_response(404, missing, "not_found")
         if not responses.is_of(response_id, tenant, self._workers):
             return answer
         for worker in [keeper] if keeper is not None else answering or self._workers:
@@ -278,7 +281,7 @@ class Proxy:
                 if error.has_streamed:
                     self.counts["broken"] += 1
                     raise ConnectionResetError("the engine's answer broke off") from None
-        self.counts[routed.reason] += 1
+        self.counts[routed.reason if refusal is None else Ending.FAILED.value] += 1
         answer = refusal if refusal is not None else rejection(routed)
         if name:
             answer.headers[heads.WORKER] = name

@@ -343,9 +343,9 @@ def test_an_engine_that_its_node_lists_needs_no_flag(
 def test_without_its_index_from_the_start_a_router_goes_by_what_it_sent_and_says_why(
     worker: ScriptedWorker, tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
+    with socket.socket() as closed, ScriptedWorker.start(tmp_path, "b") as other:
+        closed.bind(("127.0.0.1", 0))  # and does not listen; nobody else gets the port
         away = "{}:{}".format(*closed.getsockname())
-    with ScriptedWorker.start(tmp_path, "b") as other:
         flags = [f"{w.flag},node=n-{w.name},block=16,seed={SEED}" for w in (worker, other)]
         core = RouterCore(parse(STEADY), seed=1)
         with RouterThread(flags, core=core, index=[away], insecure=True) as router:
