@@ -122,7 +122,7 @@ _TERMS: Final = {
     "link": "transfer of blocks from the prefill to the decode engine",
     "others": "delay of other requests and evicted prefixes; not part of the predicted TTFT",
     "cold": "load of a LoRA adapter that does not run there; not part of the predicted TTFT",
-    "late": "delay of the response to a probe; not part of the predicted TTFT",
+    "late": "unusual silence of the engine; not part of the predicted TTFT",
 }
 _WORDS: Final[dict[Any, str]] = {
     Dropped.DOWN: "connection refused, unhealthy or silent; tried if no other worker is left",
@@ -135,7 +135,7 @@ _WORDS: Final[dict[Any, str]] = {
     Dropped.FAILED: "an earlier attempt of this request failed there",
     Dropped.MEDIA: "has refused images, audio or video of this model; tried after one that is down",
     Dropped.CONTEXT: "prompt and output exceed its context length; tried last",
-    Dropped.RESTS: "reported a moment ago that it is full",
+    Dropped.RESTS: "answered 429 within 250 ms; tried before the other last resorts",
     Dropped.QUEUE: "`limits.queue_max` is reached",
     Dropped.RUNNING: "`limits.running_max` is reached",
     Dropped.MEMORY: (

@@ -228,7 +228,7 @@ ROUTER_METRICS: Final = _rows(
         "router_policy_refused": "1: the policy file was refused at its last reload.",
         "router_requests_total{outcome}": (
             "Requests ended: done, refused (4xx, or a body that is invalid), aborted by the client,"
-            " broken (the engine's answer broke off), or the reason of a rejection."
+            " broken (off by the engine), failed (its last answer), or the reason of a rejection."
         ),
         "router_retries_total": "Attempts that failed before the first byte.",
         "router_splits_total{reason}": (

@@ -98,7 +98,7 @@ class Worker:
         """Why its own load is not known; empty: it is, or its kind publishes none."""
         self.unread_count = 0
         self.probe_s = 0.0
-        """What the last answer to a probe took."""
+        """Duration of the last answer to a probe."""
         """Failed reads of its metrics in a row."""
         self.has_served = False
         """A request has ended there: some engines publish nothing before."""

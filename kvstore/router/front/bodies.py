@@ -40,7 +40,7 @@ PARSED_BYTES_MAX: Final = 1 << 20
 PROMPTS_BYTES_MAX: Final = 4 << 20
 """A larger list of prompts is routed as one."""
 PARTS_MAX: Final = 1000
-"""Of a form that are looked at."""
+"""Parts of a form, beyond which its fields are not looked for."""
 _EMPTY: Final = msgspec.Raw()
 
 
@@ -166,11 +166,11 @@ _content: Final = attrgetter(
 """Fields that a prompt is made of, those first that requests share."""
 
 
-class _Given(Peek):
+class _NullablePeek(Peek):
     model: str | None = ""  # type: ignore[assignment]
 
 
-_peek: Final = msgspec.json.Decoder(_Given)
+_peek: Final = msgspec.json.Decoder(_NullablePeek)
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any: Final = msgspec.json.Decoder()
 _list: Final = msgspec.json.Decoder(list[msgspec.Raw])
