@@ -95,7 +95,7 @@ def decide(
         named = SCORERS[policy.policy](columns, context)
         scores = np.sum(list(named.values()), axis=0)
     return RouteVerdict(
-        order=_order(scores, codes, columns, case, policy),
+        order=_order(scores, codes, columns, case, policy, raw[Term.COMPUTE]),
         codes=codes,
         scores=scores,
         terms=named,
@@ -107,7 +107,12 @@ def decide(
 
 
 def _order(
-    scores: Floats, codes: npt.NDArray[np.intp], columns: Floats, case: Case, policy: RoutingPolicy
+    scores: Floats,
+    codes: npt.NDArray[np.intp],
+    columns: Floats,
+    case: Case,
+    policy: RoutingPolicy,
+    compute_s: Floats,
 ) -> list[int]:
     # Equal scores: the one that has rested longest, so that cold prompts spread.
     order: list[int] = np.lexsort((-columns[FeatureColumn.IDLE_S], scores)).tolist()
@@ -119,6 +124,9 @@ def _order(
         best = float(scores[order[0]])
         bound = best + max(policy.choice.within_share * best, NEAR_S)
         near = [place for place in order[: policy.choice.top_k] if scores[place] <= bound]
+        if compute_s.max() <= NEAR_S:  # of a short prompt their order says nothing
+            load = columns[FeatureColumn.QUEUED] + columns[FeatureColumn.STREAMS]
+            near = [place for place in near if load[place] == load[near].min()]
         chosen = near[mix(case.seed ^ mix(case.number)) % len(near)]
         order.remove(chosen)
         order.insert(0, chosen)

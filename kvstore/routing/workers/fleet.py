@@ -328,6 +328,7 @@ class Fleet:
             self.columns[FleetColumn.STREAMS, row] -= 1
         else:
             self._leave_queue(row, flight_id, now_ns)
+        self.workers[row].left_ns.append(now_ns)
         column = self.columns[:, row]
         column[FleetColumn.WAITING] = max(0.0, column[FleetColumn.WAITING] - 1)
         if flight.sent_ns >= self.workers[row].reported_ns:
@@ -365,10 +366,12 @@ class Fleet:
         # Its own queue is the truth: own requests that count as begun may still be in it.
         column[FleetColumn.WAITING] = waiting
         own_queued, own_streams = column[FleetColumn.QUEUED], column[FleetColumn.STREAMS]
+        while state.left_ns and state.left_ns[0] < asked_ns:
+            state.left_ns.popleft()
         others = column[FleetColumn.OTHER_QUEUED] = max(0.0, waiting - own_queued)
-        column[FleetColumn.OTHER_STREAMS] = max(
-            0.0, waiting + running - own_queued - own_streams - others
-        )
+        # Own requests that ended since then may be in the page, too: they are not those of others.
+        known = own_queued + own_streams + others + len(state.left_ns)
+        column[FleetColumn.OTHER_STREAMS] = max(0.0, waiting + running - known)
         column[FleetColumn.SCRAPED_NS] = now_ns
 
     def _sent_since(self, worker: str, since_ns: int) -> list[str]:

@@ -368,3 +368,14 @@ def test_a_column_that_an_older_receipt_does_not_have_changes_nothing() -> None:
     older = {k: v for k, v in now.features.items() if k not in ("fetch_ratio", "stays")}
     again = replay(msgspec.structs.replace(now, features=older), policy)
     assert (again.terms, again.scores) == (now.terms, now.scores)
+
+
+def test_a_burst_of_short_prompts_is_spread_evenly() -> None:
+    """Their costs differ by less than what counts as equal, whoever computes how many of them."""
+    core = core_of(spec(0), spec(1))
+    for burst in range(20):
+        names = [f"{burst} {n}" for n in range(8)]
+        sent = [routed(arrive(core, request(name, 16, is_streamed=False))) for name in names]
+        assert Counter(each.worker for each in sent) == {"w0": 4, "w1": 4}
+        for name in names:
+            core.step(RequestEnded(name, Ending.DONE), S)

@@ -270,3 +270,16 @@ def test_an_answer_to_an_older_question_is_understood() -> None:
     for n in range(3):
         turn(core, RequestEnded(f"r{n}", Ending.DONE), S + 7 * MS)
     assert memory(core) == 0.3
+
+
+def test_own_requests_that_ended_since_the_page_was_made_are_not_those_of_others() -> None:
+    """Else short requests leave a load behind that is not there, until the next page."""
+    core = core_of(spec(0))
+    for n in range(3):
+        quiet(core, f"r{n}")
+    for n in range(2):
+        core.step(RequestEnded(f"r{n}", Ending.DONE), S + 20 * MS)
+    report(core, S + 30 * MS, S + 10 * MS, running=3)
+    assert sum(counts(core)) == 1
+    report(core, S + 40 * MS, S + 35 * MS, running=3)
+    assert sum(counts(core)) == 3, "two of another router"
