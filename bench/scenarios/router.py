@@ -9,7 +9,7 @@ streams  S streams of 50 events a second: delay of an event from worker to reade
          the router's processor share; streams a core = S / share. In turns, too; the streams begin
          within 20 ms, which is where the longest delays are
 
-Four workers that answer at once (`bench/peers/router_worker.py`) in one process; the same for all.
+Four workers that answer at once (`bench/peers/router_worker.py`), the same for all.
 The other routers run with their own defaults (cache-aware), from an environment of their own.
 kvstore's runs without an index, its default policy; and once more as the endpoint picker behind a
 real Envoy. Latencies of that Envoy without a picker, and with one that decides nothing, are what

@@ -252,8 +252,8 @@ def is_exposed(url: str, *, is_name: bool = False) -> bool:
     parts = urlsplit(url)
     host = parts.hostname or ""
     found = address_of(f"[{host}]:1" if ":" in host else f"{host}:1")
-    is_here = host == "localhost" or (found is not None and found[0].is_loopback)  # RFC 6761
-    return parts.scheme == "http" and not (is_here and (not is_name or host == "localhost"))
+    is_loopback = found is not None and found[0].is_loopback and not is_name
+    return parts.scheme == "http" and not (is_loopback or host == "localhost")  # RFC 6761
 
 
 def _slices(text: str | None, *, insecure: bool) -> WorkerText | None:

@@ -124,7 +124,7 @@ def _order(
         best = float(scores[order[0]])
         bound = best + max(policy.choice.within_share * best, NEAR_S)
         near = [place for place in order[: policy.choice.top_k] if scores[place] <= bound]
-        if compute_s.max() <= NEAR_S:  # of a short prompt their order says nothing
+        if compute_s.max() <= NEAR_S:  # too little to compute for costs to tell
             load = columns[FeatureColumn.QUEUED] + columns[FeatureColumn.STREAMS]
             near = [place for place in near if load[place] == load[near].min()]
         chosen = near[mix(case.seed ^ mix(case.number)) % len(near)]

@@ -55,8 +55,7 @@ class OpenRequest(msgspec.Struct):
     is_local: bool = False
     """Prefillers failed so often that its decoder computes."""
     last_resort: int = 0
-    """Place of the reason for it in `LAST_RESORTS`, from 1; 0: it needs none."""
-    """No worker was fit at the last judgement."""
+    """No worker was fit at the last judgement: place of the reason in `LAST_RESORTS`, from 1."""
     has_begun: bool = False
     ttft_s: float | None = None
     """Achieved, from arrival."""

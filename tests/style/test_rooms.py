@@ -33,7 +33,7 @@ LINES_MAX = {
     "obs": 412,
     "peers": 2_914,
     "proto": 535,
-    "router": 5_809,
+    "router": 5_821,
     "routing": 4_028,
     "stores": 1_156,
     "supervisor": 1_060,

@@ -41,3 +41,20 @@ def test_each_failed_probe_doubles_the_wait_up_to_32_times() -> None:
         now_ns += NS_PER_S
     breaker.succeeded()
     assert breaker.allows(now_ns)
+
+
+def test_a_probe_that_began_closes_it_until_the_next_failure_which_opens_it_for_longer() -> None:
+    breaker = Breaker(failures_max=3, cooldown_ms=1000)
+    for _ in range(3):
+        breaker.failed(0)
+    for doubling in (1, 2, 3):
+        now_ns = 10**12 * doubling
+        assert breaker.allows(now_ns)
+        breaker.begun()
+        assert not breaker.is_open
+        assert breaker.failed(now_ns)
+        assert not breaker.may_allow(now_ns + 10**9 * 2**doubling - 1)
+        assert breaker.may_allow(now_ns + 10**9 * 2**doubling)
+    breaker.succeeded()
+    breaker.begun()
+    assert not breaker.failed(0)

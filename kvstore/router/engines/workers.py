@@ -97,9 +97,9 @@ class Worker:
         self.unread = ""
         """Why its own load is not known; empty: it is, or its kind publishes none."""
         self.unread_count = 0
+        """Failed reads of its metrics in a row."""
         self.probe_s = 0.0
         """Duration of the last answer to a probe."""
-        """Failed reads of its metrics in a row."""
         self.has_served = False
         """A request has ended there: some engines publish nothing before."""
         self.models: tuple[str, ...] = address.models
@@ -117,8 +117,7 @@ class Worker:
         self.source: dict[str, Any] | None = None
         """Parameters of remote prefills common to its requests, from its last answer to one."""
         self.attempts: set[Callable[[], None]] = set()
-        """Each ends an attempt of a request, unless its response has begun."""
-        """Requests under way."""
+        """Requests under way: each ends one, unless its response has begun."""
         self.prompt_tokens = 0
         self.predicted_tokens = 0
         self.cached_tokens = 0

@@ -7,7 +7,7 @@
 Ways to be wrong, each a BadBody of one sentence: no JSON, no object, nested too deeply, a model
 that is no text, or a long one. All other faults are the engine's to report. Names of fields are
 compared after JSON's escapes, and of a repeated field the last one counts, as in engines; `edited`
-leaves one.
+leaves one, unless there may be very many.
 
 Covers: JSON, forms. Does not cover: tokens (`rendering`), rules about fields (`intake`).
 """
@@ -35,8 +35,8 @@ STRIPPED: Final = frozenset(
 choice (the last four: SGLang's)."""
 TENANTS_STRIPPED: Final = STRIPPED | {"priority"}
 """Where there are tenants: with it, one would be served before the others."""
-PARSED_BYTES_MAX: Final = 1 << 20
-"""Fields of larger bodies are not taken apart, which would hold up the answers of others."""
+COLONS_MAX: Final = 1 << 18
+"""Bodies with more, and so perhaps as many fields, are not taken apart: that takes seconds."""
 PROMPTS_BYTES_MAX: Final = 4 << 20
 """A larger list of prompts is routed as one."""
 PARTS_MAX: Final = 1000
@@ -163,7 +163,7 @@ _content: Final = attrgetter(
     *("tools", "system", "instructions", "prompt", "messages", "input", "query", "queries"),
     *("text_1", "documents", "items", "text_2"),
 )
-"""Fields that a prompt is made of, those first that requests share."""
+"""Values of the fields that a prompt is made of, those first that requests share."""
 
 
 class _NullablePeek(Peek):
@@ -232,9 +232,9 @@ def fields_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 def edited(
     body: bytes, *, drop: Collection[str] = (), put: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The body, known to be an object, without some fields and with others set. To parse a large
-    one takes seconds: its fields are set behind the others, those to be dropped to null."""
-    if len(body) > PARSED_BYTES_MAX:
+    """The body, known to be an object, without some fields and with others set. A body that may have
+    very many fields gets them behind its own, null where they are dropped: the last one counts."""
+    if body.count(b":") > COLONS_MAX:
         more = msgspec.json.encode(dict.fromkeys(drop) | dict(put or {}))
         head = body.rstrip()[:-1].rstrip()
         return head + (b"" if head.endswith(b"{") else b",") + more[1:] if len(more) > 2 else body

@@ -53,6 +53,8 @@ SMALL_BYTES: Final = 64 << 10
 ROOM_LOOK_S: Final = 0.02
 STALLED_S: Final = 2.0
 """A body that took longer for its last STEP_BYTES gives way where the memory is used up."""
+WHOLE_S: Final = 120.0
+"""So does one that would not be whole within that time at the rate at which it comes."""
 STEP_BYTES: Final = 16 << 10
 _BACKLOG: Final = 1024
 _CONTINUE: Final = "100-continue"
@@ -227,9 +229,15 @@ class _Coming:
         """Bytes of the memory for it."""
         self.size = self.step_size = 0
         """Bytes that came, and those of them at the last step …"""
-        self.step_s = now_s
+        self.step_s = self._begun_s = now_s
         """… and when that was."""
         self.gives_way = False
+
+    def is_slow(self, now_s: float) -> bool:
+        """Whether it holds its memory for longer than it needs to come."""
+        age_s = now_s - self._begun_s
+        is_behind = age_s >= STALLED_S and self.size * WHOLE_S < self.taken * age_s
+        return is_behind or now_s - self.step_s >= STALLED_S
 
 
 class Bodies:
@@ -314,9 +322,10 @@ class Bodies:
         """Count bytes of a body. Whether there is room, for which bodies that are stalled give
         way; without, too, they are counted until `release`."""
         self._left -= size
-        while self._left < 0 and self._coming:
-            slowest = next(iter(self._coming))
-            if self._clock() - slowest.step_s < STALLED_S:
+        now_s = self._clock()
+        while self._left < 0:
+            slowest = next((each for each in self._coming if each.is_slow(now_s)), None)
+            if slowest is None:
                 break
             del self._coming[slowest]
             slowest.gives_way = True

@@ -38,6 +38,7 @@ class Race:
         """Task of the second attempt; None: there is none that can answer."""
         self._has_both = False
         """Neither attempt has ended."""
+        self._timer: asyncio.TimerHandle
 
     async def run(
         self,
@@ -55,13 +56,13 @@ class Race:
                 return
             self._second = second()
             if self._second is None:  # the others may be free then
-                timers[0] = loop.call_later(2 * after_s, late, 2 * after_s)
+                self._timer = loop.call_later(2 * after_s, late, 2 * after_s)
                 return
             self._has_both = True
             self._beside = asyncio.create_task(decode(self._second))
             self._beside.add_done_callback(self._second_ended)
 
-        timers = [loop.call_later(after_s, late, after_s)]
+        self._timer = loop.call_later(after_s, late, after_s)
         try:
             try:
                 return await decode(self._first)
@@ -74,7 +75,7 @@ class Race:
                     raise
             return await self._beside
         finally:
-            timers[0].cancel()
+            self._timer.cancel()
             if self._beside is not None:
                 self._beside.cancel()
                 await asyncio.gather(self._beside, return_exceptions=True)

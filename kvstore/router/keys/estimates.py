@@ -35,9 +35,14 @@ MEDIA_MAX: Final = 1024
 _KIND: Final = re.compile(rb'"type"\s*:\s*"(?:input_)?(image|audio|video|file|document)(?:_url)?"')
 _NAMES: Final = {b"document": "file"}
 _BASE64: Final = rb"([A-Za-z0-9+/\\=_-]{256}[^\"]*)"
-_VALUES: Final = tuple(
-    re.compile(key + _BASE64)  # each begins with a word that is found fast
-    for key in (rb";base64,", rb'"data"\s*:\s*"', rb'"file_data"\s*:\s*"')
+_URI: Final = re.compile(rb";base64," + _BASE64)  # each begins with a word that is found fast
+_OF_KEY: Final = re.compile(
+    rb'"(?:url|(?:image|video|audio)_url|(?:file_)?data)"\s*:\s*"data:[^",]{0,128}\Z'
+)
+"""Key and beginning of a data URI; without a key before it, it is text."""
+_VALUES: Final = (
+    _URI,
+    *(re.compile(key + rb'\s*:\s*"' + _BASE64) for key in (rb'"data"', rb'"file_data"')),
 )
 
 
@@ -59,6 +64,7 @@ def without_media(content: bytes) -> PromptText:
         for value in _VALUES
         for each in islice(value.finditer(content), MEDIA_MAX)
         if each.end(1) - each.start(1) >= VALUE_BYTES_MIN
+        and (value is not _URI or _OF_KEY.search(content, max(0, each.start() - 256), each.start()))
     )
     pieces, at = list[bytes](), 0
     for begin, end in spans:

@@ -111,8 +111,8 @@ class WorkerState:
         """Flights before their first token → seconds, in the order in which they were sent."""
         self.request_count = self.failure_count = 0
         """Attempts that were sent there, and that failed there."""
-        self.left_ns = deque[int](maxlen=4096)
-        """When own requests ended since the page before the last was asked for."""
+        self.left_ns = deque[int](maxlen=1024)
+        """When own requests ended, since the last page of metrics was asked for."""
         self.reported_ns = -1
         """When the engine reported its use of memory last."""
         self.said = StateChange(spec.worker, WorkerWord.NEW, "")

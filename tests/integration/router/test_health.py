@@ -254,3 +254,10 @@ def test_a_tokenizer_that_is_not_used_is_on_the_page(tmp_path: Path, dead: str) 
             assert b"the tokenizer of wrong is not used (not compared with" in health(router).body
             says = b"the tokenizer of wrong is not used (no worker serves that model, but right)"
             until(lambda: says in health(router).body)
+
+
+def test_a_wrong_name_under_draining_is_said(dead: str) -> None:
+    core = TurnsCore()
+    core.policy = parse({"draining": ["a", "aa"]})
+    with RouterThread([f"a=http://{dead}"], core=core) as router:
+        assert b"draining in the policy file names no worker: aa" in health(router).body

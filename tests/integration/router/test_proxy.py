@@ -389,3 +389,16 @@ def test_models_and_unknown_paths(workers: list[ScriptedWorker]) -> None:
         assert router.ask(path="/v1/files")[0] == 404
         assert router.ask(path="/v1/completions", method="GET")[0] == 405
         assert router.ask(path="/health", method="GET")[0] == 200
+
+
+def test_models_that_an_engine_lists_for_the_clients_key_only_are_its_own_word(
+    workers: list[ScriptedWorker],
+) -> None:
+    with RouterThread([workers[0].flag]) as router:
+        until(lambda: bool(router.router.workers["a"].models))
+        worker = router.router.workers["a"]
+        router.on_loop(lambda: setattr(worker, "models", ()))
+        status, headers, body = router.ask(path="/v1/models", method="GET")
+        assert (status, headers["x-kvstore-worker"]) == (200, "a")
+        assert [row["id"] for row in json.loads(body)["data"]] == ["m"]
+        assert router.ask(path="/v1/modelsfoo", method="GET")[0] == 404

@@ -176,3 +176,29 @@ def test_a_body_that_ends_in_the_turn_in_which_it_gives_way_is_counted_once() ->
         assert door.left == ROOM
 
     with_door(test)
+
+
+def test_a_body_that_trickles_in_gives_way_whatever_it_has_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Room is kept for all of it, which must not cost a client less than sending it."""
+    monkeypatch.setattr("kvstore.router.front.door.WHOLE_S", 5.0)
+
+    async def test(door: Door) -> None:
+        slow = [Coming(door.bodies, b"x", announced=BYTES_MAX) for _ in range(BODIES_SHARE)]
+        await turns()
+        new = Coming(door.bodies, bytes(BYTES_MAX), announced=BYTES_MAX)
+        await turns()
+        new.content.feed_eof()
+        for _ in range(3):  # each a step in time, and eight of them take too long
+            await asyncio.sleep(STALLED_S * 0.9)
+            for each in slow:
+                each.content.feed_data(bytes(STEP_BYTES))
+        await turns()
+        assert new.read.done()
+        assert sum(each.read.done() for each in slow) == 1, "one makes room enough"
+        for each in slow:
+            each.read.cancel()
+        await asyncio.gather(*(each.read for each in slow), return_exceptions=True)
+
+    with_door(test)

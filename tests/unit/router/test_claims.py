@@ -227,3 +227,33 @@ def test_an_error_of_ours_in_the_second_attempt_is_not_lost() -> None:
             await played.race.run(decode, 0.0, lambda: played.pair[1])
 
     asyncio.run(second())
+
+
+def test_a_refused_second_whose_task_has_not_ended_is_no_answer_of_the_race() -> None:
+    """The first fails in the turn in which the second is refused."""
+
+    async def both() -> Played:
+        played = Played(statuses=(200, 422))
+        played.fails = {0}
+
+        async def decode(each: Attempt) -> web.StreamResponse:
+            if each is played.pair[0]:
+                await played.piece.wait()
+                raise LegFailure(Failure.ERROR, "attempt 0")
+            try:
+                await played.piece.wait()
+            finally:
+                assert played.race.attempt is played.pair[0]
+            raise AssertionError("the claim below came first")
+
+        running = asyncio.create_task(played.race.run(decode, 0.0, lambda: played.pair[1]))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        with pytest.raises(Beaten):  # as its connection does, from the loop
+            played.race.claim(played.pair[1])
+        played.piece.set()
+        with pytest.raises(LegFailure, match="attempt 0"):
+            await running
+        return played
+
+    assert asyncio.run(both()).over == [(1, False)]

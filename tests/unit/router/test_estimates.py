@@ -170,3 +170,13 @@ def test_names_of_models_are_bounded_and_the_least_used_goes() -> None:
     assert len(estimates._models) == MODELS_MAX
     assert estimates.bytes_per_token("used") == pytest.approx(8, rel=0.01)
     assert estimates.bytes_per_token("0") == BYTES_PER_TOKEN
+
+
+def test_a_picture_inside_of_a_text_is_text() -> None:
+    """Its engine makes tokens of it."""
+    page = "<img src=data:image/png;base64," + "A" * 4000 + ">"
+    said = json.dumps([{"role": "user", "content": page}]).encode()
+    assert without_media(said) == (said, {})
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 4000}}
+    text, kinds = without_media(json.dumps([{"role": "user", "content": [part]}]).encode())
+    assert (len(text) < 300, kinds) == (True, {"image": 1})

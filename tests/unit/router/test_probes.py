@@ -467,3 +467,20 @@ def test_models_are_read_at_once_when_one_is_missing_and_not_twice() -> None:
         assert site.engines.models_count == before + 1
 
     run(test)
+
+
+def test_a_pause_of_the_router_is_no_silence_of_the_engines() -> None:
+    """A machine that was stopped reads what came meanwhile after it has looked."""
+
+    async def test(site: Site) -> None:
+        await site.play(1)
+        site.engines.delay_s = 3.0
+        await site.play(2)
+        site.results()
+        site.loop.now_s += 2 * SILENCE_S
+        await site.probes.once()
+        assert ProbeResult.SILENT not in site.results()
+        await site.play(5)
+        assert site.word() is WorkerWord.UP
+
+    run(test)

@@ -116,6 +116,8 @@ def test_pages_of_all_origins_are_allowed_unless_others_are_named(
 @pytest.mark.parametrize("host", ["localhost", "LocalHost", "127.0.0.9", "[::1]"])
 def test_a_worker_of_this_machine_needs_no_tls(host: str) -> None:
     assert load_router_config(None, {"worker": [f"a=http://{host}:8000"]}).workers
+    if host == "localhost":
+        load_router_config(None, {"worker_dns": [f"http://{host}:8000"]})
     for other in (f"{host.strip('[]')}.example".replace(":", "x"), "localhosts"):
         with pytest.raises(ConfigError, match="--insecure"):
             load_router_config(None, {"worker": [f"a=http://{other}:8000"]})

@@ -388,3 +388,17 @@ def test_attempts_and_failures_are_counted_by_worker() -> None:
         core.step(RequestEnded(f"r{n}", Ending.ABORTED), (n + 1) * S)
     assert state.request_count == len(Failure) + 1, "to a silent one it goes back"
     assert state.failure_count == len(Failure) - 2, "busy and refused are no failures"
+
+
+def test_an_engine_that_cuts_every_stream_gets_no_more_of_them() -> None:
+    """Its first bytes are no answers."""
+    core = core_of(spec(0), spec(1))
+    for n in range(3):
+        now_ns = (n + 1) * S
+        serve(core, f"good{n}", now_ns, subset=at("w1"))
+        routed(arrive(core, request(f"r{n}", subset=at("w0")), now_ns=now_ns))
+        core.step(FirstToken(f"r{n}"), now_ns + MS)
+        turn(core, fail(f"r{n}", Failure.BROKEN, has_streamed=True), now_ns + 2 * MS)
+    for n in range(10):
+        sent = routed(arrive(core, request(f"s{n}"), now_ns=3 * S + 3 * MS))
+        assert (sent.worker, sent.receipt.filtered) == ("w1", {"w0": "breaker"})
