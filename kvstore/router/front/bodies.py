@@ -232,7 +232,7 @@ def fields_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 def edited(
     body: bytes, *, drop: Collection[str] = (), put: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The body, known to be an object, without some fields and with others set. A body that may have
+    """The body, known to be an object, without some fields and with others set. A body of perhaps
     very many fields gets them behind its own, null where they are dropped: the last one counts."""
     if body.count(b":") > COLONS_MAX:
         more = msgspec.json.encode(dict.fromkeys(drop) | dict(put or {}))
