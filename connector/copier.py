@@ -14,8 +14,9 @@ its attention reads whole blocks.
 While copies are under way the thread neither attaches nor takes another mapping.
 
 A block with a copy in the node's slab on the same GPU is loaded from there, if the word of its
-place is the same before and after, and from its slot of dram otherwise. A slab that gave other
-bytes, or an error, is used no more until the thread attaches again.
+place is the same before and after, and from its slot of dram otherwise; a load that is to be
+verified only where that is quicker (`client.core.pace`). A slab that gave other bytes, or an error,
+is used no more until the thread attaches again.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from kvstore.client.core.copies import (
     StoreBlock,
 )
 from kvstore.client.core.dial import Dial, DialState
+from kvstore.client.core.pace import SourcePace
 from kvstore.client.link import Link, Lost
 from kvstore.connector.handoff import Handoff
 from kvstore.errors import AttachError, ProtocolError
@@ -100,6 +102,7 @@ class Copier:
         """Size of the slab that is mapped; 0: none is."""
         self._from_slab: dict[int, int] = {}
         """Loads under way from the slab, and the words of their places."""
+        self._pace = SourcePace()
         self._number = 0
         self._trouble = ""
         """Trouble of the copy engine, as last logged."""
@@ -154,6 +157,7 @@ class Copier:
         if self._under_way:
             self._pause()
             return
+        self._copies.pin_ahead(self._populated)
         poller = select.poll()
         poller.register(self._handoff.wake_fd, select.POLLIN)
         if self._link is not None:
@@ -263,7 +267,7 @@ class Copier:
             self._unsent.append(pinned)
         if trouble != self._trouble:
             self._trouble = trouble
-            logger.warning("kvstore: %s", trouble)
+            logger.warning("kvstore: %s", trouble or "memory can be pinned again")
 
     def _detach(self, reason: str, now_ns: int, *, is_refused: bool) -> None:
         if self._link is not None:
@@ -316,7 +320,10 @@ class Copier:
             self._finish(copy, CopyVoid())
         else:
             self._number += 1
-            self._order(self._number, copy, place=self._place(copy))
+            place = self._place(copy)
+            if place and _is_verified(copy) and not self._pace.takes_hbm():
+                place = 0
+            self._order(self._number, copy, place=place)
             self._under_way[self._number] = copy  # unless an error ends this thread
         return True
 
@@ -332,7 +339,7 @@ class Copier:
                 copy.block_id,
                 copy.slot * PAGE_BYTES,
                 copy.header,
-                is_verified=getattr(copy, "checksum", None) is not None,
+                is_verified=_is_verified(copy),
                 after=copy.after,
                 slab_begin=begin_of(place),
             )
@@ -373,6 +380,10 @@ class Copier:
         ends = self._copies.ended()
         for end in ends:
             copy = self._under_way[end.number]
+            is_load = isinstance(copy, LoadBlock) and _is_verified(copy)
+            if self._places is not None and is_load and end.checksum:
+                size, is_hbm = self._copies.block_bytes(copy.group), end.number in self._from_slab
+                self._pace.ended(end.duration_ns, size, is_hbm=is_hbm)
             if self._is_from_dram_now(copy, end):
                 continue
             del self._under_way[end.number]
@@ -433,3 +444,7 @@ class Copier:
             return False
         self._populated += POPULATE_BYTES
         return True
+
+
+def _is_verified(copy: Copy) -> bool:
+    return getattr(copy, "checksum", None) is not None

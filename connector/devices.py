@@ -24,6 +24,7 @@ from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.device import DeviceCopies, DeviceError
 from kvstore.kernels.host import HostCopies
 from kvstore.kernels.pack import PagedCache
+from kvstore.kernels.pinning import CHUNK_BYTES
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
 from kvstore.wire.checksum import checksum_of
 
@@ -154,7 +155,7 @@ def prove(copies: CopyEngine, groups: Sequence[GroupLayers], block_count: int) -
     """Why these copies cannot be trusted, by trying them; empty: they can. The engine has not used
     its cache yet. Leaves zeros in the blocks tried."""
     size = max(copies.block_bytes(number) for number in range(len(groups)))
-    memory = np.frombuffer(mmap.mmap(-1, 2 * size), np.uint8)
+    memory = np.frombuffer(mmap.mmap(-1, CHUNK_BYTES + size), np.uint8)
     try:
         copies.attach(memory, lambda: memory.size)
         reasons = (
@@ -177,12 +178,13 @@ class _Proof:
         block_count: int,
         memory: NDArray[np.uint8],
     ) -> None:
-        """`memory`: room for two blocks."""
+        """`memory`: room for a block that lies in two registrations."""
         self._copies, self._number = copies, number
         names = layers_in_order(group.caches)
         self._caches = [group.caches[name] for name in names]
         self._block_count, self._memory = block_count, memory
         self._size = copies.block_bytes(number)
+        self._begin = CHUNK_BYTES - self._size // 2 if self._size <= CHUNK_BYTES else 0
 
     def reason(self) -> str:
         """See `prove`."""
@@ -193,7 +195,7 @@ class _Proof:
         if not found and [self._read(block) for block in near] != before:
             found = "a copy changed another block"
         for block in (first, last):
-            end = self._do(CopyWay.CLEAR, block, 0)
+            end = self._do(CopyWay.CLEAR, block)
             if not found and (end.reason or any(self._read(block))):
                 found = end.reason or "a cleared block is not zero"
         return found
@@ -201,18 +203,18 @@ class _Proof:
     def _stores(self, block: int) -> str:
         data = self._noise(1)
         self._write(block, data)
-        end = self._do(CopyWay.STORE, block, 0)
+        end = self._do(CopyWay.STORE, block)
         if end.reason:
             # Without pinned memory, loads go on: an operator sees it, and the engine is served.
             return "" if self._copies.trouble else end.reason
-        if self._slot(0).tobytes() != data or end.checksum != checksum_of(_HEADER, [data]):
+        if self._slot.tobytes() != data or end.checksum != checksum_of(_HEADER, [data]):
             return "a stored block has other bytes than the engine wrote"
         return ""
 
     def _loads(self, block: int) -> str:
         data = self._noise(2)
-        self._slot(self._size)[:] = np.frombuffer(data, np.uint8)
-        end = self._do(CopyWay.LOAD, block, self._size)
+        self._slot[:] = np.frombuffer(data, np.uint8)
+        end = self._do(CopyWay.LOAD, block)
         if end.reason:
             return end.reason
         if self._read(block) != data or end.checksum != checksum_of(_HEADER, [data]):
@@ -222,11 +224,13 @@ class _Proof:
     def _noise(self, seed: int) -> bytes:
         return np.random.default_rng(seed).bytes(self._size)
 
-    def _slot(self, begin: int) -> NDArray[np.uint8]:
-        return self._memory[begin : begin + self._size]
+    @property
+    def _slot(self) -> NDArray[np.uint8]:
+        return self._memory[self._begin : self._begin + self._size]
 
-    def _do(self, way: CopyWay, block: int, begin: int) -> CopyEnd:
-        copy = BlockCopy(1, way, self._number, block, begin, _HEADER, after=self._copies.mark())
+    def _do(self, way: CopyWay, block: int) -> CopyEnd:
+        mark = self._copies.mark()
+        copy = BlockCopy(1, way, self._number, block, self._begin, _HEADER, after=mark)
         self._copies.begin(copy)
         deadline = time.monotonic() + PROOF_S_MAX
         while time.monotonic() < deadline:
@@ -266,9 +270,18 @@ class _Proof:
 def device_of(kv_caches: Mapping[str, torch.Tensor]) -> str | NotServed:
     """Type of the device that the caches are on, if it is served."""
     kinds = {str(cache.device.type) for cache in kv_caches.values()}
+    if kinds == {"cuda"} and _is_rocm():
+        return NotServed("the KV cache is on an AMD GPU (ROCm): NVIDIA GPUs and CPUs are served")
     if kinds in ({"cpu"}, {"cuda"}):
         return kinds.pop()
     return NotServed(f"the KV cache is on {' and '.join(sorted(kinds))}: cpu and cuda are served")
+
+
+def _is_rocm() -> bool:
+    """Whether PyTorch calls AMD's GPUs `cuda`."""
+    import torch
+
+    return getattr(torch.version, "hip", None) is not None
 
 
 def value_type(kv_caches: Mapping[str, torch.Tensor]) -> str:

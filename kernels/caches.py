@@ -45,11 +45,16 @@ class DeviceCache:
         self.sizes = np.array([run.size_bytes for run in runs], np.uint64)
         self.offsets = np.concatenate(([0], np.cumsum(self.sizes)[:-1])).astype(np.uint64)
         """Places of a block's pieces in its slot."""
+        begins = (runs[0].address, runs[0].stride_bytes)
+        self.is_aligned_run = len(runs) == 1 and not any(each % 16 for each in begins)
+        """Whether a block is one run of bytes that kernels can hash where it is."""
 
-    def places(self, block: int) -> Addresses:
-        """Addresses of the pieces of a block."""
-        assert 0 <= block < self.block_count, f"block {block} of {self.block_count}"
-        return self._addresses + np.uint64(block) * self._strides
+    def places(self, blocks: Sequence[int]) -> Addresses:
+        """Addresses of the pieces of blocks, [block][piece]."""
+        assert min(blocks) >= 0, blocks
+        assert max(blocks) < self.block_count, f"{blocks} of {self.block_count}"
+        numbers = np.array(blocks, np.uint64)
+        return self._addresses + numbers[:, None] * self._strides
 
 
 def _runs(layers: Sequence[LayerPages]) -> list[LayerPages]:

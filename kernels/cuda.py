@@ -1,12 +1,12 @@
 """One CUDA device, through NVIDIA's bindings of its runtime: `kernels.device.Device`.
 
-Pieces of a block are copied by the device's copy engines, a call a block (cudaMemcpyBatchAsync
-of CUDA 13), or by a kernel of `csrc/` (`strategy.py` chooses). Arguments are checked against the
-real library, the order of events against a simulated one, the kernels run on a host. **Not run on a
-device yet.**
+Copies go by the device's copy engines, many in a call (cuMemcpyBatchAsync of CUDA 13, by ctypes:
+its binding takes lists, whose conversion costs 0.7 us an entry), pieces within the device by a
+kernel of `csrc/`. Arguments are checked against the real library, the order of events against a
+simulated one, the kernels run on a host. **Not run on a device yet.**
 
-The runtime keeps its last error for each thread, and the engine asks for it after its own launches:
-no call leaves one behind.
+A runtime keeps its last error for each thread. The bindings may bring a runtime of their own beside
+PyTorch's, or share it: no call leaves an error behind that the engine could take for its own.
 
 Memory is shared by CUDA's IPC handles: between processes that see the device, in one IPC namespace.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -27,25 +28,27 @@ import numpy as np
 from kvstore.kernels.caches import Addresses
 from kvstore.kernels.compiled import cubin
 from kvstore.kernels.device import DeviceError
-from kvstore.kernels.launches import (
-    DIGESTS,
-    MOVE_MANY,
-    MOVE_PIECES,
-    THREADS,
-    Kernel,
-    Launch,
-    digests,
-    moved,
-)
+from kvstore.kernels.launches import KERNELS, THREADS, Kernel, Launch, digests, moved
 from kvstore.kernels.shared import HANDLE_BYTES
 
 _PIN_FLAGS: Final = 1 | 2
 """cudaHostRegisterPortable, Mapped: for every context of the process, and for kernels."""
-_NAME_BYTES: Final = 32
-"""Room for "0000:3B:00.0", which CUDA_VISIBLE_DEVICES does not change."""
-_OTHER_ADDRESSES: Final = (
-    "kernels of this device reach the host's memory under other addresses only"
+LEGACY_STREAM: Final = 1
+"""PyTorch's default stream by its name: as 0 it might mean one of the bindings' for each thread."""
+OTHER_ADDRESSES: Final = (
+    "this system gives pinned memory of the host other addresses on the device (Windows Subsystem "
+    "for Linux?), which kvstore does not support"
 )
+_BATCH_VERSION: Final = 13_000
+_CopyBatch = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    *(ctypes.c_void_p,) * 3,  # targets, sources, sizes
+    ctypes.c_size_t,
+    *(ctypes.c_void_p,) * 2,  # attributes, and the first copy of each
+    ctypes.c_size_t,
+    ctypes.c_void_p,  # stream
+)
+"""cuMemcpyBatchAsync of CUDA 13."""
 
 
 def cuda_runtime() -> Any:
@@ -63,14 +66,35 @@ def cuda_runtime() -> Any:
     return runtime
 
 
+def _driver_call(driver: Any, name: str, *arguments: Any) -> Any:
+    """The value that a function of the driver's bindings returns beside its status, if any."""
+    try:
+        status, *values = getattr(driver, name)(*arguments)
+    except RuntimeError as error:
+        raise DeviceError(f"{name}: {str(error).splitlines()[0]}") from None
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"{name}: {status.name}")
+    return values[0] if values else None
+
+
+def cuda_driver() -> Any:
+    """As `cuda_runtime`."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DeviceError(str(error)) from None
+    return driver
+
+
 class CudaKernels:
     """Kernels of `csrc/` on one architecture, each source loaded when it is first needed. Called
     in threads that have chosen the device."""
 
     def __init__(self, arch: str, *, folder: Path | None = None, driver: Any = None) -> None:
         """`arch`: such as `sm_90`. `folder`: of machine code, as of `compiled.cubin`. `driver`:
-        its bindings; None: the real ones."""
-        self._arch, self._folder, self._driver = arch, folder, driver
+        as of `cuda_driver`, which is the default."""
+        self._arch, self._folder = arch, folder
+        self._driver = driver or cuda_driver()
         self._libraries: dict[str, Any] = {}
         self._functions: dict[Kernel, Any] = {}
         self._loading = threading.Lock()
@@ -104,18 +128,7 @@ class CudaKernels:
         self._call("cuLaunchKernel", function, *size, stream, ctypes.addressof(pointers), 0)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """The value that a function of the driver returns beside its status, if any."""
-        try:
-            if self._driver is None:
-                from cuda.bindings import driver
-
-                self._driver = driver
-            status, *values = getattr(self._driver, name)(*arguments)
-        except (ImportError, RuntimeError) as error:
-            raise DeviceError(f"{name}: {str(error).splitlines()[0]}") from None
-        if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise DeviceError(f"{name}: {status.name}")
-        return values[0] if values else None
+        return _driver_call(self._driver, name, *arguments)
 
 
 class CudaDevice:
@@ -127,6 +140,7 @@ class CudaDevice:
         *,
         engine_stream: Callable[[], int],
         runtime: Any = None,
+        driver: Any = None,
         kernels: CudaKernels | None = None,
     ) -> None:
         """
@@ -135,24 +149,29 @@ class CudaDevice:
         Args:
             ordinal: of the device, as this process counts them.
             engine_stream: address of the calling thread's stream on which the engine computes.
-            runtime: as of `cuda_runtime`, which is the default.
+            runtime, driver: as of `cuda_runtime` and `cuda_driver`, which are the defaults.
             kernels: for this device; None: compiled for its architecture, if they are needed.
 
         Raises:
-            DeviceError: no bindings, no driver, or no such device.
+            DeviceError: no bindings, no driver, no such device, or one that reaches pinned memory
+                under other addresses.
         """
-        self._runtime = runtime or cuda_runtime()
+        self._runtime, self._driver = runtime or cuda_runtime(), driver or cuda_driver()
         self._ordinal = ordinal
         self._engine_stream = engine_stream
         self._engine_thread = threading.get_ident()
         self._thread = threading.local()
         """Whether the device was chosen in this thread."""
         self._least, self._greatest = self._call(self._runtime.cudaDeviceGetStreamPriorityRange)
-        attributes = self._runtime.cudaMemcpyAttributes()
-        attributes.srcAccessOrder = (
-            self._runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-        )
-        self._in_stream_order = [attributes]
+        if not self._attribute("CanUseHostPointerForRegisteredMem"):
+            # A copy by the host's address would fault later, and take the engine with it.
+            raise DeviceError(OTHER_ADDRESSES)
+        self._in_stream_order = self._driver.CUmemcpyAttributes()
+        order = self._driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._in_stream_order.srcAccessOrder = order
+        self._copy_batch: Any = None
+        self._streams: list[int] = []
+        self._events: list[int] = []
         self._kernels = kernels
 
     def _call(self, function: Callable[..., Any], *arguments: object) -> tuple[Any, ...]:
@@ -189,16 +208,18 @@ class CudaDevice:
             self._runtime.cudaStreamNonBlocking,
             priority,
         )
+        self._streams.append(int(stream))
         return int(stream)
 
     def event(self) -> int:
         (event,) = self._call(
             self._runtime.cudaEventCreateWithFlags, self._runtime.cudaEventDisableTiming
         )
+        self._events.append(int(event))
         return int(event)
 
     def record(self, event: int, stream: int | None) -> None:
-        of = self._engine_stream() if stream is None else stream
+        of = (self._engine_stream() or LEGACY_STREAM) if stream is None else stream
         self._call(self._runtime.cudaEventRecord, event, of)
 
     def wait(self, stream: int, event: int) -> None:
@@ -214,32 +235,33 @@ class CudaDevice:
         return True
 
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        self._call(
-            self._runtime.cudaMemcpyBatchAsync,
-            targets.tolist(),
-            sources.tolist(),
-            sizes.tolist(),
+        self._choose()
+        if self._copy_batch is None:
+            self._copy_batch = self._batch_function()
+        arrays = [np.ascontiguousarray(each, np.uint64) for each in (targets, sources, sizes)]
+        begin = ctypes.c_size_t(0)
+        status = self._copy_batch(
+            *(each.ctypes.data for each in arrays),
             len(sizes),
-            self._in_stream_order,
-            [0],
+            self._in_stream_order.getPtr(),
+            ctypes.addressof(begin),
             1,
             stream,
         )
+        if status:
+            raise DeviceError(f"cuMemcpyBatchAsync: {self._driver.CUresult(status).name}")
 
-    def move_trouble(self) -> str:
+    def _batch_function(self) -> Any:
+        legacy = self._driver.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM
+        arguments = (b"cuMemcpyBatchAsync", _BATCH_VERSION, legacy.value)
+        address = _driver_call(self._driver, "cuGetProcAddress", *arguments)
+        if not address:
+            raise DeviceError("the driver has no cuMemcpyBatchAsync of CUDA 13")
+        return _CopyBatch(int(address))
+
+    def kernel_trouble(self) -> str:
         try:
-            if not self._attribute("CanUseHostPointerForRegisteredMem"):
-                return _OTHER_ADDRESSES
-        except DeviceError as error:
-            return str(error)
-        return self._trouble(MOVE_PIECES, MOVE_MANY)
-
-    def digest_trouble(self) -> str:
-        return self._trouble(*DIGESTS)
-
-    def _trouble(self, *kernels: Kernel) -> str:
-        try:
-            for kernel in kernels:
+            for kernel in KERNELS:
                 self.kernels().load(kernel)
         except DeviceError as error:
             return str(error)
@@ -248,8 +270,7 @@ class CudaDevice:
     def move(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         moved(self.launcher(stream), targets, sources, sizes)
 
-    def digest(self, stream: int, address: int, size: int, *, sums: int, found: int) -> None:
-        payloads = np.array([address], np.uint64)
+    def digest(self, stream: int, payloads: Addresses, size: int, *, sums: int, found: int) -> None:
         digests(self.launcher(stream), payloads, size, sums=sums, found=found)
 
     def launcher(self, stream: int) -> Launch:
@@ -263,7 +284,7 @@ class CudaDevice:
             major, minor = (
                 self._attribute(f"ComputeCapability{part}") for part in ("Major", "Minor")
             )
-            self._kernels = CudaKernels(f"sm_{major}{minor}")
+            self._kernels = CudaKernels(f"sm_{major}{minor}", driver=self._driver)
         return self._kernels
 
     def _attribute(self, name: str) -> int:
@@ -295,8 +316,9 @@ class CudaDevice:
 
     @property
     def name(self) -> str:
-        (name,) = self._call(self._runtime.cudaDeviceGetPCIBusId, _NAME_BYTES, self._ordinal)
-        return str(name.decode().rstrip("\0"))
+        """The UUID: of a part of a GPU (MIG) its own, which its PCI address is not."""
+        device = _driver_call(self._driver, "cuDeviceGet", self._ordinal)
+        return str(uuid.UUID(bytes=_driver_call(self._driver, "cuDeviceGetUuid", device).bytes))
 
     def share(self, address: int) -> bytes:
         (handle,) = self._call(self._runtime.cudaIpcGetMemHandle, address)
@@ -311,3 +333,11 @@ class CudaDevice:
 
     def leave(self, address: int) -> None:
         self._call(self._runtime.cudaIpcCloseMemHandle, address)
+
+    def close(self) -> None:
+        streams, self._streams = self._streams, []
+        events, self._events = self._events, []
+        for stream in streams:
+            self._call(self._runtime.cudaStreamDestroy, stream)
+        for event in events:
+            self._call(self._runtime.cudaEventDestroy, event)

@@ -1,59 +1,57 @@
 """Copies between slots and a cache in the memory of a device, on streams of their own.
 
-    engine's stream  ──forward──┬─mark─────────────forward──▶        (the engine's thread)
-    store stream                └──wait──block→slot──event           pages → slot, then hashed
-    load stream                    └wait──slot→block──event          hashed while it moves
-                                                                     (by threads: `hashes.py`)
+    engine's stream  ──forward──┬─mark─────────────────forward──▶     (the engine's thread)
+    store streams               └─wait──pages hashed──pages→slots──event
+    load streams                    └─wait──slots→pages──pages hashed──event
 
 A mark is an event on the engine's stream: a copy waits for it on its own stream, never a thread.
 Its end is an event too, and is looked for. So nothing of the engine's that was launched before a
 copy was ordered can write what it reads, or read what it writes; what is launched after its end
-cannot either. In between the caller forbids it (fences).
+cannot either. In between the caller forbids it (fences). A mark that has passed is waited for no
+more: an end that a host saw comes before all that is launched afterwards.
 
+Each direction has two streams, which take batches in turn: while one hashes, the other has the bus.
 A device copies to and from pinned memory only. Chunks of the slots' memory are pinned when a copy
 first needs them, by a thread: a store waits for that, up to a second, a load goes through staging
-memory. The checksum of a store is that of the slot after the copy: between the two no other process
-has a grant for it.
+memory. Without kernels the host hashes slots after the copy, which another process of the same
+trust domain can write meanwhile.
 
-Does not cover: one device's calls (`cuda.py`), the way of a block's pieces (`strategy.py`),
+Does not cover: one device's calls (`cuda.py`), the way of a block's pieces (`moves.py`),
 generations, which copies and when (`client.core`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Final, Protocol
 
 import numpy as np
 
 from kvstore.kernels.caches import Addresses, DeviceCache
 from kvstore.kernels.compare import BOUNDS, error_of
-from kvstore.kernels.hashes import Hashes, Hashing, hashes_for_this_process
+from kvstore.kernels.flights import CopyDirection, CopyFlight, FlightBatch, OwnMemory, kind_of
 from kvstore.kernels.host import NOT_COMPARABLE
+from kvstore.kernels.moves import BlockMoves
 from kvstore.kernels.pinning import PinnedChunks
-from kvstore.kernels.ranges import Range, begin_range
 from kvstore.kernels.reference import Bytes
 from kvstore.kernels.shared import SharedMemory
-from kvstore.kernels.slab import MappedSlab
-from kvstore.kernels.strategy import BlockMoves, Thresholds
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from kvstore.types import CHECKSUM_BYTES
+from kvstore.wire.checksum import checksum_of, piece_count, root_of
 from kvstore.wire.layout import Slab
 
-COPIES_MAX: Final = 8
-"""Under way at once: enough to keep both directions busy while one block of each is hashed."""
-BATCH_MAX: Final = COPIES_MAX // 2
-"""Copies of one call at most: while one half is under way, the other is hashed and reported."""
 PIN_NS_MAX: Final = 1_000_000_000
 """How long a store waits for its slot to be pinned. Nobody else can end that wait: the pages of a
 node that died while it grew never arrive."""
 NOT_PINNED_IN_TIME: Final = "the memory of its slot was not pinned in time"
-PIECE_BY_PIECE: Final = "kvstore: blocks of small pieces are copied piece by piece: %s"
+PIECE_BY_PIECE: Final = (
+    "kvstore: blocks are copied piece by piece and hashed by the host, which is slower: %s"
+)
 HAS_FAILED: Final = "a copy of the device failed: "
 
 _log = logging.getLogger("vllm.kvstore.kernels")
@@ -72,22 +70,19 @@ class Device(SharedMemory, Protocol):
     Every method raises DeviceError.
     """
 
-    def move_trouble(self) -> str:
-        """Why `move` cannot be called; empty: it can. The first call may take seconds."""
+    def kernel_trouble(self) -> str:
+        """Why `move` and `digest` cannot be called; empty: they can. The first call may take
+        seconds."""
         ...
 
     def move(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        """As `copy`, by a kernel: pieces in any order; both sides may be the device's memory."""
+        """As `copy`, by a kernel: pieces in any order, both sides the device's memory."""
         ...
 
-    def digest_trouble(self) -> str:
-        """As `move_trouble`, for `digest`."""
-        ...
-
-    def digest(self, stream: int, address: int, size: int, *, sums: int, found: int) -> None:
-        """Leave the digest of each piece (`wire.checksum`) of a payload at `found`, in order; all
-        of it memory of the device's, the payload at a multiple of 16. `sums`: scratch of
-        `launches.sums_bytes`."""
+    def digest(self, stream: int, payloads: Addresses, size: int, *, sums: int, found: int) -> None:
+        """Leave the digests of the pieces (`wire.checksum`) of payloads of one size, which begin at
+        multiples of 16, at `found` [payload][piece]; all of it memory of the device's. `sums`:
+        scratch of `launches.sums_bytes`."""
         ...
 
     def stream(self, *, is_urgent: bool) -> int:
@@ -112,8 +107,9 @@ class Device(SharedMemory, Protocol):
         ...
 
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        """Copy pieces: `sizes[i]` bytes from `sources[i]` to `targets[i]`. The arrays may change
-        afterwards."""
+        """Copy pieces: `sizes[i]` bytes from `sources[i]` to `targets[i]`, whose side of the
+        host's lies in one `pin`. The arrays may change afterwards. After an error some pieces may
+        be copied."""
         ...
 
     def clear(self, stream: int, targets: Addresses, sizes: Addresses) -> None:
@@ -121,57 +117,25 @@ class Device(SharedMemory, Protocol):
         ...
 
     def pin(self, address: int, size_bytes: int) -> None:
-        """Keep memory of the host in place, for copies."""
+        """Keep pages of the host's memory in place, for copies; no page is pinned twice."""
         ...
 
     def unpin(self, address: int) -> None:
         """Undo a `pin`; no copy touches that memory."""
         ...
 
-
-class _Flight:
-    """A copy under way."""
-
-    __slots__ = (
-        *("begun_ns", "copy", "duration_ns", "end_range", "event", "hashing", "ordered_ns"),
-        *("reason", "staging"),
-    )
-
-    def __init__(self, copy: BlockCopy) -> None:
-        self.copy = copy
-        self.event = -1
-        self.ordered_ns = time.perf_counter_ns()
-        self.begun_ns = 0
-        self.end_range: Range | None = None
-        self.staging: Bytes | None = None
-        """In place of the slot."""
-        self.hashing: Hashing | None = None
-        """Its checksum, once it is being hashed."""
-        self.duration_ns = 0
-        self.reason = ""
-        """Why it failed."""
-
-
-def _kind(flight: _Flight) -> tuple[CopyWay, int, bool, bool]:
-    """Copies that are alike in this are given to the device in one go."""
-    copy = flight.copy
-    return copy.way, copy.group, copy.slab_begin >= 0, copy.is_verified
+    def close(self) -> None:
+        """Give streams and events back; nothing is under way."""
+        ...
 
 
 class DeviceCopies:
     """See the module, and the port for the methods."""
 
-    copies_max = COPIES_MAX
-
     def __init__(
-        self,
-        device: Device,
-        caches: Sequence[DeviceCache],
-        *,
-        thresholds: Thresholds = Thresholds(),  # noqa: B008 - frozen
-        hashes: Hashes | None = None,
+        self, device: Device, caches: Sequence[DeviceCache], *, by_pieces: bool = False
     ) -> None:
-        """`caches`: by KV cache group. `hashes`: as the cores suggest, if left out.
+        """`caches`: by KV cache group. `by_pieces`: without kernels, for measurements and tests.
 
         Raises:
             DeviceError: the device has no streams or no pinned memory for this process.
@@ -179,46 +143,44 @@ class DeviceCopies:
         self._device = device
         self._caches = caches
         self.gpu = device.name
-        # What one stream does is done in order: a block is cleared after its load.
-        stores, loads = device.stream(is_urgent=False), device.stream(is_urgent=True)
-        self._streams = {
+        stores, loads = (
+            CopyDirection([device.stream(is_urgent=is_urgent) for _ in range(2)])
+            for is_urgent in (False, True)
+        )
+        self._directions = {
             CopyWay.STORE: stores,
             CopyWay.COMPARE: stores,
             CopyWay.LOAD: loads,
             CopyWay.CLEAR: loads,
         }
-        self._flights: dict[int, deque[_Flight]] = {stores: deque(), loads: deque()}
-        self._served_ns = dict.fromkeys(self._flights, 0)
-        """Until when each stream has been accounted for."""
-        self._ordered: list[_Flight] = []
-        """Copies to be given to the device by the next `ended`."""
-        self._unpinned: list[_Flight] = []
-        """Stores that wait for their slot to be pinned."""
+        self._both = stores, loads
+        self.moves = BlockMoves(
+            device, [*stores.batches, *loads.batches], caches, by_pieces=by_pieces
+        )
+        if self.moves.trouble:
+            _log.warning(PIECE_BY_PIECE, self.moves.trouble)
+        most = min(self.moves.batch_max(group) for group in range(len(caches)))
+        self.copies_max = 4 * most
+        """A batch for each of the four streams."""
+        self._own = OwnMemory(max(cache.block_bytes for cache in caches), self.copies_max)
+        try:
+            device.pin(self._own.address, self._own.size)
+        except DeviceError:
+            self.moves.close()
+            raise
+        self._ordered: list[CopyFlight] = []
+        """Copies to be given to the device by the next `ended`, or that wait for memory."""
         self._events: deque[int] = deque()
         """Free ones."""
         self._ends: list[CopyEnd] = []
         self._memory: Bytes | None = None
         self._pins: PinnedChunks | None = None
         self._marking = threading.Lock()
-        self._marks: deque[tuple[int, int]] = deque()
-        """Marks not known to be passed, in order, with their events."""
+        self._marks: dict[int, int] = {}
+        """Marks not known to be passed, in order, and their events."""
         self._last_mark = 0
-        size = max(CHECKSUM_BYTES, *(cache.block_bytes for cache in caches))
-        self._staging = np.zeros((COPIES_MAX, size), np.uint8)
-        device.pin(int(self._staging.ctypes.data), self._staging.nbytes)
-        self._free_staging = list(self._staging)
-        self._hashes = hashes_for_this_process() if hashes is None else hashes
-        self._hashed: list[_Flight] = []
-        """Copies that ended and whose blocks are being hashed."""
-        try:
-            sizes = [cache.sizes for cache in caches]
-            self.moves = BlockMoves(device, self._flights, sizes, thresholds, batch_max=BATCH_MAX)
-        except DeviceError:
-            device.unpin(int(self._staging.ctypes.data))
-            raise
-        if self.moves.trouble:
-            _log.warning(PIECE_BY_PIECE, self.moves.trouble)
-        self._slab = MappedSlab(device, self.moves, caches)
+        self._slab_address = 0
+        """Address of the node's slab on this device; 0: none is mapped."""
         self._closed = False
 
     @property
@@ -237,7 +199,8 @@ class DeviceCopies:
         if self._pins is not None:
             self._pins.close()
         self._memory = memory
-        self._pins = PinnedChunks(self._pin, self._device.unpin, memory, ready_bytes)
+        self.moves.slots_begin = int(memory.ctypes.data)
+        self._pins = PinnedChunks(self._pin, self._unpin, memory, ready_bytes)
 
     def _pin(self, address: int, size_bytes: int) -> str:
         """Why memory cannot be pinned; empty: it is."""
@@ -247,10 +210,22 @@ class DeviceCopies:
             return str(error)
         return ""
 
+    def _unpin(self, address: int) -> None:
+        with contextlib.suppress(DeviceError):  # of a device that has failed: the process does it
+            self._device.unpin(address)
+
+    def pin_ahead(self, end: int) -> None:
+        if self._pins is not None:
+            self._pins.pin_ahead(end)
+
     def map_slab(self, slab: Slab | None) -> str:
         assert not self._is_busy, "the slab changes while a copy is under way"
+        address, self._slab_address = self._slab_address, 0
         try:
-            self._slab.map(slab)
+            if address:
+                self._device.leave(address)
+            if slab is not None:
+                self._slab_address = self._device.open(slab.handle)
         except DeviceError as error:
             return str(error)
         return ""
@@ -263,22 +238,24 @@ class DeviceCopies:
             event = self._take_event()
             self._device.record(event, None)
             self._last_mark += 1
-            self._marks.append((self._last_mark, event))
+            self._marks[self._last_mark] = event
             return self._last_mark
 
     def _wait_for(self, mark: int, stream: int) -> None:
         """Work given to the stream from now on comes after the mark."""
         with self._marking:
             self._forget_passed()
-            for number, event in self._marks:
-                if number >= mark:
-                    self._device.wait(stream, event)
-                    return
+            # Of this mark alone: a later one is of a forward that the copy has nothing to do with.
+            if mark in self._marks:
+                self._device.wait(stream, self._marks[mark])
 
     def _forget_passed(self) -> None:
         """Their events are free again."""
-        while self._marks and self._device.has_happened(self._marks[0][1]):
-            self._events.append(self._marks.popleft()[1])
+        for mark, event in list(self._marks.items()):
+            if not self._device.has_happened(event):
+                return
+            self._events.append(event)
+            del self._marks[mark]
 
     def _take_event(self) -> int:
         try:
@@ -290,182 +267,177 @@ class DeviceCopies:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._ordered or self._unpinned or self._hashed or any(self._flights.values()))
+        return bool(self._ordered) or any(
+            any(direction.batches.values()) for direction in self._both
+        )
 
     def begin(self, copy: BlockCopy) -> None:
         if copy.way is CopyWay.COMPARE and not self._caches[copy.group].values:
             self._ends.append(CopyEnd(copy.number, reason=NOT_COMPARABLE))
             return
-        self._ordered.append(_Flight(copy))
+        self._ordered.append(CopyFlight(copy))
 
     def _give(self) -> None:
-        """Give what was ordered to the streams, in order: like copies of blocks in one go."""
+        """Give what was ordered to the streams: like copies of blocks in one go, whatever came
+        between them, since no copy that may be under way depends on another one."""
         ordered, self._ordered = self._ordered, []
-        ready: list[_Flight] = []
+        alike: dict[tuple[object, ...], list[CopyFlight]] = {}
         for flight in ordered:
-            is_reachable = flight.copy.way is CopyWay.CLEAR or self._is_reachable(flight)
-            (ready if is_reachable else self._unpinned).append(flight)
-        for _, alike in groupby(ready, key=_kind):
-            flights = list(alike)
-            for at in range(0, len(flights), BATCH_MAX):
-                self._begin(flights[at : at + BATCH_MAX])
+            if self._is_ready(flight):
+                alike.setdefault(kind_of(flight), []).append(flight)
+        for flights in alike.values():
+            most = self.moves.batch_max(flights[0].copy.group)
+            for at in range(0, len(flights), most):
+                self._begin(flights[at : at + most])
 
-    def _begin(self, batch: list[_Flight]) -> None:
-        """Give like copies to their stream. They end together."""
-        first, begun_ns = batch[0].copy, time.perf_counter_ns()
-        stream, events = self._streams[first.way], list[int]()
-        for flight in batch:
-            flight.begun_ns, flight.end_range = begun_ns, begin_range(first.way.value)
-        try:
-            after = max(flight.copy.after for flight in batch)
-            if after:
-                self._wait_for(after, stream)
-            # Before the launch: once it writes into staging memory, its end must be seen.
-            events.append(self._take_event())
-            self._launch(batch, stream)
-            self._device.record(events[0], stream)
-        except DeviceError as error:
-            self._events.extend(events)
-            for flight in batch:
-                self._failed(flight, error)
-            return
-        for flight in batch:
-            flight.event = events[0]
-            if first.way is CopyWay.LOAD and first.is_verified and first.slab_begin < 0:
-                # While bytes move: the slot has no writer, or its generation says so afterwards.
-                flight.hashing = self._hashes.begin(flight.copy.header, self._source(flight))
-        self._flights[stream].extend(batch)
-
-    def _is_reachable(self, flight: _Flight) -> bool:
-        """Whether the device can copy now. A load or comparison takes staging memory if need be."""
-        copy = flight.copy
-        assert self._pins is not None, "no memory of slots"
-        if copy.way is CopyWay.COMPARE:
-            flight.staging = self._free_staging.pop()
-            return True
-        if copy.slab_begin >= 0:
-            flight.staging = self._free_staging.pop() if copy.is_verified else None
-            return True
-        is_pinned = self._pins.has(copy.begin, copy.begin + self.block_bytes(copy.group))
-        if is_pinned or copy.way is CopyWay.STORE:
-            return is_pinned
-        flight.staging = self._free_staging.pop()
-        flight.staging[: self.block_bytes(copy.group)] = self._slot(copy)
+    def _is_ready(self, flight: CopyFlight) -> bool:
+        """Whether the device can copy now. Others are ordered again, or have ended."""
+        copy, is_late = flight.copy, False
+        if copy.way is CopyWay.STORE and not self._is_pinned(copy):
+            assert self._pins is not None
+            is_late = time.perf_counter_ns() - flight.ordered_ns > PIN_NS_MAX
+            reason = self._pins.trouble_of(copy.begin, copy.begin + self.block_bytes(copy.group))
+            if reason or is_late:
+                self._ends.append(CopyEnd(copy.number, reason=reason or NOT_PINNED_IN_TIME))
+            else:
+                self._ordered.append(flight)
+            return False
+        if self._is_staged(flight):
+            if not self._own.staging:
+                self._ordered.append(flight)
+                return False
+            flight.staging = self._own.staging.pop()
+            if copy.way is CopyWay.LOAD and copy.slab_begin < 0:
+                self._source(flight)[:] = self._slot(copy)
+        if flight.is_hashed and self.moves.is_staged:
+            flight.digests = self._own.digests.pop()
         return True
+
+    def _is_pinned(self, copy: BlockCopy) -> bool:
+        assert self._pins is not None, "no memory of slots"
+        return self._pins.has(copy.begin, copy.begin + self.block_bytes(copy.group))
+
+    def _is_staged(self, flight: CopyFlight) -> bool:
+        """Whether staging memory takes the place of the slot."""
+        copy = flight.copy
+        if copy.way is CopyWay.LOAD and copy.slab_begin < 0:
+            return not self._is_pinned(copy)
+        is_read_back = copy.slab_begin >= 0 and copy.is_verified and not self.moves.is_staged
+        return copy.way is CopyWay.COMPARE or is_read_back
+
+    def _begin(self, flights: list[CopyFlight]) -> None:
+        """Give like copies to a stream."""
+        batch, first = FlightBatch(flights), flights[0].copy
+        direction = self._directions[first.way]
+        stream = direction.next_stream()
+        try:
+            if first.after:
+                self._wait_for(first.after, stream)
+            # Before the launch: once it writes into staging memory, its end must be seen.
+            batch.event = self._take_event()
+            self._launch(flights, stream)
+        except DeviceError as error:
+            batch.reason = f"{HAS_FAILED}{error}"
+        try:
+            # After an error, too: what was given before it may still write.
+            if batch.event >= 0:
+                self._device.record(batch.event, stream)
+                direction.batches[stream].append(batch)
+                return
+        except DeviceError as error:
+            batch.reason = batch.reason or f"{HAS_FAILED}{error}"
+            self._events.append(batch.event)
+        self._close(batch, 0)
 
     def _slot(self, copy: BlockCopy) -> Bytes:
         assert self._memory is not None
         return self._memory[copy.begin : copy.begin + self.block_bytes(copy.group)]
 
-    def _source(self, flight: _Flight) -> Bytes:
+    def _source(self, flight: CopyFlight) -> Bytes:
         """The host's end of a copy."""
         if flight.staging is None:
             return self._slot(flight.copy)
-        return flight.staging[: self.block_bytes(flight.copy.group)]
+        return flight.staging.data[: self.block_bytes(flight.copy.group)]
 
-    def _launch(self, batch: list[_Flight], stream: int) -> None:
-        first, group = batch[0].copy, batch[0].copy.group
+    def _launch(self, flights: list[CopyFlight], stream: int) -> None:
+        first, group, moves = flights[0].copy, flights[0].copy.group, self.moves
         cache = self._caches[group]
-        blocks = np.array([cache.places(flight.copy.block_id) for flight in batch], np.uint64)
+        pages = cache.places([flight.copy.block_id for flight in flights])
+        found = (flight.digests for flight in flights)
+        digests = np.array([place.address for place in found if place is not None], np.uint64)
         if first.way is CopyWay.CLEAR:
-            self._device.clear(stream, blocks.ravel(), np.tile(cache.sizes, len(batch)))
+            self._device.clear(stream, pages.ravel(), np.tile(cache.sizes, len(flights)))
             return
         if first.slab_begin >= 0:
-            begins = np.array([flight.copy.slab_begin for flight in batch], np.uint64)
-            self._slab.load(stream, group, blocks, begins)
-            if not first.is_verified:
+            assert self._slab_address, "a load from a slab that is not mapped"
+            begins = np.array([flight.copy.slab_begin for flight in flights], np.uint64)
+            places = np.uint64(self._slab_address) + begins
+            moves.load_within(stream, group, pages, places, digests)
+            if flights[0].staging is None:
                 return
-            if self._slab.makes_sums:
-                for pages, flight in zip(blocks, batch, strict=True):
-                    assert flight.staging is not None
-                    self._slab.sum(stream, group, pages, int(flight.staging.ctypes.data))
-                return
-        # Bytes from the slab are read back: the host hashes bytes of its own only.
+        # Bytes of a slab that the device cannot hash are read back.
         is_load = first.way is CopyWay.LOAD and first.slab_begin < 0
-        move = self.moves.load if is_load else self.moves.store
-        slots = [int(self._source(flight).ctypes.data) for flight in batch]
-        move(stream, group, blocks, np.array(slots, np.uint64), cache.offsets)
+        ends = (
+            flight.staging.address if flight.staging else moves.slots_begin + flight.copy.begin
+            for flight in flights
+        )
+        slots = np.fromiter(ends, np.uint64, len(flights))
+        (moves.load if is_load else moves.store)(stream, group, pages, slots, digests)
 
     # ── their ends ───────────────────────────────────────────────────────────────────────────────
 
     def ended(self) -> list[CopyEnd]:
-        unpinned, self._unpinned = self._unpinned, []
-        again: list[_Flight] = []
-        for flight in unpinned:
-            is_late = time.perf_counter_ns() - flight.ordered_ns > PIN_NS_MAX
-            if self.trouble or is_late:
-                reason = self.trouble or NOT_PINNED_IN_TIME
-                self._ends.append(CopyEnd(flight.copy.number, reason=reason))
-            else:
-                again.append(flight)
-        self._ordered = again + self._ordered
         self._give()
-        for stream, flights in self._flights.items():
-            while flights and self._is_over(flights[0]):
-                self._batch_arrived(flights, stream)
-        self._hashed = [flight for flight in self._hashed if not self._is_closed(flight)]
+        for direction in self._both:
+            for batches in direction.batches.values():
+                while batches and self._take_batch(batches, direction):
+                    pass
         ends, self._ends = self._ends, []
         return ends
 
-    def _is_over(self, flight: _Flight) -> bool:
+    def _take_batch(self, batches: deque[FlightBatch], direction: CopyDirection) -> bool:
+        """Report the first one, if it has ended."""
+        batch = batches[0]
         try:
-            return self._device.has_happened(flight.event)
-        except DeviceError:
-            return True  # `_batch_arrived` asks again, and reports it
-
-    def _batch_arrived(self, flights: deque[_Flight], stream: int) -> None:
-        """All copies that end with the event of the first one."""
-        event, error = flights[0].event, None
-        try:
-            self._device.has_happened(event)
-        except DeviceError as found:
-            error = found
-        else:
-            self._events.append(event)
-        while flights and flights[0].event == event:
-            flight = flights.popleft()
-            if error is None:
-                self._arrived(flight, stream)
-            else:
-                self._failed(flight, error)
-
-    def _arrived(self, flight: _Flight, stream: int) -> None:
-        """The bytes are there; now the rest is done with the host's end of the copy."""
-        copy = flight.copy
-        now_ns = time.perf_counter_ns()
-        flight.duration_ns = now_ns - max(flight.begun_ns, self._served_ns[stream])
-        self._served_ns[stream] = now_ns
-        is_from_slab = copy.slab_begin >= 0 and copy.is_verified
-        if is_from_slab and self._slab.makes_sums:
-            assert flight.staging is not None
-            checksum = self._slab.root(copy, flight.staging)
-            flight.hashing = lambda: checksum
-        elif copy.way is CopyWay.STORE or is_from_slab:
-            flight.hashing = self._hashes.begin(copy.header, self._source(flight))
-        self._hashed.append(flight)
-
-    def _is_closed(self, flight: _Flight) -> bool:
-        """Report the end of a copy, unless its block is still being hashed."""
-        copy, checksum = flight.copy, b""
-        if flight.hashing is not None:
-            found = flight.hashing()
-            if found is None:
+            if not self._device.has_happened(batch.event):
                 return False
-            checksum = found
-        end = CopyEnd(copy.number, checksum=checksum, duration_ns=flight.duration_ns)
-        if flight.reason:
-            end = CopyEnd(copy.number, reason=flight.reason)
-        elif copy.way is CopyWay.COMPARE:
-            error_found = self._error(flight)
-            bound = BOUNDS[self._caches[copy.group].values]
-            end = end._replace(error=error_found, diverged=error_found > bound)
-        self._give_back(flight)
-        if flight.end_range is not None:
-            flight.end_range()
-        self._ends.append(end)
+            self._events.append(batch.event)
+        except DeviceError as error:
+            batch.reason = batch.reason or f"{HAS_FAILED}{error}"
+        batches.popleft()
+        now_ns = time.perf_counter_ns()
+        served_ns = now_ns - max(batch.begun_ns, direction.served_ns)
+        direction.served_ns = now_ns
+        self._close(batch, served_ns // len(batch.flights))
         return True
 
-    def _error(self, flight: _Flight) -> float:
+    def _close(self, batch: FlightBatch, duration_ns: int) -> None:
+        """Report the ends of its copies, and give back what they held."""
+        for flight in batch.flights:
+            copy = flight.copy
+            if batch.reason:
+                self._ends.append(CopyEnd(copy.number, reason=batch.reason))
+            elif copy.way is CopyWay.COMPARE:
+                error = self._error(flight)
+                is_other = error > BOUNDS[self._caches[copy.group].values]
+                self._ends.append(CopyEnd(copy.number, b"", error, is_other, duration_ns))
+            else:
+                checksum = self._checksum(flight)
+                self._ends.append(CopyEnd(copy.number, checksum, duration_ns=duration_ns))
+            if flight.staging is not None:
+                self._own.staging.append(flight.staging)
+            if flight.digests is not None:
+                self._own.digests.append(flight.digests)
+        batch.end_range()
+
+    def _checksum(self, flight: CopyFlight) -> bytes:
+        header = flight.copy.header
+        if flight.digests is not None:
+            count = piece_count(self.block_bytes(flight.copy.group))
+            return root_of(header, flight.digests.data[: CHECKSUM_BYTES * count].data)
+        return checksum_of(header, [self._source(flight).data]) if flight.is_hashed else b""
+
+    def _error(self, flight: CopyFlight) -> float:
         cache, slot = self._caches[flight.copy.group], self._slot(flight.copy)
         computed = self._source(flight)
         return error_of(
@@ -474,24 +446,16 @@ class DeviceCopies:
             values=cache.values,
         )
 
-    def _failed(self, flight: _Flight, error: DeviceError) -> None:
-        """Its end is reported once no thread reads its bytes any more."""
-        flight.reason = f"{HAS_FAILED}{error}"
-        self._hashed.append(flight)
-
-    def _give_back(self, flight: _Flight) -> None:
-        if flight.staging is not None:
-            self._free_staging.append(flight.staging)
-            flight.staging = None
-
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._hashes.close()
-        if self._pins is not None and not self._is_busy:
+        if self._is_busy:
+            return  # the memory that a device still writes goes with the process
+        if self._pins is not None:
             self._pins.close()
-        if not self._is_busy:
+        with contextlib.suppress(DeviceError):
             self.moves.close()
             self.map_slab(None)
-            self._device.unpin(int(self._staging.ctypes.data))
+            self._device.unpin(self._own.address)
+            self._device.close()

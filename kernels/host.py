@@ -36,6 +36,9 @@ class HostCopies:
     def attach(self, memory: Bytes, ready_bytes: Callable[[], int]) -> None:
         self._memory = memory
 
+    def pin_ahead(self, end: int) -> None:
+        """A CPU needs none."""
+
     def map_slab(self, slab: Slab | None) -> str:
         return "the cache is on no GPU" if slab is not None else ""
 

@@ -1,7 +1,8 @@
-"""Ranges of NVIDIA's tools (Nsight Systems): one for each copy, in the domain `kvstore`.
+"""Ranges of NVIDIA's tools (Nsight Systems): one for each batch of copies, in the
+domain `kvstore`.
 
-A range lasts from the copy's launch until its end is reported, hashing included. Without a tool
-that listens one costs 0.2 us; without the package `nvtx` there are none.
+A range lasts from the launch until the end is reported, hashing included. Without a tool that
+listens one costs 0.2 us; without the package `nvtx` there are none.
 """
 
 from __future__ import annotations

@@ -300,8 +300,8 @@ class CopyEnd(NamedTuple):
 
     number: int
     checksum: bytes = b""
-    """16 bytes: of the bytes stored, or of those that a verified load read; of those that arrived,
-    if they came from a slab."""
+    """16 bytes, of a store or a verified load: of the bytes in the engine's pages. Where its device
+    has no kernels, of those in the slot."""
     error: float = 0.0
     """Relative distance of the values compared."""
     diverged: bool = False
@@ -348,6 +348,10 @@ class CopyEngine(Protocol):
     def attach(self, memory: NDArray[np.uint8], ready_bytes: Callable[[], int]) -> None:
         """Slots are in this memory from now on; no copy is under way. Only bytes below
         `ready_bytes`, which grows, are touched."""
+        ...
+
+    def pin_ahead(self, end: int) -> None:
+        """Pin a bit more of the memory of slots below `end`, while nothing is copied."""
         ...
 
     def map_slab(self, slab: Slab | None) -> str:

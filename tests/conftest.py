@@ -38,6 +38,7 @@ __all__ = [
 
 _LEAK_CHECKED = ("contract", "integration", "faults")
 _PARSING = ("style", "docs")
+NVIDIA = Path("/dev/nvidiactl")
 
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
@@ -53,6 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     prepare()
+    if NVIDIA.exists():
+        from tests.kit.gpu_party import prepare_gpu
+
+        prepare_gpu()
     side_by_side.configure(config)
 
 
@@ -71,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lacking = {}
     if importlib.util.find_spec("vllm") is None:
         lacking["engine"] = pytest.mark.skip(reason="vLLM is not installed: run make test")
-    if not Path("/dev/nvidiactl").exists():
+    if not NVIDIA.exists():
         lacking["gpu"] = pytest.mark.skip(reason="no NVIDIA GPU on this machine")
     for item in items:
         for name, skip in lacking.items():

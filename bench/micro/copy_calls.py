@@ -2,23 +2,26 @@
 
     python bench/micro/copy_calls.py [--rounds 400]
 
-Blocks of 80 pieces of 8 KiB (staged) and of 16 pieces of 8 KiB (moved straight) are stored and
-loaded by `kernels.device.DeviceCopies`, eight under way, through `kernels.cuda` and a driver and
-runtime that do nothing and have done everything at once. So what is measured is Python's time for
-each block, hashing left out, and how many calls NVIDIA's bindings get, which cost some microseconds
-each on top. `batch_max` 1 is one block a call, as before batches. All in one process, in turns.
+Blocks of 80 pieces of 8 KiB and runs of 2 MiB are stored and loaded by `kernels.device`, hashed by
+kernels, as many under way as there may be, through `kernels.cuda` and a driver and runtime that do
+nothing and have done everything at once. So what is measured is Python's time for each block, and
+how many calls NVIDIA's bindings get, which cost some microseconds each on top. `batch_max` 1 is one
+block a call. All in one process, in turns. The link moves 640 KiB in 12 us, 2 MiB in 39.
 
-Writes bench/results/copy_calls.json. Needs no GPU: on one, `gpu_copies.py` says what comes of it.
+Writes bench/results/copy_calls.json. Needs no GPU: `bench/gpu/copies.py` says what comes
+of it on one.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,20 +29,19 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
-from kvstore.kernels import device as engine
+from kvstore.kernels import moves
 from kvstore.kernels.caches import DeviceCache, LayerPages
-from kvstore.kernels.cuda import CudaDevice, CudaKernels
-from kvstore.kernels.hashes import Hashing
-from kvstore.kernels.reference import Bytes
+from kvstore.kernels.cuda import CudaDevice, CudaKernels, _CopyBatch
+from kvstore.kernels.device import DeviceCopies
 from kvstore.ports import BlockCopy, CopyWay
 from kvstore.units import KIB
 
-SHAPES = {"staged": (80, 8 * KIB), "moved": (16, 8 * KIB)}
-BLOCKS, SEED = engine.COPIES_MAX, 1
+SHAPES = {"pieces": (80, 8 * KIB), "runs": (1, 2048 * KIB)}
+BLOCKS, SEED = 64, 1
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "cudaDeviceGetStreamPriorityRange": (0, -5),
-    "cudaDeviceGetPCIBusId": (b"0000:00:00.0",),
+    "cuDeviceGetUuid": (SimpleNamespace(bytes=bytes(16)),),
     **dict.fromkeys(("cudaEventQuery", "cudaEventRecord", "cudaStreamWaitEvent"), ()),
 }
 """What calls return beside their status, if it is no address."""
@@ -53,6 +55,15 @@ class Nothing:
 
         self._real = (runtime, driver)
         self.calls = 0
+        self._batch = _CopyBatch(self._copied)
+
+    def _copied(self, *_: Any) -> int:
+        self.calls += 1
+        return 0
+
+    def cuGetProcAddress(self, *_: Any) -> tuple[Any, ...]:
+        _, driver = self._real
+        return (driver.CUresult(0), ctypes.cast(self._batch, ctypes.c_void_p).value, None)
 
     def __getattr__(self, name: str) -> Any:
         runtime, driver = self._real
@@ -71,16 +82,6 @@ class Nothing:
         return call
 
 
-class NoHashes:
-    """Checksums that cost nothing."""
-
-    def begin(self, header: bytes, block: Bytes) -> Hashing:
-        return lambda: b""
-
-    def close(self) -> None:
-        """Nothing was begun."""
-
-
 class Loaded(CudaKernels):
     """Kernels that need no compiler."""
 
@@ -90,21 +91,26 @@ class Loaded(CudaKernels):
 
 def measured(pieces: int, size: int, batch_max: int, rounds: int) -> dict[str, float]:
     """Microseconds and calls for each block, of the median round."""
-    engine.BATCH_MAX = batch_max  # type: ignore[misc]
+    moves.BATCH_MAX = batch_max  # type: ignore[misc]
     nothing = Nothing()
     cuda = CudaDevice(
-        0, engine_stream=lambda: 0, runtime=nothing, kernels=Loaded("sm_90", driver=nothing)
+        0,
+        engine_stream=lambda: 0,
+        runtime=nothing,
+        driver=nothing,
+        kernels=Loaded("sm_90", driver=nothing),
     )
     layers = [LayerPages(1 << 30 | at * 64 * size, size, size) for at in range(pieces)]
-    copies = engine.DeviceCopies(cuda, [DeviceCache(layers, BLOCKS)], hashes=NoHashes())
+    copies = DeviceCopies(cuda, [DeviceCache(layers, BLOCKS)])
     slots = np.zeros(BLOCKS * pieces * size, np.uint8)
+    count = copies.copies_max
     copies.attach(slots, lambda: slots.size)
     seconds, calls = [], 0
     for number in range(rounds + 10):
         way = (CopyWay.STORE, CopyWay.LOAD)[number % 2]
         before, begin = nothing.calls, time.perf_counter()
-        mark, left = copies.mark(), BLOCKS
-        for block in range(BLOCKS):
+        mark, left = copies.mark(), count
+        for block in range(count):
             order = BlockCopy(block, way, 0, block, block * pieces * size, b"header", after=mark)
             copies.begin(order)
         while left:
@@ -114,8 +120,8 @@ def measured(pieces: int, size: int, batch_max: int, rounds: int) -> dict[str, f
     copies.close()
     # The first rounds wait for memory to be pinned.
     return {
-        "host_us": round(statistics.median(seconds[10:]) / BLOCKS * 1e6, 2),
-        "calls": round(calls / BLOCKS, 2),
+        "host_us": round(statistics.median(seconds[10:]) / count * 1e6, 2),
+        "calls": round(calls / count, 2),
     }
 
 
@@ -123,7 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=400)
     options = parser.parse_args()
-    after = engine.BATCH_MAX
+    after = moves.BATCH_MAX
     result: dict[str, Any] = {}
     for name, shape in SHAPES.items():
         result[name] = {

@@ -1,7 +1,7 @@
 // Integers of fixed size, the place of a thread in its grid, and copies of bytes by a grid.
 //
 // The sources use no shared memory, barrier or warp operation: threads may run in any order, one by
-// one too, which is how the tests run them on a host. The only atomic is a maximum.
+// one too, which is how the tests run them on a host.
 #pragma once
 
 typedef unsigned char u8;

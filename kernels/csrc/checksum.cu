@@ -12,6 +12,7 @@
 #define PIECE_BYTES (512ull << 10)
 #define BLOCK_BYTES 1024ull
 #define SHORT_BYTES_MAX 240
+#define AHEAD 16
 
 struct Payloads {
     u64 addresses[PAYLOADS_MAX];  // each a multiple of 16
@@ -204,11 +205,20 @@ extern "C" __global__ void chain_blocks(u64* sums, u64 count, u64 size) {
         if (length <= SHORT_BYTES_MAX) continue;
         u64* mine = sums + (payload * blocks + piece * (PIECE_BYTES / BLOCK_BYTES)) * 8 + lane;
         const u64 whole = (length - 1) / BLOCK_BYTES, secret = SECRET[16 + lane];
-        u64 sum = BEGIN[lane];
-#pragma unroll 8
-        for (u64 block = 0; block < whole; block++) {
-            sum += mine[8 * block];
-            sum = (sum ^ sum >> 47 ^ secret) * PRIME32_1;
+        // Each step needs the one before: what it adds is asked for AHEAD steps earlier.
+        u64 sum = BEGIN[lane], ahead[AHEAD];
+#pragma unroll
+        for (u64 n = 0; n < AHEAD; n++) ahead[n] = mine[8 * (n < whole ? n : whole)];
+        for (u64 block = 0; block < whole; block += AHEAD) {
+#pragma unroll
+            for (u64 n = 0; n < AHEAD; n++) {
+                if (block + n < whole) {
+                    sum += ahead[n];
+                    sum = (sum ^ sum >> 47 ^ secret) * PRIME32_1;
+                }
+                const u64 next = block + n + AHEAD;
+                ahead[n] = mine[8 * (next < whole ? next : whole)];
+            }
         }
         mine[0] = sum + mine[8 * whole];
     }

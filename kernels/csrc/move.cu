@@ -28,22 +28,3 @@ extern "C" __global__ void move_pieces(const __grid_constant__ Pieces<PIECES_MAX
 extern "C" __global__ void move_many(const __grid_constant__ Pieces<MANY_MAX> pieces) {
     move_all(pieces);
 }
-
-// Runs that shards of two parallel sizes share (kvstore.wire.layout.shared), of many blocks.
-struct Run {
-    u64 source, target;  // number of the shard
-    u64 source_offset, target_offset, length;
-};
-
-// sources: [block][shard] addresses, targets likewise.
-extern "C" __global__ void reshard(const Run* runs, u64 run_count, const u64* sources,
-                                   u64 source_count, const u64* targets, u64 target_count,
-                                   u64 block_count) {
-    for (u64 at = blockIdx.y; at < run_count * block_count; at += gridDim.y) {
-        const Run run = runs[at % run_count];
-        const u64 block = at / run_count;
-        copy_bytes(targets[block * target_count + run.target] + run.target_offset,
-                   sources[block * source_count + run.source] + run.source_offset, run.length,
-                   first_in_row(), threads_in_row());
-    }
-}

@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 
 CONNECTION_COUNT_MAX: Final = 256
 HELD_TIMEOUT_S: Final = 1.0
+HBM_ROOM_S_MAX: Final = 2.0
+"""How long engines may hold the hbm of a node that crashed, before the next serves without."""
 NEWCOMER_COUNT_MAX: Final = 16
 CONNECTIONS_PER_LIFE: Final = 1 << 32
 """Connections of one process have numbers that no other has."""
@@ -413,9 +415,8 @@ def _open_hbm(
     from kvstore.tiers.hbm import open_hbm
 
     try:
-        hbm = open_hbm(
-            config.hbm_gpu, dram, capacity_bytes=config.hbm_bytes, incarnation=incarnation
-        )
+        size, room_s_max = config.hbm_bytes, HBM_ROOM_S_MAX if life else 0.0
+        hbm = open_hbm(config.hbm_gpu, dram, size, incarnation, room_s_max=room_s_max)
     except ConfigError as error:
         if life == 0:
             raise

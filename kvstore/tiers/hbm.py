@@ -1,7 +1,7 @@
 """The hbm tier: a slab of a GPU's memory that belongs to the node, shared with ranks on that GPU.
 
     Promote ─▶ thread: dram ─▶ staging ─▶ slab ─▶ staging, hashed ─▶ Promoted ─▶ `show`
-                                 a stream of low priority
+                                 batches, on a stream of low priority
 
 Blocks in it are copies of blocks in dram, found by their slots there, in a page of places
 (`kvstore.wire.layout`): so the slab is new with each process of the node, and nothing is lost with
@@ -50,8 +50,12 @@ from kvstore.wire.checksum import checksum_of
 from kvstore.wire.layout import Slab, place_words
 
 STAGING_BYTES: Final = 4 * MIB
-"""At first; it grows to two of the largest block."""
+"""At first; it grows to twice a batch."""
+BATCH_MAX: Final = 8
+BATCH_BYTES: Final = 16 * MIB
+"""Blocks that are promoted in one go, unless one is larger: each costs two turns of the device."""
 LOOK_S: Final = 0.000_1
+ROOM_LOOK_S: Final = 0.1
 DEVICE_S_MAX: Final = 10.0
 """A copy of one block that takes longer will not end."""
 _HEARTBEAT, _HEADER_WORDS = 3, PAGE_BYTES // 8
@@ -63,9 +67,16 @@ class HbmTier:
     """A `Memory` in device memory. `submit`, `take_events` and `show` are the loop's."""
 
     def __init__(
-        self, device: Device, dram: Memory, *, capacity_bytes: int, incarnation: Incarnation
+        self,
+        device: Device,
+        dram: Memory,
+        *,
+        capacity_bytes: int,
+        incarnation: Incarnation,
+        room_s_max: float = 0.0,
     ) -> None:
-        """
+        """`room_s_max`: how long to wait for the memory.
+
         Raises:
             DeviceError: the device has no such memory.
         """
@@ -79,14 +90,17 @@ class HbmTier:
         self._staging = np.empty(0, np.uint8)
         self._lock = threading.Lock()
         """Over staging memory and the order of copies."""
-        self._address = device.allocate(capacity_bytes)
-        if not self._address:
-            raise DeviceError("it has no room for that")
-        self.slab = Slab(device.name, capacity_bytes, device.share(self._address))
-        self._stage(STAGING_BYTES)
-        # Bytes of whoever had this memory before are nobody's business.
-        device.clear(self._stream, _one(self._address), _one(capacity_bytes))
-        self._finish()
+        self._address = 0
+        try:
+            self._address = self._allocate(room_s_max)
+            self.slab = Slab(device.name, capacity_bytes, device.share(self._address))
+            self._stage(STAGING_BYTES)
+            # Bytes of whoever had this memory before are nobody's business.
+            device.clear(self._stream, _one(self._address), _one(capacity_bytes))
+            self._finish()
+        except DeviceError:
+            self._free()
+            raise
         self.page_bytes = generation_page_bytes(dram.capacity_bytes)
         self.page_fd, words = _make_page(self.page_bytes, incarnation)
         self._header, self._places = words[:_HEADER_WORDS], words[_HEADER_WORDS:]
@@ -148,7 +162,7 @@ class HbmTier:
         if self.trouble:
             return None
         try:
-            self._copy(int(self._staging.ctypes.data), self._address + begin, length)
+            self._copy(_one(self._staging.ctypes.data), _one(self._address + begin), length)
             self._finish()
         except DeviceError as error:
             self._fail(error)
@@ -164,9 +178,7 @@ class HbmTier:
         self._orders.put(None)
         self._thread.join()
         if not self.trouble:  # of a device that hangs the process's end does it
-            with contextlib.suppress(DeviceError):
-                self._device.unpin(int(self._staging.ctypes.data))
-                self._device.free(self._address)
+            self._free()
         self._header = self._places = np.empty(0, np.uint64)
         for fd in (self.page_fd, self._wake_fd):
             os.close(fd)
@@ -192,33 +204,49 @@ class HbmTier:
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
-            good = bytes(self._promoted(order))
+            most = max(1, min(BATCH_MAX, BATCH_BYTES // order.scope.block_bytes))
+            begins = range(0, len(order.slots), most)
+            good = b"".join(bytes(self._promoted(order, at, at + most)) for at in begins)
             self._events.append(Promoted(order.job, good, self.trouble))
             os.eventfd_write(self._wake_fd, 1)
 
-    def _promoted(self, order: Promote) -> Iterator[bool]:
-        """Which of the blocks are here, byte by byte."""
+    def _promoted(self, order: Promote, begin: int, end: int) -> Iterator[bool]:
+        """Which of these blocks are here, byte by byte."""
         prefix, size = order.scope.prefix(), order.scope.block_bytes
-        for n, (source, target) in enumerate(zip(order.slots, order.targets, strict=True)):
-            header = prefix + order.keys[n * KEY_BYTES : (n + 1) * KEY_BYTES]
-            found = None if self._closing else self._promote(int(source), int(target), size)
-            wanted = order.checksums[n * CHECKSUM_BYTES : (n + 1) * CHECKSUM_BYTES]
-            yield found is not None and checksum_of(header, [found]) == wanted
+        sources, targets = order.slots[begin:end].tolist(), order.targets[begin:end]
+        found = None if self._closing else self._promote(sources, targets, size)
+        for n in range(len(sources)):
+            at = (begin + n) * KEY_BYTES
+            header = prefix + order.keys[at : at + KEY_BYTES]
+            wanted = order.checksums[(begin + n) * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
+            yield found is not None and wanted == checksum_of(
+                header, [found[n * size : (n + 1) * size]]
+            )
 
-    def _promote(self, source: int, target: int, size: int) -> memoryview | None:
-        """The bytes of a block, read back from the slab. Nobody reads its slot there yet."""
+    def _promote(
+        self, sources: Sequence[int], targets: NDArray[np.uint32], size: int
+    ) -> memoryview | None:
+        """The bytes of blocks, read back from the slab. Nobody reads their slots there yet."""
+        whole = len(sources) * size
         with self._lock:
             if self.trouble:
                 return None
             try:
-                self._stage(2 * size)
-                # Not where it is read back to: what never arrived would be found there.
-                self._dram.read(SlotId(source), self._staging.data[size : 2 * size])
-                staged = int(self._staging.ctypes.data) + size
-                self._copy(self._address + target * PAGE_BYTES, staged, size)
+                self._stage(2 * whole)
+                # Not where they are read back to: what never arrived would be found there.
+                for n, source in enumerate(sources):
+                    begin = whole + n * size
+                    self._dram.read(SlotId(source), self._staging.data[begin : begin + size])
+                first = np.uint64(self._staging.ctypes.data)
+                steps = np.uint64(size) * np.arange(len(sources), dtype=np.uint64)
+                places = np.uint64(self._address) + targets.astype(np.uint64) * PAGE_BYTES
+                self._copy(places, first + np.uint64(whole) + steps, size)
+                self._copy(first + steps, places, size)
+                self._finish()
             except DeviceError as error:
                 self._fail(error)
-            return self._copy_out(target * PAGE_BYTES, size)
+                return None
+            return self._staging.data[:whole]
 
     # ── the device ───────────────────────────────────────────────────────────────────────────────
 
@@ -226,12 +254,32 @@ class HbmTier:
         """Have so much staging memory."""
         if len(self._staging) < size_bytes:
             if len(self._staging):
-                self._device.unpin(int(self._staging.ctypes.data))
-            self._staging = np.zeros(size_bytes, np.uint8)
-            self._device.pin(int(self._staging.ctypes.data), size_bytes)
+                before, self._staging = self._staging, np.empty(0, np.uint8)
+                self._device.unpin(int(before.ctypes.data))
+            # Whole pages, none of which is pinned twice.
+            staging = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+            self._device.pin(int(staging.ctypes.data), size_bytes)
+            self._staging = staging
 
-    def _copy(self, target: int, source: int, size: int) -> None:
-        self._device.copy(self._stream, _one(target), _one(source), _one(size))
+    def _allocate(self, room_s_max: float) -> int:
+        """Address of the slab. After a crash engines hold the one before for a moment."""
+        end_s = time.monotonic() + room_s_max
+        while not (address := self._device.allocate(self.capacity_bytes)):
+            if time.monotonic() >= end_s:
+                raise DeviceError("it has no room for that")
+            self._pause.wait(ROOM_LOOK_S)
+        return address
+
+    def _free(self) -> None:
+        with contextlib.suppress(DeviceError):
+            if len(self._staging):
+                self._device.unpin(int(self._staging.ctypes.data))
+            if self._address:
+                self._device.free(self._address)
+            self._device.close()
+
+    def _copy(self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], size: int) -> None:
+        self._device.copy(self._stream, targets, sources, np.full(len(targets), size, np.uint64))
 
     def _finish(self) -> None:
         """Wait for all that was ordered."""
@@ -250,16 +298,27 @@ class HbmTier:
 
 
 def open_hbm(
-    ordinal: int, dram: Memory, *, capacity_bytes: int, incarnation: Incarnation
+    ordinal: int,
+    dram: Memory,
+    capacity_bytes: int,
+    incarnation: Incarnation,
+    *,
+    room_s_max: float = 0.0,
 ) -> HbmTier:
-    """The tier on a CUDA device.
+    """The tier on a CUDA device; arguments as of `HbmTier`.
 
     Raises:
         ConfigError: there is no such device, or it has no such memory.
     """
     try:
         device = CudaDevice(ordinal, engine_stream=lambda: 0)
-        return HbmTier(device, dram, capacity_bytes=capacity_bytes, incarnation=incarnation)
+        return HbmTier(
+            device,
+            dram,
+            capacity_bytes=capacity_bytes,
+            incarnation=incarnation,
+            room_s_max=room_s_max,
+        )
     except DeviceError as error:
         raise ConfigError(
             f"hbm of {format_size(capacity_bytes)} cannot be had on GPU {ordinal}: {error};"

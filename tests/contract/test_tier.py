@@ -38,7 +38,7 @@ def _hbm(device: Device) -> Memory:
 
 def _through_cuda() -> Memory:
     runtime = FakeCuda(SimulatedDevice(2, PAGE_BYTES))
-    return _hbm(CudaDevice(0, engine_stream=lambda: 0, runtime=runtime))
+    return _hbm(CudaDevice(0, engine_stream=lambda: 0, runtime=runtime, driver=runtime))
 
 
 TIERS: dict[str, Callable[[], Memory]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import mmap
 import random
 import time
 
@@ -12,14 +13,13 @@ from numpy.lib.stride_tricks import as_strided
 from kvstore.kernels.caches import DeviceCache, LayerPages
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.device import Device, DeviceCopies
-from kvstore.kernels.hashes import Hashes, HashesAtOnce, HashThreads
 from kvstore.kernels.host import HostCopies
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes
-from kvstore.kernels.strategy import Strategy, Thresholds
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
 from tests.kit.fake_cuda import FakeCuda, FakeKernels
 from tests.kit.simulated_device import SimulatedDevice, simulated_copies
+from tests.kit.virtual_device import VirtualDevice
 
 BLOCKS, SLOTS = 6, 5
 WAIT_S = 60.0
@@ -40,7 +40,7 @@ class Party(abc.ABC):
             at += size if block_major else size * BLOCKS + 64
         self.begins = begins
         self.cache_bytes = at * BLOCKS if block_major else at
-        self.slots: Bytes = np.zeros(self.block_bytes * SLOTS, np.uint8)
+        self.slots: Bytes = room(self.block_bytes * SLOTS)
         self.copies: CopyEngine
         self._number = 0
 
@@ -124,25 +124,25 @@ class HostParty(Party):
 
 
 class DeviceParty(Party):
-    strategy = Strategy.COPY
+    """Blocks by pieces, hashed by the host."""
+
+    by_pieces = True
 
     def __init__(
         self, page_bytes: tuple[int, ...], *, block_major: bool, values: str, seed: int = 1
     ) -> None:
         super().__init__(page_bytes, block_major=block_major)
-        self.device = SimulatedDevice(seed, self.cache_bytes)
+        self.device = self.new_device(seed)
         cache = DeviceCache(self.pages(self.device.address), BLOCKS, values=values)
         self.copies: DeviceCopies = DeviceCopies(
             self.device_of_copies(),
             [cache],
-            thresholds=Thresholds.that_choose(self.strategy),
-            hashes=self.hashes(),
+            by_pieces=self.by_pieces,
         )
         self.attach()
 
-    def hashes(self) -> Hashes:
-        """How blocks are hashed: the same way in every run."""
-        return HashesAtOnce()
+    def new_device(self, seed: int) -> SimulatedDevice:
+        return SimulatedDevice(seed, self.cache_bytes)
 
     def device_of_copies(self) -> Device:
         """The device, as the copies know it."""
@@ -164,19 +164,10 @@ class DeviceParty(Party):
         assert self.device.allocation_count == 1, "memory of the device stays allocated"
 
 
-class MoveParty(DeviceParty):
-    strategy = Strategy.MOVE
-
-
 class StagedParty(DeviceParty):
-    strategy = Strategy.STAGED
+    """By kernels, which hash the engine's pages, and one copy a block."""
 
-
-class ThreadsParty(DeviceParty):
-    """With checksums by threads, as in an engine."""
-
-    def hashes(self) -> Hashes:
-        return HashThreads()
+    by_pieces = False
 
 
 class CudaParty(DeviceParty):
@@ -188,20 +179,44 @@ class CudaParty(DeviceParty):
             0,
             engine_stream=lambda: self.runtime.engine_stream,
             runtime=self.runtime,
+            driver=self.runtime,
             kernels=FakeKernels(self.device),
         )
 
     def close(self) -> None:
         super().close()
+        assert not self.runtime.failures, self.runtime.failures
         (last,) = self.runtime.cudaGetLastError()
         assert last == 0, "the engine finds an error that is not its own"
 
 
 class StagedCudaParty(CudaParty):
-    strategy = Strategy.STAGED
+    by_pieces = False
 
 
-DEVICE_PARTIES = (DeviceParty, MoveParty, StagedParty, ThreadsParty, CudaParty, StagedCudaParty)
+class TimedParty(StagedParty):
+    """On a device with time."""
+
+    def new_device(self, seed: int) -> SimulatedDevice:
+        return VirtualDevice(seed, self.cache_bytes)
+
+
+class TimedCudaParty(StagedCudaParty):
+    """And through the calls of CUDA."""
+
+    def new_device(self, seed: int) -> SimulatedDevice:
+        return VirtualDevice(seed, self.cache_bytes)
+
+
+DEVICE_PARTIES = (
+    *(DeviceParty, StagedParty, CudaParty, StagedCudaParty),
+    *(TimedParty, TimedCudaParty),
+)
+
+
+def room(size: int) -> Bytes:
+    """Memory of whole pages, as slots have it."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 def noise(size: int, seed: int) -> bytes:

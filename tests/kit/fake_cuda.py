@@ -1,19 +1,23 @@
-"""NVIDIA's runtime, as its bindings offer it, over a simulated device: for `kernels.cuda`.
+"""NVIDIA's runtime and driver, as their bindings offer them, over a simulated device: for
+`kernels.cuda`.
 
-Constants, enumerations and structures are the real ones.
+Constants, enumerations and structures are the real ones. Batches of copies come by a pointer to a
+function with the driver's signature.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import uuid
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from cuda.bindings import runtime as real
+from cuda.bindings import driver, runtime as real
 
-from kvstore.kernels.cuda import CudaKernels
+from kvstore.kernels.cuda import CudaKernels, _CopyBatch
 from kvstore.kernels.device import DeviceError
 from kvstore.kernels.launches import (
     DIGESTS,
@@ -28,8 +32,8 @@ from kvstore.kernels.shared import HANDLE_BYTES
 from tests.kit.simulated_device import ENGINE_STREAM, SimulatedDevice
 
 OK, FAILED = real.cudaError_t.cudaSuccess, real.cudaError_t.cudaErrorIllegalAddress
-INVALID = real.cudaError_t.cudaErrorInvalidValue
 NO_MEMORY = real.cudaError_t.cudaErrorMemoryAllocation
+UUID = uuid.UUID("0e5ca1ab-0000-4000-8000-000000000001")
 FIRST_HANDLE = 0x7F00_0000
 """Handles are addresses, not small numbers."""
 
@@ -38,26 +42,36 @@ class FakeCuda:
     """Functions of the runtime that `kernels.cuda` calls. `engine_stream` is the engine's."""
 
     engine_stream = FIRST_HANDLE + ENGINE_STREAM
+    can_use_host = 1
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self._thread = threading.local()
         self._engine_thread = threading.get_ident()
+        self._copy_batch = _CopyBatch(self._batch)
+        self._streams: list[int] = []
+        self._events: list[int] = []
+        self.failures: list[AssertionError] = []
+        """Of calls that come from C, where an exception ends."""
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(real, name)
+        found = getattr(real if name.startswith("cuda") else driver, name)
         assert not name.startswith("cuda") or isinstance(found, (int, type)), f"{name}: not faked"
         return found
 
-    def _answer(self, function: Any, *arguments: Any, error: Any = FAILED) -> tuple[Any, ...]:
+    def _check_thread(self) -> None:
         assert getattr(self._thread, "device", None) == 0, "no device was chosen in this thread"
         is_apart = getattr(self._thread, "is_apart", False)
         assert is_apart != (threading.get_ident() == self._engine_thread), "it would end a capture"
+
+    def _answer(self, function: Any, *arguments: Any, error: Any = FAILED) -> tuple[Any, ...]:
+        self._check_thread()
         try:
             value = function(*arguments)
-        except DeviceError:
-            self._thread.last_error = error
-            return (error, None)
+        except DeviceError as found:
+            status = getattr(real.cudaError_t, str(found), error)
+            self._thread.last_error = status
+            return (status, None)
         return (OK,) if value is None else (OK, value)
 
     def cudaGetLastError(self) -> tuple[Any, ...]:
@@ -68,7 +82,9 @@ class FakeCuda:
 
     def cudaDeviceGetAttribute(self, attribute: Any, device: int) -> tuple[Any, ...]:
         assert device == 0
-        known = {real.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem: 1}
+        known = {
+            real.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem: self.can_use_host
+        }
         return self._answer(lambda: known[attribute])
 
     def cudaMalloc(self, size: int) -> tuple[Any, ...]:
@@ -95,11 +111,15 @@ class FakeCuda:
     def cudaStreamCreateWithPriority(self, flags: int, priority: int) -> tuple[Any, ...]:
         assert flags == real.cudaStreamNonBlocking, "it would wait for the default stream"
         assert priority in (0, -5)
-        return self._answer(lambda: FIRST_HANDLE + self._device.stream(is_urgent=priority == -5))
+        answer = self._answer(lambda: FIRST_HANDLE + self._device.stream(is_urgent=priority == -5))
+        self._streams += answer[1:]
+        return answer
 
     def cudaEventCreateWithFlags(self, flags: int) -> tuple[Any, ...]:
         assert flags == real.cudaEventDisableTiming
-        return self._answer(lambda: FIRST_HANDLE + self._device.event())
+        answer = self._answer(lambda: FIRST_HANDLE + self._device.event())
+        self._events += answer[1:]
+        return answer
 
     def cudaEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:
         return self._answer(self._device.record, event - FIRST_HANDLE, stream - FIRST_HANDLE)
@@ -114,23 +134,57 @@ class FakeCuda:
             status = self._thread.last_error = real.cudaError_t.cudaErrorNotReady
         return (status,)
 
-    def cudaMemcpyBatchAsync(
+    def cudaStreamDestroy(self, stream: int) -> tuple[Any, ...]:
+        self._streams.remove(stream)
+        return self._answer(lambda: None)
+
+    def cudaEventDestroy(self, event: int) -> tuple[Any, ...]:
+        self._events.remove(event)
+        return self._answer(lambda: None)
+
+    def cuGetProcAddress(self, symbol: bytes, version: int, flags: int) -> tuple[Any, ...]:
+        legacy = driver.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM
+        assert (symbol, version, flags) == (b"cuMemcpyBatchAsync", 13_000, legacy.value)
+        address = ctypes.cast(self._copy_batch, ctypes.c_void_p).value
+        return (driver.CUresult.CUDA_SUCCESS, address, None)
+
+    def _batch(self, *arguments: Any) -> int:
+        try:
+            return int(self._copied(*arguments))
+        except AssertionError as error:
+            self.failures.append(error)
+            return int(driver.CUresult.CUDA_ERROR_UNKNOWN)
+
+    def _copied(
         self,
-        targets: list[int],
-        sources: list[int],
-        sizes: list[int],
+        targets: int,
+        sources: int,
+        sizes: int,
         count: int,
-        attributes: list[Any],
-        first_of: list[int],
+        attributes: int,
+        first_of: int,
         attribute_count: int,
         stream: int,
-    ) -> tuple[Any, ...]:
-        assert len(targets) == len(sources) == len(sizes) == count
-        assert len(attributes) == len(first_of) == attribute_count
-        order = real.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-        assert all(each.srcAccessOrder == order for each in attributes)
-        arrays = (np.array(each, np.uint64) for each in (targets, sources, sizes))
-        return self._answer(self._device.copy, stream - FIRST_HANDLE, *arrays)
+    ) -> Any:
+        """cuMemcpyBatchAsync, whose arrays are read before it returns."""
+        self._check_thread()
+        assert (attribute_count, ctypes.c_size_t.from_address(first_of).value) == (1, 0)
+        order = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        assert ctypes.c_int.from_address(attributes).value == order.value
+        assert stream, "the default stream takes no batches"
+        arrays = (
+            np.frombuffer(ctypes.string_at(each, 8 * count), np.uint64)
+            for each in (targets, sources, sizes)
+        )
+        try:
+            self._device.copy(stream - FIRST_HANDLE, *arrays)
+        except DeviceError as error:
+            is_invalid = str(error) == "cudaErrorInvalidValue"
+            status = driver.CUresult
+            return (
+                status.CUDA_ERROR_INVALID_VALUE if is_invalid else status.CUDA_ERROR_ILLEGAL_ADDRESS
+            )
+        return driver.CUresult.CUDA_SUCCESS
 
     def cudaMemsetAsync(self, target: int, value: int, size: int, stream: int) -> tuple[Any, ...]:
         assert value == 0
@@ -144,9 +198,13 @@ class FakeCuda:
     def cudaHostUnregister(self, address: int) -> tuple[Any, ...]:
         return self._answer(self._device.unpin, address)
 
-    def cudaDeviceGetPCIBusId(self, length: int, device: int) -> tuple[Any, ...]:
-        assert (length >= 13, device) == (True, 0)
-        return self._answer(lambda: self._device.name.encode() + b"\0")
+    def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
+        assert ordinal == 0
+        return (driver.CUresult.CUDA_SUCCESS, ordinal)
+
+    def cuDeviceGetUuid(self, device: int) -> tuple[Any, ...]:
+        assert device == 0
+        return (driver.CUresult.CUDA_SUCCESS, SimpleNamespace(bytes=UUID.bytes))
 
     def cudaIpcGetMemHandle(self, address: int) -> tuple[Any, ...]:
         handle = real.cudaIpcMemHandle_t()
@@ -156,7 +214,7 @@ class FakeCuda:
     def cudaIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:
         assert flags == real.cudaIpcMemLazyEnablePeerAccess
         its = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
-        return self._answer(self._device.open, its, error=INVALID)
+        return self._answer(self._device.open, its)
 
     def cudaIpcCloseMemHandle(self, address: int) -> tuple[Any, ...]:
         return self._answer(self._device.leave, address)
@@ -166,13 +224,13 @@ class FakeKernels(CudaKernels):
     """The kernels that move pieces and make digests, on a simulated device."""
 
     def __init__(self, device: SimulatedDevice) -> None:
-        super().__init__("sm_90")
+        super().__init__("sm_90", driver=driver)
         self._device = device
         self._digesting: dict[int, list[Kernel]] = {}
         """Kernels of a digest that were launched on each stream; the last one makes it."""
 
     def load(self, kernel: Kernel) -> Any:
-        trouble = self._device.move_trouble()
+        trouble = self._device.kernel_trouble()
         if trouble:
             raise DeviceError(trouble)
         return None
@@ -200,5 +258,4 @@ class FakeKernels(CudaKernels):
         given, sums, found = arguments
         table = np.frombuffer(given, np.uint64)
         count, size = table[PAYLOADS_MAX:].tolist()
-        assert count == 1
-        self._device.digest(stream, int(table[0]), size, sums=sums.value, found=found.value)
+        self._device.digest(stream, table[:count], size, sums=sums.value, found=found.value)

@@ -4,19 +4,25 @@ Streams are queues. Whenever it is asked something, it takes a random number of 
 turn the head of a random queue is done, if what it waits for has happened. So any legal order can
 occur, a copy reads its source when it is done and not when it is ordered, and nothing is done that
 nobody asks for. Memory of its own cannot be touched by the host but in its turns: a stray access
-ends the process. A copy whose host side is not pinned is refused. A kernel moves its pieces in any
-order and in several turns, between which other streams go on.
+ends the process. A kernel moves its pieces in any order and in several turns, between which other
+streams go on.
+
+What CUDA refuses it refuses, as a DeviceError: a copy whose host side is not pinned or lies in two
+registrations (cudaErrorInvalidValue: seen by LMCache, issue 2413, and SGLang, issue 36798), of
+which earlier pieces may be done all the same; pages that are registered twice
+(cudaErrorHostMemoryAlreadyRegistered); anything after an error that is sticky (`failure`).
 
 Memory that is allocated can be shared: each process has a device of this class with queues of its
 own. A handle ends with the process that made it; its bytes last as long as somebody has them open.
 
-Does not cover: speed, graphs, order between processes.
+Does not cover: time (`virtual_device.py`), graphs, order between processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import functools
 import mmap
 import os
@@ -24,7 +30,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -32,12 +38,10 @@ from numpy.typing import NDArray
 
 from kvstore.kernels.caches import Addresses, DeviceCache, LayerPages
 from kvstore.kernels.device import DeviceCopies, DeviceError
-from kvstore.kernels.hashes import HashesAtOnce
 from kvstore.kernels.launches import sums_bytes
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.shared import HANDLE_BYTES
-from kvstore.kernels.strategy import Thresholds
-from kvstore.types import CHECKSUM_BYTES
+from kvstore.types import CHECKSUM_BYTES, PAGE_BYTES
 from kvstore.wire.checksum import PIECE_BYTES
 
 ENGINE_STREAM = 0
@@ -46,12 +50,32 @@ TURNS_MAX = 3
 EAGERNESS = (0.05, 0.3, 1.0)
 """Share of the calls that find that something was done since the last one."""
 SEED = 20_261_124
+INVALID = "cudaErrorInvalidValue"
+TWICE = "cudaErrorHostMemoryAlreadyRegistered"
 _PROT_NONE = 0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _Work = Callable[[], object]
+
+
+class Kind(enum.Enum):
+    """What does some work."""
+
+    LOAD = "the copy engine to the device"
+    STORE = "the copy engine from it"
+    MOVE = "a kernel that moves bytes"
+    DIGEST = "kernels that hash"
+    FORWARD = "the engine's"
+
+
+class Cost(NamedTuple):
+    """What work takes of a device, for one that has time."""
+
+    kind: Kind
+    piece_count: int
+    size_bytes: int
 
 
 class SimulatedDevice:
@@ -77,10 +101,13 @@ class SimulatedDevice:
         """Where its first memory begins."""
         self.pin_failures: list[str] = []
         """Why the next pins fail."""
+        self.copy_failures: dict[int, str] = {}
+        """Why later copies fail, by how many succeed before."""
         self.failure = ""
         """Why every call fails from now on; empty: none does."""
         self.no_kernels = ""
         """Why there are none; empty: there are."""
+        self.is_closed = False
         self.bus_bytes = 0
         """Bytes copied between its own memory and the host's so far; 0 if it has none."""
         self.allocations_max = 1 << 30
@@ -117,15 +144,33 @@ class SimulatedDevice:
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
         with self._asked():
-            for target, source, size in pieces:
-                if self._is_apart:
-                    host = [at for at in (target, source) if not self._is_own(at, size)]
-                    assert len(host) < 2, "neither side is the device's"
-                    assert all(self._is_pinned(at, size) for at in host), "it is not pinned"
-                    self.bus_bytes += size * len(host)
-            self._queues[stream].append(functools.partial(_move_all, pieces))
+            count = len(pieces) if self._is_apart else 0
+            refused = next((n for n in range(count) if not self._is_copied(*pieces[n])), -1)
+            reason = INVALID if refused >= 0 else self._copy_failure()
+            if reason:
+                # How many of the others are done is not said.
+                done = self._random.randint(0, max(refused, 0))
+                self._copy_all(stream, pieces[:done])
+                raise DeviceError(reason)
+            self._copy_all(stream, pieces)
 
-    def move_trouble(self) -> str:
+    def _copy_all(self, stream: int, pieces: Sequence[tuple[int, int, int]]) -> None:
+        is_store = any(not self._is_own(target, size) for target, _, size in pieces)
+        kind = Kind.STORE if is_store else Kind.LOAD
+        cost = Cost(kind, len(pieces), sum(size for _, _, size in pieces))
+        self._give(stream, functools.partial(_move_all, pieces), cost)
+
+    def _copy_failure(self) -> str:
+        self.copy_failures = {left - 1: why for left, why in self.copy_failures.items()}
+        return self.copy_failures.pop(-1, "")
+
+    def _is_copied(self, target: int, source: int, size: int) -> bool:
+        """Whether copy engines take it."""
+        host = [at for at in (target, source) if not self._is_own(at, size)]
+        self.bus_bytes += size * len(host)
+        return len(host) < 2 and all(self._is_pinned(at, size) for at in host)
+
+    def kernel_trouble(self) -> str:
         with self._asked():
             return self.no_kernels
 
@@ -133,22 +178,22 @@ class SimulatedDevice:
         pieces = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
         with self._asked():
             assert not self.no_kernels
-            for target, source, size in pieces:
-                for address in (target, source) if self._is_apart else ():
-                    is_reached = self._is_own(address, size) or self._is_pinned(address, size)
-                    assert is_reached, "neither the device's memory nor pinned"
-                    self.bus_bytes += size * (not self._is_own(address, size))
+            for target, source, size in pieces if self._is_apart else ():
+                assert self._is_own(target, size), "a kernel reaches over the bus"
+                assert self._is_own(source, size), "a kernel reaches over the bus"
             self._random.shuffle(pieces)
             turns = self._random.randint(1, TURNS_MAX)
             for turn in range(turns):
                 some = pieces[turn::turns]
-                self._queues[stream].append(functools.partial(_move_all, some))
+                cost = Cost(Kind.MOVE, len(some), sum(size for _, _, size in some))
+                self._give(stream, functools.partial(_move_all, some), cost)
 
-    def digest_trouble(self) -> str:
-        return self.move_trouble()
-
-    def digest(self, stream: int, address: int, size: int, *, sums: int, found: int) -> None:
-        parts = [(address + at, min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES)]
+    def digest(self, stream: int, payloads: Addresses, size: int, *, sums: int, found: int) -> None:
+        parts = [
+            (address + at, min(PIECE_BYTES, size - at))
+            for address in payloads.tolist()
+            for at in range(0, size, PIECE_BYTES)
+        ]
 
         def begin() -> None:
             made = (xxhash.xxh3_128_digest(ctypes.string_at(*part)) for part in parts)
@@ -159,10 +204,15 @@ class SimulatedDevice:
 
         with self._asked():
             assert not self.no_kernels
-            assert not address % 16, "not aligned"
-            for at, length in ((address, size), (sums, sums_bytes(1, size))):
+            count = len(payloads)
+            for at in payloads.tolist():
+                assert not at % 16, "not aligned"
+                assert not self._is_apart or self._is_own(at, size), "not the device's"
+            for at, length in ((sums, sums_bytes(count, size)), (found, 16 * len(parts))):
                 assert not self._is_apart or self._is_own(at, length), "not the device's"
-            self._queues[stream].extend([begin, end])
+            whole = sum(length for _, length in parts)
+            self._give(stream, begin, Cost(Kind.DIGEST, len(parts), whole))
+            self._give(stream, end, Cost(Kind.MOVE, 1, CHECKSUM_BYTES * len(parts)))
 
     def clear(self, stream: int, targets: Addresses, sizes: Addresses) -> None:
         pieces = list(zip(targets.tolist(), sizes.tolist(), strict=True))
@@ -172,14 +222,18 @@ class SimulatedDevice:
                 ctypes.memset(target, 0, size)
 
         with self._asked():
-            self._queues[stream].append(work)
+            whole = sum(size for _, size in pieces)
+            self._give(stream, work, Cost(Kind.MOVE, len(pieces), whole))
 
     def pin(self, address: int, size_bytes: int) -> None:
         with self._asked():
             if self.pin_failures:
                 raise DeviceError(self.pin_failures.pop(0))
+            pages = _pages(address, size_bytes)
             for begin, size in self._pinned.items():
-                assert address + size_bytes <= begin or begin + size <= address, "pinned twice"
+                others = _pages(begin, size)
+                if pages.start < others.stop and others.start < pages.stop:
+                    raise DeviceError(TWICE)
             self._pinned[address] = size_bytes
 
     def unpin(self, address: int) -> None:
@@ -221,6 +275,11 @@ class SimulatedDevice:
     def leave(self, address: int) -> None:
         self.free(address)
 
+    def close(self) -> None:
+        with self._asked():
+            assert not any(self._queues[stream] for stream in self._queues if stream), "in use"
+            self.is_closed = True
+
     # ── what a test sees of it ───────────────────────────────────────────────────────────────────
 
     @property
@@ -250,7 +309,7 @@ class SimulatedDevice:
             work(np.frombuffer(self._own[self.address][0], np.uint8))
 
         with self._lock:
-            self._queues[ENGINE_STREAM].append(done)
+            self._give(ENGINE_STREAM, done, Cost(Kind.FORWARD, 1, 0))
 
     def turn(self) -> bool:
         """Do one thing, of a random stream. False: nothing can be done."""
@@ -264,12 +323,19 @@ class SimulatedDevice:
                 case tuple():
                     pass
                 case work:
-                    self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
-                    try:
-                        work()
-                    finally:
-                        self._protect(_PROT_NONE)
+                    self._do(work)
             return True
+
+    def _give(self, stream: int, work: _Work, cost: Cost) -> None:
+        """Put work into the queue of a stream."""
+        self._queues[stream].append(work)
+
+    def _do(self, work: _Work) -> None:
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            work()
+        finally:
+            self._protect(_PROT_NONE)
 
     def finish(self) -> None:
         """Do all that is left."""
@@ -297,12 +363,11 @@ class SimulatedDevice:
         )
 
     def _is_pinned(self, address: int, size: int) -> bool:
-        """All of it, which may lie in several pins that follow one another."""
-        end = address + size
-        for begin, length in sorted(self._pinned.items()):
-            if begin <= address < begin + length:
-                address = begin + length
-        return address >= end
+        """All of it, in one pin."""
+        return any(
+            begin <= address and address + size <= begin + length
+            for begin, length in self._pinned.items()
+        )
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:
@@ -310,10 +375,17 @@ class SimulatedDevice:
         with self._lock:
             if self.failure:
                 raise DeviceError(self.failure)
-            if self._random.random() < self._eagerness:
-                for _ in range(self._random.randint(1, TURNS_MAX)):
-                    self.turn()
+            self._pass_time()
             yield
+
+    def _pass_time(self) -> None:
+        if self._random.random() < self._eagerness:
+            for _ in range(self._random.randint(1, TURNS_MAX)):
+                self.turn()
+
+
+def _pages(address: int, size: int) -> range:
+    return range(address // PAGE_BYTES, -(-(address + size) // PAGE_BYTES))
 
 
 def _set_protection(address: int, size: int, protection: int) -> None:
@@ -330,15 +402,14 @@ def simulated_copies(
     caches: Sequence[PagedCache],
     *,
     on: SimulatedDevice | None = None,
-    thresholds: Thresholds = Thresholds(),  # noqa: B008 - frozen
+    by_pieces: bool = False,
 ) -> DeviceCopies:
     """Copies on a simulated device, whose memory these caches are from now on."""
     device = SimulatedDevice(SEED) if on is None else on
     return DeviceCopies(
         device,
         [_on_device(cache) for cache in caches],
-        thresholds=thresholds,
-        hashes=HashesAtOnce(),
+        by_pieces=by_pieces,
     )
 
 

@@ -18,6 +18,13 @@ LOADS_MIN = 3
 """Fewest loads for an estimate: the first copies touch memory for the first time."""
 
 
+SOURCE_EVERY = 1024
+SOURCE_TRIED = 32
+"""Loads in a row that take the other source, among so many: enough for whole batches."""
+SOURCE_WEIGHT = 1 / 16
+"""Weight of the newest load in the mean."""
+
+
 class Pace:
     """Nanoseconds per computed token; `guess_ns` until a step was measured."""
 
@@ -81,3 +88,26 @@ class LoadPace:
     def ns_per_token(self) -> float:
         """The estimate."""
         return self.measured_ns or float(self._guess_ns)
+
+
+class SourcePace:
+    """Whether verified loads come from hbm or from dram."""
+
+    def __init__(self) -> None:
+        self._ns_per_byte = {True: 0.0, False: 0.0}
+        """Means of loads from hbm (True) and from dram; 0: none was seen."""
+        self._count = 0
+        self._prefers_hbm = False
+
+    def takes_hbm(self) -> bool:
+        """Whether the next load comes from hbm."""
+        is_tried = self._count % SOURCE_EVERY >= SOURCE_EVERY - SOURCE_TRIED
+        self._count += 1
+        if not is_tried:
+            self._prefers_hbm = 0 < self._ns_per_byte[True] < self._ns_per_byte[False]
+        return self._prefers_hbm != is_tried
+
+    def ended(self, duration_ns: int, size_bytes: int, *, is_hbm: bool) -> None:
+        """A load of that size was served for that time."""
+        found, before = max(duration_ns, 1) / size_bytes, self._ns_per_byte[is_hbm]
+        self._ns_per_byte[is_hbm] = before + SOURCE_WEIGHT * (found - before) if before else found

@@ -221,9 +221,10 @@ class RankCore:
 
     @property
     def _is_full_of_stores(self) -> bool:
-        """A load that comes finds a place, where there are several."""
+        """Loads that come find places, where there are several: stores may have to wait for the
+        engine's whole step."""
         stores = sum(not isinstance(job, RunningLoad) for _, job, _ in self._in_flight.values())
-        return stores >= max(1, self._copies_max - 1)
+        return stores >= self._copies_max - self._copies_max // 2
 
     def finished(self, copy: Copy, outcome: Outcome) -> None:
         """A copy that `next_copy` gave has ended."""

@@ -22,6 +22,7 @@ from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.layout import begin_of
 from kvstore.wire.messages import slots_array
+from tests.kit.fake_cuda import UUID
 from tests.kit.simulated_device import SimulatedDevice
 from tests.style.tree import ROOT
 
@@ -47,7 +48,7 @@ def device() -> SimulatedDevice:
 
 
 def open_engine(node: NodeProcess) -> RawEngine:
-    engine = RawEngine(node.socket, gpu="simulated")
+    engine = RawEngine(node.socket, gpu=str(UUID))
     engine.open()
     return engine
 
@@ -92,7 +93,7 @@ def test_copies_are_made_and_another_process_reads_them(
         link = engine.ranks[0]
         assert eventually(lambda: all(words(link, slots)))
         assert link.slab is not None
-        assert (link.slab.gpu, link.slab.size_bytes) == ("simulated", 4 << 20)
+        assert (link.slab.gpu, link.slab.size_bytes) == (str(UUID), 4 << 20)
         address = device.open(link.slab.handle)
         found = [
             read(device, address + begin_of(word), engine.block_bytes)

@@ -1,6 +1,5 @@
 // What the kernels of kernels/csrc need of CUDA, for a compiler of the host.
 #pragma once
-#include <cstring>
 #include <utility>
 
 #define __global__
@@ -12,10 +11,6 @@ struct alignas(16) uint4 { unsigned int x, y, z, w; };
 struct alignas(16) ulonglong2 { unsigned long long x, y; };
 struct Dim { unsigned int x, y; };
 static Dim gridDim, blockIdx, blockDim, threadIdx;
-
-static inline float __uint_as_float(unsigned int b) { float v; memcpy(&v, &b, 4); return v; }
-static inline unsigned int __float_as_uint(float v) { unsigned int b; memcpy(&b, &v, 4); return b; }
-static inline void atomicMax(unsigned int* place, unsigned int v) { if (v > *place) *place = v; }
 
 // All threads of a grid one after the other, in the seed's order: a walk that meets each once.
 template <typename... Arguments, std::size_t... At>

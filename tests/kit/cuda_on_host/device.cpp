@@ -19,9 +19,7 @@
 #include "cuda.h"
 // The sources:
 #include "checksum.cu"
-#include "fp8.cu"
 #include "move.cu"
-#include "planes.cu"
 
 typedef void (*Runner)(void**, u64);
 
@@ -32,10 +30,8 @@ static void run(void (*kernel)(A...), void** given, u64 seed) {
 
 #define KERNEL(name) {#name, [](void** given, u64 seed) { run(name, given, seed); }}
 static const std::map<std::string, Runner> KERNELS = {
-    KERNEL(move_pieces), KERNEL(move_many), KERNEL(reshard), KERNEL(sum_stripes), KERNEL(chain_blocks),
-    KERNEL(finish_pieces), KERNEL(fp8_measure), KERNEL(fp8_encode), KERNEL(fp8_decode),
-    KERNEL(planes_measure), KERNEL(planes_count), KERNEL(planes_place), KERNEL(planes_write),
-    KERNEL(planes_read)};
+    KERNEL(move_pieces), KERNEL(move_many), KERNEL(sum_stripes), KERNEL(chain_blocks),
+    KERNEL(finish_pieces)};
 
 static void take(void* to, size_t size) {
     if (fread(to, 1, size, stdin) != size) exit(0);

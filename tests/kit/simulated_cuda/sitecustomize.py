@@ -1,4 +1,4 @@
-"""First on the path of a process: CUDA's runtime is one over a simulated device."""
+"""First on the path of a process: CUDA's runtime and driver are those over a simulated device."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from tests.kit.fake_cuda import FakeCuda
 from tests.kit.simulated_device import SEED, SimulatedDevice
 
 _runtime = FakeCuda(SimulatedDevice(SEED, PAGE_BYTES))
-cuda.cuda_runtime = lambda: _runtime
+cuda.cuda_runtime = cuda.cuda_driver = lambda: _runtime

@@ -51,8 +51,18 @@ def test_a_load_finds_a_place_beside_any_number_of_stores() -> None:
     assert [copy.block_id for copy in begun(core, 1)] == [1], "loads first"
 
 
+def test_stores_leave_half_of_the_places_to_loads() -> None:
+    """They wait for the engine's whole step, and a load may be the next step's."""
+    core = serving(copies_max=8)
+    core.submit(plan(store(5, 10, 9)))
+    begun(core, 4)
+    assert core.next_copy() is None
+    core.submit(plan(load(5, 0, 9)))
+    assert len(begun(core, 4)) == 4
+
+
 def test_a_fence_given_up_spoils_every_copy_that_reads_one_of_its_blocks() -> None:
-    core = serving(copies_max=4)
+    core = serving(copies_max=6)
     core.submit(plan(store(5, 0, 4)))
     copies = begun(core, 3)
     assert core.fence((0, 1))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvstore.connector import devices
 from kvstore.connector.checks import NotServed
@@ -90,6 +91,14 @@ def test_caches_on_other_devices_are_not_served(kinds: list[str], said: str) -> 
     }
     found = device_of(caches)
     assert said in (found.reason if isinstance(found, NotServed) else found)
+
+
+def test_what_pytorch_for_amd_calls_cuda_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    caches: Any = {"layers.0": SimpleNamespace(device=SimpleNamespace(type="cuda"))}
+    found = device_of(caches)
+    assert isinstance(found, NotServed)
+    assert "AMD GPU (ROCm)" in found.reason
 
 
 # ── the proof ────────────────────────────────────────────────────────────────────────────────────

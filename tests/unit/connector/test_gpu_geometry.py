@@ -58,7 +58,7 @@ def views(spec: Any, layout: Any, kernel_tokens: int | None = None) -> tuple[Any
 
 def bytes_of(cache: DeviceCache, block: int) -> bytes:
     """A block as the device's copies gather it."""
-    pieces = zip(cache.places(block).tolist(), cache.sizes.tolist(), strict=True)
+    pieces = zip(cache.places([block])[0].tolist(), cache.sizes.tolist(), strict=True)
     return b"".join(ctypes.string_at(address, size) for address, size in pieces)
 
 

@@ -276,9 +276,8 @@ def side(
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
         stream = SimpleNamespace(cuda_stream=runtime.engine_stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda ordinal: stream)
-        monkeypatch.setattr(
-            devices, "CudaDevice", partial(CudaDevice, runtime=runtime, kernels=kernels)
-        )
+        made = partial(CudaDevice, runtime=runtime, driver=runtime, kernels=kernels)
+        monkeypatch.setattr(devices, "CudaDevice", made)
         side.register_kv_caches({name: OnCuda(cache) for name, cache in caches.items()})
     else:
         side.register_kv_caches(caches)

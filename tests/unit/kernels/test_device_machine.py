@@ -4,6 +4,7 @@ event that is not waited for is found."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 from hypothesis import Phase, settings, strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
-from kvstore.kernels.device import COPIES_MAX, DeviceCopies
+from kvstore.kernels.device import DeviceCopies
+from kvstore.kernels.flights import kind_of
+from kvstore.kernels.moves import BlockMoves
 from kvstore.kernels.reference import Bytes, checksum
-from kvstore.kernels.slab import MappedSlab
-from kvstore.kernels.strategy import BlockMoves
 from kvstore.ports import CopyEnd, CopyWay
 from kvstore.wire.layout import Slab
 from tests.amounts import amount
@@ -23,7 +24,6 @@ from tests.kit.copy_parties import (
     HEADER,
     SLOTS,
     DeviceParty,
-    MoveParty,
     StagedCudaParty,
     StagedParty,
     noise,
@@ -31,6 +31,9 @@ from tests.kit.copy_parties import (
 from tests.kit.simulated_device import SimulatedDevice
 from tests.steps import CountedMachine
 
+COPIES_MAX = 8
+OTHER = {1: 2, 2: 1, 3: 4, 4: 3}
+"""Streams of the same direction."""
 BLOCK, SLOT = st.integers(0, BLOCKS - 1), st.integers(0, SLOTS - 1)
 
 
@@ -61,6 +64,8 @@ class CopyMachine(CountedMachine):
         self.seen: list[tuple[bytes, bytes]] = []
         """What the engine read, and what it should have."""
         self.values = 0
+        self.mark = 0
+        """The last one, while the engine has launched nothing since: a step has one."""
         self.prepare()
 
     def prepare(self) -> None:
@@ -84,6 +89,7 @@ class CopyMachine(CountedMachine):
             return  # what a fence, and a request that waits for its load, forbid
         self.blocks[block] = data = self.new_value()
         self.party.write(block, data)
+        self.mark = 0
 
     @rule(block=BLOCK)
     def attend(self, block: int) -> None:
@@ -95,6 +101,7 @@ class CopyMachine(CountedMachine):
             seen.append((party.block_of(memory, block), due))
 
         party.device.launch(read)
+        self.mark = 0
 
     @rule(block=BLOCK)
     def reuse_after_a_fence(self, block: int) -> None:
@@ -109,7 +116,8 @@ class CopyMachine(CountedMachine):
         return len(self.under_way) < COPIES_MAX
 
     def order(self, way: CopyWay, block: int, slot: int, data: bytes, **more: int) -> None:
-        number = self.party.order(way, block, slot, after=self.party.copies.mark(), **more)
+        self.mark = self.mark or self.party.copies.mark()
+        number = self.party.order(way, block, slot, after=self.mark, **more)
         self.under_way[number] = Order(way, block, slot, data)
 
     @precondition(lambda self: self.has_room)
@@ -171,12 +179,6 @@ TestCopies = CopyMachine.TestCase
 TestCopies.settings = RUNS
 
 
-class MoveMachine(CopyMachine):
-    """Pieces are moved by kernels."""
-
-    party_class = MoveParty
-
-
 class StagedMachine(CopyMachine):
     """Blocks go through staging memory."""
 
@@ -214,8 +216,6 @@ class CudaMachine(CopyMachine):
     party_class = StagedCudaParty
 
 
-TestMoves = MoveMachine.TestCase
-TestMoves.settings = RUNS
 TestStagedCopies = StagedMachine.TestCase
 TestStagedCopies.settings = RUNS
 TestSlabCopies = SlabMachine.TestCase
@@ -229,22 +229,22 @@ TestCudaCopies.settings = RUNS
 Replace = Callable[[type, str, Any], None]
 
 
-def _stream_does_not_wait(replace: Replace, number: int) -> None:
+def _streams_do_not_wait(replace: Replace, *numbers: int) -> None:
     wait = SimulatedDevice.wait
 
     def forgets(device: SimulatedDevice, stream: int, event: int) -> None:
-        if stream != number:
+        if stream not in numbers:
             wait(device, stream, event)
 
     replace(SimulatedDevice, "wait", forgets)
 
 
 def stores_do_not_wait(replace: Replace) -> None:
-    _stream_does_not_wait(replace, 1)
+    _streams_do_not_wait(replace, 1, 2)
 
 
 def loads_do_not_wait(replace: Replace) -> None:
-    _stream_does_not_wait(replace, 2)
+    _streams_do_not_wait(replace, 3, 4)
 
 
 def an_older_mark_is_waited_for(replace: Replace) -> None:
@@ -257,7 +257,16 @@ def an_older_mark_is_waited_for(replace: Replace) -> None:
 
 
 def a_copy_ends_when_it_is_begun(replace: Replace) -> None:
-    replace(DeviceCopies, "_is_over", lambda copies, flight: True)
+    take, has_happened = DeviceCopies._take_batch, SimulatedDevice.has_happened
+
+    def takes(copies: DeviceCopies, *given: Any) -> bool:
+        replace(SimulatedDevice, "has_happened", lambda *_: True)
+        try:
+            return take(copies, *given)
+        finally:
+            replace(SimulatedDevice, "has_happened", has_happened)
+
+    replace(DeviceCopies, "_take_batch", takes)
 
 
 def marks_are_of_another_stream(replace: Replace) -> None:
@@ -270,7 +279,7 @@ def marks_are_of_another_stream(replace: Replace) -> None:
 
 
 def a_store_is_hashed_when_it_is_begun(replace: Replace) -> None:
-    begin, arrived = DeviceCopies._begin, DeviceCopies._arrived
+    begin, close = DeviceCopies._begin, DeviceCopies._checksum
     early: dict[int, bytes] = {}
 
     def begins(copies: DeviceCopies, batch: list[Any]) -> None:
@@ -278,53 +287,58 @@ def a_store_is_hashed_when_it_is_begun(replace: Replace) -> None:
         for copy in (flight.copy for flight in batch if flight.copy.way is CopyWay.STORE):
             early[copy.number] = checksum(HEADER, copies._slot(copy).tobytes())
 
-    def arrives(copies: DeviceCopies, flight: Any, stream: int) -> None:
-        arrived(copies, flight, stream)
-        if flight.copy.way is CopyWay.STORE:
-            flight.hashing = lambda: early[flight.copy.number]
+    def found(copies: DeviceCopies, flight: Any) -> bytes:
+        return early.pop(flight.copy.number, None) or close(copies, flight)
 
     replace(DeviceCopies, "_begin", begins)
-    replace(DeviceCopies, "_arrived", arrives)
+    replace(DeviceCopies, "_checksum", found)
 
 
-def streams_share_staging_memory(replace: Replace) -> None:
+def streams_share_a_room(replace: Replace) -> None:
     begin = BlockMoves.__init__
 
     def begins(moves: BlockMoves, *arguments: Any, **more: Any) -> None:
         begin(moves, *arguments, **more)
-        for stream in moves._staging:
-            moves._staging[stream] = max(moves._staging.values())
+        for stream in moves._rooms:
+            moves._rooms[stream] = max(moves._rooms.values())
 
     replace(BlockMoves, "__init__", begins)
     replace(BlockMoves, "close", lambda moves: None)
     replace(SimulatedDevice, "allocation_count", 1)
 
 
-def blocks_share_staging_memory(replace: Replace) -> None:
-    staged = BlockMoves._staged
+def blocks_share_a_room(replace: Replace) -> None:
+    payloads = BlockMoves._payloads
 
-    def of_the_first(moves: BlockMoves, stream: int, count: int) -> Any:
-        return np.repeat(staged(moves, stream, 1), count)
+    def of_the_first(moves: BlockMoves, stream: int, group: int, count: int) -> Any:
+        return np.repeat(payloads(moves, stream, group, 1), count)
 
-    replace(BlockMoves, "_staged", of_the_first)
+    replace(BlockMoves, "_payloads", of_the_first)
 
 
 def only_the_first_mark_of_a_batch_is_waited_for(replace: Replace) -> None:
     begin = DeviceCopies._begin
+    waiting: list[Any] = []
 
-    def begins(copies: DeviceCopies, batch: list[Any]) -> None:
-        for flight in batch:
-            flight.copy = flight.copy._replace(after=batch[0].copy.after)
-        begin(copies, batch)
+    def begins(copies: DeviceCopies, flights: list[Any]) -> None:
+        waiting.extend(flights)
 
+    def gives(copies: DeviceCopies) -> None:
+        give(copies)
+        for _, alike in groupby(waiting, key=lambda flight: kind_of(flight)[:-1]):
+            begin(copies, list(alike))
+        waiting.clear()
+
+    give = DeviceCopies._give
     replace(DeviceCopies, "_begin", begins)
+    replace(DeviceCopies, "_give", gives)
 
 
-def a_block_is_scattered_by_another_stream(replace: Replace) -> None:
+def a_block_is_moved_by_another_stream(replace: Replace) -> None:
     move = SimulatedDevice.move
 
     def moves(device: SimulatedDevice, stream: int, *pieces: Any) -> None:
-        move(device, 3 - stream, *pieces)
+        move(device, OTHER[stream], *pieces)
 
     replace(SimulatedDevice, "move", moves)
 
@@ -352,29 +366,29 @@ def a_block_is_hashed_by_another_stream(replace: Replace) -> None:
     """It does not wait for the block."""
     digest = SimulatedDevice.digest
 
-    def digests(device: SimulatedDevice, stream: int, *given: Any, **more: int) -> None:
-        digest(device, 3 - stream, *given, **more)
+    def digests(device: SimulatedDevice, stream: int, *given: Any, **more: Any) -> None:
+        digest(device, OTHER[stream], *given, **more)
 
     replace(SimulatedDevice, "digest", digests)
 
 
-def the_slab_is_hashed_before_the_block_is_loaded(replace: Replace) -> None:
-    load, total = MappedSlab.load, MappedSlab.sum
-    late: list[Any] = []
-    replace(MappedSlab, "load", lambda slab, *order: late.append(order))
+def pages_are_hashed_before_the_block_is_there(replace: Replace) -> None:
+    load, total = BlockMoves.load_within, BlockMoves.hash
+    none = np.array([], np.uint64)
 
-    def sums(slab: MappedSlab, *order: Any) -> None:
-        total(slab, *order)
-        load(slab, *late.pop())
+    def loads(moves: BlockMoves, stream: int, group: int, *given: Any) -> None:
+        pages, places, digests = given
+        total(moves, stream, group, pages, digests)
+        load(moves, stream, group, pages, places, none)
 
-    replace(MappedSlab, "sum", sums)
+    replace(BlockMoves, "load_within", loads)
 
 
 def digests_are_looked_at_before_they_are_there(replace: Replace) -> None:
     """The end of a load is marked before its digests are on their way."""
-    total, record = MappedSlab.sum, SimulatedDevice.record
+    total, record = BlockMoves.hash, SimulatedDevice.record
     late: list[Any] = []
-    replace(MappedSlab, "sum", lambda *order: late.append(order))
+    replace(BlockMoves, "hash", lambda *order: late.append(order))
 
     def records(device: SimulatedDevice, event: int, stream: int | None) -> None:
         record(device, event, stream)
@@ -385,37 +399,32 @@ def digests_are_looked_at_before_they_are_there(replace: Replace) -> None:
 
 
 def blocks_share_their_digests(replace: Replace) -> None:
-    """One place of pinned memory for all loads under way."""
-    total, root = MappedSlab.sum, MappedSlab.root
-    first: list[Bytes] = []
-
-    def sums(slab: MappedSlab, stream: int, group: int, pages: Any, into: int) -> None:
-        total(slab, stream, group, pages, first[0].ctypes.data if first else into)
-
+    """One place of pinned memory for all that are under way."""
     begin = DeviceCopies.__init__
 
     def begins(copies: DeviceCopies, *arguments: Any, **more: Any) -> None:
         begin(copies, *arguments, **more)
-        first[:] = [copies._staging[0]]
+        places = copies._own.digests
+        places[:] = places[:1] * len(places)
 
     replace(DeviceCopies, "__init__", begins)
-    replace(MappedSlab, "sum", sums)
-    replace(MappedSlab, "root", lambda slab, copy, memory: root(slab, copy, first[0]))
 
 
 SLAB = [
     loads_do_not_wait,
     a_copy_ends_when_it_is_begun,
     a_block_is_hashed_by_another_stream,
-    the_slab_is_hashed_before_the_block_is_loaded,
+    pages_are_hashed_before_the_block_is_there,
     digests_are_looked_at_before_they_are_there,
     blocks_share_their_digests,
 ]
 STAGED = [
-    blocks_share_staging_memory,
+    blocks_share_a_room,
     only_the_first_mark_of_a_batch_is_waited_for,
-    streams_share_staging_memory,
-    a_block_is_scattered_by_another_stream,
+    streams_share_a_room,
+    a_block_is_moved_by_another_stream,
+    a_block_is_hashed_by_another_stream,
+    digests_are_looked_at_before_they_are_there,
     a_copy_ends_before_its_kernel,
 ]
 PLANTED = [

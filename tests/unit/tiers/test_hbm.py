@@ -111,9 +111,9 @@ def test_bytes_that_never_arrive_are_not_good(
     """They are read back from the slab, not from where they were staged."""
     data, copy = put(dram, 0, 1), HbmTier._copy
 
-    def lost(self: HbmTier, target: int, source: int, size: int) -> None:
-        if target < self._address or target >= self._address + self.capacity_bytes:
-            copy(self, target, source, size)
+    def lost(self: HbmTier, targets: Addresses, sources: Addresses, size: int) -> None:
+        if not self._address <= int(targets[0]) < self._address + self.capacity_bytes:
+            copy(self, targets, sources, size)
 
     monkeypatch.setattr(HbmTier, "_copy", lost)
     tier.submit(order_of([(0, P, data)]))
@@ -179,4 +179,59 @@ def test_memory_that_is_not_there_is_refused_with_the_way_to_mend_it(
     with pytest.raises(DeviceError, match="no room"):
         HbmTier(device, dram, capacity_bytes=2 * SLOT_BYTES_MIN, incarnation=Incarnation(9))
     with pytest.raises(ConfigError, match=r"hbm of 64 KiB cannot be had on GPU 3: .*leave it out"):
-        open_hbm(3, dram, capacity_bytes=SLOT_BYTES_MIN, incarnation=Incarnation(9))
+        open_hbm(3, dram, SLOT_BYTES_MIN, Incarnation(9))
+
+
+def test_memory_that_engines_still_hold_is_waited_for(
+    device: SimulatedDevice, dram: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a crash they let go of the slab of the process before once they see its end."""
+    allocate, asked = device.allocate, []
+
+    def held(size_bytes: int) -> int:
+        asked.append(size_bytes)
+        return allocate(size_bytes) if len(asked) > 2 else 0
+
+    monkeypatch.setattr(device, "allocate", held)
+    monkeypatch.setattr(hbm, "ROOM_LOOK_S", 0.001)
+    tier = HbmTier(
+        device,
+        dram,
+        capacity_bytes=SLOT_BYTES_MIN,
+        incarnation=Incarnation(9),
+        room_s_max=60.0,
+    )
+    assert len(asked) == 3
+    tier.close()
+
+
+@pytest.mark.parametrize("verb", ["share", "pin", "clear"])
+def test_a_start_that_fails_gives_everything_back(
+    verb: str, device: SimulatedDevice, dram: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise DeviceError("an error")
+
+    monkeypatch.setattr(device, verb, fails)
+    with pytest.raises(DeviceError, match="an error"):
+        HbmTier(device, dram, capacity_bytes=SLOT_BYTES_MIN, incarnation=Incarnation(9))
+    assert (device.allocation_count, device.pinned_bytes, device.is_closed) == (1, 0, True)
+
+
+def test_blocks_are_promoted_in_batches(
+    tier: HbmTier, device: SimulatedDevice, dram: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two calls for all of them; which of them are good is said one by one."""
+    copy, counts = device.copy, []
+
+    def seen(stream: int, targets: Addresses, *pieces: Addresses) -> None:
+        counts.append(len(targets))
+        copy(stream, targets, *pieces)
+
+    monkeypatch.setattr(device, "copy", seen)
+    blocks = [(slot * P, slot * P, put(dram, slot * P, slot)) for slot in range(SLOTS)]
+    blocks[2] = (2 * P, 2 * P, noise(BLOCK, 99))
+    tier.submit(order_of(blocks))
+    assert ended(tier).good == b"\1\1\0\1"
+    assert counts == [SLOTS, SLOTS]
+    assert [read(tier, slot * P) for slot in (0, 1, 3)] == [noise(BLOCK, n) for n in (0, 1, 3)]

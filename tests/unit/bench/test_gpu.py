@@ -1,0 +1,388 @@
+"""The run on a GPU, without one: what it judges, what it says, and that no part stops another."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import sys
+import textwrap
+import time
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import record
+from bench.gpu import contract, findings, goals, memcheck, pack, part, report, run, smi
+from bench.gpu.findings import Findings, NotHere
+from bench.gpu.report import Outcome
+from bench.gpu.run import Part
+
+GPU = {"name": "NVIDIA H100 80GB HBM3", "driver_version": "580.1"}
+SHAPE = {"staged": {"store_ratio": 0.95, "load_ratio": 0.95, "both_ratio": 0.8, "wrong_cycles": 0}}
+COPIES: dict[str, Any] = {
+    "peak": {"load": 54.321},
+    "shapes": {goals.RUNS: SHAPE, goals.PAGES: SHAPE},
+    "crossing": {"staged": {"wrong_cycles": 0}},
+}
+HBM: dict[str, Any] = {"failed": [], "loads": {"hbm_of_dram": 3.0}, "checks": {"a": True}}
+
+
+def changed(found: Mapping[str, Any], *path: str, value: Any) -> dict[str, Any]:
+    """A copy with another value there."""
+    copy: dict[str, Any] = json.loads(json.dumps(found))
+    inner = copy
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = value
+    return copy
+
+
+# ── goals ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_findings_that_meet_their_goals_miss_none() -> None:
+    assert goals.missed("copies", COPIES) == []
+    assert goals.missed("hbm", HBM) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "name"),
+    [
+        (("shapes", goals.PAGES, "staged", "store_ratio"), 0.79, "store_ratio: 0.79"),
+        (("shapes", goals.RUNS, "staged", "load_ratio"), 0.89, "load_ratio: 0.89"),
+        (("shapes", goals.RUNS, "staged", "load_ratio"), math.nan, "load_ratio: nan"),
+        (("shapes", goals.RUNS, "staged", "both_ratio"), 0.74, "both_ratio: 0.74"),
+        (("shapes", goals.RUNS, "staged", "wrong_cycles"), 1, "wrong_cycles: 1"),
+        (("crossing", "staged", "wrong_cycles"), 1, "wrong_cycles: 1"),
+        (("crossing",), {}, "crossing * wrong_cycles: not found"),
+        (("shapes",), {goals.PAGES: SHAPE}, "store_ratio: not found"),
+    ],
+)
+def test_a_goal_that_is_missed_is_named(path: tuple[str, ...], value: Any, name: str) -> None:
+    lacking = goals.missed("copies", changed(COPIES, *path, value=value))
+    assert any(name in each for each in lacking), lacking
+
+
+def test_checks_that_failed_are_named() -> None:
+    (lacking,) = goals.missed("hbm", HBM | {"failed": ["a_handle_ended", "bytes"]})
+    assert lacking == "failed: a_handle_ended, bytes"
+
+
+def test_a_rehearsal_is_judged_by_its_bytes_alone() -> None:
+    slow = changed(COPIES, "shapes", goals.RUNS, "staged", "store_ratio", value=0.001)
+    assert goals.missed("copies", slow, is_rehearsal=True) == []
+    wrong = changed(slow, "crossing", "staged", "wrong_cycles", value=1)
+    assert len(goals.missed("copies", wrong, is_rehearsal=True)) == 1
+
+
+def test_every_goal_is_of_a_part_and_every_part_but_one_has_some() -> None:
+    assert {goal.part for goal in goals.GOALS} == {*findings.NAMES} - {"edges"}
+
+
+# ── the record ───────────────────────────────────────────────────────────────────────────────────
+
+
+def outcome(name: str, found: Mapping[str, Any], **more: Any) -> Outcome:
+    values: dict[str, Any] = {"code": 0, "seconds": 1.25} | more
+    return Outcome(name, found=found, **values)
+
+
+def test_a_run_that_meets_its_goals_is_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "gpu.json"
+    outcomes = [outcome("copies", COPIES), outcome("hbm", HBM)]
+    assert run.finished(outcomes, gpu=GPU, seed=7, out=out) == 0
+    said = capsys.readouterr().out
+    assert "NVIDIA H100 80GB HBM3, seed 7" in said
+    assert "copies    ok     rc   0    1.2 s" in said
+    assert "peak load=54.32" in said
+    assert f"{goals.RUNS:28} staged  store_ratio=0.95" in said
+    assert "1 of 1 checks" in said
+    result = json.loads(out.read_text())
+    assert (result["gpu"], result["seed"]) == (GPU, 7)
+    assert {"date", "packages", "commit"} <= result["environment"].keys()
+    row = result["parts"]["copies"]
+    assert (row["rc"], row["seconds"], row["missed"], row["found"]) == (0, 1.2, [], COPIES)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (outcome("hbm", HBM | {"failed": ["x"]}), "missed: failed: x"),
+        (outcome("hbm", HBM, code=-11, tail=("Segmentation fault",)), "| Segmentation fault"),
+        (outcome("hbm", {}, code=-9, why="killed after 40 s"), "killed after 40 s"),
+        (outcome("hbm", {"error": "DeviceError: x"}, code=1), "DeviceError: x"),
+    ],
+)
+def test_a_part_that_failed_is_shown_and_fails_the_run(
+    bad: Outcome, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "gpu.json"
+    assert run.finished([outcome("copies", COPIES), bad], gpu=GPU, seed=7, out=out) == 1
+    said = capsys.readouterr().out
+    assert "hbm       FAILED" in said
+    assert says in said
+    assert json.loads(out.read_text())["parts"]["copies"]["found"] == COPIES
+
+
+def test_nothing_measured_is_loud_and_leaves_the_last_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A broken driver: every part fails, or finds nothing."""
+    out = tmp_path / "gpu.json"
+    outcomes = [outcome("copies", {"seed": 1, "peak": {}}, code=1), outcome("hbm", {"seed": 1})]
+    code = run.finished(outcomes, gpu=GPU, seed=7, out=out)
+    assert code == run.NOTHING_MEASURED not in (0, 1)
+    assert "NOTHING WAS MEASURED" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_without_a_gpu_nothing_runs_and_that_is_loud(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "describe_gpu", dict)
+    monkeypatch.setattr(run, "run_all", None)
+    assert run.main([]) == run.NOTHING_MEASURED
+    assert "NOTHING WAS MEASURED" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("echo 'NVIDIA H200, 580.1, 143771, 5, 16'", "NVIDIA H200"),
+        ("echo 'No devices were found'", None),
+        ("echo 'NVIDIA H200, 580.1, 143771, 5, 16'; exit 9", None),
+        ("exit 127", None),
+        ("", None),
+    ],
+)
+def test_a_gpu_is_what_its_driver_names(
+    answer: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if answer:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{answer}\n")
+        program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert smi.describe_gpu().get("name") == expected
+
+
+def test_rows_of_findings_become_columns() -> None:
+    rows = [{"gb_per_s": 1.5, "wrong": 0}, {"gb_per_s": 20.0, "wrong": 0}]
+    row = {"rc": 0, "seconds": 1.0, "missed": [], "found": {"loads": rows, "seed": 1, "note": ""}}
+    _, line = report.table({"node": row}).splitlines()
+    assert line.strip() == "loads gb_per_s=[1.5, 20] wrong=[0, 0]"
+
+
+# ── processes ────────────────────────────────────────────────────────────────────────────────────
+
+FINDS = """\
+    import json, pathlib, sys
+    pathlib.Path(sys.argv[2]).write_text(json.dumps({"found": sys.argv[1:] and 5}))
+"""
+HANGS = (
+    FINDS
+    + """\
+    import fcntl, os, threading
+    file = pathlib.Path(sys.argv[2]).with_suffix(".lock").open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.fork()
+    threading.Event().wait(60)
+"""
+)
+CRASHES = FINDS + "    import os\n    os.abort()\n"
+
+
+def program(name: str, source: str, limit_s: float = 20.0) -> Part:
+    return Part(name, [sys.executable, "-c", textwrap.dedent(source)], limit_s)
+
+
+def test_a_part_that_hangs_or_crashes_stops_no_other_and_keeps_what_it_found(
+    tmp_path: Path,
+) -> None:
+    todo = [
+        program("edges", HANGS, 0.5),
+        program("contract", "raise SystemExit('no such thing')"),
+        program("kernels", CRASHES),
+        program("copies", FINDS),
+    ]
+    begin = time.monotonic()
+    found = run.run_all(todo, tmp_path, tmp_path / "log", os.environ)
+    assert time.monotonic() - begin < 15
+    assert [each.code for each in found] == [-9, 1, -6, 0]
+    assert [each.found for each in found] == [{"found": 5}, {}, {"found": 5}, {"found": 5}]
+    assert found[0].why.startswith("killed after")
+    with (tmp_path / "edges.lock").open() as file:  # with all of its processes
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert found[1].tail == ("no such thing",)
+    assert "no such thing" in (tmp_path / "log").read_text()
+    assert [each.has_measured for each in found] == [False, False, False, True]
+
+
+def test_a_part_has_what_others_left_of_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def instead(each: Part, limit_s: float, *_: Any) -> Outcome:
+        given.append(limit_s)
+        (tmp_path / f"{each.name}.log").touch()
+        return outcome(each.name, {})
+
+    monkeypatch.setattr(run, "run_part", instead)
+    todo = [Part("edges", [], 40), Part("contract", [], 60)]
+    run.run_all(todo, tmp_path, tmp_path / "log", {})
+    assert given == [pytest.approx(40, abs=5), pytest.approx(100, abs=5)]
+
+
+def test_all_parts_fit_into_the_budget() -> None:
+    todo = run.parts(findings.NAMES, 3, is_rehearsal=False)
+    assert sum(each.limit_s for each in todo) == run.BUDGET_S == 470
+    assert [each.name for each in todo] == [*findings.NAMES]
+
+
+def test_what_cannot_be_rehearsed_is_listed_and_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def instead(todo: list[Part], *_: Any) -> list[Outcome]:
+        assert [each.name for each in todo] == ["copies", "node"]
+        absent = outcome(
+            "node", {"not_here": "torch"}, code=findings.NOT_HERE, why="not run: torch"
+        )
+        return [outcome("copies", COPIES), absent]
+
+    monkeypatch.setattr(run, "run_all", instead)
+    monkeypatch.setattr(pack, "PACK", tmp_path)
+    names = ["copies", "node", "memcheck"]
+    log = str(tmp_path / "log")
+    assert run.main(["--rehearse", "--only", *names, "--log", log]) == 0
+    said = capsys.readouterr().out
+    assert "not run: torch" in said
+    assert "not rehearsed: needs kernels on a GPU" in said
+
+
+def test_the_environment_comes_first_with_what_was_brought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "there")
+    found = run.environment(tmp_path, tmp_path / "site")
+    assert found["PYTHONPATH"].split(":") == [str(tmp_path / "site"), str(record.ROOT), "there"]
+
+
+# ── one part ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_findings_are_on_disk_at_once(tmp_path: Path) -> None:
+    said = Findings(tmp_path / "x.json")
+    said.say(first=1)
+    said.say(second=[2.5])
+    assert json.loads((tmp_path / "x.json").read_text()) == {"first": 1, "second": [2.5]}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "key"),
+    [(NotHere("torch"), 77, "not_here"), (RuntimeError("it broke"), 1, "error")],
+)
+def test_a_part_that_ends_early_says_why(
+    error: Exception,
+    code: int,
+    key: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(said: Findings, _: findings.Options) -> None:
+        said.say(before=1)
+        raise error
+
+    into = tmp_path / "x.json"
+    monkeypatch.setattr(memcheck, "run", fails)
+    monkeypatch.setattr(sys, "argv", ["part", "memcheck", "--into", str(into)])
+    assert part.main() == code
+    found = json.loads(into.read_text())
+    assert found["before"] == 1
+    assert str(error) in found[key]
+
+
+@pytest.mark.skipif(memcheck.sanitizer() is not None, reason="the tool is here")
+def test_a_part_whose_tool_is_not_here_ends_with_a_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process: a module that runs as a program is not the one that others import."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(record.ROOT))
+    (todo,) = run.parts(["memcheck"], 3, is_rehearsal=False)
+    found = run.run_part(todo, 20.0, tmp_path, os.environ)
+    assert found.code == findings.NOT_HERE, found
+    assert "compute-sanitizer" in found.why
+
+
+def test_tests_are_counted_by_their_outcome() -> None:
+    text = "FAILED tests/x.py::test_a[GpuParty] - assert\n== 1 failed, 44 passed in 3.1s ==\n"
+    found = contract.counted(text)
+    assert found == {"passed": 44, "skipped": 0, "failed": ["test_a[GpuParty]"]}
+    assert contract.counted("3 passed, 9 deselected in 1.0s")["failed"] == []
+    assert contract.counted("45 skipped in 1.0s")["failed"]
+    assert contract.counted("ERROR: unknown option")["failed"]
+
+
+def test_memcheck_tells_accesses_from_calls_that_failed() -> None:
+    stray = "========= Invalid __global__ write of size 8 bytes\n"
+    call = "========= Program hit cudaErrorInvalidValue (error 1) on cudaMemcpyAsync\n"
+    end = "========= ERROR SUMMARY: 1 error\n"
+    assert memcheck.reported(stray + end, 9)["findings"] == [
+        "Invalid __global__ write of size 8 bytes"
+    ]
+    assert memcheck.reported(call + end, 9)["findings"] == []
+    assert memcheck.reported(call + end, 9)["failed_calls"]
+    assert memcheck.reported(end, 0) == {"findings": [], "failed_calls": []}
+    assert memcheck.reported(end, 1)["findings"] == ["exit code 1"]
+    assert memcheck.reported("", 0)["findings"] == ["the tool said nothing"]
+
+
+# ── what travels ─────────────────────────────────────────────────────────────────────────────────
+
+
+def wheel(folder: Path, name: str, inside: str = "brought/__init__.py") -> Path:
+    with zipfile.ZipFile(folder / name, "w") as archive:
+        archive.writestr(inside, "x = 1\n")
+    return folder / name
+
+
+def test_wheels_are_unpacked_for_the_python_they_are_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pack.unpack(tmp_path / "site", pack=tmp_path) is None
+    wheel(tmp_path, "brought-1-py3-none-any.whl")
+    monkeypatch.setattr(pack, "PYTHON", (2, 7))
+    assert pack.unpack(tmp_path / "site", pack=tmp_path) is None
+    monkeypatch.setattr(pack, "PYTHON", sys.version_info[:2])
+    assert pack.unpack(tmp_path / "site", pack=tmp_path) == tmp_path / "site"
+    assert (tmp_path / "site" / "brought" / "__init__.py").read_text() == "x = 1\n"
+
+
+def test_a_pack_that_is_too_large_or_empty_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "PACK", tmp_path)
+    monkeypatch.setattr(pack, "tracked_bytes", lambda: 1000)
+    assert pack.main() == 1
+    wheel(tmp_path, "brought-1-py3-none-any.whl")
+    assert pack.main() == 0
+    monkeypatch.setattr(pack, "BYTES_MAX", 1000)
+    assert pack.main() == 1
+
+
+def test_a_wheel_with_files_for_other_places_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "PACK", tmp_path)
+    monkeypatch.setattr(pack, "tracked_bytes", lambda: 1000)
+    wheel(tmp_path, "brought-1-py3-none-any.whl", "brought-1.data/purelib/brought.py")
+    assert pack.main() == 1

@@ -1,0 +1,34 @@
+"""Hbm or dram: the quicker one, and now and then the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.client.core.pace import SOURCE_EVERY as EVERY, SOURCE_TRIED as TRIED, SourcePace
+
+
+def taken(pace: SourcePace, count: int, *, hbm_ns: int, dram_ns: int) -> list[bool]:
+    """Which of so many loads come from hbm, where each takes its source's time."""
+    found = []
+    for _ in range(count):
+        is_hbm = pace.takes_hbm()
+        pace.ended(hbm_ns if is_hbm else dram_ns, 1000, is_hbm=is_hbm)
+        found.append(is_hbm)
+    return found
+
+
+@pytest.mark.parametrize("hbm_ns", [500, 2000])
+def test_the_quicker_one_is_taken_once_both_were_seen(hbm_ns: int) -> None:
+    pace = SourcePace()
+    first = taken(pace, EVERY, hbm_ns=hbm_ns, dram_ns=1000)
+    assert sum(first) == TRIED, "dram, until hbm was tried"
+    later = taken(pace, 3 * EVERY, hbm_ns=hbm_ns, dram_ns=1000)
+    share = sum(later) / len(later)
+    assert share == (1 - TRIED / EVERY if hbm_ns < 1000 else TRIED / EVERY)
+
+
+def test_another_load_of_the_machine_changes_its_mind() -> None:
+    pace = SourcePace()
+    taken(pace, 2 * EVERY, hbm_ns=500, dram_ns=1000)
+    taken(pace, 2 * EVERY, hbm_ns=3000, dram_ns=1000)
+    assert not any(taken(pace, EVERY - TRIED, hbm_ns=3000, dram_ns=1000))
