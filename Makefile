@@ -12,6 +12,8 @@ MUTANTS ?= 100
 TORCH := torch==2.13.0+cpu
 # The interpreter of a machine with a GPU, which has PyTorch for CUDA; nothing is installed there.
 GPU_PYTHON ?= python3
+# A folder for what it finds, where only one comes back from that machine: make gpu-check OUT=folder
+OUT ?=
 # As on such a machine, for a rehearsal. Its torch needs no GPU: that for CPUs, where pip finds one.
 PYTHON312 ?= python3.12
 GPU_TORCH := torch==2.11.0
@@ -99,8 +101,8 @@ gpu-rehearse: gpu-pack ## what gpu-check runs, without a GPU or a network, in a 
 	$(NO_NETWORK) env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 sh -c 'ip link set lo up && exec "$$@"' sh \
 		$(GPU_IMAGE)/bin/python bench/gpu/run.py --rehearse --out build/gpu_rehearsal.json --log build/gpu_rehearsal.log
 
-gpu-check: ## bench/gpu/run.py with GPU_PYTHON on this machine's NVIDIA GPU: bench/results/gpu.json
-	$(GPU_PYTHON) bench/gpu/run.py
+gpu-check: ## bench/gpu/run.py with GPU_PYTHON on this machine's NVIDIA GPU: bench/results/gpu.json, or in OUT
+	$(GPU_PYTHON) bench/gpu/run.py $(if $(OUT),--out '$(OUT)/gpu.json' --log '$(OUT)/gpu.log')
 
 gpu-vllm-pack: $(VENV)/.engine ## build/gpu-vllm: a real vLLM for a machine with a GPU that reaches no registry
 	$(BIN)/python bench/gpu/vllm/pack.py
@@ -111,8 +113,8 @@ gpu-vllm-compile: ## vLLM's Triton kernels for sm_90, without a device; GPU_PYTH
 gpu-vllm-rehearse: ## what gpu-vllm-check runs, on a GPU that is not there: 3 to 5 minutes
 	$(GPU_PYTHON) bench/gpu/vllm/run.py --device virtual
 
-gpu-vllm-check: ## a real vLLM plain, storing and loading, on this machine's NVIDIA GPU: build/gpu_vllm.json
-	$(GPU_PYTHON) bench/gpu/vllm/run.py --graphs
+gpu-vllm-check: ## a real vLLM plain, storing and loading, on this machine's NVIDIA GPU: build/gpu_vllm.json, or in OUT
+	$(GPU_PYTHON) bench/gpu/vllm/run.py --graphs $(if $(OUT),--out '$(OUT)/gpu_vllm.json')
 
 upstream: $(VENV)/.engine ## vLLM's own connector tests against kvstore's; fetches them once
 	$(BIN)/python -m tests.upstream.run

@@ -214,10 +214,11 @@ class Copier:
             is_welcome = isinstance(message, Welcome) and self._dial.state is DialState.GREETED
             if is_welcome and not self._drain():
                 return "the engine is shutting down"
+            if is_welcome:
+                self._take_mapping()  # without the lock: it may unpin all of the last one
             with self._handoff.core() as core:
                 if isinstance(message, Welcome) and is_welcome:
                     core.connected(message)
-                    self._take_mapping()
                     self._dial.welcomed(now_ns, message.now_ns)
                     self._dial.served()
                 else:

@@ -59,6 +59,11 @@ class Handoff:
             self._core.give_up(block_ids)
             return False
 
+    def settle(self, block_ids: Sequence[int]) -> None:
+        """The engine overwrites these blocks already: see `RankCore.settle`."""
+        with self._lock:
+            self._core.settle(block_ids)
+
     def wait_for_load(self, timeout_s: float) -> None:
         """Wait until all loads of a request have ended, at most `timeout_s`; no wait if none
         runs."""

@@ -317,7 +317,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Submit the step's loads; they run beside the engine."""
         assert self._worker is not None
-        self._idle_step = forward_context.attn_metadata is None
+        # The second model runner calls this after its forward, whose context is gone by then.
+        self._idle_step = forward_context.attn_metadata is None and "num_tokens" not in kwargs
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KVStoreMetadata)
         self._worker.start_load_kv(metadata.plan)

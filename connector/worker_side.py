@@ -16,8 +16,8 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvstore.client.core.plan import LoadResult, RankReport, StepPlan
-from kvstore.client.core.rank import RankConfig, RankCore, refuse
+from kvstore.client.core.plan import LoadResult, RankReport, StepPlan, refuse
+from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.connector.checks import NotServed
 from kvstore.connector.copier import Copier
 from kvstore.connector.devices import (
@@ -86,6 +86,15 @@ class WorkerSide:
         """Loads under way of each request: one for each KV cache group."""
         self._unsaved = StepPlan()
         """Plan of a step that began, until `wait_for_save` is called."""
+        self._submitted: StepPlan | None = None
+        """Plan whose loads were submitted before the forward."""
+        # The second model runner launches what it has for new blocks before it names them here,
+        # and asks for loads after its forward only.
+        self._is_second_runner = bool(getattr(vllm_config, "use_v2_model_runner", False))
+        self._is_fenced_late = self._is_second_runner and (
+            bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+            or len(kv_cache_config.kv_cache_groups) > 1  # copies of partial blocks
+        )
         _sides.add(self)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -97,7 +106,10 @@ class WorkerSide:
             return
         rank_config, copies = found
         self._copies = copies
-        self._handoff = Handoff(RankCore(rank_config, copies_max=copies.copies_max))
+        core = RankCore(
+            rank_config, copies_max=copies.copies_max, is_fenced_late=self._is_fenced_late
+        )
+        self._handoff = Handoff(core)
         self._copier = Copier(
             self._handoff,
             copies,
@@ -186,6 +198,15 @@ class WorkerSide:
         # With drafts the engine calls `wait_for_save` on the last pipeline stage alone. On the
         # others the step before has run by now, and nothing has been overwritten yet.
         self.wait_for_save(self._unsaved)
+        self._fence(plan)
+        if self._is_second_runner:
+            self._submitted = plan
+            self._submit_loads(plan)
+
+    def _fence(self, plan: StepPlan) -> None:
+        if self._handoff is not None and self._is_fenced_late:
+            self._handoff.settle(plan.fence_blocks)
+            return
         if not plan.fence_blocks or self._handoff is None:
             return
         begin_ns = time.perf_counter_ns()
@@ -199,6 +220,11 @@ class WorkerSide:
     def start_load_kv(self, plan: StepPlan) -> None:
         """Submit the step's loads."""
         self._unsaved = plan
+        if plan is not self._submitted:
+            self._submit_loads(plan)
+        self._submitted = None
+
+    def _submit_loads(self, plan: StepPlan) -> None:
         if plan.loads:
             self._submit(StepPlan(loads=plan.loads))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -51,19 +52,22 @@ _CopyBatch = ctypes.CFUNCTYPE(
 """cuMemcpyBatchAsync of CUDA 13."""
 
 
-def cuda_runtime() -> Any:
-    """The bindings.
+def _bindings(name: str) -> Any:
+    """A module of the bindings.
 
     Raises:
         DeviceError: they are not installed, or the library cannot be loaded.
     """
     try:
-        from cuda.bindings import runtime
+        return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
         raise DeviceError(
             f"NVIDIA's bindings are missing ({error}): pip install 'kvstore-llm[cuda]'"
         ) from None
-    return runtime
+
+
+cuda_runtime: Callable[[], Any] = functools.partial(_bindings, "runtime")
+cuda_driver: Callable[[], Any] = functools.partial(_bindings, "driver")
 
 
 def _driver_call(driver: Any, name: str, *arguments: Any) -> Any:
@@ -75,15 +79,6 @@ def _driver_call(driver: Any, name: str, *arguments: Any) -> Any:
     if status != driver.CUresult.CUDA_SUCCESS:
         raise DeviceError(f"{name}: {status.name}")
     return values[0] if values else None
-
-
-def cuda_driver() -> Any:
-    """As `cuda_runtime`."""
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise DeviceError(str(error)) from None
-    return driver
 
 
 class CudaKernels:
@@ -249,7 +244,8 @@ class CudaDevice:
             stream,
         )
         if status:
-            raise DeviceError(f"cuMemcpyBatchAsync: {self._driver.CUresult(status).name}")
+            known = {each.value: each.name for each in self._driver.CUresult}
+            raise DeviceError(f"cuMemcpyBatchAsync: {known.get(status, status)}")
 
     def _batch_function(self) -> Any:
         legacy = self._driver.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM

@@ -48,6 +48,8 @@ from kvstore.wire.layout import Slab
 PIN_NS_MAX: Final = 1_000_000_000
 """How long a store waits for its slot to be pinned. Nobody else can end that wait: the pages of a
 node that died while it grew never arrive."""
+NO_MARK: Final = -1
+"""The engine's stream could not be marked: copies behind it fail."""
 NOT_PINNED_IN_TIME: Final = "the memory of its slot was not pinned in time"
 PIECE_BY_PIECE: Final = (
     "kvstore: blocks are copied piece by piece and hashed by the host, which is slower: %s"
@@ -133,40 +135,26 @@ class DeviceCopies:
     """See the module, and the port for the methods."""
 
     def __init__(
-        self, device: Device, caches: Sequence[DeviceCache], *, by_pieces: bool = False
+        self,
+        device: Device,
+        caches: Sequence[DeviceCache],
+        *,
+        by_pieces: bool = False,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """`caches`: by KV cache group. `by_pieces`: without kernels, for measurements and tests.
+        `clock_ns`: for how long copies are served.
 
         Raises:
             DeviceError: the device has no streams or no pinned memory for this process.
         """
         self._device = device
-        self._caches = caches
+        self._caches, self._clock_ns = caches, clock_ns
         self.gpu = device.name
-        stores, loads = (
-            CopyDirection([device.stream(is_urgent=is_urgent) for _ in range(2)])
-            for is_urgent in (False, True)
-        )
-        self._directions = {
-            CopyWay.STORE: stores,
-            CopyWay.COMPARE: stores,
-            CopyWay.LOAD: loads,
-            CopyWay.CLEAR: loads,
-        }
-        self._both = stores, loads
-        self.moves = BlockMoves(
-            device, [*stores.batches, *loads.batches], caches, by_pieces=by_pieces
-        )
-        if self.moves.trouble:
-            _log.warning(PIECE_BY_PIECE, self.moves.trouble)
-        most = min(self.moves.batch_max(group) for group in range(len(caches)))
-        self.copies_max = 4 * most
-        """A batch for each of the four streams."""
-        self._own = OwnMemory(max(cache.block_bytes for cache in caches), self.copies_max)
         try:
-            device.pin(self._own.address, self._own.size)
+            self._begin_with(by_pieces=by_pieces)
         except DeviceError:
-            self.moves.close()
+            device.close()
             raise
         self._ordered: list[CopyFlight] = []
         """Copies to be given to the device by the next `ended`, or that wait for memory."""
@@ -182,6 +170,34 @@ class DeviceCopies:
         self._slab_address = 0
         """Address of the node's slab on this device; 0: none is mapped."""
         self._closed = False
+
+    def _begin_with(self, *, by_pieces: bool) -> None:
+        """Streams, rooms and pinned memory."""
+        device, caches = self._device, self._caches
+        stores, loads = (
+            CopyDirection([device.stream(is_urgent=is_urgent) for _ in range(2)])
+            for is_urgent in (False, True)
+        )
+        self._directions = {
+            CopyWay.STORE: stores,
+            CopyWay.COMPARE: stores,
+            CopyWay.LOAD: loads,
+            CopyWay.CLEAR: loads,
+        }
+        self._both = stores, loads
+        streams = [*stores.batches, *loads.batches]
+        self.moves = BlockMoves(device, streams, caches, by_pieces=by_pieces)
+        if self.moves.trouble:
+            _log.warning(PIECE_BY_PIECE, self.moves.trouble)
+        most = min(self.moves.batch_max(group) for group in range(len(caches)))
+        self.copies_max = 4 * most
+        """A batch for each of the four streams."""
+        self._own = OwnMemory(max(cache.block_bytes for cache in caches), self.copies_max)
+        try:
+            device.pin(self._own.address, self._own.size)
+        except DeviceError:
+            self.moves.close()
+            raise
 
     @property
     def trouble(self) -> str:
@@ -234,20 +250,33 @@ class DeviceCopies:
 
     def mark(self) -> int:
         with self._marking:
-            self._forget_passed()
-            event = self._take_event()
-            self._device.record(event, None)
+            if self._closed:
+                return 0
+            try:
+                self._forget_passed()
+                event = self._take_event()
+                self._device.record(event, None)
+            except DeviceError as error:
+                _log.warning("kvstore: %s", error)
+                return NO_MARK
             self._last_mark += 1
             self._marks[self._last_mark] = event
             return self._last_mark
 
     def _wait_for(self, mark: int, stream: int) -> None:
         """Work given to the stream from now on comes after the mark."""
+        if mark == NO_MARK:
+            raise DeviceError("the engine's stream could not be marked")
         with self._marking:
             self._forget_passed()
             # Of this mark alone: a later one is of a forward that the copy has nothing to do with.
             if mark in self._marks:
                 self._device.wait(stream, self._marks[mark])
+
+    def _has_passed(self, mark: int) -> bool:
+        with self._marking:
+            self._forget_passed()
+            return mark not in self._marks
 
     def _forget_passed(self) -> None:
         """Their events are free again."""
@@ -275,7 +304,7 @@ class DeviceCopies:
         if copy.way is CopyWay.COMPARE and not self._caches[copy.group].values:
             self._ends.append(CopyEnd(copy.number, reason=NOT_COMPARABLE))
             return
-        self._ordered.append(CopyFlight(copy))
+        self._ordered.append(CopyFlight(copy, self._clock_ns()))
 
     def _give(self) -> None:
         """Give what was ordered to the streams: like copies of blocks in one go, whatever came
@@ -295,7 +324,7 @@ class DeviceCopies:
         copy, is_late = flight.copy, False
         if copy.way is CopyWay.STORE and not self._is_pinned(copy):
             assert self._pins is not None
-            is_late = time.perf_counter_ns() - flight.ordered_ns > PIN_NS_MAX
+            is_late = self._clock_ns() - flight.ordered_ns > PIN_NS_MAX
             reason = self._pins.trouble_of(copy.begin, copy.begin + self.block_bytes(copy.group))
             if reason or is_late:
                 self._ends.append(CopyEnd(copy.number, reason=reason or NOT_PINNED_IN_TIME))
@@ -327,7 +356,7 @@ class DeviceCopies:
 
     def _begin(self, flights: list[CopyFlight]) -> None:
         """Give like copies to a stream."""
-        batch, first = FlightBatch(flights), flights[0].copy
+        batch, first = FlightBatch(flights, self._clock_ns()), flights[0].copy
         direction = self._directions[first.way]
         stream = direction.next_stream()
         try:
@@ -400,12 +429,16 @@ class DeviceCopies:
         batch = batches[0]
         try:
             if not self._device.has_happened(batch.event):
+                if batch.after and not self._has_passed(batch.after):
+                    batch.begun_ns = self._clock_ns()
+                else:
+                    batch.after = 0
                 return False
             self._events.append(batch.event)
         except DeviceError as error:
             batch.reason = batch.reason or f"{HAS_FAILED}{error}"
         batches.popleft()
-        now_ns = time.perf_counter_ns()
+        now_ns = self._clock_ns()
         served_ns = now_ns - max(batch.begun_ns, direction.served_ns)
         direction.served_ns = now_ns
         self._close(batch, served_ns // len(batch.flights))
@@ -447,9 +480,12 @@ class DeviceCopies:
         )
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+        with self._marking:  # the engine's thread takes marks until its end
+            if self._closed:
+                return
+            self._closed = True
+            self._events.clear()
+            self._marks.clear()
         if self._is_busy:
             return  # the memory that a device still writes goes with the process
         if self._pins is not None:

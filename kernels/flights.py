@@ -7,7 +7,6 @@ Does not cover: giving them to the device and taking their ends (`device.py`).
 from __future__ import annotations
 
 import mmap
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -36,9 +35,8 @@ class CopyFlight:
 
     __slots__ = ("copy", "digests", "ordered_ns", "staging")
 
-    def __init__(self, copy: BlockCopy) -> None:
-        self.copy = copy
-        self.ordered_ns = time.perf_counter_ns()
+    def __init__(self, copy: BlockCopy, ordered_ns: int) -> None:
+        self.copy, self.ordered_ns = copy, ordered_ns
         self.staging: PinnedPart | None = None
         """In place of the slot."""
         self.digests: PinnedPart | None = None
@@ -53,11 +51,14 @@ class CopyFlight:
 class FlightBatch:
     """Like copies, which were given to a stream in one go and end with one event."""
 
-    __slots__ = ("begun_ns", "end_range", "event", "flights", "reason")
+    __slots__ = ("after", "begun_ns", "end_range", "event", "flights", "reason")
 
-    def __init__(self, flights: list[CopyFlight]) -> None:
+    def __init__(self, flights: list[CopyFlight], begun_ns: int) -> None:
         self.flights = flights
-        self.begun_ns = time.perf_counter_ns()
+        self.after = flights[0].copy.after
+        """Mark that it waits for; 0: none, or one that has passed."""
+        self.begun_ns = begun_ns
+        """When it was last seen waiting: the engine's forward is no time of a copy."""
         self.end_range: Range = begin_range(flights[0].copy.way.value)
         self.event = -1
         self.reason = ""

@@ -119,11 +119,16 @@ class PinnedChunks:
 
     def pin_ahead(self, end: int) -> None:
         """Ask for the next chunk below `end` that nobody needs yet, unless one is being pinned."""
-        while (self._ahead + 1) * CHUNK_BYTES <= end and not self._wanted:
+        while self._end_of(self._ahead) <= end and not (self._wanted or self._failed):
+            if self._ahead * CHUNK_BYTES >= self._memory.size:
+                return
             chunk, self._ahead = self._ahead, self._ahead + 1
             if chunk not in self._asked:
                 self._ask([chunk])
                 return
+
+    def _end_of(self, chunk: int) -> int:
+        return min((chunk + 1) * CHUNK_BYTES, self._memory.size)
 
     def _ask(self, chunks: list[int]) -> None:
         if chunks:
@@ -134,19 +139,20 @@ class PinnedChunks:
 
     def _run(self) -> None:
         while (chunk := self._next()) is not None:
-            begin = chunk * CHUNK_BYTES
-            end = min(begin + CHUNK_BYTES, self._memory.size)
+            begin, end = chunk * CHUNK_BYTES, self._end_of(chunk)
             if self._ready_bytes() < end:
                 # Its pages have not all arrived. They do within seconds of a node's start.
                 with self._wake:
                     self._wanted.append(chunk)
                     self._wake.wait(0.05)
             elif reason := self._pin(self._address + begin, end - begin):
-                is_again = chunk in self._failed
+                is_again, is_first = chunk in self._failed, not self._failed
                 others = {each: why for each, why in self._failed.items() if each != chunk}
                 self._failed = {**others, chunk: NOT_PINNED.format(reason)}  # the last in turn
-                self._again_s = min(2 * self._again_s, AGAIN_S_MAX) if is_again else self._again_s
-                self._again_at_s = time.monotonic() + self._again_s
+                if is_again:
+                    self._again_s = min(2 * self._again_s, AGAIN_S_MAX)
+                if is_again or is_first:  # another failure puts nothing off
+                    self._again_at_s = time.monotonic() + self._again_s
             else:
                 self._pinned.add(chunk)
                 if self._failed.pop(chunk, ""):
@@ -156,11 +162,11 @@ class PinnedChunks:
         """The next chunk to pin, once there is one; None: closed."""
         with self._wake:
             while not self._closed:
-                if self._wanted:
-                    return self._wanted.popleft()
                 left_s = self._again_at_s - time.monotonic()
                 if self._failed and left_s <= 0:
                     return next(iter(self._failed))
+                if self._wanted:
+                    return self._wanted.popleft()
                 self._wake.wait(left_s if self._failed else None)
             return None
 

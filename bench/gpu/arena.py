@@ -24,7 +24,7 @@ from bench.gpu.child import Child, say, serve
 from bench.gpu.findings import Findings, Options
 from bench.gpu.machine import Bytes, noise, open_gpu
 from bench.gpu.rank import Rank, Shape
-from bench.gpu.smi import back_at, memory_in_use
+from bench.gpu.smi import back_at, device_memory_checks, memory_in_use
 from kvstore.arena import Arena, ArenaView, GenerationView
 from kvstore.kernels.pinning import CHUNK_BYTES
 from kvstore.ports import CopyWay
@@ -35,6 +35,8 @@ ARENA_BYTES, ARENA_BYTES_REHEARSED = 512 * MIB, 136 * MIB
 SHAPE, SHAPE_REHEARSED = Shape(16, 128 * KIB), Shape(3, 8 * KIB)
 MOVED = 16
 """Blocks of a worker."""
+FIRST_S, UNTIL_KILLED_S = 0.05, 30.0
+"""Of copies: the second is one call, so that there is no pause in which the kill could fall."""
 INCARNATION = 1
 
 
@@ -45,6 +47,7 @@ class Worker:
         self, arena_fd: int, generation_fd: int, first: int, *, options: Options, arena_bytes: int
     ) -> None:
         """`first`: byte at which its own blocks begin."""
+        gpu = open_gpu(options)
         size = os.fstat(generation_fd).st_size
         page = GenerationView(
             generation_fd, size_bytes=size, arena_bytes=arena_bytes, incarnation=INCARNATION
@@ -54,13 +57,16 @@ class Worker:
         self._seed, self._stored = options.seed, 0
         """How often its blocks were stored: each time others."""
         self.rank = Rank(
-            open_gpu(options),
+            gpu,
             shape,
             MOVED,
             seed=options.seed,
             slots=self.view.array,
             slots_begin=first,
         )
+
+    def greeting(self) -> dict[str, Any]:
+        return {"pinned_mib": self.rank.copies.pinned_bytes // MIB}
 
     def expected(self) -> dict[str, Any]:
         """Digest of its blocks, from the host's own copy."""
@@ -87,10 +93,11 @@ class Worker:
         return {"failed": failed, "digest": xxhash.xxh3_128_hexdigest(arrived.data)}
 
     def churn(self) -> dict[str, Any]:
-        """Copy both ways until killed; says once that it has begun."""
-        say({"churning": True})
+        """Copy both ways until killed; says once that copies have ended and more are to come."""
+        rate = self.rank.rate((CopyWay.STORE, CopyWay.LOAD), FIRST_S)
+        say({"churning": True, "gb_per_s": round(rate, 3)})
         while True:
-            self.rank.rate((CopyWay.STORE, CopyWay.LOAD), 0.1)
+            self.rank.rate((CopyWay.STORE, CopyWay.LOAD), UNTIL_KILLED_S)
 
     def close(self) -> dict[str, Any]:
         self.rank.close()
@@ -129,12 +136,12 @@ def spike(
         checks["a_loads_what_b_stored"] = loads[1]["digest"] == expected[1]
         with_both = memory_in_use() if baseline else {}
         a.ask("store")
-        a.ask("churn")
+        findings.say(killed_while_copying=a.ask("churn"))
         a.end()
         b.ask("store")
         again, expected = b.ask(f"load {places[1]}"), [b.ask("expected")["digest"]]
         checks["b_goes_on_after_a_was_killed"] = again["digest"] == expected[0]
-        if baseline:
+        if "device" in baseline and "device" in with_both:
             only_b = baseline["device"] + (with_both["device"] - baseline["device"]) // 2
             checks["a_gave_its_device_memory_back"] = back_at({"device": only_b}, "device")
         c = start(3, places[0])
@@ -145,8 +152,7 @@ def spike(
     finally:
         for child in children:
             child.end()
-    if baseline:
-        checks["device_memory_at_baseline"] = back_at(baseline, "device")
+    checks |= device_memory_checks(baseline, findings)
     return checks
 
 
@@ -172,8 +178,7 @@ def main() -> None:
     given = parser.parse_args()
     arena_fd, generation_fd, first, arena_bytes, seed = given.worker
     options = Options(seed, is_rehearsal=given.rehearse)
-    worker = Worker(arena_fd, generation_fd, first, options=options, arena_bytes=arena_bytes)
-    serve(worker, {"pinned_mib": worker.rank.copies.pinned_bytes // MIB})
+    serve(lambda: Worker(arena_fd, generation_fd, first, options=options, arena_bytes=arena_bytes))
 
 
 if __name__ == "__main__":

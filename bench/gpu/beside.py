@@ -11,6 +11,7 @@ Needs torch.cuda, whose stream is the engine's.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from bench.gpu.findings import Findings, NotHere, Options
 from bench.gpu.goals import CAPTURES, STEPS_BLOCKS
 from bench.gpu.machine import Gpu, open_gpu, pages
 from bench.gpu.rank import Rank, Shape
+from kvstore.connector.copier import UNDER_WAY_S
 from kvstore.ports import CopyWay
 from kvstore.units import KIB, MIB
 
@@ -30,6 +32,11 @@ BLOCKS = 32
 SECONDS = 0.6
 GROUP = 10
 """Pieces of work between two events."""
+QUEUED_CYCLES = 2_000_000
+"""About a millisecond of a GPU: time to launch a group, so that no event sees a gap."""
+SWITCH_S = 0.000_1
+"""As long as the product's thread pauses: with Python's own 5 ms the two would wait for each other
+for longer than anything here takes."""
 STEPS_TRIED, STEP_CYCLES = 30, 20_000_000
 """Some 12 ms of a GPU for each step."""
 PINNED_BYTES = 4 * MIB
@@ -46,6 +53,7 @@ def run(findings: Findings, options: Options) -> None:
         raise NotHere("a torch that can use the GPU")
     gpu = open_gpu(options, engine_stream=lambda: int(torch.cuda.current_stream(0).cuda_stream))
     torch.manual_seed(options.seed)
+    sys.setswitchinterval(SWITCH_S)
     products: dict[str, Any] = {}
     for name, shape in SHAPES.items():
         products[name] = beside_copies(torch, gpu, shape, options.seed)
@@ -94,7 +102,7 @@ def beside_copies(torch: Any, gpu: Gpu, shape: Shape, seed: int) -> dict[str, An
         for name, work in works.items():
             rates: list[float] = []
             before = milliseconds(torch, work)
-            with meanwhile(lambda: rates.append(rank.rate((way,), 0.05))) as errors:  # noqa: B023
+            with meanwhile(copying(rank, way, rates)) as errors:
                 _PAUSE.wait(0.1)
                 beside = milliseconds(torch, work)
             after = milliseconds(torch, work)
@@ -102,9 +110,15 @@ def beside_copies(torch: Any, gpu: Gpu, shape: Shape, seed: int) -> dict[str, An
                 "left": round(min(before, after) / beside, 4),
                 "noise": round(abs(before - after) / before, 4),
                 "copied_gb_per_s": round(float(np.median(rates)), 1) if rates else 0.0,
-            } | ({"errors": errors} if errors else {})
+                "errors": errors,
+            }
     rank.close()
     return found
+
+
+def copying(rank: Rank, way: CopyWay, rates: list[float]) -> Callable[[], None]:
+    """Copies for a moment, by a thread that looks at them as often as the product's does."""
+    return lambda: rates.append(rank.rate((way,), 0.05, pause_s=UNDER_WAY_S))
 
 
 def milliseconds(torch: Any, work: Callable[[], object]) -> float:
@@ -112,6 +126,7 @@ def milliseconds(torch: Any, work: Callable[[], object]) -> float:
     spans, end = [], time.perf_counter() + SECONDS
     while time.perf_counter() < end:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(QUEUED_CYCLES)  # noqa: SLF001 - see there
         first.record()
         for _ in range(GROUP):
             work()
@@ -139,7 +154,7 @@ def captures(torch: Any, gpu: Gpu, seed: int) -> dict[str, Any]:
         return bool(torch.allclose(product.float(), expected.float(), rtol=0.05, atol=1.0))
 
     def busy() -> None:
-        rank.rate((CopyWay.STORE, CopyWay.LOAD), 0.01)
+        rank.rate((CopyWay.STORE, CopyWay.LOAD), 0.01, pause_s=UNDER_WAY_S)
         place = int(extra.ctypes.data) + rounds[0] * PINNED_BYTES % extra.size
         device.pin(place, PINNED_BYTES)
         device.unpin(place)
@@ -184,6 +199,8 @@ def loads_beside_marks(torch: Any, gpu: Gpu, seed: int) -> dict[str, Any]:
             under_way[0] += 1
         ended = len(rank.copies.ended())
         under_way[0], done[0] = under_way[0] - ended, done[0] + ended
+        if not ended:
+            _PAUSE.wait(UNDER_WAY_S)
 
     per_step: list[int] = []
     with meanwhile(copy) as errors:

@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from bench.gpu.findings import NotHere
 
 ANSWER_S = 40.0
 
@@ -16,6 +18,10 @@ class Child:
     """One that does not answer in time is killed, and its silence is an error."""
 
     def __init__(self, module: str, arguments: Sequence[str], fds: Sequence[int] = ()) -> None:
+        """
+        Raises:
+            NotHere: what it needs is not on this machine.
+        """
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
@@ -24,6 +30,9 @@ class Child:
             pass_fds=fds,
         )
         self.greeting = self.answer()
+        if "not_here" in self.greeting:
+            self.end()
+            raise NotHere(self.greeting["not_here"])
 
     def ask(self, line: str) -> dict[str, Any]:
         self.send(line)
@@ -58,9 +67,15 @@ class Child:
             pipe.close()
 
 
-def serve(side: Any, greeting: Mapping[str, Any]) -> None:
-    """In a child: obey the parent's lines. A verb is a method of `side`; numbers become ints."""
-    say(greeting)
+def serve(make: Callable[[], Any]) -> None:
+    """In a child: obey the parent's lines. A verb is a method of what is made, whose `greeting`
+    comes first; numbers become ints."""
+    try:
+        side = make()
+    except NotHere as error:
+        say({"not_here": str(error)})
+        return
+    say(side.greeting())
     for line in sys.stdin:
         verb, *given = line.split()
         say(getattr(side, verb)(*(int(each) if each.isdecimal() else each for each in given)))

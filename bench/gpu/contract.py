@@ -7,11 +7,10 @@ read and summed up by cupy (`tests.kit.gpu_party`). A rehearsal runs those of th
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from typing import Any
 
-from bench.gpu.findings import Findings, NotHere, Options
+from bench.gpu.findings import Findings, NotHere, Options, echoed
 
 SUITE = "tests/contract/test_copy_engine.py"
 TEST_S_MAX, FAILED_MAX = 20, 3
@@ -22,14 +21,7 @@ def run(findings: Findings, options: Options) -> None:
     chosen = ["-k", "StagedCudaParty"] if options.is_rehearsal else ["-m", "gpu"]
     command = [sys.executable, "-m", "pytest", SUITE, *chosen, "-v", f"--timeout={TEST_S_MAX}"]
     command += [f"--maxfail={FAILED_MAX}", f"--randomly-seed={options.seed}"]
-    text = ""
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:  # in the log at once: a test may hang in a driver
-            print(line, end="", flush=True)
-            text += line
+    _, text = echoed(command)
     if "No module named pytest" in text:
         raise NotHere("pytest is not installed")
     findings.say(**counted(text))

@@ -148,6 +148,8 @@ class Engine:
         self.scheduler = Scheduler(socket, engine_id, nonce)
         self.scheduler.until(lambda: self.scheduler.session != 0, "a session")
         self._jobs = itertools.count(1)
+        self.loading = threading.Event()
+        """Set while a load is under way."""
         self._truth: dict[bytes, Any] = {}
         self.block_bytes = int(self.memory[:, 0].nbytes)
 
@@ -227,13 +229,7 @@ class Engine:
             checksums=reply.checksums if is_verified else b"",
         )
         begin = time.perf_counter()
-        done, bad = self._step(StepPlan(loads=(job,)), idle=True), set[int]()
-        bad |= self.side.block_ids_with_load_errors()
-        while name not in done:
-            done = self._step(StepPlan(), idle=True)
-            bad |= self.side.block_ids_with_load_errors()
-            if time.perf_counter() - begin > WAIT_S:
-                raise TimeoutError("a load did not end")
+        bad = self._run(StepPlan(loads=(job,)), name)
         seconds = time.perf_counter() - begin
         self.scheduler.release(reply)
         report = self.side.build_worker_meta()
@@ -244,6 +240,22 @@ class Engine:
             if block not in bad
         )
         return Loaded(count, len(bad), wrong, seconds, reasons)
+
+    def _run(self, plan: StepPlan, name: str) -> set[int]:
+        """Steps until the load of that name has ended; its bad blocks."""
+        end, bad = time.monotonic() + WAIT_S, set[int]()
+        self.loading.set()
+        try:
+            done = self._step(plan, idle=True)
+            bad |= self.side.block_ids_with_load_errors()
+            while name not in done:
+                done = self._step(StepPlan(), idle=True)
+                bad |= self.side.block_ids_with_load_errors()
+                if time.monotonic() > end:
+                    raise TimeoutError("a load did not end")
+        finally:
+            self.loading.clear()
+        return bad
 
     def _leased(self, keys: Sequence[bytes]) -> LeaseReply:
         """Of all keys; after a while of those that there are."""

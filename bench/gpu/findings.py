@@ -6,6 +6,8 @@ Imports the standard library only: `run.py` needs it before anything is unpacked
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,3 +41,26 @@ class Findings:
             whole = self._path.with_suffix(".new")
             whole.write_text(json.dumps(self.values))
             whole.replace(self._path)
+
+
+def read_findings(path: Path) -> dict[str, Any]:
+    """What a part left there; empty: nothing that can be read."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def echoed(command: Sequence[str]) -> tuple[int, str]:
+    """Run it; its exit code and what it said, which is in the log at once: it may hang in a
+    driver."""
+    text = ""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            text += line
+    return process.returncode, text

@@ -4,8 +4,9 @@ A node process that is not dumpable allocates a slab and shares it by CUDA IPC; 
 opens it and copies from it. Each step is checked:
 
     1  the engine reads what the node wrote
-    2  the node takes its place back, writes other bytes and shows it again, without end; the engine
-       reads the word of the place before its copy and after it: bytes under one word are its own
+    2  the node takes its place back, writes other bytes and shows them for a while, again and
+       again; the engine reads the word of the place before its copy and after it: bytes under one
+       word are its own, and reads of both kinds happen, within a word and across a change
     3  verified loads come through the copy engine from the slab and from slots in dram: rates
     4  the node is killed (SIGKILL): the engine reads the old bytes or an error, nobody opens the
        handle any more, and used device memory is at the baseline once the engine has ended
@@ -18,8 +19,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import mmap
 import os
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +33,7 @@ from bench.gpu.child import Child, serve
 from bench.gpu.findings import Findings, NotHere, Options
 from bench.gpu.machine import one, open_gpu, pages
 from bench.gpu.rank import HEADER, Rank, Shape
-from bench.gpu.smi import back_at, memory_in_use
+from bench.gpu.smi import device_memory_checks, memory_in_use
 from kvstore.kernels.device import DeviceError
 from kvstore.ports import CopyWay
 from kvstore.types import PAGE_BYTES
@@ -37,8 +41,11 @@ from kvstore.units import KIB, MIB
 from kvstore.wire.checksum import checksum_of
 from kvstore.wire.layout import Slab
 
-SLAB_BYTES = 8 * MIB
+SLAB_BYTES, SLAB_BYTES_REHEARSED = 8 * MIB, MIB
 """Large enough that a copy takes longer than looking at a word."""
+SHOWN_S = (0.001, 0.003)
+"""How long bytes are shown, between these: some reads fit into it, and some do not."""
+CHURN_S_MAX = 20.0
 SHAPE, BLOCKS = Shape(32, 64 * KIB), 64
 """Llama-3-8B: blocks of 2 MiB."""
 SHAPE_REHEARSED, BLOCKS_REHEARSED = Shape(4, 4 * KIB), 4
@@ -46,6 +53,8 @@ ROUNDS, ROUNDS_REHEARSED = 300, 100
 READS_FOR_KILL = 50
 SECONDS = 0.5
 _PR_SET_DUMPABLE = 4
+_PAUSE = threading.Event()
+"""Never set."""
 _ALL_GOOD = {"good": 1, "void": 0, "wrong": 0}
 
 
@@ -59,9 +68,12 @@ class Side:
         self.options = options
         self.gpu = open_gpu(options)
         self.device = self.gpu.device
-        self.word = np.frombuffer(mmap.mmap(word_fd, PAGE_BYTES), np.uint64)[:1]
-        self.host = pages(SLAB_BYTES)
-        self.device.pin(self.host.ctypes.data, SLAB_BYTES)
+        self.word, self.churning = np.frombuffer(mmap.mmap(word_fd, PAGE_BYTES), np.uint64)[
+            :2
+        ].reshape(2, 1)
+        self.size = SLAB_BYTES_REHEARSED if options.is_rehearsal else SLAB_BYTES
+        self.host = pages(self.size)
+        self.device.pin(self.host.ctypes.data, self.size)
         self.stream, self.event = self.device.stream(is_urgent=True), self.device.event()
         self.slab = 0
 
@@ -71,8 +83,12 @@ class Side:
         is_small = self.options.is_rehearsal
         return (SHAPE_REHEARSED, BLOCKS_REHEARSED) if is_small else (SHAPE, BLOCKS)
 
-    def copy(self, target: int, source: int, size: int = SLAB_BYTES) -> None:
-        self.device.copy(self.stream, *map(one, (target, source, size)))
+    def greeting(self) -> dict[str, Any]:
+        return {"ready": type(self).__name__}
+
+    def copy(self, target: int, source: int, size: int = 0) -> None:
+        """`size`: 0: of the slab."""
+        self.device.copy(self.stream, *map(one, (target, source, size or self.size)))
         self.gpu.finish(self.stream, self.event)
 
 
@@ -80,7 +96,7 @@ class Node(Side):
     """It owns the slab."""
 
     def share(self) -> dict[str, Any]:
-        self.slab = self.device.allocate(SLAB_BYTES)
+        self.slab = self.device.allocate(self.size)
         assert self.slab, "the device has no memory left"
         self._write(1)
         return {"handle": self.device.share(self.slab).hex()}
@@ -90,17 +106,20 @@ class Node(Side):
         shape, blocks = self.shape
         slab = self.device.allocate(blocks * shape.block_bytes)
         for block in range(blocks):
-            for at in range(0, shape.block_bytes, SLAB_BYTES):
-                part = contents(block, shape)[at : at + SLAB_BYTES]
+            for at in range(0, shape.block_bytes, self.size):
+                part = contents(block, shape)[at : at + self.size]
                 self.host[: part.size] = part
                 place = slab + block * shape.block_bytes + at
                 self.copy(place, self.host.ctypes.data, part.size)
         return {"handle": self.device.share(slab).hex()}
 
     def churn(self, rounds: int) -> dict[str, Any]:
-        first = int(self.word[0]) + 1
+        first, draw = int(self.word[0]) + 1, np.random.default_rng(self.options.seed)
+        self.churning[0] = 1
         for number in range(first, first + rounds):
             self._write(number)
+            _PAUSE.wait(draw.uniform(*SHOWN_S))
+        self.churning[0] = 0
         return {"written": rounds}
 
     def check(self) -> dict[str, Any]:
@@ -123,22 +142,34 @@ class Engine(Side):
             self.slab = self.device.open(bytes.fromhex(handle))
         except DeviceError as error:
             return {"error": str(error)}
-        self.pages = self.device.allocate(SLAB_BYTES)
+        self.pages = self.device.allocate(self.size)
         return {"error": ""}
 
     def read(self, rounds: int) -> dict[str, Any]:
         """Bytes under one word, compared; `void`: the word changed meanwhile."""
-        void = wrong = good = 0
+        found = dict.fromkeys(_ALL_GOOD, 0)
         for _ in range(rounds):
-            before = int(self.word[0])
-            self._load()
-            if not before or int(self.word[0]) != before:
-                void += 1
-            elif (self.host == before % 251).all():
-                good += 1
-            else:
-                wrong += 1
-        return {"good": good, "void": void, "wrong": wrong}
+            found[self._read()] += 1
+        return found
+
+    def read_beside(self) -> dict[str, Any]:
+        """The same while the node writes; reads that ended after its last one do not count."""
+        found, end = dict.fromkeys(_ALL_GOOD, 0), time.monotonic() + CHURN_S_MAX
+        while not self.churning[0] and time.monotonic() < end:
+            _PAUSE.wait(SHOWN_S[0])
+        while time.monotonic() < end:
+            kind = self._read()
+            if not self.churning[0]:
+                break
+            found[kind] += 1
+        return found
+
+    def _read(self) -> str:
+        before = int(self.word[0])
+        self._load()
+        if not before or int(self.word[0]) != before:
+            return "void"
+        return "good" if (self.host == before % 251).all() else "wrong"
 
     def after(self, number: int) -> dict[str, Any]:
         """What a slab gives whose node was killed with this word."""
@@ -195,11 +226,12 @@ def asked(start: Start, word: Any, rounds: int, findings: Findings) -> dict[str,
         return {"an_engine_maps_the_slab": False}
     checks = {"an_engine_maps_the_slab": engine.ask("read 1") == _ALL_GOOD}
     node.send(f"churn {rounds}")
-    fenced = engine.ask(f"read {rounds}")
+    fenced = engine.ask("read_beside")
     node.answer()
     quiet = engine.ask("read 1")
     findings.say(fenced=fenced)
     checks["generations_fence_stale_bytes"] = fenced["wrong"] == 0 and quiet == _ALL_GOOD
+    checks["reads_fell_within_words_and_across"] = bool(fenced["good"] and fenced["void"])
     loads = engine.ask(f"rates {node.ask('share_blocks')['handle']}")
     findings.say(loads=loads)
     checks["verified_loads_are_right"] = loads.get("wrong_blocks") == 0
@@ -209,6 +241,7 @@ def asked(start: Start, word: Any, rounds: int, findings: Findings) -> dict[str,
     findings.say(after_the_node=after)
     checks["a_killed_node_leaves_old_bytes_or_an_error"] = after["found"] != "other bytes"
     late = start("engine").ask(f"map {handle}")
+    findings.say(handle_of_the_dead=late)
     checks["its_handle_has_ended"] = bool(late["error"])
     engine.end()
 
@@ -244,8 +277,7 @@ def run(findings: Findings, options: Options) -> None:
         for child in children:
             child.end()
         os.close(word_fd)
-    if baseline:
-        checks["device_memory_at_baseline"] = back_at(baseline, "device")
+    checks |= device_memory_checks(baseline, findings)
     failed = [check for check, held in checks.items() if not held]
     findings.say(failed=failed, checks=checks)
 
@@ -260,7 +292,7 @@ def main() -> None:
     if given.role == "node":
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     options = Options(given.seed, is_rehearsal=given.rehearse)
-    serve((Node if given.role == "node" else Engine)(given.word, options), {"ready": given.role})
+    serve(functools.partial(Node if given.role == "node" else Engine, given.word, options))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,11 @@ from kvstore.testing.process import NodeProcess
 BLOCKS, BLOCKS_REHEARSED = 192, 6
 VERIFIED, UNVERIFIED = 4, 2
 PROMOTED_S = 1.0
-KILL_AFTER_S = 0.004
-"""A load of all blocks takes about 10 ms on a GPU."""
-LOADS_MAX = 20
+KILL_AFTER_S = 0.002
+"""Of a load: that of all blocks takes about 10 ms on a GPU."""
+LOADS_MAX, KILL_WITHIN_S = 20, 10.0
 ATTACHED_S_MAX = 25.0
+PROMOTED = "kvstore_hbm_blocks_promoted_total "
 _PAUSE = threading.Event()
 """Never set."""
 
@@ -88,9 +89,12 @@ def _all_steps(findings: Findings, node: NodeProcess, count: int, options: Optio
         findings.say(loads=[_row(kind, each, engine.block_bytes) for kind, each in rounds])
         _PAUSE.wait(PROMOTED_S)
     checks["all_blocks_are_loaded"] = all((got.leased, got.bad) == (count, 0) for _, got in rounds)
-    findings.say(metrics=hbm_metrics(node))
-    beside = _loads_beside_a_kill(engine, node, targets, keys)
+    metrics = hbm_metrics(node)
+    findings.say(metrics=metrics)
+    checks["blocks_were_promoted_to_hbm"] = promoted(metrics) > 0
+    beside, was_loading = loads_beside_a_kill(engine, node.crash, targets, keys)
     findings.say(beside_the_kill=[each._asdict() for each in beside])
+    checks["a_load_was_under_way_at_the_kill"] = was_loading
     begin = time.perf_counter()
     _attach_again(engine)
     findings.say(attach_again_s=round(time.perf_counter() - begin, 2))
@@ -109,24 +113,38 @@ def _row(kind: str, got: Loaded, block_bytes: int) -> dict[str, Any]:
     return {"kind": kind, "gb_per_s": round(speed, 2), **got._asdict()}
 
 
-def _loads_beside_a_kill(
-    engine: Engine, node: NodeProcess, targets: Sequence[int], keys: Sequence[bytes]
-) -> list[Loaded]:
-    """Loads until the scheduler knows that the node is gone."""
-    killer = threading.Timer(KILL_AFTER_S, node.crash)
+def loads_beside_a_kill(
+    engine: Engine, crash: Callable[[], object], targets: Sequence[int], keys: Sequence[bytes]
+) -> tuple[list[Loaded], bool]:
+    """Loads until the scheduler knows that the node is gone, and whether one was under way when it
+    was killed. Raises TimeoutError: a load did not end."""
+    was_loading: list[bool] = []
+
+    def kill() -> None:
+        end = time.monotonic() + KILL_WITHIN_S
+        while engine.loading.wait(max(0.0, end - time.monotonic())):
+            _PAUSE.wait(KILL_AFTER_S)
+            if engine.loading.is_set():
+                break
+        was_loading.append(engine.loading.is_set())
+        crash()
+
+    killer = threading.Thread(target=kill)
     found: list[Loaded] = []
     engine.spoil(targets, 8.0)
     killer.start()
     try:
         found.append(engine.load(targets, keys))
-        while len(found) < LOADS_MAX and not engine.scheduler.gone:
+        while (len(found) < LOADS_MAX or not was_loading) and not engine.scheduler.gone:
             engine.spoil(targets, 9.0)  # where nothing arrives, nothing right is found
             found.append(engine.load(targets, keys))
+    except TimeoutError:  # it hangs, which is an OSError too
+        raise
     except (RuntimeError, OSError):  # no lease any more
         pass
     finally:
         killer.join()
-    return found
+    return found, was_loading[0]
 
 
 def _attach_again(engine: Engine) -> None:
@@ -142,6 +160,11 @@ def _attach_again(engine: Engine) -> None:
             _PAUSE.wait(0.2)
         else:
             return
+
+
+def promoted(metrics: Sequence[str]) -> float:
+    """Blocks that the node says it copied to hbm."""
+    return sum(float(line.split()[1]) for line in metrics if line.startswith(PROMOTED))
 
 
 def hbm_metrics(node: NodeProcess) -> list[str]:

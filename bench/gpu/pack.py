@@ -9,6 +9,7 @@ list run from any folder on the path, so the machine needs no pip and gets no en
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import zipfile
@@ -19,22 +20,43 @@ PACK = ROOT / "build" / "gpu-pack"
 PYTHON = (3, 12)
 """Of the wheels."""
 BYTES_MAX = 64 << 20
+MODULES = ("msgspec", "cbor2", "grpc", "google.protobuf", "xxhash", "cuda.bindings", "pytest")
+"""Without which most parts do not begin."""
 _MIB = 1 << 20
 
 
-def unpack(into: Path, *, pack: Path = PACK) -> Path | None:
+def unpack(into: Path) -> Path | None:
     """The folder for the path; None: there are no wheels, or they are for another Python."""
-    wheels = sorted(pack.glob("*.whl"))
+    wheels = sorted(PACK.glob("*.whl"))
     if not wheels:
         return None
     if sys.version_info[:2] != PYTHON:
         wanted = ".".join(map(str, PYTHON))
-        print(f"gpu: the wheels of {pack.name} are left out: they are for Python {wanted}")
+        print(f"gpu: the wheels of {PACK.name} are left out: they are for Python {wanted}")
         return None
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(into)
     return into
+
+
+def forgotten(site: Path | None) -> str:
+    """What to say where nothing was unpacked and this interpreter lacks modules; else empty."""
+    lacking = [name for name in MODULES if not _is_here(name)]
+    if site is not None or not lacking or any(PACK.glob("*.whl")):
+        return ""
+    # The last two of a path: no folder of this machine.
+    return (
+        f"{'/'.join(PACK.parts[-2:])} is not here: make gpu-pack, and bring it along"
+        f" ({sys.executable.rpartition('/')[2]} has no {', '.join(lacking)})"
+    )
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor the package that it is in
+        return False
 
 
 def wanting(wheels: list[Path]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from kvstore.wire.checksum import checksum_of
 
 HEADER = b"bench"
 END_S_MAX = 20.0
+_PAUSE = threading.Event()
+"""Never set."""
 
 
 class Shape(NamedTuple):
@@ -132,8 +135,16 @@ class Rank:
             assert time.monotonic() < deadline, f"a {way.value} did not end"
         return ends[0]
 
-    def rate(self, ways: tuple[CopyWay, ...], seconds: float, *, from_slab: bool = False) -> float:
-        """GB/s, with as many copies under way as there may be. A slab has the blocks in order."""
+    def rate(
+        self,
+        ways: tuple[CopyWay, ...],
+        seconds: float,
+        *,
+        from_slab: bool = False,
+        pause_s: float = 0.0,
+    ) -> float:
+        """GB/s, with as many copies under way as there may be. A slab has the blocks in order.
+        `pause_s`: between two looks where nothing has ended."""
         under_way = done = 0
         turns, numbers = itertools.cycle(ways), itertools.count()
         begin = time.perf_counter()
@@ -147,6 +158,8 @@ class Rank:
             for end in ends:
                 assert not end.reason, end.reason
             under_way, done = under_way - len(ends), done + len(ends)
+            if pause_s and not ends:
+                _PAUSE.wait(pause_s)
             assert now - begin < seconds + END_S_MAX, f"{under_way} copies did not end"
         return done * self.block_bytes / (time.perf_counter() - begin) / 1e9
 

@@ -14,37 +14,39 @@
 
 Each part is a process with a limit of its own, which can stop no other; what one leaves unused the
 next ones have. Data is fresh with each run, and the seed is printed. Prints one table, and writes
-bench/results/gpu.json unless nothing was measured. Wheels of `make gpu-pack` are used if they are
-there. `--rehearse`: what runs over the simulated device, without a GPU; it is not recorded unless
-`--out` says where.
+one JSON, after each part what there is so far (`is_complete` is false until the end): FILE, or
+bench/results/gpu.json for a run of all parts to its end and build/gpu.json for any other. SIGTERM
+and SIGINT end the part that runs, with its processes, and then the run in order. Wheels of `make
+gpu-pack` are used if they are there. `--rehearse`: what runs over the simulated device, without a
+GPU; it is not recorded unless `--out` says where.
 
-Exit code 0: all parts ran and all goals were met; 1: a part failed, or a goal was missed; 3:
-nothing was measured, for want of a GPU or a driver that works.
+Exit code 0: all parts ran and all goals were met; 1: a part failed, a goal was missed, or the run
+was stopped; 3: nothing was measured, for want of a GPU or a driver that works.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import importlib.util
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
-from bench import record
 from bench.gpu import pack
-from bench.gpu.findings import NAMES, NOT_HERE
-from bench.gpu.report import Outcome, table
-from bench.gpu.smi import describe_gpu
-from bench.record import ROOT
+from bench.gpu.findings import NAMES, NOT_HERE, read_findings
+from bench.gpu.pack import ROOT
+from bench.gpu.report import Outcome, Record, append, table
+from bench.gpu.smi import describe_gpu, why_none
+from bench.gpu.stop import Stop, run_process
 
 NOTHING_MEASURED = 3
 BUDGET_S = 470
@@ -56,7 +58,8 @@ NO_DEVICE = {
 }
 """Parts that cannot be rehearsed."""
 TAIL_LINES = 12
-KILL_S_MAX = 5.0
+NOBODY = Stop()
+"""Never stops."""
 
 
 class Part(NamedTuple):
@@ -76,63 +79,62 @@ def parts(names: Sequence[str], seed: int, *, is_rehearsal: bool) -> list[Part]:
 
 
 def run_all(
-    todo: Sequence[Part], folder: Path, log: Path, environment: Mapping[str, str]
+    todo: Sequence[Part],
+    folder: Path,
+    log: Path,
+    environment: Mapping[str, str],
+    *,
+    stop: Stop = NOBODY,
+    after: Callable[[Sequence[Outcome]], object] = len,
 ) -> list[Outcome]:
-    """Run them one after the other; each has what those before it left of their time."""
+    """Run them one after the other; each has what those before it left of their time. `after`: each
+    one, with all so far."""
     begin = time.monotonic()
-    given_s, outcomes = 0.0, []
+    given_s, outcomes = 0.0, list[Outcome]()
     for part in todo:
+        if stop.reason:
+            outcomes.append(Outcome(part.name, None, 0.0, {}, why=f"not run: {stop.reason}"))
+            continue
         given_s += part.limit_s
         left_s = begin + given_s - time.monotonic()
-        outcome = run_part(part, left_s, folder, environment)
-        with log.open("a", encoding="utf-8") as file:
-            file.write(f"\n═══ {part.name}: {outcome.code} after {outcome.seconds:.1f} s\n")
-            file.write((folder / f"{part.name}.log").read_text(errors="replace"))
+        outcome = run_part(part, left_s, folder, environment, stop)
+        append(log, f"\n═══ {part.name}: {outcome.code} after {outcome.seconds:.1f} s\n")
+        append(log, _said(folder, part.name))
         print(f"{part.name}: rc {outcome.code}, {outcome.seconds:.1f} s", flush=True)
         outcomes.append(outcome)
+        after(outcomes)
     return outcomes
 
 
-def run_part(part: Part, limit_s: float, folder: Path, environment: Mapping[str, str]) -> Outcome:
-    """One part, killed with all of its processes when its time is over."""
-    into, log = folder / f"{part.name}.json", folder / f"{part.name}.log"
-    begin, why = time.monotonic(), ""
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*part.command, "--into", str(into)],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=ROOT,
-            env=dict(environment),
-            start_new_session=True,
-        )
-    code: int | None = None
-    try:
-        code = process.wait(max(1.0, limit_s))
-    except subprocess.TimeoutExpired:
-        why = f"killed after {limit_s:.0f} s"
-    finally:
-        _kill(process)
+def run_part(
+    part: Part, limit_s: float, folder: Path, environment: Mapping[str, str], stop: Stop = NOBODY
+) -> Outcome:
+    """One part, killed with all of its processes when its time is over, or the run's."""
+    into = folder / f"{part.name}.json"
+    begin = time.monotonic()
+    code = run_process(
+        [*part.command, "--into", str(into)],
+        log=folder / f"{part.name}.log",
+        environment=environment,
+        limit_s=max(1.0, limit_s),
+        stop=stop,
+        folder=ROOT,
+    )
+    why = "" if code is not None else stop.because(f"killed after {limit_s:.0f} s")
     code = -signal.SIGKILL if code is None else code
-    try:
-        found = json.loads(into.read_text())
-    except (OSError, ValueError):
-        found = {}
+    found = read_findings(into)
     if code == NOT_HERE:
         why = f"not run: {found.get('not_here')}"
-    lines = tuple(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+    lines = tuple(_said(folder, part.name).splitlines()[-TAIL_LINES:])
     seconds = time.monotonic() - begin
     return Outcome(part.name, code, seconds, found, lines if code else (), why)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a part. A process that a driver holds is left behind."""
+def _said(folder: Path, name: str) -> str:
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(KILL_S_MAX)
-    except (ProcessLookupError, subprocess.TimeoutExpired):
-        return
+        return (folder / f"{name}.log").read_text(errors="replace")
+    except OSError as error:
+        return f"what it said cannot be read: {error}\n"
 
 
 def environment(folder: Path, site: Path | None) -> dict[str, str]:
@@ -152,35 +154,51 @@ def not_rehearsed(outcome: Outcome) -> Outcome:
     return outcome._replace(code=None, tail=()) if outcome.code == NOT_HERE else outcome
 
 
-def finished(
-    outcomes: Sequence[Outcome],
-    *,
-    gpu: Mapping[str, str],
-    seed: int,
-    out: Path | None,
-    is_rehearsal: bool = False,
-) -> int:
-    """Print the table, write the JSON; the exit code."""
-    rows = {each.name: each.record(is_rehearsal=is_rehearsal) for each in outcomes}
-    print(f"\n{gpu.get('name') or 'REHEARSAL: no GPU'}, seed {seed}\n{table(rows)}\n", flush=True)
-    if not any(each.has_measured for each in outcomes):
+def finished(outcomes: Sequence[Outcome], kept: Record, *, stopped: str = "") -> int:
+    """Print the table, write the JSON; the exit code. `stopped`: why before its end."""
+    rows = kept.rows(outcomes)
+    name = kept.gpu.get("name") or "REHEARSAL: no GPU"
+    print(f"\n{name}, seed {kept.seed}\n{table(rows, kept.headlines(outcomes))}\n", flush=True)
+    has_measured = any(each.has_measured for each in outcomes)
+    is_complete = has_measured and not stopped
+    try:
+        written = kept.write(outcomes, is_complete=is_complete)
+    except OSError as error:
+        shout(f"THE RECORD WAS NOT WRITTEN: {error}")
+        written, stopped = None, stopped or "the record was not written"
+    if written is not None:
+        print(f"gpu: {written}")
+    if not has_measured:
         shout("NOTHING WAS MEASURED: no part came to its end with a finding")
         return NOTHING_MEASURED
     failed = [name for name, row in rows.items() if row["rc"]]
     lacking = [name for name, row in rows.items() if row["missed"]]
-    if out is not None:
-        result = {"gpu": dict(gpu), "is_rehearsal": is_rehearsal, "parts": rows}
-        print(f"gpu: {record.write('gpu', result, seed=seed, path=out)}")
     for what, names in (("failed", failed), ("missed goals", lacking)):
         if names:
             print(f"gpu: {what}: {', '.join(names)}")
-    return 1 if failed or lacking else 0
+    if stopped:
+        shout(f"THE RUN IS NOT WHOLE: {stopped}")
+    return 1 if failed or lacking or stopped else 0
 
 
 def shout(text: str) -> None:
     """What must not look like success."""
     line = "!" * 100
     print(f"\n{line}\n{text}\n{line}", file=sys.stderr, flush=True)
+
+
+def trouble(given: argparse.Namespace, gpu: Mapping[str, str], kept: Record) -> str:
+    """Why nothing can be measured; empty: it can be tried."""
+    if not gpu and not given.rehearse:
+        return why_none()
+    if importlib.util.find_spec("numpy") is None:
+        return "this Python has no numpy: name another by GPU_PYTHON, or install it"
+    try:
+        given.log.parent.mkdir(parents=True, exist_ok=True)
+        given.log.write_text("")
+    except OSError as error:
+        return f"{given.log} cannot be written ({error.strerror}): name another place by --log"
+    return kept.trouble()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,27 +210,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true")
     given = parser.parse_args(arguments)
     gpu = {} if given.rehearse else describe_gpu()
-    if not gpu and not given.rehearse:
-        shout("NOTHING WAS MEASURED: nvidia-smi names no NVIDIA GPU on this machine")
+    is_whole = set(given.only) == set(NAMES)
+    kept = Record(gpu, given.seed, given.out, is_rehearsal=given.rehearse, is_whole=is_whole)
+    if why := trouble(given, gpu, kept):
+        shout(f"NOTHING WAS MEASURED: {why}")
         return NOTHING_MEASURED
-    given.log.parent.mkdir(parents=True, exist_ok=True)
-    given.log.write_text("")
     names = [name for name in given.only if not (given.rehearse and name in NO_DEVICE)]
-    with tempfile.TemporaryDirectory(prefix="kvstore-gpu-", ignore_cleanup_errors=True) as made:
+    stop = Stop()
+
+    def keep(outcomes: Sequence[Outcome]) -> None:
+        with contextlib.suppress(OSError):  # said in the end
+            kept.write(outcomes, is_complete=False)
+
+    with (
+        stop.listening(),
+        tempfile.TemporaryDirectory(prefix="kvstore-gpu-", ignore_cleanup_errors=True) as made,
+    ):
         folder = Path(made)
         site = pack.unpack(folder / "site")
+        if said := pack.forgotten(site):
+            shout(said)
         todo = parts(names, given.seed, is_rehearsal=given.rehearse)
-        outcomes = run_all(todo, folder, given.log, environment(folder, site))
-    out = given.out
-    if given.rehearse:
-        left = [name for name in given.only if name in NO_DEVICE]
-        outcomes = [not_rehearsed(each) for each in outcomes]
-        outcomes += [
-            Outcome(name, None, 0.0, {}, why=f"not rehearsed: {NO_DEVICE[name]}") for name in left
-        ]
-    elif out is None:
-        out = record.RESULTS / "gpu.json"
-    return finished(outcomes, gpu=gpu, seed=given.seed, out=out, is_rehearsal=given.rehearse)
+        around = environment(folder, site)
+        outcomes = run_all(todo, folder, given.log, around, stop=stop, after=keep)
+        if given.rehearse:
+            outcomes = [not_rehearsed(each) for each in outcomes]
+            outcomes += [
+                Outcome(name, None, 0.0, {}, why=f"not rehearsed: {NO_DEVICE[name]}")
+                for name in given.only
+                if name in NO_DEVICE
+            ]
+        return finished(outcomes, kept, stopped=stop.reason)
 
 
 if __name__ == "__main__":

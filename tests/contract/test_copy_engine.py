@@ -254,7 +254,12 @@ def test_memory_is_pinned_ahead_chunk_by_chunk(party: DeviceParty) -> None:
             pass
         assert party.copies.pinned_bytes == count * CHUNK_BYTES
     party.copies.pin_ahead(party.slots.size)
+    party.copies.pin_ahead(party.slots.size - 1)
     assert party.copies.pinned_bytes == 3 * CHUNK_BYTES, "what is not ready yet is left alone"
+    party.copies.pin_ahead(party.slots.size)
+    while party.copies.pinned_bytes < party.slots.size:
+        pass
+    party.copies.pin_ahead(party.slots.size)
 
 
 @pytest.mark.parametrize("way", [CopyWay.STORE, CopyWay.LOAD])

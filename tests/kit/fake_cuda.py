@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import uuid
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +28,10 @@ from kvstore.kernels.launches import (
     Kernel,
 )
 from kvstore.kernels.shared import HANDLE_BYTES
-from tests.kit.simulated_device import ENGINE_STREAM, SimulatedDevice
+from tests.kit.simulated_device import ENGINE_STREAM, UUID, SimulatedDevice
 
 OK, FAILED = real.cudaError_t.cudaSuccess, real.cudaError_t.cudaErrorIllegalAddress
 NO_MEMORY = real.cudaError_t.cudaErrorMemoryAllocation
-UUID = uuid.UUID("0e5ca1ab-0000-4000-8000-000000000001")
 FIRST_HANDLE = 0x7F00_0000
 """Handles are addresses, not small numbers."""
 
@@ -122,6 +120,7 @@ class FakeCuda:
         return answer
 
     def cudaEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:
+        assert event in self._events, "a destroyed event"
         return self._answer(self._device.record, event - FIRST_HANDLE, stream - FIRST_HANDLE)
 
     def cudaStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[Any, ...]:
@@ -129,6 +128,7 @@ class FakeCuda:
         return self._answer(self._device.wait, stream - FIRST_HANDLE, event - FIRST_HANDLE)
 
     def cudaEventQuery(self, event: int) -> tuple[Any, ...]:
+        assert event in self._events, "a destroyed event"
         status, *values = self._answer(self._device.has_happened, event - FIRST_HANDLE)
         if values == [False]:
             status = self._thread.last_error = real.cudaError_t.cudaErrorNotReady

@@ -28,6 +28,7 @@ import mmap
 import os
 import random
 import threading
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ TURNS_MAX = 3
 EAGERNESS = (0.05, 0.3, 1.0)
 """Share of the calls that find that something was done since the last one."""
 SEED = 20_261_124
+UUID = uuid.UUID("0e5ca1ab-0000-4000-8000-000000000001")
 INVALID = "cudaErrorInvalidValue"
 TWICE = "cudaErrorHostMemoryAlreadyRegistered"
 _PROT_NONE = 0
@@ -242,7 +244,7 @@ class SimulatedDevice:
 
     @property
     def name(self) -> str:
-        return "simulated"
+        return str(UUID)
 
     def allocate(self, size_bytes: int) -> int:
         with self._asked():

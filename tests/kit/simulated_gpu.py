@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.client.core.costs import Costs
+from kvstore.client.core.pace import SourcePace
 from kvstore.connector.devices import GroupLayers, host_caches
 from kvstore.connector.vllm import KVStoreConnector
 from kvstore.ports import CopyEngine
 from tests.kit.simulated_device import simulated_copies
 
 # The pace of a simulated device says nothing about the one of a GPU: on a quick machine it would be
-# computed instead of loaded.
+# computed instead of loaded, and from dram.
 Costs.loads_pay = property(lambda _: True)  # type: ignore[assignment,method-assign]
+SourcePace.takes_hbm = lambda _: True  # type: ignore[assignment,method-assign]
 
 
 class SimulatedGpuConnector(KVStoreConnector):

@@ -247,6 +247,11 @@ class RunningStore(Job):
         self.sealed: dict[int, bytes] = {}
         """Checksum by index of the blocks that were copied."""
 
+    def forget(self, blocks: frozenset[int]) -> None:
+        """Bytes read from these blocks may be another request's."""
+        for index in [i for i in self.sealed if self.plan.block_ids[i] in blocks]:
+            del self.sealed[index]
+
     def copy(self, index: int) -> StoreBlock:
         return StoreBlock(*self._block(index), self.after)
 
@@ -266,6 +271,11 @@ class RunningCheck(Job):
     def copy(self, index: int) -> CompareBlock:
         checksum = self.checksums[index] if self.checksums else None
         return CompareBlock(*self._block(index), checksum, self.after)
+
+    def forget(self, blocks: frozenset[int]) -> None:
+        """Values read from these blocks may be another request's: then none counts."""
+        if not blocks.isdisjoint(self.plan.block_ids):
+            self.compared, self.diverged, self.worst = 0, [], 0.0
 
     def take(self, index: int, outcome: Outcome) -> None:
         """Take the outcome of a block."""

@@ -21,8 +21,10 @@ LOADS_MIN = 3
 SOURCE_EVERY = 1024
 SOURCE_TRIED = 32
 """Loads in a row that take the other source, among so many: enough for whole batches."""
-SOURCE_WEIGHT = 1 / 16
-"""Weight of the newest load in the mean."""
+SOURCE_MEMORY = 256
+"""Loads after which an old one counts for a third."""
+SOURCE_GAIN = 0.9
+"""Share of the time of the one in use that the other one has to take at most."""
 
 
 class Pace:
@@ -94,8 +96,9 @@ class SourcePace:
     """Whether verified loads come from hbm or from dram."""
 
     def __init__(self) -> None:
-        self._ns_per_byte = {True: 0.0, False: 0.0}
-        """Means of loads from hbm (True) and from dram; 0: none was seen."""
+        self._spent_ns = {True: 0.0, False: 0.0}
+        self._bytes = {True: 0.0, False: 0.0}
+        """Sums of loads from hbm (True) and from dram, old ones fading."""
         self._count = 0
         self._prefers_hbm = False
 
@@ -104,10 +107,18 @@ class SourcePace:
         is_tried = self._count % SOURCE_EVERY >= SOURCE_EVERY - SOURCE_TRIED
         self._count += 1
         if not is_tried:
-            self._prefers_hbm = 0 < self._ns_per_byte[True] < self._ns_per_byte[False]
+            self._choose()
         return self._prefers_hbm != is_tried
 
     def ended(self, duration_ns: int, size_bytes: int, *, is_hbm: bool) -> None:
-        """A load of that size was served for that time."""
-        found, before = max(duration_ns, 1) / size_bytes, self._ns_per_byte[is_hbm]
-        self._ns_per_byte[is_hbm] = before + SOURCE_WEIGHT * (found - before) if before else found
+        """A load of that size was served for that time, its part of a batch's: one that was seen
+        to end with another one has none."""
+        fade = 1 - 1 / SOURCE_MEMORY
+        self._spent_ns[is_hbm] = fade * self._spent_ns[is_hbm] + duration_ns
+        self._bytes[is_hbm] = fade * self._bytes[is_hbm] + size_bytes
+
+    def _choose(self) -> None:
+        if all(self._bytes.values()):
+            hbm, dram = (self._spent_ns[each] / self._bytes[each] for each in (True, False))
+            bound = hbm * SOURCE_GAIN > dram if self._prefers_hbm else hbm < dram * SOURCE_GAIN
+            self._prefers_hbm ^= bound

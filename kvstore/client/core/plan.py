@@ -105,3 +105,25 @@ class RankReport(msgspec.Struct, frozen=True):
     """The engine's thread waited for stores whose blocks it needed."""
     compared: tuple[CompareResult, ...] = ()
     """Results of comparisons among `store_jobs_done`."""
+
+
+def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:
+    """How a plan ends on a rank that has no cache to serve: at once, with nothing done."""
+    return RankReport(
+        rank=rank,
+        session=0,
+        loads=tuple(
+            LoadResult(
+                request=load.request,
+                lease=load.lease,
+                loaded_blocks=0,
+                failed_block_ids=load.block_ids,
+                bytes_moved=0,
+                duration_ns=0,
+                reason=reason if load.block_ids else "",
+            )
+            for load in plan.loads
+        ),
+        store_jobs_done=tuple(store.job for store in plan.stores),
+        blocks_dropped=sum(len(s.block_ids) for s in plan.stores if not s.compare),
+    )

@@ -89,9 +89,15 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 class RankCore:
     """See the rules on top. Not thread-safe: the driver holds one lock around every call."""
 
-    def __init__(self, config: RankConfig, *, copies_max: int = 1) -> None:
-        """`copies_max`: copies that the driver can have in flight at once."""
+    def __init__(
+        self, config: RankConfig, *, copies_max: int = 1, is_fenced_late: bool = False
+    ) -> None:
+        """`copies_max`: copies that the driver can have in flight at once. `is_fenced_late`: the
+        engine may overwrite blocks before it names them; see `settle`."""
         self._config = config
+        self._is_fenced_late = is_fenced_late
+        self._unsettled: list[RunningStore | RunningCheck] = []
+        """Stores that are over and do not count yet."""
         self._copies_max = copies_max
         self._attached = False
         self._session = 0
@@ -282,6 +288,17 @@ class RankCore:
         for job in [job for job in self._stores if self._reads(job, fenced)]:
             self._abandon(job, "fenced off")
 
+    def settle(self, block_ids: Collection[int]) -> None:
+        """The engine overwrites these blocks, perhaps since a moment ago: nothing that was read
+        from one counts. The other stores that are over do."""
+        self.give_up(block_ids)
+        fenced = frozenset(block_ids)
+        over, self._unsettled = self._unsettled, []
+        for job in (*over, *self._stores):
+            job.forget(fenced)
+        for job in over:
+            self._end_store(job)
+
     @staticmethod
     def _reads(job: RunningStore | RunningCheck, blocks: frozenset[int]) -> bool:
         return bool(blocks) and not blocks.isdisjoint(job.remaining)
@@ -406,9 +423,15 @@ class RankCore:
             self._close_store(job)
 
     def _close_store(self, job: RunningStore | RunningCheck) -> None:
-        """Seal the blocks copied, drop the rest; for another session send neither."""
         self._stores.remove(job)
         self._unread(job.remaining)
+        if self._is_fenced_late and self._attached:
+            self._unsettled.append(job)
+        else:
+            self._end_store(job)
+
+    def _end_store(self, job: RunningStore | RunningCheck) -> None:
+        """Seal the blocks copied, drop the rest; for another session send neither."""
         self._stores_done.append(job.plan.job)
         if isinstance(job, RunningCheck):
             self._compared.append(job.result())
@@ -439,6 +462,10 @@ class RankCore:
     def _abandon_stores(self) -> None:
         for store in list(self._stores):
             self._abandon(store, SESSION_OVER)
+        over, self._unsettled = self._unsettled, []
+        for store in over:
+            store.forget(frozenset(store.plan.block_ids))
+            self._end_store(store)
 
     def _abandon(self, job: RunningJob, reason: str) -> None:
         if job.in_flight:
@@ -469,25 +496,3 @@ class RankCore:
         )
         self._quiesce = None
         self._outbox.append(Quiet(self._session))
-
-
-def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:
-    """How a plan ends on a rank that has no cache to serve: at once, with nothing done."""
-    return RankReport(
-        rank=rank,
-        session=0,
-        loads=tuple(
-            LoadResult(
-                request=load.request,
-                lease=load.lease,
-                loaded_blocks=0,
-                failed_block_ids=load.block_ids,
-                bytes_moved=0,
-                duration_ns=0,
-                reason=reason if load.block_ids else "",
-            )
-            for load in plan.loads
-        ),
-        store_jobs_done=tuple(store.job for store in plan.stores),
-        blocks_dropped=sum(len(s.block_ids) for s in plan.stores if not s.compare),
-    )

@@ -22,8 +22,7 @@ from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.layout import begin_of
 from kvstore.wire.messages import slots_array
-from tests.kit.fake_cuda import UUID
-from tests.kit.simulated_device import SimulatedDevice
+from tests.kit.simulated_device import UUID, SimulatedDevice
 from tests.style.tree import ROOT
 
 pytestmark = [

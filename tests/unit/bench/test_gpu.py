@@ -6,10 +6,10 @@ import fcntl
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 import time
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,14 @@ GPU = {"name": "NVIDIA H100 80GB HBM3", "driver_version": "580.1"}
 SHAPE = {"staged": {"store_ratio": 0.95, "load_ratio": 0.95, "both_ratio": 0.8, "wrong_cycles": 0}}
 COPIES: dict[str, Any] = {
     "peak": {"load": 54.321},
-    "shapes": {goals.RUNS: SHAPE, goals.PAGES: SHAPE},
+    "shapes": dict.fromkeys((goals.RUNS, goals.PAGES, *"1234567"), SHAPE),
     "crossing": {"staged": {"wrong_cycles": 0}},
 }
-HBM: dict[str, Any] = {"failed": [], "loads": {"hbm_of_dram": 3.0}, "checks": {"a": True}}
+HBM: dict[str, Any] = {
+    "failed": [],
+    "loads": {"hbm_of_dram": 3.0, "wrong_blocks": 0},
+    "checks": {"a": True},
+}
 
 
 def changed(found: Mapping[str, Any], *path: str, value: Any) -> dict[str, Any]:
@@ -61,6 +65,8 @@ def test_findings_that_meet_their_goals_miss_none() -> None:
         (("crossing", "staged", "wrong_cycles"), 1, "wrong_cycles: 1"),
         (("crossing",), {}, "crossing * wrong_cycles: not found"),
         (("shapes",), {goals.PAGES: SHAPE}, "store_ratio: not found"),
+        (("shapes",), {goals.PAGES: SHAPE, goals.RUNS: SHAPE}, "shapes: 2, goal >= 9"),
+        (("shapes", goals.RUNS, "staged", "load_ratio"), 0.85, "load_ratio: 0.85, goal >= 0.9"),
     ],
 )
 def test_a_goal_that_is_missed_is_named(path: tuple[str, ...], value: Any, name: str) -> None:
@@ -70,7 +76,52 @@ def test_a_goal_that_is_missed_is_named(path: tuple[str, ...], value: Any, name:
 
 def test_checks_that_failed_are_named() -> None:
     (lacking,) = goals.missed("hbm", HBM | {"failed": ["a_handle_ended", "bytes"]})
-    assert lacking == "failed: a_handle_ended, bytes"
+    assert lacking == "failed: a_handle_ended, bytes, goal none"
+
+
+BESIDE: dict[str, Any] = {
+    "products": {
+        "pages": {"load": {"matmul": {"left": 0.98, "copied_gb_per_s": 40.0, "errors": []}}}
+    },
+    "captures": {"made": 10, "wrong_replays": 0},
+    "steps": {"steps": 2, "errors": []},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("errors", ["DeviceError: x"], "errors: DeviceError: x, goal none"),
+        ("copied_gb_per_s", 0.0, "copied_gb_per_s: 0.0, goal >= 10"),
+    ],
+)
+def test_products_beside_copies_that_do_not_happen_are_not_good(
+    name: str, value: Any, expected: str
+) -> None:
+    assert goals.missed("beside", BESIDE) == []
+    found = changed(BESIDE, "products", "pages", "load", "matmul", name, value=value)
+    (lacking,) = goals.missed("beside", found)
+    assert lacking.endswith(expected)
+
+
+def test_tests_that_were_skipped_on_a_gpu_are_missed() -> None:
+    found = {"passed": 40, "skipped": 40, "failed": []}
+    assert goals.missed("contract", found) == ["skipped: 40, goal none"]
+    assert goals.missed("contract", found, is_rehearsal=True) == []
+
+
+def test_headlines_are_the_worst_values_of_all_parts() -> None:
+    slow = changed(COPIES, "shapes", goals.RUNS, "staged", "load_ratio", value=0.85)
+    record = report.Record(GPU, 7)
+    lines = record.headlines([outcome("copies", slow), outcome("hbm", HBM)])
+    states = [(each.found, each.bound, each.state) for each in lines]
+    assert len(states) == 7
+    assert states[0] == (0.85, ">= 0.9", "MISSED")
+    assert states[1] == (0.95, ">= 0.8", "met")
+    assert states[3] == (None, ">= 0.97", "not measured")
+    assert states[6] == (0, "none", "not measured")  # by a part of those that look
+    (*_, wrong) = record.headlines([outcome("node", {"wrong": 2, "failed": []})])
+    assert (wrong.found, wrong.state) == (2, "MISSED")
 
 
 def test_a_rehearsal_is_judged_by_its_bytes_alone() -> None:
@@ -97,17 +148,22 @@ def test_a_run_that_meets_its_goals_is_recorded(
 ) -> None:
     out = tmp_path / "gpu.json"
     outcomes = [outcome("copies", COPIES), outcome("hbm", HBM)]
-    assert run.finished(outcomes, gpu=GPU, seed=7, out=out) == 0
+    assert run.finished(outcomes, report.Record(GPU, 7, out)) == 0
     said = capsys.readouterr().out
     assert "NVIDIA H100 80GB HBM3, seed 7" in said
     assert "copies    ok     rc   0    1.2 s" in said
-    assert "peak load=54.32" in said
+    assert "peak GB/s load=54.32" in said
+    assert re.search(r"runs of 2 MiB, of pinned peak +0\.95 +goal >= 0\.9 +met", said)
     assert f"{goals.RUNS:28} staged  store_ratio=0.95" in said
     assert "1 of 1 checks" in said
     result = json.loads(out.read_text())
     assert (result["gpu"], result["seed"]) == (GPU, 7)
     assert {"date", "packages", "commit"} <= result["environment"].keys()
+    assert result["is_complete"] is True
+    assert result["goals"][0]["state"] == "met"
     row = result["parts"]["copies"]
+    assert all(each["is_met"] for each in row["goals"])
+    assert {"of": "shapes", "goal": ">= 9"}.items() <= row["goals"][0].items()
     assert (row["rc"], row["seconds"], row["missed"], row["found"]) == (0, 1.2, [], COPIES)
 
 
@@ -124,7 +180,7 @@ def test_a_part_that_failed_is_shown_and_fails_the_run(
     bad: Outcome, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "gpu.json"
-    assert run.finished([outcome("copies", COPIES), bad], gpu=GPU, seed=7, out=out) == 1
+    assert run.finished([outcome("copies", COPIES), bad], report.Record(GPU, 7, out)) == 1
     said = capsys.readouterr().out
     assert "hbm       FAILED" in said
     assert says in said
@@ -137,19 +193,32 @@ def test_nothing_measured_is_loud_and_leaves_the_last_record(
     """A broken driver: every part fails, or finds nothing."""
     out = tmp_path / "gpu.json"
     outcomes = [outcome("copies", {"seed": 1, "peak": {}}, code=1), outcome("hbm", {"seed": 1})]
-    code = run.finished(outcomes, gpu=GPU, seed=7, out=out)
+    code = run.finished(outcomes, report.Record(GPU, 7, out))
     assert code == run.NOTHING_MEASURED not in (0, 1)
     assert "NOTHING WAS MEASURED" in capsys.readouterr().err
     assert not out.exists()
 
 
+def test_what_was_found_is_written_though_no_part_came_to_its_end(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    outcomes = [outcome("copies", {"seed": 1, "peak": {"load": 1.0}}, code=1)]
+    assert run.finished(outcomes, report.Record(GPU, 7, out)) == run.NOTHING_MEASURED
+    result = json.loads(out.read_text())
+    assert result["is_complete"] is False
+    assert result["parts"]["copies"]["found"]["peak"] == {"load": 1.0}
+
+
 def test_without_a_gpu_nothing_runs_and_that_is_loud(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "describe_gpu", dict)
     monkeypatch.setattr(run, "run_all", None)
+    monkeypatch.setattr(smi, "DRIVER", tmp_path / "nvidiactl")
     assert run.main([]) == run.NOTHING_MEASURED
-    assert "NOTHING WAS MEASURED" in capsys.readouterr().err
+    assert "NOTHING WAS MEASURED: nvidia-smi names no NVIDIA GPU" in capsys.readouterr().err
+    smi.DRIVER.touch()
+    assert run.main([]) == run.NOTHING_MEASURED
+    assert "nvidia-smi is not on the path or fails" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -250,7 +319,7 @@ def test_all_parts_fit_into_the_budget() -> None:
 def test_what_cannot_be_rehearsed_is_listed_and_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def instead(todo: list[Part], *_: Any) -> list[Outcome]:
+    def instead(todo: list[Part], *_: Any, **__: Any) -> list[Outcome]:
         assert [each.name for each in todo] == ["copies", "node"]
         absent = outcome(
             "node", {"not_here": "torch"}, code=findings.NOT_HERE, why="not run: torch"
@@ -346,43 +415,35 @@ def test_memcheck_tells_accesses_from_calls_that_failed() -> None:
     assert memcheck.reported("", 0)["findings"] == ["the tool said nothing"]
 
 
-# ── what travels ─────────────────────────────────────────────────────────────────────────────────
-
-
-def wheel(folder: Path, name: str, inside: str = "brought/__init__.py") -> Path:
-    with zipfile.ZipFile(folder / name, "w") as archive:
-        archive.writestr(inside, "x = 1\n")
-    return folder / name
-
-
-def test_wheels_are_unpacked_for_the_python_they_are_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_program_that_fails_under_memcheck_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert pack.unpack(tmp_path / "site", pack=tmp_path) is None
-    wheel(tmp_path, "brought-1-py3-none-any.whl")
-    monkeypatch.setattr(pack, "PYTHON", (2, 7))
-    assert pack.unpack(tmp_path / "site", pack=tmp_path) is None
-    monkeypatch.setattr(pack, "PYTHON", sys.version_info[:2])
-    assert pack.unpack(tmp_path / "site", pack=tmp_path) == tmp_path / "site"
-    assert (tmp_path / "site" / "brought" / "__init__.py").read_text() == "x = 1\n"
-
-
-def test_a_pack_that_is_too_large_or_empty_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pack, "PACK", tmp_path)
-    monkeypatch.setattr(pack, "tracked_bytes", lambda: 1000)
-    assert pack.main() == 1
-    wheel(tmp_path, "brought-1-py3-none-any.whl")
-    assert pack.main() == 0
-    monkeypatch.setattr(pack, "BYTES_MAX", 1000)
-    assert pack.main() == 1
-
-
-def test_a_wheel_with_files_for_other_places_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pack, "PACK", tmp_path)
-    monkeypatch.setattr(pack, "tracked_bytes", lambda: 1000)
-    wheel(tmp_path, "brought-1-py3-none-any.whl", "brought-1.data/purelib/brought.py")
-    assert pack.main() == 1
+    """The tool's exit code is its own where a call of CUDA failed on purpose."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(
+        "#!/bin/sh\n"
+        "for last; do :; done\n"
+        "echo '========= Program hit cudaErrorInvalidValue (error 1)'\n"
+        'echo "$INNER" > "$last"\n'
+        "exit 9\n"
+    )
+    tool.chmod(0o700)
+    monkeypatch.setattr(memcheck, "sanitizer", lambda: str(tool))
+    right = {
+        "moves": {"3 pieces": {"wrong_bytes": 0}},
+        "digests": {"wrong_sizes": []},
+        "cycles": {"staged": {"wrong_bytes": 0}},
+    }
+    for inner, expected in (
+        (right, []),
+        (changed(right, "digests", "wrong_sizes", value=[16]), ["wrong_sizes: 16"]),
+        (right | {"error": "DeviceError: x"}, ["it failed: DeviceError: x"]),
+        ({}, ["moves * wrong_bytes: not found", "wrong_sizes", "cycles"]),
+    ):
+        monkeypatch.setenv("INNER", json.dumps(inner))
+        said = Findings()
+        memcheck.run(said, findings.Options(1))
+        assert len(said.values["program"]) == len(expected)
+        assert all(a in b for a, b in zip(expected, said.values["program"], strict=True))
+        assert bool(goals.missed("memcheck", said.values)) is bool(expected)
+    assert "Program hit" in capsys.readouterr().out

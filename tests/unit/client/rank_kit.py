@@ -88,9 +88,14 @@ def store(session: int, first: int, count: int, *, job: int = 1) -> StoreJob:
 
 
 def serving(
-    session: int = 5, *, column: int = COLUMN, writes: bool = True, copies_max: int = 1
+    session: int = 5,
+    *,
+    column: int = COLUMN,
+    writes: bool = True,
+    copies_max: int = 1,
+    is_fenced_late: bool = False,
 ) -> RankCore:
-    core = RankCore(CONFIG, copies_max=copies_max)
+    core = RankCore(CONFIG, copies_max=copies_max, is_fenced_late=is_fenced_late)
     core.hello()
     core.connected(WELCOME)
     core.received(Quiesce(session, columns=(ShardColumn(column, writes=writes),)))

@@ -14,8 +14,8 @@ from kvstore.client.core.copies import (
     Outcome,
     StoreBlock,
 )
-from kvstore.client.core.plan import RankReport
-from kvstore.client.core.rank import RankCore, refuse
+from kvstore.client.core.plan import RankReport, refuse
+from kvstore.client.core.rank import RankCore
 from kvstore.errors import ProtocolError
 from kvstore.types import Shard
 from kvstore.wire.groups import Group, ShardColumn

@@ -15,8 +15,8 @@ from kvstore.client.core.copies import (
     Outcome,
     StoreBlock,
 )
-from kvstore.client.core.plan import CompareResult, StepPlan, StoreJob
-from kvstore.client.core.rank import RankCore, refuse
+from kvstore.client.core.plan import CompareResult, StepPlan, StoreJob, refuse
+from kvstore.client.core.rank import RankCore
 from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import Distrust, Quiesce
 from tests.unit.client.rank_kit import SUM, load, plan, run, serving, store

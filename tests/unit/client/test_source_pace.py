@@ -32,3 +32,22 @@ def test_another_load_of_the_machine_changes_its_mind() -> None:
     taken(pace, 2 * EVERY, hbm_ns=500, dram_ns=1000)
     taken(pace, 2 * EVERY, hbm_ns=3000, dram_ns=1000)
     assert not any(taken(pace, EVERY - TRIED, hbm_ns=3000, dram_ns=1000))
+
+
+def test_a_small_difference_changes_nothing() -> None:
+    pace = SourcePace()
+    for hbm_ns in (950, 1050, 950, 1050):
+        assert sum(taken(pace, EVERY, hbm_ns=hbm_ns, dram_ns=1000)) == TRIED
+
+
+def test_ends_that_are_seen_together_are_no_change_of_pace() -> None:
+    """The first of two batches has all the time, the other one none."""
+    pace, changes = SourcePace(), 0
+    taken(pace, 2 * EVERY, hbm_ns=500, dram_ns=1000)
+    for number in range(3 * EVERY):
+        is_hbm = pace.takes_hbm()
+        is_first = number // 16 % 2
+        each_ns = 500 if is_hbm else 1000
+        pace.ended(2 * each_ns * is_first, 1000, is_hbm=is_hbm)
+        changes += not is_hbm
+    assert changes == 3 * TRIED

@@ -83,9 +83,11 @@ class ScriptedNode:
         return decode_from_engine(datagram)
 
     def is_hung_up(self) -> bool:
-        """Wait until the rank closes the connection."""
+        """Wait until the rank closes the connection, whatever it has to say before."""
         assert self.connection is not None
-        return self.connection.recv(DATAGRAM_BYTES_MAX) == b""
+        while self.connection.recv(DATAGRAM_BYTES_MAX):
+            pass
+        return True
 
     def send(self, message: Message) -> None:
         assert self.connection is not None

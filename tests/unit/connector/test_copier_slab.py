@@ -21,6 +21,7 @@ from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation
 from kvstore.wire.checksum import checksum_of
+from kvstore.wire.messages import Seal
 from kvstore.wire.record import header
 from tests.kit.copy_parties import noise
 from tests.kit.simulated_device import SimulatedDevice, simulated_copies
@@ -244,3 +245,24 @@ def test_the_slab_of_the_next_node_process_is_another_one(
     assert device.allocation_count == 5, "the slab, and a room for each stream"
     assert first is not None
     first.close()
+
+
+def test_the_last_memory_is_unpinned_without_the_lock_of_the_engines_thread(
+    node: ScriptedNode, rank: Rank, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it may take seconds, in which the engine would stand still."""
+    node.open_session(5)
+    rank.store((3,), [SLOT], session=5)
+    node.receive(Seal)
+    unpin, held = device.unpin, list[bool]()
+
+    def seen(address: int) -> None:
+        is_free = rank.handoff._lock.acquire(blocking=False)
+        if is_free:
+            rank.handoff._lock.release()
+        held.append(not is_free)
+        unpin(address)
+
+    monkeypatch.setattr(device, "unpin", seen)
+    node.open_session(6)
+    assert held == [False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,11 @@ from kvstore.connector.devices import (
     host_caches,
     prove,
 )
+from kvstore.kernels import device
 from kvstore.kernels.host import HostCopies
 from kvstore.kernels.pack import PagedCache
 from kvstore.ports import BlockCopy, CopyEnd, CopyWay
+from tests.kit.simulated_device import SimulatedDevice, simulated_copies
 from tests.unit.connector.test_worker_side import (
     BLOCK,
     BLOCKS,
@@ -188,3 +191,22 @@ def test_a_copy_that_never_ends_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(copies, "ended", list)
     said = prove(copies, [GroupLayers(caches, frozenset())], BLOCKS)
     assert said == "a copy did not end within 0 s"
+
+
+def test_a_machine_that_pins_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that start together register their memory one after the other."""
+    caches = {name: cache.zero_() for name, cache in kv_caches().items()}
+    groups = [GroupLayers(caches, frozenset())]
+    simulated = SimulatedDevice(1)
+    copies = simulated_copies(host_caches(groups, BLOCKS), on=simulated)
+    monkeypatch.setattr(device, "PIN_NS_MAX", 1_000_000)
+    pin = simulated.pin
+
+    def slowly(*arguments: int) -> None:
+        threading.Event().wait(0.05)
+        pin(*arguments)
+
+    monkeypatch.setattr(simulated, "pin", slowly)
+    assert prove(copies, groups, BLOCKS) == ""
+    assert copies.pinned_bytes == 0, "what it tried with is given back"
+    copies.close()

@@ -381,6 +381,7 @@ def test_a_store_that_comes_late_is_fenced_too(
     assert len(node.receive(Seal).slots) == 8
 
 
+@BOTH_DEVICES
 def test_after_shutdown_loads_still_end(node: ScriptedNode, side: WorkerSide) -> None:
     node.open_session(5)
     side.shutdown()

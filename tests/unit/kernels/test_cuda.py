@@ -16,8 +16,8 @@ from cuda.bindings import driver, runtime as real
 from kvstore.kernels.cuda import CudaDevice, CudaKernels
 from kvstore.kernels.device import DeviceError
 from kvstore.kernels.launches import MOVE_PIECES, Launch, moved
-from tests.kit.fake_cuda import UUID, FakeCuda, FakeKernels
-from tests.kit.simulated_device import SimulatedDevice
+from tests.kit.fake_cuda import FakeCuda, FakeKernels
+from tests.kit.simulated_device import UUID, SimulatedDevice
 
 HAS_DEVICE = real.cudaGetDeviceCount()[0] == real.cudaError_t.cudaSuccess
 PIECES = np.array([4096, 8192], np.uint64)
@@ -213,6 +213,7 @@ def test_without_a_driver_it_says_so_at_once() -> None:
 
 
 def test_without_bindings_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    for module in ("cuda.bindings", "cuda.bindings.runtime", "cuda.bindings.driver"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(DeviceError, match=r"pip install 'kvstore-llm\[cuda\]'"):
         CudaDevice(0, engine_stream=lambda: 0)

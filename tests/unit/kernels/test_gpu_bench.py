@@ -7,14 +7,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench.gpu import copies, edges, goals, kernels, rank
-from bench.gpu.findings import Findings, Options
+from bench.gpu import arena, beside, copies, edges, goals, kernels, node, rank, smi
+from bench.gpu.child import Child
+from bench.gpu.engine import Loaded
+from bench.gpu.findings import Findings, NotHere, Options
 from bench.gpu.machine import Bytes, Gpu, open_gpu, pages
 from bench.gpu.rank import Rank, Shape
 from bench.gpu.smi import describe_gpu
@@ -179,6 +183,7 @@ def test_shapes_are_those_of_the_models() -> None:
     sizes = {name: shape.block_bytes // KIB for name, shape in copies.SHAPES.items()}
     assert (sizes[goals.RUNS], sizes[goals.PAGES]) == (2048, 2048)
     assert sizes["Llama-3-70B tp8"] == 640
+    assert len(copies.SHAPES) == goals.SHAPES_COUNT
     assert copies.SHAPES[goals.PAGES].page_bytes == 64 * KIB
 
 
@@ -236,10 +241,15 @@ def test_a_slab_is_shared_fenced_and_outlived(tmp_path: Path, *, is_fenced: bool
     assert source.count("".join(steps)) == 1
     early = source.replace("".join(steps), "".join(reversed(steps)))
     program.write_text(source if is_fenced else early)
-    failed = _rehearsed("hbm", tmp_path)["failed"]
+    found = _rehearsed("hbm", tmp_path)
+    failed, fenced = found["failed"], found["fenced"]
     assert isinstance(failed, list)
+    assert isinstance(fenced, dict)
+    assert fenced["void"] > 0
+    assert fenced["good" if is_fenced else "wrong"] > 0
     assert ("generations_fence_stale_bytes" in failed) is not is_fenced
     assert bool(failed) is not is_fenced, failed
+    assert "cudaIpcOpenMemHandle: " in str(found["handle_of_the_dead"])
 
 
 @pytest.mark.skipif(bool(describe_gpu()), reason="with a GPU `make gpu-check` calls it")
@@ -247,3 +257,177 @@ def test_two_processes_register_a_nodes_memory_and_one_is_killed(tmp_path: Path)
     found = _rehearsed("arena", tmp_path)
     assert found["failed"] == []
     assert len(found["checks"]) == 5  # type: ignore[arg-type]
+
+
+def test_a_rank_is_killed_when_copies_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    worker = object.__new__(arena.Worker)
+
+    def rate(*_: Any) -> float:
+        steps.append("copies")
+        if len(steps) == 3:
+            raise StopIteration
+        return 1.0
+
+    worker.rank = SimpleNamespace(rate=rate)  # type: ignore[assignment]
+    monkeypatch.setattr(arena, "say", lambda _: steps.append("says"))
+    with pytest.raises(StopIteration):
+        worker.churn()
+    assert steps == ["copies", "says", "copies"]
+
+
+@pytest.mark.parametrize("name", ["hbm", "arena"])
+@pytest.mark.skipif(bool(describe_gpu()), reason="there may be a cupy that works")
+def test_a_process_without_its_witness_says_so(name: str, tmp_path: Path) -> None:
+    """Its parent was told only that it ended."""
+    (tmp_path / "cupy.py").write_text("raise ImportError('no cupy')")
+    monkey = pytest.MonkeyPatch()
+    monkey.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    word = os.memfd_create("word")
+    os.ftruncate(word, 4096)
+    arguments = {
+        "hbm": ["--role", "node", "--word", str(word), "--seed", "1"],
+        "arena": ["--worker", str(word), str(word), "0", "4096", "1"],
+    }
+    try:
+        with pytest.raises(NotHere, match="no cupy"):
+            Child(f"bench.gpu.{name}", arguments[name], [word])
+    finally:
+        monkey.undo()
+        os.close(word)
+
+
+# ── the node part ────────────────────────────────────────────────────────────────────────────────
+
+
+class Loads:
+    """`bench.gpu.engine.Engine`, whose loads take a while, none at all, or fail."""
+
+    def __init__(
+        self, *seconds: float, rest_s: float = 0.0, error: Exception | None = None
+    ) -> None:
+        """`seconds`: of each load, the last one for all that follow."""
+        self.loading, self.scheduler = threading.Event(), SimpleNamespace(gone="")
+        self._seconds, self._rest_s, self._error = [*seconds], rest_s, error
+
+    def spoil(self, *_: Any) -> None:
+        if self._rest_s:
+            threading.Event().wait(self._rest_s)
+
+    def load(self, *_: Any) -> Loaded:
+        if self._error is not None:
+            raise self._error
+        took = self._seconds.pop(0) if len(self._seconds) > 1 else self._seconds[0]
+        if took:
+            self.loading.set()
+            threading.Event().wait(took)
+            self.loading.clear()
+        return Loaded(1, 0, 0, took, [])
+
+    def crash(self) -> None:
+        self.scheduler.gone = "killed"
+
+
+def _beside_a_kill(loads: Any) -> tuple[list[Loaded], bool]:
+    crash: Callable[[], object] = loads.crash
+    return node.loads_beside_a_kill(loads, crash, [0], [b""])
+
+
+def test_a_node_is_killed_while_a_load_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "KILL_WITHIN_S", 0.2)
+    assert _beside_a_kill(Loads(0.03))[1]
+    assert not _beside_a_kill(Loads(0.0))[1]
+    monkeypatch.setattr(node, "KILL_AFTER_S", 0.02)
+    monkeypatch.setattr(node, "KILL_WITHIN_S", 5.0)
+    loads, was_loading = _beside_a_kill(Loads(0.001, 0.001, 0.3, rest_s=0.05))
+    assert was_loading, "killed after a load that was too short, not in the next one"
+    assert len(loads) == 3
+
+
+def test_a_load_that_hangs_beside_a_kill_is_no_lease_that_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "KILL_WITHIN_S", 0.01)
+    assert _beside_a_kill(Loads(error=RuntimeError("no lease"))) == ([], False)
+    assert _beside_a_kill(Loads(error=ConnectionResetError())) == ([], False)
+    with pytest.raises(TimeoutError, match="did not end"):
+        _beside_a_kill(Loads(error=TimeoutError("a load did not end")))
+
+
+def test_blocks_that_were_promoted_are_read_from_the_nodes_metrics() -> None:
+    lines = ["kvstore_hbm_blocks_leased_total 24.0", "kvstore_hbm_blocks_promoted_total 6.0"]
+    assert node.promoted(lines) == 6
+    assert node.promoted(["no metrics: refused"]) == 0
+
+
+# ── memory in use ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_memory_that_the_driver_does_not_name_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    findings = Findings()
+    monkeypatch.setattr(smi, "_smi", lambda _: "[N/A]")
+    baseline = smi.memory_in_use()
+    assert baseline.keys() == {"shared"}
+    assert smi.device_memory_checks(baseline, findings) == {}
+    assert findings.values["device_memory"].startswith("not judged")
+    monkeypatch.setattr(smi, "_smi", lambda _: "100")
+    held = smi.device_memory_checks(smi.memory_in_use(), findings)
+    assert held == {"device_memory_at_baseline": True}
+
+
+def test_copies_pause_between_two_looks(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the product's thread does: one that spins has the interpreter half of the time."""
+    made, pauses = Rank(gpu, SHAPE, BLOCKS, seed=1), list[float]()
+    monkeypatch.setattr(rank, "_PAUSE", SimpleNamespace(wait=pauses.append))
+    made.rate((CopyWay.STORE,), 0.02)
+    assert pauses == []
+    made.rate((CopyWay.STORE,), 0.02, pause_s=0.0001)
+    assert pauses
+    assert set(pauses) == {0.0001}
+    made.close()
+
+
+# ── beside ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_copies_that_fail_beside_products_are_recorded(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, works: bool
+) -> None:
+    def fails(*_: Any, **__: Any) -> float:
+        raise RuntimeError("no copies")
+
+    if not works:
+        monkeypatch.setattr(Rank, "rate", fails)
+    monkeypatch.setattr(beside, "milliseconds", lambda *_: 1.0)
+    torch: Any = SimpleNamespace(bfloat16=None)
+    for name in ("randn", "randn_like", "empty_like"):
+        setattr(torch, name, lambda *_, **__: [])
+    found = beside.beside_copies(torch, gpu, SHAPE, seed=1)
+    rows = [row for works_ in found.values() for row in works_.values()]
+    assert len(rows) == 4
+    assert all(row["errors"] == ([] if works else ["RuntimeError: no copies"]) for row in rows)
+    missed = goals.missed("beside", {"products": {"x": found}})
+    assert any("errors: RuntimeError: no copies" in each for each in missed) is not works
+
+
+def test_work_is_queued_before_its_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event that is recorded while the GPU idles has the gaps between launches, too."""
+    monkeypatch.setattr(beside, "SECONDS", 0.0001)
+    steps: list[str] = []
+
+    class Event:
+        def __init__(self, **_: Any) -> None: ...
+        def record(self) -> None:
+            steps.append("event")
+
+        def synchronize(self) -> None: ...
+        def elapsed_time(self, _: Any) -> float:
+            return 20.0
+
+    cuda = SimpleNamespace(Event=Event, _sleep=lambda _: steps.append("sleep"))
+    took = beside.milliseconds(SimpleNamespace(cuda=cuda), lambda: steps.append("work"))
+    assert took == 20.0 / beside.GROUP
+    assert steps[: 3 + beside.GROUP] == ["sleep", "event", *["work"] * beside.GROUP, "event"]

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench.gpu.vllm import compile as kernels, pack
-from bench.gpu.vllm.engine import arguments, parsed, prompts
-from bench.gpu.vllm.run import NOTHING, OK, WRONG, Verdict, judge
+from bench.gpu import smi
+from bench.gpu.stop import Stop
+from bench.gpu.vllm import compile as kernels, pack, run
+from bench.gpu.vllm.engine import SEED, arguments, parsed, prompts
+from bench.gpu.vllm.run import LATE, NOTHING, OK, UNFINISHED, WRONG, Verdict, judge
 
 
 def row(tokens: list[int], cached: int, ttft_s: float) -> dict[str, Any]:
@@ -84,6 +91,22 @@ def test_an_engine_that_fails_with_kvstore_only_is_wrong(found: dict[str, Any], 
     )  # fmt: skip
 
 
+def test_an_engine_that_was_not_finished_in_time_is_not_wrong(
+    found: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the others measured is kept."""
+    late = {"failed": f"{LATE}: more than --seconds: loading"}
+    verdict = judge({**found, "load": late, "device": "cuda"})
+    assert verdict.code == UNFINISHED
+    assert verdict.reasons == (f"load: {LATE}: more than --seconds: loading",)
+    assert verdict.ratios["store_over_computed"] == pytest.approx(1.1)
+    assert "load_over_computed" not in verdict.ratios
+    run.say(verdict, {**found, "load": late, "device": "cuda"})
+    assert "WRONG" not in capsys.readouterr().out
+    found["store"]["first"][1]["tokens"] = [5, 6, 9]
+    assert judge({**found, "load": late}).code == WRONG
+
+
 @pytest.mark.parametrize("nothing", [{}, {"plain": {"first": [], "again": []}}])
 def test_without_vllm_by_itself_nothing_was_measured(nothing: dict[str, Any]) -> None:
     assert judge(nothing).code == NOTHING
@@ -155,3 +178,70 @@ def test_compiled_parts_stay_behind(tmp_path: Path) -> None:
 def test_a_machine_without_the_pack_is_named_what_to_bring(tmp_path: Path) -> None:
     with pytest.raises(pack.PackError, match="make gpu-vllm-pack"):
         pack.unpack(tmp_path, tmp_path / "into")
+
+
+def test_a_run_and_a_rehearsal_and_no_result_share_no_file() -> None:
+    kinds = [
+        (device, code, is_complete)
+        for device in ("cuda", "cpu", "virtual")
+        for code in (OK, NOTHING)
+        for is_complete in (True, False)
+    ]
+    names = {run.place(None, d, c, is_complete=i).name for d, c, i in kinds}
+    assert len(names) == len(kinds)
+    assert run.place(None, "cuda", WRONG, is_complete=True).name == "gpu_vllm.json"
+    assert run.place(Path("x"), "cuda", NOTHING, is_complete=False) == Path("x")
+
+
+def test_engines_without_a_gpu_have_longer() -> None:
+    assert min(run.SECONDS["cpu"], run.SECONDS["virtual"]) > run.SECONDS["cuda"] == 420
+
+
+def test_a_record_says_when_with_what_and_of_which_commit(
+    found: dict[str, Any], tmp_path: Path
+) -> None:
+    out = run.write(tmp_path / "x.json", {**found, "device": "cuda"}, is_complete=False)
+    written = json.loads(out.read_text())
+    assert {"date", "packages", "commit"} <= written["environment"].keys()
+    assert (written["is_complete"], written["code"]) == (False, OK)
+    assert written["seed"] == SEED
+
+
+def test_the_table_names_the_card_and_has_a_row_for_each_round(found: dict[str, Any]) -> None:
+    lines = run.table({**found, "device": "cuda", "gpu": {"name": "NVIDIA H200"}}).splitlines()
+    assert lines[0] == "NVIDIA H200"
+    assert [line.split() for line in lines[2:]] == [
+        ["plain", "0.800", "1.000", "0", "0"],
+        ["plain,", "again", "0.100", "0.125", "64", "64"],
+        ["store", "0.880", "1.100", "0", "0"],
+        ["store,", "again", "0.100", "0.125", "64", "64"],
+        ["load", "0.200", "0.250", "64", "64"],
+        ["load,", "again", "0.100", "0.125", "64", "64"],
+    ]
+    assert run.table({**found, "device": "cpu"}).startswith("REHEARSAL: no GPU (cpu)")
+
+
+def test_a_run_that_is_stopped_ends_its_engine_and_begins_no_other(tmp_path: Path) -> None:
+    stop = Stop()
+    options = SimpleNamespace(device="cpu", seconds=30.0)
+    runs: Any = run.Run(options, tmp_path, stop)  # type: ignore[arg-type]
+    program = tmp_path / "engine.py"
+    program.write_text("import threading; print('begun', flush=True); threading.Event().wait(60)")
+    threading.Timer(0.3, setattr, (stop, "reason", "stopped by SIGTERM")).start()
+    begin = time.monotonic()
+    assert runs._python(program).startswith(f"{LATE}: stopped by SIGTERM")
+    assert runs._python(program) == f"{LATE}: stopped by SIGTERM"
+    assert time.monotonic() - begin < 15
+
+
+def test_without_a_gpu_nothing_is_measured_and_the_reason_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "describe_gpu", dict)
+    monkeypatch.setattr(smi, "DRIVER", Path(os.devnull))
+    out = tmp_path / "x.json"
+    assert run.main(["--out", str(out)]) == NOTHING
+    assert "nvidia-smi is not on the path or fails" in capsys.readouterr().out
+    assert "nvidia-smi" in json.loads(out.read_text())["plain"]["failed"]
+    assert run.main(["--out", str(out / "below")]) == NOTHING
+    assert "cannot be written" in capsys.readouterr().err

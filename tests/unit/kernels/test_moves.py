@@ -84,7 +84,7 @@ def test_a_device_that_fails_at_the_start_keeps_nothing(
     pages = [LayerPages(device.address + at, 64, 32) for at in (0, 512)]
     with pytest.raises(DeviceError):
         DeviceCopies(device, [DeviceCache(pages, 4)])
-    assert (device.pinned_bytes, device.allocation_count) == (0, 1)
+    assert (device.pinned_bytes, device.allocation_count, device.is_closed) == (0, 1, True)
 
 
 def test_a_run_of_bytes_is_hashed_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

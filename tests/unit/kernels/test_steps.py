@@ -54,7 +54,14 @@ class Engine:
             LayerPages(self.device.address + n * step, stride, shape.page_bytes)
             for n in range(shape.layers)
         ]
-        self.copies = DeviceCopies(self.device, [DeviceCache(pages, BLOCKS)], by_pieces=by_pieces)
+        self.copies = DeviceCopies(
+            self.device,
+            [DeviceCache(pages, BLOCKS)],
+            by_pieces=by_pieces,
+            clock_ns=lambda: int(1000 * self.device.now_us),
+        )
+        self.served_us = 0.0
+        """Time that copies say they were served."""
         self._slots = room(size * BLOCKS)
         self.copies.attach(self._slots, lambda: self._slots.size)
         assert self.copies._pins is not None
@@ -82,6 +89,7 @@ class Engine:
         self.device.wait_us(HOST_US * len(ends))
         assert not any(end.reason for end in ends)
         self._under_way -= {end.number for end in ends}
+        self.served_us += sum(end.duration_ns for end in ends) / 1000
         if not ends:
             self.device.wait_us(LOOK_US)
         return len(ends)
@@ -160,6 +168,20 @@ def test_a_mark_that_never_passes_does_not_hold_what_came_before_it(engine: Engi
     assert ended == 4
     engine.order(CopyWay.LOAD, 1, after=never)
     assert sum(engine.look() for _ in range(20)) == 0, "one that names it waits"
+
+
+@pytest.mark.parametrize("way", [CopyWay.LOAD, CopyWay.STORE])
+@pytest.mark.parametrize("forward_us", [0.0, STEP_US, 200_000.0])
+def test_the_engines_forward_is_no_time_of_a_copy(
+    engine: Engine, forward_us: float, way: CopyWay
+) -> None:
+    """Loads that wait for a long forward would look slower than computing, and end the cache."""
+    engine.device.forward(forward_us)
+    engine.order(way, 32, after=engine.copies.mark())
+    while engine.backlog:
+        engine.look()
+    link_us = 32 * engine.shape.block_bytes / LINK_BYTES_PER_US
+    assert link_us < engine.served_us < link_us + 5 * LOOK_US
 
 
 # ── the link ─────────────────────────────────────────────────────────────────────────────────────
