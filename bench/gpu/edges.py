@@ -3,8 +3,8 @@
     across   a copy whose host side lies in two registrations, by copy engines and by a kernel
     batch    which entries happen of a batch that has one such copy
     calls    microseconds of marks, waits, looks, and of a batch by its number of entries
-    pins     registering chunks of a node's own memory: milliseconds, and the longest launch of
-             another thread meanwhile
+    pins     registering chunks of a node's own memory: milliseconds, the longest launch of another
+             thread meanwhile, and what the GPU's own page tables take of its memory
     torch    whether PyTorch sees an error of ours
 
 Beside versions and attributes. Nothing here is a goal: the answers are held against what the code
@@ -204,7 +204,9 @@ def registrations(gpu: Gpu, chunk: int) -> dict[str, float]:
             gpu.device.pin(address + at, chunk)
             took.append(time.perf_counter() - begin)
 
+    free, _ = cupy.cuda.runtime.memGetInfo()
     loud = beside(launch, pin)
+    left, _ = cupy.cuda.runtime.memGetInfo()
     for at in range(0, ARENA_BYTES, chunk):
         gpu.device.unpin(address + at)
     arena.close()
@@ -212,6 +214,7 @@ def registrations(gpu: Gpu, chunk: int) -> dict[str, float]:
         "populate_s_per_gib": round(populated_s * 1024 * MIB / ARENA_BYTES, 3),
         "pin_ms": round(float(np.median(took)) * 1e3, 2),
         "pin_ms_max": round(max(took) * 1e3, 2),
+        "gpu_mib_per_gib": round((free - left) / MIB * 1024 * MIB / ARENA_BYTES, 2),
         "launch_us_max_quiet": round(quiet * 1e6),
         "launch_us_max_beside": round(loud * 1e6),
     }
