@@ -23,7 +23,8 @@ from tests.kit.virtual_device import LINK_BYTES_PER_US, VirtualDevice, link_shar
 
 BLOCKS, LOOK_US, STEP_US = 96, 100.0, 12_000.0
 HOST_US = 5.0
-"""Our own code for each block, beside calls of the device (`bench/micro/copy_calls.py`)."""
+"""Our own code for each block, beside calls of the device: 8 to 11 us on two shared cores
+(`bench/micro/copy_calls.py`), of which a GPU machine is assumed to need half."""
 
 
 class Shape(NamedTuple):
