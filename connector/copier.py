@@ -69,8 +69,10 @@ POPULATE_BYTES = 16 << 20
 UNDER_WAY_S = 0.000_1
 """Between two looks at copies that are under way."""
 FROM_DRAM_ALONE = "kvstore: blocks are loaded from dram alone: %s"
-DRAIN_S_MAX = 1.0
-"""How long the thread waits for copies under way before it ends."""
+DRAIN_S_MAX = 60.0
+"""How long the thread waits for copies under way before it ends: they may be behind forwards of the
+engine, which lives on where the cache was turned off, and uses their blocks once they are reported.
+"""
 _WAYS = {LoadBlock: CopyWay.LOAD, StoreBlock: CopyWay.STORE, CompareBlock: CopyWay.COMPARE}
 
 

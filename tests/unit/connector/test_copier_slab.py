@@ -9,14 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kvstore.client.core.pace import SourcePace
+from kvstore.connector import copier
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes
-from kvstore.ports import BlockCopy, CopyWay
+from kvstore.ports import BlockCopy, CopyEnd, CopyWay
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation
@@ -266,3 +268,36 @@ def test_the_last_memory_is_unpinned_without_the_lock_of_the_engines_thread(
     monkeypatch.setattr(device, "unpin", seen)
     node.open_session(6)
     assert held == [False]
+
+
+def test_a_load_behind_a_long_forward_is_not_reported_before_it_has_ended(
+    node: ScriptedNode, rank: Rank, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache was turned off, the engine lives on: a block that is reported is used for others,
+    and the copy would write to it."""
+    node.open_session(5)
+    turn, ended, now_ns = device.turn, rank.copies.ended, time.monotonic_ns
+    begin, begun, looks = rank.copies.begin, threading.Event(), [0]
+
+    def begin_it(copy: BlockCopy) -> None:
+        monkeypatch.setattr(device, "turn", lambda: False)
+        begin(copy)
+        begun.set()
+
+    def look() -> list[CopyEnd]:
+        """Each takes 5 s once the copy thread is to end."""
+        looks[0] += rank.handoff.stopping
+        if looks[0] == 4:
+            monkeypatch.setattr(device, "turn", turn)
+        return ended()
+
+    monkeypatch.setattr(rank.copies, "begin", begin_it)
+    monkeypatch.setattr(rank.copies, "ended", look)
+    rank.load((3,), [SLOT], session=5)
+    assert begun.wait(WAIT_S)
+    clock = SimpleNamespace(monotonic_ns=lambda: now_ns() + 5_000_000_000 * looks[0])
+    monkeypatch.setattr(copier, "time", clock)
+    rank.handoff.stop()
+    assert rank.copier.join(WAIT_S)
+    (result,) = rank.handoff.take_report().loads
+    assert (result.loaded_blocks, rank.block(3)) == (1, IN_SLAB)
