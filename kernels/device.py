@@ -321,7 +321,7 @@ class DeviceCopies:
 
     def _is_ready(self, flight: CopyFlight) -> bool:
         """Whether the device can copy now. Others are ordered again, or have ended."""
-        copy, is_late = flight.copy, False
+        copy = flight.copy
         if copy.way is CopyWay.STORE and not self._is_pinned(copy):
             assert self._pins is not None
             is_late = self._clock_ns() - flight.ordered_ns > PIN_NS_MAX

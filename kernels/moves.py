@@ -9,7 +9,8 @@ A copy engine pays for each entry, a kernel that reaches over the bus keeps mult
 engine busy for as long as PCIe takes: so kernels work within the device, and whole blocks cross the
 bus. Checksums are made of the engine's pages, of a store before its copy, of a load behind it:
 changes of the host's memory in between, such as pages that another engine gave back to the kernel
-under a DMA, are found and never sealed as right. A block that is one run of bytes needs no room.
+under a DMA, are found and never sealed as right. A block that is one aligned run of bytes is
+hashed in place.
 
 A room is memory of the device's for the blocks of one call, and of one stream, which does one
 thing after the other; while a block of one stream is hashed, another stream copies.

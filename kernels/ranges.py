@@ -1,5 +1,4 @@
-"""Ranges of NVIDIA's tools (Nsight Systems): one for each batch of copies, in the
-domain `kvstore`.
+"""Ranges of NVIDIA's tools (Nsight Systems), in the domain `kvstore`: one for each batch of copies.
 
 A range lasts from the launch until the end is reported, hashing included. Without a tool that
 listens one costs 0.2 us; without the package `nvtx` there are none.

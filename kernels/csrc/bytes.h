@@ -13,7 +13,7 @@ typedef unsigned long long u64;
 __device__ inline u64 first_in_row() { return (u64)blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ inline u64 threads_in_row() { return (u64)gridDim.x * blockDim.x; }
 
-// Four loads under way before the first store: memory of the host is a microsecond away.
+// Four loads under way before the first store: memory is hundreds of cycles away.
 template <typename T>
 __device__ inline void copy_elements(u64 target, u64 source, u64 count, u64 first, u64 step) {
     T* to = (T*)target;

@@ -1,4 +1,4 @@
-// Pieces of blocks between pages of a KV cache and slots: gather, scatter, or both.
+// Pieces of blocks between pages of a KV cache and a room on the device, or from a slab to pages.
 #include "bytes.h"
 
 // The list is an argument: it needs no memory that somebody would have to free. 32,764 bytes are

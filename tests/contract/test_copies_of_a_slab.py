@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,13 +19,6 @@ from tests.kit.fake_cuda import FIRST_HANDLE
 from tests.kit.memory_tier import MemoryTier
 from tests.kit.simulated_device import Cost, Kind, SimulatedDevice
 from tests.kit.slab import ended, order_of
-
-
-@pytest.fixture(params=DEVICE_PARTIES)
-def party(request: pytest.FixtureRequest) -> Iterator[DeviceParty]:
-    party: DeviceParty = request.param((96, 40), block_major=False, values="float32")
-    yield party
-    party.close()
 
 
 def slab_with(data: bytes) -> HbmTier:

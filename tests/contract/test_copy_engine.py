@@ -149,13 +149,6 @@ def test_memory_can_be_another_one_later(make: Make) -> None:
 # ── of a device alone ────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(params=DEVICE_PARTIES)
-def party(request: pytest.FixtureRequest) -> Iterator[DeviceParty]:
-    party: DeviceParty = request.param((96, 40), block_major=False, values="float32")
-    yield party
-    party.close()
-
-
 def test_a_block_that_runs_over_two_chunks_waits_for_both(party: DeviceParty) -> None:
     ready = 0
     party.slots = room(CHUNK_BYTES + party.block_bytes)
@@ -278,6 +271,26 @@ def test_a_batch_that_fails_half_way_ends_when_its_first_part_has(
         True,
     )
     assert party.device.is_idle, "it ended before what it was given was done"
+
+
+def test_copies_behind_a_mark_that_could_not_be_taken_fail(
+    party: DeviceParty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what they must not overtake. Their jobs end all the same."""
+    party.do(CopyWay.STORE, 1, 1)
+    record = party.device.record
+
+    def fails_for_the_engine(event: int, stream: int | None) -> None:
+        if not stream:
+            raise DeviceError("out of memory")
+        record(event, stream)
+
+    monkeypatch.setattr(party.device, "record", fails_for_the_engine)
+    assert party.copies.mark() == device.NO_MARK
+    for way in (CopyWay.LOAD, CopyWay.STORE):
+        assert "could not be marked" in party.do(way, 2, 2).reason
+    monkeypatch.undo()
+    assert party.do(CopyWay.LOAD, 2, 2).reason == ""
 
 
 def test_copies_of_a_device_that_fails_end_as_failed(party: DeviceParty) -> None:

@@ -111,8 +111,8 @@ class SourcePace:
         return self._prefers_hbm != is_tried
 
     def ended(self, duration_ns: int, size_bytes: int, *, is_hbm: bool) -> None:
-        """A load of that size was served for that time, its part of a batch's: one that was seen
-        to end with another one has none."""
+        """A load of that size was served for that time, its part of its batch's. Batches that are
+        seen to end together say nothing one by one: sums are compared."""
         fade = 1 - 1 / SOURCE_MEMORY
         self._spent_ns[is_hbm] = fade * self._spent_ns[is_hbm] + duration_ns
         self._bytes[is_hbm] = fade * self._bytes[is_hbm] + size_bytes
@@ -120,5 +120,5 @@ class SourcePace:
     def _choose(self) -> None:
         if all(self._bytes.values()):
             hbm, dram = (self._spent_ns[each] / self._bytes[each] for each in (True, False))
-            bound = hbm * SOURCE_GAIN > dram if self._prefers_hbm else hbm < dram * SOURCE_GAIN
-            self._prefers_hbm ^= bound
+            used, other = (hbm, dram) if self._prefers_hbm else (dram, hbm)
+            self._prefers_hbm ^= other < used * SOURCE_GAIN

@@ -20,19 +20,13 @@ from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.vllm import KVStoreConnector, KVStoreMetadata
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.wire.messages import Drop, Seal, slots_array
-from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode, node_at
+from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode
 from tests.unit.connector.test_worker_side import (
     job,
     kv_cache_config,
     kv_caches,
     vllm_config,
 )
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[ScriptedNode]:
-    with node_at(tmp_path / "node.sock") as node:
-        yield node
 
 
 @pytest.fixture

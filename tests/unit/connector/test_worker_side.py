@@ -28,7 +28,7 @@ from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import Seal
 from tests.kit.fake_cuda import FakeCuda, FakeKernels
 from tests.kit.simulated_device import SimulatedDevice
-from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode, node_at
+from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode
 
 pytestmark = pytest.mark.engine
 
@@ -228,12 +228,6 @@ def test_what_cannot_be_told_for_certain_is_not_served(changes: dict[str, Any]) 
 
 
 # ── a step ───────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[ScriptedNode]:
-    with node_at(tmp_path / "node.sock") as node:
-        yield node
 
 
 @pytest.fixture

@@ -164,6 +164,14 @@ def test_a_driver_without_batches_says_so() -> None:
         device.copy(128, PIECES, PIECES, PIECES)
 
 
+def test_an_error_that_the_bindings_do_not_know_is_named_by_its_number() -> None:
+    """A driver newer than they are."""
+    device = cuda_device(FakeCuda(SimulatedDevice(1, 4096)))
+    device._copy_batch = lambda *_: 98_765
+    with pytest.raises(DeviceError, match=r"^cuMemcpyBatchAsync: 98765$"):
+        device.copy(128, PIECES, PIECES, PIECES)
+
+
 def test_streams_and_events_are_given_back() -> None:
     runtime = FakeCuda(SimulatedDevice(1, 4096))
     device = cuda_device(runtime)

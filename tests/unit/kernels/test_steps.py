@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from bench.gpu.rank import Shape
 from kvstore.kernels.caches import DeviceCache, LayerPages
 from kvstore.kernels.device import DeviceCopies
 from kvstore.kernels.pinning import CHUNK_BYTES
@@ -27,18 +27,6 @@ HOST_US = 5.0
 (`bench/micro/copy_calls.py`), of which a GPU machine is assumed to need half."""
 
 
-class Shape(NamedTuple):
-    """Of a rank's cache: layers of a block, and bytes of a page."""
-
-    layers: int
-    page_bytes: int
-    block_major: bool = False
-
-    @property
-    def block_bytes(self) -> int:
-        return self.layers * self.page_bytes
-
-
 LLAMA_8B, LLAMA_70B_TP8 = Shape(32, 64 * KIB), Shape(80, 8 * KIB)
 """16 tokens in bfloat16: all heads of a model, and those of one of eight ranks."""
 
@@ -49,8 +37,8 @@ class Engine:
     def __init__(self, shape: Shape, *, by_pieces: bool = False) -> None:
         self.shape, size = shape, shape.block_bytes
         self.device = VirtualDevice(1, size * BLOCKS, moves_bytes=False)
-        stride = size if shape.block_major else shape.page_bytes
-        step = shape.page_bytes if shape.block_major else shape.page_bytes * BLOCKS
+        stride = size if shape.is_block_major else shape.page_bytes
+        step = shape.page_bytes if shape.is_block_major else shape.page_bytes * BLOCKS
         pages = [
             LayerPages(self.device.address + n * step, stride, shape.page_bytes)
             for n in range(shape.layers)
@@ -192,7 +180,7 @@ def test_the_engines_forward_is_no_time_of_a_copy(
     ("shape", "each", "both"),
     [
         (LLAMA_8B, 0.90, 0.75),  # pages of 64 KiB
-        (LLAMA_8B._replace(block_major=True), 0.90, 0.75),  # a run of 2 MiB
+        (LLAMA_8B._replace(is_block_major=True), 0.90, 0.75),  # a run of 2 MiB
         (LLAMA_70B_TP8, 0.80, 0.70),
         (Shape(12, 32 * KIB), 0.75, 0.50),  # gpt-oss, a group of 12 layers: bound by the host
         (Shape(12, 2176 * KIB), 0.90, 0.75),  # Qwen3-Next, 1,088 tokens
