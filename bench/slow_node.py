@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from kvstore.cli import main
 from kvstore.config.node import NodeConfig
 from kvstore.node import process
-from kvstore.supervisor.begin import start_of
+from kvstore.supervisor import begin
 from kvstore.supervisor.child import spawn_process
 from kvstore.supervisor.supervisor import Supervisor
 from kvstore.tiers.file import tier
@@ -39,9 +39,9 @@ class SlowDisk(PosixDisk):
 
     def _paced(self, call: Callable[[], int]) -> int:
         with self._disk:
-            begin = time.monotonic()
+            begun_s = time.monotonic()
             count = call()
-            left = count * float(self.pace_file.read_text()) / 1e9 - (time.monotonic() - begin)
+            left = count * float(self.pace_file.read_text()) / 1e9 - (time.monotonic() - begun_s)
             if left > 0:
                 threading.Event().wait(left)
             return count
@@ -50,7 +50,7 @@ class SlowDisk(PosixDisk):
 def supervise(config: NodeConfig, settings: dict[str, Any]) -> NoReturn:
     """In this process: its node processes are this program again."""
     program = (__file__, str(SlowDisk.pace_file), "process")
-    start = start_of(config, settings)
+    start = begin.start_of(config, settings)
     sys.exit(Supervisor(start, spawn=lambda: spawn_process(program)).run())
 
 
@@ -59,5 +59,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "process":
         setattr(tier, "PosixDisk", SlowDisk)  # noqa: B010 -- a name that it does not export
         sys.exit(process.main(sys.argv[2:]))
-    setattr(main, "supervise", supervise)  # noqa: B010 -- it would replace this program
+    setattr(begin, "supervise", supervise)  # noqa: B010 -- it would replace this program
     main.main()

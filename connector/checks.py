@@ -29,6 +29,11 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None)
     transfer = vllm_config.kv_transfer_config
     parallel = vllm_config.parallel_config
     assert transfer is not None, "the base class refuses this"
+    if vllm_config.model_config.enable_sleep_mode:
+        raise ValueError(
+            "KVStoreConnector copies from and to the KV cache beside the engine's steps, and sleep "
+            "mode unmaps that memory: drop --enable-sleep-mode"
+        )
     if cache.prefix_caching_hash_algo != "sha256_cbor":
         raise ValueError(
             "KVStoreConnector shares blocks by hashes that every process can compute: add "
@@ -102,21 +107,14 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
 
 
 def _check_kinds(specs: Sequence[KVCacheSpec], *, are_several: bool) -> None:
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        CircularBufferSpec,
-        FullAttentionSpec,
-        MambaSpec,
-        MLAAttentionSpec,
-        SlidingWindowMLASpec,
-        SlidingWindowSpec,
-    )
+    from vllm.v1 import kv_cache_interface as kinds
 
     # Exactly these: blocks of subclasses, such as sinks, do not hold what the key says. Scratch
     # memory of a request has no keys: a hit begins with none.
-    served: set[type] = {FullAttentionSpec, MLAAttentionSpec, CircularBufferSpec}
+    served: set[type] = {kinds.FullAttentionSpec, kinds.MLAAttentionSpec, kinds.CircularBufferSpec}
     if are_several:
-        served |= {SlidingWindowSpec, SlidingWindowMLASpec, ChunkedLocalAttentionSpec, MambaSpec}
+        served |= {kinds.SlidingWindowSpec, kinds.SlidingWindowMLASpec}
+        served |= {kinds.ChunkedLocalAttentionSpec, kinds.MambaSpec}
     for spec in specs:
         if spec.prefix_replay_tokens:
             raise ValueError(

@@ -359,7 +359,7 @@ class SchedulerSide:
         if self._requests.pop(request.request_id, None) is None:
             return
         del self._due_tokens[request.request_id], self._keys[request.request_id]
-        story = self._core.finished(request.request_id, why_early)
+        story = self._core.finished(request.request_id, why_early, time.monotonic_ns())
         self._flush(time.monotonic_ns())
         if story is not None and self._config.log_requests:
             request_logger.info(

@@ -1,11 +1,16 @@
 """Counters in vllm's own metrics and log line.
 
 Both sides of the connector fill a `KVStoreStats`; vllm adds them up, ships them to the frontend and
-asks it for a line of text and for Prometheus values. Data is a flat dict of integers.
+asks it for a line of text and for Prometheus values. Data is a flat dict of integers, with names as
+in `client.core.plan.SchedulerStats`.
+
+Savings are two counters and not one: a load may cost more than it saves, and a counter that falls
+looks like a restart of the process to `rate()`.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,25 +24,26 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _METRICS = {
+    "saved_prefill_seconds": (
+        "Estimated time to compute the tokens that were loaded, by this engine's measured pace."
+    ),
+    "waited_seconds": "Time for which requests waited for lookups, blocks and copies.",
     "load_blocks": "Blocks whose load from kvstore was planned.",
     "load_bytes": "Bytes copied from kvstore into the engine's cache.",
     "load_failures": "Loads that failed and were recomputed.",
-    "load_ns": "Nanoseconds spent on copying loads.",
+    "load_seconds": "Time spent on copying loads, by all ranks together.",
     "hits": "Lookups that found blocks to load.",
-    "hit_tokens": "Tokens found by lookups.",
-    "hit_tokens_dram": "Tokens found in the dram tier of the node.",
-    "hit_tokens_peer": "Tokens fetched from another node for the request.",
-    "hit_tokens_file": "Tokens read from the disk tier of the node for the request.",
-    "misses": "Lookups that found no block to load.",
-    "misses_node_away": "Misses because no node was attached.",
-    "misses_deadline": "Misses because the node did not answer in time.",
-    "misses_breaker_open": "Misses because the circuit breaker was open after several failures.",
-    "misses_shadow_check": "Hits that a shadow check recomputed.",
-    "misses_group_not_stored": "Misses because only the blocks with full attention were there.",
+    "hit_tokens{tier}": (
+        "Tokens found by lookups: in dram, read from disk (file) or fetched from another node"
+        " (peer) for the request."
+    ),
+    "misses{reason}": (
+        "Lookups that found no block to load, by the outcome that `kvstore explain` gives."
+    ),
     "breaker_openings": "Times the circuit breaker opened after several failures in a row.",
     "shadow_blocks": "Blocks recomputed by shadow checks.",
     "shadow_blocks_diverged": "Recomputed blocks that differed; the space is switched off.",
-    "promotions_given_up": "Waits for blocks from disk ended by their deadline.",
+    "promotions_given_up": "Waits for disk or other nodes that were ended: computing is quicker.",
     "store_blocks_submitted": (
         "Blocks submitted to the ranks for storing; without those sealed and dropped: the queue."
     ),
@@ -48,12 +54,19 @@ _METRICS = {
     "pushes_malformed": "Requests whose kv_transfer_params were broken, and ignored.",
     "store_blocks_sealed": "Block shards stored.",
     "store_blocks_dropped": "Block shards whose store was abandoned.",
-    "store_blocks_without_credit": "Full blocks not stored for lack of a credit.",
+    "store_blocks_without_credit": "Blocks not stored because the node had granted no free slot.",
     "store_bytes": "Bytes copied into kvstore.",
-    "store_ns": "Nanoseconds spent on copying stores.",
-    "fence_ns": "Nanoseconds for which the engine waited for stores to leave blocks that it needs.",
+    "store_seconds": "Time spent on copying stores, by all ranks together.",
+    "fence_seconds": "Time for which engines waited for stores to leave blocks that they need.",
     "connector_errors": "Exceptions caught by the connector; each turns the cache off.",
 }
+
+_KNOWN: dict[str, list[tuple[str, ...]]] = {
+    "": [()],
+    "tier": [("dram",), ("file",), ("peer",)],
+    "reason": [],
+}
+"""Values of each label that are known before anything is counted."""
 
 
 @dataclass
@@ -77,10 +90,12 @@ class KVStoreStats(KVConnectorStats):
         store_s = data.get("store_ns", 0) / 1e9
         return {
             "kvstore hits": data.get("hits", 0),
-            "misses": data.get("misses", 0),
-            "hit tokens": data.get("hit_tokens", 0),
-            "from disk": data.get("hit_tokens_file", 0),
-            "from peers": data.get("hit_tokens_peer", 0),
+            "misses": sum(n for name, n in data.items() if name.startswith("misses:")),
+            "hit tokens": sum(n for name, n in data.items() if name.startswith("hit_tokens:")),
+            "from disk": data.get("hit_tokens:file", 0),
+            "from peers": data.get("hit_tokens:peer", 0),
+            "saved s": round(data.get("saved_prefill_ns", 0) / 1e9, 2),
+            "waited s": round(data.get("waited_ns", 0) / 1e9, 2),
             "load MiB": round(data.get("load_bytes", 0) / 2**20, 1),
             "load GiB/s": round(data.get("load_bytes", 0) / 2**30 / load_s, 2) if load_s else 0,
             "load failures": data.get("load_failures", 0),
@@ -106,18 +121,23 @@ class KVStorePromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[str, dict[int, Any]] = {}
-        for name, text in _METRICS.items():
-            counter = metric_types[Counter](
-                name=f"vllm:kvstore_{name}", documentation=text, labelnames=labelnames
+        self._counters: dict[str, Any] = {}
+        for title, text in _METRICS.items():
+            name, _, label = title.removesuffix("}").partition("{")
+            self._counters[name] = counter = metric_types[Counter](
+                name=f"vllm:kvstore_{name}",
+                documentation=text,
+                labelnames=[*labelnames, *filter(None, [label])],
             )
-            self._counters[name] = {
-                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
-            }
+            for values, its in itertools.product(per_engine_labelvalues.values(), _KNOWN[label]):
+                counter.labels(*values, *its)  # 0 from the start
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's counts."""
-        for name, amount in transfer_stats_data.items():
-            counters = self._counters.get(name)
-            if counters is not None and amount > 0:
-                counters[engine_idx].inc(amount)
+        values = self.per_engine_labelvalues[engine_idx]
+        for key, amount in transfer_stats_data.items():
+            name, _, label = key.partition(":")
+            name, scale = (name[:-3] + "_seconds", 1e-9) if name.endswith("_ns") else (name, 1)
+            counter = self._counters.get(name)
+            if counter is not None and amount > 0:
+                counter.labels(*values, *filter(None, [label])).inc(amount * scale)

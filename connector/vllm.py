@@ -1,9 +1,9 @@
 """`KVStoreConnector`: the class that vllm loads through --kv-transfer-config.
 
-Knows vllm's interface (0.32) and nothing else: every method hands over to the scheduler's or the
-rank's half. One guard stands around each of them, because nothing of ours may raise into the engine
-(guarantee P2): after an error of our own the cache is off for the life of this process, with one
-log line, and loads that the engine waits for still end.
+Knows vllm's interface (0.32 and 0.33) and nothing else: every method hands over to the scheduler's
+or the rank's half. One guard stands around each of them, because nothing of ours may raise into the
+engine (guarantee P2): after an error of our own the cache is off for the life of this process, with
+one log line, and loads that the engine waits for still end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import secrets
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -43,7 +43,7 @@ from kvstore.connector.worker_side import WorkerSide
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -59,6 +59,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvstore")
 
 BROKEN = "an error in its connector: see the engine's log"
+TWICE = (
+    "KVStoreConnector is configured twice for one engine, node and tenant: name it once in"
+    ' "connectors" of --kv-transfer-config, or give the second another socket or tenant'
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -129,7 +133,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config, kv_cache_config)
-        config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        transfer = self._kv_transfer_config
+        config = parse_config(transfer.kv_connector_extra_config)
+        engine = (transfer.engine_id or "", vllm_config.instance_id)
+        rank = vllm_config.parallel_config.rank
+        identity = (config.socket, config.tenant, *engine, role, rank)
+        if self._attached.setdefault(identity, self) is not self:
+            raise ValueError(TWICE)
+        self._identity = identity
         self.is_off = False
         self._errors = 0
         self._scheduler: SchedulerSide | None = None
@@ -167,8 +178,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._detach(BROKEN)
 
     _attendant: Attendant | None = None
+    _attached: ClassVar[weakref.WeakValueDictionary[Any, KVStoreConnector]] = (
+        weakref.WeakValueDictionary()
+    )
+    """By the identity at the node, which would drop each of two for the other."""
+    _identity: object = None
 
     def _detach(self, unserved: str = "") -> None:
+        self._attached.pop(self._identity, None)
         if self._attendant is not None:
             self._attendant.stop()
         if self._scheduler is not None:
@@ -181,35 +198,41 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """A best-effort cache: a dropped store is a future miss."""
         return False
 
+    @property
+    def _in_scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def _in_worker(self) -> WorkerSide:
+        assert self._worker is not None
+        return self._worker
+
     # ── scheduler side ───────────────────────────────────────────────────────────────────────────
 
     @_guarded(lambda self: None)
     def attend(self) -> None:
         """On a thread of its own: stay attached while the engine is idle."""
-        assert self._scheduler is not None
-        self._scheduler.attend()
+        self._in_scheduler.attend()
 
     @_guarded(lambda self: None)
     def on_new_request(self, request: Request) -> None:
         """A request was added."""
-        assert self._scheduler is not None
-        self._scheduler.on_new_request(request)
+        self._in_scheduler.on_new_request(request)
 
     @_guarded(lambda self: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens beyond the prefix-cache hit; loads are always asynchronous."""
-        assert self._scheduler is not None
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        return self._in_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     @_guarded(lambda self: None, also_when_off=True)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Blocks were allocated; plans the load when there is one."""
-        assert self._scheduler is not None
-        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+        self._in_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -224,8 +247,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda self: 0)
     def _file_tokens(self, request: Request) -> int:
-        assert self._scheduler is not None
-        return self._scheduler.file_tokens(request)
+        return self._in_scheduler.file_tokens(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's orders to the ranks."""
@@ -233,8 +255,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda self: self._rescue_plan())
     def _build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
-        assert self._scheduler is not None
-        return self._scheduler.build_plan(scheduler_output)
+        return self._in_scheduler.build_plan(scheduler_output)
 
     def _rescue_plan(self) -> StepPlan:
         return self._scheduler.rescue_plan() if self._scheduler is not None else StepPlan()
@@ -244,19 +265,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Take the reasons of ranks whose caches cannot be served; once, at the start."""
-        assert self._scheduler is not None
         for _, found in sorted(metadata.items(), key=lambda item: item[0]):
             if isinstance(found, KVStoreHandshake):
-                self._scheduler.cannot_be_served(found.unserved)
+                self._in_scheduler.cannot_be_served(found.unserved)
                 return
 
     @_guarded(lambda self: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the ranks' reports of the step."""
-        assert self._scheduler is not None
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KVStoreWorkerMetadata):
-            self._scheduler.reported(meta.reports)
+            self._in_scheduler.reported(meta.reports)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -272,8 +291,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda self: None)
     def _request_finished(self, request: Request) -> dict[str, Any] | None:
-        assert self._scheduler is not None
-        return self._scheduler.request_finished(request)
+        return self._in_scheduler.request_finished(request)
 
     @_guarded(lambda self: False)
     def has_pending_push_work(self) -> bool:
@@ -283,45 +301,40 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda self: None)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """The engine's own blocks exist."""
-        assert self._scheduler is not None
-        self._scheduler.bind_block_pool(gpu_block_pool)
+        self._in_scheduler.bind_block_pool(gpu_block_pool)
 
     @_guarded(lambda self: True)  # a cache that is off serves nothing, old or new
     def reset_cache(self) -> bool | None:
         """Nothing stored before is served again to this engine; False: it holds some itself."""
-        assert self._scheduler is not None
-        return self._scheduler.reset(secrets.token_hex(8))
+        return self._in_scheduler.reset(secrets.token_hex(8))
 
     # ── worker side, in the order of a step ──────────────────────────────────────────────────────
 
     @_guarded(lambda self: None)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The paged cache exists; the rank starts to attach."""
-        assert self._worker is not None
-        self._worker.register_kv_caches(kv_caches)
+        self._in_worker.register_kv_caches(kv_caches)
 
     @_guarded(lambda self: KVStoreHandshake(BROKEN))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Why this rank is not served, for the scheduler, which can pass it on to the node."""
-        assert self._worker is not None
-        return KVStoreHandshake(self._worker.unserved) if self._worker.unserved else None
+        unserved = self._in_worker.unserved
+        return KVStoreHandshake(unserved) if unserved else None
 
     @_guarded(lambda self: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """First in a step: wait for copies out of blocks that are about to be overwritten."""
-        assert self._worker is not None
         assert isinstance(kv_connector_metadata, KVStoreMetadata)
-        self._worker.handle_preemptions(kv_connector_metadata.plan)
+        self._in_worker.handle_preemptions(kv_connector_metadata.plan)
 
     @_guarded(lambda self: None, also_when_off=True)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Submit the step's loads; they run beside the engine."""
-        assert self._worker is not None
         # The second model runner calls this after its forward, whose context is gone by then.
         self._idle_step = forward_context.attn_metadata is None and "num_tokens" not in kwargs
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KVStoreMetadata)
-        self._worker.start_load_kv(metadata.plan)
+        self._in_worker.start_load_kv(metadata.plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are whole requests, never layers."""
@@ -334,10 +347,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda self: None)
     def wait_for_save(self) -> None:
         """The forward ran: submit the step's stores. Does not wait for them."""
-        assert self._worker is not None
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KVStoreMetadata)
-        self._worker.wait_for_save(metadata.plan)
+        self._in_worker.wait_for_save(metadata.plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads ended, well or not, each exactly once."""
@@ -348,27 +360,23 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda self: set(), also_when_off=True)
     def _failed_loads(self, finished: set[str]) -> set[str]:
-        assert self._worker is not None
-        return self._worker.failed_requests(finished)
+        return self._in_worker.failed_requests(finished)
 
     @_guarded(lambda self: set(), also_when_off=True)
     def _finished_loads(self) -> set[str]:
-        assert self._worker is not None
-        return self._worker.get_finished(idle=self._idle_step)
+        return self._in_worker.get_finished(idle=self._idle_step)
 
     _idle_step = False
 
     @_guarded(lambda self: set(), also_when_off=True)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Target blocks whose load failed; the engine recomputes them."""
-        assert self._worker is not None
-        return self._worker.block_ids_with_load_errors()
+        return self._in_worker.block_ids_with_load_errors()
 
     @_guarded(lambda self: None, also_when_off=True)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """This rank's report, if there is one."""
-        assert self._worker is not None
-        report = self._worker.build_worker_meta()
+        report = self._in_worker.build_worker_meta()
         return None if report is None else KVStoreWorkerMetadata([report])
 
     # ── both sides ───────────────────────────────────────────────────────────────────────────────
@@ -403,6 +411,22 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """One page per layer and block, heads outermost."""
         return "LBHNC"
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """No: copies run beside the engine's steps, also while it would unmap the cache."""
+        return False
+
+    @_guarded(lambda self: None)
+    def unregister_kv_caches(self) -> None:
+        """The cache is about to be unmapped, which an engine with --enable-cumem-allocator can do
+        without sleep mode. Running copies end first; the cache stays off."""
+        logger.warning(
+            "kvstore: the engine releases its KV cache memory; the cache is off until the engine"
+            " restarts, requests are computed"
+        )
+        self.is_off = True
+        self._detach()
 
     @_guarded(lambda self: None)
     def shutdown(self) -> None:

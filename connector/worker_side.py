@@ -16,6 +16,8 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvstore.client.core.plan import LoadResult, RankReport, StepPlan, refuse
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.connector.checks import NotServed
@@ -314,18 +316,12 @@ def _join(first: RankReport | None, second: RankReport) -> RankReport:
     """Two reports of a rank in one."""
     if first is None:
         return second
-    return RankReport(
-        rank=second.rank,
-        session=second.session,
-        loads=first.loads + second.loads,
-        store_jobs_done=first.store_jobs_done + second.store_jobs_done,
-        compared=first.compared + second.compared,
-        blocks_sealed=first.blocks_sealed + second.blocks_sealed,
-        blocks_dropped=first.blocks_dropped + second.blocks_dropped,
-        store_bytes=first.store_bytes + second.store_bytes,
-        store_ns=first.store_ns + second.store_ns,
-        fence_ns=first.fence_ns + second.fence_ns,
-    )
+    added = {
+        name: getattr(first, name) + getattr(second, name)
+        for name in RankReport.__struct_fields__
+        if name not in ("rank", "session")
+    }
+    return msgspec.structs.replace(second, **added)
 
 
 _sides: weakref.WeakSet[WorkerSide] = weakref.WeakSet()

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from kvstore.installation import pip_install
 from kvstore.kernels.device import DeviceError
 
 SOURCES: Final = Path(__file__).parent / "csrc"
@@ -86,7 +87,7 @@ def nvrtc() -> Any:
     except (ImportError, RuntimeError) as error:
         reason = str(error).partition(":")[0]
         raise DeviceError(
-            f"CUDA's runtime compiler is missing ({reason}): pip install 'kvstore-llm[cuda]'"
+            f"CUDA's runtime compiler is missing ({reason}): {pip_install('cuda')}"
         ) from None
     return found
 
@@ -135,7 +136,7 @@ def _files(source: str) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in paths}
     except OSError as error:
         raise DeviceError(
-            f"the source of a kernel is missing: install kvstore anew ({error})"
+            f"the source of a kernel is missing: install the wheel of kvstore anew ({error})"
         ) from None
 
 

@@ -26,6 +26,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvstore.installation import pip_install
 from kvstore.kernels.caches import Addresses
 from kvstore.kernels.compiled import cubin
 from kvstore.kernels.device import DeviceError
@@ -62,7 +63,7 @@ def _bindings(name: str) -> Any:
         return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
         raise DeviceError(
-            f"NVIDIA's bindings are missing ({error}): pip install 'kvstore-llm[cuda]'"
+            f"NVIDIA's bindings are missing ({error}): {pip_install('cuda')}"
         ) from None
 
 

@@ -2,7 +2,7 @@
 
 arena     the shared memory of a node
 ports     the pure core's needs from the world
-types, units, errors, wording   shared by all
+types, units, errors, wording, installation   shared by all
 """
 
 from typing import Final

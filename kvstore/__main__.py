@@ -6,12 +6,12 @@ Imports no package of the extra before all of them are found.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from typing import Final
 
+from kvstore.installation import is_installed, lacking
+
 NODE_NEEDS: Final = {
-    "aiofiles": "aiofiles",
     "click": "click",
     "cryptography": "cryptography",
     "google.protobuf": "protobuf",
@@ -27,24 +27,14 @@ NODE_NEEDS: Final = {
 
 def missing_packages() -> list[str]:
     """Packages of the extra `node` that are not installed."""
-    return [package for module, package in NODE_NEEDS.items() if not _is_installed(module)]
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that the module is in
-        return False
+    return [package for module, package in NODE_NEEDS.items() if not is_installed(module)]
 
 
 def main() -> None:
     """Entry point of the console script."""
     missing = missing_packages()
     if missing:
-        sys.exit(
-            f"kvstore: commands need {', '.join(missing)}, not installed here:"
-            " pip install 'kvstore-llm[node]'"
-        )
+        sys.exit(f"kvstore: {lacking('every command', ', '.join(missing), 'node')}")
     try:
         from kvstore.cli.main import main as run
 

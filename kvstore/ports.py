@@ -157,6 +157,16 @@ class Landing(NamedTuple):
     """The bytes from there on, in a mapping of their own."""
 
 
+class TransportMemory(NamedTuple):
+    """A node's memory, as a back end gets it."""
+
+    arena: NDArray[np.uint8]
+    """Moved into and out of by this node alone."""
+    source: NDArray[np.uint8]
+    """The same bytes, for peers to read, in a mapping that cannot be written through."""
+    landing: Landing | None = None
+
+
 class End(enum.Enum):
     """How a transfer ended, for the places in this process's arena. A failed write may still reach
     the peer's landing memory, until the peer or its transfer worker is gone."""
@@ -192,6 +202,8 @@ class TransportCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, str]
     """Options of an operator, and the form of each value; a name that ends in OPTION stands for all
     that begin like it."""
+    modules: tuple[str, ...] = ()
+    """Those of other packages: one of them suffices, and the extra has the back end's name."""
 
 
 class Transport(Protocol):

@@ -1,4 +1,7 @@
-"""Byte and time units. The bottom of the import order: imports nothing of kvstore."""
+"""Byte and time units, and figures as people read them.
+
+The bottom of the import order: imports nothing of kvstore.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ TIB = 1 << 40
 NS_PER_US = 1000
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
+US_PER_MS = 1000
+US_PER_S = 1_000_000
+US_PER_H = 3_600_000_000
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*", re.IGNORECASE)
 _SIZE_END = 1 << 63
@@ -53,3 +59,16 @@ def format_size(size_bytes: int) -> str:
         if size_bytes >= factor:
             return f"{size_bytes / factor:.4g} {unit}"
     return f"{size_bytes} B"
+
+
+def format_us(us: float) -> str:
+    """Microseconds as ms, from a second on as s, from an hour on as h: ``12.3 ms``, ``1.5 s``."""
+    for unit, factor in (("h", US_PER_H), ("s", US_PER_S)):
+        if abs(us) >= factor:
+            return f"{short(us / factor)} {unit}"
+    return f"{short(us / US_PER_MS)} ms"
+
+
+def short(value: float) -> str:
+    """A figure with one decimal below a hundred, and none from there on."""
+    return f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"

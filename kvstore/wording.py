@@ -45,9 +45,11 @@ def cannot_listen(option: str, address: str, error: OSError | None = None) -> st
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question to put behind a sentence about an unknown word; empty: no known one is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f": did you mean {near[0]!r}?" if near else ""
+    """A question to put behind a sentence about an unknown word; empty: no known one is near. The
+    dashes of flags make none near."""
+    names = {each.lstrip("-"): each for each in known}
+    near = difflib.get_close_matches(word.lstrip("-"), names, n=1)
+    return f": did you mean {names[near[0]]!r}?" if near else ""
 
 
 def why_not(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:

@@ -34,6 +34,7 @@ from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings,
 from kvstore.connector.config import ConnectorConfig
 from kvstore.demo import flags as demo_flags
 from kvstore.engine import Reason
+from kvstore.engine.why.reasons import CLASSES
 from kvstore.obs.metrics import INDEX_METRICS, METRICS, ROUTER_METRICS, Metric
 from kvstore.routing.costs import TERM_NAMES
 from kvstore.routing.filters import Dropped
@@ -75,8 +76,16 @@ matter.
 _ON_METRICS: Final = """
 `/metrics` of a node is on `127.0.0.1:9464`, that of `kvstore index` on `127.0.0.1:9471`,
 of `kvstore router` on `127.0.0.1:9472`;
-`/healthz` beside it says `ok`, or `ok, but …` with the reason. The label `tier` is `dram` or `file`
-(the disk tier). [Troubleshooting](../guides/troubleshooting.md) names the metric for each symptom.
+`/healthz` beside it says `ok`, or `ok, but …` with the reason. The label `tier` is `dram`, `file`
+(the disk tier), `hbm` or `peer` (another node).
+[Troubleshooting](../guides/troubleshooting.md) names the metric for each symptom.
+"""
+_ON_CLASSES: Final = """
+`reason` of `kvstore_blocks_missed_total`, by [reason](reasons.md) of `kvstore explain`:
+"""
+_ON_ENGINES: Final = """
+Counters in the engine's own `/metrics`, with vLLM's labels `model_name` and `engine` as well.
+vLLM's periodic log line has them in short.
 """
 _ON_REASONS: Final = """
 `kvstore explain` and `kvstore inspect prefix` give a reason for each range of blocks and for each
@@ -235,16 +244,25 @@ def metrics_page() -> str:
         _one_line(_ON_METRICS) + "\n",
         "## Node\n",
         _table(header, map(_metric_row, METRICS)),
+        _one_line(_ON_CLASSES) + "\n",
+        _table(("class", "reasons"), _class_rows()),
         "## Index\n",
         "A node with `--index-listen` exports these too, except `kvstore_index_info`.\n",
         _table(header, map(_metric_row, INDEX_METRICS)),
         "## Router\n",
         _table(header, map(_metric_row, ROUTER_METRICS)),
         "## Engine\n",
-        "Counters in the engine's own `/metrics`. vLLM's periodic log line has them in short.\n",
-        _table(("name", "meaning"), _engine_rows()),
+        _one_line(_ON_ENGINES) + "\n",
+        _table(("name", "labels", "meaning"), _engine_rows()),
     ]
     return "\n".join(parts)
+
+
+def _class_rows() -> list[tuple[str, str]]:
+    words: dict[str, dict[str, None]] = {its: {} for its in CLASSES.values()}
+    for reason in TEXTS:
+        words[CLASSES[reason]][f"`{word(reason)}`"] = None
+    return [(f"`{its}`", ", ".join(of)) for its, of in words.items()]
 
 
 def reasons_page() -> str:
@@ -388,7 +406,7 @@ def settings_table(rows: Iterable[Setting]) -> str:
 
 
 def _flag(row: Setting) -> str:
-    choices = f"[{'|'.join(row.choices)}]" if row.choices else row.metavar
+    choices = f"[{'|'.join(row.choices)}]" if row.choices else row.form.metavar
     other = f"/ --{row.off}" if row.off else choices
     return f"`{_cell(f'--{row.key} {other}')}`"
 
@@ -436,14 +454,19 @@ def _metric_row(metric: Metric) -> tuple[str, ...]:
     return f"`{metric.name}`", metric.kind, labels, _cell(metric.help)
 
 
-def _engine_rows() -> list[tuple[str, str]]:
+def _engine_rows() -> list[tuple[str, ...]]:
     """From the source: importing it needs vLLM."""
     tree = ast.parse((ROOT / "connector" / "stats.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_METRICS":
             table = ast.literal_eval(node.value)
-            return [(f"`vllm:kvstore_{name}`", _cell(text)) for name, text in table.items()]
+            return [_engine_row(title.removesuffix("}"), text) for title, text in table.items()]
     raise AssertionError("connector/stats.py has no _METRICS")
+
+
+def _engine_row(title: str, text: str) -> tuple[str, ...]:
+    name, _, label = title.partition("{")
+    return f"`vllm:kvstore_{name}_total`", f"`{label}`" if label else "", _cell(text)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

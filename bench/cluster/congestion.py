@@ -24,8 +24,8 @@ from bench.cluster.netns import ADDRESS, BURST_KB, QUEUE_MS, RATE_MBIT, Link, Si
 from bench.raw_nixl import is_installed
 from kvstore.errors import KVStoreError
 from kvstore.ports import End
-from kvstore.testing.transport_parties import MoverParty
 from kvstore.transport.pieces import make_pieces
+from tests.kit.transport_parties import MoverParty
 
 UCX: Final = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "link0", "NIXL_LOG_LEVEL": "FATAL"}
 GOAL_SLOWED: Final = 0.5

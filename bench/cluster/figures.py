@@ -42,7 +42,7 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, list[fl
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Count, median, p95, least and greatest."""
+    """Count, mean, median, p95, least and greatest."""
     return {name: _rounded(value) for name, value in record.summary(values).items()}
 
 

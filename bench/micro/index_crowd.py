@@ -3,7 +3,8 @@
     python bench/micro/index_crowd.py
 
 An index of 1 million blocks with mTLS, plain and compiled. A crowd, all of one certificate, keeps
-128 calls of 16,384 keys open; another certificate asks for 32 keys, one after the other.
+128 calls of 16,384 keys open, each on a connection of its own, or 1,024 on 16 connections; another
+certificate asks for 32 keys, one after the other.
 Writes bench/results/index_crowd.json.
 """
 
@@ -31,7 +32,8 @@ from kvstore.types import KEY_BYTES, SpaceId
 
 SPACE: Final = SpaceId(bytes(32))
 BLOCKS: Final = 1_000_000
-CALLS: Final = 128
+CROWDS: Final = {"128_connections": (128, 1), "16_connections": (16, 64)}
+"""Connections, and calls of each."""
 SMALL_KEYS: Final = 32
 QUESTIONS: Final = 300
 CROWD: Final = """
@@ -43,17 +45,18 @@ from kvstore.client.tls import TlsFiles, load
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.feeds import KEYS_MAX
 from kvstore.proto.index_pb2_grpc import IndexStub
-address, ca, cert, key, calls = sys.argv[1:]
+address, ca, cert, key, connections, calls = sys.argv[1:]
 files = TlsFiles(ca=Path(ca), cert=Path(cert), key=Path(key))
 credentials = load(files).channel_credentials()
 asked = pb.MatchRequest(
     tenant="t", space=bytes(32), keys=np.random.default_rng(2).bytes(KEYS_MAX * 32)
 )
 def ask():
-    stub = IndexStub(channel(address, credentials))
+    stub, may_ask = IndexStub(channel(address, credentials)), threading.Semaphore(int(calls))
     while True:
-        stub.Match.future(asked, timeout=30).exception()
-for _ in range(int(calls)):
+        may_ask.acquire()
+        stub.Match.future(asked, timeout=30).add_done_callback(lambda _: may_ask.release())
+for _ in range(int(connections)):
     threading.Thread(target=ask, daemon=True).start()
 print(flush=True)
 threading.Event().wait()
@@ -74,15 +77,16 @@ def measure(lab: Lab, directory: Path, flags: tuple[str, ...]) -> dict[str, Any]
         found: dict[str, Any] = {"quiet": times_ms(client, keys)}
         before = memory.memory_info().rss
         files = lab.files("client", "crowd")
-        words = [index.address, *map(str, (files.ca, files.cert, files.key)), str(CALLS)]
-        command = [sys.executable, "-c", CROWD, *words]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as crowd:
-            assert crowd.stdout is not None
-            crowd.stdout.readline()
-            threading.Event().wait(3)  # until all of it is under way
-            found["beside_crowd"] = times_ms(client, keys)
-            after = memory.memory_info().rss
-            crowd.kill()
+        for name, crowd_of in CROWDS.items():
+            words = [index.address, *map(str, (files.ca, files.cert, files.key, *crowd_of))]
+            command = [sys.executable, "-c", CROWD, *words]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as crowd:
+                assert crowd.stdout is not None
+                crowd.stdout.readline()
+                threading.Event().wait(3)  # until all of it is under way
+                found[f"beside_{name}"] = times_ms(client, keys)
+                after = memory.memory_info().rss
+                crowd.kill()
     found["memory_mib"] = [round(each / 2**20) for each in (before, after)]
     return found
 
@@ -102,7 +106,7 @@ def times_ms(client: IndexClient, held: bytes) -> dict[str, float]:
 
 def main() -> None:
     """Run and record."""
-    results: dict[str, Any] = {"calls": CALLS, "keys_of_a_call": 16_384}
+    results: dict[str, Any] = {"crowds": CROWDS, "keys_of_a_call": 16_384}
     with tempfile.TemporaryDirectory() as made:
         lab = Lab(Path(made) / "pki")
         for name, flags in (("compiled", ("--compiled",)), ("plain", ())):

@@ -31,10 +31,10 @@ from bench import record
 from bench.raw_nixl import RawNixl
 from kvstore.ports import End, Pieces
 from kvstore.testing.raw_engine import RawEngine, make_keys
-from kvstore.testing.transport_parties import MoverParty
 from kvstore.transport.pieces import make_pieces
 from kvstore.wire.pushes import PushClose, PushOpen
 from tests.kit.peers import PeerPair
+from tests.kit.transport_parties import MoverParty
 
 SIZE_BYTES = 64 << 20
 ARENA_BYTES = 256 << 20

@@ -275,7 +275,7 @@ def main() -> int:
         run_rank(Path(arguments.socket), arguments.rank_of, arguments.nonce, plans)
         return 0
     logging.disable(logging.INFO)
-    from kvstore.demo.models import build_model
+    from tests.kit.models import build_model
 
     with tempfile.TemporaryDirectory() as directory:
         model = build_model(Path(directory) / "model", size="tiny")

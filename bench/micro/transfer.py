@@ -26,8 +26,8 @@ from bench import record
 from bench.raw_nixl import RawNixl
 from kvstore.ports import End, Pieces
 from kvstore.testing.index_process import Lab
-from kvstore.testing.transport_parties import MoverParty
 from kvstore.transport.pieces import make_pieces
+from tests.kit.transport_parties import MoverParty
 
 SIZE_BYTES = 256 << 20
 BLOCK_BYTES = 64 << 10

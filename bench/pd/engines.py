@@ -14,7 +14,7 @@ from typing import Final
 
 from kvstore.demo.completions import EngineError
 from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
+from tests.kit.engines import EngineConfig
 
 SIDE_PORT: Final = 17600
 CORE: Final = "KVSTORE_BENCH_CORE"
@@ -48,7 +48,7 @@ def frugal_environment(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": _with_path(folder / "frugal", os.environ.get("PYTHONPATH", ""))}
 
 
-def on_its_core(config: ServerConfig, number: int) -> ServerConfig:
+def on_its_core(config: EngineConfig, number: int) -> EngineConfig:
     """All processes of this engine on one core, as each engine of a cluster has a GPU of its own:
     two that share cores slow each other down, and one alone computes with those of two."""
     cores = sorted(os.sched_getaffinity(0))
@@ -70,7 +70,7 @@ def _with_path(first: Path, path: str) -> str:
 
 
 @contextmanager
-def nixl_pair(config: ServerConfig, folder: Path) -> Iterator[tuple[VllmServer, VllmServer] | str]:
+def nixl_pair(config: EngineConfig, folder: Path) -> Iterator[tuple[VllmServer, VllmServer] | str]:
     """vLLM's own connector; a text where it does not run: why."""
     environment = nixl_environment(folder, config.environment.get("PYTHONPATH", ""))
     if environment is None:

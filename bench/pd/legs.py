@@ -18,9 +18,9 @@ from typing import Any, Final, NamedTuple
 from kvstore.cli.ask import NodeClient
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.engine_config import SERVED_NAME
-from kvstore.demo.pair import PdPair
 from kvstore.engine import PushReport, RequestReport
 from kvstore.proto import inspect_pb2 as pb
+from tests.kit.pd_pair import PdPair
 
 TO_PREFILL: Final[dict[str, Any]] = {
     "do_remote_decode": True,

@@ -31,9 +31,9 @@ import msgspec
 import psutil
 
 from kvstore.demo import guard
-from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.errors import KVStoreError
+from tests.kit.engines import EngineConfig
 
 READY_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 20.0
@@ -55,7 +55,7 @@ class LMCacheError(KVStoreError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LMCacheEngineConfig(ServerConfig):
+class LMCacheEngineConfig(EngineConfig):
     """vLLM with LMCache's connector, in LMCache's environment."""
 
     python: Path
@@ -65,7 +65,7 @@ class LMCacheEngineConfig(ServerConfig):
         transfer = {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
-            "kv_load_failure_policy": self.load_failure_policy,
+            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 "lmcache.mp.host": "tcp://localhost",
                 "lmcache.mp.port": self.port,

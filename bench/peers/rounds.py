@@ -8,6 +8,7 @@ keeps the history of its own answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -45,7 +46,7 @@ def measure_rounds(
     for engine in engines.values():
         engine.forget()
     talks = {name: Conversations(plan, encode) for name in engines}
-    turns = {name: iter(talk) for name, talk in talks.items()}
+    turns = {name: chain.from_iterable(talk.rounds()) for name, talk in talks.items()}
     served: dict[str, list[Served]] = {name: [] for name in engines}
     names = list(engines)
     count = plan.users * plan.rounds
@@ -74,7 +75,7 @@ def working_set_tokens(plan: ConversationPlan, encode: Encode) -> int:
     """Tokens of all histories at the end, the system prompt that they share counted once."""
     talk = Conversations(plan, encode)
     prompts: dict[int, tuple[int, ...]] = {}
-    for turn in talk:
+    for turn in chain.from_iterable(talk.rounds()):
         prompts[turn.user] = turn.prompt
         talk.answer(turn, [0] * plan.answer_tokens)
     shared = _common(list(prompts.values()))

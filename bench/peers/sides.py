@@ -18,11 +18,12 @@ from bench import disk
 from bench.peers.lmcache import LMCacheEngineConfig, LMCacheServer
 from bench.peers.memory import Memory, memory_of, open_memfds
 from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
-from kvstore.demo.models import BLOCK_TOKENS, SHAPES
+from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.demo.settle import settled
 from kvstore.testing.process import NodeProcess
 from kvstore.units import GIB
+from tests.kit.engines import EngineConfig
+from tests.kit.models import SHAPES
 
 Name = Literal["kvstore", "LMCache"]
 REST_TIMEOUT_S: Final = 60.0
@@ -45,8 +46,8 @@ class Setup:
     """Of either's dram."""
     with_files: bool
 
-    def engine(self, socket: Path | None = None) -> ServerConfig:
-        return ServerConfig(
+    def engine(self, socket: Path | None = None) -> EngineConfig:
+        return EngineConfig(
             model=self.model,
             dtype=self.dtype,
             # A request must fit the engine's own cache, of which it keeps a block for itself.

@@ -1,25 +1,26 @@
 """Time to first token of each kind of hit, and cold throughput, on both sides in turn.
 
 Covers: the order in which requests are sent, and ratios within the run. Does not cover: starting
-anything (`bench.peers.sides`) and what is a valid hit (`bench.scenarios.single.Hits`).
+anything (`bench.peers.sides`) and figures of one side (`bench.hits`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 from rich.progress import Progress
 
 from bench import record
+from bench.hits import Hit, ask, figures, hit
 from bench.peers.sides import Name, Side
 from bench.scenarios.single import (
     HIT_TOKENS,
     PROMPT_TOKENS,
     BenchError,
-    Hits,
     Prompt,
     median_ratio_interval,
 )
@@ -28,72 +29,63 @@ from kvstore.demo.models import BLOCK_TOKENS
 
 BURST: Final = 2
 HITS_PER_PROMPT: Final = 6
+_SIDES: Final[tuple[Name, Name]] = ("kvstore", "LMCache")
 
 
-def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
-    """Of the medians, with its interval."""
-    low, high = median_ratio_interval(over, under)
-    return {"ratio": float(np.median(over) / np.median(under)), "interval_95": [low, high]}
+class Request(NamedTuple):
+    """The same prompt, asked on both sides in turn."""
+
+    round: int
+    prompt: int
+    """Its number."""
+    hits: dict[Name, Hit]
+
+    def row(self) -> dict[str, Any]:
+        """As it stands in the record."""
+        hits: dict[str, Any] = msgspec.to_builtins(self.hits)
+        return {"round": self.round, "prompt": self.prompt, **hits}
 
 
 def measure_dram(sides: Sequence[Side], prompts: Sequence[Prompt], progress: Progress) -> Any:
     """Per fresh prompt a recompute, then pairs of a dram hit and an own hit over all prompts seen.
     Each step is done on one side and at once on the other, the first to go alternating."""
-    hits = {side.name: Hits(side.engine) for side in sides}
+    computed_ms: dict[Name, list[float]] = {side.name: [] for side in sides}
+    requests: list[Request] = []
     task = progress.add_task("dram hits", total=len(prompts) * (1 + HITS_PER_PROMPT))
-    turn = 0
     for seen, prompt in enumerate(prompts, start=1):
-        for name in _order(sides, seen):
-            hits[name].recompute(prompt)
+        for side in _turned(sides, seen):
+            computed_ms[side.name].append(ask(side.engine, prompt)[0])
         progress.advance(task)
         for _ in range(HITS_PER_PROMPT):
-            turn += 1
-            for name in _order(sides, turn):
-                hits[name].dram(prompts[turn % seen])
-                hits[name].own(prompts[turn % seen])
+            turn = len(requests) + 1
+            hits = {s.name: hit(s.engine, prompts[turn % seen]) for s in _turned(sides, turn)}
+            requests.append(Request(turn, turn % seen, hits))
             progress.advance(task)
-    return compared(
-        {
-            name: {"hit": one.dram_ms, "own_hit": one.own_ms, "recompute": one.recompute_ms}
-            for name, one in hits.items()
-        },
-        asked_again={name: one.lookups_too_late for name, one in hits.items()},
-    )
+    return compared(requests, computed_ms, stored_tokens=HIT_TOKENS)
 
 
 def measure_file(
     sides: Sequence[Side], prompts: Sequence[Prompt], rounds: int, progress: Progress
 ) -> Any:
     """Store all prompts; then in each round, with dram and page cache emptied, the first request
-    for each prompt is the hit on disk. It counts if it came from the cache as a whole."""
+    for each prompt is the one for what is on disk. It counts whatever it found there."""
     task = progress.add_task("file hits", total=len(prompts) * (1 + rounds))
-    times: dict[Name, dict[str, list[float]]] = {
-        side.name: {"hit": [], "own_hit": [], "recompute": []} for side in sides
-    }
-    partial: dict[Name, list[int]] = {side.name: [] for side in sides}
+    computed_ms: dict[Name, list[float]] = {side.name: [] for side in sides}
     for turn, prompt in enumerate(prompts):
         for side in _turned(sides, turn):
-            times[side.name]["recompute"].append(ask(side.engine, prompt)[0])
+            computed_ms[side.name].append(ask(side.engine, prompt)[0])
         progress.advance(task)
     for side in sides:
         side.rest(len(prompts) * (PROMPT_TOKENS // BLOCK_TOKENS))
+    requests: list[Request] = []
     for number in range(rounds):
         for side in sides:
             side.empty_dram()
         for turn, prompt in enumerate(prompts):
-            for side in _turned(sides, turn + number):
-                side.engine.forget()
-                time_ms, found = ask(side.engine, prompt)
-                own_ms, _ = ask(side.engine, prompt)
-                times[side.name]["own_hit"].append(own_ms)
-                if found == HIT_TOKENS:
-                    times[side.name]["hit"].append(time_ms)
-                else:
-                    partial[side.name].append(found)
+            hits = {s.name: hit(s.engine, prompt) for s in _turned(sides, turn + number)}
+            requests.append(Request(number, turn, hits))
             progress.advance(task)
-    if not all(one["hit"] for one in times.values()):
-        raise BenchError(f"No request was served from disk as a whole; tokens found: {partial}")
-    return compared(times, not_whole_tokens=partial)
+    return compared(requests, computed_ms, stored_tokens=HIT_TOKENS)
 
 
 def measure_cold(
@@ -134,35 +126,45 @@ def measure_cold(
     }
 
 
-def ask(engine: VllmServer, prompt: Prompt) -> tuple[float, int]:
-    """Milliseconds to the first token, and tokens that came from the cache beside the engine."""
-    before = engine.hits().external_hits
-    answer = engine.complete(prompt, max_tokens=1)
-    return 1000 * answer.ttft_s, round(engine.hits().external_hits - before)
-
-
 def _turned(sides: Sequence[Side], turn: int) -> Sequence[Side]:
     return sides if turn % 2 == 0 else sides[::-1]
 
 
-def _order(sides: Sequence[Side], turn: int) -> list[Name]:
-    return [side.name for side in _turned(sides, turn)]
-
-
-def compared(times: dict[Name, dict[str, list[float]]], **notes: Any) -> dict[str, Any]:
-    """Both sides' summaries, and their ratio."""
-    ours, theirs = times["kvstore"], times["LMCache"]
-    paired = min(len(ours["hit"]), len(theirs["hit"]))
+def compared(
+    requests: Sequence[Request], computed_ms: dict[Name, list[float]], *, stored_tokens: int
+) -> dict[str, Any]:
+    """Each side's figures and kvstore's over LMCache's, all requests in; beside them the ratio over
+    the requests that found everything on both sides."""
+    hits = {name: [request.hits[name] for request in requests] for name in computed_ms}
+    ours, theirs = ([one.ms for one in hits[name]] for name in _SIDES)
+    whole = [
+        tuple(request.hits[name].ms for name in _SIDES)
+        for request in requests
+        if all(one.found_tokens >= stored_tokens for one in request.hits.values())
+    ]
     return {
         **{
             name: {
-                **{f"{kind}_ms": record.summary(values) for kind, values in one.items()},
-                "hit_over_own_hit": float(np.median(one["hit"]) / np.median(one["own_hit"])),
-                "added_to_own_hit_ms": float(np.median(one["hit"]) - np.median(one["own_hit"])),
+                **figures(hits[name], stored_tokens=stored_tokens),
+                "recompute_ms": record.summary(computed_ms[name]),
             }
-            for name, one in times.items()
+            for name in _SIDES
         },
-        "kvstore_over_lmcache": ratio(ours["hit"][:paired], theirs["hit"][:paired]),
-        **notes,
-        "samples_ms": times,
+        "kvstore_over_lmcache": {
+            **_over(ours, theirs),
+            "ratio_of_means": float(np.mean(ours) / np.mean(theirs)),
+            "complete_on_both": {"pairs": len(whole), **_over(*zip(*whole, strict=True))}
+            if whole
+            else None,
+        },
+        "stored_tokens": stored_tokens,
+        "samples": [request.row() for request in requests],
+        "recompute_samples_ms": computed_ms,
     }
+
+
+def _over(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
+    """Of the medians, which stand beside it, with its interval."""
+    low, high = median_ratio_interval(over, under)
+    middle = float(np.median(over)), float(np.median(under))
+    return {"ratio": middle[0] / middle[1], "medians_ms": middle, "interval_95": (low, high)}

@@ -1,63 +1,78 @@
-"""`make demo`: `kvstore demo` with a record of it, bench/results/demo.json and demo.png."""
+"""`make demo`: `kvstore demo` with a record of it, build/demo/demo.json and demo.png.
+
+`make bench-demo` (`--record`) writes those of bench/results, which git keeps.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import plot, record
-from kvstore.demo import play as demo
-from kvstore.demo.models import BLOCK_TOKENS, SHAPES
+from kvstore.demo import play
+from kvstore.demo.models import BLOCK_TOKENS, MEDIUM
+from kvstore.demo.restarts import FILE
+from kvstore.demo.stage import DRAM, ENGINE_BLOCKS, LATER_ROUNDS, Replay
 from kvstore.demo.workload import ConversationPlan
 
 
-def as_result(runs: Sequence[demo.ReplayRun], plan: ConversationPlan) -> dict[str, Any]:
-    base = float(np.median(runs[0].later_ttft_ms()))
+def as_result(runs: Sequence[Replay], plan: ConversationPlan) -> dict[str, Any]:
     rows = [
         {
             "name": run.name,
-            "ttft_ms": record.summary(run.all_ttft_ms()),
-            "ttft_ms_rounds_2_on": record.summary(run.later_ttft_ms()),
-            "speed_up_rounds_2_on": base / float(np.median(run.later_ttft_ms())),
-            "ttft_ms_by_round": [[round(1000 * t, 2) for t in times] for times in run.ttft_s],
+            "ttft_ms": record.summary(run.ttft_ms()),
+            "ttft_ms_rounds_2_on": record.summary(run.ttft_ms(LATER_ROUNDS)),
+            "speed_up_rounds_2_on": runs[0].median_ms / run.median_ms,
+            "ttft_ms_by_round": [
+                [round(ms, 2) for ms in run.ttft_ms(range(number, number + 1))]
+                for number in range(plan.rounds)
+            ],
             "prompt_tokens": run.prompt_tokens,
             "own_cache_hit_tokens": run.own_hit_tokens,
             "kvstore_hit_tokens": run.kvstore_hit_tokens,
             "computed_tokens": run.computed_tokens,
-            "answers": len(run.tokens),
-            "answers_identical": same,
-            "wall_s": run.wall_s,
-            "engine_start_s": run.engine_start_s,
+            "answers": len(run.answers),
+            "answers_identical": run.same_answers(runs[0]),
+            "wall_s": sum(answer.duration_s for answer in run.answers.values()),
         }
-        for run, same in zip(runs, demo.same_answers(runs), strict=True)
+        for run in runs
     ]
     return {
         "what": "the same conversations: vLLM alone, with kvstore, and after a restart of each",
         "plan": msgspec.to_builtins(plan),
-        "model": {"size": demo.SIZE, "dtype": "float32", **msgspec.to_builtins(SHAPES[demo.SIZE])},
-        "engine_cache_tokens": demo.ENGINE_BLOCKS * BLOCK_TOKENS,
-        "dram": demo.DRAM,
-        "file": demo.FILE,
+        "model": msgspec.to_builtins(MEDIUM),
+        "engine_cache_tokens": ENGINE_BLOCKS * BLOCK_TOKENS,
+        "dram": DRAM,
+        "file": FILE,
         "runs": rows,
     }
 
 
-def write(runs: list[demo.ReplayRun], kept: demo.KeptRunning) -> None:
+def write(runs: Sequence[Replay], plan: ConversationPlan, folder: Path) -> None:
     """The record and the picture."""
-    del kept
-    plan = runs[0].plan
-    result = record.write("demo", as_result(runs, plan), seed=plan.seed)
+    path = folder / "demo.json"
+    result = record.write("demo", as_result(runs, plan), seed=plan.seed, path=path)
     picture = plot.draw(result)
     for path in (result, picture):
         print(f"wrote {path.relative_to(record.ROOT)}")
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: that of `kvstore demo`, and `--record`; returns the exit status."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--record", action="store_true")
+    chosen, others = parser.parse_known_args(arguments)
+    folder = record.RESULTS if chosen.record else record.ROOT / "build" / "demo"
+    cache = record.ROOT / ".cache"
+    return play.main(others, cache=cache, finish=lambda runs, plan: write(runs, plan, folder))
+
+
 if __name__ == "__main__":
-    sys.exit(demo.main(cache=record.ROOT / ".cache", finish=write))
+    sys.exit(main())

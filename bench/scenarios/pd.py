@@ -52,11 +52,12 @@ from bench.pd.sweep import per_token_s, sweep
 from bench.scenarios.cluster import measured, table
 from kvstore.demo.completions import Completion, CompletionClient
 from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import Dtype, ServerConfig
-from kvstore.demo.models import BLOCK_TOKENS, Size, build_model, encoder
-from kvstore.demo.pair import ALL_REMOTE, PdPair, pd_pair
+from kvstore.demo.models import BLOCK_TOKENS, encoder
 from kvstore.demo.pd import PUSHED, answer_beside_prompts, metric
 from kvstore.demo.workload import Encode, fresh_prompts, text_tokens
+from tests.kit.engines import Dtype, EngineConfig, EngineServer
+from tests.kit.models import Size, build_model
+from tests.kit.pd_pair import ALL_REMOTE, PdPair, pd_pair
 
 PROMPT_TOKENS: Final = 3283
 CHUNK_TOKENS: Final = 512
@@ -262,9 +263,9 @@ def push(rounds: int) -> dict[str, Any]:
     return {"figures": figures, "detail": {"seconds": detail}}
 
 
-def start_on_its_core(config: ServerConfig, log: Path) -> VllmServer:
+def start_on_its_core(config: EngineConfig, log: Path) -> EngineServer:
     """Engine p on the first core, engine d on the second."""
-    return VllmServer.start(on_its_core(config, int(config.engine_id.endswith("d"))), log=log)
+    return EngineServer.start(on_its_core(config, int(config.engine_id.endswith("d"))), log=log)
 
 
 def told(name: str, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -289,7 +290,7 @@ def run(
     if not parts - {"push"}:
         return results
     model = build_model(record.ROOT / ".cache" / "models" / size, size=size)
-    config = ServerConfig(
+    config = EngineConfig(
         model=model,
         dtype=dtype,
         kv_blocks=96,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +20,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from kvstore.demo.flags import read_flags
-from kvstore.demo.router import RoutedRun, RouterDemo, show, stays
+from kvstore.demo.router import RouterAct, stays
+from kvstore.demo.stage import ALL_ROUNDS, LATER_ROUNDS, Replay, Stage
 from kvstore.demo.workload import ConversationPlan
 
 SEEDS: Final = (20_261_121, 7, 8)
@@ -29,7 +29,7 @@ GOAL: Final = 0.333
 """Mean TTFT over round robin's."""
 
 
-def as_result(runs: Sequence[RoutedRun]) -> dict[str, Any]:
+def as_result(runs: Sequence[Replay]) -> dict[str, Any]:
     """Figures of one seed: by turns, then by cost."""
     turns, routed = runs
     same, later = stays(routed)
@@ -37,29 +37,31 @@ def as_result(runs: Sequence[RoutedRun]) -> dict[str, Any]:
     return {
         "mean_ttft_over_round_robin": round(_mean_ms(routed) / _mean_ms(turns), 4),
         "mean_ttft_over_round_robin_rounds_2_on": round(
-            _mean_ms(routed, later=True) / _mean_ms(turns, later=True), 4
+            _mean_ms(routed, LATER_ROUNDS) / _mean_ms(turns, LATER_ROUNDS), 4
         ),
         "turns_at_one_engine": same / later,
         "answers": len(routed.answers),
         "answers_different": different,
         "ttft_ms": {run.name: record.summary(run.ttft_ms()) for run in runs},
+        "ttft_ms_rounds_2_on": {
+            run.name: record.summary(run.ttft_ms(LATER_ROUNDS)) for run in runs
+        },
         "cached_tokens": {
             run.name: sum(answer.cached_tokens for answer in run.answers.values()) for run in runs
         },
     }
 
 
-def _mean_ms(run: RoutedRun, *, later: bool = False) -> float:
-    times = [a.ttft_s for (_, at), a in run.answers.items() if at or not later]
-    return 1000 * float(np.mean(times))
+def _mean_ms(run: Replay, rounds: range = ALL_ROUNDS) -> float:
+    return float(np.mean(run.ttft_ms(rounds)))
 
 
 def one(console: Console, plan: ConversationPlan) -> dict[str, Any]:
     """One seed."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as work:
-        cache = record.ROOT / ".cache"
-        runs, _ = RouterDemo(console, plan, cache=cache, work=Path(work)).run()
-    show(console, runs)
+    act = RouterAct()
+    with Stage(console, plan, act.names, cache=record.ROOT / ".cache") as stage, stage.progress:
+        runs = list(act.runs(stage))
+    act.show(console, runs)
     return as_result(runs)
 
 

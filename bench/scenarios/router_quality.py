@@ -32,6 +32,7 @@ from typing import Any, Final
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
+from bench.routing.baselines import other_router
 from bench.routing.bounds import mean_alone_s
 from bench.routing.disaggregated import disaggregated
 from bench.routing.drive import CoreChooser, figures, mean_figures, run
@@ -54,8 +55,8 @@ COSTS: Final = PolicyCosts(
 POLICIES: Final = {
     "round-robin": RoutingPolicy(policy="round-robin"),
     "least-load": RoutingPolicy(policy="least-load"),
-    "prefix-load": RoutingPolicy(policy="prefix-load"),
-    "weighted": RoutingPolicy(policy="weighted"),
+    "prefix-load": other_router("prefix-load"),
+    "weighted": other_router("weighted"),
     "cost": RoutingPolicy(policy="cost", costs=COSTS),
 }
 P95_S: Final = 1.0

@@ -45,12 +45,13 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import plot, record
 from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
-from kvstore.demo.models import BLOCK_TOKENS, SHAPES, build_model, encoder
+from kvstore.demo.models import BLOCK_TOKENS, encoder
 from kvstore.demo.workload import fresh_prompts
 from kvstore.errors import KVStoreError
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.units import GIB
+from tests.kit.engines import EngineConfig, server_pid
+from tests.kit.models import SHAPES, build_model
 
 SIZE: Final = "bench"
 MODEL: Final = record.ROOT / ".cache" / "models" / SIZE
@@ -200,8 +201,8 @@ def measure_cold(
     seconds: dict[str, list[float]] = {"on": [], "off": []}
     processors: dict[str, list[float]] = {"on": [], "off": []}
     pids = {
-        "on": (engines["on"].server_pid, node.supervisor_pid),
-        "off": (engines["off"].server_pid,),
+        "on": (server_pid(engines["on"]), node.supervisor_pid),
+        "off": (server_pid(engines["off"]),),
     }
     before = {name: processor_s(*its) for name, its in pids.items()}
     task = progress.add_task("cold: connector on, off", total=turns)
@@ -272,7 +273,7 @@ def measure_micro(progress: Progress) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def engine(socket: Path | None) -> Iterator[VllmServer]:
-    config = ServerConfig(
+    config = EngineConfig(
         model=MODEL,
         dtype="bfloat16",
         kv_blocks=ENGINE_BLOCKS,

@@ -5,8 +5,10 @@ The node's disk is slowed down while it runs (`bench/slow_node.py`): it begins a
 very slow at once, less slow, and recovers. Sixteen prompts are on disk and ask in turn, too many
 for dram, so each comes from disk or is computed: *slowed*. In between, each time, a prompt that
 nobody has seen: *computed*. The engine's own cache is emptied before every request.
-Goal: slowed ÷ computed <= 1.05 at every pace, medians without the first request at that pace, which
-is told by itself: it meets a disk that is slower than was learned.
+Goal over the run: the sum of slowed times ÷ the sum of computed ones <= 1.05, all requests of all
+paces in, the first ones that meet a disk slower than was learned too. A single request may take
+longer, up to twice computing: waits in vain are paid from what loads save. Each pace's sums and
+medians stand beside, and the request that was worst against computing at its pace.
 
 Writes bench/results/slow_disk.json. Judges nothing: the goal stands beside the figure.
 """
@@ -31,12 +33,13 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
-from kvstore.demo.models import BLOCK_TOKENS, Size, build_model, encoder
+from kvstore.demo.models import BLOCK_TOKENS, encoder
 from kvstore.demo.settle import settled
 from kvstore.demo.workload import fresh_prompts
 from kvstore.errors import KVStoreError
 from kvstore.testing.process import NodeFailed, NodeProcess
+from tests.kit.engines import EngineConfig
+from tests.kit.models import Size, build_model
 
 DRAM: Final[dict[Size, str]] = {"bench": "768MiB", "tiny": "96MiB"}
 """By model: 15 prompts, so that one has left by the time that it asks again."""
@@ -65,7 +68,11 @@ class Asked(NamedTuple):
 def start_node(pace: Path, size: Size) -> NodeProcess:
     flags = ["--file", f"{WORK / 'files'}:{FILE}"]
     program = (str(record.ROOT / "bench" / "slow_node.py"), str(pace))
-    return NodeProcess.start(WORK, dram=DRAM[size], flags=flags, program=program)
+    node = NodeProcess.start(WORK, dram=DRAM[size], flags=flags, program=program)
+    if program[0].encode() not in Path(f"/proc/{node.pid}/cmdline").read_bytes():
+        node.stop()
+        raise KVStoreError("the node's disk is not the slowed one: bench/slow_node.py")
+    return node
 
 
 def set_pace(pace: Path, mb_per_s: int) -> None:
@@ -96,16 +103,53 @@ def at_pace(
         slowed.append(ask(engine, next(on_disk)))
         if not pair % 2:
             computed.append(ask(engine, next(fresh)))
-    computed_ms = [asked.ttft_ms for asked in computed]
+    return pace_figures(mb_per_s, slowed, computed)
+
+
+def pace_figures(
+    mb_per_s: int, slowed: Sequence[Asked], computed: Sequence[Asked]
+) -> dict[str, Any]:
+    """Of one pace, all requests in."""
     slowed_ms = [asked.ttft_ms for asked in slowed]
-    middle = float(np.median(computed_ms))
+    computed_ms = [asked.ttft_ms for asked in computed]
+    sums, medians = (
+        {"slowed": float(of(slowed_ms)), "computed": float(of(computed_ms))}
+        for of in (np.sum, np.median)
+    )
     return {
         "disk_mb_per_s": mb_per_s or "as it is",
-        "slowed_over_computed": float(np.median(slowed_ms[1:])) / middle,
-        "first_over_computed": slowed_ms[0] / middle,
+        "sums_ms": sums,
+        "medians_ms": medians,
+        "sum_slowed_over_sum_computed": sums["slowed"] / sums["computed"],
+        "median_slowed_over_median_computed": medians["slowed"] / medians["computed"],
         "from_node_tokens": [asked.from_node_tokens for asked in slowed],
         "computed_from_node_tokens": sum(asked.from_node_tokens for asked in computed),
         "samples_ms": {"slowed": slowed_ms, "computed": computed_ms},
+    }
+
+
+def run_figures(paces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of all paces together, and the worst single request."""
+    sums = {side: sum(pace["sums_ms"][side] for pace in paces) for side in ("slowed", "computed")}
+    pace, number, over = max(
+        (
+            (pace, number, ms / pace["medians_ms"]["computed"])
+            for pace in paces
+            for number, ms in enumerate(pace["samples_ms"]["slowed"])
+        ),
+        key=lambda each: each[2],
+    )
+    return {
+        "sums_ms": sums,
+        "sum_slowed_over_sum_computed": sums["slowed"] / sums["computed"],
+        "worst_request": {
+            "disk_mb_per_s": pace["disk_mb_per_s"],
+            "number": number,
+            "ms": pace["samples_ms"]["slowed"][number],
+            "median_computed_ms": pace["medians_ms"]["computed"],
+            "slowed_over_median_computed": over,
+            "from_node_tokens": pace["from_node_tokens"][number],
+        },
     }
 
 
@@ -119,7 +163,7 @@ def measure(size: Size, seed: int, progress: Progress) -> dict[str, Any]:
     pace = WORK / "pace"
     set_pace(pace, 0)
     with ExitStack() as stack:
-        config = ServerConfig(
+        config = EngineConfig(
             model=model, dtype="bfloat16", kv_blocks=64, max_num_seqs=8, socket=WORK / "node.sock"
         )
         node = stack.enter_context(start_node(pace, size))
@@ -142,9 +186,8 @@ def measure(size: Size, seed: int, progress: Progress) -> dict[str, Any]:
         "prompt_tokens": PROMPT_TOKENS,
         "hit_tokens": HIT_TOKENS,
         "paces": paces,
-        "worst_slowed_over_computed": max(pace["slowed_over_computed"] for pace in paces),
-        "worst_first_over_computed": max(pace["first_over_computed"] for pace in paces),
-        "goal_slowed_over_computed": GOAL,
+        **run_figures(paces),
+        "goal_sum_slowed_over_sum_computed": GOAL,
     }
 
 
@@ -172,11 +215,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = record.write("slow_disk", result, seed=options.seed)
     for pace in result["paces"]:
         console.print(
-            f"disk MB/s {pace['disk_mb_per_s']}: {pace['slowed_over_computed']:.3f} × computing"
-            f" (goal <= {GOAL}), the first {pace['first_over_computed']:.2f}; tokens from the node"
-            f" {pace['from_node_tokens']}",
+            f"disk MB/s {pace['disk_mb_per_s']}: sums {pace['sum_slowed_over_sum_computed']:.3f} ×"
+            f" computing, medians {pace['median_slowed_over_median_computed']:.3f} ×; tokens from"
+            f" the node {pace['from_node_tokens']}",
             highlight=False,
         )
+    worst = result["worst_request"]
+    console.print(
+        f"the run: {result['sum_slowed_over_sum_computed']:.3f} × computing (goal <= {GOAL}); worst"
+        f" request {worst['slowed_over_median_computed']:.2f} ×, {worst['ms']:.0f} ms with"
+        f" {worst['from_node_tokens']} tokens from the node, disk MB/s {worst['disk_mb_per_s']}",
+        highlight=False,
+    )
     console.print(f"wrote {path.relative_to(record.ROOT)}", highlight=False)
     return 0
 

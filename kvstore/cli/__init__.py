@@ -4,8 +4,8 @@ main              the command line: node, index, certs, upgrade, clear, fsck
 reasons           words and sentences of reasons
 look_commands     inspect, explain, top: flags to queries
 commands          flags of settings, options that several commands share
-look, ask         queries to nodes and the index; the client of the inspect service
-prefix, `tell`    locations of a prompt's blocks; facts and tables of an answer
+look, ask         queries and answers, facts and tables; the client of the inspect service
+prefix            locations of a prompt's blocks
 top, top_screen, top_view   figures of nodes, the terminal, the layout
 top_routers, top_routers_view   the same of routers, from their pages
 route             decisions of a router: explain, replay

@@ -22,7 +22,7 @@ from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.proto.rows import Row, decode_rows
 from kvstore.supervisor.listener import INSPECT_SUFFIX
 from kvstore.supervisor.upgrade import no_node_at, not_yours
-from kvstore.units import format_size
+from kvstore.units import US_PER_MS, format_size, format_us
 from kvstore.wire.load import Load
 
 _R = TypeVar("_R", bound=Row)
@@ -106,11 +106,14 @@ def _call(call: Callable[..., Any], request: Any, *, timeout_s: float = TIMEOUT_
 
 # ── what it looks like ───────────────────────────────────────────────────────────────────────────
 
-MS_PER_HOUR: Final = 3_600_000
-_OF_DRAM = ("pinned_bytes", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased")
-_OF_FILE = ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes")
+_OF_DRAM: Final = (
+    *("pinned_bytes", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased"),
+)
+_OF_FILE: Final = ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes")
 _BREAKERS = {"closed": "ok", "half-open": "being tried again", "open": "off: errors"}
 """Circuit breaker of a disk → text."""
+_DURATIONS: Final = {"_ms": US_PER_MS, "_us": 1}
+"""Endings of fields, in microseconds."""
 
 
 def show(found: dict[str, list[Row]]) -> None:
@@ -120,7 +123,8 @@ def show(found: dict[str, list[Row]]) -> None:
         rows = [row for row in every if not _is_absent(row)]
         if number:
             out.print()
-        if topic == "nodes" and not any(_has_engines(row) for row in rows):
+        nodes = [row for row in rows if isinstance(row, NodeReport)]
+        if topic == "nodes" and not any(row.connections or row.owners for row in nodes):
             out.print(Text(topic, style="bold"), _without_engines(rows))
         elif rows:
             out.print(_columns(topic, rows) if topic == "tiers" else _table(topic, rows))
@@ -142,10 +146,6 @@ def table(names: Iterable[str], *, numbers: Container[str] = (), title: str | No
     return made
 
 
-def _has_engines(row: Row) -> bool:
-    return isinstance(row, NodeReport) and bool(row.connections or row.owners)
-
-
 def _without_engines(rows: Sequence[Row]) -> Text:
     """A node without engines: its other figures, in place of a row of zeros."""
     values = (pair for row in rows for pair in msgspec.structs.asdict(row).items())
@@ -161,7 +161,7 @@ def _is_absent(row: Row) -> bool:
 def _table(topic: str, rows: Sequence[Row]) -> Table:
     """One line a row."""
     values = [msgspec.structs.asdict(row) for row in rows]
-    numbers = [_title(name) for name, value in values[0].items() if type(value) is int]
+    numbers = {_title(name) for row in values for name, value in row.items() if type(value) is int}
     made = table(map(_title, values[0]), numbers=numbers, title=topic)
     for row in values:
         made.add_row(*(_cell(name, value) for name, value in row.items()))
@@ -175,7 +175,9 @@ def _columns(topic: str, rows: Sequence[Row]) -> Table:
     made = table(["", *tiers], numbers=tiers, title=topic)
     for name in names:
         cells = [
-            Text("-") if name in _elsewhere(value["tier"]) else _cell(name, value[name])
+            Text("-")
+            if name in (_OF_FILE if value["tier"] == "dram" else _OF_DRAM)
+            else _cell(name, value[name])
             for value in values
         ]
         if any(cell.plain != "-" for cell in cells):
@@ -183,22 +185,16 @@ def _columns(topic: str, rows: Sequence[Row]) -> Table:
     return made
 
 
-def _elsewhere(tier: str) -> tuple[str, ...]:
-    """Fields that mean nothing for a tier."""
-    return _OF_FILE if tier == "dram" else _OF_DRAM
-
-
 def _title(name: str) -> str:
-    return name.removesuffix("_bytes").removesuffix("_ms").replace("_", " ")
+    name = name.removesuffix("_bytes").replace("_per_", "/")
+    return (name[:-3] if name[-3:] in _DURATIONS else name).replace("_", " ")
 
 
 def _cell(name: str, value: object) -> Text:
     if (name, value) == ("budget_left_bytes", NO_BUDGET):
         return Text("any")
-    if (name, value) == ("pinned_bytes", 0):
+    if (name, value) in (("pinned_bytes", 0), ("scrub_age_ms", NO_PASS)):
         return Text("-")
-    if name == "scrub_age_ms" and isinstance(value, int):
-        return Text("-" if value == NO_PASS else f"{value / MS_PER_HOUR:.1f} h")
     if name == "space" and isinstance(value, str):
         return printable(value[:SPACE_DIGITS])
     if name in ("reads", "writes") and isinstance(value, str):
@@ -207,6 +203,8 @@ def _cell(name: str, value: object) -> Text:
         return Text("(all others)")
     if "bytes" in name and isinstance(value, int):
         return Text(format_size(value))
+    if isinstance(value, int) and (us := _DURATIONS.get(name[-3:])):
+        return Text(format_us(us * value))
     if isinstance(value, bool):
         return Text("yes" if value else "no")
     if name in ("slots_quarantined", "scrub_bad") and value:

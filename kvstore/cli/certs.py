@@ -68,7 +68,10 @@ def make_certificates(
             names = _names(identity, hosts, is_index=nodes_are_indexes)
             made += _issue(file, names, ca, ca_key, days=days)
     except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be made: {error.strerror}") from None
+        raise ConfigError(
+            f"{error.filename or directory} cannot be used: {error.strerror}; name a DIRECTORY"
+            " that this user may read and write"
+        ) from None
     return made
 
 
@@ -91,7 +94,7 @@ def _names(identity: Identity, hosts: Iterable[str], *, is_index: bool) -> list[
 
 def _authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey, list[Path]]:
     cert_file, key_file = directory / "ca.crt", directory / "ca.key"
-    if not cert_file.exists() and not key_file.exists():
+    if not any(map(os.path.lexists, (cert_file, key_file))):
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvstore lab CA")])
         usage = x509.KeyUsage(
@@ -108,7 +111,7 @@ def _authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePriva
     try:
         cert = x509.load_pem_x509_certificate(cert_file.read_bytes())
         loaded = pem.load_pem_private_key(key_file.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError) as error:
+    except (FileNotFoundError, ValueError, TypeError) as error:
         raise ConfigError(
             f"the CA in {directory} cannot be used: {error}; restore ca.crt and ca.key, or begin"
             " in another directory"

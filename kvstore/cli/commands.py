@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 INDEX_TIMEOUT_S: Final = 5.0
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+# Not checked by click: whoever opens it says which file it is, of which user, and what to do.
+_A_PATH: Final = functools.partial(click.Path, path_type=Path, readable=False)
+A_FILE: Final = _A_PATH(dir_okay=False)
+A_DIRECTORY: Final = _A_PATH(file_okay=False)
 SOCKET_OPTION: Final = click.option(
     "--socket",
-    type=click.Path(path_type=Path),
+    type=_A_PATH(),
     default=Path(DEFAULT_SOCKET),
     show_default=True,
     help="Attach socket of the node.",
 )
-
-
-A_FILE: Final = click.Path(path_type=Path, dir_okay=False)
-A_DIRECTORY: Final = click.Path(path_type=Path, file_okay=False)
 _CONFIG_OPTION: Final = click.option(
     "--config",
     "config_path",
@@ -59,7 +59,7 @@ def settings_options(kind: type[Settings], *, has_file: bool = True) -> Callable
 
 
 def _option(row: Setting) -> Callable[[_F], _F]:
-    more: dict[str, Any] = {"metavar": row.metavar or None}
+    more: dict[str, Any] = {"metavar": row.form.metavar or None}
     flag = f"--{row.key}"
     if row.kind is bool:
         flag += f"/--{row.off}" if row.off else ""

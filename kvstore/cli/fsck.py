@@ -2,7 +2,7 @@
 
     report = fsck(Path("/var/lib/kvstore"))
     print(report.text())
-    sys.exit(report.status)          # 0 clean, 1 damage found, 2 not a store
+    sys.exit(report.status)          # 0 clean, 1 damage found, 2 no disk tier
 
 Without `quarantine` nothing is written, and a node may be running: the segment it appends to counts
 as not closed, and apparent damage there is read again before it is reported. `quarantine` needs the
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def status(self) -> int:
-        """Exit status: 0 clean, 1 damage found, 2 not a store."""
+        """Exit status: 0 clean, 1 damage found, 2 no disk tier."""
         if not self.is_store:
             return 2
         return 1 if self.problems else 0
@@ -88,7 +88,7 @@ class Report:
     def text(self) -> str:
         """The report for a person."""
         if not self.is_store or _NOBODYS in self.problems:
-            return "; ".join(self.files) or f"{self.directory} is not a store of kvstore"
+            return "; ".join(self.files)
         found = ", ".join(_counted(count, what) for what, count in sorted(self.problems.items()))
         well = "no damage, except for files moved aside" if self.quarantine_files else "no damage"
         summary = (
@@ -291,9 +291,7 @@ def _lost_store_id(report: Report, disk: Disk, dir_fd: int) -> bytes | None:
         )
     else:
         report.is_store = False
-        if parts := parts_of(directory):
-            names = ", ".join(str(part) for part in parts)
-            report.files.append(f"{directory} is shared by several nodes: name one of {names}")
+        report.files.append(f"{directory} is no disk tier: give the directory of a node's --file")
     return found
 
 

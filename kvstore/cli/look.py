@@ -1,7 +1,8 @@
 """The work of `kvstore inspect`, `explain` and `top` after their flags are read: ask, and print.
 
 Separate from the commands, because it imports gRPC, tables and the types of rows.
-Does not cover: queries and layout (`ask`, `prefix`, `tell`, `top`).
+Covers: facts and tables of an answer. Does not cover: queries, tables of plain rows (`ask`,
+`prefix`), texts (`reasons`), figures of loads (`top`).
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final
 
 import click
-from rich.console import Group, RenderableType
+import msgspec
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from kvstore.cli import prefix, tell
-from kvstore.cli.ask import OPTIONAL, SUMMARY, WITH_NODES, console, show
+from kvstore.cli import prefix, reasons
+from kvstore.cli.ask import OPTIONAL, SUMMARY, WITH_NODES, console, printable, show, table
 from kvstore.cli.commands import as_json, fail, index_client, node_client
+from kvstore.cli.prefix import ClusterPrefix, PrefixReport
 from kvstore.cli.top import AllNodes, OneNode, Tally, TopSource, TopView, one_view
 from kvstore.cli.top_routers import RouterFigures, RouterPages, RouterTally
 from kvstore.cli.top_routers_view import routers_page
@@ -34,18 +37,23 @@ from kvstore.errors import ConfigError
 from kvstore.index.feed import Trust
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.rows import INDEX_IS_STALE, TOPICS, Row, member_report
+from kvstore.units import US_PER_MS, format_us
 
 _NO_NODE_HINT: Final = (
     "keys are computed with the settings of the engines at --socket; no node is needed with"
     " --keys-file and all 64 digits of --space"
 )
-_P = TypeVar("_P", prefix.PrefixReport, prefix.ClusterPrefix)
+_TRUSTS: Final = {
+    "exact": "exact: no other node holds the first block",
+    "catching-up": "catching-up: updates are still missing, other nodes may hold some too",
+    "stale": INDEX_IS_STALE,
+}
 
 
 def inspect_members(asked: AskSettings, *, json_: bool) -> None:
     """The nodes of the cluster, by an index."""
     with index_client(asked) as client:
-        known = client.nodes()
+        known = client.nodes(engines=True)
     rows: list[Row] = [member_report(member, known.trust) for member in known.nodes]
     if json_:
         click.echo(as_json(members=rows, index=known.trust.word))
@@ -104,12 +112,11 @@ def inspect_prefix(
         raise click.UsageError("--cache-salt is in the keys already: leave it out")
     keys = prefix.read_keys(keys_file) if keys_file is not None else []
     tokens = prefix.read_tokens(tokens_file) if tokens_file is not None else []
-    if text is not None:
-        assert tokenizer is not None
+    if text is not None and tokenizer is not None:
         tokens = prefix.tokenize(text, tokenizer)
-    if asked is not None and keys and prefix.is_whole(space):
-        hashing = prefix.hashing_of_keys(space, tenant or DEFAULT_TENANT)
-        prompt = prefix.prompt_of_keys(keys, hashing)
+    whole = prefix.hashing_of_keys(space, tenant or DEFAULT_TENANT)
+    if asked is not None and keys and whole is not None:
+        prompt = prefix.prompt_of_keys(keys, whole)
     else:
         with node_client(socket, hint=_NO_NODE_HINT if asked is not None else "") as client:
             known = client.rows("hashings", HashingReport)
@@ -119,22 +126,19 @@ def inspect_prefix(
             else:
                 prompt = prefix.prompt_of_tokens(tokens, hashing, cache_salt=cache_salt or "")
             if asked is None:
-                _print(prefix.look_up(client, prompt, hashing), tell.show_prefix, json_=json_)
-                return
-    assert asked is not None
-    with index_client(asked) as index:
-        try:
-            found = prefix.look_up_everywhere(index, prompt, hashing)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    _print(found, tell.show_cluster_prefix, json_=json_)
-
-
-def _print(found: _P, show_it: Callable[[_P], None], *, json_: bool) -> None:
+                found: PrefixReport | ClusterPrefix = prefix.look_up(client, prompt)
+    if asked is not None:
+        with index_client(asked) as index:
+            try:
+                found = prefix.look_up_everywhere(index, prompt)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
     if json_:
-        click.echo(as_json(prefix=tell.prefix_as_dict(found)))
+        click.echo(as_json(prefix=prefix_as_dict(found)))
+    elif isinstance(found, PrefixReport):
+        show_prefix(found)
     else:
-        show_it(found)
+        show_cluster_prefix(found)
 
 
 def explain_request(socket: Path, request_id: str | None, last: int | None, *, json_: bool) -> None:
@@ -154,15 +158,189 @@ def explain_request(socket: Path, request_id: str | None, last: int | None, *, j
         )
     if json_:
         stories = itertools.zip_longest(found, ranges)  # no ranges: nobody asked for them
-        click.echo(as_json(requests=[tell.story_as_dict(*story) for story in stories]))
+        click.echo(as_json(requests=[story_as_dict(*story) for story in stories]))
     elif one:
-        tell.show_story(found[0], ranges[0])
+        show_story(found[0], ranges[0])
     elif found:
-        tell.show_stories(found)
+        show_stories(found)
         if request_id is not None:
             click.echo(f"{len(found)} requests fit {request_id!r}: give one of these ids")
     else:
         click.echo("no request has ended since the node started")
+
+
+# ── what it looks like ───────────────────────────────────────────────────────────────────────────
+
+
+def prefix_as_dict(found: PrefixReport | ClusterPrefix) -> dict[str, Any]:
+    """For programs."""
+    row = msgspec.structs.asdict(found)
+    if isinstance(found, PrefixReport):
+        row["ranges"] = [reasons.range_as_dict(each, None) for each in found.ranges]
+    return row
+
+
+def story_as_dict(request: RequestReport, ranges: Sequence[RangeReport] | None) -> dict[str, Any]:
+    """For programs; `ranges` None: not asked for."""
+    row = reasons.request_as_dict(request)
+    if ranges is not None:
+        row["ranges"] = [reasons.range_as_dict(each, request) for each in ranges]
+    return row
+
+
+def show_story(request: RequestReport, ranges: Sequence[RangeReport]) -> None:
+    """One request, to stdout."""
+    out = console()
+    lines = {
+        "request": request.request,
+        "engine": f"{_named(request.engine_id, request.label)}, tenant {request.tenant}, space "
+        f"{request.space}",
+        "ended": f"{format_us(request.ended_ms_ago * US_PER_MS)} ago",
+        "prompt": _prompt(request),
+        "outcome": f"{reasons.word(request.outcome)}: {reasons.of_request(request)}"
+        if request.outcome
+        else "loaded",
+        "times": _times(request),
+        "saved": _saved(request),
+        "stored": f"{request.stored_blocks} blocks of it are stored, or were already",
+    }
+    if pushed := reasons.of_pushes(request):
+        lines["pushed"] = pushed
+    _facts(out, lines)
+    _blocks(out, ranges, request.block_tokens, request.prompt_tokens, request)
+
+
+def show_stories(requests: Sequence[RequestReport]) -> None:
+    """One line a request, newest first."""
+    numbers = ("ended", "prompt", "prefix cache", "loaded", "from disk", "lookup")
+    made = table(("request", *numbers, "outcome"), numbers=numbers)
+    for row in requests:
+        cells = (
+            row.request,
+            f"{format_us(row.ended_ms_ago * US_PER_MS)} ago",
+            row.prompt_tokens,
+            row.local_tokens,
+            row.loaded_tokens,
+            row.file_tokens,
+            format_us(row.lookup_us),
+            reasons.word(row.outcome) or "loaded",
+        )
+        made.add_row(*(printable(str(cell)) for cell in cells))
+    console().print(made)
+
+
+def show_prefix(found: PrefixReport) -> None:
+    """Locations of a prompt's blocks on one node, to stdout."""
+    out = console()
+    lines = {
+        "space": f"{_named(found.space, found.label)}, tenant {found.tenant}",
+        "prompt": f"{found.prompt_tokens} tokens, of which a request would find "
+        f"{found.held_tokens}",
+    }
+    if found.engines:
+        lines["hbm"] = ", ".join(
+            f"{row.blocks} blocks in engine {row.engine} rank {row.rank}" for row in found.engines
+        )
+    _facts(out, lines)
+    _blocks(out, found.ranges, found.block_tokens, found.prompt_tokens, None)
+
+
+def show_cluster_prefix(found: ClusterPrefix) -> None:
+    """Locations of a prompt's blocks, each with its prefix length, to stdout."""
+    out, size = console(), found.block_tokens
+    prompt = f"{found.asked_blocks} blocks asked for; at most {found.held_blocks} of them"
+    if size is not None:
+        prompt = f"{found.prompt_tokens} tokens, {found.asked_blocks} blocks of {size} asked for"
+        prompt += f"; at most {found.held_tokens} of them"
+    is_known = found.holders or found.trust != Trust.STALE.word
+    lines = {
+        "space": f"{_named(found.space, found.label)}, tenant {found.tenant}",
+        "prompt": f"{prompt} at one location" if is_known else prompt.partition(";")[0],
+        "index": _TRUSTS.get(found.trust, found.trust),
+    }
+    _facts(out, lines)
+    if not found.holders:
+        nobody = "no node holds the first block"
+        out.print(Text(nobody if is_known else "not known: the index is stale", style="dim"))
+        return
+    numbers = ("gpu", "dram", "disk")
+    title = "blocks from the first on, in this tier or a faster one"
+    made = table(("node", "engine", "trust", *numbers), numbers=numbers, title=title)
+    for row in found.holders:
+        engine = f"{row.engine} rank {row.rank}" if row.engine else "-"
+        counts = map(str, (row.hbm_blocks, row.dram_blocks, row.file_blocks))
+        made.add_row(*map(printable, (row.node, engine, row.trust, *counts)))
+    out.print(made)
+
+
+def _named(name: str, label: str) -> str:
+    return f"{name} ({label})" if label else name
+
+
+def _facts(out: Console, lines: dict[str, str]) -> None:
+    for name, text in lines.items():
+        out.print(Text(f"{name:<9}", style="bold") + printable(text), soft_wrap=True)
+    out.print()
+
+
+def _prompt(request: RequestReport) -> str:
+    loaded = f"{request.loaded_tokens} loaded"
+    if request.loaded_tokens:
+        dram = request.loaded_tokens - request.file_tokens - request.peer_tokens
+        loaded += f" ({dram} from dram, {request.file_tokens} from disk"
+        loaded += f", {request.peer_tokens} from other nodes)" if request.peer_tokens else ")"
+    computed = max(0, request.prompt_tokens - request.local_tokens - request.loaded_tokens)
+    return (
+        f"{request.prompt_tokens} tokens: {request.local_tokens} in the engine's own cache, "
+        f"{loaded}, {computed} computed"
+    )
+
+
+def _times(request: RequestReport) -> str:
+    return (
+        f"queued {format_us(request.queued_us)}, lookup {format_us(request.lookup_us)}, "
+        f"waited for blocks {format_us(request.promotion_us)}, load {format_us(request.load_us)}"
+        + f", first token {format_us(request.first_token_us)}"
+        * bool(request.first_token_us)
+    )
+
+
+def _saved(request: RequestReport) -> str:
+    waited_us = request.lookup_us + request.promotion_us + request.load_us
+    net, saved, waited = map(format_us, (request.saved_us - waited_us, request.saved_us, waited_us))
+    return f"{net}: {saved} of prefill less {waited} of waits"
+
+
+def _blocks(
+    out: Console,
+    ranges: Sequence[RangeReport],
+    block_tokens: int,
+    prompt_tokens: int,
+    request: RequestReport | None,
+) -> None:
+    has_nodes = any(row.node for row in ranges)
+    made = table(("blocks", "tokens", "tier", *(["node"] if has_nodes else []), "missed", "why"))
+    end = 0
+    for row in ranges:
+        end = row.first_block + row.blocks
+        tokens = _from_to(row.first_block * block_tokens, end * block_tokens)
+        node = [row.node or "-"] if has_nodes else []
+        cells = (_from_to(row.first_block, end), tokens, row.tier or "-", *node)
+        why = (reasons.word(row.reason) or "-", reasons.of_range(row, request))
+        made.add_row(*(printable(cell) for cell in (*cells, *why)))
+    if end * block_tokens < prompt_tokens:
+        tokens = _from_to(end * block_tokens, prompt_tokens)
+        node = ["-"] if has_nodes else []
+        full = "a block that is not full is never stored"
+        made.add_row("-", tokens, "-", *node, "no full block", full)
+    out.print(made)
+
+
+def _from_to(begin: int, end: int) -> str:
+    return str(begin) if end == begin + 1 else f"{begin}-{end - 1}"
+
+
+# ── top ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def watch_load(
@@ -185,7 +363,7 @@ def watch_load(
             )
         pages = RouterPages(routers, router_ca)
         stack.callback(pages.close)
-        if source is not None:
+        if source is not None and (once or asked is None):
             source.sample()  # what was never there is not silent, it is a wrong flag
         if not once:
             watch(_drawn(source, pages, interval_s), out, interval_s=interval_s)

@@ -40,11 +40,7 @@ def _topic(_context: click.Context, _option: click.Parameter, given: str | None)
     type=A_FILE,
     help="Prompt as token ids: a JSON list, or numbers separated by spaces.",
 )
-@click.option(
-    "--keys-file",
-    type=A_FILE,
-    help="Prompt as block keys: 64 hex digits each.",
-)
+@click.option("--keys-file", type=A_FILE, help="Prompt as block keys: 64 hex digits each.")
 @click.option("--text", help="Prompt as text; needs --tokenizer.")
 @click.option(
     "--tokenizer", metavar="PATH|NAME", help="Tokenizer of the model, as the engine finds it."
@@ -181,8 +177,10 @@ def top(
     second, leases, fetches; with --router, that of routers. q quits.
 
     Hits and bytes per second cover the last interval; p50 and p99 of fetches cover the time since
-    the node started; 'loaded' counts bytes leased to engines. Nodes publish their load to the
-    index; a silent node is shown as such and delays nothing.
+    the node started; 'loaded' counts bytes leased to engines, 'served' bytes for other nodes. The
+    line 'saved' is the time that loads saved the engines of all these nodes, less the time that
+    requests waited for them. Nodes publish their load to the index; a silent node is shown as such
+    and delays nothing. An index that does not answer is asked again.
 
     Rates, times and shares of a router cover the last interval: requests and rejections per second,
     the mean time to the first token and the cached share of prompt tokens, each beside its

@@ -91,7 +91,7 @@ def index(config_path: Path | None, **flags: Any) -> None:
       kvstore index --store rediss://valkey.example:6379/0 --store-password-file pw --ca …
       kvstore index --insecure
     """
-    from kvstore.config.index import load_index_config
+    from kvstore.config.cluster import load_index_config
     from kvstore.net.harden import harden_process
     from kvstore.obs import logs
 
@@ -175,7 +175,7 @@ def certs(
     from kvstore.cli.certs import make_certificates
     from kvstore.wire.identity import ROLES, Identity
 
-    is_new = not directory.exists()
+    is_new = not os.path.lexists(directory)
     identities = [Identity(role, name) for role in ROLES for name in names[role]]
     made = make_certificates(
         directory,
@@ -334,6 +334,11 @@ def _run() -> None:
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "kvstore"
         message = error.format_message().rstrip(".")
+        if isinstance(error, click.NoSuchOption):  # click counts their dashes as likeness
+            from kvstore.wording import did_you_mean
+
+            message = error.message.rstrip(".")
+            message += did_you_mean(error.option_name, error.possibilities or ())
         see = " See" if message.endswith("?") else ": see"
         fail(f"{message[0].lower()}{message[1:]}{see} '{path} --help'", code=2)
     except click.ClickException as error:

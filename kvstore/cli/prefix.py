@@ -1,15 +1,16 @@
 """`kvstore inspect prefix`: locations of a prompt's blocks, on one node or on all of a cluster.
 
 Tokens become keys here, in the CLI's own process, with the hash settings of a node's engines; node
-and index receive keys only. Does not cover: the layout (`tell`).
+and index receive keys only. Does not cover: the layout (`look`).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -85,6 +86,8 @@ class ClusterPrefix(msgspec.Struct, frozen=True):
 class Prompt(NamedTuple):
     """The prompt to look up."""
 
+    hashing: HashingReport
+    """Its space."""
     keys: Sequence[bytes]
     """Keys of its full blocks."""
     tokens: int
@@ -114,7 +117,8 @@ def _read(path: Path) -> str:
             raise ConfigError(f"{path} is too long for a prompt: at most 64 MiB")
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be read: {why}") from None
 
 
 def read_tokens(path: Path) -> list[int]:
@@ -203,82 +207,75 @@ def choose(known: Sequence[HashingReport], *, space: str, tenant: str) -> Hashin
     return found[0]
 
 
-def is_whole(space: str) -> bool:
-    """Whether these are all digits of a space."""
-    return re.fullmatch(r"[0-9a-fA-F]{64}", space) is not None
-
-
-def hashing_of_keys(space: str, tenant: str) -> HashingReport:
-    """For keys given by the user: neither hash settings nor tokens per block are known (0)."""
-    return HashingReport(space.lower(), tenant, "", 0, ALGORITHM, "")
+def hashing_of_keys(space: str, tenant: str) -> HashingReport | None:
+    """For keys given by the user: neither hash settings nor tokens per block are known (0). None:
+    these are not all digits of a space."""
+    is_whole = re.fullmatch(r"[0-9a-fA-F]{64}", space)
+    return HashingReport(space.lower(), tenant, "", 0, ALGORITHM, "") if is_whole else None
 
 
 def prompt_of_tokens(tokens: Sequence[int], hashing: HashingReport, *, cache_salt: str) -> Prompt:
     """Tokens → keys, as the engines of a space make them."""
     size, seed = hashing.block_tokens, hashing.hash_seed
     keys = block_keys(tokens, block_tokens=size, seed=seed, cache_salt=cache_salt)
-    return Prompt(keys, len(tokens))
+    return Prompt(hashing, keys, len(tokens))
 
 
 def prompt_of_keys(keys: Sequence[bytes], hashing: HashingReport) -> Prompt:
     """A prompt whose keys are known."""
-    return Prompt(keys, len(keys) * hashing.block_tokens)
+    return Prompt(hashing, keys, len(keys) * hashing.block_tokens)
 
 
-def look_up(client: NodeClient, prompt: Prompt, hashing: HashingReport) -> PrefixReport:
+def look_up(client: NodeClient, prompt: Prompt) -> PrefixReport:
     """Ask the node about a prompt's blocks. Raises AttachError."""
-    keys = prompt.keys
-    ranges: list[RangeReport] = []
-    for begin in range(0, len(keys), PREFIX_KEYS_MAX):
-        batch = b"".join(keys[begin : begin + PREFIX_KEYS_MAX])
-        ranges += [
-            msgspec.structs.replace(row, first_block=begin + row.first_block)
-            for row in client.rows("prefix", RangeReport, _about(hashing, batch))
-        ]
-    engines = _in_engines(client, hashing, keys)
-    held = 0
-    for row in ranges:
-        if row.reason:
-            break
-        held += row.blocks
+    hashing = prompt.hashing
+    ranges = [
+        msgspec.structs.replace(row, first_block=begin + row.first_block)
+        for begin, _, asked in _batches(prompt)
+        for row in client.rows("prefix", RangeReport, asked)
+    ]
+    held = sum(row.blocks for row in itertools.takewhile(lambda row: not row.reason, ranges))
     return PrefixReport(
-        space=hashing.space[:SPACE_DIGITS],
-        tenant=hashing.tenant,
-        label=hashing.label,
+        *_space(hashing),
         block_tokens=hashing.block_tokens,
         prompt_tokens=prompt.tokens,
         held_tokens=held * hashing.block_tokens,
         ranges=ranges,
-        engines=engines,
+        engines=_in_engines(client, prompt),
     )
 
 
-def _about(hashing: HashingReport, keys: bytes) -> pb.Filter:
-    space = bytes.fromhex(hashing.space)
-    return pb.Filter(prompt=pb.Prompt(space=space, tenant=hashing.tenant, keys=keys))
+def _space(hashing: HashingReport) -> tuple[str, str, str]:
+    """As it is shown: digits, tenant, label."""
+    return hashing.space[:SPACE_DIGITS], hashing.tenant, hashing.label
 
 
-def _in_engines(
-    client: NodeClient, hashing: HashingReport, keys: Sequence[bytes]
-) -> list[MemoryReport]:
+def _batches(prompt: Prompt) -> Iterator[tuple[int, int, pb.Filter]]:
+    """First block, number of blocks, and question of each part that fits one question."""
+    tenant, space = prompt.hashing.tenant, bytes.fromhex(prompt.hashing.space)
+    for begin in range(0, len(prompt.keys), PREFIX_KEYS_MAX):
+        keys = prompt.keys[begin : begin + PREFIX_KEYS_MAX]
+        asked = pb.Prompt(space=space, tenant=tenant, keys=b"".join(keys))
+        yield begin, len(keys), pb.Filter(prompt=asked)
+
+
+def _in_engines(client: NodeClient, prompt: Prompt) -> list[MemoryReport]:
     """By the events of the node's engines, batch after batch while some engine has all of one."""
     found: dict[tuple[str, int], MemoryReport] = {}
-    for begin in range(0, len(keys), PREFIX_KEYS_MAX):
-        batch = keys[begin : begin + PREFIX_KEYS_MAX]
-        rows = client.rows("engines", MemoryReport, _about(hashing, b"".join(batch)))
+    for begin, count, asked in _batches(prompt):
+        rows = client.rows("engines", MemoryReport, asked)
         for row in rows:
             name = (row.engine, row.rank)
-            before = found[name].blocks if name in found else 0
-            if before == begin:
+            if begin == (found[name].blocks if name in found else 0):
                 found[name] = msgspec.structs.replace(row, blocks=begin + row.blocks)
-        if all(row.blocks < len(batch) for row in rows):
+        if all(row.blocks < count for row in rows):
             break
     return list(found.values())
 
 
-def look_up_everywhere(index: IndexClient, prompt: Prompt, hashing: HashingReport) -> ClusterPrefix:
+def look_up_everywhere(index: IndexClient, prompt: Prompt) -> ClusterPrefix:
     """Ask the index about a prompt's blocks, as far as it can be asked. Raises IndexUnavailable."""
-    keys = prompt.keys[:KEYS_MAX]
+    hashing, keys = prompt.hashing, prompt.keys[:KEYS_MAX]
     answer = index.match(hashing.tenant, bytes.fromhex(hashing.space), b"".join(keys))
     holders = [
         HolderReport(
@@ -291,9 +288,7 @@ def look_up_everywhere(index: IndexClient, prompt: Prompt, hashing: HashingRepor
     size = hashing.block_tokens
     holders.sort(key=lambda each: (-each.file_blocks, each.node, each.engine, each.rank))
     return ClusterPrefix(
-        space=hashing.space[:SPACE_DIGITS],
-        tenant=hashing.tenant,
-        label=hashing.label,
+        *_space(hashing),
         block_tokens=size or None,
         prompt_tokens=prompt.tokens if size else None,
         asked_blocks=len(keys),

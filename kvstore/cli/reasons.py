@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from kvstore.engine import PushReport, RangeReport, Reason, RequestReport
-from kvstore.units import NS_PER_MS
+from kvstore.units import NS_PER_US, US_PER_MS, format_us
 
 TEXTS: Final = {
     Reason.EVICTED_FOR_STORES: "evicted from dram to make room for stores of {name}",
@@ -27,6 +27,7 @@ TEXTS: Final = {
     Reason.FORGOTTEN: "never stored, or gone for longer than is remembered",
     Reason.UNEXAMINED: "not held; no reason recorded, since too many lookups ran at once",
     Reason.TOO_MIXED: "too many different reasons to list",
+    Reason.RESET: "stored before the engine's cache was reset; held in space {name}",
     Reason.OTHER_SPACE: "held in space {name} only: another model, other weights or settings",
     Reason.NOT_ALL_SHARDS: "shards of some ranks are missing",
     Reason.BEHIND_A_GAP: "held, but an earlier block of the prompt was missing",
@@ -44,7 +45,8 @@ TEXTS: Final = {
     Reason.NODE_AWAY: "the node was unreachable: stopped, restarting, or not attached yet",
     Reason.BREAKER_OPEN: "the engine's circuit breaker was open after several failures",
     Reason.COST_GATE: "too few tokens to be worth a load (min_load_tokens)",
-    Reason.NO_FULL_BLOCK: "no full block of the prompt is left beyond the prefix-cache hit",
+    Reason.NO_FULL_BLOCK: "the prompt has no full block",
+    Reason.OWN_CACHE: "nothing to load: the engine's own cache had it",
     Reason.NOT_STORED: "the node did not hold the first block asked for",
     Reason.DEADLINE: "the node's answer took longer than lookup_deadline_ms",
     Reason.LOAD_FAILED: "the load failed and the rest was computed",
@@ -60,12 +62,13 @@ TEXTS: Final = {
     Reason.TOO_MANY_QUESTIONS: "other nodes not queried: too many queries at once",
     Reason.NOBODY_HAS_IT: "no other node is known to hold it",
     Reason.HERE_BY_NOW: "already here when node {node} could have served it",
-    Reason.FETCH_COST: "node {node} holds {known}: fetching {fetching}, computing {computing}",
+    Reason.FETCH_COST: "node {node} holds {known} blocks: fetching was estimated at {fetching},"
+    " computing at {computing}; a fetch must take at most half of that",
     Reason.NODE_AVOIDED: "node {node} holds it; not fetched after {failures} failures in a row",
     Reason.NO_ROOM: "node {node} holds it; dram had no room for fetched blocks",
     Reason.ON_ITS_WAY: "{fetched} of {wanted} blocks came from node {node} before the wait ended",
     Reason.FETCHED: "{fetched} of {wanted} blocks came from node {node} in {took}",
-    Reason.FETCH_FAILED: "{fetched} of {wanted} blocks came from node {node} in {took}",
+    Reason.FETCH_FAILED: "fetch from node {node} failed after {took}: {fetched} of {wanted} came",
 }
 """Reason → sentence."""
 _SHARED: Final = {
@@ -75,13 +78,17 @@ _SHARED: Final = {
     "never stored": "FORGOTTEN",
     "not known": "UNEXAMINED TOO_MIXED NOT_REMEMBERED OTHER_VERSION",
     "behind a gap": "BEHIND_A_GAP_ON_DISK",
-    "cost gate": "PROMOTION_COST FETCH_COST",
+    "cost gate": "PROMOTION_COST",
+    "cost gate (peer)": "FETCH_COST",
+    "nothing to load": "OWN_CACHE",
+    "reset by the engine": "RESET",
     "too late (peer)": "TOO_LATE",
     "not asked": "BEYOND_THE_QUESTION",
 }
 _WORDS: Final = {Reason[name]: word for word, names in _SHARED.items() for name in names.split()}
 """Reason → word, where it is not the reason's name."""
 _LOADED: Final = {
+    "": "loaded; the result of the lookup is no longer recorded",
     "engine": "in the engine's own cache",
     "dram": "loaded from dram",
     "file": "loaded, after it was read from disk",
@@ -97,7 +104,7 @@ def word(reason: Reason) -> str:
 
 def of_request(row: RequestReport) -> str:
     """Why the request loaded nothing, or nothing more."""
-    text = TEXTS[row.outcome] if row.outcome else ""
+    text = of_range(row.missed, row) if row.missed else TEXTS[row.outcome] if row.outcome else ""
     return _printable(": ".join(part for part in (text, row.detail) if part))
 
 
@@ -115,7 +122,7 @@ def _of_push(push: PushReport) -> str:
     text += f", {push.held} were here" * bool(push.held)
     names = ("granted", "first", "last", "sealed", "ended")
     reached = {name: getattr(push, f"{name}_us") for name in names}
-    stages = [f"{name} {us / 1000:.1f} ms" for name, us in reached.items() if us]
+    stages = [f"{name} {format_us(us)}" for name, us in reached.items() if us]
     return f"{text}: {', '.join(stages)}" + f"; no more: {push.reason}" * bool(push.reason)
 
 
@@ -125,20 +132,21 @@ def of_range(row: RangeReport, request: RequestReport | None) -> str:
         text = (_LOADED if request else _HELD)[row.tier]
         if (search := row.search) is not None:
             more = f" of {search.wanted}" if search.fetched < search.wanted else ""
-            took = _ms(search.ended_ns - search.begun_ns)
+            took = format_us((search.ended_ns - search.begun_ns) / NS_PER_US)
             text += f" from node {row.node}: {search.fetched}{more} blocks in {took}"
         elif row.node:
             text = f"loaded, after node {row.node} pushed it"
         return _printable(text)
-    waited = f"{request.promotion_us / 1000:.0f} ms" if request else ""
+    if row.search is not None and (row.reason is Reason.TOO_LATE or row.reason is row.sought):
+        return _printable(_elsewhere(row))
+    waited = format_us(request.promotion_us) if request else ""
     text = TEXTS[row.reason].format(name=row.name or "an engine", waited=waited, node=row.node)
     if row.reason <= Reason.DIVERGED:
-        ages = [f"{ms / 1000:.1f}" for ms in row.left_ms]
+        ages = [format_us(ms * US_PER_MS) for ms in row.left_ms]
         when = ages[0] if ages[0] == ages[1] else f"{ages[0]} to {ages[1]}"
-        text += f", {when} s {'before' if request else 'ago'}"
+        text += f", {when} {'before' if request else 'ago'}"
     if row.search is not None:
-        elsewhere = _elsewhere(row)
-        text = elsewhere if row.reason is Reason.TOO_LATE else f"{text}; {elsewhere}"
+        text += f"; {_elsewhere(row)}"
     return _printable(text)
 
 
@@ -152,7 +160,7 @@ def range_as_dict(row: RangeReport, request: RequestReport | None) -> dict[str, 
 def request_as_dict(row: RequestReport) -> dict[str, object]:
     """As --json prints it."""
     found = msgspec.structs.asdict(row)
-    del found["detail"]
+    del found["detail"], found["missed"]
     found["pushes"] = [msgspec.structs.asdict(push) for push in row.pushes]
     its = {"outcome": word(row.outcome), "text": of_request(row)}
     return found | its | {"request": _printable(row.request)}
@@ -166,9 +174,9 @@ def _elsewhere(row: RangeReport) -> str:
         return f"no other node is known to hold it; node {search.node} has {search.known} before it"
     text = TEXTS[row.sought].format(
         **msgspec.structs.asdict(search),
-        took=_ms(search.ended_ns - search.begun_ns),
-        fetching=_ms(search.fetch_ns),
-        computing=_ms(search.compute_ns),
+        took=format_us((search.ended_ns - search.begun_ns) / NS_PER_US),
+        fetching=format_us(search.fetch_ns / NS_PER_US),
+        computing=format_us(search.compute_ns / NS_PER_US),
     )
     if row.sought not in (Reason.ON_ITS_WAY, Reason.FETCHED, Reason.FETCH_FAILED):
         return text
@@ -184,10 +192,6 @@ def _elsewhere(row: RangeReport) -> str:
     why = [f"{count} {what}" for what, count in counts.items() if count]
     why += ["it was cleared or switched off here"] * search.is_void
     return "; ".join((text, *why, *filter(None, [search.trouble])))
-
-
-def _ms(ns: int) -> str:
-    return f"{ns / NS_PER_MS:.1f} ms"
 
 
 def _printable(text: str) -> str:

@@ -21,6 +21,7 @@ import click
 
 from kvstore.cli.commands import A_FILE, as_json, fail
 from kvstore.config.defaults import DEFAULT_ROUTER_LISTEN
+from kvstore.units import US_PER_S, format_us
 
 if TYPE_CHECKING:
     from kvstore.routing.receipts import Receipt
@@ -132,15 +133,16 @@ def replay(receipts: Path | None, policy: Path, *, json_: bool) -> None:
     if not pairs:
         fail(f"{receipts} has no receipts of requests that got a worker", code=1)
     changed = [new for old, new in pairs if new.chosen != old.chosen]
-    before, after = (sum(pair[side].predicted_s for pair in pairs) / len(pairs) for side in (0, 1))
+    means = [sum(pair[side].predicted_s for pair in pairs) / len(pairs) for side in (0, 1)]
     shares = Counter(new.chosen or "none" for _, new in pairs)
     if json_:
         counts = {"requests": len(pairs), "elsewhere": len(changed)}
-        click.echo(as_json(**counts, predicted_s=[before, after], workers=shares))
+        click.echo(as_json(**counts, predicted_s=means, workers=shares))
         return
+    before, after = (format_us(mean * US_PER_S) for mean in means)
     click.echo(
         f"{len(pairs)} requests, {len(changed)} would have gone elsewhere; predicted time to the"
-        f" first token {1e3 * before:.1f} ms then, {1e3 * after:.1f} ms under this policy"
+        f" first token {before} then, {after} under this policy"
     )
     for worker, count in shares.most_common():
         click.echo(f"  {worker}: {count}")
@@ -253,15 +255,16 @@ def _prefixes(receipt: Receipt) -> str:
 def _show(receipt: Receipt) -> None:
     """Facts, then a table of workers, best first."""
     outcome = receipt.outcome
-    took = f", took {1e3 * outcome.ttft_s:.1f} ms" if outcome.ttft_s is not None else ""
-    goal = f", objective {1e3 * receipt.objective_s:.1f} ms" if receipt.objective_s else ""
+    took = f", took {format_us(outcome.ttft_s * US_PER_S)}" if outcome.ttft_s is not None else ""
+    goal = f", objective {format_us(receipt.objective_s * US_PER_S)}" if receipt.objective_s else ""
     facts = [
         f"request {receipt.request_id}: {receipt.chosen or 'rejected'}",
-        f"model {receipt.model}, pool {receipt.pool}, prompt tokens: {receipt.prompt_tokens}",
+        f"model {receipt.model}, pool {receipt.pool}, prompt tokens: {receipt.prompt_tokens}"
+        + " (estimated: it was not tokenized)" * receipt.prompt_is_estimated,
         f"class {receipt.service}, attempt {receipt.attempt}, role {receipt.role or '-'}",
         f"policy {receipt.policy} ({receipt.policy_hash})",
         _prefixes(receipt),
-        f"predicted {1e3 * receipt.predicted_s:.1f} ms{goal}{took}",
+        f"predicted {format_us(receipt.predicted_s * US_PER_S)}{goal}{took}",
     ]
     if outcome.rejected:
         facts.append(f"rejected: {outcome.rejected}")
@@ -276,7 +279,7 @@ def _show(receipt: Receipt) -> None:
     ]
     if outcome.raced_s is not None:
         ends = f"{outcome.race_winner or 'none'} won, {outcome.race_loser or 'none'} lost"
-        facts.append(f"raced after {1e3 * outcome.raced_s:.1f} ms: {ends}")
+        facts.append(f"raced after {format_us(outcome.raced_s * US_PER_S)}: {ends}")
     if receipt.chosen in receipt.workers[: len(receipt.cached)]:
         expected = receipt.cached[receipt.workers.index(receipt.chosen)]
         own = "" if outcome.cached_tokens is None else f", {outcome.cached_tokens} by the engine"

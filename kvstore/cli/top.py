@@ -11,6 +11,7 @@ own clock. Does not cover: the layout (`top_view`), the terminal (`top_screen`).
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -65,6 +66,8 @@ class Figures(msgspec.Struct, frozen=True):
     slots_quarantined: int | None = None
     fetch_p50_us: int | None = None
     fetch_p99_us: int | None = None
+    saved_per_s: float | None = None
+    """Seconds of prefill that loads saved a second, waits deducted; below 0: they cost more."""
     hit_percent: float | None = None
     """Share of the blocks looked up between two samples; the rates below cover the same time."""
     stored_bytes_per_s: float | None = None
@@ -174,26 +177,21 @@ class Tally:
             return figures
         earlier, told = before[0].load, before[1]
         if load.at_ms <= earlier.at_ms:  # the same load
-            rates = {name: getattr(told, name) for name in _RATES.values()}
-            return msgspec.structs.replace(figures, hit_percent=told.hit_percent, **rates)
+            return msgspec.structs.replace(figures, **{n: getattr(told, n) for n in _CHANGES})
         seconds = (load.at_ms - earlier.at_ms) / MS_PER_S
         hit = max(0, load.blocks_hit - earlier.blocks_hit)
         asked = hit + max(0, load.blocks_missed - earlier.blocks_missed)
-        rates = {
+        rates: dict[str, float | None] = {
             rate: max(0, getattr(load, name) - getattr(earlier, name)) / seconds
             for name, rate in _RATES.items()
         }
-        percent = 100 * hit / asked if asked else None
-        return msgspec.structs.replace(figures, hit_percent=percent, **rates)
+        saved_ms = load.saved_ms - earlier.saved_ms - (load.waited_ms - earlier.waited_ms)
+        rates["saved_per_s"] = saved_ms / MS_PER_S / seconds
+        rates["hit_percent"] = 100 * hit / asked if asked else None
+        return msgspec.structs.replace(figures, **rates)
 
 
-class WaitFor(Protocol):
-    """Lets time pass."""
-
-    def __call__(self, seconds: float, /) -> object: ...
-
-
-def one_view(source: TopSource, wait: WaitFor, *, interval_s: float) -> TopView:
+def one_view(source: TopSource, wait: Callable[[float], object], *, interval_s: float) -> TopView:
     """Figures with rates, as soon as there are some: two samples, at most WAITS intervals apart."""
     tally = Tally()
     tally.take(source.sample())
@@ -212,6 +210,7 @@ _RATES: Final = {
     "fetched_bytes": "fetched_bytes_per_s",
     "lent_bytes": "lent_bytes_per_s",
 }
+_CHANGES: Final = (*_RATES.values(), "saved_per_s", "hit_percent")
 
 
 def _nothing(sample: Sample) -> Figures:

@@ -15,6 +15,8 @@ from rich.text import Text
 from kvstore.cli.ask import printable
 from kvstore.cli.top import SILENT, UP
 from kvstore.cli.top_routers import DRAINING, UNREADY, RouterFigures
+from kvstore.cli.top_view import cut
+from kvstore.units import US_PER_S, format_us, short
 
 WIDE_COLUMNS: Final = 144
 NAME_COLUMNS: Final = 21
@@ -48,7 +50,7 @@ def _table(
     width: int,
     has_sentences: bool,
 ) -> list[Text]:
-    names = [_cut(printable(each.router).plain, NAME_COLUMNS) for each in figures]
+    names = [cut(printable(each.router).plain, NAME_COLUMNS) for each in figures]
     rows = [[cell(each) for _, cell in columns] for each in figures if each.state != SILENT]
     heads = [head for head, _ in columns]
     widths = [max(map(len, cells)) for cells in zip(heads, *rows, strict=True)]
@@ -60,12 +62,12 @@ def _table(
     def line(cells: Sequence[str]) -> str:
         return gap.join(f"{cell:>{wide}}" for cell, wide in zip(cells, widths, strict=True))
 
-    lines = [Text(_cut(f"{'router':{first}} {'state':{states}} {line(heads)}", width), style="dim")]
+    lines = [Text(cut(f"{'router':{first}} {'state':{states}} {line(heads)}", width), style="dim")]
     left = iter(rows)
     for name, each in zip(names, figures, strict=True):
         text = Text(f"{name:{first}} ").append(f"{each.state:{states}}", _STYLES[each.state])
         if each.state != SILENT:
-            text.append(_cut(f" {line(next(left))}", width - len(text)))
+            text.append(cut(f" {line(next(left))}", width - len(text)))
         lines.append(text)
         if has_sentences:
             sentence = textwrap.wrap(printable(each.trouble).plain, width - 2, **_FEW)
@@ -73,14 +75,8 @@ def _table(
     return lines
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
-
-
 def _rate(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return "-" if value is None else short(value)
 
 
 def _count(value: int | None) -> str:
@@ -88,11 +84,7 @@ def _count(value: int | None) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    if value < 1:
-        return f"{1000 * value:.0f}ms"
-    return f"{value:.1f}s" if value < 100 else f"{value:.0f}s"
+    return "-" if value is None else format_us(value * US_PER_S)
 
 
 def _percent(value: float | None) -> str:

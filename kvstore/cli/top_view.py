@@ -15,15 +15,15 @@ from rich.text import Text
 from kvstore.cli.ask import printable
 from kvstore.cli.top import GONE, SILENT, UP, Figures
 from kvstore.proto.rows import UNKNOWN
+from kvstore.units import format_size, format_us, short
 
-WIDE_COLUMNS: Final = 138
+WIDE_COLUMNS: Final = 148
 """From here on all is in one table."""
-NODE_COLUMNS: Final = 12
+NODE_COLUMNS: Final = 10
 """Longer names are cut in a table, not in JSON."""
-HEAD_LINES: Final = 2
+HEAD_LINES: Final = 3
+"""With the last one, on savings."""
 TABLE_LINES: Final = 2
-US_PER_MS: Final = 1000
-_UNITS: Final = "BKMGTPE"
 _STYLES: Final = {UP: "green", SILENT: "yellow", GONE: "red", UNKNOWN: "yellow"}
 
 Column = tuple[str, Callable[[Figures], Text]]
@@ -49,16 +49,19 @@ def page(
     is_wide = width >= WIDE_COLUMNS
     groups = [(*MEMORY, *TRAFFIC)] if is_wide else [MEMORY, TRAFFIC]
     shown = figures[: _room(height, len(groups), has_trouble=bool(trouble))]
-    parts: list[RenderableType] = [Text(_cut(head, width), style="bold")]
+    parts: list[RenderableType] = [Text(cut(head, width), style="bold")]
     if trouble:
-        parts.append(Text(_cut(printable(trouble).plain, width), style="yellow"))
+        parts.append(Text(cut(printable(trouble).plain, width), style="yellow"))
     for group in groups:
         parts += [Text(""), _table(group, shown)]
+    if saved := [each.saved_per_s for each in figures if each.saved_per_s is not None]:
+        line = f"saved: {sum(saved):.2f} s of prefill per second, waits deducted"
+        parts.append(Text(line, style="yellow" if sum(saved) < 0 else ""))
     if not figures:
         parts.append(Text("no node is known", style="dim"))
     elif len(shown) < len(figures):
         more = len(figures) - len(shown)
-        parts.append(Text(_cut(f"and {more} more: --json has all of them", width), style="dim"))
+        parts.append(Text(cut(f"and {more} more: --json has all of them", width), style="dim"))
     return Group(*parts)
 
 
@@ -71,7 +74,7 @@ def _room(height: int | None, tables: int, *, has_trouble: bool) -> int | None:
 
 
 def _table(columns: Sequence[Column], figures: Sequence[Figures]) -> Table:
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("node", header_style="dim", no_wrap=True, max_width=NODE_COLUMNS)
     for name, _ in columns:
         justify = "left" if name in ("state", "index") else "right"
@@ -81,24 +84,21 @@ def _table(columns: Sequence[Column], figures: Sequence[Figures]) -> Table:
     return table
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+def cut(text: str, width: int) -> str:
+    """The text, or as much of it as fits."""
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
-def size(count: float | None) -> str:
-    """Bytes in five characters or less: 0B, 9.9M, 512G."""
-    if count is None:
-        return "-"
-    unit = 0
-    while count >= 1000 and unit < len(_UNITS) - 1:
-        count /= 1024
-        unit += 1
-    digits = f"{count:.1f}" if unit and count < 10 else f"{count:.0f}"
-    return digits + _UNITS[unit]
+def _size(count: float | None) -> Text:
+    return Text("-" if count is None else format_size(round(count)))
 
 
 def _of(used: int | None, whole: int | None) -> Text:
-    return Text(f"{size(used)}/{size(whole)}" if whole else "-")
+    """Both in the unit of the whole: 2.5/64 GiB."""
+    if not whole:
+        return Text("-")
+    text = format_size(whole)
+    return Text(f"{short(float(text.split()[0]) * (used or 0) / whole)}/{text}")
 
 
 def _state(each: Figures) -> Text:
@@ -113,18 +113,15 @@ def _count(count: int | None, style: str = "") -> Text:
     return Text("-" if count is None else str(count), style=style if count else "")
 
 
-def _ms(us: int | None) -> Text:
-    if not us:
-        return Text("-")
-    ms = us / US_PER_MS
-    return Text(f"{ms:.1f}ms" if ms < 100 else f"{ms:.0f}ms")
+def _duration(us: int | None) -> Text:
+    return Text(format_us(us) if us else "-")
 
 
 def _index(each: Figures) -> Text:
     reached, count = each.replicas_reached, each.replicas
-    if count and reached is not None and reached < count:
-        return Text(f"{reached} of {count}", style="yellow")
-    return Text(each.index or ("-" if not count else "told"))
+    if not count or reached is None or (each.index and reached >= count):
+        return Text(each.index or "-")
+    return Text(f"{reached} of {count}", style="yellow" if reached < count else "")
 
 
 MEMORY: Final[Sequence[Column]] = (
@@ -134,14 +131,14 @@ MEMORY: Final[Sequence[Column]] = (
     ("hits", _hits),
     ("leases", lambda each: _count(each.leases)),
     ("engines", lambda each: _count(each.engines)),
-    ("quar.", lambda each: _count(each.slots_quarantined, "yellow")),
+    ("quarantined", lambda each: _count(each.slots_quarantined, "yellow")),
 )
 TRAFFIC: Final[Sequence[Column]] = (
-    ("stored/s", lambda each: Text(size(each.stored_bytes_per_s))),
-    ("loaded/s", lambda each: Text(size(each.leased_bytes_per_s))),
-    ("fetched/s", lambda each: Text(size(each.fetched_bytes_per_s))),
-    ("lent/s", lambda each: Text(size(each.lent_bytes_per_s))),
-    ("p50", lambda each: _ms(each.fetch_p50_us)),
-    ("p99", lambda each: _ms(each.fetch_p99_us)),
+    ("stored/s", lambda each: _size(each.stored_bytes_per_s)),
+    ("loaded/s", lambda each: _size(each.leased_bytes_per_s)),
+    ("fetched/s", lambda each: _size(each.fetched_bytes_per_s)),
+    ("served/s", lambda each: _size(each.lent_bytes_per_s)),
+    ("p50", lambda each: _duration(each.fetch_p50_us)),
+    ("p99", lambda each: _duration(each.fetch_p99_us)),
     ("index", _index),
 )

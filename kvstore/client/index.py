@@ -279,6 +279,19 @@ def channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.
     return grpc.secure_channel(endpoint, credentials, options=channel_options())
 
 
+def aio_channel(
+    address: str,
+    credentials: grpc.ChannelCredentials | None,
+    options: Sequence[tuple[str, Any]] | None = None,
+) -> grpc.aio.Channel:
+    """A channel on an asyncio loop. `credentials` None: without TLS; `options` None: those of a
+    channel to the index."""
+    options = channel_options() if options is None else options
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, credentials, options)
+
+
 def channel_options(name: str = ANY_INDEX) -> list[tuple[str, Any]]:
     """Options of every channel to the index; `name`: in the certificate of another server."""
     return [

@@ -1,11 +1,14 @@
-"""Why a connection failed, in a clause that names a flag: gRPC has only its TLS library's text.
+"""Why a call failed, in a clause that names a flag: gRPC has only its TLS library's text.
 
-Covers: channels to an index or a peer. Does not cover: a server's answers (its own sentences).
+Covers: calls of an index, a peer, a node, another router. Does not cover: a server's answers (its
+own sentences).
 """
 
 from __future__ import annotations
 
 from typing import Final
+
+import grpc
 
 _CAUSES: Final = (
     (
@@ -33,6 +36,16 @@ _CAUSES: Final = (
 """Parts of gRPC's texts, specific ones before general ones."""
 _OF_TLS: Final = ("handshake failed", "verification check failed")
 _FAILED: Final = "failed to connect to all addresses; last error: "
+
+
+def reason_of(error: Exception, *, unimplemented: str = "") -> str:
+    """One clause for an error of a call. `unimplemented`: the clause for a server that does not
+    have the call; empty: what gRPC says."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return "no answer in time" if isinstance(error, TimeoutError) else plain_reason(str(error))
+    if unimplemented and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return unimplemented
+    return plain_reason(error.details())
 
 
 def plain_reason(details: str | None) -> str:

@@ -3,31 +3,29 @@
 Covers: replicas, and the part of a node's settings that is about the cluster. Does not cover: the
 rest of a node (`node`), rules for files of certificates (`kvstore.client.tls`).
 
-Ways to be wrong, each a ConfigError that says how to mend it: an address that is none; some of the
-three files but not all; neither files nor --insecure; a certificate without the name of this
-component; a name that cannot be one.
+Ways to be wrong, each a ConfigError that says how to mend it: some of the three files but not all;
+neither files nor --insecure; a certificate without the name of this component; a name that cannot
+be one; a store that is plain and elsewhere.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any
 
-from kvstore.client.index import address_parts
 from kvstore.client.tls import Tls, TlsFiles, is_name, load
-from kvstore.config.addresses import HttpConfig, address_of
-from kvstore.config.defaults import DEFAULT_ENTRIES, DEFAULT_LISTEN
+from kvstore.config.defaults import DEFAULT_ENTRIES
 from kvstore.config.engine_sources import EngineSource, parse_sources
-from kvstore.config.settings import NodeSettings, TlsSettings
+from kvstore.config.reading import load_settings
+from kvstore.config.settings import IndexSettings, NodeSettings, TlsSettings
 from kvstore.config.transports import TransportConfig, parse_transport
+from kvstore.config.values import HostPort
 from kvstore.errors import ConfigError
-from kvstore.stores.address import StoreConfig
-
-INDEX_COUNT_MAX: Final = 16
+from kvstore.installation import is_installed, lacking
+from kvstore.stores.address import StoreConfig, store_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,7 @@ class IndexConfig:
     replica: ReplicaConfig
     tls: Tls | None
     """None: --insecure."""
-    http: HttpConfig | None
+    http: HostPort | None
     log_level: str
 
 
@@ -90,20 +88,56 @@ class ClusterConfig:
     """Source of `tls`."""
 
 
+def load_index_config(path: Path | None, flags: Mapping[str, Any]) -> IndexConfig:
+    """The checked configuration. Raises ConfigError: one sentence, and how to mend it."""
+    settings = load_settings(path, flags, IndexSettings)
+    tls = resolve_tls(settings, what="an index")
+    if tls is not None and settings.insecure:
+        raise ConfigError("--insecure goes without certificates: leave out one or the other")
+    if tls is not None and not tls.name_as("index"):
+        raise ConfigError(
+            f"--cert {settings.cert} names no index: make one with 'kvstore certs DIR --index NAME'"
+        )
+    replica = ReplicaConfig(
+        **settings.listen._asdict(),
+        entry_count_max=settings.entries,
+        option="--listen",
+        store=_store(settings),
+        is_plain=settings.plain,
+    )
+    return IndexConfig(
+        replica=replica, tls=tls, http=settings.metrics, log_level=settings.log_level
+    )
+
+
+def _store(settings: IndexSettings) -> StoreConfig | None:
+    if settings.store is None:
+        return None
+    if not is_installed("redis"):
+        raise ConfigError(lacking("--store", "redis", "redis"))
+    config = store_config(
+        settings.store, password_file=settings.store_password_file, ca=settings.store_ca
+    )
+    if not config.is_here and not settings.insecure:
+        raise ConfigError(
+            f"--store {config.place} is on another machine and unencrypted: use rediss://, or"
+            " --insecure in a lab"
+        )
+    return config
+
+
 def resolve_cluster(settings: NodeSettings) -> ClusterConfig | None:
     """A node's part in a cluster; None when it has none. Raises ConfigError."""
-    given = settings.index or []
-    indexes = [given] if isinstance(given, str) else given
-    if not indexes and settings.index_listen is None:
+    if not settings.index and settings.index_listen is None:
         return None
-    loaded = resolve_tls(settings, what="the index")
-    certified = loaded.name_as("node") if loaded else ""
-    if loaded is not None and not certified:
+    tls = resolve_tls(settings, what="the index")
+    certified = tls.name_as("node") if tls else ""
+    if tls is not None and not certified:
         raise ConfigError(
             f"--cert {settings.cert} names no node: make one with 'kvstore certs DIR --node NAME'"
         )
     name = settings.node_name or certified or platform.node().lower()
-    if loaded is not None and name != certified:
+    if tls is not None and name != certified:
         raise ConfigError(
             f"node-name is {name!r}, but --cert {settings.cert} is of node {certified!r}: leave"
             " node-name out, or give the certificate of this node"
@@ -116,20 +150,21 @@ def resolve_cluster(settings: NodeSettings) -> ClusterConfig | None:
     replica = None
     if settings.index_listen is not None:
         entries = settings.index_entries or DEFAULT_ENTRIES
-        replica = resolve_replica(settings.index_listen, entries, option="--index-listen")
-        if loaded is not None and not loaded.name_as("index"):
+        where = settings.index_listen._asdict()
+        replica = ReplicaConfig(**where, entry_count_max=entries, option="--index-listen")
+        if tls is not None and not tls.name_as("index"):
             raise ConfigError(
                 f"--cert {settings.cert} is of a node only, and --index-listen makes it an index,"
                 " too: make one with 'kvstore certs DIR --node NAME --with-index'"
             )
     return ClusterConfig(
         node=name,
-        indexes=_indexes(indexes),
+        indexes=settings.index,
         replica=replica,
         engines=parse_sources(settings.engine_events or (), insecure=settings.insecure),
-        peers=_peers(settings, has_tls=loaded is not None),
-        tls=loaded,
-        files=loaded and _files(settings),
+        peers=_peers(settings, has_tls=tls is not None),
+        tls=tls,
+        files=tls and _files(settings),
     )
 
 
@@ -153,45 +188,12 @@ def _files(settings: TlsSettings) -> TlsFiles | None:
     return TlsFiles(ca=Path(settings.ca), cert=Path(settings.cert), key=Path(settings.key))
 
 
-def resolve_replica(listen: str, entries: int, *, option: str) -> ReplicaConfig:
-    """Raises ConfigError."""
-    found = address_of(listen)
-    if found is None:
-        raise ConfigError(
-            f"{option} {listen!r} must be an IP address and a port, such as {DEFAULT_LISTEN}"
-        )
-    return ReplicaConfig(host=str(found[0]), port=found[1], entry_count_max=entries, option=option)
-
-
-def _indexes(texts: Sequence[str]) -> tuple[str, ...]:
-    if len(texts) > INDEX_COUNT_MAX or len(set(texts)) != len(texts):
-        raise ConfigError(f"index names up to {INDEX_COUNT_MAX} replicas, each once")
-    for text in texts:
-        address_parts(text)
-    return tuple(texts)
-
-
 def _peers(settings: NodeSettings, *, has_tls: bool) -> PeerConfig | None:
     listen, transport = settings.peer_listen, settings.transport
     if listen is None:
         return None
-    found = address_of(listen)
-    if found is None or found[0].is_unspecified:
-        raise ConfigError(
-            f"peer-listen {listen!r} must be the IP address and port where other nodes reach this"
-            " one, such as 10.0.0.7:9480"
-        )
     chosen = parse_transport(transport, has_tls=has_tls)
-    if chosen.port and chosen.port == found[1]:
+    if chosen.port and chosen.port == listen.port:
         raise ConfigError(f"transport {transport!r} uses the port of peer-listen: choose another")
-    return PeerConfig(
-        host=str(found[0]),
-        port=found[1],
-        transport=chosen,
-        is_fetched_always=settings.fetch == "always",
-    )
-
-
-def is_installed(module: str) -> bool:
-    """Can it be imported, by its top name, without doing so?"""
-    return importlib.util.find_spec(module) is not None
+    always = settings.fetch == "always"
+    return PeerConfig(**listen._asdict(), transport=chosen, is_fetched_always=always)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.config.addresses import address_of, joined
+from kvstore.config.values import address_of, joined
 from kvstore.errors import ConfigError
 from kvstore.types import KEY_BYTES, SpaceId
 
@@ -64,18 +64,17 @@ def check_endpoint(text: str, *, insecure: bool) -> str:
     if kind == "ipc" and place.startswith("/") and len(os.fsencode(place)) <= IPC_PATH_BYTES_MAX:
         return text
     found = address_of(place) if kind == "tcp" else None
-    if found is None or not found[1] or found[0].is_unspecified:
+    if found is None or not found.port or found.is_unspecified:
         raise ConfigError(
             f"KV events of an engine cannot be read at {text!r}: it must be ipc:///PATH or"
             " tcp://ADDRESS:PORT, such as tcp://127.0.0.1:5557"
         )
-    address, port = found
-    if not address.is_loopback and not insecure:
+    if not found.is_loopback and not insecure:
         raise ConfigError(
-            f"KV events at {address} come from another machine without TLS or authentication:"
+            f"KV events at {found.host} come from another machine without TLS or authentication:"
             " use ipc:// or 127.0.0.1, or add --insecure if intended"
         )
-    return f"tcp://{joined(str(address), port)}"
+    return f"tcp://{joined(*found)}"
 
 
 def _source(text: str, *, insecure: bool) -> EngineSource:

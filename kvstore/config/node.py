@@ -13,7 +13,6 @@ leaves too little; limits of writes too small for a block.
 from __future__ import annotations
 
 import dataclasses
-import os
 import platform
 import re
 from collections.abc import Mapping
@@ -22,13 +21,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.arena import huge_page_pool
-from kvstore.config.addresses import HttpConfig, http_config, no_events_address, tcp_endpoints
 from kvstore.config.cluster import ClusterConfig, resolve_cluster
-from kvstore.config.defaults import DEFAULT_SOCKET
-from kvstore.config.disk_room import refuse_what_cannot_hold
-from kvstore.config.machine import available_memory
+from kvstore.config.defaults import EXAMPLE_EVENTS
+from kvstore.config.machine import available_memory, refuse_what_cannot_hold
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import NodeSettings
+from kvstore.config.values import PORT_MAX, HostPort, address_of, joined, size_of, socket_path
 from kvstore.engine import MOVING_SHARE, QUOTA_COUNT_MAX, AdmissionMode
 from kvstore.errors import ConfigError
 from kvstore.tiers.file import FileConfig
@@ -37,14 +35,11 @@ from kvstore.transport.backends import BACKENDS
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import KIB, MIB, format_size, parse_size
 
-UID_MAX: Final = (1 << 32) - 2
 ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
 SLAB_BYTES_AUTO_MAX: Final = 64 * MIB
 LANDING_SHARE: Final = 16
 LANDING_BYTES_MAX: Final = 256 * MIB
 SCRUB_BYTES_MIN: Final = 64 * KIB
-SOCKET_PATH_BYTES_MAX: Final = 107 - len(".lock")
-"""The kernel's limit for a unix socket path, less the longest suffix we add."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +79,7 @@ class NodeConfig:
     """Limit of writes to it in a day; 0: none."""
     scrub: ScrubRate | None
     """Rate of the scrub of dram and disk, each; None: no scrub."""
-    http: HttpConfig | None
+    http: HostPort | None
     events: EventsConfig | None
     cluster: ClusterConfig | None
     """Index replicas and peers of this node; None: none."""
@@ -105,10 +100,7 @@ def load_config(
     Raises:
         ConfigError: one sentence: the error and how to mend it.
     """
-    return _resolve(load_settings(path, flags, NodeSettings), arena)
-
-
-def _resolve(settings: NodeSettings, arena: tuple[int, str] | None) -> NodeConfig:
+    settings = load_settings(path, flags, NodeSettings)
     dram_bytes, note = arena or _dram(settings.dram)
     slab_bytes = _slab(settings.slab, dram_bytes)
     hbm_bytes, hbm_gpu = _hbm(settings.hbm, slab_bytes=slab_bytes)
@@ -124,7 +116,7 @@ def _resolve(settings: NodeSettings, arena: tuple[int, str] | None) -> NodeConfi
     cluster = _cluster(settings, dram_bytes=dram_bytes, slab_bytes=slab_bytes)
     landing_bytes = cluster.peers.landing_bytes if cluster and cluster.peers else 0
     return NodeConfig(
-        socket=_socket(settings.socket),
+        socket=settings.socket,
         dram_bytes=dram_bytes,
         dram_note=note,
         hbm_bytes=hbm_bytes,
@@ -135,11 +127,11 @@ def _resolve(settings: NodeSettings, arena: tuple[int, str] | None) -> NodeConfi
         file_admission=AdmissionMode(settings.file_admission),
         file_day_bytes=_file_day_bytes(settings, slab_bytes=slab_bytes),
         scrub=scrub,
-        http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
+        http=settings.metrics,
         events=_events(settings),
         cluster=cluster,
         quotas=_quotas(settings.quota or {}, dram_bytes=dram_bytes - landing_bytes),
-        allow_uids=_uids(settings.allow_uid),
+        allow_uids=settings.allow_uid,
         log_level=settings.log_level,
     )
 
@@ -154,7 +146,7 @@ def _cluster(settings: NodeSettings, *, dram_bytes: int, slab_bytes: int) -> Clu
         size = min(dram_bytes // LANDING_SHARE, LANDING_BYTES_MAX) if takes_writes else 0
         size -= size % slab_bytes
     else:
-        size = _size("landing", str(settings.landing))
+        size = size_of("landing", str(settings.landing))
         size += -size % slab_bytes
         if size > dram_bytes // 2:
             raise ConfigError(
@@ -190,7 +182,7 @@ def _file(
     size, comma, mode = size.partition(",")
     if comma and mode != "shared":
         raise ConfigError(f"file {text!r} ends in {mode!r}: only 'shared' may stand there")
-    directory, capacity_bytes = Path(path).absolute(), _size("file", size)
+    directory, capacity_bytes = Path(path).absolute(), size_of("file", size)
     return FileConfig(
         directory=directory,
         capacity_bytes=capacity_bytes,
@@ -221,9 +213,9 @@ def _scrub(text: str | int | bool) -> ScrubRate | None:
 
 
 def _file_day_bytes(settings: NodeSettings, *, slab_bytes: int) -> int:
-    if settings.file_writes_per_day is None:
+    size = settings.file_writes_per_day
+    if size is None:
         return 0
-    size = _size("file-writes-per-day", settings.file_writes_per_day)
     # A block is never larger than a slab: each can be written some day. Its page comes on top.
     if size < 2 * slab_bytes:
         raise ConfigError(
@@ -231,13 +223,6 @@ def _file_day_bytes(settings: NodeSettings, *, slab_bytes: int) -> int:
             f" {format_size(2 * slab_bytes)}, two slabs, with its unit, such as 1TiB"
         )
     return size
-
-
-def _size(name: str, text: str | int) -> int:
-    try:
-        return parse_size(str(text))
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None
 
 
 def _dram(text: str | int) -> tuple[int, str]:
@@ -248,7 +233,7 @@ def _dram(text: str | int) -> tuple[int, str]:
         size = available // 2
         note = f"half of the {format_size(available)} that {source} has available"
     else:
-        size = _size("dram", text)
+        size = size_of("dram", text)
     size -= size % SLOT_BYTES_MIN
     if size < ARENA_BYTES_MIN:
         raise ConfigError(
@@ -265,41 +250,29 @@ def _dram(text: str | int) -> tuple[int, str]:
 
 def _hbm(text: str | int, *, slab_bytes: int) -> tuple[int, int]:
     """SIZE, with ,gpu=N behind it for another GPU than the first."""
-    size_text, comma, gpu = str(text).partition(",gpu=")
-    if comma and not (gpu.isascii() and gpu.isdigit() and len(gpu) < 4):
+    found = re.fullmatch(r"([^,:]*)(?:,gpu=(\d{1,3}))?", str(text), re.ASCII)
+    if found is None:
         raise ConfigError(f"hbm {text!r} must be SIZE or SIZE,gpu=N, such as 8GiB,gpu=1")
-    size = _size("hbm", size_text)
+    size = size_of("hbm", found[1])
     if 0 < size < slab_bytes:
         raise ConfigError(
             f"hbm of {format_size(size)} is less than one slab, {format_size(slab_bytes)}: give"
             " more, or a smaller --slab"
         )
-    return size - size % slab_bytes, int(gpu or 0)
+    return size - size % slab_bytes, int(found[2] or 0)
 
 
 def _slab(text: str | int, dram_bytes: int) -> int:
     if text == "auto":
         size = min(SLAB_BYTES_AUTO_MAX, dram_bytes // 4)
         return size - size % SLOT_BYTES_MIN
-    size = _size("slab", text)
+    size = size_of("slab", text)
     if not SLOT_BYTES_MIN <= size <= dram_bytes or size % SLOT_BYTES_MIN:
         raise ConfigError(
             f"slab of {format_size(size)} must be a multiple of {format_size(SLOT_BYTES_MIN)}"
             f" and at most dram, {format_size(dram_bytes)}: leave it out, or use auto"
         )
     return size
-
-
-def _socket(text: str) -> Path:
-    if not text.strip():
-        raise ConfigError(f"socket must be a path, such as {DEFAULT_SOCKET}")
-    path = Path(text).absolute()
-    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
-        raise ConfigError(
-            f"socket path {path} is longer than the {SOCKET_PATH_BYTES_MAX} bytes a socket may"
-            " have: choose a shorter one"
-        )
-    return path
 
 
 def _quotas(quotas: Mapping[str, str | int], *, dram_bytes: int) -> tuple[tuple[str, int], ...]:
@@ -312,7 +285,7 @@ def _quotas(quotas: Mapping[str, str | int], *, dram_bytes: int) -> tuple[tuple[
         if percent := re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?%", str(text)):
             size = int(dram_bytes * float(percent[1]) / 100)
         elif str(text):
-            size = _size("quota", text)
+            size = size_of("quota", text)
         if size == 0 or not name:
             raise ConfigError(
                 f"quota {f'{name}={text}'.rstrip('=')} must be NAME=SHARE, such as llama=30% or"
@@ -335,35 +308,30 @@ def _quotas(quotas: Mapping[str, str | int], *, dram_bytes: int) -> tuple[tuple[
 def _events(settings: NodeSettings) -> EventsConfig | None:
     """ipc:///PATH, with the replay socket at PATH.replay, or tcp://ADDRESS:PORT, with it one port
     above; port 0 lets the kernel choose both."""
-    if settings.events is False or settings.events == "off":
+    text = settings.events
+    if text is False or text == "off":
         return None
-    kind, _, place = str(settings.events).partition("://")
-    beyond_loopback = False
+    kind, _, place = str(text).partition("://")
+    found = address_of(place) if kind == "tcp" else None
     if kind == "ipc" and place.startswith("/"):
-        endpoints = f"ipc://{_socket(place)}", f"ipc://{_socket(place + '.replay')}"
-    elif kind == "tcp":
-        endpoints, beyond_loopback = tcp_endpoints(place, insecure=settings.insecure)
+        ends = [f"ipc://{socket_path('events', place + suffix)}" for suffix in ("", ".replay")]
+    elif found is not None and found.port < PORT_MAX:
+        ports = (found.port, found.port + 1) if found.port else ("*", "*")
+        ends = [f"tcp://{joined(found.host, port)}" for port in ports]
     else:
-        raise ConfigError(no_events_address(settings.events))
+        raise ConfigError(
+            f"events {text!r} must be ipc:///PATH or tcp://ADDRESS:PORT, such as {EXAMPLE_EVENTS},"
+            " or off"
+        )
+    if found is not None and not found.is_loopback and not settings.insecure:
+        raise ConfigError(
+            f"events on {found.host} can be read from other machines: use 127.0.0.1 or ipc://, or"
+            " add --insecure if intended"
+        )
     return EventsConfig(
-        endpoint=endpoints[0],
-        replay_endpoint=endpoints[1],
+        endpoint=ends[0],
+        replay_endpoint=ends[1],
         node=settings.node_name or platform.node(),
-        beyond_loopback=beyond_loopback,
+        beyond_loopback=found is not None and not found.is_loopback,
         whole_hashes=settings.event_hashes == "bytes",
     )
-
-
-def _uids(value: list[int | str] | int | str | None) -> frozenset[int]:
-    if value is None:
-        return frozenset({os.geteuid(), 0})
-    texts = [str(each) for each in (value if isinstance(value, list) else [value])]
-    for text in texts:
-        if not (text.isascii() and text.isdigit() and int(text) <= UID_MAX):
-            raise ConfigError(
-                f"allow-uid {text!r} must be a numeric user id, such as 1000: 'id -u NAME' prints"
-                " that of a user"
-            )
-    if not texts:
-        raise ConfigError("allow-uid must name numeric user ids, such as 1000")
-    return frozenset(map(int, texts)) | {os.geteuid()}

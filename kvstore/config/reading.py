@@ -52,8 +52,17 @@ def load_settings(path: Path | None, flags: Mapping[str, Any], kind: type[_S]) -
     except msgspec.ValidationError as error:
         where = f"--config {path}" if path else "configuration"
         raise ConfigError(f"{where}: {why_not(error, checked)}") from None
+    refuse_what_does_nothing(kind(**values))
+    for row in rows:
+        given = values[row.name]
+        values[row.name] = row.form.absent if given is None else row.form.parse(row.key, given)
     settings = kind(**values)
-    refuse_what_does_nothing(settings)
+    pages = settings.metrics
+    if pages and not (pages.is_loopback or settings.metrics_beyond_loopback):
+        raise ConfigError(
+            f"metrics on {pages.host} can be read from other machines: use 127.0.0.1, or add"
+            " --metrics-beyond-loopback if intended"
+        )
     return settings
 
 

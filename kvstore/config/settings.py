@@ -1,35 +1,27 @@
 """The settings of every program: one table, from which flags, checks and pages are made.
 
-    policy: Literal["lru", "reuse"] = _memory("Eviction order: …", default="lru")
-    name    kind and choices          group   meaning
+    policy: Literal["lru", "reuse"] = _memory(default="lru")("Eviction order: …")
+    file_writes_per_day: int | None = _disk(values.SIZE, shown="no limit")("Daily budget …")
+    name    kind and choices          group form                    meaning
 
-Flags and `--help` (`kvstore.cli.commands`), YAML keys and checks (`reading`) and the reference page
+A form is a name of the value in help texts, or one of `values`, which parses it. Flags and `--help`
+(`kvstore.cli.commands`), YAML keys and checks (`reading`) and the reference page
 (`scripts/reference.py`) are loops over `table`. A new setting is one field here, and its use where
-a node or an index is configured. Imports the standard library only: `--help` answers at once.
+a node, an index or a router is configured.
 """
 
 # No postponed annotations: the kinds of all fields are read whenever a command starts.
-import functools
 from collections.abc import Callable
+from pathlib import Path
 from types import UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvstore.config.defaults import (
-    DEFAULT_ENTRIES,
-    DEFAULT_INDEX_METRICS,
-    DEFAULT_LISTEN,
-    DEFAULT_METRICS,
-    DEFAULT_ROUTER_LISTEN,
-    DEFAULT_ROUTER_METRICS,
-    DEFAULT_SOCKET,
-    ENTRIES_MAX,
-    ENTRIES_MIN,
-    EXAMPLE_EVENTS,
-)
+from kvstore.config import defaults, values
+from kvstore.config.values import Form, HostPort
 from kvstore.errors import ConfigError
 
 _A_CLUSTER: Final = ("index", "index_listen")
-_ENTRIES: Final = (ENTRIES_MIN, ENTRIES_MAX)
+_ENTRIES: Final = (defaults.ENTRIES_MIN, defaults.ENTRIES_MAX)
 
 
 class Setting:
@@ -37,9 +29,9 @@ class Setting:
 
     Args:
         group: heading on the reference page.
+        form: of the value, or its name in help texts.
         meaning: for operators.
         default: None: not given.
-        metavar: name of the value in help texts.
         shown: text for the default, if it is not the value.
         needs: names of settings, of which at least one must be given.
         off: the flag that switches the setting off again.
@@ -53,16 +45,17 @@ class Setting:
     def __init__(
         self,
         group: str,
+        form: Form | str,
         meaning: str,
         *,
         default: object = None,
-        metavar: str = "",
         shown: str = "",
         needs: tuple[str, ...] = (),
         off: str = "",
         within: tuple[int, int] | None = None,
     ) -> None:
-        self.group, self.meaning, self.default, self.metavar = group, meaning, default, metavar
+        self.group, self.meaning, self.default = group, meaning, default
+        self.form = form if isinstance(form, Form) else Form(form)
         self.needs, self.off, self.within = needs, off, within
         is_told = default is not None and not isinstance(default, bool)
         self.default_text = shown or (str(default) if is_told else "")
@@ -72,7 +65,9 @@ class Setting:
 
     @property
     def kind(self) -> Any:
-        """Type of the value in YAML: the annotation of the field."""
+        """Type of the value in YAML: that of the form, or the annotation of the field."""
+        if self.form.kind is not None:
+            return self.form.kind if self.default is not None else self.form.kind | None
         kind = self._owner.__annotations__[self.name]
         return get_type_hints(self._owner)[self.name] if isinstance(kind, str) else kind
 
@@ -91,17 +86,21 @@ def _parts(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def in_group(group: str) -> Callable[..., Any]:
-    """Fields of this group on the reference page: as `Setting`, of the type of its value."""
-    return functools.partial(Setting, group)
+def in_group(group: str) -> Callable[..., Callable[[str], Any]]:
+    """Fields of this group on the reference page: the form of the value, then its meaning."""
+
+    def of(form: Form | str = "", **more: Any) -> Callable[[str], Any]:
+        return lambda meaning: Setting(group, form, meaning, **more)
+
+    return of
 
 
 class Settings:
     """Values of a table."""
 
-    def __init__(self, **values: Any) -> None:
-        """`values` by name; all others have their defaults."""
-        vars(self).update({row.name: row.default for row in table(type(self))} | values)
+    def __init__(self, **given: Any) -> None:
+        """`given` by name; all others have their defaults."""
+        vars(self).update({row.name: row.default for row in table(type(self))} | given)
 
 
 def table(kind: type[Settings]) -> list[Setting]:
@@ -141,337 +140,247 @@ _workers = in_group("Workers")
 
 def _metrics(default: str) -> Any:
     meaning = "Address of /metrics and /healthz; port 0: any free port."
-    return _pages(meaning, default=default, metavar="ADDR|off")
+    return _pages(values.PAGES, default=default)(meaning)
 
 
 class TlsSettings(Settings):
     """Settings of every component of a cluster."""
 
-    ca: str | None = _cluster("CA certificate of the cluster.", metavar="FILE", needs=_A_CLUSTER)
-    cert: str | None = _cluster("Certificate of this process.", metavar="FILE", needs=_A_CLUSTER)
-    key: str | None = _cluster("Private key of that certificate.", metavar="FILE", needs=_A_CLUSTER)
-    insecure: bool = _cluster(
-        "No TLS and no authentication. For labs.", default=False, off="secure"
+    ca: str | None = _cluster("FILE", needs=_A_CLUSTER)("CA certificate of the cluster.")
+    cert: str | None = _cluster("FILE", needs=_A_CLUSTER)("Certificate of this process.")
+    key: str | None = _cluster("FILE", needs=_A_CLUSTER)("Private key of that certificate.")
+    insecure: bool = _cluster(default=False, off="secure")(
+        "No TLS and no authentication. For labs."
     )
 
 
 class DaemonSettings(TlsSettings):
     """Settings shared by node and index."""
 
-    metrics: str | int | bool = _metrics(DEFAULT_METRICS)
-    metrics_beyond_loopback: bool = _pages(
-        "Allow a --metrics address that other machines reach, such as a pod's.",
-        default=False,
-        off="metrics-loopback-only",
+    metrics: HostPort | None = _metrics(defaults.DEFAULT_METRICS)
+    metrics_beyond_loopback: bool = _pages(default=False, off="metrics-loopback-only")(
+        "Allow a --metrics address that other machines reach, such as a pod's."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _pages(
-        "Lowest level to log.", default="info"
+    log_level: Literal["debug", "info", "warning", "error"] = _pages(default="info")(
+        "Lowest level to log."
     )
 
 
 class NodeSettings(DaemonSettings):
     """Settings of `kvstore node`."""
 
-    dram: str | int = _memory(
-        "Memory for blocks; auto: half of the available memory.",
-        default="auto",
-        metavar="SIZE|auto",
+    dram: str | int = _memory("SIZE|auto", default="auto")(
+        "Memory for blocks; auto: half of the available memory."
     )
-    hbm: str | int = _memory(
+    hbm: str | int = _memory("SIZE[,gpu=N]", default="0")(
         "GPU memory for copies of blocks that are loaded again and again by engines on that GPU;"
-        " CUDA, simulated by tests and not run on a device yet.",
-        default="0",
-        metavar="SIZE[,gpu=N]",
+        " CUDA, simulated by tests and not run on a device yet."
     )
-    policy: Literal["lru", "reuse"] = _memory(
+    policy: Literal["lru", "reuse"] = _memory(default="lru")(
         "Eviction order: lru evicts the least recently used blocks; reuse evicts blocks that only"
-        " one request used before the others.",
-        default="lru",
+        " one request used before the others."
     )
-    quota: dict[str, str | int] | None = _memory(
-        "Dram guaranteed to a model (served name) or tenant, such as llama=30%; repeatable.",
-        metavar="NAME=SHARE",
+    quota: dict[str, str | int] | None = _memory("NAME=SHARE")(
+        "Dram guaranteed to a model (served name) or tenant, such as llama=30%; repeatable."
     )
-    slab: str | int = _memory(
-        "Unit of dram given to one block size.", default="auto", metavar="SIZE|auto"
-    )
-    scrub: str | int | bool = _memory(
+    slab: str | int = _memory("SIZE|auto", default="auto")("Unit of dram given to one block size.")
+    scrub: str | int | bool = _memory("auto|SIZE|off", default="auto")(
         "Background verification of memory and disk. auto: each once a day, at most 32MiB/s; SIZE:"
-        " continuously, that much per second and tier.",
-        default="auto",
-        metavar="auto|SIZE|off",
+        " continuously, that much per second and tier."
     )
-    file: str | None = _disk(
+    file: str | None = _disk("PATH:SIZE[,shared]")(
         "Keep blocks on disk too; ',shared': several nodes use one directory. The node indexes at"
-        " most SIZE / 256KiB blocks; smaller blocks leave a part of SIZE unused.",
-        metavar="PATH:SIZE[,shared]",
+        " most SIZE / 256KiB blocks; smaller blocks leave a part of SIZE unused."
     )
-    file_admission: Literal["all", "second-sight"] = _disk(
-        "Blocks to write to disk: all, or those that a second request asks for.",
-        default="all",
-        needs=("file",),
+    file_admission: Literal["all", "second-sight"] = _disk(default="all", needs=("file",))(
+        "Blocks to write to disk: all, or those that a second request asks for."
     )
-    file_writes_per_day: str | int | None = _disk(
-        "Daily budget of disk writes. Near its end only blocks of second-sight are written, then"
-        " none; reads continue.",
-        metavar="SIZE",
-        shown="no limit",
-        needs=("file",),
+    file_writes_per_day: int | None = _disk(values.SIZE, shown="no limit", needs=("file",))(
+        "Daily budget of disk writes. When little is left, only blocks requested twice are written;"
+        " then none. Reads continue."
     )
-    socket: str = _pages("Attach socket of the node.", default=DEFAULT_SOCKET, metavar="PATH")
-    allow_uid: list[int | str] | int | str | None = _pages(
-        "Numeric user id whose engines may attach; repeatable.",
-        metavar="UID",
-        shown="own uid and 0",
+    socket: Path = _pages(values.SOCKET, default=defaults.DEFAULT_SOCKET)(
+        "Attach socket of the node."
     )
-    events: str | bool = _events(
-        f"Publish KV events for indexers, such as {EXAMPLE_EVENTS}.",
-        default="off",
-        metavar="ADDR|off",
+    allow_uid: frozenset[int] = _pages(values.UIDS, shown="own uid and 0")(
+        "Numeric user id whose engines may attach; repeatable."
     )
-    event_hashes: Literal["int", "bytes"] | None = _events(
-        "Form of block hashes in events; choose that of the engines' events.",
-        shown="int",
-        needs=("events",),
+    events: str | bool = _events("ADDR|off", default="off")(
+        f"Publish KV events for indexers, such as {defaults.EXAMPLE_EVENTS}."
+    )
+    event_hashes: Literal["int", "bytes"] | None = _events(shown="int", needs=("events",))(
+        "Form of block hashes in events; choose that of the engines' events."
     )
     engine_events: list[str] | None = _events(
-        "Read the KV events of an engine without the connector, so that the index covers its own"
-        " memory; repeatable. ENDPOINT is ipc:///PATH or tcp://127.0.0.1:PORT.",
-        metavar="NAME=ENDPOINT,space=HEX[,replay=ENDPOINT][,rank=N][,tenant=NAME][,seed=TEXT]",
+        "NAME=ENDPOINT,space=HEX[,replay=ENDPOINT][,rank=N][,tenant=NAME][,seed=TEXT]",
         needs=_A_CLUSTER,
+    )(
+        "Read the KV events of an engine without the connector, so that the index covers its own"
+        " memory; repeatable. ENDPOINT is ipc:///PATH or tcp://127.0.0.1:PORT."
     )
     node_name: str | None = _cluster(
-        "Name of this node in a shared directory, in events and in a cluster.",
-        metavar="NAME",
-        shown="the name in its certificate, or the host's name",
+        "NAME", shown="the name in its certificate, or the host's name"
+    )("Name of this node in a shared directory, in events and in a cluster.")
+    index: tuple[str, ...] = _cluster(values.REPLICAS)(
+        "Replica of the prefix index to publish to and query; repeatable: name all replicas."
     )
-    index: list[str] | str | None = _cluster(
-        "Replica of the prefix index to publish to and query; repeatable: name all replicas.",
-        metavar="HOST:PORT",
-    )
-    index_listen: str | None = _cluster(
+    index_listen: HostPort | None = _cluster(values.REPLICA_ADDR)(
         "Run a replica of the prefix index inside this node, on this address; port 0: any free"
-        " port.",
-        metavar="ADDR",
+        " port."
     )
     index_entries: int | None = _cluster(
-        "Locations (block, node and tier) that this replica keeps.",
-        metavar="N",
-        shown=str(DEFAULT_ENTRIES),
-        needs=("index_listen",),
-        within=_ENTRIES,
-    )
-    peer_listen: str | None = _cluster(
+        "N", shown=str(defaults.DEFAULT_ENTRIES), needs=("index_listen",), within=_ENTRIES
+    )("Locations (block, node and tier) that this replica keeps.")
+    peer_listen: HostPort | None = _cluster(values.PEER_ADDR, needs=_A_CLUSTER)(
         "Address where other nodes reach this one; blocks are served to them and fetched from them."
-        " Port 0: any free port.",
-        metavar="ADDR",
-        needs=_A_CLUSTER,
+        " Port 0: any free port."
     )
     landing: str | int | bool | None = _cluster(
-        "End of dram to which prefill nodes push blocks; no block is kept in it.",
-        metavar="auto|SIZE|off",
-        shown="auto: a sixteenth of dram, at most 256MiB",
-        needs=("peer_listen",),
-    )
+        "auto|SIZE|off", shown="auto: a sixteenth of dram, at most 256MiB", needs=("peer_listen",)
+    )("End of dram to which prefill nodes push blocks; no block is kept in it.")
     transport: str | None = _cluster(
-        "Transport of blocks between nodes. tcp[,port=NUMBER]: with TLS."
-        " nixl[,plugin=NAME][,plugin.OPTION=VALUE] or ucx: for RDMA or trusted networks, neither"
-        " encrypted nor authenticated. pace=on: yield to other flows.",
-        metavar="NAME[,KEY=VALUE…]",
+        "NAME[,KEY=VALUE…]",
         shown="tcp; nixl with --insecure where it is installed",
         needs=("peer_listen",),
+    )(
+        "Transport of blocks between nodes. tcp[,port=NUMBER]: with TLS."
+        " nixl[,plugin=NAME][,plugin.OPTION=VALUE] or ucx: for RDMA or trusted networks, neither"
+        " encrypted nor authenticated. pace=on: yield to other flows."
     )
-    fetch: Literal["auto", "always"] | None = _cluster(
+    fetch: Literal["auto", "always"] | None = _cluster(shown="auto", needs=("peer_listen",))(
         "Blocks to fetch from other nodes. auto: where fetching takes at most half as long as"
-        " computing; always: all.",
-        shown="auto",
-        needs=("peer_listen",),
+        " computing; always: all."
     )
-    insecure: bool = _cluster(
+    insecure: bool = _cluster(default=False, off="secure")(
         "No TLS and no authentication: index, feeds, transfers, events beyond this machine. For"
-        " labs.",
-        default=False,
-        off="secure",
+        " labs."
     )
 
 
 class IndexSettings(DaemonSettings):
     """Settings of `kvstore index`."""
 
-    listen: str = _cluster("Address to listen on.", default=DEFAULT_LISTEN, metavar="ADDR")
-    entries: int = _cluster(
-        "Locations (block, node and tier) to keep; the least recently used leave first.",
-        default=DEFAULT_ENTRIES,
-        metavar="N",
-        within=_ENTRIES,
+    listen: HostPort = _cluster(values.REPLICA_ADDR, default=defaults.DEFAULT_LISTEN)(
+        "Address to listen on."
     )
-    store: str | None = _cluster(
-        "Redis or Valkey that several replicas share: redis://HOST:PORT/N, or rediss://… with TLS.",
-        metavar="URL",
-        shown="own memory",
+    entries: int = _cluster("N", default=defaults.DEFAULT_ENTRIES, within=_ENTRIES)(
+        "Locations (block, node and tier) to keep; the least recently used leave first."
     )
-    store_password_file: str | None = _cluster(
-        "File with the password of --store.", metavar="FILE", needs=("store",)
+    store: str | None = _cluster("URL", shown="own memory")(
+        "Redis or Valkey that several replicas share: redis://HOST:PORT/N, or rediss://… with TLS."
     )
-    store_ca: str | None = _cluster(
-        "CA certificate of --store.", metavar="FILE", shown="CAs of the system", needs=("store",)
+    store_password_file: str | None = _cluster("FILE", needs=("store",))(
+        "File with the password of --store."
     )
-    metrics: str | int | bool = _metrics(DEFAULT_INDEX_METRICS)
+    store_ca: str | None = _cluster("FILE", shown="CAs of the system", needs=("store",))(
+        "CA certificate of --store."
+    )
+    metrics: HostPort | None = _metrics(defaults.DEFAULT_INDEX_METRICS)
     plain: bool = _cluster(
+        default=False, off="compiled", shown="compiled, where the extra is installed"
+    )(
         "--plain: ready at once, several times slower. --compiled: needs the extra 'index' and many"
-        " seconds before it is ready.",
-        default=False,
-        off="compiled",
-        shown="compiled, where the extra is installed",
+        " seconds before it is ready."
     )
 
 
 class RouterSettings(DaemonSettings):
     """Settings of `kvstore router`."""
 
-    listen: str = _front(
-        "Address of the OpenAI-compatible API; port 0: any free port.",
-        default=DEFAULT_ROUTER_LISTEN,
-        metavar="ADDR",
+    listen: HostPort = _front(values.ROUTER_ADDR, default=defaults.DEFAULT_ROUTER_LISTEN)(
+        "Address of the OpenAI-compatible API; port 0: any free port."
     )
-    route_listen: str | None = _front(
-        "Address of the gRPC service kvstore.v1.Router.", metavar="ADDR", shown="off"
+    route_listen: HostPort | None = _front(values.ROUTER_ADDR, shown="off")(
+        "Address of the gRPC service kvstore.v1.Router."
     )
-    picker_listen: str | None = _front(
-        "Address of the endpoint picker for Envoy (external processing).",
-        metavar="ADDR",
-        shown="off",
+    picker_listen: HostPort | None = _front(values.ROUTER_ADDR, shown="off")(
+        "Address of the endpoint picker for Envoy (external processing)."
     )
-    share_port: bool = _front(
-        "Share the port with other routers of this machine: the kernel spreads connections.",
-        default=False,
-        off="own-port",
+    share_port: bool = _front(default=False, off="own-port")(
+        "Share the port with other routers of this machine: the kernel spreads connections."
     )
-    listen_cert: str | None = _front(
-        "Certificate of --listen with its chain, such as a public one.",
-        metavar="FILE",
-        shown="that of --cert",
-        needs=("listen_key",),
+    listen_cert: str | None = _front("FILE", shown="that of --cert", needs=("listen_key",))(
+        "Certificate of --listen with its chain, such as a public one."
     )
-    listen_key: str | None = _front(
-        "Private key of --listen-cert.",
-        metavar="FILE",
-        shown="that of --key",
-        needs=("listen_cert",),
+    listen_key: str | None = _front("FILE", shown="that of --key", needs=("listen_cert",))(
+        "Private key of --listen-cert."
     )
-    listen_ca: str | None = _front(
-        "CA of client certificates, which --listen demands when there are no --api-keys.",
-        metavar="FILE",
-        shown="that of --ca",
-        needs=("listen_cert", "cert"),
+    listen_ca: str | None = _front("FILE", shown="that of --ca", needs=("listen_cert", "cert"))(
+        "CA of client certificates, which --listen demands when there are no --api-keys."
     )
-    api_keys: str | None = _front(
-        "YAML file with the API keys of each tenant; prefix caches of tenants are kept apart.",
-        metavar="FILE",
-        shown="no keys, one tenant",
+    api_keys: Path | None = _front(values.FILE, shown="no keys, one tenant")(
+        "YAML file with the API keys of each tenant; prefix caches of tenants are kept apart."
     )
-    body_max: str | int = _front("Largest body of a request.", default="128MiB", metavar="SIZE")
-    connections: int = _front(
+    body_max: int = _front(values.BODY, default="128MiB")("Largest body of a request.")
+    connections: int = _front("N", default=10_000, within=(1, 1_000_000))(
         "Limit of client connections, at most a quarter of the file descriptors; beyond it the"
-        " longest idle one is closed, and if none is idle, new ones wait.",
-        default=10_000,
-        metavar="N",
-        within=(1, 1_000_000),
+        " longest idle one is closed, and if none is idle, new ones wait."
     )
-    allowed_origins: list[str] | None = _front(
-        "Origin of web pages that may read responses (CORS), * for all, or none; repeatable.",
-        metavar="ORIGIN",
-        shown="*, like vLLM",
+    allowed_origins: tuple[str, ...] = _front(values.ORIGINS, shown="*, like vLLM")(
+        "Origin of web pages that may read responses (CORS), * for all, or none; repeatable."
     )
-    drain_delay: int = _front(
-        "Seconds after SIGTERM in which new connections are still accepted, while readiness fails.",
-        default=5,
-        metavar="SECONDS",
-        within=(0, 3600),
+    drain_delay: int = _front("SECONDS", default=5, within=(0, 3600))(
+        "Seconds after SIGTERM in which new connections are still accepted, while readiness fails."
     )
-    drain_timeout: int = _front(
-        "Seconds after that for requests in flight to finish; a second SIGTERM ends them at once.",
-        default=600,
-        metavar="SECONDS",
-        within=(0, 86_400),
+    drain_timeout: int = _front("SECONDS", default=600, within=(0, 86_400))(
+        "Seconds after that for requests in flight to finish; a second SIGTERM ends them at once."
     )
-    policy: str | None = _front(
-        "YAML file with the routing policy; read again on SIGHUP.",
-        metavar="FILE",
-        shown="policy cost with its defaults",
+    policy: Path | None = _front(values.FILE, shown="policy cost with its defaults")(
+        "YAML file with the routing policy; read again on SIGHUP."
     )
-    receipts: str | None = _front(
-        "Append a receipt of each decision to FILE; at half of SIZE the file moves to FILE.1.",
-        metavar="FILE[:SIZE]",
-        shown="off",
+    receipts: tuple[Path | None, int] = _front(values.RECEIPTS, shown="off")(
+        "Append a receipt of each decision to FILE; at half of SIZE the file moves to FILE.1."
     )
-    worker: list[str] | None = _workers(
+    worker: list[str] | None = _workers("NAME=URL[,KEY=VALUE…]")(
         "An engine; repeatable. kind: vllm, sglang, tgi, trtllm, triton, llamacpp, ollama, openai;"
         " pool: its pool in the policy; role: both, prefill, decode, any (as the policy's planner"
         " decides); node, engine: its names in the index; block, seed: block size and hash seed of"
-        " its prefix cache.",
-        metavar="NAME=URL[,KEY=VALUE…]",
+        " its prefix cache."
     )
-    worker_dns: list[str] | None = _workers(
-        "An engine at each address of a DNS name, resolved every 5 s; repeatable.",
-        metavar="http://HOST:PORT[,KEY=VALUE…]",
+    worker_dns: list[str] | None = _workers("http://HOST:PORT[,KEY=VALUE…]")(
+        "An engine at each address of a DNS name, resolved every 5 s; repeatable."
     )
-    worker_slices: str | None = _workers(
-        "Engines of a Kubernetes service, by its EndpointSlices; scheme=https for TLS.",
-        metavar="NAMESPACE/SERVICE:PORT[,KEY=VALUE…]",
+    worker_slices: str | None = _workers("NAMESPACE/SERVICE:PORT[,KEY=VALUE…]")(
+        "Engines of a Kubernetes service, by its EndpointSlices; scheme=https for TLS."
     )
-    worker_ca: str | None = _workers(
-        "CA certificate of https:// engines.", metavar="FILE", shown="CAs of the system"
+    worker_ca: Path | None = _workers(values.FILE, shown="CAs of the system")(
+        "CA certificate of https:// engines."
     )
-    worker_key_file: str | None = _workers(
-        "File with the API key of the engines; keys of clients are not forwarded.", metavar="FILE"
+    worker_key_file: str | None = _workers("FILE")(
+        "File with the API key of the engines; keys of clients are not forwarded."
     )
     tokenizer: list[str] | None = _workers(
-        "Local tokenizer of a model, used while its tokens equal the engines'; repeatable.",
-        metavar="MODEL=DIRECTORY",
-        shown="engines render (vLLM: --enable-scale-out)",
-        needs=("index",),
+        "MODEL=DIRECTORY", shown="engines render (vLLM: --enable-scale-out)", needs=("index",)
+    )("Local tokenizer of a model, used while its tokens equal the engines'; repeatable.")
+    index: tuple[str, ...] = _cluster(
+        values.REPLICAS, shown="none: the router remembers the prefixes that it sent"
+    )("Replica of the prefix index to ask; repeatable.")
+    index_timeout: int = _cluster("MS", default=5, within=(1, 1000))(
+        "Milliseconds to wait for the index; after that a request is routed without it."
     )
-    index: list[str] | str | None = _cluster(
-        "Replica of the prefix index to ask; repeatable.",
-        metavar="HOST:PORT",
-        shown="none: the router remembers the prefixes that it sent",
-    )
-    index_timeout: int = _cluster(
-        "Milliseconds to wait for the index; after that a request is routed without it.",
-        default=5,
-        metavar="MS",
-        within=(1, 1000),
-    )
-    peer_router: list[str] | None = _cluster(
+    peer_router: tuple[str, ...] = _cluster(values.ROUTERS, needs=("route_listen",))(
         "--route-listen of another router of the same engines, or a DNS name of several, to count"
-        " its requests in flight; repeatable.",
-        metavar="HOST:PORT",
-        needs=("route_listen",),
+        " its requests in flight; repeatable."
     )
-    metrics: str | int | bool = _metrics(DEFAULT_ROUTER_METRICS)
-    ca: str | None = _cluster("CA certificate of the cluster.", metavar="FILE")
-    cert: str | None = _cluster(
+    metrics: HostPort | None = _metrics(defaults.DEFAULT_ROUTER_METRICS)
+    ca: str | None = _cluster("FILE")("CA certificate of the cluster.")
+    cert: str | None = _cluster("FILE")(
         "Certificate of this process in the cluster: for the index, --route-listen and"
-        " --picker-listen.",
-        metavar="FILE",
+        " --picker-listen."
     )
-    key: str | None = _cluster("Private key of that certificate.", metavar="FILE")
-    insecure: bool = _cluster(
+    key: str | None = _cluster("FILE")("Private key of that certificate.")
+    insecure: bool = _cluster(default=False, off="secure")(
         "Allow --listen beyond this machine without certificates, and http:// engines on other"
-        " machines. For labs.",
-        default=False,
-        off="secure",
+        " machines. For labs."
     )
 
 
 class AskSettings(TlsSettings):
     """Settings of a command that asks the index instead of one node."""
 
-    index: list[str] | None = _cluster(
-        "Query this replica of the prefix index for the whole cluster; repeatable.",
-        metavar="HOST:PORT",
+    index: list[str] | None = _cluster("HOST:PORT")(
+        "Query this replica of the prefix index for the whole cluster; repeatable."
     )
-    insecure: bool = _cluster(
-        "The index runs without TLS. For labs.", default=False, needs=("index",)
+    insecure: bool = _cluster(default=False, needs=("index",))(
+        "The index runs without TLS. For labs."
     )

@@ -10,13 +10,13 @@ The default is tcp where there are certificates, since only tcp encrypts and aut
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.errors import ConfigError
-from kvstore.transport.backends import BACKENDS
+from kvstore.installation import is_installed
+from kvstore.transport.backends import BACKENDS, refuse_absent
 
 PLAIN: Final = (
     "--transport %s: blocks are transferred without encryption and authentication: every host"
@@ -64,6 +64,7 @@ def parse_transport(text: str | None, *, has_tls: bool) -> TransportConfig:
     port = options.pop("port", "0")
     if not (port.isascii() and port.isdecimal() and int(port) <= PORT_MAX):
         raise ConfigError(f"transport {text!r}: port is a number up to {PORT_MAX}, not {port!r}")
+    refuse_absent(name)
     return TransportConfig(
         name=name,
         port=int(port),
@@ -74,7 +75,7 @@ def parse_transport(text: str | None, *, has_tls: bool) -> TransportConfig:
 
 
 def _default(*, has_tls: bool) -> str:
-    has_nixl = any(map(importlib.util.find_spec, ("nixl_cu13", "nixl_cu12")))
+    has_nixl = any(map(is_installed, BACKENDS["nixl"].capabilities.modules))
     return "nixl" if has_nixl and not has_tls else "tcp"
 
 

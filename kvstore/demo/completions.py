@@ -6,12 +6,9 @@ Covers: requests on one port of this machine, streamed. Does not cover: the serv
 from __future__ import annotations
 
 import contextlib
-import functools
 import http.client
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -20,8 +17,7 @@ from kvstore.demo.engine_config import SERVED_NAME
 from kvstore.errors import KVStoreError
 
 REQUEST_TIMEOUT_S: Final = 120.0
-_ABANDON_POLL_S: Final = 0.001
-_JSON: Final = {"Content-Type": "application/json"}
+JSON: Final = {"Content-Type": "application/json"}
 
 
 class EngineError(KVStoreError):
@@ -73,11 +69,6 @@ class CompletionClient:
     def __init__(self, port: int = 0) -> None:
         self.port = port
 
-    def wait(self, timeout_s: float) -> bool:
-        """True when the server has ended, waiting for that up to `timeout_s`."""
-        threading.Event().wait(timeout_s)
-        return False
-
     def complete(
         self,
         prompt: Sequence[int],
@@ -91,7 +82,17 @@ class CompletionClient:
         Raises:
             EngineError: refused, broken off, or later than `timeout_s` between two tokens.
         """
-        body = {**_request_body(prompt, max_tokens), **(extra or {})}
+        body = {
+            "model": SERVED_NAME,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            **(extra or {}),
+        }
         tokens: list[int] = []
         arrived_s: list[float] = []
         usage: _Usage | None = None
@@ -120,31 +121,9 @@ class CompletionClient:
             token_s=tuple(arrived_s),
         )
 
-    def abandon(self, prompt: Sequence[int], *, max_tokens: int, until: Callable[[], bool]) -> None:
-        """Send a request and hang up at `until`; vLLM aborts requests of a closed connection.
-
-        Raises:
-            EngineError: no such moment within a request's time.
-        """
-        deadline = time.monotonic() + REQUEST_TIMEOUT_S
-        body = msgspec.json.encode(_request_body(prompt, max_tokens))
-        with self._connection(REQUEST_TIMEOUT_S) as connection:
-            connection.request("POST", "/v1/completions", body, _JSON)
-            while not until():
-                if time.monotonic() > deadline or self.wait(_ABANDON_POLL_S):
-                    raise EngineError("the moment to hang up did not come")
-
-    def complete_many(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, concurrency: int
-    ) -> list[Completion]:
-        """Completions of all prompts, in their order, `concurrency` at a time."""
-        ask = functools.partial(self.complete, max_tokens=max_tokens)
-        with ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(ask, prompts))
-
     def _stream(self, body: bytes, timeout_s: float) -> Iterator[_Chunk]:
         with self._connection(timeout_s) as connection:
-            connection.request("POST", "/v1/completions", body, _JSON)
+            connection.request("POST", "/v1/completions", body, JSON)
             response = connection.getresponse()
             if response.status != http.client.OK:
                 text = response.read(2000).decode(errors="replace")
@@ -166,17 +145,3 @@ class CompletionClient:
     def _connection(self, timeout_s: float) -> contextlib.closing[http.client.HTTPConnection]:
         made = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         return contextlib.closing(made)
-
-
-def _request_body(prompt: Sequence[int], max_tokens: int) -> dict[str, object]:
-    """Greedy, streamed, with token ids and counts."""
-    return {
-        "model": SERVED_NAME,
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    }

@@ -14,15 +14,12 @@ import contextlib
 import http.client
 import os
 import re
-import select
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import msgspec
 import psutil
@@ -44,37 +41,28 @@ POLL_S: Final = 0.05
 WARM_UP_PROMPT: Final = tuple(range(32))
 """Shorter than a block, so never stored. See `VllmServer.warm_up`."""
 
-_SHARED_NAME: Final = re.compile(r"vllm_dist_[0-9a-f]{32}")
-"""Name of an engine of several ranks in its log."""
+_PARTS: Final = ("tier", "reason")
 _ERROR_LINE: Final = re.compile(r"(?:^|[\])] )[\w.]*(?:Error|Exception): ")
 """The last line of a traceback, alone or behind vLLM's prefix."""
 
 
-class HitCounts(msgspec.Struct, frozen=True):
-    """The engine's own counters since its start, in tokens."""
+class HitCounts(NamedTuple):
+    """The engine's own counters since its start."""
 
-    local_queries: float
     local_hits: float
-    external_queries: float
+    """Tokens found in its prefix cache."""
     external_hits: float
-    preemptions: float
+    """Tokens that the connector loaded."""
+    saved_s: float
+    """Prefill that loads saved, less the time that requests waited for them."""
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A server's guard (`kvstore.demo.guard`): at SIGTERM it ends the server and itself."""
-
-    pid: int
-    pidfd: int
-    reap: Callable[[], object]
-    """Called once it has ended."""
-
-
-def launch(config: ServerConfig, log: Path) -> Launched:
-    """Start a server that ends with this process."""
+def launch(config: ServerConfig, log: Path) -> psutil.Process:
+    """Start a server that ends with this process; returns its guard (`kvstore.demo.guard`), which
+    at SIGTERM ends the server and itself."""
     with log.open("wb") as output:
-        process = tied.on_lasting_thread(
-            lambda: subprocess.Popen(
+        return tied.on_lasting_thread(
+            lambda: psutil.Popen(
                 [sys.executable, guard.__file__, str(os.getpid()), *config.command()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -83,19 +71,16 @@ def launch(config: ServerConfig, log: Path) -> Launched:
                 start_new_session=True,
             )
         )
-    return Launched(process.pid, os.pidfd_open(process.pid), process.wait)
 
 
 class VllmServer(CompletionClient):
     """A running server. Make it with `VllmServer.start`, use it in a `with`."""
 
-    def __init__(self, config: ServerConfig, launched: Launched, log: Path) -> None:
+    def __init__(self, config: ServerConfig, guard: psutil.Process, log: Path) -> None:
         super().__init__()
         self.config = config
         self.log = log
-        self.start_seconds = 0.0
-        self._guard = launched
-        self._ended = False
+        self._guard = guard
 
     @classmethod
     def start(
@@ -103,20 +88,17 @@ class VllmServer(CompletionClient):
         config: ServerConfig,
         *,
         log: Path,
-        ready_timeout_s: float = READY_TIMEOUT_S,
         warm: bool = True,
-        launch: Callable[[ServerConfig, Path], Launched] = launch,
-    ) -> VllmServer:
+        launch: Callable[[ServerConfig, Path], psutil.Process] = launch,
+    ) -> Self:
         """Start a server and wait until it answers; `log` receives its output.
 
         Raises:
             EngineError: it ended or was not ready in time; has the last error of the log.
         """
-        begin = time.monotonic()
         engine = cls(config, launch(config, log), log)
         try:
-            engine._wait_ready(begin + ready_timeout_s)
-            engine.start_seconds = time.monotonic() - begin
+            engine._wait_ready(time.monotonic() + READY_TIMEOUT_S)
             if warm:
                 engine.warm_up()
         except BaseException:
@@ -140,57 +122,36 @@ class VllmServer(CompletionClient):
                 raise EngineError(f"vLLM was not ready in time: {self.last_error()}")
 
     def _is_healthy(self) -> bool:
-        server = self._server()
-        if server is None:
-            return False
-        try:
-            listening = [
-                c.laddr.port for c in server.net_connections("tcp4") if c.status == "LISTEN"
-            ]
-            if not listening:
-                return False
-            self.port = listening[0]
-            return self._request("GET", "/health", timeout_s=5.0)[0] == http.client.OK
-        except (OSError, http.client.HTTPException, psutil.Error):
-            return False
+        server = self.server()
+        with contextlib.suppress(OSError, http.client.HTTPException, psutil.Error):
+            for each in server.net_connections("tcp4") if server else ():
+                if each.status == "LISTEN":
+                    self.port = each.laddr.port
+                    return self._request("GET", "/health", timeout_s=5.0)[0] == http.client.OK
+        return False
 
     def wait(self, timeout_s: float) -> bool:
         """True when all its processes have ended, waiting for that up to `timeout_s`."""
-        if not self._ended:
-            if not select.select([self._guard.pidfd], [], [], timeout_s)[0]:
-                return False
-            self._guard.reap()
-            os.close(self._guard.pidfd)
-            self._ended = True
-            self._remove_shared_memory()
-        return True
-
-    def _remove_shared_memory(self) -> None:
-        """vLLM's ranks on CPUs share files in /dev/shm, and leave them there."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        for name in set(_SHARED_NAME.findall(text)):
-            for path in Path("/dev/shm").glob(f"{name}-*"):
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(psutil.TimeoutExpired):
+            self._guard.wait(timeout_s)
+            return True
+        return False
 
     def stop(self) -> None:
         """SIGTERM, as from a service manager; SIGKILL when that does not end it."""
-        if server := self._server():
-            try:
-                server.send_signal(signal.SIGTERM)
-            except psutil.NoSuchProcess:
-                pass
-            else:
+        if server := self.server():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                server.terminate()
                 self.wait(STOP_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:
         """SIGKILL to all its processes, reaped on return."""
-        wanted = signal.SIGTERM  # the guard kills its descendants and ends
-        while not self.wait(0):
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._guard.pidfd, wanted)
-            self.wait(STOP_TIMEOUT_S)
-            wanted = signal.SIGKILL
+        for end in (self._guard.terminate, self._guard.kill):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                end()
+            if self.wait(STOP_TIMEOUT_S):
+                return
 
     def last_error(self) -> str:
         """The last line of the log that names an error, and the path of the log."""
@@ -200,46 +161,11 @@ class VllmServer(CompletionClient):
         last = (wrong or lines or ["no output"])[-1]
         return f"{last.strip()[-400:]} (log: {self.log})"
 
-    # ── processes ────────────────────────────────────────────────────────────────────────────────
-
-    def _server(self) -> psutil.Process | None:
-        try:
-            children = psutil.Process(self._guard.pid).children()
-        except psutil.NoSuchProcess:
-            return None
-        return children[0] if children and not self._ended else None
-
-    def _titled(self, title: str) -> list[int]:
-        found = []
-        try:
-            for process in psutil.Process(self._guard.pid).children(recursive=True):
-                try:
-                    line = process.cmdline()
-                except psutil.Error:
-                    continue
-                if line and line[0].startswith(title):
-                    found.append(process.pid)
-        except psutil.NoSuchProcess:
-            pass
-        return sorted(found)
-
-    @property
-    def server_pid(self) -> int:
-        """The process that speaks HTTP."""
-        server = self._server()
-        if server is None:
-            raise EngineError("the engine has ended")
-        return server.pid
-
-    @property
-    def scheduler_pid(self) -> int:
-        """The process with the scheduler side of the connector."""
-        return self._titled("VLLM::EngineCore")[0]
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """The processes with the worker side, one per rank."""
-        return self._titled("VLLM::Worker")
+    def server(self) -> psutil.Process | None:
+        """The process that speaks HTTP; None: it has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return next(iter(self._guard.children()), None)
+        return None
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
@@ -270,23 +196,24 @@ class VllmServer(CompletionClient):
                 raise EngineError(f"the engine did not empty its cache: {status} {body[:200]!r}")
 
     def metrics(self) -> dict[str, float]:
-        """All samples of /metrics, summed over their labels."""
+        """All samples of /metrics, summed over their labels, and by tier and reason."""
         status, body = self._request("GET", "/metrics")
         if status != http.client.OK:
             raise EngineError(f"/metrics answered {status}")
         sums: dict[str, float] = {}
         for family in text_string_to_metric_families(body.decode()):
             for sample in family.samples:
-                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+                parts = [f'{{{k}="{v}"}}' for k, v in sample.labels.items() if k in _PARTS]
+                for name in ("", *parts):
+                    sums[sample.name + name] = sums.get(sample.name + name, 0.0) + sample.value
         return sums
 
     def hits(self) -> HitCounts:
-        """Prompt tokens looked up and found, by prefix cache and connector."""
+        """Prompt tokens that prefix cache and connector had."""
         sums = self.metrics()
         return HitCounts(
-            local_queries=sums["vllm:prefix_cache_queries_total"],
             local_hits=sums["vllm:prefix_cache_hits_total"],
-            external_queries=sums.get("vllm:external_prefix_cache_queries_total", 0.0),
             external_hits=sums.get("vllm:external_prefix_cache_hits_total", 0.0),
-            preemptions=sums.get("vllm:num_preemptions_total", 0.0),
+            saved_s=sums.get("vllm:kvstore_saved_prefill_seconds_total", 0.0)
+            - sums.get("vllm:kvstore_waited_seconds_total", 0.0),
         )

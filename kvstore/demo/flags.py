@@ -8,6 +8,7 @@ Does not cover: the demo (`play`).
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
@@ -25,15 +26,15 @@ PLAN: Final = ConversationPlan(
     question_words=30,
     answer_tokens=16,
 )
-ROUTER_PLAN: Final = ConversationPlan(
-    seed=PLAN.seed,
-    users=6,
-    rounds=16,
-    system_words=70,
-    document_words=320,
-    question_words=6,
-    answer_tokens=16,
+ROUTER_PLAN: Final = msgspec.structs.replace(
+    PLAN, users=6, rounds=16, document_words=320, question_words=6
 )
+WAYS: Final = {
+    "--keep": "leave engine and node running until Ctrl-C",
+    "--cluster": "two nodes and two engines that are one cache",
+    "--pd": "prefill on one engine and node, decode on another",
+    "--router": "two engines behind the router, beside round robin",
+}
 
 
 class DemoParser(argparse.ArgumentParser):
@@ -56,20 +57,10 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--seed", type=int, default=PLAN.seed, help="seed of the conversations")
     made.add_argument("--users", type=_count, help="concurrent users")
-    made.add_argument("--rounds", type=_count, help="questions per user")
+    made.add_argument("--rounds", type=_rounds, help="questions per user, at least 2")
     one = made.add_mutually_exclusive_group()
-    one.add_argument(
-        "--keep", action="store_true", help="leave engine and node running until Ctrl-C"
-    )
-    one.add_argument(
-        "--cluster", action="store_true", help="two nodes and two engines that are one cache"
-    )
-    one.add_argument(
-        "--pd", action="store_true", help="prefill on one engine and node, decode on another"
-    )
-    one.add_argument(
-        "--router", action="store_true", help="two engines behind the router, beside round robin"
-    )
+    for flag, text in WAYS.items():
+        one.add_argument(flag, action="store_true", help=text)
     made.add_argument(
         "--plot",
         type=Path,
@@ -86,13 +77,20 @@ def read_flags(
     flags = parser()
     chosen = flags.parse_args(arguments)
     is_drawn = chosen.pd or chosen.router
-    if chosen.plot and not (is_drawn and chosen.plot.absolute().parent.is_dir()):
+    if chosen.plot and not (is_drawn and os.path.isdir(chosen.plot.absolute().parent)):
         flags.error(
             "--plot names a file in a folder that is there, for the picture of --pd or --router"
         )
     given = {name: getattr(chosen, name) for name in ("seed", "users", "rounds")}
     changes = {name: count for name, count in given.items() if count is not None}
     return chosen, msgspec.structs.replace(ROUTER_PLAN if chosen.router else PLAN, **changes)
+
+
+def _rounds(text: str) -> int:
+    """Times are compared from round 2 on."""
+    if (count := _count(text)) < 2:
+        raise argparse.ArgumentTypeError(f"'{text}' must be at least 2: the first has no history")
+    return count
 
 
 def _count(text: str) -> int:

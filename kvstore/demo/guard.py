@@ -12,6 +12,7 @@ they remove the killed processes' shared memory.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -63,15 +64,11 @@ def watch(parent: int, start: Callable[[], int]) -> int:
 def _reap(child: int) -> int | None:
     """Reap ended children; the status of `child` if it was among them."""
     found = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return found
-        if pid == 0:
-            return found
-        if pid == child:
-            found = status
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                found = ended[1]
+    return found
 
 
 def _end_descendants() -> None:
@@ -94,11 +91,10 @@ def _children() -> list[int]:
 
 def _is_tracker(pid: int) -> bool:
     """Whether it is or may be one: a program that is just being started has no command line yet."""
-    try:
+    with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return not command or b"resource_tracker" in command
+        return not command or b"resource_tracker" in command
+    return False
 
 
 if __name__ == "__main__":

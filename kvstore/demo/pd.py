@@ -1,35 +1,37 @@
 """`kvstore demo --pd`: prefill on one engine and node, decode on another, behind a router.
 
+    client ─▶ router ─▶ engine p ── node p (with the index)
+                └─────▶ engine d ── node d
+
 The same seeded conversations twice: by vLLM alone, and by a prefill engine and a decode engine on
 two nodes, which pushes the blocks of each prompt over TCP with TLS. After each run an answer is
 streamed while long prompts arrive: an engine that does both makes the answer wait for the prompts.
 The exit status is 0 only when all tokens are identical and blocks were pushed.
-
-Covers: the runs, report, plot. Does not cover: one replay (`play`), the processes (`pair`).
 """
 
 from __future__ import annotations
 
 import re
-import tempfile
 import threading
 import urllib.request
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from rich.console import Console
 
+from kvstore.demo.act import COLOURS, Act, Claim, dots
 from kvstore.demo.completions import CompletionClient
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.models import encoder
-from kvstore.demo.pair import pd_pair
-from kvstore.demo.play import DRAM, DemoError, DemoStage, ReplayRun, check_answers
-from kvstore.demo.workload import ConversationPlan, Encode, fresh_prompts
+from kvstore.demo.stage import LATER, Replay, Stage
+from kvstore.demo.workload import Encode, fresh_prompts
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.router_process import RouterProcess
 
-NAMES: Final = ("one engine", "prefill → decode")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LANDING: Final = "64MiB"
+"""Part of each node's dram, for blocks on their way."""
 ANSWER_TOKENS: Final = 160
 """Length of the answer that is streamed while other prompts arrive."""
 LONG_PROMPTS: Final = 3
@@ -39,53 +41,87 @@ PAUSE_S: Final = 0.3
 PUSHED: Final = "kvstore_push_blocks_landed_total"
 
 
-class PdRun(NamedTuple):
-    """One run: its conversations, and the answer beside long prompts."""
+class PdAct(Act):
+    """One engine, then two."""
 
-    replayed: ReplayRun
-    token_s: tuple[float, ...]
-    """When each token of the answer arrived, from the first one on."""
-    pushed_blocks: int
+    names = ("one engine", "prefill → decode")
+    picture = "pd.png"
 
-    @property
-    def gaps_ms(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Milliseconds between two tokens of the answer."""
-        return 1000 * np.diff(self.token_s)
+    def runs(self, stage: Stage) -> Iterator[Replay]:
+        """See the class."""
+        with stage.engine(0) as alone:
+            run = stage.replay(0, alone)
+            run.token_s = answer_beside_prompts(alone, stage.encode, seed=stage.plan.seed)
+            yield run
+        stage.note(1, "two nodes and two engines are starting")
+        nodes = [stage.peer(name, "--landing", LANDING) for name in "pd"]
+        p, d = stage.engines_on(nodes)
+        workers = [
+            *("--worker", f"p=http://127.0.0.1:{p.port},role=prefill,node=p"),
+            *("--worker", f"d=http://127.0.0.1:{d.port},role=decode,node=d"),
+        ]
+        with RouterProcess.start(stage.work, workers) as router:
+            router.await_worker()
+            client = CompletionClient(router.port)
+            run = stage.replay(1, d, through=client)
+            run.moved = round(metric(nodes[1], PUSHED))
+            run.token_s = answer_beside_prompts(client, stage.encode, seed=stage.plan.seed)
+            yield run
+
+    def remark(self, runs: Sequence[Replay]) -> str:
+        """Meaning of the second row."""
+        return (
+            "Sources and computed tokens of the second row are of the decode engine: the prefill"
+            " engine computed what was pushed, and node d keeps it for the next turn."
+        )
+
+    def claims(self, runs: Sequence[Replay]) -> list[Claim]:
+        """Blocks were pushed; how long an answer pauses."""
+        alone, split = runs
+        return [
+            Claim(
+                f"{split.moved:,} blocks were pushed from node p to node d. Time to first token"
+                f" {LATER}: {split.median_ms / alone.median_ms:.2f} × that of one engine (median).",
+                split.moved > 0,
+                "No block was pushed from the prefill node to the decode node.",
+            ),
+            Claim(
+                f"Longest gap between two tokens of an answer while {LONG_PROMPTS} prompts of"
+                f" {LONG_TOKENS:,} tokens are computed: {longest_gap_ms(split):.0f} ms, on one"
+                f" engine {longest_gap_ms(alone):.0f} ms. (Both engines share the cores of this"
+                " machine.)"
+            ),
+        ]
+
+    def gain(self, runs: Sequence[Replay]) -> str:
+        """Ratio of the longest gaps."""
+        alone, split = map(longest_gap_ms, runs)
+        over = f"{split / alone:.2f} × that of one engine"
+        return f"Longest gap in an answer beside long prompts: {over}"
+
+    def draw(self, figure: Figure, runs: Sequence[Replay]) -> None:
+        """Left: time to first token; right: tokens of the answer beside long prompts."""
+        figure.set_size_inches(9, 3.2)
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
+        for row, (run, colour) in enumerate(zip(runs, COLOURS, strict=True)):
+            times = np.array(run.ttft_ms()) / 1000
+            dots(left, times, row + np.linspace(-0.12, 0.12, len(times)), colour)
+            middle = float(np.median(times))
+            left.plot([middle, middle], [row - 0.25, row + 0.25], color=colour, linewidth=2)
+            place = (middle, row - 0.3)
+            left.annotate(f"{middle:.2f} s", place, color=colour, ha="center", va="bottom")
+            right.plot(run.token_s, range(1, 1 + len(run.token_s)), color=colour, label=run.name)
+        left.set_yticks((0, 1), self.names)
+        left.set(ylim=(1.5, -0.7), xlim=(0, None), xlabel="seconds; bar: median")
+        left.set_title("Time to first token")
+        right.set(xlabel="seconds since its first token", ylabel="tokens", xlim=(0, None))
+        right.set_title(f"An answer while {LONG_PROMPTS} long prompts arrive")
+        right.legend(loc="lower right")
 
 
-class PdDemo:
-    """Both runs, one after the other."""
-
-    def __init__(
-        self, console: Console, plan: ConversationPlan, *, cache: Path, work: Path
-    ) -> None:
-        self._stage = DemoStage(console, plan, NAMES, cache=cache)
-        self._seed, self._work = plan.seed, work
-
-    def run(self) -> list[PdRun]:
-        """Raises TimeoutError, EngineError, NodeFailed."""
-        stage, encode = self._stage, encoder(self._stage.config().model)
-        with stage.progress:
-            with stage.start_engine(0, None) as alone:
-                replayed = stage.replay(0, alone)
-                runs = [PdRun(replayed, self._beside(alone, encode), 0)]
-            stage.note(1, "two nodes and two engines are starting")
-            with (
-                tempfile.TemporaryDirectory(dir=self._work) as folder,
-                pd_pair(
-                    Path(folder),
-                    stage.config(),
-                    lambda config, log: VllmServer.start(config, log=log),
-                    dram=DRAM,
-                ) as pair,
-            ):
-                replayed = stage.replay(1, pair.router)
-                pushed = metric(pair.node_d, PUSHED)
-                runs.append(PdRun(replayed, self._beside(pair.router, encode), round(pushed)))
-        return runs
-
-    def _beside(self, engine: CompletionClient, encode: Encode) -> tuple[float, ...]:
-        return answer_beside_prompts(engine, encode, seed=self._seed)
+def longest_gap_ms(run: Replay) -> float:
+    """Longest time between two tokens of the answer beside long prompts."""
+    return 1000 * float(np.diff(run.token_s).max())
 
 
 def answer_beside_prompts(
@@ -109,65 +145,3 @@ def metric(node: NodeProcess, name: str) -> float:
     with urllib.request.urlopen(node.metrics_url, timeout=10) as answer:
         found = re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
     return float(found[1]) if found else 0.0
-
-
-def conclude(console: Console, runs: list[PdRun], picture: Path) -> None:
-    """One line each; raises DemoError when a claim of the demo fails."""
-    alone, split = runs
-    check_answers([run.replayed for run in runs])
-    if not split.pushed_blocks:
-        raise DemoError("No block was pushed from the prefill node to the decode node.")
-    ratio = np.median(split.replayed.all_ttft_ms()) / np.median(alone.replayed.all_ttft_ms())
-    console.print(
-        "Sources and computed tokens of the second row are of the decode engine: the prefill engine"
-        " computed what was pushed, and node d keeps it for the next turn."
-    )
-    console.print(
-        f"[green]✓[/] {split.pushed_blocks:,} blocks were pushed from node p to node d. Time to"
-        f" first token of all requests: {ratio:.2f} × that of one engine (median)."
-    )
-    console.print(
-        f"[green]✓[/] Longest gap between two tokens of an answer while {LONG_PROMPTS} prompts of"
-        f" {LONG_TOKENS:,} tokens are computed: {split.gaps_ms.max():.0f} ms, on one engine"
-        f" {alone.gaps_ms.max():.0f} ms. (Both engines share the cores of this machine.)"
-    )
-    console.print("[green]✓[/] All answers are identical, token by token (float32).")
-    try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        draw(runs, picture)
-    except ImportError:
-        console.print("No plot without matplotlib: pip install 'kvstore-llm[demo]'")
-    else:
-        console.print(f"plot: {picture}", highlight=False)
-
-
-def draw(runs: list[PdRun], picture: Path) -> None:
-    """Left: time to first token; right: tokens of the answer beside long prompts. Raises
-    ImportError."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), width_ratios=(1, 1.25))
-    for row, (run, colour) in enumerate(zip(runs, ("#8a94a0", "#0072b2"), strict=True)):
-        name, times = run.replayed.name, np.array(run.replayed.all_ttft_ms()) / 1000
-        spread = np.linspace(-0.12, 0.12, len(times))
-        left.plot(times, row + spread, "o", color=colour, alpha=0.5, markersize=4, mew=0)
-        middle = float(np.median(times))
-        left.plot([middle, middle], [row - 0.25, row + 0.25], color=colour, linewidth=2)
-        left.annotate(
-            f"{middle:.2f} s", (middle, row - 0.3), color=colour, ha="center", va="bottom"
-        )
-        right.plot(run.token_s, range(1, 1 + len(run.token_s)), color=colour, label=name)
-    left.set_yticks((0, 1), [run.replayed.name for run in runs])
-    left.set(ylim=(1.5, -0.7), xlim=(0, None), xlabel="seconds; bar: median")
-    left.set_title("Time to first token", fontsize=10, loc="left")
-    right.set(xlabel="seconds since its first token", ylabel="tokens", xlim=(0, None))
-    right.set_title(f"An answer while {LONG_PROMPTS} long prompts arrive", fontsize=10, loc="left")
-    right.legend(frameon=False, loc="lower right")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=150)
-    plt.close(figure)

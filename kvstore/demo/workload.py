@@ -78,8 +78,9 @@ class Conversations:
     Turns come round by round, the users of a round in a seeded order, so between two turns of one
     user come turns of all others: an engine whose cache is smaller than all histories has evicted.
 
-        for turn in conversations:
-            conversations.answer(turn, model(turn.prompt))
+        for turns in conversations.rounds():
+            for turn in turns:
+                conversations.answer(turn, model(turn.prompt))
     """
 
     def __init__(self, plan: ConversationPlan, encode: Encode) -> None:
@@ -98,26 +99,14 @@ class Conversations:
         document = prose(rng, self.plan.document_words) + " " if round == 0 else ""
         return f"<|user|>{document}{prose(rng, self.plan.question_words)}<|end|><|assistant|>"
 
-    def __len__(self) -> int:
-        return self.plan.users * self.plan.rounds
-
-    def __iter__(self) -> Iterator[Turn]:
-        """Each turn once. The previous one must have an answer."""
-        for round, users in enumerate(self._order):
-            for user in users:
-                yield self._turns(round, [user])[0]
-
     def rounds(self) -> Iterator[list[Turn]]:
         """All turns of a round at a time. Those of the previous one must have answers."""
         for round, users in enumerate(self._order):
-            yield self._turns(round, users)
-
-    def _turns(self, round: int, users: Sequence[int]) -> list[Turn]:
-        assert not self._open, "a previous turn was not answered"
-        for user in users:
-            self._history[user] += self._questions[user][round]
-            self._open.append(Turn(user, round, tuple(self._history[user])))
-        return list(self._open)
+            assert not self._open, "a previous turn was not answered"
+            for user in users:
+                self._history[user] += self._questions[user][round]
+                self._open.append(Turn(user, round, tuple(self._history[user])))
+            yield list(self._open)
 
     def answer(self, turn: Turn, tokens: Sequence[int]) -> None:
         """Add the model's answer to that user's history."""

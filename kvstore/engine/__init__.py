@@ -5,9 +5,9 @@
 | `engine`    | dispatch, operations on all blocks                | events → commands           |
 | `events`    | the values that go in and come out                | –                           |
 | `ahead`     | those of them about blocks brought ahead of time  | –                           |
+| `agenda`    | what is looked at when: by time, by name          | –                           |
 | `state`     | tables that the rooms share; `counters`: for /metrics | –                       |
-| `witness`   | reports of moves and tables about blocks, for `why` | –                         |
-| `check`     | invariants between two steps                      | engine → nothing, or an error |
+| `witness`   | values of reports about blocks, for `why`         | –                           |
 | `memory/`   | slots, tiers of each block, eviction              | transitions → states        |
 | `sessions/` | attached engines, their lookups and leases        | Hellos, asks → replies      |
 | `moves/`    | blocks that come to dram and leave it             | seals, ends → reads, writes |
@@ -44,18 +44,13 @@ if TYPE_CHECKING:
     from kvstore.engine.moves.jobs import MOVING_SHARE as MOVING_SHARE
     from kvstore.engine.sessions.owners import OwnerKey as OwnerKey
     from kvstore.engine.sessions.unserved import UnservedReport as UnservedReport
-    from kvstore.engine.trust.scrubs import (
-        NO_PASS as NO_PASS,
-        Sealed as Sealed,
-    )
+    from kvstore.engine.trust.scrubs import NO_PASS as NO_PASS, Sealed as Sealed
     from kvstore.engine.why.explain import (
         HashingReport as HashingReport,
         RequestReport as RequestReport,
     )
-    from kvstore.engine.why.findings import (
-        SPACE_DIGITS as SPACE_DIGITS,
-        RangeReport as RangeReport,
-    )
+    from kvstore.engine.why.findings import SPACE_DIGITS as SPACE_DIGITS, RangeReport as RangeReport
+    from kvstore.engine.why.ledger import Ledger as Ledger
     from kvstore.engine.why.reasons import Reason as Reason
     from kvstore.engine.why.report import (
         NO_BUDGET as NO_BUDGET,
@@ -81,6 +76,7 @@ _PLACES: Final = {
     "trust.scrubs": "NO_PASS Sealed",
     "why.explain": "HashingReport RequestReport",
     "why.findings": "SPACE_DIGITS RangeReport",
+    "why.ledger": "Ledger",
     "why.reasons": "Reason",
     "why.report": "NO_BUDGET BlockReport JobReport LeaseReport NodeReport QuotaReport SpaceReport"
     " TierReport",

@@ -10,9 +10,7 @@ class Counters(msgspec.Struct):
 
     blocks_distrusted: int = 0
     blocks_granted: int = 0
-    blocks_hit: int = 0
     blocks_kept: int = 0
-    blocks_missed: int = 0
     blocks_verified: int = 0
     evictions: int = 0
     fetch_blocks_lost: int = 0

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvstore.engine import check
 from kvstore.engine.counters import Counters
 from kvstore.engine.events import (
     Adopt,
@@ -65,6 +64,7 @@ from kvstore.engine.moves.pushes import Pushes
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.moves.transfers import Transfers
 from kvstore.engine.moves.writes import Writes
+from kvstore.engine.sessions.awaited import Awaited
 from kvstore.engine.sessions.lookups import Lookups
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.prepares import Prepares
@@ -140,19 +140,18 @@ class Engine:
         self._fetches = Fetches(self._state, intake, self._arrivals, numbers)
         self._loans = Loans(self._state, self._files, self._arrivals)
         self._transfers = Transfers(self._state)
-        self._grants = Grants(
-            self._state, self._files, intake, self._arrivals, self._transfers, numbers
-        )
+        self._awaited = Awaited(self._state, self._files, self._arrivals, self._transfers, numbers)
+        self._grants = Grants(self._state, intake, self._awaited, numbers)
         self._pushes = Pushes(
             self._state, self._files, self._arrivals, self._loans, self._transfers, numbers
         )
-        for source in (self._files, self._fetches, self._grants):
+        for source in (self._files, self._fetches, self._awaited):
             self._arrivals.add(source)
         slots = self._state.hbm
         self._hbm = HbmCopies(self._state, slots, numbers) if slots is not None else None
-        moves = self._files, self._fetches, self._grants, self._arrivals, self._hbm
+        moves = self._files, self._fetches, self._awaited, self._arrivals, self._hbm
         self._lookups = Lookups(self._state, *moves)
-        self._prepares = Prepares(self._state, self._files, self._fetches, self._grants)
+        self._prepares = Prepares(self._state, self._files, self._fetches, self._awaited)
         self._switches = Switches(self._state, self._files)
         self._scrubs = Scrubs(self._state)
         self._handlers = self._handlers_of_rooms()
@@ -198,7 +197,7 @@ class Engine:
     @property
     def is_behind(self) -> bool:
         """Whether a step is due though nothing happened."""
-        return self._arrivals.has_news
+        return self._arrivals.has_news or self._awaited.is_behind or self._pushes.is_behind
 
     def step(self, events: Iterable[Event], now_ns: int) -> list[Command]:
         """Take events in order; returns commands, in order. The next event is drawn from `events`
@@ -234,9 +233,10 @@ class Engine:
                 state.counters.leases_expired += state.leases.expire(state.now_ns)
                 state.slots.retry_starved()
                 state.credits_due = True
-                state.trail.findings.tick(state)
+                state.trail.tick(state)
                 self._loans.tick()
                 self._pushes.tick()
+                self._awaited.tick()
                 self._grants.tick()
                 self._empty_what_is_off()
             case Adopt():
@@ -296,21 +296,25 @@ class Engine:
             case LeaseRelease(leases=leases):
                 state.credits_due |= state.slots.any_starved
                 state.leases.release(session, leases)
+                for lease in leases if session else ():  # of 0 are watches of what is pushed
+                    self._arrivals.unwatch((session, lease))
             case Measured():
                 if session:
                     state.paces.told(*connection.owner.groups[0].asker.address, message)
             case Unserved(reason=reason):
                 connection.owner.unserved = reason
             case PushExpect():
-                return self._grants.expect(connection, message)
+                objection = self._awaited.expect(connection, message)
+                self._grants.give_room()
+                return objection
             case PushCancel(transfer=transfer):
-                self._grants.cancel(connection, transfer)
+                self._awaited.cancel(connection, transfer)
             case PushOpen():
                 self._transfers.open(connection, message)
+                self._prefill_named(connection, message.transfer)
             case PushClose():
                 self._transfers.close(connection, message)
-                self._pushes.tick()  # a word, and no timer, is what others wait for
-                self._grants.tick()
+                self._prefill_named(connection, message.transfer)
             case Seal():
                 return self._stores.seal(connection, message)
             case Drop():
@@ -326,6 +330,11 @@ class Engine:
             case _:
                 raise AssertionError(f"{type(message).__name__} has no handler")
         return ""
+
+    def _prefill_named(self, connection: Connection, transfer: str) -> None:
+        """A word, and no timer, is what others wait for."""
+        self._pushes.named(connection.owner.key[0], transfer)
+        self._awaited.named(connection.owner.key[0], transfer)
 
     # ── all blocks ───────────────────────────────────────────────────────────────────────────────
 
@@ -381,16 +390,6 @@ class Engine:
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
-    def check(self) -> None:
-        """Raises AssertionError when the parts contradict each other."""
-        check.check(
-            self._state, self._files, self._fetches, self._loans, self._pushes, self._grants
-        )
-        if self._hbm is not None:
-            check.check_hbm(self._state, self._hbm)
-        self._state.trail.check()
-        self.explain.check()
-
     def nodes(self) -> list[report.NodeReport]:
         """This node, in one row."""
         return report.nodes(self._state)
@@ -398,7 +397,8 @@ class Engine:
     def unserved(self) -> list[UnservedReport]:
         """Engines that this node does not serve, and why."""
         state = self._state
-        return unserved(state.owners.values(), state.refusals, state.now_ns)
+        is_full = len(state.attached()) >= self.config.connection_count_max
+        return unserved(state.owners.values(), state.refusals, state.now_ns, is_full=is_full)
 
     def unpinned(self) -> str:
         """Trouble of a rank that cannot pin the arena; empty: none has any."""
@@ -406,7 +406,7 @@ class Engine:
 
     def load(self) -> Load:
         """Load of this node, without its traffic with other nodes."""
-        return report.load(self._state)
+        return report.load(self._state, self.explain.ledger)
 
     def engines(self) -> tuple[EngineEntry, ...]:
         """The engines that this node serves, for the index."""
@@ -475,7 +475,7 @@ class Engine:
 
     def push_counts(self) -> dict[tuple[str], int]:
         """Pushes under way by this node's side in them."""
-        return {("decode",): len(self._grants), ("prefill",): len(self._pushes)}
+        return {("decode",): len(self._awaited.expects), ("prefill",): len(self._pushes)}
 
     def jobs(self) -> list[report.JobReport]:
         """Ranks that hold slots they may write."""

@@ -8,7 +8,7 @@ import msgspec
 
 from kvstore.engine.ahead import BlocksPrepared as BlocksPrepared, PrepareBlocks as PrepareBlocks
 from kvstore.engine.memory.journal import JournalContents
-from kvstore.engine.why.push_log import Staged as Staged
+from kvstore.engine.witness import Staged as Staged
 from kvstore.tier_events import (
     FileCommand as FileCommand,
     FileEvent as FileEvent,
@@ -32,6 +32,7 @@ from kvstore.tier_events import (
 )
 from kvstore.types import ConnectionId, Shard, SpaceId, Tier
 from kvstore.wire.messages import EngineMessage, HelloRank, Message, Welcome
+from kvstore.wire.peers import Pushed as Pushed, PushGrant, PushOver as PushOver, PushWord
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -164,30 +165,6 @@ class LandingUp(msgspec.Struct, frozen=True):
     """Random number of one start of the transfer worker; 0: there is none now."""
 
 
-class Pushed(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of a grant are in their extents, a peer says. No shards: its engine stored others."""
-
-    grant: int
-    epoch: int
-    first: int
-    """Place of the first one among the grant's keys."""
-    shards: tuple[Shard, ...]
-    """Shards of the peer, one behind the other in an extent."""
-    block_bytes: tuple[int, ...]
-    checksums: bytes
-    """[n][S], 16 bytes each."""
-
-
-class PushOver(msgspec.Struct, frozen=True):
-    """The peer writes nothing more for a grant; or its session is lost."""
-
-    grant: int
-    epoch: int
-    reason: str = ""
-    is_quiet: bool = True
-    """False: writes may still arrive, until our transfer worker is dead."""
-
-
 class Landed(msgspec.Struct, frozen=True):
     """A Land has ended. `good`: one bool per block, verified in its slots; `checksums` [n][S]."""
 
@@ -196,22 +173,17 @@ class Landed(msgspec.Struct, frozen=True):
     checksums: bytes
 
 
-class PushAsked(msgspec.Struct, frozen=True, kw_only=True):
+class PushAsked(msgspec.Struct, frozen=True):
     """A decode node grants room for blocks of this node."""
 
     peer: int
     """As in Lend."""
-    grant: int
     node: str
-    transfer: str
-    tenant: str
-    space: bytes
-    keys: bytes
-    deadline_ms: int
+    its: PushGrant
 
 
 class PushRevoked(msgspec.Struct, frozen=True):
-    """The decode node takes a grant back. SayPushOver answers."""
+    """The decode node takes a grant back. PushOver answers."""
 
     peer: int
     grant: int
@@ -389,21 +361,11 @@ class LoanEnded(msgspec.Struct, frozen=True):
     cause: int
 
 
-class AskPush(msgspec.Struct, frozen=True, kw_only=True):
-    """Grant a prefill node room for these blocks. Pushed and one PushOver answer."""
+class AskPush(msgspec.Struct, frozen=True):
+    """Give a prefill node this grant, with our descriptor. Pushed and one PushOver answer."""
 
-    grant: int
-    epoch: int
     node: str
-    transfer: str
-    tenant: str
-    space: SpaceId
-    keys: bytes
-    extents: bytes
-    """u32 each, in pages of the arena."""
-    block_bytes: int
-    """All shards together."""
-    deadline_ms: int
+    its: PushGrant
     cause: int
 
 
@@ -454,31 +416,17 @@ class WritePush(msgspec.Struct, frozen=True, kw_only=True):
     cause: int
 
 
-class SayPushed(msgspec.Struct, frozen=True, kw_only=True):
-    """Report to a peer that blocks of its grant are written."""
+class SayPush(msgspec.Struct, frozen=True):
+    """Say a word to a peer about its grant."""
 
     peer: int
-    grant: int
-    first: int
-    shards: tuple[Shard, ...]
-    block_bytes: tuple[int, ...]
-    checksums: bytes
-    cause: int
-
-
-class SayPushOver(msgspec.Struct, frozen=True):
-    """Say the last word to a peer about its grant."""
-
-    peer: int
-    grant: int
-    reason: str
-    is_quiet: bool
+    word: PushWord
     cause: int
 
 
 LandCommand = AskPush | RevokePush | Land | RecycleMover | Staged
 """Commands about pushes to this node."""
-PushCommand = LandCommand | WritePush | SayPushed | SayPushOver
+PushCommand = LandCommand | WritePush | SayPush
 PeerCommand = Locate | Fetch | Lent | LoanEnded | PushCommand | BlocksPrepared
 Command = (
     Send

@@ -32,7 +32,6 @@ from kvstore.engine.sessions.unserved import Refusals
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.tombstones import Names, stamp
 from kvstore.engine.why.trail import Trail
-from kvstore.engine.witness import Witness
 from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.layout import Slab
@@ -141,7 +140,6 @@ class State:
             self.hbm = Slots(arena_bytes=size_bytes, slab_bytes=config.slab_bytes, policy="lru")
             self.hbm.ready(size_bytes)
         self.trail = Trail(block_count_max=config.block_count_max, word_count=len(self.slots.state))
-        self.witness: Witness = self.trail
         self.residency = Residency(
             block_count_max=config.block_count_max,
             word_count=len(self.slots.state),
@@ -149,7 +147,7 @@ class State:
             journal=journal,
             seed=config.seed,
             hbm_word_count=len(self.hbm.state) if self.hbm is not None else 0,
-            witness=self.witness,
+            tombstones=self.trail.tombstones,
         )
         self.leases = Leases(
             self.slots, ttl_ns=config.lease_ttl_ms * NS_PER_MS, count_max=config.lease_count_max
@@ -181,6 +179,10 @@ class State:
         """Spaces of changes that were published before an engine had named their kind."""
         self.credits_due = True
         """Whether a change may allow or need a grant."""
+
+    def attached(self) -> list[Connection]:
+        """Attached processes. Ended ones that only keep slots in quarantine do not count."""
+        return [each for each in self.connections.values() if not each.ended]
 
     def say(self, command: Command) -> None:
         """Append a command."""

@@ -6,5 +6,4 @@ feed        trust in a node; places: its messages as orders; rivals: two nodes w
 engine_feed, engine_blocks   the same of an engine's own memory
 holdings    holders of blocks: flat memory, fixed at the start
 fields, loops, rows, sets, native   where its numbers lie; loops over them, plain or compiled
-check       invariants between two calls
 """

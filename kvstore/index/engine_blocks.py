@@ -15,6 +15,7 @@ Bounded: `block_count_max` names. Covers: keys and names. Does not cover: forms
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -45,8 +46,8 @@ class EngineBlocks:
         self._names_are_keys = names_are_keys
         self._block_count_max = block_count_max
         self._keys: dict[Name, BlockKey] = {}
-        self._held: set[BlockKey] = set()
-        """The same keys: whoever asks for some must not go through all."""
+        self._held: Counter[BlockKey] = Counter()
+        """The same keys, with the number of their names: a name may cover more than the block."""
         self.left_out = 0
         """Blocks that could not be named, since the start."""
 
@@ -91,17 +92,21 @@ class EngineBlocks:
             )
         named = dict(zip(names, keys, strict=False))
         self.left_out += count - len(named)
-        # A name that is given again may stand for another key now.
-        self._held.difference_update([self._keys[name] for name in named if name in self._keys])
+        self.removed(list(named))  # a name that is given again may stand for another key now
         self._held.update(named.values())
         self._keys.update(named)
         return list(named.values())
 
     def removed(self, names: Sequence[Name]) -> list[BlockKey]:
-        """Blocks went. Returns the keys of those that had been named."""
-        keys = [key for name in names if (key := self._keys.pop(name, None)) is not None]
-        self._held.difference_update(keys)
-        return keys
+        """Blocks went. Returns the keys that have no name any more."""
+        gone = []
+        for name in names:
+            if (key := self._keys.pop(name, None)) is not None:
+                self._held[key] -= 1
+                if not self._held[key]:
+                    del self._held[key]
+                    gone.append(key)
+        return gone
 
     def cleared(self) -> None:
         """All went."""

@@ -107,6 +107,8 @@ class EngineFeed:
         self.blocks = blocks
         self.counters = counters or EngineCounters()
         self.phase = Phase.AWAY
+        self.lookahead_tokens = 0
+        """Tokens behind a block that its hash covers: hits may be a block shorter than is held."""
         self._can_replay = can_replay
         self._asked: int | None = None
         """A replay from here on is to be asked for."""
@@ -141,6 +143,7 @@ class EngineFeed:
         """The engine is not there any more."""
         changes = self._void()
         self.phase, self._next, self._asked, self._rest_due_ms = Phase.AWAY, None, None, None
+        self.lookahead_tokens = 0
         self._drop_waiting()
         return changes
 
@@ -237,12 +240,8 @@ class EngineFeed:
                 break
         return self._told(changes)
 
-    def held(self) -> list[Stored]:
-        """All published blocks that were not removed since."""
-        return self.held_of(self.held_keys())
-
     def held_keys(self) -> list[BlockKey]:
-        """The same, by keys: quickly made."""
+        """Keys of all published blocks that were not removed since: quickly made."""
         return [] if self.phase is Phase.JOINING else self.blocks.keys()
 
     def held_of(self, keys: Sequence[BlockKey]) -> list[Stored]:
@@ -336,6 +335,7 @@ class EngineFeed:
                     for keys in _pieces(self.blocks.removed(event.block_hashes))
                 ]
             case EngineStored():
+                self.lookahead_tokens = max(map(len, event.lookahead_token_ids or ()), default=0)
                 is_plain, cache_salt = _what_else(event)
                 keys = self.blocks.stored(
                     event.block_hashes,

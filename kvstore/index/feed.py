@@ -54,9 +54,7 @@ class Trust(enum.IntEnum):
         return self.name.lower().replace("_", "-")
 
 
-class Stored(msgspec.Struct, frozen=True, tag=True):
-    """The node now offers these blocks."""
-
+class _BlocksChanged(msgspec.Struct, frozen=True):
     tenant: str
     space: SpaceId
     tier: Tier
@@ -67,15 +65,12 @@ class Stored(msgspec.Struct, frozen=True, tag=True):
     rank: int = 0
 
 
-class Removed(msgspec.Struct, frozen=True, tag=True):
-    """The node offers these blocks no more; no error if it did not."""
+class Stored(_BlocksChanged, frozen=True, tag=True):
+    """The node now offers these blocks."""
 
-    tenant: str
-    space: SpaceId
-    tier: Tier
-    keys: bytes
-    engine: str = ""
-    rank: int = 0
+
+class Removed(_BlocksChanged, frozen=True, tag=True):
+    """The node offers these blocks no more; no error if it did not."""
 
 
 class FeedCleared(msgspec.Struct, frozen=True, tag="Cleared"):
@@ -95,68 +90,56 @@ class Left(msgspec.Struct, frozen=True, tag=True):
 Change = Stored | Removed | FeedCleared | Left
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Opens a stream. `node` is the name in the certificate, here and in all that follows."""
-
+class _OfStream(msgspec.Struct, frozen=True):
     node: str
+    """The name in the certificate that opened the stream."""
     incarnation: Incarnation
     stream: int
     """Counts the streams that this incarnation dialled to this replica."""
+
+
+class _Numbered(_OfStream, frozen=True):
     sequence: int
-    """Number of the last delta that the node made: 0 when it never offered anything."""
+    """Number of the last delta that the node made, this one included: 0 when it never offered
+    anything."""
+
+
+class Hello(_Numbered, frozen=True, tag=True):
+    """Opens a stream."""
+
     address: str = ""
     """Where peers find the node."""
 
 
-class Delta(msgspec.Struct, frozen=True, tag=True):
+class Delta(_Numbered, frozen=True, tag=True):
     """Changes, in order."""
 
-    node: str
-    incarnation: Incarnation
-    stream: int
-    sequence: int
     changes: tuple[Change, ...]
 
 
-class FeedBeat(msgspec.Struct, frozen=True, tag="Beat"):
-    """The node lives; `sequence` is that of its last delta."""
+class FeedBeat(_Numbered, frozen=True, tag="Beat"):
+    """The node lives."""
 
-    node: str
-    incarnation: Incarnation
-    stream: int
-    sequence: int
     load: Load | None = None
     """None: as published before."""
 
 
-class SnapshotPart(msgspec.Struct, frozen=True, tag="Part"):
+class SnapshotPart(_Numbered, frozen=True, tag="Part"):
     """A piece of a snapshot: number 0, 1, … of all that the node offers."""
 
-    node: str
-    incarnation: Incarnation
-    stream: int
-    sequence: int
-    """Number of the last delta before this part."""
     number: int
     is_last: bool
     stored: tuple[Stored, ...]
 
 
-class Registry(msgspec.Struct, frozen=True, tag=True):
+class Registry(_OfStream, frozen=True, tag=True):
     """All engines that the node serves now. Earlier registries are void."""
 
-    node: str
-    incarnation: Incarnation
-    stream: int
     engines: tuple[EngineEntry, ...]
 
 
-class FeedClosed(msgspec.Struct, frozen=True, tag="Closed"):
+class FeedClosed(_OfStream, frozen=True, tag="Closed"):
     """The stream ended or broke."""
-
-    node: str
-    incarnation: Incarnation
-    stream: int
 
 
 class ConnectRefused(msgspec.Struct, frozen=True, tag="Refused"):

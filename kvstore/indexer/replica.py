@@ -26,13 +26,14 @@ from prometheus_client.registry import Collector
 
 from kvstore import __version__
 from kvstore.client.tls import Tls
-from kvstore.config.addresses import joined
 from kvstore.config.cluster import IndexConfig, ReplicaConfig
+from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.index import native
 from kvstore.index.index import Index
 from kvstore.indexer.service import TICK_S, IndexService, now_ms
 from kvstore.indexer.shares import Shares
+from kvstore.installation import lacking
 from kvstore.net import callers
 from kvstore.net.aio import LoopThread, persist
 from kvstore.net.http import HttpServer, Page, text_page
@@ -187,18 +188,25 @@ class Replica:
         ]
 
 
+def is_compiled(config: ReplicaConfig) -> bool:
+    """Whether the loops of its index are. With a store elsewhere it has none."""
+    return config.store is None and not config.is_plain and native.is_available()
+
+
 def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
     """The store for the state of the index. Raises ConfigError."""
     if config.store is None:
-        is_native = native.is_available() and not config.is_plain
-        if is_native:  # before the clock is read: it is young for its first seconds of listening
+        if is_compiled(config):
+            # Before the clock is read: it is young for its first seconds of listening.
             _log.info("compiling the index's loops: half a minute at most; --plain starts at once")
             native.compiled()
+        elif not config.is_plain:
+            _log.warning("the index is slower: %s", lacking("compiling it", "numba", "index"))
         index = Index(
             entry_count_max=config.entry_count_max,
             now_ms=now_ms(),
             seed=secrets.randbits(62),
-            is_native=is_native,
+            is_native=is_compiled(config),
         )
         return LocalStore(index)
     # Only here: its library comes with an extra.
@@ -275,7 +283,8 @@ def run_index(config: IndexConfig) -> None:
             f" metrics={url or 'off'}"
             f" tls={'off' if replica.insecure else 'on'}"
             f" entries={config.replica.entry_count_max}"
-            f" store={store.place if store is not None else 'memory'}",
+            f" store={store.place if store is not None else 'memory'}"
+            f" compiled={'yes' if is_compiled(config.replica) else 'no'}",
         )
         asked_to_stop.wait()
     _log.info("stopped")

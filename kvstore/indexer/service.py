@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -27,7 +28,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from kvstore.config.addresses import address_of
+from kvstore.config.values import address_of
 from kvstore.errors import ProtocolError
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import (
@@ -369,12 +370,12 @@ class IndexService(IndexServicer):
         """The node's stream has ended: find out whether the node has."""
         await self._tell_store(FeedClosed(hello.node, hello.incarnation, hello.stream))
         found = address_of(hello.address)
-        if found is None or str(found[0]) != _host_of(peer) or hello.node in self._feeds:
+        if found is None or found.host != _host_of(peer) or hello.node in self._feeds:
             return
         for _ in range(DIALS_MAX):
             try:
                 async with asyncio.timeout(DIAL_TIMEOUT_S):
-                    reader, writer = await asyncio.open_connection(str(found[0]), found[1])
+                    reader, writer = await asyncio.open_connection(*found)
                     with contextlib.closing(writer):
                         if await reader.read(1):
                             return  # somebody is there
@@ -431,4 +432,5 @@ def _host_of(peer: str) -> str:
     """The IP address in gRPC's name of a peer: ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5."""
     found = address_of(unquote(peer).partition(":")[2])
     # On a server that listens on [::], callers over IPv4 have addresses such as ::ffff:10.0.0.1.
-    return str(getattr(found[0], "ipv4_mapped", None) or found[0]) if found else ""
+    mapped = getattr(ipaddress.ip_address(found.host), "ipv4_mapped", None) if found else None
+    return str(mapped) if mapped else found.host if found else ""

@@ -5,6 +5,8 @@
 
 The names in its certificate identify a caller; without one, its connection. One caller has at most
 CALLS_MAX calls, of which WATCHES_MAX watch; a call beyond is refused before its message is read.
+Refusals of one caller come one after the other with a pause, on however many connections it asks: a
+caller that asks again at once would have the loop do nothing else.
 Its questions are read one at a time, in the order of their arrival, and are answered side by side
 up to KEYS_AT_ONCE keys together: waiting questions are neither read nor decoded, and between two
 large questions of one caller all others have their turn.
@@ -36,6 +38,10 @@ KEYS_AT_ONCE: Final = 16_384
 SMALL_KEYS: Final = 1024
 """A question of no more stops the loop for no longer than a few calls do."""
 REST_MAX_S: Final = 0.2
+REFUSAL_S: Final = 0.05
+"""Pause between two refusals of a caller."""
+REFUSALS_WAITING_MAX: Final = 1024
+"""Calls that wait to be refused; gRPC keeps up to 64 KiB of each. More are refused at once."""
 TOKENS_PER_KEY: Final = 16
 """So many are as much work, at the least."""
 
@@ -52,6 +58,9 @@ class _Share:
         self.is_told = False
         """The log has a warning that the caller exceeds its share."""
         self.turn = asyncio.Lock()
+        self.refusals = 0
+        """Calls that wait to be refused."""
+        self.refusal = asyncio.Lock()
         self._keys = 0
         self._has_room = asyncio.Event()
         self._rest_s = 0.0
@@ -185,6 +194,13 @@ class Shares(grpc.aio.ServerInterceptor):
         if not share.is_told:
             share.is_told = True
             _log.warning("%s: more of its calls are refused", why)
+        if share.refusals < REFUSALS_WAITING_MAX:
+            share.refusals += 1
+            try:
+                async with share.refusal:
+                    await asyncio.sleep(REFUSAL_S)
+            finally:
+                share.refusals -= 1
         text = f"{why}: end some of them, or ask another replica"
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
-from kvstore.config.addresses import joined
+from kvstore.config.values import joined
 
 CLOSE_TIMEOUT_S: Final = 5.0
 DNS_TIMEOUT_S: Final = 3.0

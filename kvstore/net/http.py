@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
-from kvstore.config.addresses import HttpConfig, joined
+from kvstore.config.values import HostPort, joined
 from kvstore.errors import ConfigError
 from kvstore.wording import cannot_listen
 
@@ -93,7 +93,7 @@ class HttpServer:
     """Serves `pages` (path → function that makes the page) until `close`."""
 
     def __init__(
-        self, config: HttpConfig, pages: Mapping[str, Callable[[], Page]], *, held_fd: int = -1
+        self, config: HostPort, pages: Mapping[str, Callable[[], Page]], *, held_fd: int = -1
     ) -> None:
         """Listen.
 
@@ -287,7 +287,7 @@ def _response(page: Page) -> bytes:
     return head.encode() + page.body
 
 
-def _listen(config: HttpConfig, family: socket.AddressFamily) -> socket.socket:
+def _listen(config: HostPort, family: socket.AddressFamily) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -304,7 +304,7 @@ class Attach:
             _log.warning("a connection cannot be admitted: %s", error.strerror)
             sock.close()
             return
-        number = ConnectionId(self._next_number)
+        number, is_full = ConnectionId(self._next_number), self._is_full()
         self._next_number += 1
         deadline_ns = self._clock.now_ns() + HELLO_DEADLINE_NS
         party = Party(uid, pid)
@@ -317,22 +317,25 @@ class Attach:
         )
         if uid not in self._allow_uids:
             self._refuse(connection, "uid", f"uid {uid} is not allowed: start with --allow-uid")
-        elif (
-            self._socket_count > self._connection_count_max
-            or len(self._connections) > 2 * self._connection_count_max
-        ):
-            self._refuse(
-                connection,
-                "full",
-                f"the node serves at most {self._connection_count_max} connections",
-                permanent=False,
-            )
+        elif is_full:
+            reason = f"the node serves at most {self._connection_count_max} connections"
+            self._refuse(connection, "full", reason, permanent=False, holds=self._is_full)
+
+    def _is_full(self) -> bool:
+        count_max = self._connection_count_max
+        return self._socket_count >= count_max or len(self._connections) >= 2 * count_max
 
     def _refuse(
-        self, connection: AttachSocket, kind: str, reason: str, *, permanent: bool = True
+        self,
+        connection: AttachSocket,
+        kind: str,
+        reason: str,
+        *,
+        permanent: bool = True,
+        holds: Callable[[], bool] = lambda: True,
     ) -> None:
         """Send a newcomer the reason, as far as it listens, and hang up."""
-        self.counters.refused.add(kind, reason, self._clock.now_ns())
+        self.counters.refused.add(kind, reason, self._clock.now_ns(), holds)
         _log.info("connection refused: %s", reason)
         self.send(connection.number, encode(Refused(reason=reason, permanent=permanent)))
         self.hang_up(connection.number)

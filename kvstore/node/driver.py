@@ -33,6 +33,7 @@ from kvstore.node.attach import Attach
 from kvstore.node.executor import Executor, Poisoned
 from kvstore.node.files import FileEnd
 from kvstore.node.priority import ThreadPriority
+from kvstore.obs.timings import Timings
 from kvstore.ports import Clock, Memory
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
@@ -45,7 +46,8 @@ BEAT_NS: Final = 20 * NS_PER_MS
 """Engines call a heartbeat older than 250 ms dead; the protocol asks for one every 50 ms."""
 TICK_NS: Final = 100 * NS_PER_MS
 REMEMBER_NS: Final = 60 * NS_PER_S
-"""How often what was learned is kept; a killed node loses no more than that."""
+"""How often what was learned is kept, the first of an engine at once; a killed node loses no more
+than that."""
 STEP_NS: Final = 2 * NS_PER_MS
 """No further event is taken into a step of this age."""
 KIND_NS: Final = 4 * NS_PER_MS
@@ -57,8 +59,8 @@ QUERY_COUNT_MAX: Final = 64
 RECOVERIES_MAX: Final = 4
 """Failures one after the other, each in the work that the one before left. Then the node ends: its
 commitments are no longer known."""
-STEP_BUCKETS_NS: Final = tuple(1000 << n for n in range(0, 16, 2))
-"""Upper bounds of the step histogram: 1 µs, 4 µs, … 16 ms."""
+GAP_NS, GAPS = 5 * NS_PER_S, 12
+"""The largest gap between two heartbeats is kept for so many intervals of so long: a minute."""
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -76,12 +78,22 @@ class DriverCounters:
     """Counters of the loop since the start; read by /metrics through `Driver.query`."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.step_ns = 0
-        self.step_buckets = [0] * (len(STEP_BUCKETS_NS) + 1)
+        self.steps = Timings()
         self.failures = 0
         self.queries = 0
-        self.beat_gap_ns_max = 0
+        self._gaps: deque[tuple[int, int]] = deque(maxlen=GAPS)
+
+    def beat(self, gap_ns: int, now_ns: int) -> None:
+        """A heartbeat, so long after the one before."""
+        if not self._gaps or now_ns - self._gaps[-1][0] >= GAP_NS:
+            self._gaps.append((now_ns, 0))
+        begin_ns, most_ns = self._gaps[-1]
+        self._gaps[-1] = begin_ns, max(most_ns, gap_ns)
+
+    @property
+    def beat_gap_ns_max(self) -> int:
+        """Longest gap between two heartbeats of the last minute."""
+        return max((gap_ns for _, gap_ns in self._gaps), default=0)
 
 
 class _Query(NamedTuple):
@@ -309,7 +321,7 @@ class Driver:
             crowded_blocks=engine.counters.file_blocks_crowded,
         )
         is_due = now_ns - self._remember_ns >= REMEMBER_NS
-        if is_due or self._files.should_remember(engine.spent_bytes()):
+        if is_due or self._files.should_remember(engine.learned(), engine.spent_bytes()):
             self._remember(now_ns)
 
     def _remember(self, now_ns: int) -> None:
@@ -323,24 +335,16 @@ class Driver:
         while events:
             begin_ns = self._clock.now_ns()
             outcome = self._executor.carry_out(self._engine.step(events, begin_ns))
-            self._measure(self._clock.now_ns() - begin_ns)
+            self.counters.steps.add(self._clock.now_ns() - begin_ns)
             cleared_blocks += outcome.cleared_blocks
             events = outcome.events
         return cleared_blocks
-
-    def _measure(self, duration_ns: int) -> None:
-        counters = self.counters
-        counters.steps += 1
-        counters.step_ns += duration_ns
-        # 1 µs and each factor of four above it: half the bit length, without a search.
-        bucket = ((duration_ns // 1000).bit_length() + 1) // 2
-        counters.step_buckets[min(bucket, len(STEP_BUCKETS_NS))] += 1
 
     def _beat_if_due(self) -> int:
         now_ns = self._clock.now_ns()
         gap_ns = now_ns - self._beat_ns
         if gap_ns >= BEAT_NS:
-            self.counters.beat_gap_ns_max = max(self.counters.beat_gap_ns_max, gap_ns)
+            self.counters.beat(gap_ns, now_ns)
             self._beat_ns = now_ns
             self._tier.beat(now_ns)
         return now_ns

@@ -101,10 +101,11 @@ class FileEnd:
             self.learned = learned
             self._tier.keep_note(encode_learned(learned))
 
-    def should_remember(self, spent_bytes: int) -> bool:
-        """Whether a node killed now would forget much of what it has written today."""
+    def should_remember(self, learned: Learned, spent_bytes: int) -> bool:
+        """Whether a node killed now would forget an engine, or much of what it wrote today."""
         news_bytes = spent_bytes - self.learned.spent.size_bytes
-        return news_bytes * SPENT_SHARE > self._day_bytes
+        is_new = len(learned.spaces) > len(self.learned.spaces)
+        return is_new or news_bytes * SPENT_SHARE > self._day_bytes
 
     def tell_budget(self, over_budget_blocks: int, now_ns: int) -> None:
         """Say, once a day, that blocks were not written because the budget is used up.

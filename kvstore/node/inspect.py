@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
 
-from kvstore.config.defaults import (
-    BLOCK_ROWS_MAX,
-    PREFIX_KEYS_MAX,
-    REPLY_BYTES_MAX,
-    REQUEST_ROWS_MAX,
-)
+from kvstore.config import defaults
 from kvstore.engine import Engine
 from kvstore.errors import ConfigError, NodeBusy
 from kvstore.net import callers
@@ -33,7 +28,9 @@ from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_
 from kvstore.proto.rows import TOPICS, Row, encode_rows
 from kvstore.supervisor.listener import INSPECT_SUFFIX
 from kvstore.types import KEY_BYTES, SpaceId
-from kvstore.wire.load import Load
+
+if TYPE_CHECKING:
+    from kvstore.peers.member import ClusterMember
 
 THREAD_COUNT: Final = 2
 CALL_COUNT_MAX: Final = 8
@@ -50,98 +47,55 @@ class SpaceUnknown(RefusedCall):
     """No space, or more than one, begins with these digits."""
 
 
-class Cluster(Protocol):
-    """The part of `member.ClusterMember` that is needed here."""
-
-    @property
-    def node(self) -> str: ...
-
-    def members(self) -> Sequence[Row]:
-        """The nodes of the cluster, by the index; it may take a second."""
-        ...
-
-    def transfers(self) -> Sequence[Row]:
-        """How long reading from them took."""
-        ...
-
-    def memories(self, tenant: str, space: SpaceId | None, keys: bytes) -> Sequence[Row]:
-        """Blocks in the engines' own memory: all, or those of a prompt."""
-        ...
-
-    def with_peers(self, load: Load) -> Load:
-        """The node's load, completed with that of feeds and peers."""
-        ...
-
-
-class Alone:
-    """A node that is in no cluster."""
-
-    node = ""
-
-    def members(self) -> Sequence[Row]:
-        """None."""
-        return ()
-
-    transfers = members
-
-    def memories(self, tenant: str, space: SpaceId | None, keys: bytes) -> Sequence[Row]:
-        """None."""
-        return ()
-
-    def with_peers(self, load: Load) -> Load:
-        """As it was."""
-        return load
-
-
 class InspectService(InspectServicer):
     """Asks the loop; knows nothing itself."""
 
     def __init__(
-        self, driver: Driver, cluster: Cluster | None = None, incarnation: int = 0
+        self, driver: Driver, member: ClusterMember | None = None, incarnation: int = 0
     ) -> None:
         self._driver = driver
-        self._cluster: Cluster = cluster or Alone()
+        self._member = member
         self._incarnation = incarnation
 
     def Rows(self, request: pb.RowsRequest, context: grpc.ServicerContext) -> pb.RowsReply:
-        topic, asked = request.topic, request.filter
+        topic, asked, member = request.topic, request.filter, self._member
         _check_keys(asked.prompt.keys)
         if topic in _OF_CLUSTER:
-            return pb.RowsReply(rows=encode_rows(_OF_CLUSTER[topic](self._cluster, asked)))
-        if topic not in _OF_ENGINE:
+            rows = _OF_CLUSTER[topic](member, asked) if member is not None else ()
+        elif topic in _OF_ENGINE:
+            rows = self._ask(lambda engine: _OF_ENGINE[topic](engine, asked))
+        else:
             text = f"no topic is called {topic[:40]!r}: there are {', '.join(TOPICS)}"
             raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, text)
-        rows = self._ask(lambda engine: _OF_ENGINE[topic](engine, asked))
         return pb.RowsReply(rows=encode_rows(rows))
 
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadReply:
-        load = self._cluster.with_peers(self._ask(lambda engine: engine.load()))
-        return pb.LoadReply(
-            node=self._cluster.node,
-            incarnation=self._incarnation,
-            load=feeds.load_message(load),
-        )
+        load, node = self._ask(lambda engine: engine.load()), ""
+        if self._member is not None:
+            load, node = self._member.with_peers(load), self._member.node
+        message = feeds.load_message(load)
+        return pb.LoadReply(node=node, incarnation=self._incarnation, load=message)
 
     def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearReply:
         prefix = request.space.lower()
-        try:
-            space = None
-            if prefix:
-                space = self._driver.query(
-                    lambda engine: find_space(engine, prefix), timeout_s=QUERY_TIMEOUT_S
-                )
+        space = self._ask(lambda engine: find_space(engine, prefix)) if prefix else None
+        with _refusing():
             blocks = self._driver.clear(space=space, tenant=None, timeout_s=QUERY_TIMEOUT_S)
-        except NodeBusy as error:
-            raise RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
-        except NotDurable as error:
-            raise RefusedCall(grpc.StatusCode.DATA_LOSS, str(error)) from None
         return pb.ClearReply(blocks=blocks)
 
     def _ask(self, ask: Callable[[Engine], _T]) -> _T:
-        try:
+        with _refusing():
             return self._driver.query(ask, timeout_s=QUERY_TIMEOUT_S)
-        except NodeBusy as error:
-            raise RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except NodeBusy as error:
+        raise RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
+    except NotDurable as error:
+        raise RefusedCall(grpc.StatusCode.DATA_LOSS, str(error)) from None
 
 
 def _blocks(engine: Engine, asked: pb.Filter) -> Sequence[Row]:
@@ -149,12 +103,12 @@ def _blocks(engine: Engine, asked: pb.Filter) -> Sequence[Row]:
     if space:
         find_spaces(engine, space)
     # One more tells that there are more.
-    limit = min(asked.limit or BLOCK_ROWS_MAX, BLOCK_ROWS_MAX + 1)
+    limit = min(asked.limit or defaults.BLOCK_ROWS_MAX, defaults.BLOCK_ROWS_MAX + 1)
     return engine.blocks(limit=limit, space=space)
 
 
 def _requests(engine: Engine, asked: pb.Filter) -> Sequence[Row]:
-    limit = min(asked.limit or REQUEST_ROWS_MAX, REQUEST_ROWS_MAX)
+    limit = min(asked.limit or defaults.REQUEST_ROWS_MAX, defaults.REQUEST_ROWS_MAX)
     return engine.explain.requests(asked.request, limit=limit)
 
 
@@ -163,10 +117,11 @@ def _prefix(engine: Engine, asked: pb.Filter) -> Sequence[Row]:
     return engine.explain.prefix(prompt.tenant, SpaceId(prompt.space), prompt.keys)
 
 
-def _memories(cluster: Cluster, asked: pb.Filter) -> Sequence[Row]:
+def _memories(member: ClusterMember, asked: pb.Filter) -> Sequence[Row]:
+    """Blocks in the engines' own memory: all, or those of a prompt."""
     prompt = asked.prompt
     space = SpaceId(prompt.space) if asked.HasField("prompt") else None
-    return cluster.memories(prompt.tenant, space, prompt.keys)
+    return member.memories(prompt.tenant, space, prompt.keys)
 
 
 _OF_ENGINE: Final[dict[str, Callable[[Engine, pb.Filter], Sequence[Row]]]] = {
@@ -183,16 +138,16 @@ _OF_ENGINE: Final[dict[str, Callable[[Engine, pb.Filter], Sequence[Row]]]] = {
     "hashings": lambda engine, _: engine.explain.hashings(),
     "prefix": _prefix,
 }
-_OF_CLUSTER: Final[dict[str, Callable[[Cluster, pb.Filter], Sequence[Row]]]] = {
-    "members": lambda cluster, _: cluster.members(),
-    "transfers": lambda cluster, _: cluster.transfers(),
+_OF_CLUSTER: Final[dict[str, Callable[[ClusterMember, pb.Filter], Sequence[Row]]]] = {
+    "members": lambda member, _: member.members(),
+    "transfers": lambda member, _: member.transfers(),
     "engines": _memories,
 }
 
 
 def _check_keys(keys: bytes) -> None:
-    if len(keys) % KEY_BYTES or len(keys) > PREFIX_KEYS_MAX * KEY_BYTES:
-        text = f"keys are {KEY_BYTES} bytes each, {PREFIX_KEYS_MAX} at most"
+    if len(keys) % KEY_BYTES or len(keys) > defaults.PREFIX_KEYS_MAX * KEY_BYTES:
+        text = f"keys are {KEY_BYTES} bytes each, {defaults.PREFIX_KEYS_MAX} at most"
         raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
@@ -226,7 +181,7 @@ class InspectServer:
         socket: Path,
         loop: LoopThread,
         driver: Driver,
-        cluster: Cluster | None = None,
+        member: ClusterMember | None = None,
         incarnation: int = 0,
     ) -> None:
         """Listen beside the attach socket `socket`, whose lock the caller holds.
@@ -238,7 +193,7 @@ class InspectServer:
         self._pool = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="inspect")
         self._loop = loop
         try:
-            service = InspectService(driver, cluster, incarnation)
+            service = InspectService(driver, member, incarnation)
             loop.call(self._listen(service), timeout_s=START_TIMEOUT_S)
         except RuntimeError:
             self._pool.shutdown()
@@ -253,7 +208,7 @@ class InspectServer:
             interceptors=[Calls(self._pool, count_max=CALL_COUNT_MAX)],
             options=[
                 ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
-                ("grpc.max_send_message_length", REPLY_BYTES_MAX),
+                ("grpc.max_send_message_length", defaults.REPLY_BYTES_MAX),
                 ("grpc.max_concurrent_streams", CALL_COUNT_MAX),
                 ("grpc.max_metadata_size", 8 << 10),
                 # Or connections that ask nothing would be all that there may be.

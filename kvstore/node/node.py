@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore import __version__
 from kvstore.arena import Arena
-from kvstore.config.disk_room import warn_of_too_little_room
-from kvstore.config.machine import available_memory
+from kvstore.config.machine import available_memory, warn_of_too_little_room
 from kvstore.config.node import NodeConfig
 from kvstore.engine import Engine, EngineConfig
 from kvstore.engine.events import Event
 from kvstore.errors import ConfigError
+from kvstore.installation import lacking
 from kvstore.net.aio import LoopThread
 from kvstore.net.clock import MonotonicClock
 from kvstore.net.http import HttpServer, Page
@@ -89,7 +89,7 @@ class Running(NamedTuple):
     replica: str
     """Where the replica inside this node is; empty when there is none."""
     tells: str
-    """Replicas elsewhere that the node publishes to."""
+    """Replicas that the node publishes to and asks, its own first; empty when there is none."""
     peers: str
     """Where other nodes reach it, and by what blocks move; empty when off."""
     incarnation: Incarnation
@@ -100,8 +100,8 @@ class Running(NamedTuple):
         return (
             f"kvstore node ready: version={__version__} socket={self.socket}"
             f" metrics={self.metrics_url or 'off'}"
-            f" events={self.events or 'off'} index={self.replica or 'off'}"
-            f" index_replicas={self.tells or 'off'} peers={self.peers or 'off'}"
+            f" events={self.events or 'off'} index={self.tells or 'off'}"
+            f" serves-index={self.replica or 'off'} peers={self.peers or 'off'}"
             f" incarnation={self.incarnation:016x} huge-pages={'yes' if self.huge_pages else 'no'}"
             f" slab={format_size(self.slab_bytes)} file={self.file or 'off'}"
             f" dram={format_size(self.dram_bytes)}{note}"
@@ -149,7 +149,7 @@ def _in_place(config: NodeConfig, places: Addresses) -> NodeConfig:
     """The config with the ports at which the last process could be reached."""
     http, events = config.http, config.events
     if http is not None and places.metrics_port:
-        http = dataclasses.replace(http, port=places.metrics_port)
+        http = http._replace(port=places.metrics_port)
     if events is not None and places.events:
         events = dataclasses.replace(
             events, endpoint=places.events, replay_endpoint=places.events_replay
@@ -342,7 +342,7 @@ def _open_publisher(
         # Only here: a node without --events needs no ZeroMQ.
         from kvstore.node.publish import Publisher
     except ImportError:
-        raise ConfigError("--events needs pyzmq: pip install 'kvstore-llm[events]'") from None
+        raise ConfigError(lacking("--events", "pyzmq", "events")) from None
     if config.events.beyond_loopback:
         _log.warning(
             "--insecure: every client that reaches %s can read, without TLS, names of blocks",

@@ -10,13 +10,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from kvstore.engine import NO_BUDGET, SPACE_DIGITS, Engine, TierReport
+from kvstore.engine import NO_BUDGET, SPACE_DIGITS, Engine, Ledger, TierReport
 from kvstore.errors import NodeBusy
 from kvstore.net.http import Page, text_page
 from kvstore.node.attach import Attach
-from kvstore.node.driver import STEP_BUCKETS_NS, Driver
+from kvstore.node.driver import Driver
 from kvstore.node.files import FileEnd
-from kvstore.obs.metrics import Family, absent, family, histogram
+from kvstore.obs.metrics import Family, Sample, absent, family, histogram
+from kvstore.obs.timings import STEPS
 from kvstore.ports import Memory
 from kvstore.supervisor.listener import Door
 from kvstore.types import Incarnation, SpaceId, Tier as TierName
@@ -30,7 +31,13 @@ HEALTH_TIMEOUT_S: Final = 0.25
 METRICS_TIMEOUT_S: Final = 1.0
 MS_PER_S: Final = 1000
 OFF_LABELS: Final = {"file": TierName.FILE, "all": None}
-FEED_COUNTERS: Final = ("deltas", "snapshots", "keys_lost", "streams")
+SLOT_STATES: Final = ("sealed", "granted", "quarantined", "leased")
+NOT_WRITTEN: Final = {
+    "file_blocks_not_admitted": "admission",
+    "file_blocks_over_budget": "budget",
+    "file_writes_dropped": "disk",
+}
+"""Counter → reason."""
 BREAKER_LEVELS: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 
 
@@ -76,11 +83,10 @@ class NodeCollector(Collector):
             lambda engine: [*self._process_families(engine), *_engine_families(engine)],
             timeout_s=METRICS_TIMEOUT_S,
         )
-        found += self._feed_families()
-        found += absent(found)
-        if self._member is not None:
-            found += self._member.index_families()
+        found += self._member.families() if self._member is not None else []
         yield from found
+        yield from absent(found)
+        yield from self._member.index_families() if self._member is not None else ()
 
     def describe(self) -> list[Family]:
         return []
@@ -108,12 +114,7 @@ class NodeCollector(Collector):
                 "kvstore_datagrams_total",
                 [(("received",), door.datagrams_received), (("sent",), door.datagrams_sent)],
             ),
-            histogram(
-                "kvstore_step_seconds",
-                bounds=[bound / NS_PER_S for bound in STEP_BUCKETS_NS],
-                counts=list(loop.step_buckets),
-                total=loop.step_ns / NS_PER_S,
-            ),
+            histogram("kvstore_step_seconds", [loop.steps.row((), STEPS)]),
             family("kvstore_loop_failures_total", [((), loop.failures)]),
             family("kvstore_heartbeat_gap_seconds", [((), loop.beat_gap_ns_max / NS_PER_S)]),
             family("kvstore_queries_total", [((), loop.queries)]),
@@ -121,18 +122,6 @@ class NodeCollector(Collector):
                 family(f"kvstore_event_{name}_total", [((), count)])
                 for name, count in vars(self._events).items()
             ),
-        ]
-
-    def _feed_families(self) -> list[Family]:
-        feeder = self._member.feeder if self._member is not None else None
-        peering = self._member.peering if self._member is not None else None
-        counts = vars(feeder.counters) if feeder is not None else dict.fromkeys(FEED_COUNTERS, 0)
-        return [
-            family("kvstore_feeds", [((), feeder.connected_count if feeder is not None else 0)]),
-            *(family(f"kvstore_feed_{name}_total", [((), n)]) for name, n in counts.items()),
-            *(peering.families() if peering is not None else ()),
-            *(self._member.engine_families() if self._member is not None else ()),
-            *((self._member.certificate_ends,) if self._member is not None else ()),
         ]
 
 
@@ -147,12 +136,7 @@ def _engine_families(engine: Engine) -> list[Family]:
         family("kvstore_pinned_bytes", [((dram.tier,), dram.pinned_bytes)]),
         family(
             "kvstore_slots",
-            [
-                (("sealed",), dram.slots_sealed),
-                (("granted",), dram.slots_granted),
-                (("quarantined",), dram.slots_quarantined),
-                (("leased",), dram.slots_leased),
-            ],
+            [((each,), getattr(dram, f"slots_{each}")) for each in SLOT_STATES],
         ),
         family(
             "kvstore_file_budget_left_bytes", [((), file.budget_left_bytes)] if has_budget else []
@@ -172,10 +156,30 @@ def _engine_families(engine: Engine) -> list[Family]:
         family("kvstore_leases", [((), node.leases)]),
         family("kvstore_landing_bytes", engine.landing_bytes().items()),
         family("kvstore_pushes", engine.push_counts().items()),
+        *_ledger_families(engine.explain.ledger),
+        family(
+            "kvstore_file_blocks_not_written_total",
+            [((why,), getattr(counters, name)) for name, why in NOT_WRITTEN.items()],
+        ),
         *(
             family(f"kvstore_{name}_total", [((), getattr(counters, name))])
             for name in counters.__struct_fields__
+            if name not in NOT_WRITTEN
         ),
+    ]
+
+
+def _ledger_families(ledger: Ledger) -> list[Family]:
+    def by_name(field: str, unit: int = 1) -> list[Sample]:
+        return [(name, getattr(its, field) / unit) for name, its in ledger.accounts.items()]
+
+    return [
+        family("kvstore_blocks_hit_total", [((k,), n) for k, n in ledger.hits.items()]),
+        family("kvstore_blocks_missed_total", [((k,), n) for k, n in ledger.misses.items()]),
+        family("kvstore_prompt_tokens_total", by_name("prompt_tokens")),
+        family("kvstore_loaded_tokens_total", by_name("loaded_tokens")),
+        family("kvstore_saved_prefill_seconds_total", by_name("saved_ns", NS_PER_S)),
+        family("kvstore_waited_seconds_total", by_name("waited_ns", NS_PER_S)),
     ]
 
 
@@ -186,17 +190,15 @@ def _integrity_families(
     ages = [((tier.tier,), tier.scrub_age_ms / MS_PER_S) for tier in tiers]
     file = tiers[1]
     return [
-        family("kvstore_scrubbed_blocks_total", [((t.tier,), t.scrubbed_blocks) for t in tiers]),
-        family("kvstore_scrubbed_bytes_total", [((t.tier,), t.scrubbed_bytes) for t in tiers]),
-        family("kvstore_scrub_bad_total", [((t.tier,), t.scrub_bad) for t in tiers]),
+        *(
+            family(f"kvstore_{name}_total", [((t.tier,), getattr(t, name)) for t in tiers])
+            for name in ("scrubbed_blocks", "scrubbed_bytes", "scrub_bad")
+        ),
         family("kvstore_scrub_age_seconds", [age for age in ages if age[1] >= 0]),
         family("kvstore_spaces_off", [((name,), float(count)) for name, count in off.items()]),
         family(
             "kvstore_breaker_open",
-            [
-                (("file", "reads"), BREAKER_LEVELS[file.reads]),
-                (("file", "writes"), BREAKER_LEVELS[file.writes]),
-            ],
+            [(("file", way), BREAKER_LEVELS[getattr(file, way)]) for way in ("reads", "writes")],
         ),
     ]
 

@@ -7,7 +7,8 @@ Covers names and families of the node. Does not cover: sources of the values
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 from prometheus_client.core import (
@@ -47,7 +48,7 @@ _HISTOGRAMS: Final = frozenset({"step_seconds", "transfer_seconds", "router_ttft
 METRICS: Final = _rows(
     {
         "ready_bytes{tier}": "Bytes with allocated pages.",
-        "pinned_bytes{tier}": "Most that one rank has pinned for the copies of its GPU.",
+        "pinned_bytes{tier}": "Pinned host memory of the rank that pinned most.",
         "used_bytes{tier}": (
             "Bytes in use: slots with a block; on disk whole segments, the open one at its full"
             " size."
@@ -66,7 +67,7 @@ METRICS: Final = _rows(
         "step_seconds": "Time from a batch of events to its last executed command.",
         "loop_failures_total": "Caught exceptions of the loop: bugs.",
         "heartbeat_gap_seconds": (
-            "Longest gap between two heartbeats since the start; at 0.25 engines stop caching."
+            "Longest gap between two heartbeats of the last minute; at 0.25 engines stop caching."
         ),
         "queries_total": "Queries by inspect, explain and /metrics.",
         "event_batches_total": "Batches of KV events published (--events).",
@@ -118,7 +119,8 @@ METRICS: Final = _rows(
             " grant (push_grant), its first block (push_first), its last (push); copying out"
             " (land_copy), checksum (land_verify), from the word that blocks are there until they"
             " are sealed (push_seal), from the end of the push to the first token of its request"
-            " (push_token); of writes to other nodes (write)."
+            " (push_token); of writes to other nodes (write). Buckets: fetch, push, push_token and"
+            " write; 'kvstore inspect transfers' has percentiles of all."
         ),
         "landing_bytes{state}": (
             "Landing slab (--landing) by state: free, granted (a prefill node may write), limbo"
@@ -162,18 +164,35 @@ METRICS: Final = _rows(
         "hbm_blocks_dropped_total": "Copies not used: the block left memory, or was damaged.",
         "hbm_blocks_leased_total": "Blocks found and leased that have a copy in GPU memory.",
         "hbm_blocks_promoted_total": "Blocks copied into GPU memory and verified there.",
-        "blocks_hit_total": "Blocks found and leased.",
-        "blocks_missed_total": "Blocks looked up and not found.",
+        "blocks_hit_total{tier}": (
+            "Blocks loaded by requests that have ended, by source: dram, file (disk), peer."
+        ),
+        "blocks_missed_total{reason}": (
+            "Full blocks of the prompts of these requests that were neither loaded nor in the"
+            " engine's own cache, by class of the reasons of 'kvstore explain'."
+        ),
+        "prompt_tokens_total{model,tenant}": (
+            "Prompt tokens of requests that have ended. The first 32 models and tenants have names,"
+            " all others are 'other'."
+        ),
+        "loaded_tokens_total{model,tenant}": "Prompt tokens of these that were loaded.",
+        "saved_prefill_seconds_total{model,tenant}": (
+            "Estimated time to compute the loaded tokens, by the engines' measured pace."
+        ),
+        "waited_seconds_total{model,tenant}": (
+            "Time for which these requests waited for lookups, blocks and copies."
+        ),
         "evictions_total": "Slots evicted.",
         "file_blocks_crowded_total": "Blocks on disk dropped because the node's table was full.",
         "file_blocks_damaged_total": "Blocks on disk that failed verification.",
-        "file_blocks_not_admitted_total": "Blocks not written: no second request yet.",
-        "file_blocks_over_budget_total": "Blocks not written or kept: write budget used up.",
+        "file_blocks_not_written_total{reason}": (
+            "Blocks not written to disk: no second request yet (admission), write budget used up,"
+            " also blocks not kept (budget), disk busy, full or failing (disk)."
+        ),
         "file_blocks_read_total": "Blocks read from disk and verified.",
         "file_blocks_unread_total": "Blocks requested from disk and not delivered.",
         "file_blocks_written_total": "Blocks written to disk.",
         "file_reads_late_total": "Disk reads that ended after their deadline.",
-        "file_writes_dropped_total": "Blocks not written to disk: disk busy, full or failing.",
         "fetch_blocks_lost_total": "Blocks requested from other nodes and not delivered.",
         "fetched_blocks_total": "Blocks fetched from other nodes and verified.",
         "loan_blocks_changed_total": "Blocks that changed while they were served.",
@@ -303,6 +322,8 @@ ROUTER_METRICS: Final = _rows(
 BY_NAME: Final = {metric.name: metric for metric in (*METRICS, *INDEX_METRICS, *ROUTER_METRICS)}
 
 Sample = tuple[Sequence[str], float]
+Buckets = tuple[Sequence[str], Mapping[float, int], float]
+"""(label values, count up to each bound of which the last is infinite, total) of a histogram."""
 
 
 def family(name: str, samples: Iterable[Sample]) -> Family:
@@ -323,37 +344,18 @@ def absent(found: Iterable[Family]) -> list[Family]:
     """The node's families that are not among these, without a value."""
     names = {each.name for each in found}
     return [
-        histograms(metric.name, bounds=(), rows=())
-        if metric.kind == "histogram"
-        else family(metric.name, ())
+        histogram(metric.name, ()) if metric.kind == "histogram" else family(metric.name, ())
         for metric in METRICS
         if metric.name.removesuffix("_total") not in names  # as prometheus_client names counters
     ]
 
 
-def histogram(
-    name: str, *, bounds: Sequence[float], counts: Sequence[int], total: float
-) -> HistogramMetricFamily:
-    """The family of a listed histogram without labels; `counts` has one more than `bounds`."""
-    return histograms(name, bounds=bounds, rows=[((), counts, total)])
-
-
-def histograms(
-    name: str,
-    *,
-    bounds: Sequence[float],
-    rows: Iterable[tuple[Sequence[str], Sequence[int], float]],
-) -> HistogramMetricFamily:
-    """The family of a listed histogram with its (label values, counts, total) rows."""
+def histogram(name: str, rows: Iterable[Buckets]) -> HistogramMetricFamily:
+    """The family of a listed histogram."""
     metric = BY_NAME[name]
     assert metric.kind == "histogram", f"{name} is a {metric.kind}"
     made = HistogramMetricFamily(name, metric.help, labels=metric.labels)
-    for labels, counts, total in rows:
-        assert len(counts) == len(bounds) + 1
-        cumulative = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*map(repr, bounds), "+Inf"), counts, strict=True):
-            cumulative += count
-            buckets.append((bound, cumulative))
-        made.add_metric(labels, buckets, total)
+    for labels, buckets, total in rows:
+        counts = [("+Inf" if math.isinf(b) else repr(b), float(n)) for b, n in buckets.items()]
+        made.add_metric(labels, counts, total)
     return made

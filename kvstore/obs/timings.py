@@ -1,23 +1,32 @@
 """Durations: counts by time, two to an octave, and percentiles out of them.
 
 Bounded memory and no locks: one thread adds. A percentile is at most 41 % above the true one, which
-is the width of a bucket. Does not cover: names and help of metrics (`metrics`).
+is the width of a bucket. /metrics has wider ones, `TRANSFERS` and `TTFTS`: series cost an operator
+more than counts cost us. Does not cover: names and help of metrics (`metrics`).
 """
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from kvstore.ports import Clock
 from kvstore.units import NS_PER_S
 
-FIRST_NS: Final = 1000
-PER_OCTAVE: Final = 2
-BUCKETS: Final = 52
-"""Upper bounds from 1 µs on; the last is 67 s, and counts longer durations, too."""
-BOUNDS_NS: Final = tuple(round(FIRST_NS * 2 ** (n / PER_OCTAVE)) for n in range(BUCKETS))
+if TYPE_CHECKING:
+    from kvstore.obs.metrics import Buckets
+
+BUCKETS: Final = 56
+"""Upper bounds from 1 µs on, among them 1 s; the last is 181 s, and counts longer ones, too."""
+BOUNDS_NS: Final = tuple(round(NS_PER_S * 2 ** (n / 2 - 20)) for n in range(BUCKETS))
+STEPS: Final = range(0, 46, 4)
+"""Buckets of /metrics for steps of a node: 1 µs, and each factor of four above it, to 4 s."""
+TRANSFERS: Final = range(10, BUCKETS - 1, 4)
+"""For transfers: 31 µs to 128 s."""
+TTFTS: Final = range(28, BUCKETS - 1, 2)
+"""For times to the first token: 16 ms, and each factor of two above it, to 128 s."""
 
 
 class Timings:
@@ -33,8 +42,7 @@ class Timings:
 
     def add(self, took_ns: int, size_bytes: int = 0) -> None:
         """Count one duration, and the bytes moved in it."""
-        at = math.ceil(math.log2(max(took_ns, FIRST_NS) / FIRST_NS) * PER_OCTAVE)
-        self.counts[min(at, BUCKETS - 1)] += 1
+        self.counts[min(bisect.bisect_left(BOUNDS_NS, took_ns), BUCKETS - 1)] += 1
         self.count += 1
         self.total_ns += took_ns
         self.size_bytes += size_bytes
@@ -47,6 +55,12 @@ class Timings:
             if seen >= wanted > 0:
                 return bound
         return 0
+
+    def row(self, labels: Sequence[str], of: range) -> Buckets:
+        """For /metrics: durations up to each bound of these buckets, in seconds, and all of them;
+        and their sum."""
+        found = {BOUNDS_NS[n] / NS_PER_S: sum(self.counts[: n + 1]) for n in of}
+        return labels, found | {math.inf: self.count}, self.total_ns / NS_PER_S
 
     @property
     def bytes_per_s(self) -> int:

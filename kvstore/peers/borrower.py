@@ -36,11 +36,11 @@ from kvstore.peers.exchange import Exchange
 from kvstore.peers.mover_host import MoverHost
 from kvstore.peers.peer_session import Dial, PeerSession, SessionLost
 from kvstore.ports import Clock, Pieces
-from kvstore.proto import loans
 from kvstore.transport.backends import is_at
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
 from kvstore.units import NS_PER_S
 from kvstore.wire.assembly import Assembly
+from kvstore.wire.peers import LendAnswer, PeerHello, checksums_of
 from kvstore.wire.record import Scope
 
 LOCATE_TIMEOUT_S: Final = 0.25
@@ -110,7 +110,7 @@ class Borrower:
     def __init__(
         self,
         *,
-        who: loans.Who,
+        who: PeerHello,
         mover: MoverHost,
         memory: NDArray[np.uint8],
         clock: Clock,
@@ -308,11 +308,12 @@ class Borrower:
     async def _borrow(self, session: PeerSession, command: Fetch, count: int) -> Fetched:
         """Raises SessionLost; nothing is under way then."""
         watch = Stopwatch(self.timings, self._clock)
-        loan, borrowed = await session.lend(
+        answer = await session.lend(
             command.tenant, command.space, command.keys, timeout_s=ASK_TIMEOUT_S
         )
         watch.lap("ask")
-        lent = len(borrowed.slots)
+        places = answer.places()
+        lent = len(places)
         if not lent:
             return Fetched(command.job, bytes(count), not_lent=count)
         targets = [
@@ -321,14 +322,14 @@ class Borrower:
         ]
         sources = [
             Scope(command.tenant, command.space, shard, size)
-            for shard, size in zip(borrowed.shards, borrowed.block_bytes, strict=True)
+            for shard, size in zip(answer.shards, answer.block_bytes, strict=True)
         ]
         try:
             assembly = Assembly(sources, targets, head_bytes=command.head_bytes)
         except ValueError as error:
             raise SessionLost(f"node {command.node} lends {error}") from None
         slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1)[:lent]
-        remote, local, length = assembly.moves(borrowed.slots * PAGE_BYTES, slots * PAGE_BYTES)
+        remote, local, length = assembly.moves(places * PAGE_BYTES, slots * PAGE_BYTES)
         ended = await self._mover.move(
             mover_name(command.node),
             session.descriptor,
@@ -342,8 +343,8 @@ class Borrower:
         # The peer is asked while the bytes are verified. Both have ended when this returns: nobody
         # looks at the slots any more.
         stayed, sums = await _both(
-            session.give_back(loan, count=lent, timeout_s=ASK_TIMEOUT_S),
-            _on(self._verifiers, lambda: self._verify(assembly, command, slots, borrowed)),
+            session.give_back(answer.loan, count=lent, timeout_s=ASK_TIMEOUT_S),
+            _on(self._verifiers, lambda: self._verify(assembly, command, slots, answer)),
         )
         good, checksums = self._judge(command, stayed, sums, shards=len(targets))
         watch.lap("verify", size_bytes)
@@ -366,7 +367,7 @@ class Borrower:
         assembly: Assembly,
         command: Fetch,
         slots: NDArray[np.int64],
-        borrowed: loans.Borrowed,
+        answer: LendAnswer,
     ) -> list[Sequence[bytes] | None]:
         """Checksums of our shards of each block, None: it is another; on a thread of its own."""
         found: list[Sequence[bytes] | None] = []
@@ -380,7 +381,8 @@ class Borrower:
                 for begin, size in zip(begins, sizes, strict=True)
             ]
             key = BlockKey(command.keys[at : at + KEY_BYTES])
-            found.append(assembly.verify(key, views, borrowed.checksums_of(number)))
+            sums = checksums_of(answer.checksums, block=number, shards=len(answer.shards))
+            found.append(assembly.verify(key, views, sums))
         return found
 
     def _judge(

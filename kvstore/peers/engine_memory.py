@@ -62,6 +62,7 @@ MESSAGE_BYTES_MAX: Final = PAYLOAD_BYTES_MAX + (64 << 10)
 """In all frames but the last."""
 BUGS_MAX: Final = 8
 """So many are remembered, to be logged once."""
+AHEAD = 'it hashes {} token(s) ahead: add "disable_lookahead_block_hashes" to --speculative-config'
 _FIRST_ROW: Final = 1 << 40
 """First row of slices of a snapshot: the node's own rows are below."""
 
@@ -339,16 +340,20 @@ class EngineMemory:
         if self._has_ended:
             return "KV events of engines are not read any more after a bug, which the log has"
         away: dict[bool, list[str]] = {False: [], True: []}
+        found = []
         for each in list(self._followers.values()):
             if each.feed.phase is Phase.AWAY:
                 name = f"{each.source.engine} at {each.source.endpoint}"
                 away[each.has_failed].append(name)
+            elif note := _note(each.feed.lookahead_tokens):
+                found.append(f"engine {each.source.engine}: {note}")
         notes = {False: "are not reached", True: "are not read after a bug, which the log has"}
-        return "; ".join(
+        found += [
             f"KV events of {', '.join(names)} {notes[has_failed]}"
             for has_failed, names in away.items()
             if names
-        )
+        ]
+        return "; ".join(found)
 
     # ── of the thread ────────────────────────────────────────────────────────────────────────────
 
@@ -483,4 +488,10 @@ def _report(follower: _Follower, blocks: int) -> MemoryReport:
         state=follower.feed.phase.value,
         blocks=blocks,
         left_out=follower.feed.blocks.left_out,
+        note=_note(follower.feed.lookahead_tokens),
     )
+
+
+def _note(ahead: int) -> str:
+    """Why hits of an engine are shorter than its blocks say; empty: they are not."""
+    return AHEAD.format(ahead) if ahead else ""

@@ -27,8 +27,8 @@ from typing import Any, Final
 
 import grpc
 
-from kvstore.client.index import channel_options
-from kvstore.client.reasons import plain_reason
+from kvstore.client.index import aio_channel
+from kvstore.client.reasons import reason_of
 from kvstore.engine.events import Offered, OffersUntold
 from kvstore.errors import NodeBusy
 from kvstore.index.feed import BEAT_MS
@@ -211,7 +211,7 @@ class FeedLink:
         self._credentials = credentials
         self._hello = hello
         self._counters = counters
-        self._dial = dial or _channel
+        self._dial = dial or aio_channel
         self._jitter = jitter or aio.jitter
         self.changes = log.reader(self._woken)
         self._sequence = 0
@@ -249,7 +249,7 @@ class FeedLink:
             try:
                 await self._stream(ask)
             except grpc.RpcError as error:
-                reason = _reason(error)
+                reason = _short(reason_of(error))
                 if error.code() is grpc.StatusCode.ALREADY_EXISTS:
                     self.twin.told(reason, loop.time())
                     reason = ""  # that is said
@@ -400,13 +400,6 @@ class FeedLink:
         await _write(call, pb.FeedWord(part=part))
 
 
-def _channel(replica: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-    options = channel_options()
-    if credentials is None:
-        return grpc.aio.insecure_channel(replica, options=options)
-    return grpc.aio.secure_channel(replica, credentials, options=options)
-
-
 async def _slice(ask: Callable[[int], Slice], row: int) -> Slice:
     while True:
         try:
@@ -434,11 +427,6 @@ async def _connect(channel: grpc.aio.Channel) -> None:
             await channel.channel_ready()
     except TimeoutError:  # a call that does not wait is told why
         await IndexStub(channel).Nodes(pb.NodesRequest(), timeout=CONNECT_TIMEOUT_S)
-
-
-def _reason(error: grpc.RpcError) -> str:
-    details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-    return _short(plain_reason(details))
 
 
 def _short(text: str) -> str:

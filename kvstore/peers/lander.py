@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,9 +41,9 @@ from kvstore.peers.mover_host import MoverHost
 from kvstore.peers.peer_session import PeerSession, SessionLost
 from kvstore.peers.stages import SLOW_S, Stages
 from kvstore.ports import Clock
-from kvstore.proto import peer_pb2 as pb, pushes
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
 from kvstore.wire.assembly import Assembly
+from kvstore.wire.peers import Pushed, PushRevoke, PushWord, check_pushed, checksums_of
 from kvstore.wire.record import Scope
 
 ASK_TIMEOUT_S: Final = 2.0
@@ -106,8 +107,8 @@ class Lander:
     def carry_out(self, command: LandCommand) -> None:
         """An order of the engine."""
         match command:
-            case AskPush():
-                given = self._given[command.grant] = _OpenGrant(command, self._clock.now_ns())
+            case AskPush(its=its):
+                given = self._given[its.grant] = _OpenGrant(command, self._clock.now_ns())
                 self._run(self._ask(given))
             case RevokePush(grant=grant) if grant in self._given:
                 given = self._given[grant]
@@ -135,61 +136,59 @@ class Lander:
     # ── grants ───────────────────────────────────────────────────────────────────────────────────
 
     async def _ask(self, given: _OpenGrant) -> None:
-        command = given.command
+        node, its = given.command.node, given.command.its
         try:
-            session = await self._borrower.session(command.node)
-            if given.is_revoked or command.epoch != self.epoch:
+            session = await self._borrower.session(node)
+            if given.is_revoked or its.epoch != self.epoch:
                 raise SessionLost("it was taken back")
             given.session = session
-            session.heard = lambda answer: self._hear(session, answer)
-            ask = pushes.grant_ask(command, self._mover.descriptor)
-            await session.tell(ask, timeout_s=ASK_TIMEOUT_S)
-            self.stages.since("push_grant", given.begun_ns, node=command.node)
+            session.heard = lambda word: self._hear(session, word)
+            grant = msgspec.structs.replace(its, descriptor=self._mover.descriptor)
+            await session.tell(grant, timeout_s=ASK_TIMEOUT_S)
+            self.stages.since("push_grant", given.begun_ns, node=node)
         except SessionLost as error:
-            self._over(command.grant, str(error), is_quiet=given.session is None)
+            self._over(its.grant, str(error), is_quiet=given.session is None)
 
     async def _revoke(self, session: PeerSession, grant: int) -> None:
         with contextlib.suppress(SessionLost):  # which says it for all grants
-            await session.tell(pb.Ask(revoke=pb.Revoke(grant=grant)), timeout_s=ASK_TIMEOUT_S)
+            await session.tell(PushRevoke(grant), timeout_s=ASK_TIMEOUT_S)
 
-    def _hear(self, session: PeerSession, answer: pb.Answer | None) -> None:
-        if answer is None:
+    def _hear(self, session: PeerSession, word: PushWord | None) -> None:
+        if word is None:
             its = [grant for grant, each in self._given.items() if each.session is session]
             for grant in its:
                 self._over(grant, session.lost, is_quiet=False)
-        elif answer.WhichOneof("kind") == "pushed":
-            self._hear_pushed(session, answer.pushed)
-        else:
-            over = pushes.over_event(answer.push_over)
-            given = self._given.get(over.grant)
-            if given is not None and given.session is session and over.epoch == self.epoch:
-                self._over(over.grant, over.reason, is_quiet=over.is_quiet)
-
-    def _hear_pushed(self, session: PeerSession, pushed: pb.Pushed) -> None:
-        given = self._given.get(pushed.grant)
+            return
+        given = self._given.get(word.grant)
         if given is None or given.session is not session:
             return  # another peer's grant
+        if isinstance(word, Pushed):
+            self._hear_pushed(given, word)
+        elif given.command.its.epoch == word.epoch:
+            self._over(word.grant, word.reason, is_quiet=word.is_quiet)
+
+    def _hear_pushed(self, given: _OpenGrant, pushed: Pushed) -> None:
         try:
-            event = pushes.pushed_event(pushed)
+            check_pushed(pushed)
         except ProtocolError as error:
             self._over(pushed.grant, str(error), is_quiet=False)
             return
-        if event.shards and not given.has_begun:
+        if pushed.shards and not given.has_begun:
             given.has_begun = True
             self.stages.since("push_first", given.begun_ns)
-        self._post(event)
+        self._post(pushed)
 
     def _over(self, grant: int, reason: str, *, is_quiet: bool) -> None:
         given = self._given.pop(grant, None)
         if given is None:
             return
-        command = given.command
+        node, its = given.command.node, given.command.its
         if not reason:
-            count = len(command.keys) // KEY_BYTES
-            self.stages.since("push", given.begun_ns, count * command.block_bytes)
+            count = len(its.keys) // KEY_BYTES
+            self.stages.since("push", given.begun_ns, count * its.block_bytes)
         if reason and not given.is_revoked:
-            _log.info("a push from node %s has ended early: %s", command.node, reason)
-        self._post(PushOver(grant, command.epoch, reason, is_quiet))
+            _log.info("a push from node %s has ended early: %s", node, reason)
+        self._post(PushOver(grant, its.epoch, reason, is_quiet))
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────
 
@@ -236,20 +235,16 @@ class Lander:
                 memory[to : to + length] = memory[begin : begin + length]
             copy_ns += now_ns() - at_ns
             # Block by block: the bytes of the copy are still in the processor's cache.
-            key = BlockKey(command.keys[number * KEY_BYTES :][:KEY_BYTES])
+            key = BlockKey(command.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
             views = [
                 memory[at : at + size].data
                 for at, size in zip(row, command.block_bytes, strict=True)
             ]
-            made = assembly.verify(key, views, self._told_checksums(command, number))
+            told = checksums_of(command.checksums, block=number, shards=len(command.sources))
+            made = assembly.verify(key, views, told)
             good[number] = made is not None
             sums += b"".join(made or [bytes(len(views) * CHECKSUM_BYTES)])
         size_bytes, verify_ns = count * size, now_ns() - begun_ns - copy_ns
         self.stages.took("land_copy", copy_ns, size_bytes)
         self.stages.took("land_verify", verify_ns, size_bytes)
         return Landed(command.job, bytes(good), bytes(sums))
-
-    def _told_checksums(self, command: Land, number: int) -> list[bytes]:
-        columns = len(command.sources)
-        its = command.checksums[number * columns * CHECKSUM_BYTES :]
-        return [its[at * CHECKSUM_BYTES :][:CHECKSUM_BYTES] for at in range(columns)]

@@ -26,11 +26,11 @@ import grpc
 from kvstore.client.tls import Identity
 from kvstore.engine.events import Lend, Lent, LoanEnded, LoanReturned, PeerGone
 from kvstore.errors import ProtocolError
+from kvstore.net.calls import RefusedCall
 from kvstore.net.tls import peer_identities
 from kvstore.peers.exchange import Exchange
 from kvstore.peers.pusher import Pusher
-from kvstore.proto import loans, peer_pb2 as pb
-from kvstore.proto.peer_pb2_grpc import PeersServicer
+from kvstore.wire import peers as wire
 
 ASKS_MAX: Final = 64
 UNREAD_MAX: Final = 1024
@@ -39,6 +39,8 @@ SESSIONS_MAX: Final = 1024
 HANG_UP_S: Final = 5.0
 HELLO_TIMEOUT_S: Final = 5.0
 
+_DENIED: Final = grpc.StatusCode.PERMISSION_DENIED
+
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +48,7 @@ class _Session:
     def __init__(self, number: int, node: str) -> None:
         self.number = number
         self.node = node
-        self.answers: asyncio.Queue[pb.Answer | None] = asyncio.Queue()
+        self.answers: asyncio.Queue[wire.Answer | None] = asyncio.Queue()
         """None: the peer has hung up, or must."""
         self.serving = asyncio.current_task()
         self.cut: asyncio.TimerHandle | None = None
@@ -57,14 +59,14 @@ class _Session:
         self.objection = ""
 
 
-class Lender(PeersServicer):
-    """Serves `Peers`. On the asyncio loop."""
+class Lender:
+    """Serves `PEERS`. On the asyncio loop."""
 
     def __init__(
         self,
         exchange: Exchange,
         *,
-        who: loans.Who,
+        who: wire.PeerHello,
         descriptor: Callable[[], bytes],
         demands_certificates: bool,
     ) -> None:
@@ -83,38 +85,37 @@ class Lender(PeersServicer):
         """Peers that are connected."""
         return len(self._sessions)
 
-    async def Session(
-        self, request_iterator: AsyncIterator[pb.Ask], context: Any
-    ) -> AsyncIterator[pb.Answer]:
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Asks are decoded here: gRPC would end the stream without a word about what is wrong."""
+        method = grpc.stream_stream_rpc_method_handler(self.session, bytes, wire.encode)
+        return grpc.method_handlers_generic_handler(wire.PEERS, {"Session": method})
+
+    async def session(self, asks: AsyncIterator[bytes], context: Any) -> AsyncIterator[wire.Answer]:
         """One peer, until either side hangs up."""
         try:
-            first = await asyncio.wait_for(anext(request_iterator), HELLO_TIMEOUT_S)
+            first = await asyncio.wait_for(anext(asks), HELLO_TIMEOUT_S)
         except StopAsyncIteration:
             return
         except TimeoutError:
             sentence = f"a session begins with Hello, within {HELLO_TIMEOUT_S:.0f} s"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, sentence)
         try:
-            caller = self._caller(first, context)
+            node = self._caller(wire.decode_ask(first), context)
         except ProtocolError as error:
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
-        self._hang_up(session for session in self._sessions.values() if session.node == caller.node)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except RefusedCall as error:
+            await context.abort(error.code, str(error))
+        self._hang_up(session for session in self._sessions.values() if session.node == node)
         if len(self._sessions) >= SESSIONS_MAX:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many nodes ask here")
-        session = _Session(next(self._numbers), caller.node)
+        session = _Session(next(self._numbers), node)
         self._sessions[session.number] = session
-        reading = asyncio.get_running_loop().create_task(self._read(session, request_iterator))
-        _log.info("node %s reads here", caller.node)
+        reading = asyncio.get_running_loop().create_task(self._read(session, asks))
+        _log.info("node %s reads here", node)
         try:
-            yield pb.Answer(
-                welcome=pb.Welcome(
-                    node=self._who.node,
-                    incarnation=self._who.incarnation,
-                    descriptor=self._descriptor(),
-                )
-            )
+            yield wire.PeerWelcome(self._who.node, self._who.incarnation, self._descriptor())
             while (answer := await session.answers.get()) is not None:
-                session.unanswered -= answer.WhichOneof("kind") in ("lent", "returned")
+                session.unanswered -= isinstance(answer, wire.LendAnswer | wire.GivenBack)
                 if session.answers.qsize() < UNREAD_MAX:
                     session.has_room.set()
                 yield answer
@@ -141,69 +142,61 @@ class Lender(PeersServicer):
                     HANG_UP_S, session.serving.cancel
                 )
 
-    def _caller(self, first: pb.Ask, context: Any) -> loans.Who:
-        """Raises ProtocolError: it is nobody that is served."""
-        if first.WhichOneof("kind") != "hello":
-            raise ProtocolError("the first word of a session is Hello")
-        who = loans.who_of(first.hello)
-        if self._demands_certificates and Identity("node", who.node) not in peer_identities(
+    def _caller(self, first: wire.Ask, context: Any) -> str:
+        """Its node. Raises RefusedCall: it is nobody that is served."""
+        if not isinstance(first, wire.PeerHello):
+            raise RefusedCall(_DENIED, "the first word of a session is Hello")
+        if self._demands_certificates and Identity("node", first.node) not in peer_identities(
             context.auth_context()
         ):
-            raise ProtocolError(f"this certificate is not of node {who.node}")
-        return who
+            raise RefusedCall(_DENIED, f"this certificate is not of node {first.node}")
+        return first.node
 
-    async def _read(self, session: _Session, asks: AsyncIterator[pb.Ask]) -> None:
+    async def _read(self, session: _Session, asks: AsyncIterator[bytes]) -> None:
         try:
             async for ask in asks:
                 await session.has_room.wait()
-                if self.pusher is not None and self._hear_push(self.pusher, session, ask):
-                    continue
-                session.unanswered += 1
-                if session.unanswered > ASKS_MAX:
-                    raise ProtocolError(f"more than {ASKS_MAX} asks at a time")
-                self._exchange.post(_event_of(session.number, ask))
+                self._hear(session, wire.decode_ask(ask))
         except ProtocolError as error:
             session.objection = str(error)
         finally:
             self._hang_up([session])
 
-    def _hear_push(self, pusher: Pusher, session: _Session, ask: pb.Ask) -> bool:
-        """Whether it was a word about pushes. Raises ProtocolError."""
-        match ask.WhichOneof("kind"):
-            case "grant":
-                pusher.asked(session.number, session.node, ask.grant)
-            case "revoke":
-                pusher.revoked(session.number, ask.revoke.grant)
+    def _hear(self, session: _Session, ask: wire.Ask) -> None:
+        """Raises ProtocolError."""
+        peer = session.number
+        match ask:
+            case wire.PushGrant() if self.pusher is not None:
+                self.pusher.asked(peer, session.node, ask)
+            case wire.PushRevoke() if self.pusher is not None:
+                self.pusher.revoked(peer, ask.grant)
+            case wire.LendAsk():
+                self._post(session, Lend(peer, ask.loan, ask.tenant, ask.space, ask.keys))
+            case wire.GiveBack():
+                self._post(session, LoanReturned(peer, ask.loan))
             case _:
-                return False
-        return True
+                raise ProtocolError("an ask that is none")
+
+    def _post(self, session: _Session, event: Lend | LoanReturned) -> None:
+        """Raises ProtocolError."""
+        session.unanswered += 1
+        if session.unanswered > ASKS_MAX:
+            raise ProtocolError(f"more than {ASKS_MAX} asks at a time")
+        self._exchange.post(event)
 
     def lent(self, command: Lent) -> None:
-        """The engine's answer to a Lend."""
-        self.answer(command.peer, loans.lent_answer(command))
+        """The engine's answer to a Lend. Generations stay: GivenBack says if they changed."""
+        run = command.shards, command.block_bytes, command.slots, command.checksums
+        self.answer(command.peer, wire.LendAnswer(command.loan, *run))
 
     def loan_ended(self, command: LoanEnded) -> None:
         """The engine's answer to a LoanReturned."""
-        returned = pb.Returned(loan=command.loan, intact=command.intact)
-        self.answer(command.peer, pb.Answer(returned=returned))
+        self.answer(command.peer, wire.GivenBack(command.loan, command.intact))
 
-    def answer(self, peer: int, answer: pb.Answer) -> None:
+    def answer(self, peer: int, answer: wire.Answer) -> None:
         """Say something to a peer, if it is there."""
         session = self._sessions.get(peer)
         if session is not None:
             session.answers.put_nowait(answer)
             if session.answers.qsize() >= UNREAD_MAX:
                 session.has_room.clear()
-
-
-def _event_of(peer: int, ask: pb.Ask) -> Lend | LoanReturned:
-    """Raises ProtocolError."""
-    match ask.WhichOneof("kind"):
-        case "lend":
-            lend = ask.lend
-            loans.check_lend(lend)
-            return Lend(peer, lend.loan, lend.tenant, lend.space, lend.keys)
-        case "give_back":
-            return LoanReturned(peer, ask.give_back.loan)
-        case _:
-            raise ProtocolError("an ask that is none")

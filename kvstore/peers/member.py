@@ -18,16 +18,17 @@ from kvstore.client.index import IndexClient, IndexUnavailable
 from kvstore.config.cluster import ClusterConfig
 from kvstore.errors import ConfigError
 from kvstore.indexer.replica import Replica
+from kvstore.installation import lacking
 from kvstore.net.aio import LoopThread
 from kvstore.net.tls import INSECURE_NOTE, certificate_ends, warn_of_its_end
 from kvstore.obs.metrics import Family, family
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.peers.peering import Peering
 from kvstore.ports import Clock, Memory
-from kvstore.proto.loans import Who
 from kvstore.proto.rows import MemberReport, MemoryReport, TransferReport, member_report
 from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.load import EngineEntry, Load
+from kvstore.wire.peers import PeerHello
 
 if TYPE_CHECKING:
     from kvstore.peers.engine_memory import EngineMemory
@@ -54,8 +55,6 @@ class ClusterMember:
             ConfigError: an address cannot be listened on.
         """
         self._tls = config.tls
-        self.tells = ",".join(config.indexes)
-        """Replicas elsewhere that hear what this node holds."""
         _warn(config)
         with contextlib.ExitStack() as stack:
             self._replica: Replica | None = None
@@ -68,7 +67,7 @@ class ClusterMember:
                     config,
                     config.peers,
                     loop,
-                    who=Who(config.node, incarnation),
+                    who=PeerHello(config.node, incarnation),
                     arena_fd=arena.arena_fd,
                     hold_fd=arena.hold_fd,
                     arena_bytes=tier.capacity_bytes,
@@ -77,6 +76,8 @@ class ClusterMember:
                 )
                 stack.callback(self.peering.close)
             replicas = (*self._own_replica(), *config.indexes)
+            self.tells = ",".join(replicas)
+            """Replicas that hear what this node holds, its own first."""
             self._client = IndexClient(replicas, tls=config.tls, insecure=config.tls is None)
             stack.callback(self._client.close)
             self._node = config.node
@@ -158,7 +159,7 @@ class ClusterMember:
         try:
             known = self._client.nodes(engines=True)
         except IndexUnavailable as error:
-            return [MemberReport(self._node, str(error), "", "", 0)]
+            return [MemberReport(self._node, str(error), "", "", None)]
         return [member_report(member, known.trust) for member in known.nodes]
 
     @property
@@ -185,21 +186,19 @@ class ClusterMember:
             return []
         return self.memory.reports(tenant=tenant, space=space, keys=keys)
 
-    @property
-    def certificate_ends(self) -> Family:
-        """When this node's certificate does, as a metric."""
-        return certificate_ends(self._tls)
-
-    def engine_families(self) -> list[Family]:
-        """Metrics of what engines publish; none when nobody is listened to."""
-        if self.memory is None:
-            return []
+    def families(self) -> list[Family]:
+        """Metrics of the parts that this node has, without its replica."""
+        found = self.peering.families() if self.peering is not None else []
+        counts = {f"feed_{name}": n for name, n in vars(self.feeder.counters).items()}
+        if self.memory is not None:
+            found.append(family("kvstore_engine_blocks", [((), self.memory.block_count)]))
+            events = vars(self.memory.counters)
+            counts |= {f"engine_events_{name}": count for name, count in events.items()}
         return [
-            family("kvstore_engine_blocks", [((), self.memory.block_count)]),
-            *(
-                family(f"kvstore_engine_events_{name}_total", [((), count)])
-                for name, count in vars(self.memory.counters).items()
-            ),
+            *found,
+            certificate_ends(self._tls),
+            family("kvstore_feeds", [((), self.feeder.connected_count)]),
+            *(family(f"kvstore_{name}_total", [((), n)]) for name, n in counts.items()),
         ]
 
     def index_families(self) -> list[Family]:
@@ -228,9 +227,7 @@ def _open_memory(config: ClusterConfig, clock: Clock, feeder: Feeder) -> EngineM
         from kvstore.peers.engine_memory import EngineMemory
     except ImportError:
         if config.engines:
-            raise ConfigError(
-                "--engine-events needs pyzmq: pip install 'kvstore-llm[events]'"
-            ) from None
-        _log.info("KV events of engines are not read: pip install 'kvstore-llm[events]'")
+            raise ConfigError(lacking("--engine-events", "pyzmq", "events")) from None
+        _log.info("%s", lacking("reading KV events of engines", "pyzmq", "events"))
         return None
     return EngineMemory(config.engines, clock=clock, tell=feeder.log.append)

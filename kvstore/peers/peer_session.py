@@ -17,18 +17,18 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.index import aio_channel
 from kvstore.client.reasons import plain_reason
 from kvstore.client.tls import Identity
 from kvstore.errors import KVStoreError, ProtocolError
-from kvstore.proto import loans, peer_pb2 as pb
-from kvstore.proto.peer_pb2_grpc import PeersStub
 from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.wire import peers as wire
 
 OPEN_TIMEOUT_S: Final = 2.0
 KEEPALIVE_MS: Final = 10_000
@@ -45,6 +45,7 @@ PINGS: Final = (
 
 Dial = Callable[[str, str, grpc.ChannelCredentials | None], grpc.aio.Channel]
 """(name, address, credentials) of a peer → a channel to it."""
+_Loaned = TypeVar("_Loaned", wire.LendAnswer, wire.GivenBack)
 
 
 class SessionLost(KVStoreError):
@@ -54,18 +55,18 @@ class SessionLost(KVStoreError):
 class PeerSession:
     """A stream that is open. On the asyncio loop."""
 
-    def __init__(self, channel: grpc.aio.Channel, call: Any, welcome: pb.Welcome) -> None:
-        self.who = loans.who_of(welcome)
+    def __init__(self, channel: grpc.aio.Channel, call: Any, welcome: wire.PeerWelcome) -> None:
+        self.node = welcome.node
         self.descriptor = welcome.descriptor
         """The peer's descriptor, which our mover needs to read there."""
         self.lost = ""
         """Why it has ended."""
-        self.heard: Callable[[pb.Answer | None], object] = lambda _: None
+        self.heard: Callable[[wire.PushWord | None], object] = lambda _: None
         """Called with words about pushes, and with None when the session has ended."""
         self._channel = channel
         self._call = call
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[pb.Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[wire.LendAnswer | wire.GivenBack]] = {}
         self._writing = asyncio.Lock()
         """A stream that two write to at a time is ended by gRPC."""
         self._reading = asyncio.get_running_loop().create_task(self._read())
@@ -76,58 +77,58 @@ class PeerSession:
         name: str,
         address: str,
         *,
-        me: loans.Who,
+        me: wire.PeerHello,
         credentials: grpc.ChannelCredentials | None,
         dial: Dial | None = None,
     ) -> Self:
         """`dial`: what makes a channel; None: gRPC. Raises SessionLost."""
         channel = (dial or _channel)(name, address, credentials)
-        call, trouble = None, ""
+        call: Any = None
+        trouble = ""
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 await channel.channel_ready()
-                call = PeersStub(channel).Session()
-                hello = pb.Hello(node=me.node, incarnation=me.incarnation)
-                await call.write(pb.Ask(hello=hello))
-                answer = await call.read()
-            if answer is grpc.aio.EOF or answer.WhichOneof("kind") != "welcome":
+                call = channel.stream_stream(f"/{wire.PEERS}/Session", wire.encode, bytes)()
+                await call.write(me)
+                data = await call.read()
+            welcome = None if data is grpc.aio.EOF else wire.decode_answer(data)
+            if not isinstance(welcome, wire.PeerWelcome):
                 raise SessionLost(f"node {name} does not welcome this one")
-            session = cls(channel, call, answer.welcome)
+            session = cls(channel, call, welcome)
         except (TimeoutError, grpc.RpcError, ProtocolError, SessionLost) as error:
             trouble = _sentence(name, error)
         call = None
         if trouble:
             await channel.close()
             raise SessionLost(trouble)
-        if session.who.node != name:
+        if session.node != name:
             await session.close()
             raise SessionLost(f"{address} is not node {name}")
         return session
 
     async def lend(
         self, tenant: str, space: SpaceId, keys: bytes, *, timeout_s: float
-    ) -> tuple[int, loans.Borrowed]:
-        """(loan, what is lent) of the longest run that the peer has in dram. Raises SessionLost."""
-        loan = next(self._numbers)
-        lend = pb.Lend(loan=loan, tenant=tenant, space=space, keys=keys)
-        answer = await self._ask(loan, pb.Ask(lend=lend), "lent", timeout_s)
+    ) -> wire.LendAnswer:
+        """The longest run that the peer has in dram. Raises SessionLost."""
+        lend = wire.LendAsk(next(self._numbers), tenant, space, keys)
+        answer = await self._ask(lend, wire.LendAnswer, timeout_s)
         try:
-            return loan, loans.borrowed_of(answer.lent, asked=len(keys) // KEY_BYTES)
+            wire.check_lent(answer, asked=len(keys) // KEY_BYTES)
         except ProtocolError as error:
             self._end(str(error))
             raise SessionLost(self.lost) from None
+        return answer
 
     async def give_back(self, loan: int, *, count: int, timeout_s: float) -> NDArray[np.bool_]:
         """Which of the loan's blocks stayed as they were lent until now. Raises SessionLost."""
-        ask = pb.Ask(give_back=pb.GiveBack(loan=loan))
-        answer = await self._ask(loan, ask, "returned", timeout_s)
+        answer = await self._ask(wire.GiveBack(loan), wire.GivenBack, timeout_s)
         try:
-            return loans.intact_of(answer.returned, count=count)
+            return wire.intact_of(answer, count=count)
         except ProtocolError as error:
             self._end(str(error))
             raise SessionLost(self.lost) from None
 
-    async def tell(self, ask: pb.Ask, *, timeout_s: float) -> None:
+    async def tell(self, ask: wire.Ask, *, timeout_s: float) -> None:
         """Say what has no answer of its own. Raises SessionLost."""
         trouble = ""
         try:
@@ -135,7 +136,7 @@ class PeerSession:
                 if not self.lost:
                     await self._call.write(ask)
         except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError) as error:
-            trouble = _sentence(self.who.node, error)
+            trouble = _sentence(self.node, error)
         if trouble:
             self._end(trouble)
         if self.lost:
@@ -150,11 +151,13 @@ class PeerSession:
         await self._channel.close()
         self._call = None
 
-    async def _ask(self, loan: int, ask: pb.Ask, kind: str, timeout_s: float) -> pb.Answer:
+    async def _ask(
+        self, ask: wire.LendAsk | wire.GiveBack, kind: type[_Loaned], timeout_s: float
+    ) -> _Loaned:
         if self.lost:
             raise SessionLost(self.lost)
-        future = self._waiting[loan] = asyncio.get_running_loop().create_future()
-        answer, trouble = pb.Answer(), "it answers what was not asked"
+        future = self._waiting[ask.loan] = asyncio.get_running_loop().create_future()
+        answer, trouble = None, "it answers what was not asked"
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._writing:
@@ -164,12 +167,12 @@ class PeerSession:
         except TimeoutError:
             trouble = "it does not answer"
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            trouble = _sentence(self.who.node, error)
+            trouble = _sentence(self.node, error)
         finally:
-            self._waiting.pop(loan, None)
+            self._waiting.pop(ask.loan, None)
             if not future.cancel() and not future.cancelled():
                 future.exception()  # whatever went wrong has been told already
-        if answer.WhichOneof("kind") != kind:
+        if not isinstance(answer, kind):
             self._end(trouble)
             raise SessionLost(self.lost)
         return answer
@@ -177,17 +180,16 @@ class PeerSession:
     async def _read(self) -> None:
         reason = "it has hung up"
         try:
-            while (answer := await self._call.read()) is not grpc.aio.EOF:
-                kind = answer.WhichOneof("kind")
-                if kind in ("pushed", "push_over"):
+            while (data := await self._call.read()) is not grpc.aio.EOF:
+                answer = wire.decode_answer(data)
+                if isinstance(answer, wire.Pushed | wire.PushOver):
                     self.heard(answer)
-                    continue
-                loan = getattr(answer, kind).loan if kind in ("lent", "returned") else 0
-                future = self._waiting.get(loan)
-                if future is not None and not future.done():
-                    future.set_result(answer)
-        except grpc.RpcError as error:
-            reason = _sentence(self.who.node, error)
+                elif isinstance(answer, wire.LendAnswer | wire.GivenBack):
+                    future = self._waiting.get(answer.loan)
+                    if future is not None and not future.done():
+                        future.set_result(answer)
+        except (grpc.RpcError, ProtocolError) as error:
+            reason = _sentence(self.node, error)
         finally:
             self._end(reason)
 
@@ -208,14 +210,12 @@ def _channel(
     options = [
         # Addresses are not in certificates; whose it is, is.
         ("grpc.ssl_target_name_override", str(Identity("node", name))),
-        ("grpc.max_receive_message_length", loans.MESSAGE_BYTES_MAX),
+        ("grpc.max_receive_message_length", wire.MESSAGE_BYTES_MAX),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
         *PINGS,
     ]
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    return aio_channel(address, credentials, options)
 
 
 def _sentence(name: str, error: Exception) -> str:

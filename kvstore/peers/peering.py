@@ -30,8 +30,7 @@ from kvstore.engine.events import (
     PeerCommand,
     RecycleMover,
     RevokePush,
-    SayPushed,
-    SayPushOver,
+    SayPush,
     Staged,
     WritePush,
 )
@@ -39,8 +38,8 @@ from kvstore.errors import ConfigError
 from kvstore.net import callers
 from kvstore.net.aio import LoopThread
 from kvstore.net.tls import server_credentials
-from kvstore.obs.metrics import Family, family, histograms
-from kvstore.obs.timings import BOUNDS_NS, Timings
+from kvstore.obs.metrics import Family, family, histogram
+from kvstore.obs.timings import TRANSFERS, Timings
 from kvstore.peers.borrower import Borrower
 from kvstore.peers.exchange import Exchange
 from kvstore.peers.lander import Lander
@@ -52,17 +51,19 @@ from kvstore.peers.preparer import Preparer
 from kvstore.peers.pusher import Pusher
 from kvstore.peers.stages import SLOW_S, SLOW_TCP_S
 from kvstore.ports import Clock
-from kvstore.proto import loans
-from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
 from kvstore.proto.rows import TransferReport
 from kvstore.transport.backends import BACKENDS
-from kvstore.units import NS_PER_S, NS_PER_US
+from kvstore.units import NS_PER_US
 from kvstore.wire.load import Load
+from kvstore.wire.peers import MESSAGE_BYTES_MAX, PeerHello
 from kvstore.wording import cannot_listen
 
 START_TIMEOUT_S: Final = 10.0
 STREAMS_PER_CONNECTION_MAX: Final = 4
 """A peer needs one, and another while the one before ends; calls of a router take turns."""
+
+WHOLE: Final = {"fetch", "push", "push_token", "write"}
+"""Kinds of transfers with buckets in /metrics; the others are parts of them."""
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class Peering:
         peers: PeerConfig,
         loop: LoopThread,
         *,
-        who: loans.Who,
+        who: PeerHello,
         arena_fd: int,
         hold_fd: int,
         arena_bytes: int,
@@ -147,8 +148,8 @@ class Peering:
         )
         self.mover.changed = self._mover_changed
         self._server = _server()
-        add_PeersServicer_to_server(self.lender, self._server)
-        self._server.add_generic_rpc_handlers((self.preparer.handler(),))
+        handlers = self.lender.handler(), self.preparer.handler()
+        self._server.add_generic_rpc_handlers(handlers)
         host = f"[{peers.host}]" if ":" in peers.host else peers.host
         address = f"{host}:{peers.port}"
         try:
@@ -203,7 +204,7 @@ class Peering:
                 self.preparer.prepared(command)
             case AskPush() | RevokePush() | Land() | RecycleMover() | Staged():
                 self.lander.carry_out(command)
-            case WritePush() | SayPushed() | SayPushOver():
+            case WritePush() | SayPush():
                 self.pusher.carry_out(command)
 
     @property
@@ -247,11 +248,10 @@ class Peering:
             family("kvstore_prepares_refused_total", [((), self.preparer.refused_count)]),
             family("kvstore_mover_restarts_total", [((), self.mover.restarts)]),
             family("kvstore_mover_refused_total", [((), self.mover.refused)]),
-            histograms(
+            histogram(
                 "kvstore_transfer_seconds",
-                bounds=[bound / NS_PER_S for bound in BOUNDS_NS[:-1]],
-                rows=[
-                    ((kind, self.transport), its.counts, its.total_ns / NS_PER_S)
+                [
+                    its.row((kind, self.transport), TRANSFERS if kind in WHOLE else range(0))
                     for kind, its in timings.items()
                 ],
             ),
@@ -268,7 +268,7 @@ def _server() -> grpc.aio.Server:
     return grpc.aio.server(
         options=[
             *callers.limits(),
-            ("grpc.max_receive_message_length", loans.MESSAGE_BYTES_MAX),
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
             # Sessions are quiet for long, and peers look after them: by default a server hangs up

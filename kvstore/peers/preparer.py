@@ -24,9 +24,9 @@ from kvstore.engine.events import BlocksPrepared, PrepareBlocks
 from kvstore.errors import ProtocolError
 from kvstore.net.calls import Context, RefusedCall, only_message
 from kvstore.net.tls import peer_identities
-from kvstore.proto import loans, peer_pb2 as pb
 from kvstore.types import KEY_BYTES
 from kvstore.units import NS_PER_S
+from kvstore.wire.peers import AHEAD, PrepareReply, decode_request, encode
 
 CALLS_MAX: Final = 16
 """Calls of one caller at a time."""
@@ -70,37 +70,27 @@ class Preparer:
         self._demands_certificates = demands_certificates
         self._callers: OrderedDict[str, _Caller] = OrderedDict()
         self._asks = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[BlocksPrepared]] = {}
+        self._waiting: dict[int, asyncio.Future[PrepareReply]] = {}
         self.refused_count = 0
 
     def handler(self) -> grpc.GenericRpcHandler:
         """On the wire a single message is a stream of one: the caller is judged before it."""
-        service = pb.DESCRIPTOR.services_by_name["Ahead"]
-        method = grpc.stream_unary_rpc_method_handler(
-            self.prepare,
-            request_deserializer=pb.PrepareRequest.FromString,
-            response_serializer=pb.PrepareReply.SerializeToString,
-        )
-        return grpc.method_handlers_generic_handler(service.full_name, {"Prepare": method})
+        method = grpc.stream_unary_rpc_method_handler(self.prepare, bytes, encode)
+        return grpc.method_handlers_generic_handler(AHEAD, {"Prepare": method})
 
-    async def prepare(
-        self, _messages: AsyncIterator[pb.PrepareRequest], context: Context
-    ) -> pb.PrepareReply:
+    async def prepare(self, _messages: AsyncIterator[bytes], context: Context) -> PrepareReply:
         """One call."""
         try:
             name = self._name_of(context)
             caller = self._caller(name)
             caller.calls += 1
             try:
-                said = await self._answer(name, caller, context)
+                return await self._answer(name, caller, context)
             finally:
                 caller.calls -= 1
         except RefusedCall as error:
             self.refused_count += 1
             await context.abort(error.code, str(error))
-        return pb.PrepareReply(
-            dram=said.dram, reading=said.reading, sought=said.sought, refused=said.refused
-        )
 
     def _name_of(self, context: Context) -> str:
         """Raises RefusedCall: it is no client."""
@@ -126,19 +116,19 @@ class Preparer:
             raise RefusedCall(_EXHAUSTED, f"{name} has {CALLS_MAX} calls open here already")
         return caller
 
-    async def _answer(self, name: str, caller: _Caller, context: Context) -> BlocksPrepared:
+    async def _answer(self, name: str, caller: _Caller, context: Context) -> PrepareReply:
         """Raises RefusedCall."""
-        request = await only_message(context, asyncio.timeout(READ_TIMEOUT_S))
+        message = await only_message(context, asyncio.timeout(READ_TIMEOUT_S))
         try:
-            loans.check_prepare(request)
+            request = decode_request(message)
         except ProtocolError as error:
             raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         if not caller.take(len(request.keys) // KEY_BYTES, self._now_ns()):
             raise RefusedCall(_EXHAUSTED, f"{name} prepares more than {KEYS_PER_S} blocks a second")
         ask = next(self._asks)
-        answered: asyncio.Future[BlocksPrepared] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[PrepareReply] = asyncio.get_running_loop().create_future()
         self._waiting[ask] = answered
-        self._post(PrepareBlocks(ask, request.tenant, request.space, request.engine, request.keys))
+        self._post(PrepareBlocks(ask, request))
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await answered
@@ -152,4 +142,4 @@ class Preparer:
         """The engine's answer."""
         answered = self._waiting.get(command.ask)
         if answered is not None and not answered.done():
-            answered.set_result(command)
+            answered.set_result(command.its)

@@ -1,7 +1,7 @@
 """Pushes of this node to others: their grants, and writes into their landing memory.
 
-    peer ──Grant, Revoke──▶ lender ─▶ here ─▶ engine: PushAsked, PushRevoked
-    engine: WritePush ─▶ mover writes ─▶ Written;  SayPushed, SayPushOver ─▶ peer
+    peer ──PushGrant, PushRevoke──▶ lender ─▶ here ─▶ engine: PushAsked, PushRevoked
+    engine: WritePush ─▶ mover writes ─▶ Written;  SayPush ─▶ peer
 
 Rules. 1: a peer is written to where its certificate and membership say that it is: a descriptor of
 another machine is refused. 2: Written comes when the mover says so, and not before.
@@ -22,8 +22,7 @@ from kvstore.engine.events import (
     PushAsked,
     PushEvent,
     PushRevoked,
-    SayPushed,
-    SayPushOver,
+    SayPush,
     WritePush,
     Written,
 )
@@ -32,10 +31,10 @@ from kvstore.peers.borrower import mover_name
 from kvstore.peers.mover_host import MoverHost
 from kvstore.peers.stages import SLOW_S, Stages
 from kvstore.ports import Clock, Pieces
-from kvstore.proto import peer_pb2 as pb, pushes
 from kvstore.transport.backends import is_at
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.mover import Direction
+from kvstore.wire.peers import PushGrant, PushOver, PushWord
 
 WRITE_TIMEOUT_S: Final = 10.0
 GRANTS_MAX: Final = 256
@@ -45,8 +44,8 @@ _log = logging.getLogger(__name__)
 
 
 class _TakenGrant:
-    def __init__(self, its: pushes.Taken) -> None:
-        self.its = its
+    def __init__(self, node: str, its: PushGrant) -> None:
+        self.node, self.its = node, its
         self.is_known = False
         """The engine knows it."""
         self.is_revoked = False
@@ -61,7 +60,7 @@ class Pusher:
         *,
         mover: MoverHost,
         address_of: Callable[[str], Awaitable[str]],
-        answer: Callable[[int, pb.Answer], None],
+        answer: Callable[[int, PushWord], None],
         clock: Clock,
         slow_s: float = SLOW_S,
     ) -> None:
@@ -74,29 +73,30 @@ class Pusher:
 
     # ── of peers ─────────────────────────────────────────────────────────────────────────────────
 
-    def asked(self, peer: int, node: str, grant: pb.Grant) -> None:
+    def asked(self, peer: int, node: str, grant: PushGrant) -> None:
         """A peer grants room. Raises ProtocolError."""
         name = (peer, grant.grant)
         if name in self._taken or sum(each == peer for each, _ in self._taken) >= GRANTS_MAX:
             raise ProtocolError("a grant that was given before, or too many of them")
-        taken = self._taken[name] = _TakenGrant(pushes.taken_of(grant, node))
-        self._run(self._ask(taken, pushes.asked_event(peer, node, grant)))
+        taken = self._taken[name] = _TakenGrant(node, grant)
+        self._run(self._ask(peer, taken))
 
-    async def _ask(self, taken: _TakenGrant, event: PushAsked) -> None:
-        address, reason = await self._address_of(taken.its.node), ""
+    async def _ask(self, peer: int, taken: _TakenGrant) -> None:
+        node, its, reason = taken.node, taken.its, ""
+        address = await self._address_of(node)
         if not address:
-            reason = f"node {taken.its.node} is no member that the prefill node knows"
-        elif not is_at(taken.its.descriptor, address):
-            reason = f"node {taken.its.node} describes no transfer worker on its own machine"
+            reason = f"node {node} is no member that the prefill node knows"
+        elif not is_at(its.descriptor, address):
+            reason = f"node {node} describes no transfer worker on its own machine"
         elif taken.is_revoked:
             reason = "it was taken back"
-        if self._taken.get((event.peer, event.grant)) is not taken:
+        if self._taken.get((peer, its.grant)) is not taken:
             return  # its session has ended
         if reason:
-            self.say_over(SayPushOver(event.peer, event.grant, reason, is_quiet=True, cause=0))
+            self._say(peer, PushOver(its.grant, its.epoch, reason, is_quiet=True))
             return
         taken.is_known = True
-        self._post(event)
+        self._post(PushAsked(peer, node, its))
 
     def revoked(self, peer: int, grant: int) -> None:
         """A peer takes its grant back; perhaps before the engine knows it."""
@@ -112,55 +112,54 @@ class Pusher:
 
     # ── of the engine ────────────────────────────────────────────────────────────────────────────
 
-    def carry_out(self, command: WritePush | SayPushed | SayPushOver) -> None:
+    def carry_out(self, command: WritePush | SayPush) -> None:
         """An order of the engine."""
         match command:
             case WritePush():
                 self._run(self._write(command))
-            case SayPushed():
-                taken = self._taken.get((command.peer, command.grant))
-                if taken is not None:
-                    self._answer(command.peer, pushes.pushed_answer(command, taken.its.epoch))
-            case SayPushOver():
-                self.say_over(command)
+            case SayPush(peer, word):
+                self._say(peer, word)
 
-    def say_over(self, command: SayPushOver) -> None:
-        """The last word about a grant."""
-        taken = self._taken.pop((command.peer, command.grant), None)
+    def _say(self, peer: int, word: PushWord) -> None:
+        taken = self._taken.get((peer, word.grant))
         if taken is None:
             return
-        node, reason = taken.its.node, command.reason
-        if reason:
-            _log.info("no more of a request's blocks are pushed to node %s: %s", node, reason)
-        self._answer(command.peer, pushes.over_answer(command, taken.its.epoch))
+        if isinstance(word, PushOver):
+            del self._taken[peer, word.grant]
+            if word.reason:
+                text = "no more of a request's blocks are pushed to node %s: %s"
+                _log.info(text, taken.node, word.reason)
+        self._answer(peer, word)
 
     async def _write(self, command: WritePush) -> None:
         taken = self._taken.get((command.peer, command.grant))
         trouble = "the session has ended"
         if taken is not None:
-            trouble = await self._move(command, taken.its)
+            trouble = await self._move(command, taken)
         self._post(Written(command.job, trouble))
 
-    async def _move(self, command: WritePush, its: pushes.Taken) -> str:
+    async def _move(self, command: WritePush, taken: _TakenGrant) -> str:
         """Returns why not all bytes are there."""
+        node, its = taken.node, taken.its
         sizes = np.asarray(command.block_bytes, dtype=np.int64)
         if int(sizes.sum()) != its.block_bytes:
             return "the decode node has blocks of another size"
         begun_ns = self._clock.now_ns()
         slots = np.asarray(command.slots, dtype=np.int64).reshape(-1, len(sizes)) * PAGE_BYTES
-        extents = its.extents[command.first : command.first + len(slots)] * PAGE_BYTES
+        extents = np.frombuffer(its.extents, "<u4").astype(np.int64) * PAGE_BYTES
+        extents = extents[command.first : command.first + len(slots)]
         remote = extents[:, None] + (np.cumsum(sizes) - sizes)
         lengths = np.broadcast_to(sizes, slots.shape)
         ended = await self._mover.move(
-            mover_name(its.node),
+            mover_name(node),
             its.descriptor,
             Pieces(*(part.reshape(-1).astype(np.uint64) for part in (slots, remote, lengths))),
             timeout_s=WRITE_TIMEOUT_S,
             direction=Direction.WRITE,
         )
         if not ended.good:
-            return f"writing to node {its.node} failed: {ended.reason}"
-        self.stages.since("write", begun_ns, int(lengths.sum()), node=its.node)
+            return f"writing to node {node} failed: {ended.reason}"
+        self.stages.since("write", begun_ns, int(lengths.sum()), node=node)
         return ""
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

@@ -5,7 +5,7 @@
     last byte ─push_token─▶ the engine has the first token of its answer
 
 `push_first` and `push` follow a prefill that may still run, and are never slow. Does not cover:
-pushes one by one (`engine.why.push_log`).
+pushes one by one (`engine.why.trail`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Generated gRPC code and its conversion to and from `kvstore.wire`.
 
-feeds, loans   messages of the index, and between nodes: checked here, once, at the door
-pushes         of them, those about pushes
-rows           answers of inspect and explain
+feeds   messages of the index: checked here, once, at the door
+rows    answers of inspect and explain
 """

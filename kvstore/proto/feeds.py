@@ -55,6 +55,8 @@ _TRUSTS: Final = {
     Trust.STALE: pb.TRUST_STALE,
 }
 _Change = TypeVar("_Change", pb.Change, pb.Stored)
+_Blocks = TypeVar("_Blocks", Stored, Removed)
+_Message = TypeVar("_Message", pb.Stored, pb.Removed)
 _OF_TRUST: Final[dict[int, Trust]] = {number: trust for trust, number in _TRUSTS.items()}
 
 
@@ -92,7 +94,7 @@ def word_of(word: pb.FeedWord, hello: Hello) -> Word:
             return FeedBeat(*who, word.beat.sequence, _bounded(load_of(word.beat)))
         case "part":
             part = word.part
-            stored = tuple(_stored(each) for each in _few(part.stored))
+            stored = tuple(_blocks(Stored, each) for each in _few(part.stored))
             return SnapshotPart(*who, part.sequence, part.number, part.is_last, stored)
         case "registry":
             return Registry(*who, _engines(word.registry))
@@ -158,25 +160,17 @@ def key_count(word: Word) -> int:
 def _change(change: pb.Change) -> Change:
     match change.WhichOneof("kind"):
         case "stored":
-            return _stored(change.stored)
+            return _blocks(Stored, change.stored)
         case "removed":
-            told = change.removed
-            return Removed(
-                tenant=_text(told.tenant),
-                space=_space(told.space),
-                tier=_tier(told.tier),
-                keys=_some(told.keys),
-                engine=_text(told.engine),
-                rank=told.rank,
-            )
+            return _blocks(Removed, change.removed)
         case "left":
             return Left(_text(change.left.engine), change.left.rank)
         case _:
             raise ProtocolError("a change of no known kind")
 
 
-def _stored(told: pb.Stored) -> Stored:
-    return Stored(
+def _blocks(kind: type[_Blocks], told: pb.Stored | pb.Removed) -> _Blocks:
+    return kind(
         tenant=_text(told.tenant),
         space=_space(told.space),
         tier=_tier(told.tier),
@@ -235,20 +229,16 @@ def change_of(told: Offered | Left) -> pb.Change:
         return pb.Change(left=pb.Left(engine=told.engine, rank=told.rank))
     if told.stored:
         return pb.Change(stored=stored_of(told))
-    removed = pb.Removed(
-        tenant=told.tenant,
-        space=told.space,
-        tier=_TIERS[told.tier],
-        keys=told.keys,
-        engine=told.engine,
-        rank=told.rank,
-    )
-    return pb.Change(removed=removed)
+    return pb.Change(removed=_message(pb.Removed, told))
 
 
 def stored_of(offer: Offered) -> pb.Stored:
     """Stored blocks, as in a part of a snapshot."""
-    return pb.Stored(
+    return _message(pb.Stored, offer)
+
+
+def _message(kind: type[_Message], offer: Offered) -> _Message:
+    return kind(
         tenant=offer.tenant,
         space=offer.space,
         tier=_TIERS[offer.tier],

@@ -226,7 +226,7 @@ class Delta(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("at_ms", "dram_bytes", "dram_used_bytes", "file_bytes", "file_used_bytes", "blocks_hit", "blocks_missed", "stored_bytes", "leased_bytes", "fetched_bytes", "lent_bytes", "fetch_p50_us", "fetch_p99_us", "leases", "engines", "slots_quarantined", "replicas", "replicas_reached")
+    __slots__ = ("at_ms", "dram_bytes", "dram_used_bytes", "file_bytes", "file_used_bytes", "blocks_hit", "blocks_missed", "stored_bytes", "leased_bytes", "fetched_bytes", "lent_bytes", "fetch_p50_us", "fetch_p99_us", "leases", "engines", "slots_quarantined", "replicas", "replicas_reached", "saved_ms", "waited_ms")
     AT_MS_FIELD_NUMBER: _ClassVar[int]
     DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAM_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +245,8 @@ class Load(_message.Message):
     SLOTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_REACHED_FIELD_NUMBER: _ClassVar[int]
+    SAVED_MS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_MS_FIELD_NUMBER: _ClassVar[int]
     at_ms: int
     dram_bytes: int
     dram_used_bytes: int
@@ -263,7 +265,9 @@ class Load(_message.Message):
     slots_quarantined: int
     replicas: int
     replicas_reached: int
-    def __init__(self, at_ms: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., dram_used_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., file_used_bytes: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., lent_bytes: _Optional[int] = ..., fetch_p50_us: _Optional[int] = ..., fetch_p99_us: _Optional[int] = ..., leases: _Optional[int] = ..., engines: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., replicas: _Optional[int] = ..., replicas_reached: _Optional[int] = ...) -> None: ...
+    saved_ms: int
+    waited_ms: int
+    def __init__(self, at_ms: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., dram_used_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., file_used_bytes: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., lent_bytes: _Optional[int] = ..., fetch_p50_us: _Optional[int] = ..., fetch_p99_us: _Optional[int] = ..., leases: _Optional[int] = ..., engines: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., replicas: _Optional[int] = ..., replicas_reached: _Optional[int] = ..., saved_ms: _Optional[int] = ..., waited_ms: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ("sequence", "load")

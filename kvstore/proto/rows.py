@@ -7,19 +7,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from kvstore.engine import (
-    BlockReport,
-    HashingReport,
-    JobReport,
-    LeaseReport,
-    NodeReport,
-    QuotaReport,
-    RangeReport,
-    RequestReport,
-    SpaceReport,
-    TierReport,
-    UnservedReport,
-)
+from kvstore import engine
 from kvstore.errors import ProtocolError
 from kvstore.index.feed import Trust
 from kvstore.index.index import Member
@@ -38,10 +26,10 @@ class MemberReport(msgspec.Struct, frozen=True):
     address: str
     """Address for peers."""
     incarnation: str
-    sequence: int
-    """Sequence number of the last update."""
-    engines: int = 0
-    """Number of engines that the node serves."""
+    sequence: int | None
+    """Sequence number of the last update …"""
+    engines: int | None = None
+    """… and number of engines that the node serves. None: not known."""
     models: str = ""
     """Models of these engines."""
 
@@ -76,41 +64,28 @@ class MemoryReport(msgspec.Struct, frozen=True):
     """For a prefix: its leading blocks."""
     left_out: int
     """Blocks with unknown keys, since the node reads the engine's events."""
+    note: str = ""
+    """Why its hits may be shorter than `blocks` says, and what to do."""
 
 
-Row = (
-    NodeReport
-    | UnservedReport
-    | MemoryReport
-    | TransferReport
-    | MemberReport
-    | TierReport
-    | QuotaReport
-    | SpaceReport
-    | BlockReport
-    | LeaseReport
-    | JobReport
-    | RequestReport
-    | RangeReport
-    | HashingReport
-)
-
+Row = msgspec.Struct
+"""Any of the types of TOPICS."""
 TOPICS: Final[dict[str, type[Row]]] = {
-    "nodes": NodeReport,
-    "unserved": UnservedReport,
+    "nodes": engine.NodeReport,
+    "unserved": engine.UnservedReport,
     "members": MemberReport,
     "engines": MemoryReport,
     "transfers": TransferReport,
-    "tiers": TierReport,
-    "quotas": QuotaReport,
-    "spaces": SpaceReport,
-    "blocks": BlockReport,
-    "leases": LeaseReport,
-    "jobs": JobReport,
-    "requests": RequestReport,
-    "ranges": RangeReport,
-    "hashings": HashingReport,
-    "prefix": RangeReport,
+    "tiers": engine.TierReport,
+    "quotas": engine.QuotaReport,
+    "spaces": engine.SpaceReport,
+    "blocks": engine.BlockReport,
+    "leases": engine.LeaseReport,
+    "jobs": engine.JobReport,
+    "requests": engine.RequestReport,
+    "ranges": engine.RangeReport,
+    "hashings": engine.HashingReport,
+    "prefix": engine.RangeReport,
 }
 """Topic → type of its rows."""
 
@@ -134,12 +109,13 @@ def decode_rows(kind: type[_R], text: str) -> list[_R]:
 def member_report(member: Member, index: Trust) -> MemberReport:
     """The row of a node in an index replica. `index`: trust in the replica itself."""
     trust = "out" if member.trust is None else member.trust.word
+    is_known = index is not Trust.STALE and member.trust is not None
     return MemberReport(
         member.node,
         UNKNOWN if index is Trust.STALE else trust,
         member.address,
         f"{member.incarnation:016x}",
-        member.sequence,
-        len(member.engines),
+        member.sequence if is_known else None,
+        len(member.engines) if is_known else None,
         ", ".join(sorted({each.model for each in member.engines if each.model})),
     )

@@ -1,6 +1,6 @@
 """Preparations at nodes: what the core wants brought to dram ahead of time, said over gRPC.
 
-    core: Prepare ─▶ worker ─▶ its node ─ address by the index ─▶ kvstore.peer.v2.Ahead/Prepare
+    core: Prepare ─▶ worker ─▶ its node ─ address by the index ─▶ kvstore.peer.v3.Ahead/Prepare
     core ◀─ PrepareAnswered ◀─ counts, or why not, within DEADLINE_S
 
 Nothing waits for a call. A node that fails or is silent gets none for a while (a breaker each); one
@@ -22,15 +22,16 @@ from typing import Final
 import grpc
 
 from kvstore.breaker import Breaker
-from kvstore.client.index import channel_options
-from kvstore.client.reasons import plain_reason
+from kvstore.client.index import aio_channel, channel_options
+from kvstore.client.reasons import reason_of
 from kvstore.client.tls import Identity, Tls
-from kvstore.proto import peer_pb2 as pb
-from kvstore.proto.peer_pb2_grpc import AheadStub
+from kvstore.errors import ProtocolError
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.keys.index_calls import IndexCalls
 from kvstore.router.keys.spaces import Spaces
 from kvstore.routing.events import Prepare, PrepareAnswered
+from kvstore.types import SpaceId
+from kvstore.wire.peers import AHEAD, PrepareReply, PrepareRequest, decode_reply, encode
 
 DEADLINE_S: Final = 1.0
 CALLS_MAX: Final = 8
@@ -40,6 +41,7 @@ FAILURES_MAX: Final = 3
 COOLDOWN_MS: Final = 2000
 KEEPALIVE_MS: Final = 10_000
 """Nodes hang up on pings that come more than twice as often."""
+_NO_PREPARE: Final = "it is of a version without preparations"
 _FULL: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 _log = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ class _NodeChannel:
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address, self.channel = address, channel
-        self.stub = AheadStub(channel)
+        self.prepare = channel.unary_unary(f"/{AHEAD}/Prepare", encode, bytes)
         self.breaker = Breaker(failures_max=FAILURES_MAX, cooldown_ms=COOLDOWN_MS)
         self.calls = 0
         self.trouble = ""
@@ -95,7 +97,7 @@ class Preparations:
         task.add_done_callback(self._calls.discard)
 
     async def _carry_out(self, command: Prepare) -> None:
-        said = pb.PrepareReply(refused="the router ends")
+        said = PrepareReply(refused="the router ends")
         result = "failed"
         try:
             result, said = await self._say(command)
@@ -109,28 +111,28 @@ class Preparations:
             )
             self._answered(answer)
 
-    async def _say(self, command: Prepare) -> tuple[str, pb.PrepareReply]:
+    async def _say(self, command: Prepare) -> tuple[str, PrepareReply]:
         worker = self._workers.get(command.worker)
         if worker is None:
-            return "failed", pb.PrepareReply(refused="the worker has left")
+            return "failed", PrepareReply(refused="the worker has left")
         node = self._node(worker.address.node)
         if node is None:
-            return "failed", pb.PrepareReply(refused="the index has no address of its node")
+            return "failed", PrepareReply(refused="the index has no address of its node")
         if node.calls >= CALLS_MAX:
-            return "failed", pb.PrepareReply(refused="its node has not answered others yet")
+            return "failed", PrepareReply(refused="its node has not answered others yet")
         if not node.breaker.allows(time.monotonic_ns()):
-            return "failed", pb.PrepareReply(refused=node.trouble)
+            return "failed", PrepareReply(refused=node.trouble)
         node.calls += 1
         try:
             said = await self._call(worker, node, command.keys)
-        except (grpc.aio.AioRpcError, TimeoutError) as error:
-            why = _why(error)
+        except (grpc.aio.AioRpcError, ProtocolError, TimeoutError) as error:
+            why = reason_of(error, unimplemented=_NO_PREPARE)
             if isinstance(error, grpc.aio.AioRpcError) and error.code() is _FULL:
                 node.breaker.unused()
             elif node.breaker.failed(time.monotonic_ns()):
                 node.trouble = why
                 _log.warning("nothing is brought ahead at node %s: %s", worker.address.node, why)
-            return "failed", pb.PrepareReply(refused=why)
+            return "failed", PrepareReply(refused=why)
         except asyncio.CancelledError:
             node.breaker.unused()
             raise
@@ -140,14 +142,13 @@ class Preparations:
             node.trouble = ""
         return _result(said), said
 
-    async def _call(self, worker: Worker, node: _NodeChannel, keys: bytes) -> pb.PrepareReply:
-        """Raises AioRpcError, TimeoutError."""
-        whole = pb.PrepareReply(refused="its space is not known")
+    async def _call(self, worker: Worker, node: _NodeChannel, keys: bytes) -> PrepareReply:
+        """Raises AioRpcError, ProtocolError, TimeoutError."""
+        whole = PrepareReply(refused="its space is not known")
         async with asyncio.timeout(DEADLINE_S):
             for tenant, space in self._spaces.of(worker)[:PLACES_MAX]:
-                engine = worker.address.engine
-                request = pb.PrepareRequest(tenant=tenant, space=space, engine=engine, keys=keys)
-                said = await node.stub.Prepare(request, timeout=2 * DEADLINE_S)
+                request = PrepareRequest(tenant, SpaceId(space), worker.address.engine, keys)
+                said = decode_reply(await node.prepare(request, timeout=2 * DEADLINE_S))
                 if whole.refused or said.dram + said.reading + said.sought:
                     whole = said
         return whole
@@ -164,12 +165,8 @@ class Preparations:
         if name not in self._nodes:
             options = dict(channel_options(str(Identity("node", name))))
             more = list({**options, "grpc.keepalive_time_ms": KEEPALIVE_MS}.items())
-            self._nodes[name] = _NodeChannel(
-                address,
-                grpc.aio.insecure_channel(address, more)
-                if self._credentials is None
-                else grpc.aio.secure_channel(address, self._credentials, more),
-            )
+            channel = aio_channel(address, self._credentials, more)
+            self._nodes[name] = _NodeChannel(address, channel)
         return self._nodes[name]
 
     def _forget(self, name: str) -> None:
@@ -186,15 +183,7 @@ class Preparations:
             await node.channel.close()
 
 
-def _result(said: pb.PrepareReply) -> str:
+def _result(said: PrepareReply) -> str:
     if said.refused:
         return "refused"
     return "begun" if said.reading + said.sought else "there" if said.dram else "nothing"
-
-
-def _why(error: grpc.aio.AioRpcError | TimeoutError) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return "it is of a version without preparations"
-    return plain_reason(error.details())

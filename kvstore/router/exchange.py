@@ -21,10 +21,10 @@ from typing import Final
 
 import grpc
 
-from kvstore.client.index import address_parts, channel_options
-from kvstore.client.reasons import plain_reason
+from kvstore.client.index import address_parts, aio_channel, channel_options
+from kvstore.client.reasons import reason_of
 from kvstore.client.tls import Tls
-from kvstore.config.addresses import joined
+from kvstore.config.values import joined
 from kvstore.errors import KVStoreError
 from kvstore.net.aio import resolved
 from kvstore.proto import router_pb2 as pb
@@ -41,6 +41,7 @@ SILENCE_S: Final = 3.0
 RETRY_S: Final = 3.0
 PEERS_MAX: Final = 64
 """In each direction."""
+_NO_LOADS: Final = "it is no router, or one of a version without Loads"
 
 _log = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class LoadExchange:
     async def _follow(self, address: str) -> None:
         """Until the stream ends and a while after it; then `once` begins it again."""
         why = "it has ended"
-        async with self._channel(address) as channel:
+        async with aio_channel(address, self._credentials, self._options) as channel:
             call = RouterStub(channel).Loads(pb.LoadsQuestion())
             try:
                 while True:
@@ -180,7 +181,7 @@ class LoadExchange:
             except TimeoutError:
                 why = "it is silent"
             except grpc.aio.AioRpcError as error:
-                why = _why(error)
+                why = reason_of(error, unimplemented=_NO_LOADS)
             finally:
                 call.cancel()
                 router = self._routers.pop(address, "")
@@ -188,11 +189,6 @@ class LoadExchange:
                     self._dispatcher.note(Shared(router, ()))
         self._troubled(self._troubles, address, why)
         await asyncio.sleep(RETRY_S)  # or loads of one that is stuck would count nearly always
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(address, self._options)
-        return grpc.aio.secure_channel(address, self._credentials, self._options)
 
     def _heard(self, address: str, report: pb.RouterLoads) -> bool:
         """Whether to go on: not with this router itself, nor with one followed elsewhere."""
@@ -226,9 +222,3 @@ class LoadExchange:
         for task in self._follows.values():
             task.cancel()
         await asyncio.gather(*self._follows.values(), return_exceptions=True)
-
-
-def _why(error: grpc.aio.AioRpcError) -> str:
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return "it is no router, or one of a version without Loads"
-    return plain_reason(error.details())

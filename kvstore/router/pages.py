@@ -22,13 +22,12 @@ from prometheus_client.registry import Collector
 from kvstore import __version__
 from kvstore.net.http import Page, text_page
 from kvstore.net.tls import INSECURE_NOTE, certificate_ends
-from kvstore.obs.metrics import Family, family, histograms
-from kvstore.obs.timings import BOUNDS_NS
+from kvstore.obs.metrics import Family, family, histogram
+from kvstore.obs.timings import TTFTS
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front.paths import ALIVE
 from kvstore.routing.core import RouterCore
 from kvstore.routing.values import WorkerRole
-from kvstore.units import NS_PER_S
 
 if TYPE_CHECKING:
     from kvstore.router.process import Router
@@ -86,11 +85,8 @@ def _families(router: Router) -> Iterator[Family]:
     yield family("kvstore_router_races_total", [((k,), n) for k, n in proxy.races.items()])
     yield family("kvstore_router_in_flight", [((), proxy.in_flight)])
     yield family("kvstore_router_held", [((), router.dispatcher.held_count)])
-    yield histograms(
-        "kvstore_router_ttft_seconds",
-        bounds=[bound / NS_PER_S for bound in BOUNDS_NS[:-1]],
-        rows=[((k,), each.counts, each.total_ns / NS_PER_S) for k, each in router.ttfts.items()],
-    )
+    ttfts = [each.row((kind,), TTFTS) for kind, each in router.ttfts.items()]
+    yield histogram("kvstore_router_ttft_seconds", ttfts)
     yield family("kvstore_router_connections", [((), door.connection_count)])
     yield family("kvstore_router_connections_refused_total", [((), door.refused_count)])
     states = Counter(worker.state for worker in workers)
@@ -160,7 +156,9 @@ def health_of(router: Router) -> Page:
     ]
     if unknown := set(router.core.policy.draining) - {worker.name for worker in workers}:
         notes.append(f"draining in the policy file names no worker: {', '.join(sorted(unknown))}")
-    notes += _unread(workers)
+    notes += _of_workers("load of {} is not known", workers, lambda worker: worker.unread)
+    unindexed = "text prompts are not tokenized by {}, so the index is not used for them"
+    notes += _of_workers(unindexed, workers, lambda worker: worker.unrendered)
     notes += _adapters(workers)
     index = (router.index.trouble or router.index.lost) if router.index is not None else ""
     ahead = router.ahead.trouble if router.ahead is not None else ""
@@ -182,15 +180,17 @@ def health_of(router: Router) -> Page:
     return text_page(200, ", but ".join(["ok", *filter(None, [", and ".join(notes)])]) + planned)
 
 
-def _unread(workers: Iterable[Worker]) -> Iterator[str]:
-    """Workers whose load is not known, in one note for each reason."""
+def _of_workers(
+    sentence: str, workers: Iterable[Worker], reason: Callable[[Worker], str]
+) -> Iterator[str]:
+    """A sentence for each reason, with the workers that have it."""
     found: dict[str, list[str]] = {}
     for worker in workers:
-        if worker.unread and worker.state != "down":
-            found.setdefault(worker.unread, []).append(worker.name)
+        if reason(worker) and worker.state != "down":
+            found.setdefault(reason(worker), []).append(worker.name)
     for why, names in found.items():
         more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
-        yield f"load of {', '.join(names[:NAMED_MAX])}{more} is not known ({why})"
+        yield sentence.format(", ".join(names[:NAMED_MAX]) + more) + _because(why)
 
 
 def _adapters(workers: Iterable[Worker]) -> Iterator[str]:

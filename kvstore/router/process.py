@@ -29,10 +29,10 @@ from typing import Any, Final
 import msgspec
 
 from kvstore import __version__
-from kvstore.config.addresses import joined
-from kvstore.config.cluster import is_installed
 from kvstore.config.router import RouterConfig
+from kvstore.config.values import joined
 from kvstore.errors import ConfigError
+from kvstore.installation import is_installed
 from kvstore.net.aio import persist
 from kvstore.net.http import HttpServer
 from kvstore.net.tls import warn_of_its_end
@@ -112,7 +112,8 @@ class Router:
         self.refused_policy = ""
         """Why the last reload changed nothing; empty: it did, or there was none."""
         self.engines = EngineHttp(_worker_context(config), config.worker_key)
-        self.receipts = ReceiptFile(config.receipts, bytes_max=config.receipts_bytes_max)
+        receipts, receipt_bytes = config.receipts
+        self.receipts = ReceiptFile(receipts, bytes_max=receipt_bytes)
         self.ttfts = {"predicted": Timings(), "achieved": Timings()}
         """Times to the first token, of the same requests."""
         self.probes = Probes(
@@ -129,11 +130,11 @@ class Router:
         self.rendering: Rendering | None = None
         self.ahead: Preparations | None = None
         by_bytes = BytePrefixes(self.estimates)
-        by_keys = self._with_index(config, by_bytes) if config.indexes else None
+        by_keys = self._with_index(config, by_bytes) if config.index else None
         self.intake = RequestIntake(
             by_keys or by_bytes, tenants, self.workers, lambda: self.core.models.sole
         )
-        self.bodies = Bodies(bytes_max=config.body_bytes_max)
+        self.bodies = Bodies(bytes_max=config.body_max)
         self.servers: dict[str, RpcServer] = {}
         """`route` and `picker`, where they are wanted."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -155,7 +156,7 @@ class Router:
         )
         self.picker = Picker(self.dispatcher, self.workers, self.intake, bodies=self.bodies)
         self.exchange = LoadExchange(
-            config.peer_routers,
+            config.peer_router,
             config.tls,
             name=self.proxy.name,
             workers=self.workers,
@@ -169,11 +170,11 @@ class Router:
             suspected=self.probes.look_now,
         )
         self.door = FrontDoor(
-            self.proxy.answer, connections_max=connections_max(config.connections_max)
+            self.proxy.answer, connections_max=connections_max(config.connections)
         )
 
     def _with_index(self, config: RouterConfig, by_bytes: BytePrefixes) -> KeyPrefixes:
-        self.index = IndexCalls(config.indexes, config.tls, timeout_s=config.index_timeout_s)
+        self.index = IndexCalls(config.index, config.tls, timeout_s=config.index_timeout / 1000)
         self.rendering = Rendering(
             self.engines,
             self.workers,
@@ -206,10 +207,10 @@ class Router:
             context = server_context(config.front, demands_certificates=config.api_keys is None)
         try:
             self._open_door = open_door(
-                self.door, config.host, config.port, context=context, is_shared=config.share_port
+                self.door, *config.listen, context=context, is_shared=config.share_port
             )
         except OSError as error:
-            address = joined(config.host, config.port)
+            address = joined(*config.listen)
             raise ConfigError(cannot_listen("--listen", address, error)) from None
         self.port = self._open_door.port
         await self.begin()
@@ -218,10 +219,10 @@ class Router:
         """All but the listening socket. Raises ConfigError."""
         config = self.config
         self.workers.replace(addresses_of(config.workers))
-        if config.route is not None:
-            self.servers["route"] = await serve_route(config.route, config.tls, self._route)
-        if config.picker is not None:
-            self.servers["picker"] = await serve_picker(config.picker, config.tls, self.picker)
+        if (place := config.route_listen) is not None:
+            self.servers["route"] = await serve_route(place, config.tls, self._route)
+        if (place := config.picker_listen) is not None:
+            self.servers["picker"] = await serve_picker(place, config.tls, self.picker)
         works: list[tuple[str, Callable[[], Coroutine[Any, Any, None]], float]] = [
             ("ticks of the decision core", self.dispatcher.tick, 0),
             ("probes of engines", self.probes.once, self.probes.pause_s),
@@ -252,13 +253,13 @@ class Router:
         self.proxy.is_draining = True
         _log.info("draining: readiness fails, %d requests are under way", self.proxy.in_flight)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.drain_delay_s):
+            async with asyncio.timeout(self.config.drain_delay):
                 await is_hurried.wait()
         self._leave()
         idle = asyncio.ensure_future(self.proxy.idle())
         hurry = asyncio.ensure_future(is_hurried.wait())
         await asyncio.wait(
-            (idle, hurry), timeout=self.config.drain_timeout_s, return_when=FIRST_COMPLETED
+            (idle, hurry), timeout=self.config.drain_timeout, return_when=FIRST_COMPLETED
         )
         for each in (idle, hurry):
             each.cancel()
@@ -380,8 +381,8 @@ async def _serve(config: RouterConfig) -> None:
                 loop.add_signal_handler(number, stop)
             loop.add_signal_handler(signal.SIGHUP, router.adopt_policy)
             url = ""
-            if config.http is not None:
-                http = HttpServer(config.http, make_router_pages(router, loop))
+            if config.metrics is not None:
+                http = HttpServer(config.metrics, make_router_pages(router, loop))
                 stack.callback(http.close)
                 http.start()
                 url = http.url + "/metrics"
@@ -390,7 +391,7 @@ async def _serve(config: RouterConfig) -> None:
             logs.say(
                 __name__,
                 f"kvstore router ready: version={__version__}"
-                f" listen={joined(config.host, router.port)} metrics={url or 'off'}"
+                f" listen={joined(config.listen.host, router.port)} metrics={url or 'off'}"
                 f" tls={'off' if config.front is None else 'on'}"
                 + "".join(f" {n}={server.port}" for n, server in router.servers.items())
                 + f" policy={policy_hash(router.core.policy)}",

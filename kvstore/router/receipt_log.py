@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-import aiofiles
-import aiofiles.os
 import msgspec
 
 from kvstore.errors import ConfigError
@@ -60,6 +58,8 @@ class ReceiptFile:
                     await asyncio.sleep(0)
             if not lines:
                 return
+            import aiofiles.os  # not above: `kvstore route` reads receipts without the extra router
+
             try:
                 async with aiofiles.open(self._path, "ab", opener=_private) as file:
                     await file.write(b"".join(lines))
@@ -89,7 +89,7 @@ def read_receipts(path: Path) -> Iterator[Receipt]:
         ConfigError: the file cannot be read, or a line is no receipt of this version.
     """
     for each in (older(path), path):
-        if each == path or each.exists():
+        if each == path or os.path.lexists(each):
             try:
                 text = each.read_bytes()
             except OSError as error:

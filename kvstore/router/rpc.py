@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvstore.client.tls import Tls
-from kvstore.config.addresses import joined
+from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.net import callers
 from kvstore.net.tls import server_credentials

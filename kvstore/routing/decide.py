@@ -91,7 +91,7 @@ def decide(
             named["late"] = columns[FeatureColumn.LATE_S]
             scores = scores + named["late"]
     else:
-        context = ScoreContext(case.prompt_tokens, case.number, case.session_hash, policy)
+        context = ScoreContext(case.prompt_tokens, case.number, case.session_hash)
         named = SCORERS[policy.policy](columns, context)
         scores = np.sum(list(named.values()), axis=0)
     return RouteVerdict(

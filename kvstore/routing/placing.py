@@ -300,9 +300,8 @@ class Placer:
         features, case, weights, verdict = weighed
         request, prefix = opened.request, opened.prefix
         held_s = (now_ns - opened.arrived_ns) / NS_PER_S if opened.was_held else 0.0
-        attempt = opened.attempt + 1
         trust = self._trust(opened, features, verdict.order[0]) if verdict.order else TRUSTS[_NONE]
-        degraded = rungs(trust, value=full, is_held=opened.was_held, attempt=attempt)
+        degraded = rungs(trust, value=full, is_held=opened.was_held, attempt=opened.attempt + 1)
         degraded += [Rung.LAST_RESORT] * bool(opened.last_resort)
         is_refused = placed and placed.reason in (SplitReason.PREFILL_QUEUE, SplitReason.FELL_BACK)
         degraded += [Rung.SPLIT_REFUSED] * bool(is_refused)
@@ -320,6 +319,7 @@ class Placer:
             index_trust=(PrefixTrust.NONE if prefix is None else prefix.trust).value,
             index_epoch=0 if prefix is None else prefix.epoch,
             prompt_tokens=case.prompt_tokens,
+            prompt_is_estimated=request.is_of_bytes,
             output_tokens=case.output_tokens,
             session_hash=case.session_hash,
             pressure=case.pressure,
@@ -329,7 +329,7 @@ class Placer:
             split_reason=placed.reason.value if placed else "",
             degraded=tuple(rung.value for rung in degraded),
             held_s=held_s,
-            attempt=attempt,
+            attempt=opened.attempt + 1,
             role=self.fleet.workers[self.fleet.row_of[placed.worker]].role if placed else "",
             predicted_s=held_s + (placed.predicted_s if placed else predicted_s),
             objective_s=self.objective_s(opened),

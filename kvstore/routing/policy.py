@@ -17,7 +17,7 @@ import msgspec
 
 from kvstore.wording import why_not
 
-PolicyName = Literal["cost", "prefix-load", "least-load", "round-robin", "session", "weighted"]
+PolicyName = Literal["cost", "least-load", "round-robin", "session"]
 POLICY_NAMES: Final = get_args(PolicyName)
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -243,7 +243,7 @@ class RoutingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The policy file."""
 
     policy: PolicyName = "cost"
-    """One of cost, prefix-load, least-load, round-robin, session, weighted."""
+    """One of cost, least-load, round-robin, session."""
     costs: PolicyCosts = PolicyCosts()
     choice: PolicyChoice = PolicyChoice()
     limits: PolicyLimits = PolicyLimits()
@@ -344,13 +344,8 @@ def policy_hash(policy: RoutingPolicy) -> str:
 
 
 _SECTIONS: Final[dict[str, type[msgspec.Struct]]] = {
-    "costs": PolicyCosts,
-    "choice": PolicyChoice,
-    "limits": PolicyLimits,
-    "learning": PolicyLearning,
-    "split": PolicySplit,
-    "probes": PolicyProbes,
-    "races": PolicyRaces,
-    "planner": PolicyPlanner,
-    "ahead": PolicyAhead,
+    field.name: field.type
+    for field in msgspec.structs.fields(RoutingPolicy)
+    if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
 }
+"""Keys of the policy file with a mapping of fixed keys."""

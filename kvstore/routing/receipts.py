@@ -77,6 +77,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     index_trust: str
     index_epoch: int
     prompt_tokens: int
+    prompt_is_estimated: bool = False
+    """`prompt_tokens` is by the bytes of a prompt that nobody has rendered."""
     output_tokens: int
     """Estimate, for memory use."""
     session_hash: int

@@ -7,6 +7,7 @@ database that is no number; a password that other users can read; a file that ca
 from __future__ import annotations
 
 import ipaddress
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -68,8 +69,8 @@ def store_config(url: str, *, password_file: str | None, ca: str | None) -> Stor
     tls = parts.scheme == "rediss"
     if ca is not None and not tls:
         raise ConfigError("--store-ca is about rediss://: use that, or leave it out")
-    if ca is not None and not Path(ca).is_file():
-        raise ConfigError(f"--store-ca {ca} is not there: name the file with its certificate")
+    if ca is not None and not (os.path.isfile(ca) and os.access(ca, os.R_OK)):
+        raise ConfigError(f"--store-ca {ca} cannot be read: name the file with its certificate")
     return StoreConfig(
         host=parts.hostname,
         port=port,

@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kvstore import __version__
-
-DISTRIBUTION: Final = "kvstore-llm"
+from kvstore.installation import DISTRIBUTION
 
 
 class Code(NamedTuple):

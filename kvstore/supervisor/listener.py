@@ -59,13 +59,17 @@ class Listener(Door):
         """Take over `path`.
 
         Raises:
-            ConfigError: the path is in use by a living node, or cannot be a socket.
+            ConfigError: the path is in use by a living node, cannot be a socket, or its directory
+                belongs to another user.
         """
         try:
             path.parent.mkdir(mode=0o711 if others_may_connect else 0o700)
             _log.warning("made the directory %s for --socket", path.parent)
         except FileExistsError:
-            pass
+            if not path.parent.exists():  # a link to what is not there, or to itself
+                raise ConfigError(
+                    f"socket directory {path.parent} is a link to nothing: choose another --socket"
+                ) from None
         except FileNotFoundError:
             raise ConfigError(
                 f"--socket {path}: there is no {path.parent.parent}; make it, or choose another"
@@ -76,11 +80,8 @@ class Listener(Door):
                 f"socket directory {path.parent} cannot be made: {error.strerror}; choose another"
                 " --socket"
             ) from None
-        if _others_may_replace(path.parent):
-            _log.warning(
-                "other users may replace files in %s: choose another --socket, or chmod o-w",
-                path.parent,
-            )
+        _refuse_foreign(path.parent)
+        _warn_of_others(path.parent.resolve())
         self._lock_path = path.with_name(path.name + ".lock")
         self._lock_fd = _lock(self._lock_path, path)
         try:
@@ -125,15 +126,39 @@ def listening_socket(path: Path, *, mode: int, backlog: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"socket {path} cannot be made: {error.strerror}; choose another --socket"
+            f"socket {path} cannot be made: {error.strerror or error}; choose another --socket"
         ) from None
     return sock
 
 
-def _others_may_replace(directory: Path) -> bool:
-    """Whether any user may replace files in it."""
-    mode = directory.stat().st_mode
-    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+def _refuse_foreign(directory: Path) -> None:
+    """The owner of a directory may replace every file in it, and with the socket the node.
+
+    Raises:
+        ConfigError: its owner is neither this user nor root.
+    """
+    owner = directory.stat().st_uid
+    if owner not in (0, os.geteuid()):
+        raise ConfigError(
+            f"socket directory {directory} belongs to uid {owner}, which could replace the socket:"
+            f" choose another --socket, or chown it to uid {os.geteuid()} or root"
+        )
+
+
+def _warn_of_others(directory: Path) -> None:
+    """A user that may rename a directory on the way may replace the socket, too."""
+    for place in (directory, *directory.parents):
+        found = place.stat()
+        if found.st_uid not in (0, os.geteuid()):
+            _log.warning(
+                "uid %d owns %s, and may replace the socket below it: choose another --socket",
+                found.st_uid,
+                place,
+            )
+        elif found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            _log.warning(
+                "other users may replace files in %s: choose another --socket, or chmod o-w", place
+            )
 
 
 def remove_socket_file(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Helpers for tests of others: real processes, an engine without vLLM, contract suites.
+"""Helpers for tests of others: real processes, and an engine without vLLM.
 
 | module                                      | content                                           |
 |---------------------------------------------|---------------------------------------------------|
@@ -6,6 +6,4 @@
 | `router_process`                            | a router as a child                               |
 | `tied`                                      | children that end with this process               |
 | `raw_engine`                                | an engine driven by hand, over the real sockets   |
-| `transports`, `transport_parties`           | the contract of `ports.Transport`, as checks      |
-| `indexer`                                   | the pattern of an indexer that follows KV events  |
 """

@@ -10,7 +10,6 @@ Ready means its ready line. The process is reaped in any case.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,10 +50,6 @@ class Lab:
 class IndexProcess(ChildServer):
     """One `kvstore index`, whose log is in a directory."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path, ready_line: str) -> None:
-        super().__init__(process, ready_line)
-        self._log = log
-
     @classmethod
     def start(
         cls,
@@ -80,13 +75,4 @@ class IndexProcess(ChildServer):
             says="kvstore index ready:",
             timeout_s=ready_timeout_s,
         )
-        return cls(process, log, line)
-
-    @property
-    def address(self) -> str:
-        return self._said(r"listen=(\S+)")
-
-    @property
-    def log(self) -> str:
-        """Its stderr so far."""
-        return self._log.read_text(encoding="utf-8")
+        return cls(process, line, log)

@@ -76,9 +76,23 @@ def start_ready(
 class ChildServer:
     """A child that serves, reaped at the end of its `with`."""
 
-    def __init__(self, process: subprocess.Popen[str], ready_line: str = "") -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], ready_line: str = "", log_file: Path | None = None
+    ) -> None:
+        """`log_file`: of its stderr."""
         self.process = process
         self.ready_line = ready_line
+        self.log_file = log_file
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of its service; empty for a node, which has a socket."""
+        return self._said(r"listen=(\S+)")
+
+    @property
+    def log(self) -> str:
+        """Its stderr so far."""
+        return self.log_file.read_text(encoding="utf-8") if self.log_file is not None else ""
 
     @property
     def metrics_url(self) -> str:
@@ -125,7 +139,7 @@ class NodeProcess(ChildServer):
     """One `kvstore node` in a directory of its own; `process` is its supervisor."""
 
     def __init__(self, process: subprocess.Popen[str], directory: Path, ready_line: str) -> None:
-        super().__init__(process, ready_line)
+        super().__init__(process, ready_line, directory / "node.log")
         self.directory = directory
 
     @classmethod
@@ -178,7 +192,7 @@ class NodeProcess(ChildServer):
     @property
     def index(self) -> str:
         """Address of the replica inside; empty without one."""
-        return self._said(r"index=([^ ]+:\d+)")
+        return self._said(r"serves-index=([^ ]+:\d+)")
 
     @property
     def events(self) -> tuple[str, str]:
@@ -186,11 +200,6 @@ class NodeProcess(ChildServer):
         live, _, replay = self._said(r"events=([^ ,]+,\S+)").partition(",")
         assert live, "the node publishes no events"
         return live, replay
-
-    @property
-    def log(self) -> str:
-        """The node's stderr so far."""
-        return (self.directory / "node.log").read_text(encoding="utf-8")
 
     def kill(self) -> int:
         """SIGKILL to the supervisor; returns the exit code once all is gone, memory included."""

@@ -9,12 +9,11 @@ Started means its ready line; its workers are probed after that. The process is 
 
 from __future__ import annotations
 
-import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstore.testing.process import READY_TIMEOUT_S, ChildServer, start_ready
@@ -22,10 +21,6 @@ from kvstore.testing.process import READY_TIMEOUT_S, ChildServer, start_ready
 
 class RouterProcess(ChildServer):
     """One `kvstore router`, whose log is in a directory."""
-
-    def __init__(self, process: subprocess.Popen[str], log: Path, ready_line: str) -> None:
-        super().__init__(process, ready_line)
-        self._log = log
 
     @classmethod
     def start(
@@ -56,12 +51,7 @@ class RouterProcess(ChildServer):
             says="kvstore router ready:",
             timeout_s=READY_TIMEOUT_S,
         )
-        return cls(process, log, line)
-
-    @property
-    def address(self) -> str:
-        """HOST:PORT of the API."""
-        return self._said(r"listen=(\S+)")
+        return cls(process, line, log)
 
     @property
     def port(self) -> int:
@@ -77,19 +67,24 @@ class RouterProcess(ChildServer):
     def url(self) -> str:
         return f"http://{self.address}"
 
-    @property
-    def log(self) -> str:
-        """Its stderr so far."""
-        return self._log.read_text(encoding="utf-8")
-
-    def await_worker(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+    def await_worker(self) -> None:
         """Wait until a worker that serves requests has answered a probe. Raises TimeoutError."""
-        deadline_s = time.monotonic() + timeout_s
+        self._await(f"{self.url}/health", "has no worker that answers", lambda _: True)
+
+    def await_parity(self) -> None:
+        """Wait until it routes by prefixes to all workers. Raises TimeoutError: one stays load-only
+        or down."""
+        url = self.metrics_url.replace("metrics", "healthz")
+        self._await(url, "does not route by prefixes", lambda page: "worker" not in page)
+
+    def _await(self, url: str, lacks: str, is_good: Callable[[str], bool]) -> None:
+        deadline_s, page = time.monotonic() + READY_TIMEOUT_S, ""
         while time.monotonic() < deadline_s:
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s):
-                    return
+                with urllib.request.urlopen(url, timeout=READY_TIMEOUT_S) as answer:
+                    if is_good(page := answer.read().decode()):
+                        return
             except urllib.error.HTTPError as error:
-                error.close()
+                page = error.read().decode()
             threading.Event().wait(0.02)
-        raise TimeoutError(f"The router has no worker that answers: {self.log}")
+        raise TimeoutError(f"The router {lacks}: {page.strip() or self.log}")

@@ -58,6 +58,14 @@ LOOK_S: Final = 0.000_1
 ROOM_LOOK_S: Final = 0.1
 DEVICE_S_MAX: Final = 10.0
 """A copy of one block that takes longer will not end."""
+NO_ROOM: Final = "it has no room for that: choose a smaller --hbm or --gpu-memory-utilization"
+_ADVICE: Final = {
+    "cudaErrorInsufficientDriver": "no NVIDIA driver for CUDA 13 is found: install one, or start"
+    " the container with the NVIDIA runtime",
+    "cudaErrorNoDevice": "no GPU is visible: start the container with the NVIDIA runtime",
+    "cudaErrorInvalidDevice": "there is no such GPU: choose another with --hbm SIZE,gpu=N",
+}
+"""By an error of CUDA, which itself names no way to mend it."""
 _HEARTBEAT, _HEADER_WORDS = 3, PAGE_BYTES // 8
 
 _log = logging.getLogger(__name__)
@@ -216,9 +224,9 @@ class HbmTier:
         sources, targets = order.slots[begin:end].tolist(), order.targets[begin:end]
         found = None if self._closing else self._promote(sources, targets, size)
         for n in range(len(sources)):
-            at = (begin + n) * KEY_BYTES
-            header = prefix + order.keys[at : at + KEY_BYTES]
-            wanted = order.checksums[(begin + n) * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
+            key, checksum = ((begin + n) * size for size in (KEY_BYTES, CHECKSUM_BYTES))
+            header = prefix + order.keys[key : key + KEY_BYTES]
+            wanted = order.checksums[checksum : checksum + CHECKSUM_BYTES]
             yield found is not None and wanted == checksum_of(
                 header, [found[n * size : (n + 1) * size]]
             )
@@ -266,7 +274,7 @@ class HbmTier:
         end_s = time.monotonic() + room_s_max
         while not (address := self._device.allocate(self.capacity_bytes)):
             if time.monotonic() >= end_s:
-                raise DeviceError("it has no room for that")
+                raise DeviceError(NO_ROOM)
             self._pause.wait(ROOM_LOOK_S)
         return address
 
@@ -320,9 +328,10 @@ def open_hbm(
             room_s_max=room_s_max,
         )
     except DeviceError as error:
+        advice = _ADVICE.get(str(error).rpartition(" ")[2])
         raise ConfigError(
-            f"hbm of {format_size(capacity_bytes)} cannot be had on GPU {ordinal}: {error};"
-            " choose a smaller --hbm or another GPU, or leave it out"
+            f"hbm of {format_size(capacity_bytes)} cannot be had on GPU {ordinal}:"
+            f" {f'{advice} ({error})' if advice else error}; or leave --hbm out"
         ) from None
 
 

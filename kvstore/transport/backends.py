@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvstore.errors import ConfigError, ProtocolError
-from kvstore.ports import Landing, Transport
+from kvstore.installation import is_installed, lacking
+from kvstore.ports import Transport, TransportMemory
 from kvstore.transport.nixl import Nixl
 from kvstore.transport.tcp import Tcp
 from kvstore.transport.ucx import Ucx
@@ -34,16 +32,9 @@ def is_at(descriptor: bytes, address: str) -> bool:
 
 
 def open_transport(
-    backend: str,
-    name: str,
-    *,
-    arena: NDArray[np.uint8],
-    source: NDArray[np.uint8],
-    landing: Landing | None = None,
-    options: Mapping[str, str],
+    backend: str, name: str, memory: TransportMemory, options: Mapping[str, str]
 ) -> Transport:
-    """A transport of the node `name`, which moves into and out of `arena` and lets peers read
-    `source`, the same bytes in a mapping that cannot be written through, and write to `landing`.
+    """A transport of the node `name`.
 
     Raises:
         ConfigError: no such back end, it is not installed or takes no writes, or its options are
@@ -52,7 +43,15 @@ def open_transport(
     found = BACKENDS.get(backend)
     if found is None:
         raise ConfigError(f"there is no transport {backend!r}: use {', '.join(BACKENDS)}")
-    if landing is not None and not found.capabilities.takes_writes:
+    refuse_absent(backend)
+    if memory.landing is not None and not found.capabilities.takes_writes:
         able = [each for each, its in BACKENDS.items() if its.capabilities.takes_writes]
         raise ConfigError(f"the {backend} transport takes no writes: use {' or '.join(able)}")
-    return found(name, arena=arena, source=source, landing=landing, options=options)
+    return found(name, memory, options)
+
+
+def refuse_absent(backend: str) -> None:
+    """Raises ConfigError: it is not installed."""
+    modules = BACKENDS[backend].capabilities.modules
+    if modules and not any(map(is_installed, modules)):
+        raise ConfigError(lacking(f"--transport {backend}", " or ".join(modules), backend))

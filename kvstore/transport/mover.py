@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvstore.arena import map_arena
 from kvstore.errors import AttachError, ConfigError, ProtocolError, TransportError
-from kvstore.ports import End, Landing, Outcome, Pieces, Transport
+from kvstore.ports import End, Landing, Outcome, Pieces, Transport, TransportMemory
 from kvstore.transport.backends import open_transport
 from kvstore.transport.page_tables import PageTables
 from kvstore.transport.pieces import check_within, joined
@@ -46,14 +46,8 @@ def run(sock: socket.socket) -> int:
     try:
         arena = map_arena(fd, size_bytes=begin.arena_bytes, writable=True)
         source = map_arena(fd, size_bytes=begin.arena_bytes, writable=False)
-        transport = open_transport(
-            begin.backend,
-            begin.name,
-            arena=arena,
-            source=source,
-            landing=_landing(begin, fd),
-            options=begin.options,
-        )
+        memory = TransportMemory(arena, source, _landing(begin, fd))
+        transport = open_transport(begin.backend, begin.name, memory, begin.options)
     except (AttachError, ConfigError) as error:
         sock.send(wire.encode(wire.Unable(str(error)[: wire.REASON_CHARS_MAX])))
         return 2

@@ -28,7 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TransportError
-from kvstore.ports import End, Landing, Outcome, Pieces, TransportCapabilities
+from kvstore.installation import is_installed
+from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
 from kvstore.transport.loopback import open_descriptor
 from kvstore.transport.pieces import check_pieces
 from kvstore.wire.mover import Descriptor, Direction, encode
@@ -69,23 +70,12 @@ class Nixl:
         ends_forgotten=False,
         is_secure=False,
         options={"plugin": "NAME", "plugin.OPTION": "VALUE"},
+        modules=("nixl_cu13", "nixl_cu12"),
     )
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        arena: NDArray[np.uint8],
-        source: NDArray[np.uint8],
-        landing: Landing | None = None,
-        options: Mapping[str, str],
-    ) -> None:
-        """Register `arena`, `source`, the same bytes to be read, and `landing`, to be written to.
-
-        Raises:
-            ConfigError: NIXL is not installed, or has no such plugin.
-        """
-        self._arena = arena
+    def __init__(self, name: str, memory: TransportMemory, options: Mapping[str, str]) -> None:
+        """Register the memory; NIXL is installed. Raises ConfigError: it has no such plugin."""
+        self._arena, source, landing = memory
         self._plugin = options.get("plugin", "UCX")
         # Another one with each start: peers do not mistake this agent for an earlier one.
         self._agent, self._faults = _open_agent(f"{name}/{secrets.token_hex(8)}")
@@ -94,11 +84,11 @@ class Nixl:
             self._agent.create_backend(self._plugin, own)
         except self._faults as error:
             raise ConfigError(f"NIXL cannot open its plugin {self._plugin}: {error}") from None
-        self._register(arena)
+        self._register(self._arena)
         try:
             self._register(source)
         except self._faults:
-            source = arena
+            source = self._arena
         self._told = [source]
         """Mapped for as long as peers may use them."""
         if landing is not None:
@@ -111,7 +101,7 @@ class Nixl:
             Descriptor(
                 f"nixl/{self._plugin}",
                 name,
-                len(arena),
+                len(self._arena),
                 source.ctypes.data,
                 details,
                 landing_begin=landing.begin if landing else 0,
@@ -119,7 +109,7 @@ class Nixl:
                 landing_base=landing.memory.ctypes.data if landing else 0,
             )
         )
-        self._units = self._prepare("", arena.ctypes.data, len(arena))
+        self._units = self._prepare("", self._arena.ctypes.data, len(self._arena))
         self._peers: dict[str, _NixlPeer] = {}
         """Those that are forgotten in the order in which they were."""
         self._moves: dict[int, _NixlMove] = {}
@@ -280,17 +270,13 @@ def _open_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
     """An agent, and what its calls raise."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # errors are outcomes, and told as such
     # `nixl` itself would load torch, to learn which of the two to take; host memory needs neither.
-    for package in ("nixl_cu13", "nixl_cu12"):
-        try:
-            api = importlib.import_module(f"{package}._api")
-        except ModuleNotFoundError:
-            continue
-        faults = [each for each in vars(api.nixlBind).values() if isinstance(each, type)]
-        raised = tuple(each for each in faults if issubclass(each, Exception))
-        with sleeping_progress(api.nixlBind):
-            agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
-        return agent, (*raised, RuntimeError, ValueError, TypeError)
-    raise ConfigError("NIXL is not installed: pip install 'kvstore-llm[nixl]'")
+    package = next(filter(is_installed, Nixl.capabilities.modules))
+    api = importlib.import_module(f"{package}._api")
+    faults = [each for each in vars(api.nixlBind).values() if isinstance(each, type)]
+    raised = tuple(each for each in faults if issubclass(each, Exception))
+    with sleeping_progress(api.nixlBind):
+        agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+    return agent, (*raised, RuntimeError, ValueError, TypeError)
 
 
 @contextlib.contextmanager

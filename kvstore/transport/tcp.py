@@ -26,11 +26,9 @@ from functools import partial
 from typing import Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TransportError
-from kvstore.ports import End, Landing, Outcome, Pieces, TransportCapabilities
+from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
 from kvstore.transport.guests import Guests
 from kvstore.transport.loopback import described, open_descriptor
 from kvstore.transport.pieces import check_pieces
@@ -65,22 +63,10 @@ class Tcp:
         takes_writes=True, ends_forgotten=True, is_secure=True, options={"port": "NUMBER"}
     )
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        arena: NDArray[np.uint8],
-        source: NDArray[np.uint8],
-        landing: Landing | None = None,
-        options: Mapping[str, str],
-    ) -> None:
-        """Listen.
-
-        Raises:
-            ConfigError: certificates or the address cannot be used.
-        """
-        self._name, self._arena = name, memoryview(arena.data)
-        self._source, self._landing = source, landing
+    def __init__(self, name: str, memory: TransportMemory, options: Mapping[str, str]) -> None:
+        """Listen. Raises ConfigError: certificates or the address cannot be used."""
+        self._name, self._arena = name, memoryview(memory.arena.data)
+        self._source, self._landing = memory.source, memory.landing
         self._theirs, self._ours = _contexts(options)
         self._listener = _listen(options)
         self._address = _address(options, self._listener, secure=self._theirs is not None)

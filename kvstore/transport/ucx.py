@@ -22,10 +22,9 @@ from typing import Annotated, Any, Final
 import msgspec
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TransportError
-from kvstore.ports import End, Landing, Outcome, Pieces, TransportCapabilities
+from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
 from kvstore.transport.loopback import open_descriptor
 from kvstore.transport.pieces import check_pieces, check_within
 from kvstore.wire.mover import Descriptor, Direction, Words, array_of, encode, words
@@ -75,28 +74,17 @@ class Ucx:
     """A `Transport` over UCX."""
 
     capabilities = TransportCapabilities(
-        takes_writes=False, ends_forgotten=False, is_secure=False, options={}
+        takes_writes=False, ends_forgotten=False, is_secure=False, options={}, modules=("ucxx",)
     )
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        arena: NDArray[np.uint8],
-        source: NDArray[np.uint8],
-        landing: Landing | None = None,
-        options: Mapping[str, str],
-    ) -> None:
-        """Raises ConfigError: ucxx is not installed, or cannot work here."""
+    def __init__(self, name: str, memory: TransportMemory, options: Mapping[str, str]) -> None:
+        """ucxx is installed. Raises ConfigError: it cannot work here."""
+        self._name, (self._arena, self._source, landing) = name, memory
         assert landing is None, "it takes no writes"
         if options:
             raise ConfigError(f"the ucx transport knows no option {next(iter(options))!r}")
-        try:
-            self._lib: Any = importlib.import_module("ucxx._lib.libucxx")
-            self._array: Any = importlib.import_module("ucxx._lib.arr").Array
-        except ModuleNotFoundError:
-            raise ConfigError("ucxx is not installed: pip install 'kvstore-llm[ucx]'") from None
-        self._name, self._arena, self._source = name, arena, source
+        self._lib: Any = importlib.import_module("ucxx._lib.libucxx")
+        self._array: Any = importlib.import_module("ucxx._lib.arr").Array
         feature = self._lib.Feature
         try:
             context = self._lib.UCXContext({}, feature_flags=(feature.TAG, feature.WAKEUP))

@@ -2,6 +2,7 @@
 
 messages     the attach protocol: every datagram between an engine and the node
 pushes       those of it about pushes from a prefill node to a decode node
+peers        messages between nodes, and from routers to nodes
 transfers    kv_transfer_params of requests: what both legs share
 mover        the datagrams between a node process and its mover
 reports      datagrams of engines for the operator

@@ -31,7 +31,8 @@ Tokens = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
 BlockBytes = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_BYTES_MAX)]
-"""In UTF-8 at most NAME_BYTES_MAX long, which `messages.decode_from_engine` checks of a Hello."""
+"""In UTF-8 at most NAME_BYTES_MAX long, which `messages.decode_from_engine` checks of a Hello and
+`peers.decode_ask` of a node and a tenant."""
 Label = Annotated[str, Meta(max_length=NAME_BYTES_MAX)]
 Hex64 = Annotated[str, Meta(max_length=16)]
 """A number of 64 bits in hex."""

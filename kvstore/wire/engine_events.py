@@ -47,6 +47,8 @@ class EngineStored(msgspec.Struct, frozen=True, tag="BlockStored"):
     lora_name: Sentence | None = None
     extra_keys: Annotated[list[Any], _AsMany] | None = None
     group_idx: U32 | None = None
+    lookahead_token_ids: Annotated[list[Annotated[list[I64], _AsMany]], _AsMany] | None = None
+    """Tokens behind each block that its hash covers too: of vLLM 0.33 with EAGLE or MTP."""
 
 
 class EngineRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved"):

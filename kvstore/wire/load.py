@@ -49,6 +49,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     replicas: U64 = 0
     """Replicas of the index that the node publishes to."""
     replicas_reached: U64 = 0
+    saved_ms: U64 = 0
+    """Estimated time to compute all loaded tokens, since it began."""
+    waited_ms: U64 = 0
+    """Waited for them, and in vain, since it began."""
 
 
 class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -81,6 +81,8 @@ LEASE_LIVES_MAX: Final = 6
 ERROR_CHARS_MAX, REQUEST_BYTES_MAX = 200, 255
 RANKS_MAX: Final = 1024
 """Most ranks of one engine, and so most shards."""
+PUSHED: Final = "(pushed)"
+"""In place of a node that blocks come from: they are pushed, and come when they are computed."""
 
 SlotArray = Annotated[bytes, msgspec.Meta(max_length=4 * KEYS_PER_DATAGRAM_MAX)]
 GenerationArray = Annotated[bytes, msgspec.Meta(max_length=8 * KEYS_PER_DATAGRAM_MAX)]
@@ -307,6 +309,8 @@ class LeaseReply(Message, frozen=True):
     """So many of the leased blocks came from disk, and nobody has leased them since."""
     from_peer: U64 = 0
     """The same of another node."""
+    promoting_from: Label = ""
+    """Name of the other node that they come from; `*` while that is open; PUSHED; empty: disk."""
 
 
 class LeaseMore(Message, frozen=True):
@@ -391,17 +395,17 @@ def decode_from_engine(datagram: bytes | memoryview) -> EngineMessage:
                 if len(name.encode()) > NAME_BYTES_MAX:
                     raise ProtocolError(f"a name of more than {NAME_BYTES_MAX} bytes")
         case Hint(keys=keys) | LeaseAsk(keys=keys) | PushExpect(keys=keys):
-            _elements(keys, KEY_BYTES, "keys")
+            elements(keys, KEY_BYTES, "keys")
         case Seal():
-            n = _elements(message.keys, KEY_BYTES, "keys")
-            _same(n, _elements(message.slots, 4, "slots"), "slots")
-            _same(n, _elements(message.generations, 8, "generations"), "generations")
-            _same(n, _elements(message.checksums, CHECKSUM_BYTES, "checksums"), "checksums")
+            n = elements(message.keys, KEY_BYTES, "keys")
+            same(n, elements(message.slots, 4, "slots"), "slots")
+            same(n, elements(message.generations, 8, "generations"), "generations")
+            same(n, elements(message.checksums, CHECKSUM_BYTES, "checksums"), "checksums")
         case Compared():
-            _elements(message.diverged, 4, "diverged")
+            elements(message.diverged, 4, "diverged")
         case Drop() | Distrust() | Verified():
-            n = _elements(message.slots, 4, "slots")
-            _same(n, _elements(message.generations, 8, "generations"), "generations")
+            n = elements(message.slots, 4, "slots")
+            same(n, elements(message.generations, 8, "generations"), "generations")
         case _:
             pass
     return message
@@ -412,10 +416,10 @@ def decode_from_node(datagram: bytes | memoryview) -> NodeMessage:
     message = _decode(_node_decoder, datagram)
     match message:
         case LeaseReply() | LeaseMore() | Grant():
-            n = _elements(message.slots, 4, "slots")
-            _same(n, _elements(message.generations, 8, "generations"), "generations")
+            n = elements(message.slots, 4, "slots")
+            same(n, elements(message.generations, 8, "generations"), "generations")
             if not isinstance(message, Grant) and message.checksums:
-                _same(n, _elements(message.checksums, CHECKSUM_BYTES, "checksums"), "checksums")
+                same(n, elements(message.checksums, CHECKSUM_BYTES, "checksums"), "checksums")
         case _:
             pass
     return message
@@ -431,14 +435,16 @@ def _decode(decoder: msgspec.msgpack.Decoder[_M], datagram: bytes | memoryview) 
         raise ProtocolError(f"malformed datagram: {str(error)[:ERROR_CHARS_MAX]}") from None
 
 
-def _elements(array: bytes, size: int, name: str) -> int:
+def elements(array: bytes, size: int, name: str) -> int:
+    """Number of them in an array. Raises ProtocolError."""
     count, rest = divmod(len(array), size)
     if rest:
         raise ProtocolError(f"{name}: {len(array)} bytes are no multiple of {size}")
     return count
 
 
-def _same(expected: int, count: int, name: str) -> None:
+def same(expected: int, count: int, name: str) -> None:
+    """Raises ProtocolError."""
     if count != expected:
         raise ProtocolError(f"{name}: {count} elements where {expected} were announced")
 

@@ -63,6 +63,8 @@ class Story(Message, frozen=True):
     """From there on: waited for blocks from disk or another node."""
     load_ns: U64 = 0
     """Copying, on the slowest rank."""
+    saved_ns: U64 = 0
+    """Computing the loaded tokens, by the engine's measured pace; 0: none was measured."""
     stored_blocks: U64 = 0
     """Leading blocks that were stored, or known to be."""
     first_token_ns: U64 = 0

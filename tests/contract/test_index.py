@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvstore.index.check import check
 from kvstore.index.feed import (
     ASK_AGAIN_MS,
     FORGET_MS,
@@ -31,7 +32,9 @@ from kvstore.stores.redis import RedisStore
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.load import Load
 from tests.integration.node.conftest import eventually
-from tests.kit.redis_process import RedisProcess
+from tests.kit.index_check import check
+from tests.kit.programs import need
+from tests.kit.redis_process import PROGRAM, RedisProcess
 from tests.unit.index.model import Model
 from tests.unit.index.words import (
     NODE,
@@ -53,6 +56,7 @@ NOW = 10_000
 A = Holder(NODE)
 PATIENCE_S = 90.0
 Make = Callable[..., IndexStore]
+Server = RedisProcess | None  # not installed: other stores need none
 
 
 class Asked:
@@ -89,7 +93,7 @@ class Asked:
         return self.store.statistics().entry_count
 
 
-def _local(_: RedisProcess, *, entries: int, slots: int, nodes: int) -> IndexStore:
+def _local(_: Server, *, entries: int, slots: int, nodes: int) -> IndexStore:
     index = Index(
         entry_count_max=entries,
         slot_count_max=slots,
@@ -100,7 +104,9 @@ def _local(_: RedisProcess, *, entries: int, slots: int, nodes: int) -> IndexSto
     return LocalStore(index)
 
 
-def _redis(redis: RedisProcess, *, entries: int, slots: int, nodes: int) -> IndexStore:
+def _redis(redis: Server, *, entries: int, slots: int, nodes: int) -> IndexStore:
+    need(PROGRAM)
+    assert redis is not None
     return RedisStore(
         store_config(redis.url, password_file=None, ca=None),
         entry_count_max=entries,
@@ -114,15 +120,17 @@ MAKERS: dict[str, Make] = {"local": _local, "redis": _redis}
 
 
 @pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    with RedisProcess.start(tmp_path_factory.mktemp("redis")) as process:
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    start, folder = RedisProcess.start, tmp_path_factory.mktemp("redis")
+    with start(folder) if shutil.which(PROGRAM) else contextlib.nullcontext() as process:
         yield process
 
 
 @pytest.fixture(params=MAKERS)
-def make(request: pytest.FixtureRequest, redis: RedisProcess) -> Iterator[Callable[..., Asked]]:
+def make(request: pytest.FixtureRequest, redis: Server) -> Iterator[Callable[..., Asked]]:
     """Makes the one store of a test, empty."""
-    redis.cli("flushall")
+    if redis is not None:
+        redis.cli("flushall")
     made = []
     with asyncio.Runner() as runner:
 

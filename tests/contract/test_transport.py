@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.index_process import Lab
-from kvstore.testing.transport_parties import LocalParty, MoverParty, TransportParty
-from kvstore.testing.transports import CHECKS, TransportChecks
 from kvstore.transport.loopback import Hub
+from tests.kit.transport_checks import CHECKS, TransportChecks, TransportParty
+from tests.kit.transport_parties import LocalParty, MoverParty
 
 Make = Callable[[str], TransportParty]
 # Over shared memory, as over RDMA devices, a read may go on when its peer is stopped: only tcp

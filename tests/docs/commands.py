@@ -8,9 +8,8 @@ import click
 import pytest
 
 from kvstore.cli.main import cli
-from kvstore.config import disk_room, node as config
-from kvstore.config.cluster import IndexConfig
-from kvstore.config.index import load_index_config
+from kvstore.config import machine, node as config
+from kvstore.config.cluster import IndexConfig, load_index_config
 from kvstore.config.router import RouterConfig, load_router_config
 from kvstore.demo import flags as demo_flags
 from kvstore.units import TIB
@@ -57,7 +56,7 @@ def node_config(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> config.Nod
     """What `kvstore node FLAGS` would run with on a machine with a tebibyte of memory and four of
     disk."""
     monkeypatch.setattr(config, "available_memory", lambda: (TIB, "the test"))
-    monkeypatch.setattr(disk_room, "file_system_bytes", lambda _: 4 * TIB)
+    monkeypatch.setattr(machine, "file_system_bytes", lambda _: 4 * TIB)
     seen: list[config.NodeConfig] = []
     monkeypatch.setattr("kvstore.supervisor.begin.supervise", lambda made, _: seen.append(made))
     try:

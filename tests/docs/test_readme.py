@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -13,14 +14,19 @@ from pathlib import Path
 import click
 import pytest
 from packaging.requirements import Requirement
+from rich.console import Console
 
+from kvstore.cli import ask
 from kvstore.cli.main import cli
 from kvstore.cli.reasons import TEXTS, word
 from kvstore.config.transports import parse_transport
 from kvstore.connector.config import parse_config
 from kvstore.demo import flags as demo_flags
+from kvstore.engine import NodeReport
 from kvstore.obs.metrics import BY_NAME
-from kvstore.units import GIB
+from kvstore.proto.rows import MemberReport
+from kvstore.units import GIB, TIB
+from scripts import reference
 from tests.docs.commands import index_config, is_name, node_config, parse
 from tests.style.tree import ROOT, files
 
@@ -31,26 +37,39 @@ GUIDES = [
     *(page for page in PAGES if DOCS in page.parents and page.parent != DOCS / "adr"),
 ]
 """Whose commands are parsed."""
+ONE_MACHINE = DOCS / "guides" / "one-machine.md"
+"""Whose index is on loopback."""
 WORDS_MAX = 1200
 FOREIGN = {  # flags of vLLM, pip and programs of the repository
     *("--prefix-caching-hash-algo", "--kv-transfer-config", "--kv-events-config"),
     *(
         "--mamba-cache-mode",
+        "--enable-sleep-mode",
+        "--enable-cumem-allocator",
         "--prefix-cache-retention-interval",
         "--speculative-config",
         "--mm-processor-cache-gb",
         "--no-enable-prefix-caching",
     ),
-    *("--enable-scale-out", "--enable-prompt-tokens-details", "--ssl-certfile", "--ssl-keyfile"),
-    *("--enable-metrics", "--served-model-name"),  # SGLang's, vLLM's
+    *(
+        "--gpu-memory-utilization",
+        "--enable-scale-out",
+        "--enable-prompt-tokens-details",
+        "--ssl-certfile",
+        "--ssl-keyfile",
+    ),
+    *("--enable-metrics", "--served-model-name", "--model", "--enforce-eager"),  # SGLang's, vLLM's
     *("--extra-index-url", "--again", "--seed", "--seeds", "--type", "--patch-file"),
 }
 _FENCE = re.compile(r"([^\n]*)\n```(python|bash|sh)\n(.*?)```", re.DOTALL)
 _MARK = re.compile(r"<!-- not run: .{10,} -->")
 _FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+_LOG = re.compile(r" > \S+\.log 2>&1")
 _COMMENT = re.compile(r"(?:^|(?<= ))#.*$", re.MULTILINE)
 _IN_SENTENCE = re.compile(r"`(?:\S*/)?kvstore ([^`]+)`")
 _METRIC = re.compile(r"(?<![\w:])kvstore_(?!llm\b)\w+(?![\w*])")
+_ENGINE_METRIC = re.compile(r"vllm:kvstore_\w+(?![\w*])")
+ENGINE_METRICS = {row[0].strip("`") for row in reference._engine_rows()}
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)[^)]*\)")
 _ANCHOR = re.compile(r"\]\((?!https?:)([^)#]*)#([^)]+)\)")
 _SPAN = re.compile(r"`([^`]+)`")
@@ -68,7 +87,7 @@ def _commands(page: Path) -> list[list[str]]:
     commands = []
     for _, language, code in _blocks(page):
         if language != "python":
-            code = _COMMENT.sub("", code.replace("\\\n", " "))
+            code = _COMMENT.sub("", _LOG.sub("", code.replace("\\\n", " ")))
             lexer = shlex.shlex(code, posix=True, punctuation_chars="\n")
             lexer.whitespace, lexer.whitespace_split = " \t", True
             line: list[str] = []
@@ -133,11 +152,12 @@ def test_the_commands_of_a_page_parse(
         if name == "certs":  # which the commands behind it read
             cli.main(["certs", *arguments[1:]], prog_name="kvstore", standalone_mode=False)
         if name == "node":
-            on_one_machine = 2 * GIB
+            on_one_machine, automatic = 2 * GIB, TIB // 2
             found = node_config(arguments[1:], monkeypatch).dram_bytes
-            assert found in (64 * GIB, on_one_machine)
+            assert found in (64 * GIB, on_one_machine, automatic)
         if name == "index":
-            assert not index_config(arguments[1:]).replica.host.startswith("127.")
+            is_on_loopback = index_config(arguments[1:]).replica.host.startswith("127.")
+            assert is_on_loopback == (page == ONE_MACHINE)
 
 
 def test_every_command_is_shown_on_some_page() -> None:
@@ -215,13 +235,36 @@ def test_log_lines_and_reasons_of_the_troubleshooting_page_are_in_the_code() -> 
     assert not missing
 
 
+def test_no_page_installs_by_a_name_that_nobody_owns() -> None:
+    """Whoever registers it would run code on the reader's machine."""
+    lines = [line for page in GUIDES for line in (ROOT / page).read_text().splitlines()]
+    named = [line for line in lines if re.search(r"pip install [^`\n]*kvstore-llm", line)]
+    assert [line for line in named if "Never run" not in line] == []
+    assert len(named) == 2
+
+
+def test_the_output_of_inspect_nodes_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    page, node = (ROOT / ONE_MACHINE).read_text(), NodeReport("7c21", 1, 1, 1, 0, 0, 0, 0)
+    member = MemberReport("a", "exact", "127.0.0.1:9480", "7c21", 4, 1, "demo")
+    printed = io.StringIO()
+    monkeypatch.setattr(ask, "console", lambda: Console(file=printed, width=120))
+    ask.show({"nodes": [node], "members": [member]})
+    shown = page[page.index("```text\nnodes\n") :].split("```")[1].splitlines()[1:]
+    heads = [line.split() for line in printed.getvalue().splitlines()]
+    assert [line.split() for line in shown[:2]] == heads[:2]
+    assert [line.split() for line in shown[4:6]] == heads[4:6]
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= WORDS_MAX
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_metrics_that_are_named_exist(page: Path) -> None:
-    assert set(_METRIC.findall((ROOT / page).read_text())) <= BY_NAME.keys()
+    text = (ROOT / page).read_text()
+    names = {re.sub("_(bucket|sum|count)$", "", name) for name in _METRIC.findall(text)}
+    assert names <= BY_NAME.keys()
+    assert set(_ENGINE_METRIC.findall(text)) <= ENGINE_METRICS
 
 
 @pytest.mark.parametrize(
@@ -236,18 +279,31 @@ def test_a_command_that_is_wrong_is_seen(wrong: str) -> None:
         _look_at(wrong.split())
 
 
-@pytest.mark.parametrize("page", [Path("README.md"), DOCS / "install.md"], ids=str)
-def test_the_engine_command_has_the_public_names(page: Path) -> None:
-    (vllm,) = (command for command in _commands(page) if command[0] == "vllm")
-    assert vllm[vllm.index("--prefix-caching-hash-algo") + 1] == "sha256_cbor"
-    config = json.loads(vllm[vllm.index("--kv-transfer-config") + 1])
-    assert parse_config(config.pop("kv_connector_extra_config")).socket == "/run/kvstore/node.sock"
-    assert config == {
-        "kv_connector": "KVStoreConnector",
-        "kv_connector_module_path": "kvstore.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-    }
+@pytest.mark.parametrize(
+    ("page", "sockets"),
+    [
+        (Path("README.md"), ["/run/kvstore/node.sock"]),
+        (DOCS / "index.md", ["/run/kvstore/node.sock"]),
+        (DOCS / "install.md", ["/run/kvstore/node.sock"]),
+        (DOCS / "guides" / "cluster.md", ["p.sock", "d.sock"]),
+        (ONE_MACHINE, ["a.sock", "b.sock"]),
+    ],
+    ids=str,
+)
+def test_the_engine_command_has_the_public_names(page: Path, sockets: list[str]) -> None:
+    engines = [command for command in _commands(page) if "--kv-transfer-config" in command]
+    named = []
+    for vllm in engines:
+        assert vllm[vllm.index("--prefix-caching-hash-algo") + 1] == "sha256_cbor"
+        config = json.loads(vllm[vllm.index("--kv-transfer-config") + 1])
+        named.append(parse_config(config.pop("kv_connector_extra_config")).socket)
+        assert config == {
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "kvstore.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        }
+    assert named == sockets
 
 
 def test_make_knows_the_targets_that_are_named() -> None:

@@ -19,7 +19,6 @@ import msgspec
 
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB
-from kvstore.wire.messages import Message
 
 GROWTH_BYTES_MAX: Final = 32 * MIB
 _EDGES: Final = tuple(
@@ -67,7 +66,7 @@ class Mutator:
             data = self._mutated(data)
         return data
 
-    def datagram(self, message: Message) -> bytes:
+    def datagram(self, message: msgspec.Struct) -> bytes:
         """The message with a field of another value, without a field, or with one too many."""
         fields: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
         name = self.random.choice([*fields, "type", "stranger"])

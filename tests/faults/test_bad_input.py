@@ -18,6 +18,7 @@ import grpc
 import pytest
 import xxhash
 from google.protobuf.message import DecodeError, Message as ProtoMessage
+from msgspec import Struct, msgpack
 
 from kvstore.cli.prefix import read_tokens
 from kvstore.config.node import load_config
@@ -43,7 +44,6 @@ from kvstore.wire.learned import (
 from kvstore.wire.messages import (
     Distrust,
     Drop,
-    Message,
     Quiet,
     Seal,
     Story,
@@ -51,6 +51,7 @@ from kvstore.wire.messages import (
     decode_from_node,
     encode,
 )
+from kvstore.wire.peers import decode_answer, decode_ask
 from kvstore.wire.record import (
     PAGE_COVERED,
     Scope,
@@ -75,7 +76,8 @@ from kvstore.wire.segment import (
 from tests.amounts import amount, covered
 from tests.faults.door import Door, Guest, Line
 from tests.faults.mutate import Mutator, no_growth
-from tests.faults.words import answers, hellos, words
+from tests.faults.words import answers, answers_of_peers, asks_of_peers, hellos, words
+from tests.kit.engine_check import check_engine
 from tests.unit.engine.harness import Node, Peer, key, keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -99,13 +101,15 @@ DATAGRAMS = amount(10_000, nightly=80_000)
     [
         (decode_from_engine, words(7, [(0, 1), (16, 2)]) + hellos()),
         (decode_from_node, answers()),
+        (decode_ask, asks_of_peers()),
+        (decode_answer, answers_of_peers()),
     ],
-    ids=["engine", "node"],
+    ids=["engine", "node", "asks of peers", "answers of peers"],
 )
 def test_datagrams_are_decoded_or_refused(
-    decode: Callable[[bytes], Message], said: list[Message]
+    decode: Callable[[bytes], Struct], said: list[Struct]
 ) -> None:
-    mutator = Mutator(1, [encode(message) for message in said])
+    mutator = Mutator(1, [msgpack.encode(message) for message in said])
     outcomes = Counter[str]()
     with no_growth():
         for number in range(DATAGRAMS // 2):
@@ -141,7 +145,7 @@ def test_strangers_at_the_door(tmp_path: Path) -> None:
                 line.say(hello)
             line.close()
             if number % 100 == 0:
-                door.engine.check()
+                check_engine(door.engine)
                 door.tick()
         assert len(bystander.read(bystander.lease(1, 1, 2))) == 2
         assert door.attach.socket_count == 2
@@ -175,13 +179,13 @@ def test_insiders_that_talk_nonsense(tmp_path: Path, part: int) -> None:
             insider.hear()
             sent += 1
             if number % 50 == 0:
-                door.engine.check()
+                check_engine(door.engine)
                 door.tick(ms=1)
         assert sent == INSIDERS // PARTS
         assert reopened < sent, "some of it must be heard"
         insider.close()
         assert bystander.read(bystander.lease(2, 1, 2)) == expected
-        door.engine.check()
+        check_engine(door.engine)
     covered("bad inputs", sent)
 
 

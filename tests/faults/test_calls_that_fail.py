@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import shutil
 import signal
 import subprocess
 from collections import Counter, deque
@@ -34,6 +33,7 @@ from kvstore.testing.raw_engine import make_keys
 from tests.integration.node.conftest import eventually
 from tests.kit.actor import Failed, Look, State
 from tests.kit.gauges import Gauges, descriptor_kinds, look, processes
+from tests.kit.programs import need
 from tests.kit.troupe import SplitEngine, Troupe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -217,8 +217,7 @@ def _of_threads(pid: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
-    if shutil.which("strace") is None:
-        pytest.fail("strace is needed: .ci/debian-packages.txt")
+    need("strace")
     directory = tmp_path_factory.mktemp("node")
     program = (str(Path(__file__).with_name("small_segments.py")),)
     flags = ("--file", f"{directory / 'store'}:64MiB")

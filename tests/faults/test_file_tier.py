@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli.fsck import fsck
+from tests.kit.programs import need
 from tests.style.tree import ROOT
 from tests.unit.tiers.file.kit import Driver
 
@@ -104,8 +104,7 @@ def test_a_full_disk_stops_writes_and_frees_itself_of_nothing(small_disk: Path) 
 
 @pytest.mark.parametrize("call", ["pwritev", "fsync", "preadv"])
 def test_calls_that_fail_in_the_kernel(tmp_path: Path, call: str) -> None:
-    if shutil.which("strace") is None:
-        pytest.fail("strace is needed: .ci/debian-packages.txt")
+    need("strace")
     store = tmp_path / "store"
     calls = call if call == "fsync" else f"{call},{call}2"  # which one Python uses, it chose
     inject = f"inject={calls}:error=EIO:when=6+5"

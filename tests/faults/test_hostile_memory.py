@@ -28,6 +28,7 @@ from kvstore.wire.record import Scope
 from kvstore.wire.segment import SegmentHead, segment_page
 from tests.amounts import amount, covered
 from tests.faults.mutate import no_growth
+from tests.kit.engine_check import check_engine
 from tests.unit.engine.harness import Node, Peer, keys
 from tests.unit.tiers.file.kit import BLOCK_BYTES, SCOPE, Driver, checksum, key, payload
 
@@ -106,7 +107,7 @@ def test_no_image_of_the_arena_changes_a_decision(part: int) -> None:
                 event = choose(hostile, source, stored, leases)
                 assert hostile.decide(event) == twin.decide(event)
                 if image % 500 == 0:
-                    hostile.node.engine.check()
+                    check_engine(hostile.node.engine)
                     assert (hostile.arena._generations == twin.arena._generations).all()
                     assert hostile.arena._header[:3].tolist() == [MAGIC, 1, 7]
                     untouched = twin.arena.array

@@ -30,13 +30,14 @@ from kvstore.peers.mover import (
     Up,
 )
 from kvstore.testing.index_process import Lab
-from kvstore.testing.transport_parties import ALL, ARENA_BYTES, LIMIT_S, MoverParty
 from kvstore.transport import guests, watch
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp_ends import Address
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
 from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, decode_descriptor
+from tests.kit.transport_checks import ALL, ARENA_BYTES
+from tests.kit.transport_parties import LIMIT_S, MoverParty
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

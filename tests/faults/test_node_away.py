@@ -16,8 +16,7 @@ from typing import Self
 
 import pytest
 
-from kvstore.demo.engine import Completion, VllmServer
-from kvstore.demo.engine_config import ServerConfig
+from kvstore.demo.engine import Completion
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.nursery import EngineNursery
@@ -27,6 +26,7 @@ from tests.integration.engine.support import (
     node_for,
     wait_until,
 )
+from tests.kit.engines import EngineConfig, EngineServer, server_pid
 from tests.kit.gauges import starved_s
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -114,7 +114,7 @@ def test_no_request_is_lost_wrong_or_late_while_the_node_dies_again_and_again(
         for _ in range(PROMPTS)
     ]
     # Few blocks: prompts push each other out, so that the node is asked again and again.
-    config = ServerConfig(
+    config = EngineConfig(
         model=medium_model,
         socket=tormentor.node.socket,
         kv_blocks=48,
@@ -152,21 +152,21 @@ def test_no_request_is_lost_wrong_or_late_while_the_node_dies_again_and_again(
 
 
 def _timed(
-    engine: VllmServer, prompt: tuple[int, ...], tormentor: Tormentor
+    engine: EngineServer, prompt: tuple[int, ...], tormentor: Tormentor
 ) -> tuple[Completion, float]:
     """Also the seconds that the engine waited for a core meanwhile."""
-    before_s = starved_s(engine.server_pid)
+    before_s = starved_s(server_pid(engine))
     done = engine.complete(prompt, max_tokens=8)
     tormentor.answered()
-    return done, starved_s(engine.server_pid) - before_s
+    return done, starved_s(server_pid(engine)) - before_s
 
 
-def _computed(engine: VllmServer, prompt: tuple[int, ...]) -> Completion:
+def _computed(engine: EngineServer, prompt: tuple[int, ...]) -> Completion:
     engine.forget(external=True)
     return engine.complete(prompt, max_tokens=8)
 
 
-def test_gone_and_back_again(plain: VllmServer, encode: Encode, tmp_path: Path) -> None:
+def test_gone_and_back_again(plain: EngineServer, encode: Encode, tmp_path: Path) -> None:
     """What an engine says that starts without a node is in test_ways_of_being_down.py."""
     rng = random.Random(SEED + 1)
     prompts = iter([text_tokens(rng, encode, 3 * BLOCK_TOKENS + 5) for _ in range(200)])

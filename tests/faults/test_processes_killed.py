@@ -12,11 +12,11 @@ from threading import Thread
 import pytest
 
 from kvstore.demo.engine import EngineError
-from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, inspect, wait_until
+from tests.kit.engines import EngineConfig, complete_many, scheduler_pid, server_pid, worker_pids
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -55,7 +55,7 @@ def test_after_a_kill_the_node_is_at_baseline(
 ) -> None:
     rng = random.Random(f"{SEED} {victim}")
     baseline = descriptors(node)
-    config = ServerConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
+    config = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
     with vllm.start(config, log=tmp_path / "engine.log") as engine:
         prompts = [text_tokens(rng, encode, 20 * BLOCK_TOKENS) for _ in range(6)]
         for prompt in prompts[:3]:
@@ -64,7 +64,7 @@ def test_after_a_kill_the_node_is_at_baseline(
 
         def busy() -> None:
             try:
-                engine.complete_many(prompts * 3, max_tokens=40, concurrency=6)
+                complete_many(engine, prompts * 3, max_tokens=40, concurrency=6)
             except EngineError:
                 return  # it is being killed
 
@@ -72,9 +72,9 @@ def test_after_a_kill_the_node_is_at_baseline(
         load.start()
         wait_until(lambda: engine.hits().external_hits > 0, "loads are under way")
         pid = {
-            "engine": engine.server_pid,
-            "scheduler": engine.scheduler_pid,
-            "worker": engine.worker_pids[0],
+            "engine": server_pid(engine),
+            "scheduler": scheduler_pid(engine),
+            "worker": worker_pids(engine)[0],
         }[victim]
         os.kill(pid, signal.SIGKILL)
         if victim == "engine":

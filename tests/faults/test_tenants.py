@@ -31,6 +31,7 @@ from kvstore.wire.space import fingerprint
 from tests.amounts import amount, covered
 from tests.faults.mutate import no_growth
 from tests.faults.quick import Quick
+from tests.kit.engine_check import check_engine
 from tests.unit.engine.harness import SMALL, Peer, space
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -215,7 +216,7 @@ def probed(tenant: str, model: str) -> dict[str, float]:
             is_there = source.random() < 0.5
             key = source.choice(stored) if is_there else digest("absent", number)
             seen[is_there].append(observed(node, spy, key, number + 1))
-        node.engine.check()
+        check_engine(node.engine)
     return {
         name: auc([row[name] for row in seen[True]], [row[name] for row in seen[False]])
         for name in seen[True][0]
@@ -316,7 +317,7 @@ def test_no_canary_of_a_rival_is_read_as_ones_own(part: int) -> None:
                 assert not valid or begin == end == mine, "foreign bytes, taken for good"
             node.hear(race.peers["reader"].scheduler, LeaseRelease([lease]))
             if lease % 200 == 0:
-                node.engine.check()
+                check_engine(node.engine)
                 node.sent.clear()
     assert good > RACES // PARTS // 20
     assert overwritten > RACES // PARTS // 20, "hardly ever was there a race"
@@ -359,7 +360,7 @@ def test_a_flood_of_keys_stays_within_its_limits() -> None:
                 node.sent.clear()
                 if number % 100 == 0:
                     node.tick(100)
-        node.engine.check()
+        check_engine(node.engine)
         found = sum(len(node.ask(modest, number + 1, [key])) for number, key in enumerate(mine))
         assert found >= 0.9 * OWNED
         assert node.engine.nodes()[0].blocks <= slots

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import shutil
 import signal
 import subprocess
 import threading
@@ -23,8 +22,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_BYTES, RawEngine, make_keys
@@ -32,6 +29,8 @@ from kvstore.wire.messages import LeaseReply
 from tests.faults.liar import LIES, NOISE, Liar
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import BLOCK_TOKENS, cache_off_lines, wait_until
+from tests.kit.engines import EngineConfig, EngineServer
+from tests.kit.programs import need
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -41,6 +40,7 @@ AT_ONCE = 4
 BEGUN = 10
 """Requests that were answered before the node is hurt."""
 MAX_TOKENS = 4
+AWAY, LATE = 'misses{reason="node away"}', 'misses{reason="deadline"}'
 ERRORS = "vllm:kvstore_connector_errors_total"
 Prompt = tuple[int, ...]
 
@@ -48,7 +48,7 @@ Prompt = tuple[int, ...]
 class Victim:
     """The engine, its prompts, and what it answered before there ever was a node."""
 
-    def __init__(self, engine: VllmServer, socket: Path, prompts: list[Prompt]) -> None:
+    def __init__(self, engine: EngineServer, socket: Path, prompts: list[Prompt]) -> None:
         self.engine = engine
         self.socket = socket
         self.prompts = prompts
@@ -85,7 +85,7 @@ class Victim:
         assert after.get(ERRORS, 0.0) == 0.0
         assert "Traceback" not in self.engine.log.read_text()
         return {
-            name.removeprefix("vllm:kvstore_").removesuffix("_total"): value - before.get(name, 0.0)
+            name.removeprefix("vllm:kvstore_").replace("_total", ""): value - before.get(name, 0.0)
             for name, value in after.items()
         }
 
@@ -118,7 +118,7 @@ def victim(
         (*shared, *text_tokens(rng, encode, rng.randint(1, 2) * BLOCK_TOKENS + rng.randint(1, 60)))
         for _ in range(REQUESTS)
     ]
-    config = ServerConfig(
+    config = EngineConfig(
         model=tiny_model, socket=directory / "node.sock", connector_extra={"verify_every": 1}
     )
     with vllm.start(config, log=directory / "engine.log") as engine:
@@ -126,16 +126,16 @@ def victim(
 
 
 def test_never_started(victim: Victim) -> None:
-    assert victim.without_node["vllm:kvstore_misses_node_away_total"] >= REQUESTS
+    assert victim.without_node['vllm:kvstore_misses_total{reason="node away"}'] >= REQUESTS
     assert victim.without_node["vllm:external_prefix_cache_hits_total"] == 0
     assert victim.told_without_node == 1
-    assert victim.through()["misses_node_away"] >= REQUESTS
+    assert victim.through()[AWAY] >= REQUESTS
 
 
 def test_killed(victim: Victim, tmp_path: Path) -> None:
     with victim.with_node(tmp_path) as node:
         counts = victim.through(node.kill)
-    assert counts["misses_node_away"] > 0
+    assert counts[AWAY] > 0
 
 
 def test_stopped(victim: Victim, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_stopped(victim: Victim, tmp_path: Path) -> None:
         counts = victim.through(node.pause)
         node.resume()
         wait_until(victim.served, "it is found again", seconds=60)
-    assert counts["misses_node_away"] + counts["misses_deadline"] > 0
+    assert counts[AWAY] + counts[LATE] > 0
 
 
 @contextmanager
@@ -218,8 +218,7 @@ def test_lying(victim: Victim) -> None:
 
 def test_slow(victim: Victim, tmp_path: Path) -> None:
     """Each answer takes 60 ms: three times what a lookup may."""
-    if shutil.which("strace") is None:
-        pytest.fail("strace is needed: .ci/debian-packages.txt")
+    need("strace")
     with victim.with_node(tmp_path) as node:
         pid = node.pid
         command = ["strace", "-f", "-qq", "-o", str(tmp_path / "trace"), "-p", str(pid)]
@@ -229,4 +228,4 @@ def test_slow(victim: Victim, tmp_path: Path) -> None:
                 counts = victim.through()
             finally:
                 strace.send_signal(signal.SIGINT)
-    assert counts["misses_deadline"] + counts["misses_node_away"] > 0
+    assert counts[LATE] + counts[AWAY] > 0

@@ -1,9 +1,11 @@
-"""Every word of the attach protocol once: what mutations begin from."""
+"""Every word of the attach protocol, and of nodes among themselves, once: what mutations begin
+from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvstore.types import Incarnation, Shard, SpaceId
 from kvstore.wire.messages import (
     Distrust,
     Drop,
@@ -27,6 +29,20 @@ from kvstore.wire.messages import (
     Story,
     Unserved,
     Welcome,
+)
+from kvstore.wire.peers import (
+    Answer,
+    Ask,
+    GiveBack,
+    GivenBack,
+    LendAnswer,
+    LendAsk,
+    PeerHello,
+    PeerWelcome,
+    Pushed,
+    PushGrant,
+    PushOver,
+    PushRevoke,
 )
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from tests.unit.engine.harness import Hellos, arrays, keys
@@ -76,4 +92,41 @@ def answers() -> list[Message]:
         LeaseMore(1, slots, generations),
         PushEnd("cmpl-2", reason="no such node"),
         Grant(3, slots, generations),
+    ]
+
+
+def asks_of_peers() -> list[Ask]:
+    """What a node asks of another one, once each."""
+    space = SpaceId(bytes(32))
+    return [
+        PeerHello("a", Incarnation(7)),
+        LendAsk(1, "t", space, keys(1, 2, 3)),
+        GiveBack(1),
+        PushGrant(
+            grant=2,
+            epoch=3,
+            transfer="cmpl-1",
+            tenant="t",
+            space=space,
+            keys=keys(4, 5),
+            extents=bytes(8),
+            block_bytes=4096,
+            deadline_ms=50,
+            descriptor=b"d",
+        ),
+        PushRevoke(2),
+    ]
+
+
+def answers_of_peers() -> list[Answer]:
+    """What it is answered."""
+    slots, _ = arrays([(0, 1), (16, 2)])
+    shards = Shard(0, 4, 0, 1), Shard(0, 4, 1, 2)
+    its = {"shards": shards, "block_bytes": (8, 8), "checksums": b"c" * 32}
+    return [
+        PeerWelcome("b", Incarnation(8), b"d"),
+        LendAnswer(1, slots=slots, **its),  # type: ignore[arg-type]
+        GivenBack(1, b"\1"),
+        Pushed(grant=2, epoch=3, first=0, **its),  # type: ignore[arg-type]
+        PushOver(2, 3, "it was taken back", is_quiet=True),
     ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
-import shutil
 import struct
 import subprocess
 import tempfile
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.kernels.launches import THREADS, Kernel
+from tests.kit.programs import need
 from tests.style.tree import ROOT
 
 SOURCES = ROOT / "kernels" / "csrc"
@@ -40,7 +40,7 @@ class Stray(Exception):
 
 def compile_kernels(folder: Path, sources: Path = SOURCES) -> Path:
     """The program, in the folder."""
-    assert shutil.which("g++"), "these tests need a compiler: apt-get install g++"
+    need("g++")
     program = folder / "kernels"
     paths = [f"-I{DRIVER}", f"-I{sources}", str(DRIVER / "device.cpp"), "-o", str(program)]
     done = subprocess.run(["g++", *OPTIONS, *paths], capture_output=True, text=True, check=False)

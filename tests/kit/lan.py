@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvstore.testing import tied
+from tests.kit.programs import need
 
 CLONE_NEWNET: Final = 0x40000000
 _OWN: Final = Path("/proc/thread-self/ns/net")
@@ -115,10 +116,8 @@ class Lan:
         return f"{self._prefix}-{name}"
 
     def _ip(self, *words: str) -> None:
-        try:
-            done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            raise LanError("there is no program 'ip': install iproute2") from None
+        need("ip")
+        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
         if done.returncode:
             raise LanError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 

@@ -21,12 +21,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
 import psutil
 
 from kvstore.testing.index_process import Lab
 from kvstore.testing.process import NodeProcess, children_of
 from kvstore.testing.raw_engine import EngineGone, RawEngine
 from kvstore.wire.messages import LeaseReply
+from kvstore.wire.peers import PEERS, Answer, Ask, decode_answer, encode
 from tests.kit.gauges import look, open_now
 from tests.kit.lan import Lan
 
@@ -34,6 +36,13 @@ WAIT_S: Final = 180.0
 P3_S: Final = 60.0
 """Promise P3 says 15 s from node to node; a busy machine is given four times that."""
 _PAUSE_S: Final = 0.05
+
+
+def session(channel: grpc.Channel, words: Iterator[Ask], *, timeout_s: float) -> Iterator[Answer]:
+    """Answers of a node to these words. Raises RpcError."""
+    begin: Any = channel.stream_stream(f"/{PEERS}/Session", encode, decode_answer)
+    answers: Iterator[Answer] = begin(words, timeout=timeout_s)
+    return answers
 
 
 class PeerPair:

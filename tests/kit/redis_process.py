@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvstore.testing import tied
 from kvstore.testing.process import READY_TIMEOUT_S, STOP_TIMEOUT_S, ChildServer, NodeFailed, reap
+from tests.kit.programs import need
 
 PROGRAM = "redis-server"
 _READY = "Ready to accept connections"
@@ -41,6 +42,7 @@ class RedisProcess(ChildServer):
         Raises:
             NodeFailed: it exited.
         """
+        need(PROGRAM)
         tries = _TRIES if port is None else 1
         for left in reversed(range(tries)):
             chosen = _free_port() if port is None else port

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import http.client
 import json
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ class RouterThread(AbstractContextManager["RouterThread"]):
             None, {"listen": "127.0.0.1:0", "metrics": "off", "worker": list(workers), **settings}
         )
         self.core: Any = core or TurnsCore()
-        self.config = dataclasses.replace(config)
+        self.config = config
         self._loop = LoopThread("router")
         try:
             self.router = self.on_loop(lambda: Router(self.config, self.core))

@@ -35,7 +35,6 @@ from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.client.core.stores import EngineStores
 from kvstore.engine.events import Fetch, Fetched
 from kvstore.engine.memory.journal import Journal, JournalContents
-from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.quotas import QuotaGroup, Quotas
 from kvstore.engine.memory.table import BlockTable, Keys, Rows
 from kvstore.engine.moves.stores import Stores
@@ -47,7 +46,6 @@ from kvstore.index.feed import Feed, Heard, Hello
 from kvstore.peers import borrower
 from kvstore.peers.borrower import Borrower, _session_of
 from kvstore.peers.peer_session import PeerSession, SessionLost
-from kvstore.proto.loans import Borrowed
 from kvstore.tiers.file.jobs import ReadJob
 from kvstore.tiers.file.reader import Reader, WantedBlock
 from kvstore.tiers.file.segments.catalog import Segment
@@ -58,6 +56,7 @@ from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.checksum import checksum_of
 from kvstore.wire.messages import Distrust, LeaseRelease
+from kvstore.wire.peers import LendAnswer, checksums_of
 from kvstore.wire.record import BlockPage, Scope, parse_page
 from tests.sim.world import engine, groups
 from tests.sim.world.copies import SimCopies
@@ -80,17 +79,6 @@ def free_on_abort() -> contextlib.AbstractContextManager[Any]:
 def lease_checked_before_the_copy_only() -> contextlib.AbstractContextManager[Any]:
     """A slot that is reused while it is copied from is not noticed."""
     return mock.patch.object(SimCopies, "still_holds", return_value=True)
-
-
-def copies_outlive_their_blocks() -> contextlib.AbstractContextManager[Any]:
-    """A slot of dram that is reused keeps the place of the copy of what it held."""
-
-    def broken(self: State, words: Words, stamp: int) -> None:
-        if len(words):
-            self.residency.drop_dram(words, stamp)
-            self.free(words)
-
-    return mock.patch.object(State, "empty", broken)
 
 
 def batch_path_without_check() -> contextlib.AbstractContextManager[Any]:
@@ -123,7 +111,8 @@ def pin_without_owner() -> contextlib.AbstractContextManager[Any]:
     """Leases of a session that ends are forgotten, their pins are not taken back."""
 
     def broken(self: Leases, session: int) -> None:
-        self._by_session.pop(session, None)
+        for number in self._by_session.pop(session, {}):
+            self._agenda.drop((session, number))
 
     return mock.patch.object(Leases, "end_session", broken)
 
@@ -273,9 +262,12 @@ def stale_index_answers_believed() -> contextlib.AbstractContextManager[Any]:
         assembly: Assembly,
         command: Fetch,
         slots: NDArray[np.int64],
-        borrowed: Borrowed,
+        answer: LendAnswer,
     ) -> list[Sequence[bytes] | None]:
-        return [borrowed.checksums_of(block) for block in range(len(slots))]
+        return [
+            checksums_of(answer.checksums, block=block, shards=len(answer.shards))
+            for block in range(len(slots))
+        ]
 
     return _both(mock.patch.object(Borrower, "_verify", broken), _whatever_stayed())
 
@@ -469,8 +461,6 @@ PLANTED: Sequence[Planted] = (
     ghost_endpoint,
 )
 """The twelve, of one of them two forms."""
-ON_GPUS: Sequence[Planted] = (copies_outlive_their_blocks,)
-"""Where nodes have memory of a GPU."""
 CLUSTERED: Sequence[Planted] = (
     stale_index_answers_believed,
     stale_index_keeps_what_was_there_before_a_restart,

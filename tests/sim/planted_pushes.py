@@ -9,10 +9,13 @@ from unittest import mock
 
 import msgspec
 
-from kvstore.engine.events import Land, Landed, LandingUp, Pushed, WritePush
+from kvstore.engine.events import Land, Landed, LandingUp, Pushed, PushOver, WritePush, Written
 from kvstore.engine.moves.grants import Grants
+from kvstore.engine.moves.pushes import Pushes
 from kvstore.peers.lander import Lander
+from kvstore.peers.peer_session import PeerSession
 from kvstore.peers.pusher import Pusher
+from kvstore.wire.peers import PushWord
 from tests.sim.planted import Planted, _both
 
 
@@ -34,7 +37,7 @@ def epoch_ignored() -> contextlib.AbstractContextManager[Any]:
             self._slab.free(extents, pages)
         self._limbo, self._limbo_ns = [], 0
         self._epoch = event.epoch
-        self._next()
+        self.give_room()
 
     pushed = Grants.pushed
 
@@ -62,9 +65,9 @@ def grant_of_another_peer_used() -> contextlib.AbstractContextManager[Any]:
     """Grants of all peers are one heap."""
     move = Pusher._move
 
-    async def broken(self: Pusher, command: WritePush, its: Any) -> str:
+    async def broken(self: Pusher, command: WritePush, taken: Any) -> str:
         others = [each for (peer, _), each in self._taken.items() if peer != command.peer]
-        return await move(self, command, others[0].its if others else its)
+        return await move(self, command, others[0] if others else taken)
 
     return mock.patch.object(Pusher, "_move", broken)
 
@@ -80,14 +83,14 @@ def abort_not_told() -> contextlib.AbstractContextManager[Any]:
 
 def extent_freed_by_a_timer() -> contextlib.AbstractContextManager[Any]:
     """A request that is over needs its extents no more."""
-    end = Grants._end
+    revoke = Grants._revoke
 
-    def broken(self: Grants, expect: Any, reason: str) -> None:
-        end(self, expect, reason)
+    def broken(self: Grants, expect: Any) -> None:
+        revoke(self, expect)
         for granted in [its for its in self._grants.values() if its.expect is expect]:
             self._give_up(granted, is_quiet=True)
 
-    return mock.patch.object(Grants, "_end", broken)
+    return mock.patch.object(Grants, "_revoke", broken)
 
 
 def block_of_the_wrong_group() -> contextlib.AbstractContextManager[Any]:
@@ -107,12 +110,61 @@ def half_a_chunk() -> contextlib.AbstractContextManager[Any]:
     """A write is reported when half of it has ended."""
     move = Pusher._move
 
-    async def broken(self: Pusher, command: WritePush, its: Any) -> str:
+    async def broken(self: Pusher, command: WritePush, taken: Any) -> str:
         columns = len(command.block_bytes)
         half = command.slots[: max(1, len(command.slots) // columns // 2) * columns]
-        return await move(self, msgspec.structs.replace(command, slots=half), its)
+        return await move(self, msgspec.structs.replace(command, slots=half), taken)
 
     return mock.patch.object(Pusher, "_move", broken)
+
+
+def one_shard_of_several_looked_at() -> contextlib.AbstractContextManager[Any]:
+    """A block was not changed while it was written if its first shard was not."""
+    written = Pushes.written
+
+    def broken(self: Pushes, event: Written) -> None:
+        write = self._writes[event.job]
+        now = self._state.slots.generation[write.words]
+        its = write.generations.reshape(write.count, -1)
+        its[:, 1:] = now.reshape(write.count, -1)[:, 1:]
+        written(self, event)
+
+    return mock.patch.object(Pushes, "written", broken)
+
+
+def last_word_of_another_session() -> contextlib.AbstractContextManager[Any]:
+    """Any peer says that a grant is over."""
+    hear = Lander._hear
+
+    def broken(self: Lander, session: PeerSession, word: PushWord | None) -> None:
+        if isinstance(word, PushOver):
+            given = self._given.get(word.grant)
+            session = session if given is None or given.session is None else given.session
+        hear(self, session, word)
+
+    return mock.patch.object(Lander, "_hear", broken)
+
+
+def last_word_of_an_older_epoch() -> contextlib.AbstractContextManager[Any]:
+    """A grant is over by a word that a grant of that number got earlier."""
+    over = Grants.over
+
+    def broken(self: Grants, event: PushOver) -> None:
+        over(self, msgspec.structs.replace(event, epoch=self._epoch))
+
+    return mock.patch.object(Grants, "over", broken)
+
+
+def room_is_made_before_what_is_written_is_pinned() -> contextlib.AbstractContextManager[Any]:
+    """Of a grant, what is on disk is read first: it may take the slots of what is in dram."""
+    write = Pushes._write
+
+    def broken(self: Pushes, ask: Any, asker: Any, run: Any) -> None:
+        if ask.is_called:
+            self._files.promote(asker, ask.keys[ask.next + run.count :], held=run.rows())
+        write(self, ask, asker, run)
+
+    return mock.patch.object(Pushes, "_write", broken)
 
 
 PUSHED: Sequence[Planted] = (
@@ -124,8 +176,18 @@ PUSHED: Sequence[Planted] = (
     extent_freed_by_a_timer,
     block_of_the_wrong_group,
     half_a_chunk,
+    one_shard_of_several_looked_at,
+    last_word_of_another_session,
+    last_word_of_an_older_epoch,
+    room_is_made_before_what_is_written_is_pinned,
 )
 CALM: Sequence[Planted] = (abort_not_told, block_of_the_wrong_group, half_a_chunk)
 """Faults would excuse these, or hide them."""
-FAULTS: dict[Planted, tuple[str, ...]] = {epoch_ignored: ("mover dies",)}
+FAULTS: dict[Planted, tuple[str, ...]] = {
+    epoch_ignored: ("mover dies",),
+    room_is_made_before_what_is_written_is_pinned: ("node lies",),
+    sealed_before_it_is_verified: ("read brings wrong bytes",),
+    last_word_of_another_session: ("node lies",),
+    last_word_of_an_older_epoch: ("feed says it twice", "mover dies"),
+}
 """Faults that it takes, where few seeds have them."""

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from kvstore.engine.engine import Engine
 from tests.sim import planted_pushes as pushes
 from tests.sim.planted import Planted
-from tests.unit.engine import test_pushes as engines
+from tests.unit.engine import test_push_words as words, test_pushes as engines
 from tests.unit.peers import test_pushing as nodes
 from tests.unit.peers.two_nodes import Two
 
@@ -27,17 +27,27 @@ NOTICED_BY: dict[Planted, Callable[[], None]] = {
     pushes.extent_freed_by_a_timer: engines.test_a_cancelled_request_takes_its_grants_back,
     pushes.block_of_the_wrong_group: engines.test_groups_keep_apart,
     pushes.half_a_chunk: nodes.test_whole_blocks_are_pushed,
+    pushes.one_shard_of_several_looked_at: partial(
+        words.test_a_block_of_which_one_shard_was_cleared_meanwhile_is_not_said_to_be_pushed, 2, 1
+    ),
+    pushes.last_word_of_another_session: (
+        nodes.test_words_of_a_session_that_has_no_such_grant_are_dropped
+    ),
+    pushes.last_word_of_an_older_epoch: words.test_a_last_word_of_another_epoch_gives_nothing_back,
+    pushes.room_is_made_before_what_is_written_is_pinned: (
+        engines.test_what_is_pushed_is_not_evicted_for_what_is_read_from_disk
+    ),
 }
 
 
-def test_all_eight_are_there() -> None:
+def test_all_twelve_are_there() -> None:
     assert set(NOTICED_BY) == set(pushes.PUSHED)
-    assert len(NOTICED_BY) == 8
+    assert len(NOTICED_BY) == 12
 
 
 @pytest.mark.parametrize("plant", pushes.PUSHED, ids=lambda plant: plant.__name__)
 def test_each_is_noticed_by_a_fast_test(plant: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "check", lambda _: None)
+    monkeypatch.setattr("tests.kit.engine_check.check_engine", lambda _: None)
     monkeypatch.setattr(Two, "tries", 100)
     fast = NOTICED_BY[plant]
     fast()

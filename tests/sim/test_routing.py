@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from bench.routing.baselines import other_router
 from bench.routing.bounds import mean_alone_s
 from bench.routing.disaggregated import attained
 from bench.routing.drive import CoreChooser, figures, run
@@ -21,11 +22,13 @@ COSTS = PolicyCosts(
     prefill_tokens_per_s=MODEL.tokens_per_s, attention_tokens=MODEL.attention_tokens
 )
 
+PLAIN = other_router("prefix-load")
 LARGE = msgspec.structs.replace(MODEL, cache_blocks=100_000)
 
 
 def measured(its: RouterTrace, name: Any, *, model: EngineModel = MODEL, workers: int = 4) -> Any:
-    chooser = CoreChooser(RoutingPolicy(policy=name, costs=COSTS), model, workers, seed=1)
+    policy = PLAIN if name == "prefix-load" else RoutingPolicy(policy=name, costs=COSTS)
+    chooser = CoreChooser(policy, model, workers, seed=1)
     jobs = run(its, chooser, model, workers=workers)
     chooser.core.check()
     assert not chooser.core.open

@@ -1,7 +1,7 @@
-"""However slow the disk is or becomes, no request takes more than 5 % longer than computing it.
+"""However slow the disk is or becomes, waits for it cost at most 5 % of computing, over a run.
 
-But for the first one that meets a disk which is slower than was learned: that one takes at most
-half as long again, the share of what it saves that a wait may cost.
+But for what is lent to the first one that meets a disk which is slower than was learned, half of
+what it saves; and no request takes more than twice as long as computing it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.client.core import costs
-from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.pace import LOADS_MIN
+from kvstore.client.core.waits import ADVANCE_SHARE, Odds, WaitAccount
 from kvstore.engine.moves.pace import READS, ReadPace
 from kvstore.units import KIB, MIB, NS_PER_MS
 from tests.amounts import amount
 from tests.sim.slow_disk import Setting, SlowDiskWorld, Story
 
 ALLOWED = 1.05
-SURPRISED = 1.5
-"""The first request on a disk that became slow."""
+SURPRISED = 1 + 1 / ADVANCE_SHARE + 0.05
+"""The first request on a disk that became slow, without a balance."""
+WORST = 2.05
 FACTORS = (1, 10, 100, 1000)
 FEW, MANY = range(1, 13), range(13, amount(24, nightly=101))
 
@@ -60,30 +61,27 @@ def slower_than_computing(stories: list[Story]) -> list[Story]:
 
 
 def check(seed: int) -> tuple[int, int]:
-    """The promise. Returns requests that loaded, and those that were surprised."""
-    loaded = surprised = 0
-    before = 0.0
-    for phase in story(seed):
-        slower = slower_than_computing(phase)
-        assert len(slower) <= (1 if phase[0].factor > before else 0), (seed, slower)
-        assert not slower or slower[0] is phase[0] or slower[0] is phase[1], (seed, slower)
-        assert all(late.ratio <= SURPRISED + 0.02 for late in slower), (seed, slower)
-        loaded += sum(story.loaded_blocks > 0 for story in phase)
-        surprised += len(slower)
-        before = phase[0].factor
-    return loaded, surprised
+    """The promise. Returns requests that loaded, and those that were slower."""
+    stories = [told for phase in story(seed) for told in phase]
+    computing = sum(told.computing_ns for told in stories)
+    lost = sum(max(0, told.took_ns - told.computing_ns) for told in stories)
+    lent = max(told.computing_ns for told in stories) / ADVANCE_SHARE
+    assert lost <= (ALLOWED - 1) * computing + lent, (seed, lost / computing)
+    assert max(told.ratio for told in stories) <= WORST, seed
+    loaded = sum(told.loaded_blocks > 0 for told in stories)
+    return loaded, len(slower_than_computing(stories))
 
 
-def test_a_disk_that_changes_its_pace_makes_nobody_slower() -> None:
+def test_a_disk_that_changes_its_pace_costs_next_to_nothing_over_a_run() -> None:
     counts = [check(seed) for seed in FEW]
     assert sum(loaded for loaded, _ in counts) > 100, "or it is kept by never loading"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_disk_that_changes_its_pace_makes_nobody_slower_with_many_seeds() -> None:
+def test_a_disk_that_changes_its_pace_costs_next_to_nothing_over_a_run_with_many_seeds() -> None:
     counts = [check(seed) for seed in MANY]
-    assert sum(surprised for _, surprised in counts) > 0, "the bound is never met"
+    assert sum(slower for _, slower in counts) > 0, "the bound is never met"
 
 
 def typical(**changes: int) -> SlowDiskWorld:
@@ -105,12 +103,14 @@ def test_a_disk_that_is_slow_from_the_start(factor: int) -> None:
     assert (stories[-1].ratio < 0.5) == (factor <= 10)
 
 
-def test_a_quick_disk_that_becomes_slow_costs_next_to_nothing_even_once() -> None:
+def test_a_quick_disk_that_becomes_slow_costs_one_request_its_computing_once_more_at_most() -> None:
     world = typical()
     for _ in range(10):
         assert world.run(25).ratio < 0.1
     world.disk.factor = 1000
-    assert slower_than_computing([world.run(25) for _ in range(10)]) == []
+    slower = slower_than_computing([world.run(25) for _ in range(10)])
+    assert len(slower) == 1
+    assert slower[0].ratio <= WORST
 
 
 def test_a_disk_that_recovered_is_used_again_after_a_few_reads() -> None:
@@ -125,19 +125,21 @@ def test_a_disk_that_recovered_is_used_again_after_a_few_reads() -> None:
     assert [s.loaded_blocks for s in stories[-READS:]] == [25] * READS
 
 
-def test_a_long_prompt_loads_what_comes_in_time_and_computes_the_rest() -> None:
+def test_a_long_prompt_is_loaded_whole_though_the_disk_is_asked_for_a_second_s_worth_at_most() -> (
+    None
+):
     world = typical(block_bytes=8 * MIB)
-    world.disk.factor = 4
+    world.disk.factor = 8
     for _ in range(READS):
         world.run(25)
-    long = world.run(100)  # 1.7 s of reading, 8 s of computing; a second is read ahead at most
-    assert 20 <= long.loaded_blocks < 70
-    assert long.ratio < 0.8
+    long = world.run(70)  # 2.3 s of reading, 5.6 s of computing
+    assert long.loaded_blocks >= 69, "the last one is computed as quickly"
+    assert long.ratio < 0.5
 
 
 def test_what_was_learned_spares_the_first_guess() -> None:
     slow = typical()
-    slow.disk.factor = 60
+    slow.disk.factor = 120
     first = [slow.run(25) for _ in range(4)]
     assert first[0].ratio > 1.0, "the first one waited in vain"
     assert first[0].ratio <= SURPRISED
@@ -149,7 +151,7 @@ def test_what_was_learned_spares_the_first_guess() -> None:
         Setting(**values, disk_ns_per_byte=0.5, learned=learned),
         seed=1,
     )
-    again.disk.factor = 60
+    again.disk.factor = 120
     assert again.core.costs.compute.ns_per_token == 625_000
     assert again.run(25).ratio < 1.01
 
@@ -158,27 +160,43 @@ def test_memory_slower_than_computing_is_left_alone() -> None:
     world = typical(compute_ns=10_000, load_ns=40_000, block_bytes=256 * KIB)
     stories = [world.run(60) for _ in range(40)]
     assert slower_than_computing(stories[costs.PROBE_EVERY :]) == []
-    assert sum(s.loaded_blocks > 0 for s in stories) == LOADS_MIN, "as many as it took to learn"
+    assert sum(s.loaded_blocks > 0 for s in stories) == LOADS_MIN - 1, (
+        "the first was the one before"
+    )
 
 
 # ── broken on purpose ────────────────────────────────────────────────────────────────────────────
 
 
 def never_learns(patch: pytest.MonkeyPatch) -> None:
-    """The disk is taken for as quick as the guess."""
+    """The disk is taken for quick, whatever it did."""
     patch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
     patch.setattr(ReadPace, "estimate_ms", lambda *_: 1)
+    patch.setattr(Odds, "ended", lambda *_: None)
+
+
+def risks_all(patch: pytest.MonkeyPatch) -> None:
+    """No wait in vain is remembered."""
+    never_learns(patch)
+    patch.setattr(WaitAccount, "risk_ns", lambda _, saving_ns: saving_ns)
 
 
 def waits_for_all(patch: pytest.MonkeyPatch) -> None:
     """A request waits for its blocks however long that takes."""
-    patch.setattr(EngineLookups, "_worth_waiting_ns", lambda *_: 3000 * NS_PER_MS)
+    patch.setattr(Odds, "patience_ns", lambda *_: 3000 * NS_PER_MS)
+    patch.setattr(WaitAccount, "risk_ns", lambda *_: 3000 * NS_PER_MS)
 
 
-@pytest.mark.parametrize("change", [never_learns, waits_for_all])
+@pytest.mark.parametrize("change", [risks_all, waits_for_all])
 def test_what_is_broken_is_noticed(
     change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change(monkeypatch)
     with pytest.raises(AssertionError):
         [check(seed) for seed in FEW]
+
+
+def test_the_account_holds_whatever_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    never_learns(monkeypatch)
+    for seed in FEW:
+        check(seed)

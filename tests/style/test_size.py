@@ -6,7 +6,7 @@ import ast
 
 from tests.style.tree import ROOT, python_files
 
-FILE_LINES_MAX = 500
+FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 60
 LONG_FILES: dict[str, str] = {}
 """Path → why it is one piece all the same."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.style.tree import ROOT, files, python_files
+from tests.style.tree import PRODUCT, ROOT, files, python_files
 
 DOCS = Path("kvstore", "docs")
 PAGES = [
@@ -50,7 +50,6 @@ def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
 
 _RETIRED = _any_of(RETIRED.values())
 _RETIRED_IN_DOCSTRINGS = _any_of(RETIRED[word] for word in RETIRED.keys() - NAMES)
-PRODUCT = ("kvstore", "connector", "kernels")
 FOLDERS = sorted({file.parent for file in python_files() if file.parts[0] in PRODUCT})
 NAMES_OF_SCRIPTS = {"node away", "exact: no other node holds the first block"}
 """Shown with a value of JSON that stays."""

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("kvstore", "connector", "kernels")
 _IGNORED = [".git", *(pattern.rstrip("/") for pattern in (ROOT / ".gitignore").read_text().split())]
 
 

@@ -45,8 +45,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """From the first question for a request to the answer 0; longer where computing takes long
     (`kvstore.client.core.costs`)."""
     heartbeat_timeout_ms: int = 250
-    promotion_deadline_ms: int = 2000
-    """Longest wait for blocks from disk; `kvstore.client.core.costs` has the other limits."""
     push_deadline_ms: int = 60_000
     """Longest wait for blocks that a prefill node sends."""
     prefill_ns_per_token: int = 10_000

@@ -2,30 +2,32 @@
 
     loads_pay     a copy from dram takes less than computing: otherwise no lookup is sent
     answer_ns     how long to wait for the node's answer
-    patience_ns   how long to wait for blocks from disk: blocks that come within it are loaded, the
-                  rest is computed
+    wait          for blocks that are on their way: those that come in time are loaded, the rest is
+                  computed (`waits`)
 
-A wait is worth it if the node's estimate is at most a quarter of the time saved. The wait ends at
-twice the estimate, or at 1 / RISK_SHARE of the time saved if that is longer. So an estimate may be
-wrong by a factor of two at no loss; a wholly wrong one costs half of the time to be saved.
-Pure. Does not cover: the disk's side of it (`kvstore.engine.moves.pace`).
+Pure. Does not cover: the estimates of disks and nodes (`kvstore.engine.moves.pace`).
 """
 
 from __future__ import annotations
 
+import math
+
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.pace import LoadPace, Pace
-from kvstore.units import NS_PER_MS
+from kvstore.client.core.waits import VAIN_SHARE, BlockWait, WaitAccount
+from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.learned import COMPUTE_NS_MAX, COMPUTE_NS_MIN, LOAD_NS_MAX, LOAD_NS_MIN, clamp
 from kvstore.wire.messages import Measured, SessionOpen
 
-WAIT_SHARE = 4
-"""A wait begins only if its estimate is at most one part in so many of the time saved."""
-RISK_SHARE = 25
-"""One part in so many of the time saved may always be risked: 4 %, which leaves the rest of 5 % to
-all other costs of a lookup."""
 PROBE_EVERY = 16
 """While loads do not pay, one request in so many loads a little, to measure again."""
+SOURCES_MAX = 64
+"""Sources that have an account of waits of their own; where all of them are in debt, all others
+have one together."""
+_MORE_SOURCES = "+"
+TOLD_NS_MAX = 2 * NS_PER_S
+"""Until this engine has measured itself, no wait is weighed against more: the pace of another one
+may be wrong here."""
 TELL_EVERY = 32
 """Steps measured between two reports to the node."""
 
@@ -37,6 +39,8 @@ class Costs:
         self._config = config
         self.compute = Pace(config.prefill_ns_per_token)
         self.load = LoadPace()
+        self._accounts: dict[str, WaitAccount] = {}
+        """Accounts of waits, by the node that blocks come from; empty: the disk."""
         self._refusals = 0
         self._untold = 0
 
@@ -59,6 +63,11 @@ class Costs:
         self._untold = 0
         return Measured(self.compute.measured_ns, self.load.measured_ns)
 
+    def saved_ns(self, tokens: int) -> int:
+        """Estimated time to compute so many tokens; 0 while no pace is known: a guess saves
+        nothing."""
+        return round(tokens * self.compute.ns_per_token) if self.compute.is_known else 0
+
     # ── decisions ────────────────────────────────────────────────────────────────────────────────
 
     @property
@@ -78,7 +87,7 @@ class Costs:
         cost_ns = self.load.ns_per_token * self.least_tokens
         return (
             self._refusals % PROBE_EVERY == 0
-            and cost_ns * RISK_SHARE <= self.compute.ns_per_token * wanted_tokens
+            and cost_ns * VAIN_SHARE <= self.compute.ns_per_token * wanted_tokens
         )
 
     @property
@@ -96,14 +105,54 @@ class Costs:
         """
         least_ns = self._config.lookup_deadline_ms * NS_PER_MS
         most_ns = max(least_ns, self._config.heartbeat_timeout_ms * NS_PER_MS)
-        share_ns = int(wanted_tokens * self.compute.ns_per_token) // RISK_SHARE
+        share_ns = int(wanted_tokens * self.compute.ns_per_token) // VAIN_SHARE
         return max(least_ns, min(share_ns, most_ns))
 
-    def patience_ns(self, coming_tokens: int, estimate_ns: int) -> int:
-        """How long to wait for so many tokens from disk, given the node's estimate; 0: not at
-        all."""
-        saved_ns = coming_tokens * (self.compute.ns_per_token - self.load.ns_per_token)
-        if estimate_ns * WAIT_SHARE > saved_ns:
-            return 0
-        patience_ns = max(2 * estimate_ns, saved_ns / RISK_SHARE)
-        return int(min(patience_ns, self._config.promotion_deadline_ms * NS_PER_MS))
+    def computing_ns(self, tokens: int) -> float:
+        """Time to compute so many tokens, as far as anybody waits for it."""
+        return min(tokens * self.compute.ns_per_token, self._weighed_ns_max)
+
+    def saving_ns(self, tokens: int) -> float:
+        """Time by which loading so many tokens from dram is quicker than computing them."""
+        gain_ns = max(0.0, self.compute.ns_per_token - self.load.ns_per_token)
+        return min(tokens * gain_ns, self._weighed_ns_max)
+
+    @property
+    def _weighed_ns_max(self) -> float:
+        return math.inf if self.compute.measured_ns else TOLD_NS_MAX
+
+    def wait(
+        self,
+        source: str,
+        tokens: int,
+        estimate_ns: int,
+        now_ns: int,
+        *,
+        lost_ns: float = 0.0,
+        is_first: bool = True,
+    ) -> BlockWait | None:
+        """A wait for so many tokens that come from a source; None: computing them is quicker.
+        `lost_ns`: by earlier waits of the request; `is_first`: none was weighed for this lookup."""
+        account = self._account(source)
+        saving_ns = self.saving_ns(tokens)
+        if is_first:
+            account.weighed(self.computing_ns(tokens), now_ns)
+        elif account.balance_ns < 0:
+            return None  # what it may lose in debt is earned once a lookup
+        if account.may_wait(estimate_ns, saving_ns):
+            return BlockWait(account, saving_ns, estimate_ns, now_ns, lost_ns=lost_ns)
+        account.odds.forget()
+        return None
+
+    def _account(self, source: str) -> WaitAccount:
+        """The account of a source. For a new one the least recently used account that owes nothing
+        gives way: a name that nobody has used yet is no way out of a debt."""
+        if source not in self._accounts and len(self._accounts) >= SOURCES_MAX:
+            settled = (name for name, its in self._accounts.items() if its.balance_ns >= 0)
+            if (idle := next(settled, None)) is None:
+                source = _MORE_SOURCES
+            else:
+                del self._accounts[idle]
+        account = self._accounts.pop(source, None) or WaitAccount()
+        self._accounts[source] = account
+        return account

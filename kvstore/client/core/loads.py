@@ -132,6 +132,21 @@ def short_parts(lookup: Lookup, found: Callable[[LookupPart], int]) -> list[Look
     return [part for part in lookup.parts if part.group and found(part) < part.count]
 
 
+def coming_tokens(lookup: Lookup, block_tokens: int, found: Callable[[LookupPart], int]) -> int:
+    """Tokens of the blocks on their way that would lengthen the hit."""
+    if lookup.plan is not None:  # without one of these blocks there is no such hit
+        short = short_parts(lookup, found)
+        if any(found(part) + part.promoting < part.count for part in short):
+            return 0
+        return lookup.plan.tokens - lookup.first_block * block_tokens if short else 0
+    coming = 0
+    for part in lookup.parts:
+        coming += part.promoting
+        if found(part) + part.promoting < part.count:
+            break
+    return coming * block_tokens
+
+
 def next_plan(
     rules: HitRules, config: SchedulerConfig, lookup: Lookup, *, key_count: int, tokens_max: int
 ) -> HitPlan:

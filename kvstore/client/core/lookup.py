@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 
 from kvstore.client.core.hits import HitPlan, Presence
+from kvstore.client.core.waits import BlockWait
 from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseReply
 
 
@@ -34,6 +35,7 @@ class LookupPart:
         "file_blocks",
         "first",
         "group",
+        "is_closed",
         "lease",
         "peer_blocks",
         "promoting",
@@ -50,6 +52,8 @@ class LookupPart:
         self.count = count
         self.promoting = 0
         """Blocks behind those of the reply that are on their way to dram."""
+        self.is_closed = False
+        """Blocks came that nobody waited for: what follows them does not follow the reply's."""
         self.file_blocks = 0
         """Blocks found that came from disk for this request."""
         self.peer_blocks = 0
@@ -57,6 +61,11 @@ class LookupPart:
         self.reply: LeaseReply | None = None
         self.renew_at_ns = 0
         self.ttl_ns = 0
+
+    def expect(self, promoting: int, found: int) -> None:
+        """So many more are on their way, says the node; no more than were asked for are waited for,
+        nor longer than these take to compute."""
+        self.promoting = min(promoting, max(0, self.count - found))
 
 
 class Lookup:
@@ -71,6 +80,7 @@ class Lookup:
         "failed",
         "first_block",
         "found_blocks",
+        "has_weighed",
         "hinted_ns",
         "hinted_session",
         "is_probe",
@@ -79,18 +89,19 @@ class Lookup:
         "is_verified",
         "load_jobs",
         "load_reports",
+        "lost_ns",
         "miss_reason",
         "parts",
         "plan",
         "present",
-        "promoted_until_ns",
         "pushed_until_ns",
         "replied_at_ns",
         "rounds",
         "session",
         "stage",
         "tag",
-        "waited_for_disk",
+        "wait",
+        "waited",
         "waiting_since_ns",
     )
 
@@ -110,7 +121,14 @@ class Lookup:
         their release."""
         self.replied_at_ns = 0
         """When the last question was answered in full; 0 while it is not."""
-        self.waited_for_disk = False
+        self.wait: BlockWait | None = None
+        """For blocks that are on their way."""
+        self.waited = False
+        """Whether the last question led to one."""
+        self.has_weighed = False
+        """Whether blocks on their way were weighed against computing since it was asked."""
+        self.lost_ns = 0.0
+        """Time that its waits took beyond what they saved."""
         self.failed = ""
         """Why this request is answered 0 for ever; empty while it is not."""
         self.session = 0
@@ -138,13 +156,18 @@ class Lookup:
         """Since when the engine has got the answer to ask again, for any reason; 0: its last answer
         was another."""
         self.parts: list[LookupPart] = []
-        self.promoted_until_ns = 0
         self.pushed_until_ns = 0
         """While a prefill node sends its blocks nothing is asked, at most until then."""
         self.load_jobs = 0
         """Under way: one for each KV cache group."""
         self.load_reports = 0
         self.miss_reason = ""
+
+    def end_wait(self, now_ns: int) -> None:
+        """Blocks came, or it took too long: take what is there."""
+        assert self.wait is not None
+        self.lost_ns += self.wait.ended(now_ns)
+        self.wait, self.stage = None, LookupStage.HELD
 
     def is_old(self, now_ns: int) -> bool:
         """Whether its leases, renewed or not, could end under a load that begins now."""

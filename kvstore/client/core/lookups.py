@@ -4,7 +4,7 @@
                     │   │            ▲ │ not loaded, finished
                     │   │ more comes │ ▼
                     │   ▼ from disk  │ NONE
-                    │  PROMOTING ────┘ all came, or it takes too long
+                    │  PROMOTING ────┘ all came, or it takes too long (`waits`)
                     ▼ deadline         HELD ──every n-th hit──▶ SHADOW ──compared, finished──▶ NONE
                   NONE (late reply is released)
 
@@ -32,6 +32,7 @@ from kvstore.client.core.costs import Costs
 from kvstore.client.core.hits import PENDING, Hit, HitPlan, HitRules, Miss, Outcome, block_keys
 from kvstore.client.core.loads import (
     all_sent,
+    coming_tokens,
     found_blocks,
     joined_checksums,
     keys_per_ask,
@@ -43,8 +44,8 @@ from kvstore.client.core.loads import (
     surveys,
 )
 from kvstore.client.core.lookup import WAITING_STAGES, Lookup, LookupPart, LookupStage
-from kvstore.client.core.plan import LoadJob, LoadResult
-from kvstore.client.core.stats import SchedulerStats
+from kvstore.client.core.plan import LoadJob, LoadResult, SchedulerStats
+from kvstore.client.core.waits import BlockWait
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
     ASKS_PER_LOOKUP_MAX,
@@ -153,12 +154,14 @@ class EngineLookups:
                 return PENDING
             return self._give_up(lookup, now_ns)
         if lookup.stage is LookupStage.PROMOTING:
-            if now_ns < lookup.promoted_until_ns:
+            assert lookup.wait is not None
+            if now_ns < lookup.wait.until_ns:
                 return PENDING
             self._stats.add("promotions_given_up")
+            lookup.end_wait(now_ns)
+            lookup.miss_reason = "promotion deadline"
             for part in lookup.parts:
                 part.promoting = 0
-            lookup.stage = LookupStage.HELD
         assert lookup.stage is LookupStage.HELD, lookup.stage
         return PENDING
 
@@ -188,13 +191,13 @@ class EngineLookups:
             if plan is None:
                 return PENDING
             tokens = plan.tokens - first_block * self._sizes[0]
-        lookup.miss_reason = ""
+        nothing, lookup.miss_reason = lookup.miss_reason, ""
         if lookup.plan is not None and lookup.plan.lacking_group:
             lookup.miss_reason = "group not stored"
             lookup.detail = self._config.group_names[lookup.plan.lacking_group]
         if tokens < max(self._config.min_load_tokens, 1):
             self.release(lookup)
-            nothing = lookup.miss_reason or "not stored"
+            nothing = lookup.miss_reason or nothing or "not stored"
             return self._miss(lookup, "cost gate" if tokens > 0 else nothing)
         if lookup.is_shadow and self._is_due(self._hits_unchecked, self._config.shadow_every):
             self._hits_unchecked = 0
@@ -241,9 +244,8 @@ class EngineLookups:
     def _has_waited_long(self, lookup: Lookup, wanted_tokens: int, now_ns: int) -> bool:
         """Whether a request may ask no more: the end of a row of waits, of which each has its own
         end, as with a node whose sessions come and go."""
-        limit_ns = self._costs.answer_ns(wanted_tokens) + NS_PER_MS * (
-            self._config.heartbeat_timeout_ms + self._config.promotion_deadline_ms
-        )
+        limit_ns = self._costs.answer_ns(wanted_tokens) + self._costs.computing_ns(wanted_tokens)
+        limit_ns += self._config.heartbeat_timeout_ms * NS_PER_MS
         return 0 < lookup.waiting_since_ns < now_ns - limit_ns
 
     def _give_up(self, lookup: Lookup, now_ns: int) -> Miss:
@@ -264,7 +266,7 @@ class EngineLookups:
         if part.reply is not None:
             return
         part.reply = reply
-        part.promoting = reply.promoting
+        part.expect(reply.promoting, self.found_blocks(part))
         part.file_blocks, part.peer_blocks = reply.from_file, reply.from_peer
         part.ttl_ns = reply.ttl_ms * NS_PER_MS
         part.renew_at_ns = now_ns + part.ttl_ns // 3
@@ -274,19 +276,20 @@ class EngineLookups:
         lookup.replied_at_ns = now_ns
         lookup.stage = LookupStage.HELD
         lookup.found_blocks = leading_blocks(lookup.parts, self._attachment.shard_counts[0])
-        wait_ns = self._worth_waiting_ns(lookup)
-        if wait_ns > 0:
-            lookup.stage = LookupStage.PROMOTING
-            lookup.waited_for_disk = True
-            lookup.promoted_until_ns = now_ns + wait_ns
+        lookup.wait = self._worth_waiting(lookup, now_ns)
+        if lookup.wait is not None:
+            lookup.stage, lookup.waited = LookupStage.PROMOTING, True
+        elif any(part.promoting for part in lookup.parts):
+            lookup.miss_reason = "cost gate"
 
-    def grew(self, more: LeaseMore) -> None:
+    def grew(self, more: LeaseMore, now_ns: int) -> None:
         """More blocks of a lease have come to dram, or none will."""
         entry = self._by_lease.get(more.lease)
         if entry is None or (reply := entry[1].reply) is None:
             return
         lookup, part = entry
-        if lookup.stage not in (LookupStage.ASKED, LookupStage.PROMOTING):
+        if part.is_closed or lookup.stage not in (LookupStage.ASKED, LookupStage.PROMOTING):
+            part.is_closed, part.promoting = True, 0
             return  # nobody waits for them any more; they are released with the lease
         part.reply = msgspec.structs.replace(
             reply,
@@ -294,40 +297,41 @@ class EngineLookups:
             generations=reply.generations + more.generations,
             checksums=joined_checksums([reply, more]),
         )
-        part.promoting = more.promoting
+        part.expect(more.promoting, self.found_blocks(part))
         part.file_blocks += more.from_file
         part.peer_blocks += more.from_peer
-        if lookup.stage is LookupStage.PROMOTING:
-            lookup.found_blocks = leading_blocks(lookup.parts, self._attachment.shard_counts[0])
-            if not self._coming_tokens(lookup):
-                lookup.stage = LookupStage.HELD
+        if lookup.wait is not None:
+            self._look(lookup, lookup.wait, now_ns)
 
-    def _coming_tokens(self, lookup: Lookup) -> int:
-        """Tokens of the blocks on their way that would lengthen the hit."""
-        if lookup.plan is not None:  # without one of these blocks there is no such hit
-            short = short_parts(lookup, self.found_blocks)
-            if any(self.found_blocks(p) + p.promoting < p.count for p in short):
-                return 0
-            local_tokens = lookup.first_block * self._sizes[0]
-            return lookup.plan.tokens - local_tokens if short else 0
-        coming = 0
-        for part in lookup.parts:
-            coming += part.promoting
-            if self.found_blocks(part) + part.promoting < part.count:
-                break
-        return coming * self._sizes[0]
+    def _look(self, lookup: Lookup, wait: BlockWait, now_ns: int) -> None:
+        """Blocks of a lookup that waits have come, or none will."""
+        found = lookup.found_blocks
+        lookup.found_blocks = leading_blocks(lookup.parts, self._attachment.shard_counts[0])
+        came = (lookup.found_blocks - found) * self._sizes[0]
+        if lookup.plan is not None:  # it needs them all
+            is_short = short_parts(lookup, self.found_blocks)
+            came = 0 if is_short else lookup.plan.tokens - lookup.first_block * self._sizes[0]
+        coming = coming_tokens(lookup, self._sizes[0], self.found_blocks)
+        wait.arrived(self._costs.saving_ns(came), self._costs.saving_ns(coming), now_ns)
+        if not coming:
+            lookup.end_wait(now_ns)
 
-    def _worth_waiting_ns(self, lookup: Lookup) -> int:
-        """How long to wait for blocks from disk."""
-        coming_tokens = self._coming_tokens(lookup)
-        if not coming_tokens:
-            return 0
-        estimates = [
-            part.reply.promoting_ms
+    def _worth_waiting(self, lookup: Lookup, now_ns: int) -> BlockWait | None:
+        """A wait for the blocks on their way, if there are any and computing takes longer."""
+        coming = coming_tokens(lookup, self._sizes[0], self.found_blocks)
+        if not coming:
+            return None
+        estimate_ms, source = max(
+            (part.reply.promoting_ms, part.reply.promoting_from)
             for part in lookup.parts
             if part.reply and part.promoting and bool(part.group) == (lookup.plan is not None)
-        ]
-        return self._costs.patience_ns(coming_tokens, max(estimates) * NS_PER_MS)
+        )
+        estimate_ns = estimate_ms * NS_PER_MS
+        is_first, lookup.has_weighed = not lookup.has_weighed, True
+        lost_ns = lookup.lost_ns
+        return self._costs.wait(
+            source, coming, estimate_ns, now_ns, lost_ns=lost_ns, is_first=is_first
+        )
 
     def start_load(
         self,
@@ -393,6 +397,9 @@ class EngineLookups:
     def release(self, lookup: Lookup) -> None:
         """Give every lease of the lookup back. No effect when there is none."""
         self._give_back(lookup, lookup.parts)
+        if lookup.wait is not None:
+            lookup.wait.dropped()
+            lookup.wait = None
         if lookup.is_trial:
             lookup.is_trial = False
             self._copies.unused()
@@ -422,6 +429,8 @@ class EngineLookups:
     ) -> Outcome | None:
         attachment = self._attachment
         wanted = self._wanted_tokens(lookup, keys, first_block)
+        # Of an earlier question, before a preemption, nothing is told any more.
+        lookup.first_block, lookup.asked_leases = first_block, []
         if not attachment.is_open:
             patience_ns = self._costs.answer_ns(wanted)
             if attachment.is_coming(now_ns, patience_ns):
@@ -442,11 +451,10 @@ class EngineLookups:
         due = self._is_due(self._loads_unverified, self._config.verify_every)
         lookup.is_verified = due or lookup.is_shadow
         lookup.session = attachment.session
-        lookup.first_block = first_block
         lookup.found_blocks = 0
         lookup.asked_at_ns, lookup.replied_at_ns = now_ns, 0
         lookup.asked_again_ns = now_ns
-        lookup.waited_for_disk = False
+        lookup.waited, lookup.has_weighed, lookup.miss_reason = False, False, ""
         lookup.stage = LookupStage.ASKED
         # The node answers in order: these before the question that follows.
         is_known = lookup.hinted_session == attachment.session

@@ -7,6 +7,8 @@ Every rank reads its column; the lowest of the ranks that share a column alone w
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 
@@ -127,3 +129,21 @@ def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:
         store_jobs_done=tuple(store.job for store in plan.stores),
         blocks_dropped=sum(len(s.block_ids) for s in plan.stores if not s.compare),
     )
+
+
+class SchedulerStats:
+    """Only additions; `take` empties it. Names are the metric names without prefix, then a label's
+    value behind a colon, if there is one; `_ns` becomes `_seconds`."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        self._counts[name] += amount
+
+    def take(self) -> dict[str, int]:
+        counts = dict(self._counts)
+        self._counts.clear()
+        return counts

@@ -25,7 +25,7 @@ from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.hits import HitRules, block_keys
 from kvstore.client.core.loads import needed_blocks
 from kvstore.client.core.lookup import Lookup
-from kvstore.client.core.stats import SchedulerStats
+from kvstore.client.core.plan import SchedulerStats
 from kvstore.client.core.stores import EngineStores
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX

@@ -76,8 +76,8 @@ class TrackedRequest:
         self.peer_tokens = min(self.peer_tokens, self.loaded_tokens - self.file_tokens)
 
 
-def story_of(request: str, entry: TrackedRequest) -> Story:
-    """The story of a request that has ended."""
+def story_of(request: str, entry: TrackedRequest, saved_ns: int) -> Story:
+    """The story of a request that has ended, whose load saved so much computing."""
     lookup = entry.lookup
     asked, answered, replied = lookup.asked_at_ns, entry.answered_ns, lookup.replied_at_ns
     reason = lookup.miss_reason
@@ -97,8 +97,9 @@ def story_of(request: str, entry: TrackedRequest) -> Story:
         first_block=lookup.first_block,
         queued_ns=max(0, (asked or answered) - entry.arrived_ns),
         lookup_ns=max(0, (replied or answered) - asked) if asked else 0,
-        promotion_ns=max(0, answered - replied) if lookup.waited_for_disk else 0,
+        promotion_ns=max(0, answered - replied) if lookup.waited else 0,
         load_ns=max(entry.load_ns.values(), default=0),
+        saved_ns=saved_ns,
         stored_blocks=entry.progress.next_blocks[0],
         first_token_ns=max(0, entry.first_token_ns - entry.arrived_ns),
         transfer=entry.transfer,

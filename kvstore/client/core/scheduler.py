@@ -21,11 +21,10 @@ from kvstore.client.core.costs import Costs
 from kvstore.client.core.hits import PENDING, Hit, HitRules, Miss, Outcome, block_keys
 from kvstore.client.core.lookup import WAITING_STAGES, Lookup, LookupStage
 from kvstore.client.core.lookups import EngineLookups
-from kvstore.client.core.plan import LoadJob, LoadResult, RankReport, StepPlan
+from kvstore.client.core.plan import LoadJob, LoadResult, RankReport, SchedulerStats, StepPlan
 from kvstore.client.core.pushes import EnginePushes
 from kvstore.client.core.requests import TrackedRequest, cut_name, story_of
 from kvstore.client.core.shadow import Shadows
-from kvstore.client.core.stats import SchedulerStats
 from kvstore.client.core.stores import HINT_KEYS_MAX, EngineStores, StoreProgress
 from kvstore.wire.messages import (
     Hint,
@@ -85,7 +84,7 @@ class SchedulerCore:
             case LeaseReply():
                 self._lookups.replied(message, now_ns)
             case LeaseMore():
-                self._lookups.grew(message)
+                self._lookups.grew(message, now_ns)
             case PushEnd():
                 self.pushes.ended(message)
             case HintReply():
@@ -253,6 +252,7 @@ class SchedulerCore:
         if entry.answer is not None:
             self._count(entry.answer, file_tokens=file_tokens, peer_tokens=peer_tokens)
             entry.answer = None
+            entry.cut_load(external_tokens)  # of an admission before a preemption
         if external_tokens > 0:
             jobs = self._lookups.start_load(
                 lookup,
@@ -362,9 +362,10 @@ class SchedulerCore:
         self._now_ns = now_ns
         self._tell(Story(request=cut_name(request), prompt_tokens=prompt_tokens, outcome=reason))
 
-    def finished(self, request: str, why_early: str = "") -> Story | None:
+    def finished(self, request: str, why_early: str = "", now_ns: int = 0) -> Story | None:
         """The request ended, in whatever way; `why_early`: not as it should. A running load ends by
         its ranks' reports."""
+        self._now_ns = max(self._now_ns, now_ns)  # its only step may have begun long ago
         self.pushes.finished(request, why_early, self._now_ns)
         entry = self._requests.pop(request, None)
         if entry is None:
@@ -376,7 +377,9 @@ class SchedulerCore:
         self._shadows.ended(lookup)
         if not why_early:
             entry.first_token_ns = entry.first_token_ns or self._now_ns
-        story = story_of(request, entry)
+        story = story_of(request, entry, self.costs.saved_ns(entry.loaded_tokens))
+        self.stats.add("saved_prefill_ns", story.saved_ns)
+        self.stats.add("waited_ns", story.lookup_ns + story.promotion_ns + story.load_ns)
         self._tell(story)
         return story
 
@@ -397,13 +400,11 @@ class SchedulerCore:
         match outcome:
             case Hit(tokens):
                 self.stats.add("hits")
-                self.stats.add("hit_tokens", tokens)
-                self.stats.add("hit_tokens_file", file_tokens)
-                self.stats.add("hit_tokens_peer", peer_tokens)
-                self.stats.add("hit_tokens_dram", tokens - file_tokens - peer_tokens)
+                self.stats.add("hit_tokens:file", file_tokens)
+                self.stats.add("hit_tokens:peer", peer_tokens)
+                self.stats.add("hit_tokens:dram", tokens - file_tokens - peer_tokens)
             case Miss(reason):
-                self.stats.add("misses")
-                self.stats.add("misses_" + reason.replace(" ", "_"))
+                self.stats.add(f"misses:{reason}")
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 

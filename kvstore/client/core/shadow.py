@@ -20,8 +20,7 @@ from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.lookup import Lookup, LookupPart, LookupStage
 from kvstore.client.core.lookups import EngineLookups
-from kvstore.client.core.plan import CompareResult
-from kvstore.client.core.stats import SchedulerStats
+from kvstore.client.core.plan import CompareResult, SchedulerStats
 from kvstore.client.core.stores import NULL_BLOCK, EngineStores
 from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire.messages import Compared

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 from kvstore.client.core.attachment import Attachment, Credit, credit_arrays
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.hits import Mask, Presence
-from kvstore.client.core.plan import StoreJob
-from kvstore.client.core.stats import SchedulerStats
+from kvstore.client.core.plan import SchedulerStats, StoreJob
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 

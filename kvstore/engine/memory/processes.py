@@ -44,6 +44,10 @@ class Processes:
         self._processes.setdefault(process, _Process(self._groups)).writers += 1
         self.count(connection, weights, 1)
 
+    def of(self, connection: int) -> int:
+        """The process of a connection."""
+        return self._of[connection]
+
     def leave(self, connection: int) -> None:
         """Remove a connection without writable bytes."""
         number = self._of.pop(connection, None)

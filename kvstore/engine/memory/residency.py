@@ -22,8 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.table import NO_ROWS, BlockTable, Keys, Rows, tallied
 from kvstore.engine.why.reasons import Reason
-from kvstore.engine.why.tombstones import restamp
-from kvstore.engine.witness import Witness
+from kvstore.engine.why.tombstones import Tombstones, restamp
 from kvstore.types import Shard, SpaceId, Tier
 
 Scope = tuple[str, SpaceId, Shard]
@@ -77,7 +76,7 @@ class Residency:
         journal: Journal | None = None,
         seed: int = 0,
         hbm_word_count: int = 0,
-        witness: Witness | None = None,
+        tombstones: Tombstones | None = None,
     ) -> None:
         assert block_count_max >= word_count, "a row for every slot"
         self._changes: list[Change] | None = [] if tell_changes else None
@@ -95,7 +94,7 @@ class Residency:
         self.hbm_of_word = np.full(word_count if hbm_word_count else 0, -1, dtype=np.int32)
         """Slot of hbm with the copy of each slot of dram; -1: none. Empty without hbm."""
         self.word_of_hbm = np.full(hbm_word_count, -1, dtype=np.int32)
-        self._witness = witness
+        self._tombstones = tombstones
         self._scopes: dict[Scope, int] = {}
         self._scope_of: dict[int, Scope] = {}
         self._shards: dict[tuple[str, SpaceId], dict[Shard, int]] = {}
@@ -281,8 +280,8 @@ class Residency:
         absent = rows
         for column in self._columns.values():
             absent = absent[~column.has(absent)]
-        if stamp and len(absent) and self._witness is not None:
-            self._witness.left(self.table.scopes[absent], self.table.keys[absent], stamp)
+        if stamp and len(absent) and self._tombstones is not None:
+            self._tombstones.write(self.table.scopes[absent], self.table.keys[absent], stamp)
         self.table.delete(absent)
 
     def is_in(self, tier: Tier, scope: int, keys: Keys) -> NDArray[np.bool_]:

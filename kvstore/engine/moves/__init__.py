@@ -11,9 +11,9 @@
 | `loans`    | blocks that other nodes read here               | Lend → Lent              |
 | `hbm`      | copies of blocks in a GPU's memory              | leases → Promote, Shown  |
 | `transfers` | requests that engines here prefill for others | PushOpen, PushClose → patience |
-| `pushes`   | blocks that are written to other nodes          | PushAsked → WritePush, SayPushed |
-| `grants`   | blocks that other nodes write here              | PushExpect → AskPush, Land |
-| `expected` | requests that wait for these, and their keys     | –                        |
+| `pushes`   | blocks that are written to other nodes          | PushAsked → WritePush, SayPush |
+| `grants`   | blocks that other nodes write here              | room → AskPush, Land     |
+| `expected` | limits and turns of these requests, their keys   | –                        |
 | `landing`  | room for these                                  | –                        |
 | `offers`   | whole blocks, which other nodes can fetch       | changes → keys           |
 | `covers`   | sets of shards that make a whole block          | –                        |

@@ -28,8 +28,9 @@ from kvstore.engine.state import State
 from kvstore.engine.witness import Origin, Origins
 from kvstore.wire.messages import LeaseMore
 
-LOOKS_PER_STEP: Final = 256
-"""A look takes 10 µs where the first block is still on its way, as mostly."""
+LOOKS_PER_STEP: Final = 64
+"""A look takes 10 µs where the first block is still on its way, as mostly, and 100 where it leases
+what came, as for many requests that share a prefix."""
 
 
 Name = tuple[int, int]
@@ -57,6 +58,10 @@ class Wait(msgspec.Struct):
     keys: Keys
     """Keys that were asked for and are not leased yet, in chain order."""
     with_checksums: bool
+    promoting: int
+    """So many leading ones were said to be on their way."""
+    bring: Callable[[Keys], object]
+    """Begin to bring more of these keys, as far as there is room for by now."""
 
 
 class _Watch(NamedTuple):
@@ -121,6 +126,10 @@ class Arrivals:
             if not names:
                 del self._next[watch.next_key]
 
+    def awaits(self, keys: Keys) -> bool:
+        """Whether a watch needs one of these keys next."""
+        return bool(self._next) and any(key in self._next for key in each(keys))
+
     def news(self, keys: Keys) -> None:
         """These keys arrived, or will not: queue the watches that need one of them next."""
         for key in each(keys) if self._next else ():
@@ -158,16 +167,17 @@ class Arrivals:
         count = state.leases.fitting(session, wait.held.account, run.words(), len(scopes))
         refused = run.count - count
         run, rest = run.cut(count), wait.keys[count:]
-        promoting = 0 if refused else self.on_their_way(scopes, rest)
         words = run.words()
         state.leases.extend(session, wait.lease, words)
         wait.keys = rest
+        has_failed = wait.promoting > count and not self.on_their_way(scopes, rest[:1])
+        if not refused and not has_failed:
+            wait.bring(rest)
+        wait.promoting = promoting = 0 if refused else self.on_their_way(scopes, rest)
         origins = self.take_origins(run)
-        state.witness.grew(session, wait.lease, run.words_by_shard[0][:count], origins, refused)
+        state.trail.grew(session, wait.lease, run, origins, refused)
         state.counters.pins_refused += refused
-        state.counters.blocks_hit += count
         state.counters.leased_bytes += count * sum(wait.asker.slot_sizes)
-        state.counters.blocks_missed += 0 if promoting else len(rest)
         state.send(
             wait.connection,
             LeaseMore(

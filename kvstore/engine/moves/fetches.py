@@ -151,7 +151,7 @@ class Fetches:
         number = next(self._numbers)
         keys = keys.copy()  # not the rest of the message
         self._locating[number] = _Locating(asker, keys)
-        state.witness.asked(number, len(keys), Reason.NO_ANSWER_YET)
+        state.trail.searches.asked(number, len(keys), Reason.NO_ANSWER_YET)
         self._expect(number, asker, keys)
         state.counters.locates += 1
         state.say(
@@ -173,7 +173,7 @@ class Fetches:
 
     def _unasked(self, keys: Keys, why: Reason) -> Wanted:
         number = next(self._numbers)
-        self._state.witness.asked(number, len(keys), why)
+        self._state.trail.searches.asked(number, len(keys), why)
         return Wanted(0, number)
 
     def _brought_by(self, scope: int, key: bytes) -> tuple[int, int]:
@@ -214,12 +214,16 @@ class Fetches:
         if not self._coming_of[asker.engine]:
             del self._coming_of[asker.engine]
 
-    def estimate_ms(self, asker: Asker, block_count: int) -> int:
-        """Estimated time for so many blocks to come, from the quickest peer that does not fail."""
-        size = block_count * sum(asker.slot_sizes)
+    def estimate(self, asker: Asker, wanted: Wanted) -> tuple[int, str]:
+        """Estimated time in ms for the wanted blocks to come, and the peer that they come from; `*`
+        while the index is asked, and the quickest peer that does not fail may be it."""
+        size = wanted.coming * sum(asker.slot_sizes)
         now_ns = self._state.now_ns
-        paces = [p.pace.ns_per_byte(now_ns) for p in self._peers.values() if not p.failures]
-        return LOCATE_MS + int(size * min(paces, default=NS_PER_BYTE_GUESS) / NS_PER_MS)
+        job = self._fetching.get(wanted.number)
+        peers = self._peers.values() if job is None else [self._peer(job.node)]
+        paces = [peer.pace.ns_per_byte(now_ns) for peer in peers if not peer.failures]
+        estimate_ms = LOCATE_MS + int(size * min(paces, default=NS_PER_BYTE_GUESS) / NS_PER_MS)
+        return estimate_ms, "*" if job is None else job.node
 
     # ── what the index knows ─────────────────────────────────────────────────────────────────────
 
@@ -231,7 +235,7 @@ class Fetches:
         self._expect_no_more(event.locate, asker, keys)
         self._judge_index(is_known=event.is_known)
         sought = Reason.NOBODY_HAS_IT if event.is_known else Reason.INDEX_AWAY
-        state.witness.judged(event.locate, sought)
+        state.trail.searches.judged(event.locate, sought)
         chosen = self._choose(asker, event.candidates, event.locate) if event.is_known else None
         if event.is_known and chosen is None:
             self._remember_absent((asker.scopes[0], keys[0].tobytes()), event.locate)
@@ -265,7 +269,7 @@ class Fetches:
         pace = state.paces.of(asker.tenant, asker.space)
         compute_ns = pace.compute_ns_per_token * asker.block_tokens
         best, best_saved_ns = None, 0.0
-        judged = functools.partial(state.witness.judged, question)
+        judged = functools.partial(state.trail.searches.judged, question)
         for candidate in candidates:
             peer = self._peers.get(candidate.node)
             if not candidate.blocks:
@@ -295,7 +299,7 @@ class Fetches:
         missing = away.any(axis=0)
         keys, places = keys[missing], np.flatnonzero(missing)
         sought = Reason.NO_ROOM if len(keys) else Reason.HERE_BY_NOW
-        state.witness.judged(question, sought, None, len(keys))
+        state.trail.searches.judged(question, sought, None, len(keys))
         block_bytes = sum(asker.slot_sizes)
         bytes_max = self._fetching.bytes_max // (2 if asker.is_ahead else 1)
         room = min(len(keys), self._fetching.room(block_bytes, bytes_max=bytes_max))
@@ -314,7 +318,7 @@ class Fetches:
         )
         size_bytes = len(keys) * sum(asker.slot_sizes)
         number = self._fetching.begin(_Fetching(node, asker, keys, columns, size_bytes))
-        state.witness.fetching(question, number, places, state.now_ns)
+        state.trail.searches.fetching(question, number, places, state.now_ns)
         self._expect(number, asker, keys)
         self._peer(node).pace.begun(number, size_bytes, state.now_ns)
         words = np.stack(columns, axis=1).reshape(-1)
@@ -353,9 +357,7 @@ class Fetches:
         is_void = job.is_void or state.is_off(asker.tenant, asker.space)
         if is_void:
             good = np.zeros(len(job.keys), dtype=bool)
-        state.witness.fetched(
-            event, job.words, int(good.sum()), is_void=is_void, now_ns=state.now_ns
-        )
+        state.trail.fetched(event, job.words, int(good.sum()), is_void=is_void, now_ns=state.now_ns)
         if not good.any():
             # The index knew of what is not there: it is not asked the same again at once.
             self._remember_absent((asker.scopes[0], job.keys[0].tobytes()), event.job)

@@ -41,20 +41,22 @@ from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.intake import Copies, Intake
 from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.moves.pace import ReadPace
-from kvstore.engine.moves.writes import JOB_BYTES_MAX, Writes
+from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.runs import has_repeats, leading
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import KEY_BYTES, SpaceId, Tier
+from kvstore.units import MIB
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 from kvstore.wire.record import Scope
 
-BLOCKS_PER_READ = 64
-"""A promotion is reported piece by piece: a reader at its deadline takes the blocks that came."""
+READ_BYTES = 8 * MIB
+"""A promotion is reported piece by piece: a request takes the blocks that came in time."""
 READ_AHEAD_NS = 10**9
-"""The disk is asked for no more at once than it reads in about this time: blocks that wait longer
-come too late for their request, and would look like a hanging disk."""
+"""The disk is asked for no more at once than it reads in about this time, or all would be late; a
+lease that waits asks for more whenever some came. Half of it is for requests that come meanwhile,
+and each of them gets half of what is left: a long prompt keeps nobody from the disk."""
 PROMOTED_BLOCKS_MAX = KEYS_PER_DATAGRAM_MAX
 """Blocks of one question; later ones are promoted when they are asked for."""
 REPEATED = -1
@@ -115,10 +117,13 @@ class Files:
 
     # ── disk to dram ─────────────────────────────────────────────────────────────────────────────
 
-    def promote(self, asker: Asker, keys: Keys, *, held: Rows = NO_ROWS) -> int:
+    def promote(
+        self, asker: Asker, keys: Keys, *, held: Rows = NO_ROWS, is_more: bool = False
+    ) -> int:
         """Begin to read those of these keys, in chain order, that are on disk and not in dram.
         Returns how many leading ones are in dram or on their way, or REPEATED if nothing was begun.
-        `held`: rows of the first shard that the same question has leased already."""
+        `held`: rows of the first shard that the same question has leased already; `is_more`: some
+        of the same prompt were asked for before."""
         state = self._state
         if not self.enabled:
             return 0
@@ -130,11 +135,21 @@ class Files:
             return REPEATED
         self._asked_for[rows] = True
         away = (state.residency.words(rows) < 0) & (self._reading[rows] == 0)
-        for column in np.flatnonzero(away.any(axis=1)).tolist():
-            wanted = np.flatnonzero(away[column, :count])
-            started = self._start(asker, column, keys[wanted], rows[column, wanted])
-            if started < len(wanted):
-                count = int(wanted[started])
+        columns = np.flatnonzero(away.any(axis=1)).tolist()
+        if not columns:
+            return count
+        size = sum(asker.slot_sizes[column] for column in columns)
+        room = self._room(asker, size, is_more=is_more)
+        places = np.flatnonzero(away.any(axis=0)).tolist()
+        first, count = places[0], count if room >= len(places) else places[room]
+        piece = max(1, READ_BYTES // max(asker.slot_sizes))
+        # Piece by piece in all shards: a block is there with the last one of them.
+        for begin in range(first, count, piece):
+            for column in columns if begin < count else ():
+                wanted = begin + np.flatnonzero(away[column, begin : min(begin + piece, count)])
+                started = self._start(asker, column, keys[wanted], rows[column, wanted])
+                if started < len(wanted):
+                    count = int(wanted[started])
         return count
 
     def there(self, rows: Rows) -> NDArray[np.bool_]:
@@ -144,15 +159,22 @@ class Files:
         there |= (rows >= 0) & (residency.file[rows] != 0)
         return there
 
+    def _room(self, asker: Asker, size: int, *, is_more: bool) -> int:
+        """How many more blocks of this size may be under way."""
+        ahead_bytes = int(READ_AHEAD_NS / self.pace.ns_per_byte(self._state.now_ns))
+        ahead_bytes = min(ahead_bytes, self._reads.bytes_max)
+        begun_bytes = self.pace.begun_bytes  # without late reads, which keep nobody from the disk
+        if is_more or asker.is_ahead:
+            room = (ahead_bytes // 2 - begun_bytes) // size
+        else:
+            room = ((ahead_bytes - begun_bytes) // size + 1) // 2
+        return min(max(room, 0 if begun_bytes else 1), self._reads.room(size))
+
     def _start(self, asker: Asker, column: int, keys: Keys, rows: Rows) -> int:
         """Issue reads for these rows of one shard as far as there is room; returns how many."""
-        state, size = self._state, asker.slot_sizes[column]
-        ahead_bytes = int(READ_AHEAD_NS / self.pace.ns_per_byte(state.now_ns))
-        if asker.is_ahead:
-            ahead_bytes = min(ahead_bytes, self._reads.bytes_max) // 2
-        room = self._reads.room(size, bytes_max=ahead_bytes)
-        wanted = self._intake.room_for(asker, [size], min(len(rows), room))
-        pieces = max(1, min(BLOCKS_PER_READ, JOB_BYTES_MAX // size))
+        size = asker.slot_sizes[column]
+        wanted = self._intake.room_for(asker, [size], len(rows))
+        pieces = max(1, READ_BYTES // size)
         for begin in range(0, wanted, pieces):
             piece = slice(begin, min(begin + pieces, wanted))
             self._read(
@@ -202,10 +224,12 @@ class Files:
         state, job = self._state, self._reads.end(event.job)
         self._no_more_reading(event.job, job)
         good = np.frombuffer(event.good, dtype=np.bool_)
+        was_awaited = self._arrivals.awaits(job.keys)
         self._intake.read(Copies(job.scope, job.keys, job.words, job.checksums), good)
         state.counters.file_blocks_read += int(good.sum())
         state.counters.file_blocks_unread += int((~good).sum())
-        self.pace.ended(event.job, state.now_ns, counts=bool(good.any()))
+        counts = bool(good.any())
+        self.pace.ended(event.job, state.now_ns, counts=counts, was_awaited=was_awaited)
 
     def late(self, event: FileLate) -> None:
         """No lease waits for this read any more; its slots stay until the read has ended."""
@@ -214,6 +238,7 @@ class Files:
             job.late = True
             self._state.counters.file_reads_late += 1
             self._no_more_reading(event.job, job)
+            self.pace.late(event.job)
             self._arrivals.news(job.keys)
 
     def _no_more_reading(self, number: int, job: _Read) -> None:

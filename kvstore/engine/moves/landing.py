@@ -5,7 +5,9 @@
                     └─▶ limbo ─▶ free               by the death of our transfer worker
 
 Rule: an extent that a peer may write to is free again by the peer's word or that death, never by a
-timer. Covers: room. Does not cover: whose an extent is (`grants`).
+timer. Free pages are kept as runs, in bins of doubling size, so that no `take` looks at the slab.
+
+Covers: room. Does not cover: whose an extent is (`grants`), who gets the next one (`expected`).
 """
 
 from __future__ import annotations
@@ -27,46 +29,86 @@ class LandingSlab:
 
     def __init__(self, *, begin_bytes: int, size_bytes: int) -> None:
         self._first = begin_bytes // PAGE_BYTES
-        self._free = np.ones(size_bytes // PAGE_BYTES, dtype=bool)
+        self._is_free = np.zeros(size_bytes // PAGE_BYTES, dtype=bool)
+        self._end_of: dict[int, int] = {}
+        """Page behind each free run, by its first one; no two runs touch."""
+        self._begin_of: dict[int, int] = {}
+        self._bins: list[dict[int, None]] = [{} for _ in range(self.page_count.bit_length() + 1)]
+        """First pages of the runs of 2^(n-1) to 2^n - 1 pages, by n."""
+        if size_bytes:
+            self._free_run(0, self.page_count)
 
     @property
     def page_count(self) -> int:
         """Size."""
-        return len(self._free)
+        return len(self._is_free)
 
     @property
     def free_pages(self) -> int:
         """Pages that nobody may write to."""
-        return int(self._free.sum())
+        return int(self._is_free.sum())
 
     def take(self, pages: int, count: int) -> Extents:
         """Up to `count` extents of so many pages, one behind the other; none: no room."""
-        if count <= 0:
+        begin = self._fitting(pages, count) if count > 0 else None
+        if begin is None:
             return np.zeros(0, dtype=np.int64)
-        edges = np.flatnonzero(np.diff(self._free, prepend=False, append=False))
-        begins, room = edges[::2], (edges[1::2] - edges[::2]) // pages
-        if not len(room) or not room.max():
-            return np.zeros(0, dtype=np.int64)
-        fits = room >= count
-        at = int(np.argmax(fits)) if fits.any() else int(np.argmax(room))
-        count = min(count, int(room[at]))
-        self._free[begins[at] : begins[at] + count * pages] = False
-        first = self._first + int(begins[at])
-        return np.arange(first, first + count * pages, pages, dtype=np.int64)
+        behind = self._remove(begin)
+        end = begin + min(count, (behind - begin) // pages) * pages
+        self._is_free[begin:end] = False
+        if end < behind:
+            self._add(end, behind)
+        return np.arange(self._first + begin, self._first + end, pages, dtype=np.int64)
+
+    def _fitting(self, pages: int, count: int) -> int | None:
+        """A run with room for all, or else one of the largest bin that has room for one."""
+        all_fit = min((pages * count).bit_length(), len(self._bins)) + 1
+        one_fits = min(pages.bit_length(), len(self._bins)) + 1
+        for its in [*self._bins[all_fit:], *reversed(self._bins[one_fits:all_fit])]:
+            if its:
+                return next(reversed(its))
+        last = self._bins[one_fits - 1] if one_fits <= len(self._bins) else {}
+        return next((begin for begin in last if self._end_of[begin] - begin >= pages), None)
 
     def free(self, extents: Extents, pages: int) -> None:
         """Nothing writes to these, and nothing reads them, any more."""
-        at = self._pages(extents, pages)
-        assert not self._free[at].any(), "an extent is free twice"
-        self._free[at] = True
+        at = np.sort(extents) - self._first
+        edges = np.flatnonzero(np.diff(at) != pages) + 1
+        for run in np.split(at, edges) if len(at) else ():
+            self._free_run(int(run[0]), int(run[-1]) + pages)
 
-    def _pages(self, extents: Extents, pages: int) -> NDArray[np.int64]:
-        return (extents[:, None] - self._first + np.arange(pages)).reshape(-1)
+    def _free_run(self, begin: int, end: int) -> None:
+        assert not self._is_free[begin:end].any(), "an extent is free twice"
+        self._is_free[begin:end] = True
+        if begin in self._begin_of:
+            begin = self._begin_of[begin]
+            self._remove(begin)
+        if end in self._end_of:
+            end = self._remove(end)
+        self._add(begin, end)
+
+    def _add(self, begin: int, end: int) -> None:
+        self._end_of[begin], self._begin_of[end] = end, begin
+        self._bins[(end - begin).bit_length()][begin] = None
+
+    def _remove(self, begin: int) -> int:
+        """Forget a run; returns the page behind it."""
+        end = self._end_of.pop(begin)
+        del self._begin_of[end], self._bins[(end - begin).bit_length()][begin]
+        return end
 
     def check(self, held: list[tuple[Extents, int]]) -> None:
         """Raises AssertionError unless these (extents, pages), each once, are what is taken."""
-        taken = np.zeros(len(self._free), dtype=np.int64)
+        taken = np.zeros(self.page_count, dtype=np.int64)
         for extents, pages in held:
-            np.add.at(taken, self._pages(extents, pages), 1)
+            at = (extents[:, None] - self._first + np.arange(pages)).reshape(-1)
+            np.add.at(taken, at, 1)
         assert bool((taken <= 1).all()), "an extent has two owners"
-        assert bool(((taken == 1) == ~self._free).all()), "an extent of nobody is taken"
+        assert bool(((taken == 1) == ~self._is_free).all()), "an extent of nobody is taken"
+        edges = np.flatnonzero(np.diff(self._is_free, prepend=False, append=False)).tolist()
+        runs = dict(zip(edges[::2], edges[1::2], strict=True))
+        assert runs == self._end_of, "the free runs are not the free pages"
+        assert {end: begin for begin, end in runs.items()} == self._begin_of
+        for n, its in enumerate(self._bins):
+            assert all((runs[begin] - begin).bit_length() == n for begin in its)
+        assert sum(map(len, self._bins)) == len(runs), "a free run is in no bin"

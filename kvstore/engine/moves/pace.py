@@ -3,10 +3,13 @@ decide.
 
 A read is timed from question to answer, queue, seeks and checksums included, over the bytes that
 were under way with it. The slowest of the last few counts: a slow disk shows after one read, a
-recovered one after READS. A read under way counts with the time it has taken already, and while one
-takes much longer than expected, the estimate is longer than any request waits.
+recovered one after READS. A read under way counts with the time it has taken already, and from when
+it takes longer than expected, with as long again, until it is late.
 
-Does not cover: how long requests wait (`kvstore.client.core.costs`), deadlines of I/O.
+A read that nobody waited for counts if it was quicker than these: it ran beside the computing of
+its request, which may need the same processors.
+
+Does not cover: how long requests wait (`kvstore.client.core.waits`), deadlines of I/O.
 """
 
 from __future__ import annotations
@@ -23,10 +26,6 @@ SMALL_READ_BYTES = 256 * KIB
 """A shorter read is mostly latency: it takes as long as this."""
 NS_PER_BYTE_GUESS = 1.0
 """Estimate until the first read was measured."""
-DOUBT_NS = 5 * NS_PER_MS
-"""A read that takes so much longer than twice its expected time puts the disk in doubt."""
-DOUBTFUL_MS = 1 << 31
-"""Estimate for a disk in doubt: longer than any request waits."""
 
 
 class _TimedRead:
@@ -44,10 +43,13 @@ class ReadPace:
 
     def __init__(self, learned_ns_per_mib: int = 0) -> None:
         self._guess = (MIB, learned_ns_per_mib or int(NS_PER_BYTE_GUESS * MIB))
-        self._samples: deque[tuple[int, int]] = deque(maxlen=READS)
+        self._samples: deque[tuple[int, float]] = deque(maxlen=READS)
         """Bytes and nanoseconds."""
         self._reads: dict[int, _TimedRead] = {}
-        self._bytes = 0
+        self._late: dict[int, _TimedRead] = {}
+        """Reads that may never end."""
+        self.begun_bytes = 0
+        """Bytes under way, without late reads."""
 
     @property
     def measured_ns_per_mib(self) -> int:
@@ -60,35 +62,49 @@ class ReadPace:
 
     def begun(self, job: int, size_bytes: int, now_ns: int) -> None:
         """A read was asked of the disk."""
-        self._bytes += size_bytes
-        self._reads[job] = _TimedRead(size_bytes, self._bytes, now_ns)
+        self.begun_bytes += size_bytes
+        self._reads[job] = _TimedRead(size_bytes, self.begun_bytes, now_ns)
 
-    def ended(self, job: int, now_ns: int, *, counts: bool) -> None:
+    def late(self, job: int) -> None:
+        """Nobody waits any longer for a read: it says something again when it ends."""
+        self._late[job] = read = self._reads.pop(job)
+        self.begun_bytes -= read.size_bytes
+
+    def ended(self, job: int, now_ns: int, *, counts: bool, was_awaited: bool = True) -> None:
         """A read has truly ended. `counts`: its time is a measurement of the disk."""
-        read = self._reads.pop(job)
-        self._bytes -= read.size_bytes
+        read = self._late.pop(job, None)
+        if read is None:
+            read = self._reads.pop(job)
+            self.begun_bytes -= read.size_bytes
         if counts:
             least_ns = read.ahead_bytes * DISK_NS_PER_MIB_MIN // MIB
-            self._samples.append((read.ahead_bytes, max(now_ns - read.begin_ns, least_ns)))
+            sample = read.ahead_bytes, max(now_ns - read.begin_ns, least_ns)
+            if (
+                was_awaited
+                or not self._samples
+                or sample[1] < _expected_ns(self._samples, sample[0])
+            ):
+                self._samples.append(sample)
 
     def estimate_ms(self, now_ns: int) -> int:
         """How long the reads under way will take."""
-        for size, ns in self._so_far(now_ns):
-            if ns > 2 * _expected_ns(self._learned(), size) + DOUBT_NS:
-                return DOUBTFUL_MS
         samples = [*self._learned(), *self._so_far(now_ns)]
-        return int(_expected_ns(samples, max(self._bytes, SMALL_READ_BYTES)) / NS_PER_MS) + 1
+        return int(_expected_ns(samples, max(self.begun_bytes, SMALL_READ_BYTES)) / NS_PER_MS) + 1
 
-    def _learned(self) -> list[tuple[int, int]]:
+    def _learned(self) -> list[tuple[int, float]]:
         return list(self._samples) or [self._guess]
 
-    def _so_far(self, now_ns: int) -> list[tuple[int, int]]:
-        """The oldest read under way, as if it ended now."""
+    def _so_far(self, now_ns: int) -> list[tuple[int, float]]:
+        """The oldest read under way, as if it ended now, or after as long again as it is late."""
         oldest = next(iter(self._reads.values()), None)
-        return [(oldest.ahead_bytes, now_ns - oldest.begin_ns)] if oldest else []
+        if oldest is None:
+            return []
+        taken_ns = now_ns - oldest.begin_ns
+        late_ns = max(0.0, taken_ns - _expected_ns(self._learned(), oldest.ahead_bytes))
+        return [(oldest.ahead_bytes, taken_ns + late_ns)]
 
 
-def _expected_ns(samples: Iterable[tuple[int, int]], size_bytes: int) -> float:
+def _expected_ns(samples: Iterable[tuple[int, float]], size_bytes: int) -> float:
     """A longer read than one that was measured takes longer in proportion; a shorter one is quicker
     by the root of that only, because an unknown part of every read is latency.
     """

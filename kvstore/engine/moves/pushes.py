@@ -1,11 +1,12 @@
 """Blocks that this node writes to others, as they are sealed here (ADR 39).
 
-    PushAsked ─▶ the next key is in dram ─▶ pinned ─WritePush─▶ Written ─▶ SayPushed …
-                    └─ all were pushed, or nothing more will come ─▶ SayPushOver
+    PushAsked ─▶ the next key is in dram ─▶ pinned ─WritePush─▶ Written ─▶ SayPush: Pushed …
+                    └─ all were pushed, or nothing more will come ─▶ SayPush: PushOver
 
 Rules. 1: blocks go in the order of the grant. 2: the last word of a grant comes when its last write
 has ended. 3: a block counts as pushed if its generation was the same after the write. 4: all is
-bounded: ASKS_MAX grants of a peer, JOBS_MAX writes of each.
+bounded: ASKS_MAX grants of a peer, JOBS_MAX writes of each. 5: a grant is looked at when its next
+block is sealed, when its transfer is named, and each LOOK_NS, within a budget per tick.
 
 Does not cover: room on the other node (`grants` there), transfers (`transfers`), moving bytes
 (`kvstore.peers`).
@@ -20,12 +21,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.engine.agenda import LOOK_COST, LOOK_COST_MAX, Agenda, Groups
 from kvstore.engine.events import (
     PeerGone,
     PushAsked,
+    Pushed,
+    PushOver,
     PushRevoked,
-    SayPushed,
-    SayPushOver,
+    SayPush,
     WritePush,
     Written,
 )
@@ -42,6 +45,7 @@ from kvstore.engine.witness import PushReport, PushTimes
 from kvstore.types import Shard, SpaceId
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
+from kvstore.wire.mover import REASON_CHARS_MAX
 
 WRITE_BYTES: Final = 8 * MIB
 """Size of one write: the other node verifies it while the next one moves."""
@@ -51,15 +55,18 @@ ASKS_MAX: Final = 64
 """Grants of one peer."""
 NEWS_NS: Final = 2 * NS_PER_S
 """Between two words that the engine computes, while it has no block of the grant yet."""
+LOOK_NS: Final = NEWS_NS // 4
+"""Between two looks whether it does."""
 LEASE: Final = 1 << 63
 """Leases of writes are numbered from here on; a loan's number is below it."""
 
 
-class _Ask(msgspec.Struct):
+class _Ask(msgspec.Struct, eq=False):
     """A grant of another node, which waits for blocks of this one."""
 
     peer: int
     grant: int
+    epoch: int
     node: str
     transfer: str
     address: tuple[str, SpaceId]
@@ -78,11 +85,29 @@ class _Ask(msgspec.Struct):
     """Why no more is written; None: more may be."""
     is_quiet: bool = True
     """No write failed."""
+    is_called: bool = True
+    """Blocks may be here of which no news will come."""
+    read_first: int = -1
+    read_ns: int = 0
+    """The block from which on the disk was asked the last time, and when."""
+
+    def try_read(self, first: int, now_ns: int) -> bool:
+        """Note that the disk is asked from this block on. False: not again yet, for a read that
+        fails would be repeated at once."""
+        if first == self.read_first and now_ns < self.read_ns + LOOK_NS:
+            return False
+        self.read_first, self.read_ns = first, now_ns
+        return True
 
     @property
     def name(self) -> Name:
         """For arrivals, apart from loans."""
         return -self.peer, LEASE + self.grant
+
+    @property
+    def groups(self) -> tuple[int, tuple[str, str]]:
+        """Its peer and its transfer."""
+        return self.peer, (self.address[0], self.transfer)
 
 
 class _PushWrite(msgspec.Struct, frozen=True):
@@ -111,26 +136,33 @@ class Pushes:
         self._state, self._files, self._arrivals, self._loans = state, files, arrivals, loans
         self._transfers, self._numbers = transfers, numbers
         self._asks: dict[tuple[int, int], _Ask] = {}
+        self._groups = Groups[int | tuple[str, str], _Ask]()
+        """By peer, and by tenant and transfer."""
+        self._agenda = Agenda[_Ask]()
+        self._budget = LOOK_COST_MAX
         self._writes: dict[int, _PushWrite] = {}
 
     def asked(self, event: PushAsked) -> None:
         """Write what is here, and wait for the rest."""
-        state, name = self._state, (event.peer, event.grant)
-        if name in self._asks or sum(peer == event.peer for peer, _ in self._asks) >= ASKS_MAX:
-            self._last_word(event.peer, event.grant, "too many grants of one node", is_quiet=True)
+        state, its, name = self._state, event.its, (event.peer, event.its.grant)
+        if name in self._asks or self._groups.count(event.peer) >= ASKS_MAX:
+            over = PushOver(its.grant, its.epoch, "too many grants of one node", is_quiet=True)
+            state.say(SayPush(event.peer, over, state.cause))
             return
         ask = self._asks[name] = _Ask(
-            event.peer,
-            event.grant,
+            *name,
+            its.epoch,
             event.node,
-            event.transfer,
-            (event.tenant, SpaceId(event.space)),
-            keys_array(event.keys)[:KEYS_PER_DATAGRAM_MAX].copy(),
+            its.transfer,
+            (its.tenant, its.space),
+            keys_array(its.keys)[:KEYS_PER_DATAGRAM_MAX].copy(),
             PushTimes(state.now_ns),
-            state.now_ns + event.deadline_ms * NS_PER_MS,
+            state.now_ns + its.deadline_ms * NS_PER_MS,
             state.now_ns,
         )
-        self._go_on(ask)
+        for whose in ask.groups:
+            self._groups.add(whose, ask)
+        self._look_again(ask)
 
     def _go_on(self, ask: _Ask) -> None:
         """Write more, and wait for what is not here."""
@@ -144,6 +176,7 @@ class Pushes:
         rest = ask.keys[ask.next :]
         if ask.reason is not None or not len(rest):
             return nothing  # all of it is on its way: nothing is waited for
+        self._budget -= len(rest)
         found = self._loans.best(ask.address, rest)
         why = self._impatience(ask, is_here=found is not None)
         if found is not None and why is None:
@@ -152,9 +185,13 @@ class Pushes:
             if run.repeats():
                 why = "a grant that names a key twice"
             else:
-                if run.count < rows.shape[1]:
-                    self._files.promote(asker, rest[run.count : rows.shape[1]], held=run.rows())
+                ask.is_called = run.count < rows.shape[1]
                 self._write(ask, asker, run)
+                # Only now: what is read from disk may take the room of what is not pinned.
+                first = len(ask.keys) - len(rest) + run.count
+                if run.count < rows.shape[1] and ask.try_read(first, self._state.now_ns):
+                    its = rest[run.count : rows.shape[1]]
+                    self._files.promote(asker, its, held=run.rows(), is_more=True)
         if why is not None:
             self._end(ask, why)
             self._settle(ask)
@@ -184,6 +221,7 @@ class Pushes:
             job = next(self._numbers)
             if not count or not state.leases.may_add(-ask.peer, LEASE + job):
                 state.counters.pins_refused += 1
+                ask.is_called = True
                 return
             assert sums is not None
             piece = piece[: count * shards]
@@ -261,17 +299,15 @@ class Pushes:
         checksums: bytes = b"",
     ) -> None:
         ask.said_ns = self._state.now_ns
-        self._state.say(
-            SayPushed(
-                peer=ask.peer,
-                grant=ask.grant,
-                first=first,
-                shards=shards,
-                block_bytes=block_bytes,
-                checksums=checksums,
-                cause=self._state.cause,
-            )
+        word = Pushed(
+            grant=ask.grant,
+            epoch=ask.epoch,
+            first=first,
+            shards=shards,
+            block_bytes=block_bytes,
+            checksums=checksums,
         )
+        self._state.say(SayPush(ask.peer, word, self._state.cause))
 
     def revoked(self, event: PushRevoked) -> None:
         """The other node takes its grant back."""
@@ -282,22 +318,55 @@ class Pushes:
 
     def gone(self, event: PeerGone) -> None:
         """Its session has ended, and with it its grants; writes under way end by themselves."""
-        for ask in [ask for ask in self._asks.values() if ask.peer == event.peer]:
+        for ask in self._groups.of(event.peer):
             self._end(ask, "the session has ended")
-            del self._asks[ask.peer, ask.grant]
+            self._forget(ask)
+
+    def named(self, tenant: str, transfer: str) -> None:
+        """An engine on this node has begun to prefill this transfer, or has ended."""
+        for ask in self._groups.of((tenant, transfer)):
+            ask.is_called = True
+            self._agenda.put(ask, self._state.now_ns)
+        self._look_at_due()
 
     def tick(self) -> None:
         """Time passed: grants may have waited long enough."""
-        for ask in list(self._asks.values()):
-            if ask.reason is None:
-                self._go_on(ask)
-                self._say_news(ask)
-            self._settle(ask)
+        self._budget = LOOK_COST_MAX
+        self._look_at_due()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the next tick is due before its time."""
+        return self._budget <= 0
+
+    def _look_at_due(self) -> None:
+        while self._budget > 0 and (ask := self._agenda.take(self._state.now_ns)):
+            self._budget -= LOOK_COST
+            self._look_again(ask)
+
+    def _look_again(self, ask: _Ask) -> None:
+        now_ns, address = self._state.now_ns, ask.address
+        its = self._transfers.patience(address, ask.transfer, ask.node, ask.times.since_ns)
+        until_ns = min(ask.until_ns, its.until_ns)
+        if ask.is_called or now_ns >= until_ns or self._state.is_off(*address):
+            ask.is_called = False
+            self._go_on(ask)
+        self._say_news(ask)
+        self._settle(ask)
+        if ask.reason is None:
+            look_ns = now_ns + LOOK_NS
+            self._agenda.put(ask, min(until_ns, look_ns) if until_ns > now_ns else look_ns)
 
     def _end(self, ask: _Ask, reason: str) -> None:
         if ask.reason is None:
             ask.reason = reason
             self._arrivals.unwatch(ask.name)
+            self._agenda.drop(ask)
+
+    def _forget(self, ask: _Ask) -> None:
+        del self._asks[ask.peer, ask.grant]
+        for whose in ask.groups:
+            self._groups.remove(whose, ask)
 
     def _settle(self, ask: _Ask) -> None:
         """Say the last word, if nothing is under way."""
@@ -306,9 +375,11 @@ class Pushes:
         name = (ask.peer, ask.grant)
         if ask.reason is None or ask.jobs or self._asks.get(name) is not ask:
             return
-        del self._asks[name]
+        self._forget(ask)
         self._state.counters.pushes_cut_short += bool(ask.reason)
-        self._last_word(*name, ask.reason, is_quiet=ask.is_quiet)
+        reason = ask.reason[:REASON_CHARS_MAX]
+        over = PushOver(ask.grant, ask.epoch, reason, ask.is_quiet)
+        self._state.say(SayPush(ask.peer, over, self._state.cause))
         report = PushReport(
             side="prefill",
             node=ask.node,
@@ -317,10 +388,7 @@ class Pushes:
             reason=ask.reason,
             **ask.times.as_us(self._state.now_ns),
         )
-        self._state.witness.pushed(ask.address[0], ask.transfer, report)
-
-    def _last_word(self, peer: int, grant: int, reason: str, *, is_quiet: bool) -> None:
-        self._state.say(SayPushOver(peer, grant, reason, is_quiet, self._state.cause))
+        self._state.trail.pushed(ask.address[0], ask.transfer, report)
 
     def __len__(self) -> int:
         return len(self._asks)
@@ -336,3 +404,5 @@ class Pushes:
             assert name == (ask.peer, ask.grant)
             assert ask.jobs == sum(its is ask for its in jobs) <= JOBS_MAX, "writes are miscounted"
             assert ask.reason is None or ask.jobs, "a grant that nobody ends"
+            assert (ask in self._agenda) is (ask.reason is None), "a grant that nobody looks at"
+        assert len(self._groups) == 2 * len(self._asks), "grants of peers are miscounted"

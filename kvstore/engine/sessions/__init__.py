@@ -8,6 +8,7 @@
 | `prepares`  | blocks that a router wants before an engine   | PrepareBlocks → counts       |
 | `runs`      | the longest run of a chain in dram            | keys → slots                 |
 | `leases`    | slots pinned for readers                      | leases → lease counts        |
+| `awaited`   | requests that wait for blocks of prefill nodes | PushExpect → PushEnd        |
 | `askers`    | engines and nodes that blocks are brought for | owner → shards, quota        |
 | `unserved`  | engines that get nothing, and why             | objections → rows            |
 """

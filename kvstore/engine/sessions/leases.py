@@ -4,7 +4,7 @@ Rules. 1: each lease is counted exactly once in the counts of `pins`, and no mor
 left. 2: a lease is renewed for LEASE_LIVES_MAX of its lives at most: a request that loads nothing
 asks again, and gets what its engine's share of pins allows then. 3: the cost of a session's leases,
 in memory and in time to end them all, is bounded, and there is always some left for the next one.
-4: a lease is looked at when it may have expired, and once a life otherwise: not at each tick.
+4: a lease is looked at when it may have expired, and once a life otherwise (`agenda`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.engine.agenda import Agenda
 from kvstore.engine.memory.pins import Account
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import Slots
-from kvstore.units import MIB, NS_PER_MS
+from kvstore.units import MIB
 from kvstore.wire.messages import LEASE_LIVES_MAX
 
 SLOT_BYTES: Final = 16
@@ -29,13 +30,12 @@ takes time."""
 SESSION_BYTES_MAX: Final = 8 * MIB
 """Half a million slots: 30 ms to end them all. A session gets at most half of what others leave."""
 BYTES_MAX: Final = 256 * MIB
-_LOOK_NS: Final = 100 * NS_PER_MS
 
 
 class Lease:
     """One LeaseAsk that was answered with at least one block."""
 
-    __slots__ = ("_shards", "account", "due", "expires_ns", "granted_ns", "pieces")
+    __slots__ = ("_shards", "account", "expires_ns", "granted_ns", "pieces")
 
     def __init__(
         self, account: Account | None, *, shards: int, granted_ns: int, expires_ns: int
@@ -48,8 +48,6 @@ class Lease:
         was cleared may come a second time, with another block, when the lease grows."""
         self.granted_ns = granted_ns
         self.expires_ns = expires_ns
-        self.due = 0
-        """Time of the next look, in _LOOK_NS."""
 
     @property
     def slot_count(self) -> int:
@@ -78,8 +76,7 @@ class Leases:
         self._bytes_of: Counter[int] = Counter()
         """Bytes counted by session; only sessions that have leases."""
         self._bytes = 0
-        self._to_look_at: dict[int, dict[tuple[int, int], Lease]] = {}
-        """Leases by the time at which they may have expired, in _LOOK_NS."""
+        self._agenda = Agenda[tuple[int, int]]()
 
     def __len__(self) -> int:
         return sum(len(leases) for leases in self._by_session.values())
@@ -113,7 +110,7 @@ class Leases:
         expires_ns = now_ns + self._ttl_ns
         made = Lease(account, shards=shards, granted_ns=now_ns, expires_ns=expires_ns)
         self._by_session.setdefault(session, {})[lease] = made
-        self._look_later(session, lease, made)
+        self._agenda.put((session, lease), expires_ns)
         self._pin(session, made, words)
         return made
 
@@ -153,18 +150,15 @@ class Leases:
     def expire(self, now_ns: int) -> int:
         """Release the leases whose time is up; returns how many."""
         count = 0
-        for due in sorted(due for due in self._to_look_at if due <= now_ns // _LOOK_NS):
-            for (session, number), lease in self._to_look_at.pop(due).items():
-                if lease.expires_ns <= now_ns:
-                    self.release(session, [number])
-                    count += 1
-                else:
-                    self._look_later(session, number, lease)
+        while (name := self._agenda.take(now_ns)) is not None:
+            session, number = name
+            lease = self._by_session[session][number]
+            if lease.expires_ns <= now_ns:
+                self.release(session, [number])
+                count += 1
+            else:
+                self._agenda.put(name, lease.expires_ns)
         return count
-
-    def _look_later(self, session: int, number: int, lease: Lease) -> None:
-        lease.due = lease.expires_ns // _LOOK_NS
-        self._to_look_at.setdefault(lease.due, {})[session, number] = lease
 
     def items(self) -> list[tuple[int, int, Lease]]:
         """(session, lease id, lease) of every lease."""
@@ -190,14 +184,13 @@ class Leases:
         found: Counter[int] = Counter()
         for session, number, lease in self.items():
             found[session] += lease.size_bytes
-            due = self._to_look_at[lease.due]
-            assert due[session, number] is lease, "a lease that nobody looks at"
+            assert (session, number) in self._agenda, "a lease that nobody looks at"
         assert found == self._bytes_of, "what leases of a session take is miscounted"
         assert found.total() == self._bytes <= BYTES_MAX, "what leases take is miscounted"
 
     def _end(self, session: int, number: int, lease: Lease) -> None:
         self._count(session, -lease.size_bytes)
-        self._to_look_at.get(lease.due, {}).pop((session, number), None)
+        self._agenda.drop((session, number))
         self._unpin(lease)
 
     def _unpin(self, lease: Lease) -> None:

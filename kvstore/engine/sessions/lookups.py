@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,15 +13,16 @@ from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Wait, count_of
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import REPEATED, Files
-from kvstore.engine.moves.grants import Grants
 from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.awaited import Awaited
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.runs import LOOKED_UP_MAX, Run, leading_run
 from kvstore.engine.state import State
-from kvstore.engine.witness import LookedUp, Origin, Wanted
+from kvstore.engine.witness import Origin, Wanted
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
+    PUSHED,
     Hint,
     HintReply,
     LeaseAsk,
@@ -36,14 +39,14 @@ class Lookups:
         state: State,
         files: Files,
         fetches: Fetches,
-        grants: Grants,
+        awaited: Awaited,
         arrivals: Arrivals,
         hbm: HbmCopies | None,
     ) -> None:
         self._state = state
         self._files = files
         self._fetches = fetches
-        self._grants = grants
+        self._awaited = awaited
         self._arrivals = arrivals
         self._hbm = hbm
         self._brings = files.enabled or state.config.fetches
@@ -82,13 +85,11 @@ class Lookups:
             # Before anything makes room for what is promoted.
             held = state.leases.add(session, ask.lease, words, state.now_ns, account, shards)
         # Nothing is brought behind a block that may not be pinned.
-        promoting, estimate_ms, wanted = self._bring(asker, keys[:0] if refused else rest, run)
+        promoting, estimate, wanted = self._bring(asker, keys[:0] if refused else rest, run)
         if promoting == REPEATED:
             return "a LeaseAsk that names a key twice"
         origins = self._arrivals.take_origins(run)
-        state.counters.blocks_hit += run.count
         state.counters.leased_bytes += run.count * sum(asker.slot_sizes)
-        state.counters.blocks_missed += len(rest) - promoting
         state.send(
             connection,
             LeaseReply(
@@ -98,7 +99,8 @@ class Lookups:
                 generations=state.slots.generation[words].tobytes(),
                 checksums=run.checksums(state, asked=ask.with_checksums),
                 promoting=promoting,
-                promoting_ms=estimate_ms,
+                promoting_ms=estimate[0],
+                promoting_from=estimate[1],
                 from_file=count_of(origins, Origin.FILE),
                 from_peer=count_of(origins, Origin.PEER),
             ),
@@ -107,15 +109,14 @@ class Lookups:
             self._hbm.leased(connection.owner.groups[ask.group], run)
         if not len(keys):
             return ""
-        found = LookedUp(
-            connection, ask.lease, asker, run, origins, rest, promoting, refused, wanted
-        )
-        state.witness.looked_up(found, state.now_ns)
+        its = (origins, promoting, refused, wanted)
+        state.trail.looked_up(connection, ask.lease, asker, run, rest, *its, now_ns=state.now_ns)
         if promoting:
             if not run.count:
                 held = state.leases.add(session, ask.lease, words, state.now_ns, account, shards)
-            rest = rest[:promoting]
-            self._arrivals.wait(Wait(connection, ask.lease, held, asker, rest, ask.with_checksums))
+            wait = (connection, ask.lease, held, asker, rest, ask.with_checksums, promoting)
+            bring = functools.partial(self._files.promote, asker, is_more=True)
+            self._arrivals.wait(Wait(*wait, bring))
         return ""
 
     def _may_lease(self, session: int, account: Account, run: Run) -> tuple[Run, int]:
@@ -125,31 +126,32 @@ class Lookups:
         self._state.counters.pins_refused += run.count - fits
         return run.cut(fits), run.count - fits
 
-    def _bring(self, asker: Asker, keys: Keys, run: Run) -> tuple[int, int, Wanted]:
+    def _bring(self, asker: Asker, keys: Keys, run: Run) -> tuple[int, tuple[int, str], Wanted]:
         """Begin to bring blocks that are not in dram, first from disk, later ones from other nodes.
-        Returns how many are on their way or may be, an estimate of the time in ms, and the part of
-        other nodes."""
-        pushed = self._grants.run(asker, keys)
+        Returns how many are on their way or may be, an estimate of the time in ms and where those
+        come from that take longest, and the part of other nodes."""
+        pushed = self._awaited.run(asker, keys)
+        estimate = (0, PUSHED if pushed else "")
         if not self._brings or not len(keys):
-            return pushed, 0, Wanted()
+            return pushed, estimate, Wanted()
         promoting = self._files.promote(asker, keys, held=run.rows())
         if promoting == REPEATED:
-            return REPEATED, 0, Wanted()
-        estimate_ms = self._files.pace.estimate_ms(self._state.now_ns) if promoting else 0
+            return REPEATED, estimate, Wanted()
+        if promoting:
+            estimate = self._files.pace.estimate_ms(self._state.now_ns), ""
         # What is pushed is not asked for elsewhere.
-        promoting += self._grants.run(asker, keys[promoting:]) if promoting else pushed
+        promoting += self._awaited.run(asker, keys[promoting:]) if promoting else pushed
         wanted = self._fetches.want(asker, keys[promoting:])
         if wanted.coming:
-            estimate_ms = max(estimate_ms, self._fetches.estimate_ms(asker, wanted.coming))
-        return promoting + wanted.coming, estimate_ms, wanted
+            estimate = max(estimate, self._fetches.estimate(asker, wanted))
+        return promoting + wanted.coming, estimate, wanted
 
     def _refuse(self, connection: Connection, ask: LeaseAsk, asker: Asker) -> str:
         """Lease no block of this space; explain says why."""
         state, keys = self._state, keys_array(ask.keys)
-        state.counters.blocks_missed += len(keys)
         self._lend_nothing(connection, ask)
         if len(keys):
-            state.witness.switched_off(connection, ask.lease, asker, len(keys), state.now_ns)
+            state.trail.switched_off(connection, ask.lease, asker, len(keys), state.now_ns)
         return ""
 
     def _lend_nothing(self, connection: Connection, ask: LeaseAsk) -> None:
@@ -186,7 +188,7 @@ class Lookups:
         if self._brings:
             self._files.promote(asker, keys)
             held = len(keys) if bool(present.all()) else int(np.argmin(present))
-            held += self._grants.run(asker, keys[held:])
+            held += self._awaited.run(asker, keys[held:])
             self._fetches.want(asker, keys[held:])
         return present
 

@@ -18,13 +18,14 @@ from kvstore.engine.ahead import BlocksPrepared, PrepareBlocks
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import REPEATED, Files
-from kvstore.engine.moves.grants import Grants
 from kvstore.engine.sessions.askers import A_ROUTER, Asker
+from kvstore.engine.sessions.awaited import Awaited
 from kvstore.engine.sessions.runs import LOOKED_UP_MAX, leading
 from kvstore.engine.state import State
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
+from kvstore.wire.peers import PrepareReply
 
 AHEAD_SHARE = 2
 """One part in so many of the arena may be brought ahead at once …"""
@@ -35,11 +36,11 @@ AHEAD_NS = 30 * NS_PER_S
 class Prepares:
     """Answers PrepareBlocks."""
 
-    def __init__(self, state: State, files: Files, fetches: Fetches, grants: Grants) -> None:
+    def __init__(self, state: State, files: Files, fetches: Fetches, awaited: Awaited) -> None:
         self._state = state
         self._files = files
         self._fetches = fetches
-        self._grants = grants
+        self._awaited = awaited
         self._room_bytes = self._room_max = state.config.arena_bytes // AHEAD_SHARE
         """Bytes that may be brought ahead, …"""
         self._room_ns = 0
@@ -47,19 +48,19 @@ class Prepares:
 
     def prepare(self, event: PrepareBlocks) -> None:
         """Begin, and say what was begun."""
-        state, answer = self._state, BlocksPrepared(ask=event.ask, cause=self._state.cause)
-        asker = self._asker((event.tenant, SpaceId(event.space)), event.engine)
+        state, its = self._state, event.its
+        asker = self._asker((its.tenant, its.space), its.engine)
         if asker is None:
             refused = "no engine of this space is attached here, or the space is switched off"
+            reply = PrepareReply(refused=refused)
         elif state.slots.any_starved:
-            refused = "memory is short here: blocks in use leave no room"
+            reply = PrepareReply(refused="memory is short here: blocks in use leave no room")
         else:
-            keys = keys_array(event.keys)[:KEYS_PER_DATAGRAM_MAX]
-            begun = self._bring(asker, keys[: LOOKED_UP_MAX // len(asker.scopes)], answer)
-            refused, answer = ("", begun) if begun is not None else ("a key is named twice", answer)
+            keys = keys_array(its.keys)[:KEYS_PER_DATAGRAM_MAX]
+            reply = self._bring(asker, keys[: LOOKED_UP_MAX // len(asker.scopes)])
         state.counters.prepares += 1
-        state.counters.prepared_blocks += answer.reading + answer.sought
-        state.say(msgspec.structs.replace(answer, refused=refused))
+        state.counters.prepared_blocks += reply.reading + reply.sought
+        state.say(BlocksPrepared(event.ask, reply, state.cause))
 
     def _asker(self, address: tuple[str, SpaceId], engine: str) -> Asker | None:
         """The one that blocks of a space are brought for."""
@@ -77,8 +78,7 @@ class Prepares:
         # Its own parts of bounded resources stay the engine's.
         return msgspec.structs.replace(chosen, engine=A_ROUTER, title=A_ROUTER, is_ahead=True)
 
-    def _bring(self, asker: Asker, keys: Keys, answer: BlocksPrepared) -> BlocksPrepared | None:
-        """None: a key is named twice."""
+    def _bring(self, asker: Asker, keys: Keys) -> PrepareReply:
         state = self._state
         rows = state.residency.find_all(asker.scopes, keys)
         words = state.residency.words(rows)
@@ -90,14 +90,14 @@ class Prepares:
         room = self._room(state.now_ns) // block_bytes
         there = self._files.promote(asker, keys[: min(held, dram + room)])
         if there == REPEATED:
-            return None
+            return PrepareReply(refused="a key is named twice")
         reading = max(0, there - dram)
         sought = 0
         if dram + reading == held:  # behind a block that stays on disk, nothing helps
-            pushed = held + self._grants.run(asker, keys[held:])
+            pushed = held + self._awaited.run(asker, keys[held:])
             sought = self._fetches.want(asker, keys[pushed : pushed + room - reading]).coming
         self._room_bytes -= (reading + sought) * block_bytes
-        return msgspec.structs.replace(answer, dram=dram, reading=reading, sought=sought)
+        return PrepareReply(dram, reading, sought)
 
     def _room(self, now_ns: int) -> int:
         """Bytes that may be brought ahead now."""

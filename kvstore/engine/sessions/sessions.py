@@ -37,18 +37,27 @@ class Sessions:
 
     def hello(self, id: ConnectionId, hello: HelloScheduler | HelloRank, process: int = 0) -> None:
         """A process attaches, or is refused; the owner may be complete with it."""
-        reason, permanent = "", False
+        reason, permanent, is_full = "", False, False
+        replaced = self._attached_as(hello)
         if hello.protocol != PROTOCOL_VERSION:
             permanent = True
             reason = (
                 f"this node speaks attach protocol {PROTOCOL_VERSION}, the engine "
                 f"{hello.protocol}: install the same kvstore version on both"
             )
-        elif self._count_beside(hello) >= self._state.config.connection_count_max:
+        elif replaced is not None and replaced.hello.process != hello.process:
+            # Both would attach again for ever, each in place of the other. The end of the first
+            # lets the second in.
+            reason = (
+                f"another process or connector is attached as this engine's {replaced.role}: name "
+                'KVStoreConnector once in "connectors" of --kv-transfer-config'
+            )
+        elif self._count_beside(replaced) >= self._state.config.connection_count_max:
+            is_full = True
             reason = f"{self._state.config.connection_count_max} connections are attached already"
         key = (hello.tenant, hello.engine_id, hello.nonce)
         if reason:
-            self._state.refusals.add(key, reason, self._state.now_ns)
+            self._state.refusals.add(key, reason, self._state.now_ns, is_full=is_full)
             self._refuse(id, reason, permanent=permanent)
             self._state.say(Release(id))
             return
@@ -56,12 +65,15 @@ class Sessions:
         connection = Connection(id, hello, owner)
         self._state.connections[id] = connection
         self._state.slots.pins.join_engine(id, key, process or id)
+        if replaced is not None:
+            self._state.say(
+                Hangup(replaced.id, f"the {replaced.role} attached again", self._state.cause)
+            )
+            self.ended(replaced.id)
         if isinstance(hello, HelloRank):
-            self._replace(owner.ranks.get(hello.rank), "the rank attached again")
             self._rank_is_quiet_again(owner, hello)
             owner.ranks[hello.rank] = connection
         else:
-            self._replace(owner.scheduler, "the scheduler attached again")
             owner.scheduler = connection
             owner.unserved, owner.waits_since_ns = "", self._state.now_ns
         self._state.owners[key] = owner
@@ -76,29 +88,21 @@ class Sessions:
         self._state.say(Admit(id, welcome, isinstance(hello, HelloRank), self._state.cause))
         self._form(owner)
 
-    def _count_beside(self, hello: HelloScheduler | HelloRank) -> int:
-        """Number of attached processes, without the one that this Hello replaces. Ended processes
-        that only keep slots in quarantine do not count."""
+    def _attached_as(self, hello: HelloScheduler | HelloRank) -> Connection | None:
+        """The connection in whose place this Hello asks to be."""
         owner = self._state.owners.get((hello.tenant, hello.engine_id, hello.nonce))
-        replaced = None
-        if owner is not None and isinstance(hello, HelloRank):
-            replaced = owner.ranks.get(hello.rank)
-        elif owner is not None:
-            replaced = owner.scheduler
-        return sum(
-            not connection.ended and connection is not replaced
-            for connection in self._state.connections.values()
-        )
+        if owner is None or isinstance(hello, HelloScheduler):
+            return None if owner is None else owner.scheduler
+        return owner.ranks.get(hello.rank)
+
+    def _count_beside(self, replaced: Connection | None) -> int:
+        """Number of attached processes without `replaced`."""
+        return sum(each is not replaced for each in self._state.attached())
 
     def _refuse(self, id: ConnectionId, reason: str, *, permanent: bool) -> None:
         self._state.counters.protocol_refusals += 1
         self._state.say(Send(id, Refused(reason=reason, permanent=permanent), self._state.cause))
         self._state.say(Hangup(id, reason, self._state.cause))
-
-    def _replace(self, old: Connection | None, reason: str) -> None:
-        if old is not None:
-            self._state.say(Hangup(old.id, reason, self._state.cause))
-            self.ended(old.id)
 
     def _rank_is_quiet_again(self, owner: Owner, hello: HelloRank) -> None:
         """This Hello shows that no copy of the process runs: free the slots that it could write."""

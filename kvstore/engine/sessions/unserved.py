@@ -38,29 +38,31 @@ class Refusals:
     """Engines that were refused lately; at most REFUSED_COUNT_MAX."""
 
     def __init__(self) -> None:
-        self._last: dict[OwnerKey, tuple[str, int]] = {}
+        self._last: dict[OwnerKey, tuple[str, int, bool]] = {}
 
-    def add(self, owner: OwnerKey, reason: str, now_ns: int) -> None:
-        """Add a refusal; the latest ones stay."""
+    def add(self, owner: OwnerKey, reason: str, now_ns: int, *, is_full: bool = False) -> None:
+        """Add a refusal; the latest ones stay. `is_full`: for want of room."""
         self._last.pop(owner, None)
-        self._last[owner] = (reason, now_ns)
+        self._last[owner] = (reason, now_ns, is_full)
         if len(self._last) > REFUSED_COUNT_MAX:
             del self._last[next(iter(self._last))]
 
-    def rows(self, now_ns: int) -> list[UnservedReport]:
-        """Rows of refused engines that may still be there."""
+    def rows(self, now_ns: int, *, is_full: bool) -> list[UnservedReport]:
+        """Rows of refused engines that may still be there. `is_full`: there is no room now."""
         return [
             UnservedReport(engine, tenant, f"refused: {reason}")
-            for (tenant, engine, _), (reason, at_ns) in self._last.items()
-            if now_ns - at_ns <= REFUSED_NS_MAX
+            for (tenant, engine, _), (reason, at_ns, was_full) in self._last.items()
+            if now_ns - at_ns <= REFUSED_NS_MAX and (is_full or not was_full)
         ]
 
 
-def unserved(owners: Iterable[Owner], refusals: Refusals, now_ns: int) -> list[UnservedReport]:
+def unserved(
+    owners: Iterable[Owner], refusals: Refusals, now_ns: int, *, is_full: bool
+) -> list[UnservedReport]:
     """One row for each engine that is not served."""
     attached = [(owner, _reason(owner, now_ns)) for owner in owners]
     rows = [UnservedReport(each.title, each.key[0], reason) for each, reason in attached if reason]
-    return rows + refusals.rows(now_ns)
+    return rows + refusals.rows(now_ns, is_full=is_full)
 
 
 def _reason(owner: Owner, now_ns: int) -> str:

@@ -52,11 +52,11 @@ class Switches:
         state, owner = self._state, connection.owner
         if not owner.open_session or message.session != owner.open_session:
             return
-        finding = state.trail.findings.get(owner.key, message.session, message.lease)
+        finding = state.trail.finding(owner.key, message.session, message.lease)
         if finding is None:
             return  # so long ago that nobody knows what it was lent
         blocks = np.unique(slots_array(message.diverged)).astype(np.int64)
-        origins = finding.origins()
+        origins = finding.leased()[0]
         blocks = blocks[blocks < len(origins)]
         self.worst_error = max(self.worst_error, message.error_ppm / PPM)
         state.counters.shadow_blocks += min(message.blocks, len(origins))
@@ -64,7 +64,7 @@ class Switches:
         if not len(blocks):
             return
         tier = Tier.FILE if bool((origins[blocks] == Origin.FILE).all()) else None
-        self._switch_off(finding.asker.address, tier, owner.title, message, diverged=len(blocks))
+        self._switch_off(finding.address, tier, owner.title, message, diverged=len(blocks))
 
     def _switch_off(
         self,

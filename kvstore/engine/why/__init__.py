@@ -3,11 +3,11 @@
 | module     | cares about                                | in → out          |
 |------------|--------------------------------------------|-------------------|
 | `reasons`  | codes of misses, in one table              | –                 |
-| `trail`    | the witness that keeps a bounded history   | calls → the three below |
+| `trail`    | reports of moves, in a bounded history     | calls → those below |
 | `tombstones` | blocks that left, why and when           | keys → stamps     |
 | `findings` | results of lookups, and why not more       | LeaseAsk → ranges |
 | `searches` | results of questions to other nodes        | questions → counts |
-| `push_log` | pushes that have ended                    | reports → rows    |
 | `explain`  | recent requests                            | Story, findings → rows |
+| `ledger`   | sums over all requests                     | Story, rows → counts |
 | `report`   | snapshots for inspect                      | engine → rows     |
 """

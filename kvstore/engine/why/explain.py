@@ -18,7 +18,8 @@ import msgspec
 from kvstore.engine.events import Staged
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.state import State
-from kvstore.engine.why.findings import SPACE_DIGITS, Finding, RangeReport, examine, ranges
+from kvstore.engine.why.findings import ABSENT, SPACE_DIGITS, Finding, RangeReport, cut, examine
+from kvstore.engine.why.ledger import Ledger
 from kvstore.engine.why.reasons import Reason, reason_of
 from kvstore.engine.witness import PushReport
 from kvstore.types import SpaceId
@@ -28,11 +29,17 @@ from kvstore.wire.space import is_prefix
 
 STORIES_MAX: Final = 1024
 COUNT_MAX: Final = 1 << 50
-"""Bound of nanoseconds (13 days), tokens, blocks: larger values from an engine make no sense, and
-their sums would fit no message."""
+"""Bound of nanoseconds (13 days): larger values from an engine make no sense, and their sums would
+fit no message."""
+TOKENS_MAX: Final = 1 << 32
+"""Bound of tokens and blocks."""
 _TEXTS: Final = {"request", "outcome", "detail", "transfer", "session", "leases"}
-_COUNTS: Final = {*Story.__struct_fields__} - _TEXTS
-_ABSENT: Final = (Reason.NEVER_STORED, Reason.FORGOTTEN)
+_TIMES: Final = ("queued", "lookup", "promotion", "load", "first_token", "saved")
+_COUNTS: Final = {
+    name: COUNT_MAX if name.endswith("_ns") else TOKENS_MAX
+    for name in Story.__struct_fields__
+    if name not in _TEXTS
+}
 
 
 class RequestReport(msgspec.Struct, frozen=True):
@@ -53,7 +60,7 @@ class RequestReport(msgspec.Struct, frozen=True):
     file_tokens: int
     peer_tokens: int
     outcome: Reason
-    """Why no blocks, or no more, were loaded; none after a load."""
+    """Why no blocks, or no more, were loaded: the reason of `missed`; none after a load."""
     detail: str
     """Detail of a load that failed."""
     queued_us: int
@@ -67,6 +74,10 @@ class RequestReport(msgspec.Struct, frozen=True):
     """Name of its transfer between a prefill and a decode engine, if it has one."""
     pushes: tuple[PushReport, ...] = ()
     """Pushes of this transfer that have ended."""
+    saved_us: int = 0
+    """Estimated time to compute the loaded tokens."""
+    missed: RangeReport | None = None
+    """First range that was not loaded, unless `outcome` is none."""
 
 
 class HashingReport(msgspec.Struct, frozen=True):
@@ -95,9 +106,9 @@ class Explain:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._trail = state.trail
         self._told: deque[_Told] = deque(maxlen=STORIES_MAX)
-        self._next_number = 1
+        self._numbers = itertools.count(1)
+        self.ledger = Ledger()
 
     def tell(self, connection: Connection, story: Story) -> None:
         """A request ended: keep its story with the findings of its lookups."""
@@ -105,35 +116,31 @@ class Explain:
         if owner.address is None:
             return  # no session ever: it does not know what it speaks of
         tenant, space = owner.address
-        counts = {name: min(getattr(story, name), COUNT_MAX) for name in _COUNTS}
+        counts = {name: min(getattr(story, name), most) for name, most in _COUNTS.items()}
         story = msgspec.structs.replace(story, **counts)
         known = state.known.get(owner.address)
-        get = self._trail.findings.get
-        found = tuple(get(owner.key, story.session, lease) for lease in story.leases)
+        found = tuple(state.trail.finding(owner.key, story.session, each) for each in story.leases)
         row = RequestReport(
-            number=self._next_number,
+            number=next(self._numbers),
             engine_id=owner.key[1],
             label=known.label if known is not None else "",
             tenant=tenant,
             space=space.hex()[:SPACE_DIGITS],
             ended_ms_ago=0,
             block_tokens=known.space.block_tokens if known is not None else 0,
-            outcome=_outcome(story, found[0] if found else None),
-            queued_us=story.queued_ns // NS_PER_US,
-            lookup_us=story.lookup_ns // NS_PER_US,
-            promotion_us=story.promotion_ns // NS_PER_US,
-            load_us=story.load_ns // NS_PER_US,
-            first_token_us=story.first_token_ns // NS_PER_US,
+            outcome=_outcome(story),
+            **{f"{name}_us": getattr(story, f"{name}_ns") // NS_PER_US for name in _TIMES},
             **{name: getattr(story, name) for name in _AS_TOLD},
         )
-        self._told.append(_Told(row, story, state.now_ns - story.age_ns, found))
-        self._next_number += 1
+        told = _Told(row, story, state.now_ns - story.age_ns, found)
+        self._told.append(told)
+        self.ledger.count((row.label, row.tenant), story, self._table(told))
         self._stage(row, story)
 
     def _stage(self, row: RequestReport, story: Story) -> None:
         """Say how long after a push from another node its request had its first token."""
         state = self._state
-        for each in state.trail.push_log.of(row.tenant, story.transfer):
+        for each in state.trail.pushes(row.tenant, story.transfer):
             is_from_there = each.side == "decode" and each.node != state.config.node
             if is_from_there and each.pushed and story.first_token_ns:
                 # It asks nothing before its push has ended.
@@ -145,42 +152,42 @@ class Explain:
 
     def requests(self, request: str, *, limit: int) -> list[RequestReport]:
         """The newest requests whose id fits `request`, newest first; an empty one fits all."""
-        found: list[RequestReport] = []
-        for told in reversed(self._told):
-            if len(found) == limit:
-                break
-            if fits(told.story.request, request):
-                ms = max(0, self._state.now_ns - told.ended_ns) // NS_PER_MS
-                pushes = self._pushes(told)
-                found.append(msgspec.structs.replace(told.row, ended_ms_ago=ms, pushes=pushes))
-        return found
+        fitting = (told for told in reversed(self._told) if fits(told.story.request, request))
+        return [self._row(told) for told in itertools.islice(fitting, limit)]
+
+    def _row(self, told: _Told) -> RequestReport:
+        outcome = told.row.outcome
+        missed = next((row for row in self._table(told) if row.reason), None) if outcome else None
+        return msgspec.structs.replace(
+            told.row,
+            ended_ms_ago=max(0, self._state.now_ns - told.ended_ns) // NS_PER_MS,
+            pushes=self._pushes(told),
+            outcome=missed.reason if missed is not None else outcome,
+            missed=missed,
+        )
 
     def ranges(self, number: int) -> list[RangeReport]:
         """Result for each block of a request's prompt; empty if the request is no longer kept."""
-        for told in self._told:
-            if told.row.number == number:
-                for finding in told.findings:
-                    if finding is not None:
-                        self._trail.findings.examine(finding, self._state)
-                return _with_pushes(self._ranges(told), self._pushes(told))
-        return []
+        return next((self._table(told) for told in self._told if told.row.number == number), [])
+
+    def _table(self, told: _Told) -> list[RangeReport]:
+        for finding in told.findings:
+            if finding is not None:
+                self._state.trail.examine(finding, self._state)
+        return _with_pushes(self._ranges(told), self._pushes(told))
 
     def _pushes(self, told: _Told) -> tuple[PushReport, ...]:
-        return self._trail.push_log.of(told.row.tenant, told.story.transfer)
+        return self._state.trail.pushes(told.row.tenant, told.story.transfer)
 
     def hashings(self) -> list[HashingReport]:
         """Parameters for computing the keys of each known space that holds prefixes."""
         return [
             HashingReport(
-                space=space.hex(),
-                tenant=tenant,
-                label=known.label,
-                block_tokens=known.space.hash_block_tokens,
-                hash_algorithm=known.space.hash_algorithm,
-                hash_seed=known.space.hash_seed,
+                *(address.hex(), tenant, known.label),
+                *(space.hash_block_tokens, space.hash_algorithm, space.hash_seed),
             )
-            for (tenant, space), known in self._state.known.items()
-            if is_prefix(known.space)
+            for (tenant, address), known in self._state.known.items()
+            if is_prefix(space := known.space)
         ]
 
     def prefix(self, tenant: str, space: SpaceId, keys: bytes) -> list[RangeReport]:
@@ -188,27 +195,15 @@ class Explain:
         state, known = self._state, self._state.known.get((tenant, space))
         if known is None or not keys:
             return []
-        array, scope = keys_array(keys), known.scopes[0]
-        rows = state.residency.find(scope, array)
-        codes, stamps = examine(
-            state,
-            known.scopes,
-            array,
-            present=rows >= 0,
-            in_dram=state.residency.words(rows) >= 0,
-            promoting=None,
-            asked_ns=state.now_ns,
-        )
-        found = ranges(state, codes, stamps, state.now_ns)
+        array = keys_array(keys)
+        finding = Finding(("", "", ""), (tenant, space), known.scopes, state.now_ns, promoting=None)
+        rows = state.residency.find(known.scopes[0], array)
+        finding.present, finding.in_dram = rows >= 0, state.residency.words(rows) >= 0
         here = (Reason.BEHIND_A_GAP, Reason.BEHIND_A_GAP_ON_DISK)
         return [
             msgspec.structs.replace(row, reason=Reason.NONE) if row.reason in here else row
-            for row in found
+            for row in examine(state, finding, array)
         ]
-
-    def check(self) -> None:
-        """Raises AssertionError when a bound is broken. For tests."""
-        assert len(self._told) <= STORIES_MAX
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -222,73 +217,68 @@ class Explain:
         for finding in told.findings:
             if finding is None:
                 break
-            for row in finding.ranges(self._trail.searches):
-                begin, end = max(at, local), min(at + row.blocks, total)
-                out += _of_request(story, row, begin, end, served=served)
-                at += row.blocks
+            for row in finding.ranges(self._state.trail.searches, at):
+                out += [
+                    _of_request(story, piece, served=served)
+                    for piece in cut(row, local, served, total)
+                    if local <= piece.first_block < total
+                ]
+                at = row.first_block + row.blocks
         end = out[-1].first_block + out[-1].blocks if out else 0
+        if end < served:  # the lookup is no longer recorded, as after a restart of the node
+            out.append(RangeReport(end, served - end, ""))
+            end = served
         if end < total:
             out.append(RangeReport(end, total - end, "", _why_unasked(told)))
         return _merged(out)
 
 
-def _outcome(story: Story, first: Finding | None) -> Reason:
+def _outcome(story: Story) -> Reason:
     outcome = reason_of(story.outcome)
-    is_refused = first is not None and first.refused[1] and not first.held
-    return Reason.PINNED_SHARE_USED_UP if outcome is Reason.NOT_STORED and is_refused else outcome
+    is_own = outcome is Reason.NO_FULL_BLOCK and story.local_tokens
+    return Reason.OWN_CACHE if is_own else outcome
 
 
-def _of_request(
-    story: Story, row: RangeReport, begin: int, end: int, *, served: int
-) -> list[RangeReport]:
-    """Split a lookup's row for the blocks from `begin` to `end` into those that were loaded and
-    those that were not."""
+def _of_request(story: Story, row: RangeReport, *, served: int) -> RangeReport:
+    """A lookup's row for blocks that were all loaded, being in front of `served`, or all not."""
+    is_loaded = row.first_block < served
     if row.reason is Reason.NONE:
-        cut = min(max(begin, served), end)
         reason = reason_of(story.outcome) or Reason.NOT_NEEDED
-        rest = RangeReport(cut, end - cut, "dram", reason)
-    else:
-        cut, rest = begin, msgspec.structs.replace(row, first_block=begin, blocks=end - begin)
-        if row.reason is Reason.PROMOTION_DEADLINE and not story.promotion_ns:
-            rest = msgspec.structs.replace(rest, reason=Reason.PROMOTION_COST)
-    loaded = msgspec.structs.replace(row, first_block=begin, blocks=cut - begin)
-    return [each for each in (loaded, rest) if each.blocks > 0]
+        return row if is_loaded else RangeReport(row.first_block, row.blocks, "dram", reason)
+    if is_loaded:
+        return RangeReport(row.first_block, row.blocks)  # by an earlier lookup, before a preemption
+    if row.reason is Reason.PROMOTION_DEADLINE and not story.promotion_ns:
+        return msgspec.structs.replace(row, reason=Reason.PROMOTION_COST)
+    return row
 
 
 def _with_pushes(ranges: list[RangeReport], pushes: tuple[PushReport, ...]) -> list[RangeReport]:
     """With what pushes brought, and the end of a push as the reason for what it did not bring."""
     for push in pushes:
         if push.side == "decode" and not push.group:
-            ranges = [piece for row in ranges for piece in _with_push(row, push)]
+            ends = push.first_block, push.first_block + push.blocks
+            ranges = [_with_push(piece, push) for row in ranges for piece in cut(row, *ends)]
     return ranges
 
 
-def _with_push(row: RangeReport, push: PushReport) -> list[RangeReport]:
-    """A row in up to three pieces: before, among and behind the blocks of the push."""
-    replace, end = msgspec.structs.replace, row.first_block + row.blocks
-    cuts = {row.first_block, end, push.first_block, push.first_block + push.blocks}
-    pieces = []
-    for at, stop in itertools.pairwise(sorted(c for c in cuts if row.first_block <= c <= end)):
-        piece = replace(row, first_block=at, blocks=stop - at)
-        if not 0 <= at - push.first_block < push.blocks:
-            pass
-        elif row.tier == "peer" and row.search is None:
-            piece = replace(piece, node=push.node)
-        elif row.reason in _ABSENT and push.reason:
-            its = {"reason": Reason.NOT_PUSHED, "node": push.node, "name": push.reason}
-            piece = replace(piece, **its)
-        pieces.append(piece)
-    return pieces
+def _with_push(row: RangeReport, push: PushReport) -> RangeReport:
+    """A row of blocks that are all of the push, or all of others."""
+    if not 0 <= row.first_block - push.first_block < push.blocks:
+        return row
+    if row.tier == "peer" and row.search is None:
+        return msgspec.structs.replace(row, node=push.node)
+    if row.reason in ABSENT and push.reason:
+        its = {"reason": Reason.NOT_PUSHED, "node": push.node, "name": push.reason}
+        return msgspec.structs.replace(row, **its)
+    return row
 
 
 def _why_unasked(told: _Told) -> Reason:
-    leases = told.story.leases
-    if leases and None in told.findings:
+    if None in told.findings:
         return Reason.NOT_REMEMBERED
     reason = told.row.outcome or Reason.NOT_ASKED
-    if leases and reason in (Reason.NOT_STORED, Reason.NOT_ASKED):
-        return Reason.BEYOND_THE_QUESTION
-    return reason
+    is_beyond = told.findings and reason in (Reason.NOT_STORED, Reason.NOT_ASKED)
+    return Reason.BEYOND_THE_QUESTION if is_beyond else reason
 
 
 def fits(request: str, asked: str) -> bool:
@@ -300,11 +290,6 @@ def fits(request: str, asked: str) -> bool:
 
 
 def _merged(ranges: list[RangeReport]) -> list[RangeReport]:
-    out: list[RangeReport] = []
-    for each in ranges:
-        if out and msgspec.structs.astuple(out[-1])[2:] == msgspec.structs.astuple(each)[2:]:
-            blocks = out[-1].blocks + each.blocks
-            out[-1] = msgspec.structs.replace(out[-1], blocks=blocks)
-        else:
-            out.append(each)
-    return out
+    alike = itertools.groupby(ranges, key=lambda row: msgspec.structs.astuple(row)[2:])
+    runs = [list(run) for _, run in alike]
+    return [msgspec.structs.replace(run[0], blocks=sum(r.blocks for r in run)) for run in runs]

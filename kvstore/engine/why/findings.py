@@ -1,48 +1,39 @@
 """Findings: results of lookups, block by block, kept when a lease is asked for, examined later.
 
-    LeaseAsk ──add──▶ Finding (blocks held then) ──Tick──▶ ranges (why the rest was not held)
+    LeaseAsk ──▶ Finding (blocks held then) ──Tick──▶ ranges (why the rest was not held)
 
 Answering comes first: a lease costs no more than keeping the parts of its answer. Why the rest
 missed is looked up at the next ticks, a bounded number of keys each, and a block that leaves the
 tables meanwhile leaves a tombstone with a later time. Then the keys are dropped.
 
-Rules. 1: everything is bounded: FINDINGS_MAX lookups, RANGES_MAX ranges each, PENDING_KEYS_MAX
-keys. 2: a finding describes the tables at the time of the lookup, not of its examination.
-Does not cover: requests (`explain`).
+Rule: a finding describes the tables at the time of the lookup, not of its examination.
+Does not cover: keeping findings (`trail`), requests (`explain`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict, deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.residency import Residency
 from kvstore.engine.memory.table import Keys
-from kvstore.engine.sessions.askers import Asker
-from kvstore.engine.sessions.owners import Connection, Owner, OwnerKey
+from kvstore.engine.sessions.owners import OwnerKey
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.searches import Search, Searches
 from kvstore.engine.why.tombstones import NAME_SHIFT, TIME_SHIFT, unpack
 from kvstore.engine.witness import Origin, Origins
+from kvstore.types import SpaceId
 from kvstore.units import NS_PER_MS
+from kvstore.wire.space import fingerprint
 
 if TYPE_CHECKING:
     from kvstore.engine.state import State
 
-FINDINGS_MAX: Final = 4096
 RANGES_MAX: Final = 32
 """Ranges of one lookup; all blocks behind them share one range."""
-PENDING_KEYS_MAX: Final = 1 << 16
-LOOKS_PER_TICK: Final = 16_384
-"""Looks at a key in a shard: some milliseconds of the loop."""
-LOOKS_OF_ONE: Final = 256
-"""Looks that a lookup is charged at least."""
 SPACE_DIGITS: Final = 16
 """Hex digits of a space, in rows for people."""
 OTHER_SCOPES_MAX: Final = 256
@@ -51,14 +42,14 @@ OTHER_SCOPES_MAX: Final = 256
 Flags = NDArray[np.bool_]
 NO_FLAGS: Flags = np.empty(0, dtype=np.bool_)
 TIERS: Final = {Origin.DRAM: "dram", Origin.FILE: "file", Origin.PEER: "peer"}
-_TIER_OF: Final = {
-    Reason.BEHIND_A_GAP: "dram",
-    Reason.PINNED_SHARE_USED_UP: "dram",
-    Reason.BEHIND_A_GAP_ON_DISK: "file",
-    Reason.NOT_READ: "file",
-    Reason.PROMOTION_DEADLINE: "file",
-}
+_TIER_OF: Final = dict.fromkeys((Reason.BEHIND_A_GAP, Reason.PINNED_SHARE_USED_UP), "dram") | (
+    dict.fromkeys((Reason.BEHIND_A_GAP_ON_DISK, Reason.NOT_READ, Reason.PROMOTION_DEADLINE), "file")
+)
 """Tier of a block that was not leased."""
+ABSENT: Final = (Reason.NEVER_STORED, Reason.FORGOTTEN)
+"""The block was not here, and the node has no record of it."""
+_NOT_FETCHED: Final = (Reason.FETCH_COST, Reason.NODE_AVOIDED, Reason.NO_ROOM, Reason.FETCH_FAILED)
+"""Why a block that another node has did not come."""
 
 
 class RangeReport(msgspec.Struct, frozen=True):
@@ -82,222 +73,115 @@ class RangeReport(msgspec.Struct, frozen=True):
     """The question to other nodes in full."""
 
 
-class Brought(NamedTuple):
-    """Origins of neighbouring leased blocks."""
-
-    origins: Origins
-    searches: NDArray[np.int64]
-    """Number of the search that brought each block from another node, or 0."""
-
-
-class Finding:
+class Finding(msgspec.Struct):
     """One LeaseAsk of at least one key."""
 
-    def __init__(
-        self,
-        owner: Owner,
-        asker: Asker,
-        now_ns: int,
-        held: int = 0,
-        promoting: int = 0,
-    ) -> None:
-        self.owner: OwnerKey = owner.key
-        self.asker = asker
-        self.asked_ns = now_ns
-        self.held = held
-        """Number of blocks leased at once."""
-        self.arrived = 0
-        """Number of blocks leased later, on arrival."""
-        self.promoting = promoting
-        self.pieces: list[tuple[int, Brought]] = []
-        """(place of the first block, origins) of pieces of which not all were in dram."""
-        self.searched: Search | None = None
-        """Question to other nodes, new or earlier, about the blocks that were not held."""
-        self.search_begin = 0
-        """Place of the search's first block among those that were not held."""
-        self.refused = (0, 0)
-        """(first, count) of the blocks not held that were in dram and could not be pinned."""
-        self.keys: Keys | None = None
-        """Keys of the blocks that were not held; None once examined."""
-        self.present, self.in_dram = NO_FLAGS, NO_FLAGS
-        """Flags of the blocks not held, by the first shard: in some tier, in dram."""
-        self.rest: list[RangeReport] = []
-        """Ranges of the blocks that were not held, once examined."""
+    owner: OwnerKey
+    address: tuple[str, SpaceId]
+    """Tenant and space."""
+    scopes: tuple[int, ...]
+    """The shards of the engine that asked."""
+    asked_ns: int
+    held: int = 0
+    """Number of blocks leased at once."""
+    arrived: int = 0
+    """Number of blocks leased later, on arrival."""
+    promoting: int | None = 0
+    """So many of those not held were on their way, and the next one ended the lookup; None: there
+    was no lookup."""
+    pieces: list[tuple[int, Origins, NDArray[np.int64]]] = []
+    """Place of the first block, origins, and searches (or 0) that brought each block from another
+    node, of leased pieces of which not all were in dram."""
+    searched: Search | None = None
+    """Question to other nodes, new or earlier, about the blocks that were not held."""
+    search_begin: int = 0
+    """Place of the search's first block among those that were not held."""
+    refused: tuple[int, int] = (0, 0)
+    """(first, count) of the blocks not held that were in dram and could not be pinned."""
+    keys: Keys | None = None
+    """Keys of the blocks that were not held, in chain order; None once examined."""
+    present: Flags = NO_FLAGS
+    """Flags of the blocks not held, by the first shard: in some tier, in dram."""
+    in_dram: Flags = NO_FLAGS
+    rest: list[RangeReport] = []
+    """Ranges of the blocks that were not held, once examined."""
 
-    def close(self, rest: list[RangeReport]) -> None:
-        """End the examination: keep the ranges, drop the keys."""
-        self.rest, self.keys = rest, None
-        self.present, self.in_dram = NO_FLAGS, NO_FLAGS
-
-    def brought(self, begin: int, brought: Brought | None) -> None:
-        """Add the origins of the leased blocks from `begin` on; None: all were in dram."""
-        if brought is not None:
-            self.pieces.append((begin, brought))
-
-    def origins(self) -> Origins:
-        """Origin, for this lookup, of each leased block."""
-        return self._leased()[0]
-
-    def _leased(self) -> tuple[Origins, NDArray[np.int64]]:
-        """Origin and search of each leased block."""
+    def leased(self) -> tuple[Origins, NDArray[np.int64]]:
+        """Origin, for this lookup, and search of each leased block."""
         count = self.held + self.arrived
         origins = np.full(count, Origin.DRAM, dtype=np.uint8)
         searches = np.zeros(count, dtype=np.int64)
-        for begin, some in self.pieces:
-            origins[begin : begin + len(some.origins)] = some.origins
-            searches[begin : begin + len(some.origins)] = some.searches
+        for begin, some, numbers in self.pieces:
+            origins[begin : begin + len(some)] = some
+            searches[begin : begin + len(some)] = numbers
         return origins, searches
 
-    def ranges(self, searches: Searches) -> list[RangeReport]:
-        """Ranges of leased blocks, then of the others. The finding must have been examined."""
-        origins, numbers = self._leased()
+    def ranges(self, searches: Searches, begin: int) -> list[RangeReport]:
+        """Ranges of leased blocks, then of the others, by their numbers in the prompt; `begin`:
+        that of the first one. The finding must have been examined."""
+        origins, numbers = self.leased()
         found = []
-        for begin, end in _runs(origins | numbers << 8):
-            search, _ = searches.get(int(numbers[begin]))
-            row = RangeReport(begin, end - begin, TIERS[Origin(int(origins[begin]))])
+        for at, end in _runs(origins | numbers << 8):
+            search, _ = searches.get(int(numbers[at]))
+            row = RangeReport(begin + at, end - at, TIERS[Origin(int(origins[at]))])
             found.append(_told_of(row, search, at=0))
+        search, first = self.searched, self.search_begin
+        places = (first, first + search.known, first + search.asked) if search is not None else ()
         for row in self.rest:
-            end = row.first_block + row.blocks
-            found += self._sought(row, max(row.first_block, self.arrived), end)
+            for piece in cut(row, self.arrived, *places, moved=begin + self.held):
+                at = piece.first_block - begin - self.held
+                if at >= self.arrived:
+                    is_asked = search is not None and first <= at < first + search.asked
+                    found.append(_told_of(piece, search if is_asked else None, at=at - first))
         return found
 
-    def _sought(self, row: RangeReport, begin: int, end: int) -> list[RangeReport]:
-        """Blocks from `begin` to `end` of those that were not held, in pieces that share one result
-        of other nodes."""
-        search, first = self.searched, self.search_begin
-        cuts = {begin, max(begin, end)}
-        if search is not None:
-            places = (first, first + search.known, first + search.asked)
-            cuts |= {place for place in places if begin < place < end}
-        pieces = []
-        for at, stop in itertools.pairwise(sorted(cuts)):
-            piece = msgspec.structs.replace(row, first_block=self.held + at, blocks=stop - at)
-            is_asked = search is not None and first <= at < first + search.asked
-            pieces.append(_told_of(piece, search if is_asked else None, at=at - first))
-        return pieces
+
+def cut(row: RangeReport, *places: int, moved: int = 0) -> list[RangeReport]:
+    """The row in pieces, of which some begin at these blocks; moved behind so many others."""
+    begin, end = row.first_block, row.first_block + row.blocks
+    inside = [place for place in places if begin < place < end]
+    if not inside:  # as of most rows
+        return [msgspec.structs.replace(row, first_block=begin + moved)] if moved else [row]
+    return [
+        msgspec.structs.replace(row, first_block=at + moved, blocks=stop - at)
+        for at, stop in itertools.pairwise(sorted({begin, *inside, end}))
+    ]
 
 
 def _told_of(row: RangeReport, search: Search | None, *, at: int) -> RangeReport:
     """The row with the results of other nodes, for blocks from a place of the search on."""
     if search is None:
         return row
-    is_served = row.reason is Reason.NONE
-    is_its = is_served or at < search.known
+    reason, is_its = row.reason, row.reason is Reason.NONE or at < search.known
+    if is_its and not row.tier and search.is_late:
+        reason = Reason.TOO_LATE
+    elif is_its and reason in ABSENT and search.sought in _NOT_FETCHED:
+        reason = search.sought
     return msgspec.structs.replace(
         row,
-        reason=Reason.TOO_LATE if is_its and not row.tier and search.is_late else row.reason,
+        reason=reason,
         node=search.node if is_its else "",
         sought=search.sought if is_its or not search.known else Reason.NOBODY_HAS_IT,
         search=msgspec.structs.replace(search),
     )
 
 
-class Findings:
-    """The latest lookups of a node, by (session, lease)."""
-
-    def __init__(self) -> None:
-        self._by_lease: OrderedDict[tuple[int, int], Finding] = OrderedDict()
-        self._pending: deque[Finding] = deque()
-        self._pending_keys = 0
-
-    def __len__(self) -> int:
-        return len(self._by_lease)
-
-    def add(self, connection: Connection, lease: int, finding: Finding) -> None:
-        """Keep a finding, in place of the oldest."""
-        self._by_lease[connection.owner.open_session, lease] = finding
-        if len(self._by_lease) > FINDINGS_MAX:
-            self._by_lease.popitem(last=False)
-        if finding.keys is not None:
-            count = len(finding.keys)
-            if self._pending_keys + count > PENDING_KEYS_MAX:
-                finding.close([RangeReport(0, count, "", Reason.UNEXAMINED)])
-            else:
-                self._pending_keys += count
-                self._pending.append(finding)
-
-    def latest(self, session: int, lease: int) -> Finding | None:
-        """The finding of this lease; None: not kept any more."""
-        return self._by_lease.get((session, lease))
-
-    def get(self, owner: OwnerKey, session: int, lease: int) -> Finding | None:
-        """The finding of this engine's lookup, if it is still kept."""
-        finding = self.latest(session, lease)
-        return finding if finding is not None and finding.owner == owner else None
-
-    def tick(self, state: State) -> None:
-        """Examine some of the findings that wait."""
-        budget = LOOKS_PER_TICK
-        while self._pending and budget > 0:
-            finding = self._pending.popleft()
-            if finding.keys is not None:
-                budget -= max(len(finding.keys) * len(finding.asker.scopes), LOOKS_OF_ONE)
-                self.examine(finding, state)
-
-    def examine(self, finding: Finding, state: State) -> None:
-        """Examine a finding now: on request, or in its turn."""
-        if finding.keys is None:
-            return
-        self._pending_keys -= len(finding.keys)
-        codes, stamps = examine(
-            state,
-            finding.asker.scopes,
-            finding.keys,
-            present=finding.present,
-            in_dram=finding.in_dram,
-            promoting=finding.promoting,
-            asked_ns=finding.asked_ns,
-        )
-        begin, count = finding.refused
-        codes[begin : begin + count] = Reason.PINNED_SHARE_USED_UP
-        finding.close(ranges(state, codes, stamps, finding.asked_ns))
-
-    def check(self) -> None:
-        """Raises AssertionError when a bound is broken. For tests."""
-        assert len(self._by_lease) <= FINDINGS_MAX
-        waiting = [len(f.keys) for f in self._pending if f.keys is not None]
-        assert sum(waiting) == self._pending_keys <= PENDING_KEYS_MAX
-        for finding in self._by_lease.values():
-            assert len(finding.rest) <= RANGES_MAX
-            assert (finding.keys is None) or not finding.rest
-            assert finding.arrived <= finding.promoting
-
-
 # ── why ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def examine(
-    state: State,
-    scopes: Sequence[int],
-    keys: Keys,
-    *,
-    present: Flags,
-    in_dram: Flags,
-    promoting: int | None,
-    asked_ns: int,
-) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Per key a code (reason and name, packed as in a stamp) and the stamp of its departure.
-
-    Args:
-        state: of the node, now.
-        scopes: the shards of the engine that asked.
-        keys: in chain order; before the first of them everything was held.
-        present: flags of the keys that some tier held at `asked_ns`, by the first shard.
-        in_dram: flags of those that were in dram.
-        promoting: so many of the first ones were on their way, and the next one ended the
-            lookup; None: there was no lookup.
-        asked_ns: time of the lookup.
-    """
-    residency = state.residency
+def examine(state: State, finding: Finding, keys: Keys) -> list[RangeReport]:
+    """Ranges of the blocks that were not held; before the first of these keys all were."""
+    scopes, present, in_dram = finding.scopes, finding.present, finding.in_dram
+    promoting = finding.promoting
     codes = np.where(in_dram, Reason.BEHIND_A_GAP, Reason.BEHIND_A_GAP_ON_DISK).astype(np.int64)
     stamps = np.zeros(len(keys), dtype=np.uint64)
-    some, every = _in_other_shards(residency, scopes[1:], keys)
-    codes[present & ~every] = Reason.NOT_ALL_SHARDS
+    in_others = state.residency.find_all(scopes[1:], keys) >= 0
+    codes[present & ~np.logical_and.reduce(in_others, axis=0)] = Reason.NOT_ALL_SHARDS
     absent = np.flatnonzero(~present)
     if len(absent):
-        codes[absent], stamps[absent] = _absent(state, scopes[0], keys[absent], asked_ns)
-        unexplained = ~present & some & (codes == Reason.NEVER_STORED)
-        codes[unexplained] = Reason.NOT_ALL_SHARDS
+        codes[absent], stamps[absent] = _absent(state, scopes[0], keys[absent], finding.asked_ns)
+        some = np.logical_or.reduce(in_others, axis=0)
+        codes[~present & some & (codes == Reason.NEVER_STORED)] = Reason.NOT_ALL_SHARDS
     if promoting is not None:
         end = int(absent[0]) if len(absent) else len(keys)
         if promoting < end and in_dram[promoting]:
@@ -306,15 +190,9 @@ def examine(
         unread[unread == Reason.BEHIND_A_GAP_ON_DISK] = Reason.NOT_READ
         # What is in no tier here may come from another node; why it is not here is the story.
         codes[:promoting][present[:promoting] & ~in_dram[:promoting]] = Reason.PROMOTION_DEADLINE
-    return codes, stamps
-
-
-def _in_other_shards(
-    residency: Residency, scopes: Sequence[int], keys: Keys
-) -> tuple[Flags, Flags]:
-    """Flags of the keys that some of these shards know, and of those that all of them know."""
-    there = residency.find_all(scopes, keys) >= 0
-    return np.logical_or.reduce(there, axis=0), np.logical_and.reduce(there, axis=0)
+    begin, count = finding.refused
+    codes[begin : begin + count] = Reason.PINNED_SHARE_USED_UP
+    return _ranges(state, codes, stamps, finding.asked_ns)
 
 
 def _absent(
@@ -327,19 +205,18 @@ def _absent(
     # What left after it was asked for came after it was asked for.
     left = (stamps != 0) & (stamps >> np.uint64(TIME_SHIFT) <= np.uint64(asked_ns // NS_PER_MS))
     codes[(stamps != 0) & ~left] = Reason.FORGOTTEN
-    low = (stamps & np.uint64((1 << TIME_SHIFT) - 1)).astype(np.int64)
-    codes[left] = low[left]
+    codes[left] = (stamps[left] & np.uint64((1 << TIME_SHIFT) - 1)).astype(np.int64)
     stamps[~left] = 0
     unknown = np.flatnonzero(stamps == 0)
     if len(unknown):
-        there, name = _elsewhere(state, scope, keys[unknown])
-        codes[unknown[there]] = int(Reason.OTHER_SPACE) | name << NAME_SHIFT
+        there, code = _elsewhere(state, scope, keys[unknown])
+        codes[unknown[there]] = code
     return codes, stamps
 
 
 def _elsewhere(state: State, scope: int, keys: Keys) -> tuple[Flags, int]:
-    """Flags of the keys that another space of the same tenant holds, and that space's name. The
-    first key decides: a chain that another model has begins there."""
+    """Flags of the keys that another space of the same tenant holds, and their code, with that
+    space's name. The first key decides: a chain that another model has begins there."""
     residency = state.residency
     scopes = residency.scopes()
     own = next((address for address, number in scopes.items() if number == scope), None)
@@ -350,13 +227,23 @@ def _elsewhere(state: State, scope: int, keys: Keys) -> tuple[Flags, int]:
     ]
     others = others[:OTHER_SCOPES_MAX]
     there = np.flatnonzero(residency.find_all([n for n, _ in others], keys[:1]) >= 0)
-    if not len(there):
+    if own is None or not len(there):
         return np.zeros(len(keys), dtype=bool), 0
     number, space = others[int(there[0])]
-    return residency.find(number, keys) >= 0, state.names.number(space.hex()[:SPACE_DIGITS])
+    why = Reason.RESET if _was_reset(state, own[:2], space) else Reason.OTHER_SPACE
+    name = state.names.number(space.hex()[:SPACE_DIGITS])
+    return residency.find(number, keys) >= 0, why | name << NAME_SHIFT
 
 
-def ranges(
+def _was_reset(state: State, own: tuple[str, SpaceId], space: SpaceId) -> bool:
+    """Whether only a reset of the engine's cache separates its space from this other one."""
+    known, other = state.known.get(own), state.known.get((own[0], space))
+    if known is None or other is None or known.space != other.space:
+        return False
+    return own[1] != fingerprint(known.space, weights_epoch="")
+
+
+def _ranges(
     state: State, codes: NDArray[np.int64], stamps: NDArray[np.uint64], until_ns: int
 ) -> list[RangeReport]:
     """Ranges of neighbours with one code; `until_ns`: time of the lookup."""
@@ -370,16 +257,8 @@ def ranges(
         if about.why <= Reason.DIVERGED:
             ms = [until_ns // NS_PER_MS - unpack(int(n)).at_ms for n in (its.max(), its.min())]
             left_ms = (max(0, ms[0]), max(0, ms[1]))
-        found.append(
-            RangeReport(
-                begin,
-                end - begin,
-                _TIER_OF.get(about.why, ""),
-                about.why,
-                name=state.names.text(about.name),
-                left_ms=left_ms,
-            )
-        )
+        tier, name = _TIER_OF.get(about.why, ""), state.names.text(about.name)
+        found.append(RangeReport(begin, end - begin, tier, about.why, name=name, left_ms=left_ms))
     return found
 
 

@@ -45,6 +45,7 @@ class Reason(enum.IntEnum):
     NOT_REMEMBERED = 35
     NOT_NEEDED = 36
     NOT_PUSHED = 37
+    RESET = 38
 
     # The engine decided: see `reason_of`.
     NODE_AWAY = 50
@@ -61,6 +62,7 @@ class Reason(enum.IntEnum):
     NOT_ASKED = 61
     OTHER_VERSION = 62
     GROUP_NOT_STORED = 63
+    OWN_CACHE = 64
 
     # What became of asking other nodes.
     NO_ANSWER_YET = 80
@@ -76,10 +78,30 @@ class Reason(enum.IntEnum):
     FETCH_FAILED = 90
 
 
+_CLASSES: Final = {
+    "never-stored": "NEVER_STORED FORGOTTEN NOT_STORED",
+    "evicted": "EVICTED_FOR_STORES EVICTED_FOR_READS RECLAIMED CROWDED_OUT",
+    "cleared": "CLEARED RESET",
+    "damaged": "FAILED_CHECK FILE_LOST FAILED_SCRUB LOAD_FAILED",
+    "other-identity": "OTHER_SPACE NOT_ALL_SHARDS GROUP_NOT_STORED ADAPTER IMAGE_UUID",
+    "too-late": "NOT_READ PROMOTION_DEADLINE TOO_LATE DEADLINE NO_ANSWER_YET ON_ITS_WAY NOT_PUSHED",
+    "too-dear": "PROMOTION_COST COST_GATE FETCH_COST",
+    "no-room": "PINNED_SHARE_USED_UP TOO_MANY_QUESTIONS NO_ROOM",
+    "unreachable": "NODE_AWAY BREAKER_OPEN INDEX_AWAY NODE_AVOIDED FETCH_FAILED",
+    "switched-off": "DIVERGED SWITCHED_OFF SHADOW_CHECK IMAGES_OFF",
+}
+OTHER_CLASS: Final = "other"
+"""Not asked for, not needed, or not recorded."""
+CLASSES: Final = dict.fromkeys(Reason, OTHER_CLASS) | {
+    Reason[name]: its for its, names in _CLASSES.items() for name in names.split()
+}
+"""Reason → class, the label of misses in metrics."""
+
 _OF_ENGINES: Final = {
     reason.name.lower().replace("_", " "): reason
     for reason in Reason
-    if Reason.NODE_AWAY <= reason < Reason.NO_ANSWER_YET or reason is Reason.PINNED_SHARE_USED_UP
+    if Reason.NODE_AWAY <= reason < Reason.NO_ANSWER_YET
+    or reason in (Reason.PINNED_SHARE_USED_UP, Reason.PROMOTION_DEADLINE)
 } | {"": Reason.NONE}
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.engine.memory.slots import Slots, SlotState
 from kvstore.engine.sessions.askers import ANOTHER_NODE
-from kvstore.types import Tier
+from kvstore.types import SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.load import EngineEntry, Load
 from kvstore.wire.messages import HelloRank, HelloScheduler
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from kvstore.engine.sessions.owners import Connection
     from kvstore.engine.state import State
     from kvstore.engine.trust.scrubs import TierScrub
+    from kvstore.engine.why.ledger import Ledger
 
 ROWS_MAX = 10_000
 NO_BUDGET = -1
@@ -46,32 +49,32 @@ class TierReport(msgspec.Struct, frozen=True):
     tier: str
     capacity_bytes: int
     ready_bytes: int
-    pinned_bytes: int
+    pinned_bytes: int = 0
     """Dram that some rank has pinned for the copies of its GPU, at most; 0: no rank did."""
-    used_bytes: int
+    used_bytes: int = 0
     """Slots that hold a block; in the disk tier, whole segments."""
-    blocks: int
-    slots_sealed: int
-    slots_granted: int
-    slots_quarantined: int
-    slots_leased: int
-    policy: str
+    blocks: int = 0
+    slots_sealed: int = 0
+    slots_granted: int = 0
+    slots_quarantined: int = 0
+    slots_leased: int = 0
+    policy: str = ""
     """Eviction policy of dram; admission policy of the disk tier."""
-    not_admitted: int
+    not_admitted: int = 0
     """Times a block was not written because it was seen for the first time."""
-    over_budget: int
+    over_budget: int = 0
     """Times a block was not written, or not kept, because the day's budget was used up."""
-    budget_left_bytes: int
+    budget_left_bytes: int = NO_BUDGET
     """Bytes that may be written to disk now; NO_BUDGET: any amount."""
-    reads: str
+    reads: str = "closed"
     """State of the circuit breaker: closed (reads go on), open (none), half-open (one probe)."""
-    writes: str
-    scrubbed_blocks: int
+    writes: str = "closed"
+    scrubbed_blocks: int = 0
     """Blocks verified by the scrub since the start."""
-    scrubbed_bytes: int
-    scrub_bad: int
+    scrubbed_bytes: int = 0
+    scrub_bad: int = 0
     """Damaged blocks among those, which were dropped."""
-    scrub_age_ms: int
+    scrub_age_ms: int = -1
     """Time since the end of the last complete scrub; -1: none yet."""
 
 
@@ -175,58 +178,51 @@ def tiers(
     state: State, budget_left_bytes: int | None, scrubs: Mapping[Tier, TierScrub]
 ) -> list[TierReport]:
     """One row per tier."""
-    dram_scrub, file_scrub = scrubs[Tier.DRAM], scrubs[Tier.FILE]
-    counters = state.counters
-    slots, hbm = state.slots, state.hbm
-    # Counted as they change: a scrape looks at no column, however large the arena is.
-    held = slots.counts.tolist()
-    return [
-        TierReport(
-            tier="dram",
-            capacity_bytes=state.config.arena_bytes - state.config.landing_bytes,
+    config, counters, slots, hbm = state.config, state.counters, state.slots, state.hbm
+    rows = [
+        _memory(
+            "dram",
+            slots,
+            capacity_bytes=config.arena_bytes - config.landing_bytes,
             ready_bytes=slots.slabs_ready * slots.slab_bytes,
             pinned_bytes=max((c.pinned_bytes for c in _ranks(state)), default=0),
-            used_bytes=slots.sealed_bytes,
             blocks=state.residency.count(Tier.DRAM),
-            slots_sealed=held[SlotState.SEALED],
-            slots_granted=held[SlotState.GRANTED],
-            slots_quarantined=held[SlotState.QUARANTINED],
             slots_leased=slots.pins.leased,
-            policy=state.config.policy,
-            not_admitted=0,
-            over_budget=0,
-            budget_left_bytes=NO_BUDGET,
-            reads="closed",
-            writes="closed",
-            scrubbed_blocks=dram_scrub.blocks,
-            scrubbed_bytes=dram_scrub.size_bytes,
-            scrub_bad=dram_scrub.bad,
-            scrub_age_ms=dram_scrub.age_ms(state.now_ns),
+            policy=config.policy,
+            **_scrubbed(scrubs[Tier.DRAM], state),
         ),
         TierReport(
             tier="file",
-            capacity_bytes=state.config.file_bytes,
-            ready_bytes=state.config.file_bytes,
-            pinned_bytes=0,
+            capacity_bytes=config.file_bytes,
+            ready_bytes=config.file_bytes,
             used_bytes=state.file_used_bytes,
             blocks=state.residency.count(Tier.FILE),
-            slots_sealed=0,
-            slots_granted=0,
-            slots_quarantined=0,
-            slots_leased=0,
-            policy=state.config.file_admission.value,
+            policy=config.file_admission.value,
             not_admitted=counters.file_blocks_not_admitted,
             over_budget=counters.file_blocks_over_budget,
             budget_left_bytes=NO_BUDGET if budget_left_bytes is None else budget_left_bytes,
             reads=state.file_breakers[0],
             writes=state.file_breakers[1],
-            scrubbed_blocks=file_scrub.blocks,
-            scrubbed_bytes=file_scrub.size_bytes,
-            scrub_bad=file_scrub.bad,
-            scrub_age_ms=file_scrub.age_ms(state.now_ns),
+            **_scrubbed(scrubs[Tier.FILE], state),
         ),
-        *([] if hbm is None else [_hbm(hbm)]),
     ]
+    if hbm is not None:
+        # Copies in a GPU's memory: verified when they are made, and not scrubbed.
+        size_bytes, blocks = hbm.slab_count * hbm.slab_bytes, int(hbm.counts[SlotState.SEALED])
+        sizes = {"capacity_bytes": size_bytes, "ready_bytes": size_bytes}
+        rows.append(_memory("hbm", hbm, blocks=blocks, policy="lru", **sizes))
+    return rows
+
+
+def _memory(tier: str, slots: Slots, **its: Any) -> TierReport:
+    """Counted as they change: a scrape looks at no column, however large the arena is."""
+    its |= _slots(slots.counts, SlotState.SEALED, SlotState.GRANTED, SlotState.QUARANTINED)
+    return TierReport(tier=tier, used_bytes=slots.sealed_bytes, **its)
+
+
+def _scrubbed(scrub: TierScrub, state: State) -> dict[str, Any]:
+    its = {"scrubbed_blocks": scrub.blocks, "scrubbed_bytes": scrub.size_bytes}
+    return its | {"scrub_bad": scrub.bad, "scrub_age_ms": scrub.age_ms(state.now_ns)}
 
 
 def _ranks(state: State) -> Iterator[Connection]:
@@ -242,44 +238,19 @@ def unpinned(state: State) -> str:
     return f"engine {found[0].owner.title}{more}: {found[0].trouble}" if found else ""
 
 
-def _hbm(slots: Slots) -> TierReport:
-    """Copies in a GPU's memory: verified when they are made, and not scrubbed."""
-    held, size_bytes = slots.counts.tolist(), slots.slab_count * slots.slab_bytes
-    return TierReport(
-        tier="hbm",
-        capacity_bytes=size_bytes,
-        ready_bytes=size_bytes,
-        pinned_bytes=0,
-        used_bytes=slots.sealed_bytes,
-        blocks=held[SlotState.SEALED],
-        slots_sealed=held[SlotState.SEALED],
-        slots_granted=held[SlotState.GRANTED],
-        slots_quarantined=0,
-        slots_leased=0,
-        policy="lru",
-        not_admitted=0,
-        over_budget=0,
-        budget_left_bytes=NO_BUDGET,
-        reads="closed",
-        writes="closed",
-        scrubbed_blocks=0,
-        scrubbed_bytes=0,
-        scrub_bad=0,
-        scrub_age_ms=-1,
-    )
-
-
-def load(state: State) -> Load:
+def load(state: State, ledger: Ledger) -> Load:
     """Load of this node. Published every few seconds, so no pass over any table."""
-    counters, slots = state.counters, state.slots
+    counters, slots, total = state.counters, state.slots, ledger.total()
     return Load(
         at_ms=state.now_ns // NS_PER_MS,
         dram_bytes=state.config.arena_bytes - state.config.landing_bytes,
         dram_used_bytes=slots.sealed_bytes,
         file_bytes=state.config.file_bytes,
         file_used_bytes=state.file_used_bytes,
-        blocks_hit=counters.blocks_hit,
-        blocks_missed=counters.blocks_missed,
+        blocks_hit=sum(ledger.hits.values()),
+        blocks_missed=sum(ledger.misses.values()),
+        saved_ms=total.saved_ns // NS_PER_MS,
+        waited_ms=total.waited_ns // NS_PER_MS,
         stored_bytes=counters.stored_bytes,
         leased_bytes=counters.leased_bytes,
         lent_bytes=counters.lent_bytes,
@@ -303,115 +274,87 @@ def spaces(state: State) -> list[SpaceReport]:
     """One row per (tenant, space) that holds a block or has an engine."""
     residency = state.residency
     used = residency.table.used_rows()
-    scopes = residency.table.scopes[used]
-    words = residency.words(used)
-    found: dict[tuple[str, str], list[int]] = {}
-    # Of the latest engine, also when it is gone.
-    known_of = {(tenant, space.hex()): known for (tenant, space), known in state.known.items()}
-    for group in state.open_groups():
-        tenant, its_space = group.asker.address
-        found.setdefault((tenant, its_space.hex()), [0, 0, 0, 0])[3] += 1
-    off = {
-        (t, space.hex()): (o.tier.name.lower() if o.tier else "all")
-        for (t, space), o in state.off.items()
-    }
-    for address in off:
-        found.setdefault(address, [0, 0, 0, 0])
+    scopes, words = residency.table.scopes[used], residency.words(used)
     # Counted over whole columns: no pass per scope.
-    is_held = words >= 0
-    in_dram = np.bincount(scopes[is_held])
-    word_of = np.zeros(len(in_dram), dtype=np.int64)
+    count, is_held = int(scopes.max(initial=0)) + 1, words >= 0
+    in_dram = np.bincount(scopes[is_held], minlength=count)
+    in_file = np.bincount(scopes[residency.file[used] != 0], minlength=count)
+    word_of = np.zeros(count, dtype=np.int64)
     word_of[scopes[is_held]] = words[is_held]  # one of its words: they are of one size
-    in_file = np.bincount(scopes[residency.file[used] != 0], minlength=len(in_dram))
-    in_dram = np.pad(in_dram, (0, len(in_file) - len(in_dram)))
+    found: defaultdict[tuple[str, SpaceId], Counter[str]] = defaultdict(Counter)
     for scope in np.flatnonzero(in_dram + in_file).tolist():
         tenant, space, _ = residency.address(scope)
-        row = found.setdefault((tenant, space.hex()), [0, 0, 0, 0])
-        row[0] += int(in_dram[scope])
-        row[1] += int(in_file[scope])
-        if in_dram[scope]:
-            slot_bytes = state.slots.pool_of(int(word_of[scope])).slot_bytes
-            row[2] += int(in_dram[scope]) * slot_bytes
-    return [
-        SpaceReport(
-            space=space,
-            tenant=tenant,
-            label=known.label if (known := known_of.get((tenant, space))) else "",
-            group=group_kind(known.space) if known else "",
-            blocks_dram=row[0],
-            blocks_file=row[1],
-            bytes_dram=row[2],
-            engines=row[3],
-            off=off.get((tenant, space), ""),
-        )
-        for (tenant, space), row in sorted(found.items())
-    ]
+        blocks, its = int(in_dram[scope]), found[tenant, space]
+        its["blocks_dram"] += blocks
+        its["blocks_file"] += int(in_file[scope])
+        if blocks:
+            its["bytes_dram"] += blocks * state.slots.pool_of(int(word_of[scope])).slot_bytes
+    for group in state.open_groups():
+        found[group.asker.address]["engines"] += 1
+    return [_space(state, each, found[each]) for each in sorted({*found, *state.off})]
+
+
+def _space(state: State, address: tuple[str, SpaceId], counts: Counter[str]) -> SpaceReport:
+    # Of the latest engine, also when it is gone.
+    known, off = state.known.get(address), state.off.get(address)
+    return SpaceReport(
+        space=address[1].hex(),
+        tenant=address[0],
+        label=known.label if known else "",
+        group=group_kind(known.space) if known else "",
+        off="" if off is None else off.tier.name.lower() if off.tier else "all",
+        **{name: counts[name] for name in ("blocks_dram", "blocks_file", "bytes_dram", "engines")},
+    )
 
 
 def blocks(state: State, *, limit: int, space: str) -> list[BlockReport]:
     """Up to `limit` blocks whose space begins with the hex digits `space`."""
     residency, slots = state.residency, state.slots
     wanted = {n for (_, s, _), n in residency.scopes().items() if s.hex().startswith(space)}
-    out = []
-    for row in residency.rows_in(wanted, min(limit, ROWS_MAX)).tolist():
-        tenant, its_space, shard = residency.address(int(residency.table.scopes[row]))
-        word = int(residency.words(np.array([row]))[0])
-        has_copy = state.hbm is not None and word >= 0 and residency.hbm_of_word[word] >= 0
-        held = [
-            (has_copy, "hbm"),
-            (word >= 0, "dram"),
-            (int(residency.file[row]) != 0, "file"),
-        ]
-        out.append(
-            BlockReport(
-                key=residency.table.keys[row].tobytes()[:4].hex(),
-                space=its_space.hex(),
-                tenant=tenant,
-                shard=f"layers {shard.layer_begin}-{shard.layer_end} "
-                f"heads {shard.head_begin}-{shard.head_end}",
-                tiers="+".join(name for there, name in held if there),
-                slot=int(slots.slots_of(np.array([word]))[0]) if word >= 0 else -1,
-                generation=int(slots.generation[word]) if word >= 0 else 0,
-                leases=int(slots.leases[word]) if word >= 0 else 0,
-            )
-        )
+    rows, out = residency.rows_in(wanted, min(limit, ROWS_MAX)), []
+    for row, word in zip(rows.tolist(), residency.words(rows).tolist(), strict=True):
+        tenant, its_space, its = residency.address(int(residency.table.scopes[row]))
+        is_held, place = word >= 0, (-1, 0, 0)
+        if is_held:
+            slot = int(slots.slots_of(np.array([word]))[0])
+            place = slot, int(slots.generation[word]), int(slots.leases[word])
+        has_copy = state.hbm is not None and is_held and residency.hbm_of_word[word] >= 0
+        held = {"hbm": has_copy, "dram": is_held, "file": int(residency.file[row]) != 0}
+        key = residency.table.keys[row].tobytes()[:4].hex()
+        shard = f"layers {its.layer_begin}-{its.layer_end} heads {its.head_begin}-{its.head_end}"
+        tiers = "+".join(name for name, there in held.items() if there)
+        out.append(BlockReport(key, its_space.hex(), tenant, shard, tiers, *place))
     return out
 
 
 def leases(state: State) -> list[LeaseReport]:
     """Leases of engines and of other nodes, at most ROWS_MAX."""
     owner_of = {owner.open_session: owner for owner in state.owners.values()}
-    now_ns, rows = state.now_ns, []
-    for session, number, lease in state.leases.items()[:ROWS_MAX]:
-        owner = owner_of.get(session)
-        rows.append(
-            LeaseReport(
-                engine_id=owner.key[1] if owner is not None else ANOTHER_NODE,
-                session=session if owner is not None else 0,
-                lease=number,
-                blocks=lease.block_count,
-                age_ms=(now_ns - lease.granted_ns) // NS_PER_MS,
-                expires_in_ms=(lease.expires_ns - now_ns) // NS_PER_MS,
-            )
+    return [
+        LeaseReport(
+            *((owner_of[session].key[1], session) if session in owner_of else (ANOTHER_NODE, 0)),
+            lease=number,
+            blocks=lease.block_count,
+            age_ms=(state.now_ns - lease.granted_ns) // NS_PER_MS,
+            expires_in_ms=(lease.expires_ns - state.now_ns) // NS_PER_MS,
         )
-    return rows
+        for session, number, lease in state.leases.items()[:ROWS_MAX]
+    ]
 
 
 def jobs(state: State) -> list[JobReport]:
     """Ranks that hold slots they may write."""
     slots, out = state.slots, []
     for connection in state.connections.values():
-        words = slots.of_writer(connection.id)
-        if isinstance(connection.hello, HelloRank) and len(words):
-            by_state = np.bincount(slots.state[words], minlength=len(SlotState)).tolist()
-            out.append(
-                JobReport(
-                    engine_id=connection.hello.engine_id,
-                    rank=connection.hello.rank,
-                    connection=connection.id,
-                    attached=not connection.ended,
-                    slots_granted=by_state[SlotState.GRANTED],
-                    slots_quarantined=by_state[SlotState.QUARANTINED],
-                )
-            )
+        hello, words = connection.hello, slots.of_writer(connection.id)
+        if isinstance(hello, HelloRank) and len(words):
+            counts = np.bincount(slots.state[words], minlength=len(SlotState))
+            its = _slots(counts, SlotState.GRANTED, SlotState.QUARANTINED)
+            who = hello.engine_id, hello.rank, connection.id
+            out.append(JobReport(*who, attached=not connection.ended, **its))
     return out
+
+
+def _slots(counts: NDArray[np.int64], *states: SlotState) -> dict[str, Any]:
+    """Numbers of slots in these states, by field."""
+    return {f"slots_{state.name.lower()}": int(counts[state]) for state in states}

@@ -84,14 +84,23 @@ class Searches:
             self._by_number.popitem(last=False)
 
     def asked(self, question: int, blocks: int, why: Reason) -> None:
-        """See `Witness`."""
+        """The index was asked for locations of blocks, or why it was not."""
         self._keep(question, Search(question, blocks, why), range(blocks))
 
     def judged(
         self, question: int, why: Reason, candidate: Candidate | None = None, *figures: float
     ) -> None:
-        """See `Witness`. Among several nodes the one that was chosen last counts, else the one that
-        was too dear for most blocks, else the first that was avoided."""
+        """Result of a question, or of one candidate of its answer. Among several nodes the one that
+        was chosen last counts, else the one that was too dear for most blocks, else the first that
+        was avoided.
+
+        Args:
+            question: its number.
+            why: the result.
+            candidate: the node; None: the result concerns all of them.
+            figures: failures of the node in a row; or estimated times in ns for fetching and for
+                computing a block; or blocks to be fetched, without a candidate.
+        """
         search, _ = self.get(question)
         if search is None:
             return
@@ -109,7 +118,7 @@ class Searches:
         search.known, search.failures = known, int(figures[0]) if figures else 0
 
     def fetching(self, question: int, job: int, places: Sequence[int], now_ns: int) -> None:
-        """See `Witness`."""
+        """A fetch began, of the blocks at these places of a question."""
         search, _ = self.get(question)
         if search is not None:
             search.sought, search.begun_ns = Reason.ON_ITS_WAY, search.begun_ns or now_ns
@@ -118,7 +127,7 @@ class Searches:
             self._keep(job, search, places)
 
     def fetched(self, event: Fetched, good: int, *, is_void: bool, now_ns: int) -> int:
-        """See `Witness`. Returns the number of the question; 0: the search is not kept any more."""
+        """A fetch ended. Returns the number of the question; 0: the search is not kept any more."""
         search, places = self._by_number.get(event.job, (None, ()))
         if search is None:
             return 0

@@ -48,15 +48,12 @@ class Names:
 
     def number(self, name: str) -> int:
         """Number of this text, a new one for a new text."""
-        if name not in self._numbers and len(self._numbers) < NAMES_MAX:
-            self._numbers[name] = len(self._numbers)
+        if len(self._numbers) < NAMES_MAX:
+            self._numbers.setdefault(name, len(self._numbers))
         return self._numbers.get(name, 0)
 
     def text(self, number: int) -> str:
         return list(self._numbers)[number]
-
-    def __len__(self) -> int:
-        return len(self._numbers)
 
 
 def stamp(why: Reason, name: int, now_ns: int) -> int:
@@ -87,13 +84,6 @@ class Tombstones:
         self._entries = np.zeros((size, 2), dtype=np.uint64)
         self.has_overwritten = False
         """Whether any entry gave way to another block's."""
-
-    def __len__(self) -> int:
-        return int(np.count_nonzero(self._entries[:, 1]))
-
-    @property
-    def size(self) -> int:
-        return len(self._entries)
 
     def write(self, scopes: NDArray[np.uint32], keys: Keys, packed: int) -> None:
         """These blocks left now, all for one reason."""

@@ -1,24 +1,45 @@
-"""The trail of blocks: the engine's witness (`Witness`), with a bounded history.
+"""The trail of blocks: what moves, lookups and tables report, in a bounded history.
 
     left ─▶ tombstones     looked up, grew ─▶ findings     asked, judged, fetched ─▶ searches
+    pushes: asked ─▶ granted ─▶ first byte ─▶ last byte ─▶ verified and sealed ─▶ pushed
 
+Rules. 1: calls that report return nothing, so that no move depends on them. 2: all is bounded:
+FINDINGS_MAX lookups, PENDING_KEYS_MAX keys that wait to be examined, TRANSFERS_MAX transfers of
+PARTS_MAX pushes, with counts, times and names of nodes only.
 Does not cover: requests, and explanations from the trail (`explain`).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, Final
+
 import numpy as np
 
 from kvstore.engine.events import Fetched
 from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.table import Keys
 from kvstore.engine.sessions.askers import Asker
-from kvstore.engine.sessions.owners import Connection
-from kvstore.engine.why.findings import Brought, Finding, Findings, RangeReport
-from kvstore.engine.why.push_log import PushLog
+from kvstore.engine.sessions.owners import Connection, OwnerKey
+from kvstore.engine.why.findings import NO_FLAGS, RANGES_MAX, Finding, RangeReport, examine
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.searches import SEARCHES_MAX, Searches
 from kvstore.engine.why.tombstones import Tombstones
-from kvstore.engine.witness import LookedUp, Origin, Origins
+from kvstore.engine.witness import Origin, Origins, PushReport, Wanted
+
+if TYPE_CHECKING:
+    from kvstore.engine.sessions.runs import Run
+    from kvstore.engine.state import State
+
+FINDINGS_MAX: Final = 4096
+PENDING_KEYS_MAX: Final = 1 << 16
+LOOKS_PER_TICK: Final = 16_384
+"""Looks at a key in a shard: some milliseconds of the loop."""
+LOOKS_OF_ONE: Final = 256
+"""Looks that a lookup is charged at least."""
+TRANSFERS_MAX: Final = 1024
+PARTS_MAX: Final = 64
+"""Pushes of one transfer: a group of a long prompt has several."""
 
 
 class Trail:
@@ -27,73 +48,158 @@ class Trail:
     def __init__(self, *, block_count_max: int, word_count: int) -> None:
         self.tombstones = Tombstones(block_count_max=block_count_max)
         self.searches = Searches()
-        self.findings = Findings()
-        self.push_log = PushLog()
+        self._findings: OrderedDict[tuple[int, int], Finding] = OrderedDict()
+        """The latest lookups, by (session, lease)."""
+        self._pending: deque[Finding] = deque()
+        self._pending_keys = 0
+        self._pushes: OrderedDict[tuple[str, str], list[PushReport]] = OrderedDict()
+        """Pushes that have ended, by (tenant, transfer), the oldest in front."""
         self._search_of_word = np.zeros(word_count, dtype=np.int64)
         """Search that last brought a block into each slot."""
-        self.left = self.tombstones.write
-        self.asked = self.searches.asked
-        self.judged = self.searches.judged
-        self.fetching = self.searches.fetching
-        self.pushed = self.push_log.tell
 
-    def looked_up(self, found: LookedUp, now_ns: int) -> None:
-        """See `Witness`."""
-        run, rest = found.run, found.rest
-        owner = found.connection.owner
-        finding = Finding(owner, found.asker, now_ns, run.count, found.promoting)
-        finding.refused = (0, found.refused)
-        if run.count:
-            words = run.words_by_shard[0][: run.count]
-            finding.brought(0, self._brought(words, found.origins))
+    # ── reports ──────────────────────────────────────────────────────────────────────────────────
+
+    def looked_up(
+        self,
+        connection: Connection,
+        lease: int,
+        asker: Asker,
+        run: Run,
+        rest: Keys,
+        origins: Origins | None,
+        promoting: int,
+        refused: int,
+        wanted: Wanted,
+        *,
+        now_ns: int,
+    ) -> None:
+        """A LeaseAsk was answered.
+
+        Args:
+            connection: of its engine.
+            lease: its number.
+            asker: the group that it is for.
+            run: blocks leased at once.
+            rest: keys behind the run.
+            origins: those of the run; None: all were in dram.
+            promoting: leading blocks of the rest that are on their way.
+            refused: leading blocks of the rest that are in dram and may not be pinned.
+            wanted: the part of other nodes.
+            now_ns: time of the lookup.
+        """
+        key, address = connection.owner.key, asker.address
+        finding = Finding(key, address, asker.scopes, now_ns, promoting=promoting)
+        self._brought(finding, run, origins)
+        finding.held, finding.refused = run.count, (0, refused)
         if len(rest):
             # Copies: they may be a few of a large message, all of which would be kept.
             finding.keys = rest.copy()
             # Flags: to keep the arrays would cost more than to make these.
             finding.present = run.rows_by_shard[0][run.count :] >= 0
             finding.in_dram = run.words_by_shard[0][run.count :] >= 0
-        if found.wanted.number:
+        if wanted.number:
             # Other nodes are asked for what lies behind what comes from disk.
-            finding.searched, place = self.searches.get(found.wanted.number, found.wanted.at)
-            finding.search_begin = found.promoting - found.wanted.coming - place
-        self.findings.add(found.connection, found.lease, finding)
+            finding.searched, place = self.searches.get(wanted.number, wanted.at)
+            finding.search_begin = promoting - wanted.coming - place
+        self._add(connection, lease, finding)
 
     def switched_off(
         self, connection: Connection, lease: int, asker: Asker, blocks: int, now_ns: int
     ) -> None:
-        """See `Witness`."""
-        finding = Finding(connection.owner, asker, now_ns)
+        """A lookup of a space that is off was answered with nothing."""
+        finding = Finding(connection.owner.key, asker.address, asker.scopes, now_ns)
         finding.rest = [RangeReport(0, blocks, "", Reason.SWITCHED_OFF)]
-        self.findings.add(connection, lease, finding)
+        self._add(connection, lease, finding)
+
+    def _add(self, connection: Connection, lease: int, finding: Finding) -> None:
+        """Keep a finding, in place of the oldest."""
+        self._findings[connection.owner.open_session, lease] = finding
+        if len(self._findings) > FINDINGS_MAX:
+            self._findings.popitem(last=False)
+        if finding.keys is not None:
+            count = len(finding.keys)
+            if self._pending_keys + count > PENDING_KEYS_MAX:
+                _close(finding, [RangeReport(0, count, "", Reason.UNEXAMINED)])
+            else:
+                self._pending_keys += count
+                self._pending.append(finding)
 
     def grew(
-        self, session: int, lease: int, words: Words, origins: Origins | None, refused: int
+        self, session: int, lease: int, run: Run, origins: Origins | None, refused: int
     ) -> None:
-        """See `Witness`."""
-        finding = self.findings.latest(session, lease)
+        """A lease grew by blocks that were on their way; so many more could not be pinned."""
+        finding = self._findings.get((session, lease))
         if finding is not None:
-            finding.brought(finding.held + finding.arrived, self._brought(words, origins))
-            finding.arrived += len(words)
+            self._brought(finding, run, origins)
+            finding.arrived += run.count
             finding.refused = (finding.arrived, refused)
 
-    def _brought(self, words: Words, origins: Origins | None) -> Brought | None:
-        if origins is None:
-            return None
-        return Brought(origins, np.where(origins == Origin.PEER, self._search_of_word[words], 0))
+    def _brought(self, finding: Finding, run: Run, origins: Origins | None) -> None:
+        """Add the origins of blocks that are leased now; None: all were in dram."""
+        if origins is not None:
+            words = run.words_by_shard[0][: len(origins)]
+            searches = np.where(origins == Origin.PEER, self._search_of_word[words], 0)
+            finding.pieces.append((finding.held + finding.arrived, origins, searches))
 
     def fetched(
         self, event: Fetched, words: Words, good: int, *, is_void: bool, now_ns: int
     ) -> None:
-        """See `Witness`."""
-        number = self.searches.fetched(event, good, is_void=is_void, now_ns=now_ns)
-        self._search_of_word[words] = number
+        """A fetch ended with so many good blocks, some in these slots. `is_void`: cleared or
+        switched off meanwhile."""
+        its = self.searches.fetched(event, good, is_void=is_void, now_ns=now_ns)
+        self._search_of_word[words] = its
 
     def landed(self, words: Words) -> None:
-        """See `Witness`."""
+        """Another node pushed blocks into these slots of the first shard."""
         self._search_of_word[words] = 0
+
+    def pushed(self, tenant: str, transfer: str, report: PushReport) -> None:
+        """A push of a transfer has ended."""
+        told = self._pushes.setdefault((tenant, transfer), [])
+        if len(told) < PARTS_MAX:
+            told.append(report)
+        if len(self._pushes) > TRANSFERS_MAX:
+            self._pushes.popitem(last=False)
+
+    # ── what is kept ─────────────────────────────────────────────────────────────────────────────
+
+    def finding(self, owner: OwnerKey, session: int, lease: int) -> Finding | None:
+        """The finding of this engine's lookup, if it is still kept."""
+        finding = self._findings.get((session, lease))
+        return finding if finding is not None and finding.owner == owner else None
+
+    def pushes(self, tenant: str, transfer: str) -> tuple[PushReport, ...]:
+        """Ended pushes of this transfer that are still remembered."""
+        return tuple(self._pushes.get((tenant, transfer), ()))
+
+    def tick(self, state: State) -> None:
+        """Examine some of the findings that wait."""
+        budget = LOOKS_PER_TICK
+        while self._pending and budget > 0:
+            finding = self._pending.popleft()
+            if finding.keys is not None:
+                budget -= max(len(finding.keys) * len(finding.scopes), LOOKS_OF_ONE)
+                self.examine(finding, state)
+
+    def examine(self, finding: Finding, state: State) -> None:
+        """Examine a finding now: on request, or in its turn."""
+        if finding.keys is not None:
+            self._pending_keys -= len(finding.keys)
+            _close(finding, examine(state, finding, finding.keys))
 
     def check(self) -> None:
         """Raises AssertionError when a bound is broken. For tests."""
-        self.findings.check()
-        self.push_log.check()
+        assert len(self._findings) <= FINDINGS_MAX
+        waiting = [len(f.keys) for f in self._pending if f.keys is not None]
+        assert sum(waiting) == self._pending_keys <= PENDING_KEYS_MAX
+        for finding in self._findings.values():
+            assert len(finding.rest) <= RANGES_MAX
+            assert (finding.keys is None) or not finding.rest
+        assert len(self._pushes) <= TRANSFERS_MAX
         assert len(self.searches) <= SEARCHES_MAX
+
+
+def _close(finding: Finding, rest: list[RangeReport]) -> None:
+    """End the examination: keep the ranges, drop the keys."""
+    finding.rest, finding.keys = rest, None
+    finding.present = finding.in_dram = NO_FLAGS

@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from kvstore.config.addresses import joined
 from kvstore.config.router import WorkerText
+from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.router.engines.discovery import address_of_text
 from kvstore.router.engines.workers import WorkerAddress

@@ -110,6 +110,8 @@ class Worker:
         self.renders_after_s = 0.0
         """When it may render again: it was late, or does not serve that."""
         self.render_pause_s = 0.0
+        self.unrendered = ""
+        """Why it tokenizes no prompts; empty: it does, or was not asked."""
         self.token_troubles: dict[str, str] = {}
         """Model → how its tokens differ from those of a tokenizer here; empty: they do not."""
         self.block_tokens = address.block_tokens
@@ -251,6 +253,7 @@ class Workers:
         self.version += 1
         if change.word is WorkerWord.DOWN:
             worker.renders_after_s = worker.render_pause_s = 0.0  # what comes back may be another
+            worker.unrendered = ""
             worker.token_troubles.clear()
             _log.warning("worker %s is down: %s", worker.name, change.why)
         elif change.word is WorkerWord.OPEN and before is not WorkerWord.HALF_OPEN:

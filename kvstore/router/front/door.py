@@ -59,6 +59,8 @@ STEP_BYTES: Final = 16 << 10
 _BACKLOG: Final = 1024
 _CONTINUE: Final = "100-continue"
 NO_MEMORY: Final = "the bodies under way use up their memory"
+NEEDS_TLS: Final = "this port speaks TLS: use https://"
+FIRST_BYTE_S: Final = 60.0
 LONG_HEAD: Final = f"the head is longer than {HEAD_BYTES_MAX} bytes"
 
 Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -97,7 +99,7 @@ class _Connection(RequestHandler):
         self._head_bytes = getattr(self, "_head_bytes", 0) + len(data)
         if self._head_bytes > HEAD_BYTES_MAX and self.transport is not None:
             if self._current_request is None:  # else its answer may be half sent
-                self.transport.write(_long_head())
+                self.transport.write(_refusal(LONG_HEAD))
             self.transport.close()
 
     @property
@@ -128,9 +130,9 @@ class _Connection(RequestHandler):
         return answer
 
 
-def _long_head() -> bytes:
-    """The whole answer to a head of which too much came, and not the end."""
-    body = error_response(400, LONG_HEAD, "bad_request").body
+def _refusal(sentence: str) -> bytes:
+    """The whole answer to bytes that are read no further."""
+    body = error_response(400, sentence, "bad_request").body
     assert isinstance(body, bytes)
     own = [(b"Server", b"kvstore"), (b"Content-Type", b"application/json")]
     more: dict[str, str] = {heads.CONTENT_LENGTH: str(len(body)), heads.CONNECTION: "close"}
@@ -414,9 +416,28 @@ class OpenDoor:
 
     async def _serve(self, accepted: socket.socket) -> None:
         try:
+            if self._context is not None and await self._is_http(accepted):
+                await self._loop.sock_sendall(accepted, _refusal(NEEDS_TLS))
+                accepted.close()
+                return
             await self._loop.connect_accepted_socket(self._door, accepted, ssl=self._context)
         except (OSError, asyncio.CancelledError):  # it left, speaks no TLS, or gave way
             accepted.close()
+
+    async def _is_http(self, accepted: socket.socket) -> bool:
+        """Whether a method comes in place of TLS. Reads it then: a close before would reset the
+        connection, and the answer be lost."""
+        seen = asyncio.Event()
+        self._loop.add_reader(accepted, seen.set)
+        try:
+            async with asyncio.timeout(FIRST_BYTE_S):
+                await seen.wait()
+        finally:
+            self._loop.remove_reader(accepted)
+        is_http = accepted.recv(1, socket.MSG_PEEK).isalpha()
+        if is_http:
+            accepted.recv(HEAD_BYTES_MAX)
+        return is_http
 
     def _pause(self, why: str) -> None:
         """Those who come meanwhile wait in the kernel."""

@@ -20,8 +20,8 @@ import grpc
 import msgspec
 
 from kvstore.breaker import Breaker
-from kvstore.client.index import channel_options
-from kvstore.client.reasons import plain_reason
+from kvstore.client.index import aio_channel
+from kvstore.client.reasons import reason_of
 from kvstore.client.tls import Tls
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer
@@ -57,13 +57,7 @@ class IndexCalls:
         """`timeout_s`: of a match of few keys."""
         self._timeout_s = timeout_s
         credentials = tls.channel_credentials() if tls is not None else None
-        options = channel_options()
-        self._channels = [
-            grpc.aio.secure_channel(each, credentials, options)
-            if credentials is not None
-            else grpc.aio.insecure_channel(each, options)
-            for each in endpoints
-        ]
+        self._channels = [aio_channel(each, credentials) for each in endpoints]
         self._stubs = [IndexStub(each) for each in self._channels]
         self._first = 0
         self._breaker = Breaker(failures_max=FAILURES_MAX, cooldown_ms=COOLDOWN_MS)
@@ -107,11 +101,11 @@ class IndexCalls:
             self.trouble = ""
         return feeds.answer_of(reply)
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: grpc.aio.AioRpcError | TimeoutError) -> None:
         self.late_count += 1
         self._first = (self._first + 1) % len(self._stubs)
         if self._breaker.failed(time.monotonic_ns()):
-            self.trouble = f"the index is not used: {_why(error)}"
+            self.trouble = f"the index is not used: {reason_of(error)}"
             _log.warning("%s; prefixes are those that this router sent", self.trouble)
 
     async def follow(self, changed: Callable[[], None]) -> None:
@@ -146,18 +140,13 @@ class IndexCalls:
         self._lost_count += 1
         if self._lost_count < len(self._stubs):
             return
-        was, self.lost = self.lost, f"the index is lost: {_why(error)}"
+        was, self.lost = self.lost, f"the index is lost: {reason_of(error)}"
         if not was:
             _log.warning("%s; engines that nodes list stay as they are", self.lost)
 
     async def close(self) -> None:
         for each in self._channels:
             await each.close()
-
-
-def _why(error: BaseException) -> str:
-    details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
-    return plain_reason(details) if details else "no answer in time"
 
 
 def prefix_answer(answer: Answer, epoch: int, peers: frozenset[str]) -> PrefixAnswer:

@@ -50,6 +50,8 @@ DRIFT_WEIGHT: Final = 0.05
 DRIFT_REQUESTS_MIN: Final = 20
 UNSAID: Final = "its engine does not report its weights: its connector is off, or an older one"
 UNPROVEN: Final = "keys not compared yet"
+AHEAD: Final = '; with EAGLE or MTP: add "disable_lookahead_block_hashes" to --speculative-config'
+"""For engines without the connector: their flag names the space, since nodes do not list them."""
 
 _log = logging.getLogger(__name__)
 
@@ -216,6 +218,7 @@ class Parity:
         if held.drift <= DRIFT_SHARE or held.drift_count < DRIFT_REQUESTS_MIN:
             return
         why = f"its engine had {100 * (1 - held.drift):.0f} % of the tokens that the index showed"
+        why += AHEAD if worker.address.space else ""
         if isinstance(held, WorkerAdapter):
             self._workers.compared(held, why)
             held.due_s = time.monotonic() + RETRY_S

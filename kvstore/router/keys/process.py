@@ -119,7 +119,8 @@ class _Lane:
             await child.stdin.drain()
             size = int.from_bytes(await child.stdout.readexactly(4), "little")
             answer = _answers.decode(await child.stdout.readexactly(size))
-        except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError):
+        except (asyncio.IncompleteReadError, OSError, RuntimeError, msgspec.DecodeError):
+            # RuntimeError: uvloop's for a write to a child that has ended.
             self.restart_count += 1
             await self.end()
             return None

@@ -41,6 +41,7 @@ PAUSE_S_MAX: Final = 60.0
 """A worker that was late renders nothing for so long, at first and at most."""
 UNSERVED_S: Final = 300.0
 """The same of one that does not render at all."""
+UNRENDERED: Final = "start its vLLM with --enable-scale-out"
 RENDERED_BYTES_MAX: Final = 16 << 20
 CHECK_EVERY: Final = 64
 PATHS: Final = frozenset({COMPLETIONS, CHAT, "/v1/responses"})
@@ -195,8 +196,12 @@ class Rendering:
             else:
                 if found.status in _UNSERVED:
                     worker.renders_after_s = loop.time() + UNSERVED_S
+                    why = f"/render answers {found.status}: {UNRENDERED}"
+                    if worker.unrendered != why:
+                        _log.warning("worker %s tokenizes no prompts: %s", worker.name, why)
+                    worker.unrendered = why
                 elif found.status == 200:
-                    worker.render_pause_s = 0.0
+                    worker.render_pause_s, worker.unrendered = 0.0, ""
                     return found.body
                 else:
                     return None  # it is the request's fault: others would say the same

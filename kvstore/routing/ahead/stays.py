@@ -3,9 +3,9 @@
     Routed ─▶ `keep` ─▶ pool, worker, when ─▶ next request: the same side, the same worker
 
 A session stays for `session_ttl_s` after its last request, where it can: while a pool has a weight
-above 0 in its rule, its sessions stay when weights change; policies `session` and `weighted` prefer
-the worker, also when others join or leave. Policy `cost` chooses by cost, which the prefix is part
-of. STAYS_MAX sessions, the longest unused leave; a name of any length takes 16 bytes.
+above 0 in its rule, its sessions stay when weights change; policy `session` prefers the worker,
+also when others join or leave. Policy `cost` chooses by cost, which the prefix is part of.
+STAYS_MAX sessions, the longest unused leave; a name of any length takes 16 bytes.
 """
 
 from __future__ import annotations

@@ -129,4 +129,6 @@ class Health:
 
 
 def _failing(error: OSError) -> str:
+    if error.errno is None:  # ours, which says what to do
+        return str(error)
     return f"the disk fails ({error.strerror or error}): {_LOOK}"

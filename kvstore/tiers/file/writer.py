@@ -190,6 +190,7 @@ class Writer:
         count = len(batch.payloads.slots) if self.may_hold(batch.scope) else 0
         run_max = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (record_pages(batch.scope) << 12)))
         with self._attempt() as outcome:
+            self._stay()
             while (begin := first + len(outcome.places)) < count:
                 end = min(begin + run_max, count)
                 opened = self._opened_for(batch.scope, spare=spare)
@@ -210,6 +211,20 @@ class Writer:
         except OSError as error:
             outcome.error = error
             outcome.lost = self.abandon(error)
+
+    def _stay(self) -> None:
+        """Begin anew if the directory was removed, and forget the segments that went with it.
+
+        Raises:
+            OSError: it cannot be made again.
+        """
+        if self._directory.is_whole:
+            return
+        self.abandon(FileNotFoundError())
+        self._directory.make_again()
+        for segment in filter(None, map(self._catalog.get, self._catalog.own_numbers())):
+            if not os.access(segment.name, os.F_OK, dir_fd=segment.dir_fd):
+                self._catalog.remove(segment.number)
 
     def _opened_for(self, scope: Scope, *, spare: bool) -> _OpenSegment | None:
         """A segment with room for one more record of this scope; None: no room for a new one.
@@ -313,6 +328,7 @@ class Writer:
         self.carry([void])
         self.voids_are_durable = False
         with self._attempt() as outcome:
+            self._stay()
             opened = self._open
             if opened is not None and not opened.fits(_NO_SCOPE, 0, spare_voids=1):
                 self._close_open()

@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 
 from kvstore.client.index import channel_options
 from kvstore.client.tls import Identity, Role, Tls, load
 from kvstore.peers.preparer import KEYS_PER_S
-from kvstore.proto import peer_pb2 as pb
-from kvstore.proto.peer_pb2_grpc import AheadStub, PeersStub
 from kvstore.router.ahead import DEADLINE_S, FAILURES_MAX, Preparations
 from kvstore.router.engines.workers import Worker, WorkerAddress, Workers
 from kvstore.routing.events import Prepare, PrepareAnswered, PrepareReason
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import make_keys
+from kvstore.types import Incarnation
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
+from kvstore.wire.peers import AHEAD, PeerHello, PrepareReply, PrepareRequest, decode_reply, encode
 from tests.integration.cluster.kit import (
     ASK_S,
     CONVERGES_S,
@@ -35,7 +36,7 @@ from tests.integration.cluster.kit import (
     member,
 )
 from tests.integration.node.conftest import eventually
-from tests.kit.peers import attached, metric
+from tests.kit.peers import attached, metric, session
 
 pytestmark = pytest.mark.slow
 
@@ -63,11 +64,18 @@ class Two:
         with grpc.secure_channel(self.address, credentials, options=options) as made:
             yield made
 
-    def prepare(self, channel: grpc.Channel, keys: list[bytes], **more: Any) -> pb.PrepareReply:
-        request = pb.PrepareRequest(tenant=TENANT, space=SPACE, keys=b"".join(keys), **more)
-        call = AheadStub(channel).Prepare
-        reply: pb.PrepareReply = call(request, timeout=ASK_S, wait_for_ready=True)
+    def prepare(
+        self, channel: grpc.Channel, keys: list[bytes], *, engine: str = ""
+    ) -> PrepareReply:
+        request = PrepareRequest(TENANT, SPACE, engine, b"".join(keys))
+        call = preparing(channel)
+        reply: PrepareReply = call(encode(request), timeout=ASK_S, wait_for_ready=True)
         return reply
+
+
+def preparing(channel: grpc.Channel) -> Any:
+    """The call, of somebody who may say any bytes."""
+    return channel.unary_unary(f"/{AHEAD}/Prepare", bytes, decode_reply)
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +167,8 @@ def test_only_clients_prepare(two: Two, role: Role, name: str) -> None:
 
 def test_a_router_is_lent_nothing(two: Two) -> None:
     with two.channel() as channel:
-        words = iter([pb.Ask(hello=pb.Hello(node="router", incarnation=7))])
-        code, _ = status(lambda: next(PeersStub(channel).Session(words, timeout=ASK_S)))
+        words = iter([PeerHello("router", Incarnation(7))])
+        code, _ = status(lambda: next(session(channel, words, timeout_s=ASK_S)))
         assert code is grpc.StatusCode.PERMISSION_DENIED
 
 
@@ -173,13 +181,20 @@ def test_a_router_is_lent_nothing(two: Two) -> None:
         {"space": b"short"},
         {"tenant": ""},
         {"engine": "e" * 5000},
+        {"engine": "é" * 128},
+        {"tenant": "é" * 128},
+        {"keys": bytes(31)},
+        {"urgent": True},
+        {"type": "PeerHello"},
     ],
 )
 def test_what_is_wrong_is_refused_with_one_sentence(two: Two, wrong: dict[str, Any]) -> None:
-    fields: dict[str, Any] = {"tenant": TENANT, "space": SPACE, "keys": bytes(32), **wrong}
+    request = PrepareRequest(TENANT, SPACE, "", bytes(32))
+    fields = msgspec.to_builtins(request, builtin_types=(bytes,))
+    data = msgspec.msgpack.encode({**fields, **wrong})
     with two.channel() as channel:
-        stub, request = AheadStub(channel), pb.PrepareRequest(**fields)
-        code, text = status(lambda: stub.Prepare(request, timeout=ASK_S, wait_for_ready=True))
+        call = preparing(channel)
+        code, text = status(lambda: call(data, timeout=ASK_S, wait_for_ready=True))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert text
     assert "\n" not in text
@@ -188,12 +203,10 @@ def test_what_is_wrong_is_refused_with_one_sentence(two: Two, wrong: dict[str, A
 def test_a_flood_is_refused_and_engines_are_served(two: Two) -> None:
     keys = make_keys(KEYS_PER_DATAGRAM_MAX, seed="flood")
     with attached(two.n1.socket) as engine, two.channel(name="flood") as channel:
-        stub = AheadStub(channel)
-        request = pb.PrepareRequest(tenant=TENANT, space=SPACE, keys=b"".join(keys))
+        call = preparing(channel)
+        request = encode(PrepareRequest(TENANT, SPACE, "", b"".join(keys)))
         begin_s = time.monotonic()
-        calls = [
-            stub.Prepare.future(request, timeout=60, wait_for_ready=True) for _ in range(FLOOD)
-        ]
+        calls = [call.future(request, timeout=60, wait_for_ready=True) for _ in range(FLOOD)]
         own = make_keys(4, seed="own")
         engine.store(own)
         engine.release(engine.lease_stored(own))
@@ -211,8 +224,7 @@ def test_a_flood_is_refused_and_engines_are_served(two: Two) -> None:
 
 def test_a_caller_that_says_nothing_is_hung_up_on(two: Two) -> None:
     with two.channel() as channel:
-        method = "/kvstore.peer.v2.Ahead/Prepare"
-        silent: Any = channel.stream_unary(method, None, pb.PrepareReply.FromString)
+        silent: Any = channel.stream_unary("/kvstore.peer.v3.Ahead/Prepare")
         is_over = threading.Event()
         silence = iter(is_over.wait, True)
         code, _ = status(lambda: silent(silence, timeout=60, wait_for_ready=True))
@@ -280,6 +292,29 @@ def test_a_node_under_the_name_of_another_is_not_told(two: Two) -> None:
     assert metric(two.n2, "kvstore_prepares_total") == 0
 
 
+@pytest.mark.parametrize(
+    "nonsense", [b"", bytes(range(200, 230)), encode(PeerHello("n1", Incarnation(1)))]
+)
+def test_a_node_that_talks_nonsense_is_left_alone(nonsense: bytes) -> None:
+    async def answer(_request: object, _context: object) -> bytes:
+        return nonsense
+
+    async def saying() -> None:
+        server = grpc.aio.server()
+        method: Any = grpc.unary_unary_rpc_method_handler(answer)
+        handler = grpc.method_handlers_generic_handler(AHEAD, {"Prepare": method})
+        server.add_generic_rpc_handlers((handler,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        listing = Listing(n1=f"127.0.0.1:{port}")
+        answers, trouble = await say(None, listing, commands(FAILURES_MAX + 1, make_keys(1)))
+        assert all("malformed message" in answer.trouble for answer in answers)
+        assert "nothing is brought ahead at node n1: malformed message" in trouble
+        await server.stop(0)
+
+    asyncio.run(saying())
+
+
 def test_a_node_that_is_silent_costs_three_deadlines_and_then_nothing() -> None:
     heard: list[object] = []
 
@@ -290,8 +325,7 @@ def test_a_node_that_is_silent_costs_three_deadlines_and_then_nothing() -> None:
     async def saying() -> None:
         server = grpc.aio.server()
         method: Any = grpc.unary_unary_rpc_method_handler(hear)
-        service = pb.DESCRIPTOR.services_by_name["Ahead"].full_name
-        handler = grpc.method_handlers_generic_handler(service, {"Prepare": method})
+        handler = grpc.method_handlers_generic_handler(AHEAD, {"Prepare": method})
         server.add_generic_rpc_handlers((handler,))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

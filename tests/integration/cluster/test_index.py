@@ -23,6 +23,7 @@ from kvstore.index.feed import Trust
 from kvstore.obs.metrics import INDEX_METRICS
 from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
+from kvstore.testing.index_process import IndexProcess
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
 from tests.integration.cluster.kit import (
@@ -142,6 +143,12 @@ def test_inspect_shows_the_cluster(system: System) -> None:
     (row,) = json.loads(shown.stdout)["members"]
     assert (row["node"], row["trust"]) == ("n1", "exact")
     assert row["incarnation"] in system.node.ready_line
+    assert f" index={system.address} serves-index=" in system.node.ready_line, "its own one, too"
+
+
+def test_the_ready_line_says_that_its_loops_are_not_compiled(tmp_path: Path) -> None:
+    with IndexProcess.start(tmp_path, ("--insecure", "--plain")) as index:
+        assert index.ready_line.endswith(" store=memory compiled=no\n")
 
 
 def test_health_reflection_and_pages(system: System) -> None:

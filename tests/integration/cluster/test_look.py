@@ -23,7 +23,7 @@ import pytest
 from kvstore.cli.top import AllNodes, Tally
 from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
-from kvstore.testing.index_process import Lab
+from kvstore.testing.index_process import IndexProcess, Lab
 from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.load import Load
 from kvstore.wire.messages import Story
@@ -99,6 +99,12 @@ def test_prefix_says_how_far_each_node_goes(system: System) -> None:
 def test_nodes_of_the_index_need_no_node_here(system: System) -> None:
     rows = asked("inspect", "nodes", *system.asks)["members"]
     assert [(row["node"], row["trust"]) for row in rows] == [("a", "exact"), ("b", "exact")]
+
+    def engines() -> list[tuple[int, str]]:
+        rows = asked("inspect", "nodes", *system.asks)["members"]
+        return [(row["engines"], row["models"]) for row in rows]
+
+    assert eventually(lambda: engines() == [(1, "model")] * 2, timeout_s=CONVERGES_S)
     shown = kvstore("inspect", "nodes", *system.asks)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "exact" in shown.stdout
@@ -132,7 +138,7 @@ def test_explain_names_the_node_and_how_long_it_took(system: System) -> None:
     (came,) = rows("came")
     assert (came["blocks"], came["tier"], came["node"]) == (STORED, "peer", "b")
     assert re.fullmatch(
-        rf"loaded, after it was fetched from node b: {STORED} blocks in \d+\.\d ms", came["text"]
+        rf"loaded, after it was fetched from node b: {STORED} blocks in [\d.]+ m?s", came["text"]
     )
     (missed,) = rows("did-not")
     assert (missed["reason"], missed["sought"]) == ("never stored", "nobody has it")
@@ -204,6 +210,23 @@ def test_top_leaves_the_terminal_as_it_was(system: System) -> None:
             assert b"Traceback" not in terminal.seen
 
 
+def test_top_waits_for_an_index_that_is_not_there(tmp_path: Path) -> None:
+    with IndexProcess.start(tmp_path) as index:
+        address = index.address
+    with Terminal(("top", "--index", address, "--insecure", "--interval", "0.5")) as terminal:
+        assert terminal.shows(b"the index did not answer")
+        with IndexProcess.start(tmp_path, listen=address):
+            terminal.seen = b""
+            assert eventually(
+                lambda: terminal.draws_without(b"did not answer"), timeout_s=CONVERGES_S
+            )
+        terminal.seen = b""
+        assert terminal.shows(b"the index did not answer"), "and it goes on when that ends"
+        terminal.type(b"q")
+        assert terminal.ends() == 0
+        assert b"Traceback" not in terminal.seen
+
+
 def test_a_node_that_stops_is_shown_so_and_the_others_go_on(tmp_path: Path) -> None:
     with (
         PeerPair.start(tmp_path, transport="tcp") as pair,
@@ -255,6 +278,13 @@ class Terminal:
         while text not in self.seen and select.select([self._fd], [], [], CONVERGES_S)[0]:
             self.seen += os.read(self._fd, 1 << 16)
         return text in self.seen
+
+    def draws_without(self, text: bytes) -> bool:
+        """Whether the last whole screen has no such text."""
+        if select.select([self._fd], [], [], CONVERGES_S)[0]:
+            self.seen += os.read(self._fd, 1 << 16)
+        screens = self.seen.split(b"kvstore top by")[1:-1]
+        return bool(screens) and text not in screens[-1]
 
     def ends(self) -> int:
         """What it prints is read until it has ended."""

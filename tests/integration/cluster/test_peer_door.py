@@ -21,17 +21,16 @@ from kvstore.cli.certs import make_certificates
 from kvstore.client.index import channel_options
 from kvstore.client.tls import Identity, TlsFiles, load
 from kvstore.index.index import Member
-from kvstore.proto import peer_pb2 as pb
-from kvstore.proto.peer_pb2_grpc import PeersStub
 from kvstore.testing.index_process import Lab
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.transport.tcp_ends import ANSWER, HEADER, REQUEST, Address
-from kvstore.types import PAGE_BYTES
+from kvstore.types import PAGE_BYTES, Incarnation
 from kvstore.wire.mover import decode_descriptor
+from kvstore.wire.peers import Ask, LendAnswer, LendAsk, PeerHello, PeerWelcome
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, SPACE, TENANT, Site, member
 from tests.integration.node.conftest import eventually
-from tests.kit.peers import metric
+from tests.kit.peers import metric, session
 
 pytestmark = pytest.mark.slow
 
@@ -66,19 +65,22 @@ class Door:
             if credentials
             else grpc.insecure_channel(self.address, options=self.options())
         )
-        lend = pb.Lend(loan=1, tenant=TENANT, space=SPACE, keys=b"".join(KEYS))
+        lend = LendAsk(1, TENANT, SPACE, b"".join(KEYS))
         heard = threading.Event()
 
-        def words() -> Iterator[pb.Ask]:
-            yield pb.Ask(hello=pb.Hello(node=name, incarnation=7))
-            yield pb.Ask(lend=lend)
+        def words() -> Iterator[Ask]:
+            yield PeerHello(name, Incarnation(7))
+            yield lend
             heard.wait(ASK_S)  # whoever ends his words hangs up
 
         with made as open_channel:
             try:
-                answers = PeersStub(open_channel).Session(words(), timeout=ASK_S)
-                assert next(answers).welcome.node == "n1"
-                assert next(answers).lent.slots
+                answers = session(open_channel, words(), timeout_s=ASK_S)
+                welcome, lent = next(answers), next(answers)
+                assert isinstance(welcome, PeerWelcome)
+                assert welcome.node == "n1"
+                assert isinstance(lent, LendAnswer)
+                assert lent.slots
             except grpc.RpcError as error:
                 code: grpc.StatusCode = error.code()
                 return code
@@ -89,14 +91,15 @@ class Door:
     def descriptor(self) -> bytes:
         """Of its mover, as it tells peers; empty while there is none, or nobody has time."""
         files = load(self.site.lab.files("node", "n2")).channel_credentials()
-        welcome = pb.Welcome()
+        descriptor = b""
         with (
             grpc.secure_channel(self.address, files, options=self.options()) as open_channel,
             contextlib.suppress(grpc.RpcError),
         ):
-            words = iter([pb.Ask(hello=pb.Hello(node="n2", incarnation=7))])
-            welcome = next(PeersStub(open_channel).Session(words, timeout=ASK_S)).welcome
-        descriptor: bytes = welcome.descriptor
+            hello = iter([PeerHello("n2", Incarnation(7))])
+            welcome = next(session(open_channel, hello, timeout_s=ASK_S))
+            assert isinstance(welcome, PeerWelcome)
+            descriptor = welcome.descriptor
         return descriptor
 
 

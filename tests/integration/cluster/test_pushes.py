@@ -108,10 +108,10 @@ def test_blocks_follow_the_prefill_whatever_the_parallel_sizes(
         prefill.store(keys[BLOCKS // 2 :])
         assert prefill.scheduler.send(PushClose(name))
         full = decode.finish(reply)
+        end = decode.push_end()  # first: it says why
+        assert (end.blocks, end.reason) == (BLOCKS, "")
         assert len(full.slots) == 4 * BLOCKS * here
         assert decode.is_right(full, keys)
-        end = decode.push_end()
-        assert (end.blocks, end.reason) == (BLOCKS, "")
         decode.release(full)
     at_baseline(pair)
 

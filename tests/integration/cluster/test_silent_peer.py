@@ -19,16 +19,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PEER = """if True:
     import sys, threading
     import grpc
-    from kvstore.proto import peer_pb2 as pb
-    from kvstore.proto.peer_pb2_grpc import PeersStub
+    from kvstore.wire.peers import PEERS, PeerHello, decode_answer, encode
 
     def words():
-        yield pb.Ask(hello=pb.Hello(node="x", incarnation=7))
+        yield PeerHello("x", 7)
         threading.Event().wait()
 
     with grpc.insecure_channel(sys.argv[1]) as channel:
-        answers = PeersStub(channel).Session(words())
-        print(next(answers).welcome.node, flush=True)
+        answers = channel.stream_stream(f"/{PEERS}/Session", encode, decode_answer)(words())
+        print(next(answers).node, flush=True)
         threading.Event().wait()
 """
 GONE_S = 90.0

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
-from kvstore.demo.models import BLOCK_TOKENS, build_model
+from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.demo.workload import Encode, text_tokens
 from tests.amounts import amount
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import PATIENT
+from tests.kit.engines import EngineConfig, EngineServer, complete_many
+from tests.kit.models import build_model
 from tests.kit.prompts import varied_prompts
 
 SEED = 20261121
@@ -87,11 +87,11 @@ def vllm() -> Iterator[EngineNursery]:
 @pytest.fixture(scope="session")
 def plain(
     vllm: EngineNursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[VllmServer]:
+) -> Iterator[EngineServer]:
     """In float32. Nodes come and go at its socket (`support.node_for`), one at a time; between
     tests there is none. Nobody may `forget(external=True)`: others share what it stores."""
     directory = tmp_path_factory.mktemp("plain")
-    config = ServerConfig(
+    config = EngineConfig(
         model=tiny_model, socket=directory / "node.sock", connector_extra=VERIFIED
     )
     with vllm.start(config, log=directory / "engine.log") as engine:
@@ -116,20 +116,20 @@ def reference(
 ) -> Reference:
     """Computed once, in float32."""
     log = tmp_path_factory.mktemp("reference") / "engine.log"
-    config = ServerConfig(model=tiny_model, arguments=("--no-enable-prefix-caching",))
+    config = EngineConfig(model=tiny_model, arguments=("--no-enable-prefix-caching",))
     rng = random.Random(SEED)
     firsts = [
         text_tokens(rng, encode, rng.randint(1, 3) * BLOCK_TOKENS + rng.randint(5, 100))
         for _ in range(CONVERSATION_COUNT)
     ]
     with vllm.start(config, log=log) as engine:
-        answers = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
-        turns = engine.complete_many(firsts, max_tokens=ANSWER_TOKENS, concurrency=8)
+        answers = complete_many(engine, prompts, max_tokens=MAX_TOKENS, concurrency=8)
+        turns = complete_many(engine, firsts, max_tokens=ANSWER_TOKENS, concurrency=8)
         seconds = [
             (*first, *turn.tokens, *text_tokens(rng, encode, 20))
             for first, turn in zip(firsts, turns, strict=True)
         ]
-        second_turns = engine.complete_many(seconds, max_tokens=MAX_TOKENS, concurrency=8)
+        second_turns = complete_many(engine, seconds, max_tokens=MAX_TOKENS, concurrency=8)
     return Reference(
         answers=[done.tokens for done in answers],
         conversations=[

@@ -32,13 +32,16 @@ from types import TracebackType
 from typing import Final, Self
 
 import msgspec
+import psutil
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))  # tests/ is not installed
 
 from kvstore.demo import guard
-from kvstore.demo.engine import READY_TIMEOUT_S, EngineError, Launched, VllmServer, launch
+from kvstore.demo.engine import READY_TIMEOUT_S, EngineError, launch
 from kvstore.demo.engine_config import ServerConfig
 from kvstore.testing import tied
+from tests.kit.engines import EngineConfig, EngineServer
 
-ROOT: Final = Path(__file__).resolve().parents[3]
 ORDER_BYTES_MAX: Final = 64 << 10
 POLL_S: Final = 0.0005
 IMPORTED: Final = [
@@ -65,7 +68,7 @@ class EngineNursery:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._door = ours
-        self._environment = ServerConfig(model=Path()).full_environment()
+        self._environment = EngineConfig(model=Path()).full_environment()
         with theirs:
             self.process = tied.popen(
                 [sys.executable, __file__, str(theirs.fileno())],
@@ -75,23 +78,23 @@ class EngineNursery:
                 env={**self._environment, "OPENBLAS_NUM_THREADS": "1"},
             )
 
-    def start(self, config: ServerConfig, *, log: Path, warm: bool = True) -> VllmServer:
+    def start(self, config: EngineConfig, *, log: Path, warm: bool = True) -> EngineServer:
         """As `Engine.start`."""
         # vLLM reads its own variables when it needs them; others are read at import.
         is_late = all(name.startswith("VLLM_") for name in config.environment)
         how = self._launch if is_late else launch
-        return VllmServer.start(config, log=log, warm=warm, launch=how)
+        return EngineServer.start(config, log=log, warm=warm, launch=how)
 
-    def _launch(self, config: ServerConfig, log: Path) -> Launched:
+    def _launch(self, config: ServerConfig, log: Path) -> psutil.Process:
         arguments = config.command()[3:]
         order = msgspec.json.encode(Order(arguments, config.full_environment()))
         with log.open("wb") as output:
             socket.send_fds(self._door, [order], [output.fileno()])
         self._door.settimeout(READY_TIMEOUT_S)
-        data, descriptors, _, _ = socket.recv_fds(self._door, 4, 1)
+        data = self._door.recv(4)
         if not data:
             raise EngineError("the nursery of engines has ended: see what it printed")
-        return Launched(int.from_bytes(data, "little"), descriptors[0], lambda: None)
+        return psutil.Process(int.from_bytes(data, "little"))
 
     def close(self) -> None:
         """End it; its engines have been stopped."""
@@ -112,7 +115,6 @@ class EngineNursery:
 
 def main(arguments: Sequence[str]) -> None:
     """Command line without the program's name."""
-    sys.path.append(str(ROOT))  # for connectors of the tests
     # Processes that vLLM would spawn are forked.
     import multiprocessing.context as contexts
 
@@ -136,10 +138,9 @@ def main(arguments: Sequence[str]) -> None:
             if pid == 0:
                 door.close()
                 _become_guard(order, descriptors[0], parent)
-            pidfd = os.pidfd_open(pid)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            socket.send_fds(door, [pid.to_bytes(4, "little")], [pidfd])
-            for descriptor in (pidfd, *descriptors):
+            door.send(pid.to_bytes(4, "little"))
+            for descriptor in descriptors:
                 os.close(descriptor)
 
 

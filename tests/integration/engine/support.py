@@ -12,12 +12,12 @@ from typing import Any
 from click.testing import CliRunner
 
 from kvstore.cli.main import cli
-from kvstore.demo.engine import VllmServer
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.kernels.compare import BOUNDS
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine
 from tests.integration.node.conftest import eventually
+from tests.kit.engines import EngineServer
 from tests.kit.gauges import look
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "COMPARED",
     "DIVERGED",
     "PATIENT",
+    "PREEMPTIONS",
     "SHADOWED",
     "WORST",
     "attached",
@@ -50,13 +51,16 @@ DIVERGED = "kvstore_shadow_blocks_diverged_total"
 WORST = "kvstore_shadow_error_max"
 """Metrics of shadow checks."""
 
+PREEMPTIONS = "vllm:num_preemptions_total"
+"""Metric of an engine."""
+
 WAIT_S = 60.0
 _POLL_S = 0.05
 
 
 @contextmanager
 def node_for(
-    engine: VllmServer, directory: Path, *, dram: str = "512MiB", flags: Sequence[str] = ()
+    engine: EngineServer, directory: Path, *, dram: str = "512MiB", flags: Sequence[str] = ()
 ) -> Iterator[NodeProcess]:
     """A new node where `engine` looks for one. They have met, and the engine's own cache is empty.
 
@@ -76,7 +80,7 @@ def has_all_its_memory(node: NodeProcess) -> bool:
     return bool(dram and dram[0]["ready_bytes"] == dram[0]["capacity_bytes"])
 
 
-def attached(engine: VllmServer, node: NodeProcess) -> bool:
+def attached(engine: EngineServer, node: NodeProcess) -> bool:
     """Whether the node serves an engine, which is asked for something meanwhile, and once more: by
     then it has taken its credits. Before all memory has come there are few of them, and a block
     that has none is not stored."""
@@ -89,7 +93,7 @@ def attached(engine: VllmServer, node: NodeProcess) -> bool:
     return False
 
 
-def cache_off_lines(engine: VllmServer) -> int:
+def cache_off_lines(engine: EngineServer) -> int:
     """How often it said that there is no node."""
     return engine.log.read_text().count("cache off, requests are computed")
 
@@ -101,7 +105,7 @@ def kvstore(node: NodeProcess, *arguments: str) -> Any:
     return json.loads(done.stdout) if done.exit_code == 0 else {}
 
 
-def hits(engine: VllmServer) -> float:
+def hits(engine: EngineServer) -> float:
     """Requests that took blocks from the node so far."""
     return engine.metrics().get("vllm:kvstore_hits_total", 0)
 

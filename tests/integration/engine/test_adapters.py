@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvstore.cli.ask import NodeClient
-from kvstore.demo.engine import Completion, VllmServer
-from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
+from kvstore.demo.engine import Completion
+from kvstore.demo.engine_config import SERVED_NAME
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.engine import HashingReport
 from kvstore.index.chain import adapter_keys, block_keys
@@ -22,6 +22,7 @@ from tests.amounts import amount
 from tests.integration.engine.fixtures import MAX_TOKENS, VERIFIED
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import blocks_in_dram, kvstore, node_for, wait_until
+from tests.kit.engines import EngineConfig, EngineServer
 from tests.kit.side_models import RANK, build_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -39,7 +40,7 @@ def test_blocks_of_an_adapter_are_served_to_its_own_weights_alone(
         for seed, name in enumerate(MODELS[1:])
     }
     chosen = [prompt for prompt in prompts if len(prompt) > BLOCK_TOKENS][:PROMPTS]
-    config = ServerConfig(
+    config = EngineConfig(
         model=tiny_model,
         socket=tmp_path / "node.sock",
         connector_extra=VERIFIED,
@@ -77,7 +78,7 @@ def test_blocks_of_an_adapter_are_served_to_its_own_weights_alone(
 
 
 def _routers_make_its_keys(
-    engine: VllmServer, node: NodeProcess, folders: Mapping[str, Path], prompt: tuple[int, ...]
+    engine: EngineServer, node: NodeProcess, folders: Mapping[str, Path], prompt: tuple[int, ...]
 ) -> None:
     """With the path that the engine lists, and the digest that it says."""
     nodes = NodeClient(node.socket)
@@ -113,7 +114,7 @@ def _routers_make_its_keys(
 
 
 def _other_weights(
-    engine: VllmServer,
+    engine: EngineServer,
     folder: Path,
     target: Path,
     prompt: tuple[int, ...],
@@ -137,7 +138,7 @@ def _other_weights(
     wait_until(lambda: _again(engine, prompt) == (first.tokens, True), "they are found")
 
 
-def _again(engine: VllmServer, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+def _again(engine: EngineServer, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
     """The answer, and whether any of it was loaded."""
     hits = engine.hits().external_hits
     (done,) = _ask(engine, "one", [prompt])
@@ -145,7 +146,7 @@ def _again(engine: VllmServer, prompt: tuple[int, ...]) -> tuple[tuple[int, ...]
     return done.tokens, engine.hits().external_hits > hits
 
 
-def _ask(engine: VllmServer, model: str, prompts: Sequence[tuple[int, ...]]) -> list[Completion]:
+def _ask(engine: EngineServer, model: str, prompts: Sequence[tuple[int, ...]]) -> list[Completion]:
     return [
         engine.complete(prompt, max_tokens=MAX_TOKENS, extra={"model": model}) for prompt in prompts
     ]
@@ -159,16 +160,16 @@ def _ends(prompt: tuple[int, ...]) -> range:
     return range(1, len(prompt) // BLOCK_TOKENS + 1)
 
 
-def _call(engine: VllmServer, path: str, **body: object) -> Any:
+def _call(engine: EngineServer, path: str, **body: object) -> Any:
     """JSON of an answer."""
     return json.loads(_ask_for(engine, "POST" if body else "GET", path, body))
 
 
-def _post(engine: VllmServer, path: str, **body: str) -> None:
+def _post(engine: EngineServer, path: str, **body: str) -> None:
     _ask_for(engine, "POST", path, body)
 
 
-def _ask_for(engine: VllmServer, method: str, path: str, body: Mapping[str, object]) -> bytes:
+def _ask_for(engine: EngineServer, method: str, path: str, body: Mapping[str, object]) -> bytes:
     connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=60)
     try:
         headers = {"Content-Type": "application/json"}

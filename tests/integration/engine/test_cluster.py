@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import Completion, VllmServer
+from kvstore.demo.engine import Completion
 from kvstore.testing.index_process import Lab
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.fixtures import MAX_TOKENS, Reference
@@ -20,6 +20,7 @@ from tests.integration.engine.support import (
     node_for,
     wait_until,
 )
+from tests.kit.engines import EngineServer, complete_many
 from tests.kit.peers import at_rest, metric
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 def test_an_engine_is_served_what_another_nodes_engine_computed_and_says_the_same_tokens(
     vllm: EngineNursery,
-    plain: VllmServer,
+    plain: EngineServer,
     prompts: Sequence[tuple[int, ...]],
     reference: Reference,
     tmp_path: Path,
@@ -40,7 +41,7 @@ def test_an_engine_is_served_what_another_nodes_engine_computed_and_says_the_sam
     here.mkdir()
     flags = (*with_index, *reachable, *lab.flags("node", "there", with_index=True))
     with node_for(plain, there, flags=flags) as far:
-        plain.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
+        complete_many(plain, prompts, max_tokens=MAX_TOKENS, concurrency=8)
         expected = len(leading_blocks(prompts))
         assert blocks_in_dram(far) >= expected
         flags = ("--index", far.index, "--fetch", "always", *reachable, *lab.flags("node", "here"))
@@ -54,14 +55,14 @@ def test_an_engine_is_served_what_another_nodes_engine_computed_and_says_the_sam
                 def has_come() -> bool:
                     """A block of this model is computed sooner than fetched: who does not wait
                     still has blocks fetched for the next one."""
-                    done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
+                    done = complete_many(engine, prompts, max_tokens=MAX_TOKENS, concurrency=8)
                     assert wrong_answers(done, reference) == []
                     engine.forget()
                     return blocks_in_dram(near) >= expected
 
                 wait_until(has_come, "all that the other holds is here", seconds=300)
                 before = hit_tokens(engine)
-                done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
+                done = complete_many(engine, prompts, max_tokens=MAX_TOKENS, concurrency=8)
                 assert wrong_answers(done, reference) == []
                 assert hit_tokens(engine) - before >= expected * BLOCK_TOKENS
             at_rest(near)
@@ -80,6 +81,6 @@ def wrong_answers(done: Sequence[Completion], reference: Reference) -> list[int]
     return [i for i, c in enumerate(done) if c.tokens != reference.answers[i]]
 
 
-def hit_tokens(engine: VllmServer) -> float:
+def hit_tokens(engine: EngineServer) -> float:
     """Tokens that it has loaded so far."""
     return engine.metrics().get("vllm:kvstore_hit_tokens_total", 0.0)

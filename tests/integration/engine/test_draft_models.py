@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.testing.process import NodeProcess
 from tests.amounts import amount
 from tests.integration.engine.fixtures import MAX_TOKENS, VERIFIED, Reference
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import inspect, wait_until
+from tests.kit.engines import EngineConfig, complete_many
 from tests.kit.side_models import build_eagle, build_twin
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -45,14 +45,14 @@ def test_a_draft_models_cache_is_stored_and_loaded_with_the_models(
     speculative = {"method": method, "model": str(draft), "num_speculative_tokens": 2}
     chosen, answers = prompts[:PROMPTS], reference.answers[:PROMPTS]
     with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        config = ServerConfig(
+        config = EngineConfig(
             model=tiny_model,
             socket=node.socket,
             connector_extra=VERIFIED,
             arguments=("--speculative-config", json.dumps(speculative)),
         )
         with vllm.start(config, log=tmp_path / "engine.log") as engine:
-            first = engine.complete_many(chosen, max_tokens=MAX_TOKENS, concurrency=8)
+            first = complete_many(engine, chosen, max_tokens=MAX_TOKENS, concurrency=8)
             assert [done.tokens for done in first] == answers
             drafted = engine.metrics()[DRAFTED]
             assert drafted > 0

@@ -9,12 +9,12 @@ import pytest
 
 from kvstore.cli.ask import NodeClient
 from kvstore.client.index import IndexClient, Tokens
-from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.engine import HashingReport
 from kvstore.testing.index_process import Lab
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import PATIENT, kvstore, node_for, wait_until
+from tests.kit.engines import EngineConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,7 +33,7 @@ def test_what_it_computed_is_found_until_it_forgets(
         "endpoint": endpoint,
         "replay_endpoint": f"{endpoint}.replay",
     }
-    config = ServerConfig(
+    config = EngineConfig(
         model=tiny_model,
         socket=tmp_path / "node.sock",
         connector_extra=PATIENT,

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.demo.engine import Completion, VllmServer
-from kvstore.demo.engine_config import ServerConfig
+from kvstore.demo.engine import Completion
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.nursery import EngineNursery
@@ -23,6 +22,7 @@ from tests.integration.engine.support import (
     kvstore,
     wait_until,
 )
+from tests.kit.engines import EngineConfig, EngineServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -57,7 +57,7 @@ def test_every_request_can_be_asked(
     assert len(prompt) // BLOCK_TOKENS == BLOCKS
     directory = tmp_path / "node"
     directory.mkdir()
-    config = ServerConfig(model=tiny_model, socket=directory / "node.sock", connector_extra=PATIENT)
+    config = EngineConfig(model=tiny_model, socket=directory / "node.sock", connector_extra=PATIENT)
 
     def start() -> NodeProcess:
         return NodeProcess.start(directory, dram=DRAM)
@@ -80,10 +80,15 @@ def test_every_request_can_be_asked(
 
 
 def check_cold_and_hit(
-    engine: VllmServer, node: NodeProcess, prompt: list[int], text: str, model: Path, tmp_path: Path
+    engine: EngineServer,
+    node: NodeProcess,
+    prompt: list[int],
+    text: str,
+    model: Path,
+    tmp_path: Path,
 ) -> None:
     cold = explained(node, engine.complete(prompt, max_tokens=1))
-    assert (cold["prompt_tokens"], cold["outcome"]) == (len(prompt), "not stored")
+    assert (cold["prompt_tokens"], cold["outcome"]) == (len(prompt), "never stored")
     assert ranges(cold) == [(BLOCKS, "", "never stored")]
     assert cold["lookup_us"] > 0
     wait_until(lambda: blocks_in_dram(node) == BLOCKS, "the prompt is stored")
@@ -94,7 +99,10 @@ def check_cold_and_hit(
     assert (hit["loaded_tokens"], hit["file_tokens"]) == (BLOCKS * BLOCK_TOKENS, 0)
     assert (hit["outcome"], ranges(hit)) == ("", [(BLOCKS, "dram", "")])
     assert hit["load_us"] > 0
-    loaded = "vllm:kvstore_hit_tokens_dram_total"
+    counts = engine.metrics()
+    assert counts["vllm:kvstore_waited_seconds_total"] >= hit["load_us"] / 1e6
+    assert counts["vllm:kvstore_saved_prefill_seconds_total"] >= hit["saved_us"] / 1e6
+    loaded = 'vllm:kvstore_hit_tokens_total{tier="dram"}'
     wait_until(lambda: engine.metrics()[loaded] == BLOCKS * BLOCK_TOKENS, "hits by tier")
     file = tmp_path / "tokens.json"
     file.write_text(json.dumps(prompt))
@@ -107,7 +115,7 @@ def check_cold_and_hit(
 
 
 def check_evicted(
-    engine: VllmServer, node: NodeProcess, prompt: list[int], rng: random.Random, encode: Encode
+    engine: EngineServer, node: NodeProcess, prompt: list[int], rng: random.Random, encode: Encode
 ) -> None:
     def is_evicted() -> bool:
         # More than dram holds, and each no more than there are credits at a time.
@@ -121,7 +129,7 @@ def check_evicted(
     wait_until(is_evicted, "the prompt was evicted", seconds=120)
 
 
-def check_another_space(engine: VllmServer, node: NodeProcess, prompt: list[int]) -> None:
+def check_another_space(engine: EngineServer, node: NodeProcess, prompt: list[int]) -> None:
     held: list[dict[str, Any]] = []
 
     def is_held() -> bool:
@@ -133,5 +141,5 @@ def check_another_space(engine: VllmServer, node: NodeProcess, prompt: list[int]
     engine.forget(external=True)  # the same model, a space of its own
     wait_until(lambda: attached(engine, node), "attached to the new space")
     moved = explained(node, engine.complete(prompt, max_tokens=1))
-    assert moved["ranges"][0]["reason"] == "other space"
+    assert moved["outcome"] == moved["ranges"][0]["reason"] == "reset by the engine"
     assert held[0]["space"] in moved["ranges"][0]["text"]

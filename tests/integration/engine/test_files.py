@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import Completion, VllmServer
+from kvstore.demo.engine import Completion
 from kvstore.demo.workload import Encode, text_tokens
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
@@ -16,6 +16,7 @@ from tests.integration.engine.support import (
     node_for,
     wait_until,
 )
+from tests.kit.engines import EngineServer, complete_many
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -25,7 +26,7 @@ CONCURRENCY = 4
 
 
 def test_a_killed_node_serves_from_its_disk_and_answers_are_the_same(
-    plain: VllmServer, encode: Encode, tmp_path: Path
+    plain: EngineServer, encode: Encode, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED)
     lengths = [rng.randint(1, 3) * BLOCK_TOKENS + rng.randint(1, 100) for _ in range(PROMPTS)]
@@ -34,7 +35,7 @@ def test_a_killed_node_serves_from_its_disk_and_answers_are_the_same(
     flags = ["--file", f"{tmp_path / 'files'}:1GiB"]
 
     def ask() -> list[Completion]:
-        return plain.complete_many(prompts, max_tokens=6, concurrency=CONCURRENCY)
+        return complete_many(plain, prompts, max_tokens=6, concurrency=CONCURRENCY)
 
     with node_for(plain, tmp_path, flags=flags) as node:
         cold = ask()

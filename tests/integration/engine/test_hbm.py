@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import Completion, VllmServer
-from kvstore.demo.engine_config import ServerConfig
+from kvstore.demo.engine import Completion
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.fixtures import MAX_TOKENS, VERIFIED, Reference
 from tests.integration.engine.nursery import EngineNursery
@@ -27,6 +26,7 @@ from tests.integration.engine.support import (
     serves,
     wait_until,
 )
+from tests.kit.engines import EngineConfig, EngineServer, complete_many
 from tests.style.tree import ROOT
 
 pytestmark = [
@@ -37,13 +37,13 @@ pytestmark = [
 ]
 ASKED, PROMOTED_S = 8, 60.0
 FLAGS = ("--hbm", "128MiB", "--scrub", "off")
-HIT, LEASED = "kvstore_blocks_hit_total", "kvstore_hbm_blocks_leased_total"
+HIT, LEASED = 'kvstore_blocks_hit_total{tier="dram"}', "kvstore_hbm_blocks_leased_total"
 PROMOTED = "kvstore_hbm_blocks_promoted_total"
 
 
 @pytest.fixture
-def engine(vllm: EngineNursery, tiny_model: Path, tmp_path: Path) -> Iterator[VllmServer]:
-    config = ServerConfig(
+def engine(vllm: EngineNursery, tiny_model: Path, tmp_path: Path) -> Iterator[EngineServer]:
+    config = EngineConfig(
         model=tiny_model,
         socket=tmp_path / "node.sock",
         connector=("tests.kit.simulated_gpu", "SimulatedGpuConnector"),
@@ -55,7 +55,7 @@ def engine(vllm: EngineNursery, tiny_model: Path, tmp_path: Path) -> Iterator[Vl
 
 @pytest.fixture
 def node(
-    engine: VllmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: EngineServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[NodeProcess]:
     path = [str(ROOT / "tests" / "kit" / "simulated_cuda"), str(ROOT)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
@@ -64,7 +64,7 @@ def node(
 
 
 def test_tokens_from_hbm_are_the_engines_own_and_a_killed_node_makes_none_wrong(
-    engine: VllmServer,
+    engine: EngineServer,
     node: NodeProcess,
     prompts: Sequence[tuple[int, ...]],
     reference: Reference,
@@ -80,8 +80,8 @@ def test_tokens_from_hbm_are_the_engines_own_and_a_killed_node_makes_none_wrong(
     def ask() -> None:
         """All answers are right."""
         engine.forget()
-        done = engine.complete_many(
-            [prompts[n] for n in asked], max_tokens=MAX_TOKENS, concurrency=4
+        done = complete_many(
+            engine, [prompts[n] for n in asked], max_tokens=MAX_TOKENS, concurrency=4
         )
         assert [n for n, one in zip(asked, done, strict=True) if wrong(n, one)] == []
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
@@ -23,6 +21,7 @@ from tests.integration.engine.fixtures import ANSWER_TOKENS, MAX_TOKENS, SEED, V
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     PATIENT,
+    PREEMPTIONS,
     SHADOWED,
     damage,
     hits,
@@ -31,6 +30,7 @@ from tests.integration.engine.support import (
     node_for,
     wait_until,
 )
+from tests.kit.engines import EngineConfig, EngineServer, complete_many
 from tests.kit.hybrid_models import TOKEN_BYTES, build_hybrid
 from tests.kit.prompts import varied_prompts
 
@@ -60,12 +60,12 @@ class Hybrid:
         self.model, self.prompts = model, prompts
         self.answers, self.long_answers = answers, long_answers
 
-    def check(self, engine: VllmServer, *, long: bool = False) -> None:
+    def check(self, engine: EngineServer, *, long: bool = False) -> None:
         """All prompts, several at a time."""
         count = CONCURRENCY if long else len(self.prompts)
         tokens = ANSWER_TOKENS if long else MAX_TOKENS
-        done = engine.complete_many(
-            self.prompts[:count], max_tokens=tokens, concurrency=CONCURRENCY
+        done = complete_many(
+            engine, self.prompts[:count], max_tokens=tokens, concurrency=CONCURRENCY
         )
         expected = self.long_answers if long else self.answers
         assert [at for at, each in enumerate(done) if each.tokens != expected[at]] == []
@@ -96,18 +96,18 @@ def hybrid(
         for _ in range(CONCURRENCY)
     ]
     prompts = [*long, *short]
-    config = ServerConfig(model=model, arguments=("--no-enable-prefix-caching",))
+    config = EngineConfig(model=model, arguments=("--no-enable-prefix-caching",))
     with vllm.start(config, log=directory / "reference.log") as engine:
-        answers = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=CONCURRENCY)
-        longer = engine.complete_many(long, max_tokens=ANSWER_TOKENS, concurrency=CONCURRENCY)
+        answers = complete_many(engine, prompts, max_tokens=MAX_TOKENS, concurrency=CONCURRENCY)
+        longer = complete_many(engine, long, max_tokens=ANSWER_TOKENS, concurrency=CONCURRENCY)
     return Hybrid(
         model, prompts, [each.tokens for each in answers], [each.tokens for each in longer]
     )
 
 
 @pytest.fixture
-def engine(vllm: EngineNursery, hybrid: Hybrid, tmp_path: Path) -> Iterator[VllmServer]:
-    config = ServerConfig(
+def engine(vllm: EngineNursery, hybrid: Hybrid, tmp_path: Path) -> Iterator[EngineServer]:
+    config = EngineConfig(
         model=hybrid.model, socket=tmp_path / "node.sock", connector_extra=VERIFIED
     )
     with vllm.start(config, log=tmp_path / "engine.log") as engine:
@@ -115,7 +115,7 @@ def engine(vllm: EngineNursery, hybrid: Hybrid, tmp_path: Path) -> Iterator[Vllm
 
 
 def test_tokens_are_equal_and_hits_as_long_as_they_can_be(
-    engine: VllmServer, hybrid: Hybrid, shape: str, tmp_path: Path
+    engine: EngineServer, hybrid: Hybrid, shape: str, tmp_path: Path
 ) -> None:
     with node_for(engine, tmp_path) as node:
         hybrid.check(engine)
@@ -145,7 +145,7 @@ def test_with_few_blocks_and_preemption_tokens_stay_equal(
     vllm: EngineNursery, hybrid: Hybrid, shape: str, tmp_path: Path
 ) -> None:
     with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        config = ServerConfig(
+        config = EngineConfig(
             model=hybrid.model,
             socket=node.socket,
             connector_extra=VERIFIED,
@@ -158,7 +158,7 @@ def test_with_few_blocks_and_preemption_tokens_stay_equal(
                 hybrid.check(engine, long=True)
                 hybrid.check(engine)
                 engine.forget()
-            assert engine.hits().preemptions > 0
+            assert engine.metrics()[PREEMPTIONS] > 0
             assert engine.hits().external_hits > 0
             assert not engine.metrics().get(OWN_ERRORS)
         wait_until(lambda: not inspect(node, "leases"), "every lease was given back")
@@ -166,7 +166,7 @@ def test_with_few_blocks_and_preemption_tokens_stay_equal(
 
 @pytest.mark.parametrize("shape", ["gpt-oss", "gemma3"][:ONE_OR_BOTH], scope="module")
 def test_a_node_that_is_killed_or_stopped_and_damaged_bytes_change_no_answer(
-    engine: VllmServer, hybrid: Hybrid, tmp_path: Path
+    engine: EngineServer, hybrid: Hybrid, tmp_path: Path
 ) -> None:
     flags = ["--file", f"{tmp_path / 'files'}:1GiB"]
     with ThreadPoolExecutor(1) as pool:
@@ -194,7 +194,7 @@ def test_shadow_checks_compare_blocks_of_all_groups(
 ) -> None:
     prompts = hybrid.prompts[:16]
     with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        config = ServerConfig(
+        config = EngineConfig(
             model=hybrid.model,
             socket=node.socket,
             connector_extra=SHADOWED,
@@ -202,7 +202,7 @@ def test_shadow_checks_compare_blocks_of_all_groups(
         )
         with vllm.start(config, log=tmp_path / "shadow.log") as engine:
             for _ in range(2):
-                engine.complete_many(prompts, max_tokens=1, concurrency=3)
+                complete_many(engine, prompts, max_tokens=1, concurrency=3)
                 engine.forget()
             assert engine.hits().external_hits == 0, "every hit is computed"
             wait_until(lambda: not inspect(node, "leases"), "every lease was given back")
@@ -216,7 +216,7 @@ def test_two_ranks_give_the_same_tokens(
     vllm: EngineNursery, hybrid: Hybrid, tmp_path: Path
 ) -> None:
     with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        config = ServerConfig(
+        config = EngineConfig(
             model=hybrid.model,
             socket=node.socket,
             connector_extra={**VERIFIED, **PATIENT},

@@ -28,9 +28,7 @@ import pytest
 
 from kvstore.cli.ask import NodeClient
 from kvstore.demo.completions import CompletionClient
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
-from kvstore.demo.pair import ALL_REMOTE, PdPair, pd_pair, pd_router
+from kvstore.demo.engine_config import SERVED_NAME
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.router.receipt_log import read_receipts
 from kvstore.routing.receipts import Receipt
@@ -41,7 +39,17 @@ from tests.integration.engine.fixtures import MAX_TOKENS, PROMPT_COUNT, SEED, Re
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, metric, wait_until
 from tests.integration.engine.test_cluster import hit_tokens, leading_blocks, wrong_answers
+from tests.kit.engines import (
+    EngineConfig,
+    EngineServer,
+    abandon,
+    complete_many,
+    scheduler_pid,
+    server_pid,
+    worker_pids,
+)
 from tests.kit.gauges import look
+from tests.kit.pd_pair import ALL_REMOTE, PdPair, pd_pair, pd_router
 from tests.kit.scripted_worker import ScriptedWorker
 from tests.upstream.run import NoSources, fetch
 
@@ -71,7 +79,7 @@ def pair(
     vllm: EngineNursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PdPair]:
     """Both lose what they hold between tests; no test leaves a process killed."""
-    config = ServerConfig(
+    config = EngineConfig(
         model=tiny_model,
         connector_extra={**PATIENT, "push_deadline_ms": PUSH_DEADLINE_MS, "log_requests": True},
     )
@@ -111,7 +119,7 @@ def pushed_blocks(pair: PdPair) -> float:
     return metric(pair.node_d, "kvstore_push_blocks_landed_total")
 
 
-def requests_under_way(engine: VllmServer) -> float:
+def requests_under_way(engine: EngineServer) -> float:
     found = engine.metrics()
     return found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"]
 
@@ -149,7 +157,7 @@ def test_tokens_are_those_of_one_engine(
         is_named=node == "named",
     ) as process:
         router, before = CompletionClient(process.port), pushed_blocks(pair)
-        done = router.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=ABREAST)
+        done = complete_many(router, prompts, max_tokens=MAX_TOKENS, concurrency=ABREAST)
         assert wrong_answers(done, reference) == []
         assert pushed_blocks(pair) - before >= PUSHED_SHARE * len(leading_blocks(prompts))
         asked = reference.conversations[: amount(3, nightly=12)]
@@ -240,7 +248,7 @@ def test_an_abort_leaves_nothing_behind(
             return len(client.complete(prompts[number], max_tokens=4).tokens)
         moment = threading.Timer(0.002 * (number % 40), lambda: None)
         moment.start()
-        client.abandon(prompts[number], max_tokens=64, until=lambda: not moment.is_alive())
+        abandon(client, prompts[number], max_tokens=64, until=lambda: not moment.is_alive())
         return 4
 
     size = ABREAST if legs == "in-turn" else ABORTS
@@ -264,13 +272,13 @@ def stopped(pids: Sequence[int]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-def _engine_of(server: VllmServer) -> list[int]:
-    return [server.server_pid, server.scheduler_pid, *server.worker_pids]
+def _engine_of(server: EngineServer) -> list[int]:
+    return [server_pid(server), scheduler_pid(server), *worker_pids(server)]
 
 
 STOPS: dict[str, Callable[[PdPair], Sequence[int]]] = {
     "engine p": lambda pair: _engine_of(pair.p),
-    "scheduler p": lambda pair: [pair.p.scheduler_pid],
+    "scheduler p": lambda pair: [scheduler_pid(pair.p)],
     "node p": lambda pair: _all_of(pair.node_p),
     "node d": lambda pair: _all_of(pair.node_d),
 }
@@ -330,7 +338,7 @@ def test_every_request_is_right_while_a_process_is_stopped_or_crashes(
 
 def answers_of_d(pair: PdPair, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """By itself."""
-    done = pair.d.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=len(prompts))
+    done = complete_many(pair.d, prompts, max_tokens=MAX_TOKENS, concurrency=len(prompts))
     return [each.tokens for each in done]
 
 
@@ -463,6 +471,8 @@ def test_vllms_own_proxy_works_as_it_is(
 ) -> None:
     forget(pair)
     with upstream_proxy(name, partial(UPSTREAM[name], pair), tmp_path / "proxy.log") as proxy:
-        done = proxy.complete_many(prompts[:UPSTREAM_PROMPTS], max_tokens=MAX_TOKENS, concurrency=4)
+        done = complete_many(
+            proxy, prompts[:UPSTREAM_PROMPTS], max_tokens=MAX_TOKENS, concurrency=4
+        )
         assert wrong_answers(done, reference) == []
     wait_until(lambda: at_rest(pair), "both nodes and engines are at rest")

@@ -13,9 +13,8 @@ import pytest
 
 from kvstore.cli.ask import NodeClient
 from kvstore.demo.completions import Completion, CompletionClient
-from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
+from kvstore.demo.engine_config import SERVED_NAME
 from kvstore.demo.models import BLOCK_TOKENS
-from kvstore.demo.pair import ALL_REMOTE, PdPair, pd_pair, pd_router
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.engine import RequestReport
 from kvstore.proto import inspect_pb2 as pb
@@ -25,7 +24,9 @@ from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import wait_until
 from tests.integration.engine.test_adapters import _post
 from tests.integration.engine.test_pd import PUSHED_SHARE, at_rest, forget, pushed_blocks
+from tests.kit.engines import EngineConfig
 from tests.kit.hybrid_models import STATE_BLOCK_TOKENS, build_hybrid
+from tests.kit.pd_pair import ALL_REMOTE, PdPair, pd_pair, pd_router
 from tests.kit.side_models import RANK, build_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -37,7 +38,7 @@ SHAPES = ("gpt-oss", "gemma3")[: amount(1, nightly=2)]
 CONCURRENCY = 4
 ADAPTERS = ("one", "two")
 OWN_ERRORS = "vllm:kvstore_connector_errors_total"
-Start = Callable[[ServerConfig], AbstractContextManager[PdPair]]
+Start = Callable[[EngineConfig], AbstractContextManager[PdPair]]
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def no_leaks() -> None:
 @pytest.fixture
 def start(vllm: EngineNursery, tmp_path: Path) -> Start:
     @contextmanager
-    def started(config: ServerConfig) -> Iterator[PdPair]:
+    def started(config: EngineConfig) -> Iterator[PdPair]:
         work = tmp_path / "pair"
         work.mkdir()
         with pd_pair(
@@ -91,7 +92,7 @@ def test_blocks_of_all_groups_are_pushed(
 ) -> None:
     model = build_hybrid(tmp_path / "model", tiny_model, shape=shape)
     prompts = prompts_of(encode)
-    with start(ServerConfig(model=model, connector_extra=VERIFIED)) as pair:
+    with start(EngineConfig(model=model, connector_extra=VERIFIED)) as pair:
         truth = ask(pair.d, prompts)
         forget(pair)
         before = pushed_blocks(pair)
@@ -115,7 +116,7 @@ def test_states_of_recurrent_layers_are_pushed(
     the engine's own cache, and an answer is of a hit or computed. The engine keeps the last state
     of a prompt that ends soon behind a block."""
     model = build_hybrid(tmp_path / "model", tiny_model, shape="qwen3-next")
-    config = ServerConfig(model=model, dtype="bfloat16", connector_extra=VERIFIED)
+    config = EngineConfig(model=model, dtype="bfloat16", connector_extra=VERIFIED)
     rng = random.Random(SEED)
     ends = ((number % 3 + 1, 319 if number % 4 == 3 else 46) for number in range(RECURRENT))
     lengths = [blocks * STATE_BLOCK_TOKENS + rest for blocks, rest in ends]
@@ -142,7 +143,7 @@ def test_blocks_of_each_adapter_are_pushed(
     start: Start, tiny_model: Path, encode: Encode, tmp_path: Path
 ) -> None:
     prompts = prompts_of(encode)
-    config = ServerConfig(
+    config = EngineConfig(
         model=tiny_model,
         connector_extra=VERIFIED,
         environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from tests.amounts import amount
@@ -25,6 +23,7 @@ from tests.integration.engine.fixtures import ANSWER_TOKENS, MAX_TOKENS, SEED, V
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     PATIENT,
+    PREEMPTIONS,
     SHADOWED,
     damage,
     hits,
@@ -33,6 +32,7 @@ from tests.integration.engine.support import (
     node_for,
     wait_until,
 )
+from tests.kit.engines import EngineConfig, EngineServer, complete_many
 from tests.kit.hybrid_models import STATE_BLOCK_TOKENS, build_hybrid
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -61,13 +61,13 @@ class Recurrent(NamedTuple):
     answers: list[Answer]
     computed: list[Answer]
 
-    def served(self, socket: Path, **changes: Any) -> ServerConfig:
+    def served(self, socket: Path, **changes: Any) -> EngineConfig:
         """An engine with the connector; it verifies every load unless `changes` say otherwise."""
         changes = {"connector_extra": VERIFIED, **changes}
-        return ServerConfig(model=self.model, dtype="bfloat16", socket=socket, **changes)
+        return EngineConfig(model=self.model, dtype="bfloat16", socket=socket, **changes)
 
 
-def ask(engine: VllmServer, prompts: Sequence[tuple[int, ...]], *, forget: bool) -> list[Answer]:
+def ask(engine: EngineServer, prompts: Sequence[tuple[int, ...]], *, forget: bool) -> list[Answer]:
     """Answers one by one, each with the engine's own cache emptied before it or not."""
     answers = []
     for prompt in prompts:
@@ -92,7 +92,7 @@ def recurrent(
             tail = text_tokens(source, encode, source.randrange(1, STATE_BLOCK_TOKENS))
             prompts.append((*stem, *tail))
     with vllm.start(
-        ServerConfig(model=model, dtype="bfloat16"), log=directory / "own.log"
+        EngineConfig(model=model, dtype="bfloat16"), log=directory / "own.log"
     ) as engine:
         for _ in range(2):
             ask(engine, prompts, forget=False)
@@ -125,8 +125,8 @@ def test_states_stored_amid_preemption_are_those_of_their_keys(
     config = recurrent.served(node.socket, kv_blocks=FEW_BLOCKS, max_model_len=2560)
     with vllm.start(config, log=tmp_path / "few.log") as engine:
         for _ in range(2):
-            engine.complete_many(recurrent.prompts, max_tokens=ANSWER_TOKENS, concurrency=16)
-        assert engine.hits().preemptions > 0, "blocks were few"
+            complete_many(engine, recurrent.prompts, max_tokens=ANSWER_TOKENS, concurrency=16)
+        assert engine.metrics()[PREEMPTIONS] > 0, "blocks were few"
         answers = ask(engine, recurrent.prompts, forget=True)
         compared = [
             (answer, own)

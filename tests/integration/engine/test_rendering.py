@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
+from kvstore.demo.engine_config import SERVED_NAME
 from kvstore.index.chain import block_keys
 from kvstore.router.engines.connections import EngineHttp
 from kvstore.router.engines.workers import WorkerAddress, Workers
@@ -23,6 +22,7 @@ from kvstore.router.keys.rendering import KeyPlan, Rendering
 from kvstore.router.keys.shapes import PLAIN_FIELDS
 from kvstore.routing.values import WorkerWord
 from tests.integration.engine.nursery import EngineNursery
+from tests.kit.engines import EngineConfig, EngineServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -191,9 +191,9 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(
     vllm: EngineNursery, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[VllmServer]:
+) -> Iterator[EngineServer]:
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "pythonic")
-    config = ServerConfig(model=model, arguments=("--enable-scale-out", *tools))
+    config = EngineConfig(model=model, arguments=("--enable-scale-out", *tools))
     log = tmp_path_factory.mktemp("log") / "engine.log"
     with vllm.start(config, log=log, warm=False) as started:
         yield started
@@ -202,7 +202,7 @@ def engine(
 class Witness:
     """A router's rendering beside the engine's."""
 
-    def __init__(self, engine: VllmServer, model: Path) -> None:
+    def __init__(self, engine: EngineServer, model: Path) -> None:
         self._engines, self._keys = EngineHttp(None), KeyProcess({SERVED_NAME: model})
         workers = Workers(lambda _: None)
         address = WorkerAddress(name="a", url=f"http://127.0.0.1:{engine.port}")
@@ -237,7 +237,7 @@ class Witness:
         await self._keys.close()
 
 
-def test_tokens_made_here_are_those_of_the_engine(engine: VllmServer, model: Path) -> None:
+def test_tokens_made_here_are_those_of_the_engine(engine: EngineServer, model: Path) -> None:
     """All else is left to it: that was not so for tools, calls, developers and parts of others."""
 
     async def scenario() -> dict[str, str]:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
+from kvstore.demo.engine_config import SERVED_NAME
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.router_process import RouterProcess
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import BLOCK_TOKENS, attached, wait_until
+from tests.kit.engines import EngineConfig
 from tests.kit.router_thread import ask
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -101,8 +102,8 @@ def test_turns_of_a_conversation_go_where_their_prefix_is(
             assert _chat(port, [{"role": "user", "content": "Hello"}])[0] in ("a", "b")
 
 
-def _config(model: Path, node: NodeProcess) -> ServerConfig:
-    return ServerConfig(model=model, socket=node.socket, arguments=("--enable-scale-out",))
+def _config(model: Path, node: NodeProcess) -> EngineConfig:
+    return EngineConfig(model=model, socket=node.socket, arguments=("--enable-scale-out",))
 
 
 def _converse(port: int, user: int) -> str:

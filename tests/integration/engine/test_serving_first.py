@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
+from kvstore.demo.engine_config import SERVED_NAME
 from kvstore.testing.router_process import RouterProcess
 from tests.integration.engine.nursery import EngineNursery
+from tests.kit.engines import EngineConfig
 from tests.kit.router_thread import ask
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -31,7 +32,7 @@ def test_prompts_that_wait_for_many_times_their_own_seconds_are_all_served(
     with ExitStack() as stack:
         engines = [
             stack.enter_context(
-                vllm.start(ServerConfig(model=medium_model), log=tmp_path / f"{name}.log")
+                vllm.start(EngineConfig(model=medium_model), log=tmp_path / f"{name}.log")
             )
             for name in "ab"
         ]

@@ -16,9 +16,6 @@ from typing import Literal
 import pytest
 
 from kvstore.client.core.lookups import SHADOW_CHECK
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
-from kvstore.demo.models import build_model
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.engine.why.findings import SPACE_DIGITS
 from kvstore.testing.process import NodeProcess
@@ -38,6 +35,8 @@ from tests.integration.engine.support import (
     no_alarm,
     wait_until,
 )
+from tests.kit.engines import EngineConfig, EngineServer, complete_many
+from tests.kit.models import build_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -75,13 +74,13 @@ def test_honest_prompts_raise_no_alarm(
     prompts = [text_tokens(rng, encode, length) for length in lengths]
     blocks = sum(length // BLOCK_TOKENS for length in lengths)
     with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        config = ServerConfig(
+        config = EngineConfig(
             model=tiny_model, dtype=dtype, socket=node.socket, connector_extra=SHADOWED
         )
         with vllm.start(config, log=tmp_path / "first.log") as engine:
-            engine.complete_many(prompts, max_tokens=1, concurrency=8)
+            complete_many(engine, prompts, max_tokens=1, concurrency=8)
             wait_until(lambda: blocks_in_dram(node) == blocks, "every block is stored")
-        config = ServerConfig(
+        config = EngineConfig(
             model=tiny_model,
             dtype=dtype,
             socket=node.socket,
@@ -90,7 +89,7 @@ def test_honest_prompts_raise_no_alarm(
             arguments=("--max-num-batched-tokens", "200"),
         )
         with vllm.start(config, log=tmp_path / "second.log") as engine:
-            done = engine.complete_many(prompts, max_tokens=1, concurrency=3)
+            done = complete_many(engine, prompts, max_tokens=1, concurrency=3)
             assert engine.hits().external_hits == 0, "every hit is computed"
             assert [answer.cached_tokens for answer in done] == [0] * len(prompts)
             wait_until(
@@ -111,7 +110,7 @@ def test_other_weights_under_the_same_fingerprint_are_seen_and_switched_off(
     with NodeProcess.start(tmp_path, dram="256MiB") as node:
         for seed in (1, 2):
             model = build_model(tmp_path / f"model{seed}", size="tiny", weights_seed=seed)
-            config = ServerConfig(
+            config = EngineConfig(
                 model=model,
                 socket=node.socket,
                 connector_extra=SHADOWED,
@@ -119,13 +118,13 @@ def test_other_weights_under_the_same_fingerprint_are_seen_and_switched_off(
             )
             with vllm.start(config, log=tmp_path / f"{seed}.log") as engine:
                 if seed == 1:
-                    engine.complete_many(prompts, max_tokens=1, concurrency=4)
+                    complete_many(engine, prompts, max_tokens=1, concurrency=4)
                     wait_until(lambda: blocks_in_dram(node) == 16, "every block is stored")
                 else:
                     _check_caught(node, engine, prompts)
 
 
-def _check_caught(node: NodeProcess, engine: VllmServer, prompts: list[tuple[int, ...]]) -> None:
+def _check_caught(node: NodeProcess, engine: EngineServer, prompts: list[tuple[int, ...]]) -> None:
     assert engine.complete(prompts[0], max_tokens=MAX_TOKENS).cached_tokens == 0
     wait_until(lambda: metric(node, DIVERGED) == 4, "all four blocks of it differ")
     assert metric(node, WORST) > 0.5

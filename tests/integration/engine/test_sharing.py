@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
-from kvstore.demo.models import build_model
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
@@ -18,11 +15,14 @@ from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
+    PREEMPTIONS,
     blocks_in_dram,
     inspect,
     node_for,
     wait_until,
 )
+from tests.kit.engines import EngineConfig, EngineServer, complete_many
+from tests.kit.models import build_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -37,8 +37,8 @@ def test_two_engines_share_blocks_and_two_models_do_not(
     other_model = build_model(tmp_path / "other", size="tiny", weights_seed=77)
     prompt = text_tokens(random.Random(SEED), encode, 4 * BLOCK_TOKENS + 9)
     with NodeProcess.start(tmp_path, dram="128MiB") as node:
-        mine = ServerConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
-        theirs = ServerConfig(model=other_model, socket=node.socket, connector_extra=PATIENT)
+        mine = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
+        theirs = EngineConfig(model=other_model, socket=node.socket, connector_extra=PATIENT)
         with (
             vllm.start(mine, log=tmp_path / "a.log") as a,
             vllm.start(mine, log=tmp_path / "b.log") as b,
@@ -66,7 +66,7 @@ def test_two_engines_share_blocks_and_two_models_do_not(
 
 
 def test_a_dram_of_four_slots_serves_what_it_can_and_answers_stay_right(
-    plain: VllmServer, encode: Encode, tmp_path: Path
+    plain: EngineServer, encode: Encode, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED + 1)
     prompts = [text_tokens(rng, encode, rng.randint(1, 6) * BLOCK_TOKENS + 3) for _ in range(12)]
@@ -75,7 +75,7 @@ def test_a_dram_of_four_slots_serves_what_it_can_and_answers_stay_right(
     with node_for(plain, tmp_path, dram=FOUR_SLOTS) as node:
         for _ in range(4):
             plain.forget()
-            done = plain.complete_many(prompts, max_tokens=6, concurrency=6)
+            done = complete_many(plain, prompts, max_tokens=6, concurrency=6)
             assert [c.tokens for c in done] == truth
         # One prompt at a time: its first block at least stays and is found.
         plain.complete(prompts[0], max_tokens=1)
@@ -94,7 +94,7 @@ def test_a_dram_full_of_leased_blocks_is_no_cache_and_no_trouble(
     rng = random.Random(SEED + 3)
     prompts = [text_tokens(rng, encode, 5 * BLOCK_TOKENS + 3) for _ in range(6)]
     with NodeProcess.start(tmp_path, dram="8MiB") as node:
-        config = ServerConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
+        config = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
         with vllm.start(config, log=tmp_path / "engine.log") as engine:
             reference = []
             for prompt in prompts:
@@ -135,7 +135,7 @@ def _lease_all_there_is(engine: RawEngine) -> list[tuple[list[bytes], LeaseReply
     raise AssertionError("the node never ran out")
 
 
-def _is_served(engine: VllmServer, prompt: tuple[int, ...]) -> bool:
+def _is_served(engine: EngineServer, prompt: tuple[int, ...]) -> bool:
     engine.forget()
     return engine.complete(prompt, max_tokens=1).cached_tokens > 0
 
@@ -147,7 +147,7 @@ def test_a_preempted_request_loads_its_own_blocks_when_it_resumes(
     prompts = [text_tokens(rng, encode, 3 * BLOCK_TOKENS + 20) for _ in range(6)]
     with NodeProcess.start(tmp_path, dram="256MiB") as node:
         # Three of these requests fit at their full length; six are begun.
-        config = ServerConfig(
+        config = EngineConfig(
             model=tiny_model,
             socket=node.socket,
             kv_blocks=22,
@@ -156,18 +156,18 @@ def test_a_preempted_request_loads_its_own_blocks_when_it_resumes(
             arguments=("--no-enable-prefix-caching",),
         )
         with vllm.start(config, log=tmp_path / "engine.log") as engine:
-            calm = engine.complete_many(prompts, max_tokens=3 * BLOCK_TOKENS, concurrency=3)
+            calm = complete_many(engine, prompts, max_tokens=3 * BLOCK_TOKENS, concurrency=3)
             # The last one's copies may still be under way: its next start would find less.
             held = len(prompts) * ((3 * BLOCK_TOKENS + 20 + 3 * BLOCK_TOKENS - 1) // BLOCK_TOKENS)
             wait_until(lambda: blocks_in_dram(node) == held, f"{held} blocks are stored")
-            before, computed_before = engine.hits(), engine.metrics()
-            done = engine.complete_many(prompts, max_tokens=3 * BLOCK_TOKENS, concurrency=6)
-            after, computed_after = engine.hits(), engine.metrics()
-    assert before.preemptions == 0
+            before = engine.metrics()
+            done = complete_many(engine, prompts, max_tokens=3 * BLOCK_TOKENS, concurrency=6)
+            after = engine.metrics()
+    assert before[PREEMPTIONS] == 0
     assert [c.tokens for c in done] == [c.tokens for c in calm]
-    preemptions = after.preemptions - before.preemptions
+    preemptions = after[PREEMPTIONS] - before[PREEMPTIONS]
     assert preemptions >= 1, "nothing was preempted: the test tests nothing"
     name = "vllm:kvstore_hit_tokens_total"
-    loaded = computed_after[name] - computed_before[name]
+    loaded = after[name] - before[name]
     # All six prompts are held, so every start loads 3 blocks; a resumption also what it decoded.
     assert loaded >= 3 * BLOCK_TOKENS * (len(prompts) + preemptions)

@@ -15,9 +15,7 @@ from threading import Thread
 
 import pytest
 
-from kvstore.demo.engine import EngineError, VllmServer
-from kvstore.demo.engine_config import ServerConfig
-from kvstore.demo.models import SHAPES, build_model
+from kvstore.demo.engine import EngineError
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from tests.amounts import amount
@@ -30,6 +28,8 @@ from tests.integration.engine.support import (
     inspect,
     wait_until,
 )
+from tests.kit.engines import EngineConfig, EngineServer, complete_many, worker_pids
+from tests.kit.models import SHAPES, build_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -62,8 +62,8 @@ def prompts(encode: Encode) -> list[tuple[int, ...]]:
     return [text_tokens(rng, encode, length) for length in lengths]
 
 
-def config(model: Path, node: NodeProcess, *arguments: str) -> ServerConfig:
-    return ServerConfig(
+def config(model: Path, node: NodeProcess, *arguments: str) -> EngineConfig:
+    return EngineConfig(
         model=model,
         socket=node.socket,
         max_model_len=1024,
@@ -76,13 +76,13 @@ def full_blocks(prompts: Sequence[Sequence[int]]) -> int:
     return sum(len(prompt) // BLOCK_TOKENS for prompt in prompts)
 
 
-def complete(engine: VllmServer, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=CONCURRENCY)
+def complete(engine: EngineServer, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    done = complete_many(engine, prompts, max_tokens=MAX_TOKENS, concurrency=CONCURRENCY)
     return [completion.tokens for completion in done]
 
 
 def cold_then_from_dram(
-    engine: VllmServer, node: NodeProcess, prompts: list[tuple[int, ...]], *, slots_per_block: int
+    engine: EngineServer, node: NodeProcess, prompts: list[tuple[int, ...]], *, slots_per_block: int
 ) -> list[tuple[int, ...]]:
     """Tokens of a cold pass, after seeing that a pass from dram gives the same."""
     held, hits = blocks_in_dram(node), engine.hits().external_hits
@@ -99,7 +99,7 @@ def cold_then_from_dram(
 
 
 def assert_mostly_loaded(
-    engine: VllmServer, prompts: Sequence[Sequence[int]], *, before: float = 0
+    engine: EngineServer, prompts: Sequence[Sequence[int]], *, before: float = 0
 ) -> None:
     """Most blocks came from dram. Not all: on a machine that is busy with two ranks, an answer of
     the node may come after the deadline, and then the request is computed."""
@@ -117,7 +117,7 @@ def test_two_ranks_give_the_same_tokens_cold_from_dram_from_files_and_after_a_re
         first = stack.enter_context(NodeProcess.start(tmp_path, dram="512MiB", flags=flags))
         two = config(tiny_model, first, *TWO_HEADS)
         engine = stack.enter_context(vllm.start(two, log=tmp_path / "two.log"))
-        assert len(engine.worker_pids) == 2
+        assert len(worker_pids(engine)) == 2
         cold = cold_then_from_dram(engine, first, prompts, slots_per_block=2)
         wait_until(lambda: blocks_on_disk(first) == slots, "everything is on disk")
         first.kill()
@@ -145,13 +145,13 @@ def test_two_ranks_give_the_same_tokens_cold_from_dram_from_files_and_after_a_re
         wait_until(lambda: at_baseline(node), "the node is back at baseline")
 
 
-def is_served(engine: VllmServer, node: NodeProcess) -> bool:
+def is_served(engine: EngineServer, node: NodeProcess) -> bool:
     """An idle engine looks for nobody, so it is asked something."""
     engine.warm_up()
     return has_session(node)
 
 
-def kill_one_rank_under_load(engine: VllmServer, prompts: list[tuple[int, ...]]) -> None:
+def kill_one_rank_under_load(engine: EngineServer, prompts: list[tuple[int, ...]]) -> None:
     """SIGKILL to the second worker while loads run; returns when vLLM has ended. It ends by itself,
     but for its HTTP server, which sometimes waits for the answers that nobody will give."""
     engine.forget()
@@ -159,14 +159,14 @@ def kill_one_rank_under_load(engine: VllmServer, prompts: list[tuple[int, ...]])
 
     def busy() -> None:
         try:
-            engine.complete_many(prompts * 6, max_tokens=40, concurrency=6)
+            complete_many(engine, prompts * 6, max_tokens=40, concurrency=6)
         except EngineError:
             return  # it is being killed
 
     load = Thread(target=busy)
     load.start()
     wait_until(lambda: engine.hits().external_hits > before, "loads are under way")
-    os.kill(engine.worker_pids[1], signal.SIGKILL)
+    os.kill(worker_pids(engine)[1], signal.SIGKILL)
     engine.wait(30)
     engine.kill()
     load.join(60)
@@ -192,7 +192,7 @@ def test_replicated_heads_are_stored_once_and_shared_with_an_engine_of_one_rank(
     model = build_model(tmp_path / "model", size="tiny-one-head")
     few = prompts[:12]
     with vllm.start(config(model, node, *TWO_HEADS), log=tmp_path / "two.log") as engine:
-        assert len(engine.worker_pids) == 2
+        assert len(worker_pids(engine)) == 2
         cold_then_from_dram(engine, node, few, slots_per_block=1)
     block_bytes = BLOCK_TOKENS * SHAPES["tiny-one-head"].kv_bytes_per_token(4)
     (dram,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "dram"]
@@ -213,5 +213,5 @@ def test_pipeline_stages_give_the_same_tokens_cold_and_from_dram(
 ) -> None:
     few = prompts[:12]
     with vllm.start(config(tiny_model, node, *TWO_STAGES), log=tmp_path / "stages.log") as engine:
-        assert len(engine.worker_pids) == 2
+        assert len(worker_pids(engine)) == 2
         cold_then_from_dram(engine, node, few, slots_per_block=2)

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
-from kvstore.demo.models import build_model
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.fixtures import MAX_TOKENS, SEED, Reference
@@ -24,6 +21,8 @@ from tests.integration.engine.support import (
     node_for,
     wait_until,
 )
+from tests.kit.engines import EngineConfig, EngineServer, complete_many
+from tests.kit.models import build_model
 
 FEW_BLOCKS = 40
 OWN_ERRORS = "vllm:kvstore_connector_errors_total"
@@ -32,13 +31,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def node(plain: VllmServer, tmp_path: Path) -> Iterator[NodeProcess]:
+def node(plain: EngineServer, tmp_path: Path) -> Iterator[NodeProcess]:
     with node_for(plain, tmp_path, dram="512MiB") as process:
         yield process
 
 
 def loaded_in_two_rounds(
-    engine: VllmServer, prompts: Sequence[tuple[int, ...]], reference: Reference
+    engine: EngineServer, prompts: Sequence[tuple[int, ...]], reference: Reference
 ) -> list[int]:
     """Tokens from the node in each round, the engine's own cache empty before it. All answers are
     those of the reference."""
@@ -46,7 +45,7 @@ def loaded_in_two_rounds(
     for _ in range(2):
         engine.forget()
         before = engine.hits().external_hits
-        done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
+        done = complete_many(engine, prompts, max_tokens=MAX_TOKENS, concurrency=8)
         assert [i for i, c in enumerate(done) if c.tokens != reference.answers[i]] == []
         loaded.append(int(engine.hits().external_hits - before))
     return loaded
@@ -54,7 +53,7 @@ def loaded_in_two_rounds(
 
 def test_tokens_are_identical_cold_from_dram_and_in_another_engine(
     vllm: EngineNursery,
-    plain: VllmServer,
+    plain: EngineServer,
     node: NodeProcess,
     prompts: Sequence[tuple[int, ...]],
     reference: Reference,
@@ -67,14 +66,14 @@ def test_tokens_are_identical_cold_from_dram_and_in_another_engine(
 
     # Another engine process: its own cache is empty, the node's is not.
     with vllm.start(plain.config, log=tmp_path / "second.log") as engine:
-        done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
+        done = complete_many(engine, prompts, max_tokens=MAX_TOKENS, concurrency=8)
         assert [i for i, c in enumerate(done) if c.tokens != reference.answers[i]] == []
         assert engine.hits().external_hits >= distinct
 
 
 def test_tokens_are_identical_where_copies_are_those_of_a_gpu(
     vllm: EngineNursery,
-    plain: VllmServer,
+    plain: EngineServer,
     node: NodeProcess,
     prompts: Sequence[tuple[int, ...]],
     reference: Reference,
@@ -95,7 +94,7 @@ def test_tokens_are_identical_where_copies_are_those_of_a_gpu(
 
 
 def test_one_token_requests_and_the_last_request_before_idle_are_stored(
-    plain: VllmServer, node: NodeProcess, encode: Encode
+    plain: EngineServer, node: NodeProcess, encode: Encode
 ) -> None:
     rng = random.Random(SEED)
     prompt = text_tokens(rng, encode, 5 * BLOCK_TOKENS + 7)
@@ -109,7 +108,7 @@ def test_one_token_requests_and_the_last_request_before_idle_are_stored(
 
 
 def test_blocks_that_fill_during_decoding_serve_the_next_turn(
-    plain: VllmServer, node: NodeProcess, encode: Encode
+    plain: EngineServer, node: NodeProcess, encode: Encode
 ) -> None:
     rng = random.Random(SEED + 1)
     first = text_tokens(rng, encode, 2 * BLOCK_TOKENS + 40)
@@ -134,16 +133,15 @@ def test_other_weights_in_the_same_directory_hit_nothing(
     for seed in (1, 2):
         (directory.rename(tmp_path / "earlier") if directory.exists() else None)
         build_model(directory, size="tiny", weights_seed=seed)
-        config = ServerConfig(model=directory, socket=node.socket, connector_extra=PATIENT)
+        config = EngineConfig(model=directory, socket=node.socket, connector_extra=PATIENT)
         with vllm.start(config, log=tmp_path / f"{seed}.log") as engine:
             held = blocks_in_dram(node)
             engine.complete(prompt, max_tokens=2)
             wait_until(partial(_holds, node, held + 4), "all four are stored")
             engine.forget()
             engine.complete(prompt, max_tokens=2)
-            counts = engine.hits()
-            hits.append((counts.external_queries, counts.external_hits))
-    (_, first_hits), (_, second_hits) = hits
+            hits.append(engine.hits().external_hits)
+    first_hits, second_hits = hits
     # Each engine hits its own blocks once, after `forget`; the second hits none of the first's.
     assert first_hits == second_hits
     assert 0 < second_hits <= 4 * BLOCK_TOKENS

@@ -15,9 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import ServerConfig
-from kvstore.demo.models import build_model
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from tests.amounts import amount
@@ -26,10 +23,13 @@ from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
+    PREEMPTIONS,
     blocks_in_dram,
     inspect,
     wait_until,
 )
+from tests.kit.engines import EngineConfig, EngineServer, abandon, complete_many
+from tests.kit.models import build_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -53,11 +53,11 @@ def test_bfloat16_tokens_are_those_of_the_engines_own_hit_of_the_same_length(
     lengths = [rng.randint(1, 5) * BLOCK_TOKENS + rng.randint(1, 100) for _ in range(60)]
     prompts = [text_tokens(rng, encode, length) for length in lengths]
     with NodeProcess.start(tmp_path, dram="256MiB") as node:
-        config = ServerConfig(
+        config = EngineConfig(
             model=tiny_model, dtype="bfloat16", socket=node.socket, connector_extra=VERIFIED
         )
         with vllm.start(config, log=tmp_path / "engine.log") as engine:
-            engine.complete_many(prompts, max_tokens=1, concurrency=8)
+            complete_many(engine, prompts, max_tokens=1, concurrency=8)
             own = [engine.complete(prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
             assert engine.hits().external_hits == 0
             blocks = sum(length // BLOCK_TOKENS for length in lengths)
@@ -78,7 +78,7 @@ def test_drafts_chunks_few_blocks_aborts_and_resets_change_no_token(
     tmp_path: Path,
 ) -> None:
     with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        config = ServerConfig(
+        config = EngineConfig(
             model=tiny_model,
             socket=node.socket,
             max_model_len=1280,
@@ -103,14 +103,14 @@ def test_drafts_chunks_few_blocks_aborts_and_resets_change_no_token(
             assert not engine.metrics().get(OWN_ERRORS)
 
 
-def _hold_conversations(engine: VllmServer, reference: Reference) -> None:
+def _hold_conversations(engine: EngineServer, reference: Reference) -> None:
     """Both turns of all; the second finds what the first one's decoding has filled."""
     talks = reference.conversations
-    before = engine.hits()
-    first = engine.complete_many([t.first for t in talks], max_tokens=ANSWER_TOKENS, concurrency=8)
+    before = engine.metrics()[PREEMPTIONS]
+    first = complete_many(engine, [t.first for t in talks], max_tokens=ANSWER_TOKENS, concurrency=8)
     assert [done.tokens for done in first] == [talk.answer for talk in talks]
-    counts, after = engine.metrics(), engine.hits()
-    assert after.preemptions > before.preemptions, "nothing was preempted: the test tests nothing"
+    counts = engine.metrics()
+    assert counts[PREEMPTIONS] > before, "nothing was preempted: the test tests nothing"
     assert 0 < counts[ACCEPTED] < counts[DRAFTED], "all drafts had the same fate"
     engine.forget()
     for talk in talks:
@@ -123,17 +123,19 @@ def _hold_conversations(engine: VllmServer, reference: Reference) -> None:
         assert loaded == (history - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def _ask_all(engine: VllmServer, prompts: Sequence[tuple[int, ...]], reference: Reference) -> None:
+def _ask_all(
+    engine: EngineServer, prompts: Sequence[tuple[int, ...]], reference: Reference
+) -> None:
     """Twice, so that the second time is from the store."""
     for _ in range(2):
         hits = engine.hits().external_hits
-        done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
+        done = complete_many(engine, prompts, max_tokens=MAX_TOKENS, concurrency=8)
         assert [c.tokens for c in done] == reference.answers
         engine.forget()
     assert engine.hits().external_hits > hits
 
 
-def _abandon_some(engine: VllmServer, prompts: Sequence[tuple[int, ...]]) -> None:
+def _abandon_some(engine: EngineServer, prompts: Sequence[tuple[int, ...]]) -> None:
     """Hang up at any moment: waiting, loading, computing, storing, decoding."""
     rng = random.Random(SEED + 11)
     engine.warm_up()  # counts travel with answers
@@ -145,9 +147,9 @@ def _abandon_some(engine: VllmServer, prompts: Sequence[tuple[int, ...]]) -> Non
     assert engine.metrics()[LOADED_BYTES] > loaded, "nothing was loaded for them"
 
 
-def _abandon(engine: VllmServer, prompt: Sequence[int], *, after_s: float) -> None:
+def _abandon(engine: EngineServer, prompt: Sequence[int], *, after_s: float) -> None:
     end = time.monotonic() + after_s
-    engine.abandon(prompt, max_tokens=ANSWER_TOKENS, until=lambda: time.monotonic() >= end)
+    abandon(engine, prompt, max_tokens=ANSWER_TOKENS, until=lambda: time.monotonic() >= end)
 
 
 def _has_more(node: NodeProcess, blocks: int) -> bool:
@@ -155,14 +157,14 @@ def _has_more(node: NodeProcess, blocks: int) -> bool:
 
 
 def _abandoned_half_way(
-    engine: VllmServer, node: NodeProcess, prompts: Sequence[Sequence[int]], blocks: int
+    engine: EngineServer, node: NodeProcess, prompts: Sequence[Sequence[int]], blocks: int
 ) -> tuple[Sequence[int], int]:
     """The first of these prompts of so many blocks that is not computed to its end, as those are
     whose abort comes late on a busy machine; and how many of its blocks are there."""
     for prompt in prompts:
         before = blocks_in_dram(node)
         begun = partial(_has_more, node, before + 100)
-        engine.abandon(prompt, max_tokens=4, until=begun)
+        abandon(engine, prompt, max_tokens=4, until=begun)
         engine.forget()
         if (held := blocks_in_dram(node) - before) < blocks:
             return prompt, held
@@ -180,7 +182,7 @@ def test_a_prompt_of_many_blocks_and_one_that_is_abandoned_half_way(
         for count in (blocks, *[few] * ABANDONED_MAX)
     )
     with NodeProcess.start(tmp_path, dram="1GiB") as node:
-        config = ServerConfig(
+        config = EngineConfig(
             model=model,
             socket=node.socket,
             max_model_len=(blocks + 8) * block_tokens,

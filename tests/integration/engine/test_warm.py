@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import Completion, VllmServer
+from kvstore.demo.engine import Completion
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.supervisor.upgrade import ask_for_upgrade
 from tests.integration.engine.support import (
@@ -19,6 +19,7 @@ from tests.integration.engine.support import (
     serves,
     wait_until,
 )
+from tests.kit.engines import EngineServer, complete_many
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,7 +28,7 @@ PROMPTS = 12
 
 
 def test_answers_and_hits_are_the_same_after_a_crash_and_an_upgrade(
-    plain: VllmServer, encode: Encode, tmp_path: Path
+    plain: EngineServer, encode: Encode, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED)
     lengths = [rng.randint(1, 3) * BLOCK_TOKENS + rng.randint(1, 100) for _ in range(PROMPTS)]
@@ -36,7 +37,7 @@ def test_answers_and_hits_are_the_same_after_a_crash_and_an_upgrade(
 
     def ask() -> list[Completion]:
         plain.forget()
-        return plain.complete_many(prompts, max_tokens=6, concurrency=2)
+        return complete_many(plain, prompts, max_tokens=6, concurrency=2)
 
     with node_for(plain, tmp_path, dram="256MiB") as node:
         cold = ask()

@@ -14,11 +14,12 @@ import psutil
 import pytest
 import zmq
 
-from kvstore.testing.indexer import Indexer
+from kvstore.installation import lacking
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.kv_events import SEQUENCE_BYTES
 from tests.integration.node.conftest import eventually
+from tests.kit.event_indexer import Indexer
 
 pytestmark = pytest.mark.slow
 
@@ -253,4 +254,4 @@ def test_without_pyzmq_the_extra_is_named(tmp_path: Path) -> None:
         timeout=60,
     )
     assert result.returncode == 2
-    assert result.stderr == "kvstore: --events needs pyzmq: pip install 'kvstore-llm[events]'\n"
+    assert result.stderr == f"kvstore: {lacking('--events', 'pyzmq', 'events')}\n"

@@ -48,6 +48,7 @@ def end_request(node: NodeProcess, engine: RawEngine, request: str, **changes: A
         "queued_ns": 3 * NS_PER_MS // 10,
         "lookup_ns": 2 * NS_PER_MS // 10,
         "load_ns": 12 * NS_PER_MS,
+        "saved_ns": 40 * NS_PER_MS,
         "stored_blocks": 5,
     }
     assert engine.scheduler.send(Story(**(fields | changes)))
@@ -61,10 +62,11 @@ def end_request(node: NodeProcess, engine: RawEngine, request: str, **changes: A
 GOLDEN = """\
 request  cmpl-4f1a-0-1f2e3d4c
 engine   one (llama), tenant default, space SPACE
-ended    AGE s ago
+ended    AGE ago
 prompt   83 tokens: 0 in the engine's own cache, 48 loaded (48 from dram, 0 from disk), 35 computed
 outcome  loaded
 times    queued 0.3 ms, lookup 0.2 ms, waited for blocks 0.0 ms, load 12.0 ms
+saved    27.8 ms: 40.0 ms of prefill less 12.2 ms of waits
 stored   5 blocks of it are stored, or were already
 
 blocks  tokens  tier  missed         why
@@ -79,7 +81,7 @@ def test_the_story_of_one_request(node: NodeProcess, engine: RawEngine) -> None:
     done = kvstore("explain", "cmpl-4f1a", "--socket", str(node.socket))
     assert (done.returncode, done.stderr) == (0, "")
     text = re.sub(r"space [0-9a-f]{16}", "space SPACE", done.stdout)
-    text = re.sub(r"ended    [0-9.]+ s", "ended    AGE s", text)
+    text = re.sub(r"ended    [0-9.]+ m?s", "ended    AGE", text)
     assert [line.rstrip() for line in text.splitlines()] == GOLDEN.splitlines()
 
 
@@ -100,7 +102,8 @@ def test_several_that_fit_are_listed(node: NodeProcess, engine: RawEngine) -> No
         end_request(node, engine, request, outcome="deadline", loaded_tokens=0)
     done = kvstore("explain", "4f1a", "--socket", str(node.socket))
     header, first, second, advice = done.stdout.splitlines()
-    assert header.split()[:2] == ["request", "ended"]
+    names = ["request", "ended", "prompt", "prefix", "cache", "loaded", "from", "disk", "lookup"]
+    assert header.split() == [*names, "outcome"]
     assert first.startswith("cmpl-4f1a-1-bbbbbbbb")
     assert second.startswith("cmpl-4f1a-0-aaaaaaaa")
     assert second.rstrip().endswith("deadline")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.scenarios import slow_disk
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.wire.learned import decode_learned
@@ -67,6 +70,27 @@ def test_a_restarted_node_serves_what_was_written(tmp_path: Path, end: str) -> N
         reply = engine.lease(keys)
         assert engine.read(reply) == whole(keys, engine)
         assert tiers(node)["dram"]["blocks"] == 40
+
+
+def test_a_directory_that_was_removed_is_made_again_and_serves_the_next_start(
+    tmp_path: Path,
+) -> None:
+    files, keys = tmp_path / "files", make_keys(80)
+    old, new = keys[:40], keys[40:]
+    with start(tmp_path / "a", files) as node, RawEngine(node.socket) as engine:
+        engine.open()
+        engine.store(old)
+        assert written(node, 40)
+        shutil.rmtree(files)
+        engine.store(new)
+        assert written(node, 80), "what is gone is noticed when it is read"
+        assert page(node, "/healthz") == (200, "ok\n")
+    assert f"{files} was removed, with its blocks, and is made again" in node.log
+    with start(tmp_path / "a", files) as node, RawEngine(node.socket) as engine:
+        engine.open()
+        assert written(node, 40)
+        reply = engine.lease(new)
+        assert engine.read(reply) == whole(new, engine)
 
 
 def test_what_dram_lost_comes_back_from_disk(tmp_path: Path) -> None:
@@ -263,7 +287,7 @@ def test_second_sight_keeps_what_is_named_once_off_the_disk(tmp_path: Path) -> N
         engine.hint(keys[:10])
         assert written(node, 10)
         assert [tiers(node)[t]["policy"] for t in ("dram", "file")] == ["reuse", "second-sight"]
-        assert metric(node, "file_blocks_not_admitted_total") == 40
+        assert metric(node, 'file_blocks_not_written_total{reason="admission"}') == 40
         assert "\nkvstore_file_budget_left_bytes " not in page(node, "/metrics")[1]
         node.kill()
     with start(tmp_path / "a", tmp_path / "files", flags=flags) as node:
@@ -284,8 +308,9 @@ def test_a_used_up_budget_stops_writes_and_no_loads(tmp_path: Path) -> None:
         engine.open()
 
         def dealt_with(count: int) -> bool:
-            names = ("written", "not_admitted", "over_budget")
-            return sum(metric(node, f"file_blocks_{name}_total") for name in names) == count
+            reasons = [f'not_written_total{{reason="{why}"}}' for why in ("admission", "budget")]
+            names = ("written_total", *reasons)
+            return sum(metric(node, f"file_blocks_{name}") for name in names) == count
 
         for begin in range(0, len(keys), 10):
             engine.store(keys[begin : begin + 10])
@@ -293,7 +318,9 @@ def test_a_used_up_budget_stops_writes_and_no_loads(tmp_path: Path) -> None:
         file = tiers(node)["file"]
         assert 3 * budget // 4 <= file["blocks"] * record <= budget
         assert file["blocks"] + file["not_admitted"] + file["over_budget"] == len(keys)
-        assert file["not_admitted"] == metric(node, "file_blocks_not_admitted_total")
+        assert file["not_admitted"] == metric(
+            node, 'file_blocks_not_written_total{reason="admission"}'
+        )
         left = metric(node, "file_budget_left_bytes")
         assert left == pytest.approx(budget - file["blocks"] * record, abs=record)
         # Dram lost them long ago.
@@ -308,3 +335,18 @@ def spent(directory: Path) -> int:
     """What the note beside the segments says was written of the day's budget."""
     note = directory / "learned"
     return decode_learned(note.read_bytes()).spent.size_bytes if note.exists() else 0
+
+
+def test_the_disk_that_a_benchmark_slows_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_disk, "WORK", tmp_path)
+    pace, keys = tmp_path / "pace", make_keys(40)
+    pace.write_text("5000")  # nanoseconds per byte
+    with slow_disk.start_node(pace, "tiny") as node, RawEngine(node.socket) as engine:
+        engine.open()
+        begun_s = time.monotonic()
+        engine.store(keys)
+        assert written(node, len(keys))
+    page_bytes = 4096  # beside each block
+    assert time.monotonic() - begun_s > len(keys) * page_bytes * 5000 / 1e9

@@ -150,8 +150,8 @@ def test_an_engine_elsewhere_is_served_as_without_hbm(node: NodeProcess) -> None
 def test_without_a_gpu_the_flag_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(NodeFailed) as failed, NodeProcess.start(tmp_path, flags=FLAGS):
         pass
-    assert "hbm of 4 MiB cannot be had on GPU 0: cuda" in failed.value.stderr
-    assert "or leave it out" in failed.value.stderr
+    assert "hbm of 4 MiB cannot be had on GPU 0: no NVIDIA driver" in failed.value.stderr
+    assert "or leave --hbm out" in failed.value.stderr
     assert "Traceback" not in failed.value.stderr
 
 

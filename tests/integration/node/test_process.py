@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -24,7 +25,9 @@ from kvstore.client.link import Lost
 from kvstore.node.priority import ThreadPriority
 from kvstore.obs.metrics import METRICS
 from kvstore.testing.process import NodeFailed, NodeProcess, children_of
-from kvstore.testing.raw_engine import RawEngine, make_keys
+from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
+from kvstore.units import NS_PER_S
+from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
 
 pytestmark = pytest.mark.slow
@@ -289,10 +292,20 @@ def test_what_an_engine_does_is_counted(node: NodeProcess) -> None:
     with RawEngine(node.socket) as engine:
         engine.open()
         engine.store(make_keys(7))
-        engine.lease_stored(make_keys(7))
+        reply = engine.lease_stored(make_keys(7))
+        story = Story("r", prompt_tokens=9 * BLOCK_TOKENS, loaded_tokens=7 * BLOCK_TOKENS)
+        its = {"session": engine.session, "leases": [reply.lease], "saved_ns": 3 * NS_PER_S}
+        assert engine.scheduler.send(msgspec.structs.replace(story, load_ns=NS_PER_S, **its))
+        hit = 'kvstore_blocks_hit_total{tier="dram"}'
+        assert eventually(lambda: sample(page(node, "/metrics")[1], hit) == 7)
         metrics = page(node, "/metrics")[1]
     assert sample(metrics, "kvstore_stores_sealed_total") == 7
-    assert sample(metrics, "kvstore_blocks_hit_total") >= 7
+    assert sample(metrics, 'kvstore_blocks_missed_total{reason="other"}') == 2, "not asked for"
+    of = '{model="model",tenant="default"}'
+    assert sample(metrics, "kvstore_prompt_tokens_total" + of) == 9 * BLOCK_TOKENS
+    assert sample(metrics, "kvstore_loaded_tokens_total" + of) == 7 * BLOCK_TOKENS
+    assert sample(metrics, "kvstore_saved_prefill_seconds_total" + of) == 3
+    assert sample(metrics, "kvstore_waited_seconds_total" + of) == 1
     assert sample(metrics, 'kvstore_blocks{tier="dram"}') == 7
     assert sample(metrics, 'kvstore_slots{state="sealed"}') == 7
     assert sample(metrics, "kvstore_leases") == 1

@@ -370,6 +370,15 @@ def test_https_with_api_keys_and_without(worker: ScriptedWorker, tmp_path: Path)
         with pytest.raises((ssl.SSLError, ConnectionError)):
             https(router.port, context)
         assert https(router.port, certified) == 200
+        requests = worker.seen()["requests"]
+        plain = http.client.HTTPConnection("127.0.0.1", router.port, timeout=10)
+        with contextlib.closing(plain):
+            plain.request("POST", "/v1/completions", BODY, {"Content-Type": "application/json"})
+            answer = plain.getresponse()
+            assert answer.status == 400
+            assert json.loads(answer.read())["error"]["message"] == door.NEEDS_TLS
+        assert worker.seen()["requests"] == requests
+        assert https(router.port, certified) == 200
     with RouterThread([worker.flag], api_keys=str(keys), **flags) as router:
         assert https(router.port, context) == 401
         assert https(router.port, context, Authorization="Bearer key-of-team-a-0001") == 200

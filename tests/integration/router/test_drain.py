@@ -209,7 +209,7 @@ def start_with_few(directory: Path, workers: list[ScriptedWorker]) -> RouterProc
         timeout_s=READY_TIMEOUT_S,
         python=program,
     )
-    return RouterProcess(process, log, line)
+    return RouterProcess(process, line, log)
 
 
 def blames_nobody(router: RouterProcess) -> bool:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvstore.config.cluster import resolve_replica
+from kvstore.config.cluster import ReplicaConfig
 from kvstore.indexer.replica import Replica
 from kvstore.net.aio import LoopThread
 from kvstore.net.http import Page
@@ -226,7 +226,11 @@ def test_a_lost_index_is_on_the_page_until_it_is_back() -> None:
     loop = LoopThread("index")
 
     def replica(listen: str) -> Replica:
-        return Replica(resolve_replica(listen, 1 << 16, option="--listen"), None, loop)
+        host, _, port = listen.rpartition(":")
+        config = ReplicaConfig(
+            host=host, port=int(port), entry_count_max=1 << 16, option="--listen"
+        )
+        return Replica(config, None, loop)
 
     index = replica("127.0.0.1:0")
     try:

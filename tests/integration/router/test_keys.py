@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvstore.index.chain import adapter_keys, block_keys
@@ -161,14 +162,23 @@ def test_keys_of_another_seed_are_red(
 
 
 def test_without_render_endpoints_token_ids_prove_the_chain(
-    node: NodeProcess, worker: ScriptedWorker
+    node: NodeProcess, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.script("ok", renders=False)
     with storing(node, worker), routed(node, worker) as router:
         until(lambda: router.router.workers["a"].has_parity)
+        warned = "worker a tokenizes no prompts: /render answers 403: start its vLLM with --enable"
+        assert caplog.text.count(warned) == 1, "before any request"
         assert router.ask(ASK | {"prompt": TEXT})[0] == 200
         assert arrived(router)[-1].prefix is None, "no tokens: nobody rendered"
         assert arrived(router)[-1].request.keys[:32] != b""
+        note = "tokenized by a, so the index is not used for them (/render answers 403: start its"
+        assert f"{note} vLLM with --enable-scale-out)" in healthz(router)
+        assert caplog.text.count(warned) == 1, "once"
+        worker.script("ok", renders=True)
+        router.router.workers["a"].renders_after_s = 0.0
+        assert router.ask(ASK | {"prompt": TEXT})[0] == 200
+        assert "tokenized" not in healthz(router)
 
 
 def test_an_engine_that_stores_nothing_is_red(
@@ -198,6 +208,15 @@ def test_hits_that_the_engine_does_not_have_degrade_it(
         router.on_loop(lambda: observe(10, 40))
         assert state(router) == "load-only"
         assert "of the tokens that the index" in seen.parity
+        assert "disable_lookahead_block_hashes" not in healthz(router)
+
+        def observe_without_a_connector() -> None:
+            seen.address = msgspec.structs.replace(seen.address, space="ab" * 32)
+            seen.parity, seen.has_parity = "", True
+            observe(10, 40)
+
+        router.on_loop(observe_without_a_connector)
+        assert parity.AHEAD in healthz(router)
 
 
 def test_requests_with_an_adapter_are_routed_by_its_own_keys(

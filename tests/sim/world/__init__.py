@@ -6,7 +6,7 @@ stage        who lives in it; ground: time, chance, the story, and what parts se
 pushes       requests that one engine prefills for another
 machine, node, engine, rank      what lives in it; peers, index, cluster: what of a cluster
 copies, disk, mover, net, slab, sockets, threads, loop   what is simulated
-faults, cluster_faults           what goes wrong
+faults, cluster_faults, doubts   what goes wrong
 heal         after the faults: all converges
 parts        numbers and sizes that the others share
 """

@@ -100,7 +100,6 @@ class SimEngine:
             group_tokens=(BLOCK_TOKENS,) * len(self.kinds),
             group_names=tuple(self.kinds),
             lookup_deadline_ms=knobs.lookup_deadline_ms,
-            promotion_deadline_ms=knobs.promotion_deadline_ms,
             prefill_ns_per_token=knobs.prefill_ns_per_token,
             breaker_cooldown_ms=knobs.cooldown_ms,
             min_load_tokens=self.world.random.choice((0, BLOCK_TOKENS, 2 * BLOCK_TOKENS)),

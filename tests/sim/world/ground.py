@@ -198,6 +198,7 @@ class Machine(Protocol):
     disturbed_ns: int
     suspended_until_ns: int
     was_damaged: bool
+    doubted: set[tuple[int, int]]
 
     @property
     def now_ns(self) -> int: ...

@@ -1,9 +1,10 @@
-"""What a quota guarantees in the world: no group loses its share to another one.
+"""What a quota guarantees in the world: no group loses its share to another one; and that every
+block of a prompt is counted once.
 
 A step of the node in which only others spoke, and nothing was granted to a group, leaves the group
 its share, or all that it had if that was less.
 
-Does not cover: the accounts themselves (`Engine.check`), what a group may pin.
+Does not cover: the accounts themselves (`kit.engine_check`), what a group may pin.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Command, Event, Received, Send, Tick
-from kvstore.wire.messages import Grant, HelloRank, HelloScheduler
+from kvstore.wire.messages import Distrust, Grant, HelloRank, HelloScheduler
 from tests.sim.world.copies import Violation
 
 Bytes = dict[str, int]
@@ -63,5 +64,38 @@ class Guarantees:
             if event.connection not in self._groups:  # of the process before
                 return None
             concerned.add(self._groups[event.connection])
+            if isinstance(event.message, Distrust):  # perhaps of what another node's need brought
+                concerned.add(_OTHERS)
         granted = (c for c in commands if isinstance(c, Send) and isinstance(c.message, Grant))
         return concerned | {self._groups.get(c.connection, _OTHERS) for c in granted}
+
+
+class Accounts:
+    """Hits, and misses by reason, of one node process: by the tokens that stories name, blocks that
+    were neither loaded nor in the engine's own cache are the misses."""
+
+    def __init__(self) -> None:
+        self._last, self._hits, self.misses = 0, 0, 0
+
+    def check(self, engine: Engine) -> None:
+        """Raises Violation."""
+        stories = engine.explain._told
+        for told in reversed(stories):
+            row = told.row
+            if row.number <= self._last:
+                break
+            size = row.block_tokens or 1
+            total = row.prompt_tokens // size
+            own = min(row.local_tokens // size, total)
+            # One that was preempted loads what it had decoded, too.
+            loaded = min(row.loaded_tokens // size, total - own)
+            self._hits += loaded
+            self.misses += total - own - loaded
+        self._last = stories[-1].row.number if stories else 0
+        ledger = engine.explain.ledger
+        found = sum(ledger.hits.values()), sum(ledger.misses.values())
+        if found != (self._hits, self.misses):
+            raise Violation(
+                f"hits and misses are {(self._hits, self.misses)}, counted as {found}:"
+                f" {ledger.misses}"
+            )

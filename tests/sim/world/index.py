@@ -59,7 +59,8 @@ class SimReplica:
         )
         service = IndexService(LocalStore(self.index), demands_names=False)
         self.loop.create_task(service.tick())
-        handlers = {"Feed": (service.Feed, pb.FeedWord.FromString)}
+        forms = pb.FeedWord.FromString, pb.FeedOrder.SerializeToString
+        handlers = {"Feed": (service.Feed, *forms)}
         self._net.listen(self.address, self.name, self.loop, handlers)
 
     def end(self) -> None:

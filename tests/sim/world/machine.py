@@ -81,6 +81,8 @@ class Machine:
         """When something last happened that may end a lease before its time."""
         self.was_damaged = False
         """Bytes in its dram changed, in this life of its node or an earlier one."""
+        self.doubted: set[tuple[int, int]] = set()
+        """Slots and generations of good copies that a rank distrusted."""
         self.promoted = 0
         """Blocks that nodes which are gone read from disk."""
         self.kept = 0
@@ -126,6 +128,17 @@ class Machine:
     @property
     def node_runs(self) -> bool:
         return self.node_up and self.runs and self.world.now_ns >= self.stopped_until_ns
+
+    @property
+    def moving(self) -> list[tuple[int, int]]:
+        """Slots and generations of blocks that its node writes to others, and copies into hbm."""
+        if self._process is None:
+            return []
+        peers, slab = self._process.peers, self.memory.slab
+        found = [] if slab is None else slab.under_way()
+        for write in peers.pushing.values() if peers is not None else ():
+            found += zip(write.slots, write.generations, strict=True)
+        return found
 
     @property
     def engines(self) -> list[Guest]:

@@ -35,8 +35,8 @@ REPEATED: Final = "feed says it twice"
 
 Handler = Callable[[Any, Any], AsyncIterator[Any]]
 """A method of a servicer."""
-Handlers = Mapping[str, tuple[Handler, Callable[[bytes], Any]]]
-"""Name of a method → how it is served, and how its requests are decoded."""
+Handlers = Mapping[str, tuple[Handler, Callable[[bytes], Any], Callable[[Any], bytes]]]
+"""Name of a method → how it is served, its requests are decoded and its answers encoded."""
 
 
 class Aborted(Exception):
@@ -176,9 +176,8 @@ class SimChannel:
             call.cancel()
 
     def stream_stream(
-        self, path: str, *, request_serializer: Any, response_deserializer: Any, **_: Any
+        self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any
     ) -> Callable[[], SimCall]:
-        """Of a generated stub."""
         method = path.rpartition("/")[2]
 
         def begin() -> SimCall:
@@ -362,7 +361,7 @@ class _Stream:
         self.server_loop = listener.loop
         self.to_server = _Way(net, name, listener.name, listener.loop)
         self.to_client = _Way(net, listener.name, name, self.client_loop)
-        self._handler, self._decode = listener.handlers[method]
+        self._handler, self._decode, self._encode = listener.handlers[method]
         self._client_host = name
         self._call: SimCall | None = None
         self._requests = _Requests(self._decode)
@@ -443,7 +442,7 @@ class _Stream:
         call, status = self._call, (grpc.StatusCode.OK, "")
         try:
             async for answer in self._handler(self._requests, _Context(self)):
-                self.to_client.put(call.answered, answer.SerializeToString())
+                self.to_client.put(call.answered, self._encode(answer))
         except Aborted as aborted:
             status = (aborted.code, aborted.details)
         self._is_ended = True

@@ -1,6 +1,6 @@
 """One node process of the world: the real engine, its arena, its file tier; what the driver does.
 
-Checked all the time: `Engine.check()`; what is known to be bad is not asked for again, neither a
+Checked all the time: `kit.engine_check`; what is known to be bad is not asked for again, neither a
 copy in dram that failed its checksum nor a record that the file tier called gone; no shadow check
 finds another block.
 
@@ -53,11 +53,12 @@ from kvstore.engine.moves.files import FOREIGN_LOCATION
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Tier
 from kvstore.wire.layout import Slab
 from kvstore.wire.messages import Distrust, HelloRank, LeaseMore, LeaseReply
+from tests.kit import engine_check
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
 from tests.sim.world.disk import SimFiles
 from tests.sim.world.ground import Machine
-from tests.sim.world.guarantees import Guarantees
+from tests.sim.world.guarantees import Accounts, Guarantees
 from tests.sim.world.parts import WARM_KILL, Knobs, SimMemory
 from tests.sim.world.peers import SimPeers
 from tests.sim.world.slab import new_slab
@@ -121,6 +122,7 @@ class SimNode:
         )
         kept_bytes = config.arena_bytes - config.landing_bytes
         self._guarantees = Guarantees(knobs.quotas, arena_bytes=kept_bytes)
+        self._accounts = Accounts()
         self._first_events: list[Event] = [Ready(knobs.arena_bytes)]
         self.journal = self._new_journal(config) if kept is None else kept.journal
         journal = Journal(
@@ -153,7 +155,7 @@ class SimNode:
     def start(self) -> None:
         """Take over what there is, and serve."""
         self.feed(self._first_events)
-        self.engine.check()
+        engine_check.check_engine(self.engine)
         if self.peers is not None:
             self.peers.start()
 
@@ -199,11 +201,14 @@ class SimNode:
             before = self._guarantees.look(self.engine)
             commands = self.engine.step(events, self._machine.now_ns)
             self._guarantees.check(self.engine, before, events, commands)
+            self._accounts.check(self.engine)
             self._learn(events, commands)
             events = [e for command in commands for e in self._carry_out(command)]
+            if self.memory.slab is not None:
+                self.memory.slab.check()
             self._steps += 1
             if self._steps % self._check_interval == 0:
-                self.engine.check()
+                engine_check.check_engine(self.engine)
 
     def _carry_out(self, command: Command) -> Sequence[Event]:
         sockets = self._machine.sockets
@@ -213,6 +218,8 @@ class SimNode:
                 self.memory.slab.take(command)
             case RaiseGenerations(slots=slots, generations=generations):
                 self.memory.tier.raise_generations(slots.tolist(), generations.tolist())
+                if self.memory.slab is not None:
+                    self.memory.slab.has_left(slots.tolist())
             case Send(connection=connection, message=message):
                 if isinstance(message, LeaseReply | LeaseMore):
                     self._check_lent(message)
@@ -250,7 +257,8 @@ class SimNode:
                     self._ended.add(connection)
                 case Received(connection=connection, message=Distrust() as bad):
                     if connection not in self._ended:
-                        self._bad_copies |= _copies(bad.slots, bad.generations)
+                        named = _copies(bad.slots, bad.generations)
+                        self._bad_copies |= named - self._machine.doubted
                 case FileGone(locations=locations):
                     self._bad_places.update(np.frombuffer(locations, "<u8").tolist())
                 case _:

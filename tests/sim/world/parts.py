@@ -11,6 +11,7 @@ import functools
 import hashlib
 import random
 from collections import Counter
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -143,7 +144,6 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     io_deadline_ms: int = 2000
     io_cooldown_ms: int = 1000
     lookup_deadline_ms: int = 20
-    promotion_deadline_ms: int = 2000
     prefill_ns_per_token: int = 20_000_000
     """What the engine thinks that computing costs; steps of the world take milliseconds."""
     cooldown_ms: int = 1000
@@ -156,6 +156,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     machines: int = 1
     has_landing: bool = False
     """The end of each arena is for pushes."""
+    has_doubts: bool = False
+    """Ranks distrust shards of what is being copied."""
     hbm_slabs: int = 0
     """In the GPU of a machine's engines."""
     index_replicas: int = 0
@@ -189,7 +191,11 @@ def draw_knobs(source: random.Random, seed: int, *, machines: int = 0) -> Knobs:
     slots = max(knobs.arena_slots, 8 if knobs.has_disk else 4)
     hbm_slabs = random.Random(f"hbm of {seed}").choice((1, 1, 2)) if seed % 8 == 5 else 0
     knobs = msgspec.structs.replace(
-        knobs, shadow_every=shadow_every, arena_slots=slots, hbm_slabs=hbm_slabs
+        knobs,
+        shadow_every=shadow_every,
+        arena_slots=slots,
+        hbm_slabs=hbm_slabs,
+        has_doubts=bool(hbm_slabs),
     )
     knobs = _with_groups_or_quotas(seed, knobs)
     return knobs if seed % 4 else _as_cluster(seed, knobs, machines=machines)
@@ -237,8 +243,8 @@ def _draw_machines(source: random.Random, machines: int) -> Knobs:
         disk_rows=source.choice((64, 1024, 4096)),
         io_deadline_ms=limit(2000),
         io_cooldown_ms=limit(1000),
-        lookup_deadline_ms=max(20, limit(1000)),
-        promotion_deadline_ms=limit(2000),
+        # The second one is of a deadline that is gone: worlds stay those of their seeds.
+        lookup_deadline_ms=(max(20, limit(1000)), limit(2000))[0],
         prefill_ns_per_token=source.choice((100_000, 20_000_000)),
         cooldown_ms=limit(1000),
     )
@@ -260,12 +266,14 @@ def _as_cluster(seed: int, knobs: Knobs, *, machines: int) -> Knobs:
         knobs,
         index_replicas=source.choice((1, 2)),
         has_landing=seed % 8 == 4,
+        # Of every second one with pushes, several shards, and hbm.
+        has_doubts=seed % 16 == 12,
+        hbm_slabs=1 if seed % 16 == 12 else 0,
         machines=machines or max(knobs.machines, source.choice((2, 2, 3))),
         # What lies in a shared directory is found there, and not fetched.
         is_shared=knobs.is_shared and source.random() < 0.25,
         arena_slots=max(knobs.arena_slots, source.choice((24, 48, 96, 512))),
         lookup_deadline_ms=max(knobs.lookup_deadline_ms, source.choice((20, 500))),
-        promotion_deadline_ms=max(knobs.promotion_deadline_ms, source.choice((33, 500))),
         prefill_ns_per_token=20_000_000,
     )
 
@@ -280,6 +288,9 @@ class SharedSlab(Protocol):
     def read(self, place: int, length: int) -> bytes: ...
     def take(self, command: RaiseGenerations | Shown | Promote) -> None: ...
     def end_one(self) -> list[Promoted]: ...
+    def under_way(self) -> list[tuple[int, int]]: ...
+    def has_left(self, slots: Iterable[int]) -> None: ...
+    def check(self) -> None: ...
 
 
 class SimMemory:
@@ -320,7 +331,7 @@ class SimMemory:
 
     def copy(self, slot: SlotId, into: memoryview) -> None:
         """What lies there now, as a tier reads."""
-        into[:] = self.bytes[slot * PAGE_BYTES :][: len(into)]
+        into[:] = self.read(slot, len(into))
 
     def begin_write(self, slot: int, pages: int, length: int) -> int:
         """Somebody begins to write there: what lies there is torn. Returns a ticket."""

@@ -17,8 +17,9 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvstore.engine.events import (
@@ -29,6 +30,7 @@ from kvstore.engine.events import (
     Land,
     LandCommand,
     Landed,
+    LandingUp,
     Lent,
     LoanEnded,
     Locate,
@@ -41,10 +43,10 @@ from kvstore.engine.events import (
     PushOver,
     RecycleMover,
     RevokePush,
-    SayPushed,
-    SayPushOver,
+    SayPush,
     Staged,
     WritePush,
+    Written,
 )
 from kvstore.engine.moves.fetches import AVOID_FIRST_NS
 from kvstore.peers.borrower import Borrower
@@ -53,9 +55,10 @@ from kvstore.peers.feed import FeedLink, FeedLog
 from kvstore.peers.lander import Lander
 from kvstore.peers.lender import Lender
 from kvstore.peers.pusher import Pusher
-from kvstore.proto import index_pb2, loans, peer_pb2
-from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SpaceId, Tier
+from kvstore.proto import index_pb2
+from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SlotId, SpaceId, Tier
 from kvstore.units import NS_PER_S
+from kvstore.wire.peers import PeerHello, PushGrant, encode
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
 from tests.sim.world.ground import Machine
@@ -100,6 +103,13 @@ class _Clock:
         return self._machine.now_ns
 
 
+class Pushing(NamedTuple):
+    """Slots that are written from, [n][S], and their generations before that."""
+
+    slots: list[int]
+    generations: list[int]
+
+
 class SimPeers:
     """From the start of a node process to its death."""
 
@@ -125,14 +135,6 @@ class SimPeers:
         self._locates: set[int] = set()
         self._fetches: dict[int, Fetch] = {}
         self._lands: dict[int, Land] = {}
-        self._revoked: dict[int, int] = {}
-        """Grants that were taken back, and when."""
-        self._over: set[int] = set()
-        """Grants whose last word has come."""
-        self._losses, self._loss_ns = 0, -_CALM_NS
-        """Faults between nodes so far; when one, or a session that was lost, was seen last."""
-        self._granted: dict[int, tuple[str, int]] = {}
-        """Page of the landing slab → node and epoch that it was granted to last."""
         self._left_alone: dict[str, int] = {}
         """Peers that failed, and until when nothing is asked of them: from the step after the one
         that heard of it, which may have decided before it came to that."""
@@ -141,7 +143,7 @@ class SimPeers:
         self._heard: list[tuple[str, bool, bool]] = []
         self._heard_ns = 0
         self.mover = SimMover(self, cluster.net, cluster.movers)
-        who = loans.Who(self.name, Incarnation(incarnation))
+        who = PeerHello(self.name, Incarnation(incarnation))
         self.borrower = Borrower(
             who=who,
             mover=self.mover,  # type: ignore[arg-type]
@@ -183,6 +185,22 @@ class SimPeers:
         return log, links
 
     def _make_pushes(self) -> None:
+        self._revoked: dict[int, int] = {}
+        """Grants that were taken back, and when."""
+        self._over: set[int] = set()
+        """Grants whose last word has come."""
+        self._losses, self._loss_ns = 0, -_CALM_NS
+        """Faults between nodes so far; when one, or a session that was lost, was seen last."""
+        self._granted: dict[int, tuple[str, int, int]] = {}
+        """Page of the landing slab → node, epoch and grant that it was granted to last."""
+        self._asked: dict[int, PushGrant] = {}
+        """All grants."""
+        self._held: dict[int, int] = {}
+        """Page of the landing slab → grant by which a peer may write to it now."""
+        self.pushing: dict[int, Pushing] = {}
+        """Writes that have not ended, by job."""
+        self._pushed: dict[tuple[int, int, int], Pushing] = {}
+        """Writes by peer, grant, and place of the first block."""
         self.pusher = self.lender.pusher = Pusher(
             self.post,
             mover=self.mover,  # type: ignore[arg-type]
@@ -211,7 +229,7 @@ class SimPeers:
 
     def start(self) -> None:
         """Listen, feed, follow the members."""
-        handlers = {"Session": (self.lender.Session, peer_pb2.Ask.FromString)}
+        handlers = {"Session": (self.lender.session, bytes, encode)}
         self.cluster.net.listen(self.machine.address, self.name, self.loop, handlers)
         self.loop.call_soon(self.borrower.start)
         self.mover.changed = self.lander.mover_changed
@@ -257,7 +275,11 @@ class SimPeers:
         said.extend(each for each in events if isinstance(each, Pushed | PushOver))
         if said and source.random() < _STRAY_SHARE:
             self.world.faults[STRAY] += 1
-            events.insert(source.randint(0, len(events)), source.choice(said))
+            word, given = source.choice(said), sorted(vars(self.lander)["_given"])
+            if given and word.epoch != self.lander.epoch:
+                # Each process counts from 1: the grant had any number.
+                word = msgspec.structs.replace(word, grant=source.choice(given))
+            events.insert(source.randint(0, len(events)), word)
 
     def take(self, command: PeerCommand | Offered | OffersUntold) -> None:
         """Hand it over, as the exchange and the feeder do."""
@@ -280,7 +302,8 @@ class SimPeers:
             case AskPush() | RevokePush() | Land() | RecycleMover() | Staged():
                 self._check_push(command)
                 self.loop.call_soon(self.lander.carry_out, command)
-            case WritePush() | SayPushed() | SayPushOver():
+            case WritePush() | SayPush():
+                self._check_pushed(command)
                 self.loop.call_soon(self.pusher.carry_out, command)
 
     def lie(self, tier: Tier, tenant: str, space: SpaceId, keys: bytes) -> None:
@@ -303,9 +326,20 @@ class SimPeers:
                 self._locates.remove(event.locate)
             case Fetched():
                 self._check_fetched(self._fetches.pop(event.job), event)
-            case PushOver(grant=grant, is_quiet=is_quiet):
+            case Written(job=job):
+                del self.pushing[job]
+            case Pushed(grant=grant, epoch=epoch, first=first, shards=shards) if shards:
+                if epoch == self.lander.epoch:
+                    count = len(event.checksums) // (16 * len(shards))
+                    self._let_go(_pages(self._asked[grant], first, first + count), grant)
+            case LandingUp():
+                self._held.clear()
+            case PushOver(grant=grant, epoch=epoch, is_quiet=is_quiet):
                 if not is_quiet:
                     self._loss_ns = self.now_ns
+                elif epoch == self.lander.epoch:
+                    self._check_quiet(grant)
+                    self._let_go(_pages(self._asked[grant]), grant)
                 self._revoked.pop(grant, None)
                 self._over.add(grant)
             case Landed():
@@ -318,12 +352,16 @@ class SimPeers:
         """What is granted nobody else may write to (I4)."""
         match command:
             case AskPush():
-                extents = np.frombuffer(command.extents, "<u4")[:, None]
-                inside = np.arange(-(-command.block_bytes // PAGE_BYTES))
-                pages = set((extents + inside).reshape(-1).tolist())
+                pages, its = _pages(command.its), command.its
                 if pages & self.mover.written_to():
                     raise Violation(f"{self.name} grants what may still be written to")
-                self._granted.update(dict.fromkeys(pages, (command.node, command.epoch)))
+                if pages & self._held.keys():
+                    raise Violation(f"{self.name} grants what another grant has")
+                whose = command.node, its.epoch, its.grant
+                self._granted.update(dict.fromkeys(pages, whose))
+                self._asked[its.grant] = its
+                if its.epoch == self.lander.epoch:
+                    self._held.update(dict.fromkeys(pages, its.grant))
             case RevokePush(grant=grant) if grant not in self._over:
                 self._revoked[grant] = self.now_ns
             case Land():
@@ -334,6 +372,47 @@ class SimPeers:
             case RecycleMover():
                 if self._loss_ns < 0 and not self._excuse(_LOSSES):
                     raise Violation(f"{self.name} kills its transfer worker, and nobody failed")
+
+    def _let_go(self, pages: set[int], grant: int) -> None:
+        for page in pages:
+            if self._held.get(page) == grant:
+                del self._held[page]
+
+    def _check_quiet(self, grant: int) -> None:
+        """Nobody writes to what is not written to by the last word of its grant (I4)."""
+        mine = {page for page, its in self._granted.items() if its[2] == grant}
+        if mine & self.mover.written_to():
+            raise Violation(f"{self.name} is told that grant {grant} is quiet, which is written to")
+
+    def _check_pushed(self, command: WritePush | SayPush) -> None:
+        """What is said to be pushed was the same block, in all shards, after its write (I5)."""
+        match command:
+            case WritePush(job=job, slots=slots):
+                write = Pushing(slots.tolist(), self._generations(slots.tolist()))
+                self.pushing[job] = write
+                self._pushed[command.peer, command.grant, command.first] = write
+            case SayPush(peer=peer, word=Pushed() as word) if word.checksums:
+                write = self._pushed[peer, word.grant, word.first]
+                count = len(word.checksums) // 16
+                if self._generations(write.slots[:count]) != write.generations[:count]:
+                    raise Violation(f"{self.name} says that it pushed a block that had left")
+
+    def _generations(self, slots: list[int]) -> list[int]:
+        return [self.memory.generation(SlotId(slot)) for slot in slots]
+
+    def tell_others_grants(self, other: SimPeers) -> bool:
+        """To another node: the last words about what it has granted to a third one. False: it has
+        no session here, or granted nothing."""
+        sessions = [
+            n for n, its in vars(self.lender)["_sessions"].items() if its.node == other.name
+        ]
+        given = [each.command for each in vars(other.lander)["_given"].values()]
+        grants = [each for each in given if each.node != self.name]
+        for session in sessions:
+            for each in grants:
+                over = PushOver(each.its.grant, each.its.epoch, "", is_quiet=True)
+                self.lender.answer(session, over)
+        return bool(sessions and grants)
 
     def _check_revoked(self) -> None:
         """Where nobody fails, a grant that is taken back has its last word soon."""
@@ -356,7 +435,7 @@ class SimPeers:
 
     def check_write(self, writer: str, page: int) -> None:
         """A peer begins to write to an extent."""
-        if self._granted.get(page, ("", 0))[0] != writer:
+        if self._granted.get(page, ("", 0, 0))[0] != writer:
             raise Violation(f"{writer} writes to what {self.name} granted to somebody else")
 
     def _check_landed(self, command: Land, event: Landed) -> None:
@@ -407,3 +486,10 @@ class SimPeers:
         begin, end = f"{command.tenant}/".encode(), f"/{command.shards[column]}/".encode() + key
         if not (word.startswith(begin) and word.endswith(end)):
             raise Violation(f"{self.name}: fetched {word!r:.60} instead of {end!r:.60}")
+
+
+def _pages(grant: PushGrant, begin: int = 0, end: int | None = None) -> set[int]:
+    """Of the landing slab, of some of its blocks."""
+    extents = np.frombuffer(grant.extents, "<u4")[begin:end, None]
+    inside = np.arange(-(-grant.block_bytes // PAGE_BYTES))
+    return set((extents + inside).reshape(-1).tolist())

@@ -19,7 +19,7 @@ breaks.
 Checked all the time: every block that an engine reads holds the bytes of its tenant, model,
 weights, shard and key (P1), whichever machine stored it; every load ends exactly once, and well
 when nothing was disturbed (a lease holds); nothing is stored that still loads; nobody writes to a
-slot that was given back; what is known to be bad is not asked for again; `Engine.check()`. At the
+slot that was given back; what is known to be bad is not asked for again; `kit.engine_check`. At the
 end: all requests finished (P2), no lease, grant, pin, quarantined slot, connection or descriptor is
 left (P3), what is stored is found again: in dram, after a restart, on another machine (P6). The
 same seed gives the same trace hash.
@@ -33,7 +33,8 @@ hold, and each node fetches from the next.
 
 Every eighth world has GPUs, with a slab of each node (`slab`), whose copies end late and out of
 order; loads come from there where a place is shown. In every second cluster engines prefill for one
-another (`pushes`).
+another (`pushes`); of these every second one has GPUs, too, and engines of several shards. Where
+there are GPUs, ranks distrust single shards of what is being copied (`doubts`).
 
 Does not cover: blocks that are cut anew for other shards on their way; the router; wall clocks,
 which nothing here asks; the kernel (`tests/faults`).

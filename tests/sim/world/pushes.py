@@ -2,7 +2,8 @@
 
 An engine gets the request, and says PushOpen; another one gets it too, of the same tenant and space
 mostly, and says PushExpect. Sooner or later one leg ends: PushClose, in good order or not, or
-PushCancel. Keys, bytes, leases are looked at by the oracles of engines and of `peers`.
+PushCancel. A node that lies says last words about grants of others, too. Keys, bytes, leases are
+looked at by the oracles of engines and of `peers`.
 
 Does not cover: when real connectors say so (`kvstore.connector`).
 """
@@ -28,6 +29,11 @@ _UNKNOWN_SHARE: Final = 0.7
 """Of chains that nobody holds yet."""
 _DEADLINES_MS: Final = (20, 2000, 5000, 60_000)
 UNDER_WAY_MAX: Final = 16
+LIAR: Final = "node lies"
+LIES: Final = "last words of others"
+"""Of itself, where nodes lie."""
+_LIES_SHARE: Final = 0.3
+"""Of the events of a world."""
 
 
 class _Leg(NamedTuple):
@@ -44,6 +50,7 @@ class SimPushes:
         self._world, self._new_share = world, new_share
         # Chance of its own: other events of a world stay as they are.
         self._random = random.Random(f"pushes of {world.seed}")
+        self._chance = random.Random(f"lies about pushes of {world.seed}")
         self._under_way: list[_Leg] = []
         self.count = 0
 
@@ -55,6 +62,8 @@ class SimPushes:
             self._begin()
         elif roll < self._new_share * (1 + _END_SHARE) and self._under_way:
             self._end(self._under_way.pop(source.randrange(len(self._under_way))))
+        if LIAR in self._world.enabled and self._chance.random() < _LIES_SHARE:
+            self._lie()
 
     def _begin(self) -> None:
         world, source = self._world, self._random
@@ -86,6 +95,14 @@ class SimPushes:
                 tokens = len(keys) * BLOCK_TOKENS
                 name = f"{leg.transfer}-{engine.name}"
                 engine.add(SimRequest(name, keys, tokens=tokens, decode_tokens=0))
+
+    def _lie(self) -> None:
+        """A node says last words about grants that others have."""
+        machines = self._chance.sample(self._world.machines, len(self._world.machines))
+        peers = [machine.peers for machine in machines if machine.peers is not None]
+        if len(peers) > 1 and peers[0].tell_others_grants(peers[1]):
+            self._world.faults[LIES] += 1
+            self._world.note(f"{peers[0].name} says last words of others to {peers[1].name}")
 
     def _end(self, leg: _Leg) -> None:
         source = self._random

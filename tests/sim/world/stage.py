@@ -6,6 +6,7 @@ Does not cover: what happens to them (`world`, `faults`, `heal`).
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.sim.world.rank import SimRank
 
 _IN_MEMORY = "/dev/shm"
 """Its files are of a few MiB and die with it; a disk would take a fifth of the time for that."""
+_SPLIT = [layout for layout in LAYOUTS if len(set(layout)) > 1]
+"""Layouts of several shards."""
 
 
 class Stage(Ground):
@@ -55,6 +58,10 @@ class Stage(Ground):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         folder = self._make_folder() if self.knobs.has_disk else None
         self._deployment = self._draw_deployment()
+        if self.knobs.has_doubts and self.knobs.has_landing:
+            space, _, tenant = self._deployment
+            shards = random.Random(f"shards of {seed}").choice(_SPLIT)
+            self._deployment = space, shards, tenant
         self.engines: list[SimEngine] = []
         self.machines: list[Machine] = []
         self.cluster = SimCluster(self) if self.knobs.index_replicas else None

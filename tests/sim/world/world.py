@@ -14,6 +14,7 @@ from pathlib import Path
 from kvstore.units import NS_PER_MS, NS_PER_S
 from tests.sim.world import faults as sim_faults, heal as sim_heal
 from tests.sim.world.copies import Violation
+from tests.sim.world.doubts import SimDoubts
 from tests.sim.world.engine import SimEngine
 from tests.sim.world.parts import WorldResult
 from tests.sim.world.pushes import NEW_SHARE, SimPushes
@@ -63,6 +64,7 @@ class World(Stage):
 
     def _run(self, steps: int) -> WorldResult:
         self._pushes = SimPushes(self, new_share=self.push_share)
+        self._doubts = SimDoubts(self)
         if self.cluster is not None:
             self.cluster.be_quiet(_ACQUAINTED_NS)
         for step in range(steps):
@@ -105,6 +107,8 @@ class World(Stage):
             self.cluster.be_quiet(self.random.choice(_QUIET_MS) * NS_PER_MS)
         if self.knobs.has_landing and faulty:
             self._pushes.go_on()
+        if self.knobs.has_doubts and faulty:
+            self._doubts.go_on()
         roll = self.random.random()
         if faulty and roll < self.fault_rate and self._faults_to_do:
             self.fault(self.random.choice(self._faults_to_do))

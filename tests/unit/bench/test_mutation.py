@@ -79,7 +79,6 @@ zip(a, b, strict=True)
 """
     found = [(m.line, m.was) for m in mutants_of("m.py", source.encode())]
     assert found == [(4, "True"), (6, "0"), (7, "zip(a, b, strict=True)")]
-    assert not mutants_of("kvstore/engine/check.py", source.encode())
 
 
 def test_a_fault_is_judged_by_the_tests_that_reach_its_statement(tmp_path: Path) -> None:

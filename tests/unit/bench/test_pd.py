@@ -20,7 +20,7 @@ from bench.pd import engines
 from bench.pd.sweep import RATIOS, Limits, Shape, break_even, limits, load, shapes, sweep
 from bench.scenarios import pd as scenario
 from kvstore.demo.completions import Completion, CompletionClient
-from kvstore.demo.engine_config import ServerConfig
+from tests.kit.engines import EngineConfig
 
 
 class Steady(CompletionClient):
@@ -114,10 +114,17 @@ def test_the_picture_shows_ratios_goals_and_the_sweep(tmp_path: Path) -> None:
     assert "0.61 ×" in figure.texts[0].get_text()
     left, right = figure.axes
     assert len(left.get_yticks()) == 2
-    assert len(right.get_legend().get_texts()) == 3
+    goals = [text.get_text() for text in left.texts if text.get_text().startswith("goal")]
+    assert goals == ["goal ≥ 0.9 ✗", "goal ≤ 0.5 ✗"]
+    directions = [text.get_text().partition(": ")[2] for text in right.get_legend().get_texts()]
+    assert directions == ["higher is better", "lower is better", "lower is better"]
+    assert "0" not in [tick.get_text() for tick in right.get_yticklabels()], "it is logarithmic"
     none = dict.fromkeys(found["detail"]["by_proportion"]["20:1"]["pd_over_colocated"], 0.0)
     found["detail"]["by_proportion"]["20:1"]["pd_over_colocated"] = none
-    assert plot.pd(measured).axes[1].lines[0].get_ydata()[0] == plot.PD_LEAST, "0 is no gap"
+    axes = plot.pd(measured).axes[1]
+    assert axes.lines[0].get_ydata()[0] == plot.PD_LEAST, "0 is no gap"
+    # Throughput is of this machine, and may be below the picture, too.
+    assert [text.get_text() for text in axes.texts].count("0") == 3, "an arrow says so"
     figure.savefig(tmp_path / "pd.png")
     pyplot.close("all")
 
@@ -179,7 +186,7 @@ def test_engines_of_the_bench_do_not_spin_while_they_wait(tmp_path: Path) -> Non
 
 
 def test_each_engine_of_the_bench_has_a_core(tmp_path: Path) -> None:
-    config = ServerConfig(model=tmp_path, environment=engines.frugal_environment(tmp_path))
+    config = EngineConfig(model=tmp_path, environment=engines.frugal_environment(tmp_path))
     looks = "import os; print(*os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])"
     shown = [
         subprocess.run(

@@ -1,4 +1,5 @@
-"""The parts of bench-peers that run no engine: damage, verdict, memory, rounds, command lines."""
+"""The parts of bench-peers that run no engine: damage, verdict, memory, rounds, command lines, and
+the figures of hits, also those of a slow disk and of groups."""
 
 from __future__ import annotations
 
@@ -8,17 +9,21 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from rich.progress import Progress
 
 from bench import disk
+from bench.hits import IDLE_TIMEOUT_S, Hit, rest_until_idle
 from bench.peers import lmcache, rounds, timing
 from bench.peers.damage import judge
 from bench.peers.memory import memory_of, open_memfds, status
-from kvstore.demo.engine import Completion, VllmServer
+from bench.peers.sides import Name, Side
+from bench.scenarios import groups, slow_disk
+from bench.scenarios.single import HIT_TOKENS
+from kvstore.demo.engine import Completion, HitCounts, VllmServer
 from kvstore.demo.workload import ConversationPlan
 from kvstore.units import MIB
 
@@ -79,13 +84,6 @@ def test_a_dropped_page_cache_changes_no_file(tmp_path: Path) -> None:
 def test_a_failed_answer_is_not_a_wrong_one() -> None:
     verdict = judge([(1,), (2,), (3,), (4,)], [(1,), (9,), None, (4,)], 0.5)
     assert (verdict.answers, verdict.wrong, verdict.failed, verdict.hit_rate) == (4, 1, 1, 0.5)
-
-
-def test_a_ratio_is_that_of_the_medians_and_lies_in_its_interval() -> None:
-    found = timing.ratio([1.0, 2.0, 30.0], [4.0, 4.0, 5.0])
-    low, high = found["interval_95"]
-    assert found["ratio"] == 0.5
-    assert low <= 0.5 <= high
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────
@@ -219,3 +217,166 @@ def test_the_server_stores_files_only_where_it_is_told_to() -> None:
     told = command(Path("/files"))
     assert json.loads(told[told.index("--l2-adapter") + 1])["base_path"] == "/files"
     assert told[:2] == ["/x/lmcache", "server"]
+
+
+# ── hits ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def hit(ms: float, found: int = 100, *, is_rested: bool = True) -> Hit:
+    return Hit(ms=ms, found_tokens=found, own_hit_ms=10.0, is_rested=is_rested)
+
+
+def compared(ours: Sequence[Hit], theirs: Sequence[Hit]) -> dict[str, Any]:
+    requests = [
+        timing.Request(0, number, {"kvstore": one, "LMCache": other})
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True))
+    ]
+    computed: dict[Name, list[float]] = {"kvstore": [500.0], "LMCache": [600.0]}
+    return timing.compared(requests, computed, stored_tokens=100)
+
+
+def test_a_request_that_found_nothing_counts_and_stays_with_its_pair() -> None:
+    found = compared(
+        [hit(20.0), hit(700.0, 0), hit(30.0), hit(40.0)],
+        [hit(40.0), hit(50.0), hit(60.0, 50), hit(80.0)],
+    )
+    ours, over = found["kvstore"], found["kvstore_over_lmcache"]
+    assert (ours["requests"], ours["complete"]) == (4, 3)
+    assert ours["hit_ms"]["p50"] == 35.0
+    assert ours["complete_hit_ms"]["p50"] == 30.0
+    assert ours["found_over_stored_tokens"] == 0.75
+    assert found["LMCache"]["found_over_stored_tokens"] == 0.875
+    assert over["ratio"] == 35.0 / 55.0
+    assert over["ratio_of_means"] == 790.0 / 230.0
+    whole = over["complete_on_both"]
+    assert (whole["pairs"], whole["medians_ms"]) == (2, (30.0, 60.0))
+    low, high = over["interval_95"]
+    assert low <= over["ratio"] <= high
+    row = {"ms": 700, "found_tokens": 0, "own_hit_ms": 10, "is_rested": True}
+    assert found["samples"][1]["kvstore"] == row
+
+
+def test_a_side_without_any_complete_hit_has_figures() -> None:
+    found = compared([hit(700.0, 0), hit(800.0, 0)], [hit(50.0), hit(60.0)])
+    assert found["kvstore"]["complete_hit_ms"] is None
+    assert found["kvstore_over_lmcache"]["complete_on_both"] is None
+    assert found["kvstore_over_lmcache"]["ratio"] == 750.0 / 55.0
+    json.dumps(found)
+
+
+def test_a_request_sent_before_the_machine_was_idle_is_counted() -> None:
+    found = compared([hit(20.0), hit(30.0, is_rested=False)], [hit(40.0), hit(50.0)])
+    assert [found[side]["not_rested"] for side in ("kvstore", "LMCache")] == [1, 0]
+    assert [row["kvstore"]["is_rested"] for row in found["samples"]] == [True, False]
+
+
+class Machine:
+    """Its processors work for so many hundredths of a second between two looks, in this order, and
+    go on as in the last one."""
+
+    def __init__(self, *work: int) -> None:
+        self._work = [*work]
+        self.now_s, self.busy = 100.0, 0
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.busy += self._work.pop(0) if len(self._work) > 1 else self._work[0]
+
+    def rest(self) -> bool:
+        """Whether it came to rest."""
+        return rest_until_idle(
+            busy_ticks=lambda: self.busy, clock=lambda: self.now_s, wait=self.wait
+        )
+
+
+def test_it_is_said_whether_the_machine_came_to_rest() -> None:
+    calm, busy, at_last = Machine(0), Machine(2), Machine(*[9] * 60, 1)
+    assert calm.rest()
+    assert at_last.rest()
+    assert not busy.rest()
+    assert (calm.now_s, at_last.now_s) < (101.0, 100.0 + IDLE_TIMEOUT_S)
+    assert busy.now_s == pytest.approx(100.0 + IDLE_TIMEOUT_S, abs=0.1)
+
+
+class FakeSide:
+    """Of whose engine every request finds what `found` says next."""
+
+    def __init__(self, name: Name, found: Sequence[int], order: list[str]) -> None:
+        self.name = name
+        self.engine = self
+        self.order = order
+        self._found = list(found)
+        self._hits = 0
+        self._fresh = False
+
+    def forget(self) -> None:
+        self._fresh = True
+
+    def hits(self) -> HitCounts:
+        return HitCounts(0, self._hits, 0)
+
+    def complete(self, prompt: Sequence[int], *, max_tokens: int) -> Completion:
+        if self._fresh:
+            self.order.append(self.name)
+            self._hits += self._found.pop(0)
+        self._fresh = False
+        return Completion(tokens=(1,), prompt_tokens=1, cached_tokens=0, ttft_s=1, duration_s=1)
+
+    def rest(self, blocks: int) -> None:
+        self.order.append(f"{self.name} rests at {blocks}")
+
+    def empty_dram(self) -> None:
+        pass
+
+
+def test_every_request_of_every_round_is_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.hits.rest_until_idle", lambda: True)  # other tests keep it busy
+    order: list[str] = []
+    sides = [
+        FakeSide("kvstore", [HIT_TOKENS, 0, 128, HIT_TOKENS], order),
+        FakeSide("LMCache", [HIT_TOKENS] * 4, order),
+    ]
+    found = timing.measure_file(cast("list[Side]", sides), [(1,), (2,)], 2, SILENT)
+    assert order[2:] == [
+        *("kvstore", "LMCache", "LMCache", "kvstore", "LMCache", "kvstore", "kvstore", "LMCache"),
+    ]
+    assert [(row["round"], row["prompt"]) for row in found["samples"]] == [
+        *((0, 0), (0, 1), (1, 0), (1, 1)),
+    ]
+    tokens = [row["kvstore"]["found_tokens"] for row in found["samples"]]
+    assert tokens == [HIT_TOKENS, 0, 128, HIT_TOKENS]
+    assert found["kvstore"]["complete"] == 2
+    sides = [FakeSide(name, [HIT_TOKENS] * 6, order) for name in ("kvstore", "LMCache")]
+    again = timing.measure_dram(cast("list[Side]", sides), [(1,)], SILENT)
+    assert len(again["samples"]) == timing.HITS_PER_PROMPT
+
+
+# ── a slow disk, groups ──────────────────────────────────────────────────────────────────────────
+
+
+def asked(*times_ms: float, tokens: int = 0) -> list[slow_disk.Asked]:
+    return [slow_disk.Asked(ms, tokens) for ms in times_ms]
+
+
+def test_a_slow_disk_is_summed_over_the_run_and_its_worst_request_is_named() -> None:
+    paces = [
+        slow_disk.pace_figures(0, asked(10, 20, 30, tokens=3200), asked(100, 100, 100)),
+        slow_disk.pace_figures(20, asked(190, 110, 110, tokens=128), asked(100, 100, 100)),
+    ]
+    assert paces[1]["sum_slowed_over_sum_computed"] == 410 / 300
+    assert paces[1]["median_slowed_over_median_computed"] == 1.1
+    run = slow_disk.run_figures(paces)
+    assert run["sum_slowed_over_sum_computed"] == 470 / 600
+    worst = run["worst_request"]
+    assert (worst["disk_mb_per_s"], worst["number"], worst["ms"]) == (20, 0, 190)
+    assert (worst["slowed_over_median_computed"], worst["from_node_tokens"]) == (1.9, 128)
+
+
+def test_tokens_found_after_a_restart_are_over_all_prompts() -> None:
+    samples = [
+        {"tokens": tokens, "disk": {"found_tokens": disk}, "dram": {"found_tokens": dram}}
+        for tokens, disk, dram in ((100, 0, 0), (300, 128, 256), (400, 384, 384))
+    ]
+    found = groups.disk_figures(samples)
+    assert found["disk_tokens_over_prompt_tokens"] == 512 / 800
+    assert found["dram_tokens_over_prompt_tokens"] == 640 / 800

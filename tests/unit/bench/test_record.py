@@ -6,11 +6,14 @@ import json
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bench import record
+from bench.scenarios import demo
 
 
 def test_the_interval_keeps_pairs_together() -> None:
@@ -46,3 +49,24 @@ def test_a_result_says_what_it_was_made_with_but_not_where(
     assert written["environment"]["packages"]["numpy"] == np.__version__
     assert socket.gethostname() not in text
     assert str(record.ROOT) not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "folder"), [([], "build/demo"), (["--record"], "bench/results")], ids=str
+)
+def test_only_a_flag_replaces_the_record_of_the_demo_that_git_keeps(
+    flags: list[str], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "bench" / "results")
+    monkeypatch.setattr(demo, "as_result", lambda *_: {"runs": []})
+    monkeypatch.setattr("bench.plot.draw", lambda path: path.with_suffix(".png"))
+
+    def play(others: list[str], *, cache: Path, finish: Any) -> int:
+        assert (others, cache) == (["--users", "2"], tmp_path / ".cache")
+        finish([], SimpleNamespace(seed=7))
+        return 0
+
+    monkeypatch.setattr("kvstore.demo.play.main", play)
+    assert demo.main([*flags, "--users", "2"]) == 0
+    assert [path.parent for path in tmp_path.rglob("demo.json")] == [tmp_path / folder]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bench.scenarios.router_engines import as_result
 from kvstore.demo.completions import Completion
-from kvstore.demo.router import RoutedRun
+from kvstore.demo.stage import Replay
 
 
-def run(name: str, ttft_s: float, later_s: float, *, token: int = 1) -> RoutedRun:
+def run(name: str, ttft_s: float, later_s: float, *, token: int = 1) -> Replay:
     def answer(at: int) -> Completion:
         return Completion(
             tokens=(token,),
@@ -19,7 +19,7 @@ def run(name: str, ttft_s: float, later_s: float, *, token: int = 1) -> RoutedRu
         )
 
     answers = {(user, at): answer(at) for user in range(2) for at in range(3)}
-    return RoutedRun(name=name, answers=answers, receipts=[])
+    return Replay(name=name, answers=answers)
 
 
 def test_ratios_are_of_means_over_all_rounds_and_from_the_second_on() -> None:

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from kvstore.cli import ask
 from kvstore.engine.trust.scrubs import NO_PASS
-from kvstore.engine.why.report import NO_BUDGET, NodeReport, QuotaReport, TierReport
-from kvstore.proto.rows import Row
+from kvstore.engine.why.report import NO_BUDGET, LeaseReport, NodeReport, QuotaReport, TierReport
+from kvstore.proto.rows import Row, TransferReport
 from kvstore.supervisor.upgrade import not_yours
 
 GIB = 1 << 30
@@ -67,6 +67,17 @@ def shown(monkeypatch: pytest.MonkeyPatch, found: dict[str, list[Row]]) -> list[
     lines = page.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+
+
+def test_durations_and_rates_have_their_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = TransferReport("move", "tcp", 9, 3 * GIB, GIB, 940, 12_345, 1_500_000)
+    lease = LeaseReport("a", 1, 2, 3, age_ms=1500, expires_in_ms=28_500)
+    _, names, row, _, _, lease_names, lease_row = shown(
+        monkeypatch, {"transfers": [moves], "leases": [lease]}
+    )
+    assert names[3:] == ["size", "bytes/s", "p50", "p95", "p99"]
+    assert row[3:] == ["3 GiB", "1 GiB", "0.9 ms", "12.3 ms", "1.5 s"]
+    assert (lease_names[-2:], lease_row[-2:]) == (["age", "expires in"], ["1.5 s", "28.5 s"])
 
 
 def test_tiers_and_quotas_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

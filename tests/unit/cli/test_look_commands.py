@@ -103,6 +103,9 @@ def test_a_file_that_is_no_socket(command: str, tmp_path: Path, typed: Typed) ->
         ),
         ("index --insecure --entries 10X", "entries '10X' must be a number from 65536 to "),
         ("inpsect", "no such command 'inpsect'. Did you mean 'inspect'?"),
+        ("node --drma 1MiB", "no such option '--drma': did you mean '--dram'? See 'kvstore node"),
+        ("node --xyz", "no such option '--xyz': see 'kvstore node --help'"),
+        ("inspect --xyz", "no such option '--xyz': see 'kvstore inspect --help'"),
     ],
 )
 def test_a_wrong_flag_is_one_sentence(arguments: str, sentence: str, typed: Typed) -> None:

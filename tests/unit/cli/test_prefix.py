@@ -216,7 +216,7 @@ def test_a_long_prompt_is_asked_for_in_pieces(monkeypatch: pytest.MonkeyPatch, h
     monkeypatch.setattr(prefix, "PREFIX_KEYS_MAX", 5)
     node, tokens = Node(held), list(range(4 * 7 + 1))
     prompt = prompt_of_tokens(tokens, LLAMA, cache_salt="")
-    found = look_up(cast("NodeClient", node), prompt, LLAMA)
+    found = look_up(cast("NodeClient", node), prompt)
     assert b"".join(node.asked) == b"".join(block_keys(tokens, block_tokens=4, seed="seed"))
     assert [len(keys) // 32 for keys in node.asked] == [5, 2]
     assert (found.held_tokens, found.prompt_tokens) == (4 * held, 29)
@@ -259,7 +259,7 @@ def test_the_whole_cluster_is_asked_who_goes_how_far(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(prefix, "KEYS_MAX", 6)
     index = Index()
     prompt = prompt_of_keys([bytes([n]) * 32 for n in range(9)], LLAMA)
-    found = look_up_everywhere(cast("IndexClient", index), prompt, LLAMA)
+    found = look_up_everywhere(cast("IndexClient", index), prompt)
     assert (index.asked, found.asked_blocks, found.prompt_tokens) == (6, 6, 36)
     assert (found.held_tokens, found.trust) == (20, "catching-up")
     assert [(h.node, h.engine, h.rank, h.trust) for h in found.holders] == [

@@ -42,7 +42,7 @@ def test_a_race_is_shown(tmp_path: Path) -> None:
     log = tmp_path / "receipts"
     log.write_bytes(msgspec.json.encode(receipt) + b"\n")
     lines = CliRunner().invoke(route, ["explain", "req-1", "--receipts", str(log)]).output
-    assert "raced after 500.0 ms: b won, a lost" in lines.splitlines()
+    assert "raced after 500 ms: b won, a lost" in lines.splitlines()
 
 
 def shown(tmp_path: Path, **fields: Any) -> list[str]:
@@ -72,6 +72,16 @@ def test_the_source_of_prefixes_is_said(
 ) -> None:
     fields = {"index_trust": trust, "index_epoch": 7, "degraded": degraded}
     assert f"prefixes {line}" in shown(tmp_path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("is_estimated", "end"), [(False, ""), (True, " (estimated: it was not tokenized)")]
+)
+def test_an_estimate_of_prompt_tokens_is_said_to_be_one(
+    tmp_path: Path, is_estimated: bool, end: str
+) -> None:
+    lines = shown(tmp_path, prompt_tokens=34, prompt_is_estimated=is_estimated)
+    assert f"model , pool , prompt tokens: 34{end}" in lines
 
 
 def test_tokens_that_are_cached_are_shown_as_expected_and_as_found(tmp_path: Path) -> None:

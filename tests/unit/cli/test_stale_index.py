@@ -32,7 +32,7 @@ class Index:
 
     trust = Trust.STALE
 
-    def nodes(self, *, timeout_s: float = 0) -> Members:
+    def nodes(self, *, engines: bool = False, timeout_s: float = 0) -> Members:
         return Members(self.trust, [Member("n1", Incarnation(1), "h:1", None, 5)])
 
     def match(self, tenant: str, space: bytes, keys: bytes) -> Answer:
@@ -85,9 +85,12 @@ def test_nodes_by_a_stale_index_are_unknown(said: Said, index: Index) -> None:
     assert shown.splitlines()[-1].split()[:2] == ["n1", "unknown"]
     found = json.loads(said("inspect", "nodes", "--json"))
     assert (found["index"], found["members"][0]["trust"]) == ("stale", "unknown")
+    assert (found["members"][0]["sequence"], found["members"][0]["engines"]) == (None, None)
     index.trust = Trust.EXACT
     found = json.loads(said("inspect", "nodes", "--json"))
     assert (found["index"], found["members"][0]["trust"]) == ("exact", "out")
+    header, row = said("inspect", "nodes").splitlines()[-2:]
+    assert dict(zip(header.split(), row.split(), strict=True))["engines"] == "-", "not 0"
 
 
 def test_keys_need_no_node_and_a_stale_index_does_not_know(

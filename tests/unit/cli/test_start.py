@@ -12,6 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from kvstore import __main__ as program
+from kvstore.installation import pip_install
+from tests.style.tree import files
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -77,13 +79,20 @@ def test_an_environment_without_the_extra_is_told_what_to_install() -> None:
     assert (done.returncode, done.stdout) == (1, "")
     lacking = ", ".join(program.NODE_NEEDS.values())
     assert done.stderr == (
-        f"kvstore: commands need {lacking}, not installed here: pip install 'kvstore-llm[node]'\n"
+        f"kvstore: every command needs {lacking}, not installed here: {pip_install('node')}\n"
     )
 
 
 def test_what_is_looked_for_is_what_the_extra_installs() -> None:
     assert set(program.NODE_NEEDS.values()) == _names(PROJECT["optional-dependencies"]["node"])
     assert program.missing_packages() == []
+
+
+def test_receipts_are_read_without_the_router_s_packages() -> None:
+    node = {module.partition(".")[0] for module in program.NODE_NEEDS} | {"typing_extensions"}
+    allowed = _names(PROJECT["dependencies"]) | node | {"kvstore"}
+    assert not allowed & _names(PROJECT["optional-dependencies"]["router"])
+    _run(_BLOCK.format(allowed=allowed) + "import kvstore.router.receipt_log")
 
 
 def test_the_connector_needs_the_base_dependencies_only() -> None:
@@ -107,12 +116,37 @@ def _modules(folder: Path, package: str, but: frozenset[str] | set[str] = frozen
     return [package if stem == "__init__" else f"{package}.{stem}" for stem in stems]
 
 
-def test_what_is_printed_names_our_distribution() -> None:
-    told = re.compile(r"pip install (?:--upgrade )?'?kvstore\b(?!-llm|_llm)")
-    documents = (ROOT / "kvstore" / "docs").rglob("*.md")
-    pages = [ROOT / "README.md", *documents, *(ROOT / "deploy").rglob("*.*")]
-    files = [*pages, *(ROOT / "kvstore").rglob("*.py"), *(ROOT / "connector").rglob("*.py")]
-    assert [file for file in files if told.search(file.read_text())] == []
+_BY_NAME = re.compile(r"(?i)\binstall (?:-\S+ )*[`'\"]?kvstore(?:[-_]llm)?(?![\w/-])")
+"""Nobody owns `kvstore-llm` on the public index, and `kvstore` there is another project."""
+_PRODUCT = {"kvstore", "connector", "kernels"}
+
+
+def test_no_sentence_has_pip_look_up_our_name() -> None:
+    suffixes = {".md", ".py", ".yaml", ".toml", ".txt", "run", "Dockerfile", "Makefile"}
+    folders = _PRODUCT | {"deploy", "requirements", "scripts", ".ci"}
+    texts = {
+        file: (ROOT / file).read_text()
+        for file in files()
+        if (file.suffix or file.name) in suffixes
+        and (len(file.parts) == 1 or file.parts[0] in folders)
+    }
+    assert {"README.md", "deploy/images/Dockerfile", ".ci/run"} <= set(map(str, texts))
+    texts = {file: re.sub(r"\*\*Never run `[^`]*`", "", text) for file, text in texts.items()}
+    assert [file for file, text in texts.items() if _BY_NAME.search(text)] == []
+    commands = {
+        str(file)
+        for file, text in texts.items()
+        if file.parts[0] in _PRODUCT and file.suffix == ".py" and "pip install" in text
+    }
+    assert commands == {"kvstore/installation.py", "kvstore/cli/main.py"}, "one place makes them"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["pip install 'kvstore-llm[node]'", "pip install --upgrade kvstore", "Install `kvstore-llm`"],
+)
+def test_a_sentence_with_our_name_is_seen(wrong: str) -> None:
+    assert _BY_NAME.search(wrong)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["inspect", "--help"], ["--version"]])

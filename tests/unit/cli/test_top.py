@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvstore.cli.commands import as_json
 from kvstore.cli.top import GONE, SILENT, UP, Figures, Sample, Tally, one_view
-from kvstore.cli.top_view import WIDE_COLUMNS, page, size
+from kvstore.cli.top_view import WIDE_COLUMNS, page
 from kvstore.errors import KVStoreError
 from kvstore.wire.load import Load
 
@@ -25,6 +25,8 @@ FIRST = Load(
     file_used_bytes=1999 * GIB,
     blocks_hit=100,
     blocks_missed=50,
+    saved_ms=9_000,
+    waited_ms=2_000,
     stored_bytes=7 * GIB,
     leased_bytes=9 * GIB,
     fetched_bytes=GIB,
@@ -42,6 +44,8 @@ LATER = msgspec.structs.replace(
     at_ms=12_000,
     blocks_hit=175,
     blocks_missed=75,
+    saved_ms=12_000,
+    waited_ms=2_500,
     stored_bytes=9 * GIB,
     leased_bytes=9 * GIB,
     fetched_bytes=GIB + 2000,
@@ -56,6 +60,7 @@ def sample(load: Load | None, *, node: str = "n1", state: str = UP, incarnation:
 def rates(figures: Figures) -> tuple[float | None, ...]:
     return (
         figures.hit_percent,
+        figures.saved_per_s,
         figures.stored_bytes_per_s,
         figures.leased_bytes_per_s,
         figures.fetched_bytes_per_s,
@@ -63,8 +68,8 @@ def rates(figures: Figures) -> tuple[float | None, ...]:
     )
 
 
-NOTHING = (None,) * 5
-RATES = (75.0, GIB, 0.0, 1000.0, 5.0)
+NOTHING = (None,) * 6
+RATES = (75.0, 1.25, GIB, 0.0, 1000.0, 5.0)
 
 
 def test_rates_are_of_what_was_counted_between_two_samples() -> None:
@@ -80,7 +85,7 @@ def test_rates_are_of_what_was_counted_between_two_samples() -> None:
     assert rates(again) == RATES, "it told nothing new since"
     idle = msgspec.structs.replace(LATER, at_ms=13_000)
     (idle_figures,) = tally.take([sample(idle)])
-    assert rates(idle_figures) == (None, 0.0, 0.0, 0.0, 0.0), "no lookups are no misses"
+    assert rates(idle_figures) == (None, 0.0, 0.0, 0.0, 0.0, 0.0), "no lookups are no misses"
 
 
 def test_a_process_that_began_anew_has_no_rates_yet() -> None:
@@ -141,25 +146,6 @@ def test_one_view_waits_until_there_are_rates() -> None:
     assert figures.leases == FIRST.leases
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (None, "-"),
-        (0, "0B"),
-        (999, "999B"),
-        (1000, "1.0K"),
-        (10 << 10, "10K"),
-        (1023 << 20, "1.0G"),
-        (63.4 * GIB, "63G"),
-        (2 << 40, "2.0T"),
-        (2**63, "8.0E"),
-        (2**80, "1048576E"),
-    ],
-)
-def test_sizes_are_short(count: float | None, text: str) -> None:
-    assert size(count) == text
-
-
 def drawn(
     figures: Sequence[Figures], width: int, *, trouble: str = "", height: int | None = None
 ) -> list[str]:
@@ -178,17 +164,19 @@ def figures_of(*names: str) -> list[Figures]:
     return tally.take([sample(LATER, node=name) for name in names])
 
 
-ROW = [
-    *("n1", "up", "63G/64G", "2.0T/2.0T", "75%", "12345", "8", "3"),
-    *("1.0G", "0B", "1.0K", "5B", "12.3ms", "988ms", "exact"),
-]
+ROW = (
+    *("n1", "up", "63.0/64 GiB", "2.0/2 TiB", "75%", "12345", "8", "3"),
+    *("1 GiB", "0 B", "1000 B", "5 B", "12.3 ms", "988 ms", "exact"),
+)
 
 
-@pytest.mark.parametrize("width", [WIDE_COLUMNS, 140, 240])
+@pytest.mark.parametrize("width", [WIDE_COLUMNS, 160, 240])
 def test_a_wide_terminal_has_all_in_one_line(width: int) -> None:
-    _, _, header, row = drawn(figures_of("n1"), width)
-    assert len(header.split()) == len(row.split()) == len(ROW)
-    assert row.split() == ROW
+    _, _, header, row, saved = drawn(figures_of("n1"), width)
+    assert saved == "saved: 1.25 s of prefill per second, waits deducted"
+    assert len(header.split()) == len(ROW)
+    assert not {"quar.", "lent/s", "own", "told"} & {*header.split(), *row.split()}
+    assert row.split() == " ".join(ROW).split()
 
 
 @pytest.mark.parametrize("width", [80, WIDE_COLUMNS - 1])
@@ -198,12 +186,17 @@ def test_a_narrow_one_has_two_tables(width: int) -> None:
     figures.append(Figures("n3", GONE, "out"))
     lines = drawn(figures, width)
     assert [line.split()[0] for line in lines if line][1:] == [
-        *("node", "n1", "a-node-with…", "n3"),
-        *("node", "n1", "a-node-with…", "n3"),
+        *("node", "n1", "a-node-wi…", "n3"),
+        *("node", "n1", "a-node-wi…", "n3"),
+        "saved:",
     ]
     assert "…" not in "".join(line.split("…", 1)[1] for line in lines if "…" in line)
-    assert lines[3].split() + lines[8].split()[1:] == ROW
+    assert lines[3].split() + lines[8].split()[1:] == " ".join(ROW).split()
     assert lines[5].split() == ["n3", "gone", *"------"]
+
+
+MOST = 1023_900_000 << 20
+"""976.5 TiB: no size is longer in words."""
 
 
 def test_the_largest_figures_fit_eighty_columns() -> None:
@@ -211,20 +204,20 @@ def test_the_largest_figures_fit_eighty_columns() -> None:
         [
             Figures(
                 *("n" * 40, SILENT, "catching-up", 16, 15),
-                *(999 << 40, 999 << 40, 999 << 40, 999 << 40),
-                *(99_999, 99, 9999, 9_999_000, 9_999_000),
-                *(100.0, 999 << 20, 999 << 20, 999 << 20, 999 << 20),
+                *(99 << 40, MOST, 99 << 40, MOST),
+                *(99_999, 99, 9999, 99_900, 99_900),
+                *(-999.99, 100.0, MOST, MOST, MOST, MOST),
             )
         ],
         80,
     )
     assert [line.count("…") for line in lines if line.startswith("nnn")] == [1, 1]
-    assert "15 of 16" in lines[-1]
+    assert lines[-2].endswith("976.5 TiB 976.5 TiB 976.5 TiB 976.5 TiB 99.9 ms 99.9 ms 15 of 16")
 
 
 def test_more_nodes_than_lines_say_so() -> None:
     figures = figures_of(*(f"n{n}" for n in range(30)))
-    for width in (80, 140):
+    for width in (80, 160):
         lines = drawn(figures, width, height=24, trouble="trouble")
         assert len(lines) <= 24
         assert "more: --json has all of them" in lines[-1]
@@ -240,7 +233,7 @@ def test_nobody_at_all_and_unprintable_words() -> None:
 def test_an_index_that_is_not_reached_is_told() -> None:
     reached = msgspec.structs.replace(LATER, replicas_reached=1)
     (figures,) = Tally().take([sample(reached)])
-    assert drawn([figures], 140)[-1].endswith("1 of 2")
+    assert drawn([figures], 160)[3].endswith("1 of 2")
     (alone,) = Tally().take(
         [
             Sample(
@@ -252,7 +245,7 @@ def test_an_index_that_is_not_reached_is_told() -> None:
             )
         ]
     )
-    assert drawn([alone], 140)[-1].endswith("-")
+    assert drawn([alone], 160)[3].endswith("-")
 
 
 def test_json_has_every_figure() -> None:

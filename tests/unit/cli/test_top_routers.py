@@ -27,7 +27,7 @@ from kvstore.cli.top_routers import (
     series_of,
 )
 from kvstore.cli.top_routers_view import WIDE_COLUMNS, routers_page
-from kvstore.config.addresses import HttpConfig
+from kvstore.config.values import HostPort
 from kvstore.net.http import HttpServer, Page, text_page
 from kvstore.testing.index_process import Lab
 
@@ -140,7 +140,7 @@ def serve() -> Iterator[Serve]:
 
     def serving(pages: Mapping[str, Page]) -> str:
         made = {path: (lambda content=content: content) for path, content in pages.items()}
-        server = HttpServer(HttpConfig(host="127.0.0.1", port=0), made)
+        server = HttpServer(HostPort(host="127.0.0.1", port=0), made)
         servers.append(server)
         server.start()
         return server.url
@@ -302,7 +302,7 @@ def drawn(*figures: RouterFigures, width: int, height: int | None = None) -> lis
 def test_everything_fits_eighty_columns_in_two_tables() -> None:
     lines = drawn(LARGEST, RouterFigures("b", SILENT, LATE), width=80)
     rows = [line.split() for line in lines if line.startswith("a-router")]
-    assert [len(row) for row in rows] == [10, 9]
+    assert [len(row) for row in rows] == [12, 9], "its times have units"
     assert all("…" not in word for row in rows for word in row[1:])
     assert sum(line.startswith("  ") for line in lines) == 4, "three of /healthz, one of the silent"
     assert lines[-1] == f"  {LATE}"

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.costs import PROBE_EVERY, TELL_EVERY, Costs
+from kvstore.client.core.costs import PROBE_EVERY, SOURCES_MAX, TELL_EVERY, Costs
 from kvstore.client.core.hits import PENDING, Hit, Miss, Outcome
 from kvstore.client.core.plan import LoadResult, RankReport
 from kvstore.wire import messages as m
@@ -115,7 +115,7 @@ def test_a_probe_waits_for_no_disk() -> None:
 
     node.lease_reply = slow  # type: ignore[method-assign]
     outcomes = [asks(node, f"r{i}", keys) for i in range(PROBE_EVERY)]
-    assert outcomes[-1] == Miss("not stored")
+    assert outcomes[-1] == Miss("cost gate")
 
 
 # ── disk ─────────────────────────────────────────────────────────────────────────────────────────
@@ -138,9 +138,71 @@ def costs(load_ns: int) -> Costs:
 
 
 def test_what_a_copy_costs_is_no_gain_of_waiting() -> None:
-    assert costs(1).patience_ns(1000, 24_000_000) == 48_000_000, "a quarter of 100 ms"
-    assert costs(COMPUTE_NS // 5).patience_ns(1000, 24_000_000) == 0, "a quarter of 80 ms"
-    assert costs(2 * COMPUTE_NS).patience_ns(1000, 0) == 0
+    assert costs(1).wait("", 1000, 99_000_000, 0) is not None, "computing takes 100 ms"
+    assert costs(COMPUTE_NS // 5).wait("", 1000, 80_000_000, 0) is None, "of which it saves 80"
+    assert costs(2 * COMPUTE_NS).wait("", 1000, 0, 0) is None
+
+
+def test_each_source_has_an_account_of_its_own() -> None:
+    made = costs(0)
+    slow = made.wait("n1", 1000, 10_000_000, 0)
+    assert slow is not None
+    slow.ended(54_000_000)
+    assert made.wait("n1", 1000, 10_000_000, 0) is None, "4 % of 100 ms are its own: paid back"
+    assert made.wait("n1", 1000, 1_000_000, 0).until_ns == 4_000_000  # type: ignore[union-attr]
+    assert made.wait("n2", 1000, 10_000_000, 0).until_ns > 50_000_000  # type: ignore[union-attr]
+    for number in range(2 * SOURCES_MAX):
+        if (wait := made.wait(f"other{number}", 1000, 10_000_000, 0)) is not None:
+            wait.ended(54_000_000)
+    assert made.wait("n1", 1000, 10_000_000, 0) is None, "debts are not forgotten"
+    assert made.wait("yet another", 1000, 10_000_000, 0) is None, "nor those of many sources"
+
+
+def test_a_source_that_owes_nothing_gives_way_to_a_new_one() -> None:
+    made = costs(0)
+    for number in range(3 * SOURCES_MAX):
+        wait = made.wait(f"n{number}", 1000, 10_000_000, 0)
+        assert wait is not None
+        if number == SOURCES_MAX:
+            wait.ended(54_000_000)
+        else:
+            wait.dropped()
+    assert made.wait(f"n{SOURCES_MAX}", 1000, 10_000_000, 0) is None, "its debt stays"
+
+
+def test_a_prompt_that_takes_long_to_copy_is_waited_for_all_the_same() -> None:
+    """Told a pace of a millisecond a token: the copy takes longer than what is weighed at most."""
+    made = costs(25_000)
+    made.opened(m.SessionOpen(1, (1,), compute_ns_per_token=1_000_000))
+    assert made.wait("", 100_000, 1_000_000, 0) is not None
+
+
+def test_a_lookup_weighs_and_owes_once_however_many_waits_it_has() -> None:
+    made = costs(0)
+    first = made.wait("", 1000, 10_000_000, 0)
+    assert first is not None
+    lost_ns = first.ended(54_000_000)
+    assert lost_ns == 54_000_000
+    assert made.wait("", 1000, 1_000_000, 0, is_first=False) is None, "the account is in debt"
+    made = costs(0)
+    for number in range(30):
+        (made.wait("", 1000, 10_000_000, 0, is_first=number == 0) or first).dropped()
+    second = made.wait("", 1000, 10_000_000, 0, lost_ns=99_000_000, is_first=False)
+    assert second is not None
+    assert second.until_ns == 1_000_000, "no more than computing in all"
+
+
+def test_what_was_told_is_waited_for_as_if_it_saved_two_seconds_at_most() -> None:
+    made = costs(0)
+    made.opened(m.SessionOpen(1, (1,), compute_ns_per_token=10**8))
+    wait = made.wait("", 8192, 1_000_000, 0)
+    assert wait is not None
+    assert wait.until_ns <= 1_100_000_000, "half of two seconds, and 4 %"
+    made.compute.planned(1000, 0)
+    made.reported(10**8 * 1000)
+    wait = made.wait("", 8192, 1_000_000, 0)
+    assert wait is not None
+    assert wait.until_ns > 10**11, "it has measured that itself"
 
 
 # ── what other engines measured ──────────────────────────────────────────────────────────────────

@@ -469,9 +469,9 @@ def test_every_start_of_a_request_is_counted_once_however_often_it_is_asked() ->
         load(node, "r", keys, [1, 2, 3], 0)
     counts = node.core.stats.take()
     assert counts["hits"] == 2
-    assert counts["hit_tokens"] == 2 * 3 * BLOCK_TOKENS
+    assert counts["hit_tokens:dram"] == 2 * 3 * BLOCK_TOKENS
     assert (counts["load_blocks"], counts["load_bytes"], counts["load_ns"]) == (6, 2, 2)
-    assert "misses" not in counts
+    assert not any(name.startswith("misses") for name in counts)
     arrive(node, "s", chain("b", 3))
     ask(node, "s", chain("b", 3))
     node.exchange()
@@ -482,5 +482,38 @@ def test_every_start_of_a_request_is_counted_once_however_often_it_is_asked() ->
         node.exchange()
     ask(node, "s", chain("b", 3))
     load(node, "s", chain("b", 3), [], 0)
-    assert node.core.stats.take()["misses"] == 1
+    assert node.core.stats.take()["misses:not stored"] == 1
     assert node.core.stats.take() == {}, "what was taken is not counted again"
+
+
+@pytest.mark.parametrize(
+    ("local_blocks", "is_away", "outcome"), [(8, False, "not stored"), (0, True, "node away")]
+)
+def test_after_a_preemption_the_story_is_that_of_the_last_admission(
+    local_blocks: int, outcome: str, *, is_away: bool
+) -> None:
+    node, keys = ScriptedNode(), chain("a", 16)
+    node.keys = set(keys[:8])
+    node.attach()
+    arrive(node, "r", keys)
+    assert ask(node, "r", keys, 4) is PENDING
+    node.exchange()
+    assert ask(node, "r", keys, 4) == Hit(4 * BLOCK_TOKENS)
+    load(node, "r", keys, list(range(1, 17)), 4)
+    asked = node.of(m.LeaseAsk)[-1]
+    assert isinstance(asked, m.LeaseAsk)
+    lease = asked.lease
+    done = LoadResult(
+        "r", lease, loaded_blocks=4, failed_block_ids=(), bytes_moved=1, duration_ns=1
+    )
+    node.core.reported(RankReport(rank=0, session=1, loads=(done,)), node.now_ns)
+    if is_away:
+        node.core.attachment.disconnected(node.now_ns, "gone")
+    while (found := ask(node, "r", keys, local_blocks)) is PENDING:
+        node.exchange()
+    assert found == Miss(outcome)
+    node.core.allocated("r", keys, tables=(range(1, 17),), external_tokens=0, now_ns=node.now_ns)
+    story = node.core.finished("r", now_ns=node.now_ns)
+    assert story is not None
+    assert (story.loaded_tokens, story.file_tokens, story.outcome) == (0, 0, outcome)
+    assert (story.first_block, bool(story.leases)) == (local_blocks, not is_away)

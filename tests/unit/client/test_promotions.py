@@ -51,8 +51,12 @@ class SlowDisk(ScriptedNode):
 def waiting(keys: list[bytes], held: int = 0, **changes: Any) -> SlowDisk:
     """A request that waits for what follows its first `held` blocks."""
     changes.setdefault("coming", len(keys) - held)
+    has_measured = changes.pop("has_measured", False)
     node = SlowDisk(**changes)
     node.attach()
+    if has_measured:
+        node.core.costs.compute.planned(1000, node.now_ns)
+        node.core.costs.reported(node.now_ns + 1000 * COMPUTE_NS_PER_TOKEN)
     node.keys = set(keys[:held])
     node.core.new_request("r", keys, prompt_tokens=len(keys) * BLOCK_TOKENS, now_ns=node.now_ns)
     assert node.ask(keys) is PENDING
@@ -80,9 +84,9 @@ def test_a_request_waits_for_what_comes_from_disk_and_loads_all_of_it() -> None:
 def test_what_was_there_is_loaded_when_the_rest_takes_too_long() -> None:
     keys = chain("p", 10)
     node = waiting(keys, held=4, promoting_ms=15)
-    node.wait(29)
-    assert node.ask(keys) is PENDING, "twice the estimate"
-    node.wait(2)
+    node.wait(41)
+    assert node.ask(keys) is PENDING, "six blocks take 76.8 ms: half of it, and 4 %"
+    node.wait(1)
     assert node.ask(keys) == Hit(4 * BLOCK_TOKENS)
     assert node.core.stats.take()["promotions_given_up"] == 1
     node.bring(6)
@@ -92,49 +96,47 @@ def test_what_was_there_is_loaded_when_the_rest_takes_too_long() -> None:
 def test_nothing_in_time_is_a_miss_and_the_lease_goes_back() -> None:
     keys = chain("p", 10)
     node = waiting(keys)
-    node.wait(65)
-    assert isinstance(node.ask(keys), Miss)
+    node.wait(70)  # ten blocks take 128 ms
+    assert node.ask(keys) == Miss("promotion deadline")
     node.exchange()
     assert node.of(m.LeaseRelease) == [m.LeaseRelease([1])]
     node.bring(10)
     assert node.core.leases_open == 0
 
 
-def test_an_estimate_that_is_next_to_nothing_may_be_wrong_by_a_share_of_computing() -> None:
-    keys = chain("p", 10)
-    node = waiting(keys)
-    node.wait(5)
-    assert node.ask(keys) is PENDING, "10 blocks take 128 ms"
-    node.wait(1)
-    assert isinstance(node.ask(keys), Miss)
-
-
-def test_what_comes_within_the_deadline_is_worth_the_wait_however_long_the_rest_takes() -> None:
-    keys = chain("p", 1000)
-    node = waiting(keys, promotion_deadline_ms=100, promoting_ms=3000)
-    node.wait(90)
+def test_what_comes_is_worth_the_wait_however_long_the_rest_takes() -> None:
+    keys = chain("p", 1000)  # 12.8 s
+    node = waiting(keys, promoting_ms=3000, has_measured=True)
+    node.wait(2000)
     node.bring(30, left=970)
     assert node.ask(keys) is PENDING
-    node.wait(11)
+    node.wait(6400 + 512 + 384 - 2000 - 1)  # half of it, 4 %, and what 30 blocks saved
+    assert node.ask(keys) is PENDING
+    node.wait(2)
     assert node.ask(keys) == Hit(30 * BLOCK_TOKENS)
 
 
-def test_no_wait_is_longer_than_the_deadline_however_long_computing_takes() -> None:
-    keys = chain("p", 1000)
-    node = waiting(keys, promotion_deadline_ms=100)
-    node.wait(99)
-    assert node.ask(keys) is PENDING
-    node.wait(2)
+@pytest.mark.parametrize("says_it_again", [False, True])
+def test_a_node_that_promises_more_than_was_asked_for_holds_nobody_longer(
+    *, says_it_again: bool
+) -> None:
+    """Else a request would wait for as long as 10^12 blocks take to compute."""
+    keys = chain("p", 10)
+    node = waiting(keys, coming=10**12)
+    for _ in range(14):  # ten blocks take 128 ms
+        node.wait(5)
+        if says_it_again:
+            node.bring(0, left=10**12)
     assert isinstance(node.ask(keys), Miss)
 
 
-@pytest.mark.parametrize(("estimate_ms", "waits"), [(32, True), (33, False)])
-def test_nobody_waits_for_what_takes_more_than_a_quarter_of_computing(
+@pytest.mark.parametrize(("estimate_ms", "waits"), [(127, True), (128, False)])
+def test_nobody_waits_for_what_takes_longer_than_computing(
     estimate_ms: int, *, waits: bool
 ) -> None:
     keys = chain("p", 10)
     node = waiting(keys, promoting_ms=estimate_ms)
-    assert (node.ask(keys) is PENDING) == waits
+    assert node.ask(keys) == (PENDING if waits else Miss("cost gate"))
 
 
 def test_the_end_of_a_promotion_that_failed_ends_the_wait() -> None:
@@ -205,10 +207,10 @@ def test_a_pace_is_the_median_of_long_steps() -> None:
 
 def test_steps_of_the_engine_set_the_pace() -> None:
     keys = chain("p", 10)
-    node = SlowDisk(coming=10, promoting_ms=30)
+    node = SlowDisk(coming=10, promoting_ms=26)
     node.attach()
     node.core.plan((), node.now_ns, computed_tokens=1000)
-    node.wait(20)  # 20 µs a token: ten blocks take 25.6 ms, and 30 is more than a quarter
+    node.wait(20)  # 20 µs a token: ten blocks take 25.6 ms
     node.core.reported(RankReport(rank=0, session=1), node.now_ns)
     node.core.new_request("r", keys, prompt_tokens=1280, now_ns=node.now_ns)
     assert node.ask(keys) is PENDING

@@ -136,7 +136,7 @@ def test_it_asks_for_checksums_and_repeats_its_answer() -> None:
     assert asked.with_checksums
     assert [ask(node, "r", keys) for _ in range(3)] == [SHADOW] * 3
     assert node.core.leases_open == 1
-    assert node.core.stats.take()["misses_shadow_check"] == 1
+    assert node.core.stats.take()["misses:shadow check"] == 1
 
 
 # ── what ─────────────────────────────────────────────────────────────────────────────────────────

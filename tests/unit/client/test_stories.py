@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from kvstore.client.core.plan import LoadResult, RankReport
 from kvstore.client.core.scheduler import STORIES_KEPT_MAX, Hit, Miss
@@ -75,11 +76,14 @@ def finish(node: ScriptedNode, request: str) -> m.Story:
     return story
 
 
-def test_a_hit_with_the_time_of_every_step() -> None:
+@pytest.mark.parametrize("pace_ns", [0, 300_000])
+def test_a_hit_with_the_time_of_every_step(pace_ns: int) -> None:
     node, keys = Disk(), chain("a", 5)
     node.keys = set(keys[:4])
     node.from_file = 2
     node.attach()
+    if pace_ns:
+        node.core.costs.compute.told(pace_ns)
     arrive(node, "r", keys)
     node.wait(7)
     ask(node, "r", keys, local=1)
@@ -100,6 +104,9 @@ def test_a_hit_with_the_time_of_every_step() -> None:
     assert story.queued_ns == 7 * NS_PER_MS
     assert story.lookup_ns == 2 * NS_PER_MS
     assert (story.promotion_ns, story.load_ns) == (0, 5 * NS_PER_MS)
+    counts = node.core.stats.take()
+    assert story.saved_ns == counts["saved_prefill_ns"] == 3 * BLOCK_TOKENS * pace_ns, "no guess"
+    assert counts["waited_ns"] == 7 * NS_PER_MS
 
 
 def test_hits_are_counted_by_tier() -> None:
@@ -113,9 +120,8 @@ def test_hits_are_counted_by_tier() -> None:
     ask(node, "r", keys)
     load(node, "r", keys, 4)
     counts = node.core.stats.take()
-    assert counts["hit_tokens_file"] == 2 * BLOCK_TOKENS
-    assert counts["hit_tokens_peer"] == counts["hit_tokens_dram"] == BLOCK_TOKENS
-    assert counts["hit_tokens"] == 4 * BLOCK_TOKENS
+    assert counts["hit_tokens:file"] == 2 * BLOCK_TOKENS
+    assert counts["hit_tokens:peer"] == counts["hit_tokens:dram"] == BLOCK_TOKENS
     story = finish(node, "r")
     assert (story.queued_ns, story.lookup_ns, story.promotion_ns) == (0, 0, 0)
 
@@ -156,6 +162,18 @@ def test_a_load_that_fails_keeps_what_was_loaded_and_the_reason() -> None:
     story = finish(node, "r")
     assert (story.loaded_tokens, story.file_tokens) == (BLOCK_TOKENS, BLOCK_TOKENS)
     assert (story.outcome, story.detail) == ("load failed", "w" * 255)
+
+
+def test_a_request_of_one_step_has_its_first_token_at_the_end_of_that_step(
+    node: ScriptedNode,
+) -> None:
+    node.attach()
+    keys = chain("p", 4)
+    arrive(node, "r", keys)
+    node.core.plan((), node.now_ns, computed_tokens=4 * BLOCK_TOKENS)
+    story = node.core.finished("r", now_ns=node.now_ns + 70 * 10**6)
+    assert story is not None
+    assert story.first_token_ns == 70 * 10**6
 
 
 def test_nothing_is_kept_of_a_request_that_ended(node: ScriptedNode) -> None:

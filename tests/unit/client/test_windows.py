@@ -258,7 +258,7 @@ def test_a_window_on_disk_is_waited_for_as_a_whole(node: ScriptedNode) -> None:
 
 
 def test_a_window_that_does_not_come_from_disk_makes_the_hit_shorter() -> None:
-    node = make(prefill_ns_per_token=10_000_000)
+    node = make(prefill_ns_per_token=1_000_000)  # half of computing six blocks is 384 ms
     keys = chain("a", 6)
     node.keys = held(keys, *range(6))
     begin(node, keys)
@@ -374,3 +374,55 @@ def test_keys_of_longer_blocks_are_every_nth() -> None:
     assert blocks[1:] == [keys[5]]
     with pytest.raises(IndexError):
         blocks[2]
+
+
+@pytest.mark.parametrize("verify_every", [0, 1])
+def test_blocks_that_come_between_two_questions_are_not_taken_for_others(verify_every: int) -> None:
+    """Two pieces of a lease: the first while the engine plans with what it has, the second while it
+    asks for the window of that. The second follows the first, not the blocks of the reply."""
+    node, keys = make(verify_every=verify_every), chain("a", 8)
+    places = {named(key, group): block for group in (0, 1) for block, key in enumerate(keys)}
+    leases: dict[int, int] = {}
+
+    def slots(blocks: Sequence[int]) -> tuple[bytes, bytes]:
+        words = np.array([16 * block for block in blocks], "<u4")
+        return words.tobytes(), np.full(len(blocks), 5, "<u8").tobytes()
+
+    def answer(held: tuple[set[int], set[int]], *, promoting: int = 0) -> None:
+        for word in node.core.take_outbox():
+            if isinstance(word, m.Hint):
+                known = np.packbits(np.ones(len(word.keys) // 32, bool), bitorder="little")
+                node.give(m.HintReply(word.request, known.tobytes(), word.group, word.first_block))
+            elif isinstance(word, m.LeaseAsk):
+                wanted = [places[named(key, word.group)] for key in split(word.keys)]
+                run = int(np.argmin([*(block in held[word.group] for block in wanted), False]))
+                leases[word.group] = word.lease
+                its, generations = slots(wanted[:run])
+                late = 0 if word.group else promoting
+                sums = b"x" * 16 * run if word.with_checksums else b""
+                node.give(m.LeaseReply(word.lease, 900, its, generations, sums, late, 10**6))
+
+    def more(blocks: Sequence[int], *, left: int) -> None:
+        its, generations = slots(blocks)
+        sums = b"x" * 16 * len(blocks) if verify_every else b""
+        node.give(m.LeaseMore(leases[0], its, generations, sums, promoting=left))
+
+    def ask() -> Outcome:
+        tokens = 8 * BLOCK_TOKENS
+        return node.core.match("r", keys, local_tokens=0, tokens_max=tokens, now_ns=node.now_ns)
+
+    node.core.new_request("r", keys, prompt_tokens=8 * BLOCK_TOKENS + 3, now_ns=node.now_ns)
+    answer((set(), set()))
+    assert ask() is PENDING
+    answer(({0, 1, 2, 3}, set()), promoting=4)
+    more([4, 5], left=2)
+    assert ask() is PENDING
+    more([6, 7], left=0)
+    while (found := ask()) is PENDING:
+        answer((set(range(8)), {4, 5}))
+    if isinstance(found, Hit):
+        tokens, tables = found.tokens, TABLES
+        node.core.allocated("r", keys, tables=tables, external_tokens=tokens, now_ns=node.now_ns)
+        for job in node.core.plan((), node.now_ns).loads:
+            wanted = [keys.index(key) for key in split(job.keys)]
+            assert [slot // 16 for slot in np.frombuffer(job.slots, "<u4").tolist()] == wanted

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.client.index import IndexClient, address_parts
-from kvstore.config.index import load_index_config
+from kvstore.config.cluster import load_index_config
 from kvstore.config.node import load_config
 from kvstore.errors import ConfigError
 from kvstore.testing.index_process import Lab
@@ -21,6 +21,13 @@ LAB = {"index": ["127.0.0.1:9470"], "insecure": True}
 
 def test_a_node_is_alone_by_default() -> None:
     assert load_config(None, LEAST).cluster is None
+
+
+def test_an_empty_peer_listen_counts_as_not_given() -> None:
+    cluster = load_config(None, LAB | {"peer-listen": ""}).cluster
+    assert cluster is not None
+    assert cluster.peers is None
+    assert load_config(None, LEAST | {"peer-listen": ""}).cluster is None
 
 
 def test_a_node_has_the_name_of_its_certificate(tmp_path: Path) -> None:
@@ -121,7 +128,7 @@ def test_a_store_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "redis" else there(name)
     )
-    with pytest.raises(ConfigError, match=r"needs redis, .*: pip install 'kvstore-llm\[redis\]'"):
+    with pytest.raises(ConfigError, match=r"needs redis, .*: pip install .*\[redis\]'$"):
         load_index_config(None, STORE)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.config import disk_room, machine, node as config_module
-from kvstore.config.addresses import HttpConfig
+from kvstore.config import machine, node as config_module
 from kvstore.config.machine import available_memory, file_system_bytes
 from kvstore.config.node import EventsConfig, load_config
+from kvstore.config.values import HostPort
 from kvstore.engine.memory.policy.disk import AdmissionMode
 from kvstore.errors import ConfigError
 from kvstore.tiers.scrub import AUTO, ScrubRate
@@ -24,7 +24,7 @@ LEAST = {"dram": "1MiB", "metrics": "off"}
 def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "available_memory", lambda: (8 * GIB, "the machine"))
     monkeypatch.setattr(config_module, "huge_page_pool", lambda: (0, 2 * MIB))
-    monkeypatch.setattr(disk_room, "file_system_bytes", lambda _: 4 << 40)
+    monkeypatch.setattr(machine, "file_system_bytes", lambda _: 4 << 40)
 
 
 pytestmark = pytest.mark.usefixtures("plenty")
@@ -36,7 +36,7 @@ def test_defaults() -> None:
     assert config.dram_bytes == 4 * GIB
     assert config.dram_note == "half of the 8 GiB that the machine has available"
     assert config.slab_bytes == 64 * MIB
-    assert config.http == HttpConfig(host="127.0.0.1", port=9464)
+    assert config.http == HostPort(host="127.0.0.1", port=9464)
     assert config.events is None
     assert config.quotas == ()
     assert config.allow_uids == {os.geteuid(), 0}
@@ -144,6 +144,7 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"file": "/x:1MiB"}, "the disk tier needs at least 2 MiB"),
         ({"file": "/x:5TiB"}, "more than the 4 TiB that the file system of /x has"),
         ({"file": "/x:1GiB,shared", "node-name": "a/b"}, "a shared disk tier needs a node name"),
+        *(({"hbm": text}, "must be SIZE or SIZE,gpu=N, such as") for text in ("0:1GiB", "1GiB,1")),
         ({"file": "/x"}, "must be PATH:SIZE or PATH:SIZE,shared, such as"),
         (
             {"node-name": "n7"},
@@ -270,7 +271,7 @@ def test_loopback_needs_no_opt_in(metrics: str) -> None:
 
 def test_a_pods_address_needs_the_opt_in() -> None:
     settings = LEAST | {"metrics": "10.0.0.3:9464", "metrics-beyond-loopback": True}
-    assert load_config(None, settings).http == HttpConfig(host="10.0.0.3", port=9464)
+    assert load_config(None, settings).http == HostPort(host="10.0.0.3", port=9464)
 
 
 @pytest.mark.parametrize(

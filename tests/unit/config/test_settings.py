@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from kvstore.cli.commands import settings_options
 from kvstore.cli.main import cli
-from kvstore.config import disk_room, node as config_module
+from kvstore.config import machine, node as config_module
 from kvstore.config.node import NodeConfig, load_config
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import (
@@ -37,11 +37,11 @@ _disk = in_group("Disk tier")
 class Planted(NodeSettings):
     """A node with settings of every kind more."""
 
-    file_parts: int = _disk("Parts of a file.", default=8, metavar="N", within=(1, 4000))
-    file_order: Literal["old", "new"] = _disk("Order of parts.", default="old", needs=("file",))
-    file_hosts: list[str] | None = _disk("Hosts of parts.", metavar="H", shown="all")
-    file_shares: dict[str, str | int] | None = _disk("Of hosts.", metavar="H=SHARE")
-    file_packed: bool = _disk("Pack the parts.", default=False, off="file-loose")
+    file_parts: int = _disk("N", default=8, within=(1, 4000))("Parts of a file.")
+    file_order: Literal["old", "new"] = _disk(default="old", needs=("file",))("Order of parts.")
+    file_hosts: list[str] | None = _disk("H", shown="all")("Hosts of parts.")
+    file_shares: dict[str, str | int] | None = _disk("H=SHARE")("Of hosts.")
+    file_packed: bool = _disk(default=False, off="file-loose")("Pack the parts.")
 
 
 PLANTED = {row.key: row for row in table(Planted) if row not in table(NodeSettings)}
@@ -169,7 +169,7 @@ def test_the_configuration_of_a_node_comes_from_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_module, "available_memory", lambda: (8 * GIB, "the test"))
-    monkeypatch.setattr(disk_room, "file_system_bytes", lambda _: 4 << 40)
+    monkeypatch.setattr(machine, "file_system_bytes", lambda _: 4 << 40)
     files = Lab(tmp_path / "pki").files("node", "n7", with_index=True)
     tls = {name: str(getattr(files, name)) for name in ("ca", "cert", "key")}
     rows = {row.key for row in table(NodeSettings)}

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.config.transports import TransportConfig, parse_transport
 from kvstore.errors import ConfigError
+from kvstore.installation import lacking
 
 
 def test_what_it_says_is_what_the_back_end_gets() -> None:
@@ -39,6 +40,19 @@ def test_nothing_is_moved_in_plain_unless_told(
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
     chosen = parse_transport(None, has_tls=has_tls)
     assert (chosen.name, chosen.is_plain) == (name, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"), [("nixl", "nixl_cu13 or nixl_cu12"), ("ucx,pace=on", "ucxx")]
+)
+def test_a_back_end_that_is_not_installed_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, name: str, modules: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError) as caught:
+        parse_transport(name, has_tls=False)
+    extra = name.partition(",")[0]
+    assert str(caught.value) == lacking(f"--transport {extra}", modules, extra)
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,13 @@ def engine(family: dict[str, str]) -> tuple[Any, Any]:
 
     Raises whatever vLLM raises on structures that it cannot group.
     """
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups, resolve_kv_cache_block_sizes
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    try:
+        from vllm.v1.core.kv_cache_planning import get_kv_cache_groups  # since 0.33
+    except ImportError:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
     specs = layer_specs(family)
     is_packed = family.get("layout") == "packed"
@@ -145,7 +150,9 @@ def engine(family: dict[str, str]) -> tuple[Any, Any]:
         ),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        model_config=SimpleNamespace(max_model_len=_CONTEXT, multimodal_config=None),
+        model_config=SimpleNamespace(
+            max_model_len=_CONTEXT, multimodal_config=None, enable_sleep_mode=False
+        ),
         speculative_config=None,
         attention_config=None,
         max_in_flight_tokens=8192,

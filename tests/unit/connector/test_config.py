@@ -49,7 +49,9 @@ def engine(**changes: Any) -> Any:
             prefix_caching_hash_algo=values["algorithm"],
             enable_prefix_caching=values.get("prefix_caching", True),
         ),
-        model_config=SimpleNamespace(multimodal_config=values.get("images")),
+        model_config=SimpleNamespace(
+            multimodal_config=values.get("images"), enable_sleep_mode=values.get("sleep", False)
+        ),
         speculative_config=values.get("drafts"),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=values["policy"]),
         parallel_config=SimpleNamespace(
@@ -78,6 +80,7 @@ def groups(*specs: object, hash_tokens: int | None = None) -> Any:
         ({"pcp": 2}, "--prefill-context-parallel-size 1"),
         ({"nodes": 2}, "--nnodes 1"),
         ({"images": IMAGES_NOT_KEPT, "prefix_caching": False}, "--no-enable-prefix-caching"),
+        ({"sleep": True}, "drop --enable-sleep-mode"),
     ],
 )
 def test_a_wrong_engine_setting_names_its_flag(changes: dict[str, object], flag: str) -> None:

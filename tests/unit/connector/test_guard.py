@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from types import SimpleNamespace
@@ -111,7 +112,7 @@ def test_stats_add_up_and_make_a_line() -> None:
     from kvstore.connector.stats import KVStoreStats
 
     stats = KVStoreStats(data={"hits": 1, "load_bytes": 2**30, "load_ns": 10**9})
-    stats.aggregate(KVStoreStats(data={"hits": 2, "misses": 1}))
+    stats.aggregate(KVStoreStats(data={"hits": 2, "misses:not stored": 1}))
     line = stats.reduce()
     assert line["kvstore hits"] == 3
     assert line["misses"] == 1
@@ -120,7 +121,42 @@ def test_stats_add_up_and_make_a_line() -> None:
     assert stats.is_empty()
 
 
-def test_a_failed_rank_still_ends_loads_that_come_later() -> None:
+def test_counters_have_labels_and_seconds_and_never_fall() -> None:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+    from kvstore.connector.stats import KVStorePromMetrics
+
+    registry = CollectorRegistry()
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    types: Any = {
+        Counter: functools.partial(Counter, registry=registry),
+        Gauge: None,
+        Histogram: None,
+    }
+    made = KVStorePromMetrics(config, types, ["model_name", "engine"], {0: ["m", 0], 1: ["m", 1]})
+    engine = {"model_name": "m", "engine": "1"}
+    assert registry.get_sample_value("vllm:kvstore_hits_total", engine) == 0
+    of_disk = engine | {"tier": "file"}
+    assert registry.get_sample_value("vllm:kvstore_hit_tokens_total", of_disk) == 0
+    data = {"saved_prefill_ns": 2 * 10**9, "waited_ns": 5 * 10**8, "hit_tokens:file": 7}
+    for _ in range(2):
+        made.observe(data | {"misses:node away": 3, "hits": 1, "of another version": 1}, 1)
+    for name, labels, value in (
+        ("saved_prefill_seconds", {}, 4),
+        ("waited_seconds", {}, 1),
+        ("hit_tokens", {"tier": "file"}, 14),
+        ("misses", {"reason": "node away"}, 6),
+        ("hits", {}, 2),
+    ):
+        found = registry.get_sample_value(f"vllm:kvstore_{name}_total", engine | labels)
+        assert found == pytest.approx(value), name
+    made.observe({"saved_prefill_ns": -1}, 1)
+    assert registry.get_sample_value("vllm:kvstore_saved_prefill_seconds_total", engine) == 4
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_a_failed_rank_still_ends_loads_that_come_later(released: bool) -> None:
+    """Also one whose engine released its cache: 0.33 says so, whether or not it may sleep."""
     from kvstore.client.core.plan import LoadJob, StepPlan
     from kvstore.connector.vllm import KVStoreConnector, KVStoreMetadata
 
@@ -153,11 +189,14 @@ def test_a_failed_rank_still_ends_loads_that_come_later() -> None:
     load = LoadJob("r", 1, 1, (4,), bytes(32), bytes(4), bytes(8))
     metadata = KVStoreMetadata(StepPlan(loads=(load,)))
     assert connector.get_kv_connector_stats() is None
-    connector.handle_preemptions(metadata)
+    if released:
+        connector.unregister_kv_caches()
+    else:
+        connector.handle_preemptions(metadata)
+        stats = connector.get_kv_connector_stats()
+        assert stats is not None
+        assert stats.data == {"connector_errors": 1}
     assert connector.is_off
-    stats = connector.get_kv_connector_stats()
-    assert stats is not None
-    assert stats.data == {"connector_errors": 1}
     assert connector.get_kv_connector_stats() is None
     connector._connector_metadata = metadata
     connector.start_load_kv(SimpleNamespace(attn_metadata=None))

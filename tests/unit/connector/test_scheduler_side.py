@@ -187,7 +187,7 @@ def test_steps_of_others_do_not_wait_for_blocks_from_disk(
         side._watched_ns += watch_ns
 
     monkeypatch.setattr(side, "_watch", watch)
-    monkeypatch.setattr(Costs, "patience_ns", lambda *_: 10**9)
+    monkeypatch.setattr(Costs, "saving_ns", lambda *_: 1e12)
 
     def step_of_another() -> None:
         name = one.request_id if other == "self" else another.request_id  # it was preempted
@@ -458,9 +458,9 @@ def test_a_story_is_told_behind_what_goes_with_it(
     side.on_new_request(one)
     finished = side._core.finished
 
-    def with_a_lease(name: str, why_early: str) -> m.Story | None:
+    def with_a_lease(*words: Any) -> m.Story | None:
         side._core.attachment.outbox.append(m.LeaseRelease([7]))
-        return finished(name, why_early)
+        return finished(*words)
 
     monkeypatch.setattr(side._core, "finished", with_a_lease)
     side.request_finished(one)

@@ -173,7 +173,8 @@ def test_space_and_shard_fit_the_cache() -> None:
     assert shard_bytes(found.space, found.shard) == BLOCK
     assert found.space.head_bytes == (TOKENS * CONTENT * 4,)
     assert (found.space.layer_count, found.space.kv_head_count) == (LAYERS, HEADS)
-    assert found.space.kv_format == FORMATS[vllm.__version__]
+    version = vllm.__version__
+    assert found.space.kv_format == FORMATS.get(version, f"vllm {version}")
     assert found.space.isa.startswith("vec/")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import yaml
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 EXAMPLES = DEPLOY / "examples"
-NODE = "node-daemonset.yaml"
-ENGINE = "vllm-deployment.yaml"
-CLUSTER_NODE = "cluster-node-daemonset.yaml"
-CLUSTER_INDEX = "cluster-index.yaml"
-ROUTER = "router.yaml"
+NODE = "single/node.yaml"
+ENGINE = "engine/vllm.yaml"
+CLUSTER_NODE = "cluster/node.yaml"
+CLUSTER_INDEX = "cluster/index.yaml"
+ROUTER = "cluster/router.yaml"
 WORKLOADS = (NODE, ENGINE, CLUSTER_NODE, CLUSTER_INDEX, ROUTER)
 POD_IP = "10.0.0.7"
 
@@ -44,8 +45,26 @@ def container(name: str) -> dict[str, Any]:
 
 def flags(name: str, **variables: str) -> list[str]:
     """Of a kvstore command in it, with what Kubernetes puts in."""
-    found: list[str] = container(name)["args"][1:]
-    for key, value in {"POD_IP": POD_IP, **variables}.items():
-        found = [flag.replace(f"$({key})", value) for flag in found]
-    assert not any("$(" in flag for flag in found), found
-    return found
+    return flags_of(container(name), **variables)
+
+
+def flags_of(made: dict[str, Any], **variables: str) -> list[str]:
+    """The same of a container, with its own variables in their order."""
+    known = {"POD_IP": POD_IP, **variables}
+
+    def expanded(text: str) -> str:
+        for key, value in known.items():
+            text = text.replace(f"$({key})", value)
+        assert "$(" not in text, text
+        return text
+
+    for each in made["env"]:
+        if "value" in each:
+            known[each["name"]] = expanded(each["value"])
+    return [expanded(flag) for flag in made["args"][1:]]
+
+
+def applied_together() -> list[list[str]]:
+    """The folders of each `kubectl apply` that README.md has."""
+    lines = re.findall(r"^kubectl apply (.+)$", (DEPLOY / "README.md").read_text(), re.MULTILINE)
+    return [line.removeprefix("-f ").split(" -f ") for line in lines]

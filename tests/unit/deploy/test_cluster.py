@@ -32,6 +32,7 @@ from tests.unit.deploy.manifests import (
 
 ENTRY_BYTES_MAX = 92
 """ADR 22."""
+CLUSTER = (CLUSTER_INDEX, CLUSTER_NODE, ROUTER)
 MOUNT = "/etc/kvstore/pki"
 NODES = ("gpu-1", "gpu-2")
 
@@ -39,20 +40,20 @@ NODES = ("gpu-1", "gpu-2")
 @pytest.fixture
 def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """The directory that each secret is made from, by the commands of deploy/README.md."""
-    (block,) = re.findall(r"```bash\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```bash\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
+    (block,) = (each for each in blocks if "kvstore certs" in each)
     monkeypatch.chdir(tmp_path)
-    made, applied = {}, set[str]()
+    made = {}
     for line in block.splitlines():
         match shlex.split(line):
             case ["kvstore", *arguments]:
                 cli.main(arguments, prog_name="kvstore", standalone_mode=False)
             case ["kubectl", "create", "secret", "generic", name, source]:
                 made[name] = tmp_path / source.removeprefix("--from-file=")
-            case ["kubectl", "apply", *rest]:
-                applied |= {file for file in rest if file != "-f"}
+            case ["kubectl", "apply", "-f", "deploy/examples/cluster", *_]:
+                assert {Path(each).parent.name for each in CLUSTER} == {"cluster"}
             case _:
                 subprocess.run(["bash", "-ec", line], check=True)
-    assert applied == {f"deploy/examples/{each}" for each in (CLUSTER_INDEX, CLUSTER_NODE, ROUTER)}
     return made
 
 
@@ -123,18 +124,17 @@ def test_routers_take_their_flags_and_find_each_other_and_the_index(
     made = router_config(given(ROUTER, secrets))
     assert made.tls is not None
     assert made.tls.name_as("client") == "router"
-    assert made.indexes == node("gpu-1", secrets, monkeypatch).indexes
+    assert made.index == node("gpu-1", secrets, monkeypatch).indexes
     ports = {each["name"]: each["containerPort"] for each in container(ROUTER)["ports"]}
-    assert (made.host, made.port, made.route) == (POD_IP, ports["https"], (POD_IP, ports["route"]))
-    assert made.http is not None
-    assert (made.http.host, made.http.port) == (POD_IP, ports["metrics"])
+    listens = {"https": made.listen, "route": made.route_listen, "metrics": made.metrics}
+    assert listens == {name: (POD_IP, ports[name]) for name in listens}
     front, peers = (each for each in documents(ROUTER) if each["kind"] == "Service")
     labels = workload(ROUTER)["spec"]["template"]["metadata"]["labels"]
     for service in (front, peers):
         assert service["spec"]["selector"].items() <= labels.items()
     assert front["spec"]["ports"][0]["targetPort"] == "https"
     assert peers["spec"]["clusterIP"] == "None", "headless, or its name has one address"
-    assert made.peer_routers == (f"{peers['metadata']['name']}:{ports['route']}",)
+    assert made.peer_router == (f"{peers['metadata']['name']}:{ports['route']}",)
     certificate = x509.load_pem_x509_certificate(made.tls.cert)
     hosts = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert front["metadata"]["name"] in hosts.get_values_for_type(x509.DNSName)
@@ -145,8 +145,8 @@ def test_requests_may_end_before_a_router_is_killed(secrets: dict[str, Path]) ->
     waits_s = router["lifecycle"]["preStop"]["sleep"]["seconds"]
     probe = router["readinessProbe"]
     assert probe["httpGet"] == {"path": "/healthz", "port": "metrics"}, "503 from SIGTERM on"
-    assert made.drain_delay_s > probe["periodSeconds"] + probe["timeoutSeconds"], "it is seen"
-    drains_s = waits_s + made.drain_delay_s + made.drain_timeout_s
+    assert made.drain_delay > probe["periodSeconds"] + probe["timeoutSeconds"], "it is seen"
+    drains_s = waits_s + made.drain_delay + made.drain_timeout
     assert waits_s > 0
     assert pod(ROUTER)["terminationGracePeriodSeconds"] >= drains_s + 10, "and it closes"
 
@@ -163,7 +163,7 @@ def test_the_key_of_the_ca_goes_nowhere(secrets: dict[str, Path]) -> None:
 
 
 def test_who_runs_can_read_the_certificates() -> None:
-    for name in (CLUSTER_NODE, CLUSTER_INDEX, ROUTER):
+    for name in CLUSTER:
         (volume,) = (each for each in pod(name)["volumes"] if "secret" in each)
         assert volume["secret"]["defaultMode"] == 0o440
         context = pod(name)["securityContext"]
@@ -191,6 +191,7 @@ def test_a_node_of_a_cluster_is_a_lone_node_but_for_that() -> None:
     main["args"] = [flag for flag in main["args"] if not flag.startswith(about)]
     for rows, name in (
         (main["env"], "NODE_NAME"),
+        (main["env"], "CERTIFICATE"),
         (main["ports"], "peers"),
         (main["ports"], "mover"),
         (main["volumeMounts"], "certificates"),

@@ -10,16 +10,19 @@ import kubernetes_validate
 import pytest
 
 from kvstore.connector.config import parse_config
+from kvstore.router.keys.rendering import UNRENDERED
 from kvstore.supervisor import restarts, supervisor
 from kvstore.units import GIB, NS_PER_S, parse_size
 from tests.docs.commands import node_config, parse
 from tests.unit.deploy.manifests import (
     CLUSTER_NODE,
+    DEPLOY,
     ENGINE,
     EXAMPLES,
     NODE,
     POD_IP,
     WORKLOADS,
+    applied_together,
     container,
     documents,
     flags,
@@ -39,10 +42,30 @@ def _kv_transfer_config() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.iterdir()))
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_it_is_valid_for_kubernetes(name: str, version: str) -> None:
     for document in documents(name):
         assert kubernetes_validate.validate(document, version, strict=True) == version
+
+
+def test_every_example_is_looked_at_and_applied() -> None:
+    """`kubectl apply -f` of the folder above applies nothing: it does not look into folders."""
+    assert {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.*")} == set(WORKLOADS)
+    applied = {folder for folders in applied_together() for folder in folders}
+    assert applied == {f"deploy/examples/{Path(name).parent}" for name in WORKLOADS}
+    assert not [path for path in EXAMPLES.iterdir() if path.is_file()]
+
+
+@pytest.mark.parametrize("folders", applied_together(), ids=" ".join)
+def test_what_is_applied_together_has_each_object_once(folders: list[str]) -> None:
+    objects = [
+        (each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"])
+        for folder in folders
+        for path in (DEPLOY.parent / folder).iterdir()
+        for each in documents(str(path.relative_to(EXAMPLES)))
+    ]
+    assert len(objects) >= len(folders)
+    assert sorted(map(str, objects)) == sorted(map(str, set(objects)))
 
 
 def test_an_unknown_field_is_seen() -> None:
@@ -72,6 +95,13 @@ def test_the_engine_uses_exactly_the_public_names() -> None:
     extra["address"] = "http://10.0.0.7:8000"
     assert parse_config(extra).socket == extra["socket"]
     assert "--prefix-caching-hash-algo=sha256_cbor" in container(ENGINE)["args"]
+
+
+def test_the_engine_makes_tokens_for_routers() -> None:
+    """The flag that a router's `/healthz` names where it is missing."""
+    flag = UNRENDERED.split()[-1]
+    assert flag == "--enable-scale-out"
+    assert flag in container(ENGINE)["args"]
 
 
 @pytest.mark.parametrize("node", [NODE, CLUSTER_NODE])

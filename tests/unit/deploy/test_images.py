@@ -65,4 +65,4 @@ def test_the_image_runs_as_the_user_of_the_manifest() -> None:
 def test_manifests_name_the_images_that_are_built(path: Path) -> None:
     (tag,) = re.findall(r"-t (\S+) \.$", path.read_text(), re.MULTILINE)
     assert tag.endswith(f":{__version__}")
-    assert any(f"image: {tag}\n" in example.read_text() for example in EXAMPLES.iterdir())
+    assert any(f"image: {tag}\n" in example.read_text() for example in EXAMPLES.rglob("*.yaml"))

@@ -1,8 +1,9 @@
-"""JSON patches of `deploy/options`: what they make is valid for Kubernetes and taken by a node."""
+"""Patches of `deploy/options`: what they make is valid for Kubernetes and taken by a node."""
 
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import kubernetes_validate
@@ -12,7 +13,7 @@ import yaml
 from kvstore.cli.main import cli
 from kvstore.units import GIB, TIB, parse_size
 from tests.docs.commands import node_config
-from tests.unit.deploy.manifests import CLUSTER_NODE, DEPLOY, NODE, POD_IP, workload
+from tests.unit.deploy.manifests import CLUSTER_NODE, DEPLOY, NODE, POD_IP, flags_of, workload
 
 OPTIONS = DEPLOY / "options"
 FOR_BOTH = ("disk.yaml", "hbm.yaml", "hugepages.yaml")
@@ -20,24 +21,50 @@ CASES = [*((option, node) for option in FOR_BOTH for node in (NODE, CLUSTER_NODE
 CASES.append(("cert-manager.yaml", CLUSTER_NODE))
 
 
+MERGE_KEYS = {"containers": "name", "volumes": "name", "env": "name"}
+"""List → field by which Kubernetes merges its entries; other lists are replaced."""
+
+
 def patched(option: str, name: str) -> Any:
-    """As kubectl and kustomize do it: additions at the end, replacements of what is there."""
-    made = copy.deepcopy(workload(name))
-    for change in yaml.safe_load((OPTIONS / option).read_text()):
+    """As kubectl and kustomize do it."""
+    made, patch = copy.deepcopy(workload(name)), yaml.safe_load((OPTIONS / option).read_text())
+    if isinstance(patch, dict):
+        assert [patch["kind"], patch["metadata"]] == [made["kind"], {"name": "kvstore-node"}]
+        return merged(made, patch)
+    for change in patch:
         *way, last = change["path"].strip("/").split("/")
         target: Any = made
         for step in way:
             target = target[int(step)] if isinstance(target, list) else target[step]
         if last == "-":
             target.append(change["value"])
-            continue
-        place = int(last) if isinstance(target, list) else last
-        if change["op"] == "replace":
-            assert target[place] is not None
+        elif change["op"] == "test":
+            assert target[last] == change["value"]
         else:
-            assert (change["op"], place in target) == ("add", False)
-        target[place] = change["value"]
+            assert (change["op"] == "replace") == (last in target)
+            target[last] = change["value"]
     return made
+
+
+def merged(target: Any, patch: Any, name: str = "") -> Any:
+    """A strategic merge: entries of a list by their names, null deletes."""
+    if isinstance(patch, dict):
+        made = {**target, **{key: merged(target.get(key, {}), patch[key], key) for key in patch}}
+        return {key: value for key, value in made.items() if value is not None}
+    if name in MERGE_KEYS:
+        key = MERGE_KEYS[name]
+        changes = {each[key]: each for each in patch}
+        assert changes.keys() <= {each[key] for each in target}, "of entries that are there"
+        return [merged(each, changes.get(each[key], {})) for each in target]
+    return patch
+
+
+@pytest.mark.parametrize("option", FOR_BOTH)
+def test_a_patch_by_position_finds_the_container_by_its_name_first(option: str) -> None:
+    first, *changes = yaml.safe_load((OPTIONS / option).read_text())
+    place = "/spec/template/spec/containers/0/"
+    assert first == {"op": "test", "path": f"{place}name", "value": "node"}
+    assert not [each for each in changes if re.search(r"/\d", each["path"].removeprefix(place))]
 
 
 def container(made: Any) -> Any:
@@ -94,7 +121,7 @@ def test_huge_pages_are_as_many_as_dram() -> None:
 
 def test_each_node_gets_its_own_certificate() -> None:
     made = patched("cert-manager.yaml", CLUSTER_NODE)
-    flags = dict(flag.partition("=")[::2] for flag in container(made)["args"])
+    flags = dict(flag.partition("=")[::2] for flag in flags_of(container(made), NODE_NAME="gpu-1"))
     place = "/etc/kvstore/pki"
     files = {name: flags[f"--{name}"] for name in ("ca", "cert", "key")}
     assert files == {
@@ -102,7 +129,8 @@ def test_each_node_gets_its_own_certificate() -> None:
         "cert": f"{place}/tls.crt",
         "key": f"{place}/tls.key",
     }
-    assert not any("NODE_NAME" in flag for flag in container(made)["args"])
     volumes = {each["name"]: each for each in made["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["certificates"].keys() == {"name", "csi"}, "and no secret"
+    assert volumes["socket"]["hostPath"]["path"] == "/run/kvstore", "others stay"
     told = volumes["certificates"]["csi"]["volumeAttributes"]
     assert told["csi.cert-manager.io/dns-names"] == "${POD_NAME}.node.kvstore"

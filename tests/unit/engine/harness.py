@@ -56,6 +56,7 @@ from kvstore.wire.messages import (
     SessionOpen,
 )
 from kvstore.wire.space import Space
+from tests.kit import engine_check
 
 M = TypeVar("M", bound=Message)
 
@@ -198,7 +199,7 @@ class Node:
                     self.untold += 1
                 case RaiseGenerations(slots=slots, generations=generations, tier=Tier.DRAM):
                     self.raised.update(zip(slots.tolist(), generations.tolist(), strict=True))
-        self.engine.check()
+        engine_check.check_engine(self.engine)
         assert self.told == self._held(), "the changes tell another story than the tables"
         if any(isinstance(command, OffersUntold) for command in commands):
             self.ask_offers()

@@ -26,6 +26,7 @@ from kvstore.engine.events import (
 from kvstore.engine.memory.journal import Journal
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import HelloRank
+from tests.kit import engine_check
 from tests.sim.world.tape import Tape, image, tape
 from tests.unit.engine.harness import Node
 
@@ -87,7 +88,7 @@ class MortalNode(Node):
         journal = Journal(memory, arena_bytes=c.arena_bytes, slab_bytes=c.slab_bytes)
         engine = Engine(self.next_config, journal)
         engine.step([Ready(c.arena_bytes), self.adopt(journal)], self.now_ns)
-        engine.check()
+        engine_check.check_engine(engine)
         return engine
 
     def adopt(self, journal: Journal) -> Adopt:

@@ -25,18 +25,18 @@ from kvstore.engine.events import (
     LandingUp,
     PeerGone,
     PushAsked,
-    Pushed,
     PushOver,
     PushRevoked,
     RecycleMover,
     RevokePush,
-    SayPushed,
-    SayPushOver,
+    SayPush,
     WritePush,
     Written,
 )
 from kvstore.types import SLOT_BYTES_MIN
+from kvstore.wire.peers import PushGrant
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
+from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, checksum, key, keys
 
 SLAB_SLOTS = 4
@@ -64,9 +64,16 @@ class PushNode(Node):
     def step(self, *events: Event) -> list[Command]:
         commands = super().step(*events)
         self.said += commands
-        kinds = (AskPush, RevokePush, Land, RecycleMover, WritePush, SayPushed, SayPushOver)
+        kinds = (AskPush, RevokePush, Land, RecycleMover, WritePush, SayPush)
         self.commands.extend(each for each in commands if isinstance(each, kinds))
         return commands
+
+
+def push_grant(grant: int, wanted: bytes, **more: Any) -> PushGrant:
+    """Of a node that has room for so many keys."""
+    extents = bytes(4 * (len(wanted) // 32))
+    its = {"epoch": 1, "transfer": "r", "tenant": "t", "space": SPACE, "deadline_ms": 5000, **more}
+    return PushGrant(grant=grant, keys=wanted, extents=extents, block_bytes=1, **its)
 
 
 class Flight(NamedTuple):
@@ -177,40 +184,16 @@ class PushPair:
                 blocks = [(number, "t") for number in numbers]
                 flight = Flight(command.job, command.grant, epoch, pages[at], blocks)
                 self.flights[command.job] = flight
-            case SayPushed():
-                epoch, _, _ = self.extents[command.grant]
-                self.to_d.append(
-                    Pushed(
-                        grant=command.grant,
-                        epoch=epoch,
-                        first=command.first,
-                        shards=command.shards,
-                        block_bytes=command.block_bytes,
-                        checksums=command.checksums,
-                    )
-                )
-            case SayPushOver(grant=grant, reason=reason, is_quiet=is_quiet):
-                epoch, _, _ = self.extents[grant]
-                self.to_d.append(PushOver(grant, epoch, reason, is_quiet))
+            case SayPush(word=word):
+                self.to_d.append(word)
 
     def _of_d(self, command: Command) -> None:
         match command:
-            case AskPush():
-                pages = np.frombuffer(command.extents, "<u4").tolist()
+            case AskPush(its=its):
+                pages = np.frombuffer(its.extents, "<u4").tolist()
                 self._check_granted(pages)
-                self.extents[command.grant] = (command.epoch, pages, command.keys)
-                self.to_p.append(
-                    PushAsked(
-                        peer=1,
-                        grant=command.grant,
-                        node="d",
-                        transfer=command.transfer,
-                        tenant=command.tenant,
-                        space=command.space,
-                        keys=command.keys,
-                        deadline_ms=command.deadline_ms,
-                    )
-                )
+                self.extents[its.grant] = (its.epoch, pages, its.keys)
+                self.to_p.append(PushAsked(1, "d", its))
             case RevokePush(grant=grant):
                 self.to_p.append(PushRevoked(1, grant))
             case Land():
@@ -257,6 +240,14 @@ class PushPair:
         self.d.step(Landed(command.job, bytes(flags), sums))
         self.sort()
 
+    def clear_shard(self, number: int, rank: int) -> tuple[int, int]:
+        """One shard of a block leaves p, as its rank found other bytes there. Returns its place."""
+        rows = [row for row in self.p.engine.blocks() if row.key == key(number).hex()[:8]]
+        row = sorted(rows, key=lambda row: row.shard)[rank]
+        self.prefill.distrust((row.slot, row.generation), rank=rank)
+        self.sort()
+        return row.slot, row.generation
+
     def lose_session(self) -> None:
         """d's session at p ends."""
         self.to_p.clear()
@@ -268,8 +259,11 @@ class PushPair:
 
     def pump(self) -> None:
         """All that can happen without time passing happens, in order."""
-        while self.to_p or self.to_d or self.flights or self.lands:
-            if self.to_p:
+        nodes = self.p, self.d
+        while self.to_p or self.to_d or self.flights or self.lands or any(map(_is_behind, nodes)):
+            if any(map(_is_behind, nodes)):
+                self.tick()  # as the loop does
+            elif self.to_p:
                 self.hear_p()
             elif self.flights:
                 self.write(next(iter(self.flights)))
@@ -284,9 +278,13 @@ class PushPair:
         slab = grants._slab
         assert slab.free_pages == slab.page_count, "extents are held"
         assert not grants._grants
-        assert not grants._expects
+        assert not self.d.engine._awaited.expects
         assert not pushes._asks
         assert not pushes.sessions()
+
+
+def _is_behind(node: PushNode) -> bool:
+    return node.engine.is_behind
 
 
 def _number(raw: bytes) -> int:

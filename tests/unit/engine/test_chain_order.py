@@ -89,9 +89,9 @@ def test_an_old_prompt_that_fits_loses_its_end_first() -> None:
 def test_pieces_that_come_from_disk_are_placed_like_those_that_are_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(files, "BLOCKS_PER_READ", 2)
+    monkeypatch.setattr(files, "READ_BYTES", 2 * SLOT_BYTES_MIN)
     disk = DiskNode(slots=SLOTS, slab_slots=16, credit_blocks_max=PIECE)
-    peer, prompt = Peer(disk), range(12)
+    peer, prompt = Peer(disk), range(8)
     disk.step(known(*prompt))
     peer.hint(*prompt)
     assert len(disk.reads) == len(prompt) // 2

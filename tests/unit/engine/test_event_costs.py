@@ -7,8 +7,21 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvstore.engine.events import Ended, Event, Exited, Received
-from kvstore.types import ConnectionId
+from kvstore.engine.events import (
+    AskPush,
+    Ended,
+    Event,
+    Exited,
+    Land,
+    Landed,
+    LandingUp,
+    PushAsked,
+    Pushed,
+    Received,
+    Tick,
+)
+from kvstore.engine.moves.landing import LandingSlab
+from kvstore.types import PAGE_BYTES, ConnectionId
 from kvstore.wire.messages import (
     Distrust,
     Drop,
@@ -22,8 +35,11 @@ from kvstore.wire.messages import (
     Quiet,
     Verified,
 )
-from tests.unit.engine.harness import HALVES, Node, Peer, arrays, key, keys
-from tests.unit.engine.watched import Watched, elements_of, watch
+from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
+from kvstore.wire.space import fingerprint
+from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, arrays, checksum, key, keys
+from tests.unit.engine.pushing import PushNode, push_grant
+from tests.unit.engine.watched import Watched, elements_of, instructions_of, watch
 
 SLOTS = 1 << 10
 TIMES = 16
@@ -148,8 +164,8 @@ def test_a_quiet_of_long_ago_frees_nothing_and_costs_nothing(session: int) -> No
 def test_an_answer_that_comes_after_the_next_question_is_no_answer() -> None:
     node, peer = attached(SLOTS)
     asked = []
-    for process in ("b", "c"):
-        node.connect(peer.scheduler_hello(process=process))
+    for _ in range(2):
+        node.connect(peer.scheduler_hello())
         asked.append(node.last(peer.ranks[0], Quiesce).session)
     held = node.granted()
     node.hear(peer.ranks[0], Quiet(asked[0]))
@@ -157,3 +173,129 @@ def test_an_answer_that_comes_after_the_next_question_is_no_answer() -> None:
     node.hear(peer.ranks[0], Quiet(asked[1]))
     assert node.granted() == held // 2
     assert not node.hangups.keys() & set(peer.ranks)
+
+
+# ── pushes ───────────────────────────────────────────────────────────────────────────────────────
+
+FEW, MANY = 64, 512
+"""Requests that wait: more than there is room for."""
+
+
+def crowd(waiting: int, *, is_here: bool = False) -> tuple[PushNode, Peer]:
+    """A decode node whose engine waits for so many prompts of one block, of four nodes."""
+    node = PushNode("d", slots=64, landing=32)
+    peer = Peer(node, space=SMALL)
+    node.engine.step([LandingUp(1)], node.now_ns)
+    for number in range(waiting):
+        source = "d" if is_here else f"p{number % 4}"
+        expect = PushExpect(f"r{number}", source, keys(1000 + number), 600_000)
+        events = [Received(ConnectionId(peer.scheduler), expect)]
+        node.commands += node.engine.step(events, node.now_ns)
+        node.commands += node.engine.step([Tick()], node.now_ns)
+    assert len(node.engine._awaited.expects) == waiting
+    return node, peer
+
+
+def _lands(node: PushNode, peer: Peer) -> list[Event]:
+    """A block is written, and there is room for another one."""
+    asked = next(each for each in node.commands if isinstance(each, AskPush))
+    size, sums = SMALL.layer_count * sum(SMALL.head_bytes) * SMALL.kv_head_count, checksum(0, 0)
+    pushed = Pushed(
+        grant=asked.its.grant,
+        epoch=1,
+        first=0,
+        shards=(WHOLE,),
+        block_bytes=(size,),
+        checksums=sums,
+    )
+    commands = node.engine.step([pushed], node.now_ns)
+    (land,) = [each for each in commands if isinstance(each, Land)]
+    return [Landed(land.job, b"\1", sums)]
+
+
+def _from_decode(message: EngineMessage) -> Callable[[PushNode, Peer], list[Event]]:
+    return lambda _, peer: [Received(ConnectionId(peer.scheduler), message)]
+
+
+PUSHES: dict[str, Callable[[PushNode, Peer], list[Event]]] = {
+    "landed": _lands,
+    "expect": _from_decode(PushExpect("new", "p0", keys(1), 1000)),
+    "cancel": _from_decode(PushCancel("r3")),
+    "ask": _from_decode(LeaseAsk(lease=1, keys=keys(1, 2, 3, 4))),
+    "tick": lambda _node, _peer: [Tick()],
+    "open": _from_decode(PushOpen("another")),
+    "close": _from_decode(PushClose("another")),
+}
+
+
+@pytest.mark.parametrize("name", PUSHES)
+@pytest.mark.parametrize("is_here", [False, True])
+def test_no_event_of_pushes_looks_at_all_requests_that_wait(name: str, is_here: bool) -> None:
+    if is_here and name == "landed":
+        return  # a prefill on this node has no landing
+    found = []
+    for waiting in (FEW, MANY):
+        node, peer = crowd(waiting, is_here=is_here)
+        events = PUSHES[name](node, peer)
+        found.append(instructions_of(node.engine, *events, now_ns=node.now_ns + 1))
+    few, many = found
+    assert many < few + MANY, "instructions; a look at one takes some"
+
+
+@pytest.mark.parametrize("name", ["open", "close", "tick"])
+def test_no_event_of_a_prefill_node_looks_at_all_grants(name: str) -> None:
+    found = []
+    for waiting in (FEW, MANY):
+        node = PushNode("p", slots=64)
+        peer = Peer(node)
+        for number in range(waiting):
+            transfer = f"r{number}"
+            opened: list[Event] = [
+                Received(ConnectionId(peer.scheduler), PushOpen(transfer)),
+                PushAsked(
+                    number // 64 + 1,
+                    "d",
+                    push_grant(
+                        number,
+                        keys(number),
+                        transfer=transfer,
+                        space=fingerprint(SMALL, weights_epoch=""),
+                        deadline_ms=600_000,
+                    ),
+                ),
+            ]
+            node.engine.step([*opened, Tick()], node.now_ns)
+        assert len(node.engine._pushes) == waiting
+        events = PUSHES[name](node, peer)
+        found.append(instructions_of(node.engine, *events, now_ns=node.now_ns + 1))
+    few, many = found
+    assert many < few + MANY
+
+
+def test_ends_of_all_that_an_engine_expects_are_spread_over_ticks() -> None:
+    """Lookups of others are answered in between."""
+    node, peer = crowd(MANY)
+    node.engine.step([Ended(ConnectionId(peer.scheduler))], node.now_ns)
+    costs = [instructions_of(node.engine, Tick(), now_ns=node.now_ns)]
+    while node.engine.is_behind:
+        costs.append(instructions_of(node.engine, Tick(), now_ns=node.now_ns))
+    assert not node.engine._awaited.expects
+    assert max(costs) < sum(costs) / 2
+
+
+@pytest.mark.parametrize("pages", [1, 8])
+def test_room_in_the_landing_slab_is_found_without_a_look_at_it(pages: int) -> None:
+    found = []
+    for size in (1 << 10, 1 << 18):
+        slab = LandingSlab(begin_bytes=0, size_bytes=size * PAGE_BYTES)
+        held = [slab.take(pages, 4) for _ in range(8)]
+        for name, value in vars(slab).items():
+            if isinstance(value, np.ndarray):
+                setattr(slab, name, value.view(Watched))
+        before = Watched.elements
+        for extents in held[::2]:
+            slab.free(extents, pages)
+        assert len(slab.take(pages, 4)) == 4
+        assert not len(slab.take(size, 1))
+        found.append(Watched.elements - before)
+    assert found[1] <= found[0] <= 8 * 4 * pages

@@ -9,7 +9,7 @@ from msgspec.structs import astuple
 
 from kvstore.cli.reasons import of_range, of_request, word
 from kvstore.engine.events import Clear, FileGone, FileLate, FilePart, FileReclaim
-from kvstore.engine.why import explain, findings
+from kvstore.engine.why import explain, findings, trail
 from kvstore.engine.why.explain import RequestReport
 from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import Reason
@@ -44,8 +44,14 @@ def rows(node: Node) -> list[Row]:
 
 
 def ranges(node: Node) -> list[RangeReport]:
+    """Of the latest request. The first line of explain says what its table says."""
     (latest,) = node.engine.explain.requests("", limit=1)
-    return node.engine.explain.ranges(latest.number)
+    found = node.engine.explain.ranges(latest.number)
+    missed = next((row for row in found if row.reason), None)
+    if latest.outcome and missed is not None:
+        assert (latest.outcome, latest.missed) == (missed.reason, missed)
+        assert of_request(latest).startswith(of_range(missed, latest))
+    return found
 
 
 def texts(node: Node) -> list[str]:
@@ -76,6 +82,17 @@ def test_what_counts_is_what_was_held_when_it_was_asked_for() -> None:
     peer.store(1, 2)  # by this very request, say
     told(node, peer, blocks=2)
     assert rows(node) == [(0, 2, "", Reason.NEVER_STORED)]
+
+
+def test_what_an_earlier_lookup_loaded_is_no_miss_of_the_last_one() -> None:
+    """Of a request that was preempted, and whose blocks had left when it asked again."""
+    node = Node()
+    peer = Peer(node)
+    peer.lease(1, 1, 2, 3)
+    told(node, peer, blocks=3, loaded=2, outcome="not stored")
+    assert rows(node) == [(0, 2, "", Reason.NONE), (2, 1, "", Reason.NEVER_STORED)]
+    ledger = node.engine.explain.ledger
+    assert (sum(ledger.hits.values()), sum(ledger.misses.values())) == (2, 1)
 
 
 def test_evicted_when_and_for_whom() -> None:
@@ -308,7 +325,7 @@ def test_some_came_before_its_patience_ended() -> None:
     node.answer(first)
     told(node, peer, blocks=2, loaded=1, promotion_ns=5_000_000)
     assert rows(node) == [(0, 1, "file", Reason.NONE), (1, 1, "file", Reason.PROMOTION_DEADLINE)]
-    assert "5 ms" in texts(node)[1]
+    assert "5.0 ms" in texts(node)[1]
     node.answer(second)
 
 
@@ -378,7 +395,7 @@ def test_the_ring_keeps_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_old_findings_go_and_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "FINDINGS_MAX", 2)
+    monkeypatch.setattr(trail, "FINDINGS_MAX", 2)
     node = Node()
     peer = Peer(node)
     for lease in (1, 2, 3):
@@ -388,7 +405,7 @@ def test_old_findings_go_and_are_missed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_more_lookups_than_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "PENDING_KEYS_MAX", 3)
+    monkeypatch.setattr(trail, "PENDING_KEYS_MAX", 3)
     node = Node()
     peer = Peer(node)
     peer.lease(1, 1, 2)
@@ -402,14 +419,14 @@ def test_more_lookups_than_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_tick_examines_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "LOOKS_PER_TICK", 2)
+    monkeypatch.setattr(trail, "LOOKS_PER_TICK", 2)
     node = Node()
     peer = Peer(node)
     for lease in (1, 2, 3):
         peer.lease(lease, 1, 2)
     left = []
     for _ in range(4):
-        left.append(len(node.state.trail.findings._pending))
+        left.append(len(node.state.trail._pending))
         node.tick()
     assert left == [3, 2, 1, 0]
 
@@ -467,5 +484,5 @@ def test_examined_after_its_engine_is_gone() -> None:
     node.end(peer.scheduler, *peer.ranks)
     node.state.residency.forget_unused_scopes(keep=set())
     node.tick()
-    (finding,) = node.state.trail.findings._by_lease.values()
+    (finding,) = node.state.trail._findings.values()
     assert [row.reason for row in finding.rest] == [Reason.NEVER_STORED]

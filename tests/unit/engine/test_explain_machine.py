@@ -1,7 +1,7 @@
 """What is told of a lookup against what was seen at that moment, under any order of events.
 
 Always true:
-1. bounds hold (`Engine.check`), and ranges cover the prompt, each block once;
+1. bounds hold (`kit.engine_check`), and ranges cover the prompt, each block once;
 2. a block is told as held exactly when `inspect` showed it held at the question;
 3. a block that was never stored is not told to have left, and one that left is not told as never
    stored while no tombstone was overwritten.
@@ -14,7 +14,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from kvstore.engine.events import Clear
-from kvstore.engine.why import explain, findings
+from kvstore.engine.why import explain, findings, trail
 from kvstore.engine.why.reasons import Reason
 from kvstore.wire.messages import LeaseRelease, Story
 from tests.steps import CountedMachine
@@ -39,6 +39,7 @@ class Machine(CountedMachine):
         self.ever: set[int] = set()
         self.next_lease = 1
         self.next_place = 1
+        self.missed = 0
 
     @rule(some=numbers)
     def store(self, some: list[int]) -> None:
@@ -96,6 +97,9 @@ class Machine(CountedMachine):
             leases=[lease],
         )
         self.node.hear(self.peer.scheduler, story)
+        self.missed += len(some)
+        ledger = self.node.engine.explain.ledger
+        assert (sum(ledger.misses.values()), sum(ledger.hits.values())) == (self.missed, 0)
         (row,) = self.node.engine.explain.requests(f"r{lease}", limit=1)
         ranges = self.node.engine.explain.ranges(row.number)
         assert sum(r.blocks for r in ranges) == len(some)
@@ -117,15 +121,15 @@ class Machine(CountedMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "node"):
-            assert len(self.node.state.trail.findings) <= FINDINGS
+            self.node.state.trail.check()
             assert len(self.node.engine.explain.requests("", limit=100)) <= STORIES
             assert self.node.engine.explain.prefix("t", SPACE, key(1))
 
 
 def test_what_is_told_is_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "STORIES_MAX", STORIES)
-    monkeypatch.setattr(findings, "FINDINGS_MAX", FINDINGS)
-    monkeypatch.setattr(findings, "PENDING_KEYS_MAX", PENDING)
+    monkeypatch.setattr(trail, "FINDINGS_MAX", FINDINGS)
+    monkeypatch.setattr(trail, "PENDING_KEYS_MAX", PENDING)
     monkeypatch.setattr(findings, "RANGES_MAX", 4)
     verify_machine(examples=50, steps=30)
 

@@ -35,6 +35,7 @@ from kvstore.engine.moves.writes import Writes
 from kvstore.wire.messages import LeaseMore, LeaseRelease, LeaseReply
 from kvstore.wire.record import Scope
 from tests.amounts import amount
+from tests.kit import engine_check
 from tests.steps import CountedMachine
 from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, moved, places
 from tests.unit.engine.harness import WHOLE, Peer, key, keys, pairs
@@ -199,7 +200,7 @@ class DiskMachine(CountedMachine):
 
     @invariant()
     def consistent(self) -> None:
-        self.node.engine.check()
+        engine_check.check_engine(self.node.engine)
         held = (self.node.state.slots.writer == -1).sum()
         assert held == sum(len(read.keys) // 32 for read in self.node.reads)
 

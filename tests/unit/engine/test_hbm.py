@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstore.engine.events import Admit, Clear, Promoted, Received
@@ -12,7 +13,8 @@ from kvstore.engine.moves.hbm import WINDOW_NS
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import HelloRank, HelloScheduler, LeaseRelease, Welcome
-from tests.unit.engine.harness import HALVES, Node, Peer, space
+from kvstore.wire.space import fingerprint
+from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, space
 from tests.unit.engine.slab import GPU, SlabNode
 
 
@@ -106,6 +108,21 @@ def test_of_several_shards_those_of_the_gpu_are_copied(node: SlabNode) -> None:
     assert order.scope.shard == HALVES[1]
 
 
+def test_blocks_of_each_group_are_copied_as_its_own(node: SlabNode) -> None:
+    peer = Peer(node, gpu=GPU, more=[(space("window"), (WHOLE,))])
+    (place,) = peer.credits(1)[:1]
+    sealed = peer.sealed(1, places=[place])
+    node.step(
+        msgspec.structs.replace(sealed, message=msgspec.structs.replace(sealed.message, group=1))
+    )
+    for lease in (1, 2):
+        peer.lease(lease, 1, group=1)
+        node.hear(peer.scheduler, LeaseRelease([lease]))
+    (order,) = node.copying
+    assert order.scope.space == fingerprint(space("window"), weights_epoch="")
+    assert order.slots.tolist() == [place[0]]
+
+
 def test_the_longest_unused_copy_gives_way(node: SlabNode) -> None:
     node = SlabNode(hbm_slots=4)
     peer = Peer(node, gpu=GPU)
@@ -147,6 +164,51 @@ def test_a_copy_of_a_block_that_left_meanwhile_is_not_shown(node: SlabNode, peer
     assert (node.pages, node.lost) == ({}, order.targets.tolist())
 
 
+def sealed_again(peer: Peer, place: tuple[int, int], *, by: int) -> None:
+    """The block in a slot leaves, and this one comes into it."""
+    peer.distrust(place)
+    others = iter(range(100, 120))
+    while not (there := [each for each in peer.unused() if each[0] == place[0]]):
+        peer.seal(next(others))
+    peer.seal(by, places=there)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_slot_that_is_sealed_again_while_it_is_copied_has_no_copy(
+    node: SlabNode, number: int, *, is_same: bool
+) -> None:
+    """Whatever is in it now, and whichever blocks of the job stayed: their copies are shown."""
+    peer = Peer(node, gpu=GPU)
+    places = {each: peer.seal(each)[0] for each in (1, 2, 3)}
+    leased(peer, 1, 1, 2, 3)
+    leased(peer, 2, 1, 2, 3)
+    (order,) = node.copying
+    sealed_again(peer, places[number], by=number if is_same else 9)
+    node.end()
+    stayed = dict(zip(order.slots.tolist(), order.targets.tolist(), strict=True))
+    gone = stayed.pop(places[number][0])
+    assert node.pages == stayed
+    assert node.lost == [gone]
+
+
+def test_a_slot_that_is_sealed_again_is_copied_when_the_copy_before_has_ended(
+    node: SlabNode,
+) -> None:
+    peer = Peer(node, gpu=GPU)
+    (place,) = peer.seal(1)
+    leased(peer, 1, 1)
+    leased(peer, 2, 1)
+    sealed_again(peer, place, by=9)
+    leased(peer, 3, 9)
+    leased(peer, 4, 9)
+    assert len(node.copying) == 1, "one copy of a slot at a time"
+    node.end()
+    leased(peer, 5, 9)
+    order = node.end()
+    assert node.pages == {place[0]: int(order.targets[0])}
+
+
 def test_a_copy_that_is_not_good_is_not_shown_and_is_tried_again(
     node: SlabNode, peer: Peer
 ) -> None:
@@ -178,6 +240,9 @@ def test_what_is_in_motion_is_bounded(
     leased(peer, 1, 1, 2, 3)
     leased(peer, 2, 1, 2, 3)
     assert [len(order.slots) for order in node.copying] == [1, 1]
+    row_of = {row.slot: row.key for row in node.engine.blocks()}
+    named = [(row_of[int(order.slots[0])], order.keys[:4].hex()) for order in node.copying]
+    assert all(there == told for there, told in named), "each job names its own blocks"
     node.end()
     leased(peer, 3, 1, 2, 3)
     assert len(node.copying) == 2

@@ -18,10 +18,11 @@ from hypothesis.stateful import initialize, invariant, rule, run_state_machine_a
 
 from kvstore.engine.events import Clear, Promoted
 from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.state import State
 from kvstore.types import PAGES_PER_GENERATION
-from kvstore.wire.layout import shard_bytes
+from kvstore.wire.layout import shard_bytes, slot_bytes
 from kvstore.wire.messages import LeaseRelease
 from tests.amounts import amount
 from tests.steps import CountedMachine
@@ -29,9 +30,11 @@ from tests.unit.engine.harness import Peer, key, pairs, space
 from tests.unit.engine.slab import GPU, SlabNode
 
 BLOCKS = 4
+OTHERS = range(BLOCKS, 2 * BLOCKS)
+"""Blocks that come into slots that others have left."""
 numbers = st.integers(0, BLOCKS - 1)
 whos = st.integers(0, 2)
-KEY_OF = {key(number): number for number in range(BLOCKS)}
+KEY_OF = {key(number): number for number in range(2 * BLOCKS)}
 
 
 class HbmMachine(CountedMachine):
@@ -111,6 +114,46 @@ class HbmMachine(CountedMachine):
         self.stores(who, 0, BLOCKS)
         self.looks_up(who, 0, BLOCKS, 2)
 
+    @rule(pick=st.integers(0, 9), at=numbers, is_same=st.booleans(), ends=st.booleans())
+    def a_slot_is_sealed_again_while_it_is_copied(
+        self, pick: int, at: int, *, is_same: bool, ends: bool
+    ) -> None:
+        """By another block, or by the one that was there; the copy had read it before that."""
+        if self.node.copying:
+            order = self.node.copying[pick % len(self.node.copying)]
+            at %= len(order.slots)
+            number = KEY_OF[order.keys[32 * at :][:32]]
+            self.seal_again(int(order.slots[at]), *((number,) if is_same else ()))
+            if ends:
+                self.a_copy_ends(pick, works=True, early=True)
+
+    @rule(pick=st.integers(0, 9))
+    def a_slot_with_a_copy_is_sealed_again(self, pick: int) -> None:
+        if self.node.pages:
+            self.seal_again(sorted(self.node.pages)[pick % len(self.node.pages)])
+
+    def seal_again(self, slot: int, *first: int) -> None:
+        """Its block leaves, and others are stored until one is there: free slots are granted in the
+        order in which they came back, the last one first."""
+        row = next((row for row in self.node.engine.blocks() if row.slot == slot), None)
+        words, _ = self.node.state.slots.words_of(np.array([slot], np.uint32))
+        size = int(self.node.state.slots.sizes(words)[0])
+        peer = next(peer for peer in self.peers if self.slot_bytes(peer) == size)
+        if row is not None:
+            peer.distrust((slot, row.generation))
+        for number in (*first, *OTHERS):
+            unused = peer.unused()
+            there = [place for place in unused if place[0] == slot]
+            for place in there or unused[:1]:
+                self.dram[place] = (peer.space.model, number)
+                peer.seal(number, places=[place])
+            if there:
+                return
+
+    @staticmethod
+    def slot_bytes(peer: Peer) -> int:
+        return slot_bytes(shard_bytes(peer.space, peer.shards[0]))
+
     @rule(
         pick=st.integers(0, 9),
         works=st.sampled_from([True, True, True, False]),
@@ -176,6 +219,41 @@ def _shows_what_left(original: Callable[..., None]) -> Callable[..., None]:
     return promoted
 
 
+def _shows_what_is_sealed(original: Callable[..., None]) -> Callable[..., None]:
+    """A copy counts while some block is in its slot of dram."""
+
+    def promoted(self: HbmCopies, event: Promoted) -> None:
+        job, slots = self._jobs.get(event.job), self._state.slots
+        assert job is not None
+        is_sealed = slots.state[job.sources] == SlotState.SEALED
+        is_sealed &= self._state.residency.hbm_of_word[job.sources] < 0
+        job.generations[is_sealed] = slots.generation[job.sources[is_sealed]]
+        original(self, event)
+
+    return promoted
+
+
+def _leaves_slot_0(original: Callable[..., None]) -> Callable[..., None]:
+    """The first slot of dram is taken for none."""
+
+    def empty(self: State, words: Words, stamp: int) -> None:
+        copies = self.residency.hbm_of_word[words[words == 0]].copy()
+        self.residency.hbm_of_word[words[words == 0]] = -1
+        original(self, words, stamp)
+        self.residency.hbm_of_word[words[words == 0]] = copies
+
+    return empty
+
+
+def _leaves_copy_0(original: Callable[..., None]) -> Callable[..., None]:
+    """The first slot of hbm is taken for none."""
+
+    def drop_copies(self: State, words: Words) -> None:
+        original(self, words[words > 0])
+
+    return drop_copies
+
+
 def _trusts_every_copy(original: Callable[..., None]) -> Callable[..., None]:
     def promoted(self: HbmCopies, event: Promoted) -> None:
         original(self, Promoted(event.job, b"\1" * len(event.good)))
@@ -221,6 +299,9 @@ def _gives_slots_back_early(original: Callable[..., None]) -> Callable[..., None
     ("kind", "method", "breaks"),
     [
         (HbmCopies, "promoted", _shows_what_left),
+        (HbmCopies, "promoted", _shows_what_is_sealed),
+        (State, "empty", _leaves_slot_0),
+        (State, "drop_copies", _leaves_copy_0),
         (HbmCopies, "promoted", _trusts_every_copy),
         (State, "empty", _keeps_copies),
         (State, "drop_copies", _takes_no_place_back),

@@ -386,8 +386,9 @@ def test_what_was_granted_is_quarantined_until_its_rank_attaches_again() -> None
     assert (node.granted(), node.quarantined()) == (0, granted)
     node.connect(peer.scheduler_hello())
     assert node.quarantined() == granted, "a scheduler writes nothing"
-    node.connect(peer.rank_hello(0, process="another"))
+    other = node.connect(peer.rank_hello(0, process="another"))
     assert node.quarantined() == granted, "another process of the same rank"
+    node.end(other)
     node.connect(peer.rank_hello(0))
     assert node.quarantined() == 0
     assert peer.ranks[0] in node.released

@@ -59,6 +59,42 @@ def test_what_was_cleared_meanwhile_is_told() -> None:
     assert node.engine.counters.loan_blocks_changed == 2
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_block_of_which_one_shard_was_cleared_meanwhile_did_not_stay(
+    number: int, rank: int
+) -> None:
+    node = PeerNode()
+    peer = Peer(node, shards=HALVES)
+    peer.store(1, 2, 3)
+    lent = node.lend(1, 1, 2, 3)
+    slots, generations = np.frombuffer(lent.slots, "<u4"), np.frombuffer(lent.generations, "<u8")
+    at = 2 * (number - 1) + rank
+    peer.distrust((int(slots[at]), int(generations[at])), rank=rank)
+    assert node.give_back(1) == [each != number for each in (1, 2, 3)]
+    assert node.engine.counters.loan_blocks_changed == 1
+    assert not node.engine.leases()
+
+
+def test_a_block_in_the_first_slot_is_lent() -> None:
+    node, peer = stored()
+    peer.seal(1, places=[place for place in peer.unused() if not place[0]])
+    assert np.frombuffer(node.lend(1, 1).slots, "<u4").tolist() == [0]
+    assert node.give_back(1) == [True]
+
+
+def test_loans_of_one_number_are_those_of_two_nodes() -> None:
+    node, _ = stored(1, 2)
+    node.lend(1, 1)
+    node.lend(1, 1, 2, peer=2)
+    assert node.give_back(1, peer=3) == [], "it was lent nothing"
+    assert node.give_back(1, peer=2) == [True, True]
+    assert [row.blocks for row in node.engine.leases()] == [1]
+    node.step(PeerGone(2))
+    assert node.give_back(1) == [True]
+    assert not node.engine.leases()
+
+
 def test_a_loan_ends_with_its_time_and_says_so() -> None:
     node, _ = stored(1)
     node.lend(1, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.engine.moves.pace import DOUBTFUL_MS, READS, ReadPace
+from kvstore.engine.moves.pace import READS, ReadPace
 from kvstore.engine.moves.paces import Paces
 from kvstore.types import SpaceId
 from kvstore.units import MIB
@@ -163,6 +163,27 @@ def test_a_read_under_way_counts_with_the_time_it_has_taken() -> None:
     pace.begun(1, 10 * MIB, 0)
     assert pace.estimate_ms(0) == 11
     assert pace.estimate_ms(5 * 10**6) == 11
-    assert pace.estimate_ms(24 * 10**6) == 25, "2.4 times as long, and yet no doubt"
-    assert pace.estimate_ms(26 * 10**6) == DOUBTFUL_MS
-    assert pace.ns_per_byte(100 * 10**6) == pytest.approx(1e7 / MIB)
+    assert pace.estimate_ms(24 * 10**6) == 39, "14 ms late: it may take as long again"
+    assert pace.ns_per_byte(55 * 10**6) == pytest.approx(1e7 / MIB)
+
+
+def test_a_late_read_says_nothing_until_it_ends() -> None:
+    pace = ReadPace(10**6)
+    pace.begun(1, 10 * MIB, 0)
+    assert pace.estimate_ms(10**9) > 1000
+    pace.late(1)
+    pace.begun(2, 10 * MIB, 10**9)
+    assert (pace.estimate_ms(10**9), pace.begun_bytes) == (11, 10 * MIB)
+    pace.ended(1, 2 * 10**9, counts=True)
+    assert (pace.measured_ns_per_mib, pace.begun_bytes) == (2 * 10**8, 10 * MIB)
+
+
+def test_a_read_that_nobody_waited_for_counts_if_it_was_quicker() -> None:
+    pace = ReadPace()
+    for job, ms, expected in (1, 20, 20), (2, 40, 20), (3, 10, 20), (4, 15, 20), (5, 5, 20):
+        pace.begun(job, MIB, 0)
+        pace.ended(job, ms * 10**6, counts=True, was_awaited=False)
+        assert pace.measured_ns_per_mib == expected * 10**6
+    pace.begun(6, MIB, 0)
+    pace.ended(6, 10**6, counts=True, was_awaited=False)
+    assert pace.measured_ns_per_mib == 15 * 10**6, "the first one is forgotten"

@@ -48,13 +48,13 @@ def test_what_comes_back_soon_after_it_went_counts_as_used_again(
 def test_what_was_read_from_disk_counts_as_used_again() -> None:
     node = DiskNode(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse")
     peer = Peer(node)
-    node.step(known(*range(10)))
-    peer.hint(*range(10))
+    node.step(known(*range(8)))
+    peer.hint(*range(8))
     node.read_all()
     for number in range(1000, 1192):
         peer.seal(number)
         node.write_nothing()
-    assert all(node.blocks()[key(number)[:4].hex()] == "dram+file" for number in range(10))
+    assert all(node.blocks()[key(number)[:4].hex()] == "dram+file" for number in range(8))
 
 
 def test_what_is_used_no_more_goes_in_the_end() -> None:

@@ -12,6 +12,7 @@ from kvstore.engine.sessions.prepares import AHEAD_NS, AHEAD_SHARE
 from kvstore.engine.state import Off
 from kvstore.types import Shard, SpaceId
 from kvstore.units import NS_PER_MS
+from kvstore.wire.peers import PrepareReply, PrepareRequest
 from tests.unit.engine.disk import SPACE, known
 from tests.unit.engine.harness import HALVES, WHOLE, Peer, key, keys
 from tests.unit.engine.peers import PeerNode
@@ -26,18 +27,20 @@ class AheadNode(PeerNode):
     def __init__(self, **config: Any) -> None:
         super().__init__(**{"slots": SLOTS, **config})
 
-    def prepare(self, *numbers: int, engine: str = "", tenant: str = "t") -> BlocksPrepared:
-        commands = self.step(PrepareBlocks(7, tenant, SPACE, engine, keys(*numbers)))
+    def prepare(self, *numbers: int, engine: str = "", tenant: str = "t") -> PrepareReply:
+        commands = self.step(
+            PrepareBlocks(7, PrepareRequest(tenant, SPACE, engine, keys(*numbers)))
+        )
         (said,) = [each for each in commands if isinstance(each, BlocksPrepared)]
         assert said.ask == 7
-        return said
+        return said.its
 
 
 def short(number: int) -> str:
     return key(number)[:4].hex()
 
 
-def counts(said: BlocksPrepared) -> tuple[int, int, int, str]:
+def counts(said: PrepareReply) -> tuple[int, int, int, str]:
     return said.dram, said.reading, said.sought, said.refused
 
 
@@ -151,6 +154,6 @@ def test_blocks_come_in_the_shards_of_the_engine_that_is_named(
 def test_another_space_is_another() -> None:
     node = AheadNode()
     Peer(node)
-    commands = node.step(PrepareBlocks(1, "t", SpaceId(bytes(32)), "", keys(1)))
+    commands = node.step(PrepareBlocks(1, PrepareRequest("t", SpaceId(bytes(32)), "", keys(1))))
     (said,) = [each for each in commands if isinstance(each, BlocksPrepared)]
-    assert "no engine" in said.refused
+    assert "no engine" in said.its.refused

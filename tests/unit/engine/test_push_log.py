@@ -9,9 +9,8 @@ import pytest
 
 from kvstore.cli.reasons import of_pushes, of_range, request_as_dict
 from kvstore.engine.events import Staged
-from kvstore.engine.why import push_log
+from kvstore.engine.why import trail
 from kvstore.engine.why.explain import RequestReport
-from kvstore.engine.why.push_log import PushLog
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.trail import Trail
 from kvstore.engine.witness import PushReport
@@ -153,19 +152,20 @@ def test_a_request_without_a_push_from_elsewhere_has_no_such_stage() -> None:
 
 
 def test_the_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_log, "TRANSFERS_MAX", 2)
-    monkeypatch.setattr(push_log, "PARTS_MAX", 3)
-    log, report = PushLog(), PushReport(side="decode", node="p", blocks=1, pushed=1, reason="")
+    monkeypatch.setattr(trail, "TRANSFERS_MAX", 2)
+    monkeypatch.setattr(trail, "PARTS_MAX", 3)
+    log = Trail(block_count_max=16, word_count=4)
+    report = PushReport(side="decode", node="p", blocks=1, pushed=1, reason="")
     for name in "abc":
         for _ in range(5):
-            log.tell("t", name, report)
-    assert [len(log.of("t", name)) for name in "abc"] == [0, 3, 3]
+            log.pushed("t", name, report)
+    assert [len(log.pushes("t", name)) for name in "abc"] == [0, 3, 3]
     log.check()
 
 
 def test_a_slot_that_a_fetch_filled_once_does_not_speak_of_it() -> None:
-    trail = Trail(block_count_max=16, word_count=4)
+    its = Trail(block_count_max=16, word_count=4)
     words = np.arange(2)
-    trail._search_of_word[words] = 7
-    trail.landed(words)
-    assert trail._search_of_word.tolist() == [0, 0, 0, 0]
+    its._search_of_word[words] = 7
+    its.landed(words)
+    assert its._search_of_word.tolist() == [0, 0, 0, 0]

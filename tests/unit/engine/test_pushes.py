@@ -5,17 +5,30 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from kvstore.engine.events import Clear, LandingUp, Pushed, PushOver
+from kvstore.engine.events import (
+    Clear,
+    FileRead,
+    FileWritten,
+    LandingUp,
+    Pushed,
+    PushOver,
+    ReadFile,
+    WriteFile,
+    WritePush,
+)
+from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.expected import STALLED_GAPS, STALLED_NS
 from kvstore.engine.moves.grants import LIMBO_NS, REVOKED_NS
 from kvstore.engine.moves.landing import LANDING_SHARE
+from kvstore.engine.moves.pushes import LOOK_NS
 from kvstore.engine.moves.transfers import SEALS_NS, UNKNOWN_NS
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS
-from kvstore.wire.messages import LeaseMore
+from kvstore.wire.messages import PUSHED, LeaseMore, LeaseRelease
 from kvstore.wire.pushes import PushEnd, PushExpect
 from kvstore.wire.space import fingerprint
-from tests.unit.engine.harness import WHOLE, Peer, keys, pairs, space
+from tests.unit.engine.disk import known, places
+from tests.unit.engine.harness import WHOLE, Hellos, Peer, keys, pairs, space
 from tests.unit.engine.pushing import PushPair
 
 
@@ -27,7 +40,8 @@ def test_blocks_follow_while_the_prefill_goes_on_and_the_lease_grows() -> None:
     pair = PushPair()
     pair.open()
     pair.expect(1, 2, 3)
-    assert pair.decode.lease(1, 1, 2, 3).promoting == 3
+    reply = pair.decode.lease(1, 1, 2, 3)
+    assert (reply.promoting, reply.promoting_from) == (3, PUSHED), "no account of a disk is charged"
     pair.store(1, 2)
     pair.pump()
     assert (len(pairs(more(pair))), more(pair).promoting, more(pair).from_peer) == (2, 1, 2)
@@ -71,7 +85,7 @@ def test_only_what_no_tier_holds_is_granted_room() -> None:
     pair.store(1, 2, 3)
     pair.decode.store(1, 2)
     pair.expect(1, 2, 3)
-    assert [event.keys for event in pair.to_p] == [keys(3)]  # type: ignore[union-attr]
+    assert [event.its.keys for event in pair.to_p] == [keys(3)]  # type: ignore[union-attr]
     pair.pump()
     assert pair.ends[0].blocks == 3
 
@@ -230,7 +244,7 @@ def test_the_end_of_the_engine_ends_what_it_expects() -> None:
     pair.expect(1, 2)
     pair.d.end(pair.decode.scheduler)
     pair.tick()
-    assert not pair.d.engine._grants._expects
+    assert not pair.d.engine._awaited.expects
     pair.pump()
     pair.at_rest()
 
@@ -241,7 +255,7 @@ def test_a_prefill_engine_that_is_gone_is_told() -> None:
     pair.expect(1)
     pair.pump()
     pair.p.end(pair.prefill.scheduler)
-    pair.tick()
+    pair.tick(LOOK_NS / NS_PER_MS)
     pair.pump()
     assert "is gone" in pair.ends[0].reason
 
@@ -294,6 +308,41 @@ def test_eviction_on_the_prefill_node_is_told() -> None:
     pair.at_rest()
 
 
+def test_what_is_pushed_is_not_evicted_for_what_is_read_from_disk() -> None:
+    """The first block of the grant is the oldest in dram, the next one is on disk, dram is full."""
+    pair = PushPair(slots=8, file_bytes=1 << 30)
+    pair.store(1)
+    (write,) = [each for each in pair.p.said if isinstance(each, WriteFile)]
+    pair.p.step(FileWritten(write.job, places(1, 1)))
+    pair.store(10, 11, 12, 13, 14)
+    pair.p.step(known(2, at=9))
+    pair.open()
+    pair.expect(1, 2)
+    pair.hear_p()
+    assert any(isinstance(each, ReadFile) for each in pair.p.said), "the second one is read"
+    (command,) = [each for each in pair.p.said if isinstance(each, WritePush)]
+    words, _ = pair.p.state.slots.words_of(command.slots)
+    assert pair.p.state.slots.state[words].tolist() == [SlotState.SEALED]
+
+
+def test_a_read_that_fails_is_repeated_at_the_next_look_only() -> None:
+    pair = PushPair(file_bytes=1 << 30)
+    pair.p.step(known(1, at=9))
+    pair.prefill.store(10)  # the space is known
+    pair.open()
+    pair.expect(1)
+    pair.hear_p()
+
+    def reads() -> list[ReadFile]:
+        return [each for each in pair.p.said if isinstance(each, ReadFile)]
+
+    assert len(reads()) == 1
+    pair.p.step(FileRead(reads()[-1].job, b"\0"))
+    assert len(reads()) == 1, "no time has passed"
+    pair.tick(LOOK_NS / NS_PER_MS)
+    assert len(reads()) == 2
+
+
 def test_on_one_node_nothing_is_moved() -> None:
     pair = PushPair()
     prefill = Peer(pair.d, "prefill")
@@ -308,6 +357,20 @@ def test_on_one_node_nothing_is_moved() -> None:
     pair.tick()
     assert [(end.blocks, end.reason) for end in pair.ends] == [(2, "")]
     assert not pair.to_p
+
+
+def test_an_engine_without_a_session_ends_no_wait_of_another() -> None:
+    pair = PushPair()
+    prefill = Peer(pair.d, "prefill")
+    pair.prefill, pair.p = prefill, pair.d
+    stranger = pair.d.connect(Hellos("stranger").scheduler_hello(), 0)
+    pair.open()
+    pair.expect(1, node="d")
+    pair.tick()
+    pair.d.hear(stranger, LeaseRelease(list(range(1000))))
+    pair.store(1)
+    pair.tick()
+    assert [(end.blocks, end.reason) for end in pair.ends] == [(1, "")]
 
 
 # ── landing memory ───────────────────────────────────────────────────────────────────────────────

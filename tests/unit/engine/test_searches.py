@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.cli.reasons import of_request, word
 from kvstore.engine.events import Candidate, Clear, Fetched, Located
 from kvstore.engine.moves import fetches
 from kvstore.engine.moves.fetches import UNANSWERED_MAX
@@ -131,10 +132,17 @@ def test_computing_is_cheaper_and_both_numbers_are_told() -> None:
     node.locate(("far", 2), ("further", 3))
     assert not node.fetches
     assert end(node, peer, blocks=3) == [
-        (0, 3, "", Reason.NEVER_STORED, "further", Reason.FETCH_COST)
+        (0, 3, "", Reason.FETCH_COST, "further", Reason.FETCH_COST)
     ]
-    both = f"fetching {3 * size / 1e6:.1f} ms, computing {3 * size / 1e6:.1f} ms"
-    assert both in text(node)
+    each = f"{3 * size / 1e6:.1f} ms"
+    assert text(node) == (
+        f"node further holds 3 blocks: fetching was estimated at {each}, computing at {each};"
+        " a fetch must take at most half of that"
+    )
+    assert fetches.GAIN == 2, "half"
+    (row,) = node.engine.explain.requests("", limit=1)
+    assert word(row.outcome) == "cost gate (peer)"
+    assert of_request(row) == text(node)
 
 
 def test_a_node_that_failed_is_left_alone_and_so_it_is_told() -> None:
@@ -144,13 +152,13 @@ def test_a_node_that_failed_is_left_alone_and_so_it_is_told() -> None:
     fetch = node.fetches.pop()
     node.step(Fetched(fetch.job, b"\0", peer_failed=True, trouble="it hung up\x1b"))
     assert end(node, peer, blocks=1) == [
-        (0, 1, "", Reason.NEVER_STORED, "far", Reason.FETCH_FAILED)
+        (0, 1, "", Reason.FETCH_FAILED, "far", Reason.FETCH_FAILED)
     ]
-    assert text(node).endswith("0 of 1 blocks came from node far in 0.0 ms; it hung up?")
+    assert text(node).endswith("failed after 0.0 ms: 0 of 1 came; it hung up?")
     peer.lease(2, 2)
     node.locate(("far", 1))
     rows = end(node, peer, blocks=1, leases=[2])
-    assert rows == [(0, 1, "", Reason.NEVER_STORED, "far", Reason.NODE_AVOIDED)]
+    assert rows == [(0, 1, "", Reason.NODE_AVOIDED, "far", Reason.NODE_AVOIDED)]
     assert "not fetched after 1 failures in a row" in text(node)
 
 
@@ -171,9 +179,9 @@ def test_what_was_fetched_and_is_not_good_says_why(fields: dict[str, int], said:
     node.step(Fetched(fetch.job, b"\1\0\0", sums, **fields))  # type: ignore[arg-type]
     assert end(node, peer, blocks=3, loaded=1) == [
         (0, 1, "peer", Reason.NONE, "far", Reason.FETCH_FAILED),
-        (1, 2, "", Reason.NEVER_STORED, "far", Reason.FETCH_FAILED),
+        (1, 2, "", Reason.FETCH_FAILED, "far", Reason.FETCH_FAILED),
     ]
-    assert f"1 of 3 blocks came from node far in 0.0 ms; {said}" in text(node)
+    assert f"node far failed after 0.0 ms: 1 of 3 came; {said}" in text(node)
     peer.lease(2, 2)
     node.locate()
     rows = end(node, peer, blocks=1, leases=[2])
@@ -187,7 +195,7 @@ def test_what_is_cleared_on_its_way_says_so() -> None:
     node.step(Clear(None, None))
     node.arrive()
     assert end(node, peer, blocks=1) == [
-        (0, 1, "", Reason.NEVER_STORED, "far", Reason.FETCH_FAILED)
+        (0, 1, "", Reason.FETCH_FAILED, "far", Reason.FETCH_FAILED)
     ]
     assert "cleared or switched off here" in text(node)
 
@@ -200,7 +208,7 @@ def test_no_room_for_all_and_then_for_nothing() -> None:
     peer.lease(2, *range(30, 40))
     node.locate(("far", 10))
     rows = end(node, peer, blocks=10, leases=[2])
-    assert rows == [(0, 10, "", Reason.NEVER_STORED, "far", Reason.NO_ROOM)]
+    assert rows == [(0, 10, "", Reason.NO_ROOM, "far", Reason.NO_ROOM)]
     while node.fetches:
         node.arrive()
     rows = end(node, peer, blocks=20, loaded=8)

@@ -264,7 +264,7 @@ def test_a_replaced_scheduler_gets_a_session_of_its_own() -> None:
     node = Node()
     peer = Peer(node)
     old, session = peer.scheduler, peer.session
-    peer.scheduler = node.connect(peer.scheduler_hello(process="new"))
+    peer.scheduler = node.connect(peer.scheduler_hello())
     assert old in node.hangups
     assert node.count(old, SessionClosed) == 0, "it hears nothing more"
     peer.be_quiet()
@@ -378,7 +378,7 @@ def test_one_connection_more_than_allowed_is_refused_for_now() -> None:
 def test_who_attaches_again_finds_its_place_at_the_limit() -> None:
     node = Node(connection_count_max=2)
     peer = Peer(node)
-    again = node.connect(peer.rank_hello(0, process="restarted"))
+    again = node.connect(peer.rank_hello(0))
     assert again in node.admitted
     assert peer.ranks[0] in node.hangups
     scheduler = node.connect(peer.scheduler_hello())

@@ -12,7 +12,7 @@ from kvstore.engine.sessions.unserved import (
     UnservedReport,
 )
 from kvstore.units import NS_PER_MS, NS_PER_S
-from kvstore.wire.messages import Unserved
+from kvstore.wire.messages import Refused, SessionClosed, Unserved
 from tests.unit.engine.harness import HALVES, Hellos, Node, Peer
 
 LONG_MS = FORMS_NS_MAX // NS_PER_MS + 1
@@ -111,3 +111,38 @@ def test_ranks_that_cannot_be_joined_are_a_refusal(node: Node) -> None:
     node.connect(peer.scheduler_hello())
     node.connect(peer.rank_hello(0))
     assert reasons(node) == ["refused: its ranks do not cover all layers and heads exactly once"]
+
+
+def test_a_full_node_is_said_until_there_is_room() -> None:
+    node = Node(slots=32, connection_count_max=2)
+    first = Peer(node, "a")
+    node.connect(Hellos("b").scheduler_hello())
+    assert reasons(node) == ["refused: 2 connections are attached already"]
+    node.end(first.scheduler, *first.ranks)
+    assert reasons(node) == []
+
+
+@pytest.mark.parametrize("role", ["scheduler", "rank"])
+def test_a_second_claim_to_a_place_is_refused_until_the_first_has_left(role: str) -> None:
+    """Two connectors of one engine would drop each other for ever; a restart gets its place."""
+    node = Node()
+    peer = Peer(node)
+    first = peer.scheduler if role == "scheduler" else peer.ranks[0]
+    hello = peer.scheduler_hello() if role == "scheduler" else peer.rank_hello(0)
+    claim = msgspec.structs.replace(hello, process="another")
+    for _ in range(3):
+        connection = node.connect(claim)
+        assert connection in node.hangups
+        refused = node.last(connection, Refused)
+        assert not refused.permanent
+        assert refused.reason.startswith(
+            f"another process or connector is attached as this engine's {role}: "
+        )
+        assert '"connectors" of --kv-transfer-config' in refused.reason
+    assert first not in node.hangups
+    assert node.count(peer.scheduler, SessionClosed) == 0
+    assert [row.reason for row in node.engine.unserved()] == [f"refused: {refused.reason}"]
+    restarted = node.connect(msgspec.structs.replace(claim, nonce="next"))
+    assert restarted in node.admitted, "its first socket may still be closing"
+    node.end(first)
+    assert node.connect(claim) in node.admitted

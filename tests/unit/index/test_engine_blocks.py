@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +13,8 @@ from kvstore.errors import ProtocolError
 from kvstore.index import engine_blocks
 from kvstore.index.chain import block_keys, chained_keys
 from kvstore.index.engine_blocks import EngineBlocks
-from kvstore.types import BlockKey
+from kvstore.index.engine_feed import EngineFeed, FollowedMemory
+from kvstore.types import BlockKey, SpaceId
 from kvstore.wire.engine_events import (
     PAYLOAD_BYTES_MAX,
     EngineCleared,
@@ -22,7 +24,8 @@ from kvstore.wire.engine_events import (
 )
 
 SIZE, SEED = 4, "vllm-none-hash"
-TOKENS = [random.Random(1).randrange(1000) for _ in range(5 * SIZE)]
+RNG = random.Random(1)
+TOKENS = [RNG.randrange(1000) for _ in range(5 * SIZE)]
 KEYS = block_keys(TOKENS, block_tokens=SIZE, seed=SEED)
 LOW = [int.from_bytes(key[-8:], "big") for key in KEYS]
 
@@ -98,6 +101,42 @@ def test_a_key_is_held_as_long_as_a_name_stands_for_it() -> None:
     assert KEYS[0] not in held
 
 
+def test_a_key_with_two_names_is_held_until_both_are_gone() -> None:
+    held = blocks()
+    store(held, 0, 2)
+    assert store(held, 0, 2, names=[100, 201]) == KEYS[:2]
+    assert store(held, 0, 2, names=[100, 201]) == KEYS[:2], "told again"
+    assert held.removed([101]) == []
+    assert KEYS[1] in held
+    assert held.removed([100, 201]) == KEYS[:2]
+    assert (len(held), KEYS[0] in held, KEYS[1] in held) == (0, False, False)
+
+
+LOOKAHEAD = Path(__file__).parents[2] / "data" / "lookahead_events.hex"
+"""Batches of vLLM 0.33's block pool, whose hashes cover one token behind each block: 13 of TOKENS;
+another prompt, with the first 8 of them; the first prompt's blocks were evicted."""
+
+
+def test_an_engine_that_hashes_ahead_has_the_keys_of_all_others_and_is_told_of() -> None:
+    first, second, evicted = map(bytes.fromhex, LOOKAHEAD.read_text().split())
+    (event,) = decode_batch(first).events
+    assert isinstance(event, EngineStored)
+    assert event.lookahead_token_ids == [[TOKENS[n]] for n in (4, 8, 12)]
+    assert event.block_hashes != LOW[:3], "its own names"
+    place = FollowedMemory(engine="e", rank=0, tenant="t", space=SpaceId(b"s" * 32))
+    feed = EngineFeed(place, blocks(), can_replay=False)
+    feed.begin(0)
+    assert feed.lookahead_tokens == 0
+    feed.heard(0, first, 0)
+    assert feed.blocks.keys() == KEYS[:3]
+    feed.heard(1, second, 0)
+    feed.heard(2, evicted, 0)
+    assert [key in feed.blocks for key in KEYS[:3]] == [False, True, False]
+    assert feed.lookahead_tokens == 1
+    feed.heard(3, payload(STORED), 0)
+    assert feed.lookahead_tokens == 0, "it was restarted with that"
+
+
 def payload(*events: Any, rank: int | None = None) -> bytes:
     return msgspec.msgpack.encode([1.5, list(events), rank])
 
@@ -142,6 +181,7 @@ def test_what_vllm_publishes_is_understood() -> None:
         msgspec.msgpack.encode({"type": "BlockStored"}),
         payload(STORED | {"block_hashes": "text"}),
         payload(STORED | {"block_hashes": [b"short"]}),
+        payload(STORED | {"lookahead_token_ids": [7]}),
         payload({"type": "BlockRemoved"}),
         payload(7),
         payload({"type": 7}),

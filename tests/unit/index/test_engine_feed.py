@@ -111,7 +111,7 @@ def test_what_comes_in_order_is_told(whole: bool) -> None:
     assert told(made.heard(0, batch(stored(0, 2, whole=whole)), 0)) == {0, 1}
     both = batch(stored(2, 5, whole=whole), removed(3, 4, whole=whole))
     assert told(made.heard(1, both, 0)) == {0, 1, 2}
-    assert told(list(made.held())) == {0, 1, 2}
+    assert told(list(made.held_of(made.held_keys()))) == {0, 1, 2}
     assert told(made.heard(2, batch(CLEARED), 0)) == set()
     assert made.heard(3, batch(CLEARED), 0) == [], "once"
     assert told(made.heard(4, batch(stored(0, 1, whole=whole)), 0)) == {0}
@@ -180,9 +180,9 @@ def test_joining_tells_what_is_held_at_its_end() -> None:
     assert made.heard(3, batch(removed(1)), 0) == [], "it waits"
     for number, payload in enumerate((batch(stored(0, 4)), batch(removed(3)), batch(stored(4, 5)))):
         assert made.replayed(number, payload, 0) == []
-        assert made.held() == []
+        assert made.held_of(made.held_keys()) == []
     assert told(made.replay_ended(0)) == {0, 2}, "block 4 has a parent that was gone"
-    assert told(list(made.held())) == {0, 2}
+    assert told(list(made.held_of(made.held_keys()))) == {0, 2}
 
 
 def test_a_replay_that_does_not_reach_back_begins_where_it_can() -> None:
@@ -396,7 +396,7 @@ def test_whatever_is_lost_nothing_is_told_that_the_engine_does_not_hold(
         made, told, holds = _lose(said, kept, data)
     assert made.phase is Phase.LIVE
     assert told <= holds
-    assert Told()(list(made.held())) == told
+    assert Told()(list(made.held_of(made.held_keys()))) == told
 
 
 def _lose(

@@ -18,10 +18,10 @@ from hypothesis import Phase, strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
 from kvstore.index import loops, native, rows
-from kvstore.index.check import check_holdings
 from kvstore.index.fields import LOST, ROW, SCOPE, SLOT, WORDS, Ints
 from kvstore.index.holdings import Holdings
 from kvstore.types import Tier
+from tests.kit.index_check import check_holdings
 from tests.steps import CountedMachine
 from tests.unit.index.model import Model
 from tests.unit.index.words import SPACE, keys

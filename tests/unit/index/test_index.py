@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.index.check import check
 from kvstore.index.feed import (
     FORGET_MS,
     OUT_MS,
@@ -18,6 +17,7 @@ from kvstore.index.feed import (
 )
 from kvstore.index.index import Holder, Index, Match
 from kvstore.index.places import Place
+from tests.kit.index_check import check
 from tests.unit.index.words import (
     NODE,
     SPACE,

@@ -97,6 +97,7 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(shares, "REFUSAL_S", 0.001)
     with ExitStack() as stack:
         made = Served(tmp_path, stack, monkeypatch)
         yield made
@@ -133,6 +134,26 @@ def test_one_caller_does_not_take_the_index_from_others(
     assert [code(call) for call in calls if call not in over] == [None] * CALLS_MAX
     assert (served.store.begun, served.store.begun_at_once) == (CALLS_MAX, 1)
     assert served.dial("a").Match(SMALL, timeout=WAIT_S).blocks == 1, "all places are free again"
+
+
+def test_refusals_of_one_caller_take_turns_on_all_its_connections(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that asks again whenever it is refused would have the loop do nothing else."""
+    waiting = 40
+    monkeypatch.setattr(shares, "REFUSAL_S", 600.0)
+    monkeypatch.setattr(shares, "REFUSALS_WAITING_MAX", waiting)
+    refused = threading.Semaphore(0)
+    stubs = [served.dial("a") for _ in range(16)]
+    calls = [stubs[n % 16].Match.future(LARGEST, timeout=WAIT_S) for n in range(ASKED)]
+    for call in calls:
+        call.add_done_callback(lambda _: refused.release())
+    for _ in range(ASKED - CALLS_MAX - waiting):
+        assert refused.acquire(timeout=WAIT_S), "only so many wait, which takes memory"
+    assert served.dial("b").Match(SMALL, timeout=WAIT_S).blocks == 1
+    assert not refused.acquire(blocking=False), "the first refusal has its turn"
+    for call in calls:
+        call.cancel()
 
 
 def test_small_questions_of_one_caller_wait_for_each_other_only_to_be_read(served: Served) -> None:

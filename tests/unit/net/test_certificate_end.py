@@ -14,8 +14,8 @@ import pytest
 from kvstore.client.tls import Tls, load
 from kvstore.indexer.replica import make_pages
 from kvstore.net.tls import certificate_ends, warn_of_its_end
-from kvstore.node.pages import NodeCollector
 from kvstore.obs.metrics import Family
+from kvstore.peers.member import ClusterMember
 from kvstore.testing.index_process import Lab
 
 DAY_S = 24 * 60 * 60
@@ -52,20 +52,11 @@ def test_an_index_by_itself_shows_it(tls: Tls) -> None:
 
 
 def test_a_node_shows_it(tls: Tls) -> None:
-    member = SimpleNamespace(
-        feeder=None, peering=None, certificate_ends=certificate_ends(tls), engine_families=list
-    )
-    anything = cast("Any", None)
-    collector = NodeCollector(
-        driver=anything,
-        attach=anything,
-        tier=anything,
-        incarnation=cast("Any", 1),
-        version="0",
-        events=anything,
-        member=cast("Any", member),
-    )
-    shown = {made.name: values(made) for made in collector._feed_families()}
+    feeder = SimpleNamespace(counters=SimpleNamespace(), connected_count=0)
+    member = SimpleNamespace(peering=None, feeder=feeder, memory=None, _tls=tls)
+    shown = {
+        made.name: values(made) for made in ClusterMember.families(cast("ClusterMember", member))
+    }
     assert shown[NAME] == [tls.ends_s]
 
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from kvstore.config.addresses import HttpConfig
+from kvstore.config.values import HostPort
 from kvstore.errors import ConfigError
 from kvstore.net import http as http_module
 from kvstore.net.http import CLIENT_COUNT_MAX, HttpServer, Page, text_page
@@ -27,7 +27,7 @@ def server() -> Iterator[HttpServer]:
         "/bug": lambda: text_page(1 // 0, ""),
         "/big": lambda: Page(200, "text/plain", b"x" * (8 << 20)),
     }
-    made = HttpServer(HttpConfig(host="127.0.0.1", port=0), pages)
+    made = HttpServer(HostPort(host="127.0.0.1", port=0), pages)
     made.start()
     yield made
     made.close()
@@ -156,7 +156,7 @@ def test_a_page_is_made_once_for_all_who_wait_for_it() -> None:
         return text_page(200, str(len(made)))
 
     server = HttpServer(
-        HttpConfig(host="127.0.0.1", port=0),
+        HostPort(host="127.0.0.1", port=0),
         {"/slow": slow, "/healthz": lambda: text_page(200, "ok")},
     )
     server.start()
@@ -187,11 +187,11 @@ def test_a_socket_that_is_held_passes_from_server_to_server(server: HttpServer) 
     held_fd = os.dup(server.fileno())
     server.close()
     with pytest.raises(ConfigError, match="in use"):
-        HttpServer(HttpConfig(host="127.0.0.1", port=server.port), {})
+        HttpServer(HostPort(host="127.0.0.1", port=server.port), {})
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as early:
         early.sendall(b"GET /next HTTP/1.1\r\n\r\n")
         pages = {"/next": lambda: text_page(200, "next")}
-        following = HttpServer(HttpConfig(host="127.0.0.1", port=0), pages, held_fd=held_fd)
+        following = HttpServer(HostPort(host="127.0.0.1", port=0), pages, held_fd=held_fd)
         try:
             assert (following.port, following.url) == (server.port, server.url)
             following.start()
@@ -202,4 +202,4 @@ def test_a_socket_that_is_held_passes_from_server_to_server(server: HttpServer) 
 
 def test_a_taken_port_is_one_sentence(server: HttpServer) -> None:
     with pytest.raises(ConfigError, match=r"the address is in use; choose another --metrics"):
-        HttpServer(HttpConfig(host="127.0.0.1", port=server.port), {})
+        HttpServer(HostPort(host="127.0.0.1", port=server.port), {})

@@ -15,7 +15,7 @@ from kvstore.cli import certs
 from kvstore.client.index import channel_options
 from kvstore.client.tls import Identity, Tls, TlsFiles, load
 from kvstore.net.tls import peer_identities, server_credentials
-from kvstore.ports import End
+from kvstore.ports import End, TransportMemory
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp import Tcp
 from kvstore.wire.mover import Direction
@@ -87,9 +87,10 @@ def test_of_ones_own_files(pki: Path) -> None:
 
 
 def test_of_who_reads_from_the_mover(pki: Path) -> None:
-    memory = np.zeros(SIZE, np.uint8)
-    owner = Tcp("b", arena=memory, source=memory, options=options(pki, "node-b"))
-    reader = Tcp("a", arena=memory, source=memory, options=options(pki, "client-a"))
+    arena = np.zeros(SIZE, np.uint8)
+    memory = TransportMemory(arena, arena)
+    owner = Tcp("b", memory, options(pki, "node-b"))
+    reader = Tcp("a", memory, options(pki, "client-a"))
     try:
         reader.connect("b", owner.describe())
         reader.post(1, "b", make_pieces([0], [0], [SIZE]), Direction.READ)

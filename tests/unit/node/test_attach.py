@@ -129,7 +129,7 @@ def test_another_uid_is_told_so_before_it_speaks(make_attach: MakeAttach, connec
 
 
 def test_a_full_node_turns_newcomers_away_and_serves_the_others(
-    make_attach: MakeAttach, connect: Connect
+    make_attach: MakeAttach, connect: Connect, clock: FakeClock
 ) -> None:
     attach = make_attach(connection_count_max=2)
     inside = [connect(), connect()]
@@ -143,8 +143,10 @@ def test_a_full_node_turns_newcomers_away_and_serves_the_others(
     assert (refused.reason, refused.permanent) == ("the node serves at most 2 connections", False)
     inside[0].say(Quiet(session=1))
     assert all_events(attach) == [Received(ConnectionId(1), Quiet(session=1))]
+    assert attach.counters.refused.trouble(clock.ns).endswith(refused.reason)
     inside[1].socket.close()
     all_events(attach)
+    assert attach.counters.refused.trouble(clock.ns) == "", "there is room again"
     connect().introduce(hello_rank())
     assert len(all_events(attach)) == 1, "there is room again"
 
@@ -458,10 +460,46 @@ def test_a_directory_that_others_can_write_is_warned_about(
     assert ("other users may replace files" in caplog.text) == warned
 
 
+def test_a_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner may replace the socket, whatever the mode is."""
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 12345, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 23456)
+    with pytest.raises(ConfigError, match=r"belongs to uid \d+, .*: choose another --socket"):
+        Listener(tmp_path / "node.sock", others_may_connect=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a directory to another user")
+def test_a_directory_below_one_of_another_user_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "theirs" / "ours").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("theirs/ours")
+    os.chown(tmp_path / "theirs", 12345, -1)
+    with caplog.at_level(logging.WARNING, "kvstore"):
+        Listener(tmp_path / "link" / "node.sock", others_may_connect=False).close()
+    assert f"uid 12345 owns {tmp_path}/theirs, and may replace the socket" in caplog.text
+
+
 def test_a_directory_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be made: Not a directory"):
         Listener(tmp_path / "file" / "sub" / "node.sock", others_may_connect=False)
+
+
+def test_a_directory_that_is_a_link_to_nothing_is_one_sentence(tmp_path: Path) -> None:
+    for name, target in (("dangling", "nowhere"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+        with pytest.raises(ConfigError, match="is a link to nothing: choose another --socket"):
+            Listener(tmp_path / name / "node.sock", others_may_connect=False)
+
+
+def test_a_path_that_is_too_long_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be made: AF_UNIX path too long; choose"):
+        Listener(tmp_path / ("x" * 90) / "node.sock", others_may_connect=False)
 
 
 def test_another_processs_pidfd_does_not_vouch_for_the_peer() -> None:

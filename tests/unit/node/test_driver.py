@@ -30,9 +30,10 @@ from kvstore.engine.events import (
 )
 from kvstore.errors import NodeBusy
 from kvstore.node import driver as driver_module
-from kvstore.node.driver import QUERY_COUNT_MAX, STEP_BUCKETS_NS, NotDurable
+from kvstore.node.driver import QUERY_COUNT_MAX, DriverCounters, NotDurable
 from kvstore.node.files import FileEnd
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
+from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import Quiesce, Quiet, decode_from_node
 from tests.kit.memory_tier import MemoryTier
 from tests.unit.node.conftest import MakeAttach, hello_scheduler
@@ -192,8 +193,8 @@ class Files:
     def tell_table(self, *, left_out_blocks: int, crowded_blocks: int) -> None:
         assert (left_out_blocks, crowded_blocks) == (LEFT_OUT_BLOCKS, 0)
 
-    def should_remember(self, spent_bytes: int) -> bool:
-        assert spent_bytes == SPENT_BYTES
+    def should_remember(self, learned: str, spent_bytes: int) -> bool:
+        assert (learned, spent_bytes) == ("learned", SPENT_BYTES)
         return self.has_spent_much
 
     def remember(self, learned: str, spent_bytes: int) -> None:
@@ -271,16 +272,13 @@ def test_a_stopped_loop_answers_nobody(make_attach: MakeAttach) -> None:
         loop.driver.query(lambda _: None, timeout_s=5)
 
 
-def test_steps_fall_into_the_right_bucket(loop: Loop) -> None:
-    loop.close()
-    counters = loop.driver.counters
-    for bound in STEP_BUCKETS_NS:
-        for duration_ns, shift in ((bound - 1, 0), (bound, 1)):
-            counters.step_buckets = [0] * (len(STEP_BUCKETS_NS) + 1)
-            loop.driver._measure(duration_ns)
-            assert counters.step_buckets.index(1) == STEP_BUCKETS_NS.index(bound) + shift
-    loop.driver._measure(10**12)
-    assert counters.step_buckets[-1] >= 1
+def test_steps_are_measured(loop: Loop) -> None:
+    loop.settle()
+    steps = loop.driver.counters.steps
+    before = steps.count, steps.total_ns
+    loop.driver.tell(Tick(), timeout_s=5)
+    assert steps.count > before[0]
+    assert steps.total_ns > before[1]
 
 
 def test_the_beat_is_within_the_protocol() -> None:
@@ -311,3 +309,20 @@ def test_after_a_datagram_the_loop_looks_again_before_it_sleeps(
     attached(loop, connect)
     assert looked.wait(5), "it looked again at once"
     assert slept.wait(5), "and slept later"
+
+
+def test_the_longest_gap_between_heartbeats_is_that_of_the_last_minute() -> None:
+    counters, now_ns = DriverCounters(), 10**12
+    assert counters.beat_gap_ns_max == 0
+    for gap_ms in (20, 400, 30):
+        counters.beat(gap_ms * NS_PER_MS, now_ns)
+        now_ns += NS_PER_S
+    assert counters.beat_gap_ns_max == 400 * NS_PER_MS
+    for _ in range(54):
+        counters.beat(20 * NS_PER_MS, now_ns)
+        now_ns += NS_PER_S
+    assert counters.beat_gap_ns_max == 400 * NS_PER_MS, "less than a minute ago"
+    for _ in range(10):
+        counters.beat(20 * NS_PER_MS, now_ns)
+        now_ns += NS_PER_S
+    assert counters.beat_gap_ns_max == 20 * NS_PER_MS

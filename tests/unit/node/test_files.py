@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -245,6 +246,14 @@ def test_what_was_learned_is_kept_once_and_found_at_the_next_start(tier: Scripte
     assert FileEnd(cast("FileStore", tier)).learned == LEARNED
 
 
+def test_the_first_measurement_of_an_engine_is_kept_at_once(tier: ScriptedTier) -> None:
+    """A node that is killed in its first minute would have the next engines guess."""
+    end = FileEnd(cast("FileStore", tier))
+    assert end.should_remember(LEARNED, 0)
+    end.remember(LEARNED, 0)
+    assert not end.should_remember(msgspec.structs.replace(LEARNED, disk_ns_per_mib=9), 0)
+
+
 def test_what_is_damaged_is_not_learned_and_one_line_says_so(
     tier: ScriptedTier, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -305,12 +314,13 @@ def test_a_budget_that_was_changed_counts_what_was_written(tier: ScriptedTier) -
 def test_what_a_kill_would_forget_is_a_small_part_of_a_day(tier: ScriptedTier) -> None:
     wall = Wall()
     end = budgeted(tier, wall)
-    assert not end.should_remember(1000)
-    assert end.should_remember(1001)
+    assert not end.should_remember(Learned(), 1000)
+    assert end.should_remember(Learned(), 1001)
     end.remember(LEARNED, 1001)
-    assert not end.should_remember(2001)
-    assert not end.should_remember(0)
-    assert not FileEnd(cast("FileStore", tier)).should_remember(0), "without a budget never"
+    assert not end.should_remember(Learned(), 2001)
+    assert not end.should_remember(Learned(), 0)
+    without = FileEnd(cast("FileStore", tier))
+    assert not without.should_remember(Learned(), 0), "without a budget never"
     end.remember(LEARNED, 1001)
     assert tier.calls == ["keep_note"], "only what is news"
 

@@ -83,7 +83,7 @@ ROWS: list[Row] = [
     NodeReport("ff", 1, 2, 3, 4, 5, 6, 7),
     UnservedReport("e (m)", "t", "the KV cache is on cuda"),
     MemberReport("n1", "exact", "10.0.0.7:9480", "ff", 2**63),
-    MemoryReport("e", 1, "s", "t", "live", 2**40, 3),
+    MemoryReport("e", 1, "s", "t", "live", 2**40, 3, "it hashes ahead"),
     TierReport(
         *("dram", 2**40, 2, 3, 3, 4, 5, 6, 7, 8, "lru", 9, 10, NO_BUDGET),
         *("closed", "half-open", 10, 11, 12, NO_PASS),

@@ -46,8 +46,8 @@ def test_the_ready_line_tells_what_scripts_and_people_need() -> None:
     )
     assert running.line() == (
         f"kvstore node ready: version={__version__}"
-        " socket=/run/kvstore/node.sock metrics=off events=off index=off"
-        " index_replicas=10.0.0.1:9470 peers=10.0.0.2:9480/nixl"
+        " socket=/run/kvstore/node.sock metrics=off events=off index=10.0.0.1:9470"
+        " serves-index=off peers=10.0.0.2:9480/nixl"
         " incarnation=00000000000000ab huge-pages=no slab=64 MiB"
         " file=/var/lib/kvstore:2 TiB dram=3 GiB"
         " (half of the 6 GiB that the machine has available)"

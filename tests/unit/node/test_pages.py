@@ -8,10 +8,27 @@ from typing import Any, cast
 import pytest
 
 from kvstore.engine.sessions.unserved import UnservedReport
+from kvstore.engine.why.ledger import NAMED_MAX
 from kvstore.errors import NodeBusy
+from kvstore.index.engine_feed import EngineCounters
 from kvstore.net.http import Page
-from kvstore.node.pages import make_pages
-from kvstore.types import SpaceId, Tier
+from kvstore.node.connection import AttachCounters
+from kvstore.node.driver import DriverCounters
+from kvstore.node.pages import EventCounters, NodeCollector, make_pages
+from kvstore.obs.metrics import INDEX_METRICS, family
+from kvstore.obs.timings import Timings
+from kvstore.peers.borrower import KINDS as FETCH_KINDS, BorrowerCounters
+from kvstore.peers.changes import FeedCounters
+from kvstore.peers.lander import KINDS as PUSH_KINDS
+from kvstore.peers.member import ClusterMember
+from kvstore.peers.peering import Peering
+from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.wire.messages import Story
+from tests.unit.engine.harness import Peer
+from tests.unit.engine.slab import SlabNode
+
+SERIES_MAX = 400
+NAMED = NAMED_MAX + 1
 
 
 class ScriptedDriver:
@@ -94,3 +111,47 @@ def test_a_rank_that_cannot_pin_memory_is_named_with_the_way_to_mend_it() -> Non
     page = make_pages(*cast("Any", (EmptyCollector(), driver, listener)))["/healthz"]
     driver.pinning = "engine e (llama): memory cannot be pinned: raise the memlock limit"
     assert page().body.decode() == f"ok, but {driver.pinning}\n"
+
+
+def test_a_page_with_everything_on_has_few_series() -> None:
+    node = SlabNode(quotas=(("llama", 1 << 14),), fetches=True)
+    tier = SimpleNamespace(ready_bytes=1, capacity_bytes=1)
+    for number in range(NAMED + 9):
+        peer = Peer(node, f"e{number}", tenant=f"tenant {number}")
+        node.hear(peer.scheduler, Story(request="r", prompt_tokens=99, outcome="node away"))
+    attach = SimpleNamespace(counters=AttachCounters(), socket_count=3)
+    timings = {kind: Timings() for kind in (*FETCH_KINDS, *PUSH_KINDS, "write")}
+    peering = SimpleNamespace(
+        borrower=SimpleNamespace(counters=BorrowerCounters()),
+        preparer=SimpleNamespace(refused_count=0),
+        mover=SimpleNamespace(restarts=0, refused=0),
+        transport="nixl",
+        _timings=timings,
+    )
+    peering.families = lambda: Peering.families(cast("Any", peering))
+    memory = SimpleNamespace(block_count=1, counters=EngineCounters())
+    member: Any = SimpleNamespace(
+        feeder=SimpleNamespace(counters=FeedCounters(), connected_count=1),
+        peering=peering,
+        memory=memory,
+        _tls=SimpleNamespace(ends_s=1),
+        families=lambda: ClusterMember.families(member),
+        index_families=lambda: [family(m.name, []) for m in INDEX_METRICS],
+    )
+    driver = SimpleNamespace(
+        query=lambda ask, *, timeout_s: ask(node.engine), counters=DriverCounters()
+    )
+    parts: dict[str, Any] = {"driver": driver, "attach": attach, "tier": tier, "member": member}
+    collector = NodeCollector(
+        **parts, incarnation=Incarnation(1), version="1", events=EventCounters()
+    )
+    families = list(collector.collect())
+    lines = [sample for each in families for sample in each.samples]
+    named = [sample for sample in lines if "tenant" in sample.labels]
+    assert len(named) == 4 * NAMED
+    assert {"other"} < {sample.labels["tenant"] for sample in named}
+    absent = {each.name for each in families if not each.samples and "index" not in each.name}
+    assert absent == {"kvstore_file_budget_left_bytes", "kvstore_scrub_age_seconds"}
+    of_both_tiers, of_trusts = 2, 4
+    of_an_index = len(INDEX_METRICS) - 1 + of_trusts
+    assert len(lines) + of_an_index + 1 + of_both_tiers <= SERIES_MAX

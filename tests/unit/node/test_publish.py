@@ -17,10 +17,10 @@ from kvstore.node import publish
 from kvstore.node.publish import Held, Publisher
 from kvstore.peers import changes
 from kvstore.ports import Clock
-from kvstore.testing.indexer import Indexer
 from kvstore.testing.raw_engine import make_keys
 from kvstore.types import KEY_BYTES, Incarnation, Shard, SpaceId, Tier
 from kvstore.wire.kv_events import END, SEQUENCE_BYTES
+from tests.kit.event_indexer import Indexer
 
 WAIT_MS = 10_000
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -35,6 +36,6 @@ def test_samples_carry_their_labels() -> None:
 
 
 def test_buckets_are_cumulative() -> None:
-    made = histogram("kvstore_step_seconds", bounds=[0.1, 0.2], counts=[1, 2, 3], total=1.5)
+    made = histogram("kvstore_step_seconds", [((), {0.1: 1, 0.2: 3, math.inf: 6}, 1.5)])
     values = [(s.name.removeprefix("kvstore_step_seconds"), s.value) for s in made.samples]
     assert values == [("_bucket", 1), ("_bucket", 3), ("_bucket", 6), ("_count", 6), ("_sum", 1.5)]

@@ -11,9 +11,9 @@ from kvstore.client.index import Members
 from kvstore.index.feed import Trust
 from kvstore.net.clock import MonotonicClock
 from kvstore.peers.borrower import MEMBERS_EVERY_S, Borrower
-from kvstore.proto import loans
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
+from kvstore.wire.peers import PeerHello
 from tests.sim.world.loop import SimLoop
 
 
@@ -43,7 +43,7 @@ def test_borrowers_do_not_ask_who_is_there_in_step() -> None:
 
     jitters = iter([0.0, 0.25, 0.75, 0.5])
     borrower = Borrower(
-        who=loans.Who("n1", Incarnation(1)),
+        who=PeerHello("n1", Incarnation(1)),
         mover=cast("Any", None),
         memory=cast("Any", None),
         clock=MonotonicClock(),

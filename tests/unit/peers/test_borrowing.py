@@ -17,13 +17,14 @@ from kvstore.engine.events import (
     PeerGone,
 )
 from kvstore.peers.lender import ASKS_MAX
-from kvstore.proto import peer_pb2 as pb
-from kvstore.proto.peer_pb2_grpc import PeersStub
 from kvstore.transport.tcp_ends import Address
-from kvstore.types import PAGE_BYTES, BlockKey, Shard
+from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
+from kvstore.wire import peers as wire
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.layout import shard_bytes
-from kvstore.wire.mover import Descriptor, encode
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
+from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, Descriptor, encode
+from kvstore.wire.record import PAYLOAD_BYTES_MAX
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import (
     HALVES,
@@ -34,6 +35,7 @@ from tests.unit.engine.harness import (
     keys,
     pairs,
 )
+from tests.unit.engine.pushing import push_grant
 from tests.unit.peers.two_nodes import (
     Stored,
     Two,
@@ -41,6 +43,7 @@ from tests.unit.peers.two_nodes import (
     cut,
     release,
     run,
+    session,
 )
 
 
@@ -232,12 +235,13 @@ def test_a_peer_that_hangs_up_ends_its_loans() -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         async with grpc.aio.insecure_channel(two.b.address) as channel:
-            call = PeersStub(channel).Session()
-            await call.write(pb.Ask(hello=pb.Hello(node="x", incarnation=3)))
-            assert (await call.read()).welcome.node == "b"
-            lend = pb.Lend(loan=1, tenant="t", space=SPACE, keys=keys(1))
-            await call.write(pb.Ask(lend=lend))
-            assert (await call.read()).lent.slots
+            call = session(channel)
+            await call.write(hello())
+            welcome = wire.decode_answer(await call.read())
+            assert isinstance(welcome, wire.PeerWelcome)
+            assert (welcome.node, welcome.descriptor) == ("b", two.b.mover.descriptor)
+            await call.write(LEND)
+            assert await slots_of(call)
             assert len(two.b.engine.leases()) == 1
             call.cancel()
         await two.at_rest()
@@ -246,8 +250,18 @@ def test_a_peer_that_hangs_up_ends_its_loans() -> None:
     run(body)
 
 
-def hello(node: str = "x") -> pb.Ask:
-    return pb.Ask(hello=pb.Hello(node=node, incarnation=3))
+def hello(node: str = "x") -> bytes:
+    return wire.encode(wire.PeerHello(node, Incarnation(3)))
+
+
+LEND = wire.encode(wire.LendAsk(1, "t", SPACE, keys(1)))
+
+
+async def slots_of(call: Any) -> bytes:
+    """Those that are lent next."""
+    answer = wire.decode_answer(await call.read())
+    assert isinstance(answer, wire.LendAnswer)
+    return answer.slots
 
 
 def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +269,7 @@ def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None
 
     async def body(two: Two) -> None:
         async with grpc.aio.insecure_channel(two.b.address) as channel:
-            call = PeersStub(channel).Session()
+            call = session(channel)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await _read_to_its_end(call)
             assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -268,14 +282,13 @@ def test_a_node_has_one_session_its_last_one() -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         async with grpc.aio.insecure_channel(two.b.address) as channel:
-            calls = [PeersStub(channel).Session() for _ in range(3)]
+            calls = [session(channel) for _ in range(3)]
             for call, node in zip(calls, ("x", "y", "x"), strict=True):
                 await call.write(hello(node))
-                assert (await call.read()).welcome.node == "b"
+                assert isinstance(wire.decode_answer(await call.read()), wire.PeerWelcome)
                 if call is calls[0]:
-                    lend = pb.Lend(loan=1, tenant="t", space=SPACE, keys=keys(1))
-                    await call.write(pb.Ask(lend=lend))
-                    assert (await call.read()).lent.slots
+                    await call.write(LEND)
+                    assert await slots_of(call)
             await _read_to_its_end(calls[0])
             await two.until(lambda: not two.b.engine.leases(), "its loan has ended, too")
             assert two.b.lender.session_count == 2
@@ -326,7 +339,7 @@ def test_many_may_ask_a_peer_at_a_time() -> None:
         session = await two.a.borrower.session("b")
         asks = [session.lend("t", SPACE, keys(1), timeout_s=60) for _ in range(40)]
         lent = await asyncio.gather(*asks)
-        assert [len(borrowed.slots) for _, borrowed in lent] == [1] * 40
+        assert [len(answer.places()) for answer in lent] == [1] * 40
         assert not session.lost
 
     run(body)
@@ -365,50 +378,99 @@ async def _read_to_its_end(call: Any) -> None:
         pass
 
 
+def lend(**other: Any) -> bytes:
+    """Another ask than LEND."""
+    fields = {"type": "LendAsk", "loan": 1, "tenant": "t", "space": SPACE, "keys": keys(1)}
+    return msgspec.msgpack.encode({**fields, **other})
+
+
+def grant(**other: Any) -> bytes:
+    """A grant with another field than it may have."""
+    fields = msgspec.to_builtins(push_grant(1, keys(1, 2)), builtin_types=(bytes,))
+    return msgspec.msgpack.encode({**fields, **other})
+
+
+UNNAMED = {
+    "nothing": b"",
+    "no message": b"\xc1",
+    "lists in lists": b"\x91" * 5_000,
+    "a name that is no text": hello().replace(b"\xa1x", b"\xa1\xff"),
+    "no name": hello(""),
+    "a long name": hello("n" * 256),
+    "a name that is long in UTF-8": hello("é" * 128),
+    "no incarnation": wire.encode(wire.PeerHello("x", Incarnation(0))),
+    "an incarnation too great": wire.encode(wire.PeerHello("x", Incarnation(1 << 63))),
+}
+"""First words of nobody."""
 GARBAGE = {
-    "no hello": [pb.Ask(give_back=pb.GiveBack(loan=1))],
-    "no name": [pb.Ask(hello=pb.Hello(incarnation=1))],
-    "no incarnation": [pb.Ask(hello=pb.Hello(node="x"))],
-    "nothing": [pb.Ask(hello=pb.Hello(node="x", incarnation=1)), pb.Ask()],
-    "a second hello": [pb.Ask(hello=pb.Hello(node="x", incarnation=1))] * 2,
-    "short keys": [
-        pb.Ask(hello=pb.Hello(node="x", incarnation=1)),
-        pb.Ask(lend=pb.Lend(loan=1, tenant="t", space=bytes(32), keys=b"short")),
-    ],
-    "no keys": [
-        pb.Ask(hello=pb.Hello(node="x", incarnation=1)),
-        pb.Ask(lend=pb.Lend(loan=1, tenant="t", space=bytes(32))),
-    ],
-    "a short space": [
-        pb.Ask(hello=pb.Hello(node="x", incarnation=1)),
-        pb.Ask(lend=pb.Lend(loan=1, tenant="t", space=b"s", keys=keys(1))),
-    ],
-    "no tenant": [
-        pb.Ask(hello=pb.Hello(node="x", incarnation=1)),
-        pb.Ask(lend=pb.Lend(loan=1, space=bytes(32), keys=keys(1))),
-    ],
-    "a loan too great": [
-        pb.Ask(hello=pb.Hello(node="x", incarnation=1)),
-        pb.Ask(lend=pb.Lend(loan=1 << 63, tenant="t", space=bytes(32), keys=keys(1))),
-    ],
+    "nothing": b"",
+    "no message": bytes(range(200, 240)),
+    "an answer": wire.encode(wire.LendAnswer(1)),
+    "an unknown kind": msgspec.msgpack.encode({"type": "Steal", "loan": 1}),
+    "an unknown field": lend(priority=1),
+    "a second hello": hello(),
+    "short keys": lend(keys=b"short"),
+    "keys and a half": lend(keys=bytes(48)),
+    "no keys": lend(keys=b""),
+    "too many keys": lend(keys=bytes(32 * (KEYS_PER_DATAGRAM_MAX + 1))),
+    "a short space": lend(space=b"s"),
+    "a long space": lend(space=bytes(33)),
+    "no tenant": lend(tenant=""),
+    "a long tenant": lend(tenant="é" * 128),
+    "a loan too great": lend(loan=1 << 63),
+    "a loan below 0": lend(loan=-1),
+    "a grant too great": grant(grant=1 << 63),
+    "a grant of no tenant": grant(tenant=""),
+    "a grant of a long tenant": grant(tenant="é" * 128),
+    "a grant of no transfer": grant(transfer=""),
+    "a grant without keys": grant(keys=b"", extents=b""),
+    "fewer extents than keys": grant(extents=bytes(4)),
+    "half an extent": grant(extents=bytes(6)),
+    "blocks of no size": grant(block_bytes=0),
+    "blocks too large": grant(block_bytes=PAYLOAD_BYTES_MAX + 1),
+    "no time": grant(deadline_ms=0),
+    "too much time": grant(deadline_ms=600_001),
+    "a long descriptor": grant(descriptor=bytes(DESCRIPTOR_BYTES_MAX + 1)),
 }
 
 
-@pytest.mark.parametrize("words", GARBAGE.values(), ids=GARBAGE.keys())
-def test_nonsense_is_hung_up_on_in_words(words: list[pb.Ask]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [*([word] for word in UNNAMED.values()), *([hello(), word] for word in GARBAGE.values())],
+    ids=[*(f"at first {name}" for name in UNNAMED), *GARBAGE],
+)
+def test_nonsense_is_hung_up_on_in_words(words: list[bytes]) -> None:
     async def body(two: Two) -> None:
         async with grpc.aio.insecure_channel(two.b.address) as channel:
-            call = PeersStub(channel).Session()
+            other = session(channel)
+            await other.write(hello("y"))
+            await other.read()
+            call = session(channel)
             for word in words:
                 await call.write(word)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await _read_to_its_end(call)
-            assert refused.value.code() in (
-                grpc.StatusCode.PERMISSION_DENIED,
-                grpc.StatusCode.INVALID_ARGUMENT,
-            )
-            assert refused.value.details()
-        await two.until(lambda: two.b.lender.session_count == 0, "the session ends")
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            sentence = refused.value.details()
+            assert sentence
+            assert "\n" not in sentence
+            await two.until(lambda: two.b.lender.session_count == 1, "the session ends")
+            await other.write(LEND)
+            assert await slots_of(other) == b"", "and no other one"
+            other.cancel()
+        await two.until(lambda: two.b.lender.session_count == 0, "the other one ends, too")
+
+    run(body)
+
+
+def test_who_does_not_begin_with_hello_is_nobody() -> None:
+    async def body(two: Two) -> None:
+        async with grpc.aio.insecure_channel(two.b.address) as channel:
+            call = session(channel)
+            await call.write(LEND)
+            with pytest.raises(grpc.aio.AioRpcError, match="first word of a session") as refused:
+                await _read_to_its_end(call)
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
     run(body)
 
@@ -418,10 +480,10 @@ def test_too_many_asks_at_once_are_hung_up_on() -> None:
         two.b.handle = lambda command: None  # type: ignore[method-assign]
         two.b.exchange._handle = lambda command: None  # type: ignore[union-attr]
         async with grpc.aio.insecure_channel(two.b.address) as channel:
-            call = PeersStub(channel).Session()
-            await call.write(pb.Ask(hello=pb.Hello(node="x", incarnation=1)))
+            call = session(channel)
+            await call.write(hello())
             for loan in range(ASKS_MAX + 1):
-                await call.write(pb.Ask(give_back=pb.GiveBack(loan=loan)))
+                await call.write(wire.encode(wire.GiveBack(loan)))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await _read_to_its_end(call)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -430,40 +492,36 @@ def test_too_many_asks_at_once_are_hung_up_on() -> None:
     run(body)
 
 
-def lies() -> dict[str, pb.Lent]:
-    good = pb.Shard(layer_end=LAYERS, head_end=HEADS, block_bytes=shard_bytes(SMALL, WHOLE))
-    slots = np.zeros(1, "<u4").tobytes()
+def lies() -> dict[str, wire.LendAnswer]:
+    good, size = (WHOLE,), (shard_bytes(SMALL, WHOLE),)
+    slots, sums = bytes(4), bytes(16)
+
+    def lie(shard: Shard, size: int) -> wire.LendAnswer:
+        return wire.LendAnswer(1, (shard,), (size,), slots, sums)
+
     return {
-        "more than was asked": pb.Lent(shards=[good], slots=slots * 2, checksums=bytes(32)),
-        "no shards": pb.Lent(slots=slots, checksums=bytes(16)),
-        "no checksums": pb.Lent(shards=[good], slots=slots),
-        "half a slot": pb.Lent(shards=[good], slots=slots[:2], checksums=bytes(16)),
-        "half the heads": pb.Lent(
-            shards=[pb.Shard(layer_end=LAYERS, head_end=1, block_bytes=good.block_bytes // HEADS)],
-            slots=slots,
-            checksums=bytes(16),
-        ),
-        "huge": pb.Lent(
-            shards=[pb.Shard(layer_end=1, head_end=1, block_bytes=1 << 60)],
-            slots=slots,
-            checksums=bytes(16),
-        ),
-        "inside out": pb.Lent(
-            shards=[pb.Shard(layer_begin=5, layer_end=1, head_end=1, block_bytes=8)],
-            slots=slots,
-            checksums=bytes(16),
-        ),
-        "right in form": pb.Lent(shards=[good], slots=slots, checksums=bytes(16)),
+        "more than was asked": wire.LendAnswer(1, good, size, slots * 2, sums * 2),
+        "no shards": wire.LendAnswer(1, slots=slots, checksums=sums),
+        "slots of no shards": wire.LendAnswer(1, slots=slots),
+        "no checksums": wire.LendAnswer(1, good, size, slots),
+        "half a checksum": wire.LendAnswer(1, good, size, slots, sums[:8]),
+        "no slots": wire.LendAnswer(1, good, size, checksums=sums),
+        "half a slot": wire.LendAnswer(1, good, size, slots[:2], sums),
+        "no size": wire.LendAnswer(1, good, slots=slots, checksums=sums),
+        "half the heads": lie(Shard(0, LAYERS, 0, 1), size[0] // HEADS),
+        "huge": lie(Shard(0, 1, 0, 1), 1 << 60),
+        "empty": lie(Shard(0, 1, 0, 1), 0),
+        "inside out": lie(Shard(5, 1, 0, 1), 8),
+        "too many layers": lie(Shard(0, 1 << 20, 0, 1), 8),
+        "right in form": wire.LendAnswer(1, good, size, slots, sums),
     }
 
 
 @pytest.mark.parametrize("lie", lies().values(), ids=lies().keys())
-def test_a_peer_that_lies_costs_a_miss(lie: pb.Lent) -> None:
+def test_a_peer_that_lies_costs_a_miss(lie: wire.LendAnswer) -> None:
     async def body(two: Two) -> None:
         def lent(command: Lent) -> None:
-            answer = pb.Answer()
-            answer.lent.CopyFrom(lie)
-            answer.lent.loan = command.loan
+            answer = msgspec.structs.replace(lie, loan=command.loan)
             two.b.lender.answer(command.peer, answer)
 
         two.b.lender.lent = lent  # type: ignore[method-assign]
@@ -473,6 +531,22 @@ def test_a_peer_that_lies_costs_a_miss(lie: pb.Lent) -> None:
         assert two.a.blocks() == {}
         two.a.hear(engine.scheduler, release(1))
         await two.at_rest()
+
+    run(body)
+
+
+@pytest.mark.parametrize("intact", [bytes(2), b"\2"])
+def test_who_takes_other_blocks_back_is_hung_up_on(intact: bytes) -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        two.index.holders["b"] = 1
+
+        def ended(command: LoanEnded) -> None:
+            two.b.lender.answer(command.peer, wire.GivenBack(command.loan, intact))
+
+        two.b.lender.loan_ended = ended  # type: ignore[method-assign]
+        assert (await two.lease(Stored(two.a, "ea"), 1, 1)).slots == b""
+        assert "other blocks than were served" in two.a.borrower._told["node b"]
 
     run(body)
 

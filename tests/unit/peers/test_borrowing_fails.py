@@ -12,9 +12,8 @@ from kvstore.engine.events import (
 )
 from kvstore.errors import ProtocolError
 from kvstore.peers.peer_session import PeerSession, SessionLost
-from kvstore.proto import peer_pb2 as pb
-from kvstore.proto.loans import Who, borrowed_of
-from kvstore.types import Incarnation
+from kvstore.types import Incarnation, Shard
+from kvstore.wire import peers as wire
 from kvstore.wire.messages import RANKS_MAX
 from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, Descriptor, encode
 from tests.unit.peers.two_nodes import (
@@ -36,19 +35,22 @@ def test_what_a_mover_would_choke_on_does_not_come_to_it() -> None:
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
         assert two.a.mover.descriptors == []
-        assert "describes no transfer worker" in two.a.borrower._told["node b"]
+        assert "bytes` of length <= 65536 - at `$.descriptor" in two.a.borrower._told["node b"]
 
     run(body)
 
 
 def test_more_shards_than_an_engine_has_ranks_are_not_heard() -> None:
-    shards = [pb.Shard(layer_begin=n, layer_end=n + 1, head_end=1, block_bytes=8) for n in range(3)]
-    lent = pb.Lent(shards=shards, slots=bytes(2 * 3 * 4), checksums=bytes(range(96)))
-    borrowed = borrowed_of(lent, asked=2)
-    assert borrowed.slots.shape == (2, 3)
-    assert borrowed.checksums_of(1) == [bytes(range(at, at + 16)) for at in (48, 64, 80)]
+    shards = tuple(Shard(n, n + 1, 0, 1) for n in range(3))
+    lent = wire.LendAnswer(1, shards, (8, 8, 8), bytes(2 * 3 * 4), bytes(range(96)))
+    assert wire.decode_answer(wire.encode(lent)) == lent
+    wire.check_lent(lent, asked=2)
+    assert lent.places().shape == (2, 3)
+    sums = wire.checksums_of(lent.checksums, block=1, shards=3)
+    assert sums == [bytes(range(at, at + 16)) for at in (48, 64, 80)]
+    count = RANKS_MAX + 1
     with pytest.raises(ProtocolError, match="shards"):
-        borrowed_of(pb.Lent(shards=shards[:1] * (RANKS_MAX + 1)), asked=1)
+        wire.decode_answer(wire.encode(wire.LendAnswer(1, shards[:1] * count, (8,) * count)))
 
 
 def test_a_node_of_another_version_is_not_asked_for_blocks() -> None:
@@ -61,7 +63,10 @@ def test_a_node_of_another_version_is_not_asked_for_blocks() -> None:
         try:
             with pytest.raises(SessionLost, match="node b speaks another peer protocol"):
                 await PeerSession.open(
-                    "b", f"127.0.0.1:{port}", me=Who("a", Incarnation(1)), credentials=None
+                    "b",
+                    f"127.0.0.1:{port}",
+                    me=wire.PeerHello("a", Incarnation(1)),
+                    credentials=None,
                 )
         finally:
             await server.stop(0)

@@ -147,6 +147,21 @@ def test_what_an_engine_has_and_gets_and_loses_is_told(endpoint: str, whole: boo
             assert comes(heard, set())
 
 
+def test_an_engine_that_hashes_ahead_is_told_of(endpoint: str) -> None:
+    ahead = stored(TOKENS, 0, 2) | {"lookahead_token_ids": [[1, 2], [3, 4]]}
+    with EnginePublisher(endpoint) as engine:
+        engine.publish(ahead)
+        with reader(source(endpoint)) as (memory, heard):
+            assert comes(heard, {0, 1})
+            (row,) = memory.reports()
+            assert row.note == (
+                'it hashes 2 token(s) ahead: add "disable_lookahead_block_hashes" to'
+                " --speculative-config"
+            )
+            assert eventually(is_live(memory), timeout_s=JOINS_S)
+            assert memory.trouble == f"engine e: {row.note}"
+
+
 def test_snapshots_and_questions_see_what_was_told(endpoint: str) -> None:
     with (
         EnginePublisher(endpoint) as engine,

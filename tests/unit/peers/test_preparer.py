@@ -12,9 +12,10 @@ import pytest
 from kvstore.engine.events import BlocksPrepared, PrepareBlocks
 from kvstore.peers import preparer as preparer_module
 from kvstore.peers.preparer import CALLERS_MAX, CALLS_MAX, KEYS_PER_S, Preparer
-from kvstore.proto import peer_pb2 as pb
+from kvstore.types import SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
+from kvstore.wire.peers import PrepareReply, PrepareRequest, encode
 
 
 class Refused(Exception):
@@ -24,7 +25,7 @@ class Refused(Exception):
 class Caller:
     """A call as gRPC hands it over; without a message it is silent."""
 
-    def __init__(self, *names: str, message: pb.PrepareRequest | None = None) -> None:
+    def __init__(self, *names: str, message: bytes | None = None) -> None:
         self._names, self._message = names, message
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
@@ -52,14 +53,14 @@ class Door:
     def _post(self, event: PrepareBlocks) -> None:
         self.asked.append(event)
         if self._answers:
-            self.preparer.prepared(BlocksPrepared(ask=event.ask, dram=3))
+            self.preparer.prepared(BlocksPrepared(event.ask, PrepareReply(dram=3), cause=0))
 
-    async def call(self, *names: str, keys: int = 1) -> pb.PrepareReply:
-        message = pb.PrepareRequest(tenant="t", space=bytes(32), keys=bytes(32 * keys))
-        call: Any = Caller(*names, message=message)
+    async def call(self, *names: str, keys: int = 1) -> PrepareReply:
+        request = PrepareRequest("t", SpaceId(bytes(32)), "", bytes(32 * keys))
+        call: Any = Caller(*names, message=encode(request))
         return await self.preparer.prepare(call, call)
 
-    def silent(self, name: str) -> asyncio.Task[pb.PrepareReply]:
+    def silent(self, name: str) -> asyncio.Task[PrepareReply]:
         call: Any = Caller(name)
         return asyncio.create_task(self.preparer.prepare(call, call))
 
@@ -138,5 +139,5 @@ def test_a_busy_engine_and_its_late_answer(monkeypatch: pytest.MonkeyPatch) -> N
     door = Door(answers=False)
     with pytest.raises(Refused, match="the node is busy"):
         asyncio.run(door.call(R1))
-    door.preparer.prepared(BlocksPrepared(ask=door.asked[0].ask))
+    door.preparer.prepared(BlocksPrepared(door.asked[0].ask, PrepareReply(), cause=0))
     assert not door.preparer._waiting

@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 
-from kvstore.engine.events import AskPush, Land, SayPushed, WritePush
+from kvstore.engine.events import AskPush, Land, PushRevoked, SayPush, WritePush
+from kvstore.net.clock import MonotonicClock
 from kvstore.peers import lender
-from kvstore.peers.pusher import GRANTS_MAX
-from kvstore.proto import peer_pb2 as pb
-from kvstore.proto.peer_pb2_grpc import PeersStub
-from kvstore.proto.pushes import pushed_answer
-from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard
+from kvstore.peers.pusher import GRANTS_MAX, Pusher, _TakenGrant
+from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation, Shard
+from kvstore.wire import peers as wire
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 from kvstore.wire.mover import Descriptor, encode
 from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
 from tests.unit.engine.harness import HALVES, WHOLE, keys, pairs
-from tests.unit.peers.two_nodes import Stored, Two, cut, run
+from tests.unit.engine.pushing import push_grant
+from tests.unit.peers.two_nodes import MemoryMover, Stored, Two, cut, run, session as dial
 
-HELLO = pb.Ask(hello=pb.Hello(node="x", incarnation=1))
+HELLO = wire.encode(wire.PeerHello("x", Incarnation(1)))
 LANDING = {"landing_bytes": 8 * SLOT_BYTES_MIN, "slots": 32, "node": ""}
 
 
@@ -50,6 +53,20 @@ def test_pushed_blocks_are_here_byte_by_byte(
     pushing(body)
 
 
+def test_each_write_goes_to_the_extents_of_its_blocks() -> None:
+    async def body(two: Two) -> None:
+        prefill, engine = Stored(two.b, "eb"), Stored(two.a, "ea")
+        two.b.hear(prefill.scheduler, PushOpen("r"))
+        prefill.store(1)
+        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1, 2, 3), 20_000))
+        await two.until(lambda: len(two.a.blocks()) == 1, "the first one is here")
+        prefill.store(2, 3)
+        await two.until(lambda: len(two.a.blocks()) == 3, "and the others")
+        assert two.a.engine.counters.push_blocks_damaged == 0
+
+    pushing(body)
+
+
 def test_whole_blocks_are_pushed() -> None:
     async def body(two: Two) -> None:
         prefill = Stored(two.b, "eb")
@@ -68,7 +85,7 @@ def test_a_flipped_bit_on_the_way_is_a_miss() -> None:
         prefill.store(1, 2)
 
         def flip() -> None:
-            asked = next(c for c in two.a.asked if isinstance(c, AskPush))
+            asked = next(c.its for c in two.a.asked if isinstance(c, AskPush))
             begin = int.from_bytes(asked.extents[4:8], "little") * PAGE_BYTES
             two.a.memory[begin + 100] ^= 4
 
@@ -147,23 +164,12 @@ def test_a_grant_is_used_by_the_peer_that_has_it() -> None:
         engine = Stored(two.a, "ea")
         assert not (await two.push(engine, 1)).reason
         # Another node's grant, with the number that a's next one has.
-        number = next(c for c in two.a.asked if isinstance(c, AskPush)).grant
-        other = pb.Grant(
-            grant=number,
-            epoch=9,
-            transfer="r",
-            tenant="t",
-            space=bytes(32),
-            keys=keys(2),
-            extents=(0).to_bytes(4, "little"),
-            block_bytes=1,
-            deadline_ms=9000,
-            descriptor=b"",
-        )
+        number = next(c for c in two.a.asked if isinstance(c, AskPush)).its.grant
+        other = _TakenGrant("other", push_grant(number, keys(2)))
         written = bytes(two.a.memory[:SLOT_BYTES_MIN])
         for _ in range(6):
             number += 1
-            two.b.pusher._taken[99, number] = _taken(other)
+            two.b.pusher._taken[99, number] = other
         prefill.store(3)
         assert not (await two.push(engine, 3)).reason
         assert bytes(two.a.memory[:SLOT_BYTES_MIN]) == written
@@ -171,11 +177,16 @@ def test_a_grant_is_used_by_the_peer_that_has_it() -> None:
     pushing(body)
 
 
-def _taken(grant: pb.Grant) -> Any:
-    from kvstore.peers.pusher import _TakenGrant
-    from kvstore.proto import pushes
-
-    return _TakenGrant(pushes.taken_of(grant, "other"))
+def pushed(asked: wire.PushGrant, shard: Shard, block_bytes: int) -> wire.Pushed:
+    """Its first block is."""
+    return wire.Pushed(
+        grant=asked.grant,
+        epoch=asked.epoch,
+        first=0,
+        shards=(shard,),
+        block_bytes=(block_bytes,),
+        checksums=bytes(16),
+    )
 
 
 def test_words_of_a_session_that_has_no_such_grant_are_dropped() -> None:
@@ -183,17 +194,91 @@ def test_words_of_a_session_that_has_no_such_grant_are_dropped() -> None:
         engine = Stored(two.a, "ea")
         two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
         await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
-        asked = next(c for c in two.a.asked if isinstance(c, AskPush))
-        word = pb.Pushed(grant=asked.grant, epoch=asked.epoch, checksums=bytes(16))
-        word.shards.add(layer_end=1, head_end=1, block_bytes=1)
-        two.a.lander._hear_pushed(object(), word)  # type: ignore[arg-type]
+        asked = next(c.its for c in two.a.asked if isinstance(c, AskPush))
+        word = pushed(asked, Shard(0, 1, 0, 1), 1)
+        two.a.lander._hear(object(), word)  # type: ignore[arg-type]
         assert not any(isinstance(c, Land) for c in two.a.asked)
         # Nor can another peer end it by a word that is none.
-        none = pb.Pushed(grant=asked.grant, checksums=b"x")
-        two.a.lander._hear_pushed(object(), none)  # type: ignore[arg-type]
-        over = pb.Answer(push_over=pb.PushOver(grant=asked.grant, epoch=asked.epoch, is_quiet=True))
+        none = msgspec.structs.replace(word, checksums=b"x")
+        two.a.lander._hear(object(), none)  # type: ignore[arg-type]
+        over = wire.PushOver(asked.grant, asked.epoch, "", is_quiet=True)
         two.a.lander._hear(object(), over)  # type: ignore[arg-type]
+        # Nor does its own session end what others were granted.
+        two.a.lander._hear(SimpleNamespace(lost="gone"), None)  # type: ignore[arg-type]
+        assert two.a.lander._given.keys() == {asked.grant}
         assert two.a.engine.landing_bytes()[("granted",)] > 0
+
+    pushing(body)
+
+
+def test_grants_of_one_number_are_those_of_two_peers() -> None:
+    """Each is taken back, answered, and ends with its session, by itself."""
+
+    async def body() -> None:
+        mover = MemoryMover(bytearray(1))
+        posted: list[Any] = []
+        answers: list[tuple[int, int]] = []
+
+        async def address_of(_: str) -> str:
+            return "127.0.0.1:1"
+
+        def answer(peer: int, told: wire.PushWord) -> None:
+            answers.append((peer, told.epoch))
+
+        def said(peer: int) -> SayPush:
+            word = wire.Pushed(grant=7, epoch=10 * peer, first=0)
+            return SayPush(peer, word, cause=0)
+
+        pusher = Pusher(
+            posted.append,
+            mover=mover,  # type: ignore[arg-type]
+            address_of=address_of,
+            answer=answer,
+            clock=MonotonicClock(),
+        )
+        for peer in (1, 2, 3):
+            grant = push_grant(7, keys(1), epoch=10 * peer, descriptor=mover.descriptor)
+            pusher.asked(peer, f"d{peer}", grant)
+        await asyncio.gather(*pusher._tasks)
+        assert [event.peer for event in posted] == [1, 2, 3]
+        pusher.revoked(2, 7)
+        assert posted[3:] == [PushRevoked(2, 7)]
+        pusher.gone(1)
+        over = wire.PushOver(7, 30, "it was taken back", is_quiet=True)
+        pusher.carry_out(SayPush(3, over, cause=0))
+        for peer in (1, 2, 3):
+            pusher.carry_out(said(peer))
+        assert answers == [(3, 30), (2, 20)]
+
+    asyncio.run(body())
+
+
+def test_a_last_word_counts_for_the_transfer_worker_that_its_grant_names() -> None:
+    async def body(two: Two) -> None:
+        epochs = iter((8, 9))
+        two.a.lander._draw_epoch = lambda: next(epochs)
+        two.a.lander.mover_changed()
+        await two.until(lambda: two.a.engine._grants._epoch == 8, "up")
+        engine = Stored(two.a, "ea")
+        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
+        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
+        asked = next(c.its for c in two.a.asked if isinstance(c, AskPush))
+        session = two.a.lander._given[asked.grant].session
+        assert session is not None
+
+        def over(epoch: int) -> wire.PushOver:
+            return wire.PushOver(asked.grant, epoch, "", is_quiet=True)
+
+        assert (asked.epoch, two.a.lander.epoch) == (8, 8)
+        two.a.lander._hear(session, over(7))
+        assert asked.grant in two.a.lander._given, "a word of an older one ends nothing"
+        assert two.a.engine.landing_bytes()[("granted",)] > 0
+        two.a.lander.mover_changed()
+        await two.until(lambda: two.a.engine.landing_bytes()[("granted",)] == 0, "void")
+        two.a.lander._hear(session, over(9))
+        assert asked.grant in two.a.lander._given, "nor does one of the next"
+        two.a.lander._hear(session, over(8))
+        assert not two.a.lander._given, "the worker is gone, and its grants are not kept"
 
     pushing(body)
 
@@ -204,19 +289,47 @@ def test_a_word_without_blocks_is_no_first_block_and_ends_nothing() -> None:
         two.b.hear(prefill.scheduler, PushOpen("r"))
         two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
         await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
-        asked = next(c for c in two.a.asked if isinstance(c, AskPush))
+        asked = next(c.its for c in two.a.asked if isinstance(c, AskPush))
         given = two.a.lander._given[asked.grant]
         assert given.session is not None
-        for word in (command(asked.grant), command(asked.grant, checksums=bytes(16))):
+        for sums in (b"", bytes(16)):
             assert not given.has_begun
             assert asked.grant in two.a.lander._given
-            two.a.lander._hear_pushed(given.session, pushed_answer(word, asked.epoch).pushed)
+            word = wire.Pushed(grant=asked.grant, epoch=asked.epoch, first=0, checksums=sums)
+            two.a.lander._hear(given.session, word)
         assert asked.grant not in two.a.lander._given, "checksums of no shard"
 
-    def command(grant: int, checksums: bytes = b"") -> SayPushed:
-        return SayPushed(
-            peer=1, grant=grant, first=0, shards=(), block_bytes=(), checksums=checksums, cause=0
-        )
+    pushing(body)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"checksums": b""},
+        {"checksums": bytes(17)},
+        {"checksums": bytes(16 * (KEYS_PER_DATAGRAM_MAX + 1))},
+        {"block_bytes": ()},
+        {"block_bytes": (1, 1)},
+        {"shards": ()},
+    ],
+    ids=["no checksums", "a part of one", "too many", "no size", "two sizes", "no shards"],
+)
+def test_a_word_whose_arrays_do_not_fit_ends_its_grant_and_not_the_session(
+    other: dict[str, Any],
+) -> None:
+    async def body(two: Two) -> None:
+        engine = Stored(two.a, "ea")
+        two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
+        await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
+        asked = next(c.its for c in two.a.asked if isinstance(c, AskPush))
+        session = two.a.lander._given[asked.grant].session
+        assert session is not None
+        word = msgspec.structs.replace(pushed(asked, Shard(0, 1, 0, 1), 1), **other)
+        assert wire.decode_answer(wire.encode(word)) == word
+        two.b.lender.answer(next(iter(two.b.lender._sessions)), word)
+        await two.until(lambda: asked.grant not in two.a.lander._given, "the grant is over")
+        assert not session.lost
+        assert two.a.engine.landing_bytes()[("limbo",)] > 0
 
     pushing(body)
 
@@ -229,12 +342,11 @@ def test_shards_that_nobody_can_have_leave_nothing_behind(
         two.b.hear(prefill.scheduler, PushOpen("r"))
         two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
         await two.until(lambda: two.b.engine.push_counts()[("prefill",)] == 1, "asked")
-        asked = next(c for c in two.a.asked if isinstance(c, AskPush))
+        asked = next(c.its for c in two.a.asked if isinstance(c, AskPush))
         session = two.a.lander._given[asked.grant].session
         assert session is not None
-        word = pb.Pushed(grant=asked.grant, epoch=asked.epoch, checksums=bytes(16))
-        word.shards.add(layer_begin=9, layer_end=3, head_end=2, block_bytes=asked.block_bytes)
-        two.a.lander._hear_pushed(session, word)
+        word = pushed(asked, Shard(9, 3, 0, 2), asked.block_bytes)
+        two.a.lander._hear(session, word)
         await two.until(lambda: two.a.engine.landing_bytes()[("granted",)] == 0, "free")
         assert two.a.engine.counters.push_blocks_damaged == 1
 
@@ -275,27 +387,19 @@ ASKED = 4000
 @contextlib.asynccontextmanager
 async def deaf_peer(two: Two) -> AsyncIterator[tuple[Any, Any, asyncio.Task[None]]]:
     """Node x asks b, and reads no answer: its call, its session at b, and its asking."""
+    # A member: b need not look for it, and has no time to be asked for more than GRANTS_MAX.
+    two.index.addresses["x"] = two.b.borrower._addresses["x"] = "127.0.0.1:1"
     # As little as possible is buffered on its side.
     small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
     async with grpc.aio.insecure_channel(two.b.address, options=small) as channel:
-        call = PeersStub(channel).Session()
+        call = dial(channel)
         await call.write(HELLO)
         await two.until(lambda: two.b.lender.session_count == 1, "it is there")
         (session,) = two.b.lender._sessions.values()
 
         async def ask() -> None:
             for number in range(ASKED):
-                grant = pb.Grant(
-                    grant=number + 1,
-                    transfer="r",
-                    tenant="t",
-                    space=bytes(32),
-                    keys=bytes(32),
-                    extents=bytes(4),
-                    block_bytes=1,
-                    deadline_ms=1,
-                )
-                await call.write(pb.Ask(grant=grant))
+                await call.write(wire.encode(push_grant(number + 1, bytes(32), deadline_ms=1)))
 
         asking = asyncio.create_task(ask())
         await two.until(lambda: not session.has_room.is_set(), "it takes none")
@@ -316,7 +420,7 @@ def test_a_peer_that_takes_no_answers_is_not_read(monkeypatch: pytest.MonkeyPatc
             assert session.answers.qsize() <= GRANTS_MAX + 8
             overs = 0
             while overs < ASKED:
-                overs += (await call.read()).WhichOneof("kind") == "push_over"
+                overs += isinstance(wire.decode_answer(await call.read()), wire.PushOver)
             await asking
         await two.until(lambda: two.b.lender.session_count == 0, "the session ends")
 
@@ -335,9 +439,9 @@ def test_a_peer_that_takes_no_answers_is_cut_off_when_it_comes_anew(
             deaf_peer(two) as (_, session, _),
             grpc.aio.insecure_channel(two.b.address) as channel,
         ):
-            again = PeersStub(channel).Session()
+            again = dial(channel)
             await again.write(HELLO)
-            assert (await again.read()).WhichOneof("kind") == "welcome"
+            assert isinstance(wire.decode_answer(await again.read()), wire.PeerWelcome)
             sessions = two.b.lender._sessions
             await two.until(lambda: session.number not in sessions, "the first one has ended")
             assert len(sessions) == 1

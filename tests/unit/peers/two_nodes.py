@@ -24,8 +24,7 @@ from kvstore.engine.events import (
     PeerCommand,
     RecycleMover,
     RevokePush,
-    SayPushed,
-    SayPushOver,
+    SayPush,
     Staged,
     WritePush,
 )
@@ -40,12 +39,11 @@ from kvstore.peers.lender import Lender
 from kvstore.peers.mover import TransferEnded
 from kvstore.peers.pusher import Pusher
 from kvstore.ports import Pieces
-from kvstore.proto import loans
-from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import LeaseMore, LeaseRelease
 from kvstore.wire.mover import Descriptor, Direction, decode_descriptor, encode
+from kvstore.wire.peers import PEERS, PeerHello
 from kvstore.wire.pushes import PushEnd, PushExpect
 from kvstore.wire.record import Scope, header
 from tests.unit.engine.disk import SPACE
@@ -159,7 +157,7 @@ class Together(Node):
         super().__init__(fetches=True, **config)
         self.memory = bytearray(self.config.arena_bytes)
         self.mover = MemoryMover(self.memory)
-        who = loans.Who(name, Incarnation(abs(hash(name)) + 1))
+        who = PeerHello(name, Incarnation(abs(hash(name)) + 1))
         self.borrower = Borrower(
             who=who,
             mover=self.mover,  # type: ignore[arg-type]
@@ -200,7 +198,7 @@ class Together(Node):
         self.lander.mover_changed()
         loop.add_reader(self.exchange.fileno(), self._pump)
         server = grpc.aio.server()
-        add_PeersServicer_to_server(self.lender, server)
+        server.add_generic_rpc_handlers((self.lender.handler(),))
         port = server.add_insecure_port("127.0.0.1:0")
         self.address = self._index.addresses[self.name] = f"127.0.0.1:{port}"
         await server.start()
@@ -231,7 +229,7 @@ class Together(Node):
                 self.lender.loan_ended(command)
             case AskPush() | RevokePush() | Land() | RecycleMover() | Staged():
                 self.lander.carry_out(command)
-            case WritePush() | SayPushed() | SayPushOver():
+            case WritePush() | SayPush():
                 self.pusher.carry_out(command)
 
     def step(self, *events: Event) -> list[Command]:
@@ -353,6 +351,11 @@ class Two:
                 lambda node=node: not len(node.state.slots.of_writer(-2)),  # type: ignore[misc]
                 "no slot is fetched into",
             )
+
+
+def session(channel: grpc.aio.Channel) -> Any:
+    """A stream to a node, of somebody who may say any bytes; answers are as they came."""
+    return channel.stream_stream(f"/{PEERS}/Session", bytes, bytes)()
 
 
 Body = Callable[[Two], Awaitable[None]]

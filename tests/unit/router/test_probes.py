@@ -387,6 +387,9 @@ def test_metrics_that_cannot_be_read_are_said_after_a_while_and_once(
         site.engines.pages["/metrics"] = PAGE
         await site.play(2)
         assert not site.workers["w0"].unread
+        site.engines.pages["/metrics"] = 404
+        await site.play(2.5)
+        assert not site.workers["w0"].unread, "after as long a while as the first time"
 
     run(test, kind="sglang")
 

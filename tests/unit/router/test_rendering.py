@@ -186,6 +186,10 @@ def test_an_engine_that_does_not_render_says_nothing_about_tokens() -> None:
         site.status = 404
         await site.compare("a")
         assert site.why == "no engine renders"
+        assert "404" in site.workers["a"].unrendered
+        site.workers.changed(StateChange("a", WorkerWord.DOWN, "restarts"))
+        assert site.workers["a"].unrendered == "", "it may have another flag"
+        site.workers.changed(StateChange("a", WorkerWord.UP, ""))
         site.status = 200
         site.workers["a"].renders_after_s = 0.0
         await site.compare("a")

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.config.router import load_router_config, refuse_names_in_the_index
-from kvstore.config.settings import RouterSettings
+from kvstore.config.router import load_router_config
 from kvstore.errors import ConfigError
 from kvstore.router.engines.discovery import addresses_of
 from kvstore.router.front.tenants import load_tenants
@@ -95,6 +94,10 @@ def test_a_worker_with_all_options() -> None:
 def test_mistakes_are_said(flags: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_router_config(None, flags)
+
+
+def test_an_empty_file_of_clients_cas_counts_as_not_given() -> None:
+    assert load_router_config(None, {"worker": HERE, "listen_ca": ""}).front is None
 
 
 @pytest.mark.parametrize(
@@ -191,9 +194,9 @@ def test_ranks_of_one_engine_share_its_url() -> None:
 
 def test_prefill_and_decode_engines_have_nodes_without_an_index() -> None:
     pair = ["p=http://127.0.0.1:1,node=n1,role=prefill", "d=http://127.0.0.1:2,node=n2,engine=e"]
-    refuse_names_in_the_index(RouterSettings(worker=pair))
+    assert len(load_router_config(None, {"worker": pair}).workers) == 2
     with pytest.raises(ConfigError, match="seed does nothing without an index"):
-        refuse_names_in_the_index(RouterSettings(worker=[*pair, "c=http://127.0.0.1:3,seed=s"]))
+        load_router_config(None, {"worker": [*pair, "c=http://127.0.0.1:3,seed=s"]})
 
 
 def test_examples_of_the_guide_are_read(tmp_path: Path) -> None:

@@ -301,6 +301,14 @@ def test_a_pinned_prompt_is_touched_where_it_went_until_its_time_is_over() -> No
     assert len(core.ahead.pins) == 0
 
 
+def test_a_pin_whose_time_is_over_when_it_is_due_is_not_touched_again() -> None:
+    core = core_of(spec(0))
+    pinned(core, "r", pin_s=60.0)
+    assert len(touched(core, 31 * S)) == 1
+    assert touched(core, 61 * S) == []
+    assert len(core.ahead.pins) == 0
+
+
 def test_pins_are_bounded_by_tenant_and_the_client_is_told() -> None:
     core = core_of(spec(0), policy=parse({"ahead": {"pins_per_tenant": 2, "pin_s_max": 50}}))
     answers = [pinned(core, f"r{n}", tenant="a").hints for n in range(3)]

@@ -168,6 +168,24 @@ def test_a_worker_with_a_stream_is_not_idle() -> None:
     assert (routed(sent).request_id, routed(sent).worker) == ("b", "w1")
 
 
+@pytest.mark.parametrize(("bound", "is_held"), [(0.5, False), (0.49, True)])
+def test_a_pool_may_be_as_saturated_as_the_bound_says(bound: float, *, is_held: bool) -> None:
+    """Both workers have half of what they may, so that neither is idle."""
+    policy = parse(
+        {
+            "limits": {"running_max": 2},
+            "classes": {"bounded": {"rank": 3, "saturation_max": bound}, "other": {"rank": 1}},
+            "default_class": "other",
+        }
+    )
+    core = core_of(spec(0), spec(1), policy=policy)
+    for n in range(2):
+        routed(arrive(core, request(f"r{n}", 16, subset=(f"w{n}",))))
+        core.step(FirstToken(f"r{n}"), S)
+    assert core.gauges.saturation("p", S).value == 0.5
+    assert (arrive(core, request("b", 16, service="bounded")) is None) == is_held
+
+
 # ── saturation ───────────────────────────────────────────────────────────────────────────────────
 
 

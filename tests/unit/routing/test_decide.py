@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from bench.routing.baselines import other_router
 from kvstore.routing.costs import Term, terms
 from kvstore.routing.decide import replay
 from kvstore.routing.events import Ending, FirstToken, Judged, RequestEnded, Scraped
@@ -269,6 +270,13 @@ def test_a_prompt_that_nobody_has_is_degraded_only_if_something_is() -> None:
     assert stranger.explain(request("a"), answer(), S).degraded == ("prefix-approximate",)
 
 
+@pytest.mark.parametrize("is_of_bytes", [False, True])
+def test_a_receipt_says_whether_its_tokens_are_estimated(is_of_bytes: bool) -> None:
+    core = core_of(spec(0))
+    sent = routed(arrive(core, request("a", is_of_bytes=is_of_bytes)))
+    assert sent.receipt.prompt_is_estimated is is_of_bytes
+
+
 def test_a_receipt_has_the_tokens_that_were_expected_to_be_cached() -> None:
     core = core_of(*(spec(n) for n in range(3)))
     found = answer(hbm(0, 100), hbm(1, 100, PrefixTrust.STALE))
@@ -350,8 +358,8 @@ def test_a_session_leaves_a_worker_with_more_than_its_share() -> None:
     assert max(counts.values()) <= 14
 
 
-def test_the_usual_weights() -> None:
-    core = core_of(spec(0), spec(1), policy=RoutingPolicy(policy="weighted"))
+def test_the_weights_of_other_routers() -> None:
+    core = core_of(spec(0), spec(1), policy=other_router("weighted"))
     receipt = core.explain(request("x", 1600), answer(hbm(1, 50)), S)
     assert receipt.terms["prefix"] == [0, -50]
     assert receipt.terms["load"] == [-50, -50]

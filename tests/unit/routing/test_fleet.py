@@ -58,6 +58,17 @@ def report(
     turn(core, Scraped(worker, sample, asked_ns), now_ns)
 
 
+def test_a_request_that_ended_when_the_page_was_asked_for_may_be_in_it() -> None:
+    core = core_of(spec(0))
+    for name in ("before", "then"):
+        routed(arrive(core, request(name, 16)))
+        core.step(FirstToken(name), S)
+    core.step(RequestEnded("before", Ending.DONE), 2 * S - 1)
+    core.step(RequestEnded("then", Ending.DONE), 2 * S)
+    report(core, 2 * S + MS, 2 * S, running=2)
+    assert counts(core) == (0, 1), "one of them is nobody else's"
+
+
 # ── requests whose first token nobody sees ───────────────────────────────────────────────────────
 
 

@@ -40,6 +40,15 @@ def test_a_new_worker_starts_with_the_mean() -> None:
     assert (weights.of(["a", "b"]) == known).all()
 
 
+def test_the_weights_of_the_others_stay_when_a_worker_leaves() -> None:
+    weights, asked = TermWeights(PolicyLearning()), ["b", "c"]
+    weights.of(["a"])
+    weights.learn("b", np.full(LEARNED, 0.1), 6.0)
+    before = weights.of(asked).tolist()
+    weights.forget("a")
+    assert weights.of(asked).tolist() == before
+
+
 def test_frozen_weights_stay() -> None:
     weights = TermWeights(PolicyLearning(is_frozen=True))
     error = weights.learn("w0", np.ones(LEARNED), 60.0)
@@ -110,6 +119,7 @@ def test_lengths_of_many_models_are_bounded() -> None:
         lengths.learn(f"m{n}", 1000)
     assert len(lengths._means) == 1000
     assert lengths.expected("busy", None) == pytest.approx(1000, rel=0.01)
+    assert lengths.expected("m2999", None) > lengths.expected("m0", None) == 256
 
 
 def needs(core: RouterCore, name: str, **more: Any) -> int:

@@ -47,7 +47,7 @@ def goes(core: RouterCore, name: str) -> Routed:
     return routed(arrive(core, request(name), ALL))
 
 
-@pytest.mark.parametrize("policy", ["cost", "prefix-load", "session", "weighted", "round-robin"])
+@pytest.mark.parametrize("policy", ["cost", "least-load", "session", "round-robin"])
 def test_it_gets_nothing_while_another_worker_is_there(policy: str) -> None:
     core = core_of(spec(0), spec(1), policy=parse({"policy": policy}))
     terminates(core, 0)

@@ -143,6 +143,33 @@ def test_to_and_fro_gets_rarer() -> None:
     assert core.planner._pools["p"].doublings > 0
 
 
+def test_a_cool_down_is_at_most_eight_times_as_long() -> None:
+    core = planned(ANY, ANY)
+    with_prefiller = core.policy
+    both = {"p": {"prefill_min": 0, "decode_min": 2}}
+    without = parse({"planner": {"is_on": True, "pools": both}})
+    doublings = []
+    for n in range(8):
+        core.adopt(without if n % 2 else with_prefiller, (n + 1) * S)
+        core.step(RouteTick(), (n + 1) * S)
+        assert prefillers(core) == ([] if n % 2 else ["w0"])
+        doublings.append(core.planner._pools["p"].doublings)
+    assert doublings == [0, 1, 2, 3, 3, 3, 3, 3]
+
+
+def test_requests_of_before_a_change_say_nothing_about_the_roles_after_it() -> None:
+    core = planned(ANY, ANY)
+    routed(arrive(core, request("before", 100), now_ns=S // 4))
+    core.step(RouteTick(), S)
+    assert prefillers(core) == ["w0"]
+    routed(arrive(core, request("after", 100), now_ns=S + MS))
+    plan = core.planner._pools["p"]
+    core.step(FirstToken("before"), S + 2 * MS)
+    assert plan.late_first._all == 0
+    core.step(FirstToken("after"), S + 3 * MS)
+    assert plan.late_first._all == 1
+
+
 def test_roles_that_an_operator_fixed_never_change() -> None:
     core = planned(PREFILL, WorkerRole.DECODE, BOTH, ANY)
     traffic = Traffic(core)
@@ -215,6 +242,28 @@ def test_a_planned_prefiller_serves_when_nobody_else_can() -> None:
     goes_down(fixed, "w1")
     whole = routed(arrive(fixed, request("b", 4096)))
     assert (whole.worker, whole.prefill_worker) == ("w1", "w0"), "one that is down before that one"
+
+
+def test_of_workers_that_are_all_down_the_one_for_whole_requests_is_tried() -> None:
+    core = planned(ANY, ANY, is_on=False)
+    core.fleet.assign("w0", PREFILL)
+    for worker in ("w0", "w1"):
+        goes_down(core, worker)
+    sent = routed(arrive(core, request("r", 4096, must_be_local=True)))
+    assert (sent.worker, "last-resort" in sent.receipt.degraded) == ("w1", True)
+
+
+def test_another_number_of_prefillers_has_another_threshold() -> None:
+    core = planned(ANY, ANY, ANY, cooldown_s=10)
+    traffic = Traffic(core)
+    traffic.go(1)
+    split, _ = core.placer.split_of("p")
+    split.uncached_min = 1000.0  # learned, say
+    traffic.go(8, prompts=True)
+    assert core.placer.split_of("p")[0] is split, "nothing has changed so far"
+    traffic.go(20, prompts=True)
+    assert prefillers(core) == ["w0", "w1"]
+    assert core.placer.split_of("p")[0].uncached_min == 256.0
 
 
 def test_a_role_without_workers_is_filled_at_once() -> None:

@@ -10,7 +10,7 @@ from kvstore.routing.policy import RoutingPolicy, parse, policy_hash
 
 WRONG: list[tuple[object, str]] = [
     (3, "the policy must be a mapping, such as `policy: cost`"),
-    ({"policy": "x"}, "policy 'x' must be one of cost, least-load, prefix-load,"),
+    ({"policy": "x"}, "policy 'x' must be one of cost, least-load, round-robin, session"),
     ({"clases": {}}, "unknown key 'clases': did you mean 'classes'?"),
     ({"classes": {"a": {"rank": 0, "ttft": 1}}}, "classes.a: unknown key 'ttft'"),
     ({"models": {"a": {"pools": [{"pol": 1}]}}}, "models.a.pools[0]: unknown key 'pol'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -110,6 +111,21 @@ def test_a_worker_that_lost_a_race_was_tried_and_nothing_is_known() -> None:
     core.step(RaceOver("r", "w1"), 5 * S)
     assert core.fleet.workers[1].health.breaker.may_allow(5 * S)
     assert core.fleet.workers[1].health.breaker.is_open
+
+
+def test_an_abort_of_a_race_says_nothing_about_either_worker() -> None:
+    """The second one had the one attempt that its open breaker allowed."""
+    core = racing()
+    for n in range(3):
+        routed(arrive(core, request(f"bad{n}", 160, subset=("w1",))))
+        turn(core, fail(f"bad{n}"))
+    core.step(Shared("other", (SharedLoad("w1", 800, 0),)), 3 * S)
+    assert routed(arrive(core, pure("r"), now_ns=3 * S)).worker == "w0"
+    [second] = turn(core, Late("r"), 5 * S)
+    assert isinstance(second, Raced)
+    assert not core.fleet.workers[1].health.breaker.may_allow(5 * S)
+    core.step(RequestEnded("r", Ending.ABORTED), 5 * S)
+    assert core.fleet.workers[1].health.breaker.may_allow(5 * S)
 
 
 def test_an_abort_ends_both() -> None:
@@ -224,6 +240,42 @@ def test_a_busy_class_learns_what_late_is() -> None:
     assert 0.03 <= late / 1000 <= 0.07
     other = routed(core.step(Arrived(pure("other", service="batch")), 3000 * S)[0])
     assert other.late_after_s == pytest.approx(4 * other.receipt.predicted_s)
+
+
+def test_a_request_that_is_late_moves_what_late_is_once() -> None:
+    core = racing(after_s_min=0.001)
+    first = routed(arrive(core, pure("r")))
+    raced(core)
+    core.step(RaceOver("r", "w1"), 3 * S)
+    core.step(FirstToken("r"), 9 * S)
+    core.step(RequestEnded("r", Ending.DONE), 9 * S)
+    then = routed(arrive(core, pure("then"), now_ns=10 * S))
+    before, after = (each.late_after_s / each.receipt.predicted_s for each in (first, then))
+    assert after == pytest.approx(before * math.exp(0.1 * 0.95))
+
+
+def test_the_time_of_a_second_worker_is_counted_from_its_own_beginning() -> None:
+    core = core_of(spec(0), spec(1))
+    routed(arrive(core, pure("r", 16_000)))
+    second = raced(core, after_ns=30 * S)
+    placed = core.open["r"].race
+    assert placed is not None
+    core.step(RaceOver("r", "w0"), 31 * S)
+    core.step(FirstToken("r"), 31 * S + int(placed.predicted_s * S))
+    learned = core.placer.weights.of([second.worker])
+    assert learned == pytest.approx(1.0), "it took as long as was predicted"
+
+
+def test_an_aborted_race_leaves_no_prefix_at_its_second_worker() -> None:
+    core = racing()
+    asked = pure("r")
+    routed(arrive(core, asked))
+    second = raced(core)
+    sent = core.tree.match(asked.keys, 2 * S, step=asked.key_step, young_only=False)
+    assert second.worker in sent
+    core.step(RequestEnded("r", Ending.ABORTED), 2 * S)
+    sent = core.tree.match(asked.keys, 2 * S, step=asked.key_step, young_only=False)
+    assert second.worker not in sent
 
 
 def test_a_class_that_another_policy_does_not_have_ends_no_request() -> None:

@@ -16,7 +16,9 @@ from kvstore.routing.events import (
     PrefillDone,
     RequestEnded,
     Routed,
+    RouteTick,
 )
+from kvstore.routing.policy import parse
 from kvstore.routing.values import SharedLoad, WorkerRole
 from tests.unit.routing.fleets import (
     MS,
@@ -101,6 +103,17 @@ def test_prefillers_that_fail_take_no_attempts_from_decoders(failure: Failure) -
     assert {local.worker, other.worker} == {"w0", "w1"}
 
 
+@pytest.mark.parametrize("failure", [Failure.ERROR, Failure.BROKEN])
+def test_a_request_that_prefillers_failed_at_may_fail_at_two_decoders(failure: Failure) -> None:
+    core = pd(prefillers=2)
+    routed(arrive(core, request("r")))
+    for _ in range(2):
+        local = routed(turn(core, fail("r", failure, Leg.PREFILL))[0])
+    other = routed(turn(core, fail("r", failure))[0])
+    assert {local.worker, other.worker} == {"w0", "w1"}
+    assert rejected(turn(core, fail("r", failure))[0]).status == 502
+
+
 @pytest.mark.parametrize(("retries", "attempts"), [(0.0, 2), (100.0, 4)])
 def test_no_request_depends_on_prefillers_however_many_fail(retries: float, attempts: int) -> None:
     core = pd(prefillers=8)
@@ -182,6 +195,18 @@ def test_no_tenant_goes_before_another_by_its_own_word(tenant: str, order: list[
     for n in range(2):
         found += [c.request_id for c in turn(core, PrefillDone(f"r{n}"), 2 * S)]
     assert found == order
+
+
+def test_a_prefill_that_waits_is_not_ahead_of_itself() -> None:
+    """Four are at the prefiller; a fifth ahead, and it would be computed where it is decoded."""
+    core = pd(prefillers=1)
+    core.adopt(parse({"split": {"queue_max": 5}}), S)
+    for n in range(4):
+        routed(arrive(core, request(f"r{n}", 20_000)))
+    assert arrive(core, request("waits", 20_000)) is None
+    assert turn(core, RouteTick(), 2 * S) == [], "it goes on waiting, and is not computed elsewhere"
+    [sent] = turn(core, PrefillDone("r0"), 2 * S)
+    assert (routed(sent).request_id, routed(sent).prefill_worker) == ("waits", "w10")
 
 
 def test_a_full_prefill_queue_means_local() -> None:

@@ -10,17 +10,19 @@ import pytest
 from kvstore.routing.ahead import stays as stays_module
 from kvstore.routing.core import RouterCore
 from kvstore.routing.decide import replay
-from kvstore.routing.events import Ending, Joined, RequestEnded, Routed, WorkerLeft
+from kvstore.routing.events import Ending, Failure, Joined, RequestEnded, Routed, WorkerLeft
 from kvstore.routing.policy import RoutingPolicy, parse
 from tests.unit.routing.fleets import (
     S,
     arrive,
     comes_back,
     core_of,
+    fail,
     goes_down,
     request,
     routed,
     spec,
+    turn,
 )
 
 TTL_S = 300
@@ -96,6 +98,16 @@ def test_a_session_leaves_a_worker_that_is_down_for_good() -> None:
     assert ask(core, "third").worker == other != home
 
 
+def test_a_session_leaves_a_worker_that_failed_at_it_though_its_probes_are_answered() -> None:
+    core = sticky(4)
+    home = ask(core, "first").worker
+    routed(arrive(core, request("second", 160, session="s")))
+    other = routed(turn(core, fail("second", Failure.CONNECT))[0]).worker
+    core.step(RequestEnded("second", Ending.DONE), S)
+    assert core.fleet.workers[core.fleet.row_of[home]].health.is_up
+    assert ask(core, "third").worker == other != home
+
+
 def test_the_end_of_a_session_forgets_it() -> None:
     core = sticky(4)
     home = ask(core, "first").worker
@@ -139,6 +151,8 @@ def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ask(core, f"r{number}", session=f"s{number}")
     ask(core, "none", session="")
     assert len(core.stays) == 3
+    kept = [core.stays.find(request("r", session=f"s{number}"), S) for number in range(10)]
+    assert [found is not None for found in kept] == [False] * 7 + [True] * 3
 
 
 def test_receipts_of_a_version_without_sessions_are_replayed() -> None:

@@ -122,6 +122,26 @@ def test_a_pause_saves_up_nothing() -> None:
     assert Counter(names) == {"busy": 3, "back": 3}
 
 
+def test_what_a_tenant_owes_is_remembered_over_a_pause() -> None:
+    core = full()
+    core.room.taken("greedy", 100_000.0, S, was_held=False)
+    for n in range(2):  # meanwhile the others had little
+        arrive(core, request(f"modest{n}", tenant="modest"))
+        arrive(core, request(f"greedy{n}", tenant="greedy"))
+    assert drain(core, 4) == ["modest0", "modest1", "greedy0", "greedy1"]
+
+
+def test_a_tenant_does_not_wait_for_a_worker_that_only_another_one_needs() -> None:
+    core = core_of(spec(0), spec(1), policy=parse(ONE_AT_A_TIME))
+    for n in range(2):
+        routed(arrive(core, request(f"busy{n}", subset=(f"w{n}",))))
+    assert arrive(core, request("first", tenant="a", subset=("w0",))) is None
+    assert arrive(core, request("second", tenant="b", subset=("w1",))) is None
+    [sent] = turn(core, RequestEnded("busy1", Ending.DONE))
+    assert routed(sent).request_id == "second"
+    assert core.room.entries.keys() == {"first"}
+
+
 def test_a_full_class_is_429_with_a_time_to_come_back() -> None:
     core = full()
     for n in range(4):

@@ -39,7 +39,7 @@ def test_every_request_is_decided_once_and_no_worker_is_over_its_bound(seed: int
 def test_walks_go_where_it_is_rare() -> None:
     """Else the rules about it are not looked at."""
     seen = Counter[str]()
-    for seed in range(60):
+    for seed in range(80):
         walk = Walk(seed)
         walk.run(STEPS)
         seen += walk.seen

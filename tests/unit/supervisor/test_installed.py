@@ -1,13 +1,16 @@
-"""Whether the code that runs is the code that is installed."""
+"""Code that runs, code that is installed, and the command that adds an extra to it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from kvstore import __version__, installation
+from kvstore.installation import DISTRIBUTION, pip_install
 from kvstore.node.pages import make_pages
 from kvstore.supervisor import installed
 from kvstore.supervisor.installed import LoadedCode, installed_code
@@ -31,9 +34,9 @@ def remove(site: Path) -> None:
 
 def install(site: Path, version: str, record: str) -> None:
     remove(site)
-    info = site / f"{installed.DISTRIBUTION.replace('-', '_')}-{version}.dist-info"
+    info = site / f"{DISTRIBUTION.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Name: {installed.DISTRIBUTION}\nVersion: {version}\n")
+    (info / "METADATA").write_text(f"Name: {DISTRIBUTION}\nVersion: {version}\n")
     (info / "RECORD").write_text(record)
 
 
@@ -70,3 +73,66 @@ def test_healthz_says_it() -> None:
         code_trouble=lambda: "kvstore 2 is installed",
     )
     assert pages["/healthz"]().body == b"ok, but kvstore 2 is installed\n"
+
+
+def installed_from(site: Path, origin: dict[str, object] | str | None) -> str:
+    """What a process says whose code is in `site`, put there from `origin`."""
+    (info,) = site.glob("*.dist-info")
+    if origin is not None:
+        text = origin if isinstance(origin, str) else json.dumps(origin)
+        (info / "direct_url.json").write_text(text)
+    return pip_install("node,router")
+
+
+NEUTRAL = (
+    f"pip install 'PATH/kvstore_llm-{__version__}-py3-none-any.whl[node,router]', where PATH has"
+    " the wheel that kvstore was installed from"
+)
+
+
+@pytest.fixture
+def packages(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, with the code of this process in it."""
+    monkeypatch.setattr(installation, "__file__", str(site / "kvstore" / "installation.py"))
+    return site
+
+
+def test_an_extra_comes_from_the_wheel_that_was_installed(packages: Path) -> None:
+    wheel = packages / "our wheels" / "kvstore_llm-1.0-py3-none-any.whl"
+    origin: dict[str, object] = {"archive_info": {}, "url": wheel.as_uri()}
+    assert "%20" in wheel.as_uri()
+    assert installed_from(packages, origin) == NEUTRAL, "it has been removed"
+    wheel.parent.mkdir()
+    wheel.touch()
+    assert pip_install("node,router") == f"pip install '{wheel}[node,router]'"
+
+
+def test_an_extra_comes_from_the_folder_that_was_installed(packages: Path) -> None:
+    origin: dict[str, object] = {"dir_info": {}, "url": packages.as_uri()}
+    assert installed_from(packages, origin) == f"pip install '{packages}[node,router]'"
+
+
+def test_an_extra_comes_from_the_clone_that_runs(packages: Path) -> None:
+    """Installed with `pip install -e`, or not at all."""
+    (packages / "pyproject.toml").touch()
+    editable: dict[str, object] = {"dir_info": {"editable": True}, "url": "file:///elsewhere"}
+    for origin in (None, editable):
+        assert installed_from(packages, origin) == f"pip install -e '{packages}[node,router]'"
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [None, {"url": "https://example.org/kvstore.whl", "archive_info": {}}, {}, "", "not JSON"],
+    ids=["from an index", "from a server", "no address", "empty", "damaged"],
+)
+def test_an_extra_of_unknown_origin_names_the_wheel_and_no_index(
+    packages: Path, origin: dict[str, object] | str | None
+) -> None:
+    assert installed_from(packages, origin) == NEUTRAL
+
+
+def test_an_extra_without_metadata_names_the_wheel(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "DISTRIBUTION", "kvstore-that-is-not-there")
+    assert pip_install("node,router") == NEUTRAL

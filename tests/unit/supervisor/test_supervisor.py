@@ -51,7 +51,8 @@ class Supervised:
         self.directory = directory
         self.plan(plan)
         self.layout(1)
-        self.log = (directory / "log").open("w+")
+        # Appended to: the place of whoever reads is that of whoever writes, too.
+        self.log = (directory / "log").open("a+")
         self.process = subprocess.Popen(
             [sys.executable, "-c", SUPERVISE, str(directory), str(SCRIPT), pace],
             stdout=subprocess.PIPE,

@@ -7,35 +7,48 @@ import shlex
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from kvstore.cli.main import cli
-from kvstore.demo import cluster as demo_cluster, play as demo
+from kvstore.demo import play as demo, stage as demo_stage
+from kvstore.demo.act import Act, DemoError
+from kvstore.demo.cluster import ClusterAct
+from kvstore.demo.completions import Completion
+from kvstore.demo.engine import HitCounts
 from kvstore.demo.flags import PLAN
+from kvstore.demo.pd import PdAct
+from kvstore.demo.restarts import RestartsAct
+from kvstore.demo.stage import Replay, Stage
 
 
-def run(name: str, dram: int, answer: int = 7) -> demo.ReplayRun:
-    return demo.ReplayRun(
-        name=name,
-        plan=PLAN,
-        ttft_s=[[1.0, 1.2], [0.5, 0.7]],
-        tokens={"0/0": (1, 2), "0/1": (3, answer)},
-        prompt_tokens=1000,
-        own_hit_tokens=100,
-        kvstore_hit_tokens=dram,
-        wall_s=9.0,
-        engine_start_s=3.0,
+def answered(ttft_s: float, *tokens: int) -> Completion:
+    return Completion(
+        tokens=tokens, prompt_tokens=250, cached_tokens=25, ttft_s=ttft_s, duration_s=2.0
     )
 
 
-def verdict(*runs: demo.ReplayRun) -> str:
+def run(
+    name: str, dram: int, answer: int = 7, *, later_s: tuple[float, float] = (0.5, 0.7)
+) -> Replay:
+    """Two users and two rounds."""
+    answers = {
+        (0, 0): answered(1.0, 1, 2),
+        (1, 0): answered(1.2, 4, 5),
+        (0, 1): answered(later_s[0], 3, answer),
+        (1, 1): answered(later_s[1], 6, 6),
+    }
+    return Replay(name=name, answers=answers, own_hit_tokens=100, kvstore_hit_tokens=dram)
+
+
+def verdict(*runs: Replay, act: Act | None = None, picture: Path = Path()) -> str:
     text = io.StringIO()
-    demo.conclude(Console(file=text, width=200), runs)
+    (act or RestartsAct()).conclude(Console(file=text, width=200), runs, picture)
     return text.getvalue()
 
 
@@ -44,10 +57,11 @@ def test_all_is_well() -> None:
     assert "spared the engine 50%" in said
     assert "dram served 80% of all prompt tokens" in said
     assert "disk served 79% of all prompt tokens" in said
+    assert "First questions then took 1.00 × as long as with vLLM alone" in said
 
 
 def test_other_tokens_fail_the_demo() -> None:
-    with pytest.raises(demo.DemoError, match=r"1 answers of the run 'restarted' differ"):
+    with pytest.raises(DemoError, match=r"1 answers of the run 'restarted' differ"):
         verdict(
             run("alone", 0), run("shared", 450), run("restarted", 800, answer=8), run("disk", 1)
         )
@@ -56,37 +70,108 @@ def test_other_tokens_fail_the_demo() -> None:
 @pytest.mark.parametrize("hits", [(0, 800, 800), (450, 0, 800), (450, 800, 0)])
 def test_nothing_from_the_node_fails_the_demo(hits: tuple[int, int, int]) -> None:
     names = ("shared", "restarted", "disk")
-    with pytest.raises(demo.DemoError, match="served no prompt token"):
+    with pytest.raises(DemoError, match="served no prompt token"):
         verdict(run("alone", 0), *(run(n, h) for n, h in zip(names, hits, strict=True)))
 
 
-def cluster_verdict(fetched: float, *runs: demo.ReplayRun) -> str:
-    text = io.StringIO()
-    demo_cluster.conclude(Console(file=text, width=200), runs, fetched)
-    return text.getvalue()
+class EmptyStage(ExitStack):
+    """On which nothing runs."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()
+        self.progress = nullcontext()
+        self.engines, self.nodes = [ENGINE], [NODE]
+
+
+ENGINE: Any = SimpleNamespace(port=8)
+NODE: Any = SimpleNamespace(
+    directory=Path("/kept"),
+    socket=Path("/kept/node.sock"),
+    pid=77,
+    supervisor_pid=76,
+    metrics_url="http://127.0.0.1:9/metrics",
+)
+
+
+def test_progress_table_and_last_line_show_one_kind_of_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [run(RestartsAct.names[0], 0)]
+    for number, hits in enumerate((450, 800, 790), start=2):
+        later_s = (0.6 / number, 0.6 / number)
+        runs.append(run(RestartsAct.names[number - 1], hits, later_s=later_s))
+        runs[-1].saved_s = 4.1
+    monkeypatch.setattr(demo, "Stage", EmptyStage)
+    monkeypatch.setattr(RestartsAct, "runs", lambda *_: iter(runs))
+    finished: list[object] = []
+    assert demo.main([], cache=tmp_path, finish=lambda *all_: finished.extend(all_)) == 0
+    assert finished == [runs, PLAN]
+    text = capsys.readouterr().out
+    rows = [
+        line.split() for line in text.splitlines() if line.strip().startswith(RestartsAct.names)
+    ]
+    assert [row[2:6] for row in rows[:2]] == [
+        ["600", "690", "1.0", "×"],
+        ["300", "300", "2.0", "×"],
+    ]
+    said = " ".join(text.split("s in all")[-1].split())
+    assert said.startswith(
+        "Speed-up of the first token from round 2 on: with kvstore 2.0 ×, engine restarted 3.0 ×,"
+        " node restarted 4.0 ×; 12 s of prefill saved. Next: "
+    )
+    assert "kvstore demo --keep" in said
+
+
+@pytest.mark.parametrize("act", ["--cluster", "--pd", "--router", "--keep"])
+def test_an_act_does_not_name_itself_as_the_next_one(
+    act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "Stage", EmptyStage)
+    for each in (RestartsAct(), *demo.ACTS.values()):
+        monkeypatch.setattr(type(each), "runs", lambda *_: iter([run("alone", 0)]))
+        monkeypatch.setattr(type(each), "gain", lambda *_: "It gained")
+        for shows in ("show", "conclude"):
+            monkeypatch.setattr(type(each), shows, lambda *_: None)
+    held: list[object] = []
+    monkeypatch.setattr(demo, "hold", lambda _, *kept: held.append(kept))
+    assert demo.main([act], cache=tmp_path) == 0
+    assert held == ([(ENGINE, NODE, ())] if act == "--keep" else [])
+    advice = " ".join(capsys.readouterr().out.split()).partition("Next: ")[2]
+    named = {flag for flag in ("--keep", "--cluster", "--pd", "--router") if flag in advice}
+    assert named == {"--keep", "--cluster", "--pd", "--router"} - {act}
+    assert advice.endswith("; your model: README.md")
+
+
+def of_two_nodes(moved: int, answer: int = 7) -> list[Replay]:
+    runs = [run("alone", 0), run("a", 100), run("b", 800, answer)]
+    runs[-1].moved = moved
+    return runs
 
 
 def test_two_nodes_are_well() -> None:
-    said = cluster_verdict(700.0, run("alone", 0), run("a", 100), run("b", 800))
+    said = verdict(*of_two_nodes(700), act=ClusterAct())
     assert "700 of 1,000 prompt tokens came to node b" in said
 
 
 def test_two_nodes_of_which_none_serves_the_other_fail_the_demo() -> None:
-    with pytest.raises(demo.DemoError, match="No prompt token came from the other node"):
-        cluster_verdict(0.0, run("alone", 0), run("a", 100), run("b", 800))
-    with pytest.raises(demo.DemoError, match=r"1 answers of the run 'b' differ"):
-        cluster_verdict(700.0, run("alone", 0), run("a", 100), run("b", 800, answer=8))
+    with pytest.raises(DemoError, match="No prompt token came from the other node"):
+        verdict(*of_two_nodes(0), act=ClusterAct())
+    with pytest.raises(DemoError, match=r"1 answers of the run 'b' differ"):
+        verdict(*of_two_nodes(700, answer=8), act=ClusterAct())
 
 
-def kept(directory: Path) -> demo.KeptRunning:
-    node = SimpleNamespace(
-        directory=directory,
-        socket=directory / "node.sock",
-        pid=77,
-        supervisor_pid=76,
-        metrics_url="http://127.0.0.1:9/metrics",
-    )
-    return demo.KeptRunning(cast("Any", SimpleNamespace(port=8)), cast("Any", node), (1, 2, 3))
+def test_prefill_and_decode_are_compared_and_drawn(tmp_path: Path) -> None:
+    alone, split = run("one engine", 0), run("prefill → decode", 600, later_s=(0.6, 0.9))
+    alone.token_s, split.token_s = (0.0, 0.1, 0.9), (0.0, 0.1, 0.3)
+    with pytest.raises(DemoError, match="No block was pushed"):
+        verdict(alone, split, act=PdAct())
+    split.moved = 1700
+    said = verdict(alone, split, act=PdAct(), picture=tmp_path / "new" / "pd.png")
+    assert "1,700 blocks were pushed" in said
+    assert "from round 2 on: 1.25 × that of one engine (median)" in said
+    assert "are computed: 200 ms, on one engine 800 ms" in said
+    assert PdAct().gain([alone, split]).endswith("0.25 × that of one engine")
+    assert (tmp_path / "new" / "pd.png").stat().st_size > 1000
 
 
 def test_what_is_kept_can_be_tried_until_ctrl_c(
@@ -96,8 +181,9 @@ def test_what_is_kept_can_be_tried_until_ctrl_c(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Event, "wait", interrupted)
+    node: Any = SimpleNamespace(**vars(NODE) | {"directory": tmp_path})
     text = io.StringIO()
-    demo.hold(Console(file=text, width=80), kept(tmp_path))
+    demo.hold(Console(file=text, width=80), ENGINE, node, (1, 2, 3))
     said = text.getvalue()
     assert f"@{tmp_path}/request.json" in said, "not folded: it is to be copied"
     assert (tmp_path / "request.json").read_text().count("[1,2,3]") == 1
@@ -107,13 +193,20 @@ def test_what_is_kept_can_be_tried_until_ctrl_c(
 def test_the_commands_to_try_are_those_of_the_program(tmp_path: Path) -> None:
     mine = [
         shlex.split(command)[1:]
-        for _, command in demo.commands_to_try(kept(tmp_path), tmp_path / "r.json")
+        for _, command in demo.commands_to_try(ENGINE, NODE, tmp_path / "r.json")
         if "kvstore " in command and not command.startswith("curl")
     ]
     assert {words[0] for words in mine} <= set(cli.commands)
     for words in mine:
         cli.commands[words[0]].make_context(words[0], words[1:]).close()
     assert len(mine) >= 3
+
+
+def test_one_round_has_nothing_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(["--rounds=1"])
+    assert stopped.value.code == 2
+    assert "--rounds '1' must be at least 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "many"])
@@ -164,19 +257,29 @@ def test_help_has_examples_that_can_be_typed(capsys: pytest.CaptureFixture[str])
 def test_without_a_terminal_each_phase_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "build_model", lambda *_, **__: None)
-    monkeypatch.setattr(demo, "encoder", lambda _: None)
-    monkeypatch.setattr(demo, "Conversations", lambda *_: None)
-    monkeypatch.setattr(demo, "replay", lambda *_: run("alone", 0))
+    monkeypatch.setattr(demo_stage, "build_model", lambda _: None)
+    monkeypatch.setattr(demo_stage, "encoder", lambda _: lambda text: list(text.encode()))
+    counts = iter([HitCounts(5, 7, 1.0), HitCounts(105, 457, 2.5)])
+    prompts: list[tuple[int, ...]] = []
+
+    def complete(prompt: tuple[int, ...], *, max_tokens: int) -> Completion:
+        prompts.append(prompt)
+        return answered(0.6, *range(max_tokens))
+
+    engine: Any = SimpleNamespace(complete=complete, hits=lambda: next(counts))
     text = io.StringIO()
-    stage = demo.DemoStage(Console(file=text, width=96), PLAN, ["alone", "shared"], cache=tmp_path)
-    with stage.progress:
+    console = Console(file=text, width=96)
+    with Stage(console, PLAN, ["alone", "shared"], cache=tmp_path) as stage, stage.progress:
         stage.note(0, "vLLM is starting")
-        stage.replay(0, cast("Any", None))
+        replayed = stage.replay(0, engine)
         stage.note(1, "vLLM is starting")
     assert text.getvalue().splitlines() == [
         "building the model (once)",
         "alone: vLLM is starting",
-        "alone: median 850 ms to first token",
+        "alone: median 600 ms to first token from round 2 on",
         "shared: vLLM is starting",
     ]
+    assert not stage.work.exists()
+    assert len(replayed.answers) == len(prompts) == PLAN.users * PLAN.rounds
+    assert (replayed.own_hit_tokens, replayed.kvstore_hit_tokens) == (100, 450)
+    assert (replayed.saved_s, replayed.last_prompt) == (1.5, prompts[-1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import subprocess
 import sys
 import threading
 import uuid
@@ -13,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
-from kvstore.demo.engine import EngineError, Launched, VllmServer
-from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
+from kvstore.demo.engine import EngineError, VllmServer
+from kvstore.demo.engine_config import SERVED_NAME
+from tests.kit.engines import EngineConfig, EngineServer, abandon
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -54,10 +55,9 @@ def answering() -> Iterator[AnsweringServer]:
 
 
 @pytest.fixture
-def engine(answering: AnsweringServer, tmp_path: Path) -> Iterator[VllmServer]:
-    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    launched = Launched(process.pid, os.pidfd_open(process.pid), process.wait)
-    engine = VllmServer(ServerConfig(model=tmp_path), launched, tmp_path / "log")
+def engine(answering: AnsweringServer, tmp_path: Path) -> Iterator[EngineServer]:
+    process = psutil.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    engine = EngineServer(EngineConfig(model=tmp_path), process, tmp_path / "log")
     engine.port = answering.server_address[1]
     yield engine
     engine.kill()
@@ -77,7 +77,7 @@ USAGE = {
 }
 
 
-def test_tokens_and_usage_are_read(engine: VllmServer, answering: AnsweringServer) -> None:
+def test_tokens_and_usage_are_read(engine: EngineServer, answering: AnsweringServer) -> None:
     answering.text = events(chunk(), chunk(5), chunk(6, 7), USAGE)
     got = engine.complete((1, 2, 3), max_tokens=3, extra={"cache_salt": "s"})
     assert got.tokens == (5, 6, 7)
@@ -99,7 +99,7 @@ def test_tokens_and_usage_are_read(engine: VllmServer, answering: AnsweringServe
     ],
 )
 def test_an_answer_that_is_no_completion_is_an_error(
-    engine: VllmServer, answering: AnsweringServer, status: int, text: str, message: str
+    engine: EngineServer, answering: AnsweringServer, status: int, text: str, message: str
 ) -> None:
     answering.status, answering.text = status, text
     with pytest.raises(EngineError, match=message):
@@ -107,23 +107,23 @@ def test_an_answer_that_is_no_completion_is_an_error(
 
 
 def test_a_request_is_abandoned_when_told_or_never_is_an_error(
-    engine: VllmServer, answering: AnsweringServer, monkeypatch: pytest.MonkeyPatch
+    engine: EngineServer, answering: AnsweringServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.abandon((1, 2), max_tokens=3, until=lambda: bool(answering.bodies))
+    abandon(engine, (1, 2), max_tokens=3, until=lambda: bool(answering.bodies))
     assert json.loads(answering.bodies[0])["prompt"] == [1, 2]
-    monkeypatch.setattr("kvstore.demo.completions.REQUEST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tests.kit.engines.GIVE_UP_S", 0.05)
     with pytest.raises(EngineError, match="did not come"):
-        engine.abandon((1,), max_tokens=1, until=lambda: False)
+        abandon(engine, (1,), max_tokens=1, until=lambda: False)
 
 
-def test_an_ended_engine_is_an_error(engine: VllmServer, answering: AnsweringServer) -> None:
+def test_an_ended_engine_is_an_error(engine: EngineServer, answering: AnsweringServer) -> None:
     engine.port = 1
     with pytest.raises(EngineError, match="broke off"):
         engine.complete((1,), max_tokens=1)
 
 
 def test_the_cache_is_emptied_when_the_engine_agrees(
-    engine: VllmServer, answering: AnsweringServer
+    engine: EngineServer, answering: AnsweringServer
 ) -> None:
     answering.text = '{"success": true}'
     engine.forget()
@@ -133,9 +133,9 @@ def test_the_cache_is_emptied_when_the_engine_agrees(
 
 
 def test_the_connector_is_configured_only_with_a_socket(tmp_path: Path) -> None:
-    plain = ServerConfig(model=tmp_path)
+    plain = EngineConfig(model=tmp_path)
     assert "--kv-transfer-config" not in plain.command()
-    with_node = ServerConfig(
+    with_node = EngineConfig(
         model=tmp_path, socket=tmp_path / "node.sock", connector_extra={"x": 1}
     ).command()
     transfer = msgspec.json.decode(with_node[with_node.index("--kv-transfer-config") + 1])
@@ -149,10 +149,10 @@ def test_a_server_that_ends_at_once_is_reported_with_its_log(
 ) -> None:
     lines = ("first", "ValueError: --this is wrong", "RuntimeError: See root cause above", "last")
     code = f"print(*{lines}, sep='\\n'); raise SystemExit(3)"
-    monkeypatch.setattr(ServerConfig, "command", lambda _: [sys.executable, "-c", code])
+    monkeypatch.setattr(EngineConfig, "command", lambda _: [sys.executable, "-c", code])
     open_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(EngineError, match=r"ended while starting: ValueError: --this is wrong"):
-        VllmServer.start(ServerConfig(model=tmp_path), log=tmp_path / "log")
+        VllmServer.start(EngineConfig(model=tmp_path), log=tmp_path / "log")
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
@@ -160,16 +160,17 @@ def test_a_server_that_never_listens_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"
-    monkeypatch.setattr(ServerConfig, "command", lambda _: [sys.executable, "-c", code])
+    monkeypatch.setattr(EngineConfig, "command", lambda _: [sys.executable, "-c", code])
+    monkeypatch.setattr("kvstore.demo.engine.READY_TIMEOUT_S", 1.0)
     with pytest.raises(EngineError, match=r"not ready in time: pid (\d+)") as error:
-        VllmServer.start(ServerConfig(model=tmp_path), log=tmp_path / "log", ready_timeout_s=1.0)
+        VllmServer.start(EngineConfig(model=tmp_path), log=tmp_path / "log")
     pid = int(str(error.value).split("pid ")[1].split()[0])
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
 def test_what_its_ranks_leave_in_shared_memory_is_removed_and_nothing_else(
-    engine: VllmServer, tmp_path: Path
+    engine: EngineServer, tmp_path: Path
 ) -> None:
     mine, other = (f"vllm_dist_{uuid.uuid4().hex}" for _ in range(2))
     (tmp_path / "log").write_text(f"world_size=2 distributed_init_method=file:///tmp/{mine} x")

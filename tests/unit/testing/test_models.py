@@ -8,15 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.demo.models import (
-    RECIPE_FILE,
-    SHAPES,
-    Recipe,
-    build_model,
-    main,
-    measure_sensitivity,
-    read_recipe,
-)
+from kvstore.demo.models import RECIPE_FILE, Recipe, main, read_recipe
+from tests.kit.models import SHAPES, build_model
+from tests.kit.sensitivity import measure_sensitivity
 
 needs_torch = pytest.mark.engine
 
@@ -58,8 +52,14 @@ def test_building_again_touches_nothing(tiny: Path) -> None:
 
 @needs_torch
 def test_equal_recipes_give_equal_bytes(tiny: Path, tmp_path: Path) -> None:
-    assert main([str(tmp_path / "again"), "--size", "tiny"]) == os.EX_OK
+    build_model(tmp_path / "again", size="tiny")
     assert weights(tmp_path / "again") == weights(tiny)
+
+
+@needs_torch
+def test_the_command_builds_the_model_of_the_demo(tmp_path: Path) -> None:
+    assert main([str(tmp_path / "model")]) == os.EX_OK
+    assert read_recipe(tmp_path / "model") == Recipe(size="medium", weights_seed=1)
 
 
 @needs_torch

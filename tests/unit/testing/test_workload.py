@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import chain
 
 import pytest
 
@@ -33,7 +34,7 @@ def encode(text: str) -> list[int]:
 def replay(plan: ConversationPlan) -> list[Turn]:
     conversations = Conversations(plan, encode)
     turns = []
-    for turn in conversations:
+    for turn in chain.from_iterable(conversations.rounds()):
         turns.append(turn)
         conversations.answer(turn, [turn.user, turn.round, 255])
     return turns
@@ -80,12 +81,12 @@ def test_all_others_speak_between_two_turns_of_a_user() -> None:
 
 def test_an_unanswered_or_foreign_turn_is_refused() -> None:
     conversations = Conversations(PLAN, encode)
-    turns = iter(conversations)
-    turn = next(turns)
+    rounds = conversations.rounds()
+    turn, *_ = next(rounds)
     with pytest.raises(AssertionError, match="another turn"):
         conversations.answer(Turn(turn.user, turn.round + 1, turn.prompt), [1])
     with pytest.raises(AssertionError, match="not answered"):
-        next(turns)
+        next(rounds)
 
 
 def test_a_plan_without_users_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,10 +11,11 @@ import pytest
 
 from kvstore.arena import GenerationView
 from kvstore.errors import ConfigError
+from kvstore.installation import pip_install
 from kvstore.kernels.caches import Addresses
 from kvstore.kernels.device import DeviceError
 from kvstore.tiers import hbm
-from kvstore.tiers.hbm import HbmTier, open_hbm
+from kvstore.tiers.hbm import NO_ROOM, HbmTier, open_hbm
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
 from kvstore.wire.layout import begin_of
 from tests.kit.copy_parties import noise
@@ -85,6 +88,17 @@ def test_a_raised_generation_takes_the_place_away_and_no_other(
     tier.show([5 * P, 2 * P], [3 * P, P])
     tier.raise_generations([3 * P], [2])
     assert (place(tier, 5 * P), place(tier, 2 * P)) == (-1, P * PAGE_BYTES)
+
+
+@pytest.mark.parametrize(("at", "slot"), [(0, P), (5 * P, 0), (0, 0)])
+def test_the_first_slot_is_one_as_any_other(tier: HbmTier, at: int, slot: int) -> None:
+    """Of dram, of hbm, and of both: its place is shown, and is taken back."""
+    tier.show([at, 2 * P], [slot, 3 * P])
+    assert place(tier, at) == slot * PAGE_BYTES
+    tier.raise_generations([slot], [2])
+    assert (place(tier, at), place(tier, 2 * P)) == (-1, 3 * P * PAGE_BYTES)
+    tier.show([at], [slot])
+    assert place(tier, at) == slot * PAGE_BYTES
 
 
 def test_no_word_of_the_page_has_two_meanings(tier: HbmTier) -> None:
@@ -178,8 +192,42 @@ def test_memory_that_is_not_there_is_refused_with_the_way_to_mend_it(
     device.allocations_max = 1
     with pytest.raises(DeviceError, match="no room"):
         HbmTier(device, dram, capacity_bytes=2 * SLOT_BYTES_MIN, incarnation=Incarnation(9))
-    with pytest.raises(ConfigError, match=r"hbm of 64 KiB cannot be had on GPU 3: .*leave it out"):
+    with pytest.raises(ConfigError, match=r"GPU 3: no NVIDIA driver .*; or leave --hbm out$"):
         open_hbm(3, dram, SLOT_BYTES_MIN, Incarnation(9))
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ("cudaSetDevice: cudaErrorNoDevice", "no GPU is visible: start the container with the"),
+        ("cudaSetDevice: cudaErrorInvalidDevice", "choose another with --hbm SIZE,gpu=N (cudaSet"),
+        (NO_ROOM, "choose a smaller --hbm or --gpu-memory-utilization; or leave --hbm out"),
+        (
+            "no CUDA: pip install 'x.whl[cuda]'",
+            " no CUDA: pip install 'x.whl[cuda]'; or leave --hbm out",
+        ),
+    ],
+)
+def test_each_cause_has_its_own_way_to_mend_it(
+    dram: MemoryTier, monkeypatch: pytest.MonkeyPatch, error: str, advice: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise DeviceError(error)
+
+    monkeypatch.setattr("kvstore.tiers.hbm.CudaDevice", fails)
+    with pytest.raises(ConfigError, match=rf"GPU 1:.*{re.escape(advice)}") as raised:
+        open_hbm(1, dram, SLOT_BYTES_MIN, Incarnation(9))
+    assert "smaller --hbm" not in str(raised.value) or error is NO_ROOM
+
+
+def test_without_the_extra_it_names_what_to_install(
+    dram: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("cuda.bindings", "cuda.bindings.runtime", "cuda.bindings.driver"):
+        monkeypatch.setitem(sys.modules, module, None)
+    end = re.escape(f"{pip_install('cuda')}; or leave --hbm out")
+    with pytest.raises(ConfigError, match=f"GPU 0: NVIDIA's bindings are missing .*: {end}$"):
+        open_hbm(0, dram, SLOT_BYTES_MIN, Incarnation(9))
 
 
 def test_memory_that_engines_still_hold_is_waited_for(

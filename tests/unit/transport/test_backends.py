@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.ports import TransportMemory
 from kvstore.transport.backends import is_at, open_transport
 from kvstore.transport.tcp_ends import Address
 from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, Descriptor, encode
@@ -74,4 +75,4 @@ def test_what_only_its_back_end_can_read_is_left_to_it() -> None:
 def test_a_back_end_that_is_none_is_named() -> None:
     memory = np.zeros(8, dtype=np.uint8)
     with pytest.raises(ConfigError, match="no transport 'pigeon': use nixl, tcp, ucx"):
-        open_transport("pigeon", "a", arena=memory, source=memory, options={})
+        open_transport("pigeon", "a", TransportMemory(memory, memory), {})

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvstore.ports import TransportMemory
 from kvstore.transport import nixl
 from kvstore.transport.nixl import FORGOTTEN_MAX, PROGRESS_US, Nixl, sleeping_progress
 from kvstore.wire.mover import decode_descriptor, encode
@@ -69,7 +70,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
 @pytest.fixture
 def transport(agent: Agent) -> Nixl:
     memory = np.zeros(SIZE, np.uint8)
-    return Nixl("a", arena=memory, source=memory, options={})
+    return Nixl("a", TransportMemory(memory, memory), {})
 
 
 def connect(transport: Nixl, peer: str) -> None:

@@ -18,7 +18,7 @@ import pytest
 from kvstore.cli.certs import make_certificates
 from kvstore.client.tls import Identity, TlsFiles
 from kvstore.errors import ConfigError, TransportError
-from kvstore.ports import End, Landing, Outcome
+from kvstore.ports import End, Landing, Outcome, TransportMemory
 from kvstore.testing.index_process import Lab
 from kvstore.transport import guests, tcp, tcp_ends
 from kvstore.transport.guests import NODE_MAX
@@ -40,7 +40,7 @@ def opened() -> Iterator[Open]:
 
         def make(name: str, options: dict[str, str]) -> Tcp:
             memory = np.full(SIZE, ord(name[0]), np.uint8)
-            made = Tcp(name, arena=memory, source=memory, options=options)
+            made = Tcp(name, TransportMemory(memory, memory), options)
             stack.callback(made.close)
             return made
 
@@ -162,7 +162,7 @@ def test_a_write_that_its_owner_did_not_allow_closes_the_connection(
     memory = np.zeros(SIZE, np.uint8)
     with ExitStack() as stack:
         landing = Landing(1024, memory[1024:2048])
-        owner = Tcp("b", arena=memory, source=memory, landing=landing, options=INSECURE)
+        owner = Tcp("b", TransportMemory(memory, memory, landing), INSECURE)
         stack.callback(owner.close)
         writer = opened("a", INSECURE)
         told = decode_descriptor(owner.describe())

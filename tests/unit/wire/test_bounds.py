@@ -28,6 +28,15 @@ from kvstore.wire.messages import (
     encode,
 )
 from kvstore.wire.mover import Reason
+from kvstore.wire.peers import (
+    Cells,
+    Flags,
+    PayloadBytes,
+    ShardBytes,
+    SomeKeys,
+    Started,
+    WholeSpace,
+)
 from tests.unit.engine.harness import Hellos
 
 _SIZED = (
@@ -130,6 +139,8 @@ def test_what_is_not_said_is_nothing(struct: type[msgspec.Struct]) -> None:
         (bounds.Count, 1, 65_535),
         (bounds.Tokens, 1, 2**20),
         (bounds.BlockBytes, 1, 2**40),
+        (PayloadBytes, 1, 2**30),
+        (Started, 1, 2**63 - 1),
     ],
 )
 def test_a_number_is_taken_up_to_its_bounds(kind: object, least: int, most: int) -> None:
@@ -158,6 +169,11 @@ def test_a_number_is_taken_up_to_its_bounds(kind: object, least: int, most: int)
         (GenerationArray, b"x", 0, 2048 * 8),
         (ChecksumArray, b"x", 0, 2048 * 16),
         (LeaseList, [1], 0, 4096),
+        (WholeSpace, b"x", 32, 32),
+        (SomeKeys, b"x", 32, 2048 * 32),
+        (Cells, b"x", 0, 2**20),
+        (Flags, b"x", 0, 2048),
+        (ShardBytes, [1], 0, 1024),
     ],
 )
 def test_a_length_is_taken_up_to_its_bounds(kind: object, unit: Any, least: int, most: int) -> None:

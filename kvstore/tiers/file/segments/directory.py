@@ -46,6 +46,7 @@ _SEGMENT: Final = re.compile(r"seg-([0-9a-f]{8})\.kv")
 _STORE, _STORE_NEW, _LOCK, _PROBE, _ASIDE = "store", "store.new", "lock", "probe", "quarantine"
 _NOTE, _NOTE_NEW = "learned", "learned.new"
 _OURS: Final = {_STORE, _STORE_NEW, _LOCK, _PROBE, _ASIDE, _NOTE, _NOTE_NEW, "lost+found"}
+_GIVE_ANOTHER: Final = "give --file a directory that this user may write to"
 NOTE_BYTES_MAX: Final = 16 * PAGE_BYTES
 NUMBER_MAX: Final = (1 << 31) - 1
 _NO_FILE: Final = (errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENODEV)
@@ -112,10 +113,10 @@ def refuse_other_mode(directory: Path, *, shared: bool) -> None:
 
 def cannot_be_read(path: Path, error: OSError) -> ConfigError:
     """Error for an operator whose disk fails at a start."""
-    return ConfigError(
-        f"the disk tier cannot read {path}: {error.strerror}; see the kernel's log: repair the"
-        " disk, or give --file another directory"
-    )
+    mend = "see the kernel's log: repair the disk, or give --file another directory"
+    if isinstance(error, PermissionError):
+        mend = _GIVE_ANOTHER
+    return ConfigError(f"the disk tier cannot read {path}: {error.strerror}; {mend}")
 
 
 def open_directory(config: FileConfig, disk: Disk, lock_fd: int) -> Directory:
@@ -172,8 +173,7 @@ class Directory:
         except OSError as error:
             self.close()
             raise ConfigError(
-                f"the disk tier cannot use {path}: {error.strerror}; "
-                "give --file a directory that this user may write to"
+                f"the disk tier cannot use {path}: {error.strerror}; {_GIVE_ANOTHER}"
             ) from error
         except ConfigError:
             self.close()
@@ -201,6 +201,29 @@ class Directory:
             with contextlib.suppress(OSError):  # what cannot be looked at goes another time
                 if name.startswith("dead-") and stat.S_ISREG(self._mode(name)):
                     self.remove(name)
+
+    @property
+    def is_whole(self) -> bool:
+        """False: the directory, or what is in it, was removed."""
+        return self._is_lock(self.lock_fd)
+
+    def make_again(self) -> None:
+        """Take the place of a directory that is not whole, with its lock and identity.
+
+        Raises:
+            OSError: that fails, or would be on another file system: the disk is not mounted. Says
+                so, and has no number.
+        """
+        try:
+            place = self.path if self.path.exists() else self.path.parent
+            if place.stat().st_dev != os.fstat(self.fd).st_dev:
+                raise ConfigError(f"{place} is on another file system now: mount the disk")
+            made = Directory(self.path, self._disk, direct=self.direct)
+        except (OSError, ConfigError) as error:
+            raise OSError(f"it was removed and cannot be made again: {error}") from error
+        self._fds += made._fds
+        self.fd, self.lock_fd, self.store_id = made.fd, made.lock_fd, made.store_id
+        _log.warning("%s was removed, with its blocks, and is made again", self.path)
 
     def _make_aside(self) -> None:
         """Without it nothing is put aside: a full disk can do without until the next start."""

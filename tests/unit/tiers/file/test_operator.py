@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,11 @@ import pytest
 
 from kvstore.cli.fsck import fsck, reports_as_json, stores_in
 from kvstore.errors import ConfigError
+from kvstore.tier_events import Resumed, Suspended
 from kvstore.tiers.file import FileConfig
 from kvstore.tiers.file.health import Health
 from kvstore.units import MIB
-from tests.unit.tiers.file.kit import Driver, FaultyDisk, key
+from tests.unit.tiers.file.kit import Driver, FaultyDisk, key, reopen
 
 NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
 
@@ -142,6 +147,107 @@ def test_what_suspends_the_disk_says_what_to_do(tmp_path: Path) -> None:
     assert "does not write in time: see the kernel's log" in str(slow)
 
 
+def remove_contents(store: Path) -> None:
+    for path in store.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("remove", [shutil.rmtree, remove_contents])
+def test_a_directory_that_was_removed_is_made_again(
+    tmp_path: Path, remove: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tmp_path / "store"
+    driver = Driver(store).recovered()
+    driver.on_reclaim = lambda ask: driver.reclaim(ask.segment, [])
+    for number in range(40):
+        driver.write([number])
+    driver.read([0])  # a reader holds the segment open
+    remove(store)
+    for number in range(100, 300):
+        assert 0 not in driver.write([number]), "past the capacity: what is gone takes no room"
+    assert driver.read([5]) == [False]
+    assert driver.read([299]) == [True]
+    assert caplog.messages == [f"{store} was removed, with its blocks, and is made again"]
+    with pytest.raises(ConfigError, match="is in use by another node"):
+        Driver(store)
+    driver = reopen(driver)
+    assert key(299) in {name for _, name in driver.known}
+    assert key(5) not in {name for _, name in driver.known}
+    driver.close()
+
+
+def test_segments_outlive_a_lock_that_was_removed(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "store").recovered()
+    driver.write([1])
+    (tmp_path / "store" / "lock").unlink()
+    driver.write([2])
+    assert driver.read([1, 2]) == [True, True]
+    driver = reopen(driver)
+    assert {name for _, name in driver.known} == {key(1), key(2)}
+    driver.close()
+
+
+def test_a_clear_of_a_directory_that_was_removed_is_durable(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "store").recovered()
+    driver.write([1])
+    driver = reopen(driver)  # no segment is open now
+    shutil.rmtree(tmp_path / "store")
+    driver.void(None, None)
+    assert driver.tier.wait_for_voids(20)
+    driver = reopen(driver)
+    assert driver.known == {}
+    driver.close()
+
+
+def test_a_directory_is_not_made_again_on_another_file_system(tmp_path: Path) -> None:
+    """Of a disk that is not mounted any more, it would be made on the one below."""
+    mounted, mount = tmp_path / "disk", tmp_path / "mount"
+    mounted.mkdir()
+    mount.symlink_to(mounted)
+    driver = Driver(mount / "store", failures_max=1).recovered()
+    driver.write([1])
+    shutil.rmtree(mounted / "store")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as below:
+        mount.unlink()
+        mount.symlink_to(below)
+        assert driver.write([2]) == [0]
+        open_fds = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            driver.clock.advance_ms(100_000)
+            assert driver.write([2]) == [0]
+        assert len(os.listdir("/proc/self/fd")) == open_fds
+        assert os.listdir(below) == []
+    (why,) = {event.reason for event in driver.seen if isinstance(event, Suspended)}
+    assert why == (
+        f"it was removed and cannot be made again: {mount} is on another file system now: mount"
+        " the disk"
+    )
+    mount.unlink()
+    mount.symlink_to(mounted)
+    driver.clock.advance_ms(100_000)
+    assert 0 not in driver.write([3])
+    driver.wait(Resumed)
+    assert driver.read([3]) == [True]
+    driver.close()
+
+
+def test_a_place_that_another_node_took_is_left_to_it(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    driver = Driver(store, failures_max=1).recovered()
+    shutil.rmtree(store)
+    other = Driver(store).recovered()
+    open_fds = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert driver.write([1]) == [0]
+        driver.clock.advance_ms(100_000)
+    assert len(os.listdir("/proc/self/fd")) == open_fds
+    assert "in use by another node" in driver.wait(Suspended).reason
+    assert 0 not in other.write([1])
+    driver.close()
+    assert other.read([1]) == [True]
+    other.close()
+
+
 # ── fsck ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -189,18 +295,20 @@ def test_fsck_explains_a_segment_that_is_not_closed(tmp_path: Path) -> None:
     assert "is not closed is no damage: a node was killed" in said
 
 
-def test_fsck_of_a_shared_directory_names_its_parts(tmp_path: Path) -> None:
+def test_fsck_of_a_shared_directory_is_that_of_its_parts(tmp_path: Path) -> None:
     for node in "ab":
         Driver(tmp_path, shared=True, node=node, poll_interval_ms=1 << 30).recovered().close()
-    report = fsck(tmp_path)
-    assert report.status == 2
-    assert report.text() == (
-        f"{tmp_path} is shared by several nodes: name one of {tmp_path / 'a'}, {tmp_path / 'b'}"
-    )
     assert stores_in(tmp_path) == [tmp_path / "a", tmp_path / "b"]
     assert stores_in(tmp_path / "a") == [tmp_path / "a"]
     assert fsck(tmp_path / "a").status == 0
-    assert "is not a store of kvstore" in fsck(tmp_path / "a" / "quarantine").text()
+
+
+def test_fsck_of_another_directory_says_so_to_people_and_programs(tmp_path: Path) -> None:
+    report = fsck(tmp_path)
+    sentence = f"{tmp_path} is no disk tier: give the directory of a node's --file"
+    assert (report.status, report.text()) == (2, sentence)
+    (row,) = json.loads(reports_as_json([report]))["directories"]
+    assert row["files"] == [sentence]
 
 
 def test_fsck_for_a_program(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.tier_events import FileReclaim, Suspended
 from kvstore.tiers.file.segments import restart
-from kvstore.tiers.file.segments.directory import Directory
+from kvstore.tiers.file.segments.directory import Directory, cannot_be_read
 from kvstore.tiers.file.segments.disk import PosixDisk
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB
@@ -166,6 +166,11 @@ def test_a_directory_that_cannot_be_read_is_refused_in_a_sentence(
         ):
             Driver(tmp_path / "store", **more)
     Driver(tmp_path / "store", **more).recovered().close()
+
+
+def test_a_directory_of_another_user_is_no_disk_to_repair(store: Path) -> None:
+    denied = cannot_be_read(store, PermissionError(errno.EACCES, "Permission denied"))
+    assert str(denied).endswith("denied; give --file a directory that this user may write to")
 
 
 @pytest.mark.parametrize("which", [0, -1])

@@ -1,0 +1,160 @@
+"""Waits for blocks that are on their way from disk or from another node: how long one lasts.
+
+    begun ──blocks arrive: less is left to come, and less to compute──▶ all came
+      └── computing the rest is expected to be quicker, or the account is empty ──▶ given up
+
+The rest of a wait is expected from the estimate and from how earlier waits compared with theirs: of
+those that took longer than this one so far, the mean of what they took beyond. Without any such, it
+is expected to take as long again (the waiting time of Lindy's law, as for a heavy tail).
+
+Expectations err, so each source has an account. A load that is weighed earns VAIN_SHARE of its
+compute time; a wait that took longer than computing its blocks spends the difference. In debt, a
+wait risks only its own earnings; otherwise an advance of half its saving, and its part of the
+balance. So the time lost to waits stays within that share of the compute time, over some minutes,
+but for the advance to the first request that meets a source which has become slow.
+
+No wait loses more than computing takes, as with ski rental (Karlin et al., 1988).
+Pure. Does not cover: the estimate (`kvstore.engine.moves.pace`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from kvstore.units import NS_PER_MS, NS_PER_S
+
+VAIN_SHARE = 25
+"""One part in so many of the compute time may be waited in vain: 4 %, which leaves the rest of 5 %
+to all other costs of a lookup."""
+ADVANCE_SHARE = 2
+"""Out of debt, a wait may lose one part in so many of its saving in advance."""
+MEMORY_NS = 120 * NS_PER_S
+"""A balance, or a debt, fades to a third in so long."""
+ODDS_MAX = 32
+"""Waits that are remembered."""
+FIRST_ODDS = (0.25, 0.5, 0.5, 0.75, 1.0, 1.0, 1.5, 2.5)
+"""Assumed earlier waits: as estimated on average, and spread, as queues spread them."""
+
+
+class Odds:
+    """How long waits took, in parts of their estimate."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(FIRST_ODDS, maxlen=ODDS_MAX)
+
+    def ended(self, ratio: float) -> None:
+        """A wait took `ratio` of its estimate."""
+        self._ratios.append(ratio)
+
+    def forget(self) -> None:
+        """A load was not waited for. The worst wait is taken for chance: what is never tried would
+        stay as bad as it was."""
+        self._ratios.remove(max(self._ratios))
+        self._ratios.append(1.0)
+
+    def patience_ns(self, estimate_ns: float, worth_ns: float) -> float:
+        """How long to wait, from the last arrival on, for blocks whose computing takes `worth_ns`:
+        until the expected rest is longer than that; 0: not at all."""
+        times = sorted(ratio * estimate_ns for ratio in self._ratios)
+        beyond = sum(times)
+        passed = 0.0
+        for place, time in enumerate(times):
+            left = len(times) - place
+            if beyond / left - passed >= worth_ns:
+                return passed
+            passed, beyond = time, beyond - time
+        return max(passed, worth_ns)
+
+
+class WaitAccount:
+    """Time that waits for one source may lose, and lost."""
+
+    def __init__(self) -> None:
+        self.odds = Odds()
+        self.balance_ns = 0.0
+        self.waiting = 0
+        self._faded_ns = 0
+
+    def weighed(self, compute_ns: float, now_ns: int) -> None:
+        """A load was weighed against computing, whatever came of it."""
+        self.balance_ns *= math.exp((self._faded_ns - now_ns) / MEMORY_NS)
+        self._faded_ns = now_ns
+        self.balance_ns += compute_ns / VAIN_SHARE
+
+    def risk_ns(self, saving_ns: float) -> float:
+        """How much a wait that may save so much may lose."""
+        if self.balance_ns < 0:
+            return saving_ns / VAIN_SHARE
+        return min(saving_ns, saving_ns / ADVANCE_SHARE + self.balance_ns / (self.waiting + 1))
+
+    def may_wait(self, estimate_ns: float, saving_ns: float) -> bool:
+        """Whether a wait is worth beginning. In debt it has to be expected to end within what it
+        may lose: what is declined pays the debt back, what is lost every time never would."""
+        worth_ns = saving_ns if self.balance_ns >= 0 else self.risk_ns(saving_ns)
+        return self.odds.patience_ns(estimate_ns, worth_ns) > 0
+
+
+class BlockWait:
+    """One request's wait for blocks that are on their way."""
+
+    __slots__ = (
+        "_account",
+        "_arrived_ns",
+        "_begun_ns",
+        "_estimate_ns",
+        "_left_ns",
+        "_risk_ns",
+        "_saved_ns",
+        "_saving_ns",
+        "until_ns",
+    )
+
+    def __init__(
+        self,
+        account: WaitAccount,
+        saving_ns: float,
+        estimate_ns: float,
+        now_ns: int,
+        *,
+        lost_ns: float = 0.0,
+    ) -> None:
+        """For blocks that save `saving_ns` of computing and take about `estimate_ns`. `lost_ns`: by
+        earlier waits of the same request."""
+        self._account = account
+        self._begun_ns = self._arrived_ns = now_ns
+        self._saving_ns, self._estimate_ns = saving_ns, estimate_ns
+        self._risk_ns = min(account.risk_ns(saving_ns), max(0.0, saving_ns - lost_ns))
+        self._saved_ns, self._left_ns = 0.0, saving_ns
+        self.until_ns = now_ns
+        """End of the wait if nothing arrives before."""
+        self.arrived(0, saving_ns, now_ns)
+        account.waiting += 1
+
+    def arrived(self, came_ns: float, left_ns: float, now_ns: int) -> None:
+        """Blocks arrived that save `came_ns`; those still on their way save `left_ns`."""
+        self._saved_ns += came_ns
+        self._left_ns, self._arrived_ns = left_ns, now_ns
+        patience_ns = self._account.odds.patience_ns(self._expected_ns(left_ns), left_ns)
+        end_ns = self._begun_ns + self._risk_ns + self._saved_ns
+        self.until_ns = int(min(now_ns + patience_ns, end_ns))
+
+    def ended(self, now_ns: int) -> float:
+        """The wait is over: all blocks came, or the rest is computed. Returns what it lost."""
+        took_ns = now_ns - self._begun_ns
+        expected_ns = self._expected_ns(self._saved_ns + self._left_ns)
+        # The rest would have taken as long again, as far as is known.
+        rest_ns = now_ns - self._arrived_ns if self._left_ns else 0
+        self._account.odds.ended((took_ns + rest_ns) / max(expected_ns, NS_PER_MS))
+        lost_ns = max(0.0, took_ns - self._saved_ns)
+        self._account.balance_ns -= lost_ns
+        self.dropped()
+        return lost_ns
+
+    def dropped(self) -> None:
+        """Its request is gone, which says nothing about its source."""
+        self._account.waiting -= 1
+
+    def _expected_ns(self, saving_ns: float) -> float:
+        """Estimated time for blocks that save so much."""
+        return self._estimate_ns * saving_ns / self._saving_ns

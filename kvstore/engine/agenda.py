@@ -1,0 +1,103 @@
+"""Things that are looked at when their time has come or their name is called, so that no event has
+to look at all of them.
+
+Does not cover: the looks (`grants`, `pushes`, `leases`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Final, Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+G = TypeVar("G", bound=Hashable)
+LOOK_COST: Final = 64
+"""A look costs as much as finding so many keys."""
+LOOK_COST_MAX: Final = 1 << 12
+"""Budget for looks of one kind in a tick, in keys: two milliseconds. The rest is looked at in
+further ticks, between which lookups are answered."""
+_STALE_MAX: Final = 64
+
+
+class Agenda(Generic[T]):
+    """Things by the time of their next look, each with one."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, T]] = []
+        """(time, number of the entry, thing); entries that were replaced stay for a while."""
+        self._entries: dict[T, int] = {}
+        self._number = 0
+
+    def put(self, its: T, due_ns: int) -> None:
+        """Set the time of the next look."""
+        self._number += 1
+        self._entries[its] = self._number
+        heapq.heappush(self._heap, (due_ns, self._number, its))
+        if len(self._heap) > 2 * len(self._entries) + _STALE_MAX:
+            self._heap = [each for each in self._heap if self._entries.get(each[2]) == each[1]]
+            heapq.heapify(self._heap)
+
+    def drop(self, its: T) -> None:
+        """Look at this no more. Unknown things are ignored."""
+        self._entries.pop(its, None)
+
+    def take(self, now_ns: int) -> T | None:
+        """Remove and return the thing that has been due for longest; None: none is due."""
+        while self._heap and self._heap[0][0] <= now_ns:
+            _, number, its = heapq.heappop(self._heap)
+            if self._entries.get(its) == number:
+                del self._entries[its]
+                return its
+        return None
+
+    def __contains__(self, its: T) -> bool:
+        return its in self._entries
+
+
+class Groups(Generic[G, T]):
+    """Things that share a name, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[G, dict[T, None]] = OrderedDict()
+
+    def add(self, name: G, its: T) -> None:
+        """One more of this name."""
+        self._groups.setdefault(name, {})[its] = None
+
+    def remove(self, name: G, its: T) -> None:
+        """Remove this, if the name has it."""
+        group = self._groups.get(name, {})
+        group.pop(its, None)
+        if not group:
+            self._groups.pop(name, None)
+
+    def of(self, name: G) -> list[T]:
+        """All of this name."""
+        return list(self._groups.get(name, ()))
+
+    def first(self, name: G) -> T | None:
+        """The one that came first."""
+        return next(iter(self._groups.get(name, ())), None)
+
+    def turn(self) -> T:
+        """The first one of a name, of another name each time. There is one."""
+        name = next(iter(self._groups))
+        self._groups.move_to_end(name)
+        return next(iter(self._groups[name]))
+
+    @property
+    def names(self) -> int:
+        """How many names there are."""
+        return len(self._groups)
+
+    def count(self, name: G) -> int:
+        """How many there are."""
+        return len(self._groups.get(name, ()))
+
+    def __iter__(self) -> Iterator[G]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._groups.values()))

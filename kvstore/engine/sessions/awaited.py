@@ -1,0 +1,293 @@
+"""Requests that wait for blocks of prefill nodes: what they expect, when they are looked at, and
+how their waiting ends.
+
+    PushExpect ─▶ keys that no tier holds ─▶ all came, a word, the deadline, no news ─▶ PushEnd
+
+Rules. 1: every PushExpect has one PushEnd, at its deadline or soon after the last news. 2: looks,
+ends and grants from one tick to the next have a budget; the loop makes the next tick at once when
+it is spent, and answers lookups in between.
+
+Does not cover: room for the blocks and their arrival (`grants`), limits and turns (`expected`),
+leases that wait (`arrivals`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.agenda import LOOK_COST, LOOK_COST_MAX
+from kvstore.engine.memory.table import NO_ROWS, Keys, Rows, each
+from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.expected import (
+    ASLEEP_NS,
+    Expectation,
+    Expectations,
+    ExpectedKeys,
+    PushNews,
+)
+from kvstore.engine.moves.files import Files
+from kvstore.engine.moves.pushes import LOOK_NS
+from kvstore.engine.moves.transfers import EVER, Transfers
+from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.owners import Connection
+from kvstore.engine.sessions.runs import leading
+from kvstore.engine.state import State
+from kvstore.engine.witness import PushReport, PushTimes
+from kvstore.types import PAGE_BYTES
+from kvstore.units import NS_PER_MS
+from kvstore.wire.messages import keys_array
+from kvstore.wire.pushes import PushEnd, PushExpect
+
+
+class Awaited:
+    """Everything that engines of this node expect of prefill nodes."""
+
+    def __init__(
+        self,
+        state: State,
+        files: Files,
+        arrivals: Arrivals,
+        transfers: Transfers,
+        numbers: Iterator[int],
+    ) -> None:
+        self._state, self._files, self._arrivals = state, files, arrivals
+        self._transfers, self._numbers = transfers, numbers
+        self.expects = Expectations()
+        self._ended: deque[Expectation] = deque()
+        """Expectations whose PushEnd is not sent yet."""
+        self._coming = ExpectedKeys()
+        self.budget = LOOK_COST_MAX
+        """Budget for looks until the next tick, in keys."""
+        self.is_up = False
+        """Whether there is a transfer worker."""
+        self._ticked_ns = 0
+        self.revoke: Callable[[Expectation], None] = lambda _: None
+        """Takes back grants of an expectation that has ended."""
+
+    # ── what is expected ─────────────────────────────────────────────────────────────────────────
+
+    def expect(self, connection: Connection, message: PushExpect) -> str:
+        """A request will be sent these blocks. Returns why the connection must end, or nothing."""
+        state, owner = self._state, connection.owner
+        if owner.open_session and message.group >= len(owner.groups):
+            return "a PushExpect of a KV cache group that its engine does not have"
+        keys = keys_array(message.keys)
+        if len(set(each(keys))) != len(keys):
+            return "a PushExpect that names a key twice"
+        process, times = state.slots.pins.processes.of(connection.id), PushTimes(state.now_ns)
+        if refusal := self._refusal(connection, process, len(keys)):
+            self._tell(connection, message, refusal, times, (0, 0, 0))
+            return ""
+        asker = owner.groups[message.group].asker
+        rows = state.residency.find_all(asker.scopes, keys)
+        held = np.logical_and.reduce(self._files.there(rows), axis=0)
+        missing = keys[~held].copy()
+        until_ns, has_come = (
+            state.now_ns + message.deadline_ms * NS_PER_MS,
+            np.zeros(len(missing), bool),
+        )
+        its = (next(self._numbers), connection, process, owner.open_session, message, asker)
+        news = PushNews(state.now_ns), PushNews(state.now_ns)
+        is_here = message.node == state.config.node
+        expect = Expectation(*its, missing, times, until_ns, *news, has_come, is_here)
+        self.expects.add(expect)
+        self._coming.add(asker.scopes, missing)
+        if not len(missing):
+            self.end(expect, "")
+        elif not expect.is_here and expect.pages * PAGE_BYTES > state.config.landing_bytes:
+            why = "no block fits this node's landing memory: give it --peer-listen and --landing"
+            self.end(expect, why)
+        elif expect.is_here:
+            self._look(expect)
+        else:
+            self.expects.queue.add(expect.lane, expect)
+            self._look_later(expect)
+        return ""
+
+    def _refusal(self, connection: Connection, process: int, count: int) -> str:
+        state, owner = self._state, connection.owner
+        if not owner.open_session:
+            return "the engine has no session"
+        if state.is_off(*owner.groups[0].asker.address):
+            return "its space is switched off"
+        return self.expects.too_many(process, count)
+
+    def cancel(self, connection: Connection, transfer: str) -> None:
+        """Nobody waits for this transfer any more."""
+        for its in self.expects.named.of((connection.id, transfer)):
+            self.end(its, "it was cancelled")
+
+    def named(self, tenant: str, transfer: str) -> None:
+        """An engine on this node has begun to prefill this transfer, or has ended."""
+        for its in self.expects.named.of((tenant, transfer)):
+            self._call(its)
+        self._look_at_due()
+
+    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+        """Flags of the keys that are expected (`arrivals.Source`)."""
+        del rows
+        return self._coming.flags(scopes, keys)
+
+    def run(self, asker: Asker, keys: Keys) -> int:
+        """How many leading keys are in dram or expected; 0 if none of them is expected."""
+        if not self._coming or not len(keys):
+            return 0
+        rows = self._state.residency.find_all(asker.scopes, keys)
+        coming = self.coming(asker.scopes, keys, NO_ROWS)
+        count = leading((self._state.residency.words(rows) >= 0) | coming)
+        return count if coming[:, :count].any() else 0
+
+    def end(self, expect: Expectation, reason: str) -> None:
+        """Wait no more for an expectation."""
+        if expect.reason is None:
+            expect.reason = reason
+            self.expects.end(expect)
+            self._ended.append(expect)
+            self._tell_ends()
+
+    def _tell_ends(self) -> None:
+        """Say that they have ended, and take their grants back."""
+        state = self._state
+        while self._ended and self.budget > 0:
+            expect = self._ended.popleft()
+            message, pushed = expect.message, int(expect.has_come.sum())
+            keys, reason = keys_array(message.keys), expect.reason or ""
+            self.budget -= LOOK_COST + len(keys)
+            self.expects.settle(expect)
+            self.come(expect, slice(None))
+            self._arrivals.unwatch((0, expect.number))
+            self.revoke(expect)
+            self._arrivals.news(expect.missing)
+            # Some may have been evicted since they came.
+            rows = state.residency.find_all(expect.asker.scopes, keys)
+            here = np.logical_and.reduce(self._files.there(rows), axis=0)
+            counts = int(here.sum()), len(keys) - len(expect.missing), pushed
+            self._tell(expect.connection, message, reason, expect.times, counts)
+
+    def _tell(
+        self,
+        connection: Connection,
+        message: PushExpect,
+        reason: str,
+        times: PushTimes,
+        counts: tuple[int, int, int],
+    ) -> None:
+        """No more are waited for; counts: blocks that are here, were before, and were pushed."""
+        state, transfer, first = self._state, message.transfer, message.first_block
+        blocks, held, pushed = counts
+        state.counters.pushes_cut_short += bool(reason)
+        state.send(connection, PushEnd(transfer, message.group, first, blocks, reason))
+        report = PushReport(
+            side="decode",
+            node=message.node,
+            group=message.group,
+            first_block=first,
+            blocks=len(keys_array(message.keys)),
+            held=held,
+            pushed=pushed,
+            reason=reason,
+            **times.as_us(state.now_ns),
+        )
+        state.trail.pushed(connection.owner.key[0], transfer, report)
+
+    def come(self, expect: Expectation, places: slice | NDArray[np.intp]) -> None:
+        """These are here, or not expected any more."""
+        left = expect.missing[places][~expect.has_come[places]]
+        self._coming.remove(expect.asker.scopes, left)
+        expect.has_come[places] = True
+
+    def void(self, tenant: str | None, space: bytes | None) -> None:
+        """Blocks of these are cleared: none of them comes back."""
+        for its in self.expects:
+            if tenant in (None, its.asker.tenant) and space in (None, its.asker.space):
+                self.end(its, "cleared meanwhile")
+
+    # ── looks ────────────────────────────────────────────────────────────────────────────────────
+
+    def tick(self) -> None:
+        """Time passed: deadlines, engines that left, transfers without news."""
+        now_ns, engines = self._state.now_ns, self.expects.engines
+        asleep_ns, self._ticked_ns = now_ns - self._ticked_ns, now_ns
+        if asleep_ns > ASLEEP_NS:
+            for its in self.expects:
+                its.news.last_ns = its.engine_news.last_ns = now_ns
+        self.budget = LOOK_COST_MAX
+        self._tell_ends()
+        for engine in list(engines):
+            first = engines.first(engine)
+            if first is not None and first.connection.owner.open_session != first.session:
+                for its in engines.of(engine):
+                    self.end(its, "the engine's session has ended")
+        self._look_at_due()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the next tick is due before its time."""
+        return self.budget <= 0
+
+    def _look_at_due(self) -> None:
+        while self.budget > 0 and (its := self.expects.agenda.take(self._state.now_ns)):
+            self._look(its)
+
+    def _look(self, expect: Expectation) -> None:
+        """Look at one that is due, or that was named."""
+        now_ns = self._state.now_ns
+        self.budget -= LOOK_COST
+        look_ns = self._look_here(expect) if expect.is_here else expect.until_ns
+        if now_ns >= expect.until_ns:
+            self.end(expect, "its deadline has passed")
+        elif now_ns >= expect.stalled_ns:
+            self.end(expect, expect.stalled_by(is_up=self.is_up))
+        elif expect.reason is None:
+            self._look_later(expect, look_ns)
+
+    def _look_later(self, expect: Expectation, look_ns: int = EVER) -> None:
+        due_ns = min(look_ns, expect.until_ns, expect.stalled_ns)
+        self.expects.agenda.put(expect, due_ns)
+
+    def _look_here(self, expect: Expectation) -> int:
+        """Prefill on this node, too: its blocks need only be sealed. Returns when to look again."""
+        state, address = self._state, expect.asker.address
+        _, node, transfer = expect.transfer
+        patience = self._transfers.patience(address, transfer, node, expect.times.since_ns)
+        is_over = state.now_ns >= patience.until_ns
+        if expect.is_called or is_over:
+            self._find_here(expect)
+        if self._transfers.computed_ns(address[0], transfer) > expect.news.last_ns:
+            expect.news.hear(state.now_ns)
+        if is_over:
+            self.end(expect, patience.reason)
+        return min(patience.until_ns, state.now_ns + LOOK_NS)
+
+    def _find_here(self, expect: Expectation) -> None:
+        left = np.flatnonzero(~expect.has_come)
+        self.budget -= len(left)
+        rows = self._state.residency.find_all(expect.asker.scopes, expect.missing[left])
+        here = np.logical_and.reduce(self._state.residency.words(rows) >= 0, axis=0)
+        if here.any():
+            expect.news.hear(self._state.now_ns)
+        self.come(expect, left[here])
+        expect.is_called = False
+        if here.all():
+            self.end(expect, "")
+        else:
+            rest = expect.missing[left[~here]]
+            self._arrivals.watch((0, expect.number), rest, lambda: self._call(expect))
+
+    def _call(self, expect: Expectation) -> Keys:
+        """The next tick looks for its blocks; until then none of them is waited for."""
+        expect.is_called = True
+        self.expects.agenda.put(expect, self._state.now_ns)
+        return expect.missing[:0]
+
+    def check(self) -> None:
+        """Raises AssertionError when the bookkeeping is broken. For tests."""
+        self.expects.check(self._ended)
+        told = ExpectedKeys()
+        for its in [*self.expects, *self._ended]:
+            told.add(its.asker.scopes, its.missing[~its.has_come])
+        assert told == self._coming, "what is expected is miscounted"

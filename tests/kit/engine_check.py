@@ -1,0 +1,260 @@
+"""Invariants of an engine between two steps. The cost grows with the size."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.engine.engine import Engine
+from kvstore.engine.memory.processes import PROCESS_PART
+from kvstore.engine.memory.slots import FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER, Slots, SlotState
+from kvstore.engine.moves.fetches import Fetches
+from kvstore.engine.moves.files import Files
+from kvstore.engine.moves.grants import Grants
+from kvstore.engine.moves.hbm import HbmCopies
+from kvstore.engine.sessions.owners import Owner, OwnerGroup
+from kvstore.engine.state import State
+from kvstore.types import Tier
+
+
+def check_engine(engine: Engine) -> None:
+    """Raises AssertionError with the first contradiction found."""
+    state, files, pushes, grants = engine._state, engine._files, engine._pushes, engine._grants
+    _check_slabs(state.slots)
+    _check_slots(state)
+    _check_blocks(state)
+    _check_journal(state)
+    _check_leases(state, files, engine._loans.sessions() | pushes.sessions())
+    _check_pins(state)
+    _check_files(state, files)
+    pushes.check()
+    grants.check()
+    _check_fetches(state, engine._fetches, grants)
+    _check_owners(state)
+    if engine._hbm is not None:
+        _check_hbm(state, engine._hbm)
+    state.trail.check()
+
+
+def _check_hbm(state: State, hbm: HbmCopies) -> None:
+    """The same for copies in hbm."""
+    slots, dram, residency = state.hbm, state.slots, state.residency
+    assert slots is not None
+    _check_slabs(slots)
+    hbm.check()
+    granted = np.flatnonzero(slots.state == SlotState.GRANTED)
+    copying = hbm.copying_words()
+    assert len(np.unique(copying)) == len(copying), "two copies are made into one slot"
+    assert set(granted.tolist()) == set(copying.tolist()), "a slot held for a copy nobody makes"
+    assert not (slots.state == SlotState.QUARANTINED).any(), "nobody else writes to hbm"
+    sealed = np.flatnonzero(slots.state == SlotState.SEALED)
+    assert np.array_equal(np.flatnonzero(residency.word_of_hbm >= 0), sealed), "a copy of nothing"
+    words = residency.word_of_hbm[sealed].astype(np.int64)
+    assert bool((residency.hbm_of_word[words] == sealed).all()), "block and copy disagree"
+    assert int((residency.hbm_of_word >= 0).sum()) == len(sealed), "a block whose copy is no more"
+    assert bool((dram.state[words] == SlotState.SEALED).all()), "a copy outlived its block"
+    assert bool((dram.sizes(words) == slots.sizes(sealed)).all()), "a copy of another size"
+    assert slots.sealed_bytes == int(slots.sizes(sealed).sum()), "bytes of copies are miscounted"
+    assert not slots.raised, "a raised generation of hbm was not published"
+
+
+def _check_slabs(slots: Slots) -> None:
+    seen: set[int] = set()
+    for pool in slots.pools.values():
+        assert not seen & pool.slabs, "a slab is in two pools"
+        seen |= pool.slabs
+        words = np.array([w for slab in pool.slabs for w in slots.words_in(slab).tolist()], int)
+        assert len(np.unique(words)) == len(words), "two slots share a generation word"
+        free = np.sort(pool.free)
+        assert len(np.unique(free)) == len(free), "a slot is free twice"
+        expected = np.sort(words[slots.state[words] == SlotState.FREE])
+        assert np.array_equal(free, expected), "the free list is not the free slots"
+    assert all(slab < slots.slabs_ready for slab in seen), "a slab without pages is used"
+    inside = np.zeros(len(slots.state), dtype=bool)
+    for slab in seen:
+        inside[slots.words_in(slab)] = True
+    assert not slots.state[~inside].any(), "a slot outside all slabs is in use"
+
+
+def _check_slots(state: State) -> None:
+    slots = state.slots
+    writable = (slots.state == SlotState.GRANTED) | (slots.state == SlotState.QUARANTINED)
+    assert bool(((slots.writer != 0) == writable).all()), "a writer without a grant, or reverse"
+    named, counts = np.unique(slots.writer[writable], return_counts=True)
+    writers = set(named.tolist())
+    counted = dict(zip(named.tolist(), counts.tolist(), strict=True))
+    assert counted == slots.writers.counts, "what writers may write is miscounted"
+    for writer in writers:
+        its = np.flatnonzero(slots.writer == writer)
+        assert np.array_equal(slots.of_writer(writer), its), "a writer's slots are listed wrongly"
+    ours = {FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER}
+    assert writers <= {*ours, *state.connections}, "a slot is granted to nobody"
+    for writer in writers - ours:
+        states = slots.state[slots.writer == writer]
+        ended = state.connections[writer].ended
+        assert not ended or bool((states == SlotState.QUARANTINED).all()), "granted after the end"
+    in_states = np.bincount(slots.state, minlength=len(SlotState))
+    assert slots.counts[1:].tolist() == in_states[1:].tolist(), "slots in states are miscounted"
+    sealed = slots.state == SlotState.SEALED
+    weight = sum(size_bytes for _, size_bytes in slots.weigh(np.flatnonzero(sealed)))
+    assert slots.sealed_bytes == weight, "bytes of sealed slots are miscounted"
+    assert slots.pins.leased == (slots.leases > 0).sum(), "leased slots are miscounted"
+    state.leases.check()
+    assert bool(((slots.stamps != 0) == sealed).all()), "a policy holds other slots than the sealed"
+    held = np.zeros_like(slots.quotas.held)
+    for word in np.flatnonzero(slots.state != SlotState.FREE).tolist():
+        held[slots.group[word]] += slots.pool_of(word).slot_bytes
+    assert held.tolist() == slots.quotas.held.tolist(), "what groups hold is miscounted"
+    assert bool((slots.generation > 0).all()), "generations start at 1"
+    assert not slots.raised, "a raised generation was not published"
+
+
+def _check_blocks(state: State) -> None:
+    residency, slots = state.residency, state.slots
+    table = residency.table
+    used = table.used_rows()
+    assert len(used) == len(table), "row counts differ"
+    named, counts = np.unique(table.scopes[used], return_counts=True)
+    counted = dict(zip(named.tolist(), counts.tolist(), strict=True))
+    assert counted == table.count_of, "rows of scopes are miscounted"
+    held = (residency.words(used) >= 0) | (residency.file[used] != 0)
+    assert bool(held.all()), "a row whose block no tier holds"
+    sealed = np.flatnonzero(slots.state == SlotState.SEALED)
+    rows = residency.row_of_word[sealed].astype(np.int64)
+    assert bool((rows >= 0).all()), "a sealed slot without a block"
+    assert bool((residency.words(rows) == sealed).all()), "slot and block disagree"
+    assert int((residency.row_of_word >= 0).sum()) == len(sealed), "a block in an unsealed slot"
+    assert residency.spare_rows >= 0, "a slot has no row for its next block"
+    assert residency.count(Tier.DRAM) == len(sealed), "blocks in dram are miscounted"
+    assert residency.count(Tier.FILE) == (residency.file != 0).sum(), (
+        "blocks on disk are miscounted"
+    )
+    for scope in counted:
+        mine = used[table.scopes[used] == scope]
+        found = residency.find(scope, table.keys[mine])
+        assert bool((found == mine).all()), "the table does not find a row"
+
+
+def _check_journal(state: State) -> None:
+    """The journal, with which another process would go on, agrees with the tables."""
+    slots, residency, journal = state.slots, state.residency, state.journal
+    sealed = np.flatnonzero(slots.state == SlotState.SEALED)
+    assert not np.setdiff1d(journal.published(), sealed).size, "the journal tells of what is gone"
+    rows = residency.row_of_word[sealed].astype(np.int64)
+    scopes = residency.table.scopes[rows]
+    for scope in np.unique(scopes).tolist():
+        its = scopes == scope
+        assert journal.is_published(
+            sealed[its],
+            scope,
+            residency.table.keys[rows[its]],
+            residency.checksum[rows[its]],
+        ), "the journal tells of another block"
+    assert not residency.unverified[slots.state != SlotState.SEALED].any(), "a mark without a block"
+
+
+def _check_leases(state: State, files: Files, peers: set[int]) -> None:
+    expected = np.zeros_like(state.slots.leases)
+    sessions = {owner.open_session for owner in state.owners.values()} | peers
+    for session, _, lease in state.leases.items():
+        assert session in sessions, "a lease outlived its session"
+        for words, generations in lease.pieces:
+            expected[words[state.slots.generation[words] == generations]] += 1
+    np.add.at(expected, files.writes.pinned_words(), 1)
+    assert bool((expected == state.slots.leases).all()), "lease counts differ"
+
+
+def _check_pins(state: State) -> None:
+    """Pins are counted, and within their bounds."""
+    slots = state.slots
+    pins, quotas = slots.pins, slots.quotas
+    writable = (slots.state == SlotState.GRANTED) | (slots.state == SlotState.QUARANTINED)
+    assert not (slots.leases[slots.state != SlotState.SEALED]).any(), "a lease without a block"
+    pinned = dict(slots.weigh(np.flatnonzero(writable | (slots.leases > 0))))
+    counted = dict.fromkeys(range(len(quotas.share)), 0) | pinned
+    assert list(counted.values()) == quotas.pinned, "what is pinned is miscounted"
+    most = np.maximum(np.maximum(quotas.share, quotas.floor), pins.block_bytes_max)
+    assert bool((np.array(quotas.pinned) <= most).all()), "more is pinned than the share of a group"
+    counts = {name: np.zeros_like(slots.leases) for name in pins.accounts}
+    for _, _, lease in state.leases.items():
+        for words, generations in lease.pieces:
+            held = words[slots.generation[words] == generations]
+            assert lease.account is not None
+            for account in lease.account.line():
+                assert pins.accounts[account.name] is account, "an account that left has a lease"
+                counts[account.name][held] += 1
+    its = {name: [np.flatnonzero(counts[name])] for name in counts}
+    for connection in state.connections:
+        for account in pins.account(connection).line():
+            its[account.name].append(slots.of_writer(connection))
+    _check_processes(state)
+    for name, account in pins.accounts.items():
+        assert np.array_equal(account.counts, counts[name]), "leases of an account are miscounted"
+        counted = dict.fromkeys(range(len(quotas.share)), 0)
+        counted |= slots.weigh(np.concatenate(its[name]))
+        assert list(counted.values()) == account.held, "pins of an account are miscounted"
+        limit = np.maximum(quotas.share, quotas.floor)
+        for _ in account.line():
+            limit = limit * account.part[0] // account.part[1]
+        most = np.maximum(limit, quotas.floor) + pins.block_bytes_max
+        assert bool((np.array(account.held) <= most).all()), f"{name} pins more than its part"
+
+
+def _check_processes(state: State) -> None:
+    slots, quotas = state.slots, state.slots.quotas
+    pins, total = slots.pins, [0] * len(quotas.share)
+    connections = []
+    for number, (its, held) in pins.processes.by_process().items():
+        connections += its
+        counted = dict.fromkeys(range(len(total)), 0)
+        counted |= slots.weigh(np.concatenate([slots.of_writer(each) for each in its]))
+        assert list(counted.values()) == held, "what a process may write is miscounted"
+        total = [a + b for a, b in zip(total, held, strict=True)]
+        most = np.maximum(quotas.share * PROCESS_PART[0] // PROCESS_PART[1], quotas.floor)
+        most += pins.block_bytes_max
+        assert bool((np.array(held) <= most).all()), (
+            f"process {number} may write more than its part"
+        )
+    assert sorted(connections) == sorted(state.connections), "connections without a process"
+    assert total == pins.processes.held, "what processes may write is miscounted"
+
+
+def _check_files(state: State, files: Files) -> None:
+    held = np.flatnonzero(state.slots.writer == FILE_WRITER)
+    reading = files.reading_words()
+    assert len(np.unique(reading)) == len(reading), "two reads into one slot"
+    assert set(held.tolist()) == set(reading.tolist()), "a slot held for a read that nobody makes"
+
+
+def _check_fetches(state: State, fetches: Fetches, grants: Grants) -> None:
+    fetches.check()
+    held = np.flatnonzero(state.slots.writer == PEER_WRITER)
+    fetching = np.concatenate([fetches.fetching_words(), grants.landing_words()])
+    assert len(np.unique(fetching)) == len(fetching), "two fetches into one slot"
+    assert set(held.tolist()) == set(fetching.tolist()), "a slot held for a fetch nobody makes"
+
+
+def _check_owners(state: State) -> None:
+    slots = state.slots
+    for key, owner in state.owners.items():
+        assert owner.key == key
+        assert not owner.is_empty, "an owner without connections"
+        for connection in [owner.scheduler, *owner.ranks.values()]:
+            if connection is not None:
+                assert not connection.ended, "an ended connection is attached"
+                assert state.connections[connection.id] is connection
+        if owner.open_session:
+            for index, group in enumerate(owner.groups):
+                _check_group(slots, owner, group, owner.open_session + index)
+
+
+def _check_group(slots: Slots, owner: Owner, group: OwnerGroup, session: int) -> None:
+    scopes, writers = group.asker.scopes, [owner.ranks[rank].id for rank in group.writers]
+    assert len(writers) == len(scopes) == len(set(scopes)), "columns differ"
+    assert group.session == session, "credits of a group carry another number"
+    granted = (slots.state == SlotState.GRANTED) & (slots.session == session)
+    assert int(granted.sum()) == group.granted_slots, "credits are miscounted"
+    for rank, size in zip(writers, group.asker.slot_sizes, strict=True):
+        its = np.flatnonzero(granted & (slots.writer == rank))
+        assert bool((slots.sizes(its) == size).all()), "a credit of another size"
+    lent = slots.writer[granted]
+    assert bool(np.isin(lent, writers).all()), "a credit of a rank that does not write"

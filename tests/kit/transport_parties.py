@@ -1,0 +1,212 @@
+"""Transports with an arena of their own, for tests: `MoverParty` is a real mover child over a real
+arena, which can be killed and stopped; `LocalParty` is the reference within this process.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.arena import Arena
+from kvstore.errors import TransportError
+from kvstore.peers.mover import MoverChild, MoverSettings
+from kvstore.ports import End, Landing, Pieces
+from kvstore.transport.loopback import Hub, Loopback
+from kvstore.types import Incarnation
+from kvstore.wire import mover as wire
+from kvstore.wire.mover import Direction
+from tests.kit.transport_checks import ARENA_BYTES, LANDING
+
+LIMIT_S: Final = 90.0
+"""For anything to happen: a back end is loaded by a machine that is busy with other tests."""
+BEATS: Final = 4
+"""So long nothing happens when nothing is to happen: more than enough for 32 MiB."""
+
+
+class LocalParty:
+    """The reference transport."""
+
+    def __init__(self, hub: Hub, name: str, *, has_landing: bool = True) -> None:
+        self.arena: NDArray[np.uint8] = np.zeros(ARENA_BYTES, np.uint8)
+        landing = Landing(LANDING.start, self.arena[LANDING]) if has_landing else None
+        self._transport = Loopback(hub, name, self.arena, landing)
+        self._refused: dict[int, End] = {}
+
+    def descriptor(self) -> bytes:
+        return self._transport.describe()
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        self._transport.connect(peer, descriptor)
+
+    def read(self, number: int, peer: str, pieces: Pieces) -> None:
+        self._post(number, peer, pieces, Direction.READ)
+
+    def write(self, number: int, peer: str, pieces: Pieces) -> None:
+        self._post(number, peer, pieces, Direction.WRITE)
+
+    def _post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
+        try:
+            self._transport.post(number, peer, pieces, direction)
+        except TransportError:
+            self._refused[number] = End.FAILED
+
+    def forget(self, peer: str) -> None:
+        self._transport.forget(peer)
+
+    def ends(self, count: int) -> dict[int, End]:
+        found = self.ends_by_now()
+        assert len(found) == count, found
+        return found
+
+    def ends_by_now(self) -> dict[int, End]:
+        found, self._refused = self._refused, {}
+        return found | {each.number: each.end for each in self._transport.poll()}
+
+    def pause(self) -> None:
+        self._transport.stopped = True
+
+    def resume(self) -> None:
+        self._transport.stopped = False
+
+    def kill(self) -> None:
+        self._transport.close()
+
+    def open_files(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class MoverParty:
+    """A mover child. Its end of a transfer is what the transport's outcomes came to."""
+
+    def __init__(
+        self,
+        name: str,
+        backend: str,
+        *,
+        options: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        arena_bytes: int = ARENA_BYTES,
+        paced: bool = False,
+        has_landing: bool = False,
+        landing: tuple[int, int] = (LANDING.start, LANDING.stop - LANDING.start),
+    ) -> None:
+        """Started, and known to its back end."""
+        self._arena = Arena(arena_bytes=arena_bytes, incarnation=Incarnation(1))
+        settings = MoverSettings(
+            backend=backend,
+            name=name,
+            options=dict(options or {}),
+            environment=dict(environment or {}),
+            paced=paced,
+            landing=landing if has_landing else (0, 0),
+        )
+        self.child = MoverChild(self._arena.arena_fd, self._arena.hold_fd, arena_bytes, settings)
+        self._ends: dict[int, End] = {}
+        self._beats = 0
+        self._connected: dict[str, str] = {}
+        self.registered: wire.Registered | None = None
+        try:
+            self._wait(lambda: self.registered is not None)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def arena(self) -> NDArray[np.uint8]:
+        return self._arena.array
+
+    @property
+    def has_huge_pages(self) -> bool:
+        return self._arena.huge_pages
+
+    def descriptor(self) -> bytes:
+        assert self.registered is not None
+        return self.registered.descriptor
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        self._connected.pop(peer, None)
+        self.child.say(wire.Connect(peer, descriptor))
+        self._wait(lambda: peer in self._connected)
+        if reason := self._connected[peer]:
+            raise TransportError(reason)
+
+    def read(self, number: int, peer: str, pieces: Pieces) -> None:
+        self.child.say(*wire.parts_of(number, peer, pieces, Direction.READ))
+
+    def write(self, number: int, peer: str, pieces: Pieces) -> None:
+        self.child.say(*wire.parts_of(number, peer, pieces, Direction.WRITE))
+
+    def forget(self, peer: str) -> None:
+        self.child.say(wire.Forget(peer))
+
+    def ends(self, count: int) -> dict[int, End]:
+        self._wait(lambda: len(self._ends) >= count)
+        assert len(self._ends) == count, self._ends
+        found, self._ends = self._ends, {}
+        return found
+
+    def ends_by_now(self) -> dict[int, End]:
+        until = self._beats + BEATS
+        self._wait(lambda: self._beats >= until)
+        found, self._ends = self._ends, {}
+        return found
+
+    def pause(self) -> None:
+        self.child.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.child.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.child.signal(signal.SIGKILL)
+
+    def open_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.child.pid}/fd"))
+
+    def close(self) -> None:
+        self.child.close()
+        self._arena.close()
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + LIMIT_S
+        while not done():
+            left_s = end_s - time.monotonic()
+            assert left_s > 0, "nothing happens"
+            self.child.flush()
+            select.select([self.child.socket.fileno(), self.child.pidfd], [], [], min(left_s, 0.1))
+            for message in self.child.hear():
+                self._take(message)
+            assert done() or not self.child.has_ended, "the transfer worker has ended"
+
+    def _take(self, message: wire.FromMover) -> None:
+        match message:
+            case wire.Registered():
+                self.registered = message
+            case wire.Connected(peer=peer):
+                self._connected[peer] = ""
+            case wire.Unreachable(peer=peer, reason=reason):
+                self._connected[peer] = reason
+            case wire.Beat():
+                self._beats += 1
+            case wire.Unable(reason=reason):
+                raise AssertionError(reason)
+            case wire.Done(transfer=number):
+                self._end(number, End.DONE)
+            case wire.Failed(transfer=number):
+                self._end(number, End.FAILED)
+            case wire.Limbo(transfer=number):
+                self._end(number, End.UNKNOWN)
+
+    def _end(self, number: int, end: End) -> None:
+        assert number not in self._ends, f"transfer {number} ended twice"
+        self._ends[number] = end

@@ -1,0 +1,295 @@
+"""A router with API keys and an index: its keys name the blocks that the engine stores for what the
+router sends there, of each tenant, and its own requests carry the engine's API key.
+
+The engine, the index and the child process are what a test makes up; all between them is real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+from kvstore.index.chain import block_keys
+from kvstore.index.feed import Trust
+from kvstore.index.index import Answer, Holder, Match
+from kvstore.router.engines.connections import EngineHttp, HttpAnswer
+from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.front.intake import RequestIntake, RequestJob
+from kvstore.router.front.tenants import Tenants
+from kvstore.router.keys import parity
+from kvstore.router.keys.child import KeyAnswer, KeyOrder, Tokenizers, answer_to
+from kvstore.router.keys.estimates import TokenEstimates
+from kvstore.router.keys.index_calls import IndexCalls
+from kvstore.router.keys.parity import Parity
+from kvstore.router.keys.prefixes import BytePrefixes, KeyPrefixes, Prefix, predicted_tokens
+from kvstore.router.keys.process import KeyProcess
+from kvstore.router.keys.rendering import Rendering
+from kvstore.router.keys.shapes import COMPLETIONS
+from kvstore.router.keys.spaces import Spaces
+from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust, WorkerWord
+
+BLOCK, SEED, SPACE = 4, "s", bytes(range(32))
+KEYS = {"team-a": "key-a-of-sixteen-characters", "team-b": "key-b-of-sixteen-characters"}
+TENANTS = Tenants({hashlib.sha256(key.encode()).digest(): name for name, key in KEYS.items()})
+TEXT = "a prompt of some blocks"
+PROMPTS: tuple[Any, ...] = (TEXT, list(range(50, 70)), [TEXT, "another prompt of some blocks"])
+
+
+class Bytes(Tokenizers):
+    """A token for each byte of a text, as the engine has it."""
+
+    def ids(self, model: str, body: bytes) -> list[int] | None:
+        return None if b"messages" in body else _prompts(body)[0]
+
+
+class Site:
+    """One engine at node n1, which the index knows as tenant t; two tenants of the router."""
+
+    def __init__(
+        self, *, engine_seed: str = SEED, tokenizers: Mapping[str, Path] | None = None
+    ) -> None:
+        self.engine_seed = engine_seed
+        self.stored: set[bytes] = set()
+        self.asked: set[tuple[str, bytes]] = set()
+        """Places that the index was asked about."""
+        self.status = 200
+        # As an index looks from outside.
+        self.lost = self.trouble = ""
+        self.epoch, self.listed, self.peers = 1, (), frozenset[str]()
+        self.workers = Workers(lambda _: None)
+        address = WorkerAddress(
+            name="a",
+            url="http://a",
+            node="n1",
+            tenant="t",
+            space=SPACE.hex(),
+            block_tokens=BLOCK,
+            hash_seed=SEED,
+        )
+        (self.worker,) = self.workers.replace([address])
+        self.worker.word, self.worker.models = WorkerWord.UP, ("m",)
+        self.worker.block_tokens = BLOCK
+        engines, keys = cast("EngineHttp", self), cast("KeyProcess", self)
+        index = cast("IndexCalls", self)
+        rendering = self.rendering = Rendering(
+            engines, self.workers, keys, tokenizers=tokenizers or {}
+        )
+        spaces = Spaces(self.workers, index, RoutingPolicy)
+        self.parity = Parity(engines, self.workers, rendering, keys, index, spaces)
+        by_bytes = BytePrefixes(TokenEstimates())
+        prefixes = KeyPrefixes(rendering, index, spaces, by_bytes)
+        self.intake = RequestIntake(prefixes, TENANTS, self.workers, lambda: "m")
+
+    # ── the engine ───────────────────────────────────────────────────────────────────────────────
+
+    async def fetch(self, url: URL, *, body: bytes, **_: Any) -> HttpAnswer:
+        if "chat" in url.path:
+            return HttpAnswer(400, [], b"")
+        if url.path.endswith("/render"):
+            found = [{"token_ids": ids} for ids in _prompts(body)]
+            return HttpAnswer(200, [], msgspec.json.encode(found if len(found) > 1 else found[0]))
+        self.compute(body)
+        return HttpAnswer(self.status, [], b"{}")
+
+    def compute(self, body: bytes) -> list[bytes]:
+        """Keys of the blocks that it stores for a request."""
+        salt = msgspec.json.decode(body).get("cache_salt", "")
+        made = [
+            key
+            for ids in _prompts(body)
+            for key in block_keys(ids, block_tokens=BLOCK, seed=self.engine_seed, cache_salt=salt)
+        ]
+        if self.status == 200:
+            self.stored.update(made)
+        return [bytes(key) for key in made]
+
+    # ── the child process and the index ──────────────────────────────────────────────────────────
+
+    async def make(self, order: KeyOrder, tenant: str = "") -> KeyAnswer:
+        del tenant
+        return answer_to(order, Bytes({}))
+
+    async def match(self, tenant: str, space: bytes, keys: bytes) -> Answer:
+        self.asked.add((tenant, space))
+        here = [keys[at : at + 32] in self.stored for at in range(0, len(keys), 32)]
+        count = [*here, False].index(False)
+        of_n1 = Match(Holder("n1", "", 0), 0, count, count, Trust.EXACT)
+        other = Match(Holder("n2", "", 0), 0, len(here), len(here), Trust.EXACT)
+        return Answer(Trust.EXACT, [of_n1, other])
+
+    # ── clients ──────────────────────────────────────────────────────────────────────────────────
+
+    async def job(self, tenant: str, **fields: Any) -> RequestJob:
+        """What becomes of a client's request."""
+        headers = CIMultiDictProxy(CIMultiDict({"Authorization": f"Bearer {KEYS[tenant]}"}))
+        body = msgspec.json.encode({"model": "m", **fields})
+        whose = self.intake.tenant(headers)
+        assert whose == tenant
+        return await self.intake.job(headers, COMPLETIONS, body, whose)
+
+    def predicted(self, job: RequestJob) -> int:
+        return predicted_tokens(job.prefix, self.worker.address)
+
+
+def _prompts(body: bytes) -> list[list[int]]:
+    """Token ids of each: of a text its bytes."""
+    prompt = msgspec.json.decode(body)["prompt"]
+    several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    return [list(each.encode()) if isinstance(each, str) else each for each in several]
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(scenario())
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "STORED_S", 0.02)
+    monkeypatch.setattr(parity, "ASK_AGAIN_S", 0.0)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize("salt", ["", "mine"])
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["text", "ids", "several"])
+def test_keys_of_a_tenants_request_are_those_that_the_engine_stores(
+    prompt: Any, salt: str, *, is_local: bool
+) -> None:
+    """`is_local`: whether a tokenizer of the router makes the tokens of a text."""
+
+    async def scenario() -> None:
+        site = Site(tokenizers={"m": Path()} if is_local else {})
+        await site.parity.once()
+        assert (site.worker.parity, site.worker.has_parity) == ("", True)
+        fields = {"prompt": prompt} | ({"cache_salt": salt} if salt else {})
+        job = await site.job("team-a", **fields)
+        assert site.predicted(job) == 0, "nobody sent it before"
+        stored = site.compute(job.body)
+        assert job.prefix.keys == b"".join(stored), "the router's keys are the engine's"
+        again = await site.job("team-a", **fields)
+        assert site.predicted(again) == BLOCK * len(stored)
+        for others in (await site.job("team-b", **fields), await site.job("team-a", prompt=prompt)):
+            if others.body != job.body:
+                assert site.predicted(others) == 0, "of another salt nothing is known"
+        if is_local and prompt == TEXT:
+            assert site.rendering.counts["local"] == 4
+        assert site.asked == {("t", SPACE)}, (
+            "as the engine's node calls it, not the router's tenant"
+        )
+
+    run(scenario)
+
+
+def test_an_engine_with_other_keys_is_load_only_for_tenants_too() -> None:
+    async def scenario() -> None:
+        site = Site(engine_seed="other")
+        await site.parity.once()
+        assert "0 of" in site.worker.parity
+        job = await site.job("team-a", prompt=TEXT)
+        site.compute(job.body)
+        assert (await site.job("team-a", prompt=TEXT)).prefix.answer is None
+
+    run(scenario)
+
+
+def test_an_engine_that_refuses_a_probe_is_not_equal() -> None:
+    """As one does that was given another API key."""
+
+    async def scenario() -> None:
+        site = Site()
+        site.status = 401
+        await site.parity.once()
+        assert site.worker.parity == "a probe got status 401"
+        assert not site.worker.has_parity
+
+    run(scenario)
+
+
+def test_part_of_a_probe_is_not_enough() -> None:
+    async def scenario() -> None:
+        site = Site()
+        compute = site.compute
+
+        def first_only(body: bytes) -> list[bytes]:
+            made = compute(body)
+            site.stored.difference_update(made[1:])
+            return made
+
+        site.compute = first_only  # type: ignore[method-assign]
+        await site.parity.once()
+        assert "the index shows 1 of" in site.worker.parity
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("key", ["", "key-of-the-engine"])
+@pytest.mark.parametrize("body", [b"", b"{}"])
+def test_the_routers_own_requests_carry_the_engines_key(key: str, body: bytes) -> None:
+    heads: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def scenario() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            engines = EngineHttp(None, key)
+            url = URL(f"http://127.0.0.1:{port}/v1/models")
+            assert (await engines.fetch(url, body=body, bytes_max=1)).status == 200
+            engines.close()
+
+    run(scenario)
+    (head,) = heads
+    assert head.startswith("POST" if body else "GET")
+    assert ("Authorization" in head) == bool(key)
+    assert (f"Authorization: Bearer {key}\r\n" in head) == bool(key)
+
+
+@pytest.mark.parametrize(("misses", "is_known"), [(2, False), (1, True)])
+def test_more_cached_tokens_than_expected_make_up_for_no_miss(
+    misses: int, *, is_known: bool
+) -> None:
+    """Of three answers so many miss all that was expected, and the others have ten times that."""
+
+    async def scenario() -> None:
+        site = Site()
+        site.worker.has_parity = True
+        for number in range(120):
+            cached = 0 if number % 3 < misses else 1000
+            site.parity.observed(site.worker, "m", 100, cached)
+        assert site.worker.has_parity == is_known
+
+    run(scenario)
+
+
+ENGINES = ("", "e1", "e2")
+
+
+@pytest.mark.parametrize(("engine", "expected"), [("", 2), ("e1", 3), ("e2", 5)])
+def test_only_blocks_of_its_node_and_of_itself_are_expected_of_an_engine(
+    engine: str, expected: int
+) -> None:
+    matches = [
+        PrefixMatch("n1", each, 0, blocks, 0, 0, PrefixTrust.EXACT)
+        for each, blocks in zip(ENGINES, (2, 3, 5), strict=True)
+    ]
+    matches.append(PrefixMatch("n2", "", 0, 9, 9, 9, PrefixTrust.EXACT))
+    answer = PrefixAnswer(
+        trust=PrefixTrust.EXACT, matches=tuple(matches), peers=frozenset(), epoch=1
+    )
+    worker = WorkerAddress(name="a", url="http://a", node="n1", engine=engine)
+    found = Prefix(100, b"", BLOCK, answer)
+    assert predicted_tokens(found, worker) == BLOCK * expected
+    other = msgspec.structs.replace(found, load_only={"a": "its adapter is another"})
+    assert predicted_tokens(other, worker) == 0

@@ -1,0 +1,76 @@
+"""From a request's arrival to its end: what the shell does beside asking the core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.router.dispatch import Dispatcher
+from kvstore.router.engines.workers import WorkerAdapter, WorkerAddress, Workers
+from kvstore.router.life import RoutedLife
+from kvstore.routing.core import RouterCore
+from kvstore.routing.events import Arrived, Ending, Rejected, Routed
+from kvstore.routing.policy import RoutingPolicy, parse
+from tests.kit.virtual_loop import VirtualLoop
+from tests.unit.routing.fleets import request
+
+NAMED = {"models": {"m": {"pools": [{"pool": ""}]}}}
+
+
+class Site:
+    """A worker whose engine has loaded an adapter that nobody has read of so far."""
+
+    def __init__(self, loop: VirtualLoop, policy: RoutingPolicy) -> None:
+        self.dispatcher = Dispatcher(RouterCore(policy, seed=1), clock=loop.clock_ns)
+        self.workers = Workers(self.dispatcher.note)
+        self.workers.replace([WorkerAddress(name="a", url="http://a:1", models=("m",))])
+        self.workers.read_again = self._read
+        self.reads = 0
+
+    async def _read(self) -> None:
+        self.reads += 1
+        worker = self.workers["a"]
+        worker.adapters = {"fresh": WorkerAdapter("m", "path")}
+        self.workers.describe(worker)
+
+    async def enter(self, model: str) -> tuple[RoutedLife, Routed | Rejected]:
+        life = RoutedLife(self.dispatcher, self.workers)
+        return life, await life.enter(Arrived(request("r", model=model)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "model", "reads", "is_routed"),
+    [
+        ({}, "fresh", 1, True),
+        ({}, "other", 1, False),
+        ({}, "m", 0, True),
+        (NAMED, "fresh", 0, False),
+    ],
+)
+def test_models_are_read_again_where_one_is_missing_that_engines_name(
+    policy: dict[str, Any], model: str, reads: int, *, is_routed: bool
+) -> None:
+    loop = VirtualLoop()
+
+    async def running() -> None:
+        site = Site(loop, parse(policy))
+        _, found = await site.enter(model)
+        assert (site.reads, isinstance(found, Routed)) == (reads, is_routed)
+
+    loop.run(running())
+
+
+@pytest.mark.parametrize("ending", list(Ending))
+def test_an_engine_has_served_when_a_request_has_ended_there(ending: Ending) -> None:
+    """Before that some metrics may not be there."""
+    loop = VirtualLoop()
+
+    async def running() -> None:
+        site = Site(loop, RoutingPolicy())
+        life, _ = await site.enter("m")
+        assert not site.workers["a"].has_served
+        life.end(ending)
+        assert site.workers["a"].has_served
+
+    loop.run(running())
