@@ -6,7 +6,8 @@ import gc
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +25,7 @@ from tests.integration.engine.fixtures import (
     tiny_model,
     vllm,
 )
+from tests.kit.logs import warnings_since
 from tests.leaks import Baseline, prepare
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
 
 _LEAK_CHECKED = ("contract", "integration", "faults")
 _PARSING = ("style", "docs")
+EARLIER_S = 30.0
 NVIDIA = Path("/dev/nvidiactl")
 
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
@@ -82,6 +85,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, skip in lacking.items():
             if item.get_closest_marker(name):
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails shows what the processes warned about, from half a minute before it on."""
+    report = yield
+    paths: pytest.TempPathFactory = item.config._tmp_path_factory  # type: ignore[attr-defined]
+    if report.failed and set(_LEAK_CHECKED).intersection(item.path.parts):
+        since = datetime.fromtimestamp(call.start - EARLIER_S)
+        report.sections += list(warnings_since(paths.getbasetemp(), since))
+    return report
 
 
 @pytest.fixture(autouse=True)
