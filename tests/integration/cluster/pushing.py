@@ -296,10 +296,10 @@ def _is_pushed_whole(pair: PeerPair) -> bool:
         return eventually(is_whole, timeout_s=ENDS_S)
 
 
-def _mover_restarts(pair: PeerPair) -> list[tuple[int, float]]:
+def _mover_restarts(pair: PeerPair) -> list[tuple[float, ...]]:
     """Of both nodes, each with the process that counts them."""
-    found = []
+    found: list[tuple[float, ...]] = []
     for name, node in (("a", pair.a), ("b", pair.b)):
         with pair.inside(name):
-            found.append((node.pid, metric(node, "kvstore_mover_restarts_total")))
+            found.append((node.pid, *metrics(node, "kvstore_mover_restarts_total")))
     return found
