@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from kvstore.routing.costs import TRUST_FACTORS
-from kvstore.routing.features import FeatureColumn
+from kvstore.routing.features import Case, FeatureColumn
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.scorers import SCORERS, ScoreContext, requests_in_flight
+from kvstore.routing.scorers import SCORERS, requests_in_flight
 from kvstore.routing.workers.rows import Floats
 
 PREFIX_POINTS, LOAD_POINTS, MEMORY_POINTS = 100.0, 50.0, 30.0
@@ -25,27 +25,27 @@ _IMBALANCE, _IMBALANCE_FACTOR, _MATCH_SHARE = 64, 1.5, 0.3
 """`prefix-load`: loads are uneven from here; shorter prefixes do not count."""
 
 
-def _match_share(columns: Floats, context: ScoreContext) -> Floats:
+def _match_share(columns: Floats, case: Case) -> Floats:
     """Share of the prompt in any tier of the worker, by trust."""
     longest = columns[FeatureColumn.HBM : FeatureColumn.FILE + 1].max(axis=0)
     trust = TRUST_FACTORS[columns[FeatureColumn.TRUST].astype(np.intp)]
-    return np.asarray(longest * trust / max(1, context.prompt_tokens))
+    return np.asarray(longest * trust / max(1, case.prompt_tokens))
 
 
-def prefix_load(columns: Floats, context: ScoreContext) -> dict[str, Floats]:
+def prefix_load(columns: Floats, case: Case) -> dict[str, Floats]:
     """Longest prefix, if it is a good share of the prompt and loads are even; else least load."""
     requests = requests_in_flight(columns)
     spread, top = requests.max() - requests.min(), requests.max()
     is_uneven = spread > _IMBALANCE and top > _IMBALANCE_FACTOR * requests.min()
-    match = _match_share(columns, context)
+    match = _match_share(columns, case)
     if is_uneven or match.max() <= _MATCH_SHARE:
         return {"requests": requests}
     return {"prefix": -match * 1e6, "requests": requests}
 
 
-def weighted(columns: Floats, context: ScoreContext) -> dict[str, Floats]:
+def weighted(columns: Floats, case: Case) -> dict[str, Floats]:
     """Sum of points; the sign is turned, so that the best has the lowest."""
-    match = _match_share(columns, context)
+    match = _match_share(columns, case)
     requests = requests_in_flight(columns)
     memory = np.minimum(1.0, columns[FeatureColumn.MEMORY])
     spread = requests.max() - requests.min()

@@ -11,7 +11,6 @@ from kvstore.routing.ahead.stays import Stays
 from kvstore.routing.events import Rejected, RejectReason
 from kvstore.routing.learning import OutputLengths
 from kvstore.routing.models import ModelMap, ModelUnknown
-from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.requests import OpenRequest
 from kvstore.routing.values import PrefixAnswer, RouteRequest
 from kvstore.routing.workers.fleet import Fleet
@@ -20,27 +19,23 @@ from kvstore.routing.workers.fleet import Fleet
 class NewRequests:
     """See the module."""
 
-    def __init__(
-        self, policy: RoutingPolicy, fleet: Fleet, stays: Stays, lengths: OutputLengths
-    ) -> None:
-        self._policy, self._fleet, self._stays, self._lengths = policy, fleet, stays, lengths
+    def __init__(self, fleet: Fleet, stays: Stays, lengths: OutputLengths) -> None:
+        self._fleet, self._stays, self._lengths = fleet, stays, lengths
         self._models: ModelMap | None = None
         self.count = 0
         """Requests so far: the number of the last one."""
 
-    def adopt(self, policy: RoutingPolicy) -> None:
-        """Go on under another policy."""
-        self._policy, self._models = policy, None
-
     def forget_models(self) -> None:
-        """Workers have joined or left."""
+        """Workers have joined or left, or the policy is another one."""
         self._models = None
 
     @property
     def models(self) -> ModelMap:
         """Made anew when a request asks: a thousand workers may join or leave in one turn."""
         if self._models is None:
-            self._models = ModelMap(self._policy, (state.spec for state in self._fleet.workers))
+            self._models = ModelMap(
+                self._fleet.policy, (state.spec for state in self._fleet.workers)
+            )
         return self._models
 
     def opened(
@@ -70,7 +65,8 @@ class NewRequests:
 
     def service_of(self, request: RouteRequest) -> str:
         """Class of a request: more urgent ones than the default are for tenants they name."""
-        classes, default = self._policy.classes, self._policy.default_class
+        policy = self._fleet.policy
+        classes, default = policy.classes, policy.default_class
         named = classes.get(request.service)
         if named is None:
             return default

@@ -11,7 +11,7 @@ An error while one request is placed rejects that request: the step's commands f
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -38,7 +38,7 @@ from kvstore.routing.values import (
     SharedLoad,
     WorkerRole,
 )
-from kvstore.routing.waiting import HeldEntry, WaitingRoom
+from kvstore.routing.waiting import WaitingRoom
 from kvstore.routing.workers.fleet import Fleet
 from kvstore.routing.workers.pressure import Gauges
 from kvstore.units import NS_PER_S
@@ -65,35 +65,41 @@ class RouterCore:
         self.policy = policy
         self.fleet = Fleet(policy)
         self.tree = ApproximateTree(blocks_max=policy.tree_blocks_max)
-        self.placer = Placer(policy, self.fleet, self.tree, seed)
+        self.placer = Placer(self.fleet, self.tree, seed)
         self.legs = Legs(self.fleet, self.placer)
         self.blame = Blame(self.fleet)
-        self.races = Races(policy)
-        self.planner = Planner(policy, self.fleet, self.placer)
+        self.races = Races(self.fleet)
+        self.planner = Planner(self.fleet, self.placer)
         self.room = WaitingRoom(policy)
-        self.ahead = Ahead(policy, self.fleet)
-        self.stays = Stays(policy, self.fleet)
-        self._arrivals = NewRequests(policy, self.fleet, self.stays, self.placer.lengths)
+        self.ahead = Ahead(self.fleet)
+        self.stays = Stays(self.fleet)
+        self._arrivals = NewRequests(self.fleet, self.stays, self.placer.lengths)
         self.open: dict[str, OpenRequest] = {}
         self.receipts = ReceiptLog()
         self._retries_left = RETRY_BURST
         self.gauges = Gauges(self.fleet)
-        self._handlers: dict[type, Callable[[Any, int], list[RouteCommand]]] = {
+        self._handlers: dict[type, Callable[[Any, int], Sequence[RouteCommand] | None]] = {
             its.Joined: self._joined,
             its.WorkerLeft: self._worker_left,
-            its.Judged: self._judged,
+            its.Judged: lambda e, _: self.fleet.judged(e.worker, is_red=e.is_parity_red),
             its.Probed: self._probed,
-            its.Scraped: self._scraped,
-            its.Shared: self._shared,
+            its.Scraped: lambda e, now_ns: self.fleet.scraped(
+                e.worker, e.sample, e.asked_ns, now_ns
+            ),
+            its.Shared: lambda e, _: self.fleet.shared(e.router, e.loads),
             its.Arrived: self._arrived,
+            its.PrepareAnswered: self._prepared,
+            its.RouteTick: lambda _, now_ns: self.ahead.due(now_ns),
+        }
+        self._under_way: dict[
+            type, Callable[[OpenRequest, Any, int], Sequence[RouteCommand] | None]
+        ] = {
             its.PrefillDone: self._prefill_done,
             its.FirstToken: self._first_token,
             its.Late: self._late,
             its.RaceOver: self._race_over,
             its.LegFailed: self._leg_failed,
             its.RequestEnded: self._request_ended,
-            its.PrepareAnswered: self._prepared,
-            its.RouteTick: lambda _, now_ns: list(self.ahead.due(now_ns)),
         }
 
     def step(self, event: its.RouteEvent, now_ns: int) -> list[RouteCommand]:
@@ -102,7 +108,10 @@ class RouterCore:
             self.planner.plan(now_ns)
         self.fleet.pass_time(now_ns)
         commands = self._expire(now_ns) if len(self.room) else []
-        commands += self._handlers[type(event)](event, now_ns)
+        if not isinstance(event, its.RequestEvent):
+            commands += self._handlers[type(event)](event, now_ns) or ()
+        elif (opened := self.open.get(event.request_id)) is not None:
+            commands += self._under_way[type(event)](opened, event, now_ns) or ()
         if len(self.room) and not isinstance(event, its.Arrived):
             commands += self._pump(now_ns)
         commands += self.fleet.take_changes()
@@ -110,48 +119,38 @@ class RouterCore:
 
     def adopt(self, policy: RoutingPolicy, now_ns: int) -> list[RouteCommand]:
         """Go on under another policy; held requests are judged by it."""
-        self.policy = self.room.policy = self.stays.policy = policy
-        self.races.policy = self.planner.policy = policy
+        self.policy = policy
         self.fleet.adopt(policy)
         self.placer.adopt(policy)
-        self.ahead.adopt(policy)
-        self._arrivals.adopt(policy)
+        self._arrivals.forget_models()
         for opened in self.open.values():  # its class may be gone
             opened.service = self._arrivals.service_of(opened.request)
         commands: list[RouteCommand] = []
-        held = list(self.room.entries.values())
+        held = self.room.entries.values()
         self.room = WaitingRoom(policy)
-        for entry in held:
-            is_laned = entry.request_id in self.placer.lanes.get(entry.pool, ())
-            entry = msgspec.structs.replace(entry, service=self.open[entry.request_id].service)
-            displaced = self.room.add(entry, is_elsewhere=is_laned)
-            if displaced is not None:
-                evicted = self.open[displaced.request_id]
+        for opened in held:
+            is_laned = opened.request_id in self.placer.lanes.get(opened.pool, ())
+            evicted = self.room.add(opened, is_elsewhere=is_laned)
+            if evicted is not None:
                 commands.append(self._reject(evicted, RejectReason.DISPLACED, now_ns))
         return commands + self._pump(now_ns) + self.fleet.take_changes()
 
     # Workers
 
-    def _joined(self, event: its.Joined, _now_ns: int) -> list[RouteCommand]:
+    def _joined(self, event: its.Joined, _now_ns: int) -> None:
         self.fleet.join(event.spec)
         self._arrivals.forget_models()
-        return []
 
-    def _worker_left(self, event: its.WorkerLeft, _now_ns: int) -> list[RouteCommand]:
+    def _worker_left(self, event: its.WorkerLeft, _now_ns: int) -> None:
         self.fleet.leave(event.worker)
         self.tree.forget(event.worker)
         self.placer.weights.forget(event.worker)
         self._arrivals.forget_models()
-        return []
 
     @property
     def models(self) -> ModelMap:
         """Names of models, by the policy and the workers of now."""
         return self._arrivals.models
-
-    def _judged(self, event: its.Judged, _now_ns: int) -> list[RouteCommand]:
-        self.fleet.judged(event.worker, is_red=event.is_parity_red)
-        return []
 
     def _probed(self, event: its.Probed, _now_ns: int) -> list[RouteCommand]:
         self.fleet.probed(event.worker, event.result, event.why, event.late_s)
@@ -159,14 +158,6 @@ class RouterCore:
         is_silent = event.result is ProbeResult.SILENT
         is_left = is_silent and self.fleet.silent_with_others(event.worker)
         return [its.AbandonWorker(event.worker)] if is_left else []
-
-    def _scraped(self, event: its.Scraped, now_ns: int) -> list[RouteCommand]:
-        self.fleet.scraped(event.worker, event.sample, event.asked_ns, now_ns)
-        return []
-
-    def _shared(self, event: its.Shared, _now_ns: int) -> list[RouteCommand]:
-        self.fleet.shared(event.router, event.loads)
-        return []
 
     # Requests
 
@@ -200,7 +191,7 @@ class RouterCore:
 
     def _admit(self, opened: OpenRequest, now_ns: int) -> Placement | its.Blocked | its.Unplaced:
         """The fate of a request that is not held, which stays as it is. Blocked: to be held."""
-        service, pool = self.policy.classes[opened.service], opened.side.pool
+        service, pool = self.policy.classes[opened.service], opened.pool
         placed: Placement | its.Blocked = its.Blocked.LOAD
         ahead = 0
         if opened.attempt == 0 and self.room.has_before(pool, service.rank):
@@ -224,26 +215,20 @@ class RouterCore:
         return placed
 
     def _may_wait_for_workers(self, opened: OpenRequest) -> bool:
-        has_workers = self.fleet.rows(opened.side.pool, prefill=False).size > 0
+        has_workers = self.fleet.rows(opened.pool, prefill=False).size > 0
         return self.policy.limits.holds_without_workers and not has_workers
 
     def _hold(self, opened: OpenRequest, why: its.Blocked, now_ns: int) -> list[RouteCommand]:
-        request, service = opened.request, self.policy.classes[opened.service]
-        ttl_s = service.ttl_s
-        until_ns = None if ttl_s is None else opened.arrived_ns + int(ttl_s * NS_PER_S)
-        entry = HeldEntry(
-            *(request.request_id, opened.side.pool, opened.service, request.tenant),
-            *(request.priority, opened.number, opened.arrived_ns, until_ns),
-        )
+        ttl_s = self.policy.classes[opened.service].ttl_s
+        opened.expires_ns = None if ttl_s is None else opened.arrived_ns + int(ttl_s * NS_PER_S)
         if opened.likely_worker is None and self.ahead.may_help(opened):
             self.placer.judge(opened, now_ns)
-        displaced = self.room.add(entry, is_elsewhere=why is its.Blocked.LANES)
+        evicted = self.room.add(opened, is_elsewhere=why is its.Blocked.LANES)
         opened.is_held = opened.was_held = True
         if why is its.Blocked.LANES:
             self.placer.queue(opened, now_ns)
         commands: list[RouteCommand] = []
-        if displaced is not None:
-            evicted = self.open[displaced.request_id]
+        if evicted is not None:
             commands.append(self._reject(evicted, RejectReason.DISPLACED, now_ns))
         return [*commands, *self.ahead.waits(opened)]
 
@@ -251,19 +236,19 @@ class RouterCore:
         request = opened.request
         name = request.request_id
         self.room.remove(name)
-        if opened.side.pool in self.placer.lanes:
-            self.placer.lanes[opened.side.pool].remove(name)
+        if opened.pool in self.placer.lanes:
+            self.placer.lanes[opened.pool].remove(name)
         self.room.taken(request.tenant, placed.uncached, now_ns, was_held=opened.is_held)
         opened.is_held = False
         opened.attempt += 1
         opened.routed_ns, opened.placement = now_ns, placed
         role = self.legs.sent(opened, placed, now_ns)
-        self.gauges.add(opened.side.pool, role, placed.work_s, now_ns)
+        self.gauges.add(opened.pool, role, placed.work_s, now_ns)
         is_remote = bool(placed.prefill_worker)
-        self.planner.prefill_sent(opened.side.pool, placed.work_s, is_remote=is_remote)
+        self.planner.prefill_sent(opened.pool, placed.work_s, is_remote=is_remote)
         self.placer.sent(opened, placed, now_ns)
         home = self.stays.home(opened.stays_at, placed.worker, opened.failed)
-        self.stays.keep(request, opened.side.pool, home, now_ns)
+        self.stays.keep(request, opened.pool, home, now_ns)
         assert placed.draft is not None
         return Routed(
             request_id=name,
@@ -281,11 +266,11 @@ class RouterCore:
     def _reject(
         self, opened: OpenRequest, reason: RejectReason, now_ns: int, *, predicted_s: float = 0.0
     ) -> Rejected:
-        name, objective_s = opened.request.request_id, self.placer.objective_s(opened)
+        name, objective_s = opened.request_id, self.placer.objective_s(opened)
         rank = self.policy.classes[opened.service].rank
         retry_s = None
         if reason.status in (429, 503):
-            ahead, excess_s = self.room.ahead(opened.side.pool, rank), predicted_s - objective_s
+            ahead, excess_s = self.room.ahead(opened.pool, rank), predicted_s - objective_s
             retry_s = self.room.retry_after_s(ahead, excess_s, now_ns)
         if opened.placement is None and reason is not RejectReason.FAULT:  # it would fail again
             self.receipts.keep(
@@ -301,30 +286,29 @@ class RouterCore:
 
     def _close(self, opened: OpenRequest, end: Ending, now_ns: int, *, rejected: str = "") -> None:
         """Take a request out of every table."""
-        name = opened.request.request_id
+        name = opened.request_id
         del self.open[name]
         self.blame.unserved(opened, now_ns)
         self.room.remove(name)
-        if opened.side.pool in self.placer.lanes:
-            self.placer.lanes[opened.side.pool].remove(name)
+        if opened.pool in self.placer.lanes:
+            self.placer.lanes[opened.pool].remove(name)
         self.legs.ended(opened, now_ns)
+        outcome = opened.outcome
+        outcome.attempts, outcome.end, outcome.rejected = opened.attempt, end.value, rejected
         if opened.placement is not None and opened.placement.draft is not None:
-            self.receipts.keep(opened.placement.draft.ended(opened.outcome(end, rejected)))
+            self.receipts.keep(opened.placement.draft.ended(outcome))
 
-    def _prefill_done(self, event: its.PrefillDone, now_ns: int) -> list[RouteCommand]:
-        opened = self.open.get(event.request_id)
-        if opened is not None and opened.placement is not None:
+    def _prefill_done(self, opened: OpenRequest, event: its.PrefillDone, now_ns: int) -> None:
+        if opened.placement is not None:
             self.blame.prefilled(opened, event, now_ns)
             self.legs.prefilled(opened, now_ns)
-        return []
 
-    def _first_token(self, event: its.FirstToken, now_ns: int) -> list[RouteCommand]:
-        opened = self.open.get(event.request_id)
-        placed = None if opened is None else opened.placement
-        if opened is None or placed is None or opened.has_begun:
-            return []
+    def _first_token(self, opened: OpenRequest, event: its.FirstToken, now_ns: int) -> None:
+        placed = opened.placement
+        if placed is None or opened.has_begun:
+            return
         opened.has_begun = True
-        opened.ttft_s = (now_ns - opened.arrived_ns) / NS_PER_S
+        opened.outcome.ttft_s = (now_ns - opened.arrived_ns) / NS_PER_S
         self.legs.began(opened, now_ns)
         self.blame.begun(opened, event, now_ns)
         achieved_s = (now_ns - opened.routed_ns) / NS_PER_S
@@ -332,34 +316,31 @@ class RouterCore:
         if computed in self.fleet.row_of:  # one that has left is forgotten
             self.placer.weights.learn(computed, placed.raw, achieved_s)
         if placed.prefill_worker:
-            split, _ = self.placer.split_of(opened.side.pool)
+            split, _ = self.placer.split_of(opened.pool)
             split.learn(uncached=placed.uncached, remote_s=achieved_s, local_s=placed.local_s)
         self.races.learn(opened, placed, achieved_s)
-        self.planner.first_token(opened.side.pool, opened.arrived_ns, now_ns)
-        return []
+        self.planner.first_token(opened.pool, opened.arrived_ns, now_ns)
 
-    def _late(self, event: its.Late, now_ns: int) -> list[RouteCommand]:
-        opened = self.open.get(event.request_id)
-        placed = None if opened is None else self.races.second(opened, self.placer, now_ns)
-        if opened is None or placed is None:
+    def _late(self, opened: OpenRequest, event: its.Late, now_ns: int) -> list[RouteCommand]:
+        placed = self.races.second(opened, self.placer, now_ns)
+        if placed is None:
             return []
         self.legs.raced(opened, placed, now_ns)
         return [its.Raced(event.request_id, placed.worker, opened.side.body_model)]
 
-    def _race_over(self, event: its.RaceOver, now_ns: int) -> list[RouteCommand]:
-        opened = self.open.get(event.request_id)
-        if opened is not None and opened.race is not None:
+    def _race_over(self, opened: OpenRequest, event: its.RaceOver, now_ns: int) -> None:
+        if opened.race is not None:
             if event.failure is not None:
                 self.blame.failed(opened, event.worker, event, now_ns)
             else:
                 self.fleet.spared(event.worker, now_ns)
             self.legs.race_over(opened, event.worker, now_ns)
-        return []
 
-    def _leg_failed(self, event: its.LegFailed, now_ns: int) -> list[RouteCommand]:
-        opened = self.open.get(event.request_id)
-        placed = None if opened is None else opened.placement
-        if opened is None or placed is None or opened.is_held:
+    def _leg_failed(
+        self, opened: OpenRequest, event: its.LegFailed, now_ns: int
+    ) -> list[RouteCommand]:
+        placed = opened.placement
+        if placed is None or opened.is_held:
             return []
         worker = placed.prefill_worker if event.leg is its.Leg.PREFILL else placed.worker
         opened.was_sent |= event.failure is not its.Failure.CONNECT
@@ -378,11 +359,9 @@ class RouterCore:
             return [self._reject(opened, RejectReason.ATTEMPTS, now_ns)]
         return self._attempt(opened, now_ns)
 
-    def _request_ended(self, event: its.RequestEnded, now_ns: int) -> list[RouteCommand]:
-        opened = self.open.get(event.request_id)
-        if opened is None:
-            return []
-        opened.cached_tokens, opened.output_tokens = event.cached_tokens, event.output_tokens
+    def _request_ended(self, opened: OpenRequest, event: its.RequestEnded, now_ns: int) -> None:
+        outcome = opened.outcome
+        outcome.cached_tokens, outcome.output_tokens = event.cached_tokens, event.output_tokens
         try:
             self.blame.ended(opened, event, now_ns)
             self.legs.learn_hits(opened, event.served_by)
@@ -392,25 +371,23 @@ class RouterCore:
             if opened.request.ends_session and event.end is Ending.DONE:
                 self.stays.end(opened.request)
                 self.ahead.pins.end_session(opened.request)
-            if opened.ttft_s is not None:
-                began_ns = opened.arrived_ns + int(opened.ttft_s * NS_PER_S)
-                self.planner.ended(opened.side.pool, began_ns, now_ns, event.output_tokens)
+            if outcome.ttft_s is not None:
+                began_ns = opened.arrived_ns + int(outcome.ttft_s * NS_PER_S)
+                self.planner.ended(opened.pool, began_ns, now_ns, event.output_tokens)
         finally:
             self._close(opened, event.end, now_ns)
-        return []
 
-    def _prepared(self, event: its.PrepareAnswered, now_ns: int) -> list[RouteCommand]:
+    def _prepared(self, event: its.PrepareAnswered, now_ns: int) -> None:
         request_id, answer = self.ahead.prepared(event, now_ns)
         if (opened := self.open.get(request_id)) is not None:
-            opened.prepared += (answer,)
-        return []
+            opened.outcome.prepared += (answer,)
 
     # Held requests
 
     def _expire(self, now_ns: int) -> list[RouteCommand]:
         return [
-            self._reject(self.open[entry.request_id], RejectReason.EXPIRED, now_ns)
-            for entry in self.room.expired(now_ns)
+            self._reject(opened, RejectReason.EXPIRED, now_ns)
+            for opened in self.room.expired(now_ns)
         ]
 
     def _pump(self, now_ns: int) -> list[RouteCommand]:

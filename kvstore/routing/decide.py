@@ -15,28 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.routing.costs import LEARNED, TERM_NAMES, Term, terms
-from kvstore.routing.features import FeatureColumn, Features
+from kvstore.routing.features import Case, FeatureColumn, Features
 from kvstore.routing.filters import dropped, dropped_names
 from kvstore.routing.policy import RoutingPolicy, policy_hash
 from kvstore.routing.receipts import Receipt
-from kvstore.routing.scorers import SCORERS, ScoreContext, mix
+from kvstore.routing.scorers import SCORERS, mix
 from kvstore.routing.workers.rows import Floats
 
 ADAPTER_S: Final = 0.2
 """Load of a LoRA adapter that a worker does not have."""
 NEAR_S: Final = 0.005
 """A worker whose cost exceeds the best by less is as good."""
-
-
-class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """Scalars of a decision."""
-
-    prompt_tokens: int
-    output_tokens: int
-    number: int
-    seed: int
-    session_hash: int = 0
-    pressure: float = 0.0
 
 
 class RouteVerdict(msgspec.Struct):
@@ -91,8 +80,7 @@ def decide(
             named["late"] = columns[FeatureColumn.LATE_S]
             scores = scores + named["late"]
     else:
-        context = ScoreContext(case.prompt_tokens, case.number, case.session_hash)
-        named = SCORERS[policy.policy](columns, context)
+        named = SCORERS[policy.policy](columns, case)
         scores = np.sum(list(named.values()), axis=0)
     return RouteVerdict(
         order=_order(scores, codes, columns, case, policy, raw[Term.COMPUTE]),
@@ -145,14 +133,7 @@ def features_of(receipt: Receipt) -> Features:
 
 def case_of(receipt: Receipt) -> Case:
     """Scalars of the decision, as the receipt has them."""
-    return Case(
-        prompt_tokens=receipt.prompt_tokens,
-        output_tokens=receipt.output_tokens,
-        number=receipt.number,
-        seed=receipt.seed,
-        session_hash=receipt.session_hash,
-        pressure=receipt.pressure,
-    )
+    return msgspec.convert(receipt, Case, from_attributes=True)
 
 
 def replay(receipt: Receipt, policy: RoutingPolicy) -> Receipt:

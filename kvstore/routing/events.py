@@ -157,33 +157,34 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     prefix: PrefixAnswer | None = None
 
 
-class PrefillDone(msgspec.Struct, frozen=True, tag=True):
-    """The remote prefill leg is over, and the request goes on where it is decoded."""
+class RequestEvent(msgspec.Struct, frozen=True, tag=True):
+    """About a request under way; ignored where it has ended."""
 
     request_id: str
+
+
+class PrefillDone(RequestEvent, frozen=True, tag=True):
+    """The remote prefill leg is over, and the request goes on where it is decoded."""
+
     failure: Failure | None = None
     """Why nothing came of it; None: its blocks were pushed or can be fetched."""
     why: str = ""
 
 
-class FirstToken(msgspec.Struct, frozen=True, tag=True):
+class FirstToken(RequestEvent, frozen=True, tag=True):
     """First byte of the answer to the client: achieved TTFT, learned from."""
 
-    request_id: str
     served_by: str = ""
     """As of `RequestEnded`."""
 
 
-class Late(msgspec.Struct, frozen=True, tag=True):
+class Late(RequestEvent, frozen=True, tag=True):
     """No first byte within `Routed.late_after_s`. Answered by `Raced`, or by nothing."""
 
-    request_id: str
 
-
-class RaceOver(msgspec.Struct, frozen=True, tag=True):
+class RaceOver(RequestEvent, frozen=True, tag=True):
     """One of two attempts has ended, and the other goes on alone."""
 
-    request_id: str
     worker: str
     """Worker of the attempt that ended."""
     failure: Failure | None = None
@@ -192,10 +193,9 @@ class RaceOver(msgspec.Struct, frozen=True, tag=True):
     lack: Lack | None = None
 
 
-class LegFailed(msgspec.Struct, frozen=True, tag=True):
+class LegFailed(RequestEvent, frozen=True, tag=True):
     """Answered by `Routed` (elsewhere, or local prefill) or `Rejected`."""
 
-    request_id: str
     leg: Leg
     failure: Failure
     has_streamed: bool = False
@@ -208,10 +208,9 @@ class LegFailed(msgspec.Struct, frozen=True, tag=True):
     """A caller says so: it counts for this request only."""
 
 
-class RequestEnded(msgspec.Struct, frozen=True, tag=True):
+class RequestEnded(RequestEvent, frozen=True, tag=True):
     """A request is over; nothing comes for it afterwards."""
 
-    request_id: str
     end: Ending
     cached_tokens: int | None = None
     """`usage.prompt_tokens_details.cached_tokens`, where the engine says it."""

@@ -80,6 +80,18 @@ class Features(msgspec.Struct):
     columns: Floats
 
 
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """Scalars of a decision."""
+
+    prompt_tokens: int
+    output_tokens: int
+    number: int
+    seed: int
+    session_hash: int = 0
+    """0: no session; its worker is by hash of the first block then."""
+    pressure: float = 0.0
+
+
 def load_columns(fleet: Fleet, crew: Crew, now_ns: int) -> Floats:
     """Features without those of a request."""
     part = fleet.columns.take(crew.rows, axis=1)

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
 import xxhash
 
 from kvstore.routing.costs import TRUST_FACTORS, others_per_s
-from kvstore.routing.decide import Case, RouteVerdict, Weighed, decide, fallbacks
+from kvstore.routing.decide import RouteVerdict, Weighed, decide, fallbacks
 from kvstore.routing.events import Blocked, Ending, Unplaced
-from kvstore.routing.features import TRUSTS, FeatureColumn, Features, PrefixColumns, load_columns
+from kvstore.routing.features import (
+    TRUSTS,
+    Case,
+    FeatureColumn,
+    Features,
+    PrefixColumns,
+    load_columns,
+)
 from kvstore.routing.filters import (
     LANE,
     LAST_RESORTS,
@@ -28,9 +35,9 @@ from kvstore.routing.filters import (
     warmth,
 )
 from kvstore.routing.learning import OutputLengths, TermWeights
-from kvstore.routing.policy import PolicyCosts, RoutingPolicy, policy_hash
+from kvstore.routing.policy import RoutingPolicy, policy_hash
 from kvstore.routing.receipts import Receipt, ReceiptDraft, RouteOutcome
-from kvstore.routing.requests import OpenRequest, Placement, Remote
+from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.split import LaneEntry, PrefillLanes, PrefillSplit, SplitReason
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixTrust, RouteRequest
@@ -51,7 +58,6 @@ def _local(
     features: Features,
     verdict: RouteVerdict,
     reason: SplitReason,
-    costs: PolicyCosts,
     prompt_tokens: int,
 ) -> Placement:
     chosen = verdict.order[0]
@@ -110,11 +116,9 @@ def kept(features: Features, verdict: RouteVerdict, count_max: int) -> list[int]
 class Placer:
     """Judges requests by one policy."""
 
-    def __init__(
-        self, policy: RoutingPolicy, fleet: Fleet, tree: ApproximateTree, seed: int
-    ) -> None:
+    def __init__(self, fleet: Fleet, tree: ApproximateTree, seed: int) -> None:
         self.fleet = fleet
-        self.weights = TermWeights(policy.learning)
+        self.weights = TermWeights(fleet.policy.learning)
         self.lengths = OutputLengths()
         self.splits: dict[str, PrefillSplit] = {}
         self.lanes: dict[str, PrefillLanes] = {}
@@ -129,23 +133,20 @@ class Placer:
         self.tree = tree
         self._prefixes = PrefixColumns(fleet, tree)
         self._seed = seed
-        self.adopt(policy)
+        self.adopt(fleet.policy)
 
     def adopt(self, policy: RoutingPolicy) -> None:
-        """Go on under another policy."""
-        self.policy = policy
+        """Go on under another policy, which the fleet has."""
         self.policy_hash = policy_hash(policy)
         self.weights.settings = policy.learning
         for split in self.splits.values():
             split.settings = policy.split
-        for lanes in self.lanes.values():
-            lanes.settings = policy.split
 
     def split_of(self, pool: str) -> tuple[PrefillSplit, PrefillLanes]:
         """Thresholds and queue of a pool."""
         if pool not in self.splits:
-            self.splits[pool] = PrefillSplit(self.policy.split)
-            self.lanes.setdefault(pool, PrefillLanes(self.policy.split))
+            self.splits[pool] = PrefillSplit(self.fleet.policy.split)
+            self.lanes.setdefault(pool, PrefillLanes())
         return self.splits[pool], self.lanes[pool]
 
     def columns(self, opened: OpenRequest, crew: Crew, now_ns: int) -> Features:
@@ -158,10 +159,10 @@ class Placer:
         if opened.stays_at in crew.place_of:
             columns[FeatureColumn.STAYS, crew.place_of[opened.stays_at]] = 1.0
         suspects: Iterable[int] = range(len(crew.states))
-        least_tokens, _ = crew.contexts(side.model)
-        is_long = request.prompt_tokens + (request.output_tokens_max or 0) > least_tokens
+        fit = crew.fit(side.model)
+        is_long = request.prompt_tokens + (request.output_tokens_max or 0) > fit.least_tokens
         is_special = side.adapter or request.subset is not None or request.has_media or is_long
-        if not is_special and crew.all_serve(side.model):
+        if not is_special and fit.all_serve:
             named = failed | self.fleet.doubtful if failed else self.fleet.doubtful
             suspects = [crew.place_of[name] for name in named if name in crew.place_of]
         for place in suspects:
@@ -172,7 +173,7 @@ class Placer:
 
     def queue(self, opened: OpenRequest, now_ns: int) -> None:
         """Into the lanes, by the prompt's length less what was hit at the last judgement."""
-        _, lanes = self.split_of(opened.side.pool)
+        _, lanes = self.split_of(opened.pool)
         request = opened.request
         uncached = opened.uncached or request.prompt_tokens
         priority = 0 if request.tenant else request.priority  # no tenant goes before another
@@ -180,14 +181,14 @@ class Placer:
 
     def judge(self, opened: OpenRequest, now_ns: int) -> None:
         """Note where the request would likely go."""
-        crew = self.fleet.crew(opened.side.pool, prefill=False)
+        crew = self.fleet.crew(opened.pool, prefill=False)
         if crew.states:
             features, _, _, verdict = self._weigh(opened, crew, now_ns)
             opened.likely_worker = features.workers[verdict.order[0]] if verdict.order else None
 
     def place(self, opened: OpenRequest, now_ns: int) -> Placement | Blocked:
         """Workers for the request now, or what blocks it."""
-        pool = opened.side.pool
+        pool = opened.pool
         placed = self._place(opened, self.fleet.crew(pool, prefill=False), now_ns)
         resort = opened.last_resort
         if placed is Blocked.NO_WORKERS or resort:
@@ -198,7 +199,7 @@ class Placer:
         return placed
 
     def _place(self, opened: OpenRequest, crew: Crew, now_ns: int) -> Placement | Blocked:
-        service = self.policy.classes[opened.service]
+        service = self.fleet.policy.classes[opened.service]
         if not crew.states:
             return Blocked.NO_WORKERS
         features, case, _, verdict = weighed = self._weigh(opened, crew, now_ns)
@@ -215,37 +216,34 @@ class Placer:
                 return Blocked.LOAD
             verdict.order.remove(idle)
             verdict.order.insert(0, idle)
-        reason, remote = self._where(opened, features, verdict, now_ns)
-        placed = _local(opened, features, verdict, reason, self.policy.costs, case.prompt_tokens)
-        if remote is not None:
-            if not remote.is_free:
-                opened.uncached = remote.uncached
-                return Blocked.LANES
-            self._link(remote.prefillers, placed.worker)
-            legs = decide(
-                remote.prefillers, case, self.policy, self.weights.of(remote.prefillers.workers)
-            )
+        reason, prefillers = self._where(opened, features, verdict, now_ns)
+        if prefillers is Blocked.LANES:
+            return prefillers
+        placed = _local(opened, features, verdict, reason, case.prompt_tokens)
+        if prefillers is not None:
+            self._link(prefillers, placed.worker)
+            legs = decide(prefillers, case, self.fleet.policy, self.weights.of(prefillers.workers))
             if not legs.order:
                 return Blocked.LANES
-            placed = _remote(placed, remote.prefillers, legs)
+            placed = _remote(placed, prefillers, legs)
         placed.draft = self._draft(opened, weighed, placed, full, now_ns)
         return placed
 
     def rejection(self, opened: OpenRequest, why: Unplaced, now_ns: int) -> ReceiptDraft:
         """The draft of a request that gets no worker: what it would find at each one now."""
-        weighed = self._weigh(opened, self.fleet.crew(opened.side.pool, prefill=False), now_ns)
-        full = saturation(weighed.features.columns, self.policy.limits).value
+        weighed = self._weigh(opened, self.fleet.crew(opened.pool, prefill=False), now_ns)
+        full = saturation(weighed.features.columns, self.fleet.policy.limits).value
         outcome = RouteOutcome(attempts=0, end=Ending.FAILED.value, rejected=why.reason)
         return self._draft(opened, weighed, None, full, now_ns, why.predicted_s).ended(outcome)
 
     def objective_s(self, opened: OpenRequest) -> float:
         """TTFT above which the request is rejected; 0: none."""
-        return self.policy.classes[opened.service].ttft_s
+        return self.fleet.policy.classes[opened.service].ttft_s
 
     def _weigh(self, opened: OpenRequest, crew: Crew, now_ns: int) -> Weighed:
         features, case = self.columns(opened, crew, now_ns), self._case(opened, crew)
         weights = self.weights.of(features.workers)
-        verdict = decide(features, case, self.policy, weights)
+        verdict = decide(features, case, self.fleet.policy, weights)
         codes = features.columns[FeatureColumn.UNFIT]
         opened.last_resort = 0
         for place, resort in enumerate(LAST_RESORTS, 1):
@@ -253,7 +251,7 @@ class Placer:
                 break
             if np.count_nonzero(is_this := codes == resort):
                 codes[is_this] = 0
-                verdict = decide(features, case, self.policy, weights)
+                verdict = decide(features, case, self.fleet.policy, weights)
                 opened.last_resort = place
         return Weighed(features, case, weights, verdict)
 
@@ -262,24 +260,24 @@ class Placer:
     ) -> float:
         """Saturation at this moment for a class with a bound, else some milliseconds ago, since
         only the ladder reads it then."""
-        at_ns, value = self._full.get(opened.side.pool, (-_FRESH_NS, 0.0))
+        at_ns, value = self._full.get(opened.pool, (-_FRESH_NS, 0.0))
         if bound is not None or now_ns - at_ns >= _FRESH_NS:
-            value = saturation(features.columns, self.policy.limits).value
-            self._full[opened.side.pool] = (now_ns, value)
+            value = saturation(features.columns, self.fleet.policy.limits).value
+            self._full[opened.pool] = (now_ns, value)
         return value
 
     def _backlog_s(self, opened: OpenRequest, now_ns: int) -> float:
         """Prefill ahead that a request of the class may have at its worker; infinite: any."""
-        service = self.policy.classes[opened.service]
+        service = self.fleet.policy.classes[opened.service]
         since_ns = now_ns - int(URGENT_S * NS_PER_S)
-        seen = self._seen_ns.get(opened.side.pool, {})
+        seen = self._seen_ns.get(opened.pool, {})
         must_yield = any(rank < service.rank and at >= since_ns for rank, at in seen.items())
         bounds = (service.backlog_s, service.yield_s if must_yield else None)
         return min((bound_s for bound_s in bounds if bound_s is not None), default=math.inf)
 
     def _link(self, prefillers: Features, worker: str) -> None:
         """Column LINK: bytes/s from each prefiller to the worker that decodes."""
-        fleet, costs = self.fleet, self.policy.costs
+        fleet, costs = self.fleet, self.fleet.policy.costs
         node = fleet.workers[fleet.row_of[worker]].spec.node
         for place, name in enumerate(prefillers.workers):
             is_near = bool(node) and fleet.workers[fleet.row_of[name]].spec.node == node
@@ -306,26 +304,21 @@ class Placer:
         is_refused = placed and placed.reason in (SplitReason.PREFILL_QUEUE, SplitReason.FELL_BACK)
         degraded += [Rung.SPLIT_REFUSED] * bool(is_refused)
         plain = Receipt(
-            number=case.number,
-            seed=case.seed,
+            **msgspec.structs.asdict(case),
             at_ns=now_ns,
             request_id=request.request_id,
             tenant=request.tenant,
             service=opened.service,
-            pool=opened.side.pool,
+            pool=opened.pool,
             model=opened.side.body_model,
-            policy=self.policy.policy,
+            policy=self.fleet.policy.policy,
             policy_hash=self.policy_hash,
             index_trust=(PrefixTrust.NONE if prefix is None else prefix.trust).value,
             index_epoch=0 if prefix is None else prefix.epoch,
-            prompt_tokens=case.prompt_tokens,
             prompt_is_estimated=request.is_of_bytes,
-            output_tokens=case.output_tokens,
-            session_hash=case.session_hash,
-            pressure=case.pressure,
             chosen=placed.worker if placed else "",
             prefill_worker=placed.prefill_worker if placed else "",
-            fallbacks=fallbacks(features, verdict, self.policy) if placed else (),
+            fallbacks=fallbacks(features, verdict, self.fleet.policy) if placed else (),
             split_reason=placed.reason.value if placed else "",
             degraded=tuple(rung.value for rung in degraded),
             held_s=held_s,
@@ -337,7 +330,10 @@ class Placer:
             filtered=dropped_names(features.workers, verdict.codes),
         )
         # What is cut off in a large pool is not kept: requests wait for minutes with their drafts.
-        keep, workers = kept(features, verdict, self.policy.receipt_workers_max), features.workers
+        keep, workers = (
+            kept(features, verdict, self.fleet.policy.receipt_workers_max),
+            features.workers,
+        )
         return ReceiptDraft(
             plain=plain,
             workers=workers if isinstance(keep, slice) else [workers[at] for at in keep],
@@ -365,8 +361,8 @@ class Placer:
         """Note a decision: only requests that are sent make less urgent ones yield."""
         share = placed.hit_tokens / max(1, opened.request.prompt_tokens)
         self.hit_share += _SMOOTH * (share - self.hit_share)
-        rank = self.policy.classes[opened.service].rank
-        self._seen_ns.setdefault(opened.side.pool, {})[rank] = now_ns
+        rank = self.fleet.policy.classes[opened.service].rank
+        self._seen_ns.setdefault(opened.pool, {})[rank] = now_ns
 
     def withdraw(self, request: RouteRequest, placed: Placement) -> None:
         """Forget that a request, of which a leg failed, was sent: both legs are void."""
@@ -377,17 +373,17 @@ class Placer:
 
     def see(self, opened: OpenRequest) -> None:
         """Note what an arrival finds."""
-        rows = self.fleet.rows(opened.side.pool, prefill=False)
+        rows = self.fleet.rows(opened.pool, prefill=False)
         if rows.size:
             busy = int(np.count_nonzero(self.fleet.columns[FleetColumn.QUEUED].take(rows)))
             self.utilisation += _SMOOTH * (busy / rows.size - self.utilisation)
 
     def _case(self, opened: OpenRequest, crew: Crew) -> Case:
         request = opened.request
-        _, most_tokens = crew.contexts(opened.side.model)
+        most_tokens = crew.fit(opened.side.model).most_tokens
         session = request.session or request.keys[:32].hex()
         pressure = others_per_s(
-            self.policy.costs, utilisation=self.utilisation, hit_share=self.hit_share
+            self.fleet.policy.costs, utilisation=self.utilisation, hit_share=self.hit_share
         )
         return Case(
             # No engine computes more; a longer prompt is refused there.
@@ -401,9 +397,9 @@ class Placer:
 
     def _where(
         self, opened: OpenRequest, features: Features, verdict: RouteVerdict, now_ns: int
-    ) -> tuple[SplitReason, Remote | None]:
-        """Local or remote; a remote one with its prefiller."""
-        pool, settings, request = opened.side.pool, self.policy.split, opened.request
+    ) -> tuple[SplitReason, Features | Literal[Blocked.LANES] | None]:
+        """Local or remote; a remote one with its prefillers, or blocked if none may take it now."""
+        pool, settings, request = opened.pool, self.fleet.policy.split, opened.request
         crew = self.fleet.crew(pool, prefill=True)
         if not crew.states:
             return SplitReason.NO_PREFILLERS, None
@@ -433,10 +429,13 @@ class Placer:
             if is_able
         }
         free = lanes.may_take(uncached, busy)
+        if not free:
+            opened.uncached = uncached
+            return reason, Blocked.LANES
         for place, name in enumerate(prefillers.workers):
             if name not in free and not unfit_codes[place]:
                 unfit_codes[place] = LANE
-        return reason, Remote(prefillers, uncached, bool(free))
+        return reason, prefillers
 
     def _busy(self, prefiller: str) -> tuple[int, float]:
         flights = self.fleet.flights

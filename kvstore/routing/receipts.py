@@ -40,8 +40,8 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
     """Reason for no prefetch; empty: started."""
 
 
-class RouteOutcome(msgspec.Struct, frozen=True):
-    """Events after the decision, as far as they are known."""
+class RouteOutcome(msgspec.Struct):
+    """Events after the decision, as far as they are known; filled in until the request ends."""
 
     ttft_s: float | None = None
     cached_tokens: int | None = None
@@ -116,7 +116,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """Lower is better."""
     cached: list[float] = []
     """Prompt tokens that were expected to be cached or loaded at each worker."""
-    outcome: RouteOutcome = RouteOutcome()
+    outcome: RouteOutcome = msgspec.field(default_factory=RouteOutcome)
 
 
 class ReceiptDraft(msgspec.Struct, frozen=True):

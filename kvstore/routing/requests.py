@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvstore.routing.events import Ending
-from kvstore.routing.features import Features
 from kvstore.routing.models import ModelSide
-from kvstore.routing.receipts import Preparation, ReceiptDraft, RouteOutcome
+from kvstore.routing.receipts import ReceiptDraft, RouteOutcome
 from kvstore.routing.split import SplitReason
 from kvstore.routing.values import PrefixAnswer, RouteRequest
 from kvstore.routing.workers.rows import Floats
@@ -49,40 +47,32 @@ class OpenRequest(msgspec.Struct):
     """Under which `placement` is counted at its worker."""
     race: Placement | None = None
     """The second attempt of a race, beside `placement`."""
-    raced: tuple[float | None, str, str] = (None, "", "")
-    """Seconds after which the race began, winner, loser."""
     is_late: bool = False
     is_local: bool = False
     """Prefillers failed so often that its decoder computes."""
     last_resort: int = 0
     """No worker was fit at the last judgement: place of the reason in `LAST_RESORTS`, from 1."""
     has_begun: bool = False
-    ttft_s: float | None = None
-    """Achieved, from arrival."""
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
     uncached: float = 0.0
     """Tokens of a remote prefill that waits."""
     stays_at: str = ""
     """Worker of its session's last request; empty: none, or too long ago."""
     is_prepared: bool = False
     """Its node was asked to bring blocks, or has nothing to bring."""
-    prepared: tuple[Preparation, ...] = ()
     likely_worker: str | None = None
     """While it is held: the best one at the last try, for promotion or a fetch ahead of time."""
+    expires_ns: int | None = None
+    """End of its time to live, once it was held; None: never."""
+    outcome: RouteOutcome = msgspec.field(default_factory=RouteOutcome)
+    """For its receipt."""
 
-    def outcome(self, end: Ending, rejected: str) -> RouteOutcome:
-        """For its receipt."""
-        return RouteOutcome(
-            self.ttft_s,
-            self.cached_tokens,
-            self.output_tokens,
-            self.attempt,
-            end.value,
-            self.prepared,
-            *self.raced,
-            rejected,
-        )
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def pool(self) -> str:
+        return self.side.pool
 
 
 class Placement(msgspec.Struct):
@@ -108,12 +98,3 @@ class Placement(msgspec.Struct):
     has_others: bool
     """Whether another worker could take the request."""
     draft: ReceiptDraft | None = None
-
-
-class Remote(msgspec.Struct):
-    """Prefillers for a remote prefill."""
-
-    prefillers: Features
-    uncached: float
-    is_free: bool
-    """Whether one may take it now."""

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-import msgspec
 import numpy as np
 
-from kvstore.routing.features import FeatureColumn
+from kvstore.routing.features import Case, FeatureColumn
 from kvstore.routing.workers.rows import Floats
 
 _MASK: Final = (1 << 64) - 1
@@ -22,15 +21,6 @@ _SESSION_LOAD_MAX: Final = 1.25
 """Bounded load: a session leaves a worker that has so many times the mean, for that request."""
 _SESSION_FREE: Final = 8
 """So few requests at a worker never make a session leave."""
-
-
-class ScoreContext(msgspec.Struct, frozen=True):
-    """Scalars of the decision."""
-
-    prompt_tokens: int
-    number: int
-    session_hash: int
-    """0: no session; its worker is by hash of the first block then."""
 
 
 def mix(value: int) -> int:
@@ -46,30 +36,30 @@ def requests_in_flight(columns: Floats) -> Floats:
     return np.asarray(columns[FeatureColumn.QUEUED] + columns[FeatureColumn.STREAMS])
 
 
-def least_load(columns: Floats, _context: ScoreContext) -> dict[str, Floats]:
+def least_load(columns: Floats, _case: Case) -> dict[str, Floats]:
     """Fewest requests in flight: blind to caches."""
     return {"requests": requests_in_flight(columns)}
 
 
-def round_robin(columns: Floats, context: ScoreContext) -> dict[str, Floats]:
+def round_robin(columns: Floats, case: Case) -> dict[str, Floats]:
     """By turns; the number of the decision is whose turn it is."""
     count = columns.shape[1]
     turn = np.argsort(np.argsort(columns[FeatureColumn.POSITION]))
-    return {"turn": np.asarray((turn - context.number) % count, dtype=np.float64)}
+    return {"turn": np.asarray((turn - case.number) % count, dtype=np.float64)}
 
 
-def session(columns: Floats, context: ScoreContext) -> dict[str, Floats]:
+def session(columns: Floats, case: Case) -> dict[str, Floats]:
     """The worker that it was at, else the highest hash of (session, worker) first; past workers
     with more than their share."""
     positions = columns[FeatureColumn.POSITION].astype(int).tolist()
-    hashes = [mix(context.session_hash ^ mix(position + 1)) / _MASK for position in positions]
+    hashes = [mix(case.session_hash ^ mix(position + 1)) / _MASK for position in positions]
     requests = requests_in_flight(columns)
     bound = max(_SESSION_FREE, np.ceil((requests.sum() + 1) / len(requests) * _SESSION_LOAD_MAX))
     scores = np.where(columns[FeatureColumn.STAYS] > 0, -1.0, 1 - np.array(hashes))
     return {"hash": scores, "over": 2.0 * (requests >= bound)}
 
 
-SCORERS: Final[dict[str, Callable[[Floats, ScoreContext], dict[str, Floats]]]] = {
+SCORERS: Final[dict[str, Callable[[Floats, Case], dict[str, Floats]]]] = {
     "least-load": least_load,
     "round-robin": round_robin,
     "session": session,

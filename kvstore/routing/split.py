@@ -113,8 +113,7 @@ class LaneEntry(msgspec.Struct, frozen=True):
 class PrefillLanes:
     """Queue of one pool."""
 
-    def __init__(self, settings: PolicySplit) -> None:
-        self.settings = settings
+    def __init__(self) -> None:
         self._lanes: list[list[tuple[int, int, LaneEntry]]] = [
             [] for _ in range(len(BUCKET_TOKENS) + 1)
         ]

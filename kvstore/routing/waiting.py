@@ -17,9 +17,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Final
 
-import msgspec
-
 from kvstore.routing.policy import RoutingPolicy
+from kvstore.routing.requests import OpenRequest
 from kvstore.units import NS_PER_S
 
 _RATE_SAMPLES: Final = 64
@@ -30,20 +29,6 @@ _SLACK: Final = 1000
 """Entries of a heap that are gone; more, and more than half, are swept out."""
 
 
-class HeldEntry(msgspec.Struct, frozen=True):
-    """A held request. `uncached`: what it will be charged, estimated."""
-
-    request_id: str
-    pool: str
-    service: str
-    tenant: str
-    priority: int
-    number: int
-    arrived_ns: int
-    expires_ns: int | None
-    """None: never."""
-
-
 _Lane = tuple[str, int, str]
 
 
@@ -52,7 +37,7 @@ class WaitingRoom:
 
     def __init__(self, policy: RoutingPolicy) -> None:
         self.policy = policy
-        self.entries: dict[str, HeldEntry] = {}
+        self.entries: dict[str, OpenRequest] = {}
         self._lanes: dict[_Lane, list[tuple[int, int, str]]] = {}
         """(pool, rank, tenant) → heap of (priority, number, request)."""
         self._elsewhere: set[str] = set()
@@ -75,7 +60,7 @@ class WaitingRoom:
             and self._rank(self._lowest()) <= its.rank
         )
 
-    def add(self, entry: HeldEntry, *, is_elsewhere: bool = False) -> HeldEntry | None:
+    def add(self, entry: OpenRequest, *, is_elsewhere: bool = False) -> OpenRequest | None:
         """Hold a request. Returns the one that is displaced, which may be the request itself.
         `is_elsewhere`: its turn is decided elsewhere (`split.PrefillLanes`)."""
         displaced = None
@@ -89,9 +74,9 @@ class WaitingRoom:
         else:
             lane = self._lane(entry)
             if lane not in self._lanes:
-                self._level(entry.tenant)
+                self._level(entry.request.tenant)
             heap = self._lanes.setdefault(lane, [])
-            heapq.heappush(heap, (entry.priority, entry.number, entry.request_id))
+            heapq.heappush(heap, (entry.request.priority, entry.number, entry.request_id))
         self.entries[entry.request_id] = entry
         if len(self._expiry) > 2 * len(self.entries) + _SLACK:
             every = self.entries.values()
@@ -103,7 +88,7 @@ class WaitingRoom:
         self._by_pool[entry.pool] += 1
         return displaced
 
-    def remove(self, request_id: str) -> HeldEntry | None:
+    def remove(self, request_id: str) -> OpenRequest | None:
         """Routed, rejected or aborted; no error if it is not here."""
         entry = self.entries.pop(request_id, None)
         if entry is not None:
@@ -118,7 +103,7 @@ class WaitingRoom:
         self._elsewhere.add(request_id)
         self._trim(self.entries[request_id])
 
-    def _trim(self, entry: HeldEntry) -> None:
+    def _trim(self, entry: OpenRequest) -> None:
         """Heads of a lane that are not queued in it any more."""
         lane = self._lane(entry)
         heap = self._lanes.get(lane, [])
@@ -139,7 +124,7 @@ class WaitingRoom:
         if was_held:
             self._taken_ns.append(now_ns)
 
-    def heads(self, pool: str) -> Iterator[tuple[int, HeldEntry]]:
+    def heads(self, pool: str) -> Iterator[tuple[int, OpenRequest]]:
         """(class rank, first request) of each tenant, in the order in which they are due."""
         due = sorted(
             (rank, self._served.get(tenant, 0.0), tenant)
@@ -165,7 +150,7 @@ class WaitingRoom:
         """Whether a new request of this rank has to queue up."""
         return any(p == pool and its <= rank for p, its, _ in self._lanes)
 
-    def expired(self, now_ns: int) -> list[HeldEntry]:
+    def expired(self, now_ns: int) -> list[OpenRequest]:
         """Those whose time to live is over; they are not here any more."""
         over = []
         while self._expiry and self._expiry[0][0] <= now_ns:
@@ -193,14 +178,16 @@ class WaitingRoom:
             min(_RETRY_S_MAX, max(1, math.ceil(max(self.wait_s(ahead, now_ns), excess_s))))
         )
 
-    def _lane(self, entry: HeldEntry) -> _Lane:
-        return (entry.pool, self._rank(entry), entry.tenant)
+    def _lane(self, entry: OpenRequest) -> _Lane:
+        return (entry.pool, self._rank(entry), entry.request.tenant)
 
-    def _rank(self, entry: HeldEntry) -> int:
+    def _rank(self, entry: OpenRequest) -> int:
         return self.policy.classes[entry.service].rank
 
-    def _lowest(self) -> HeldEntry:
-        return max(self.entries.values(), key=lambda e: (self._rank(e), e.priority, e.number))
+    def _lowest(self) -> OpenRequest:
+        return max(
+            self.entries.values(), key=lambda e: (self._rank(e), e.request.priority, e.number)
+        )
 
     def _level(self, tenant: str) -> None:
         active = {name for _, _, name in self._lanes}

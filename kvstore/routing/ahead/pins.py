@@ -18,8 +18,8 @@ import msgspec
 
 from kvstore.routing.ahead.stays import session_name
 from kvstore.routing.events import HintAnswer
-from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import RouteRequest
+from kvstore.routing.workers.fleet import Fleet
 from kvstore.types import KEY_BYTES
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX as KEYS_MAX
@@ -45,8 +45,8 @@ class Pin(msgspec.Struct):
 class PromptPins:
     """See the module. In the order in which they are due."""
 
-    def __init__(self, policy: RoutingPolicy) -> None:
-        self.policy = policy
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self._pins: OrderedDict[PinName, Pin] = OrderedDict()
         self._of_tenant = Counter[str]()
 
@@ -57,7 +57,7 @@ class PromptPins:
         self, request: RouteRequest, worker: str, now_ns: int, *, has_index: bool
     ) -> HintAnswer:
         """A request that wants its prompt pinned goes to a worker."""
-        settings = self.policy.ahead
+        settings = self._fleet.policy.ahead
         keys = request.keys[: KEYS_MAX * KEY_BYTES]
         name = (request.tenant, session_name(request) or keys[-KEY_BYTES:])
         is_new = name not in self._pins
@@ -89,7 +89,7 @@ class PromptPins:
             if pin.until_ns <= now_ns:
                 self.drop(pin)
                 continue
-            pin.due_ns = now_ns + int(self.policy.ahead.touch_s * NS_PER_S)
+            pin.due_ns = now_ns + int(self._fleet.policy.ahead.touch_s * NS_PER_S)
             self._pins.move_to_end(pin.name)
             found.append(pin)
         return found

@@ -26,7 +26,6 @@ import numpy.typing as npt
 from kvstore.routing.ahead.pins import PromptPins
 from kvstore.routing.events import HintAnswer, Prepare, PrepareAnswered, PrepareReason
 from kvstore.routing.features import FeatureColumn, load_columns
-from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.receipts import Preparation
 from kvstore.routing.requests import OpenRequest
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, WorkerSpec
@@ -67,9 +66,9 @@ class _OpenPrepare(msgspec.Struct, frozen=True):
 class Ahead:
     """See the module."""
 
-    def __init__(self, policy: RoutingPolicy, fleet: Fleet) -> None:
-        self.policy, self._fleet = policy, fleet
-        self.pins = PromptPins(policy)
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.pins = PromptPins(fleet)
         self._numbers = itertools.count(1)
         self._open: dict[int, _OpenPrepare] = {}
         self._heat: OrderedDict[bytes, _Heat] = OrderedDict()
@@ -80,16 +79,12 @@ class Ahead:
         self._rests: dict[str, int] = {}
         """Node that refused a copy → until when it gets none."""
 
-    def adopt(self, policy: RoutingPolicy) -> None:
-        """Go on under another policy."""
-        self.policy = self.pins.policy = policy
-
     # ── a request that waits ─────────────────────────────────────────────────────────────────────
 
     def may_help(self, opened: OpenRequest) -> bool:
         """Whether it is worth knowing where a held request is likely to go."""
         is_one = opened.prefix is not None and not opened.request.parts
-        return self.policy.ahead.is_on and is_one and not opened.is_prepared
+        return self._fleet.policy.ahead.is_on and is_one and not opened.is_prepared
 
     def waits(self, opened: OpenRequest) -> list[Prepare]:
         """A request is held: what its likely worker's node should bring."""
@@ -102,7 +97,7 @@ class Ahead:
         if not state.spec.node or state.is_red:
             return []
         near, begin, longest = _reach(opened.prefix, state.spec)
-        if (longest - near) * request.block_tokens < self.policy.ahead.tokens_min:
+        if (longest - near) * request.block_tokens < self._fleet.policy.ahead.tokens_min:
             return []
         keys = request.keys[begin * KEY_BYTES : longest * KEY_BYTES]
         return self._prepare(request.request_id, state.spec, keys, PrepareReason.WAITS)
@@ -113,7 +108,7 @@ class Ahead:
         made = []
         size = KEYS_MAX * KEY_BYTES
         for at in range(0, min(len(keys), PARTS_MAX * size), size):
-            if len(self._open) >= self.policy.ahead.open_max:
+            if len(self._open) >= self._fleet.policy.ahead.open_max:
                 break
             part = keys[at : at + size]
             command = Prepare(next(self._numbers), request_id, spec.worker, part, reason)
@@ -159,7 +154,7 @@ class Ahead:
             row = self._fleet.row_of.get(pin.worker)
             if row is None:
                 self.pins.drop(pin)
-            elif self.policy.ahead.is_on:
+            elif self._fleet.policy.ahead.is_on:
                 spec = self._fleet.workers[row].spec
                 made += self._prepare(pin.request_id, spec, pin.keys, PrepareReason.PINNED)
         return made
@@ -169,7 +164,12 @@ class Ahead:
     def arrived(self, opened: OpenRequest, now_ns: int) -> list[Prepare]:
         """Count a request; a copy of its prefix, when that is hot and its holders are saturated."""
         prefix, request = opened.prefix, opened.request
-        if not self.policy.ahead.is_on or prefix is None or not prefix.matches or request.parts:
+        if (
+            not self._fleet.policy.ahead.is_on
+            or prefix is None
+            or not prefix.matches
+            or request.parts
+        ):
             return []
         cached = max(map(_longest, prefix.matches))
         found = self._hottest(request.keys, cached, request.block_tokens, now_ns)
@@ -189,7 +189,7 @@ class Ahead:
     ) -> tuple[int, _Heat] | None:
         """Count leading runs of some lengths, as far as they are cached anywhere; the longest one
         that is hot."""
-        settings, found = self.policy.ahead, None
+        settings, found = self._fleet.policy.ahead, None
         least = -(-settings.tokens_min // block_tokens)
         for blocks in _lengths(least, min(cached, len(keys) // KEY_BYTES)):
             name = keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
@@ -210,9 +210,9 @@ class Ahead:
     ) -> WorkerSpec | None:
         """The least loaded worker that could take requests for the prefix, had its node a copy;
         None: a holder is not saturated, or nobody has room."""
-        pool, limits = opened.side.pool, self.policy.limits
+        pool, limits = opened.pool, self._fleet.policy.limits
         crew = self._fleet.crew(pool, prefill=True)
-        if not crew.states or not self.policy.split.is_on:
+        if not crew.states or not self._fleet.policy.split.is_on:
             crew = self._fleet.crew(pool, prefill=False)
         columns = load_columns(self._fleet, crew, now_ns)
         queue_s, memory = columns[FeatureColumn.QUEUE_S], columns[FeatureColumn.MEMORY]
@@ -245,7 +245,7 @@ class Ahead:
 
     def _may_copy(self, tokens: int, now_ns: int) -> bool:
         """Within the budget, which the copy is charged to."""
-        settings, costs = self.policy.ahead, self.policy.costs
+        settings, costs = self._fleet.policy.ahead, self._fleet.policy.costs
         self._copies = [end_ns for end_ns in self._copies if end_ns > now_ns]
         more = (now_ns - self._room_ns) / NS_PER_S * settings.copy_bytes_per_s
         self._room_bytes = min(settings.copy_bytes_per_s, self._room_bytes + more)
@@ -261,8 +261,8 @@ class Ahead:
     def check(self) -> None:
         """Raises AssertionError if a bound is broken."""
         assert len(self._heat) <= HEAT_MAX
-        assert len(self._open) <= self.policy.ahead.open_max
-        assert len(self._copies) <= self.policy.ahead.copies_max
+        assert len(self._open) <= self._fleet.policy.ahead.open_max
+        assert len(self._copies) <= self._fleet.policy.ahead.copies_max
         self.pins.check()
 
 

@@ -17,7 +17,6 @@ from typing import Final
 import msgspec
 import xxhash
 
-from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import RouteRequest
 from kvstore.routing.workers.fleet import Fleet
 from kvstore.units import NS_PER_S
@@ -36,8 +35,8 @@ class Stay(msgspec.Struct):
 class Stays:
     """See the module."""
 
-    def __init__(self, policy: RoutingPolicy, fleet: Fleet) -> None:
-        self.policy, self._fleet = policy, fleet
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self._stays: OrderedDict[bytes, Stay] = OrderedDict()
 
     def __len__(self) -> int:
@@ -46,7 +45,7 @@ class Stays:
     def find(self, request: RouteRequest, now_ns: int) -> Stay | None:
         """None: it has none, or was silent for too long."""
         stay = self._stays.get(session_name(request))
-        ttl_ns = self.policy.session_ttl_s * NS_PER_S
+        ttl_ns = self._fleet.policy.session_ttl_s * NS_PER_S
         return stay if stay is not None and now_ns - stay.at_ns < ttl_ns else None
 
     def keep(self, request: RouteRequest, pool: str, worker: str, now_ns: int) -> None:
@@ -63,7 +62,7 @@ class Stays:
         """Worker that a session stays at, of the one before and the one chosen now: the former,
         where policies go by it and it only was too busy."""
         row = self._fleet.row_of.get(before)
-        if row is None or before in failed or self.policy.policy != "session":
+        if row is None or before in failed or self._fleet.policy.policy != "session":
             return chosen
         return before if self._fleet.workers[row].health.is_up else chosen
 

@@ -19,6 +19,7 @@ from kvstore.routing.placing import Placer
 from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.values import WorkerRole
 from kvstore.routing.workers.fleet import Fleet
+from kvstore.routing.workers.rows import Flight
 from kvstore.units import NS_PER_S
 
 _PREFILL: Final = "\0prefill"
@@ -33,7 +34,7 @@ class Legs:
 
     def sent(self, opened: OpenRequest, placed: Placement, now_ns: int) -> WorkerRole:
         """An attempt begins. Returns the role of the worker that computes the prompt."""
-        opened.flight = opened.request.request_id
+        opened.flight = opened.request_id
         if placed.prefill_worker:
             # The decode leg has no work before its first token.
             self._fly(opened, opened.flight, placed.worker, None, placed.need_tokens, now_ns)
@@ -58,17 +59,10 @@ class Legs:
         fleet, request = self._fleet, opened.request
         work_s, uncached = (0.0, 0.0) if work is None else (work.work_s, work.uncached)
         is_quiet = not (request.is_streamed or flight.endswith(_PREFILL))
-        attempt = work or opened.placement
-        begins_s = attempt.predicted_s if is_quiet and attempt is not None else None
-        fleet.sent(
-            flight,
-            worker,
-            work_s=work_s,
-            tokens=tokens,
-            now_ns=now_ns,
-            uncached=uncached,
-            begins_s=begins_s,
-        )
+        attempt, begins_ns = work or opened.placement, None
+        if is_quiet and attempt is not None:
+            begins_ns = now_ns + int(attempt.predicted_s * NS_PER_S)
+        fleet.sent(flight, Flight(worker, work_s, tokens, now_ns, uncached, begins_ns))
         tree, step = self._placer.tree, request.key_step
         for keys in request.chains:
             tree.insert(keys, worker, now_ns, step=step)
@@ -77,8 +71,8 @@ class Legs:
         """A second attempt begins beside the first."""
         assert opened.race is None, "at most one race at a time"
         opened.race = placed
-        opened.raced = ((now_ns - opened.routed_ns) / NS_PER_S, "", "")
-        name = opened.request.request_id + _RACE
+        opened.outcome.raced_s = (now_ns - opened.routed_ns) / NS_PER_S
+        name = opened.request_id + _RACE
         self._fly(opened, name, placed.worker, placed, placed.need_tokens, now_ns)
 
     def race_over(self, opened: OpenRequest, loser: str, now_ns: int) -> None:
@@ -86,18 +80,18 @@ class Legs:
         first, second = opened.placement, opened.race
         assert first is not None
         assert second is not None
-        name, raced_s = opened.request.request_id, opened.raced[0]
+        name, outcome = opened.request_id, opened.outcome
         if loser == first.worker:
             left, gone, over = second, first, opened.flight
             opened.flight = name + _RACE
-            opened.routed_ns += int((raced_s or 0.0) * NS_PER_S)
+            opened.routed_ns += int((outcome.raced_s or 0.0) * NS_PER_S)
             opened.placement = msgspec.structs.replace(second, draft=first.draft)
         else:
             left, gone, over = first, second, name + _RACE
         self._fleet.ended(over, now_ns)
         self._placer.withdraw(opened.request, gone)
         opened.race = None
-        opened.raced = (raced_s, left.worker, gone.worker)
+        outcome.race_winner, outcome.race_loser = left.worker, gone.worker
 
     def began(self, opened: OpenRequest, now_ns: int) -> None:
         """First token: the prompt is computed, wherever that was."""
@@ -106,17 +100,17 @@ class Legs:
 
     def prefilled(self, opened: OpenRequest, now_ns: int) -> None:
         """The prefill leg is over."""
-        self._fleet.ended(opened.request.request_id + _PREFILL, now_ns)
+        self._fleet.ended(opened.request_id + _PREFILL, now_ns)
 
     def learn_hits(self, opened: OpenRequest, served_by: str) -> None:
         """A request is over: the cached tokens that its worker had, beside those predicted."""
         placed = opened.placement
         row = None if placed is None else self._fleet.row_of.get(placed.worker)
-        if placed is None or row is None or opened.cached_tokens is None or placed.prefill_worker:
+        cached = opened.outcome.cached_tokens
+        if placed is None or row is None or cached is None or placed.prefill_worker:
             return
-        if served_by not in ("", placed.worker):
-            return
-        learn_hits(self._fleet.columns[:, row], placed.offered, opened.cached_tokens)
+        if served_by in ("", placed.worker):
+            learn_hits(self._fleet.columns[:, row], placed.offered, cached)
 
     def ended(self, opened: OpenRequest, now_ns: int) -> None:
         """All legs are over."""
@@ -132,7 +126,7 @@ class Legs:
 
     @staticmethod
     def _flights(opened: OpenRequest) -> tuple[str, ...]:
-        name = opened.request.request_id
+        name = opened.request_id
         return (name, name + _PREFILL, name + _RACE)
 
     def check(self, requests: Mapping[str, OpenRequest]) -> None:
@@ -140,6 +134,6 @@ class Legs:
         flights = {name.partition("\0")[0] for name in self._fleet.flights}
         assert flights <= requests.keys()
         for opened in requests.values():
-            flight = opened.request.request_id + _RACE
+            flight = opened.request_id + _RACE
             is_racing = opened.race is not None or opened.flight == flight
             assert is_racing or flight not in self._fleet.flights

@@ -29,7 +29,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.routing.placing import Placer
-from kvstore.routing.policy import PolicyPlanner, PoolRoles, RoutingPolicy
+from kvstore.routing.policy import PolicyPlanner, PoolRoles
 from kvstore.routing.values import WorkerRole
 from kvstore.routing.workers.fleet import Fleet
 from kvstore.routing.workers.rows import FleetColumn, WorkerState
@@ -96,8 +96,7 @@ class PoolPlan:
 class Planner:
     """See the module."""
 
-    def __init__(self, policy: RoutingPolicy, fleet: Fleet, placer: Placer) -> None:
-        self.policy = policy
+    def __init__(self, fleet: Fleet, placer: Placer) -> None:
         self._fleet, self._placer = fleet, placer
         self.due_ns = 0
         self.changes = Counter[tuple[str, WorkerRole]]()
@@ -109,14 +108,14 @@ class Planner:
         plan = self._pools.get(pool)
         if plan is not None and arrived_ns >= plan.changed_ns:
             ttft_s = (now_ns - arrived_ns) / NS_PER_S
-            plan.late_first.add(is_missed=ttft_s > self.policy.planner.ttft_s)
+            plan.late_first.add(is_missed=ttft_s > self._fleet.policy.planner.ttft_s)
 
     def ended(self, pool: str, began_ns: int, now_ns: int, output_tokens: int) -> None:
         """A request got its last token. Args: `began_ns`: its first one."""
         plan = self._pools.get(pool)
         if plan is not None and output_tokens > 1 and began_ns >= plan.changed_ns:
             itl_s = (now_ns - began_ns) / NS_PER_S / (output_tokens - 1)
-            plan.slow_tokens.add(is_missed=itl_s > self.policy.planner.itl_s)
+            plan.slow_tokens.add(is_missed=itl_s > self._fleet.policy.planner.itl_s)
 
     def prefill_sent(self, pool: str, work_s: float, *, is_remote: bool) -> None:
         """A prefill was sent."""
@@ -128,7 +127,7 @@ class Planner:
         """Look at all pools with flexible workers, and change one role in each at most."""
         passed_s = (now_ns - self.due_ns + _EVERY_NS) / NS_PER_S if self.due_ns else 1.0
         self.due_ns = now_ns + _EVERY_NS
-        settings = self.policy.planner
+        settings = self._fleet.policy.planner
         if not settings.is_on:
             return
         pools = {s.spec.pool for s in self._fleet.workers if s.spec.role is WorkerRole.ANY}
@@ -141,7 +140,7 @@ class Planner:
 
     def _look(self, pool: str, plan: PoolPlan, passed_s: float, now_ns: int) -> None:
         """Take the numbers of this moment into the window."""
-        kept = math.exp(-passed_s / self.policy.planner.window_s)
+        kept = math.exp(-passed_s / self._fleet.policy.planner.window_s)
         columns = self._fleet.columns
         prefillers = self._fleet.rows(pool, prefill=True)
         serving = self._fleet.rows(pool, prefill=False)
@@ -149,7 +148,7 @@ class Planner:
         queued_s = float(columns[FleetColumn.WORK_S, rows].sum())
         lanes = self._placer.lanes.get(pool)
         if lanes is not None:
-            queued_s += lanes.uncached() / self.policy.costs.prefill_tokens_per_s
+            queued_s += lanes.uncached() / self._fleet.policy.costs.prefill_tokens_per_s
         streams = float(columns[FleetColumn.STREAMS, serving].sum())
         plan.prefill_s += (1 - kept) * (queued_s / max(1, rows.size) - plan.prefill_s)
         plan.streams += (1 - kept) * (streams / max(1, serving.size) - plan.streams)
@@ -159,12 +158,12 @@ class Planner:
         plan.work_s = plan.local_s = 0.0
         plan.late_first.decay(kept)
         plan.slow_tokens.decay(kept)
-        starved = _starved(plan, self.policy.planner)
+        starved = _starved(plan, self._fleet.policy.planner)
         if starved is not plan.starved:
             plan.starved, plan.since_ns = starved, now_ns
 
     def _decide(self, pool: str, plan: PoolPlan, now_ns: int) -> None:
-        settings = self.policy.planner
+        settings = self._fleet.policy.planner
         bounds = settings.pools.get(pool, PoolRoles())
         members = [state for state in self._fleet.workers if state.spec.pool == pool]
         up = [state for state in members if state.health.is_up]
@@ -196,7 +195,7 @@ class Planner:
         self._fleet.assign(chosen.spec.worker, role)
         self._placer.splits.pop(pool, None)  # learned with another number of prefillers
         self.changes[pool, role] += 1
-        cool_s = self.policy.planner.cooldown_s * 2**plan.doublings
+        cool_s = self._fleet.policy.planner.cooldown_s * 2**plan.doublings
         since_s = (now_ns - plan.changed_ns) / NS_PER_S
         is_back = plan.last not in (None, role) and since_s < _SOON * cool_s
         plan.doublings = min(_DOUBLINGS_MAX, plan.doublings + 1) if is_back else 0

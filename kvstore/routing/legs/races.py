@@ -21,8 +21,8 @@ import msgspec
 
 from kvstore.routing.features import FeatureColumn
 from kvstore.routing.placing import Placer
-from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.requests import OpenRequest, Placement
+from kvstore.routing.workers.fleet import Fleet
 from kvstore.routing.workers.pressure import Rung
 from kvstore.units import NS_PER_S
 
@@ -43,20 +43,20 @@ _STEP: Final = 0.1
 class Races:
     """See the module."""
 
-    def __init__(self, policy: RoutingPolicy) -> None:
-        self.policy = policy
-        self._left = float(policy.races.burst)
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._left = float(fleet.policy.races.burst)
         self._late_ratios: dict[str, float] = {}
         """Class, with or without remote prefill → quantile."""
 
     def arrived(self) -> None:
         """A request more."""
-        settings = self.policy.races
+        settings = self._fleet.policy.races
         self._left = min(settings.burst, self._left + settings.share)
 
     def late_after_s(self, opened: OpenRequest, placed: Placement) -> float:
         """Time without a first byte, or without a remote prefill, after which it is late."""
-        settings = self.policy.races
+        settings = self._fleet.policy.races
         quantile_s = self._late_ratio(opened, placed) * placed.predicted_s
         if settings.is_on and not placed.prefill_worker:
             return max(settings.after_s_min, quantile_s)
@@ -65,7 +65,7 @@ class Races:
     @staticmethod
     def may_race(opened: OpenRequest, placed: Placement) -> bool:
         """Whether a second worker may begin with it, too, when it is late."""
-        was_raced = opened.raced[0] is not None
+        was_raced = opened.outcome.raced_s is not None
         is_bound = opened.request.has_side_effects or was_raced or placed.prefill_worker
         return placed.has_others and not is_bound
 

@@ -45,6 +45,7 @@ class Fleet:
 
     def __init__(self, policy: RoutingPolicy) -> None:
         self.policy = policy
+        """The one in effect, for all parts of the core."""
         self.workers: list[WorkerState] = []
         self.row_of: dict[str, int] = {}
         self.columns: Floats = np.zeros((len(FleetColumn), _ROWS_MIN))
@@ -259,20 +260,10 @@ class Fleet:
         rows = [row for row in every if self.workers[row].spec.role is WorkerRole.ANY]
         return Crew(rows, [self.workers[row] for row in rows])
 
-    def sent(
-        self,
-        flight: str,
-        worker: str,
-        *,
-        work_s: float,
-        tokens: int,
-        now_ns: int,
-        uncached: float = 0.0,
-        begins_s: float | None = None,
-    ) -> None:
-        """A request is on its way to a worker. Args: `begins_s`: seconds after which it counts as
-        begun, where its first token is not seen; None: it is."""
-        assert flight not in self.flights
+    def sent(self, name: str, flight: Flight) -> None:
+        """A request is on its way to a worker."""
+        assert name not in self.flights
+        worker, now_ns = flight.worker, flight.sent_ns
         row = self.row_of[worker]
         state = self.workers[row]
         queue, health = state.queue, state.health
@@ -283,16 +274,15 @@ class Fleet:
         state.request_count += 1
         column = self.columns[:, row]
         if not queue:
-            column[FleetColumn.HEAD_S] = work_s
+            column[FleetColumn.HEAD_S] = flight.work_s
             column[FleetColumn.HEAD_NS] = now_ns
-        queue[flight] = work_s
-        begins_ns = None if begins_s is None else now_ns + int(begins_s * NS_PER_S)
-        self.flights[flight] = Flight(worker, work_s, tokens, now_ns, uncached, begins_ns)
-        if begins_ns is not None:
-            heapq.heappush(self._quiet, (begins_ns, flight))
+        queue[name] = flight.work_s
+        self.flights[name] = flight
+        if flight.begins_ns is not None:
+            heapq.heappush(self._quiet, (flight.begins_ns, name))
         column[FleetColumn.QUEUED] += 1
-        column[FleetColumn.WORK_S] += work_s
-        column[FleetColumn.NEED_TOKENS] += tokens
+        column[FleetColumn.WORK_S] += flight.work_s
+        column[FleetColumn.NEED_TOKENS] += flight.tokens
         column[FleetColumn.SENT_NS] = now_ns
 
     def pass_time(self, now_ns: int) -> None:

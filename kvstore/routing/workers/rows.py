@@ -131,6 +131,16 @@ def begin_as(role: WorkerRole) -> WorkerRole:
     return WorkerRole.BOTH if role is WorkerRole.ANY else role
 
 
+class CrewFit(NamedTuple):
+    """A model at the workers of a crew."""
+
+    all_serve: bool
+    least_tokens: float
+    """Shortest and …"""
+    most_tokens: float
+    """… longest context, prompt and output together; infinite: not known."""
+
+
 class Crew:
     """Workers of a pool that serve one leg, in the order of their rows."""
 
@@ -139,31 +149,22 @@ class Crew:
         self.states = states
         self.names = [state.spec.worker for state in states]
         self.place_of = {name: place for place, name in enumerate(self.names)}
-        self._serve: dict[str, bool] = {}
-        self._contexts: dict[str, tuple[float, float]] = {}
+        self._fits: dict[str, CrewFit] = {}
         self.base: Floats | None = None
         """Features that are the same for all requests (`features.load_columns`), …"""
         self.room: Floats = np.zeros(0)
         """… and tokens of each KV cache; not known: infinite."""
 
-    def contexts(self, model: str) -> tuple[float, float]:
-        """Least and most tokens that a prompt and its output may have here; infinite: not known."""
-        found = self._contexts.get(model)
-        if found is None:
-            known = [state.spec.context_of(model) for state in self.states]
-            found = min(known, default=math.inf), max(known, default=math.inf)
-            if len(self._contexts) >= _MODELS_MAX:
-                self._contexts.clear()
-            self._contexts[model] = found
-        return found
-
-    def all_serve(self, model: str) -> bool:
-        """Whether each serves a model."""
-        found = self._serve.get(model)
+    def fit(self, model: str) -> CrewFit:
+        """By the workers' descriptions."""
+        found = self._fits.get(model)
         if found is None:
             specs = [state.spec for state in self.states]
-            found = all(not spec.models or model in spec.models for spec in specs)
-            if len(self._serve) >= _MODELS_MAX:
-                self._serve.clear()
-            self._serve[model] = found
+            known = [spec.context_of(model) for spec in specs]
+            all_serve = all(not spec.models or model in spec.models for spec in specs)
+            least, most = min(known, default=math.inf), max(known, default=math.inf)
+            found = CrewFit(all_serve, least, most)
+            if len(self._fits) >= _MODELS_MAX:
+                self._fits.clear()
+            self._fits[model] = found
         return found

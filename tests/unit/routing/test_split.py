@@ -71,7 +71,7 @@ def entry(
 
 
 def test_short_prompts_go_first_and_long_ones_age() -> None:
-    lanes = PrefillLanes(PolicySplit())
+    lanes = PrefillLanes()
     lanes.add(entry("long", 30_000, 0.0, 1))
     lanes.add(entry("short", 500, 0.5, 2))
     assert [e.request_id for e in lanes.order(1 * S)] == ["short", "long"]
@@ -82,7 +82,7 @@ def test_short_prompts_go_first_and_long_ones_age() -> None:
 
 
 def test_within_a_lane_the_lower_priority_is_first_then_arrival() -> None:
-    lanes = PrefillLanes(PolicySplit())
+    lanes = PrefillLanes()
     for number, priority in enumerate((0, 5, -5, 0)):
         lanes.add(entry(f"r{number}", 400, number=number, priority=priority))
     order = []
@@ -94,7 +94,7 @@ def test_within_a_lane_the_lower_priority_is_first_then_arrival() -> None:
 
 
 def test_no_stream_of_short_prompts_starves_a_long_one() -> None:
-    lanes = PrefillLanes(PolicySplit())
+    lanes = PrefillLanes()
     lanes.add(entry("long", 100_000, 0.0, 0))
     for number in range(1, 200):
         now_s = number * 0.1
@@ -108,7 +108,7 @@ def test_no_stream_of_short_prompts_starves_a_long_one() -> None:
 
 
 def test_aborted_prefills_leave_nothing_behind() -> None:
-    lanes = PrefillLanes(PolicySplit())
+    lanes = PrefillLanes()
     lanes.add(entry("first", 400, number=0))
     for number in range(1, 2000):
         lanes.add(entry(f"r{number}", 400, number=number))
@@ -119,7 +119,7 @@ def test_aborted_prefills_leave_nothing_behind() -> None:
 
 
 def test_one_prefiller_is_kept_from_long_prompts() -> None:
-    lanes = PrefillLanes(PolicySplit())
+    lanes = PrefillLanes()
     idle = {"a": (0, 0.0), "b": (0, 0.0)}
     assert lanes.may_take(30_000, idle) == {"a", "b"}
     assert lanes.may_take(30_000, {"a": (1, 30_000.0), "b": (0, 0.0)}) == {"a"}
