@@ -15,9 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
+from kvstore.routing.core import RouterCore
 from kvstore.routing.events import (
     Arrived,
     Ending,
@@ -31,11 +32,7 @@ from kvstore.routing.events import (
     RouteEvent,
     RouteTick,
 )
-from kvstore.routing.models import ModelMap
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.receipts import Receipt, ReceiptDraft
-from kvstore.routing.values import PrefixAnswer, RouteRequest, SharedLoad
-from kvstore.routing.workers.fleet import Fleet
 
 TICK_S: Final = 0.01
 """While requests are held."""
@@ -43,32 +40,10 @@ IDLE_TICK_S: Final = 0.25
 _log = logging.getLogger(__name__)
 
 
-class Core(Protocol):
-    """The decision core, as far as the shell needs it."""
-
-    policy: RoutingPolicy
-    fleet: Fleet
-
-    @property
-    def models(self) -> ModelMap: ...
-
-    def step(self, event: RouteEvent, now_ns: int) -> Sequence[RouteCommand]: ...
-
-    def adopt(self, policy: RoutingPolicy, now_ns: int) -> Sequence[RouteCommand]: ...
-
-    def explain(
-        self, request: RouteRequest, prefix: PrefixAnswer | None, now_ns: int
-    ) -> Receipt: ...
-
-    def take_drafts(self) -> Sequence[ReceiptDraft]: ...
-
-    def loads(self) -> Sequence[SharedLoad]: ...
-
-
 class Dispatcher:
     """See the module."""
 
-    def __init__(self, core: Core, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, core: RouterCore, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """`clock`: nanoseconds, of all events."""
         self.core, self.clock = core, clock
         self.handlers: dict[type, Callable[[Any], None]] = {}

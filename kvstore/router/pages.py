@@ -114,11 +114,10 @@ def _families(router: Router) -> Iterator[Family]:
     if router.ahead is not None:
         yield family("kvstore_router_prepares_total", list(router.ahead.counts.items()))
         yield family("kvstore_router_prepared_blocks_total", list(router.ahead.blocks.items()))
-    if isinstance(router.core, RouterCore):
-        yield family("kvstore_router_pins", [((), len(router.core.ahead.pins))])
-        yield family("kvstore_router_sessions", [((), len(router.core.stays))])
-        pools = {worker.address.pool for worker in workers}
-        yield from _pressure(router.core, pools, router.dispatcher.clock())
+    yield family("kvstore_router_pins", [((), len(router.core.ahead.pins))])
+    yield family("kvstore_router_sessions", [((), len(router.core.stays))])
+    pools = {worker.address.pool for worker in workers}
+    yield from _pressure(router.core, pools, router.dispatcher.clock())
     yield family("kvstore_router_receipts_total", [((), router.receipts.written_count)])
     yield family("kvstore_router_receipts_failed_total", [((), router.receipts.failed_count)])
 
@@ -172,7 +171,7 @@ def health_of(router: Router) -> Page:
     elif not router.workers.take_requests:
         is_new = {worker.state for worker in workers} == {"new"}
         notes.insert(0, f"no worker {'has answered yet' if is_new else 'takes requests'}")
-    roles = router.core.fleet.planned_roles() if isinstance(router.core, RouterCore) else {}
+    roles = router.core.fleet.planned_roles()
     planned = "; planned roles: " * bool(roles)
     planned += ", ".join(f"{worker} {role.value}" for worker, role in roles.items())
     if not router.proxy.is_ready:

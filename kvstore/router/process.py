@@ -39,7 +39,7 @@ from kvstore.net.tls import warn_of_its_end
 from kvstore.obs import logs
 from kvstore.obs.timings import Timings
 from kvstore.router.ahead import Preparations
-from kvstore.router.dispatch import Core, Dispatcher
+from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.connections import EngineHttp
 from kvstore.router.engines.discovery import Discovery, addresses_of
 from kvstore.router.engines.probes import Probes
@@ -92,7 +92,7 @@ class Router:
     def __init__(
         self,
         config: RouterConfig,
-        core: Core | None = None,
+        core: RouterCore | None = None,
         *,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -100,7 +100,7 @@ class Router:
         Raises ConfigError."""
         self.config = config
         tenants = load_tenants(config.api_keys) if config.api_keys else None
-        self.core: Core = core or RouterCore(load_policy(config.policy), seed=secrets.randbits(62))
+        self.core = core or RouterCore(load_policy(config.policy), seed=secrets.randbits(62))
         self.dispatcher = Dispatcher(self.core, clock=clock)
         self.workers = Workers(self.dispatcher.note)
         self.dispatcher.handlers = {

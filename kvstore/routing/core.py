@@ -11,6 +11,7 @@ An error while one request is placed rejects that request: the step's commands f
 from __future__ import annotations
 
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from kvstore.routing.legs.races import Races
 from kvstore.routing.models import ModelMap
 from kvstore.routing.placing import Placer
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.routing.receipts import Receipt, ReceiptDraft, ReceiptLog
+from kvstore.routing.receipts import RECEIPTS_MAX, Receipt, ReceiptDraft
 from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import (
@@ -75,7 +76,7 @@ class RouterCore:
         self.stays = Stays(self.fleet)
         self._arrivals = NewRequests(self.fleet, self.stays, self.placer.lengths)
         self.open: dict[str, OpenRequest] = {}
-        self.receipts = ReceiptLog()
+        self._receipts = deque[ReceiptDraft](maxlen=RECEIPTS_MAX)
         self._retries_left = RETRY_BURST
         self.gauges = Gauges(self.fleet)
         self._handlers: dict[type, Callable[[Any, int], Sequence[RouteCommand] | None]] = {
@@ -273,7 +274,7 @@ class RouterCore:
             ahead, excess_s = self.room.ahead(opened.pool, rank), predicted_s - objective_s
             retry_s = self.room.retry_after_s(ahead, excess_s, now_ns)
         if opened.placement is None and reason is not RejectReason.FAULT:  # it would fail again
-            self.receipts.keep(
+            self._receipts.append(
                 self.placer.rejection(opened, its.Unplaced(reason, predicted_s), now_ns)
             )
         self._close(opened, Ending.FAILED, now_ns, rejected=reason)
@@ -296,7 +297,7 @@ class RouterCore:
         outcome = opened.outcome
         outcome.attempts, outcome.end, outcome.rejected = opened.attempt, end.value, rejected
         if opened.placement is not None and opened.placement.draft is not None:
-            self.receipts.keep(opened.placement.draft.ended(outcome))
+            self._receipts.append(opened.placement.draft.ended(outcome))
 
     def _prefill_done(self, opened: OpenRequest, event: its.PrefillDone, now_ns: int) -> None:
         if opened.placement is not None:
@@ -444,7 +445,9 @@ class RouterCore:
 
     def take_drafts(self) -> list[ReceiptDraft]:
         """Drafts of requests that ended since the last call; the oldest are dropped."""
-        return self.receipts.take()
+        drafts = list(self._receipts)
+        self._receipts.clear()
+        return drafts
 
     def loads(self) -> tuple[SharedLoad, ...]:
         """Requests in flight, for other routers."""

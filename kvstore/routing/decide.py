@@ -8,7 +8,7 @@ features of a receipt (terms hold them), so that the same policy decides the sam
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -29,8 +29,12 @@ NEAR_S: Final = 0.005
 
 
 class RouteVerdict(msgspec.Struct):
-    """Order and numbers; `order` is empty when nobody can take the request."""
+    """A request at each of some workers: the input, the order, and its numbers. `order` is empty
+    when nobody can take the request."""
 
+    features: Features
+    case: Case
+    weights: Floats
     order: list[int]
     """Places of the candidates, the chosen first, then by score."""
     codes: npt.NDArray[np.intp]
@@ -45,20 +49,9 @@ class RouteVerdict(msgspec.Struct):
     """(learned terms, workers), without weights: what is learned from."""
 
 
-class Weighed(NamedTuple):
-    """A request at each of some workers."""
-
-    features: Features
-    case: Case
-    weights: Floats
-    verdict: RouteVerdict
-
-
-def decide(
-    features: Features, case: Case, policy: RoutingPolicy, weights: Floats | None
-) -> RouteVerdict:
+def decide(features: Features, case: Case, policy: RoutingPolicy, weights: Floats) -> RouteVerdict:
     """Args:
-    weights: (learned terms, workers); None: all 1.
+    weights: (learned terms, workers).
     """
     columns = features.columns
     codes = dropped(columns, policy.limits, need_tokens=case.prompt_tokens + case.output_tokens)
@@ -70,7 +63,7 @@ def decide(
         pressure=case.pressure,
     )
     raw, others = costed.terms[:LEARNED], costed.terms[LEARNED]
-    seconds = raw if weights is None else raw * weights
+    seconds = raw * weights
     ttft_s = np.add.reduce(seconds, axis=0)
     if policy.policy == "cost" or not features.workers:
         named = dict(zip(TERM_NAMES, [*seconds, others], strict=True))
@@ -83,6 +76,9 @@ def decide(
         named = SCORERS[policy.policy](columns, case)
         scores = np.sum(list(named.values()), axis=0)
     return RouteVerdict(
+        features,
+        case,
+        weights,
         order=_order(scores, codes, columns, case, policy, raw[Term.COMPUTE]),
         codes=codes,
         scores=scores,
@@ -139,7 +135,7 @@ def case_of(receipt: Receipt) -> Case:
 def replay(receipt: Receipt, policy: RoutingPolicy) -> Receipt:
     """The decision that `policy` would have made of what was known then."""
     features = features_of(receipt)
-    weights = np.array(receipt.weights) if receipt.weights else None
+    weights = np.array(receipt.weights or np.ones((LEARNED, len(receipt.workers))))
     verdict = decide(features, case_of(receipt), policy, weights)
     chosen = features.workers[verdict.order[0]] if verdict.order else ""
     return msgspec.structs.replace(
@@ -147,7 +143,7 @@ def replay(receipt: Receipt, policy: RoutingPolicy) -> Receipt:
         policy=policy.policy,
         policy_hash=policy_hash(policy),
         chosen=chosen,
-        fallbacks=fallbacks(features, verdict, policy),
+        fallbacks=fallbacks(verdict, policy),
         predicted_s=float(verdict.ttft_s[verdict.order[0]]) if verdict.order else 0.0,
         filtered=dropped_names(features.workers, verdict.codes),
         terms={name: column.tolist() for name, column in verdict.terms.items()},
@@ -156,7 +152,7 @@ def replay(receipt: Receipt, policy: RoutingPolicy) -> Receipt:
     )
 
 
-def fallbacks(features: Features, verdict: RouteVerdict, policy: RoutingPolicy) -> tuple[str, ...]:
+def fallbacks(verdict: RouteVerdict, policy: RoutingPolicy) -> tuple[str, ...]:
     """The next best."""
     rest = verdict.order[1 : 1 + policy.choice.fallback_count]
-    return tuple(features.workers[place] for place in rest)
+    return tuple(verdict.features.workers[place] for place in rest)

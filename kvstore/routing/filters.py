@@ -11,7 +11,6 @@ no prediction keeps a request from an engine that would begin with it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
 from typing import Final
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy.typing as npt
 
 from kvstore.routing.features import FeatureColumn
 from kvstore.routing.policy import PolicyLimits
-from kvstore.routing.values import RouteRequest
+from kvstore.routing.requests import OpenRequest
 from kvstore.routing.workers.rows import Floats, WorkerState
 
 
@@ -64,27 +63,14 @@ LAST_RESORTS: Final = tuple(
 )
 
 
-def unfit(
-    state: WorkerState,
-    request: RouteRequest,
-    model: str,
-    adapter: str,
-    failed: Collection[str],
-    now_ns: int,
-) -> int:
+def unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> int:
     """Code of the reason, 0: none. Column UNFIT."""
-    return _CODE[_unfit(state, request, model, adapter, failed, now_ns)]
+    return _CODE[_unfit(state, opened, now_ns)]
 
 
-def _unfit(
-    state: WorkerState,
-    request: RouteRequest,
-    model: str,
-    adapter: str,
-    failed: Collection[str],
-    now_ns: int,
-) -> Dropped:
-    spec, health, subset = state.spec, state.health, request.subset
+def _unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
+    spec, health, request = state.spec, state.health, opened.request
+    model, adapter, subset = opened.side.model, opened.side.adapter, request.subset
     if health.is_draining:
         return Dropped.DRAINING
     if subset is not None and spec.worker not in subset and spec.address not in subset:
@@ -93,7 +79,7 @@ def _unfit(
         return Dropped.MODEL
     if adapter and adapter not in state.adapters and adapter not in spec.adapters:
         return Dropped.ADAPTER  # neither runs, nor is listed
-    if spec.worker in failed:
+    if spec.worker in opened.failed:
         return Dropped.FAILED
     if health.is_down:
         return Dropped.DOWN

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from kvstore.routing.costs import TRUST_FACTORS, others_per_s
-from kvstore.routing.decide import RouteVerdict, Weighed, decide, fallbacks
+from kvstore.routing.decide import RouteVerdict, decide, fallbacks
 from kvstore.routing.events import Blocked, Ending, Unplaced
 from kvstore.routing.features import (
     TRUSTS,
@@ -43,7 +43,7 @@ from kvstore.routing.tree import ApproximateTree
 from kvstore.routing.values import PrefixTrust, RouteRequest
 from kvstore.routing.workers.fleet import Fleet
 from kvstore.routing.workers.pressure import Rung, rungs, saturation
-from kvstore.routing.workers.rows import Crew, FleetColumn
+from kvstore.routing.workers.rows import Crew, FleetColumn, Floats
 from kvstore.units import NS_PER_S
 
 _NONE: Final = TRUSTS.index(PrefixTrust.NONE)
@@ -53,16 +53,10 @@ _SMOOTH: Final = 0.02
 _FRESH_NS: Final = 20_000_000
 
 
-def _local(
-    opened: OpenRequest,
-    features: Features,
-    verdict: RouteVerdict,
-    reason: SplitReason,
-    prompt_tokens: int,
-) -> Placement:
-    chosen = verdict.order[0]
+def _local(opened: OpenRequest, verdict: RouteVerdict, reason: SplitReason) -> Placement:
+    features, prompt_tokens, chosen = verdict.features, verdict.case.prompt_tokens, verdict.order[0]
     uncached = float(verdict.uncached[chosen])
-    column = features.columns[:, chosen]
+    column, unfit_codes = features.columns[:, chosen], features.columns[FeatureColumn.UNFIT]
     trust = float(TRUST_FACTORS[int(column[FeatureColumn.TRUST])])
     held, dram, file, remote = column[FeatureColumn.HBM : FeatureColumn.TRUST].tolist()
     near = max(held, dram, file)
@@ -79,36 +73,32 @@ def _local(
         predicted_s=float(verdict.ttft_s[chosen]),
         local_s=float(verdict.ttft_s[chosen]),
         raw=verdict.raw[:, chosen],
-        has_others=_unfit_count(features) < len(features.workers) - 1,
+        has_others=int(np.count_nonzero(unfit_codes)) < len(features.workers) - 1,
     )
 
 
-def _idle(features: Features, verdict: RouteVerdict) -> int | None:
+def _idle(verdict: RouteVerdict) -> int | None:
     """The best worker without any request; None: all have some."""
-    columns = features.columns
+    columns = verdict.features.columns
     busy = columns[FeatureColumn.QUEUED] + columns[FeatureColumn.STREAMS]
     busy += columns[FeatureColumn.QUEUE_S]  # other routers say tokens, not requests
     return next((place for place in verdict.order if not busy[place]), None)
 
 
-def _unfit_count(features: Features) -> int:
-    return int(np.count_nonzero(features.columns[FeatureColumn.UNFIT]))
-
-
-def _remote(placed: Placement, prefillers: Features, legs: RouteVerdict) -> Placement:
+def _remote(placed: Placement, legs: RouteVerdict) -> Placement:
     chosen = legs.order[0]
     return msgspec.structs.replace(
         placed,
-        prefill_worker=prefillers.workers[chosen],
+        prefill_worker=legs.features.workers[chosen],
         work_s=float(legs.work_s[chosen]),
         predicted_s=float(legs.ttft_s[chosen]),
         raw=legs.raw[:, chosen],
     )
 
 
-def kept(features: Features, verdict: RouteVerdict, count_max: int) -> list[int] | slice:
+def kept(verdict: RouteVerdict, count_max: int) -> list[int] | slice:
     """Places of the workers that a receipt has: all in their order, or the best ones."""
-    if len(features.workers) <= count_max:
+    if len(verdict.features.workers) <= count_max:
         return slice(None)
     return sorted((verdict.order or range(count_max))[:count_max])
 
@@ -166,9 +156,7 @@ class Placer:
             named = failed | self.fleet.doubtful if failed else self.fleet.doubtful
             suspects = [crew.place_of[name] for name in named if name in crew.place_of]
         for place in suspects:
-            columns[FeatureColumn.UNFIT, place] = unfit(
-                crew.states[place], request, side.model, side.adapter, failed, now_ns
-            )
+            columns[FeatureColumn.UNFIT, place] = unfit(crew.states[place], opened, now_ns)
         return Features(crew.names, columns)
 
     def queue(self, opened: OpenRequest, now_ns: int) -> None:
@@ -183,8 +171,8 @@ class Placer:
         """Note where the request would likely go."""
         crew = self.fleet.crew(opened.pool, prefill=False)
         if crew.states:
-            features, _, _, verdict = self._weigh(opened, crew, now_ns)
-            opened.likely_worker = features.workers[verdict.order[0]] if verdict.order else None
+            order = self._weigh(opened, crew, now_ns).order
+            opened.likely_worker = crew.names[order[0]] if order else None
 
     def place(self, opened: OpenRequest, now_ns: int) -> Placement | Blocked:
         """Workers for the request now, or what blocks it."""
@@ -202,45 +190,46 @@ class Placer:
         service = self.fleet.policy.classes[opened.service]
         if not crew.states:
             return Blocked.NO_WORKERS
-        features, case, _, verdict = weighed = self._weigh(opened, crew, now_ns)
+        verdict = self._weigh(opened, crew, now_ns)
         if not verdict.order:
             return Blocked.LOAD if is_of_the_moment(verdict.codes) else Blocked.NO_WORKERS
-        opened.likely_worker = features.workers[verdict.order[0]]
+        opened.likely_worker, columns = crew.names[verdict.order[0]], verdict.features.columns
         # At the best worker, not a filter: waiting costs less than the prefix lost elsewhere.
-        full = self._saturation(opened, features, service.saturation_max, now_ns)
-        queue_s = features.columns[FeatureColumn.QUEUE_S, verdict.order[0]]
+        full = self._saturation(opened, columns, service.saturation_max, now_ns)
+        queue_s = columns[FeatureColumn.QUEUE_S, verdict.order[0]]
         is_full = service.saturation_max is not None and full > service.saturation_max
         if is_full or queue_s > self._backlog_s(opened, now_ns):
-            idle = _idle(features, verdict)
+            idle = _idle(verdict)
             if idle is None:
                 return Blocked.LOAD
             verdict.order.remove(idle)
             verdict.order.insert(0, idle)
-        reason, prefillers = self._where(opened, features, verdict, now_ns)
+        reason, prefillers = self._where(opened, verdict, now_ns)
         if prefillers is Blocked.LANES:
             return prefillers
-        placed = _local(opened, features, verdict, reason, case.prompt_tokens)
+        placed = _local(opened, verdict, reason)
         if prefillers is not None:
             self._link(prefillers, placed.worker)
-            legs = decide(prefillers, case, self.fleet.policy, self.weights.of(prefillers.workers))
+            weights = self.weights.of(prefillers.workers)
+            legs = decide(prefillers, verdict.case, self.fleet.policy, weights)
             if not legs.order:
                 return Blocked.LANES
-            placed = _remote(placed, prefillers, legs)
-        placed.draft = self._draft(opened, weighed, placed, full, now_ns)
+            placed = _remote(placed, legs)
+        placed.draft = self._draft(opened, verdict, placed, full, now_ns)
         return placed
 
     def rejection(self, opened: OpenRequest, why: Unplaced, now_ns: int) -> ReceiptDraft:
         """The draft of a request that gets no worker: what it would find at each one now."""
-        weighed = self._weigh(opened, self.fleet.crew(opened.pool, prefill=False), now_ns)
-        full = saturation(weighed.features.columns, self.fleet.policy.limits).value
+        verdict = self._weigh(opened, self.fleet.crew(opened.pool, prefill=False), now_ns)
+        full = saturation(verdict.features.columns, self.fleet.policy.limits).value
         outcome = RouteOutcome(attempts=0, end=Ending.FAILED.value, rejected=why.reason)
-        return self._draft(opened, weighed, None, full, now_ns, why.predicted_s).ended(outcome)
+        return self._draft(opened, verdict, None, full, now_ns, why.predicted_s).ended(outcome)
 
     def objective_s(self, opened: OpenRequest) -> float:
         """TTFT above which the request is rejected; 0: none."""
         return self.fleet.policy.classes[opened.service].ttft_s
 
-    def _weigh(self, opened: OpenRequest, crew: Crew, now_ns: int) -> Weighed:
+    def _weigh(self, opened: OpenRequest, crew: Crew, now_ns: int) -> RouteVerdict:
         features, case = self.columns(opened, crew, now_ns), self._case(opened, crew)
         weights = self.weights.of(features.workers)
         verdict = decide(features, case, self.fleet.policy, weights)
@@ -253,16 +242,16 @@ class Placer:
                 codes[is_this] = 0
                 verdict = decide(features, case, self.fleet.policy, weights)
                 opened.last_resort = place
-        return Weighed(features, case, weights, verdict)
+        return verdict
 
     def _saturation(
-        self, opened: OpenRequest, features: Features, bound: float | None, now_ns: int
+        self, opened: OpenRequest, columns: Floats, bound: float | None, now_ns: int
     ) -> float:
         """Saturation at this moment for a class with a bound, else some milliseconds ago, since
         only the ladder reads it then."""
         at_ns, value = self._full.get(opened.pool, (-_FRESH_NS, 0.0))
         if bound is not None or now_ns - at_ns >= _FRESH_NS:
-            value = saturation(features.columns, self.fleet.policy.limits).value
+            value = saturation(columns, self.fleet.policy.limits).value
             self._full[opened.pool] = (now_ns, value)
         return value
 
@@ -288,14 +277,14 @@ class Placer:
     def _draft(
         self,
         opened: OpenRequest,
-        weighed: Weighed,
+        verdict: RouteVerdict,
         placed: Placement | None,
         full: float,
         now_ns: int,
         predicted_s: float = 0.0,
     ) -> ReceiptDraft:
         """`placed` None: the request is rejected; `predicted_s` is why, or 0."""
-        features, case, weights, verdict = weighed
+        features, case = verdict.features, verdict.case
         request, prefix = opened.request, opened.prefix
         held_s = (now_ns - opened.arrived_ns) / NS_PER_S if opened.was_held else 0.0
         trust = self._trust(opened, features, verdict.order[0]) if verdict.order else TRUSTS[_NONE]
@@ -318,7 +307,7 @@ class Placer:
             prompt_is_estimated=request.is_of_bytes,
             chosen=placed.worker if placed else "",
             prefill_worker=placed.prefill_worker if placed else "",
-            fallbacks=fallbacks(features, verdict, self.fleet.policy) if placed else (),
+            fallbacks=fallbacks(verdict, self.fleet.policy) if placed else (),
             split_reason=placed.reason.value if placed else "",
             degraded=tuple(rung.value for rung in degraded),
             held_s=held_s,
@@ -330,17 +319,15 @@ class Placer:
             filtered=dropped_names(features.workers, verdict.codes),
         )
         # What is cut off in a large pool is not kept: requests wait for minutes with their drafts.
-        keep, workers = (
-            kept(features, verdict, self.fleet.policy.receipt_workers_max),
-            features.workers,
-        )
+        keep = kept(verdict, self.fleet.policy.receipt_workers_max)
+        workers = features.workers
         return ReceiptDraft(
             plain=plain,
             workers=workers if isinstance(keep, slice) else [workers[at] for at in keep],
             columns=features.columns[:, keep],
             terms={name: column[keep] for name, column in verdict.terms.items()},
             scores=verdict.scores[keep],
-            weights=weights[:, keep],
+            weights=verdict.weights[:, keep],
             cached=case.prompt_tokens - verdict.uncached[keep],
         )
 
@@ -396,7 +383,7 @@ class Placer:
         )
 
     def _where(
-        self, opened: OpenRequest, features: Features, verdict: RouteVerdict, now_ns: int
+        self, opened: OpenRequest, verdict: RouteVerdict, now_ns: int
     ) -> tuple[SplitReason, Features | Literal[Blocked.LANES] | None]:
         """Local or remote; a remote one with its prefillers, or blocked if none may take it now."""
         pool, settings, request = opened.pool, self.fleet.policy.split, opened.request
@@ -410,7 +397,7 @@ class Placer:
         prefillers = self.columns(opened, crew, now_ns)
         unfit_codes = prefillers.columns[FeatureColumn.UNFIT]
         able = unfit_codes == 0
-        is_prefiller = self.fleet.row_of[features.workers[chosen]] in crew.rows
+        is_prefiller = self.fleet.row_of[verdict.features.workers[chosen]] in crew.rows
         if opened.is_local or is_prefiller or not able.any():
             return SplitReason.FELL_BACK, None
         queued = prefillers.columns[FeatureColumn.QUEUED]
@@ -418,7 +405,7 @@ class Placer:
         waiting = max(0, len(lanes) - opened.is_held) / able.sum()
         reason = split.where(
             uncached=uncached,
-            streams=float(features.columns[FeatureColumn.STREAMS, chosen]),
+            streams=float(verdict.features.columns[FeatureColumn.STREAMS, chosen]),
             prefill_queue=float(queued[able].min() + waiting),
         )
         if not reason.is_remote:

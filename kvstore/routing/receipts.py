@@ -11,7 +11,6 @@ that are need not be made before the request is sent.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Final
 
 import msgspec
@@ -21,6 +20,7 @@ from kvstore.routing.workers.rows import Floats
 
 FEATURE_NAMES: Final = tuple(column.name.lower() for column in FeatureColumn)
 RECEIPTS_MAX: Final = 4096
+"""Drafts of ended requests that wait to be taken; then the oldest go."""
 
 
 class Preparation(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,22 +151,3 @@ class ReceiptDraft(msgspec.Struct, frozen=True):
     def feature(self, column: FeatureColumn, worker: str) -> float:
         """A number that the decision went by."""
         return float(self.columns[column, self.workers.index(worker)])
-
-
-class ReceiptLog:
-    """Drafts of ended requests, until they are taken: `RECEIPTS_MAX`, then the oldest go."""
-
-    def __init__(self) -> None:
-        self.dropped_count = 0
-        self._kept = deque[ReceiptDraft](maxlen=RECEIPTS_MAX)
-
-    def keep(self, draft: ReceiptDraft) -> None:
-        """Add one."""
-        self.dropped_count += len(self._kept) == RECEIPTS_MAX
-        self._kept.append(draft)
-
-    def take(self) -> list[ReceiptDraft]:
-        """All, oldest first."""
-        taken = list(self._kept)
-        self._kept.clear()
-        return taken

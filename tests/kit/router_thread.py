@@ -11,8 +11,8 @@ from typing import Any, Self, TypeVar
 
 from kvstore.config.router import load_router_config
 from kvstore.net.aio import LoopThread
-from kvstore.router.dispatch import Core
 from kvstore.router.process import Router
+from kvstore.routing.core import RouterCore
 from tests.kit.turns_core import TurnsCore
 
 _T = TypeVar("_T")
@@ -29,7 +29,7 @@ class RouterThread(AbstractContextManager["RouterThread"]):
     """One router and its core."""
 
     def __init__(
-        self, workers: Sequence[str], *, core: Core | None = None, **settings: Any
+        self, workers: Sequence[str], *, core: RouterCore | None = None, **settings: Any
     ) -> None:
         config = load_router_config(
             None, {"listen": "127.0.0.1:0", "metrics": "off", "worker": list(workers), **settings}

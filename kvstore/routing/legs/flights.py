@@ -35,45 +35,25 @@ class Legs:
     def sent(self, opened: OpenRequest, placed: Placement, now_ns: int) -> WorkerRole:
         """An attempt begins. Returns the role of the worker that computes the prompt."""
         opened.flight = opened.request_id
+        self._fly(opened, opened.flight, _decode_leg(opened, placed, now_ns))
         if placed.prefill_worker:
-            # The decode leg has no work before its first token.
-            self._fly(opened, opened.flight, placed.worker, None, placed.need_tokens, now_ns)
-            name = opened.flight + _PREFILL
-            tokens = opened.request.prompt_tokens
-            self._fly(opened, name, placed.prefill_worker, placed, tokens, now_ns)
-        else:
-            self._fly(opened, opened.flight, placed.worker, placed, placed.need_tokens, now_ns)
+            its = placed.prefill_worker, placed.work_s, opened.request.prompt_tokens
+            self._fly(opened, opened.flight + _PREFILL, Flight(*its, now_ns, placed.uncached))
         computes = placed.prefill_worker or placed.worker
         return self._fleet.workers[self._fleet.row_of[computes]].role
 
-    def _fly(
-        self,
-        opened: OpenRequest,
-        flight: str,
-        worker: str,
-        work: Placement | None,
-        tokens: int,
-        now_ns: int,
-    ) -> None:
-        """`work`: the placement whose prompt is computed here; None: it is computed elsewhere."""
-        fleet, request = self._fleet, opened.request
-        work_s, uncached = (0.0, 0.0) if work is None else (work.work_s, work.uncached)
-        is_quiet = not (request.is_streamed or flight.endswith(_PREFILL))
-        attempt, begins_ns = work or opened.placement, None
-        if is_quiet and attempt is not None:
-            begins_ns = now_ns + int(attempt.predicted_s * NS_PER_S)
-        fleet.sent(flight, Flight(worker, work_s, tokens, now_ns, uncached, begins_ns))
-        tree, step = self._placer.tree, request.key_step
-        for keys in request.chains:
-            tree.insert(keys, worker, now_ns, step=step)
+    def _fly(self, opened: OpenRequest, name: str, flight: Flight) -> None:
+        self._fleet.sent(name, flight)
+        tree, step = self._placer.tree, opened.request.key_step
+        for keys in opened.request.chains:
+            tree.insert(keys, flight.worker, flight.sent_ns, step=step)
 
     def raced(self, opened: OpenRequest, placed: Placement, now_ns: int) -> None:
         """A second attempt begins beside the first."""
         assert opened.race is None, "at most one race at a time"
         opened.race = placed
         opened.outcome.raced_s = (now_ns - opened.routed_ns) / NS_PER_S
-        name = opened.request_id + _RACE
-        self._fly(opened, name, placed.worker, placed, placed.need_tokens, now_ns)
+        self._fly(opened, opened.request_id + _RACE, _decode_leg(opened, placed, now_ns))
 
     def race_over(self, opened: OpenRequest, loser: str, now_ns: int) -> None:
         """One of two attempts has ended; the other is from now on the request's only one."""
@@ -137,3 +117,13 @@ class Legs:
             flight = opened.request_id + _RACE
             is_racing = opened.race is not None or opened.flight == flight
             assert is_racing or flight not in self._fleet.flights
+
+
+def _decode_leg(opened: OpenRequest, placed: Placement, now_ns: int) -> Flight:
+    """After a remote prefill it has no work before its first token."""
+    begins_ns = None
+    if not opened.request.is_streamed:
+        begins_ns = now_ns + int(placed.predicted_s * NS_PER_S)
+    is_remote = bool(placed.prefill_worker)
+    work_s, uncached = (0.0, 0.0) if is_remote else (placed.work_s, placed.uncached)
+    return Flight(placed.worker, work_s, placed.need_tokens, now_ns, uncached, begins_ns)

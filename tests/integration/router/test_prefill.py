@@ -97,7 +97,7 @@ def body(number: int = 0, **more: object) -> dict[str, object]:
 
 
 def _receipts(router: RouterThread) -> list[Receipt]:
-    return [draft.receipt() for draft in cast("RouterCore", router.core).take_drafts()]
+    return [draft.receipt() for draft in router.core.take_drafts()]
 
 
 BOTH_WAYS = pytest.mark.parametrize("together", [False, True], ids=["in-turn", "together"])
@@ -125,7 +125,7 @@ def test_a_long_prompt_is_two_legs_of_one_transfer(engines: Engines, together: b
         assert to_d["kvstore"] == {"transfer": name, "node": "n-p" if together else "p"}
         assert sent["p"] == body(seed=1, max_tokens=1, stream=False)
         assert sent["d"] == body(min_tokens=3, seed=1)
-        until(lambda: not cast("RouterCore", router.core).open)
+        until(lambda: not router.core.open)
         [receipt] = router.on_loop(lambda: _receipts(router))
         assert (receipt.prefill_worker, receipt.chosen) == ("p", "d")
         assert (receipt.split_reason, receipt.outcome.end) == ("long", "done")
@@ -349,7 +349,7 @@ def test_a_client_that_leaves_aborts_both_legs(
         return {name: engines[name].seen()["running"] for name in running}
 
     with routed(engines, "pd", together=together) as router:
-        core = cast("RouterCore", router.core)
+        core = router.core
         content = json.dumps(body(stream=True)).encode()
         with socket.create_connection(("127.0.0.1", router.port)) as client:
             client.sendall(

@@ -86,7 +86,7 @@ def test_a_second_engine_answers_for_one_that_does_not(engines: Engines, mode: s
         assert router.router.proxy.races == {"begun": 1, "slower": 1}
         said = {each.name: each for each in router.on_loop(lambda: list(_families(router.router)))}
         assert len(said["kvstore_router_races"].samples) == 2
-        core = cast("RouterCore", router.core)
+        core = router.core
         until(lambda: not core.open)
         [receipt] = [draft.receipt() for draft in router.on_loop(core.take_drafts)]
         outcome = receipt.outcome
@@ -152,7 +152,7 @@ def test_a_client_that_leaves_ends_both(engines: Engines) -> None:
         return [each.seen()["running"] for each in engines.values()]
 
     with racing(engines) as router:
-        second, core = first_and_second(router)[1], cast("RouterCore", router.router.core)
+        second, core = first_and_second(router)[1], router.router.core
 
         def half_open() -> None:
             for _ in range(3):

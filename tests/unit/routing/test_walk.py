@@ -82,14 +82,19 @@ def draining_is_up(patch: pytest.MonkeyPatch) -> None:
 
 def failed_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     real: Any = filters.unfit
-    patch.setattr(placing, "unfit", lambda *a: real(*a[:4], (), a[5]))
+
+    def anew(state: Any, opened: Any, now_ns: int) -> Any:
+        return real(state, msgspec.structs.replace(opened, failed=set()), now_ns)
+
+    patch.setattr(placing, "unfit", anew)
 
 
 def subset_is_ignored(patch: pytest.MonkeyPatch) -> None:
     real: Any = filters.unfit
 
-    def anywhere(state: Any, its: Any, *rest: Any) -> Any:
-        return real(state, msgspec.structs.replace(its, subset=None), *rest)
+    def anywhere(state: Any, opened: Any, now_ns: int) -> Any:
+        request = msgspec.structs.replace(opened.request, subset=None)
+        return real(state, msgspec.structs.replace(opened, request=request), now_ns)
 
     patch.setattr(placing, "unfit", anywhere)
 
