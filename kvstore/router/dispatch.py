@@ -1,7 +1,7 @@
 """The decision core on an asyncio loop: events in, one answer for each request that waits.
 
-    await arrive(…) ─▶ core.step ─▶ Routed, Rejected; held ─▶ later, by a tick or an event
-    await leg_failed(…) ─▶ Routed elsewhere, or Rejected
+    await ask(Arrived)   ─▶ core.step ─▶ Routed, Rejected; held ─▶ later, by a tick or an event
+    await ask(LegFailed) ─▶ Routed elsewhere, or Rejected
     late(…)             ─▶ Raced, or nothing, at once
     note(…)             all other events; what they release is delivered to the requests that wait
     Prepare, StateChange, AbandonWorker ─▶ their handlers
@@ -62,19 +62,16 @@ class Dispatcher:
         """Go on under another policy."""
         self._deliver(self.core.adopt(policy, self.clock()), "")
 
-    async def arrive(self, event: Arrived) -> Routed | Rejected:
-        return await self._answer(event, event.request.request_id)
-
-    async def leg_failed(self, event: LegFailed) -> Routed | Rejected:
-        return await self._answer(event, event.request_id)
-
     def late(self, request_id: str) -> Raced | None:
         """No first byte yet: a second worker, or none."""
         commands = self.core.step(Late(request_id), self.clock())
         self._deliver((each for each in commands if not isinstance(each, Raced)), "")
         return next((command for command in commands if isinstance(command, Raced)), None)
 
-    async def _answer(self, event: Arrived | LegFailed, request_id: str) -> Routed | Rejected:
+    async def ask(self, event: Arrived | LegFailed) -> Routed | Rejected:
+        """The next decision about a request, waited for while it is held."""
+        its = event.request if isinstance(event, Arrived) else event
+        request_id = its.request_id
         found = self._deliver(self.core.step(event, self.clock()), request_id)
         if found is not None:
             return found

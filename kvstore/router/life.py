@@ -31,17 +31,17 @@ class RoutedLife:
 
     async def enter(self, asked: Arrived) -> Routed | Rejected:
         """The request arrives."""
-        decision = await self._dispatcher.arrive(asked)
+        decision = await self._dispatcher.ask(asked)
         reason = decision.reason if isinstance(decision, Rejected) else None
         if reason is RejectReason.MODEL_UNKNOWN and not self._dispatcher.core.policy.models:
             await self._workers.read_again()  # an adapter may have been loaded just now
-            decision = await self._dispatcher.arrive(asked)
+            decision = await self._dispatcher.ask(asked)
         return self._decided(decision)
 
     async def failed(self, failed: LegFailed) -> Routed | Rejected:
         """A leg of it failed."""
         self.routed = None
-        return self._decided(await self._dispatcher.leg_failed(failed))
+        return self._decided(await self._dispatcher.ask(failed))
 
     def _decided(self, decision: Routed | Rejected) -> Routed | Rejected:
         self.routed = decision if isinstance(decision, Routed) else None

@@ -16,10 +16,9 @@
 | `features` | numbers of one request at each worker                | fleet, prefixes → columns |
 | `filters`  | workers that cannot take a request, with the reason  | features → mask           |
 | `costs`    | seconds to the first token, term by term             | features → terms          |
-| `scorers`  | the other policies                                   | features → scores         |
 | `placing`  | one attempt of a request: both legs, its receipt     | request → placement       |
 | `legs`     | flights; races; whose fault a failure is; roles      | placements → counts       |
-| `decide`   | filter, score, choose; `replay` by another policy    | features → verdict        |
+| `decide`   | filter, score by a policy, choose; `replay`          | features → verdict        |
 | `learning` | weights of terms, from predicted and achieved TTFT   | terms, seconds → weights  |
 | `tree`     | approximate prefixes, by what was sent where         | keys → blocks a worker    |
 | `split`    | local or remote prefill; lanes of those that wait    | lengths, load → where     |

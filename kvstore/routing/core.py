@@ -216,7 +216,7 @@ class RouterCore:
         return placed
 
     def _may_wait_for_workers(self, opened: OpenRequest) -> bool:
-        has_workers = self.fleet.rows(opened.pool, prefill=False).size > 0
+        has_workers = self.fleet.crew(opened.pool, prefill=False).rows.size > 0
         return self.policy.limits.holds_without_workers and not has_workers
 
     def _hold(self, opened: OpenRequest, why: its.Blocked, now_ns: int) -> list[RouteCommand]:

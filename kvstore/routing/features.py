@@ -1,6 +1,6 @@
 """Numbers of one request at each worker of a pool: the whole input of a decision.
 
-    fleet (load) + prefixes (index, tree) ─▶ Features ─▶ filters, costs, scorers, receipts
+    fleet (load) + prefixes (index, tree) ─▶ Features ─▶ filters, costs, policies, receipts
 
 Prefix lengths are tokens, raw: trust and observed hits stand in columns of their own, so that
 another policy can weigh them otherwise. Does not cover: what a number is worth (`costs`).

@@ -360,7 +360,7 @@ class Placer:
 
     def see(self, opened: OpenRequest) -> None:
         """Note what an arrival finds."""
-        rows = self.fleet.rows(opened.pool, prefill=False)
+        rows = self.fleet.crew(opened.pool, prefill=False).rows
         if rows.size:
             busy = int(np.count_nonzero(self.fleet.columns[FleetColumn.QUEUED].take(rows)))
             self.utilisation += _SMOOTH * (busy / rows.size - self.utilisation)
@@ -425,6 +425,5 @@ class Placer:
         return reason, prefillers
 
     def _busy(self, prefiller: str) -> tuple[int, float]:
-        flights = self.fleet.flights
-        queue = self.fleet.workers[self.fleet.row_of[prefiller]].queue
-        return len(queue), max((flights[name].uncached for name in queue), default=0.0)
+        queue = self.fleet.workers[self.fleet.row_of[prefiller]].queue.values()
+        return len(queue), max((flight.uncached for flight in queue), default=0.0)

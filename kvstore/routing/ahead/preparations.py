@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.routing.ahead.pins import PromptPins
 from kvstore.routing.events import HintAnswer, Prepare, PrepareAnswered, PrepareReason
@@ -56,13 +54,6 @@ class _Heat(msgspec.Struct):
     """Not looked at until then."""
 
 
-class _OpenPrepare(msgspec.Struct, frozen=True):
-    """A preparation without an answer."""
-
-    command: Prepare
-    node: str
-
-
 class Ahead:
     """See the module."""
 
@@ -70,7 +61,8 @@ class Ahead:
         self._fleet = fleet
         self.pins = PromptPins(fleet)
         self._numbers = itertools.count(1)
-        self._open: dict[int, _OpenPrepare] = {}
+        self._open: dict[int, tuple[Prepare, str]] = {}
+        """Preparations without an answer, with their nodes."""
         self._heat: OrderedDict[bytes, _Heat] = OrderedDict()
         self._copies: list[int] = []
         """When each is over, by the estimate."""
@@ -112,17 +104,16 @@ class Ahead:
                 break
             part = keys[at : at + size]
             command = Prepare(next(self._numbers), request_id, spec.worker, part, reason)
-            self._open[command.number] = _OpenPrepare(command, spec.node)
+            self._open[command.number] = command, spec.node
             made.append(command)
         return made
 
     def prepared(self, event: PrepareAnswered, now_ns: int) -> tuple[str, Preparation]:
         """A node answered, or did not: the request, and what its receipt says."""
-        asked = self._open.pop(event.number)
-        command = asked.command
+        command, node = self._open.pop(event.number)
         if event.trouble and command.reason is PrepareReason.HOT:
-            self._rests = {node: at for node, at in self._rests.items() if at > now_ns}
-            self._rests[asked.node] = now_ns + REST_NS
+            self._rests = {each: at for each, at in self._rests.items() if at > now_ns}
+            self._rests[node] = now_ns + REST_NS
         return command.request_id, Preparation(
             worker=command.worker,
             reason=command.reason.value,
@@ -221,27 +212,18 @@ class Ahead:
         if not holds.any() or queue_s[holds].min() < SATURATED_S:
             return None
         able = ~holds & (queue_s < SATURATED_S) & (memory < limits.memory_ceiling)
-        able &= self._fit(crew.states, opened, now_ns)
+        able &= [self._is_fit(state, opened.side.model, now_ns) for state in crew.states]
         if not able.any():
             return None
         place = int(np.where(able, queue_s, np.inf).argmin())
         spec: WorkerSpec = crew.states[place].spec
         return spec
 
-    def _fit(
-        self, states: Sequence[WorkerState], opened: OpenRequest, now_ns: int
-    ) -> npt.NDArray[np.bool_]:
-        model = opened.side.model
-        return np.array(
-            [
-                bool(state.spec.node)
-                and state.health.is_up
-                and not state.is_red
-                and (not state.spec.models or model in state.spec.models)
-                and self._rests.get(state.spec.node, 0) <= now_ns
-                for state in states
-            ]
-        )
+    def _is_fit(self, state: WorkerState, model: str, now_ns: int) -> bool:
+        spec = state.spec
+        serves = not spec.models or model in spec.models
+        is_fine = bool(spec.node) and state.health.is_up and not state.is_red
+        return is_fine and serves and self._rests.get(spec.node, 0) <= now_ns
 
     def _may_copy(self, tokens: int, now_ns: int) -> bool:
         """Within the budget, which the copy is charged to."""

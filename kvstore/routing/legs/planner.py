@@ -142,8 +142,8 @@ class Planner:
         """Take the numbers of this moment into the window."""
         kept = math.exp(-passed_s / self._fleet.policy.planner.window_s)
         columns = self._fleet.columns
-        prefillers = self._fleet.rows(pool, prefill=True)
-        serving = self._fleet.rows(pool, prefill=False)
+        prefillers = self._fleet.crew(pool, prefill=True).rows
+        serving = self._fleet.crew(pool, prefill=False).rows
         rows = prefillers if prefillers.size else serving
         queued_s = float(columns[FleetColumn.WORK_S, rows].sum())
         lanes = self._placer.lanes.get(pool)

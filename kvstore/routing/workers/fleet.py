@@ -18,7 +18,6 @@ import math
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import LoadSample, ProbeResult, SharedLoad, WorkerRole, WorkerSpec
@@ -231,12 +230,8 @@ class Fleet:
 
     # Rows
 
-    def rows(self, pool: str, *, prefill: bool) -> npt.NDArray[np.intp]:
-        """Rows of a pool that serve remote prefills, or all the rest of a request."""
-        return self.crew(pool, prefill=prefill).rows
-
     def crew(self, pool: str, *, prefill: bool) -> Crew:
-        """As `rows`, with the workers."""
+        """Workers of a pool that serve remote prefills, or all the rest of a request."""
         found = self._crews.get((pool, prefill))
         if found is None:
             role = WorkerRole.PREFILL if prefill else WorkerRole.DECODE
@@ -246,7 +241,7 @@ class Fleet:
                 if state.spec.pool == pool
                 and (state.role is role or (not prefill and state.role is WorkerRole.BOTH))
             ]
-            found = self._crews[pool, prefill] = Crew(rows, [self.workers[row] for row in rows])
+            found = self._crews[pool, prefill] = Crew(rows, self.workers)
         return found
 
     def planned_roles(self) -> dict[str, WorkerRole]:
@@ -256,9 +251,8 @@ class Fleet:
 
     def flexible(self, pool: str) -> Crew:
         """Prefillers that an operator did not fix."""
-        every = self.rows(pool, prefill=True).tolist()
-        rows = [row for row in every if self.workers[row].spec.role is WorkerRole.ANY]
-        return Crew(rows, [self.workers[row] for row in rows])
+        every = self.crew(pool, prefill=True).rows.tolist()
+        return Crew([n for n in every if self.workers[n].spec.role is WorkerRole.ANY], self.workers)
 
     def sent(self, name: str, flight: Flight) -> None:
         """A request is on its way to a worker."""
@@ -276,7 +270,7 @@ class Fleet:
         if not queue:
             column[FleetColumn.HEAD_S] = flight.work_s
             column[FleetColumn.HEAD_NS] = now_ns
-        queue[name] = flight.work_s
+        queue[name] = flight
         self.flights[name] = flight
         if flight.begins_ns is not None:
             heapq.heappush(self._quiet, (flight.begins_ns, name))
@@ -326,10 +320,10 @@ class Fleet:
 
     def _leave_queue(self, row: int, flight_id: str, now_ns: int) -> None:
         queue, column = self.workers[row].queue, self.columns[:, row]
-        work_s = queue.pop(flight_id)
+        work_s = queue.pop(flight_id).work_s
         column[FleetColumn.QUEUED] -= 1
         column[FleetColumn.WORK_S] = column[FleetColumn.WORK_S] - work_s if queue else 0.0
-        column[FleetColumn.HEAD_S] = next(iter(queue.values()), 0.0)
+        column[FleetColumn.HEAD_S] = next((each.work_s for each in queue.values()), 0.0)
         column[FleetColumn.HEAD_NS] = now_ns
 
     def scraped(self, worker: str, sample: LoadSample, asked_ns: int, now_ns: int) -> None:
@@ -351,7 +345,7 @@ class Fleet:
         if waiting is None or running is None:
             return  # not said is not 0: what was known grows old
         if not waiting:
-            for name in [n for n in state.queue if self._is_quiet_before(n, asked_ns)]:
+            for name in [n for n, each in state.queue.items() if each.is_quiet_before(asked_ns)]:
                 self.began(name, now_ns)
         # Its own queue is the truth: own requests that count as begun may still be in it.
         column[FleetColumn.WAITING] = waiting
@@ -373,10 +367,6 @@ class Fleet:
             if flight.worker == worker:
                 found.append(name)
         return found
-
-    def _is_quiet_before(self, name: str, asked_ns: int) -> bool:
-        flight = self.flights[name]
-        return flight.begins_ns is not None and flight.sent_ns < asked_ns
 
     def in_flight(self, worker: str) -> int:
         """Own requests at a worker; 0: it has left."""
@@ -432,11 +422,11 @@ class Fleet:
         for row, state in enumerate(self.workers):
             name, column = state.spec.worker, self.columns[:, row]
             here = {k: f for k, f in self.flights.items() if f.worker == name}
-            queued = {k: f.work_s for k, f in here.items() if not f.has_begun}
+            queued = {k: f for k, f in here.items() if not f.has_begun}
             assert state.queue == queued
             assert column[FleetColumn.QUEUED] == len(queued)
             assert column[FleetColumn.STREAMS] == len(here) - len(queued)
             late = [f.tokens for f in here.values() if f.sent_ns >= state.reported_ns]
             assert column[FleetColumn.NEED_TOKENS] == sum(late)
-            assert abs(column[FleetColumn.WORK_S] - sum(queued.values())) < 1e-6
+            assert abs(column[FleetColumn.WORK_S] - sum(f.work_s for f in queued.values())) < 1e-6
         assert all(flight.worker in self.row_of for flight in self.flights.values())

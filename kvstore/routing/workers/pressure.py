@@ -122,20 +122,6 @@ class WorkRate:
         return self._rate * math.exp(-max(0, now_ns - self._at_ns) / NS_PER_S / _WINDOW_S)
 
 
-def desired_replicas(columns: Floats, limits: PolicyLimits, *, work_rate: float, held: int) -> int:
-    """Workers that a role of a pool needs: for the work that arrives, for memory in use, one more
-    for a queue that does not drain. One is given back only if the rest keeps a spare."""
-    count = columns.shape[1]
-    if not count:
-        return 1 if held else 0
-    memory = float(columns[FeatureColumn.MEMORY].sum())
-    need = max(work_rate / _TARGET, memory / (_TARGET * limits.memory_ceiling))
-    if held or saturation(columns, limits).value >= 1:
-        need = max(need, count + 1)
-    desired = max(1, math.ceil(need))
-    return desired if desired >= count or need <= _SPARE * (count - 1) else count
-
-
 class Gauges:
     """Saturation and replicas by pool, and the work that arrives there."""
 
@@ -153,8 +139,18 @@ class Gauges:
         return saturation(load_columns(self._fleet, crew, now_ns), self._fleet.policy.limits)
 
     def desired_replicas(self, pool: str, role: WorkerRole, held: int, now_ns: int) -> int:
-        """`wva_desired_replicas{pool,role}`. `held`: requests that wait for the pool."""
+        """`wva_desired_replicas{pool,role}`: workers for the work that arrives, for memory in use,
+        one more for a queue that does not drain. One is given back only if the rest keeps a spare.
+        `held`: requests that wait for the pool."""
         crew = self._fleet.crew(pool, prefill=role is WorkerRole.PREFILL)
+        count, limits = len(crew.names), self._fleet.policy.limits
+        if not count:
+            return 1 if held else 0
         columns = load_columns(self._fleet, crew, now_ns)
+        memory = float(columns[FeatureColumn.MEMORY].sum())
         rate = self._rates.get((pool, role), WorkRate()).value(now_ns)
-        return desired_replicas(columns, self._fleet.policy.limits, work_rate=rate, held=held)
+        need = max(rate / _TARGET, memory / (_TARGET * limits.memory_ceiling))
+        if held or saturation(columns, limits).value >= 1:
+            need = max(need, count + 1)
+        desired = max(1, math.ceil(need))
+        return desired if desired >= count or need <= _SPARE * (count - 1) else count

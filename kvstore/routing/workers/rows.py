@@ -85,6 +85,10 @@ class Flight(msgspec.Struct):
     """Predicted first token, where it is not seen: the response comes whole."""
     has_begun: bool = False
 
+    def is_quiet_before(self, asked_ns: int) -> bool:
+        """Whether it was sent before, and its first token is not seen."""
+        return self.begins_ns is not None and self.sent_ns < asked_ns
+
 
 class StateChange(NamedTuple):
     """Another word for a worker, or another reason."""
@@ -107,8 +111,8 @@ class WorkerState:
         self.adapters = frozenset(spec.adapters)
         self.without_media = set[str]()
         """Models that take no images, audio or video there, by the engine's own word."""
-        self.queue: dict[str, float] = {}
-        """Flights before their first token → seconds, in the order in which they were sent."""
+        self.queue: dict[str, Flight] = {}
+        """Flights before their first token, in the order in which they were sent."""
         self.request_count = self.failure_count = 0
         """Attempts that were sent there, and that failed there."""
         self.left_ns = deque[int](maxlen=1024)
@@ -144,10 +148,10 @@ class CrewFit(NamedTuple):
 class Crew:
     """Workers of a pool that serve one leg, in the order of their rows."""
 
-    def __init__(self, rows: list[int], states: list[WorkerState]) -> None:
+    def __init__(self, rows: list[int], workers: list[WorkerState]) -> None:
         self.rows = np.array(rows, dtype=np.intp)
-        self.states = states
-        self.names = [state.spec.worker for state in states]
+        self.states = [workers[row] for row in rows]
+        self.names = [state.spec.worker for state in self.states]
         self.place_of = {name: place for place, name in enumerate(self.names)}
         self._fits: dict[str, CrewFit] = {}
         self.base: Floats | None = None

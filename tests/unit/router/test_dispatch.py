@@ -28,9 +28,9 @@ class Site:
         self.dispatcher = Dispatcher(self.core, clock=loop.clock_ns)
 
     async def begin(self) -> Asking:
-        sent = await self.dispatcher.arrive(Arrived(request("first")))
+        sent = await self.dispatcher.ask(Arrived(request("first")))
         assert isinstance(sent, Routed)
-        asking = asyncio.create_task(self.dispatcher.arrive(Arrived(request("waits"))))
+        asking = asyncio.create_task(self.dispatcher.ask(Arrived(request("waits"))))
         await asyncio.sleep(0)
         assert self.dispatcher.held_count == 1
         return asking
