@@ -31,7 +31,8 @@ class NewRequests:
 
     @property
     def models(self) -> ModelMap:
-        """Made anew when a request asks: a thousand workers may join or leave in one turn."""
+        """Names of models, by the policy and the workers of now. Made anew when a request asks: a
+        thousand workers may join or leave in one turn."""
         if self._models is None:
             self._models = ModelMap(
                 self._fleet.policy, (state.spec for state in self._fleet.workers)

@@ -26,7 +26,6 @@ from kvstore.routing.legs.blame import Blame, may_retry
 from kvstore.routing.legs.flights import Legs
 from kvstore.routing.legs.planner import Planner
 from kvstore.routing.legs.races import Races
-from kvstore.routing.models import ModelMap
 from kvstore.routing.placing import Placer
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.receipts import RECEIPTS_MAX, Receipt, ReceiptDraft
@@ -74,7 +73,7 @@ class RouterCore:
         self.room = WaitingRoom(policy)
         self.ahead = Ahead(self.fleet)
         self.stays = Stays(self.fleet)
-        self._arrivals = NewRequests(self.fleet, self.stays, self.placer.lengths)
+        self.arrivals = NewRequests(self.fleet, self.stays, self.placer.lengths)
         self.open: dict[str, OpenRequest] = {}
         self._receipts = deque[ReceiptDraft](maxlen=RECEIPTS_MAX)
         self._retries_left = RETRY_BURST
@@ -123,9 +122,9 @@ class RouterCore:
         self.policy = policy
         self.fleet.adopt(policy)
         self.placer.adopt(policy)
-        self._arrivals.forget_models()
+        self.arrivals.forget_models()
         for opened in self.open.values():  # its class may be gone
-            opened.service = self._arrivals.service_of(opened.request)
+            opened.service = self.arrivals.service_of(opened.request)
         commands: list[RouteCommand] = []
         held = self.room.entries.values()
         self.room = WaitingRoom(policy)
@@ -140,18 +139,13 @@ class RouterCore:
 
     def _joined(self, event: its.Joined, _now_ns: int) -> None:
         self.fleet.join(event.spec)
-        self._arrivals.forget_models()
+        self.arrivals.forget_models()
 
     def _worker_left(self, event: its.WorkerLeft, _now_ns: int) -> None:
         self.fleet.leave(event.worker)
         self.tree.forget(event.worker)
         self.placer.weights.forget(event.worker)
-        self._arrivals.forget_models()
-
-    @property
-    def models(self) -> ModelMap:
-        """Names of models, by the policy and the workers of now."""
-        return self._arrivals.models
+        self.arrivals.forget_models()
 
     def _probed(self, event: its.Probed, _now_ns: int) -> list[RouteCommand]:
         self.fleet.probed(event.worker, event.result, event.why, event.late_s)
@@ -165,7 +159,7 @@ class RouterCore:
     def _arrived(self, event: its.Arrived, now_ns: int) -> list[RouteCommand]:
         request = event.request
         assert request.request_id not in self.open, "request ids are unique among those under way"
-        opened = self._arrivals.opened(request, event.prefix, now_ns)
+        opened = self.arrivals.opened(request, event.prefix, now_ns)
         if isinstance(opened, Rejected):
             return [opened]
         self.open[request.request_id] = opened
@@ -431,9 +425,9 @@ class RouterCore:
         Raises:
             LookupError: it would wait, or no model has its name; the message has the reason.
         """
-        number = self._arrivals.count
-        opened = self._arrivals.opened(request, prefix, now_ns)
-        self._arrivals.count = number
+        number = self.arrivals.count
+        opened = self.arrivals.opened(request, prefix, now_ns)
+        self.arrivals.count = number
         if isinstance(opened, Rejected):
             raise LookupError(opened.reason)  # noqa: TRY004
         found = self._admit(opened, now_ns)

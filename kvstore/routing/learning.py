@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvstore.routing.costs import LEARNED
 from kvstore.routing.policy import PolicyLearning
-from kvstore.routing.workers.rows import FleetColumn, Floats
+from kvstore.routing.workers.rows import Floats
 
 RATE: Final = 0.05
 """Weight of one observation."""
@@ -120,14 +120,3 @@ def smoothed_ratio(before: float, predicted: float, observed: float) -> float:
         return before
     rate = _SMOOTH * min(1.0, predicted / _WHOLE_TOKENS)
     return (1 - rate) * before + rate * min(1.0, max(0.0, observed) / predicted)
-
-
-def learn_hits(worker: Floats, offered: tuple[float, float], cached: int) -> None:
-    """Args:
-    worker: its column of the fleet.
-    offered: as in `Placement`, before any ratio: else a ratio would settle at its own root.
-    """
-    near, far = offered
-    ratios = worker[FleetColumn.HIT_RATIO : FleetColumn.FETCH_RATIO + 1]
-    ratios[0] = smoothed_ratio(ratios[0], near, cached)
-    ratios[1] = smoothed_ratio(ratios[1], far, cached - near)

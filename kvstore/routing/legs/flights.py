@@ -14,12 +14,12 @@ from typing import Final
 
 import msgspec
 
-from kvstore.routing.learning import learn_hits
+from kvstore.routing.learning import smoothed_ratio
 from kvstore.routing.placing import Placer
 from kvstore.routing.requests import OpenRequest, Placement
 from kvstore.routing.values import WorkerRole
 from kvstore.routing.workers.fleet import Fleet
-from kvstore.routing.workers.rows import Flight
+from kvstore.routing.workers.rows import FleetColumn, Flight
 from kvstore.units import NS_PER_S
 
 _PREFILL: Final = "\0prefill"
@@ -90,7 +90,10 @@ class Legs:
         if placed is None or row is None or cached is None or placed.prefill_worker:
             return
         if served_by in ("", placed.worker):
-            learn_hits(self._fleet.columns[:, row], placed.offered, cached)
+            near, far = placed.offered  # before any ratio, or it would settle at its own root
+            ratios = self._fleet.columns[FleetColumn.HIT_RATIO : FleetColumn.FETCH_RATIO + 1, row]
+            ratios[0] = smoothed_ratio(ratios[0], near, cached)
+            ratios[1] = smoothed_ratio(ratios[1], far, cached - near)
 
     def ended(self, opened: OpenRequest, now_ns: int) -> None:
         """All legs are over."""
