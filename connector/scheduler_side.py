@@ -83,12 +83,8 @@ class SchedulerSide:
         self._link: Link | None = None
         self._adapters = Adapters(dtype=adapter_dtype)
         self._requests: dict[str, Request] = {}
-        self._keys: dict[str, Sequence[bytes]] = {}
-        """Keys of each request, which may still grow."""
         self._unread: set[str] = set()
         """Requests that wait for their adapter to be read."""
-        self._due_tokens: dict[str, int] = {}
-        """Tokens at which the next block of a request is complete: most steps complete none."""
         self._in_lockstep = in_lockstep
         self._watched_ns = 0
         """Time spent in this step on watching the socket."""
@@ -223,7 +219,6 @@ class SchedulerSide:
                 self._core.pushes.refuse(transfer, f"not stored: {reason}")
             self._leave_out(request, reason, now_ns)
             return True
-        self._keys[request.request_id] = keys
         self._requests[request.request_id] = request
         self._core.new_request(
             request.request_id,
@@ -234,7 +229,6 @@ class SchedulerSide:
             transfer=transfer,
             tail=tail_key(request, keys, transfer, self._tail_block_tokens),
         )
-        self._due_tokens[request.request_id] = self._core.due_tokens(request.request_id)
         self._flush(now_ns)
         return True
 
@@ -285,7 +279,7 @@ class SchedulerSide:
             and self._link is not None
             and (watch_ns := self._watch_left_ns(request.request_id)) > 0
             and not self._unsent
-            and (self._is_idle or self._core.awaits_answer(request.request_id))
+            and (self._is_idle or self._core.requests[request.request_id].awaits_answer)
         ):
             self._flush(time.monotonic_ns())
             self._watch(watch_ns)
@@ -301,7 +295,6 @@ class SchedulerSide:
         asked_before = self._core.leases_open
         outcome = self._core.match(
             request.request_id,
-            self._keys[request.request_id],
             local_tokens=local_tokens,
             tokens_max=request.num_tokens - 1,
             now_ns=time.monotonic_ns(),
@@ -323,11 +316,11 @@ class SchedulerSide:
         if external_tokens:
             # Should an error of ours follow, this load still ends: as failed, and computed again.
             # The engine's own blocks before it are others' too, and valid.
-            targets = tuple(tables[0][self._core.local_blocks(request.request_id) :])
+            local_blocks = self._core.requests[request.request_id].local_blocks
+            targets = tuple(tables[0][local_blocks:])
             self._promised = LoadJob(request.request_id, 0, 0, targets, b"", b"", b"")
         self._core.allocated(
             request.request_id,
-            self._keys[request.request_id],
             tables=tables,
             external_tokens=external_tokens,
             now_ns=time.monotonic_ns(),
@@ -340,7 +333,8 @@ class SchedulerSide:
 
     def file_tokens(self, request: Request) -> int:
         """Tokens of the request's load that came from disk for it."""
-        return self._core.file_tokens(request.request_id)
+        entry = self._core.requests.get(request.request_id)
+        return entry.file_tokens if entry is not None else 0
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
         """The request ended; its blocks are free at once, fences protect running copies. Returns
@@ -358,7 +352,6 @@ class SchedulerSide:
             self._leave_out(request, "adapter", time.monotonic_ns())
         if self._requests.pop(request.request_id, None) is None:
             return
-        del self._due_tokens[request.request_id], self._keys[request.request_id]
         story = self._core.finished(request.request_id, why_early, time.monotonic_ns())
         self._flush(time.monotonic_ns())
         if story is not None and self._config.log_requests:
@@ -391,7 +384,8 @@ class SchedulerSide:
             if request is None:
                 continue
             computed = request.num_computed_tokens + scheduled
-            if computed >= self._due_tokens[request_id] and state is not None:
+            # Most steps complete no block of a request.
+            if computed >= self._core.requests[request_id].due_tokens and state is not None:
                 self._store(request, computed, state)
         self._unreturned = plan = self._core.plan(
             _new_blocks(output, self._table_tokens),
@@ -416,10 +410,7 @@ class SchedulerSide:
             if self._groups is not None:
                 offers = state.boundary_state_offloads.get(request_id, ())
                 tables = self._groups.stored_tables(block_ids, offers)
-            self._core.fill(
-                request_id, self._keys[request_id], tables=tables, settled_tokens=settled
-            )
-        self._due_tokens[request_id] = self._core.due_tokens(request_id)
+            self._core.fill(request_id, tables=tables, settled_tokens=settled)
 
     def rescue_plan(self) -> StepPlan:
         """After an error of ours: loads that the engine waits for must still reach the ranks."""

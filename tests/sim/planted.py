@@ -27,10 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.core import loads, lookups, stores
-from kvstore.client.core.lookup import Lookup
 from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import LoadJob, LoadResult, StoreJob
 from kvstore.client.core.rank import RankCore
+from kvstore.client.core.request import Request
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.client.core.stores import EngineStores
 from kvstore.engine.events import Fetch, Fetched
@@ -135,13 +135,13 @@ def first_of_several_errors_frees() -> contextlib.AbstractContextManager[Any]:
     """The first rank whose part of a load fails ends it, while other ranks still copy theirs."""
     reported = EngineLookups.reported
 
-    def broken(self: EngineLookups, result: LoadResult, now_ns: int) -> Lookup | None:
+    def broken(self: EngineLookups, result: LoadResult, now_ns: int) -> bool:
         entry = self._by_lease.get(result.lease)
-        ended = reported(self, result, now_ns)
-        if ended is None and entry is not None and result.failed_block_ids:
+        has_ended = reported(self, result, now_ns)
+        if not has_ended and entry is not None and result.failed_block_ids:
             self.release(entry[0])
-            return entry[0]
-        return ended
+            return True
+        return has_ended
 
     return mock.patch.object(EngineLookups, "reported", broken)
 
@@ -340,8 +340,8 @@ def groups_swapped() -> contextlib.AbstractContextManager[Any]:
     """Blocks are stored under the keys of the next KV cache group."""
     bind = EngineStores.bind
 
-    def broken(self: EngineStores, progress: Any, group: int, **more: Any) -> None:
-        bind(self, progress, (group + 1) % len(self._config.block_sizes), **more)
+    def broken(self: EngineStores, request: Request, group: int, **more: Any) -> None:
+        bind(self, request, (group + 1) % len(self._config.block_sizes), **more)
 
     return mock.patch.object(EngineStores, "bind", broken)
 
@@ -380,8 +380,8 @@ def load_targets_not_fenced() -> contextlib.AbstractContextManager[Any]:
     plan = SchedulerCore.plan
 
     def broken(self: SchedulerCore, *arguments: Any, **more: Any) -> Any:
-        self._load_targets = []
-        return plan(self, *arguments, **more)
+        loads = self._take_loads()
+        return msgspec.structs.replace(plan(self, *arguments, **more), loads=loads)
 
     return mock.patch.object(SchedulerCore, "plan", broken)
 
@@ -390,12 +390,12 @@ def lease_released_at_the_first_rank() -> contextlib.AbstractContextManager[Any]
     """The other ranks still copy."""
     reported = EngineLookups.reported
 
-    def broken(self: EngineLookups, result: LoadResult, now_ns: int) -> Lookup | None:
-        lookup = reported(self, result, now_ns)
+    def broken(self: EngineLookups, result: LoadResult, now_ns: int) -> bool:
+        has_ended = reported(self, result, now_ns)
         entry = self._by_lease.get(result.lease)
-        if lookup is None and entry is not None and entry[0].parts:
+        if not has_ended and entry is not None and entry[0].parts:
             self._attachment.outbox.append(LeaseRelease(leases=[p.lease for p in entry[0].parts]))
-        return lookup
+        return has_ended
 
     return mock.patch.object(EngineLookups, "reported", broken)
 

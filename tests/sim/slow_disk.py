@@ -264,15 +264,15 @@ class SlowDiskWorld:
         begin_ns, factor = self.now_ns, self.disk.factor
         self.core.new_request(name, keys, prompt_tokens=tokens, now_ns=self.now_ns)
         self._exchange()
-        outcome = self.core.match(name, keys, local_tokens=0, now_ns=self.now_ns)
+        outcome = self.core.match(name, local_tokens=0, now_ns=self.now_ns)
         while outcome is PENDING:
             self._exchange()
-            outcome = self.core.match(name, keys, local_tokens=0, now_ns=self.now_ns)
+            outcome = self.core.match(name, local_tokens=0, now_ns=self.now_ns)
             if outcome is PENDING:
                 self.now_ns += POLL_NS
         loaded = outcome.tokens if isinstance(outcome, Hit) else 0
         self.core.allocated(
-            name, keys, tables=(range(blocks + 1),), external_tokens=loaded, now_ns=self.now_ns
+            name, tables=(range(blocks + 1),), external_tokens=loaded, now_ns=self.now_ns
         )
         if loaded:
             self._load(self.core.plan((), self.now_ns))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvstore.client.core.copies import Copied, Copy, CopyVoid, Outcome, RunningStore
-from kvstore.client.core.lookup import LookupStage
 from kvstore.client.core.rank import RankCore
+from kvstore.client.core.request import LookupStage
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Event, Tick
@@ -39,12 +39,12 @@ def stores_while_loading(patch: pytest.MonkeyPatch) -> None:
     settled_tokens = SchedulerCore.settled_tokens
 
     def changed(self: SchedulerCore, request: str, **tokens: int) -> int:
-        entry = self._requests.get(request)
-        if entry is None or entry.lookup.stage is not LookupStage.LOADING:
+        entry = self.requests.get(request)
+        if entry is None or entry.stage is not LookupStage.LOADING:
             return settled_tokens(self, request, **tokens)
-        entry.lookup.stage = LookupStage.NONE
+        entry.stage = LookupStage.NONE
         settled = settled_tokens(self, request, **tokens)
-        entry.lookup.stage = LookupStage.LOADING
+        entry.stage = LookupStage.LOADING
         return settled
 
     patch.setattr(SchedulerCore, "settled_tokens", changed)

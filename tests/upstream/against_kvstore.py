@@ -26,8 +26,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvstore.client.core.lookup import LookupStage
 from kvstore.client.core.plan import LoadJob, LoadResult, RankReport
+from kvstore.client.core.request import LookupStage
 from kvstore.client.link import Link, Lost
 from kvstore.connector import scheduler_side
 from kvstore.connector.vllm import KVStoreConnector, KVStoreWorkerMetadata
@@ -219,8 +219,8 @@ def _stock_as_asked(connector: KVStoreConnector, wanted: dict[str, Any], block_t
         """A test that answers in the connector's place must say what the connector would."""
         side = connector._scheduler
         assert side is not None
-        entry = side._core._requests[request.request_id]
-        if tokens and entry.lookup.stage is LookupStage.NONE:
+        entry = side._core.requests[request.request_id]
+        if tokens and entry.stage is LookupStage.NONE:
             _the_stock().hold(list(request.block_hashes[: tokens // block_tokens]))
             answer = match(request, 0)
             assert answer == (tokens, True), f"the script says {tokens} tokens, kvstore {answer}"

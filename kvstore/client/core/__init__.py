@@ -7,10 +7,9 @@
 | `dial.py`       | back-off, late greetings, heartbeats         | times → connect, hang up      |
 | `attachment.py` | the scheduler's session and credits          | datagrams → state, credits    |
 | `hits.py`       | lengths of hits, the port of their rules     | –                             |
-| `lookup.py`     | the state of one request's lookup            | –                             |
 | `loads.py`      | known blocks, leased blocks as jobs          | answers → HitPlan, LoadJob    |
 | `pushes.py`     | transfers from prefill to decode             | requests ↔ datagrams          |
-| `requests.py`   | a request under way, its story               | –                             |
+| `request.py`    | a request under way, its story               | –                             |
 | `lookups.py`    | leases and loads                             | keys → hit, miss, pending     |
 | `stores.py`     | which filled blocks go where, fences         | full blocks, credits → StoreJob |
 | `scheduler.py`  | joins them for one engine                    | requests → StepPlan           |

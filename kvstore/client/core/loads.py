@@ -7,14 +7,14 @@ Does not cover: leases (`lookups.py`), the engine's rules (`hits.HitRules`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.hits import HitPlan, HitRules, block_keys
-from kvstore.client.core.lookup import Lookup, LookupPart
 from kvstore.client.core.plan import LoadJob
+from kvstore.client.core.request import LookupPart, Request
 from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, Hint, LeaseMore, LeaseReply
 
@@ -24,21 +24,14 @@ def keys_per_ask(shards: int) -> int:
     return max(1, KEYS_PER_DATAGRAM_MAX // shards)
 
 
-def found_blocks(part: LookupPart, shards: int) -> int:
-    """Blocks that the answer to one question leases."""
-    assert part.reply is not None
-    return min(len(part.reply.slots) // (4 * shards), part.count)
-
-
-def leading_blocks(parts: Sequence[LookupPart], shards: int) -> int:
+def leading_blocks(parts: Sequence[LookupPart]) -> int:
     """Blocks of the first group that are leased without a gap."""
     leading = 0
     for part in parts:
         if part.group:
             break
-        found = found_blocks(part, shards)
-        leading += found
-        if found < part.count:
+        leading += part.found_blocks
+        if part.is_short:
             break
     return leading
 
@@ -56,42 +49,36 @@ def needed_blocks(
 
 
 def load_job(
-    parts: Sequence[LookupPart],
-    blocks: range,
-    *,
-    request: str,
-    session: int,
-    keys: Sequence[bytes],
-    table: Sequence[int],
-    shards: int,
+    request: Request, group: int, blocks: range, *, keys: Sequence[bytes], table: Sequence[int]
 ) -> LoadJob:
-    """The job that fills blocks of one group.
+    """The job that fills blocks of one group, which the answers about it lease.
 
     Args:
-        parts: answered questions about the group, which lease the blocks.
+        request: of the lookup.
+        group: number of the group.
         blocks: numbers in the prompt.
-        request, session: of the lookup.
         keys: of all blocks of the request.
         table: the engine's blocks of the request.
-        shards: of the group.
     """
+    parts = [part for part in request.parts if part.group == group]
     replies = [part.reply for part in parts if part.reply is not None]
     begin, end = blocks.start - parts[0].first, blocks.stop - parts[0].first
-    assert 0 <= begin < end <= sum(found_blocks(part, shards) for part in parts), (begin, end)
+    assert 0 <= begin < end <= sum(part.found_blocks for part in parts), (begin, end)
+    shards = parts[0].shards
 
     def cut(arrays: list[bytes], size: int) -> bytes:
         return b"".join(arrays)[begin * shards * size : end * shards * size]
 
     return LoadJob(
-        request=request,
+        request=request.id,
         lease=parts[0].lease,
-        session=session,
+        session=request.session,
         block_ids=tuple(table[blocks.start : blocks.stop]),
         keys=b"".join(keys[blocks.start : blocks.stop]),
         slots=cut([r.slots for r in replies], 4),
         generations=cut([r.generations for r in replies], 8),
         checksums=cut([joined_checksums(replies)], CHECKSUM_BYTES),
-        group=parts[0].group,
+        group=group,
     )
 
 
@@ -117,48 +104,48 @@ def joined_checksums(replies: Sequence[LeaseReply | LeaseMore]) -> bytes:
 
 
 def surveys(
-    config: SchedulerConfig, lookup: Lookup, keys: Sequence[bytes], shard_counts: Sequence[int]
+    config: SchedulerConfig, request: Request, shard_counts: Sequence[int]
 ) -> Iterator[Hint]:
     """The hints that ask which blocks of these groups the node knows."""
     for group in range(1, len(config.block_sizes)):
-        names = block_keys(keys, config.keys_per_block(group))
+        names = block_keys(request.sought, config.keys_per_block(group))
         size = max(8, KEYS_PER_DATAGRAM_MAX // shard_counts[group] // 8 * 8)
         for begin in range(0, len(names), size):
-            yield Hint(lookup.tag, b"".join(names[begin : begin + size]), group, begin)
+            yield Hint(request.tag, b"".join(names[begin : begin + size]), group, begin)
 
 
-def short_parts(lookup: Lookup, found: Callable[[LookupPart], int]) -> list[LookupPart]:
+def short_parts(request: Request) -> list[LookupPart]:
     """Questions about these groups of which not all blocks are leased."""
-    return [part for part in lookup.parts if part.group and found(part) < part.count]
+    return [part for part in request.parts if part.group and part.is_short]
 
 
-def coming_tokens(lookup: Lookup, block_tokens: int, found: Callable[[LookupPart], int]) -> int:
+def coming_tokens(request: Request) -> int:
     """Tokens of the blocks on their way that would lengthen the hit."""
-    if lookup.plan is not None:  # without one of these blocks there is no such hit
-        short = short_parts(lookup, found)
-        if any(found(part) + part.promoting < part.count for part in short):
+    if request.plan is not None:  # without one of these blocks there is no such hit
+        short = short_parts(request)
+        if any(part.found_blocks + part.promoting < part.count for part in short):
             return 0
-        return lookup.plan.tokens - lookup.first_block * block_tokens if short else 0
+        return request.plan.tokens - request.first_block * request.block_tokens if short else 0
     coming = 0
-    for part in lookup.parts:
+    for part in request.parts:
         coming += part.promoting
-        if found(part) + part.promoting < part.count:
+        if part.found_blocks + part.promoting < part.count:
             break
-    return coming * block_tokens
+    return coming * request.block_tokens
 
 
 def next_plan(
-    rules: HitRules, config: SchedulerConfig, lookup: Lookup, *, key_count: int, tokens_max: int
+    rules: HitRules, config: SchedulerConfig, request: Request, tokens_max: int
 ) -> HitPlan:
     """The longest hit of all groups, by the answers so far: the first group has what its leases
     hold, the others what the node knows, all of them what the engine itself has."""
-    local_tokens = lookup.first_block * config.block_tokens
+    local_tokens, key_count = request.first_block * request.block_tokens, len(request.sought)
     present = [
-        lookup.present.resized(group, key_count // config.keys_per_block(group))
+        request.present.resized(group, key_count // config.keys_per_block(group))
         for group in range(len(config.block_sizes))
     ]
     present[0][:] = False
-    present[0][: lookup.first_block + lookup.found_blocks] = True
+    present[0][: request.first_block + request.found_blocks] = True
     for mask, size in zip(present, config.block_sizes, strict=True):
         mask[: local_tokens // size] = True
     return rules.longest(present, tokens_max=tokens_max)

@@ -15,7 +15,6 @@ Does not cover: which requests these are (`kvstore.wire.transfers`), lookups (`l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -24,27 +23,16 @@ from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.hits import HitRules, block_keys
 from kvstore.client.core.loads import needed_blocks
-from kvstore.client.core.lookup import Lookup
 from kvstore.client.core.plan import SchedulerStats
+from kvstore.client.core.request import Request
 from kvstore.client.core.stores import EngineStores
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
-from kvstore.wire.transfers import DecodePart, PrefillPart, answer_of
+from kvstore.wire.transfers import PrefillPart, answer_of
 
 WATCH_SHARE: Final = 16
 WATCH_NS_MAX: Final = 16 * NS_PER_MS
-
-
-class _AwaitedPush:
-    """A request for whose blocks a PushExpect is out."""
-
-    __slots__ = ("last_key", "lookup", "open", "transfer")
-
-    def __init__(self, transfer: str, lookup: Lookup, last_key: bytes) -> None:
-        self.transfer, self.lookup, self.last_key = transfer, lookup, last_key
-        self.open: set[tuple[int, int]] = set()
-        """Group and first block of its PushExpects that have no PushEnd yet."""
 
 
 class EnginePushes:
@@ -63,13 +51,12 @@ class EnginePushes:
         self._attachment = attachment
         self._stores = stores
         self._stats = stats
-        self._producing: dict[str, PrefillPart] = {}
+        self._producing: dict[str, Request] = {}
         """Requests that are being prefilled."""
-        self._paused: set[str] = set()
-        """Requests that were preempted."""
         self._closing: list[tuple[str, int, int]] = []
         """(transfer, last store of its request, time of its end)."""
-        self._waiting: dict[str, _AwaitedPush] = {}
+        self._waiting: dict[str, Request] = {}
+        """Requests for whose blocks PushExpects are out."""
         self._session = 0
         """Session of the PushExpects that are out."""
 
@@ -80,68 +67,66 @@ class EnginePushes:
 
     # ── prefill ──────────────────────────────────────────────────────────────────────────────────
 
-    def open(self, request: str, produced: PrefillPart) -> None:
+    def open(self, request: Request) -> None:
         """A request arrives whose blocks other nodes may be sent."""
         self._stats.add("pushes_opened")
-        if not self._is_open(produced.transfer):
-            self._say(PushOpen(produced.transfer))
-        self._producing[request] = produced
+        self._open(request.transfer_id)
+        self._producing[request.id] = request
 
     def answer(self, request: str, tokens: int) -> dict[str, Any] | None:
         """Parameters for the decode engine of a request whose prefill is complete; None: none."""
-        produced = self._producing.get(request)
-        if produced is None or not self.node:
+        entry = self._producing.get(request)
+        if entry is None or not isinstance(entry.transfer, PrefillPart) or not self.node:
             return None
         return answer_of(
-            produced,
+            entry.transfer,
             node=self.node,
             engine=self._config.engine_id,
             request_id=request,
             tokens=tokens,
         )
 
-    def _is_open(self, transfer: str) -> bool:
-        others = (
-            own.transfer for request, own in self._producing.items() if request not in self._paused
-        )
-        return transfer in others or any(transfer == own for own, *_ in self._closing)
+    @property
+    def _transfers(self) -> set[str]:
+        """Transfers that are open."""
+        producing = (own.transfer_id for own in self._producing.values() if not own.is_paused)
+        return {*producing, *(own for own, *_ in self._closing)}
+
+    def _open(self, transfer: str) -> None:
+        if transfer not in self._transfers:
+            self._say(PushOpen(transfer))
+
+    def _close(self, transfer: str, reason: str = "") -> None:
+        if transfer not in self._transfers:
+            self._say(PushClose(transfer, reason))
 
     def refuse(self, produced: PrefillPart, reason: str) -> None:
         """A request arrives whose blocks are not stored."""
-        if not self._is_open(produced.transfer):
-            self._say(PushClose(produced.transfer, reason))
+        self._close(produced.transfer, reason)
 
     def preempted(self, request: str) -> None:
         """The request lost its blocks; those that were stored stay."""
-        produced = self._producing.get(request)
-        if produced is not None and request not in self._paused:
-            self._paused.add(request)
-            if not self._is_open(produced.transfer):
-                self._say(PushClose(produced.transfer, "preempted"))
+        entry = self._producing.get(request)
+        if entry is not None and not entry.is_paused:
+            entry.is_paused = True
+            self._close(entry.transfer_id, "preempted")
 
-    def resumed(self, request: str) -> None:
+    def resumed(self, request: Request) -> None:
         """The request goes on after a preemption, or was not preempted."""
-        if request in self._paused:
-            transfer = self._producing[request].transfer
-            if not self._is_open(transfer):
-                self._say(PushOpen(transfer))
-            self._paused.discard(request)
+        if request.is_paused:
+            self._open(request.transfer_id)
+            request.is_paused = False
 
-    def finished(self, request: str, reason: str, now_ns: int) -> None:
+    def finished(self, request: Request, reason: str, now_ns: int) -> None:
         """The request ended; `reason` is empty where its prefill was complete."""
         self._leave(request)
-        produced = self._producing.pop(request, None)
-        if produced is None:
-            return
-        transfer, was_paused = produced.transfer, request in self._paused
-        self._paused.discard(request)
-        if was_paused:
-            return  # its transfer was closed then
+        if self._producing.pop(request.id, None) is None or request.is_paused:
+            return  # the transfer of a paused one was closed then
         if not reason:
-            self._closing.append((transfer, self._stores.last_job, now_ns))
+            self._closing.append((request.transfer_id, self._stores.last_job, now_ns))
             self.settle(now_ns)
-        elif not self._is_open(transfer):
-            self._say(PushClose(transfer, reason))
+        else:
+            self._close(request.transfer_id, reason)
 
     def settle(self, now_ns: int) -> None:
         """Close transfers whose stores have ended."""
@@ -155,49 +140,44 @@ class EnginePushes:
         ]
         self._closing = [entry for entry in self._closing if entry not in due]
         for transfer in {transfer for transfer, *_ in due}:
-            if not self._is_open(transfer):
-                self._say(PushClose(transfer))
+            self._close(transfer)
 
     # ── decode ───────────────────────────────────────────────────────────────────────────────────
 
-    def expect(
-        self,
-        request: str,
-        expected: DecodePart,
-        keys: Sequence[bytes],
-        lookup: Lookup,
-        now_ns: int,
-        tokens_max: int,
-    ) -> None:
-        """A request arrives whose blocks are sent here. Before its hints; `tokens_max` of a hit."""
-        if not (self.node and keys and expected.node):
+    def expect(self, request: Request, node: str, now_ns: int) -> None:
+        """A request arrives whose blocks this node sends. Before its hints."""
+        keys = request.sought
+        if not (self.node and keys and node):
             return
-        waiting = _AwaitedPush(expected.transfer, lookup, bytes(keys[-1]))
-        twin = next((w for w in self._waiting.values() if w.last_key == waiting.last_key), None)
-        if twin is not None and twin.transfer == waiting.transfer and twin.open:
-            waiting.open = set(twin.open)
+        twin = next((w for w in self._waiting.values() if w.sought[-1] == keys[-1]), None)
+        if twin is not None and twin.transfer_id == request.transfer_id:
+            request.expected = set(twin.expected)
         else:
-            for group, blocks in enumerate(self._wanted(len(keys), tokens_max)):
-                names = block_keys(keys, self._config.keys_per_block(group))
-                for first in range(blocks.start, blocks.stop, KEYS_PER_DATAGRAM_MAX):
-                    part = names[first : min(first + KEYS_PER_DATAGRAM_MAX, blocks.stop)]
-                    waiting.open.add((group, first))
-                    self._say(
-                        PushExpect(
-                            transfer=expected.transfer,
-                            node=expected.node,
-                            keys=b"".join(part),
-                            deadline_ms=self._config.push_deadline_ms,
-                            group=group,
-                            first_block=first,
-                        )
-                    )
-        if not waiting.open:
+            self._expect(request, node)
+        if not request.expected:
             return
         self._stats.add("pushes_expected")
         self._session = self._attachment.session
-        self._waiting[request] = waiting
-        lookup.pushed_until_ns = now_ns + self._config.push_deadline_ms * NS_PER_MS
+        self._waiting[request.id] = request
+        request.pushed_until_ns = now_ns + self._config.push_deadline_ms * NS_PER_MS
+
+    def _expect(self, request: Request, node: str) -> None:
+        keys = request.sought
+        for group, blocks in enumerate(self._wanted(len(keys), request.prompt_tokens - 1)):
+            names = block_keys(keys, self._config.keys_per_block(group))
+            for first in range(blocks.start, blocks.stop, KEYS_PER_DATAGRAM_MAX):
+                part = names[first : min(first + KEYS_PER_DATAGRAM_MAX, blocks.stop)]
+                request.expected.add((group, first))
+                self._say(
+                    PushExpect(
+                        transfer=request.transfer_id,
+                        node=node,
+                        keys=b"".join(part),
+                        deadline_ms=self._config.push_deadline_ms,
+                        group=group,
+                        first_block=first,
+                    )
+                )
 
     def _wanted(self, key_count: int, tokens_max: int) -> list[range]:
         """Blocks of each group that the longest hit needs. Others may not be stored there, as of
@@ -219,37 +199,35 @@ class EnginePushes:
         if waiting is None:
             return 0
         deadline_ns = self._config.push_deadline_ms * NS_PER_MS
-        waited_ns = now_ns - waiting.lookup.pushed_until_ns + deadline_ns
+        waited_ns = now_ns - waiting.pushed_until_ns + deadline_ns
         return min(waited_ns // WATCH_SHARE, WATCH_NS_MAX)
 
     def ended(self, end: PushEnd) -> None:
         """Blocks that were expected are here, or will not come."""
         for request, waiting in list(self._waiting.items()):
-            if waiting.transfer != end.transfer:
+            if waiting.transfer_id != end.transfer:
                 continue
-            waiting.open.discard((end.group, end.first_block))
+            waiting.expected.discard((end.group, end.first_block))
             if end.reason:
-                waiting.lookup.detail = f"push: {end.reason}"
+                waiting.detail = f"push: {end.reason}"
                 self._stats.add("pushes_short")
-            if not waiting.open:
-                waiting.lookup.pushed_until_ns = 0
+            if not waiting.expected:
+                waiting.pushed_until_ns = 0
                 del self._waiting[request]
 
-    def admitted(self, request: str, now_ns: int) -> None:
+    def admitted(self, request: Request, now_ns: int) -> None:
         """The engine computes what it has not loaded; nobody waits any longer."""
-        waiting = self._waiting.get(request)
-        if waiting is not None and now_ns >= waiting.lookup.pushed_until_ns:
+        if request.id in self._waiting and now_ns >= request.pushed_until_ns:
             self._stats.add("pushes_given_up")
-            waiting.lookup.detail = "push: deadline"
+            request.detail = "push: deadline"
         self._leave(request)
 
-    def _leave(self, request: str) -> None:
-        waiting = self._waiting.pop(request, None)
-        if waiting is None:
+    def _leave(self, request: Request) -> None:
+        if self._waiting.pop(request.id, None) is None:
             return
-        waiting.lookup.pushed_until_ns = 0
-        if all(other.transfer != waiting.transfer for other in self._waiting.values()):
-            self._say(PushCancel(waiting.transfer))
+        request.pushed_until_ns = 0
+        if all(other.transfer_id != request.transfer_id for other in self._waiting.values()):
+            self._say(PushCancel(request.transfer_id))
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
@@ -259,17 +237,14 @@ class EnginePushes:
             self._attachment.is_open and self._attachment.session == self._session
         ):
             for waiting in self._waiting.values():
-                waiting.lookup.pushed_until_ns = 0
-                waiting.lookup.detail = "push: no node"
+                waiting.pushed_until_ns = 0
+                waiting.detail = "push: no node"
             self._waiting.clear()
 
     def session_opened(self) -> None:
         """Name the transfers under way to the node, which knows none of them."""
         self.look()
-        going_on = {
-            own.transfer for request, own in self._producing.items() if request not in self._paused
-        }
-        for transfer in sorted(going_on | {own for own, *_ in self._closing}):
+        for transfer in sorted(self._transfers):
             self._say(PushOpen(transfer))
 
     def _say(self, message: PushOpen | PushClose | PushExpect | PushCancel) -> None:

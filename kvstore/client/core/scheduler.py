@@ -14,18 +14,16 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvstore.breaker import Breaker
 from kvstore.client.core.attachment import Attachment, AttachState
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
 from kvstore.client.core.hits import PENDING, Hit, HitRules, Miss, Outcome, block_keys
-from kvstore.client.core.lookup import WAITING_STAGES, Lookup, LookupStage
 from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import LoadJob, LoadResult, RankReport, SchedulerStats, StepPlan
 from kvstore.client.core.pushes import EnginePushes
-from kvstore.client.core.requests import TrackedRequest, cut_name, story_of
+from kvstore.client.core.request import WAITING_STAGES, LookupStage, Request, cut_name
 from kvstore.client.core.shadow import Shadows
-from kvstore.client.core.stores import HINT_KEYS_MAX, EngineStores, StoreProgress
+from kvstore.client.core.stores import HINT_KEYS_MAX, EngineStores
 from kvstore.wire.messages import (
     Hint,
     HintReply,
@@ -52,21 +50,16 @@ class SchedulerCore:
         self._rules = rules
         self.stats = SchedulerStats()
         self.attachment = Attachment(config)
-        self._breaker = Breaker(
-            failures_max=config.breaker_failures_max, cooldown_ms=config.breaker_cooldown_ms
-        )
         self.costs = Costs(config)
-        self._lookups = EngineLookups(
-            config, self.attachment, self._breaker, self.stats, self.costs, rules
-        )
+        self._lookups = EngineLookups(config, self.attachment, self.stats, self.costs, rules)
         self._stores = EngineStores(config, self.attachment, self.stats)
         self.pushes = EnginePushes(config, self.attachment, self._stores, self.stats, rules)
         self._shadows = Shadows(config, self.attachment, self._lookups, self._stores, self.stats)
-        self._requests: dict[str, TrackedRequest] = {}
-        self._by_tag: dict[int, TrackedRequest] = {}
+        self.requests: dict[str, Request] = {}
+        """Requests under way, by the engine's names."""
+        self._by_tag: dict[int, Request] = {}
         self._next_tag = 1
         self._loads: list[LoadJob] = []
-        self._load_targets: list[int] = []
         self._incarnation = 0
         self._engine_holds_old = False
         """Blocks of before the last reset may still be in the engine's own cache."""
@@ -90,8 +83,8 @@ class SchedulerCore:
             case HintReply():
                 request = self._by_tag.get(message.request)
                 if request is not None:
-                    present = request.progress.present
-                    present.heard(message.group, message.first_block, message.present)
+                    first_block, flags = message.first_block, message.present
+                    request.present.heard(message.group, first_block, flags)
             case _:
                 reason = self.attachment.received(message, now_ns)
                 if isinstance(message, SessionOpen):
@@ -100,8 +93,8 @@ class SchedulerCore:
                 if self.attachment.incarnation != self._incarnation:
                     self._incarnation = self.attachment.incarnation
                     self._stores.forget_recent()
-                    for entry in self._requests.values():
-                        entry.lookup.present.clear()
+                    for entry in self.requests.values():
+                        entry.present.clear()
                 self._tell_what_was_kept()
                 return reason
         return None
@@ -133,8 +126,8 @@ class SchedulerCore:
         self._stores.forget_recent()
         self._engine_holds_old = not emptied
         if not emptied:
-            for entry in self._requests.values():
-                entry.progress.is_old = True
+            for entry in self.requests.values():
+                entry.is_old = True
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
@@ -152,39 +145,40 @@ class SchedulerCore:
         """A request arrived, maybe with a part in a transfer. Sends hints, if it may; pins
         nothing. `tail`: key of the prompt's tail, where a transfer includes it (`PromptKeys`);
         ignored with several KV cache groups or drafts."""
-        tag = self._next_tag
-        self._next_tag += 1
-        lookup = Lookup(tag)
-        progress = self._stores.new_progress(lookup.present)
-        name = transfer.transfer if transfer is not None else ""
-        entry = TrackedRequest(prompt_tokens, lookup, progress, name)
-        self._now_ns = entry.arrived_ns = now_ns
-        self._requests[request] = entry
-        self._by_tag[tag] = entry
+        self._now_ns = now_ns
         has_tails = self._rules is None and not self.config.lookahead_tokens
-        if tail and transfer is not None and has_tails:
-            entry.tail = tail
-            progress.tail_tokens = prompt_tokens if isinstance(transfer, PrefillPart) else 0
+        entry = Request(
+            request,
+            self._next_tag,
+            keys,
+            prompt_tokens=prompt_tokens,
+            block_tokens=self.config.block_tokens,
+            next_blocks=[0] * len(self.config.block_sizes),
+            hint_sequence=self._stores.next_sequence(),
+            transfer=transfer,
+            tail=tail if transfer is not None and has_tails else b"",
+            arrived_ns=now_ns,
+        )
+        self._next_tag += 1
+        self.requests[request] = self._by_tag[entry.tag] = entry
+        self._set_due(entry)
         if isinstance(transfer, PrefillPart):
-            self.pushes.open(request, transfer)
+            self.pushes.open(entry)
         elif transfer is not None and may_hint:
-            sought = entry.sought(keys, self.config.block_tokens)
-            self.pushes.expect(request, transfer, sought, lookup, now_ns, prompt_tokens - 1)
+            self.pushes.expect(entry, transfer.node, now_ns)
         if not (self.attachment.is_open and may_hint):
             return
-        if progress.tail_tokens:
-            keys = entry.prompt_keys(keys, self.config.block_tokens)
         # A decode engine's hint excludes the tail: its place is that of a block of the answer.
+        keys = entry.stored
         for group in range(len(self.config.block_sizes)):
             if hinted := self._keys(keys, group)[:HINT_KEYS_MAX]:
-                self.attachment.outbox.append(Hint(tag, b"".join(hinted), group))
+                self.attachment.outbox.append(Hint(entry.tag, b"".join(hinted), group))
         if len(keys) <= HINT_KEYS_MAX:
-            lookup.hinted_ns, lookup.hinted_session = now_ns, self.attachment.session
+            entry.hinted_ns, entry.hinted_session = now_ns, self.attachment.session
 
     def match(
         self,
         request: str,
-        keys: Sequence[bytes],
         *,
         local_tokens: int,
         now_ns: int,
@@ -192,41 +186,25 @@ class SchedulerCore:
         may_ask: bool = True,
     ) -> Outcome:
         """How many tokens beyond `local_tokens` (whole blocks) can be loaded. `tokens_max`,
-        `may_ask`: see `Lookups.match`."""
-        entry = self._requests.get(request)
+        `may_ask`: see `EngineLookups.match`."""
+        entry = self.requests.get(request)
         if entry is None:
             return Miss("unknown request")
         self._now_ns = now_ns
         entry.local_tokens = local_tokens
-        self.pushes.resumed(request)
+        self.pushes.resumed(entry)
         self.pushes.look()
-        sought = entry.sought(keys, self.config.block_tokens)
-        if entry.lookup.stage is not LookupStage.SHADOW:  # which excludes the tail by its end
-            entry.lookup.end_tokens = 0 if sought is keys else entry.prompt_tokens
-        outcome = self._lookups.match(
-            entry.lookup,
-            sought,
-            first_block=local_tokens // self.config.block_tokens,
-            tokens_max=tokens_max,
-            now_ns=now_ns,
-            may_ask=may_ask,
-        )
+        outcome = self._lookups.match(entry, tokens_max=tokens_max, now_ns=now_ns, may_ask=may_ask)
         if outcome is not PENDING:
             entry.answer = outcome
             # The engine repeats its question until it has room for the request.
-            if entry.answered_ns <= entry.lookup.asked_at_ns:
+            if entry.answered_ns <= entry.asked_at_ns:
                 entry.answered_ns = now_ns
         return outcome
-
-    def awaits_answer(self, request: str) -> bool:
-        """Whether the node has been asked about the request and has not answered yet."""
-        entry = self._requests.get(request)
-        return entry is not None and entry.lookup.stage is LookupStage.ASKED
 
     def allocated(
         self,
         request: str,
-        keys: Sequence[bytes],
         *,
         tables: Sequence[Sequence[int]],
         external_tokens: int,
@@ -237,39 +215,30 @@ class SchedulerCore:
         With `external_tokens` > 0 a load is planned into the blocks after the local ones; with 0
         the engine computes, and held leases are given back.
         """
-        entry = self._requests.get(request)
+        entry = self.requests.get(request)
         if entry is None:
             return
-        lookup = entry.lookup
-        self.pushes.admitted(request, now_ns)
+        self.pushes.admitted(entry, now_ns)
         if self._engine_holds_old and entry.local_tokens >= self.config.block_tokens:
-            entry.progress.is_old = True
-            self._shadows.ended(lookup)  # what it computes differs, and nobody is to blame
+            entry.is_old = True
+            self._shadows.ended(entry)  # what it computes differs, and nobody is to blame
         # The engine repeats its question at will, but admits a request once a start.
         size = self.config.block_tokens
-        file_tokens = min(external_tokens, lookup.file_blocks * size)
-        peer_tokens = min(external_tokens - file_tokens, lookup.peer_blocks * size)
+        file_tokens = min(external_tokens, entry.file_blocks * size)
+        peer_tokens = min(external_tokens - file_tokens, entry.peer_blocks * size)
         if entry.answer is not None:
             self._count(entry.answer, file_tokens=file_tokens, peer_tokens=peer_tokens)
             entry.answer = None
             entry.cut_load(external_tokens)  # of an admission before a preemption
         if external_tokens > 0:
-            jobs = self._lookups.start_load(
-                lookup,
-                request=request,
-                keys=entry.sought(keys, size),
-                tables=tables,
-                local_tokens=entry.local_tokens,
-                tokens=external_tokens,
-            )
+            jobs = self._lookups.start_load(entry, tables, external_tokens)
             self._loads.extend(jobs)
-            self._load_targets.extend(block for job in jobs for block in job.block_ids)
             entry.load_ns = {}
             entry.loaded_tokens = external_tokens
             entry.file_tokens, entry.peer_tokens = file_tokens, peer_tokens
             self.stats.add("load_blocks", sum(len(job.block_ids) for job in jobs))
-        elif lookup.stage in WAITING_STAGES:
-            self._lookups.release(lookup)
+        elif entry.stage in WAITING_STAGES:
+            self._lookups.release(entry)
 
     def settled_tokens(self, request: str, *, computed_tokens: int, known_tokens: int) -> int:
         """Tokens of the request that will be computed and verified after this step, or 0 when
@@ -280,54 +249,38 @@ class SchedulerCore:
             computed_tokens: computed so far plus scheduled in this step (drafts included).
             known_tokens: verified tokens; drafts and placeholders are not among them.
         """
-        entry = self._requests.get(request)
-        if entry is None or entry.lookup.stage is LookupStage.LOADING:
+        entry = self.requests.get(request)
+        if entry is None or entry.stage is LookupStage.LOADING:
             return 0
         if known_tokens > entry.prompt_tokens and not entry.first_token_ns:
             entry.first_token_ns = self._now_ns
+            self._set_due(entry)
         tokens = max(0, min(computed_tokens, known_tokens) - self.config.lookahead_tokens)
         if self.config.store == "prompt":
             tokens = min(tokens, entry.prompt_tokens)
-        if self._has_to_store(entry.progress, tokens):
-            return tokens
-        return tokens if self._shadows.has_work(entry.lookup, tokens) else 0
+        has_work = self._stores.has_work(entry, tokens) or self._shadows.has_work(entry, tokens)
+        return tokens if has_work else 0
 
-    def _has_to_store(self, progress: StoreProgress, settled_tokens: int) -> bool:
-        return self.config.store != "none" and self._stores.has_work(progress, settled_tokens)
-
-    def fill(
-        self,
-        request: str,
-        keys: Sequence[bytes],
-        *,
-        tables: Sequence[Sequence[int]],
-        settled_tokens: int,
-    ) -> None:
+    def fill(self, request: str, *, tables: Sequence[Sequence[int]], settled_tokens: int) -> None:
         """Store, or compare, the blocks that this step completes. Call only if `settled_tokens` is
         not 0. `tables`: of the request, by KV cache group."""
-        entry = self._requests[request]
-        has_to_store = self._has_to_store(entry.progress, settled_tokens)
-        if entry.progress.tail_tokens:
-            keys = entry.prompt_keys(keys, self.config.block_tokens)
-        local_tokens = entry.local_tokens + entry.loaded_tokens
+        entry = self.requests[request]
+        has_to_store = self._stores.has_work(entry, settled_tokens)
         for group, (size, table) in enumerate(zip(self.config.block_sizes, tables, strict=True)):
-            names = self._keys(keys, group)
-            full_blocks = entry.progress.full_blocks(settled_tokens, size)
-            full_blocks = min(full_blocks, len(names), len(table))
-            self._shadows.bind(
-                entry.lookup, group, keys=names, block_ids=table, full_blocks=full_blocks
-            )
-            first = entry.progress.next_blocks[group]
+            names = self._keys(entry.stored, group)
+            full_blocks = min(entry.full_blocks(settled_tokens, size), len(names), len(table))
+            self._shadows.bind(entry, group, keys=names, block_ids=table, full_blocks=full_blocks)
+            first = entry.next_blocks[group]
             if has_to_store and first < full_blocks:
                 self._stores.bind(
-                    entry.progress,
+                    entry,
                     group,
                     keys=names,
                     block_ids=table,
                     full_blocks=full_blocks,
-                    local_blocks=local_tokens // size,
                     needed=self._needed(group, first, full_blocks),
                 )
+        self._set_due(entry)
 
     def _keys(self, keys: Sequence[bytes], group: int) -> Sequence[bytes]:
         return block_keys(keys, self.config.keys_per_block(group))
@@ -337,25 +290,12 @@ class SchedulerCore:
             return None
         return self._rules.are_needed(group, first_block, end_block)
 
-    def due_tokens(self, request: str) -> int:
-        """Tokens at which the next block of the request is complete, of any KV cache group, or
-        its first token is to be seen."""
-        entry = self._requests[request]
-        blocks = zip(entry.progress.next_blocks, self.config.block_sizes, strict=True)
+    def _set_due(self, entry: Request) -> None:
+        blocks = zip(entry.next_blocks, self.config.block_sizes, strict=True)
         due = min((done + 1) * size for done, size in blocks) + self.config.lookahead_tokens
-        if entry.progress.tail_tokens:
+        if entry.tail_tokens:
             due = min(due, entry.prompt_tokens)
-        return due if entry.first_token_ns else min(due, entry.prompt_tokens + 1)
-
-    def local_blocks(self, request: str) -> int:
-        """Leading blocks of the request that the engine had itself when it last asked."""
-        entry = self._requests.get(request)
-        return entry.local_tokens // self.config.block_tokens if entry is not None else 0
-
-    def file_tokens(self, request: str) -> int:
-        """Tokens of the request's load that came from disk for it."""
-        entry = self._requests.get(request)
-        return entry.file_tokens if entry is not None else 0
+        entry.due_tokens = due if entry.first_token_ns else min(due, entry.prompt_tokens + 1)
 
     def left_out(self, request: str, *, prompt_tokens: int, reason: str, now_ns: int) -> None:
         """A request that bypasses the cache, and why: only its story is sent."""
@@ -366,18 +306,17 @@ class SchedulerCore:
         """The request ended, in whatever way; `why_early`: not as it should. A running load ends by
         its ranks' reports."""
         self._now_ns = max(self._now_ns, now_ns)  # its only step may have begun long ago
-        self.pushes.finished(request, why_early, self._now_ns)
-        entry = self._requests.pop(request, None)
+        entry = self.requests.pop(request, None)
         if entry is None:
             return None
-        self._by_tag.pop(entry.lookup.tag, None)
-        lookup = entry.lookup
-        if lookup.stage in WAITING_STAGES:
-            self._lookups.release(lookup)
-        self._shadows.ended(lookup)
+        del self._by_tag[entry.tag]
+        self.pushes.finished(entry, why_early, self._now_ns)
+        if entry.stage in WAITING_STAGES:
+            self._lookups.release(entry)
+        self._shadows.ended(entry)
         if not why_early:
             entry.first_token_ns = entry.first_token_ns or self._now_ns
-        story = story_of(request, entry, self.costs.saved_ns(entry.loaded_tokens))
+        story = entry.story(self.costs.saved_ns(entry.loaded_tokens))
         self.stats.add("saved_prefill_ns", story.saved_ns)
         self.stats.add("waited_ns", story.lookup_ns + story.promotion_ns + story.load_ns)
         self._tell(story)
@@ -420,7 +359,8 @@ class SchedulerCore:
         self._now_ns = now_ns
         self.pushes.settle(now_ns)
         self._lookups.renew(now_ns)
-        fence = self._stores.fence([*new_blocks, *self._load_targets])
+        targets = (block for job in self._loads for block in job.block_ids)
+        fence = self._stores.fence([*new_blocks, *targets])
         stores = self._stores.take_jobs(now_ns)
         # Last: what fails above leaves the loads for `rescue_plan`.
         return StepPlan(loads=self._take_loads(), stores=stores, fence_blocks=fence)
@@ -431,8 +371,7 @@ class SchedulerCore:
         return StepPlan(loads=self._take_loads(), fence_blocks=self._stores.source_blocks())
 
     def _take_loads(self) -> tuple[LoadJob, ...]:
-        loads = tuple(self._loads)
-        self._loads, self._load_targets = [], []
+        loads, self._loads = tuple(self._loads), []
         return loads
 
     def reported(self, report: RankReport, now_ns: int) -> None:
@@ -457,8 +396,8 @@ class SchedulerCore:
     def _load_reported(self, rank: int, result: LoadResult, now_ns: int) -> None:
         self.stats.add("load_bytes", result.bytes_moved)
         self.stats.add("load_ns", result.duration_ns)
-        entry = self._requests.get(result.request)
-        if result.failed_block_ids and not (entry and entry.lookup.failed):
+        entry = self.requests.get(result.request)
+        if result.failed_block_ids and not (entry and entry.failed):
             self.stats.add("load_failures")
         if entry is not None:
             entry.load_ns[rank] = entry.load_ns.get(rank, 0) + result.duration_ns
@@ -466,7 +405,7 @@ class SchedulerCore:
                 # With several groups the engine computes the whole request.
                 blocks = 0 if self._rules else result.loaded_blocks
                 entry.cut_load(blocks * self.config.block_tokens)
-        has_ended = self._lookups.reported(result, now_ns) is not None
+        has_ended = self._lookups.reported(result, now_ns)
         if self._rules is None:
             tokens = result.loaded_blocks * self.config.block_tokens
             self.costs.load.loaded(tokens, result.duration_ns)

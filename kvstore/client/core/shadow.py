@@ -18,9 +18,9 @@ import numpy as np
 
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.lookup import Lookup, LookupPart, LookupStage
 from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import CompareResult, SchedulerStats
+from kvstore.client.core.request import LookupPart, LookupStage, Request
 from kvstore.client.core.stores import NULL_BLOCK, EngineStores
 from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire.messages import Compared
@@ -33,11 +33,11 @@ PPM: Final = 1_000_000
 class _Check:
     """The leased blocks of one KV cache group of a hit that is being computed."""
 
-    __slots__ = ("end_block", "jobs_out", "lookup", "next_block", "part", "reply", "step")
+    __slots__ = ("end_block", "jobs_out", "next_block", "part", "reply", "request", "step")
 
-    def __init__(self, lookup: Lookup, part: LookupPart, found_blocks: int) -> None:
+    def __init__(self, request: Request, part: LookupPart, found_blocks: int) -> None:
         assert part.reply is not None
-        self.lookup = lookup
+        self.request = request
         self.part = part
         self.reply = part.reply
         self.step = max(1, -(-found_blocks // BLOCKS_MAX))
@@ -68,7 +68,7 @@ class _Job:
     def __init__(self, check: _Check, blocks: list[int]) -> None:
         self.check = check
         self.blocks = blocks
-        self.session = check.lookup.session
+        self.session = check.request.session
         self.compared = len(blocks)
         self.diverged: set[int] = set()
         self.worst = 0.0
@@ -91,22 +91,22 @@ class Shadows:
         self._stores = stores
         self._stats = stats
         self._checks: dict[int, list[_Check]] = {}
-        """By lookup."""
+        """By request."""
         self._jobs: dict[int, _Job] = {}
 
-    def has_work(self, lookup: Lookup, settled_tokens: int) -> bool:
+    def has_work(self, request: Request, settled_tokens: int) -> bool:
         """Whether `bind` could do anything: the cheap question of every step."""
-        if lookup.stage is not LookupStage.SHADOW:
+        if request.stage is not LookupStage.SHADOW:
             return False
         sizes = self._config.block_sizes
-        checks = self._checks.get(lookup.tag)
+        checks = self._checks.get(request.tag)
         if checks is None:
-            return any(settled_tokens // sizes[p.group] > p.first for p in lookup.parts)
+            return any(settled_tokens // sizes[p.group] > p.first for p in request.parts)
         return any(settled_tokens // sizes[c.part.group] > c.next_block for c in checks)
 
     def bind(
         self,
-        lookup: Lookup,
+        request: Request,
         group: int,
         *,
         keys: Sequence[bytes],
@@ -115,27 +115,26 @@ class Shadows:
     ) -> None:
         """Compare the blocks of a KV cache group that this step completes. Arguments as of
         `EngineStores.bind`."""
-        if lookup.stage is not LookupStage.SHADOW:
+        if request.stage is not LookupStage.SHADOW:
             return
-        if lookup.session != self._attachment.session:
-            self._end(lookup)
+        if request.session != self._attachment.session:
+            self._end(request)
             return
-        checks = self._checks.get(lookup.tag)
+        checks = self._checks.get(request.tag)
         if checks is None:
-            checks = self._checks[lookup.tag] = [
-                _Check(lookup, part, self._whole_blocks(lookup, part)) for part in lookup.parts
+            checks = self._checks[request.tag] = [
+                _Check(request, part, self._whole_blocks(request, part)) for part in request.parts
             ]
         for check in checks:
             if check.part.group == group:
                 self._compare(check, keys, block_ids, full_blocks)
-        self._end_if_done(lookup)
+        self._end_if_done(request)
 
-    def _whole_blocks(self, lookup: Lookup, part: LookupPart) -> int:
+    def _whole_blocks(self, request: Request, part: LookupPart) -> int:
         """Blocks to compare: without the tail, whose block goes on with this request's answer."""
-        found = self._lookups.found_blocks(part)
-        if not lookup.end_tokens:
-            return found
-        return min(found, lookup.end_tokens // self._config.block_tokens - part.first)
+        if not request.end_tokens:
+            return part.found_blocks
+        return min(part.found_blocks, request.end_tokens // self._config.block_tokens - part.first)
 
     def _compare(
         self, check: _Check, keys: Sequence[bytes], block_ids: Sequence[int], full_blocks: int
@@ -190,18 +189,18 @@ class Shadows:
                     error_ppm=int(min(job.worst, 1000.0) * PPM),
                 )
             )
-        self._end_if_done(check.lookup)
+        self._end_if_done(check.request)
 
-    def ended(self, lookup: Lookup) -> None:
+    def ended(self, request: Request) -> None:
         """The request is over: running comparisons still end, under generations alone."""
-        if lookup.stage is LookupStage.SHADOW:
-            self._end(lookup)
+        if request.stage is LookupStage.SHADOW:
+            self._end(request)
 
-    def _end_if_done(self, lookup: Lookup) -> None:
-        checks = self._checks.get(lookup.tag)
+    def _end_if_done(self, request: Request) -> None:
+        checks = self._checks.get(request.tag)
         if checks is not None and all(check.is_done for check in checks):
-            self._end(lookup)
+            self._end(request)
 
-    def _end(self, lookup: Lookup) -> None:
-        self._checks.pop(lookup.tag, None)
-        self._lookups.release(lookup)
+    def _end(self, request: Request) -> None:
+        self._checks.pop(request.tag, None)
+        self._lookups.release(request)

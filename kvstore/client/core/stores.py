@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvstore.client.core.attachment import Attachment, Credit, credit_arrays
 from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.hits import Mask, Presence
 from kvstore.client.core.plan import SchedulerStats, StoreJob
+from kvstore.client.core.request import Request
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 
@@ -27,45 +28,19 @@ NULL_BLOCK = 0
 """Stands in a block table for blocks that the engine does not keep."""
 
 
-class StoreProgress:
-    """Blocks of one request that are stored, or left out. Only `EngineStores` changes it."""
-
-    __slots__ = ("hint_sequence", "is_old", "next_blocks", "present", "tail_tokens")
-
-    def __init__(self, hint_sequence: int, present: Presence, group_count: int) -> None:
-        self.next_blocks = [0] * group_count
-        """By KV cache group."""
-        self.is_old = False
-        """Its blocks, or some before them, are of before a reset: none is stored."""
-        self.hint_sequence = hint_sequence
-        self.present = present
-        """From the node's answers to hints."""
-        self.tail_tokens = 0
-        """End of the prompt, where its tail is stored, too; 0: it is not."""
-
-    def full_blocks(self, settled_tokens: int, size: int) -> int:
-        """Blocks of `size` tokens that may be stored; the tail is that of the first group."""
-        is_tail_due = 0 < self.tail_tokens <= settled_tokens
-        return self.tail_tokens // size + 1 if is_tail_due else settled_tokens // size
-
-
+@dataclass(slots=True, eq=False)
 class _BlockBatch:
     """Blocks of one group that the next plan stores."""
 
-    __slots__ = ("blocks", "credits", "keys")
-
-    def __init__(self) -> None:
-        self.blocks: list[int] = []
-        self.keys: list[bytes] = []
-        self.credits: list[Credit] = []
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    credits: list[Credit] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class _Outstanding:
-    __slots__ = ("block_ids", "reports")
-
-    def __init__(self, block_ids: tuple[int, ...]) -> None:
-        self.block_ids = block_ids
-        self.reports = 0
+    block_ids: tuple[int, ...]
+    reports: int = 0
 
 
 class EngineStores:
@@ -87,58 +62,55 @@ class EngineStores:
         """By KV cache group."""
         self._comparing: list[StoreJob] = []
 
-    def new_progress(self, present: Presence) -> StoreProgress:
-        """The state of a request whose hint is sent now."""
+    def next_sequence(self) -> int:
+        """The place, among all stores, of a hint that is sent now."""
         self._sequence += 1
-        return StoreProgress(self._sequence, present, len(self._config.block_sizes))
+        return self._sequence
 
-    def has_work(self, progress: StoreProgress, settled_tokens: int) -> bool:
+    def has_work(self, request: Request, settled_tokens: int) -> bool:
         """Whether `bind` could do anything: the cheap question of every step."""
-        if progress.is_old:
+        if request.is_old or self._config.store == "none":
             return False
         credits = self._attachment.credits
         for group, size in enumerate(self._config.block_sizes):
-            full_blocks = progress.full_blocks(settled_tokens, size)
-            if full_blocks > progress.next_blocks[group] and credits[group]:
+            full_blocks = request.full_blocks(settled_tokens, size)
+            if full_blocks > request.next_blocks[group] and credits[group]:
                 return True
         return False
 
     def bind(
         self,
-        progress: StoreProgress,
+        request: Request,
         group: int,
         *,
         keys: Sequence[bytes],
         block_ids: Sequence[int],
         full_blocks: int,
-        local_blocks: int,
         needed: Sequence[bool] | None = None,
     ) -> None:
         """Bind blocks next_block … full_blocks-1 of a KV cache group to credits, as far as credits
         go.
 
         Args:
-            progress: the request's.
+            request: whose blocks they are. Those that the engine had in its own cache count as
+                stored without an answer to the hint.
             group: number of the group.
             keys: of the request's blocks, at least `full_blocks`.
             block_ids: the request's whole block table, at least `full_blocks`.
             full_blocks: blocks complete once this step's forward has run.
-            local_blocks: leading blocks that the engine had in its own cache; without an answer to
-                the hint they count as stored.
             needed: flags of the blocks from next_block on that a later hit can need; None: all.
         """
         credits, batch = (
             self._attachment.credits[group],
             self._batches.setdefault(group, _BlockBatch()),
         )
-        mask = progress.present.get(group)
         self._sequence += 1
-        first = progress.next_blocks[group]
+        first = request.next_blocks[group]
         for i in range(first, full_blocks):
             key, block = bytes(keys[i]), int(block_ids[i])
             name = key + bytes((group,)) if group else key
             is_kept = block != NULL_BLOCK and (needed is None or needed[i - first])
-            if is_kept and not self._is_stored(progress, mask, name, i, local_blocks):
+            if is_kept and not self._is_stored(request, group, name, i):
                 if not credits:
                     self._stats.add("store_blocks_without_credit", full_blocks - i)
                     return
@@ -146,7 +118,7 @@ class EngineStores:
                 batch.keys.append(key)
                 batch.blocks.append(block)
                 self._remember(name)
-            progress.next_blocks[group] = i + 1
+            request.next_blocks[group] = i + 1
 
     def take_jobs(self, now_ns: int) -> tuple[StoreJob, ...]:
         """The step's jobs: blocks that were bound, blocks to compare."""
@@ -255,21 +227,16 @@ class EngineStores:
         limit_ns = self._config.push_work_ms_max * NS_PER_MS
         return bool(self._outstanding) and now_ns - self._last_submit_ns < limit_ns
 
-    def _is_stored(
-        self,
-        progress: StoreProgress,
-        present: Mask | None,
-        name: bytes,
-        index: int,
-        local_blocks: int,
-    ) -> bool:
+    def _is_stored(self, request: Request, group: int, name: bytes, index: int) -> bool:
         stored_at = self._recent.get(name)
-        if stored_at is not None and stored_at > progress.hint_sequence:
+        if stored_at is not None and stored_at > request.hint_sequence:
             return True
+        present = request.present.get(group)
         # Hints cover the blocks of a prompt, and their answers are padded to whole bytes.
         if present is not None and index < len(present):
             return bool(present[index])
-        return stored_at is not None or index < local_blocks
+        local_tokens = request.local_tokens + request.loaded_tokens
+        return stored_at is not None or index < local_tokens // self._config.block_sizes[group]
 
     def _remember(self, name: bytes) -> None:
         self._recent[name] = self._sequence

@@ -247,7 +247,7 @@ class SimEngine:
                     handed_over(kind, table, request.computed + count)
                     for kind, table in zip(self.kinds, request.tables, strict=True)
                 ]
-                self.core.fill(request.name, request.keys, tables=tables, settled_tokens=settled)
+                self.core.fill(request.name, tables=tables, settled_tokens=settled)
         self._check_loading_is_not_stored()
         plan = self.core.plan(new_blocks, self.now_ns)
         self.poll_scheduler()
@@ -288,7 +288,6 @@ class SimEngine:
             elif request.computed == 0:
                 outcome = self.core.match(
                     request.name,
-                    request.keys,
                     local_tokens=0,
                     tokens_max=request.tokens - 1,
                     now_ns=self.now_ns,
@@ -320,7 +319,6 @@ class SimEngine:
     def _allocated(self, request: SimRequest, external: int) -> None:
         self.core.allocated(
             request.name,
-            request.keys,
             tables=request.tables,
             external_tokens=external,
             now_ns=self.now_ns,
@@ -463,7 +461,7 @@ class SimEngine:
                 self._free(request)
                 self.finished_count += 1
             else:
-                request.tokens += 1
+                request.decode()
 
     def _write(self, request: SimRequest, group: int, before: int) -> None:
         """The blocks of the tokens that were computed; of states, the one at their end."""

@@ -17,6 +17,7 @@ class SimRequest:
     def __init__(self, name: str, keys: list[bytes], *, tokens: int, decode_tokens: int) -> None:
         self.name = name
         self.all_keys = keys
+        self.keys = keys[: tokens // BLOCK_TOKENS]
         self.prompt_tokens = tokens
         self.tokens = tokens
         self.tokens_end = tokens + decode_tokens
@@ -36,9 +37,10 @@ class SimRequest:
         self.waiting_since_ns = 0
         """Since it was added, preempted or failed to load: no lease of it is older."""
 
-    @property
-    def keys(self) -> list[bytes]:
-        return self.all_keys[: self.tokens // BLOCK_TOKENS]
+    def decode(self) -> None:
+        """One token more is known."""
+        self.tokens += 1
+        self.keys[:] = self.all_keys[: self.tokens // BLOCK_TOKENS]
 
 
 def state_word(request: SimRequest, computed: int) -> bytes:

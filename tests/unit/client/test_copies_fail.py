@@ -15,7 +15,7 @@ def begin(node: ScriptedNode, name: str) -> int:
     keys = chain(name, 3)
     node.keys |= set(keys)
     assert lookup(node, name, keys) == HIT
-    load(node, name, keys, [1, 2, 3], 3)
+    load(node, name, [1, 2, 3], 3)
     (job,) = node.core.plan((), node.now_ns).loads
     return job.lease
 
@@ -28,9 +28,9 @@ def answer(node: ScriptedNode, name: str) -> object:
     keys = chain(name, 3)
     node.keys |= set(keys)
     arrive(node, name, keys)
-    ask(node, name, keys)
+    ask(node, name)
     node.exchange()
-    return ask(node, name, keys)
+    return ask(node, name)
 
 
 def test_three_failed_loads_open_it_though_every_question_was_answered(node: ScriptedNode) -> None:

@@ -40,10 +40,10 @@ def asks(node: ScriptedNode, request: str, keys: list[bytes]) -> Outcome:
     """A whole lookup."""
     tokens = len(keys) * BLOCK_TOKENS
     node.core.new_request(request, keys, prompt_tokens=tokens, now_ns=node.now_ns)
-    outcome = node.core.match(request, keys, local_tokens=0, now_ns=node.now_ns)
+    outcome = node.core.match(request, local_tokens=0, now_ns=node.now_ns)
     if outcome is PENDING:
         node.exchange()
-        outcome = node.core.match(request, keys, local_tokens=0, now_ns=node.now_ns)
+        outcome = node.core.match(request, local_tokens=0, now_ns=node.now_ns)
     node.core.finished(request)
     return outcome
 
@@ -258,7 +258,7 @@ def waited_ms(node: ScriptedNode, keys: list[bytes]) -> int:
     """Until a question that the node does not answer is given up."""
     node.core.new_request("slow", keys, prompt_tokens=10**6, now_ns=node.now_ns)
     for ms in range(2000):
-        if node.core.match("slow", keys, local_tokens=0, now_ns=node.now_ns) is not PENDING:
+        if node.core.match("slow", local_tokens=0, now_ns=node.now_ns) is not PENDING:
             node.core.finished("slow")
             return ms
         node.wait(1)
@@ -299,9 +299,9 @@ def test_who_waited_for_a_silent_node_is_served_when_it_is_back() -> None:
     node.keys = set(keys)
     tokens = 20 * BLOCK_TOKENS
     node.core.new_request("r", keys, prompt_tokens=tokens, now_ns=node.now_ns)
-    assert node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns) is PENDING
+    assert node.core.match("r", local_tokens=0, now_ns=node.now_ns) is PENDING
     node.wait(50)
     node.core.attachment.objection(node.now_ns, node.now_ns)
-    assert node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns) is PENDING
+    assert node.core.match("r", local_tokens=0, now_ns=node.now_ns) is PENDING
     node.exchange()
-    assert node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns) == Hit(tokens)
+    assert node.core.match("r", local_tokens=0, now_ns=node.now_ns) == Hit(tokens)

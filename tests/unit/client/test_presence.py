@@ -19,15 +19,15 @@ def test_own_blocks_behind_the_hint_are_not_stored_again_because_others_were_loa
     node.core.new_request("r", keys, prompt_tokens=tokens, now_ns=node.now_ns)
     node.exchange()
     hit = (count - own) * BLOCK_TOKENS
-    assert node.ask("r", keys, own * BLOCK_TOKENS) == Hit(hit)
+    assert node.ask("r", own * BLOCK_TOKENS) == Hit(hit)
     table = list(range(1, 2300))
-    node.core.allocated("r", keys, tables=(table,), external_tokens=hit, now_ns=node.now_ns)
+    node.core.allocated("r", tables=(table,), external_tokens=hit, now_ns=node.now_ns)
     (job,) = node.core.plan((), node.now_ns).loads
     result = LoadResult("r", job.lease, len(job.block_ids), (), 1, 1)
     node.core.reported(RankReport(0, node.session, loads=(result,)), node.now_ns)
     settled = node.core.settled_tokens("r", computed_tokens=tokens, known_tokens=tokens)
     if settled:
-        node.core.fill("r", keys, tables=(table,), settled_tokens=settled)
+        node.core.fill("r", tables=(table,), settled_tokens=settled)
     assert not node.core.plan((), node.now_ns).stores
 
 

@@ -44,8 +44,8 @@ class SlowDisk(ScriptedNode):
         )
         assert self.give(more) is None
 
-    def ask(self, keys: list[bytes]) -> object:
-        return self.core.match("r", keys, local_tokens=0, now_ns=self.now_ns)
+    def ask(self) -> object:
+        return self.core.match("r", local_tokens=0, now_ns=self.now_ns)
 
 
 def waiting(keys: list[bytes], held: int = 0, **changes: Any) -> SlowDisk:
@@ -59,7 +59,7 @@ def waiting(keys: list[bytes], held: int = 0, **changes: Any) -> SlowDisk:
         node.core.costs.reported(node.now_ns + 1000 * COMPUTE_NS_PER_TOKEN)
     node.keys = set(keys[:held])
     node.core.new_request("r", keys, prompt_tokens=len(keys) * BLOCK_TOKENS, now_ns=node.now_ns)
-    assert node.ask(keys) is PENDING
+    assert node.ask() is PENDING
     node.exchange()
     return node
 
@@ -67,13 +67,13 @@ def waiting(keys: list[bytes], held: int = 0, **changes: Any) -> SlowDisk:
 def test_a_request_waits_for_what_comes_from_disk_and_loads_all_of_it() -> None:
     keys = chain("p", 10)
     node = waiting(keys, held=4)
-    assert node.ask(keys) is PENDING
+    assert node.ask() is PENDING
     node.bring(3, left=3)
-    assert node.ask(keys) is PENDING
+    assert node.ask() is PENDING
     node.bring(3)
-    assert node.ask(keys) == Hit(10 * BLOCK_TOKENS)
+    assert node.ask() == Hit(10 * BLOCK_TOKENS)
     node.core.allocated(
-        "r", keys, tables=(range(10),), external_tokens=10 * BLOCK_TOKENS, now_ns=node.now_ns
+        "r", tables=(range(10),), external_tokens=10 * BLOCK_TOKENS, now_ns=node.now_ns
     )
     (job,) = node.core.plan((), node.now_ns).loads
     slots = np.frombuffer(job.slots, "<u4").tolist()
@@ -85,19 +85,19 @@ def test_what_was_there_is_loaded_when_the_rest_takes_too_long() -> None:
     keys = chain("p", 10)
     node = waiting(keys, held=4, promoting_ms=15)
     node.wait(41)
-    assert node.ask(keys) is PENDING, "six blocks take 76.8 ms: half of it, and 4 %"
+    assert node.ask() is PENDING, "six blocks take 76.8 ms: half of it, and 4 %"
     node.wait(1)
-    assert node.ask(keys) == Hit(4 * BLOCK_TOKENS)
+    assert node.ask() == Hit(4 * BLOCK_TOKENS)
     assert node.core.stats.take()["promotions_given_up"] == 1
     node.bring(6)
-    assert node.ask(keys) == Hit(4 * BLOCK_TOKENS), "an answer that was given stays"
+    assert node.ask() == Hit(4 * BLOCK_TOKENS), "an answer that was given stays"
 
 
 def test_nothing_in_time_is_a_miss_and_the_lease_goes_back() -> None:
     keys = chain("p", 10)
     node = waiting(keys)
     node.wait(70)  # ten blocks take 128 ms
-    assert node.ask(keys) == Miss("promotion deadline")
+    assert node.ask() == Miss("promotion deadline")
     node.exchange()
     assert node.of(m.LeaseRelease) == [m.LeaseRelease([1])]
     node.bring(10)
@@ -109,11 +109,11 @@ def test_what_comes_is_worth_the_wait_however_long_the_rest_takes() -> None:
     node = waiting(keys, promoting_ms=3000, has_measured=True)
     node.wait(2000)
     node.bring(30, left=970)
-    assert node.ask(keys) is PENDING
+    assert node.ask() is PENDING
     node.wait(6400 + 512 + 384 - 2000 - 1)  # half of it, 4 %, and what 30 blocks saved
-    assert node.ask(keys) is PENDING
+    assert node.ask() is PENDING
     node.wait(2)
-    assert node.ask(keys) == Hit(30 * BLOCK_TOKENS)
+    assert node.ask() == Hit(30 * BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("says_it_again", [False, True])
@@ -127,7 +127,7 @@ def test_a_node_that_promises_more_than_was_asked_for_holds_nobody_longer(
         node.wait(5)
         if says_it_again:
             node.bring(0, left=10**12)
-    assert isinstance(node.ask(keys), Miss)
+    assert isinstance(node.ask(), Miss)
 
 
 @pytest.mark.parametrize(("estimate_ms", "waits"), [(127, True), (128, False)])
@@ -136,14 +136,14 @@ def test_nobody_waits_for_what_takes_longer_than_computing(
 ) -> None:
     keys = chain("p", 10)
     node = waiting(keys, promoting_ms=estimate_ms)
-    assert node.ask(keys) == (PENDING if waits else Miss("cost gate"))
+    assert node.ask() == (PENDING if waits else Miss("cost gate"))
 
 
 def test_the_end_of_a_promotion_that_failed_ends_the_wait() -> None:
     keys = chain("p", 10)
     node = waiting(keys, held=2)
     node.bring(0)
-    assert node.ask(keys) == Hit(2 * BLOCK_TOKENS)
+    assert node.ask() == Hit(2 * BLOCK_TOKENS)
 
 
 def test_a_request_that_ends_while_it_waits_gives_its_lease_back() -> None:
@@ -169,7 +169,7 @@ def test_a_session_that_ends_takes_the_wait_with_it() -> None:
     keys = chain("p", 10)
     node = waiting(keys)
     node.give(m.SessionClosed(session=node.session, reason="gone"))
-    assert node.ask(keys) is PENDING or isinstance(node.ask(keys), Miss)
+    assert node.ask() is PENDING or isinstance(node.ask(), Miss)
     assert node.core.leases_open == 0
 
 
@@ -177,9 +177,9 @@ def test_checksums_come_with_what_comes_later() -> None:
     keys = chain("p", 4)
     node = waiting(keys, held=2, verify_every=1)
     node.bring(2)
-    assert node.ask(keys) == Hit(4 * BLOCK_TOKENS)
+    assert node.ask() == Hit(4 * BLOCK_TOKENS)
     node.core.allocated(
-        "r", keys, tables=(range(4),), external_tokens=4 * BLOCK_TOKENS, now_ns=node.now_ns
+        "r", tables=(range(4),), external_tokens=4 * BLOCK_TOKENS, now_ns=node.now_ns
     )
     (job,) = node.core.plan((), node.now_ns).loads
     assert len(job.checksums) == 4 * 16
@@ -213,6 +213,6 @@ def test_steps_of_the_engine_set_the_pace() -> None:
     node.wait(20)  # 20 µs a token: ten blocks take 25.6 ms
     node.core.reported(RankReport(rank=0, session=1), node.now_ns)
     node.core.new_request("r", keys, prompt_tokens=1280, now_ns=node.now_ns)
-    assert node.ask(keys) is PENDING
+    assert node.ask() is PENDING
     node.exchange()
-    assert isinstance(node.ask(keys), Miss)
+    assert isinstance(node.ask(), Miss)

@@ -54,20 +54,17 @@ class PushNode(ScriptedNode):
     ) -> None:
         self.request(name, keys or chain("x", 4), DecodePart(transfer, node))
 
-    def ask(self, name: str = "d", keys: list[bytes] | None = None, local: int = 0) -> object:
-        keys = keys or chain("x", 4)
-        outcome = self.core.match(name, keys, local_tokens=local, now_ns=self.now_ns)
+    def ask(self, name: str = "d", local: int = 0) -> object:
+        outcome = self.core.match(name, local_tokens=local, now_ns=self.now_ns)
         self.exchange()
         if outcome is PENDING:
-            outcome = self.core.match(name, keys, local_tokens=local, now_ns=self.now_ns)
+            outcome = self.core.match(name, local_tokens=local, now_ns=self.now_ns)
             self.exchange()
         return outcome
 
     def admit(self, name: str = "d") -> None:
         """It is computed."""
-        self.core.allocated(
-            name, chain("x", 4), tables=((),), external_tokens=0, now_ns=self.now_ns
-        )
+        self.core.allocated(name, tables=((),), external_tokens=0, now_ns=self.now_ns)
 
     def words(self) -> list[m.Message]:
         """About pushes, since the last call."""
@@ -79,7 +76,7 @@ class PushNode(ScriptedNode):
     def store(self, name: str, keys: list[bytes]) -> int:
         """Fill all blocks of a request; the number of the job."""
         table = (list(range(1, len(keys) + 1)),)
-        self.core.fill(name, keys, tables=table, settled_tokens=len(keys) * BLOCK_TOKENS)
+        self.core.fill(name, tables=table, settled_tokens=len(keys) * BLOCK_TOKENS)
         (job,) = self.core.plan((), self.now_ns).stores
         return job.job
 
@@ -239,9 +236,9 @@ def test_the_first_token_is_looked_for_until_it_is_there(node: PushNode) -> None
     prompt_tokens = 4 * BLOCK_TOKENS + 1
     node.core.plan((), node.now_ns)
     node.store("d", chain("x", 4))
-    assert node.core.due_tokens("d") == prompt_tokens + 1, "the next block ends far behind"
+    assert node.core.requests["d"].due_tokens == prompt_tokens + 1, "the next block ends far behind"
     node.core.settled_tokens("d", computed_tokens=prompt_tokens, known_tokens=prompt_tokens + 1)
-    assert node.core.due_tokens("d") == 5 * BLOCK_TOKENS
+    assert node.core.requests["d"].due_tokens == 5 * BLOCK_TOKENS
 
 
 def test_a_request_that_ended_early_had_no_first_token(node: PushNode) -> None:
@@ -307,7 +304,7 @@ def test_a_request_of_another_session_does_not_prolong_a_wait_of_the_last(node: 
     node.now_ns -= 60_000 * NS_PER_MS - 1  # as if at once
     node.decode("d2", "t2", chain("y", 4))
     assert isinstance(node.ask("d1"), Miss)
-    assert node.ask("d2", chain("y", 4)) is PENDING
+    assert node.ask("d2") is PENDING
 
 
 def test_blocks_that_the_engine_has_itself_are_not_waited_for(node: PushNode) -> None:
@@ -349,7 +346,7 @@ def test_long_prompts_and_groups_are_expected_in_several_words() -> None:
     assert isinstance(second, PushExpect)
     assert (second.first_block, len(split(first.keys) + split(second.keys))) == (2048, 3000)
     node.give(PushEnd("t", first_block=0))
-    assert node.ask(keys=keys) is PENDING
+    assert node.ask() is PENDING
     assert node.of(m.LeaseAsk) == []
 
 
@@ -430,7 +427,7 @@ class TransfersMachine(RuleBasedStateMachine):
             name = data.draw(st.sampled_from(requests))
             if name in self.paused:
                 self.paused.discard(name)
-                self.node.core.pushes.resumed(name)
+                self.node.core.pushes.resumed(self.node.core.requests[name])
             else:
                 self.paused.add(name)
                 self.node.core.pushes.preempted(name)
@@ -468,9 +465,9 @@ class TransfersMachine(RuleBasedStateMachine):
         active = {own for name, own in self.prefilling.items() if name not in self.paused}
         assert self.open == active
         # Nobody waits without an expectation.
-        waiting = {w.transfer for w in self.node.core.pushes._waiting.values()}
+        waiting = {w.transfer_id for w in self.node.core.pushes._waiting.values()}
         assert waiting <= {name for name, count in self.expected.items() if count}
-        assert all(w.open for w in self.node.core.pushes._waiting.values())
+        assert all(w.expected for w in self.node.core.pushes._waiting.values())
 
 
 TestTransfersMachine = TransfersMachine.TestCase

@@ -12,7 +12,6 @@ from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
 def step(
     node: ScriptedNode,
     request: str,
-    keys: list[bytes],
     *,
     computed: int,
     known: int | None = None,
@@ -26,9 +25,7 @@ def step(
         known_tokens=computed if known is None else known,
     )
     if settled:
-        node.core.fill(
-            request, keys, tables=(table or list(range(100, 200)),), settled_tokens=settled
-        )
+        node.core.fill(request, tables=(table or list(range(100, 200)),), settled_tokens=settled)
     jobs = node.core.plan(new, node.now_ns).stores
     return jobs[0] if jobs else None
 
@@ -36,22 +33,22 @@ def step(
 def begin(node: ScriptedNode, request: str, keys: list[bytes], local: int = 0) -> None:
     node.core.new_request(request, keys, prompt_tokens=len(keys) * BLOCK_TOKENS, now_ns=node.now_ns)
     node.exchange()
-    node.core.match(request, keys, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
+    node.core.match(request, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
     node.exchange()
-    node.core.match(request, keys, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
-    node.core.allocated(request, keys, tables=([],), external_tokens=0, now_ns=node.now_ns)
+    node.core.match(request, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
+    node.core.allocated(request, tables=([],), external_tokens=0, now_ns=node.now_ns)
 
 
 def test_blocks_are_stored_in_the_step_that_completes_them(node: ScriptedNode) -> None:
     keys = chain("a", 5)
     node.attach(credits=10)
     begin(node, "r", keys)
-    first = step(node, "r", keys, computed=3 * BLOCK_TOKENS - 1)
+    first = step(node, "r", computed=3 * BLOCK_TOKENS - 1)
     assert first is not None
     assert first.keys == b"".join(keys[:2])
     assert first.block_ids == (100, 101)
-    assert step(node, "r", keys, computed=3 * BLOCK_TOKENS - 1) is None
-    second = step(node, "r", keys, computed=5 * BLOCK_TOKENS)
+    assert step(node, "r", computed=3 * BLOCK_TOKENS - 1) is None
+    second = step(node, "r", computed=5 * BLOCK_TOKENS)
     assert second is not None
     assert second.block_ids == (102, 103, 104)
     node.core.reported(
@@ -71,14 +68,14 @@ def test_a_block_waits_for_the_tokens_that_its_drafts_depend_on(store: str) -> N
     keys = chain("a", 2)
     node.attach(credits=10)
     begin(node, "r", keys)
-    assert step(node, "r", keys, computed=BLOCK_TOKENS + 1) is None
+    assert step(node, "r", computed=BLOCK_TOKENS + 1) is None
     # Drafts are no known tokens.
-    assert step(node, "r", keys, computed=BLOCK_TOKENS + 5, known=BLOCK_TOKENS + 1) is None
-    job = step(node, "r", keys, computed=BLOCK_TOKENS + 2)
+    assert step(node, "r", computed=BLOCK_TOKENS + 5, known=BLOCK_TOKENS + 1) is None
+    job = step(node, "r", computed=BLOCK_TOKENS + 2)
     assert job is not None
     assert job.block_ids == (100,)
-    assert step(node, "r", keys, computed=2 * BLOCK_TOKENS) is None
-    job = step(node, "r", keys, computed=2 * BLOCK_TOKENS + 2)
+    assert step(node, "r", computed=2 * BLOCK_TOKENS) is None
+    job = step(node, "r", computed=2 * BLOCK_TOKENS + 2)
     assert job is not None
     assert job.block_ids == (101,)
 
@@ -87,7 +84,7 @@ def test_draft_tokens_never_complete_a_block(node: ScriptedNode) -> None:
     keys = chain("a", 2)
     node.attach(credits=10)
     begin(node, "r", keys)
-    job = step(node, "r", keys, computed=2 * BLOCK_TOKENS + 3, known=2 * BLOCK_TOKENS - 1)
+    job = step(node, "r", computed=2 * BLOCK_TOKENS + 3, known=2 * BLOCK_TOKENS - 1)
     assert job is not None
     assert job.block_ids == (100,)
 
@@ -98,13 +95,13 @@ def test_without_credits_the_chains_start_is_stored_first_and_the_rest_later(
     keys = chain("a", 5)
     node.attach(credits=2)
     begin(node, "r", keys)
-    job = step(node, "r", keys, computed=5 * BLOCK_TOKENS)
+    job = step(node, "r", computed=5 * BLOCK_TOKENS)
     assert job is not None
     assert job.keys == b"".join(keys[:2])
-    assert step(node, "r", keys, computed=5 * BLOCK_TOKENS + 1) is None
+    assert step(node, "r", computed=5 * BLOCK_TOKENS + 1) is None
     assert node.core.stats.take()["store_blocks_without_credit"] == 3
     node.grant(4, first_slot=320)
-    rest = step(node, "r", keys, computed=5 * BLOCK_TOKENS + 2)
+    rest = step(node, "r", computed=5 * BLOCK_TOKENS + 2)
     assert rest is not None
     assert rest.keys == b"".join(keys[2:])
     assert m.slots_array(rest.slots).tolist() == [320, 336, 352]
@@ -115,18 +112,18 @@ def test_equal_prompts_are_stored_once(node: ScriptedNode) -> None:
     node.attach(credits=10)
     begin(node, "r1", keys)
     begin(node, "r2", keys)
-    assert step(node, "r1", keys, computed=3 * BLOCK_TOKENS) is not None
-    assert step(node, "r2", keys, computed=3 * BLOCK_TOKENS) is None
+    assert step(node, "r1", computed=3 * BLOCK_TOKENS) is not None
+    assert step(node, "r2", computed=3 * BLOCK_TOKENS) is None
 
 
 def test_what_the_node_lost_since_is_stored_again(node: ScriptedNode) -> None:
     keys = chain("a", 3)
     node.attach(credits=10)
     begin(node, "r1", keys)
-    assert step(node, "r1", keys, computed=3 * BLOCK_TOKENS) is not None
+    assert step(node, "r1", computed=3 * BLOCK_TOKENS) is not None
     node.keys = set(keys[:1])  # the others were evicted
     begin(node, "r2", keys, local=3)
-    job = step(node, "r2", keys, computed=3 * BLOCK_TOKENS)
+    job = step(node, "r2", computed=3 * BLOCK_TOKENS)
     assert job is not None
     assert job.keys == b"".join(keys[1:])
 
@@ -136,7 +133,7 @@ def test_loaded_and_known_blocks_are_not_stored_again(node: ScriptedNode) -> Non
     node.keys = set(keys[:2])
     node.attach(credits=10)
     begin(node, "r", keys)
-    job = step(node, "r", keys, computed=4 * BLOCK_TOKENS)
+    job = step(node, "r", computed=4 * BLOCK_TOKENS)
     assert job is not None
     assert job.keys == b"".join(keys[2:])
 
@@ -146,12 +143,11 @@ def test_nothing_is_stored_while_the_requests_load_runs(node: ScriptedNode) -> N
     node.keys = set(keys[:3])
     node.attach(credits=10)
     node.core.new_request("r", keys, prompt_tokens=4 * BLOCK_TOKENS, now_ns=node.now_ns)
-    node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
+    node.core.match("r", local_tokens=0, now_ns=node.now_ns)
     node.exchange()
-    node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
+    node.core.match("r", local_tokens=0, now_ns=node.now_ns)
     node.core.allocated(
         "r",
-        keys,
         tables=([1, 2, 3, 4],),
         external_tokens=3 * BLOCK_TOKENS,
         now_ns=node.now_ns,
@@ -164,7 +160,7 @@ def test_only_the_prompt_is_stored_when_asked_so() -> None:
     keys = chain("a", 4)
     node.attach(credits=10)
     node.core.new_request("r", keys[:2], prompt_tokens=2 * BLOCK_TOKENS + 9, now_ns=node.now_ns)
-    job = step(node, "r", keys, computed=4 * BLOCK_TOKENS)
+    job = step(node, "r", computed=4 * BLOCK_TOKENS)
     assert job is not None
     assert job.keys == b"".join(keys[:2])
 
@@ -174,7 +170,7 @@ def test_nothing_is_stored_when_asked_so() -> None:
     keys = chain("a", 4)
     node.attach(credits=10)
     begin(node, "r", keys)
-    assert step(node, "r", keys, computed=4 * BLOCK_TOKENS) is None
+    assert step(node, "r", computed=4 * BLOCK_TOKENS) is None
     assert node.core.settled_tokens("r", computed_tokens=512, known_tokens=512) == 0
 
 
@@ -184,7 +180,7 @@ def test_a_block_that_is_handed_out_again_is_fenced_until_every_rank_read_it(
     keys = chain("a", 2)
     node.attach(credits=10)
     begin(node, "r", keys)
-    job = step(node, "r", keys, computed=2 * BLOCK_TOKENS, table=[7, 8])
+    job = step(node, "r", computed=2 * BLOCK_TOKENS, table=[7, 8])
     assert job is not None
     node.core.finished("r")
     assert node.core.plan((8, 9), node.now_ns).fence_blocks == (8,)
@@ -200,14 +196,14 @@ def test_load_targets_are_fenced_too(node: ScriptedNode) -> None:
     node.keys = set(other)
     node.attach(credits=10)
     begin(node, "r", keys)
-    step(node, "r", keys, computed=2 * BLOCK_TOKENS, table=[7, 8])
+    step(node, "r", computed=2 * BLOCK_TOKENS, table=[7, 8])
     node.core.finished("r")
     node.core.new_request("s", other, prompt_tokens=300, now_ns=node.now_ns)
-    node.core.match("s", other, local_tokens=0, now_ns=node.now_ns)
+    node.core.match("s", local_tokens=0, now_ns=node.now_ns)
     node.exchange()
-    node.core.match("s", other, local_tokens=0, now_ns=node.now_ns)
+    node.core.match("s", local_tokens=0, now_ns=node.now_ns)
     node.core.allocated(
-        "s", other, tables=([8, 3, 4],), external_tokens=2 * BLOCK_TOKENS, now_ns=node.now_ns
+        "s", tables=([8, 3, 4],), external_tokens=2 * BLOCK_TOKENS, now_ns=node.now_ns
     )
     assert node.core.plan((), node.now_ns).fence_blocks == (8,)
 
@@ -219,11 +215,11 @@ def test_loads_outlast_a_plan_that_fails(
     node.keys = set(keys)
     node.attach()
     node.core.new_request("r", keys, prompt_tokens=300, now_ns=node.now_ns)
-    node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
+    node.core.match("r", local_tokens=0, now_ns=node.now_ns)
     node.exchange()
-    node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
+    node.core.match("r", local_tokens=0, now_ns=node.now_ns)
     node.core.allocated(
-        "r", keys, tables=([8, 3, 4],), external_tokens=2 * BLOCK_TOKENS, now_ns=node.now_ns
+        "r", tables=([8, 3, 4],), external_tokens=2 * BLOCK_TOKENS, now_ns=node.now_ns
     )
 
     def fail(*_: object) -> None:
@@ -240,7 +236,7 @@ def test_an_idle_engine_steps_for_copies_only_for_a_bounded_time(node: ScriptedN
     keys = chain("a", 2)
     node.attach(credits=10)
     begin(node, "r", keys)
-    step(node, "r", keys, computed=2 * BLOCK_TOKENS)
+    step(node, "r", computed=2 * BLOCK_TOKENS)
     assert node.core.has_pending_work(node.now_ns)
     node.wait(1001)
     assert not node.core.has_pending_work(node.now_ns)
@@ -256,7 +252,7 @@ def test_a_restarted_node_is_told_everything_again(node: ScriptedNode) -> None:
     keys = chain("a", 2)
     node.attach(credits=10)
     begin(node, "r1", keys)
-    step(node, "r1", keys, computed=2 * BLOCK_TOKENS)
+    step(node, "r1", computed=2 * BLOCK_TOKENS)
     node.core.attachment.disconnected(node.now_ns, "gone")
     node.wait(2000)
     node.core.attachment.connected(node.now_ns)
@@ -267,7 +263,7 @@ def test_a_restarted_node_is_told_everything_again(node: ScriptedNode) -> None:
     node.give(m.SessionOpen(session=5, shard_counts=(1,)))
     node.grant(5)
     node.core.new_request("r2", keys, prompt_tokens=256, now_ns=node.now_ns)
-    job = step(node, "r2", keys, computed=2 * BLOCK_TOKENS)
+    job = step(node, "r2", computed=2 * BLOCK_TOKENS)
     assert job is not None
     assert job.session == 5
 
@@ -282,13 +278,13 @@ def test_what_an_engine_holds_over_a_reset_is_not_stored(node: ScriptedNode) -> 
     running, reader, fresh = chain("a", 3), chain("b", 3), chain("c", 3)
     node.attach(credits=10)
     begin(node, "running", running)
-    step(node, "running", running, computed=BLOCK_TOKENS)
+    step(node, "running", computed=BLOCK_TOKENS)
     reattach(node, emptied=False)
-    assert step(node, "running", running, computed=3 * BLOCK_TOKENS) is None
+    assert step(node, "running", computed=3 * BLOCK_TOKENS) is None
     begin(node, "reader", reader, local=2)
-    assert step(node, "reader", reader, computed=3 * BLOCK_TOKENS) is None
+    assert step(node, "reader", computed=3 * BLOCK_TOKENS) is None
     begin(node, "fresh", fresh)
-    job = step(node, "fresh", fresh, computed=3 * BLOCK_TOKENS)
+    job = step(node, "fresh", computed=3 * BLOCK_TOKENS)
     assert job is not None
     assert len(job.block_ids) == 3
 
@@ -303,8 +299,8 @@ def test_what_is_computed_after_a_reset_that_emptied_the_engine_is_stored(
     begin(node, "waiting", waiting)
     reattach(node, emptied=True)
     begin(node, "reader", reader, local=1)
-    for name, keys in (("waiting", waiting), ("reader", reader)):
-        job = step(node, name, keys, computed=3 * BLOCK_TOKENS)
+    for name in ("waiting", "reader"):
+        job = step(node, name, computed=3 * BLOCK_TOKENS)
         assert job is not None
         assert len(job.block_ids) == 3
 
@@ -315,14 +311,14 @@ def test_blocks_beyond_the_hint_that_were_loaded_are_not_stored_again(node: Scri
     node.attach(credits=10)
     node.core.new_request("r", keys, prompt_tokens=2100 * BLOCK_TOKENS, now_ns=node.now_ns)
     node.exchange()
-    node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
+    node.core.match("r", local_tokens=0, now_ns=node.now_ns)
     node.exchange()
-    node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
+    node.core.match("r", local_tokens=0, now_ns=node.now_ns)
     table = list(range(2101))
     node.core.allocated(
-        "r", keys, tables=(table,), external_tokens=2100 * BLOCK_TOKENS, now_ns=node.now_ns
+        "r", tables=(table,), external_tokens=2100 * BLOCK_TOKENS, now_ns=node.now_ns
     )
     (load,) = node.core.plan((), node.now_ns).loads
     result = LoadResult("r", load.lease, 2100, (), 1, 1)
     node.core.reported(RankReport(rank=0, session=1, loads=(result,)), node.now_ns)
-    assert step(node, "r", keys, computed=2100 * BLOCK_TOKENS, table=table) is None
+    assert step(node, "r", computed=2100 * BLOCK_TOKENS, table=table) is None

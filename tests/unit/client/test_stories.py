@@ -37,14 +37,13 @@ def arrive(node: ScriptedNode, request: str, keys: list[bytes]) -> None:
     )
 
 
-def ask(node: ScriptedNode, request: str, keys: list[bytes], local: int = 0) -> object:
-    return node.core.match(request, keys, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
+def ask(node: ScriptedNode, request: str, local: int = 0) -> object:
+    return node.core.match(request, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
 
 
-def load(node: ScriptedNode, request: str, keys: list[bytes], blocks: int, local: int = 0) -> int:
+def load(node: ScriptedNode, request: str, blocks: int, local: int = 0) -> int:
     node.core.allocated(
         request,
-        keys,
         tables=(list(range(local + blocks)),),
         external_tokens=blocks * BLOCK_TOKENS,
         now_ns=node.now_ns,
@@ -86,15 +85,15 @@ def test_a_hit_with_the_time_of_every_step(pace_ns: int) -> None:
         node.core.costs.compute.told(pace_ns)
     arrive(node, "r", keys)
     node.wait(7)
-    ask(node, "r", keys, local=1)
+    ask(node, "r", local=1)
     node.wait(2)
     node.exchange()
     node.wait(1)
-    assert ask(node, "r", keys, local=1) == Hit(3 * BLOCK_TOKENS)
+    assert ask(node, "r", local=1) == Hit(3 * BLOCK_TOKENS)
     node.wait(50)
-    assert ask(node, "r", keys, local=1) == Hit(3 * BLOCK_TOKENS), "no room for it until now"
-    lease = load(node, "r", keys, 3, local=1)
-    assert node.core.file_tokens("r") == 2 * BLOCK_TOKENS
+    assert ask(node, "r", local=1) == Hit(3 * BLOCK_TOKENS), "no room for it until now"
+    lease = load(node, "r", 3, local=1)
+    assert node.core.requests["r"].file_tokens == 2 * BLOCK_TOKENS
     report(node, "r", lease)
     story = finish(node, "r")
     assert (story.request, story.prompt_tokens) == ("r", 5 * BLOCK_TOKENS + 3)
@@ -115,10 +114,10 @@ def test_hits_are_counted_by_tier() -> None:
     node.from_file, node.from_peer = 2, 1
     node.attach()
     arrive(node, "r", keys)
-    ask(node, "r", keys)
+    ask(node, "r")
     node.exchange()
-    ask(node, "r", keys)
-    load(node, "r", keys, 4)
+    ask(node, "r")
+    load(node, "r", 4)
     counts = node.core.stats.take()
     assert counts["hit_tokens:file"] == 2 * BLOCK_TOKENS
     assert counts["hit_tokens:peer"] == counts["hit_tokens:dram"] == BLOCK_TOKENS
@@ -132,7 +131,7 @@ def test_what_comes_while_it_waits_is_from_disk_too() -> None:
     node.coming = 2
     node.attach()
     arrive(node, "r", keys)
-    ask(node, "r", keys)
+    ask(node, "r")
     node.exchange()
     node.wait(4)
     slots, generations = bytes(2 * 4), bytes(2 * 8)
@@ -140,10 +139,10 @@ def test_what_comes_while_it_waits_is_from_disk_too() -> None:
     assert isinstance(asked, m.LeaseAsk)
     more = m.LeaseMore(asked.lease, slots, generations, checksums=b"x" * 32, from_file=2)
     node.give(more)
-    assert ask(node, "r", keys) == Hit(3 * BLOCK_TOKENS)
+    assert ask(node, "r") == Hit(3 * BLOCK_TOKENS)
     node.wait(50)
-    assert ask(node, "r", keys) == Hit(3 * BLOCK_TOKENS), "the engine had no room until now"
-    report(node, "r", load(node, "r", keys, 3))
+    assert ask(node, "r") == Hit(3 * BLOCK_TOKENS), "the engine had no room until now"
+    report(node, "r", load(node, "r", 3))
     story = finish(node, "r")
     assert (story.file_tokens, story.promotion_ns) == (2 * BLOCK_TOKENS, 4 * NS_PER_MS)
 
@@ -154,10 +153,10 @@ def test_a_load_that_fails_keeps_what_was_loaded_and_the_reason() -> None:
     node.from_file = 3
     node.attach()
     arrive(node, "r", keys)
-    ask(node, "r", keys)
+    ask(node, "r")
     node.exchange()
-    ask(node, "r", keys)
-    lease = load(node, "r", keys, 3)
+    ask(node, "r")
+    lease = load(node, "r", 3)
     report(node, "r", lease, loaded_blocks=1, failed_block_ids=(1, 2), reason="w" * 300)
     story = finish(node, "r")
     assert (story.loaded_tokens, story.file_tokens) == (BLOCK_TOKENS, BLOCK_TOKENS)
@@ -180,7 +179,7 @@ def test_nothing_is_kept_of_a_request_that_ended(node: ScriptedNode) -> None:
     node.attach()
     arrive(node, "r", chain("a", 3))
     finish(node, "r")
-    assert not node.core._requests
+    assert not node.core.requests
     assert not node.core._by_tag
 
 
@@ -192,14 +191,14 @@ def test_reasons_of_misses(node: ScriptedNode) -> None:
         request="never asked", prompt_tokens=3 * BLOCK_TOKENS + 3, outcome="not asked"
     )
     arrive(node, "late", keys)
-    ask(node, "late", keys)
+    ask(node, "late")
     node.core.take_outbox()
     node.wait(21)
-    assert ask(node, "late", keys) == Miss("deadline")
+    assert ask(node, "late") == Miss("deadline")
     story = finish(node, "late")
     assert (story.outcome, story.lookup_ns) == ("deadline", 21 * NS_PER_MS)
     arrive(node, "short", keys[:1])
-    ask(node, "short", keys[:1], local=1)
+    ask(node, "short", local=1)
     assert finish(node, "short").outcome == "no full block"
     node.core.left_out("lora", prompt_tokens=9, reason="adapter", now_ns=node.now_ns)
     assert node.core.take_outbox() == [m.Story(request="lora", prompt_tokens=9, outcome="adapter")]
@@ -211,7 +210,7 @@ def test_stories_of_the_time_without_a_node_are_told_when_it_is_back(
     keys = chain("a", 3)
     for i in range(STORIES_KEPT_MAX + 6):
         arrive(node, f"r{i}", keys)
-        assert ask(node, f"r{i}", keys) == Miss("node away")
+        assert ask(node, f"r{i}") == Miss("node away")
         node.core.finished(f"r{i}")
     assert node.core.take_outbox() == []
     node.wait(500)

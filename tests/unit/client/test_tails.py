@@ -46,20 +46,22 @@ def step(
     node: PushNode, computed: int, known: int = PROMPT_TOKENS, *, keys: Sequence[bytes] = KEYS
 ) -> StoreJob | None:
     """A step up to so many tokens, as the connector makes it; what is stored or compared."""
-    if computed >= node.core.due_tokens("r"):
+    node.core.requests["r"].keys = keys
+    if computed >= node.core.requests["r"].due_tokens:
         settled = node.core.settled_tokens("r", computed_tokens=computed, known_tokens=known)
         if settled:
-            node.core.fill("r", keys, tables=(TABLE,), settled_tokens=settled)
+            node.core.fill("r", tables=(TABLE,), settled_tokens=settled)
     jobs = node.core.plan((), node.now_ns).stores
     return jobs[-1] if jobs else None  # those that compare come last
 
 
 def asked(node: PushNode, *, local: int = 0, keys: Sequence[bytes] = KEYS) -> object:
-    return node.ask("r", list(keys), local * BLOCK_TOKENS)
+    node.core.requests["r"].keys = keys
+    return node.ask("r", local * BLOCK_TOKENS)
 
 
 def loaded(node: PushNode, tokens: int, *, local: int = 0) -> LoadJob:
-    node.core.allocated("r", KEYS, tables=(TABLE,), external_tokens=tokens, now_ns=node.now_ns)
+    node.core.allocated("r", tables=(TABLE,), external_tokens=tokens, now_ns=node.now_ns)
     (job,) = node.core.plan((), node.now_ns).loads
     return job
 
@@ -88,7 +90,7 @@ def test_a_prefill_stores_the_tail_with_the_step_that_completes_the_prompt(node:
     job = step(node, PROMPT_TOKENS - 1)
     assert job is not None
     assert job.keys == b"".join(KEYS)
-    assert node.core.due_tokens("r") == PROMPT_TOKENS
+    assert node.core.requests["r"].due_tokens == PROMPT_TOKENS
     job = step(node, PROMPT_TOKENS)
     assert job is not None
     assert (job.keys, job.block_ids) == (TAIL, (103,))

@@ -34,10 +34,10 @@ def under_load(node: ScriptedNode, request: str) -> int:
     keys = chain(request, 3)
     node.keys |= set(keys)
     arrive(node, request, keys)
-    ask(node, request, keys)
+    ask(node, request)
     node.exchange()
-    assert ask(node, request, keys) == Hit(3 * BLOCK_TOKENS)
-    load(node, request, keys, [10, 11, 12], 3)
+    assert ask(node, request) == Hit(3 * BLOCK_TOKENS)
+    load(node, request, [10, 11, 12], 3)
     (job,) = node.core.plan((), node.now_ns).loads
     assert len(job.slots) == 3 * 4, "one column, whatever the number of ranks"
     return job.lease
@@ -64,7 +64,7 @@ def test_a_load_that_fails_on_one_rank_has_failed(
     lease = under_load(node, "r")
     for rank in (0, 1):
         ended(node, rank, "r", lease, loaded[rank])
-    assert ask(node, "r", chain("r", 3)) == Miss("load failed")
+    assert ask(node, "r") == Miss("load failed")
     assert node.core.stats.take()["load_failures"] == 1
     story = node.core.finished("r")
     assert story is not None
@@ -90,7 +90,7 @@ def test_a_stored_block_is_fenced_until_the_rank_that_does_not_write_said_so_too
     keys = chain("a", 2)
     node.attach(credits=10)
     begin(node, "r", keys)
-    job = step(node, "r", keys, computed=2 * BLOCK_TOKENS, table=[7, 8])
+    job = step(node, "r", computed=2 * BLOCK_TOKENS, table=[7, 8])
     assert job is not None
     for rank in (1, 0):
         assert node.core.plan((8, 9), node.now_ns).fence_blocks == (8,)

@@ -56,12 +56,12 @@ def test_a_lying_node_holds_nobody(lie: Callable[[ScriptedNode], None]) -> None:
     node.core.attachment.connected(node.now_ns)
     welcome(node)
     arrive(node, "r", keys)
-    begin_ns, outcome = node.now_ns, ask(node, "r", keys)
+    begin_ns, outcome = node.now_ns, ask(node, "r")
     assert outcome is PENDING
     while outcome is PENDING and node.now_ns - begin_ns < 60 * 10**9:
         node.wait(STEP_MS)
         lie(node)
-        outcome = ask(node, "r", keys)
+        outcome = ask(node, "r")
     assert outcome in (Miss("deadline"), Miss("node away"))
     assert node.now_ns - begin_ns <= (LONGEST_MS + STEP_MS) * 10**6
     assert node.core.leases_open == 0
@@ -81,13 +81,13 @@ def test_waiting_for_room_in_the_engine_is_not_waiting_for_the_node(node: Script
     node.keys = set(keys)
     node.attach()
     arrive(node, "r", keys)
-    ask(node, "r", keys)
+    ask(node, "r")
     node.exchange()
     for _ in range(4):
-        assert ask(node, "r", keys) == Hit(4 * BLOCK_TOKENS)
+        assert ask(node, "r") == Hit(4 * BLOCK_TOKENS)
         node.wait(1000)
     node.give(m.SessionClosed(session=node.session, reason="a rank left"))
     open_another(node)
-    assert ask(node, "r", keys) is PENDING, "the first wait was over with its answer"
+    assert ask(node, "r") is PENDING, "the first wait was over with its answer"
     node.exchange()
-    assert ask(node, "r", keys) == Hit(4 * BLOCK_TOKENS)
+    assert ask(node, "r") == Hit(4 * BLOCK_TOKENS)

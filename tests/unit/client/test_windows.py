@@ -62,12 +62,11 @@ def begin(node: ScriptedNode, keys: list[bytes]) -> None:
     node.exchange()
 
 
-def match(node: ScriptedNode, keys: list[bytes], local: int = 0, most: int = 100) -> Outcome:
+def match(node: ScriptedNode, local: int = 0, most: int = 100) -> Outcome:
     """The answer, after so many exchanges as it takes."""
     for _ in range(2 + ROUNDS_MAX):
         outcome = node.core.match(
             "r",
-            keys,
             local_tokens=local * BLOCK_TOKENS,
             tokens_max=most * BLOCK_TOKENS,
             now_ns=node.now_ns,
@@ -78,8 +77,8 @@ def match(node: ScriptedNode, keys: list[bytes], local: int = 0, most: int = 100
     return PENDING
 
 
-def load(node: ScriptedNode, keys: list[bytes], tokens: int) -> tuple[LoadJob, ...]:
-    node.core.allocated("r", keys, tables=TABLES, external_tokens=tokens, now_ns=node.now_ns)
+def load(node: ScriptedNode, tokens: int) -> tuple[LoadJob, ...]:
+    node.core.allocated("r", tables=TABLES, external_tokens=tokens, now_ns=node.now_ns)
     return node.core.plan((), node.now_ns).loads
 
 
@@ -96,10 +95,10 @@ def test_a_hit_takes_of_a_window_only_what_it_reaches(node: ScriptedNode) -> Non
     keys = chain("a", 6)
     node.keys = held(keys, 0, 1, 2, 3, 4, 5)
     begin(node, keys)
-    assert match(node, keys) == Hit(6 * BLOCK_TOKENS)
+    assert match(node) == Hit(6 * BLOCK_TOKENS)
     assert asked(node, 0) == [keys]
     assert asked(node, 1) == [keys[4:]]
-    first, second = load(node, keys, 6 * BLOCK_TOKENS)
+    first, second = load(node, 6 * BLOCK_TOKENS)
     assert (first.group, first.block_ids, first.keys) == (0, tuple(range(100, 106)), b"".join(keys))
     assert (second.group, second.block_ids) == (1, (204, 205))
     assert second.keys == b"".join(keys[4:])
@@ -126,7 +125,7 @@ def test_a_hit_ends_where_every_group_can_serve_it(
     node.keys = held(keys, *windows)
     begin(node, keys)
     expected = Hit(blocks * BLOCK_TOKENS) if blocks else Miss("group not stored")
-    assert match(node, keys) == expected
+    assert match(node) == expected
     story = node.core.finished("r")
     assert story is not None
     cut = ("group not stored", "the window") if blocks < 6 else ("", "")
@@ -139,7 +138,7 @@ def test_a_hit_ends_before_the_last_token_of_the_prompt(node: ScriptedNode) -> N
     keys = chain("a", 6)
     node.keys = held(keys, *range(6))
     begin(node, keys)
-    assert match(node, keys, most=5) == Hit(5 * BLOCK_TOKENS)
+    assert match(node, most=5) == Hit(5 * BLOCK_TOKENS)
     assert asked(node, 1) == [keys[3:5]]
 
 
@@ -147,10 +146,10 @@ def test_what_the_engine_has_itself_is_not_asked_for(node: ScriptedNode) -> None
     keys = chain("a", 6)
     node.keys = held(keys, 4)
     begin(node, keys)
-    assert match(node, keys, local=4) == Hit(BLOCK_TOKENS)
+    assert match(node, local=4) == Hit(BLOCK_TOKENS)
     assert asked(node, 0) == [keys[4:]]
     assert asked(node, 1) == [[keys[4]]]
-    first, second = load(node, keys, BLOCK_TOKENS)
+    first, second = load(node, BLOCK_TOKENS)
     assert (first.block_ids, second.block_ids) == ((104,), (204,))
 
 
@@ -158,12 +157,12 @@ def test_a_window_that_is_gone_by_then_makes_the_hit_shorter(node: ScriptedNode)
     keys = chain("a", 6)
     node.keys = held(keys, *range(6))
     begin(node, keys)
-    assert node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=1) is PENDING
+    assert node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=1) is PENDING
     node.exchange()  # the answers to the hints name all six
     node.keys -= {named(keys[5], 1)}
-    assert match(node, keys) == Hit(5 * BLOCK_TOKENS)
+    assert match(node) == Hit(5 * BLOCK_TOKENS)
     assert asked(node, 1) == [keys[4:], keys[3:5]]
-    assert len(load(node, keys, 5 * BLOCK_TOKENS)) == 2
+    assert len(load(node, 5 * BLOCK_TOKENS)) == 2
     released = [lease for each in node.of(m.LeaseRelease) for lease in each.leases]  # type: ignore[attr-defined]
     assert len(released) == 1, "the question whose answer was too short"
 
@@ -173,14 +172,14 @@ def test_answers_that_promise_too_much_end_after_some_rounds(node: ScriptedNode)
     node.keys = {*keys}
     begin(node, keys)
     node.now_ns += HINT_NS_MAX + 1
-    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
     for message in node.core.take_outbox():
         if isinstance(message, m.Hint):
             bits = b"\xff" * 3
             node.give(m.HintReply(message.request, bits, message.group, message.first_block))
         elif isinstance(message, m.LeaseAsk):
             node.give(node.lease_reply(message))
-    assert match(node, keys) == Miss("group not stored")
+    assert match(node) == Miss("group not stored")
     assert len(asked(node, 1)) == ROUNDS_MAX
     node.exchange()
     assert node.core.leases_open == 0
@@ -203,7 +202,7 @@ def test_what_the_hints_asked_is_not_asked_again(change: str) -> None:
         node.give(m.SessionClosed(node.session, "a rank left"))
         node.session += 1
         node.give(m.SessionOpen(session=node.session, shard_counts=(1, 1)))
-    assert node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns) is PENDING
+    assert node.core.match("r", local_tokens=0, now_ns=node.now_ns) is PENDING
     again = [h for h in node.core.take_outbox() if isinstance(h, m.Hint)]
     assert bool(again) == (change != "none")
     assert {h.group for h in again} <= {1}, "the lease tells of the first"
@@ -226,12 +225,12 @@ def test_an_answer_that_does_not_come_is_not_waited_for(node: ScriptedNode) -> N
     keys = chain("a", 6)
     node.keys = held(keys, *range(6))
     begin(node, keys)
-    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
     node.exchange()
-    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
     node.core.take_outbox()  # the question about the window is lost
     node.wait(1000)
-    assert match(node, keys) == Miss("deadline")
+    assert match(node) == Miss("deadline")
     assert node.core.leases_open == 0
 
 
@@ -240,21 +239,21 @@ def test_a_window_on_disk_is_waited_for_as_a_whole(node: ScriptedNode) -> None:
     keys = chain("a", 6)
     node.keys = held(keys, *range(6))
     begin(node, keys)
-    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
     node.exchange()
-    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
     (ask,) = [a for a in node.core.take_outbox() if isinstance(a, m.LeaseAsk)]
     nothing = m.LeaseReply(
         lease=ask.lease, ttl_ms=900, slots=b"", generations=b"", promoting=2, promoting_ms=5
     )
     node.give(nothing)
-    assert match(node, keys) is PENDING
+    assert match(node) is PENDING
     slots = np.arange(0, 32, 16, dtype="<u4").tobytes()
     node.give(
         m.LeaseMore(ask.lease, slots, np.ones(2, "<u8").tobytes(), checksums=b"x" * 32, from_file=2)
     )
-    assert match(node, keys) == Hit(6 * BLOCK_TOKENS)
-    assert [len(job.block_ids) for job in load(node, keys, 6 * BLOCK_TOKENS)] == [6, 2]
+    assert match(node) == Hit(6 * BLOCK_TOKENS)
+    assert [len(job.block_ids) for job in load(node, 6 * BLOCK_TOKENS)] == [6, 2]
 
 
 def test_a_window_that_does_not_come_from_disk_makes_the_hit_shorter() -> None:
@@ -262,27 +261,27 @@ def test_a_window_that_does_not_come_from_disk_makes_the_hit_shorter() -> None:
     keys = chain("a", 6)
     node.keys = held(keys, *range(6))
     begin(node, keys)
-    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
     node.exchange()
-    node.core.match("r", keys, local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
+    node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
     (ask,) = [a for a in node.core.take_outbox() if isinstance(a, m.LeaseAsk)]
     node.give(
         m.LeaseReply(
             lease=ask.lease, ttl_ms=900, slots=b"", generations=b"", promoting=2, promoting_ms=5
         )
     )
-    assert match(node, keys) is PENDING
+    assert match(node) is PENDING
     node.wait(500)
     node.keys -= {named(keys[5], 1), named(keys[4], 1)}
-    assert match(node, keys) == Hit(4 * BLOCK_TOKENS)
+    assert match(node) == Hit(4 * BLOCK_TOKENS)
 
 
 def test_a_request_ends_when_all_its_loads_have_and_fails_whole(node: ScriptedNode) -> None:
     keys = chain("a", 6)
     node.keys = held(keys, *range(6))
     begin(node, keys)
-    match(node, keys)
-    first, second = load(node, keys, 6 * BLOCK_TOKENS)
+    match(node)
+    first, second = load(node, 6 * BLOCK_TOKENS)
     assert node.core.settled_tokens("r", computed_tokens=10**6, known_tokens=10**6) == 0
     done = LoadResult("r", first.lease, 6, (), 100, 7)
     node.core.reported(RankReport(rank=0, session=1, loads=(done,)), node.now_ns)
@@ -300,14 +299,14 @@ def test_each_group_stores_with_credits_of_its_own(node: ScriptedNode) -> None:
     keys = chain("a", 6)
     node.keys = {keys[0], named(keys[1], 1)}
     begin(node, keys)
-    match(node, keys)
-    node.core.allocated("r", keys, tables=(), external_tokens=0, now_ns=node.now_ns)
-    assert node.core.due_tokens("r") == BLOCK_TOKENS
+    match(node)
+    node.core.allocated("r", tables=(), external_tokens=0, now_ns=node.now_ns)
+    assert node.core.requests["r"].due_tokens == BLOCK_TOKENS
     settled = node.core.settled_tokens("r", computed_tokens=4 * BLOCK_TOKENS, known_tokens=10**6)
     # The engine has let go of the first block of the window.
     tables = (TABLES[0], [0, *TABLES[1][1:]])
-    node.core.fill("r", keys, tables=tables, settled_tokens=settled)
-    assert node.core.due_tokens("r") == 5 * BLOCK_TOKENS
+    node.core.fill("r", tables=tables, settled_tokens=settled)
+    assert node.core.requests["r"].due_tokens == 5 * BLOCK_TOKENS
     first, second = node.core.plan((), node.now_ns).stores
     assert (first.group, first.block_ids) == (0, (101, 102, 103))
     assert (second.group, second.block_ids) == (1, (202, 203))
@@ -321,8 +320,8 @@ def test_a_shadow_check_compares_what_a_hit_takes_of_every_group(shards: tuple[i
     keys = chain("a", 6)
     node.keys = held(keys, *range(6))
     begin(node, keys)
-    assert match(node, keys) == Miss("shadow check")
-    node.core.allocated("r", keys, tables=(), external_tokens=0, now_ns=node.now_ns)
+    assert match(node) == Miss("shadow check")
+    node.core.allocated("r", tables=(), external_tokens=0, now_ns=node.now_ns)
     jobs: list[StoreJob] = []
     for blocks in (4, 6):
         settled = node.core.settled_tokens(
@@ -331,7 +330,7 @@ def test_a_shadow_check_compares_what_a_hit_takes_of_every_group(shards: tuple[i
         # The engine keeps no more of the window than it reaches.
         gone = blocks - WINDOW_BLOCKS + 1
         tables = (TABLES[0], [0] * gone + TABLES[1][gone:])
-        node.core.fill("r", keys, tables=tables, settled_tokens=settled)
+        node.core.fill("r", tables=tables, settled_tokens=settled)
         jobs += node.core.plan((), node.now_ns).stores
     assert all(job.compare for job in jobs)
     assert [(job.group, job.block_ids) for job in jobs] == [
@@ -362,7 +361,7 @@ def test_long_prompts_are_asked_about_in_pieces() -> None:
     keys = chain("a", count)
     node.keys = {*keys, *(named(key, 1) for key in keys)}
     begin(node, keys)
-    assert match(node, keys, most=count) == Hit(count * BLOCK_TOKENS)
+    assert match(node, most=count) == Hit(count * BLOCK_TOKENS)
     hints = [h for h in node.of(m.Hint) if h.group == 1]  # type: ignore[attr-defined]
     assert [h.first_block for h in hints] == [0, 0, m.KEYS_PER_DATAGRAM_MAX]  # type: ignore[attr-defined]
 
@@ -409,7 +408,7 @@ def test_blocks_that_come_between_two_questions_are_not_taken_for_others(verify_
 
     def ask() -> Outcome:
         tokens = 8 * BLOCK_TOKENS
-        return node.core.match("r", keys, local_tokens=0, tokens_max=tokens, now_ns=node.now_ns)
+        return node.core.match("r", local_tokens=0, tokens_max=tokens, now_ns=node.now_ns)
 
     node.core.new_request("r", keys, prompt_tokens=8 * BLOCK_TOKENS + 3, now_ns=node.now_ns)
     answer((set(), set()))
@@ -422,7 +421,7 @@ def test_blocks_that_come_between_two_questions_are_not_taken_for_others(verify_
         answer((set(range(8)), {4, 5}))
     if isinstance(found, Hit):
         tokens, tables = found.tokens, TABLES
-        node.core.allocated("r", keys, tables=tables, external_tokens=tokens, now_ns=node.now_ns)
+        node.core.allocated("r", tables=tables, external_tokens=tokens, now_ns=node.now_ns)
         for job in node.core.plan((), node.now_ns).loads:
             wanted = [keys.index(key) for key in split(job.keys)]
             assert [slot // 16 for slot in np.frombuffer(job.slots, "<u4").tolist()] == wanted

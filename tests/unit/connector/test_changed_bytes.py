@@ -64,11 +64,11 @@ class Scheduler(Question):
         tokens = BLOCKS * BLOCK_TOKENS
         core, now_ns = self.core, self.now_ns
         core.new_request(request, KEYS, prompt_tokens=tokens + 1, now_ns=now_ns)
-        core.match(request, KEYS, local_tokens=0, now_ns=now_ns)
+        core.match(request, local_tokens=0, now_ns=now_ns)
         self.exchange()
-        core.match(request, KEYS, local_tokens=0, now_ns=now_ns)
+        core.match(request, local_tokens=0, now_ns=now_ns)
         blocks = list(range(BLOCKS))
-        core.allocated(request, KEYS, tables=(blocks,), external_tokens=tokens, now_ns=now_ns)
+        core.allocated(request, tables=(blocks,), external_tokens=tokens, now_ns=now_ns)
         (job,) = core.plan((), now_ns).loads
         core.finished(request)
         return job

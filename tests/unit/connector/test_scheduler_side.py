@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
-from kvstore.client.core.lookup import LookupStage
+from kvstore.client.core.request import LookupStage
 from kvstore.connector import scheduler_side
 from kvstore.connector.adapters import AdapterKeys
 from kvstore.connector.checks import NotServed
@@ -151,7 +151,7 @@ def test_a_full_socket_is_waited_for_and_only_then_given_up(
     assert side.get_num_new_matched_tokens(long, 0) == (None, False)
     late = request(2, 64)
     side.on_new_request(late)
-    assert side._core._requests["r2"].lookup.hinted_session == 0, "a hint would wait in the backlog"
+    assert side._core.requests["r2"].hinted_session == 0, "a hint would wait in the backlog"
     assert side.get_num_new_matched_tokens(late, 0) == (None, False)
     assert len(link.sent) == 1
     clock.now_ns += 200_000_000
@@ -182,7 +182,7 @@ def test_steps_of_others_do_not_wait_for_blocks_from_disk(
     left_ns: list[int] = []
 
     def watch(watch_ns: int) -> None:
-        watched.append(side._core._requests["r1"].lookup.stage)
+        watched.append(side._core.requests["r1"].stage)
         left_ns.append(watch_ns)
         side._watched_ns += watch_ns
 
@@ -369,7 +369,7 @@ def test_a_request_waits_for_the_digest_of_its_adapter(
     assert hinted(link) == [keys]
     assert [s.keys for s in link.sent if isinstance(s, m.LeaseAsk)] == [keys]
     side.request_finished(one)
-    assert not side._keys
+    assert not side._core.requests
     assert not side._requests
     assert not side._unread
 

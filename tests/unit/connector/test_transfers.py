@@ -126,7 +126,7 @@ def test_an_engine_that_only_waits_for_a_push_makes_few_steps(
         on.side._watched_ns += watch_ns
 
     monkeypatch.setattr(on.side, "_watch", watch)
-    lookup = on.side._core._requests[request.request_id].lookup
+    lookup = on.side._core.requests[request.request_id]
     lookup.pushed_until_ns -= 10 * WATCH_SHARE * NS_PER_MS  # it has waited so long
     assert on.side.get_num_new_matched_tokens(request, 0) == (None, False)
     assert sum(watched) >= 10 * NS_PER_MS

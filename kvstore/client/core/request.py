@@ -1,0 +1,282 @@
+"""One request under way: lookup, load, stores and transfer; and its story once it has ended.
+
+State only. Writers: `lookups.py` of lookup and load, `stores.py` of stores, `pushes.py` of the
+transfer, `scheduler.py` of the rest. `lookups.py` has the rules and a picture of the stages.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstore.client.core.hits import HitPlan, Outcome, Presence, PromptKeys
+from kvstore.client.core.waits import BlockWait
+from kvstore.wire.messages import LEASE_LIVES_MAX, REQUEST_BYTES_MAX, LeaseReply, Story
+from kvstore.wire.transfers import DecodePart, PrefillPart
+
+DETAIL_LENGTH_MAX: Final = 255
+
+
+class LookupStage(enum.Enum):
+    """Stage of one request's lookup; `lookups.py` has a picture."""
+
+    NONE = 0
+    ASKED = 1
+    HELD = 2
+    LOADING = 3
+    PROMOTING = 4
+    SHADOW = 5
+
+
+WAITING_STAGES = (LookupStage.ASKED, LookupStage.PROMOTING, LookupStage.HELD)
+"""The node may hold leases, and no load has begun."""
+
+
+@dataclass(slots=True, eq=False)
+class LookupPart:
+    """One LeaseAsk of a request: long prompts and KV cache groups need several."""
+
+    lease: int
+    group: int
+    first: int
+    """Number in the prompt of its first block."""
+    count: int
+    shards: int
+    """Shards of a block of the group."""
+    promoting: int = 0
+    """Blocks behind those of the reply that are on their way to dram."""
+    is_closed: bool = False
+    """Blocks came that nobody waited for: what follows them does not follow the reply's."""
+    file_blocks: int = 0
+    """Blocks found that came from disk for this request."""
+    peer_blocks: int = 0
+    """The same from another node."""
+    reply: LeaseReply | None = None
+    renew_at_ns: int = 0
+    ttl_ns: int = 0
+
+    @property
+    def found_blocks(self) -> int:
+        """Blocks that the answer leases."""
+        assert self.reply is not None
+        return min(len(self.reply.slots) // (4 * self.shards), self.count)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether not all blocks are leased."""
+        return self.found_blocks < self.count
+
+    def expect(self, promoting: int) -> None:
+        """So many more are on their way, says the node; no more than were asked for are waited for,
+        nor longer than these take to compute."""
+        self.promoting = min(promoting, max(0, self.count - self.found_blocks))
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """See the module."""
+
+    id: str
+    tag: int
+    """Number in hints."""
+    keys: Sequence[bytes]
+    """Keys of its whole blocks; the engine adds to them."""
+    prompt_tokens: int
+    block_tokens: int
+    """Tokens of a block of the first KV cache group."""
+    next_blocks: list[int]
+    """By KV cache group: blocks before are stored, or left out."""
+    hint_sequence: int
+    transfer: PrefillPart | DecodePart | None = None
+    """Part in a transfer."""
+    tail: bytes = b""
+    """Key of the prompt's tail, where it is stored or looked up; empty: it is not."""
+    arrived_ns: int = 0
+    due_tokens: int = 0
+    """Tokens at which the next block is complete, of any KV cache group, or the first token is to
+    be seen."""
+    local_tokens: int = 0
+    """The engine's own, when it last asked."""
+    loaded_tokens: int = 0
+    file_tokens: int = 0
+    """Loaded tokens that came from disk for it."""
+    peer_tokens: int = 0
+    answer: Outcome | None = None
+    answered_ns: int = 0
+    """First answer after the last question to the node."""
+    first_token_ns: int = 0
+    """When the engine was first seen to have a token of its answer; 0: not yet."""
+    load_ns: dict[int, int] = field(default_factory=dict)
+    """Time of its copies, by rank."""
+    is_old: bool = False
+    """Its blocks, or some before them, are of before a reset: none is stored."""
+    present: Presence = field(default_factory=Presence)
+    """From the node's answers to hints."""
+
+    # ── lookup and load ──────────────────────────────────────────────────────────────────────────
+
+    stage: LookupStage = LookupStage.NONE
+    hinted_ns: int = 0
+    """When the node was sent hints that name all blocks of the request."""
+    hinted_session: int = 0
+    """In which session; 0: it was not."""
+    detail: str = ""
+    """A rank's reason for a load that failed."""
+    asked_leases: list[int] = field(default_factory=list)
+    """Leases of the last question about the first KV cache group, in chain order; kept after
+    their release."""
+    replied_at_ns: int = 0
+    """When the last question was answered in full; 0 while it is not."""
+    wait: BlockWait | None = None
+    """For blocks that are on their way."""
+    waited: bool = False
+    """Whether the last question led to one."""
+    has_weighed: bool = False
+    """Whether blocks on their way were weighed against computing since it was asked."""
+    lost_ns: float = 0.0
+    """Time that its waits took beyond what they saved."""
+    failed: str = ""
+    """Why this request is answered 0 for ever; empty while it is not."""
+    session: int = 0
+    first_block: int = 0
+    """First block of the last question."""
+    found_blocks: int = 0
+    end_tokens: int = 0
+    """End of the prompt, where its tail is looked up, too; 0: it is not."""
+    is_probe: bool = False
+    """Loads do not pay: this is the shortest load, to measure."""
+    is_shadow: bool = False
+    """If it is a hit, it may be computed and compared."""
+    is_trial: bool = False
+    """Loads failed: the load of this request, if it has any, is the probe."""
+    is_verified: bool = False
+    """Every block of its load is compared with its checksum."""
+    asked_at_ns: int = 0
+    """When the lookup began."""
+    asked_again_ns: int = 0
+    """When its last question was asked."""
+    plan: HitPlan | None = None
+    """Blocks of all KV cache groups that the hit takes; with one group always None."""
+    rounds: int = 0
+    """Plans so far."""
+    waiting_since_ns: int = 0
+    """Since when the engine has got the answer to ask again, for any reason; 0: its last answer
+    was another."""
+    parts: list[LookupPart] = field(default_factory=list)
+    load_jobs: int = 0
+    """Under way: one for each KV cache group."""
+    load_reports: int = 0
+    miss_reason: str = ""
+
+    # ── transfer ─────────────────────────────────────────────────────────────────────────────────
+
+    is_paused: bool = False
+    """Preempted while it was prefilled for another node."""
+    pushed_until_ns: int = 0
+    """While a prefill node sends its blocks nothing is asked, at most until then."""
+    expected: set[tuple[int, int]] = field(default_factory=set)
+    """Group and first block of its PushExpects that have no PushEnd yet."""
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the node has been asked about the request and has not answered yet."""
+        return self.stage is LookupStage.ASKED
+
+    @property
+    def local_blocks(self) -> int:
+        """Leading blocks that the engine had itself when it last asked."""
+        return self.local_tokens // self.block_tokens
+
+    @property
+    def transfer_id(self) -> str:
+        """Empty: it has no part in a transfer."""
+        return self.transfer.transfer if self.transfer is not None else ""
+
+    @property
+    def tail_tokens(self) -> int:
+        """End of the prompt, where its tail is stored, too; 0: it is not."""
+        return self.prompt_tokens if self.tail and isinstance(self.transfer, PrefillPart) else 0
+
+    @property
+    def seeks_tail(self) -> bool:
+        """Whether the tail is looked up: on a decode engine, until the request's answer has made a
+        whole block of it. A prefill engine computes one token in any case."""
+        is_whole = len(self.keys) > self.prompt_tokens // self.block_tokens
+        return bool(self.tail) and not (is_whole or self.tail_tokens)
+
+    @property
+    def sought(self) -> Sequence[bytes]:
+        """Keys that are looked up."""
+        return self._with_tail() if self.seeks_tail else self.keys
+
+    @property
+    def stored(self) -> Sequence[bytes]:
+        """Keys that are stored."""
+        return self._with_tail() if self.tail_tokens else self.keys
+
+    def _with_tail(self) -> Sequence[bytes]:
+        return PromptKeys(self.keys, self.prompt_tokens // self.block_tokens, self.tail)
+
+    def full_blocks(self, settled_tokens: int, size: int) -> int:
+        """Blocks of `size` tokens that may be stored; the tail is that of the first group."""
+        is_tail_due = 0 < self.tail_tokens <= settled_tokens
+        return self.tail_tokens // size + 1 if is_tail_due else settled_tokens // size
+
+    @property
+    def file_blocks(self) -> int:
+        """Blocks found of the first group that came from disk for this request."""
+        return sum(part.file_blocks for part in self.parts if not part.group)
+
+    @property
+    def peer_blocks(self) -> int:
+        """Blocks found of the first group that came from another node for this request."""
+        return sum(part.peer_blocks for part in self.parts if not part.group)
+
+    def end_wait(self, now_ns: int) -> None:
+        """Blocks came, or it took too long: take what is there."""
+        assert self.wait is not None
+        self.lost_ns += self.wait.ended(now_ns)
+        self.wait, self.stage = None, LookupStage.HELD
+
+    def may_outlive_leases(self, now_ns: int) -> bool:
+        """Whether its leases, renewed or not, could end under a load that begins now."""
+        age_ns = now_ns - self.asked_at_ns
+        return any(p.reply and age_ns > (LEASE_LIVES_MAX - 1) * p.ttl_ns for p in self.parts)
+
+    def cut_load(self, tokens: int) -> None:
+        """No more than so many tokens were loaded."""
+        self.loaded_tokens = min(self.loaded_tokens, tokens)
+        self.file_tokens = min(self.file_tokens, self.loaded_tokens)
+        self.peer_tokens = min(self.peer_tokens, self.loaded_tokens - self.file_tokens)
+
+    def story(self, saved_ns: int) -> Story:
+        """The story of the request, which has ended and whose load saved so much computing."""
+        asked, answered, replied = self.asked_at_ns, self.answered_ns, self.replied_at_ns
+        return Story(
+            request=cut_name(self.id),
+            prompt_tokens=self.prompt_tokens,
+            local_tokens=self.local_tokens,
+            loaded_tokens=self.loaded_tokens,
+            file_tokens=self.file_tokens,
+            peer_tokens=self.peer_tokens,
+            outcome=self.miss_reason if answered else "not asked",
+            detail=self.detail[:DETAIL_LENGTH_MAX],
+            session=self.session,
+            leases=self.asked_leases,
+            first_block=self.first_block,
+            queued_ns=max(0, (asked or answered) - self.arrived_ns),
+            lookup_ns=max(0, (replied or answered) - asked) if asked else 0,
+            promotion_ns=max(0, answered - replied) if self.waited else 0,
+            load_ns=max(self.load_ns.values(), default=0),
+            saved_ns=saved_ns,
+            stored_blocks=self.next_blocks[0],
+            first_token_ns=max(0, self.first_token_ns - self.arrived_ns),
+            transfer=self.transfer_id,
+        )
+
+
+def cut_name(request: str) -> str:
+    """A request's id as it may travel: users choose theirs."""
+    return request.encode("utf-8", "replace")[:REQUEST_BYTES_MAX].decode("utf-8", "ignore") or "?"
