@@ -20,11 +20,12 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
+from kvstore.client.core.hits import DerivedKeys
 from kvstore.connector.checks import NotServed
 from kvstore.connector.weights import digest_path, downloaded
 from kvstore.units import NS_PER_MS, NS_PER_S
@@ -54,7 +55,7 @@ _IN_PLACE: Final = NotServed("it was loaded in place of another one, under the s
 _TOO_MANY: Final = NotServed(f"there are more than {ADAPTERS_MAX} adapters")
 
 
-class AdapterKeys(Sequence[bytes]):
+class AdapterKeys(DerivedKeys):
     """A request's keys with an adapter, made when they are asked for."""
 
     def __init__(self, request: Request, digest: bytes) -> None:
@@ -66,15 +67,8 @@ class AdapterKeys(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._request.block_hashes)
 
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        found = self._request.block_hashes[index]
-        return list(map(self._key, found)) if isinstance(index, slice) else self._key(found)
-
-    def _key(self, own: bytes) -> bytes:
+    def _at(self, at: int) -> bytes:
+        own = self._request.block_hashes[at]
         made = self._made.get(own)
         if made is None:
             made = self._made[own] = hashlib.sha256(self._digest + own).digest()

@@ -11,6 +11,7 @@ them. Does not cover: order and reports of jobs (`kvstore.client.core.rank`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 import msgspec
 
@@ -31,8 +32,8 @@ from kvstore.wire.record import header
 PLAN_MALFORMED = "the plan's arrays do not fit together"
 
 
-class LoadBlock(msgspec.Struct, frozen=True):
-    """Copy: slot → engine block. The generation is compared before and after."""
+class BlockCopy(msgspec.Struct, frozen=True):
+    """One block of the engine's cache, and a slot that counts only while it has this generation."""
 
     group: int
     """KV cache group of the block."""
@@ -42,39 +43,24 @@ class LoadBlock(msgspec.Struct, frozen=True):
     key: BlockKey
     header: bytes
     """Bytes before the payload that the checksum covers (`kvstore.wire.record`)."""
-    checksum: bytes | None
+    checksum: bytes | None = None
     """16 bytes to compare with, or None: the bytes crossed no medium and no restart of the node,
     do not verify."""
     after: int = 0
     """The copy engine's mark that it must not overtake; 0: none."""
 
 
-class StoreBlock(msgspec.Struct, frozen=True):
+class LoadBlock(BlockCopy, frozen=True):
+    """Copy: slot → engine block. The generation is compared before and after."""
+
+
+class StoreBlock(BlockCopy, frozen=True):
     """Copy: engine block → slot, if the slot still has this generation; return the checksum."""
 
-    group: int
-    block_id: int
-    slot: SlotId
-    generation: Generation
-    key: BlockKey
-    header: bytes
-    after: int = 0
-    """As of LoadBlock."""
 
-
-class CompareBlock(msgspec.Struct, frozen=True):
-    """Copy nothing: compare an engine block with a slot, if that still has this generation."""
-
-    group: int
-    block_id: int
-    slot: SlotId
-    generation: Generation
-    key: BlockKey
-    header: bytes
-    checksum: bytes | None
-    """16 bytes. Where values differ: without a match the slot's bytes are damaged, nothing more."""
-    after: int = 0
-    """As of LoadBlock."""
+class CompareBlock(BlockCopy, frozen=True):
+    """Copy nothing: compare an engine block with a slot, if that still has this generation. Where
+    values differ and the checksum does not match, the slot's bytes are damaged, nothing more."""
 
 
 class Copied(msgspec.Struct, frozen=True):
@@ -132,6 +118,7 @@ class Job:
         "prefix",
         "slots",
     )
+    kind: ClassVar[type[Copy]]
 
     def __init__(self, plan: LoadJob | StoreJob, its: RankColumn, after: int) -> None:
         self.plan = plan
@@ -193,16 +180,17 @@ class Job:
     def key(self, index: int) -> BlockKey:
         return BlockKey(self.plan.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
 
-    def _block(self, index: int) -> tuple[int, int, SlotId, Generation, BlockKey, bytes]:
-        """The fields that all kinds of copies begin with."""
+    def copy(self, index: int) -> Copy:
         key = self.key(index)
-        return (
+        return self.kind(
             self.plan.group,
             self.plan.block_ids[index],
             SlotId(self.slots[index]),
             Generation(self.generations[index]),
             key,
             header(self.prefix, key),
+            self.checksums[index] if self.checksums else None,
+            self.after,
         )
 
 
@@ -210,6 +198,7 @@ class RunningLoad(Job):
     """Slots → engine blocks; no copy begins after one that failed."""
 
     __slots__ = ("copied", "duration_ns")
+    kind = LoadBlock
     plan: LoadJob
 
     def __init__(self, plan: LoadJob, its: RankColumn, after: int) -> None:
@@ -231,15 +220,12 @@ class RunningLoad(Job):
             return []
         return [i for i in sorted(self.copied) if self.checksums[i] is not None]
 
-    def copy(self, index: int) -> LoadBlock:
-        checksum = self.checksums[index] if self.checksums else None
-        return LoadBlock(*self._block(index), checksum, self.after)
-
 
 class RunningStore(Job):
     """Engine blocks → granted slots; a block that cannot be copied does not stop the others."""
 
     __slots__ = ("sealed",)
+    kind = StoreBlock
     plan: StoreJob
 
     def __init__(self, plan: StoreJob, its: RankColumn, after: int) -> None:
@@ -252,14 +238,12 @@ class RunningStore(Job):
         for index in [i for i in self.sealed if self.plan.block_ids[i] in blocks]:
             del self.sealed[index]
 
-    def copy(self, index: int) -> StoreBlock:
-        return StoreBlock(*self._block(index), self.after)
-
 
 class RunningCheck(Job):
     """Engine blocks beside slots; nothing is written anywhere."""
 
     __slots__ = ("compared", "diverged", "worst")
+    kind = CompareBlock
     plan: StoreJob
 
     def __init__(self, plan: StoreJob, its: RankColumn, after: int) -> None:
@@ -267,10 +251,6 @@ class RunningCheck(Job):
         self.compared = 0
         self.diverged: list[int] = []
         self.worst = 0.0
-
-    def copy(self, index: int) -> CompareBlock:
-        checksum = self.checksums[index] if self.checksums else None
-        return CompareBlock(*self._block(index), checksum, self.after)
 
     def forget(self, blocks: frozenset[int]) -> None:
         """Values read from these blocks may be another request's: then none counts."""

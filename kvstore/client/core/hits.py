@@ -65,7 +65,7 @@ class HitRules(Protocol):
         ...
 
 
-class _DerivedKeys(Sequence[bytes]):
+class DerivedKeys(Sequence[bytes]):
     """Keys that are made of others when they are asked for."""
 
     @abstractmethod
@@ -85,7 +85,7 @@ class _DerivedKeys(Sequence[bytes]):
         return self._at(index % len(self))
 
 
-class BlockKeys(_DerivedKeys):
+class BlockKeys(DerivedKeys):
     """Keys of blocks that are `step` times as long as those that `keys` name: every `step`-th
     key, since each depends on all tokens before its end."""
 
@@ -99,7 +99,7 @@ class BlockKeys(_DerivedKeys):
         return self._keys[(at + 1) * self._step - 1]
 
 
-class PromptKeys(_DerivedKeys):
+class PromptKeys(DerivedKeys):
     """Keys of the `whole` blocks of a prompt, and the key of its tail: of the tokens behind them,
     which fill a part of a block."""
 
@@ -140,7 +140,10 @@ class Presence:
 
     def resized(self, group: int, count: int) -> Mask:
         """Flags of the first `count` blocks; unknown ones are absent."""
-        return _resized(self._masks.get(group, np.zeros(0, np.bool_)), count)
+        mask = self._masks.get(group, np.zeros(0, np.bool_))
+        sized: Mask = np.zeros(count, np.bool_)
+        sized[: len(mask)] = mask[:count]
+        return sized
 
     def lack(self, group: int, first_block: int, end_block: int | None = None) -> None:
         """These are not there after all. `end_block` None: nor any behind them."""
@@ -156,9 +159,3 @@ class Presence:
     def clear(self) -> None:
         """The node may have lost everything."""
         self._masks.clear()
-
-
-def _resized(mask: Mask, count: int) -> Mask:
-    sized: Mask = np.zeros(count, np.bool_)
-    sized[: len(mask)] = mask[:count]
-    return sized
