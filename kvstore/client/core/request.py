@@ -1,7 +1,8 @@
 """One request under way: lookup, load, stores and transfer; and its story once it has ended.
 
 State only. Writers: `lookups.py` of lookup and load, `stores.py` of stores, `pushes.py` of the
-transfer, `scheduler.py` of the rest. `lookups.py` has the rules and a picture of the stages.
+transfer, `shadow.py` of shadow checks, `scheduler.py` of the rest. `lookups.py` has the rules and a
+picture of the stages.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class LookupPart:
     reply: LeaseReply | None = None
     renew_at_ns: int = 0
     ttl_ns: int = 0
+    checked: int = 0
+    """Blocks that a shadow check has compared, or left out."""
+    jobs_out: int = 0
+    """Comparisons under way."""
 
     @property
     def found_blocks(self) -> int:

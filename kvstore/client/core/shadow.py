@@ -12,6 +12,7 @@ comparing (`kvstore.kernels.compare`), effects of a difference (`kvstore.engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -30,48 +31,18 @@ BLOCKS_MAX: Final = 64
 PPM: Final = 1_000_000
 
 
-class _Check:
-    """The leased blocks of one KV cache group of a hit that is being computed."""
-
-    __slots__ = ("end_block", "jobs_out", "next_block", "part", "reply", "request", "step")
-
-    def __init__(self, request: Request, part: LookupPart, found_blocks: int) -> None:
-        assert part.reply is not None
-        self.request = request
-        self.part = part
-        self.reply = part.reply
-        self.step = max(1, -(-found_blocks // BLOCKS_MAX))
-        self.next_block = part.first
-        self.end_block = part.first + found_blocks
-        self.jobs_out = 0
-
-    @property
-    def is_done(self) -> bool:
-        return self.next_block >= self.end_block and not self.jobs_out
-
-    def take(self, block_ids: Sequence[int], full_blocks: int) -> list[int]:
-        """Blocks to compare of those up to `full_blocks`, as indices in the lease. The engine does
-        not keep all blocks of a window or of recurrent layers."""
-        first, end = self.part.first, min(full_blocks, self.end_block)
-        blocks = range(self.next_block, end)
-        self.next_block = max(self.next_block, end)
-        return [
-            b - first for b in blocks if not (b - first) % self.step and block_ids[b] != NULL_BLOCK
-        ]
-
-
+@dataclass(slots=True, eq=False)
 class _Job:
-    """Some blocks of a hit, under comparison. `blocks` are indices in the lease."""
+    """Some blocks of a hit, under comparison."""
 
-    __slots__ = ("blocks", "check", "compared", "diverged", "session", "worst")
-
-    def __init__(self, check: _Check, blocks: list[int]) -> None:
-        self.check = check
-        self.blocks = blocks
-        self.session = check.request.session
-        self.compared = len(blocks)
-        self.diverged: set[int] = set()
-        self.worst = 0.0
+    request: Request
+    part: LookupPart
+    blocks: list[int]
+    """Indices in the lease."""
+    session: int
+    compared: int
+    diverged: set[int] = field(default_factory=set)
+    worst: float = 0.0
 
 
 class Shadows:
@@ -90,8 +61,6 @@ class Shadows:
         self._lookups = lookups
         self._stores = stores
         self._stats = stats
-        self._checks: dict[int, list[_Check]] = {}
-        """By request."""
         self._jobs: dict[int, _Job] = {}
 
     def has_work(self, request: Request, settled_tokens: int) -> bool:
@@ -99,10 +68,8 @@ class Shadows:
         if request.stage is not LookupStage.SHADOW:
             return False
         sizes = self._config.block_sizes
-        checks = self._checks.get(request.tag)
-        if checks is None:
-            return any(settled_tokens // sizes[p.group] > p.first for p in request.parts)
-        return any(settled_tokens // sizes[c.part.group] > c.next_block for c in checks)
+        parts = request.parts
+        return any(settled_tokens // sizes[p.group] > p.first + p.checked for p in parts)
 
     def bind(
         self,
@@ -118,16 +85,11 @@ class Shadows:
         if request.stage is not LookupStage.SHADOW:
             return
         if request.session != self._attachment.session:
-            self._end(request)
+            self._lookups.release(request)
             return
-        checks = self._checks.get(request.tag)
-        if checks is None:
-            checks = self._checks[request.tag] = [
-                _Check(request, part, self._whole_blocks(request, part)) for part in request.parts
-            ]
-        for check in checks:
-            if check.part.group == group:
-                self._compare(check, keys, block_ids, full_blocks)
+        for part in request.parts:
+            if part.group == group:
+                self._compare(request, part, keys, block_ids, full_blocks)
         self._end_if_done(request)
 
     def _whole_blocks(self, request: Request, part: LookupPart) -> int:
@@ -137,22 +99,36 @@ class Shadows:
         return min(part.found_blocks, request.end_tokens // self._config.block_tokens - part.first)
 
     def _compare(
-        self, check: _Check, keys: Sequence[bytes], block_ids: Sequence[int], full_blocks: int
+        self,
+        request: Request,
+        part: LookupPart,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        full_blocks: int,
     ) -> None:
-        blocks = check.take(block_ids, full_blocks)
+        assert part.reply is not None
+        first, group, whole = part.first, part.group, self._whole_blocks(request, part)
+        step = max(1, -(-whole // BLOCKS_MAX))
+        end = min(full_blocks - first, whole)
+        # The engine does not keep all blocks of a window or of recurrent layers.
+        blocks = [
+            b
+            for b in range(part.checked, end)
+            if not b % step and block_ids[first + b] != NULL_BLOCK
+        ]
+        part.checked = max(part.checked, end)
         if not blocks:
             return
-        first, group = check.part.first, check.part.group
         number = self._stores.compare(
             [block_ids[first + b] for b in blocks],
             group,
             keys=[bytes(keys[first + b]) for b in blocks],
-            slots=self._rows(check.reply.slots, group, blocks, 4),
-            generations=self._rows(check.reply.generations, group, blocks, 8),
-            checksums=self._rows(check.reply.checksums, group, blocks, CHECKSUM_BYTES),
+            slots=self._rows(part.reply.slots, group, blocks, 4),
+            generations=self._rows(part.reply.generations, group, blocks, 8),
+            checksums=self._rows(part.reply.checksums, group, blocks, CHECKSUM_BYTES),
         )
-        check.jobs_out += 1
-        self._jobs[number] = _Job(check, blocks)
+        part.jobs_out += 1
+        self._jobs[number] = _Job(request, part, blocks, request.session, len(blocks))
 
     def _rows(self, array: bytes, group: int, rows: list[int], size: int) -> bytes:
         """Rows of an array [n][S]; empty if the array is."""
@@ -174,8 +150,7 @@ class Shadows:
         job = self._jobs.pop(number, None)
         if job is None:
             return
-        check = job.check
-        check.jobs_out -= 1
+        job.part.jobs_out -= 1
         self._stats.add("shadow_blocks", job.compared)
         self._stats.add("shadow_blocks_diverged", len(job.diverged))
         if (job.compared or job.diverged) and job.session == self._attachment.session:
@@ -183,24 +158,23 @@ class Shadows:
             self._attachment.outbox.append(
                 Compared(
                     session=job.session,
-                    lease=check.part.lease,
+                    lease=job.part.lease,
                     blocks=job.compared,
                     diverged=np.array(blocks, "<u4").tobytes(),
                     error_ppm=int(min(job.worst, 1000.0) * PPM),
                 )
             )
-        self._end_if_done(check.request)
+        self._end_if_done(job.request)
 
     def ended(self, request: Request) -> None:
         """The request is over: running comparisons still end, under generations alone."""
         if request.stage is LookupStage.SHADOW:
-            self._end(request)
+            self._lookups.release(request)
 
     def _end_if_done(self, request: Request) -> None:
-        checks = self._checks.get(request.tag)
-        if checks is not None and all(check.is_done for check in checks):
-            self._end(request)
-
-    def _end(self, request: Request) -> None:
-        self._checks.pop(request.tag, None)
-        self._lookups.release(request)
+        is_done = all(
+            part.checked >= self._whole_blocks(request, part) and not part.jobs_out
+            for part in request.parts
+        )
+        if is_done:
+            self.ended(request)
