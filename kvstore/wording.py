@@ -1,7 +1,7 @@
 """Validation errors of msgspec about settings, in an operator's words.
 
 Covers: unknown keys with the nearest known one, kinds of values, ranges, choices; the sentence
-about an address that is in use.
+about an address that is in use; texts of others in a terminal.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ _NO_ADDRESS: Final = {
     errno.EINVAL: "it is no address",
 }
 _AT_LEAST: Final = {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
+
+
+def printable(text: str) -> str:
+    """Engines and nodes choose their names and users the ids of requests; terminals obey some
+    characters."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def cannot_listen(option: str, address: str, error: OSError | None = None) -> str:

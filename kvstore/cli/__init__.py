@@ -4,10 +4,12 @@ main              the command line: node, index, certs, upgrade, clear, fsck
 reasons           words and sentences of reasons
 look_commands     inspect, explain, top: flags to queries
 commands          flags of settings, options that several commands share
-look, ask         queries and answers, facts and tables; the client of the inspect service
+ask, pages        clients of a node and of the index; questions to a router over HTTP
+tables            columns as data; rows of a node
+look              inspect, explain: facts and tables of an answer
 prefix            locations of a prompt's blocks
-top, top_screen, top_view   figures of nodes, the terminal, the layout
-top_routers, top_routers_view   the same of routers, from their pages
+top, top_routers  figures of nodes, and of routers from their pages
+top_view, top_screen   their layout; one sample, or a terminal
 route             decisions of a router: explain, replay
 certs, fsck       a CA for a lab; a full read of a disk tier's directory
 """

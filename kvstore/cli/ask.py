@@ -1,40 +1,36 @@
-"""The client of the inspect service, and how its answers look in a terminal."""
+"""Clients of a node and of the index: a query, or one sentence why there is no answer.
+
+Does not cover: routers (`pages`), how answers look (`tables`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import grpc
-import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from kvstore.client.index import IndexClient, IndexUnavailable
+from kvstore.config.cluster import resolve_tls
 from kvstore.config.defaults import REPLY_BYTES_MAX
-from kvstore.engine import NO_BUDGET, NO_PASS, SPACE_DIGITS, NodeReport, TierReport
+from kvstore.config.settings import AskSettings
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.proto import feeds, inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.proto.rows import Row, decode_rows
 from kvstore.supervisor.listener import INSPECT_SUFFIX
 from kvstore.supervisor.upgrade import no_node_at, not_yours
-from kvstore.units import US_PER_MS, format_size, format_us
 from kvstore.wire.load import Load
 
 _R = TypeVar("_R", bound=Row)
 TIMEOUT_S: Final = 5.0
 LOAD_TIMEOUT_S: Final = 1.0
 """Timeout of queries that are repeated."""
-WITH_NODES: Final = ("nodes", "unserved", "members", "engines")
-SUMMARY: Final = (*WITH_NODES, "tiers", "quotas", "spaces", "leases", "jobs")
-"""Topics of the summary; those of OPTIONAL are left out when empty."""
-OPTIONAL: Final = ("unserved", "members", "engines", "quotas")
-WIDE_COLUMNS: Final = 240
-"""Width of output that is no terminal: scripts must not see a line break in a row."""
+INDEX_TIMEOUT_S: Final = 5.0
 
 
 class NodeClient:
@@ -104,114 +100,24 @@ def _call(call: Callable[..., Any], request: Any, *, timeout_s: float = TIMEOUT_
         raise AttachError(str(details)) from None
 
 
-# ── what it looks like ───────────────────────────────────────────────────────────────────────────
-
-_OF_DRAM: Final = (
-    *("pinned_bytes", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased"),
-)
-_OF_FILE: Final = ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes")
-_BREAKERS = {"closed": "ok", "half-open": "being tried again", "open": "off: errors"}
-"""Circuit breaker of a disk → text."""
-_DURATIONS: Final = {"_ms": US_PER_MS, "_us": 1}
-"""Endings of fields, in microseconds."""
+@contextlib.contextmanager
+def node_client(socket: Path, *, hint: str = "") -> Iterator[NodeClient]:
+    """A client. Raises AttachError; `hint`: further advice in its text."""
+    try:
+        with contextlib.closing(NodeClient(socket)) as client:
+            yield client
+    except AttachError as error:
+        raise AttachError(f"{error}; {hint}" if hint else str(error)) from None
 
 
-def show(found: dict[str, list[Row]]) -> None:
-    """Print tables to stdout: one line a row, numbers to the right, sizes readable."""
-    out = console()
-    for number, (topic, every) in enumerate(found.items()):
-        rows = [row for row in every if not _is_absent(row)]
-        if number:
-            out.print()
-        nodes = [row for row in rows if isinstance(row, NodeReport)]
-        if topic == "nodes" and not any(row.connections or row.owners for row in nodes):
-            out.print(Text(topic, style="bold"), _without_engines(rows))
-        elif rows:
-            out.print(_columns(topic, rows) if topic == "tiers" else _table(topic, rows))
-        else:
-            out.print(Text(topic, style="bold"), Text("none", style="dim"))
-
-
-def console() -> Console:
-    """Stdout, as wide as a terminal or wide enough for scripts."""
-    made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, width=WIDE_COLUMNS)
-
-
-def table(names: Iterable[str], *, numbers: Container[str] = (), title: str | None = None) -> Table:
-    """An empty one with these columns, numbers to the right."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name in names:
-        made.add_column(name, header_style="dim", justify="right" if name in numbers else "left")
-    return made
-
-
-def _without_engines(rows: Sequence[Row]) -> Text:
-    """A node without engines: its other figures, in place of a row of zeros."""
-    values = (pair for row in rows for pair in msgspec.structs.asdict(row).items())
-    facts = [f"{_title(name)} {value}" for name, value in values if value]
-    return printable(", ".join(["no engine is attached", *facts]))
-
-
-def _is_absent(row: Row) -> bool:
-    """A tier that this node was not given."""
-    return isinstance(row, TierReport) and not row.capacity_bytes and not row.blocks
-
-
-def _table(topic: str, rows: Sequence[Row]) -> Table:
-    """One line a row."""
-    values = [msgspec.structs.asdict(row) for row in rows]
-    numbers = {_title(name) for row in values for name, value in row.items() if type(value) is int}
-    made = table(map(_title, values[0]), numbers=numbers, title=topic)
-    for row in values:
-        made.add_row(*(_cell(name, value) for name, value in row.items()))
-    return made
-
-
-def _columns(topic: str, rows: Sequence[Row]) -> Table:
-    """One column a row: of few rows with many fields, each for some of them only."""
-    (_, *names), values = rows[0].__struct_fields__, [msgspec.structs.asdict(row) for row in rows]
-    tiers = [value["tier"] for value in values]
-    made = table(["", *tiers], numbers=tiers, title=topic)
-    for name in names:
-        cells = [
-            Text("-")
-            if name in (_OF_FILE if value["tier"] == "dram" else _OF_DRAM)
-            else _cell(name, value[name])
-            for value in values
-        ]
-        if any(cell.plain != "-" for cell in cells):
-            made.add_row(Text(_title(name), style="dim"), *cells)
-    return made
-
-
-def _title(name: str) -> str:
-    name = name.removesuffix("_bytes").replace("_per_", "/")
-    return (name[:-3] if name[-3:] in _DURATIONS else name).replace("_", " ")
-
-
-def _cell(name: str, value: object) -> Text:
-    if (name, value) == ("budget_left_bytes", NO_BUDGET):
-        return Text("any")
-    if (name, value) in (("pinned_bytes", 0), ("scrub_age_ms", NO_PASS)):
-        return Text("-")
-    if name == "space" and isinstance(value, str):
-        return printable(value[:SPACE_DIGITS])
-    if name in ("reads", "writes") and isinstance(value, str):
-        return printable(f"breaker {_BREAKERS.get(value, value)}")
-    if name == "quota" and not value:
-        return Text("(all others)")
-    if "bytes" in name and isinstance(value, int):
-        return Text(format_size(value))
-    if isinstance(value, int) and (us := _DURATIONS.get(name[-3:])):
-        return Text(format_us(us * value))
-    if isinstance(value, bool):
-        return Text("yes" if value else "no")
-    if name in ("slots_quarantined", "scrub_bad") and value:
-        return Text(str(value), style="yellow")
-    return printable("-" if value in ("", None) else str(value))
-
-
-def printable(text: str) -> Text:
-    """Engines choose their names and users the ids of requests; terminals obey some characters."""
-    return Text("".join(c if c.isprintable() else "?" for c in text))
+@contextlib.contextmanager
+def index_client(settings: AskSettings) -> Iterator[IndexClient]:
+    """A client. Raises ConfigError, and IndexUnavailable with the replicas that were asked."""
+    tls, replicas = resolve_tls(settings, what="the index"), settings.index or []
+    try:
+        with IndexClient(
+            replicas, tls=tls, insecure=tls is None, timeout_s=INDEX_TIMEOUT_S
+        ) as client:
+            yield client
+    except IndexUnavailable as error:
+        raise IndexUnavailable(f"{error} ({', '.join(replicas)})") from None

@@ -1,5 +1,4 @@
-"""Shared by commands: flags of settings, options for the node and the index, clients of both, one
-way to fail.
+"""Shared by commands: flags of settings, options for the node and the index, one way to fail.
 
 Modules of commands import click and defaults only, functions import the rest: `--help` answers at
 once, and so do commands that need neither gRPC nor certificates.
@@ -7,24 +6,18 @@ once, and so do commands that need neither gRPC nor certificates.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import click
 
 from kvstore.config.defaults import DEFAULT_SOCKET
 from kvstore.config.settings import AskSettings, Setting, Settings, refuse_what_does_nothing, table
-from kvstore.errors import AttachError, ConfigError
+from kvstore.errors import ConfigError
 
-if TYPE_CHECKING:
-    from kvstore.cli.ask import NodeClient
-    from kvstore.client.index import IndexClient
-
-INDEX_TIMEOUT_S: Final = 5.0
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Not checked by click: whoever opens it says which file it is, of which user, and what to do.
@@ -38,6 +31,8 @@ SOCKET_OPTION: Final = click.option(
     show_default=True,
     help="Attach socket of the node.",
 )
+JSON_OPTION: Final = functools.partial(click.option, "--json", "json_", is_flag=True)
+"""`help` says what is printed."""
 _CONFIG_OPTION: Final = click.option(
     "--config",
     "config_path",
@@ -100,34 +95,6 @@ def index_options(command: Callable[..., None]) -> Callable[..., None]:
         command(asked=settings if settings.index else None, **flags)
 
     return settings_options(AskSettings, has_file=False)(with_index)
-
-
-@contextlib.contextmanager
-def index_client(settings: AskSettings) -> Iterator[IndexClient]:
-    """A client. Raises ConfigError, and IndexUnavailable with the replicas that were asked."""
-    from kvstore.client.index import IndexClient, IndexUnavailable
-    from kvstore.config.cluster import resolve_tls
-
-    tls, replicas = resolve_tls(settings, what="the index"), settings.index or []
-    try:
-        with IndexClient(
-            replicas, tls=tls, insecure=tls is None, timeout_s=INDEX_TIMEOUT_S
-        ) as client:
-            yield client
-    except IndexUnavailable as error:
-        raise IndexUnavailable(f"{error} ({', '.join(replicas)})") from None
-
-
-@contextlib.contextmanager
-def node_client(socket: Path, *, hint: str = "") -> Iterator[NodeClient]:
-    """A client. Raises AttachError; `hint`: further advice in its text."""
-    from kvstore.cli.ask import NodeClient
-
-    try:
-        with contextlib.closing(NodeClient(socket)) as client:
-            yield client
-    except AttachError as error:
-        raise AttachError(f"{error}; {hint}" if hint else str(error)) from None
 
 
 def as_json(**found: object) -> str:

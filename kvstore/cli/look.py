@@ -1,34 +1,26 @@
-"""The work of `kvstore inspect`, `explain` and `top` after their flags are read: ask, and print.
+"""The work of `kvstore inspect` and `explain` after their flags are read: ask, and print.
 
 Separate from the commands, because it imports gRPC, tables and the types of rows.
-Covers: facts and tables of an answer. Does not cover: queries, tables of plain rows (`ask`,
-`prefix`), texts (`reasons`), figures of loads (`top`).
+Covers: facts and tables of an answer. Does not cover: clients (`ask`), locations of a prompt
+(`prefix`), tables of plain rows (`tables`), texts (`reasons`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import click
 import msgspec
-from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from kvstore.cli import prefix, reasons
-from kvstore.cli.ask import OPTIONAL, SUMMARY, WITH_NODES, console, printable, show, table
-from kvstore.cli.commands import as_json, fail, index_client, node_client
-from kvstore.cli.prefix import ClusterPrefix, PrefixReport
-from kvstore.cli.top import AllNodes, OneNode, Tally, TopSource, TopView, one_view
-from kvstore.cli.top_routers import RouterFigures, RouterPages, RouterTally
-from kvstore.cli.top_routers_view import routers_page
-from kvstore.cli.top_screen import Draw, watch
-from kvstore.cli.top_view import page
+from kvstore.cli.ask import index_client, node_client
+from kvstore.cli.commands import as_json, fail
+from kvstore.cli.prefix import ClusterPrefix, HolderReport, PrefixReport
+from kvstore.cli.tables import TableColumn, console, number, show, table
 from kvstore.config.defaults import BLOCK_ROWS_MAX, BLOCKS_LISTED, REQUEST_ROWS_MAX, REQUESTS_LISTED
 from kvstore.config.engine_sources import DEFAULT_TENANT
 from kvstore.config.settings import AskSettings
@@ -38,7 +30,12 @@ from kvstore.index.feed import Trust
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.rows import INDEX_IS_STALE, TOPICS, Row, member_report
 from kvstore.units import US_PER_MS, format_us
+from kvstore.wording import printable
 
+WITH_NODES: Final = ("nodes", "unserved", "members", "engines")
+SUMMARY: Final = (*WITH_NODES, "tiers", "quotas", "spaces", "leases", "jobs")
+"""Topics of the summary; those of OPTIONAL are left out when empty."""
+OPTIONAL: Final = ("unserved", "members", "engines", "quotas")
 _NO_NODE_HINT: Final = (
     "keys are computed with the settings of the engines at --socket; no node is needed with"
     " --keys-file and all 64 digits of --space"
@@ -162,7 +159,7 @@ def explain_request(socket: Path, request_id: str | None, last: int | None, *, j
     elif one:
         show_story(found[0], ranges[0])
     elif found:
-        show_stories(found)
+        console().print(table(_STORIES, found))
         if request_id is not None:
             click.echo(f"{len(found)} requests fit {request_id!r}: give one of these ids")
     else:
@@ -190,7 +187,6 @@ def story_as_dict(request: RequestReport, ranges: Sequence[RangeReport] | None) 
 
 def show_story(request: RequestReport, ranges: Sequence[RangeReport]) -> None:
     """One request, to stdout."""
-    out = console()
     lines = {
         "request": request.request,
         "engine": f"{_named(request.engine_id, request.label)}, tenant {request.tenant}, space "
@@ -206,32 +202,25 @@ def show_story(request: RequestReport, ranges: Sequence[RangeReport]) -> None:
     }
     if pushed := reasons.of_pushes(request):
         lines["pushed"] = pushed
-    _facts(out, lines)
-    _blocks(out, ranges, request.block_tokens, request.prompt_tokens, request)
+    _facts(lines)
+    _blocks(ranges, request.block_tokens, request.prompt_tokens, request)
 
 
-def show_stories(requests: Sequence[RequestReport]) -> None:
-    """One line a request, newest first."""
-    numbers = ("ended", "prompt", "prefix cache", "loaded", "from disk", "lookup")
-    made = table(("request", *numbers, "outcome"), numbers=numbers)
-    for row in requests:
-        cells = (
-            row.request,
-            f"{format_us(row.ended_ms_ago * US_PER_MS)} ago",
-            row.prompt_tokens,
-            row.local_tokens,
-            row.loaded_tokens,
-            row.file_tokens,
-            format_us(row.lookup_us),
-            reasons.word(row.outcome) or "loaded",
-        )
-        made.add_row(*(printable(str(cell)) for cell in cells))
-    console().print(made)
+_STORIES: Final = (
+    TableColumn("request", "request"),
+    number("ended", lambda row: f"{format_us(row.ended_ms_ago * US_PER_MS)} ago"),
+    number("prompt", "prompt_tokens"),
+    number("prefix cache", "local_tokens"),
+    number("loaded", "loaded_tokens"),
+    number("from disk", "file_tokens"),
+    number("lookup", "lookup_us", format_us),
+    TableColumn("outcome", lambda row: reasons.word(row.outcome) or "loaded"),
+)
+"""One line a request, newest first."""
 
 
 def show_prefix(found: PrefixReport) -> None:
     """Locations of a prompt's blocks on one node, to stdout."""
-    out = console()
     lines = {
         "space": f"{_named(found.space, found.label)}, tenant {found.tenant}",
         "prompt": f"{found.prompt_tokens} tokens, of which a request would find "
@@ -241,13 +230,13 @@ def show_prefix(found: PrefixReport) -> None:
         lines["hbm"] = ", ".join(
             f"{row.blocks} blocks in engine {row.engine} rank {row.rank}" for row in found.engines
         )
-    _facts(out, lines)
-    _blocks(out, found.ranges, found.block_tokens, found.prompt_tokens, None)
+    _facts(lines)
+    _blocks(found.ranges, found.block_tokens, found.prompt_tokens, None)
 
 
 def show_cluster_prefix(found: ClusterPrefix) -> None:
     """Locations of a prompt's blocks, each with its prefix length, to stdout."""
-    out, size = console(), found.block_tokens
+    size = found.block_tokens
     prompt = f"{found.asked_blocks} blocks asked for; at most {found.held_blocks} of them"
     if size is not None:
         prompt = f"{found.prompt_tokens} tokens, {found.asked_blocks} blocks of {size} asked for"
@@ -258,28 +247,38 @@ def show_cluster_prefix(found: ClusterPrefix) -> None:
         "prompt": f"{prompt} at one location" if is_known else prompt.partition(";")[0],
         "index": _TRUSTS.get(found.trust, found.trust),
     }
-    _facts(out, lines)
-    if not found.holders:
+    _facts(lines)
+    if found.holders:
+        title = "blocks from the first on, in this tier or a faster one"
+        console().print(table(_HOLDERS, found.holders, title=title))
+    else:
         nobody = "no node holds the first block"
-        out.print(Text(nobody if is_known else "not known: the index is stale", style="dim"))
-        return
-    numbers = ("gpu", "dram", "disk")
-    title = "blocks from the first on, in this tier or a faster one"
-    made = table(("node", "engine", "trust", *numbers), numbers=numbers, title=title)
-    for row in found.holders:
-        engine = f"{row.engine} rank {row.rank}" if row.engine else "-"
-        counts = map(str, (row.hbm_blocks, row.dram_blocks, row.file_blocks))
-        made.add_row(*map(printable, (row.node, engine, row.trust, *counts)))
-    out.print(made)
+        text = nobody if is_known else "not known: the index is stale"
+        console().print(Text(text, style="dim"))
+
+
+def _engine(row: HolderReport) -> str:
+    return f"{row.engine} rank {row.rank}" if row.engine else ""
+
+
+_HOLDERS: Final = (
+    TableColumn("node", "node"),
+    TableColumn("engine", _engine),
+    TableColumn("trust", "trust"),
+    number("gpu", "hbm_blocks"),
+    number("dram", "dram_blocks"),
+    number("disk", "file_blocks"),
+)
 
 
 def _named(name: str, label: str) -> str:
     return f"{name} ({label})" if label else name
 
 
-def _facts(out: Console, lines: dict[str, str]) -> None:
+def _facts(lines: dict[str, str]) -> None:
+    out = console()
     for name, text in lines.items():
-        out.print(Text(f"{name:<9}", style="bold") + printable(text), soft_wrap=True)
+        out.print(Text(f"{name:<9}", style="bold") + Text(printable(text)), soft_wrap=True)
     out.print()
 
 
@@ -312,114 +311,33 @@ def _saved(request: RequestReport) -> str:
 
 
 def _blocks(
-    out: Console,
     ranges: Sequence[RangeReport],
     block_tokens: int,
     prompt_tokens: int,
     request: RequestReport | None,
 ) -> None:
-    has_nodes = any(row.node for row in ranges)
-    made = table(("blocks", "tokens", "tier", *(["node"] if has_nodes else []), "missed", "why"))
-    end = 0
-    for row in ranges:
-        end = row.first_block + row.blocks
-        tokens = _from_to(row.first_block * block_tokens, end * block_tokens)
-        node = [row.node or "-"] if has_nodes else []
-        cells = (_from_to(row.first_block, end), tokens, row.tier or "-", *node)
-        why = (reasons.word(row.reason) or "-", reasons.of_range(row, request))
-        made.add_row(*(printable(cell) for cell in (*cells, *why)))
-    if end * block_tokens < prompt_tokens:
-        tokens = _from_to(end * block_tokens, prompt_tokens)
-        node = ["-"] if has_nodes else []
+    def tokens(row: RangeReport) -> str:
+        end = (row.first_block + row.blocks) * block_tokens
+        return _from_to(row.first_block * block_tokens, end)
+
+    columns = [
+        TableColumn("blocks", lambda row: _from_to(row.first_block, row.first_block + row.blocks)),
+        TableColumn("tokens", tokens),
+        TableColumn("tier", "tier"),
+        TableColumn("node", "node"),
+        TableColumn("missed", lambda row: reasons.word(row.reason)),
+        TableColumn("why", lambda row: reasons.of_range(row, request)),
+    ]
+    if not any(row.node for row in ranges):
+        del columns[3]
+    made = table(columns, ranges)
+    end = (ranges[-1].first_block + ranges[-1].blocks) * block_tokens if ranges else 0
+    if end < prompt_tokens:
         full = "a block that is not full is never stored"
-        made.add_row("-", tokens, "-", *node, "no full block", full)
-    out.print(made)
+        dashes = ["-"] * (len(columns) - 4)
+        made.add_row("-", _from_to(end, prompt_tokens), *dashes, "no full block", full)
+    console().print(made)
 
 
 def _from_to(begin: int, end: int) -> str:
     return str(begin) if end == begin + 1 else f"{begin}-{end - 1}"
-
-
-# ── top ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def watch_load(
-    socket: Path | None,
-    asked: AskSettings | None,
-    routers: Sequence[str],
-    router_ca: Path | None,
-    interval_s: float,
-    *,
-    once: bool,
-    json_: bool,
-) -> None:
-    """Load of nodes and of routers, once or until q. `asked` None: the node at `socket`, if any."""
-    out = console()
-    with contextlib.ExitStack() as stack:
-        source: TopSource | None = OneNode(socket) if socket is not None else None
-        if asked is not None:
-            source = AllNodes(
-                stack.enter_context(index_client(asked)), ", ".join(asked.index or [])
-            )
-        pages = RouterPages(routers, router_ca)
-        stack.callback(pages.close)
-        if source is not None and (once or asked is None):
-            source.sample()  # what was never there is not silent, it is a wrong flag
-        if not once:
-            watch(_drawn(source, pages, interval_s), out, interval_s=interval_s)
-            return
-        tally, found, wait = RouterTally(), {}, threading.Event().wait
-        tally.take(pages.sample())
-        view = TopView([], "")
-        if source is not None:
-            view = one_view(source, wait, interval_s=interval_s)
-            found = {"nodes": view.figures, "trouble": view.trouble}
-        else:
-            wait(interval_s)
-        seen = tally.take(pages.sample())
-        if json_:
-            click.echo(as_json(**found, **({"routers": seen} if seen else {})))
-        else:
-            drawn = _both(source, view, seen, _name(source, pages), width=out.width)
-            out.print(drawn)
-    if source is None and not tally.has_answers:
-        sys.exit(1)
-
-
-def _drawn(source: TopSource | None, pages: RouterPages, interval_s: float) -> Draw:
-    tally, routers = Tally(), RouterTally()
-
-    def draw(width: int, height: int) -> RenderableType:
-        figures = tally.ask(source) if source is not None else []
-        head = f"{_name(source, pages)}, every {interval_s:g} s, q leaves"
-        view = TopView(figures, tally.trouble)
-        return _both(source, view, routers.take(pages.sample()), head, width=width, height=height)
-
-    return draw
-
-
-def _name(source: TopSource | None, pages: RouterPages) -> str:
-    count = len(pages.urls)
-    routers = f"{count} router{'s' if count > 1 else ''}" if count else ""
-    return "kvstore top " + " and ".join(filter(None, (source.name if source else "", routers)))
-
-
-def _both(
-    source: TopSource | None,
-    view: TopView,
-    routers: Sequence[RouterFigures],
-    head: str,
-    *,
-    width: int,
-    height: int | None = None,
-) -> RenderableType:
-    """Nodes, if there is a source of them, above routers."""
-    if source is None:
-        left = None if height is None else height - 1
-        lines = routers_page(routers, width=width, height=left)
-        return Group(Text(head[:width], style="bold"), *lines)
-    most = None if height is None else height // 2
-    lines = routers_page(routers, width=width, height=most) if routers else []
-    left = None if height is None else height - len(lines)
-    nodes = page(view.figures, head=head, trouble=view.trouble, width=width, height=left)
-    return Group(nodes, *lines)

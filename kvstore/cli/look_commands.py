@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvstore.cli.commands import A_FILE, SOCKET_OPTION, index_options
+from kvstore.cli.commands import A_FILE, JSON_OPTION, SOCKET_OPTION, index_options
 from kvstore.config import defaults
 from kvstore.config.settings import AskSettings
 
@@ -26,7 +26,7 @@ def _topic(_context: click.Context, _option: click.Parameter, given: str | None)
 @click.command()
 @click.argument("topic", required=False, metavar="[TOPIC]", callback=_topic)
 @SOCKET_OPTION
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object with a list per topic.")
+@JSON_OPTION(help="Print one JSON object with a list per topic.")
 @click.option(
     "--limit",
     type=click.IntRange(1, defaults.BLOCK_ROWS_MAX),
@@ -107,9 +107,7 @@ def inspect(
 @click.command()
 @click.argument("request_id", required=False)
 @SOCKET_OPTION
-@click.option(
-    "--json", "json_", is_flag=True, help="Print one JSON object with a list of requests."
-)
+@JSON_OPTION(help="Print one JSON object with a list of requests.")
 @click.option(
     "--last",
     type=click.IntRange(1, defaults.REQUEST_ROWS_MAX),
@@ -160,19 +158,9 @@ def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bo
     help="CA certificate of https:// pages of routers.  [default: CAs of the system]",
 )
 @click.option("--once", is_flag=True, help="Print one sample over one interval and exit.")
-@click.option("--json", "json_", is_flag=True, help="Print that sample as one JSON object.")
+@JSON_OPTION(help="Print that sample as one JSON object.")
 @click.pass_context
-def top(
-    context: click.Context,
-    socket: Path,
-    interval: float,
-    routers: tuple[str, ...],
-    router_ca: Path | None,
-    *,
-    once: bool,
-    json_: bool,
-    asked: AskSettings | None,
-) -> None:
+def top(context: click.Context, /, socket: Path, *, once: bool, json_: bool, **flags: Any) -> None:
     """Show the load of a node, or with --index of all nodes of the cluster: memory, hits, bytes per
     second, leases, fetches; with --router, that of routers. q quits.
 
@@ -198,8 +186,8 @@ def top(
     once |= json_
     if not (once or sys.stdout.isatty()):
         raise click.UsageError("top draws on a terminal: add --once or --json for scripts")
-    from kvstore.cli import look
+    from kvstore.cli.top_screen import watch_load
 
     is_default = context.get_parameter_source("socket") is ParameterSource.DEFAULT
-    node = None if routers and is_default else socket
-    look.watch_load(node, asked, routers, router_ca, interval, once=once, json_=json_)
+    node = None if flags["routers"] and is_default else socket
+    watch_load(node, once=once, json_=json_, **flags)

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from kvstore import __version__
-from kvstore.cli.commands import A_DIRECTORY, SOCKET_OPTION, fail, node_client, settings_options
+from kvstore.cli.commands import A_DIRECTORY, JSON_OPTION, SOCKET_OPTION, fail, settings_options
 from kvstore.cli.look_commands import explain, inspect, top
 from kvstore.cli.route import route
 from kvstore.config.defaults import CERTIFICATE_DAYS
@@ -92,14 +92,11 @@ def index(config_path: Path | None, **flags: Any) -> None:
       kvstore index --insecure
     """
     from kvstore.config.cluster import load_index_config
-    from kvstore.net.harden import harden_process
-    from kvstore.obs import logs
 
     config = load_index_config(config_path, flags)
     from kvstore.indexer.replica import run_index
 
-    logs.setup(config.log_level)
-    harden_process()
+    _set_up(config.log_level)
     run_index(config)
 
 
@@ -121,15 +118,21 @@ def router(config_path: Path | None, **flags: Any) -> None:
         --worker d=http://127.0.0.1:8200,role=decode
     """
     from kvstore.config.router import load_router_config
-    from kvstore.net.harden import harden_process
-    from kvstore.obs import logs
 
     config = load_router_config(config_path, flags)
     from kvstore.router.process import run_router
 
-    logs.setup(config.log_level)
-    harden_process()
+    _set_up(config.log_level)
     run_router(config)
+
+
+def _set_up(log_level: str) -> None:
+    """Logs and limits of this process, before it serves."""
+    from kvstore.net.harden import harden_process
+    from kvstore.obs import logs
+
+    logs.setup(log_level)
+    harden_process()
 
 
 @cli.command()
@@ -210,6 +213,8 @@ def clear(socket: Path, space: str | None) -> None:
     """
     if space == "":
         raise click.UsageError("--space is empty: give its first digits, or leave it out for all")
+    from kvstore.cli.ask import node_client
+
     with node_client(socket) as client:
         blocks = client.clear(space=space or "")
     click.echo(f"{blocks} block{'' if blocks == 1 else 's'} forgotten")
@@ -241,9 +246,7 @@ def upgrade(socket: Path) -> None:
     help="Copy the intact records of damaged segments, then move those segments aside; needs a"
     " stopped node.",
 )
-@click.option(
-    "--json", "json_", is_flag=True, help="Print one JSON object with a list of directories."
-)
+@JSON_OPTION(help="Print one JSON object with a list of directories.")
 def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
     """Read every byte of a disk tier's DIRECTORY and report damage.
 

@@ -12,6 +12,7 @@ import msgspec
 
 from kvstore.engine import PushReport, RangeReport, Reason, RequestReport
 from kvstore.units import NS_PER_US, US_PER_MS, format_us
+from kvstore.wording import printable
 
 TEXTS: Final = {
     Reason.EVICTED_FOR_STORES: "evicted from dram to make room for stores of {name}",
@@ -105,14 +106,14 @@ def word(reason: Reason) -> str:
 def of_request(row: RequestReport) -> str:
     """Why the request loaded nothing, or nothing more."""
     text = of_range(row.missed, row) if row.missed else TEXTS[row.outcome] if row.outcome else ""
-    return _printable(": ".join(part for part in (text, row.detail) if part))
+    return printable(": ".join(part for part in (text, row.detail) if part))
 
 
 def of_pushes(row: RequestReport) -> str:
     """Blocks pushed for the request, and why no more; empty: it is no part of a transfer."""
     if row.transfer and not row.pushes:
         return "no record: it was not requested, has not ended, or is too old"
-    return _printable("; ".join(map(_of_push, row.pushes)))
+    return printable("; ".join(map(_of_push, row.pushes)))
 
 
 def _of_push(push: PushReport) -> str:
@@ -136,9 +137,9 @@ def of_range(row: RangeReport, request: RequestReport | None) -> str:
             text += f" from node {row.node}: {search.fetched}{more} blocks in {took}"
         elif row.node:
             text = f"loaded, after node {row.node} pushed it"
-        return _printable(text)
+        return printable(text)
     if row.search is not None and (row.reason is Reason.TOO_LATE or row.reason is row.sought):
-        return _printable(_elsewhere(row))
+        return printable(_elsewhere(row))
     waited = format_us(request.promotion_us) if request else ""
     text = TEXTS[row.reason].format(name=row.name or "an engine", waited=waited, node=row.node)
     if row.reason <= Reason.DIVERGED:
@@ -147,7 +148,7 @@ def of_range(row: RangeReport, request: RequestReport | None) -> str:
         text += f", {when} {'before' if request else 'ago'}"
     if row.search is not None:
         text += f"; {_elsewhere(row)}"
-    return _printable(text)
+    return printable(text)
 
 
 def range_as_dict(row: RangeReport, request: RequestReport | None) -> dict[str, object]:
@@ -163,7 +164,7 @@ def request_as_dict(row: RequestReport) -> dict[str, object]:
     del found["detail"], found["missed"]
     found["pushes"] = [msgspec.structs.asdict(push) for push in row.pushes]
     its = {"outcome": word(row.outcome), "text": of_request(row)}
-    return found | its | {"request": _printable(row.request)}
+    return found | its | {"request": printable(row.request)}
 
 
 def _elsewhere(row: RangeReport) -> str:
@@ -192,8 +193,3 @@ def _elsewhere(row: RangeReport) -> str:
     why = [f"{count} {what}" for what, count in counts.items() if count]
     why += ["it was cleared or switched off here"] * search.is_void
     return "; ".join((text, *why, *filter(None, [search.trouble])))
-
-
-def _printable(text: str) -> str:
-    """Engines and nodes choose their names, and terminals obey some characters."""
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -6,10 +6,6 @@ replay        all receipts of a log, decided again under another policy
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import socket
-import ssl
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -19,17 +15,16 @@ from urllib.parse import urlsplit
 
 import click
 
-from kvstore.cli.commands import A_FILE, as_json, fail
+from kvstore.cli.commands import A_FILE, JSON_OPTION, as_json, fail
 from kvstore.config.defaults import DEFAULT_ROUTER_LISTEN
 from kvstore.units import US_PER_S, format_us
 
 if TYPE_CHECKING:
+    from kvstore.cli.pages import Site
     from kvstore.routing.receipts import Receipt
 
 DRY_TIMEOUT_S: Final = 10.0
 WORKERS_SHOWN: Final = 16
-_NAMES: Final = (62, 64)
-"""OpenSSL's codes for a certificate of another host, another IP address."""
 _LOG: Final = click.option(
     "--receipts", type=A_FILE, help="The router's log (its --receipts FILE)."
 )
@@ -81,9 +76,7 @@ def route() -> None:
     metavar="NAME",
     help="Name in the router's certificate.  [default: the host of --router]",
 )
-@click.option(
-    "--json", "json_", is_flag=True, help="Print one JSON object with a list of receipts."
-)
+@JSON_OPTION(help="Print one JSON object with a list of receipts.")
 def explain(
     request_id: str | None,
     receipts: Path | None,
@@ -118,7 +111,7 @@ def explain(
 @route.command()
 @_LOG
 @click.option("--policy", type=A_FILE, help="YAML file of the other policy.", required=True)
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object.")
+@JSON_OPTION(help="Print one JSON object.")
 def replay(receipts: Path | None, policy: Path, *, json_: bool) -> None:
     """Repeat the decisions of a log under another policy: how many requests would have gone to
     another worker, and the mean predicted time to the first token under both. Requests that were
@@ -160,26 +153,19 @@ def _dry(url: str, path: str, body: Path, api_key: str | None, **tls: Any) -> Re
     from kvstore.errors import AttachError, ConfigError
     from kvstore.routing.receipts import Receipt
 
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise ConfigError(f"--router {url!r} must be a URL, such as http://{DEFAULT_ROUTER_LISTEN}")
+    site, path = _site(url, **tls), f"/kvstore/explain{path}"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    is_anonymous = urlsplit(url).scheme == "https" and tls["cert"] is None
     try:
         asked = body.read_bytes()
     except OSError as error:
         raise ConfigError(f"--dry-run {body} cannot be read: {error.strerror}") from None
     try:
-        with contextlib.closing(_connection(url, **tls)) as connection:
-            connection.request("POST", f"/kvstore/explain{path}", asked, headers)
-            answer = connection.getresponse()
-            content = answer.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise AttachError(
-            f"{url} did not answer: {_why(error, is_anonymous=is_anonymous)}"
-        ) from None
+        status, content = site.ask(path, asked, timeout_s=DRY_TIMEOUT_S, **headers)
+    except AttachError as error:
+        raise AttachError(f"{url} did not answer: {error}") from None
     try:
-        if answer.status != 200:
-            fail(f"{url} answered {answer.status}: {_message(content)}", code=1)
+        if status != 200:
+            fail(f"{url} answered {status}: {_message(content)}", code=1)
         return msgspec.json.decode(content, type=Receipt)
     except (msgspec.DecodeError, KeyError, TypeError):
         fail(f"{url} is no kvstore router: give the address of its --listen", code=1)
@@ -192,55 +178,31 @@ def _message(content: bytes) -> str:
     return str(msgspec.json.decode(content)["error"]["message"])
 
 
-def _connection(
+def _site(
     url: str,
     *,
     ca: Path | None,
     cert: Path | None,
     key: Path | None,
     server_name: str | None,
-) -> http.client.HTTPConnection:
-    """Raises OSError, and ConfigError: files of TLS that are none."""
+) -> Site:
+    """Raises ConfigError: no URL, flags that do not go together, files of TLS that are none."""
+    from kvstore.cli.pages import Site, tls_context
     from kvstore.errors import ConfigError
 
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=DRY_TIMEOUT_S)
-    if parts.scheme == "http":
-        if ca or cert or key or server_name:
-            raise ConfigError(
-                f"--ca, --cert, --key and --server-name are for https://, and --router is {url}"
-            )
-        return connection
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--router {url!r} must be a URL, such as http://{DEFAULT_ROUTER_LISTEN}")
+    if parts.scheme == "http" and (ca or cert or key or server_name):
+        raise ConfigError(
+            f"--ca, --cert, --key and --server-name are for https://, and --router is {url}"
+        )
     if (cert is None) != (key is None):
         raise ConfigError("--cert and --key go together: give both")
-    try:
-        context = ssl.create_default_context(cafile=ca)
-        if cert is not None:
-            context.load_cert_chain(cert, key)
-    except OSError as error:
-        given = " ".join(str(each) for each in (ca, cert, key) if each is not None)
-        why = error.strerror if not isinstance(error, ssl.SSLError) else "no PEM, or no pair"
-        raise ConfigError(f"--ca, --cert and --key cannot be used ({given}): {why}") from None
-    host = parts.hostname or ""
-    raw = socket.create_connection((host, parts.port or 443), timeout=DRY_TIMEOUT_S)
-    connection.sock = context.wrap_socket(raw, server_hostname=server_name or host)
-    return connection
-
-
-def _why(error: Exception, *, is_anonymous: bool) -> str:
-    """Why there is no answer, and what helps."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        is_name = error.verify_code in _NAMES
-        advice = "give its own name with --server-name" if is_name else "give its CA with --ca"
-        return f"its certificate is refused ({error.verify_message.rstrip('.')}): {advice}"
-    hung_up = isinstance(error, (ssl.SSLError, ConnectionError)) and not isinstance(
-        error, ConnectionRefusedError
-    )
-    if hung_up and is_anonymous:
-        return "it demands a certificate: give --cert and --key, issued by its --listen-ca"
-    if isinstance(error, http.client.HTTPException):
-        return "is it https:// there?"
-    return str(error)
+    context = tls_context({"--ca": ca, "--cert": cert, "--key": key})
+    advice = ("give its CA with --ca", "give its own name with --server-name")
+    is_anonymous = parts.scheme == "https" and cert is None
+    return Site(url, context, DEFAULT_ROUTER_LISTEN, "--listen", *advice, server_name, is_anonymous)
 
 
 def _prefixes(receipt: Receipt) -> str:

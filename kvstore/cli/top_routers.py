@@ -1,35 +1,31 @@
 """`kvstore top --router`: pages of routers made into figures. Covers sources and arithmetic.
 
     /healthz ─┐
-    /metrics ─┴▶ RouterPage per router ─▶ RouterTally (the page before) ─▶ RouterFigures
+    /metrics ─┴▶ RouterPage per router ─▶ Tally (the page before) ─▶ RouterFigures
 
 All routers are asked at once, each for ANSWER_S at most: one that is silent, or is no router, has
 one sentence instead of figures, and delays the others no longer. Does not cover: the layout
-(`top_routers_view`), nodes (`top`).
+(`top_view`), nodes (`top`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import math
-import socket
-import ssl
 import time
 from collections.abc import Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Final, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from kvstore.cli.pages import LATE, Site, tls_context
 from kvstore.cli.top import SILENT, UP
 from kvstore.config.defaults import DEFAULT_ROUTER_METRICS
 from kvstore.errors import AttachError, ConfigError
 
 ANSWER_S: Final = 2.0
-PAGE_BYTES_MAX: Final = 8 << 20
 ROUTERS_MAX: Final = 64
 """Routers are asked by as many threads."""
 UNREADY, DRAINING = "unready", "draining"
@@ -39,9 +35,8 @@ REJECTED: Final = ("rejected-", "evicted-")
 """Beginnings of outcomes that are reasons of a rejection."""
 REMOTE: Final = frozenset({"long", "busy-decode"})
 """Reasons of a split that are remote prefills."""
-NO_URL: Final = f"this is no URL, such as http://{DEFAULT_ROUTER_METRICS}"
+_CA: Final = "give its CA with --router-ca"
 NO_INDEX: Final = "no-index"
-LATE: Final = "no answer in time"
 NO_ROUTER: Final = "its /metrics are not those of a router: give the URL of --metrics"
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -54,8 +49,9 @@ class RouterPage(NamedTuple):
     at_s: float
     state: str
     notes: str
-    """Complaints of /healthz."""
-    series: Series
+    """Complaints of /healthz, or why there are no pages."""
+    series: Series | None = None
+    """None: there are no pages."""
 
 
 class RouterFigures(msgspec.Struct, frozen=True):
@@ -97,101 +93,49 @@ class RouterPages:
         self.urls = list(dict.fromkeys(urls))
         if len(self.urls) > ROUTERS_MAX:
             raise ConfigError(f"--router was given {len(self.urls)} times: {ROUTERS_MAX} at most")
-        try:
-            self._context = ssl.create_default_context(cafile=ca)
-        except OSError as error:
-            why = "no PEM" if isinstance(error, ssl.SSLError) else error.strerror
-            raise ConfigError(f"--router-ca {ca} cannot be used: {why}") from None
+        self._context = tls_context({"--router-ca": ca})
         self._threads = ThreadPoolExecutor(max(1, len(self.urls)), thread_name_prefix="top-router")
-        self._asked: dict[str, Future[RouterPage | str]] = {}
+        self._asked: dict[str, Future[RouterPage]] = {}
         """URL → its call, until it has ended: a name server may be slower than we wait."""
 
-    def sample(self) -> dict[str, RouterPage | str]:
-        """URL of each router → its pages, or why there are none."""
+    def sample(self) -> dict[str, RouterPage]:
+        """URL of each router → its pages."""
         for url in self.urls:
             if url not in self._asked:
                 self._asked[url] = self._threads.submit(self._read, url)
         wait(self._asked.values(), timeout=ANSWER_S)
         ended = {url: self._asked.pop(url) for url in self.urls if self._asked[url].done()}
-        return {url: ended[url].result() if url in ended else LATE for url in self.urls}
+        late = RouterPage(0.0, SILENT, LATE)
+        return {url: ended[url].result() if url in ended else late for url in self.urls}
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, url: str) -> RouterPage | str:
+    def _read(self, url: str) -> RouterPage:
+        site = Site(url, self._context, DEFAULT_ROUTER_METRICS, "--metrics", _CA, _CA)
         try:
-            return self._page(url)
-        except (AttachError, OSError, http.client.HTTPException, ValueError) as error:
-            return why_silent(error)
-
-    def _page(self, url: str) -> RouterPage:
-        """Raises AttachError, OSError, HTTPException, ValueError."""
-        until_s = time.monotonic() + ANSWER_S
-        status, metrics = self._get(url, "/metrics", until_s)
-        if status != http.client.OK:
-            raise AttachError(f"it answers {status} to /metrics: give the URL of --metrics")
-        at_s, series = time.monotonic(), series_of(metrics)
-        if not any(kind == "info" for kind, _ in series):
-            raise AttachError(NO_ROUTER)
-        status, text = self._get(url, "/healthz", until_s)
-        is_up, notes = status == http.client.OK, text.strip()
+            status, metrics = site.ask("/metrics", timeout_s=ANSWER_S)
+            if status != http.client.OK:
+                raise AttachError(f"it answers {status} to /metrics: give the URL of --metrics")
+            at_s, series = time.monotonic(), series_of(metrics.decode("utf-8", "replace"))
+            if not any(kind == "info" for kind, _ in series):
+                raise AttachError(NO_ROUTER)
+            status, healthz = site.ask("/healthz", timeout_s=ANSWER_S)
+        except AttachError as error:
+            return RouterPage(0.0, SILENT, str(error))
+        is_up, notes = status == http.client.OK, healthz.decode("utf-8", "replace").strip()
         state = UP if is_up else DRAINING if notes.startswith("it drains") else UNREADY
         if is_up:
             notes = notes.removeprefix("ok").removeprefix(", but ").removeprefix("; ")
         return RouterPage(at_s, state, notes, series)
 
-    def _get(self, url: str, path: str, until_s: float) -> tuple[int, str]:
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname or "", parts.port
-        except ValueError:
-            raise AttachError(NO_URL) from None
-        if parts.scheme not in ("http", "https") or not host:
-            raise AttachError(NO_URL)
-        connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
-        if parts.scheme == "https":
-            connection = http.client.HTTPSConnection(
-                host, port, timeout=ANSWER_S, context=self._context
-            )
-        with contextlib.closing(connection):
-            connection.request("GET", parts.path.rstrip("/").removesuffix("/metrics") + path)
-            answer = connection.getresponse()
-            content = bytearray()
-            while piece := answer.read1(1 << 16):
-                content += piece
-                if time.monotonic() > until_s:
-                    raise TimeoutError
-                if len(content) > PAGE_BYTES_MAX:
-                    raise AttachError("its page is too large to be that of a router")
-            return answer.status, content.decode("utf-8", "replace")
 
-
-class RouterTally:
-    """Two samples of each router, and what happened between them."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, RouterPage] = {}
-
-    @property
-    def has_answers(self) -> bool:
-        """Whether a router answered last time."""
-        return bool(self._last)
-
-    def take(self, sample: dict[str, RouterPage | str]) -> list[RouterFigures]:
-        """Figures of all of them."""
-        made = {}
-        found = []
-        for url, page in sample.items():
-            if isinstance(page, str):
-                found.append(RouterFigures(name_of(url), SILENT, page))
-            else:
-                found.append(_figures(name_of(url), page, self._last.get(url)))
-                made[url] = page
-        self._last = made
-        return found
-
-
-def _figures(name: str, page: RouterPage, before: RouterPage | None) -> RouterFigures:
+def router_figures(
+    url: str, page: RouterPage, before: tuple[RouterPage, RouterFigures] | None
+) -> RouterFigures:
+    """Figures of a router, with rates if there is a page before this one."""
+    if page.series is None:
+        return RouterFigures(name_of(url), page.state, page.notes)
     now, states = page.series, ("workers", "state")
     full, label = max(
         ((value, dict(labels)) for (kind, labels), value in now.items() if kind == "saturation"),
@@ -201,7 +145,7 @@ def _figures(name: str, page: RouterPage, before: RouterPage | None) -> RouterFi
     load_only, is_used = _sum(now, *states, ("load-only",)), _sum(now, "index_used")
     parity = "index-lost" if not is_used else f"{load_only:.0f} load-only" if load_only else "equal"
     figures = RouterFigures(
-        name,
+        name_of(url),
         page.state,
         page.notes,
         in_flight=round(_sum(now, "in_flight")),
@@ -214,40 +158,42 @@ def _figures(name: str, page: RouterPage, before: RouterPage | None) -> RouterFi
         saturation_pool=label.get("pool", ""),
         other_routers=round(_sum(now, "peers")),
     )
-    if before is None or page.at_s <= before.at_s:
+    earlier = before[0] if before is not None else page
+    if earlier.series is None or page.at_s <= earlier.at_s:
         return figures
     grown = {  # a series that began anew, with its router or worker, has not
-        key: max(0.0, value - before.series.get(key, 0.0)) for key, value in now.items()
+        key: max(0.0, value - earlier.series.get(key, 0.0)) for key, value in now.items()
     }
-    return _with_rates(figures, grown, page.at_s - before.at_s)
+    return _with_rates(figures, grown, page.at_s - earlier.at_s)
 
 
 def _with_rates(figures: RouterFigures, grown: Series, seconds: float) -> RouterFigures:
-    requests = ("requests_total", "outcome")
+    requests, ttft = ("requests_total", "outcome"), ("ttft_seconds_sum", "ttft_seconds_count")
     outcomes = {dict(labels).get("outcome", "") for kind, labels in grown if kind == requests[0]}
     rejections = [each for each in outcomes if each.startswith(REJECTED)]
-    prompts = _sum(grown, "worker_prompt_tokens_total")
-    means = {
-        kind: _sum(grown, "ttft_seconds_sum", "kind", (kind,)) / count
-        for kind in ("predicted", "achieved")
-        if (count := _sum(grown, "ttft_seconds_count", "kind", (kind,)))
-    }
-
-    def percent(name: str) -> float | None:
-        return min(100.0, 100 * _sum(grown, name) / prompts) if prompts else None
-
+    predicted = _percent(grown, "worker_predicted_tokens_total")
     return msgspec.structs.replace(
         figures,
         requests_per_s=_sum(grown, *requests) / seconds,
         rejected_per_s=_sum(grown, *requests, rejections) / seconds,
         remote_prefills_per_s=_sum(grown, "splits_total", "reason", REMOTE) / seconds,
-        ttft_predicted_s=means.get("predicted"),
-        ttft_s=means.get("achieved"),
-        hit_predicted_percent=None
-        if figures.parity == NO_INDEX
-        else percent("worker_predicted_tokens_total"),
-        hit_percent=percent("worker_cached_tokens_total"),
+        ttft_predicted_s=_ratio(grown, *ttft, "kind", ("predicted",)),
+        ttft_s=_ratio(grown, *ttft, "kind", ("achieved",)),
+        hit_predicted_percent=predicted if figures.parity != NO_INDEX else None,
+        hit_percent=_percent(grown, "worker_cached_tokens_total"),
     )
+
+
+def _percent(grown: Series, name: str) -> float | None:
+    """Share of the prompt tokens."""
+    share = _ratio(grown, name, "worker_prompt_tokens_total")
+    return None if share is None else min(100.0, 100 * share)
+
+
+def _ratio(series: Series, above: str, below: str, *which: Any) -> float | None:
+    """None: there is nothing below. `which`: as for `_sum`."""
+    whole = _sum(series, below, *which)
+    return _sum(series, above, *which) / whole if whole else None
 
 
 def _sum(series: Series, name: str, label: str = "", among: Container[str] | None = None) -> float:
@@ -278,23 +224,3 @@ def series_of(text: str) -> Series:
 def name_of(url: str) -> str:
     """HOST:PORT of a URL, without a password that may be in it; or the whole text."""
     return url.partition("://")[2].partition("/")[0].rpartition("@")[2] or url
-
-
-def why_silent(error: BaseException) -> str:
-    """One sentence."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        why = error.verify_message.rstrip(".")
-        return f"its certificate is refused ({why}): give its CA with --router-ca"
-    if isinstance(error, ssl.SSLError):
-        return "it does not speak TLS: use http://, as --metrics of a router does"
-    if isinstance(error, TimeoutError):
-        return LATE
-    if isinstance(error, socket.gaierror):
-        return "its host has no address"
-    if isinstance(error, ConnectionRefusedError):
-        return "connection refused: is it running, with --metrics at this address?"
-    if isinstance(error, OSError):
-        return (error.strerror or str(error)).lower()
-    if isinstance(error, (UnicodeError, http.client.InvalidURL)):
-        return NO_URL
-    return str(error) if isinstance(error, AttachError) else NO_ROUTER

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from kvstore.cli import ask
+from kvstore.cli import tables
 from kvstore.cli.main import cli
 from kvstore.cli.reasons import TEXTS, word
 from kvstore.config.transports import parse_transport
@@ -247,8 +247,8 @@ def test_the_output_of_inspect_nodes_is_shown_whole(monkeypatch: pytest.MonkeyPa
     page, node = (ROOT / ONE_MACHINE).read_text(), NodeReport("7c21", 1, 1, 1, 0, 0, 0, 0)
     member = MemberReport("a", "exact", "127.0.0.1:9480", "7c21", 4, 1, "demo")
     printed = io.StringIO()
-    monkeypatch.setattr(ask, "console", lambda: Console(file=printed, width=120))
-    ask.show({"nodes": [node], "members": [member]})
+    monkeypatch.setattr(tables, "console", lambda: Console(file=printed, width=120))
+    tables.show({"nodes": [node], "members": [member]})
     shown = page[page.index("```text\nnodes\n") :].split("```")[1].splitlines()[1:]
     heads = [line.split() for line in printed.getvalue().splitlines()]
     assert [line.split() for line in shown[:2]] == heads[:2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import pty
@@ -20,7 +21,9 @@ from typing import Any, NamedTuple, Self
 import psutil
 import pytest
 
-from kvstore.cli.top import AllNodes, Tally
+from kvstore.cli.top import of_index
+from kvstore.cli.top_routers import RouterPages
+from kvstore.cli.top_screen import Sampler
 from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
 from kvstore.testing.index_process import IndexProcess, Lab
@@ -175,12 +178,11 @@ def test_top_shows_all_nodes_what_they_do(system: System) -> None:
     assert one["dram_bytes"] == 64 << 20
     assert one["stored_bytes_per_s"] is not None
     with IndexClient([system.pair.a.index], tls=Lab(system.folder).files("client", "ops")) as index:
-        source = AllNodes(index, "")
         b: Load | None = None
 
         def has_come() -> bool:  # earlier heartbeats know nothing of blocks and replicas yet
             nonlocal b
-            b = next(each.load for each in source.sample() if each.node == "b")
+            b = of_index(index)[0]["b"].load
             stored = metric(system.pair.b, "kvstore_stored_bytes_total")
             return b is not None and b.stored_bytes == stored and b.replicas_reached > 0
 
@@ -232,10 +234,10 @@ def test_a_node_that_stops_is_shown_so_and_the_others_go_on(tmp_path: Path) -> N
         PeerPair.start(tmp_path, transport="tcp") as pair,
         IndexClient([pair.a.index], tls=Lab(tmp_path).files("client", "ops")) as index,
     ):
-        tally, source = Tally(), AllNodes(index, "")
+        tops = Sampler(functools.partial(of_index, index), RouterPages([], None))
 
         def states() -> dict[str, str]:
-            return {each.node: each.state for each in tally.ask(source)}
+            return {each.node: each.state for each in tops.take(keeps=True).nodes or ()}
 
         assert eventually(lambda: states() == {"a": "up", "b": "up"}, timeout_s=CONVERGES_S)
         process = psutil.Process(pair.b.pid)

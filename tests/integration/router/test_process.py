@@ -18,8 +18,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvstore.cli.route import route
-from kvstore.cli.top import UP
-from kvstore.cli.top_routers import RouterFigures, RouterPages, RouterTally
+from kvstore.cli.top import UP, Tally
+from kvstore.cli.top_routers import RouterFigures, RouterPages, router_figures
 from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterStub
 from kvstore.testing.index_process import Lab
@@ -110,7 +110,7 @@ def test_top_has_a_figure_of_everything_that_a_router_counts(
     workers: list[ScriptedWorker], tmp_path: Path
 ) -> None:
     with start(tmp_path, workers, "--worker", "c=http://127.0.0.1:1") as router:
-        pages, tally = RouterPages([router.metrics_url], None), RouterTally()
+        pages, tally = RouterPages([router.metrics_url], None), Tally(router_figures)
 
         def figures() -> RouterFigures:
             (found,) = tally.take(pages.sample())

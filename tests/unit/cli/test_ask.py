@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvstore.cli import ask
+from kvstore.cli import tables
 from kvstore.engine.trust.scrubs import NO_PASS
 from kvstore.engine.why.report import NO_BUDGET, LeaseReport, NodeReport, QuotaReport, TierReport
 from kvstore.proto.rows import Row, TransferReport
@@ -62,8 +62,8 @@ def shown(monkeypatch: pytest.MonkeyPatch, found: dict[str, list[Row]]) -> list[
     """Each line, by columns."""
     page = io.StringIO()
     out = Console(file=page, width=80, highlight=False)
-    monkeypatch.setattr(ask, "console", lambda: out)
-    ask.show(found)
+    monkeypatch.setattr(tables, "console", lambda: out)
+    tables.show(found)
     lines = page.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +107,41 @@ def test_a_request_is_recorded_or_not_sent_and_not_both(tmp_path: Path) -> None:
     found = CliRunner().invoke(route, ["explain", "req-1", "--dry-run", str(body)])
     assert found.exit_code == 2
     assert "give REQUEST_ID and --receipts FILE, or --dry-run FILE alone" in found.output
+
+
+@pytest.mark.parametrize(
+    ("host", "sentence"),
+    [
+        ("127.0.0.1", "connection refused: is it running, with --listen at this address?"),
+        ("no.such.host.invalid", "its host has no address"),
+    ],
+)
+def test_a_router_that_does_not_answer_is_one_sentence(
+    tmp_path: Path, host: str, sentence: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        url = f"http://{host}:{gone.getsockname()[1]}"
+    body = tmp_path / "body.json"
+    body.write_text("{}")
+    found = CliRunner().invoke(route, ["explain", "--dry-run", str(body), "--router", url])
+    assert str(found.exception) == f"{url} did not answer: {sentence}"
+
+
+def test_what_speaks_no_http_is_one_sentence(tmp_path: Path) -> None:
+    body = tmp_path / "body.json"
+    body.write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            asked, _ = listening.accept()
+            with asked:
+                assert asked.recv(1 << 16)
+                asked.sendall(b"SSH-2.0-x\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        found = CliRunner().invoke(route, ["explain", "--dry-run", str(body), "--router", url])
+        thread.join()
+    expected = f"{url} did not answer: it does not speak HTTP: is it https:// there?"
+    assert str(found.exception) == expected

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cli import look
-from kvstore.cli.ask import show
+from kvstore.cli import look, top_screen
 from kvstore.cli.commands import as_json
 from kvstore.cli.main import main
+from kvstore.cli.tables import show
 from kvstore.client.index import Members
 from kvstore.engine.why.report import SpaceReport
 from kvstore.index.feed import Trust
@@ -58,6 +58,7 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in
     def run(*arguments: str) -> str:
         where = ("--index", "h:1", "--insecure")
         monkeypatch.setattr(look, "index_client", client)
+        monkeypatch.setattr(top_screen, "index_client", client)
         monkeypatch.setattr(sys, "argv", ["kvstore", *arguments, *where])
         main()
         out, err = capsys.readouterr()

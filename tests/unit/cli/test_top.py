@@ -11,12 +11,15 @@ import pytest
 from rich.console import Console
 
 from kvstore.cli.commands import as_json
-from kvstore.cli.top import GONE, SILENT, UP, Figures, Sample, Tally, one_view
-from kvstore.cli.top_view import WIDE_COLUMNS, page
+from kvstore.cli.top import GONE, SILENT, UP, Figures, Sample, Tally, node_figures
+from kvstore.cli.top_routers import RouterPages
+from kvstore.cli.top_screen import Sampler
+from kvstore.cli.top_view import NODES, Seen, page
 from kvstore.errors import KVStoreError
 from kvstore.wire.load import Load
 
 GIB = 1 << 30
+WIDE_COLUMNS = NODES.wide_columns
 FIRST = Load(
     at_ms=10_000,
     dram_bytes=64 * GIB,
@@ -53,8 +56,8 @@ LATER = msgspec.structs.replace(
 )
 
 
-def sample(load: Load | None, *, node: str = "n1", state: str = UP, incarnation: int = 1) -> Sample:
-    return Sample(node, state, "exact", incarnation, load)
+def sample(load: Load | None, *, state: str = UP, incarnation: int = 1) -> Sample:
+    return Sample(state, "exact", incarnation, load)
 
 
 def rates(figures: Figures) -> tuple[float | None, ...]:
@@ -73,75 +76,79 @@ RATES = (75.0, 1.25, GIB, 0.0, 1000.0, 5.0)
 
 
 def test_rates_are_of_what_was_counted_between_two_samples() -> None:
-    tally = Tally()
-    (first,) = tally.take([sample(FIRST)])
+    tally = Tally(node_figures)
+    (first,) = tally.take({"n1": sample(FIRST)})
     assert rates(first) == NOTHING
-    assert not tally.has_rates
+    assert not first.has_rates
     assert (first.dram_used_bytes, first.leases, first.fetch_p99_us) == (63 * GIB, 12_345, 987_654)
-    (second,) = tally.take([sample(LATER)])
+    (second,) = tally.take({"n1": sample(LATER)})
     assert rates(second) == RATES
-    assert tally.has_rates
-    (again,) = tally.take([sample(LATER)])
+    assert second.has_rates
+    (again,) = tally.take({"n1": sample(LATER)})
     assert rates(again) == RATES, "it told nothing new since"
     idle = msgspec.structs.replace(LATER, at_ms=13_000)
-    (idle_figures,) = tally.take([sample(idle)])
+    (idle_figures,) = tally.take({"n1": sample(idle)})
     assert rates(idle_figures) == (None, 0.0, 0.0, 0.0, 0.0, 0.0), "no lookups are no misses"
 
 
 def test_a_process_that_began_anew_has_no_rates_yet() -> None:
-    tally = Tally()
-    tally.take([sample(FIRST)])
-    (figures,) = tally.take([sample(LATER, incarnation=2)])
+    tally = Tally(node_figures)
+    tally.take({"n1": sample(FIRST)})
+    (figures,) = tally.take({"n1": sample(LATER, incarnation=2)})
     assert rates(figures) == NOTHING
     assert figures.leases == FIRST.leases
 
 
 def test_who_is_silent_or_gone_is_shown_without_figures() -> None:
-    tally = Tally()
-    tally.take([sample(FIRST), sample(FIRST, node="n2"), sample(None, node="old")])
+    tally = Tally(node_figures)
+    tally.take({"n1": sample(FIRST), "n2": sample(FIRST), "old": sample(None)})
     here, silent, old = tally.take(
-        [sample(LATER), sample(FIRST, node="n2", state=SILENT), sample(None, node="old")]
+        {"n1": sample(LATER), "n2": sample(FIRST, state=SILENT), "old": sample(None)}
     )
     assert rates(here) == RATES
     assert (silent.state, silent.leases, rates(silent)) == (SILENT, None, NOTHING)
     assert (old.state, old.dram_bytes) == (UP, None), "it is of a version that tells no load"
-    assert tally.has_rates
+    assert silent.has_rates, "it has none to wait for"
+    assert old.has_rates, "it has none to wait for"
 
 
-class Script:
-    """Answers one after the other; None: none."""
+def sampler(*answers: Sample | None) -> Sampler:
+    """Of answers one after the other (None: none), and of no router."""
+    left = list(answers)
 
-    name = "of a script"
-    doubt = ""
-
-    def __init__(self, *answers: list[Sample] | None) -> None:
-        self._answers = list(answers)
-
-    def sample(self) -> list[Sample]:
-        answer = self._answers.pop(0)
+    def ask() -> tuple[dict[str, Sample], str]:
+        answer = left.pop(0)
         if answer is None:
             raise KVStoreError("nobody is there")
-        return answer
+        return {"n1": answer}, ""
+
+    return Sampler(ask, RouterPages([], None))
 
 
 def test_when_nobody_answers_the_nodes_stay_and_are_silent_until_somebody_does() -> None:
-    tally, source = Tally(), Script([sample(FIRST)], None, None, [sample(LATER)])
-    tally.ask(source)
+    tops = sampler(sample(FIRST), None, None, sample(LATER))
+    tops.take(keeps=True)
     for _ in range(2):
-        (figures,) = tally.ask(source)
-        assert (figures.node, figures.state, tally.trouble) == ("n1", SILENT, "nobody is there")
-    (figures,) = tally.ask(source)
-    assert (figures.state, tally.trouble, rates(figures)) == (UP, "", RATES)
+        seen = tops.take(keeps=True)
+        (figures,) = seen.nodes or ()
+        assert (figures.node, figures.state, seen.trouble) == ("n1", SILENT, "nobody is there")
+    seen = tops.take(keeps=True)
+    (figures,) = seen.nodes or ()
+    assert (figures.state, seen.trouble, rates(figures)) == (UP, "", RATES)
+    assert sampler(None).take(keeps=True) == ([], [], "nobody is there")
+    with pytest.raises(KVStoreError, match="nobody is there"):
+        sampler(None).take()
 
 
 def test_one_view_waits_until_there_are_rates() -> None:
     waits: list[float] = []
-    source = Script([sample(FIRST)], [sample(FIRST)], [sample(LATER)])
-    ((figures,), trouble) = one_view(source, waits.append, interval_s=0.5)
-    assert (rates(figures), trouble) == (RATES, "")
+    tops = sampler(sample(FIRST), sample(FIRST), sample(LATER))
+    seen = tops.take_rates(waits.append, interval_s=0.5)
+    (figures,) = seen.nodes or ()
+    assert (rates(figures), seen.trouble) == (RATES, "")
     assert waits == [0.5, 0.5]
-    frozen = Script(*([sample(FIRST)] for _ in range(9)))
-    ((figures,), _) = one_view(frozen, waits.append, interval_s=0.5)
+    frozen = sampler(*([sample(FIRST)] * 9))
+    (figures,) = frozen.take_rates(waits.append, interval_s=0.5).nodes or ()
     assert rates(figures) == NOTHING, "for ever is too long"
     assert figures.leases == FIRST.leases
 
@@ -152,16 +159,17 @@ def drawn(
     """Each line."""
     out = io.StringIO()
     console = Console(file=out, width=width, highlight=False)
-    console.print(page(figures, head="kvstore top", trouble=trouble, width=width, height=height))
+    seen = Seen(figures, [], trouble)
+    console.print(page(seen, "kvstore top", width=width, height=height))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     assert max(map(len, lines)) <= width
     return lines
 
 
 def figures_of(*names: str) -> list[Figures]:
-    tally = Tally()
-    tally.take([sample(FIRST, node=name) for name in names])
-    return tally.take([sample(LATER, node=name) for name in names])
+    tally = Tally(node_figures)
+    tally.take({name: sample(FIRST) for name in names})
+    return tally.take({name: sample(LATER) for name in names})
 
 
 ROW = (
@@ -232,19 +240,10 @@ def test_nobody_at_all_and_unprintable_words() -> None:
 
 def test_an_index_that_is_not_reached_is_told() -> None:
     reached = msgspec.structs.replace(LATER, replicas_reached=1)
-    (figures,) = Tally().take([sample(reached)])
+    (figures,) = Tally(node_figures).take({"n1": sample(reached)})
     assert drawn([figures], 160)[3].endswith("1 of 2")
-    (alone,) = Tally().take(
-        [
-            Sample(
-                "(this node)",
-                UP,
-                "",
-                1,
-                msgspec.structs.replace(LATER, replicas=0, replicas_reached=0),
-            )
-        ]
-    )
+    none = msgspec.structs.replace(LATER, replicas=0, replicas_reached=0)
+    (alone,) = Tally(node_figures).take({"(this node)": Sample(UP, "", 1, none)})
     assert drawn([alone], 160)[3].endswith("-")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import ssl
@@ -11,26 +12,28 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvstore.cli import top_routers
 from kvstore.cli.main import main
-from kvstore.cli.top import SILENT, UP
+from kvstore.cli.pages import LATE
+from kvstore.cli.top import SILENT, UP, Figures, Tally
 from kvstore.cli.top_routers import (
-    LATE,
     NO_ROUTER,
-    NO_URL,
     UNREADY,
     RouterFigures,
     RouterPage,
     RouterPages,
-    RouterTally,
+    router_figures,
     series_of,
 )
-from kvstore.cli.top_routers_view import WIDE_COLUMNS, routers_page
+from kvstore.cli.top_view import ROUTERS, Seen, page as page_of
 from kvstore.config.values import HostPort
 from kvstore.net.http import HttpServer, Page, text_page
 from kvstore.testing.index_process import Lab
 
+NO_URL = "this is no URL, such as http://127.0.0.1:9472"
+WIDE_COLUMNS = ROUTERS.wide_columns
 FIRST = """# TYPE kvstore_router_requests_total counter
 kvstore_router_requests_total{outcome="done"} 100.0
 kvstore_router_requests_total{outcome="rejected-saturated"} 10.0
@@ -90,7 +93,7 @@ def page(text: str, at_s: float = 0.0, state: str = UP) -> RouterPage:
 
 
 def test_gauges_are_of_the_last_page_and_rates_of_what_came_since() -> None:
-    tally = RouterTally()
+    tally = Tally(router_figures)
     (first,) = tally.take({"http://r:1": page(FIRST)})
     assert (first.router, first.state, first.parity) == ("r:1", UP, "1 load-only")
     assert (first.in_flight, first.held, first.other_routers) == (3, 2, 1)
@@ -111,18 +114,18 @@ def test_gauges_are_of_the_last_page_and_rates_of_what_came_since() -> None:
 
 
 def test_a_router_that_began_anew_has_no_negative_rates() -> None:
-    tally = RouterTally()
+    tally = Tally(router_figures)
     tally.take({"u": page(LATER)})
     (figures,) = tally.take({"u": page(FIRST, 1.0)})
     assert (figures.requests_per_s, figures.ttft_s) == (0.0, None)
     assert figures.hit_percent == 0.0, "a worker that is new has tokens"
-    tally.take({"u": LATE})
+    tally.take({"u": RouterPage(1.5, SILENT, LATE)})
     (figures,) = tally.take({"u": page(LATER, 2.0)})
     assert figures.requests_per_s is None, "it was silent in between"
 
 
 def test_without_an_index_nothing_was_predicted() -> None:
-    tally = RouterTally()
+    tally = Tally(router_figures)
     for at_s, text in enumerate((FIRST, LATER)):
         lines = [line for line in text.splitlines(keepends=True) if "index_used" not in line]
         (figures,) = tally.take({"u": page("".join(lines), at_s)})
@@ -153,7 +156,7 @@ def serve() -> Iterator[Serve]:
 def sampled(*urls: str, ca: Path | None = None) -> list[RouterFigures]:
     pages = RouterPages(urls, ca)
     try:
-        return RouterTally().take(pages.sample())
+        return Tally(router_figures).take(pages.sample())
     finally:
         pages.close()
 
@@ -258,7 +261,8 @@ def test_the_command_asks_no_node_that_was_not_named(serve: Serve, typed: Typed)
     code, out, err = typed("--once", "--router", url, "--router", "nonsense")
     assert (code, err) == (0, "")
     assert "kvstore top 2 routers" in out
-    assert "  worker a is down (/health: no answer in time)" in out.splitlines()
+    name = url.removeprefix("http://")
+    assert f"{name}: worker a is down (/health: no answer in time)" in out.splitlines()
     assert "node" not in out
     code, out, err = typed("--json", "--router", url)
     found = json.loads(out)
@@ -293,31 +297,50 @@ LARGEST = RouterFigures(
 )
 
 
-def drawn(*figures: RouterFigures, width: int, height: int | None = None) -> list[str]:
-    lines = [text.plain for text in routers_page(figures, width=width, height=height)]
+def drawn(
+    *figures: RouterFigures, width: int, height: int | None = None, nodes: int | None = None
+) -> list[str]:
+    """Each line; `nodes`: as many above the routers."""
+    out = io.StringIO()
+    above = None if nodes is None else [Figures(f"n{n}", UP, "exact") for n in range(nodes)]
+    drawn = page_of(Seen(above, figures), "kvstore top", width=width, height=height)
+    Console(file=out, width=width, highlight=False).print(drawn)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
     assert max(map(len, lines)) <= width
     return lines
 
 
 def test_everything_fits_eighty_columns_in_two_tables() -> None:
     lines = drawn(LARGEST, RouterFigures("b", SILENT, LATE), width=80)
-    rows = [line.split() for line in lines if line.startswith("a-router")]
-    assert [len(row) for row in rows] == [12, 9], "its times have units"
+    rows = [line.split() for line in lines if line.startswith("a-router-with-a-long…")]
+    assert [len(row) for row in rows] == [12, 8], "its times have units"
     assert all("…" not in word for row in rows for word in row[1:])
-    assert sum(line.startswith("  ") for line in lines) == 4, "three of /healthz, one of the silent"
-    assert lines[-1] == f"  {LATE}"
+    assert [line.split() for line in lines if line.startswith("b ")] == [
+        ["b", SILENT, *"--------"],
+        ["b", *"-----"],
+    ]
+    assert sum("why why" in line for line in lines) == 3, "of /healthz"
+    assert lines[-1] == f"b: {LATE}"
 
 
 @pytest.mark.parametrize("width", [WIDE_COLUMNS, 160, 240])
 def test_a_wide_terminal_has_one_table(width: int) -> None:
     lines = drawn(LARGEST, width=width)
-    assert sum(line.startswith("a-router") for line in lines) == 1
-    assert "…" not in lines[2][22:]
+    assert sum(line.startswith("a-router-with-a-long…") for line in lines) == 1
+    assert "…" not in lines[3][22:]
 
 
 def test_more_routers_than_lines_say_so_and_terminals_obey_no_router() -> None:
-    lines = drawn(*[LARGEST] * 30, width=80, height=12)
-    assert len(lines) == 12
-    assert "--json has all of them" in lines[-1]
+    lines = drawn(*[LARGEST] * 30, width=80, height=16)
+    assert 12 < len(lines) <= 16
+    assert lines[-1] == "and 28 more: --json has all of them"
     text = "".join(drawn(RouterFigures("r\x1b[2J", SILENT, "a\x1bb"), width=80))
     assert "\x1b" not in text
+
+
+def test_nodes_are_above_routers_and_neither_takes_all_lines() -> None:
+    lines = drawn(LARGEST, width=80, height=24, nodes=30)
+    assert len(lines) <= 24
+    assert (lines[2].split()[0], lines[3].split()[0]) == ("node", "n0")
+    assert "more: --json has all of them" in "".join(lines)
+    assert "why why" in lines[-1]

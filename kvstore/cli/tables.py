@@ -1,0 +1,166 @@
+"""Tables in a terminal: columns as data, and how the rows of a node look.
+
+Does not cover: where rows come from (`ask`, `prefix`, `top`), texts of reasons (`reasons`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.engine import NO_BUDGET, NO_PASS, SPACE_DIGITS, NodeReport, TierReport
+from kvstore.proto.rows import Row
+from kvstore.units import US_PER_MS, format_size, format_us
+from kvstore.wording import printable
+
+WIDE_COLUMNS: Final = 240
+"""Width of output that is no terminal: scripts must not see a line break in a row."""
+
+
+class TableColumn(NamedTuple):
+    """One column of a table."""
+
+    title: str
+    value: str | Callable[[Any], object]
+    """A field of the row, or a figure or text made of the row; None and "" are shown as -."""
+    form: Callable[[Any], str | Text] = str
+    justify: Literal["left", "right"] = "left"
+
+    def cell(self, row: object) -> Text:
+        """Content of this column in a row."""
+        value = getattr(row, self.value) if isinstance(self.value, str) else self.value(row)
+        if not isinstance(value, Text):
+            value = "-" if value in (None, "") else self.form(value)
+        return value if isinstance(value, Text) else Text(printable(value))
+
+
+def number(
+    title: str, value: str | Callable[[Any], object], form: Callable[[Any], str | Text] = str
+) -> TableColumn:
+    """A column of figures, to the right."""
+    return TableColumn(title, value, form, "right")
+
+
+def table(
+    columns: Iterable[TableColumn],
+    rows: Sequence[object],
+    *,
+    title: str | None = None,
+    is_cut: bool = False,
+) -> Table:
+    """One line a row. `is_cut`: cells that do not fit are cut, not wrapped, and columns closer."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    made.header_style, made.padding = "dim", (0, 1, 0, 0) if is_cut else (0, 1)
+    for column in columns:
+        made.add_column(column.title, justify=column.justify, no_wrap=is_cut)
+    for row in rows:
+        made.add_row(*(column.cell(row) for column in columns))
+    return made
+
+
+def console() -> Console:
+    """Stdout, as wide as a terminal or wide enough for scripts."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=WIDE_COLUMNS)
+
+
+# ── rows of a node ───────────────────────────────────────────────────────────────────────────────
+
+_NOT_OF: Final = {
+    "dram": ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes"),
+    "file": ("pinned_bytes", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased"),
+}
+"""Tier → fields that say nothing about it."""
+_BREAKERS = {"closed": "ok", "half-open": "being tried again", "open": "off: errors"}
+"""Circuit breaker of a disk → text."""
+_DURATIONS: Final = {"_ms": US_PER_MS, "_us": 1}
+"""Endings of fields, in microseconds."""
+
+
+def show(found: dict[str, list[Row]]) -> None:
+    """Print tables to stdout: one line a row, numbers to the right, sizes readable."""
+    out = console()
+    for at, (topic, every) in enumerate(found.items()):
+        rows = [row for row in every if not _is_absent(row)]
+        if at:
+            out.print()
+        nodes = [row for row in rows if isinstance(row, NodeReport)]
+        if topic == "nodes" and not any(row.connections or row.owners for row in nodes):
+            out.print(Text(topic, style="bold"), _without_engines(rows))
+        elif rows:
+            tiers = [row for row in rows if isinstance(row, TierReport)]
+            out.print(_columns(topic, tiers) if tiers else _table(topic, rows))
+        else:
+            out.print(Text(topic, style="bold"), Text("none", style="dim"))
+
+
+def _without_engines(rows: Sequence[Row]) -> Text:
+    """A node without engines: its other figures, in place of a row of zeros."""
+    values = (pair for row in rows for pair in msgspec.structs.asdict(row).items())
+    facts = [f"{_title(name)} {value}" for name, value in values if value]
+    return Text(printable(", ".join(["no engine is attached", *facts])))
+
+
+def _is_absent(row: Row) -> bool:
+    """A tier that this node was not given."""
+    return isinstance(row, TierReport) and not row.capacity_bytes and not row.blocks
+
+
+def _table(topic: str, rows: Sequence[Row]) -> Table:
+    """One line a row."""
+    columns = [
+        TableColumn(
+            _title(name),
+            functools.partial(_cell, name),
+            justify="right" if any(type(getattr(row, name)) is int for row in rows) else "left",
+        )
+        for name in rows[0].__struct_fields__
+    ]
+    return table(columns, rows, title=topic)
+
+
+def _columns(topic: str, rows: Sequence[TierReport]) -> Table:
+    """One column a tier: of few rows with many fields, each for some of them only."""
+    tiers = [number(row.tier, functools.partial(_cell_of_tier, row)) for row in rows]
+    heads = TableColumn("", _title, functools.partial(Text, style="dim"))
+    names = TierReport.__struct_fields__[1:]
+    shown = [name for name in names if any(tier.cell(name).plain != "-" for tier in tiers)]
+    return table([heads, *tiers], shown, title=topic)
+
+
+def _cell_of_tier(row: TierReport, name: str) -> Text | str | None:
+    return None if name in _NOT_OF.get(row.tier, _NOT_OF["file"]) else _cell(name, row)
+
+
+def _title(name: str) -> str:
+    name = name.removesuffix("_bytes").replace("_per_", "/")
+    return (name[:-3] if name[-3:] in _DURATIONS else name).replace("_", " ")
+
+
+def _cell(name: str, row: Row) -> Text | str | None:
+    value = getattr(row, name)
+    if (name, value) == ("budget_left_bytes", NO_BUDGET):
+        return "any"
+    if (name, value) in (("pinned_bytes", 0), ("scrub_age_ms", NO_PASS)):
+        return None
+    if name == "space" and isinstance(value, str):
+        return value[:SPACE_DIGITS]
+    if name in ("reads", "writes") and isinstance(value, str):
+        return f"breaker {_BREAKERS.get(value, value)}"
+    if name == "quota" and not value:
+        return "(all others)"
+    if "bytes" in name and isinstance(value, int):
+        return format_size(value)
+    if isinstance(value, int) and (us := _DURATIONS.get(name[-3:])):
+        return format_us(us * value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name in ("slots_quarantined", "scrub_bad") and value:
+        return Text(str(value), style="yellow")
+    return None if value is None else str(value)
