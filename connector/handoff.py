@@ -9,8 +9,6 @@ Does not cover: decisions (`kvstore.client.core.rank`), copying (`copier.py`).
 
 from __future__ import annotations
 
-import contextlib
-import os
 import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +16,7 @@ from contextlib import contextmanager
 
 from kvstore.client.core.plan import RankReport, StepPlan
 from kvstore.client.core.rank import RankCore
+from kvstore.mailbox import Wake
 
 SELECT_FD_END = 1024
 """From here on descriptors are too large for select, the only clock that is finer."""
@@ -30,7 +29,7 @@ class Handoff:
         self._core = core
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = Wake()
         self._stopping = False
         self._is_over: Callable[[], bool] | None = None
         """Condition that the engine's thread waits for. The copy thread checks it, since a wake in
@@ -42,7 +41,7 @@ class Handoff:
         """Queue a step's jobs, which must not overtake this mark, and wake the copy thread."""
         with self._lock:
             self._core.submit(plan, after)
-        self._wake()
+        self._wake.set()
 
     def keep_off(self, block_ids: Sequence[int], *, timeout_s: float) -> bool:
         """Wait until no store reads these engine blocks, which are about to be overwritten. After
@@ -53,7 +52,7 @@ class Handoff:
         with self._changed:
             if not self._core.fence(block_ids):
                 return True
-            self._wake()
+            self._wake.set()
             if self._wait(lambda: not self._core.fence(block_ids), timeout_s):
                 return True
             self._core.give_up(block_ids)
@@ -85,7 +84,7 @@ class Handoff:
     def stop(self) -> None:
         """Ask the copy thread to end after the copy in flight."""
         self._stopping = True
-        self._wake()
+        self._wake.set()
 
     # ── copy thread ──────────────────────────────────────────────────────────────────────────────
 
@@ -104,31 +103,22 @@ class Handoff:
     @property
     def wake_fd(self) -> int:
         """Readable when there may be something to do."""
-        return self._wake_fd
+        return self._wake.fileno()
 
     def await_wake(self, timeout_s: float) -> None:
         """Wait until there may be something to do; finer than a millisecond."""
-        if self._wake_fd < SELECT_FD_END:
-            select.select([self._wake_fd], [], [], timeout_s)
+        if self.wake_fd < SELECT_FD_END:
+            select.select([self.wake_fd], [], [], timeout_s)
         else:
             poller = select.poll()
-            poller.register(self._wake_fd, select.POLLIN)
+            poller.register(self.wake_fd, select.POLLIN)
             poller.poll(1)
         self.clear_wake()
 
     def clear_wake(self) -> None:
         """Before looking for work, so that no wake is lost."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+        self._wake.clear()
 
     def close(self) -> None:
         """After the copy thread's end, called by the thread that saw it end."""
-        with self._lock:
-            if self._wake_fd >= 0:
-                os.close(self._wake_fd)
-                self._wake_fd = -1
-
-    def _wake(self) -> None:
-        if self._wake_fd >= 0:
-            with contextlib.suppress(BlockingIOError):  # full: it is awake
-                os.eventfd_write(self._wake_fd, 1)
+        self._wake.close()

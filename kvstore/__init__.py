@@ -3,6 +3,7 @@
 arena     the shared memory of a node
 ports     the pure core's needs from the world
 types, units, errors, wording, installation   shared by all
+breaker, mailbox   mechanisms of several packages
 """
 
 from typing import Final

@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import select
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from kvstore.config.values import HostPort, joined
 from kvstore.errors import ConfigError
+from kvstore.mailbox import Mailbox
 from kvstore.wording import cannot_listen
 
 HEAD_BYTES_MAX: Final = 8 << 10
@@ -113,15 +112,12 @@ class HttpServer:
         self._socket.setblocking(False)
         host, self.port = self._socket.getsockname()[:2]
         self.url = f"http://{joined(host, self.port)}"
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._wake_lock = threading.Lock()
-        self._closing = False
         self._clients: dict[int, _Client] = {}
         """Descriptor → client; heads that arrive and answers that go, oldest first."""
         self._waiting: dict[str, list[_Client]] = {path: [] for path in pages}
         """For the page of that path, which is begun when the one that is being made is there."""
         self._making: set[str] = set()
-        self._made: deque[tuple[str, list[_Client], bytes]] = deque()
+        self._made = Mailbox[tuple[str, list[_Client], bytes]]()
         self._accept_again_s = 0.0
         self._pool = ThreadPoolExecutor(max(1, len(pages)), thread_name_prefix="http-page")
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
@@ -135,8 +131,7 @@ class HttpServer:
 
         Later connections wait for the next process that holds the socket, if there is one.
         """
-        self._closing = True
-        self._wake()
+        self._made.end()
         if self._thread.is_alive():
             self._thread.join()
         for client in self._clients.values():
@@ -144,28 +139,17 @@ class HttpServer:
         self._clients.clear()
         self._socket.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.close(self._wake_fd)
-            self._wake_fd = -1
+        self._made.close()
 
     def fileno(self) -> int:
         """Descriptor of the listening socket."""
         return self._socket.fileno()
 
-    def _wake(self) -> None:
-        with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
-
     def _run(self) -> None:
-        while not self._closing:
+        while not self._made.has_ended:
             ready = self._ready()
-            if self._wake_fd in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake_fd)
-            while self._made:
-                self._answer(*self._made.popleft())
+            for made in self._made.take():
+                self._answer(*made)
             for client in [self._clients[fd] for fd in ready if fd in self._clients]:
                 self._turn(client)
             if self._socket.fileno() in ready:
@@ -175,7 +159,7 @@ class HttpServer:
     def _ready(self) -> list[int]:
         """Descriptors on which something has happened."""
         poll, now_s = select.poll(), time.monotonic()
-        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(self._made, select.POLLIN)
         times = [client.deadline_s for client in self._clients.values() if client.deadline_s]
         for fd, client in self._clients.items():
             if client.deadline_s is not None:
@@ -249,10 +233,9 @@ class HttpServer:
         error = None if made.cancelled() else made.exception()
         if error is not None:
             _log.error("a page could not be made", exc_info=error)
-        self._made.append(
+        self._made.put(
             (path, clients, b"" if error or made.cancelled() else _response(made.result()))
         )
-        self._wake()
 
     def _answer(self, path: str, clients: Iterable[_Client], answer: bytes) -> None:
         self._making.discard(path)

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
@@ -28,6 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from kvstore.engine import CLEAR_ROWS_MAX, Engine
 from kvstore.engine.events import Adopt, Clear, Ended, Event, Ready, Tick
 from kvstore.errors import KVStoreError, NodeBusy
+from kvstore.mailbox import Mailbox
 from kvstore.net.turns import TURN_FILES, TURN_WAKE, TurnSource
 from kvstore.node.attach import Attach
 from kvstore.node.executor import Executor, Poisoned
@@ -133,13 +132,10 @@ class Driver:
         self._remember_ns = clock.now_ns()
         self._spin_until_ns = 0
         self._slept_ns = 0
-        self._stopping = False
         self._poisoned = False
         self._failed_places: set[str] = set()
-        self._queries: deque[_Query] = deque()
-        self._queries_lock = threading.Lock()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        attach.watch(self._wake_fd, TurnSource(TURN_WAKE, None, self._answer))
+        self._queries = Mailbox[_Query](QUERY_COUNT_MAX)
+        attach.watch(self._queries.fileno(), TurnSource(TURN_WAKE, None, self._answer))
         if files is not None:
             attach.watch(files.fileno(), TurnSource(TURN_FILES, None, files.read))
         if hbm is not None:
@@ -152,8 +148,7 @@ class Driver:
 
     def stop(self) -> None:
         """End `run` soon. Safe in a signal handler."""
-        self._stopping = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._queries.end()
 
     def query(self, ask: Callable[[Engine], _T], *, timeout_s: float) -> _T:
         """Run `ask` on the loop, between two steps, and return its answer.
@@ -206,11 +201,8 @@ class Driver:
 
     def _on_loop(self, call: Callable[[], _T], timeout_s: float, *, steps: bool = False) -> _T:
         future: concurrent.futures.Future[object] = concurrent.futures.Future()
-        with self._queries_lock:
-            if len(self._queries) >= QUERY_COUNT_MAX or self._stopping:
-                raise NodeBusy("the node is busy: ask again later")
-            self._queries.append(_Query(future, call, steps))
-        os.eventfd_write(self._wake_fd, 1)
+        if not self._queries.put(_Query(future, call, steps)):
+            raise NodeBusy("the node is busy: ask again later")
         try:
             return future.result(timeout_s)  # type: ignore[return-value]
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
@@ -234,7 +226,7 @@ class Driver:
         """
         self._beat_ns = self._clock.now_ns()
         self._tier.beat(self._beat_ns)
-        while not self._stopping:
+        while not self._queries.has_ended:
             now_ns = self._beat_if_due()
             if now_ns - self._tick_ns >= TICK_NS or self._engine.is_behind:
                 self._tick(now_ns)
@@ -244,9 +236,8 @@ class Driver:
             if now_ns < self._spin_until_ns or self._engine.is_behind:
                 wait_ns = 0
             self._round(self._sleep(wait_ns))
-        with self._queries_lock:
-            for query in self._queries:
-                query.future.cancel()
+        for query in self._queries.take():
+            query.future.cancel()
         self._remember(self._clock.now_ns())
         if self._poisoned:
             raise Poisoned("generations could not be published")
@@ -351,12 +342,7 @@ class Driver:
 
     def _answer(self, _mask: int) -> list[Event]:
         """Answer other threads' queries: the third place that catches everything."""
-        os.eventfd_read(self._wake_fd)
-        while not self._poisoned:
-            with self._queries_lock:
-                if not self._queries:
-                    break
-                future, call, steps = self._queries.popleft()
+        for future, call, steps in self._queries.take():
             if not future.set_running_or_notify_cancel():
                 continue
             self.counters.queries += 1
@@ -369,6 +355,8 @@ class Driver:
                 finally:
                     future.set_exception(error)
             self._beat_if_due()
+            if self._poisoned:
+                break
         return []
 
     def _recover(self, error: Exception, owner: ConnectionId | None) -> None:

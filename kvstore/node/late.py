@@ -86,7 +86,7 @@ class LateTier:
         return self._tier.breakers if self._tier else (BreakerState.OPEN, BreakerState.OPEN)
 
     def fileno(self) -> int:
-        return self._outbox.fd
+        return self._outbox.fileno()
 
     def take_events(self) -> Iterator[FileTierEvent]:
         return self._outbox.take()

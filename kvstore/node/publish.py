@@ -33,6 +33,7 @@ import zmq
 from kvstore.config.node import EventsConfig
 from kvstore.engine.events import Changed
 from kvstore.errors import ConfigError, NodeBusy
+from kvstore.mailbox import Wake
 from kvstore.node.pages import EventCounters
 from kvstore.peers.changes import ChangeLog, key_count, pieces
 from kvstore.ports import Clock
@@ -107,10 +108,10 @@ class Publisher:
         self._files: dict[str, os.stat_result | None] = {}
         """Files of ipc:// sockets, which ZeroMQ leaves behind."""
         self._ask: Callable[[int], Held] | None = None
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = Wake()
         self.log: ChangeLog[Changed] = ChangeLog()
         """Changes to be published."""
-        self._changes = self.log.reader(lambda: os.eventfd_write(self._wake_fd, 1))
+        self._changes = self.log.reader(self._wake.set)
         self._context = zmq.Context()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         try:
@@ -168,14 +169,14 @@ class Publisher:
     def close(self) -> None:
         """Stop; what waits is not published any more."""
         self._closing = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
         self._context.destroy(linger=0)
         for file in self._files:
             with contextlib.suppress(OSError):
                 os.unlink(file)
-        os.close(self._wake_fd)
+        self._wake.close()
 
     # ── of the thread ────────────────────────────────────────────────────────────────────────────
 
@@ -189,8 +190,8 @@ class Publisher:
 
     def _turn(self) -> None:
         ready = self._poll()
-        if self._wake_fd in ready:
-            os.eventfd_read(self._wake_fd)
+        if self._wake.fileno() in ready:
+            self._wake.clear()
             self._publish_waiting()
         if self._router in ready:
             self._take_request()
@@ -202,7 +203,7 @@ class Publisher:
 
     def _poll(self) -> set[object]:
         poller = zmq.Poller()
-        poller.register(self._wake_fd, zmq.POLLIN)
+        poller.register(self._wake.fileno(), zmq.POLLIN)
         if len(self._asked) < ASKED_COUNT_MAX:
             poller.register(self._router, zmq.POLLIN)
         wait_ms = None

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +38,7 @@ from kvstore.errors import ConfigError
 from kvstore.index.engine_blocks import EngineBlocks
 from kvstore.index.engine_feed import EngineCounters, EngineFeed, FollowedMemory, Phase
 from kvstore.index.feed import Change, Left, Removed, Stored
+from kvstore.mailbox import Mailbox
 from kvstore.peers.changes import Told
 from kvstore.peers.feed import Slice
 from kvstore.ports import Clock
@@ -233,16 +233,14 @@ class EngineMemory:
         self._followers: dict[int, _Follower] = {}
         """By connection; those of the configuration by numbers below 0."""
         self._serial = 0
-        self._orders: deque[tuple[int, EngineSource | None]] = deque(
-            (-1 - number, source) for number, source in enumerate(sources)
-        )
+        self._orders = Mailbox[tuple[int, EngineSource | None]]()
+        for number, source in enumerate(sources):
+            self._order(-1 - number, source)
         self._bugs: deque[str] = deque(maxlen=BUGS_MAX)
         """Recent bugs."""
         self._lock = threading.Lock()
         """Guards changes until they are published: a slice must not fall between a change and its
         update. Held for a turn of one engine. Reading a single fact needs no lock."""
-        self._wake_fd = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._closing = False
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="engine-memory", daemon=True)
 
@@ -272,8 +270,7 @@ class EngineMemory:
         self._order(command.connection, source)
 
     def _order(self, number: int, source: EngineSource | None) -> None:
-        self._orders.append((number, source))
-        os.eventfd_write(self._wake_fd, 1)
+        self._orders.put((number, source))
 
     # ── of any other thread ──────────────────────────────────────────────────────────────────────
 
@@ -283,12 +280,11 @@ class EngineMemory:
 
     def close(self) -> None:
         """Stop."""
-        self._closing = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._orders.end()
         if self._thread.ident is not None:
             self._thread.join()
         self._context.destroy(linger=0)
-        os.close(self._wake_fd)
+        self._orders.close()
 
     def behind(self, ask: Callable[[int], Slice]) -> Callable[[int], Slice]:
         """Slices of a snapshot: those of `ask`, and then of what engines hold."""
@@ -359,7 +355,7 @@ class EngineMemory:
 
     def _run(self) -> None:
         try:
-            while not self._closing:
+            while not self._orders.has_ended:
                 with self._guarded(None):
                     self._turn()
         finally:
@@ -394,7 +390,7 @@ class EngineMemory:
 
     def _turn(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._wake_fd, zmq.POLLIN)
+        poller.register(self._orders.fileno(), zmq.POLLIN)
         for follower in self._followers.values():
             for socket in follower.sockets():
                 poller.register(socket, zmq.POLLIN)
@@ -402,9 +398,6 @@ class EngineMemory:
         if any(each.feed.has_more for each in self._followers.values()):
             wait_ms = 0
         ready = {source for source, _ in poller.poll(wait_ms)}
-        if self._wake_fd in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
         self._take_orders()
         now_ms = self._clock.now_ns() // NS_PER_MS
         for number, follower in list(self._followers.items()):
@@ -412,8 +405,7 @@ class EngineMemory:
                 self._say(follower.turn(ready, now_ms))
 
     def _take_orders(self) -> None:
-        while self._orders:
-            number, source = self._orders.popleft()
+        for number, source in self._orders.take():
             follower = self._followers.get(number)
             if follower is not None and follower.source == source:
                 continue

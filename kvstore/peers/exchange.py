@@ -1,7 +1,7 @@
 """Between the node's loop and the asyncio loop of what concerns other nodes.
 
     node's loop     Executor ─carry_out(command)─▶ call_soon_threadsafe ─▶ handler     asyncio loop
-                    Attach ◀─read()─ deque ◀─────────────── post(event) ─┘
+                    Attach ◀─read()─ Mailbox ◀───────────── post(event) ─┘
 
 Neither waits for the other. Does not cover: what is done about a command (`lender`, `borrower`).
 """
@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import threading
-from collections import deque
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvstore.engine.events import Event, PeerCommand, PeerEvent
+from kvstore.mailbox import Mailbox
 
 READ_EVENTS_MAX: Final = 64
 """At a time: engines are served in between."""
@@ -30,27 +29,17 @@ class Exchange:
     ) -> None:
         self._loop = loop
         self._handle = handle
-        self._events: deque[PeerEvent] = deque()
-        self._lock = threading.Lock()
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._is_closed = False
+        self._events = Mailbox[PeerEvent]()
 
     # ── of the node's loop ───────────────────────────────────────────────────────────────────────
 
     def fileno(self) -> int:
         """Readable when `read` has something."""
-        return self._fd
+        return self._events.fileno()
 
     def read(self, _mask: int) -> Iterator[Event]:
         """Events that were posted, a part of them at a time."""
-        for _ in range(READ_EVENTS_MAX):
-            with self._lock:
-                if not self._events:
-                    with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(self._fd)
-                    return
-                event = self._events.popleft()
-            yield event
+        return itertools.islice(self._events.take(), READ_EVENTS_MAX)
 
     def carry_out(self, command: PeerCommand) -> None:
         """Hand it over."""
@@ -61,14 +50,8 @@ class Exchange:
 
     def post(self, event: PeerEvent) -> None:
         """Have the engine take it."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._events.append(event)
-            os.eventfd_write(self._fd, 1)
+        self._events.put(event)
 
     def close(self) -> None:
         """Nothing is taken any more."""
-        with self._lock:
-            self._is_closed = True
-            os.close(self._fd)
+        self._events.close()

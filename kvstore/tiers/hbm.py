@@ -22,7 +22,6 @@ import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -33,6 +32,7 @@ from kvstore.arena import GENERATION_SEALS, LAYOUT_VERSION, MAGIC, generation_pa
 from kvstore.errors import ConfigError
 from kvstore.kernels.cuda import CudaDevice
 from kvstore.kernels.device import Device, DeviceError
+from kvstore.mailbox import Mailbox
 from kvstore.ports import Memory
 from kvstore.tier_events import Promote, Promoted
 from kvstore.types import (
@@ -119,8 +119,7 @@ class HbmTier:
         self.trouble = ""
         """Why the device is used no more."""
         self._orders: queue.SimpleQueue[Promote | None] = queue.SimpleQueue()
-        self._events: deque[Promoted] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._events = Mailbox[Promoted]()
         self._closing = self._closed = False
         self._thread = threading.Thread(target=self._run, name="hbm", daemon=True)
         self._thread.start()
@@ -188,8 +187,8 @@ class HbmTier:
         if not self.trouble:  # of a device that hangs the process's end does it
             self._free()
         self._header = self._places = np.empty(0, np.uint64)
-        for fd in (self.page_fd, self._wake_fd):
-            os.close(fd)
+        os.close(self.page_fd)
+        self._events.close()
 
     # ── moves ────────────────────────────────────────────────────────────────────────────────────
 
@@ -199,24 +198,18 @@ class HbmTier:
 
     def fileno(self) -> int:
         """Readable while `take_events` has something."""
-        return self._wake_fd
+        return self._events.fileno()
 
     def take_events(self) -> Iterator[Promoted]:
         """Ends of orders. Each is taken when it is asked for; those that are not stay."""
-        while self._events:
-            yield self._events.popleft()
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
-        if self._events:  # came in between
-            os.eventfd_write(self._wake_fd, 1)
+        return self._events.take()
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
             most = max(1, min(BATCH_MAX, BATCH_BYTES // order.scope.block_bytes))
             begins = range(0, len(order.slots), most)
             good = b"".join(bytes(self._promoted(order, at, at + most)) for at in begins)
-            self._events.append(Promoted(order.job, good, self.trouble))
-            os.eventfd_write(self._wake_fd, 1)
+            self._events.put(Promoted(order.job, good, self.trouble))
 
     def _promoted(self, order: Promote, begin: int, end: int) -> Iterator[bool]:
         """Which of these blocks are here, byte by byte."""

@@ -28,6 +28,7 @@ from typing import Final
 import msgspec
 
 from kvstore.errors import ConfigError, TransportError
+from kvstore.mailbox import Wake
 from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
 from kvstore.transport.guests import Guests
 from kvstore.transport.loopback import described, open_descriptor
@@ -72,9 +73,9 @@ class Tcp:
         self._address = _address(options, self._listener, secure=self._theirs is not None)
         self._selector = selectors.EpollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._again_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = Wake()
         """Readable when a turn ended before its bytes did: those may be in TLS's buffers."""
-        self._selector.register(self._again_fd, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
         self._spare_fd = os.eventfd(0)
         """Given up for a moment when there is no other."""
         self._again: set[TcpReader | TcpOwner] = set()
@@ -132,8 +133,7 @@ class Tcp:
         self._turn(owner)
 
     def poll(self) -> list[Outcome]:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._again_fd)
+        self._wake.clear()
         due, self._again = self._again, set()
         for key, _ in self._selector.select(0):
             if key.fileobj is self._listener:
@@ -155,7 +155,7 @@ class Tcp:
             self._fail(owner, "forgotten")
 
     def close(self) -> None:
-        if self._again_fd < 0:
+        if self._wake.fileno() < 0:
             return
         for peer in list(self._owners):
             self.forget(peer)
@@ -164,10 +164,9 @@ class Tcp:
         self._outcomes.clear()
         self._selector.close()
         self._listener.close()
-        os.close(self._again_fd)
+        self._wake.close()
         if self._spare_fd >= 0:
             os.close(self._spare_fd)
-        self._again_fd = -1
 
     # ── connections ──────────────────────────────────────────────────────────────────────────────
 
@@ -260,7 +259,7 @@ class Tcp:
         self._selector.modify(end.stream.fd, end.stream.wants(write=end.wants_to_write), end)
         if more:
             self._again.add(end)
-            os.eventfd_write(self._again_fd, 1)
+            self._wake.set()
 
     def _fail(self, owner: TcpOwner, reason: str) -> None:
         """Its connection is closed: nothing of it writes any more."""

@@ -93,7 +93,7 @@ class Door:
             line.socket.close()
         self.attach.close()
         self.tier.close()
-        os.close(self.driver._wake_fd)
+        self.driver._queries.close()
 
     def pump(self) -> None:
         """Read and answer everything that was sent; a failure of the node's own fails the test."""

@@ -91,7 +91,7 @@ class MemoryStore:
         return sum(len(b.payload) for segment in self._kept.segments for b in segment.values())
 
     def fileno(self) -> int:
-        return self._outbox.fd
+        return self._outbox.fileno()
 
     def take_events(self) -> Iterator[FileTierEvent]:
         return self._outbox.take()

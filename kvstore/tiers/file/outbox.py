@@ -6,13 +6,12 @@ at start, `FileKnown`, waits for the driver (`known`).
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from kvstore.mailbox import Wake
 from kvstore.tier_events import FileGone, FileKnown, FileMoved, FileReclaim, FileTierEvent
 from kvstore.wire.record import Void
 
@@ -23,10 +22,11 @@ _LONG: Final = (FileGone, FileKnown, FileMoved, FileReclaim)
 
 
 class Outbox:
-    """`fd` is readable while there is something to take."""
+    """`fileno` is readable while there is something to take."""
 
     def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = Wake()
+        self.fileno = self._wake.fileno
         self._lock = threading.Condition()
         self._events: deque[FileTierEvent] = deque()
         self._known_count = 0
@@ -73,14 +73,13 @@ class Outbox:
 
     def take(self) -> Iterator[FileTierEvent]:
         """Events in order, up to the first that is long for the engine: it must serve others in
-        between. Each is taken when it is asked for, and `fd` stays readable while there is more:
-        neither a caller that stops early nor a call that fails loses one. Never blocks."""
+        between. Each is taken when it is asked for, and `fileno` stays readable while there is
+        more: neither a caller that stops early nor a call that fails loses one. Never blocks."""
         event: FileTierEvent | None = None
         while not isinstance(event, _LONG):
             with self._lock:
-                if len(self._events) <= 1 and not self._is_closed:
-                    with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(self.fd)
+                if len(self._events) <= 1:
+                    self._wake.clear()
                 if not self._events:
                     return
                 event = self._events.popleft()
@@ -98,15 +97,10 @@ class Outbox:
     def close(self) -> None:
         """Close the descriptor; what is left can still be taken."""
         self.stop()
-        with self._lock:
-            os.close(self.fd)
-            self.fd = -1
+        self._wake.close()
 
     def _add(self, events: list[FileTierEvent]) -> None:
         self._events += events
         self._known_count += sum(isinstance(event, FileKnown) for event in events)
-        while events and self.fd >= 0:
-            # Python tries every call again that a signal interrupted, but not this one.
-            with contextlib.suppress(InterruptedError):
-                os.eventfd_write(self.fd, 1)
-                return
+        if events:
+            self._wake.set()

@@ -180,7 +180,7 @@ class FileTier:
     # ── what the driver calls ────────────────────────────────────────────────────────────────────
 
     def fileno(self) -> int:
-        return self._outbox.fd
+        return self._outbox.fileno()
 
     def take_events(self) -> Iterator[FileTierEvent]:
         return self._outbox.take()

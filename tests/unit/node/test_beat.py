@@ -6,7 +6,6 @@ an element of a column 2 ns. A look at a whole column counts as one of 1 TiB.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any, cast
 
@@ -196,7 +195,7 @@ def test_no_message_at_its_largest_keeps_the_heart_waiting(who: str) -> None:
     finally:
         sys.setprofile(None)
         Watched.whole = None
-        os.close(driver._wake_fd)
+        driver._queries.close()
     assert max(tier.gaps_ns()) <= LATE_NS
     assert not driver.counters.failures
     assert clock.calls > 10_000, "nothing was done"

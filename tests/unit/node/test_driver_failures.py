@@ -196,10 +196,10 @@ def test_a_clear_or_a_word_that_cannot_be_published_stops_the_node(
         holding = pool.submit(lambda: loop.driver.query(hold, timeout_s=10))
         assert entered.wait(10)
         told = pool.submit(lambda: loop.driver.tell(Tick(), timeout_s=10))
-        while len(loop.driver._queries) < 1:
+        while len(loop.driver._queries._waiting) < 1:
             threading.Event().wait(0.001)
         after = pool.submit(lambda: loop.driver.query(later.append, timeout_s=10))
-        while len(loop.driver._queries) < 2:
+        while len(loop.driver._queries._waiting) < 2:
             threading.Event().wait(0.001)
         leave.set()
         holding.result(10)

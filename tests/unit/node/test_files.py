@@ -60,7 +60,7 @@ class ScriptedTier:
         self.outbox.put(events)
 
     def fileno(self) -> int:
-        return self.outbox.fd
+        return self.outbox.fileno()
 
     def take_events(self) -> Iterator[FileTierEvent]:
         return self.outbox.take()

@@ -163,7 +163,7 @@ class World:
 
         self.sockets.refill = fill
         self.driver.run()
-        os.close(self.driver._wake_fd)
+        self.driver._queries.close()
 
 
 @pytest.mark.parametrize("seed", range(20))

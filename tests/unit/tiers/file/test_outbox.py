@@ -38,23 +38,6 @@ def test_what_was_cleared_during_recovery_is_not_announced(
     assert list(outbox.take()) == [KNOWN], "found later, so written later"
 
 
-def test_a_signal_does_not_silence_the_bell(
-    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, tries = os.eventfd_write, []
-
-    def interrupted(fd: int, value: int) -> None:
-        tries.append(value)
-        if len(tries) == 1:
-            raise InterruptedError
-        real(fd, value)
-
-    monkeypatch.setattr(os, "eventfd_write", interrupted)
-    outbox.put([KNOWN])
-    assert len(tries) == 2
-    assert select.select([outbox.fd], [], [], 0)[0]
-
-
 def test_what_waits_when_it_is_cleared_is_not_told(outbox: Outbox) -> None:
     kept = FileKnown(Scope("another", SCOPE.space, SCOPE.shard, 1), key(2), b"\2" * 8, bytes(16))
     written = FileWritten(1, b"")
@@ -63,7 +46,7 @@ def test_what_waits_when_it_is_cleared_is_not_told(outbox: Outbox) -> None:
         assert outbox.known(event, own=False)
     outbox.void(CLEARED)
     assert list(outbox.take()) == [written, kept]
-    assert not select.select([outbox.fd], [], [], 0)[0]
+    assert not select.select([outbox], [], [], 0)[0]
     for _ in range(KNOWN_MAX):  # none waits: there is room again
         assert outbox.known(KNOWN, own=False)
 
@@ -72,9 +55,9 @@ def test_events_that_are_not_asked_for_stay(outbox: Outbox) -> None:
     events = [FileWritten(job, b"") for job in range(3)]
     outbox.put(events)
     assert next(outbox.take()) == events[0]
-    assert select.select([outbox.fd], [], [], 0)[0]
+    assert select.select([outbox], [], [], 0)[0]
     assert list(outbox.take()) == events[1:]
-    assert not select.select([outbox.fd], [], [], 0)[0]
+    assert not select.select([outbox], [], [], 0)[0]
 
 
 def test_a_call_that_fails_loses_no_event(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
