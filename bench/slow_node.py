@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from kvstore.cli import main
 from kvstore.config.node import NodeConfig
+from kvstore.net.child import spawn
 from kvstore.node import process
 from kvstore.supervisor import begin
-from kvstore.supervisor.child import spawn_process
 from kvstore.supervisor.supervisor import Supervisor
 from kvstore.tiers.file import tier
 from kvstore.tiers.file.segments.disk import PosixDisk
@@ -51,7 +51,7 @@ def supervise(config: NodeConfig, settings: dict[str, Any]) -> NoReturn:
     """In this process: its node processes are this program again."""
     program = (__file__, str(SlowDisk.pace_file), "process")
     start = begin.start_of(config, settings)
-    sys.exit(Supervisor(start, spawn=lambda: spawn_process(program)).run())
+    sys.exit(Supervisor(start, spawn=lambda: spawn(program)).run())
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from kvstore.arena import Arena
 from kvstore.cli import main
 from kvstore.config import node as config
 from kvstore.config.node import NodeConfig
+from kvstore.net.child import spawn
 from kvstore.node import process
 from kvstore.supervisor import restarts
 from kvstore.supervisor.begin import start_of
-from kvstore.supervisor.child import spawn_process
 from kvstore.supervisor.supervisor import Supervisor
 from kvstore.units import TIB
 
@@ -24,7 +24,7 @@ from kvstore.units import TIB
 def supervise(made: NodeConfig, settings: dict[str, Any]) -> NoReturn:
     """In this process: its node processes are this program again."""
     start = start_of(made, settings)
-    sys.exit(Supervisor(start, spawn=lambda: spawn_process((__file__, "process"))).run())
+    sys.exit(Supervisor(start, spawn=lambda: spawn((__file__, "process"))).run())
 
 
 if __name__ == "__main__":

@@ -17,12 +17,9 @@ from __future__ import annotations
 
 import array
 import contextlib
-import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
@@ -30,13 +27,13 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvstore.errors import ProtocolError
+from kvstore.net.child import Child, spawn
 from kvstore.ports import Clock, Pieces
 from kvstore.transport.pieces import joined, total_bytes
 from kvstore.transport.watch import Recycle, Watch
 from kvstore.units import NS_PER_S
 from kvstore.wire import mover as wire
 
-BUFFER_BYTES: Final = 1 << 20
 UNSENT_MAX: Final = 1024
 """Datagrams that a mover has not taken."""
 PROGRAM: Final = ("-P", "-m", "kvstore.peers.mover_process")
@@ -104,7 +101,7 @@ class Crowded(NamedTuple):
 MoverEvent = Up | Down | Unusable | PeerUnreachable | TransferEnded | Crowded
 
 
-class MoverChild:
+class MoverChild(Child):
     """One process. Its words, as they come."""
 
     def __init__(
@@ -117,23 +114,7 @@ class MoverChild:
         program: Sequence[str] = PROGRAM,
     ) -> None:
         """Raises OSError: the machine has no room for it."""
-        self.socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its:
-            for end in (self.socket, its):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-            try:
-                self._process = subprocess.Popen(  # noqa: S603 -- our own program
-                    [sys.executable, *program, str(its.fileno()), str(os.getpid())],
-                    pass_fds=[its.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                    env={**os.environ, **settings.environment},
-                )
-            except OSError:
-                self.socket.close()
-                raise
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        super().__init__(spawn(program, settings.environment))
         self._unsent: deque[bytes] = deque()
         begin = wire.Begin(
             backend=settings.backend,
@@ -172,23 +153,6 @@ class MoverChild:
         with contextlib.suppress(OSError):
             while data := self.socket.recv(wire.DATAGRAM_BYTES_MAX, socket.MSG_DONTWAIT):
                 yield wire.decode_from_mover(data)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Never reaches another process."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, number)
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(select.select([self.pidfd], [], [], 0)[0])
-
-    def close(self) -> int:
-        """Kill and reap it: on return nothing of it writes any more. Returns its exit status."""
-        self.signal(signal.SIGKILL)
-        status = self._process.wait()
-        os.close(self.pidfd)
-        self.socket.close()
-        return status
 
 
 class Mover:

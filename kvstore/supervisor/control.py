@@ -35,7 +35,6 @@ EXIT_REFUSED: Final = 2
 """Status of a process that cannot start and has logged why: a port, a directory, a flag."""
 DATAGRAM_BYTES_MAX: Final = 64 << 10
 """With room for the longest Hello of a rank (`wire.messages.HELLO_BYTES_MAX`)."""
-BUFFER_BYTES: Final = 1 << 20
 _ANCILLARY_BYTES: Final = socket.CMSG_LEN(4)
 
 
@@ -165,14 +164,6 @@ def lost_a_rank(error: Exception) -> bool:
 _encoder = msgspec.msgpack.Encoder()
 from_node: Final = msgspec.msgpack.Decoder(FromNode)
 from_supervisor: Final = msgspec.msgpack.Decoder(FromSupervisor)
-
-
-def pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends, blocking."""
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in ends:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-    return ends
 
 
 def send(sock: socket.socket, message: Control, fd: int | None = None, *, flags: int = 0) -> None:

@@ -35,10 +35,11 @@ from typing import Any, Final
 import msgspec
 
 from kvstore.errors import ConfigError
+from kvstore.net.child import Spawned
 from kvstore.net.harden import harden_process
 from kvstore.obs import logs
 from kvstore.supervisor import control
-from kvstore.supervisor.child import Process, Spawned, spawn_process
+from kvstore.supervisor.child import Process, spawn_process
 from kvstore.supervisor.kept import Kept
 from kvstore.supervisor.listener import Listener
 from kvstore.supervisor.restarts import GiveUp, Restarts, told
@@ -151,7 +152,6 @@ class Supervisor:
 
     def _close(self) -> None:
         for process in self._processes:
-            process.signal(signal.SIGKILL)
             process.close()
         self._store.close()
         self._door.close()
@@ -204,7 +204,7 @@ class Supervisor:
             _log.error(
                 "process %d was killed and does not end: it hangs in the kernel, most likely in"
                 " I/O of the disk tier; another begins when it is gone",
-                process.spawned.pid,
+                process.pid,
             )
 
     def _stop_node(self, now_ns: int) -> None:

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 from kvstore.cli import main
 from kvstore.config import node as config
 from kvstore.config.node import NodeConfig
+from kvstore.net.child import spawn
 from kvstore.node import process
 from kvstore.supervisor.begin import start_of
-from kvstore.supervisor.child import spawn_process
 from kvstore.supervisor.supervisor import Supervisor
 from kvstore.tiers.file.config import FileConfig
 
@@ -30,7 +30,7 @@ def small_segments(*values: Any, **named: Any) -> FileConfig:
 def supervise(node: NodeConfig, settings: dict[str, Any]) -> NoReturn:
     """In this process: its node processes are this program again."""
     start = start_of(node, settings)
-    sys.exit(Supervisor(start, spawn=lambda: spawn_process((__file__, "process"))).run())
+    sys.exit(Supervisor(start, spawn=lambda: spawn((__file__, "process"))).run())
 
 
 if __name__ == "__main__":

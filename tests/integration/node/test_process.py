@@ -216,11 +216,11 @@ from kvstore.cli import main
 from kvstore.node import node, process
 from kvstore.supervisor import begin, control
 from kvstore.supervisor.begin import start_of
-from kvstore.supervisor.child import Spawned
+from kvstore.net.child import Spawned, pair
 from kvstore.supervisor.supervisor import Supervisor
 import encodings.idna
 def spawn():
-    ours, its = control.pair()
+    ours, its = pair()
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
         ours.close()

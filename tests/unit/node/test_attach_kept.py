@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.engine.events import Ended, Exited
+from kvstore.net.child import pair
 from kvstore.node.attach import Attach
 from kvstore.supervisor import control
 from kvstore.supervisor.listener import Listener
@@ -79,7 +80,7 @@ def test_a_rank_is_remembered_before_the_engine_hears_of_it(
 
 
 def test_the_longest_hello_reaches_the_supervisor() -> None:
-    ours, its = control.pair()
+    ours, its = pair()
     with ours, its, open(os.devnull) as file:
         longest = control.Attached(2**63 - 1, bytes(HELLO_BYTES_MAX))
         control.send(its, longest, file.fileno())

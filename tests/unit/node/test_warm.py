@@ -18,6 +18,7 @@ from kvstore.arena import GenerationView
 from kvstore.config.node import NodeConfig, load_config
 from kvstore.engine.memory.journal import LAYOUT_VERSION
 from kvstore.errors import ConfigError
+from kvstore.net.child import pair
 from kvstore.net.clock import MonotonicClock
 from kvstore.node.node import _make_engine, _open_files
 from kvstore.node.warm import GENERATIONS_PER_LIFE, NodeMemory, take_memory
@@ -47,7 +48,7 @@ class Host:
 
     def start(self) -> Handover:
         """What the next process begins with; its messages are taken by a thread."""
-        ours, its = control.pair()
+        ours, its = pair()
         begin = control.BeginServing(
             settings={}, dram_bytes=DRAM, dram_note="", life=self.life, died_ns=0,
             places=control.Addresses(),
@@ -265,14 +266,14 @@ def test_other_slabs_are_another_layout(host: Host, config: NodeConfig) -> None:
 
 
 def test_without_a_supervisor_nothing_begins() -> None:
-    ours, its = control.pair()
+    ours, its = pair()
     ours.close()
     with its, pytest.raises(SupervisorGone):
         Handover(its)
 
 
 def test_a_supervisor_that_does_not_read_makes_nobody_wait(host: Host) -> None:
-    ours, its = control.pair()
+    ours, its = pair()
     with ours:
         control.send(
             ours, control.BeginServing({}, DRAM, "", 0, 0, control.Addresses()), ours.fileno()

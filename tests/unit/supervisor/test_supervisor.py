@@ -24,7 +24,8 @@ SCRIPT = Path(__file__).with_name("scripted_process.py")
 SUPERVISE = """
 import sys
 from kvstore.obs import logs
-from kvstore.supervisor import child, restarts, supervisor
+from kvstore.net.child import spawn
+from kvstore.supervisor import restarts, supervisor
 directory, script, pace = sys.argv[1:]
 logs.setup("info")
 restarts.PAUSES_NS = restarts.REFUSAL_PAUSES_NS = (0,)
@@ -38,7 +39,7 @@ start = supervisor.Start(
     settings={}, socket=f"{directory}/node.sock", others_may_connect=False, dram_bytes=1,
     dram_note="", log_level="info",
 )
-made = supervisor.Supervisor(start, spawn=lambda: child.spawn_process((script, directory)))
+made = supervisor.Supervisor(start, spawn=lambda: spawn((script, directory)))
 sys.exit(made.run())
 """
 """The real one, with times that a test can wait for."""

@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvstore.net.child import Spawned, pair
 from kvstore.supervisor import control
-from kvstore.supervisor.child import Process, Spawned
+from kvstore.supervisor.child import Process
 from kvstore.supervisor.kept import Kept
 from kvstore.supervisor.supervisor import LOOK_NS, STILL_LOOKS_MAX, Start, Supervisor
 from kvstore.supervisor.upgrade import SUFFIX, TAKEN, UpgradeReport
@@ -40,7 +41,7 @@ class Inside(Supervisor):
         super().__init__(start, spawn=self.spawn)
 
     def spawn(self) -> Spawned:
-        ours, its = control.pair()
+        ours, its = pair()
         its.settimeout(20)
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         self.ends.append(its)

@@ -1,0 +1,92 @@
+"""A child process of our own code, which can be killed at any time.
+
+    spawn ─▶ python -P -m MODULE DESCRIPTOR PARENT    ends with its parent (`harden.die_with`)
+    Child ◀═ SOCK_SEQPACKET pair: one datagram a message ═▶ DESCRIPTOR
+          ── pidfd ─▶ its end is readable; signals never reach another process
+
+Covers: start, signals, end. Does not cover: messages (`supervisor.control`, `wire.mover`), its
+deadlines, when another is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+BUFFER_BYTES: Final = 1 << 20
+
+
+class Spawned(NamedTuple):
+    """A process, as its parent got it."""
+
+    pid: int
+    wait: Callable[[], int]
+    """Its exit status, negative for a signal; after its pidfd fired."""
+    socket: socket.socket
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends, blocking."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    return ends
+
+
+def spawn(program: Sequence[str], environment: Mapping[str, str] | None = None) -> Spawned:
+    """The code on disk as a process of its own, out of reach of the terminal's signals.
+
+    Args:
+        program: arguments of Python, before a descriptor and our pid.
+        environment: added to ours.
+
+    Raises:
+        OSError: the machine has no room for it.
+    """
+    ours, its = pair()
+    with its:
+        fd = its.fileno()
+        try:
+            started = subprocess.Popen(  # noqa: S603 -- our own program
+                [sys.executable, *program, str(fd), str(os.getpid())],
+                pass_fds=[fd],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, **(environment or {})},
+            )
+        except OSError:
+            ours.close()
+            raise
+    return Spawned(started.pid, started.wait, ours)
+
+
+class Child:
+    """One process, until `close`."""
+
+    def __init__(self, spawned: Spawned) -> None:
+        self.pid, self._wait, self.socket = spawned
+        self.pidfd = os.pidfd_open(self.pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Never reaches another process."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(select.select([self.pidfd], [], [], 0)[0])
+
+    def close(self) -> int:
+        """Kill and reap it: on return nothing of it writes any more. Returns its exit status."""
+        self.signal(signal.SIGKILL)
+        status = self._wait()
+        os.close(self.pidfd)
+        self.socket.close()
+        return status
