@@ -2,7 +2,7 @@
 
 A block outlives an upgrade of the engine only where golden caches show that both versions make the
 same bytes (tests/integration/engine/test_kv_format.py). A version or a kind of model that was not
-compared stands alone: a cold start, and never a wrong answer. ADR 31 says how a version is added.
+compared stands alone: a cold start, and never a wrong answer. ADR 2 says how a version is added.
 
 Pure. Does not cover: everything else that changes the bytes (`mapping.py`).
 """

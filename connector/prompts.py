@@ -12,7 +12,7 @@ uuids, drop `uuid` at the front door or set `images` to "none" (threats.md, T1).
 
 vLLM names whole blocks only, so a decode engine would compute up to a block of tokens that the
 prefill engine has computed. Their tail has a key of its own, made from the key of the block before
-it and its tokens; both engines of a transfer make the same one (ADR 40). Engines without tails:
+it and its tokens; both engines of a transfer make the same one (ADR 12). Engines without tails:
 those with several KV cache groups, served or not (`SchedulerSide`), or with drafts that exclude the
 last block of a hit (`SchedulerCore.new_request`).
 """

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from kvstore.kernels.reference import Bytes
 
 BOUNDS: Final = {"float32": 1e-2, "float16": 0.2, "bfloat16": 0.2}
-"""Up to this error a block is taken for the same, by the type of its values. See ADR 19."""
+"""Up to this error a block is taken for the same, by the type of its values. See ADR 7."""
 
 _Floats = NDArray[np.float32]
 

@@ -174,7 +174,8 @@ _WORDS: Final[dict[Any, str]] = {
     SplitReason.FELL_BACK: "local: every prefill engine failed",
 }
 _ON_DECISIONS: Final = """
-One ADR per decision: context, decision, what we gave up, how we would notice that it is wrong.
+One record per subject: what holds now, why, what was rejected, what we gave up, how we would notice
+that it is wrong. Read 1 to 4 first. Earlier states are in the log of the repository.
 """
 _COMMANDS: Final = (
     *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "router", "route"),

@@ -3,7 +3,7 @@
     seed ─▶ root ─▶ key of block 0 ─▶ key of block 1 ─▶ …      each: parent, tokens, extra
 
 Covers plain text, with or without a cache salt or a LoRA adapter; nodes hash keys of adapters again
-(`adapter_keys`, ADR 34). Does not cover: prompts with images, whose keys fold in what only the
+(`adapter_keys`, ADR 2). Does not cover: prompts with images, whose keys fold in what only the
 engine knows. A test holds this to the engine's own code.
 """
 

@@ -1,4 +1,4 @@
-"""The loops of the index as machine code, or as they stand (ADR 22).
+"""The loops of the index as machine code, or as they stand (ADR 10).
 
 Compiled with numba (extra `index`) when the first `Holdings` of a process is made, never while it
 answers. Nothing is kept on disk: numba's cache would be a pickle that anybody who can write the

@@ -1,4 +1,4 @@
-"""State of a replica of the index: `ports.IndexStore` (ADR 26).
+"""State of a replica of the index: `ports.IndexStore` (ADR 10).
 
 local        the memory of this process, and the reference
 redis        a Redis or Valkey that several replicas share

@@ -5,7 +5,7 @@ engine's key, which is a digest, too. Names of nodes and engines, and addresses 
 
 Covers: forms. Ways for them to be broken, each a ProtocolError: not one of these types for
 `msgspec`; a count or version that is no number; a record without its body; a name that is no text.
-A writer to the store can claim any location (ADR 26); blocks are verified when they are fetched, as
+A writer to the store can claim any location (ADR 10); blocks are verified when they are fetched, as
 with any index.
 """
 

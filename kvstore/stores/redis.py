@@ -1,4 +1,4 @@
-"""The index in a Redis or Valkey that several replicas share (ADR 26).
+"""The index in a Redis or Valkey that several replicas share (ADR 10).
 
     update of a node ─▶ Feed, Places (accepted? which changes?) ─▶ one script a step
     prompt ─▶ one script ─▶ slots and lengths, with the trust of their nodes by the polls

@@ -2,7 +2,7 @@
 
 The arena is registered as one mapping for each use: what this node moves into and out of, writable;
 what peers read from, which may only be read; and the landing memory, if there is any, which peers
-may write to. Peers learn of the latter two alone (ADR 23 has what a remote write elsewhere does). A
+may write to. Peers learn of the latter two alone (ADR 11 has what a remote write elsewhere does). A
 plugin that cannot register read-only memory gets the first instead of the second.
 
 A connection that works is kept when its peer is forgotten, for when it comes back: with each new

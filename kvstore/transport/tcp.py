@@ -8,7 +8,7 @@ Options: `listen` (HOST:PORT, port 0: the kernel's choice), `host` (what peers d
 `listen`), `ca`, `certificate`, `key` (paths of PEM files); `insecure=yes` instead of those three,
 in labs. Both ends must be nodes by their certificates, and who is dialled the one that is meant.
 
-Does not cover: who may read what (the node lends, ADR 21), when a peer is given up (the caller).
+Does not cover: who may read what (the node lends, ADR 11), when a peer is given up (the caller).
 """
 
 from __future__ import annotations

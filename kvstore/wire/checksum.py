@@ -9,7 +9,7 @@ order can make their parts of it. Digests of pieces have all 128 bits: with 64 a
 pass one time in 2⁶⁴, however good the root, and they would be no cheaper.
 
 512 KiB is the smallest power of two that costs about 5 % over one hash of everything, and on the
-copy of a block less (bench/micro/checksum.py, ADR 30). The size is part of the form: changing it
+copy of a block less (bench/micro/checksum.py, ADR 7). The size is part of the form: changing it
 takes a new `record.RECORD_VERSION`.
 """
 

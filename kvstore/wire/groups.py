@@ -1,4 +1,4 @@
-"""KV cache groups as ranks report them and sessions number them (ADR 32).
+"""KV cache groups as ranks report them and sessions number them (ADR 2).
 
 An engine allocates its cache in groups of layers with blocks of their own: one for most models, 2
 to 7 for those that mix full attention with windows or recurrent state. Each group has its own

@@ -12,7 +12,7 @@ Control only: the bytes of blocks never pass through a socket.
       │ Hint, LeaseAsk, Renew, Release│◀─ Seal, Drop, Distrust, Verified │
       │ Measured, Story, Compared ──▶│◀──────────────────────── Pinned │
       │ Unserved ───────────────────▶│                                 │
-      │ PushOpen, Close, Expect, Cancel ▶│     pushes (ADR 39)         │
+      │ PushOpen, Close, Expect, Cancel ▶│     pushes (ADR 12)         │
       │◀──── HintReply, LeaseReply, LeaseMore, Grant, PushEnd                     │
       │◀──── SessionClosed ──────────│   (a member left; forms again by itself)
 
@@ -21,7 +21,7 @@ bytes each. With S shards per block, an array of n blocks is shaped [n][S], shar
 
 Shards are distinct: ranks whose Hellos carry the same shard are replicas (KV heads of fewer number
 than ranks, MLA) and share a column. The lowest of them writes it, all of them read it. Columns are
-in the order of the writers' rank numbers; Quiesce carries each rank's own (ADR 0012).
+in the order of the writers' rank numbers; Quiesce carries each rank's own (ADR 2).
 
     rank    shard                column  writes          rank    0   1   2   3
     0       layers 0-8, head 0   0       yes             shard   a   a   b   b

@@ -8,11 +8,11 @@
       │── GiveBack(loan) ────────────────────────────▶│   or the stream ends
       │◀──────────────────── GivenBack(loan, intact) ─│
       │── PushGrant(grant, keys, extents, …) ────────▶│   writes the blocks as they are sealed
-      │◀─────────────────────────── Pushed(grant) … ──│   (ADR 39)
+      │◀─────────────────────────── Pushed(grant) … ──│   (ADR 12)
       │── PushRevoke(grant) ─────────────────────────▶│
       │◀──────────────────────────── PushOver(grant) ─│   the last word in any case
 
-    router ── PrepareRequest ─▶ node ── PrepareReply ─▶ router   (ADR 43)
+    router ── PrepareRequest ─▶ node ── PrepareReply ─▶ router   (ADR 14)
 
 Only kvstore says these, and only one version of it: another one's services have other names.
 Arrays are as in `messages`, [n][S] of the holder's shards, shard minor.

@@ -1,4 +1,4 @@
-"""Datagrams about pushes, from a prefill node to a decode node (ADR 39); part of `messages`."""
+"""Datagrams about pushes, from a prefill node to a decode node (ADR 12); part of `messages`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PushOpen(Message, frozen=True):
     as they are sealed, until PushClose. Again: it goes on after a preemption."""
 
     transfer: Name
-    """Both legs of a request have the same, by which they find each other (ADR 39)."""
+    """Both legs of a request have the same, by which they find each other (ADR 12)."""
     node: Label = ""
     """Decode node, if it is known: no other waits for this transfer."""
 

@@ -1,8 +1,8 @@
-"""`kv_transfer_params` of requests and answers: fields of vLLM, and ours below `kvstore` (ADR 40).
+"""`kv_transfer_params` of requests and answers: fields of vLLM, and ours below `kvstore` (ADR 12).
 
     proxy → prefill engine            do_remote_decode, kvstore {transfer}
     prefill engine → proxy → decode   do_remote_prefill, remote_engine_id, kvstore {transfer, node}
-    router → engine → router          kvstore {adapter: true} → kvstore {adapter, why} (ADR 34)
+    router → engine → router          kvstore {adapter: true} → kvstore {adapter, why} (ADR 2)
 
 Both legs of a request need one name for the transfer. The proxy may give it; otherwise the id of
 the request is the name, without the suffix that each engine adds: proxies of vLLM send the same

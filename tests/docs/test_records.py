@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.style.tree import ROOT
+from tests.style.tree import ROOT, files
 
 ADRS = sorted((ROOT / "kvstore" / "docs" / "adr").glob("[0-9]*.md"))
-SECTIONS = ["Context", "Decision", "What we gave up", "How we would notice that it is wrong"]
+SECTIONS = [
+    "Decision",
+    "Why",
+    "Rejected",
+    "What we gave up",
+    "How we would notice that it is wrong",
+]
+WORDS_MAX, WORDS_OF_ONE_MAX = 18_000, 1_600
+"""An ADR holds what is decided now: superseded parts go, the log of the repository has them."""
 CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
@@ -24,8 +32,53 @@ def test_an_adr_has_its_number_status_and_sections(path: Path) -> None:
     text = path.read_text()
     assert text.startswith(f"# {int(path.name[:4])}. ")
     assert re.search(r"^Status: (proposed|accepted|superseded by \d+)", text, re.MULTILINE)
-    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    assert [heading for heading in headings if heading in SECTIONS] == SECTIONS
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == SECTIONS
+
+
+def test_adrs_stay_short() -> None:
+    words = {path.stem: len(re.findall(r"\S*\w\S*", path.read_text())) for path in ADRS}
+    assert {stem: count for stem, count in words.items() if count > WORDS_OF_ONE_MAX} == {}
+    assert sum(words.values()) <= WORDS_MAX
+
+
+@pytest.mark.parametrize("path", ADRS, ids=lambda path: path.stem)
+def test_files_and_metrics_that_an_adr_names_exist(path: Path) -> None:
+    assert missing(path.read_text()) == []
+
+
+def missing(text: str) -> list[str]:
+    """Names in code spans that nothing has: files of the repository, records, metrics."""
+    page = (ROOT / "kvstore" / "docs" / "reference" / "metrics.md").read_text()
+    places = ("", "kvstore", "bench/results")
+    found = []
+    for name in re.findall(r"`([^`\s]+)`", text):
+        if re.fullmatch(r"[\w/]+\.(py|json|toml|md|proto|txt|cu)", name) and "/" in name:
+            is_there = any((ROOT / place / name).is_file() for place in places)
+        elif name.endswith(".json"):
+            is_there = (ROOT / "bench" / "results" / name).is_file()
+        elif re.match(r"(vllm:)?kvstore_\w+", name):
+            is_there = f"`{name.partition('{')[0]}`" in page
+        else:
+            continue
+        found += [name] * (not is_there)
+    return found
+
+
+def test_every_adr_that_is_referred_to_exists() -> None:
+    found = []
+    for file in files():
+        if file.suffix in {".py", ".md", ".proto", ".toml", ".yml", ".cu"}:
+            numbers = re.findall(r"\bADRs? 0*(\d+)", (ROOT / file).read_text("utf-8"))
+            found += [f"{file}: ADR {n}" for n in numbers if not 1 <= int(n) <= len(ADRS)]
+    assert found == []
+
+
+def test_a_name_that_nothing_has_is_seen() -> None:
+    names = ["tests/gone.py", "gone.json", "engine/gone.py", "kvstore_gone_total", "vllm:kvstore_x"]
+    assert missing(" ".join(f"`{name}`" for name in names)) == names
+    assert (
+        missing('`kvstore_slots{state="sealed"}` `wire/messages.py` `cluster.json` `README`') == []
+    )
 
 
 def test_the_changelog_keeps_its_format() -> None:

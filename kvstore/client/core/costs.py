@@ -1,4 +1,4 @@
-"""Load or compute: savings of a load compared with its cost, from measurements (ADR 17).
+"""Load or compute: savings of a load compared with its cost, from measurements (ADR 6).
 
     loads_pay     a copy from dram takes less than computing: otherwise no lookup is sent
     answer_ns     how long to wait for the node's answer

@@ -1,4 +1,4 @@
-"""Transfers of this engine's requests: from its prefill to other nodes, and to its decode (ADR 39).
+"""Transfers of this engine's requests: from its prefill to other nodes, and to its decode (ADR 12).
 
     prefill   open ──PushOpen──▶ node   finished ── its stores have ended ──PushClose──▶ node
                                         aborted, preempted ────────────────PushClose, reason──▶

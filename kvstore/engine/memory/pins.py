@@ -1,4 +1,4 @@
-"""Pins: protection of slots against eviction, by account, and limits of each account (ADR 27).
+"""Pins: protection of slots against eviction, by account, and limits of each account (ADR 4).
 
 A slot is pinned while it is leased, served to another node, written to disk from, or writable:
 granted, in quarantine, read or fetched into. A slot counts once for its group, and for each account

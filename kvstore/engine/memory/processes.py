@@ -1,4 +1,4 @@
-"""Limit of writable dram of each process: half of the rest that others leave (ADR 27).
+"""Limit of writable dram of each process: half of the rest that others leave (ADR 4).
 
 A lease runs out; a granted slot comes back only by a message or the end of its writer. And names of
 engines and tenants come from engines, while the kernel identifies a process: one with many names

@@ -1,4 +1,4 @@
-"""The landing slab: extents of the arena's end, the only memory that other nodes write to (ADR 39).
+"""The landing slab: extents of the arena's end, the only memory that other nodes write to (ADR 12).
 
     free ─take─▶ granted ─▶ landed ─▶ free          a write was done, its bytes are copied out
                     ├─ nothing was begun ─▶ free

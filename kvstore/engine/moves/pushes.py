@@ -1,4 +1,4 @@
-"""Blocks that this node writes to others, as they are sealed here (ADR 39).
+"""Blocks that this node writes to others, as they are sealed here (ADR 12).
 
     PushAsked ─▶ the next key is in dram ─▶ pinned ─WritePush─▶ Written ─▶ SayPush: Pushed …
                     └─ all were pushed, or nothing more will come ─▶ SayPush: PushOver

@@ -1,7 +1,7 @@
 """Owners: attached engine instances, their connections and sessions.
 
-An owner is one engine instance: a scheduler and `rank_count` ranks. See ADR 0003 for how a session
-forms, ADR 0012 for ranks that hold the same shard. Holds facts only; `sessions` acts on them (frees
+An owner is one engine instance: a scheduler and `rank_count` ranks. See ADR 3 for how a session
+forms, ADR 2 for ranks that hold the same shard. Holds facts only; `sessions` acts on them (frees
 slots, sends datagrams).
 """
 

@@ -1,4 +1,4 @@
-"""Sessions: attaching, opening and closing, and the return of slots (ADR 0003).
+"""Sessions: attaching, opening and closing, and the return of slots (ADR 3).
 
 Covers Hello, Quiet, the end of sockets and processes. Does not cover: credits (`stores`).
 """

@@ -2,7 +2,7 @@
 
 Golden caches were made by vLLM 0.31.0. On one machine all versions of a format gave the same bytes;
 on another the sums of a matrix product have another order, so numbers are compared here: they may
-differ by a hundredth of what ADR 19 lets pass. A value in another place differs by 1 and more.
+differ by a hundredth of what ADR 7 lets pass. A value in another place differs by 1 and more.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_the_cache_is_that_of_its_format(made: Path, name: str) -> None:
     same = error < BOUNDS[values] * DIFFERENCE_SHARE
     assert same == (FORMATS.get(version) == "vllm-cpu-1"), (
         f"vLLM {version} makes {'the' if same else 'other'} bytes of this format (error "
-        f"{error}): correct FORMATS in kvstore.connector.kv_formats; ADR 31 says how"
+        f"{error}): correct FORMATS in kvstore.connector.kv_formats; ADR 2 says how"
     )
     moved = np.roll(pages[1].view(np.uint16), 2 if values == "float32" else 1)
     assert error_of([moved.view(np.uint8)], [pages[1]], values=values) > BOUNDS[values]

@@ -2,7 +2,7 @@
 
 What it can do wrong: stop half way, never end (until it is killed for that), die with all that it
 does, bring other bytes than lie there; and go on to write for a while after the peer is gone. Its
-word that a read has ended is true: after it nothing is written (ADR 23). The oracle looks at the
+word that a read has ended is true: after it nothing is written (ADR 11). The oracle looks at the
 source, too: what each slot's bytes were, of whom, when the read of it had ended.
 
 Does not cover: when a real mover is killed (`transport.watch`), back ends (`transport`).

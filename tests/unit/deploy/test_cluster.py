@@ -31,7 +31,7 @@ from tests.unit.deploy.manifests import (
 )
 
 ENTRY_BYTES_MAX = 92
-"""ADR 22."""
+"""ADR 10."""
 CLUSTER = (CLUSTER_INDEX, CLUSTER_NODE, ROUTER)
 MOUNT = "/etc/kvstore/pki"
 NODES = ("gpu-1", "gpu-2")

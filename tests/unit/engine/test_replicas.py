@@ -1,4 +1,4 @@
-"""Ranks that hold the same shard: one writes, all read, all belong to the session (ADR 0012)."""
+"""Ranks that hold the same shard: one writes, all read, all belong to the session (ADR 2)."""
 
 from __future__ import annotations
 
