@@ -32,7 +32,7 @@ from kvstore.wire.record import header
 PLAN_MALFORMED = "the plan's arrays do not fit together"
 
 
-class BlockCopy(msgspec.Struct, frozen=True):
+class SlotBlock(msgspec.Struct, frozen=True):
     """One block of the engine's cache, and a slot that counts only while it has this generation."""
 
     group: int
@@ -50,15 +50,15 @@ class BlockCopy(msgspec.Struct, frozen=True):
     """The copy engine's mark that it must not overtake; 0: none."""
 
 
-class LoadBlock(BlockCopy, frozen=True):
+class LoadBlock(SlotBlock, frozen=True):
     """Copy: slot → engine block. The generation is compared before and after."""
 
 
-class StoreBlock(BlockCopy, frozen=True):
+class StoreBlock(SlotBlock, frozen=True):
     """Copy: engine block → slot, if the slot still has this generation; return the checksum."""
 
 
-class CompareBlock(BlockCopy, frozen=True):
+class CompareBlock(SlotBlock, frozen=True):
     """Copy nothing: compare an engine block with a slot, if that still has this generation. Where
     values differ and the checksum does not match, the slot's bytes are damaged, nothing more."""
 
