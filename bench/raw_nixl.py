@@ -95,8 +95,8 @@ class RawNixl:
     def __init__(
         self, stack: ExitStack, size_bytes: int, environment: Mapping[str, str], *, rests: bool
     ) -> None:
-        """`rests`: progress threads sleep while there is nothing to do, as those of movers; NIXL's
-        own way is that they do not."""
+        """`rests`: progress threads sleep while there is nothing to do, as those of transfer
+        workers; NIXL's own way is that they do not."""
         self._environment = {**os.environ, **environment}
         self._rests = rests
         self._processes: list[subprocess.Popen[str]] = []

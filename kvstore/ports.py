@@ -28,7 +28,7 @@ from kvstore.index.index import Answer, Member, Statistics
 from kvstore.tier_events import FileCommand, FileTierEvent
 from kvstore.types import Generation, SlotId, SpaceId
 from kvstore.wire.layout import Slab
-from kvstore.wire.mover import Direction
+from kvstore.wire.transfer_worker import Direction
 
 
 class Clock(Protocol):

@@ -1,9 +1,9 @@
 """A link that another flow needs: how much our reads slow it, paced and not.
 
 Two namespaces, a link of 1 Gbit/s between them (`netns`). The other flow is one TCP stream of fixed
-size from b to a; meanwhile movers on a read from movers on b over NIXL, again and again until the
-flow has ended. Slow-down: the flow's time beside our reads, over its time alone, less 1. Every
-round has each kind once.
+size from b to a; meanwhile transfer workers on a read from transfer workers on b over NIXL, again
+and again until the flow has ended. Slow-down: the flow's time beside our reads, over its time
+alone, less 1. Every round has each kind once.
 
 And alone: reads of the same bytes, paced over unpaced. The first round warms connections, and lets
 windows learn the link.
@@ -25,7 +25,7 @@ from bench.raw_nixl import is_installed
 from kvstore.errors import KVStoreError
 from kvstore.ports import End
 from kvstore.transport.pieces import make_pieces
-from tests.kit.transport_parties import MoverParty
+from tests.kit.transport_parties import TransferWorkerParty
 
 UCX: Final = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "link0", "NIXL_LOG_LEVEL": "FATAL"}
 GOAL_SLOWED: Final = 0.5
@@ -59,13 +59,13 @@ class Flow:
 
 
 class Reader:
-    """Movers on both sides, reading all of an arena at a time."""
+    """TransferWorkers on both sides, reading all of an arena at a time."""
 
     def __init__(self, stack: ExitStack, link: Link, size_bytes: int, *, paced: bool) -> None:
-        def party(side: Side) -> MoverParty:
+        def party(side: Side) -> TransferWorkerParty:
             made = link.call(
                 side,
-                lambda: MoverParty(
+                lambda: TransferWorkerParty(
                     side, "nixl", environment=UCX, arena_bytes=size_bytes, paced=paced
                 ),
             )

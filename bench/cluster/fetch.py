@@ -1,7 +1,7 @@
 """A fetch from end to end, beside raw NIXL READs of the same bytes.
 
 The fetch: an engine without vLLM asks its node for a lease of blocks that another node holds, and
-has it when they have been found, lent, read, given back and verified. Raw: two processes that do
+has it when they have been found, served, read, given back and verified. Raw: two processes that do
 nothing else, with memory like an arena, the same offsets and lengths in reads of the same size,
 posted at once; with progress threads that rest and that do not, looked after without a pause and
 with one: the quickest of the four ways is what counts. UCX over tcp in all, as between machines.
@@ -49,7 +49,7 @@ PATIENCE_S: Final = 60.0
 TRANSPORT: Final = "nixl"
 KINDS: Final = ("ask", "move", "verify", "fetch")
 LOOKS_S: Final = {"looking": 0.0, "waiting": 100e-6}
-"""Between two looks of raw NIXL; the second as of a mover."""
+"""Between two looks of raw NIXL; the second as of a transfer worker."""
 WAYS: Final = [(threads, look) for threads in ("resting", "busy") for look in LOOKS_S]
 
 
@@ -103,10 +103,10 @@ class Sides:
             threading.Event().wait(PAUSE_S)
         else:
             raise NotMeasured("the blocks of the other node did not come")
-        lent = self._there.lease_stored(keys)
-        pieces = self._pieces(_bytes_at(reply), _bytes_at(lent))
+        served = self._there.lease_stored(keys)
+        pieces = self._pieces(_bytes_at(reply), _bytes_at(served))
         self._here.release(reply)
-        self._there.release(lent)
+        self._there.release(served)
         return took_s if is_first else 0.0, pieces
 
     def parts(self) -> dict[str, float]:

@@ -25,7 +25,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
-from bench.micro.push_speed import BLOCKS, SEED, SIZE_BYTES, UCX, Movers, scattered
+from bench.micro.push_speed import BLOCKS, SEED, SIZE_BYTES, UCX, TransferWorkers, scattered
 from kvstore.engine.events import Land
 from kvstore.peers.lander import Lander
 from kvstore.testing.raw_engine import HEAD_COUNT, LAYER_COUNT
@@ -50,8 +50,8 @@ def layout_s(there: int, here: int, block_bytes: int) -> float:
     landed: asyncio.Queue[object] = asyncio.Queue()
     lander = Lander(
         landed.put_nowait,
-        borrower=nothing,
-        mover=nothing,
+        fetcher=nothing,
+        transfer_worker=nothing,
         memory=np.ones(2 * SIZE_BYTES, np.uint8),
         clock=_OwnTime(),
         draw_epoch=lambda: 1,
@@ -104,8 +104,8 @@ def measure(rounds: int, block_bytes: int) -> dict[str, object]:
     """Medians in seconds, and shares by sizes."""
     layouts = {sizes: [layout_s(*sizes, block_bytes) for _ in range(rounds)] for sizes in SIZES}
     with ExitStack() as stack:
-        movers, pieces = Movers(stack), scattered(block_bytes)
-        took = [movers.write_ns(pieces) / 1e9 for _ in range(rounds + 1)][1:]
+        transfer_workers, pieces = TransferWorkers(stack), scattered(block_bytes)
+        took = [transfer_workers.write_ns(pieces) / 1e9 for _ in range(rounds + 1)][1:]
     transfer_s = float(np.median(took))
     plain_s = float(np.median(layouts[1, 1]))
     by_sizes = {}

@@ -5,10 +5,10 @@
 Every round does each once, so that what else the machine does falls on all; ratios are of medians,
 for blocks of 2 MiB and of 64 KiB. `raw` is one NIXL WRITE with a descriptor for each block, from
 scattered places into a row of them; `raw_busy` with progress threads that never rest, NIXL's own
-way; ratios are to the quicker of the two; `mover` the same through two transfer workers, from the
-message to its `Done`; `paced` the same with windows (`pace=on`); `node` from PushExpect at one real
-node to its PushEnd, blocks sealed on the other: grants, words, copies out of the landing slab and
-checksums of every block included. UCX over tcp in all, as between machines.
+way; ratios are to the quicker of the two; `transfer_worker` the same through two transfer workers,
+from the message to its `Done`; `paced` the same with windows (`pace=on`); `node` from PushExpect at
+one real node to its PushEnd, blocks sealed on the other: grants, words, copies out of the landing
+slab and checksums of every block included. UCX over tcp in all, as between machines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.transport.pieces import make_pieces
 from kvstore.wire.pushes import PushClose, PushOpen
 from tests.kit.peers import PeerPair
-from tests.kit.transport_parties import MoverParty
+from tests.kit.transport_parties import TransferWorkerParty
 
 SIZE_BYTES = 64 << 20
 ARENA_BYTES = 256 << 20
@@ -45,13 +45,13 @@ SEED = 1
 UCX = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "FATAL"}
 
 
-class Movers:
+class TransferWorkers:
     """Two transfer workers; the first writes into the second's landing memory."""
 
     def __init__(self, stack: ExitStack, *, paced: bool = False) -> None:
         self._parties = []
         for name in ("a", "b"):
-            party = MoverParty(
+            party = TransferWorkerParty(
                 name,
                 "nixl",
                 environment=UCX,
@@ -137,15 +137,18 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
     for label, block_bytes in BLOCKS.items():
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            raw, movers = RawNixl(stack, ARENA_BYTES, UCX, rests=True), Movers(stack)
+            raw, transfer_workers = (
+                RawNixl(stack, ARENA_BYTES, UCX, rests=True),
+                TransferWorkers(stack),
+            )
             busy = RawNixl(stack, ARENA_BYTES, UCX, rests=False)
-            paced = Movers(stack, paced=True)
+            paced = TransferWorkers(stack, paced=True)
             nodes, pieces = Nodes(stack, folder, block_bytes), scattered(block_bytes)
             until_members(nodes)
             ways: dict[str, Callable[[], int]] = {
                 "raw": lambda: raw.read_ns([pieces], kind="WRITE"),  # noqa: B023
                 "raw_busy": lambda: busy.read_ns([pieces], kind="WRITE"),  # noqa: B023
-                "mover": lambda: movers.write_ns(pieces),  # noqa: B023
+                "transfer_worker": lambda: transfer_workers.write_ns(pieces),  # noqa: B023
                 "paced": lambda: paced.write_ns(pieces),  # noqa: B023
                 "node": nodes.push_ns,
             }

@@ -1,11 +1,12 @@
-"""Reads of 256 MiB between two processes: NIXL by itself, and through movers, by back end.
+"""Reads of 256 MiB between two processes: NIXL by itself, and through transfer workers, by back
+end.
 
     python bench/micro/transfer.py [--rounds 7] [--out transfer]
 
 Every round does each once, so that what else the machine does falls on all; ratios are of medians.
-`raw` is one NIXL READ of one descriptor; `nixl` the same bytes through two mover children, from
-the message to its `Done`, paced or not, or as 64 KiB blocks that lie scattered. UCX over tcp in
-both, as between machines.
+`raw` is one NIXL READ of one descriptor; `nixl` the same bytes through two transfer worker
+children, from the message to its `Done`, paced or not, or as 64 KiB blocks that lie scattered. UCX
+over tcp in both, as between machines.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from bench.raw_nixl import RawNixl
 from kvstore.ports import End, Pieces
 from kvstore.testing.index_process import Lab
 from kvstore.transport.pieces import make_pieces
-from tests.kit.transport_parties import MoverParty
+from tests.kit.transport_parties import TransferWorkerParty
 
 SIZE_BYTES = 256 << 20
 BLOCK_BYTES = 64 << 10
@@ -36,7 +37,7 @@ UCX = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "FATAL"}
 
 
 class Pair:
-    """Two movers of one back end."""
+    """Two transfer workers of one back end."""
 
     def __init__(
         self, stack: ExitStack, backend: str, *, tls: Lab | None = None, paced: bool = False
@@ -44,7 +45,7 @@ class Pair:
         self._parties = []
         for name in ("a", "b"):
             insecure = {"insecure": "yes"} if backend == "tcp" else {}
-            party = MoverParty(
+            party = TransferWorkerParty(
                 name,
                 backend,
                 options=tls.options(name) if tls else insecure,

@@ -255,9 +255,9 @@ def push(rounds: int) -> dict[str, Any]:
         value, interval = ratio(raw_s, times["node"])  # speeds: the inverse of times
         goal = push_speed.GOALS[label]
         figures[f"push_over_raw_write_{label}"] = at_least(goal, value, interval_95=interval)
-        value, interval = ratio(raw_s, times["mover"])
+        value, interval = ratio(raw_s, times["transfer_worker"])
         figures[f"transfer_worker_over_raw_write_{label}"] = plain(value, interval_95=interval)
-        value, interval = ratio(times["paced"], times["mover"])
+        value, interval = ratio(times["paced"], times["transfer_worker"])
         paced = at_most(GOALS["paced"], value, interval_95=interval)
         figures[f"paced_over_unpaced_{label}"] = paced
     return {"figures": figures, "detail": {"seconds": detail}}

@@ -43,7 +43,7 @@ TEXTS: Final = {
     Reason.NOT_REMEMBERED: "the result of the lookup is no longer recorded",
     Reason.NOT_NEEDED: "held, but the engine took fewer blocks",
     Reason.NOT_PUSHED: "not pushed by node {node}: {name}",
-    Reason.NODE_AWAY: "the node was unreachable: stopped, restarting, or not attached yet",
+    Reason.NODE_UNREACHABLE: "the node was unreachable: stopped, restarting, or not attached yet",
     Reason.BREAKER_OPEN: "the engine's circuit breaker was open after several failures",
     Reason.COST_GATE: "too few tokens to be worth a load (min_load_tokens)",
     Reason.NO_FULL_BLOCK: "the prompt has no full block",
@@ -59,7 +59,7 @@ TEXTS: Final = {
     Reason.OTHER_VERSION: "unknown reason: the engine has another version",
     Reason.GROUP_NOT_STORED: "not all KV cache groups had the blocks that a longer hit needs",
     Reason.NO_ANSWER_YET: "the index had not yet named other nodes that hold it",
-    Reason.INDEX_AWAY: "other nodes unknown: the index is unreachable",
+    Reason.INDEX_UNREACHABLE: "other nodes unknown: the index is unreachable",
     Reason.TOO_MANY_QUESTIONS: "other nodes not queried: too many queries at once",
     Reason.NOBODY_HAS_IT: "no other node is known to hold it",
     Reason.HERE_BY_NOW: "already here when node {node} could have served it",
@@ -186,7 +186,7 @@ def _elsewhere(row: RangeReport) -> str:
     if search.is_late:
         return text + ", longer than the request waited" * (row.sought is Reason.FETCHED)
     counts = {
-        "were not served": search.not_lent,
+        "were not served": search.not_served,
         "did not stay until they were read": search.not_kept,
         "failed their checksums": search.damaged,
     }

@@ -89,7 +89,7 @@ class Figures(msgspec.Struct, frozen=True):
     stored_bytes_per_s: float | None = None
     leased_bytes_per_s: float | None = None
     fetched_bytes_per_s: float | None = None
-    lent_bytes_per_s: float | None = None
+    served_bytes_per_s: float | None = None
 
     @property
     def has_rates(self) -> bool:
@@ -121,7 +121,7 @@ def of_index(client: IndexClient) -> tuple[dict[str, Sample], str]:
 
 
 _GAUGES: Final = set(Figures.__struct_fields__) & set(Load.__struct_fields__)
-_COUNTED: Final = ("stored_bytes", "leased_bytes", "fetched_bytes", "lent_bytes")
+_COUNTED: Final = ("stored_bytes", "leased_bytes", "fetched_bytes", "served_bytes")
 _CHANGES: Final = (*(f"{name}_per_s" for name in _COUNTED), "saved_per_s", "hit_percent")
 
 

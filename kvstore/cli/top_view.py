@@ -174,7 +174,7 @@ NODES: Final = Layout(
         number("stored/s", "stored_bytes_per_s", _size),
         number("loaded/s", "leased_bytes_per_s", _size),
         number("fetched/s", "fetched_bytes_per_s", _size),
-        number("served/s", "lent_bytes_per_s", _size),
+        number("served/s", "served_bytes_per_s", _size),
         number("p50", lambda each: each.fetch_p50_us or None, format_us),
         number("p99", lambda each: each.fetch_p99_us or None, format_us),
         TableColumn("index", _index),

@@ -32,10 +32,10 @@ class Counters(msgspec.Struct):
     lease_asks: int = 0
     leased_bytes: int = 0
     leases_expired: int = 0
-    lent_bytes: int = 0
-    loan_blocks_changed: int = 0
-    loaned_blocks: int = 0
-    loans_expired: int = 0
+    served_bytes: int = 0
+    served_blocks_changed: int = 0
+    served_blocks: int = 0
+    servings_expired: int = 0
     locates: int = 0
     pins_refused: int = 0
     prepared_blocks: int = 0

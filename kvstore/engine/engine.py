@@ -32,8 +32,6 @@ from kvstore.engine.events import (
     Hangup,
     Landed,
     LandingUp,
-    Lend,
-    LoanReturned,
     Located,
     Offered,
     PeerGone,
@@ -47,6 +45,8 @@ from kvstore.engine.events import (
     Received,
     Release,
     Scrubbed,
+    Serve,
+    ServingReturned,
     Tick,
     Written,
 )
@@ -59,8 +59,8 @@ from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.grants import Grants
 from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.moves.intake import Intake
-from kvstore.engine.moves.loans import Loans
 from kvstore.engine.moves.pushes import Pushes
+from kvstore.engine.moves.servings import Servings
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.moves.transfers import Transfers
 from kvstore.engine.moves.writes import Writes
@@ -138,12 +138,12 @@ class Engine:
         self._files = Files(self._state, intake, self._arrivals, writes, numbers)
         self._stores = Stores(self._state, admission, intake)
         self._fetches = Fetches(self._state, intake, self._arrivals, numbers)
-        self._loans = Loans(self._state, self._files, self._arrivals)
+        self._servings = Servings(self._state, self._files, self._arrivals)
         self._transfers = Transfers(self._state)
         self._awaited = Awaited(self._state, self._files, self._arrivals, self._transfers, numbers)
         self._grants = Grants(self._state, intake, self._awaited, numbers)
         self._pushes = Pushes(
-            self._state, self._files, self._arrivals, self._loans, self._transfers, numbers
+            self._state, self._files, self._arrivals, self._servings, self._transfers, numbers
         )
         for source in (self._files, self._fetches, self._awaited):
             self._arrivals.add(source)
@@ -170,8 +170,8 @@ class Engine:
             Located: self._fetches.located,
             Fetched: self._fetches.fetched,
             PrepareBlocks: self._prepares.prepare,
-            Lend: self._loans.lend,
-            LoanReturned: self._loans.returned,
+            Serve: self._servings.serve,
+            ServingReturned: self._servings.returned,
             PeerGone: self._peer_gone,
             LandingUp: self._grants.up,
             Pushed: self._grants.pushed,
@@ -234,7 +234,7 @@ class Engine:
                 state.slots.retry_starved()
                 state.credits_due = True
                 state.trail.tick(state)
-                self._loans.tick()
+                self._servings.tick()
                 self._pushes.tick()
                 self._awaited.tick()
                 self._grants.tick()
@@ -253,7 +253,7 @@ class Engine:
 
     def _peer_gone(self, event: PeerGone) -> None:
         self._pushes.gone(event)
-        self._loans.gone(event)
+        self._servings.gone(event)
 
     def _received(self, event: Received) -> None:
         id, message = event.connection, event.message

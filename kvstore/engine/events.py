@@ -123,7 +123,7 @@ class Fetched(msgspec.Struct, frozen=True):
     """[n][S], 16 bytes each, of the good ones; or nothing if none is good."""
     peer_failed: bool = False
     """The peer, or the path to it, is at fault: other nodes may be asked."""
-    not_lent: int = 0
+    not_served: int = 0
     """Blocks that are not good, here and below: those that the peer did not serve."""
     not_kept: int = 0
     """Those that left the peer before they were read."""
@@ -133,26 +133,26 @@ class Fetched(msgspec.Struct, frozen=True):
     """Why no block came, for people."""
 
 
-class Lend(msgspec.Struct, frozen=True):
+class Serve(msgspec.Struct, frozen=True):
     """Another node asks to read the longest run of these keys that is here."""
 
     peer: int
     """The shell's number for one incarnation of a node; never used again."""
-    loan: int
+    serving: int
     tenant: str
     space: bytes
     keys: bytes
 
 
-class LoanReturned(msgspec.Struct, frozen=True):
-    """The peer has read the blocks: LoanEnded says which were there until now."""
+class ServingReturned(msgspec.Struct, frozen=True):
+    """The peer has read the blocks: ServingEnded says which were there until now."""
 
     peer: int
-    loan: int
+    serving: int
 
 
 class PeerGone(msgspec.Struct, frozen=True):
-    """All of a peer's loans end."""
+    """All of a peer's servings end."""
 
     peer: int
 
@@ -177,7 +177,7 @@ class PushAsked(msgspec.Struct, frozen=True):
     """A decode node grants room for blocks of this node."""
 
     peer: int
-    """As in Lend."""
+    """As in Serve."""
     node: str
     its: PushGrant
 
@@ -197,7 +197,7 @@ class Written(msgspec.Struct, frozen=True):
 
 
 PushEvent = LandingUp | Pushed | PushOver | Landed | PushAsked | PushRevoked | Written
-PeerEvent = Located | Fetched | Lend | LoanReturned | PeerGone | PushEvent | PrepareBlocks
+PeerEvent = Located | Fetched | Serve | ServingReturned | PeerGone | PushEvent | PrepareBlocks
 Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | PeerEvent | FileEvent | Promoted
 
 
@@ -337,13 +337,13 @@ class Fetch(msgspec.Struct, frozen=True):
     cause: int
 
 
-class Lent(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to Lend, at once or when the blocks on disk have come: the leading run in dram, pinned
-    until LoanReturned or the end of its time; possibly empty. Arrays are [n][S] of these shards,
-    which cover all layers and heads."""
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to Serve, at once or when the blocks on disk have come: the leading run in dram,
+    pinned until ServingReturned or the end of its time; possibly empty. Arrays are [n][S] of these
+    shards, which cover all layers and heads."""
 
     peer: int
-    loan: int
+    serving: int
     shards: tuple[Shard, ...] = ()
     block_bytes: tuple[int, ...] = ()
     slots: bytes = b""
@@ -352,11 +352,11 @@ class Lent(msgspec.Struct, frozen=True, kw_only=True):
     cause: int
 
 
-class LoanEnded(msgspec.Struct, frozen=True):
-    """Answer to LoanReturned: one bool per block, true where it did not change since Lent."""
+class ServingEnded(msgspec.Struct, frozen=True):
+    """Answer to ServingReturned: one bool per block, true where it did not change since Served."""
 
     peer: int
-    loan: int
+    serving: int
     intact: bytes
     cause: int
 
@@ -397,7 +397,7 @@ class Land(msgspec.Struct, frozen=True, kw_only=True):
     cause: int
 
 
-class RecycleMover(msgspec.Struct, frozen=True):
+class RecycleTransferWorker(msgspec.Struct, frozen=True):
     """Kill the transfer worker: only that ends what may still be written. LandingUp follows."""
 
     reason: str
@@ -424,10 +424,10 @@ class SayPush(msgspec.Struct, frozen=True):
     cause: int
 
 
-LandCommand = AskPush | RevokePush | Land | RecycleMover | Staged
+LandCommand = AskPush | RevokePush | Land | RecycleTransferWorker | Staged
 """Commands about pushes to this node."""
 PushCommand = LandCommand | WritePush | SayPush
-PeerCommand = Locate | Fetch | Lent | LoanEnded | PushCommand | BlocksPrepared
+PeerCommand = Locate | Fetch | Served | ServingEnded | PushCommand | BlocksPrepared
 Command = (
     Send
     | Admit

@@ -86,7 +86,7 @@ class EngineCounters:
 class Phase(enum.Enum):
     """State of the feed of one engine."""
 
-    AWAY = "away"
+    UNREACHABLE = "unreachable"
     JOINING = "joining"
     LIVE = "live"
     FILLING = "filling"
@@ -106,7 +106,7 @@ class EngineFeed:
         self.place = place
         self.blocks = blocks
         self.counters = counters or EngineCounters()
-        self.phase = Phase.AWAY
+        self.phase = Phase.UNREACHABLE
         self.lookahead_tokens = 0
         """Tokens behind a block that its hash covers: hits may be a block shorter than is held."""
         self._can_replay = can_replay
@@ -142,7 +142,7 @@ class EngineFeed:
     def end(self) -> list[Change]:
         """The engine is not there any more."""
         changes = self._void()
-        self.phase, self._next, self._asked, self._rest_due_ms = Phase.AWAY, None, None, None
+        self.phase, self._next, self._asked, self._rest_due_ms = Phase.UNREACHABLE, None, None, None
         self.lookahead_tokens = 0
         self._drop_waiting()
         return changes
@@ -154,7 +154,7 @@ class EngineFeed:
 
     def heard(self, number: int, payload: bytes, now_ms: int) -> list[Change]:
         """A batch came live."""
-        if self.phase is Phase.AWAY:
+        if self.phase is Phase.UNREACHABLE:
             return []
         if number <= self._last_live:
             changes = self.begin(now_ms)

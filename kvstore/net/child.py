@@ -4,8 +4,8 @@
     Child ◀═ SOCK_SEQPACKET pair: one datagram a message ═▶ DESCRIPTOR
           ── pidfd ─▶ its end is readable; signals never reach another process
 
-Covers: start, signals, end. Does not cover: messages (`supervisor.control`, `wire.mover`), its
-deadlines, when another is started.
+Covers: start, signals, end. Does not cover: messages (`supervisor.control`,
+`wire.transfer_worker`), its deadlines, when another is started.
 """
 
 from __future__ import annotations

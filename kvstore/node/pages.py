@@ -101,7 +101,7 @@ class NodeCollector(Collector):
         loop, door = self._driver.counters, self._attach.counters
         return [
             family("kvstore_info", [(self._info, 1)]),
-            family("kvstore_away_seconds", [((), self.away_ns / NS_PER_S)]),
+            family("kvstore_restart_gap_seconds", [((), self.away_ns / NS_PER_S)]),
             family("kvstore_ready_bytes", [(("dram",), self._tier.ready_bytes), *hbm]),
             family("kvstore_capacity_bytes", [(("dram",), self._tier.capacity_bytes), *hbm]),
             family("kvstore_connections", [((), self._attach.socket_count)]),

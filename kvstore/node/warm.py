@@ -25,7 +25,8 @@ from kvstore.units import format_size
 from kvstore.wire.messages import HelloRank, decode_from_engine
 
 HOLDERS_WAIT_S: Final = 30.0
-"""For movers of the process before: the kernel takes less to unmap 1 TiB of small pages twice."""
+"""For transfer workers of the process before: the kernel takes less to unmap 1 TiB of small pages
+twice."""
 GENERATIONS_PER_LIFE: Final = 1 << 40
 """Each process has its own generations: a reader of an earlier one finds its copy void."""
 _ARENA, _JOURNAL, _HOLDERS = "arena", "journal", "holders"
@@ -69,7 +70,7 @@ def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover
             first_generation=first_generation,
             share_page=handover.share_page,
         )
-        # Before a mover is started.
+        # Before a transfer worker is started.
         handover.keep(_HOLDERS, arena.holders_fd)
         if found is None:
             handover.keep(_ARENA, arena.arena_fd)
@@ -106,9 +107,9 @@ def _new_journal(config: NodeConfig, handover: Handover) -> Journal:
     return journal
 
 
-def _wait_for_movers(holders_fd: int) -> None:
-    """The mover of the process before was killed with it, and may be in the kernel still, writing:
-    its slots are taken for free."""
+def _wait_for_transfer_workers(holders_fd: int) -> None:
+    """The transfer worker of the process before was killed with it, and may be in the kernel still,
+    writing: its slots are taken for free."""
     ended = wait_for_holders(holders_fd, timeout_s=HOLDERS_WAIT_S)
     os.close(holders_fd)
     if not ended:
@@ -122,7 +123,7 @@ def _examine(config: NodeConfig, handover: Handover) -> tuple[Journal, Adopt]:
     """Raises JournalUnusable, ProtocolError, OSError."""
     if set(handover.memory) != {_ARENA, _JOURNAL, _HOLDERS}:
         raise JournalUnusable("a part of it was never kept")
-    _wait_for_movers(handover.memory.pop(_HOLDERS))
+    _wait_for_transfer_workers(handover.memory.pop(_HOLDERS))
     size_bytes = Journal.size_bytes(config.dram_bytes, config.slab_bytes)
     memory = JournalMemory(size_bytes, held_fd=handover.memory.pop(_JOURNAL))
     memory.close()

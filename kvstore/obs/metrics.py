@@ -78,7 +78,7 @@ METRICS: Final = _rows(
         "restarts_total": (
             "Earlier processes of this node (crashes, upgrades); other counters restart with each."
         ),
-        "away_seconds": (
+        "restart_gap_seconds": (
             "Gap from the end of the previous process until this one served; 0: first process."
         ),
         "blocks{tier}": "Block shards in the tier.",
@@ -108,11 +108,11 @@ METRICS: Final = _rows(
         "fetch_not_kept_total": "Blocks that the serving node evicted during the fetch.",
         "fetched_bytes_total": "Bytes fetched from other nodes.",
         "leased_bytes_total": "Bytes leased to engines for loading.",
-        "lent_bytes_total": "Bytes served to other nodes.",
+        "served_bytes_total": "Bytes served to other nodes.",
         "stored_bytes_total": "Bytes stored by engines.",
         "prepares_refused_total": "Requests of routers to prepare blocks, refused at once.",
-        "mover_restarts_total": "Restarts of the transfer worker.",
-        "mover_refused_total": "Reads by other nodes refused: connections used up.",
+        "transfer_worker_restarts_total": "Restarts of the transfer worker.",
+        "transfer_worker_refused_total": "Reads by other nodes refused: connections used up.",
         "transfer_seconds{kind,backend}": (
             "Duration of fetches from other nodes: request (ask), transfer (move), checksum"
             " (verify), all of it (fetch); of pushes to this node: until the prefill node has the"
@@ -195,9 +195,9 @@ METRICS: Final = _rows(
         "file_reads_late_total": "Disk reads that ended after their deadline.",
         "fetch_blocks_lost_total": "Blocks requested from other nodes and not delivered.",
         "fetched_blocks_total": "Blocks fetched from other nodes and verified.",
-        "loan_blocks_changed_total": "Blocks that changed while they were served.",
-        "loaned_blocks_total": "Blocks served to other nodes.",
-        "loans_expired_total": "Pins for other nodes that expired unreleased.",
+        "served_blocks_changed_total": "Blocks that changed while they were served.",
+        "served_blocks_total": "Blocks served to other nodes.",
+        "servings_expired_total": "Pins for other nodes that expired unreleased.",
         "locates_total": "Location queries to the index.",
         "grants_refused_total": "Credits refused because every slot is leased or granted.",
         "lease_asks_total": "Lookups by engines.",

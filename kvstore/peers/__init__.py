@@ -3,12 +3,12 @@
 member          its part in a cluster: all that follows
 changes         changes of its blocks, logged for all that publish them
 feed            its offers, published to every replica of the index
-`peering`, `borrower`, `lender`, `peer_session`   blocks from others, and for others
+`peering`, `fetcher`, `block_server`, `peer_session`   blocks from others, and for others
 preparer        blocks that routers want in dram ahead of time
 `lander`, `pusher`   blocks that others push here, and that are pushed to others
 stages          durations of their stages, and warnings
 exchange        between this loop and the node's
-mover, mover_host, mover_process   the child that moves bytes: started, watched, awaited
+`transfer_worker`, `transfer_worker_host`, `transfer_worker_process`   the child that moves bytes
 engine_memory   KV events of engines: blocks in their own memory
 """
 

@@ -338,7 +338,7 @@ class EngineMemory:
         away: dict[bool, list[str]] = {False: [], True: []}
         found = []
         for each in list(self._followers.values()):
-            if each.feed.phase is Phase.AWAY:
+            if each.feed.phase is Phase.UNREACHABLE:
                 name = f"{each.source.engine} at {each.source.endpoint}"
                 away[each.has_failed].append(name)
             elif note := _note(each.feed.lookahead_tokens):

@@ -3,7 +3,8 @@
     node's loop     Executor ─carry_out(command)─▶ call_soon_threadsafe ─▶ handler     asyncio loop
                     Attach ◀─read()─ Mailbox ◀───────────── post(event) ─┘
 
-Neither waits for the other. Does not cover: what is done about a command (`lender`, `borrower`).
+Neither waits for the other. Does not cover: what is done about a command (`block_server`,
+`fetcher`).
 """
 
 from __future__ import annotations

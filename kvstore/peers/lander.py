@@ -5,7 +5,7 @@
 
 Rules. 1: every AskPush has one PushOver, whatever happens: a session that is lost says it for all
 of its grants, and that writes may still arrive. 2: what is verified is the copy, which no peer can
-write to. 3: addresses come from membership (`borrower`).
+write to. 3: addresses come from membership (`fetcher`).
 
 Does not cover: room (`engine.moves.grants`), the other end (`pusher`).
 """
@@ -31,15 +31,15 @@ from kvstore.engine.events import (
     LandingUp,
     PushEvent,
     PushOver,
-    RecycleMover,
+    RecycleTransferWorker,
     RevokePush,
     Staged,
 )
 from kvstore.errors import ProtocolError
-from kvstore.peers.borrower import Borrower
-from kvstore.peers.mover_host import MoverHost
+from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.peer_session import PeerSession, SessionLost
 from kvstore.peers.stages import SLOW_S, Stages
+from kvstore.peers.transfer_worker_host import TransferWorkerHost
 from kvstore.ports import Clock
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
 from kvstore.wire.assembly import Assembly
@@ -75,8 +75,8 @@ class Lander:
         self,
         post: Callable[[PushEvent], None],
         *,
-        borrower: Borrower,
-        mover: MoverHost,
+        fetcher: Fetcher,
+        transfer_worker: TransferWorkerHost,
         memory: NDArray[np.uint8],
         clock: Clock,
         draw_epoch: Callable[[], int],
@@ -85,7 +85,7 @@ class Lander:
         """`memory`: the arena. `draw_epoch`: a random number that is not 0. `slow_s`: see
         `Stages`."""
         self.stages = Stages(KINDS, clock, slow_s=slow_s)
-        self._post, self._borrower, self._mover = post, borrower, mover
+        self._post, self._fetcher, self._transfer_worker = post, fetcher, transfer_worker
         self._memory, self._clock, self._draw_epoch = memory, clock, draw_epoch
         self.epoch = 0
         """Epoch of the transfer worker that serves; 0: there is none."""
@@ -99,9 +99,9 @@ class Lander:
             task.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def mover_changed(self) -> None:
+    def transfer_worker_changed(self) -> None:
         """The transfer worker is another one, or dead and reaped."""
-        self.epoch = self._draw_epoch() if self._mover.descriptor else 0
+        self.epoch = self._draw_epoch() if self._transfer_worker.descriptor else 0
         self._post(LandingUp(self.epoch))
 
     def carry_out(self, command: LandCommand) -> None:
@@ -119,9 +119,9 @@ class Lander:
                 self._run(self._land(command))
             case Staged(stage, node, took_ns, size_bytes):
                 self.stages.took(stage, took_ns, size_bytes, node=node)
-            case RecycleMover(reason=reason):
+            case RecycleTransferWorker(reason=reason):
                 _log.warning("the transfer worker is restarted: %s", reason)
-                self._mover.recycle(reason)
+                self._transfer_worker.recycle(reason)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -138,12 +138,12 @@ class Lander:
     async def _ask(self, given: _OpenGrant) -> None:
         node, its = given.command.node, given.command.its
         try:
-            session = await self._borrower.session(node)
+            session = await self._fetcher.session(node)
             if given.is_revoked or its.epoch != self.epoch:
                 raise SessionLost("it was taken back")
             given.session = session
             session.heard = lambda word: self._hear(session, word)
-            grant = msgspec.structs.replace(its, descriptor=self._mover.descriptor)
+            grant = msgspec.structs.replace(its, descriptor=self._transfer_worker.descriptor)
             await session.tell(grant, timeout_s=ASK_TIMEOUT_S)
             self.stages.since("push_grant", given.begun_ns, node=node)
         except SessionLost as error:

@@ -1,4 +1,4 @@
-"""One stream to another node: ask to be lent blocks, give them back.
+"""One stream to another node: ask to be served blocks, give them back.
 
 A session ends with the first thing that goes wrong, and everything that waits on it then raises
 `SessionLost`; whoever needs the peer again opens another. The peer proves its name by its
@@ -8,7 +8,7 @@ A call keeps its connection as long as anything knows it. Errors know the frames
 and some are kept until garbage is collected, which takes for ever while nothing happens: so none is
 raised where a call could be found, and a session that is closed has none.
 
-Does not cover: serving others (`lender`), what is asked for (`borrower`).
+Does not cover: serving others (`block_server`), what is asked for (`fetcher`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PINGS: Final = (
 
 Dial = Callable[[str, str, grpc.ChannelCredentials | None], grpc.aio.Channel]
 """(name, address, credentials) of a peer → a channel to it."""
-_Loaned = TypeVar("_Loaned", wire.LendAnswer, wire.GivenBack)
+_Served = TypeVar("_Served", wire.ServeAnswer, wire.GivenBack)
 
 
 class SessionLost(KVStoreError):
@@ -58,7 +58,7 @@ class PeerSession:
     def __init__(self, channel: grpc.aio.Channel, call: Any, welcome: wire.PeerWelcome) -> None:
         self.node = welcome.node
         self.descriptor = welcome.descriptor
-        """The peer's descriptor, which our mover needs to read there."""
+        """The peer's descriptor, which our transfer worker needs to read there."""
         self.lost = ""
         """Why it has ended."""
         self.heard: Callable[[wire.PushWord | None], object] = lambda _: None
@@ -66,7 +66,7 @@ class PeerSession:
         self._channel = channel
         self._call = call
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[wire.LendAnswer | wire.GivenBack]] = {}
+        self._waiting: dict[int, asyncio.Future[wire.ServeAnswer | wire.GivenBack]] = {}
         self._writing = asyncio.Lock()
         """A stream that two write to at a time is ended by gRPC."""
         self._reading = asyncio.get_running_loop().create_task(self._read())
@@ -106,22 +106,23 @@ class PeerSession:
             raise SessionLost(f"{address} is not node {name}")
         return session
 
-    async def lend(
+    async def serve(
         self, tenant: str, space: SpaceId, keys: bytes, *, timeout_s: float
-    ) -> wire.LendAnswer:
+    ) -> wire.ServeAnswer:
         """The longest run that the peer has in dram. Raises SessionLost."""
-        lend = wire.LendAsk(next(self._numbers), tenant, space, keys)
-        answer = await self._ask(lend, wire.LendAnswer, timeout_s)
+        serve = wire.ServeAsk(next(self._numbers), tenant, space, keys)
+        answer = await self._ask(serve, wire.ServeAnswer, timeout_s)
         try:
-            wire.check_lent(answer, asked=len(keys) // KEY_BYTES)
+            wire.check_served(answer, asked=len(keys) // KEY_BYTES)
         except ProtocolError as error:
             self._end(str(error))
             raise SessionLost(self.lost) from None
         return answer
 
-    async def give_back(self, loan: int, *, count: int, timeout_s: float) -> NDArray[np.bool_]:
-        """Which of the loan's blocks stayed as they were lent until now. Raises SessionLost."""
-        answer = await self._ask(wire.GiveBack(loan), wire.GivenBack, timeout_s)
+    async def give_back(self, serving: int, *, count: int, timeout_s: float) -> NDArray[np.bool_]:
+        """Which of the serving's blocks stayed as they were served until now. Raises
+        SessionLost."""
+        answer = await self._ask(wire.GiveBack(serving), wire.GivenBack, timeout_s)
         try:
             return wire.intact_of(answer, count=count)
         except ProtocolError as error:
@@ -143,7 +144,7 @@ class PeerSession:
             raise SessionLost(self.lost)
 
     async def close(self) -> None:
-        """Hang up: the peer ends what it lent."""
+        """Hang up: the peer ends what it served."""
         self._end("this node has hung up")
         self._reading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -152,11 +153,11 @@ class PeerSession:
         self._call = None
 
     async def _ask(
-        self, ask: wire.LendAsk | wire.GiveBack, kind: type[_Loaned], timeout_s: float
-    ) -> _Loaned:
+        self, ask: wire.ServeAsk | wire.GiveBack, kind: type[_Served], timeout_s: float
+    ) -> _Served:
         if self.lost:
             raise SessionLost(self.lost)
-        future = self._waiting[ask.loan] = asyncio.get_running_loop().create_future()
+        future = self._waiting[ask.serving] = asyncio.get_running_loop().create_future()
         answer, trouble = None, "it answers what was not asked"
         try:
             async with asyncio.timeout(timeout_s):
@@ -169,7 +170,7 @@ class PeerSession:
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             trouble = _sentence(self.node, error)
         finally:
-            self._waiting.pop(ask.loan, None)
+            self._waiting.pop(ask.serving, None)
             if not future.cancel() and not future.cancelled():
                 future.exception()  # whatever went wrong has been told already
         if not isinstance(answer, kind):
@@ -184,8 +185,8 @@ class PeerSession:
                 answer = wire.decode_answer(data)
                 if isinstance(answer, wire.Pushed | wire.PushOver):
                     self.heard(answer)
-                elif isinstance(answer, wire.LendAnswer | wire.GivenBack):
-                    future = self._waiting.get(answer.loan)
+                elif isinstance(answer, wire.ServeAnswer | wire.GivenBack):
+                    future = self._waiting.get(answer.serving)
                     if future is not None and not future.done():
                         future.set_result(answer)
         except (grpc.RpcError, ProtocolError) as error:

@@ -1,7 +1,7 @@
-"""A node among others: serving, fetching, and the mover between them, on one loop.
+"""A node among others: serving, fetching, and the transfer worker between them, on one loop.
 
 Covers: putting these together, their addresses, their state for an operator. Does not cover: any of
-them (`lender`, `borrower`, `mover_host`), the index (`member`).
+them (`block_server`, `fetcher`, `transfer_worker_host`), the index (`member`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvstore.engine.events import (
     BlocksPrepared,
     Fetch,
     Land,
-    Lent,
-    LoanEnded,
     Locate,
     PeerCommand,
-    RecycleMover,
+    RecycleTransferWorker,
     RevokePush,
     SayPush,
+    Served,
+    ServingEnded,
     Staged,
     WritePush,
 )
@@ -40,16 +40,16 @@ from kvstore.net.aio import LoopThread
 from kvstore.net.tls import server_credentials
 from kvstore.obs.metrics import Family, family, histogram
 from kvstore.obs.timings import TRANSFERS, Timings
-from kvstore.peers.borrower import Borrower
+from kvstore.peers.block_server import BlockServer
 from kvstore.peers.exchange import Exchange
+from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.lander import Lander
-from kvstore.peers.lender import Lender
-from kvstore.peers.mover import Mover, MoverSettings
-from kvstore.peers.mover_host import MoverHost
 from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS
 from kvstore.peers.preparer import Preparer
 from kvstore.peers.pusher import Pusher
 from kvstore.peers.stages import SLOW_S, SLOW_TCP_S
+from kvstore.peers.transfer_worker import TransferWorker, TransferWorkerSettings
+from kvstore.peers.transfer_worker_host import TransferWorkerHost
 from kvstore.ports import Clock
 from kvstore.proto.rows import TransferReport
 from kvstore.transport.backends import BACKENDS
@@ -92,14 +92,15 @@ class Peering:
         self._loop, self._tls = loop, cluster.tls
         name = str(Identity("node", cluster.node))
         transport = peers.transport
-        settings = MoverSettings(
+        settings = TransferWorkerSettings(
             transport.name,
             name,
             _options(cluster, peers),
             landing=(arena_bytes - peers.landing_bytes, peers.landing_bytes),
             paced=transport.is_paced,
         )
-        self.mover = MoverHost(Mover(arena_fd, hold_fd, arena_bytes, settings, clock), clock)
+        worker = TransferWorker(arena_fd, hold_fd, arena_bytes, settings, clock)
+        self.transfer_worker = TransferWorkerHost(worker, clock)
         self._who, self._memory = who, memory
         self.transport, self._clock = transport.name, clock
         self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""
@@ -109,33 +110,33 @@ class Peering:
         """Where peers reach this node."""
 
     async def _listen(self, peers: PeerConfig) -> str:
-        self.borrower = Borrower(
+        self.fetcher = Fetcher(
             who=self._who,
-            mover=self.mover,
+            transfer_worker=self.transfer_worker,
             memory=self._memory,
             clock=self._clock,
             credentials=self._tls.channel_credentials() if self._tls else None,
         )
-        self.exchange = self.borrower.exchange = Exchange(self._loop.loop, self._handle)
-        self.lender = Lender(
+        self.exchange = self.fetcher.exchange = Exchange(self._loop.loop, self._handle)
+        self.block_server = BlockServer(
             self.exchange,
             who=self._who,
-            descriptor=lambda: self.mover.descriptor,
+            descriptor=lambda: self.transfer_worker.descriptor,
             demands_certificates=self._tls is not None,
         )
         slow_s = SLOW_TCP_S if BACKENDS[self.transport].capabilities.is_secure else SLOW_S
-        self.pusher = self.lender.pusher = Pusher(
+        self.pusher = self.block_server.pusher = Pusher(
             self.exchange.post,
-            mover=self.mover,
-            address_of=self.borrower.address_of,
-            answer=self.lender.answer,
+            transfer_worker=self.transfer_worker,
+            address_of=self.fetcher.address_of,
+            answer=self.block_server.answer,
             clock=self._clock,
             slow_s=slow_s,
         )
         self.lander = Lander(
             self.exchange.post,
-            borrower=self.borrower,
-            mover=self.mover,
+            fetcher=self.fetcher,
+            transfer_worker=self.transfer_worker,
             memory=self._memory,
             clock=self._clock,
             draw_epoch=lambda: secrets.randbelow(2**63 - 1) + 1,
@@ -146,9 +147,9 @@ class Peering:
             now_ns=self._clock.now_ns,
             demands_certificates=self._tls is not None,
         )
-        self.mover.changed = self._mover_changed
+        self.transfer_worker.changed = self._transfer_worker_changed
         self._server = _server()
-        handlers = self.lender.handler(), self.preparer.handler()
+        handlers = self.block_server.handler(), self.preparer.handler()
         self._server.add_generic_rpc_handlers(handlers)
         host = f"[{peers.host}]" if ":" in peers.host else peers.host
         address = f"{host}:{peers.port}"
@@ -161,18 +162,18 @@ class Peering:
             raise ConfigError(cannot_listen("--peer-listen", address)) from None
         return f"{host}:{port}"
 
-    def _mover_changed(self) -> None:
-        self.lender.mover_changed()
-        self.lander.mover_changed()
+    def _transfer_worker_changed(self) -> None:
+        self.block_server.transfer_worker_changed()
+        self.lander.transfer_worker_changed()
 
     def start(self, index: IndexClient) -> None:
         """Begin. `index` is asked where blocks are; it stays the caller's to close."""
-        self.borrower.index = index
+        self.fetcher.index = index
         self._loop.call(self._start(), timeout_s=START_TIMEOUT_S)
 
     async def _start(self) -> None:
-        self.mover.start()
-        self.borrower.start()
+        self.transfer_worker.start()
+        self.fetcher.start()
         await self._server.start()
 
     def close(self) -> None:
@@ -184,32 +185,32 @@ class Peering:
         self.exchange.close()
 
     async def _close(self) -> None:
-        self.mover.close()
+        self.transfer_worker.close()
         self.lander.close()
         self.pusher.close()
-        await self.borrower.close()
+        await self.fetcher.close()
         await self._server.stop(0)
 
     def _handle(self, command: PeerCommand) -> None:
         match command:
             case Locate():
-                self.borrower.locate(command)
+                self.fetcher.locate(command)
             case Fetch():
-                self.borrower.fetch(command)
-            case Lent():
-                self.lender.lent(command)
-            case LoanEnded():
-                self.lender.loan_ended(command)
+                self.fetcher.fetch(command)
+            case Served():
+                self.block_server.served(command)
+            case ServingEnded():
+                self.block_server.serving_ended(command)
             case BlocksPrepared():
                 self.preparer.prepared(command)
-            case AskPush() | RevokePush() | Land() | RecycleMover() | Staged():
+            case AskPush() | RevokePush() | Land() | RecycleTransferWorker() | Staged():
                 self.lander.carry_out(command)
             case WritePush() | SayPush():
                 self.pusher.carry_out(command)
 
     @property
     def _timings(self) -> dict[str, Timings]:
-        return self.borrower.timings | self.lander.stages.timings | self.pusher.stages.timings
+        return self.fetcher.timings | self.lander.stages.timings | self.pusher.stages.timings
 
     def transfers(self) -> list[TransferReport]:
         """How long reading from other nodes took, and pushes."""
@@ -230,24 +231,24 @@ class Peering:
 
     def with_fetches(self, load: Load) -> Load:
         """The node's load, completed with that of its fetches."""
-        fetches = self.borrower.timings["fetch"]
+        fetches = self.fetcher.timings["fetch"]
         return msgspec.structs.replace(
             load,
-            fetched_bytes=self.borrower.counters.fetched_bytes,
+            fetched_bytes=self.fetcher.counters.fetched_bytes,
             fetch_p50_us=fetches.percentile_ns(50) // NS_PER_US,
             fetch_p99_us=fetches.percentile_ns(99) // NS_PER_US,
         )
 
     def families(self) -> list[Family]:
         """The same as metrics, and what became of the bytes."""
-        counters, timings = self.borrower.counters, self._timings
+        counters, timings = self.fetcher.counters, self._timings
         return [
             family("kvstore_fetch_damaged_total", [((), counters.damaged)]),
             family("kvstore_fetch_not_kept_total", [((), counters.not_kept)]),
             family("kvstore_fetched_bytes_total", [((), counters.fetched_bytes)]),
             family("kvstore_prepares_refused_total", [((), self.preparer.refused_count)]),
-            family("kvstore_mover_restarts_total", [((), self.mover.restarts)]),
-            family("kvstore_mover_refused_total", [((), self.mover.refused)]),
+            family("kvstore_transfer_worker_restarts_total", [((), self.transfer_worker.restarts)]),
+            family("kvstore_transfer_worker_refused_total", [((), self.transfer_worker.refused)]),
             histogram(
                 "kvstore_transfer_seconds",
                 [
@@ -261,7 +262,7 @@ class Peering:
     def trouble(self) -> str:
         """Trouble to report on /healthz; empty while all is well."""
         stages = self.lander.stages.trouble, self.pusher.stages.trouble
-        return "; ".join(filter(None, (self._note, self.mover.trouble, *stages)))
+        return "; ".join(filter(None, (self._note, self.transfer_worker.trouble, *stages)))
 
 
 def _server() -> grpc.aio.Server:

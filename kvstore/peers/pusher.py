@@ -1,10 +1,10 @@
 """Pushes of this node to others: their grants, and writes into their landing memory.
 
-    peer ──PushGrant, PushRevoke──▶ lender ─▶ here ─▶ engine: PushAsked, PushRevoked
-    engine: WritePush ─▶ mover writes ─▶ Written;  SayPush ─▶ peer
+    peer ──PushGrant, PushRevoke──▶ serving node ─▶ here ─▶ engine: PushAsked, PushRevoked
+    engine: WritePush ─▶ transfer worker writes ─▶ Written;  SayPush ─▶ peer
 
 Rules. 1: a peer is written to where its certificate and membership say that it is: a descriptor of
-another machine is refused. 2: Written comes when the mover says so, and not before.
+another machine is refused. 2: Written comes when the transfer worker says so, and not before.
 
 Does not cover: which blocks, and when (`engine.moves.pushes`), the other end (`lander`).
 """
@@ -27,14 +27,14 @@ from kvstore.engine.events import (
     Written,
 )
 from kvstore.errors import ProtocolError
-from kvstore.peers.borrower import mover_name
-from kvstore.peers.mover_host import MoverHost
+from kvstore.peers.fetcher import transfer_worker_name
 from kvstore.peers.stages import SLOW_S, Stages
+from kvstore.peers.transfer_worker_host import TransferWorkerHost
 from kvstore.ports import Clock, Pieces
 from kvstore.transport.backends import is_at
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.mover import Direction
 from kvstore.wire.peers import PushGrant, PushOver, PushWord
+from kvstore.wire.transfer_worker import Direction
 
 WRITE_TIMEOUT_S: Final = 10.0
 GRANTS_MAX: Final = 256
@@ -58,15 +58,16 @@ class Pusher:
         self,
         post: Callable[[PushEvent], None],
         *,
-        mover: MoverHost,
+        transfer_worker: TransferWorkerHost,
         address_of: Callable[[str], Awaitable[str]],
         answer: Callable[[int, PushWord], None],
         clock: Clock,
         slow_s: float = SLOW_S,
     ) -> None:
-        """`answer`: says something to a peer, by its number (`lender`). `slow_s`: see `Stages`."""
+        """`answer`: says something to a peer, by its number (`block_server`). `slow_s`: see
+        `Stages`."""
         self.stages = Stages(("write",), clock, slow_s=slow_s)
-        self._post, self._mover, self._clock = post, mover, clock
+        self._post, self._transfer_worker, self._clock = post, transfer_worker, clock
         self._address_of, self._answer = address_of, answer
         self._taken: dict[tuple[int, int], _TakenGrant] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -150,8 +151,8 @@ class Pusher:
         extents = extents[command.first : command.first + len(slots)]
         remote = extents[:, None] + (np.cumsum(sizes) - sizes)
         lengths = np.broadcast_to(sizes, slots.shape)
-        ended = await self._mover.move(
-            mover_name(node),
+        ended = await self._transfer_worker.move(
+            transfer_worker_name(node),
             its.descriptor,
             Pieces(*(part.reshape(-1).astype(np.uint64) for part in (slots, remote, lengths))),
             timeout_s=WRITE_TIMEOUT_S,

@@ -226,7 +226,7 @@ class Delta(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("at_ms", "dram_bytes", "dram_used_bytes", "file_bytes", "file_used_bytes", "blocks_hit", "blocks_missed", "stored_bytes", "leased_bytes", "fetched_bytes", "lent_bytes", "fetch_p50_us", "fetch_p99_us", "leases", "engines", "slots_quarantined", "replicas", "replicas_reached", "saved_ms", "waited_ms")
+    __slots__ = ("at_ms", "dram_bytes", "dram_used_bytes", "file_bytes", "file_used_bytes", "blocks_hit", "blocks_missed", "stored_bytes", "leased_bytes", "fetched_bytes", "served_bytes", "fetch_p50_us", "fetch_p99_us", "leases", "engines", "slots_quarantined", "replicas", "replicas_reached", "saved_ms", "waited_ms")
     AT_MS_FIELD_NUMBER: _ClassVar[int]
     DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAM_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -237,7 +237,7 @@ class Load(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    LENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FETCH_P50_US_FIELD_NUMBER: _ClassVar[int]
     FETCH_P99_US_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
@@ -257,7 +257,7 @@ class Load(_message.Message):
     stored_bytes: int
     leased_bytes: int
     fetched_bytes: int
-    lent_bytes: int
+    served_bytes: int
     fetch_p50_us: int
     fetch_p99_us: int
     leases: int
@@ -267,7 +267,7 @@ class Load(_message.Message):
     replicas_reached: int
     saved_ms: int
     waited_ms: int
-    def __init__(self, at_ms: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., dram_used_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., file_used_bytes: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., lent_bytes: _Optional[int] = ..., fetch_p50_us: _Optional[int] = ..., fetch_p99_us: _Optional[int] = ..., leases: _Optional[int] = ..., engines: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., replicas: _Optional[int] = ..., replicas_reached: _Optional[int] = ..., saved_ms: _Optional[int] = ..., waited_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, at_ms: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., dram_used_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., file_used_bytes: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., fetch_p50_us: _Optional[int] = ..., fetch_p99_us: _Optional[int] = ..., leases: _Optional[int] = ..., engines: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., replicas: _Optional[int] = ..., replicas_reached: _Optional[int] = ..., saved_ms: _Optional[int] = ..., waited_ms: _Optional[int] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ("sequence", "load")

@@ -59,7 +59,7 @@ class MemoryReport(msgspec.Struct, frozen=True):
     space: str
     tenant: str
     state: str
-    """live; joining or filling: a replay is under way; `away`: the engine is unreachable."""
+    """live; joining or filling: a replay is under way; unreachable: the engine is."""
     blocks: int
     """For a prefix: its leading blocks."""
     left_out: int

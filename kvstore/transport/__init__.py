@@ -1,13 +1,14 @@
-"""How bytes come from arenas of other nodes: back ends behind `ports.Transport`, and their mover.
+"""How bytes come from arenas of other nodes: back ends behind `ports.Transport`, and the
+process in which they run.
 
-mover       the loop of a mover child: messages of the node → transfers → outcomes
+transfer_worker   the loop of that process: messages of the node → transfers → outcomes
 reads       which part of which transfer is moved next (pure)
 window      how much may be under way from a peer (pure)
-watch       when a mover must be killed (pure)
+watch       when a transfer worker must be killed (pure)
 pieces      neighbours joined, limits checked, cut into parts (pure)
 backends    a back end by its name
 loopback    the reference, within a process
 nixl tcp ucx      tcp_ends: the two ends of one of its connections
 guests      who of those that dial in may stay (pure)
-page_tables of a mover's mappings, filled ahead of use
+page_tables of its mappings, filled ahead of use
 """

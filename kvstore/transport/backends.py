@@ -11,19 +11,20 @@ from kvstore.ports import Transport, TransportMemory
 from kvstore.transport.nixl import Nixl
 from kvstore.transport.tcp import Tcp
 from kvstore.transport.ucx import Ucx
-from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, decode_descriptor, encode
+from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, decode_descriptor, encode
 
 BACKENDS: Final[Mapping[str, type[Nixl | Tcp | Ucx]]] = {"nixl": Nixl, "tcp": Tcp, "ucx": Ucx}
 
 
 def is_at(descriptor: bytes, address: str) -> bool:
     """Whether a peer's descriptor is a place on the machine at HOST:PORT, where the back end can
-    check: a peer must not have others dial any address, nor give a mover what none would."""
+    check: a peer must not have others dial any address, nor give a transfer worker what none
+    would."""
     try:
         found = decode_descriptor(descriptor)
     except ProtocolError:
         return False
-    # Read in one way only: a field that comes twice may be read as another by the mover.
+    # Read in one way only: a field that comes twice may be read as another by the transfer worker.
     if len(descriptor) > DESCRIPTOR_BYTES_MAX or encode(found) != descriptor:
         return False
     backend = BACKENDS.get(found.backend.partition("/")[0])

@@ -20,7 +20,7 @@ from kvstore.units import NS_PER_S
 
 NODES_MAX: Final = 1024
 NODE_MAX: Final = 2
-"""A mover that follows another may be there before that one's end is seen."""
+"""A transfer worker that follows another may be there before that one's end is seen."""
 ADMITTED_MAX: Final = NODES_MAX * NODE_MAX
 ARRIVING_MAX: Final = 512
 QUIET_NS: Final = 300 * NS_PER_S

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvstore.errors import ProtocolError, TransportError
 from kvstore.ports import End, Landing, Outcome, Pieces, TransportCapabilities
 from kvstore.transport.pieces import check_pieces
-from kvstore.wire.mover import Descriptor, Direction, decode_descriptor, encode
+from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor, encode
 
 
 class Hub:

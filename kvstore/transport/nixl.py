@@ -32,7 +32,7 @@ from kvstore.installation import is_installed
 from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
 from kvstore.transport.loopback import open_descriptor
 from kvstore.transport.pieces import check_pieces
-from kvstore.wire.mover import Descriptor, Direction, encode
+from kvstore.wire.transfer_worker import Descriptor, Direction, encode
 
 UNIT_BYTES: Final = 64 << 10
 PREPARED_MIN: Final = 16

@@ -1,4 +1,4 @@
-"""The page tables of a mover's mappings, filled ahead of use.
+"""The page tables of a transfer worker's mappings, filled ahead of use.
 
 The pages of an arena are there (`tiers.dram` takes them), but not in the tables of a process that
 was just started: without this the first read into each costs a fault for every 4 KiB, on either

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import TransportError
 from kvstore.ports import Pieces
-from kvstore.wire.mover import Descriptor, Direction
+from kvstore.wire.transfer_worker import Descriptor, Direction
 
 
 def make_pieces(local: object, remote: object, length: object) -> Pieces:

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from kvstore.ports import End, Outcome, Pieces
 from kvstore.transport.pieces import cut, total_bytes
 from kvstore.transport.window import STEP_BYTES, Window
-from kvstore.wire.mover import REASON_CHARS_MAX, Direction, Done, Failed, Limbo
+from kvstore.wire.transfer_worker import REASON_CHARS_MAX, Direction, Done, Failed, Limbo
 
 POST_BYTES_MAX: Final = 32 << 20
 POSTS_PER_WINDOW: Final = 4
@@ -87,7 +87,7 @@ class _PeerReads:
 
 
 class Reads:
-    """Transfers of one mover."""
+    """Transfers of one transfer worker."""
 
     def __init__(self, *, paced: bool = True) -> None:
         """`paced`: False posts each transfer whole and at once, to measure what windows cost."""
@@ -95,8 +95,8 @@ class Reads:
         self._peers: dict[str, _PeerReads] = {}
         self._under_way: dict[int, _UnderWay] = {}
         self._turns: deque[str] = deque()
-        """Peers that have more to post, in the order of their turns: a mover asks every 100 µs,
-        whoever it ever read from."""
+        """Peers that have more to post, in the order of their turns: a transfer worker asks every
+        100 µs, whoever it ever read from."""
         self._next_post = 1
         self.read_bytes = 0
 

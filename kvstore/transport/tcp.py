@@ -8,7 +8,7 @@ Options: `listen` (HOST:PORT, port 0: the kernel's choice), `host` (what peers d
 `listen`), `ca`, `certificate`, `key` (paths of PEM files); `insecure=yes` instead of those three,
 in labs. Both ends must be nodes by their certificates, and who is dialled the one that is meant.
 
-Does not cover: who may read what (the node lends, ADR 11), when a peer is given up (the caller).
+Does not cover: who may read what (the node serves, ADR 11), when a peer is given up (the caller).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvstore.transport.tcp_ends import (
     TcpReader,
 )
 from kvstore.wire.identity import is_name
-from kvstore.wire.mover import Direction, encode
+from kvstore.wire.transfer_worker import Direction, encode
 from kvstore.wording import cannot_listen
 
 BACKLOG: Final = 1024
@@ -342,7 +342,7 @@ def _listen(options: Mapping[str, str]) -> socket.socket:
                 backlog=BACKLOG,
             )
         except (OSError, ValueError) as error:
-            # The mover of the process before may take a moment to be gone.
+            # The transfer worker of the process before may take a moment to be gone.
             if getattr(error, "errno", 0) == errno.EADDRINUSE and time.monotonic() < give_up_s:
                 pause.wait(PORT_PAUSE_S)
                 continue

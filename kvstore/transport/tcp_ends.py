@@ -37,7 +37,7 @@ from kvstore.ports import Landing, Pieces
 from kvstore.transport.pieces import check_within, total_bytes
 from kvstore.units import NS_PER_S
 from kvstore.wire.identity import identities_of
-from kvstore.wire.mover import Descriptor, Direction
+from kvstore.wire.transfer_worker import Descriptor, Direction
 
 HEADER: Final = struct.Struct("<4sIQQ")
 PIECE_BYTES: Final = 16

@@ -27,7 +27,7 @@ from kvstore.errors import ConfigError, TransportError
 from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
 from kvstore.transport.loopback import open_descriptor
 from kvstore.transport.pieces import check_pieces, check_within
-from kvstore.wire.mover import Descriptor, Direction, Words, array_of, encode, words
+from kvstore.wire.transfer_worker import Descriptor, Direction, Words, array_of, encode, words
 
 CONTROL: Final = 1
 DATA: Final = 1 << 62

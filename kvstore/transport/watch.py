@@ -1,17 +1,17 @@
-"""When a mover must be killed, because nothing else can end what it does. Pure.
+"""When a transfer worker must be killed, because nothing else can end what it does. Pure.
 
-    posted ──▶ under way ──▶ ended              by the mover's own words
+    posted ──▶ under way ──▶ ended              by its own words
                   │  deadline
                   ▼
                limbo ──▶ the peer is forgotten, and after GRACE_NS without an end: Recycle
                   ▲
-    Limbo ────────┘                             the mover says that it cannot know; at its deadline,
+    Limbo ────────┘                             it says that it cannot know; at its deadline,
                                                 or when too much of the arena is in limbo: Recycle
 
-A mover that does not beat is recycled, too. While this process was stopped itself, nothing was
-heard: a look that comes late moves the deadlines of beats, not of transfers.
+A transfer worker that does not beat is recycled, too. While this process was stopped itself,
+nothing was heard: a look that comes late moves the deadlines of beats, not of transfers.
 
-All that was under way has ended when the mover is dead and reaped; nothing else says so.
+All that was under way has ended when the transfer worker is dead and reaped; nothing else says so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIMBO_DIVISOR: Final = 16
 """A sixteenth of the arena may be in limbo."""
 PAUSES_NS: Final = (0, NS_PER_S // 10, NS_PER_S // 2, NS_PER_S, 2 * NS_PER_S, 5 * NS_PER_S)
 LONG_NS: Final = 30 * NS_PER_S
-"""A mover that served for longer did not die of its start."""
+"""A transfer worker that served for longer did not die of its start."""
 
 
 class Overdue(NamedTuple):
@@ -40,7 +40,7 @@ class Overdue(NamedTuple):
 
 
 class Recycle(NamedTuple):
-    """Kill the mover."""
+    """Kill the transfer worker."""
 
     reason: str
 
@@ -53,7 +53,7 @@ class _WatchedTransfer:
 
 
 class Watch:
-    """Watches one mover after the other."""
+    """Watches one transfer worker after the other."""
 
     def __init__(self, *, arena_bytes: int) -> None:
         self._limbo_max = arena_bytes // LIMBO_DIVISOR
@@ -71,16 +71,16 @@ class Watch:
 
     @property
     def limbo_bytes(self) -> int:
-        """Whose end only the mover's death would prove."""
+        """Whose end only the transfer worker's death would prove."""
         return sum(each.size_bytes for each in self._transfers.values() if each.limbo)
 
     def began(self, now_ns: int) -> None:
-        """A mover was started."""
+        """A transfer worker was started."""
         self._begun_ns = self._looked_ns = now_ns
         self._silent_at_ns = now_ns + START_NS
 
     def heard(self, now_ns: int) -> None:
-        """Something came from the mover."""
+        """Something came from the transfer worker."""
         self._silent_at_ns = now_ns + SILENT_NS
 
     def posted(self, transfer: int, peer: str, *, size_bytes: int, deadline_ns: int) -> None:
@@ -88,12 +88,12 @@ class Watch:
         self._transfers[transfer] = _WatchedTransfer(peer, size_bytes, deadline_ns)
 
     def ended(self, transfer: int) -> str | None:
-        """The mover says so. Returns its peer; None: that transfer is not known."""
+        """The transfer worker says so. Returns its peer; None: that transfer is not known."""
         known = self._transfers.pop(transfer, None)
         return known.peer if known else None
 
     def in_limbo(self, transfer: int) -> None:
-        """The mover says that it cannot know."""
+        """The transfer worker says that it cannot know."""
         if transfer in self._transfers:
             self._transfers[transfer].limbo = True
 
@@ -123,8 +123,8 @@ class Watch:
         return min([*times, self._looked_ns + LOOK_LATE_NS // 2, self._silent_at_ns])
 
     def died(self, now_ns: int) -> tuple[dict[int, str], int]:
-        """The mover is dead and reaped: the transfers that have ended with it, each with its peer,
-        and how long to wait before another is started."""
+        """The transfer worker is dead and reaped: the transfers that have ended with it, each with
+        its peer, and how long to wait before another is started."""
         ended = self.transfers
         self._transfers.clear()
         soon = now_ns - self._begun_ns <= LONG_NS

@@ -4,7 +4,7 @@ messages     the attach protocol: every datagram between an engine and the node
 pushes       those of it about pushes from a prefill node to a decode node
 peers        messages between nodes, and from routers to nodes
 transfers    kv_transfer_params of requests: what both legs share
-mover        the datagrams between a node process and its mover
+transfer_worker   the datagrams between a node process and its transfer worker
 reports      datagrams of engines for the operator
 bounds       bounded kinds of fields, which all structs are made of
 groups       KV cache groups, as ranks report them

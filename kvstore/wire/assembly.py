@@ -1,6 +1,6 @@
 """Blocks that come in other shards than are wanted: which bytes go where, and are they right.
 
-    lent by a peer     S shards, each with its checksum          a₀ a₁            (two ranks there)
+    served by a peer   S shards, each with its checksum          a₀ a₁            (two ranks there)
     wanted here        T shards, each with a slot                b₀ b₁ b₂ b₃      (four ranks here)
 
 Both cover all layers and heads. Bytes go straight from slots there into slots here, in the runs

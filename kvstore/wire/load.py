@@ -37,7 +37,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """To engines, which load them."""
     fetched_bytes: U64 = 0
     """From other nodes."""
-    lent_bytes: U64 = 0
+    served_bytes: U64 = 0
     """To other nodes."""
     fetch_p50_us: U64 = 0
     """Median of all fetches."""

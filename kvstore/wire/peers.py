@@ -3,10 +3,10 @@
     node that reads, or is written to              node that holds the blocks
       │── PeerHello ─────────────────────────────────▶│   the first word of Session
       │◀──────────────────────────────── PeerWelcome ─│   for the transfer worker
-      │── LendAsk(loan, keys) ───────────────────────▶│   pins the longest run that is in dram
-      │◀──────────────── LendAnswer(loan, slots, …) ──│   …  the transfer worker reads
-      │── GiveBack(loan) ────────────────────────────▶│   or the stream ends
-      │◀──────────────────── GivenBack(loan, intact) ─│
+      │── ServeAsk(serving, keys) ───────────────────────▶│   pins the longest run that is in dram
+      │◀──────────────── ServeAnswer(serving, slots, …) ──│   …  the transfer worker reads
+      │── GiveBack(serving) ────────────────────────────▶│   or the stream ends
+      │◀──────────────────── GivenBack(serving, intact) ─│
       │── PushGrant(grant, keys, extents, …) ────────▶│   writes the blocks as they are sealed
       │◀─────────────────────────── Pushed(grant) … ──│   (ADR 12)
       │── PushRevoke(grant) ─────────────────────────▶│
@@ -19,9 +19,9 @@ Arrays are as in `messages`, [n][S] of the holder's shards, shard minor.
 
 Ways to be broken: not msgpack; unknown tag; field of another type or out of bounds; a name of more
 than NAME_BYTES_MAX bytes; a byte array that is no multiple of its element or not as long as its
-neighbours. All of them raise `ProtocolError`: from `decode_*`, or from `check_lent`, `check_pushed`
-and `intact_of`, which know what was asked for. A slot outside of the arena is the transport's to
-refuse.
+neighbours. All of them raise `ProtocolError`: from `decode_*`, or from `check_served`,
+`check_pushed` and `intact_of`, which know what was asked for. A slot outside of the arena is the
+transport's to refuse.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from kvstore.wire.bounds import (
     Sentence,
 )
 from kvstore.wire.messages import ERROR_CHARS_MAX, RANKS_MAX, SlotArray, elements, same
-from kvstore.wire.mover import Blob, Reason
 from kvstore.wire.pushes import DeadlineMs
 from kvstore.wire.record import PAYLOAD_BYTES_MAX
+from kvstore.wire.transfer_worker import Blob, Reason
 
 PEERS: Final = "kvstore.peer.v3.Peers"
 """Service of nodes for nodes: `Session`, a stream both ways."""
@@ -85,10 +85,10 @@ class PeerHello(PeerMessage, frozen=True):
     incarnation: Started
 
 
-class LendAsk(PeerMessage, frozen=True):
+class ServeAsk(PeerMessage, frozen=True):
     """Pin the longest run of these keys that is in dram."""
 
-    loan: U64
+    serving: U64
     """Chosen by the asker; not used again on this stream."""
     tenant: Name
     space: WholeSpace
@@ -98,7 +98,7 @@ class LendAsk(PeerMessage, frozen=True):
 class GiveBack(PeerMessage, frozen=True):
     """The blocks were read, or will not be."""
 
-    loan: U64
+    serving: U64
 
 
 class PushGrant(PeerMessage, frozen=True, kw_only=True):
@@ -140,10 +140,10 @@ class PeerWelcome(PeerMessage, frozen=True):
     """As its transfer worker is described to that of the asker; empty: there is none now."""
 
 
-class LendAnswer(PeerMessage, frozen=True):
+class ServeAnswer(PeerMessage, frozen=True):
     """The pinned run; possibly empty."""
 
-    loan: U64
+    serving: U64
     shards: Shards = ()
     block_bytes: ShardBytes = ()
     slots: Cells = b""
@@ -155,11 +155,12 @@ class LendAnswer(PeerMessage, frozen=True):
 
 
 class GivenBack(PeerMessage, frozen=True):
-    """The end of a loan."""
+    """The end of a serving."""
 
-    loan: U64
+    serving: U64
     intact: Flags
-    """1 for each block that did not change since LendAnswer, else 0; empty: it had ended before."""
+    """1 for each block that did not change since ServeAnswer, else 0; empty: it had ended
+    before."""
 
 
 class Pushed(PeerMessage, frozen=True, kw_only=True):
@@ -211,9 +212,9 @@ class PrepareReply(PeerMessage, frozen=True):
     """Why nothing was done."""
 
 
-Ask = PeerHello | LendAsk | GiveBack | PushGrant | PushRevoke
+Ask = PeerHello | ServeAsk | GiveBack | PushGrant | PushRevoke
 PushWord = Pushed | PushOver
-Answer = PeerWelcome | LendAnswer | GivenBack | PushWord
+Answer = PeerWelcome | ServeAnswer | GivenBack | PushWord
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
@@ -234,7 +235,7 @@ def decode_ask(data: bytes) -> Ask:
     match ask:
         case PeerHello(node=node):
             _check_name(node)
-        case LendAsk():
+        case ServeAsk():
             _count_keys(ask)
         case PushGrant():
             same(_count_keys(ask), elements(ask.extents, 4, "extents"), "extents")
@@ -274,14 +275,14 @@ def _check_name(name: str) -> None:
         raise ProtocolError(f"a name of more than {NAME_BYTES_MAX} bytes")
 
 
-def _count_keys(message: LendAsk | PushGrant | PrepareRequest) -> int:
+def _count_keys(message: ServeAsk | PushGrant | PrepareRequest) -> int:
     """Number of its keys, and a look at the name of its tenant."""
     _check_name(message.tenant)
     return elements(message.keys, KEY_BYTES, "keys")
 
 
-def check_lent(answer: LendAnswer, *, asked: int) -> None:
-    """Whether it answers a LendAsk of so many keys. Raises ProtocolError."""
+def check_served(answer: ServeAnswer, *, asked: int) -> None:
+    """Whether it answers a ServeAsk of so many keys. Raises ProtocolError."""
     cells = _count_blocks(answer, count_max=asked) * len(answer.shards)
     same(cells, elements(answer.slots, 4, "slots"), "slots")
 
@@ -292,7 +293,7 @@ def check_pushed(word: Pushed) -> None:
         raise ProtocolError("shards of no block")
 
 
-def _count_blocks(message: LendAnswer | Pushed, *, count_max: int) -> int:
+def _count_blocks(message: ServeAnswer | Pushed, *, count_max: int) -> int:
     columns = len(message.shards)
     same(columns, len(message.block_bytes), "block_bytes")
     count, rest = divmod(len(message.checksums), max(1, columns) * CHECKSUM_BYTES)
@@ -302,7 +303,8 @@ def _count_blocks(message: LendAnswer | Pushed, *, count_max: int) -> int:
 
 
 def intact_of(answer: GivenBack, *, count: int) -> NDArray[np.bool_]:
-    """Which of `count` blocks did not change; none if the loan had ended. Raises ProtocolError."""
+    """Which of `count` blocks did not change; none if the serving had ended. Raises
+    ProtocolError."""
     if not answer.intact:
         return np.zeros(count, dtype=bool)
     if len(answer.intact) != count or not set(answer.intact) <= {0, 1}:

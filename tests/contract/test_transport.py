@@ -12,7 +12,7 @@ import pytest
 from kvstore.testing.index_process import Lab
 from kvstore.transport.loopback import Hub
 from tests.kit.transport_checks import CHECKS, TransportChecks, TransportParty
-from tests.kit.transport_parties import LocalParty, MoverParty
+from tests.kit.transport_parties import LocalParty, TransferWorkerParty
 
 Make = Callable[[str], TransportParty]
 # Over shared memory, as over RDMA devices, a read may go on when its peer is stopped: only tcp
@@ -23,10 +23,12 @@ _UCX = {"UCX_TLS": _WAY}
 
 def _secure(folder: Path) -> Make:
     lab = Lab(folder)
-    return lambda name: MoverParty(name, "tcp", options=lab.options(name), has_landing=True)
+    return lambda name: TransferWorkerParty(
+        name, "tcp", options=lab.options(name), has_landing=True
+    )
 
 
-_ucx = partial(MoverParty, environment=_UCX)
+_ucx = partial(TransferWorkerParty, environment=_UCX)
 _INSECURE = {"insecure": "yes"}
 
 
@@ -47,7 +49,7 @@ MAKERS: dict[str, Callable[[Path], Make]] = {
     "nixl": lambda _: partial(_ucx, backend="nixl", has_landing=True),
     "tcp": _secure,
     "tcp-insecure": lambda _: partial(
-        MoverParty, backend="tcp", options=_INSECURE, has_landing=True
+        TransferWorkerParty, backend="tcp", options=_INSECURE, has_landing=True
     ),
     "ucx": lambda _: partial(_ucx, backend="ucx"),
 }

@@ -249,13 +249,16 @@ _CLUSTER: Final[list[Entry]] = [
 _PUSH: Final[list[Entry]] = [
     *(
         ("Pushes", name, [f"push_speed/{size}/speed_over_raw/{side}" for size in ("2MiB", "64KiB")])
-        for name, side in (("by the transfer worker", "mover"), ("with checks", "node"))
+        for name, side in (("by the transfer worker", "transfer_worker"), ("with checks", "node"))
     ),
     (
         "Pushes",
         "÷ off, transfer workers",
         [
-            _over(f"push_speed/{size}/seconds/paced/p50", f"push_speed/{size}/seconds/mover/p50")
+            _over(
+                f"push_speed/{size}/seconds/paced/p50",
+                f"push_speed/{size}/seconds/transfer_worker/p50",
+            )
             for size in ("2MiB", "64KiB")
         ],
     ),

@@ -309,9 +309,9 @@ RULES: Final[list[tuple[str, Rule]]] = [
     ("pd/push/figures/push_over_raw_.*", _pd("raw|raw_busy", "node", where="seconds/{}")),
     (
         "pd/push/figures/transfer_worker_over_raw_.*",
-        _pd("raw|raw_busy", "mover", where="seconds/{}"),
+        _pd("raw|raw_busy", "transfer_worker", where="seconds/{}"),
     ),
-    ("pd/push/figures/paced_over_unpaced_.*", _pd("paced", "mover", where="seconds/{}")),
+    ("pd/push/figures/paced_over_unpaced_.*", _pd("paced", "transfer_worker", where="seconds/{}")),
     (".*/hand_over_over_nixl_connector/value", _pd("in_turn", "nixl", where="hand_over_ms")),
     (".*/hand_over_together_over_nixl_.*", _pd("together", "nixl", where="hand_over_ms")),
     ("pd/hidden/.*", _of("../../detail/after_prefill_s", "../../detail/whole_push_s", _median)),

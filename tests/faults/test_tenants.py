@@ -2,7 +2,7 @@
 
 T1 addresses that differ in one field share nothing · T2 no answer and no path through the code
 tells what another tenant has stored · T3 no byte of another tenant is taken for one's own, however
-slots are evicted, lent and read at the same time · T13 a flood of keys stays within its limits.
+slots are evicted, served and read at the same time · T13 a flood of keys stays within its limits.
 See `kvstore/docs/threats.md`.
 """
 

@@ -40,7 +40,7 @@ AT_ONCE = 4
 BEGUN = 10
 """Requests that were answered before the node is hurt."""
 MAX_TOKENS = 4
-AWAY, LATE = 'misses{reason="node away"}', 'misses{reason="deadline"}'
+AWAY, LATE = 'misses{reason="node unreachable"}', 'misses{reason="deadline"}'
 ERRORS = "vllm:kvstore_connector_errors_total"
 Prompt = tuple[int, ...]
 
@@ -126,7 +126,7 @@ def victim(
 
 
 def test_never_started(victim: Victim) -> None:
-    assert victim.without_node['vllm:kvstore_misses_total{reason="node away"}'] >= REQUESTS
+    assert victim.without_node['vllm:kvstore_misses_total{reason="node unreachable"}'] >= REQUESTS
     assert victim.without_node["vllm:external_prefix_cache_hits_total"] == 0
     assert victim.told_without_node == 1
     assert victim.through()[AWAY] >= REQUESTS

@@ -35,14 +35,14 @@ from kvstore.wire.peers import (
     Ask,
     GiveBack,
     GivenBack,
-    LendAnswer,
-    LendAsk,
     PeerHello,
     PeerWelcome,
     Pushed,
     PushGrant,
     PushOver,
     PushRevoke,
+    ServeAnswer,
+    ServeAsk,
 )
 from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from tests.unit.engine.harness import Hellos, arrays, keys
@@ -100,7 +100,7 @@ def asks_of_peers() -> list[Ask]:
     space = SpaceId(bytes(32))
     return [
         PeerHello("a", Incarnation(7)),
-        LendAsk(1, "t", space, keys(1, 2, 3)),
+        ServeAsk(1, "t", space, keys(1, 2, 3)),
         GiveBack(1),
         PushGrant(
             grant=2,
@@ -125,7 +125,7 @@ def answers_of_peers() -> list[Answer]:
     its = {"shards": shards, "block_bytes": (8, 8), "checksums": b"c" * 32}
     return [
         PeerWelcome("b", Incarnation(8), b"d"),
-        LendAnswer(1, slots=slots, **its),  # type: ignore[arg-type]
+        ServeAnswer(1, slots=slots, **its),  # type: ignore[arg-type]
         GivenBack(1, b"\1"),
         Pushed(grant=2, epoch=3, first=0, **its),  # type: ignore[arg-type]
         PushOver(2, 3, "it was taken back", is_quiet=True),

@@ -23,7 +23,7 @@ def check_engine(engine: Engine) -> None:
     _check_slots(state)
     _check_blocks(state)
     _check_journal(state)
-    _check_leases(state, files, engine._loans.sessions() | pushes.sessions())
+    _check_leases(state, files, engine._servings.sessions() | pushes.sessions())
     _check_pins(state)
     _check_files(state, files)
     pushes.check()
@@ -256,5 +256,5 @@ def _check_group(slots: Slots, owner: Owner, group: OwnerGroup, session: int) ->
     for rank, size in zip(writers, group.asker.slot_sizes, strict=True):
         its = np.flatnonzero(granted & (slots.writer == rank))
         assert bool((slots.sizes(its) == size).all()), "a credit of another size"
-    lent = slots.writer[granted]
-    assert bool(np.isin(lent, writers).all()), "a credit of a rank that does not write"
+    served = slots.writer[granted]
+    assert bool(np.isin(served, writers).all()), "a credit of a rank that does not write"

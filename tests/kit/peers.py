@@ -1,10 +1,10 @@
-"""Two real nodes that lend to each other, one of them with the index inside.
+"""Two real nodes that serve to each other, one of them with the index inside.
 
     with PeerPair.start(tmp_path, transport="tcp") as pair:
         with RawEngine(pair.b.socket) as there, RawEngine(pair.a.socket) as here:
             there.open(), here.open()
             there.store(keys)
-            reply = pair.borrow(here, keys)
+            reply = pair.fetch(here, keys)
 
 For tests and benchmarks. Certificates are made for them. Whatever happens, both are reaped.
 """
@@ -115,7 +115,7 @@ class PeerPair:
         """Another b, with empty memory and another address, after the one before was ended."""
         self.b = self._start("b", ("--index", self._index))
 
-    def borrow(self, engine: RawEngine, keys: Sequence[bytes]) -> LeaseReply:
+    def fetch(self, engine: RawEngine, keys: Sequence[bytes]) -> LeaseReply:
         """Lease all of these keys, asking again until they have come.
 
         Raises TimeoutError.
@@ -131,13 +131,13 @@ class PeerPair:
             threading.Event().wait(_PAUSE_S)
 
 
-def mover_of(node: NodeProcess) -> psutil.Process:
-    """The mover of the node process that serves now. Raises TimeoutError."""
+def transfer_worker_of(node: NodeProcess) -> psutil.Process:
+    """The transfer worker of the node process that serves now. Raises TimeoutError."""
     deadline_s = time.monotonic() + WAIT_S
     while time.monotonic() < deadline_s:
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             for child in map(psutil.Process, children_of(node.pid)):
-                if "kvstore.peers.mover_process" in child.cmdline():
+                if "kvstore.peers.transfer_worker_process" in child.cmdline():
                     return child
         threading.Event().wait(_PAUSE_S)
     raise TimeoutError("the node has no transfer worker")
@@ -164,7 +164,7 @@ def metrics(node: NodeProcess, *names: str) -> list[float]:
 
 
 def at_rest(node: NodeProcess, *engines: RawEngine) -> None:
-    """Wait until a node holds what these idle engines have, and nothing else: nothing is lent,
+    """Wait until a node holds what these idle engines have, and nothing else: nothing is served,
     leased, being fetched, or in doubt, and nobody else is attached. Raises TimeoutError."""
     deadline_s = time.monotonic() + P3_S
     while found := _held(node, engines):
@@ -194,8 +194,8 @@ def _held(node: NodeProcess, engines: Sequence[RawEngine]) -> str:
 
 
 def machinery(node: NodeProcess) -> list[Counter[str]]:
-    """What the process that serves and its mover have open."""
-    return [open_now(node.pid), open_now(mover_of(node).pid)]
+    """What the process that serves and its transfer worker have open."""
+    return [open_now(node.pid), open_now(transfer_worker_of(node).pid)]
 
 
 @contextlib.contextmanager

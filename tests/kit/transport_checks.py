@@ -4,8 +4,8 @@
     check.bytes_are_equal()            # … one method for each guarantee
 
 A back end of one's own: give `make` a Party that speaks to it, such as those of
-`tests/kit/transport_parties.py`. Does not cover: what windows do (`transport.window`), when a mover
-is killed (`transport.watch`).
+`tests/kit/transport_parties.py`. Does not cover: what windows do (`transport.window`), when a
+transfer worker is killed (`transport.watch`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvstore.errors import TransportError
 from kvstore.ports import End, Pieces
 from kvstore.transport.pieces import make_pieces
-from kvstore.wire import mover as wire
+from kvstore.wire import transfer_worker as wire
 
 ARENA_BYTES: Final = 32 << 20
 LANDING: Final = slice(8 << 20, 20 << 20)

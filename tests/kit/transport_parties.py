@@ -1,5 +1,6 @@
-"""Transports with an arena of their own, for tests: `MoverParty` is a real mover child over a real
-arena, which can be killed and stopped; `LocalParty` is the reference within this process.
+"""Transports with an arena of their own, for tests: `TransferWorkerParty` is a real transfer worker
+child over a real arena, which can be killed and stopped; `LocalParty` is the reference within this
+process.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from numpy.typing import NDArray
 
 from kvstore.arena import Arena
 from kvstore.errors import TransportError
-from kvstore.peers.mover import MoverChild, MoverSettings
+from kvstore.peers.transfer_worker import TransferWorkerChild, TransferWorkerSettings
 from kvstore.ports import End, Landing, Pieces
 from kvstore.transport.loopback import Hub, Loopback
 from kvstore.types import Incarnation
-from kvstore.wire import mover as wire
-from kvstore.wire.mover import Direction
+from kvstore.wire import transfer_worker as wire
+from kvstore.wire.transfer_worker import Direction
 from tests.kit.transport_checks import ARENA_BYTES, LANDING
 
 LIMIT_S: Final = 90.0
@@ -85,8 +86,8 @@ class LocalParty:
         self._transport.close()
 
 
-class MoverParty:
-    """A mover child. Its end of a transfer is what the transport's outcomes came to."""
+class TransferWorkerParty:
+    """A transfer worker child. Its end of a transfer is what the transport's outcomes came to."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class MoverParty:
     ) -> None:
         """Started, and known to its back end."""
         self._arena = Arena(arena_bytes=arena_bytes, incarnation=Incarnation(1))
-        settings = MoverSettings(
+        settings = TransferWorkerSettings(
             backend=backend,
             name=name,
             options=dict(options or {}),
@@ -110,7 +111,9 @@ class MoverParty:
             paced=paced,
             landing=landing if has_landing else (0, 0),
         )
-        self.child = MoverChild(self._arena.arena_fd, self._arena.hold_fd, arena_bytes, settings)
+        self.child = TransferWorkerChild(
+            self._arena.arena_fd, self._arena.hold_fd, arena_bytes, settings
+        )
         self._ends: dict[int, End] = {}
         self._beats = 0
         self._connected: dict[str, str] = {}
@@ -188,7 +191,7 @@ class MoverParty:
                 self._take(message)
             assert done() or not self.child.has_ended, "the transfer worker has ended"
 
-    def _take(self, message: wire.FromMover) -> None:
+    def _take(self, message: wire.FromTransferWorker) -> None:
         match message:
             case wire.Registered():
                 self.registered = message

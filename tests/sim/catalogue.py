@@ -42,7 +42,7 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
     "transfer: error after a partial write": ("copy fails half way", "read stops half way"),
     "transfer: late write after abort": ("late write",),
     "transfer: other bytes than were sent": ("read brings wrong bytes",),
-    "kill -9 of the transfer child": ("mover dies",),
+    "kill -9 of the transfer child": ("transfer worker dies",),
     "network: cut both ways, and healed": ("partition",),
     "network: cut one way": ("partition one way",),
     "network: reset": ("connection lost",),

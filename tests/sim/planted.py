@@ -43,8 +43,8 @@ from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.state import State
 from kvstore.index.feed import Feed, Heard, Hello
-from kvstore.peers import borrower
-from kvstore.peers.borrower import Borrower, _session_of
+from kvstore.peers import fetcher
+from kvstore.peers.fetcher import Fetcher, _session_of
 from kvstore.peers.peer_session import PeerSession, SessionLost
 from kvstore.tiers.file.jobs import ReadJob
 from kvstore.tiers.file.reader import Reader, WantedBlock
@@ -56,7 +56,7 @@ from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.checksum import checksum_of
 from kvstore.wire.messages import Distrust, LeaseRelease
-from kvstore.wire.peers import LendAnswer, checksums_of
+from kvstore.wire.peers import ServeAnswer, checksums_of
 from kvstore.wire.record import BlockPage, Scope, parse_page
 from tests.sim.world import engine, groups
 from tests.sim.world.copies import SimCopies
@@ -94,7 +94,7 @@ def batch_path_without_check() -> contextlib.AbstractContextManager[Any]:
 
 
 def verdict_not_invalidated() -> contextlib.AbstractContextManager[Any]:
-    """A copy that failed its checksum stays, and is lent to the next one."""
+    """A copy that failed its checksum stays, and is served to the next one."""
 
     def broken(self: Stores, connection: Connection, message: Distrust) -> None:
         return
@@ -204,7 +204,8 @@ def stale_sessions_after_same_address_restart() -> contextlib.AbstractContextMan
 
 
 def ghost_endpoint() -> contextlib.AbstractContextManager[Any]:
-    """A rank whose socket ended counts as present: its engine goes on being lent and granted to."""
+    """A rank whose socket ended counts as present: its engine goes on being served and granted
+    to."""
     ended = Sessions.ended
 
     def broken(self: Sessions, id: ConnectionId) -> None:
@@ -258,18 +259,18 @@ def stale_index_answers_believed() -> contextlib.AbstractContextManager[Any]:
     source."""
 
     def broken(
-        self: Borrower,
+        self: Fetcher,
         assembly: Assembly,
         command: Fetch,
         slots: NDArray[np.int64],
-        answer: LendAnswer,
+        answer: ServeAnswer,
     ) -> list[Sequence[bytes] | None]:
         return [
             checksums_of(answer.checksums, block=block, shards=len(answer.shards))
             for block in range(len(slots))
         ]
 
-    return _both(mock.patch.object(Borrower, "_verify", broken), _whatever_stayed())
+    return _both(mock.patch.object(Fetcher, "_verify", broken), _whatever_stayed())
 
 
 def stale_index_keeps_what_was_there_before_a_restart() -> contextlib.AbstractContextManager[Any]:
@@ -286,40 +287,40 @@ def ghost_endpoint_of_a_peer() -> contextlib.AbstractContextManager[Any]:
     """A session stays in use when its node is gone and another incarnation, or another node, is at
     that address."""
     return _both(
-        mock.patch.object(Borrower, "_forget", return_value=None),
-        mock.patch.object(borrower, "_is_lost", lambda opening: _session_of(opening) is None),
+        mock.patch.object(Fetcher, "_forget", return_value=None),
+        mock.patch.object(fetcher, "_is_lost", lambda opening: _session_of(opening) is None),
     )
 
 
-def loan_checked_before_the_read_only() -> contextlib.AbstractContextManager[Any]:
+def serving_checked_before_the_read_only() -> contextlib.AbstractContextManager[Any]:
     """That a block did not stay until it had been read does not count against it."""
     return _whatever_stayed()
 
 
 def _whatever_stayed() -> contextlib.AbstractContextManager[Any]:
-    judge = Borrower._judge
+    judge = Fetcher._judge
 
     def broken(
-        self: Borrower, command: Fetch, stayed: NDArray[np.bool_], *others: Any, shards: int
+        self: Fetcher, command: Fetch, stayed: NDArray[np.bool_], *others: Any, shards: int
     ) -> tuple[bytes, bytes]:
         return judge(self, command, np.ones_like(stayed), *others, shards=shards)
 
-    return mock.patch.object(Borrower, "_judge", broken)
+    return mock.patch.object(Fetcher, "_judge", broken)
 
 
 def fetched_slots_freed_by_a_timer() -> contextlib.AbstractContextManager[Any]:
-    """A fetch that takes long is given up: the mover writes to its slots later."""
-    borrow = Borrower._borrow
+    """A fetch that takes long is given up: the transfer worker writes to its slots later."""
+    fetch = Fetcher._fetch_from
 
-    async def broken(self: Borrower, session: PeerSession, command: Fetch, count: int) -> Fetched:
+    async def broken(self: Fetcher, session: PeerSession, command: Fetch, count: int) -> Fetched:
         try:
             return await asyncio.wait_for(
-                asyncio.shield(borrow(self, session, command, count)), 0.05
+                asyncio.shield(fetch(self, session, command, count)), 0.05
             )
         except TimeoutError:
             raise SessionLost("it takes too long") from None
 
-    return mock.patch.object(Borrower, "_borrow", broken)
+    return mock.patch.object(Fetcher, "_fetch_from", broken)
 
 
 # ── of engines with several KV cache groups, and of what several ranks share ─────────────────────
@@ -465,7 +466,7 @@ CLUSTERED: Sequence[Planted] = (
     stale_index_answers_believed,
     stale_index_keeps_what_was_there_before_a_restart,
     ghost_endpoint_of_a_peer,
-    loan_checked_before_the_read_only,
+    serving_checked_before_the_read_only,
     fetched_slots_freed_by_a_timer,
 )
 """Forms of the twelve between nodes."""

@@ -184,10 +184,10 @@ PUSHED: Sequence[Planted] = (
 CALM: Sequence[Planted] = (abort_not_told, block_of_the_wrong_group, half_a_chunk)
 """Faults would excuse these, or hide them."""
 FAULTS: dict[Planted, tuple[str, ...]] = {
-    epoch_ignored: ("mover dies",),
+    epoch_ignored: ("transfer worker dies",),
     room_is_made_before_what_is_written_is_pinned: ("node lies",),
     sealed_before_it_is_verified: ("read brings wrong bytes",),
     last_word_of_another_session: ("node lies",),
-    last_word_of_an_older_epoch: ("feed says it twice", "mover dies"),
+    last_word_of_an_older_epoch: ("feed says it twice", "transfer worker dies"),
 }
 """Faults that it takes, where few seeds have them."""

@@ -29,7 +29,7 @@ SOONER = {
     planted.stale_index_keeps_what_was_there_before_a_restart: 16,
     planted.ghost_endpoint_of_a_peer: 4,
     planted.identity_put_aside_too_early: 78,
-    planted.loan_checked_before_the_read_only: 140,
+    planted.serving_checked_before_the_read_only: 140,
     planted.fetched_slots_freed_by_a_timer: 4,
     planted_pushes.late_write_into_an_extent_used_again: 4,
     planted_pushes.epoch_ignored: 44,

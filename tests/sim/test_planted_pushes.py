@@ -18,7 +18,7 @@ from tests.unit.peers.two_nodes import Two
 
 NOTICED_BY: dict[Planted, Callable[[], None]] = {
     pushes.late_write_into_an_extent_used_again: (
-        engines.test_extents_of_a_failed_write_come_back_with_another_mover_only
+        engines.test_extents_of_a_failed_write_come_back_with_another_transfer_worker_only
     ),
     pushes.epoch_ignored: engines.test_words_of_another_epoch_are_dropped,
     pushes.sealed_before_it_is_verified: nodes.test_a_flipped_bit_on_the_way_is_a_miss,

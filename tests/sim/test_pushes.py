@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.amounts import IS_NIGHTLY, amount, covered
-from tests.sim.world.mover import LINGERS, STOPS_HALF_WAY
 from tests.sim.world.peers import STRAY
 from tests.sim.world.play import World
+from tests.sim.world.transfer_worker import LINGERS, STOPS_HALF_WAY
 
 PUSHES = amount(300, nightly=10_000)
 STEPS = 1000
@@ -22,7 +22,15 @@ SEEDS = range(20_004, 40_000, 8)
 """Worlds with landing memory."""
 FOUND = (20_100,)
 """A look at a shared directory that was held up was followed by none for ten times as long."""
-HAPPEN = (LINGERS, STOPS_HALF_WAY, STRAY, "mover dies", "node killed", "warm kill", "partition")
+HAPPEN = (
+    LINGERS,
+    STOPS_HALF_WAY,
+    STRAY,
+    "transfer worker dies",
+    "node killed",
+    "warm kill",
+    "partition",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """However slow the disk is or becomes, waits for it cost at most 5 % of computing, over a run.
 
-But for what is lent to the first one that meets a disk which is slower than was learned, half of
+But for what is served to the first one that meets a disk which is slower than was learned, half of
 what it saves; and no request takes more than twice as long as computing it.
 """
 
@@ -65,8 +65,8 @@ def check(seed: int) -> tuple[int, int]:
     stories = [told for phase in story(seed) for told in phase]
     computing = sum(told.computing_ns for told in stories)
     lost = sum(max(0, told.took_ns - told.computing_ns) for told in stories)
-    lent = max(told.computing_ns for told in stories) / ADVANCE_SHARE
-    assert lost <= (ALLOWED - 1) * computing + lent, (seed, lost / computing)
+    served = max(told.computing_ns for told in stories) / ADVANCE_SHARE
+    assert lost <= (ALLOWED - 1) * computing + served, (seed, lost / computing)
     assert max(told.ratio for told in stories) <= WORST, seed
     loaded = sum(told.loaded_blocks > 0 for told in stories)
     return loaded, len(slower_than_computing(stories))

@@ -40,7 +40,7 @@ RETIRED = {
     "vouch": r"vouch(?:es|ed)?",
 }
 """Word → pattern; `kvstore/docs/glossary.md` has the word that is used instead."""
-NAMES = {"lend", "loan", "words", "mover", "holder", "exact"}
+NAMES = {"words", "holder", "exact"}
 """Allowed in docstrings: classes, fields and JSON have these names, and memory has words."""
 
 
@@ -51,7 +51,7 @@ def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
 _RETIRED = _any_of(RETIRED.values())
 _RETIRED_IN_DOCSTRINGS = _any_of(RETIRED[word] for word in RETIRED.keys() - NAMES)
 FOLDERS = sorted({file.parent for file in python_files() if file.parts[0] in PRODUCT})
-NAMES_OF_SCRIPTS = {"node away", "exact: no other node holds the first block"}
+NAMES_OF_SCRIPTS = {"exact: no other node holds the first block"}
 """Shown with a value of JSON that stays."""
 _SUBJECT = re.compile(
     r"(?:^|[.!?:;] )\W*((?:Who|Whoever|What(?! we gave up)|Whatever|Of|It|That)\b[^.]{0,40})"

@@ -74,7 +74,7 @@ ABOUT_POLICY_FAIL: Final = (
 class Stock:
     """The node of one test, and the engine that fills it.
 
-    Not one node for all: slots lent to a process that lives on, as this one does, stay set aside.
+    Not one node for all: slots served to a process that lives on, as this one does, stay set aside.
     """
 
     def __init__(self, stack: ExitStack) -> None:

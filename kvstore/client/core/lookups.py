@@ -399,7 +399,7 @@ class EngineLookups:
             patience_ns = self._costs.answer_ns(wanted_tokens)
             if attachment.is_coming(now_ns, patience_ns):
                 return PENDING
-            return self._miss(request, "node away")
+            return self._miss(request, "node unreachable")
         if wanted_tokens < max(self._config.min_load_tokens, 1):
             return self._miss(request, "cost gate" if wanted_tokens > 0 else "no full block")
         request.is_probe = not self._costs.loads_pay

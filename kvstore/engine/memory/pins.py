@@ -229,7 +229,7 @@ class Pins:
             its = words if count == len(words) else words[writers == writer]
             weights = slots.weigh(its)
             _add(slots.quotas.pinned, weights, sign)
-            # Below 0 are writers of the node itself, and nodes that borrow.
+            # Below 0 are writers of the node itself, and nodes that fetch.
             if writer > 0 and writer in self._of:
                 self.processes.count(writer, weights, sign)
                 for each in self._of[writer].line():

@@ -34,7 +34,7 @@ what came, as for many requests that share a prefix."""
 
 
 Name = tuple[int, int]
-"""Session and lease; sessions of loans are below 0."""
+"""Session and lease; sessions of servings are below 0."""
 Look = Callable[[], Keys]
 """Takes the blocks that arrived; returns the keys still waited for, none when the wait is over."""
 
@@ -70,7 +70,7 @@ class _Watch(NamedTuple):
 
 
 class Arrivals:
-    """Leases and loans that wait for blocks, and the sources that bring them."""
+    """Leases and servings that wait for blocks, and the sources that bring them."""
 
     def __init__(self, state: State) -> None:
         self._state = state

@@ -10,7 +10,7 @@ arrival.
 
 Covers: which node to ask, and whether a fetch pays: a peer's measured pace against the compute time
 of the space. Does not cover: the index, the serving node, bytes and checksums (`kvstore.peers`),
-leases that wait (`arrivals`), blocks served by this node (`loans`).
+leases that wait (`arrivals`), blocks served by this node (`servings`).
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Fetches:
         if is_full or self._exceeds_share(asker.engine, len(keys)):
             return self._unasked(keys, Reason.TOO_MANY_QUESTIONS)
         if state.now_ns < self._ask_from_ns:
-            return self._unasked(keys, Reason.INDEX_AWAY)
+            return self._unasked(keys, Reason.INDEX_UNREACHABLE)
         if len(set(each(keys))) != len(keys):
             return Wanted()  # a chain names no key twice: who does is not served with more work
         number = next(self._numbers)
@@ -234,7 +234,7 @@ class Fetches:
         asker, keys = question.asker, question.keys
         self._expect_no_more(event.locate, asker, keys)
         self._judge_index(is_known=event.is_known)
-        sought = Reason.NOBODY_HAS_IT if event.is_known else Reason.INDEX_AWAY
+        sought = Reason.NOBODY_HAS_IT if event.is_known else Reason.INDEX_UNREACHABLE
         state.trail.searches.judged(event.locate, sought)
         chosen = self._choose(asker, event.candidates, event.locate) if event.is_known else None
         if event.is_known and chosen is None:

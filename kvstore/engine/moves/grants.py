@@ -28,7 +28,7 @@ from kvstore.engine.events import (
     LandingUp,
     Pushed,
     PushOver,
-    RecycleMover,
+    RecycleTransferWorker,
     RevokePush,
     Staged,
 )
@@ -304,7 +304,7 @@ class Grants:
         if self._limbo_ns and state.now_ns >= self._limbo_ns + LIMBO_NS:
             self._limbo_ns = state.now_ns
             why = "a peer may write to the landing memory, and nobody knows until when"
-            state.say(RecycleMover(why, state.cause))
+            state.say(RecycleTransferWorker(why, state.cause))
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """Blocks of these are cleared: none of them comes back."""

@@ -36,7 +36,7 @@ from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.files import Files
-from kvstore.engine.moves.loans import Loans
+from kvstore.engine.moves.servings import Servings
 from kvstore.engine.moves.transfers import Transfers
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.runs import Run, run_of
@@ -45,7 +45,7 @@ from kvstore.engine.witness import PushReport, PushTimes
 from kvstore.types import Shard, SpaceId
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
-from kvstore.wire.mover import REASON_CHARS_MAX
+from kvstore.wire.transfer_worker import REASON_CHARS_MAX
 
 WRITE_BYTES: Final = 8 * MIB
 """Size of one write: the other node verifies it while the next one moves."""
@@ -58,7 +58,7 @@ NEWS_NS: Final = 2 * NS_PER_S
 LOOK_NS: Final = NEWS_NS // 4
 """Between two looks whether it does."""
 LEASE: Final = 1 << 63
-"""Leases of writes are numbered from here on; a loan's number is below it."""
+"""Leases of writes are numbered from here on; a serving's number is below it."""
 
 
 class _Ask(msgspec.Struct, eq=False):
@@ -101,7 +101,7 @@ class _Ask(msgspec.Struct, eq=False):
 
     @property
     def name(self) -> Name:
-        """For arrivals, apart from loans."""
+        """For arrivals, apart from servings."""
         return -self.peer, LEASE + self.grant
 
     @property
@@ -129,11 +129,11 @@ class Pushes:
         state: State,
         files: Files,
         arrivals: Arrivals,
-        loans: Loans,
+        servings: Servings,
         transfers: Transfers,
         numbers: Iterator[int],
     ) -> None:
-        self._state, self._files, self._arrivals, self._loans = state, files, arrivals, loans
+        self._state, self._files, self._arrivals, self._servings = state, files, arrivals, servings
         self._transfers, self._numbers = transfers, numbers
         self._asks: dict[tuple[int, int], _Ask] = {}
         self._groups = Groups[int | tuple[str, str], _Ask]()
@@ -177,7 +177,7 @@ class Pushes:
         if ask.reason is not None or not len(rest):
             return nothing  # all of it is on its way: nothing is waited for
         self._budget -= len(rest)
-        found = self._loans.best(ask.address, rest)
+        found = self._servings.best(ask.address, rest)
         why = self._impatience(ask, is_here=found is not None)
         if found is not None and why is None:
             asker, rows = found

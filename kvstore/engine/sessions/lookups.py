@@ -57,7 +57,7 @@ class Lookups:
         state, session = self._state, connection.owner.open_session
         state.counters.lease_asks += 1
         if not session:
-            self._lend_nothing(connection, ask)
+            self._serve_nothing(connection, ask)
             return ""
         if ask.group >= len(connection.owner.groups):
             return "a LeaseAsk of a KV cache group that its engine does not have"
@@ -149,12 +149,12 @@ class Lookups:
     def _refuse(self, connection: Connection, ask: LeaseAsk, asker: Asker) -> str:
         """Lease no block of this space; explain says why."""
         state, keys = self._state, keys_array(ask.keys)
-        self._lend_nothing(connection, ask)
+        self._serve_nothing(connection, ask)
         if len(keys):
             state.trail.switched_off(connection, ask.lease, asker, len(keys), state.now_ns)
         return ""
 
-    def _lend_nothing(self, connection: Connection, ask: LeaseAsk) -> None:
+    def _serve_nothing(self, connection: Connection, ask: LeaseAsk) -> None:
         ttl_ms = self._state.config.lease_ttl_ms
         nothing = LeaseReply(lease=ask.lease, ttl_ms=ttl_ms, slots=b"", generations=b"")
         self._state.send(connection, nothing)

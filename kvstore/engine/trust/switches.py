@@ -54,7 +54,7 @@ class Switches:
             return
         finding = state.trail.finding(owner.key, message.session, message.lease)
         if finding is None:
-            return  # so long ago that nobody knows what it was lent
+            return  # so long ago that nobody knows what it was served
         blocks = np.unique(slots_array(message.diverged)).astype(np.int64)
         origins = finding.leased()[0]
         blocks = blocks[blocks < len(origins)]

@@ -48,7 +48,7 @@ class Reason(enum.IntEnum):
     RESET = 38
 
     # The engine decided: see `reason_of`.
-    NODE_AWAY = 50
+    NODE_UNREACHABLE = 50
     BREAKER_OPEN = 51
     COST_GATE = 52
     NO_FULL_BLOCK = 53
@@ -66,7 +66,7 @@ class Reason(enum.IntEnum):
 
     # What became of asking other nodes.
     NO_ANSWER_YET = 80
-    INDEX_AWAY = 81
+    INDEX_UNREACHABLE = 81
     TOO_MANY_QUESTIONS = 82
     NOBODY_HAS_IT = 83
     HERE_BY_NOW = 84
@@ -87,7 +87,7 @@ _CLASSES: Final = {
     "too-late": "NOT_READ PROMOTION_DEADLINE TOO_LATE DEADLINE NO_ANSWER_YET ON_ITS_WAY NOT_PUSHED",
     "too-dear": "PROMOTION_COST COST_GATE FETCH_COST",
     "no-room": "PINNED_SHARE_USED_UP TOO_MANY_QUESTIONS NO_ROOM",
-    "unreachable": "NODE_AWAY BREAKER_OPEN INDEX_AWAY NODE_AVOIDED FETCH_FAILED",
+    "unreachable": "NODE_UNREACHABLE BREAKER_OPEN INDEX_UNREACHABLE NODE_AVOIDED FETCH_FAILED",
     "switched-off": "DIVERGED SWITCHED_OFF SHADOW_CHECK IMAGES_OFF",
 }
 OTHER_CLASS: Final = "other"
@@ -100,7 +100,7 @@ CLASSES: Final = dict.fromkeys(Reason, OTHER_CLASS) | {
 _OF_ENGINES: Final = {
     reason.name.lower().replace("_", " "): reason
     for reason in Reason
-    if Reason.NODE_AWAY <= reason < Reason.NO_ANSWER_YET
+    if Reason.NODE_UNREACHABLE <= reason < Reason.NO_ANSWER_YET
     or reason in (Reason.PINNED_SHARE_USED_UP, Reason.PROMOTION_DEADLINE)
 } | {"": Reason.NONE}
 

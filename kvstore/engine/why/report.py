@@ -253,7 +253,7 @@ def load(state: State, ledger: Ledger) -> Load:
         waited_ms=total.waited_ns // NS_PER_MS,
         stored_bytes=counters.stored_bytes,
         leased_bytes=counters.leased_bytes,
-        lent_bytes=counters.lent_bytes,
+        served_bytes=counters.served_bytes,
         leases=len(state.leases),
         engines=sum(bool(owner.open_session) for owner in state.owners.values()),
         slots_quarantined=int(slots.counts[SlotState.QUARANTINED]),

@@ -37,7 +37,7 @@ class Search(msgspec.Struct):
     missing: int = 0
     """Known blocks that were not here when the index answered."""
     fetched: int = 0
-    not_lent: int = 0
+    not_served: int = 0
     not_kept: int = 0
     damaged: int = 0
     is_void: bool = False
@@ -133,7 +133,7 @@ class Searches:
             return 0
         self._by_number[event.job] = search, [int(places[0])]
         search.fetched += good
-        search.not_lent += event.not_lent
+        search.not_served += event.not_served
         search.not_kept += event.not_kept
         search.damaged += event.damaged
         search.trouble = event.trouble or search.trouble

@@ -72,11 +72,11 @@ class IndexCalls:
         """Counts news of the members."""
         self.listed: tuple[Listed, ...] = ()
         self.addresses: dict[str, str] = {}
-        """Node → where other nodes and routers reach it; one without neither lends nor fetches."""
+        """Node → where other nodes and routers reach it; one without neither serves nor fetches."""
 
     @property
     def peers(self) -> frozenset[str]:
-        """Nodes that lend blocks and fetch them."""
+        """Nodes that serve blocks and fetch them."""
         return frozenset(self.addresses)
 
     async def match(self, tenant: str, space: bytes, keys: bytes) -> Answer | None:

@@ -2,10 +2,11 @@
 
     stage          who is stopped, so that it lasts     how it is seen
     locating       the index                            asked of the index, no slots taken
-    asking         the other node's process             slots taken, nothing lent
-    moving         the other mover, half-way            lent, and some of the bytes are here
+    asking         the other node's process             slots taken, nothing served
+    moving         the other transfer worker, half-way            served, and some of the bytes are
+    here
     giving back    the other node's process, after its  moved, and not taken into the cache
-                   mover has moved all
+                   transfer worker has moved all
 
 Each is seen, not timed: counters of the node that fetches, bytes in its arena, and its engine,
 which is promised all blocks and has none. A hold ends by itself when the node that fetches waits no
@@ -42,20 +43,27 @@ from kvstore.wire.messages import LeaseRenew, LeaseReply
 from tests.integration.cluster.kit import CONVERGES_S, matches
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import open_now
-from tests.kit.peers import P3_S, PeerPair, at_rest, machinery, metrics, mover_of
+from tests.kit.peers import P3_S, PeerPair, at_rest, machinery, metrics, transfer_worker_of
 
 BLOCKS: Final = 256
 """16 MiB: one fetch."""
 DRAM: Final = "128MiB"
 SLICE_S: Final = 200e-6
-"""How long a mover is let go that is to be stopped while it moves."""
+"""How long a transfer worker is let go that is to be stopped while it moves."""
 ANSWER_S: Final = 2.5
 """Promise P2: recompute is decided on within 250 ms; a busy machine is given ten times that."""
 ENDS_S: Final = 60.0
 UNKNOWN: Final = make_keys(8, seed="nobody has them")
 STAGE_S: Final = 5.0
 """Longer than any hold lasts."""
-VICTIMS: Final = ("mover here", "mover there", "node here", "node there", "engine", "index")
+VICTIMS: Final = (
+    "transfer worker here",
+    "transfer worker there",
+    "node here",
+    "node there",
+    "engine",
+    "index",
+)
 
 
 class Progress(NamedTuple):
@@ -65,7 +73,7 @@ class Progress(NamedTuple):
     """Questions to the index."""
     granted: float
     """Slots that may be written, by engines and by fetches."""
-    lent: float
+    served: float
     moved: float
 
 
@@ -274,10 +282,10 @@ class Scene:
     def process(self, name: str) -> psutil.Process:
         """One of VICTIMS."""
         match name:
-            case "mover here":
-                return mover_of(self.pair.a)
-            case "mover there":
-                return mover_of(self.pair.b)
+            case "transfer worker here":
+                return transfer_worker_of(self.pair.a)
+            case "transfer worker there":
+                return transfer_worker_of(self.pair.b)
             case "node here":
                 return psutil.Process(self.pair.a.pid)
             case "node there":
@@ -318,9 +326,9 @@ class Scene:
 
     def mend(self, name: str) -> None:
         """What was killed and is started by nobody is there again, so are engines that lost their
-        node, and movers are that move."""
+        node, and transfer workers are that move."""
         match name:
-            case "mover here" | "mover there":
+            case "transfer worker here" | "transfer worker there":
                 self.heal(self.stored(next(self._seeds)))
             case "index":
                 address = self.index.address
@@ -381,33 +389,33 @@ class Scene:
                 self.stop("node there")
                 request.ask()
                 there = comes(lambda now: now.granted == before.granted + BLOCKS)
-                there &= self.progress().lent == before.lent
+                there &= self.progress().served == before.served
             case "moving":
-                self.stop("mover there")
+                self.stop("transfer worker there")
                 request.ask()
-                there = comes(lambda now: now.lent > before.lent)
+                there = comes(lambda now: now.served > before.served)
                 arrived, deadline_s = self.arrivals(keys), time.monotonic() + STAGE_S
-                sender = self.stopped["mover there"].pid
+                sender = self.stopped["transfer worker there"].pid
                 with contextlib.suppress(ProcessLookupError):  # stopped for too long, it was killed
                     while not arrived() and time.monotonic() < deadline_s:
                         _let_go_for_a_moment(sender)
                 there &= 0 < arrived() < BLOCKS
             case _:
-                self.stop("mover there")
+                self.stop("transfer worker there")
                 request.ask()
-                there = comes(lambda now: now.lent > before.lent)
+                there = comes(lambda now: now.served > before.served)
                 self.stop("node there")
-                self.go("mover there")
+                self.go("transfer worker there")
                 there &= comes(lambda now: now.moved > before.moved)
         return there and request.coming() == BLOCKS
 
     # ── as it was ────────────────────────────────────────────────────────────────────────────────
 
     def heal(self, keys: Sequence[bytes]) -> None:
-        """Nodes lend to each other again: these blocks come, and are right."""
+        """Nodes serve to each other again: these blocks come, and are right."""
         asker = self._engines["asker"]
         asker.timeout_s = ENDS_S
-        reply = self.pair.borrow(asker, keys)
+        reply = self.pair.fetch(asker, keys)
         assert asker.is_right(reply, keys)
         asker.release(reply)
 

@@ -2,7 +2,8 @@
 
     stage                  who is stopped, so that it lasts    how it is seen
     before the grant       nobody: nothing is expected yet
-    mid push               the mover of the decode node        bytes wait in its sockets, or it
+    mid push               the transfer worker of the decode node        bytes wait in its sockets,
+    or it
                                                                was killed for its silence
     after the last chunk   the process of the decode node      the other node has said all
     after the seal         nobody                              the lease has all blocks
@@ -30,7 +31,7 @@ from kvstore.wire.messages import LeaseRelease, LeaseReply, Message, encode
 from kvstore.wire.pushes import PushClose, PushExpect, PushOpen
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import descriptors
-from tests.kit.peers import PeerPair, attached, metrics, mover_of
+from tests.kit.peers import PeerPair, attached, metrics, transfer_worker_of
 
 STAGES: Final = ("before the grant", "mid push", "after the last chunk", "after the seal")
 BLOCKS: Final = 64
@@ -186,7 +187,7 @@ class Push:
         """Bring it to one of the later stages."""
         pushed = self._pushed()
         if stage == "mid push":
-            self._stop(mover_of(self._pair.a))
+            self._stop(transfer_worker_of(self._pair.a))
         elif stage == "after the last chunk":
             self._stop(psutil.Process(self._pair.a.pid))
         self._prefill.store(self.keys[HALF:])
@@ -243,7 +244,8 @@ class Push:
 
 def unread_bytes(process: psutil.Process) -> int | None:
     """Bytes that have arrived at a process, and that it has not read from its TCP sockets. None: it
-    is gone: a mover is killed after 5 s of silence, and on a busy machine bytes may come later."""
+    is gone: a transfer worker is killed after 5 s of silence, and on a busy machine bytes may come
+    later."""
     pid, found = process.pid, 0
     try:
         its = {name[8:-1] for name in descriptors(pid) if name.startswith("socket:")}
@@ -275,11 +277,11 @@ def heals(pair: PeerPair) -> bool:
     """Whether a push comes to go well, with transfer workers that stay: one that writes to a dead
     peer is killed at the write's deadline, when others may have been written long since."""
     while True:
-        restarts = _mover_restarts(pair)
+        restarts = _transfer_worker_restarts(pair)
         if not _is_pushed_whole(pair):
             return False
         at_baseline(pair)
-        if _mover_restarts(pair) == restarts:
+        if _transfer_worker_restarts(pair) == restarts:
             return True
 
 
@@ -296,10 +298,10 @@ def _is_pushed_whole(pair: PeerPair) -> bool:
         return eventually(is_whole, timeout_s=ENDS_S)
 
 
-def _mover_restarts(pair: PeerPair) -> list[tuple[float, ...]]:
+def _transfer_worker_restarts(pair: PeerPair) -> list[tuple[float, ...]]:
     """Of both nodes, each with the process that counts them."""
     found: list[tuple[float, ...]] = []
     for name, node in (("a", pair.a), ("b", pair.b)):
         with pair.inside(name):
-            found.append((node.pid, *metrics(node, "kvstore_mover_restarts_total")))
+            found.append((node.pid, *metrics(node, "kvstore_transfer_worker_restarts_total")))
     return found

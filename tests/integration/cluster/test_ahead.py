@@ -46,7 +46,7 @@ FLOOD = 2 * KEYS_PER_S // KEYS_PER_DATAGRAM_MAX
 
 @dataclass
 class Two:
-    """Node n1 with an index and a disk, and n2; both lend and are prepared."""
+    """Node n1 with an index and a disk, and n2; both serve and are prepared."""
 
     site: Site
     n1: NodeProcess
@@ -165,7 +165,7 @@ def test_only_clients_prepare(two: Two, role: Role, name: str) -> None:
     assert metric(two.n1, "kvstore_prepares_refused_total") == before + 1
 
 
-def test_a_router_is_lent_nothing(two: Two) -> None:
+def test_a_router_is_served_nothing(two: Two) -> None:
     with two.channel() as channel:
         words = iter([PeerHello("router", Incarnation(7))])
         code, _ = status(lambda: next(session(channel, words, timeout_s=ASK_S)))

@@ -1,4 +1,4 @@
-"""What a node kept over a crash of its process is lent to others before any engine attaches."""
+"""What a node kept over a crash of its process is served to others before any engine attaches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kit.peers import PeerPair
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_a_restarted_node_lends_what_it_kept_before_any_engine_attaches(tmp_path: Path) -> None:
+def test_a_restarted_node_serves_what_it_kept_before_any_engine_attaches(tmp_path: Path) -> None:
     keys = make_keys(8)
     with PeerPair.start(tmp_path, transport="tcp", dram="8MiB") as pair:
         with RawEngine(pair.b.socket) as there:
@@ -22,5 +22,5 @@ def test_a_restarted_node_lends_what_it_kept_before_any_engine_attaches(tmp_path
         pair.b.crash()
         with RawEngine(pair.a.socket) as here:
             here.open()
-            assert here.read(pair.borrow(here, keys)) == [here.contents(key) for key in keys]
+            assert here.read(pair.fetch(here, keys)) == [here.contents(key) for key in keys]
         assert "8 blocks (512 KiB) were kept in memory" in pair.b.log

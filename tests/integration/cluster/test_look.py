@@ -115,7 +115,7 @@ def test_nodes_of_the_index_need_no_node_here(system: System) -> None:
 
 def test_explain_names_the_node_and_how_long_it_took(system: System) -> None:
     here, a = system.here, system.pair.a
-    reply = system.pair.borrow(here, KEYS[:STORED])
+    reply = system.pair.fetch(here, KEYS[:STORED])
     here.release(reply)
     missing = make_keys(2, seed="nobody stored these")
     other = here.lease(missing)
@@ -155,7 +155,7 @@ def test_explain_names_the_node_and_how_long_it_took(system: System) -> None:
 def test_transfers_say_how_long_a_fetch_and_its_parts_took(system: System) -> None:
     keys = make_keys(STORED, seed="timed")
     system.there.store(keys)
-    system.here.release(system.pair.borrow(system.here, keys))
+    system.here.release(system.pair.fetch(system.here, keys))
     where = ("inspect", "transfers", "--socket", str(system.pair.a.socket))
     rows = {row["kind"]: row for row in asked(*where)["transfers"]}
     assert rows.keys() == {"ask", "move", "verify", "fetch"}
@@ -169,7 +169,7 @@ def test_transfers_say_how_long_a_fetch_and_its_parts_took(system: System) -> No
     header = next(line.split() for line in shown.stdout.splitlines() if "p50" in line)
     assert {"p50", "p95", "p99"} <= {word.split("_")[0] for word in header}
     there = asked("inspect", "transfers", "--socket", str(system.pair.b.socket))
-    assert there["transfers"] == [], "it only lent"
+    assert there["transfers"] == [], "it only served"
 
 
 def test_top_shows_all_nodes_what_they_do(system: System) -> None:

@@ -19,7 +19,7 @@ from kvstore.wire.messages import LeaseReply
 from tests.integration.cluster.held import ANSWER_S, BLOCKS, ENDS_S
 from tests.integration.node.conftest import eventually
 from tests.kit.lan import Lan
-from tests.kit.peers import PeerPair, at_rest, attached, metric, metrics, mover_of
+from tests.kit.peers import PeerPair, at_rest, attached, metric, metrics, transfer_worker_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -64,15 +64,15 @@ class Cable:
 
     def cut_at(self, stage: str, asker: RawEngine, keys: Sequence[bytes]) -> LeaseReply:
         """Ask for these, and cut the cable when their fetch is at this stage."""
-        lent = LENT.format(self.pair.transport)
-        slots, loans = self.here(GRANTED, lent)
+        served = LENT.format(self.pair.transport)
+        slots, servings = self.here(GRANTED, served)
         is_moving = stage == "moving"
-        held = mover_of(self.pair.b) if is_moving else psutil.Process(self.pair.b.pid)
+        held = transfer_worker_of(self.pair.b) if is_moving else psutil.Process(self.pair.b.pid)
         held.suspend()
         try:
             asker.timeout_s = ANSWER_S
             reply = asker.ask(keys)
-            assert self.becomes({GRANTED: slots + len(keys), lent: loans + is_moving})
+            assert self.becomes({GRANTED: slots + len(keys), served: servings + is_moving})
             self.lan.cut("b")
         finally:
             held.resume()
@@ -112,7 +112,7 @@ def test_a_black_hole_costs_misses_and_heals(
                 lan.heal("b")
                 assert cable.becomes({BELIEVED: 2})
                 for wanted in (keys, more):
-                    whole = pair.borrow(asker, wanted)
+                    whole = pair.fetch(asker, wanted)
                     assert asker.is_right(whole, wanted)
                     asker.release(whole)
                 # The next stage counts from here: both nodes have told of both prompts.

@@ -1,4 +1,5 @@
-"""Who is lent blocks: a node of this cluster, by its own certificate, and nobody else (T8, T9)."""
+"""Who is served blocks: a node of this cluster, by its own certificate, and nobody else (T8,
+T9)."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.transport.tcp_ends import ANSWER, HEADER, REQUEST, Address
 from kvstore.types import PAGE_BYTES, Incarnation
-from kvstore.wire.mover import decode_descriptor
-from kvstore.wire.peers import Ask, LendAnswer, LendAsk, PeerHello, PeerWelcome
+from kvstore.wire.peers import Ask, PeerHello, PeerWelcome, ServeAnswer, ServeAsk
+from kvstore.wire.transfer_worker import decode_descriptor
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, SPACE, TENANT, Site, member
 from tests.integration.node.conftest import eventually
 from tests.kit.peers import metric, session
@@ -59,28 +60,28 @@ class Door:
         )
 
     def knock(self, credentials: grpc.ChannelCredentials | None, name: str) -> grpc.StatusCode:
-        """Ask for KEYS as node `name`: OK when they are lent."""
+        """Ask for KEYS as node `name`: OK when they are served."""
         made = (
             grpc.secure_channel(self.address, credentials, options=self.options())
             if credentials
             else grpc.insecure_channel(self.address, options=self.options())
         )
-        lend = LendAsk(1, TENANT, SPACE, b"".join(KEYS))
+        serve = ServeAsk(1, TENANT, SPACE, b"".join(KEYS))
         heard = threading.Event()
 
         def words() -> Iterator[Ask]:
             yield PeerHello(name, Incarnation(7))
-            yield lend
+            yield serve
             heard.wait(ASK_S)  # whoever ends his words hangs up
 
         with made as open_channel:
             try:
                 answers = session(open_channel, words(), timeout_s=ASK_S)
-                welcome, lent = next(answers), next(answers)
+                welcome, served = next(answers), next(answers)
                 assert isinstance(welcome, PeerWelcome)
                 assert welcome.node == "n1"
-                assert isinstance(lent, LendAnswer)
-                assert lent.slots
+                assert isinstance(served, ServeAnswer)
+                assert served.slots
             except grpc.RpcError as error:
                 code: grpc.StatusCode = error.code()
                 return code
@@ -89,7 +90,8 @@ class Door:
         return grpc.StatusCode.OK
 
     def descriptor(self) -> bytes:
-        """Of its mover, as it tells peers; empty while there is none, or nobody has time."""
+        """Of its transfer worker, as it tells peers; empty while there is none, or nobody has
+        time."""
         files = load(self.site.lab.files("node", "n2")).channel_credentials()
         descriptor = b""
         with (
@@ -131,15 +133,15 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
         node.stop()
 
 
-def lent(door: Door) -> float:
-    return metric(door.node, "kvstore_loaned_blocks_total")
+def served(door: Door) -> float:
+    return metric(door.node, "kvstore_served_blocks_total")
 
 
-def test_a_node_of_the_cluster_is_lent_blocks(door: Door) -> None:
-    before = lent(door)
+def test_a_node_of_the_cluster_is_served_blocks(door: Door) -> None:
+    before = served(door)
     files = door.site.lab.files("node", "n2")
     assert door.knock(door.credentials(files), "n2") is grpc.StatusCode.OK
-    assert lent(door) == before + len(KEYS)
+    assert served(door) == before + len(KEYS)
 
 
 @pytest.fixture
@@ -158,17 +160,17 @@ def old(door: Door) -> TlsFiles:
 def test_without_a_certificate_or_with_a_wrong_one_nobody_is(
     door: Door, foreign: TlsFiles, old: TlsFiles
 ) -> None:
-    before = lent(door)
+    before = served(door)
     ca_only = grpc.ssl_channel_credentials(door.site.files.ca.read_bytes())
     for credentials in (None, ca_only, door.credentials(foreign), door.credentials(old)):
         assert door.knock(credentials, "n2") is grpc.StatusCode.UNAVAILABLE
-    assert lent(door) == before
+    assert served(door) == before
     assert "Handshake failed" not in door.node.log, "anybody could fill the log"
 
 
 @pytest.mark.parametrize("name", ["n1", "n3", "router"])
-def test_nobody_is_lent_blocks_in_the_name_of_another(door: Door, name: str) -> None:
-    before = lent(door)
+def test_nobody_is_served_blocks_in_the_name_of_another(door: Door, name: str) -> None:
+    before = served(door)
     for files in (door.site.files, door.site.lab.files("node", "n2")):
         codes: list[grpc.StatusCode] = []
 
@@ -178,14 +180,14 @@ def test_nobody_is_lent_blocks_in_the_name_of_another(door: Door, name: str) -> 
 
         assert eventually(is_answered, timeout_s=ASK_S), "a busy machine is not in time for TLS"
         assert codes[-1] is grpc.StatusCode.PERMISSION_DENIED
-    assert lent(door) == before
+    assert served(door) == before
 
 
-def mover_place(door: Door) -> tuple[str, int]:
-    """Where its mover listens."""
+def transfer_worker_place(door: Door) -> tuple[str, int]:
+    """Where its transfer worker listens."""
     details = decode_descriptor(door.descriptor()).details
-    mover = msgspec.msgpack.decode(details, type=Address)
-    return mover.host, mover.port
+    transfer_worker = msgspec.msgpack.decode(details, type=Address)
+    return transfer_worker.host, transfer_worker.port
 
 
 def peer_place(door: Door) -> tuple[str, int]:
@@ -215,12 +217,13 @@ def answered(
 
 
 def read_arena(door: Door, files: TlsFiles) -> bytes:
-    """What the mover gives to whoever shows this certificate, until it hangs up or all is there."""
+    """What the transfer worker gives to whoever shows this certificate, until it hangs up or all is
+    there."""
     words = HEADER.pack(REQUEST, 1, 7, PAGE_BYTES) + struct.pack("<QQ", 0, PAGE_BYTES)
-    return answered(door, mover_place(door), files, words, size=HEADER.size + PAGE_BYTES)
+    return answered(door, transfer_worker_place(door), files, words, size=HEADER.size + PAGE_BYTES)
 
 
-def test_the_mover_gives_nothing_to_who_is_no_node(
+def test_the_transfer_worker_gives_nothing_to_who_is_no_node(
     door: Door, foreign: TlsFiles, old: TlsFiles
 ) -> None:
     index = door.site.lab.files("index", "i1")
@@ -232,7 +235,7 @@ def test_the_mover_gives_nothing_to_who_is_no_node(
 
 
 def test_garbage_at_either_port_costs_nobody_else(door: Door) -> None:
-    places = peer_place(door), mover_place(door)
+    places = peer_place(door), transfer_worker_place(door)
     files = door.site.lab.files("node", "n2")
     chance = random.Random(20261122)
     for number in range(GARBAGE):
@@ -246,7 +249,7 @@ def test_garbage_at_either_port_costs_nobody_else(door: Door) -> None:
         for words in (b"", HTTP2_PREFACE):
             answered(door, places[number % 2], files, words + nonsense, size=0)
     assert door.knock(door.credentials(files), "n2") is grpc.StatusCode.OK
-    assert metric(door.node, "kvstore_mover_restarts_total") == 0
+    assert metric(door.node, "kvstore_transfer_worker_restarts_total") == 0
     assert metric(door.node, "kvstore_loop_failures_total") == 0
 
 

@@ -28,7 +28,7 @@ from tests.integration.cluster.pushing import (
 )
 from tests.integration.node.conftest import eventually
 from tests.kit.lan import Lan
-from tests.kit.peers import PeerPair, attached, machinery, metrics, mover_of
+from tests.kit.peers import PeerPair, attached, machinery, metrics, transfer_worker_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -44,12 +44,12 @@ def test_a_black_hole_at_every_stage_costs_misses_and_heals(
     monkeypatch.setenv("UCX_TLS", "tcp")
     with PeerPair.start(tmp_path, transport=transport, flags=FLAGS, lan=lan) as pair:
         assert heals(pair)
-        before, mover = opened(pair), mover_of(pair.a).pid
+        before, transfer_worker = opened(pair), transfer_worker_of(pair.a).pid
         ends, came = cut_at_every_stage(lan, pair)
         # What was under way ends on both sides, and nobody heals anything yet: bytes in its sockets
         # ended with the transfer worker alone.
         at_baseline(pair)
-        assert mover_of(pair.a).pid != mover
+        assert transfer_worker_of(pair.a).pid != transfer_worker
         assert came == dict(zip(STAGES, (0, HALF, BLOCKS, BLOCKS), strict=True))
         assert {stage: end.blocks for stage, end in ends.items()} == came
         assert [bool(ends[stage].reason) for stage in STAGES] == [True, True, False, False]
@@ -89,5 +89,5 @@ def cut_at_every_stage(lan: Lan, pair: PeerPair) -> tuple[dict[str, PushEnd], di
 
 
 def opened(pair: PeerPair) -> Counter[str]:
-    """Descriptors and children of both nodes and their movers, by kind."""
+    """Descriptors and children of both nodes and their transfer workers, by kind."""
     return sum((*machinery(pair.a), *machinery(pair.b)), Counter[str]())

@@ -42,13 +42,18 @@ from tests.integration.cluster.pushing import (
     heals,
 )
 from tests.integration.node.conftest import eventually
-from tests.kit.peers import PeerPair, attached, metric, mover_of
+from tests.kit.peers import PeerPair, attached, metric, transfer_worker_of
 from tests.leaks import Baseline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SIZES: Final = [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2)]
-VICTIMS: Final = ("prefill mover", "decode mover", "prefill node", "decode node")
+VICTIMS: Final = (
+    "prefill transfer worker",
+    "decode transfer worker",
+    "prefill node",
+    "decode node",
+)
 ENGINES: Final = ("prefill engine", "decode engine")
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSTOP)
 TRANSPORTS: Final = ("tcp", "nixl")
@@ -287,7 +292,7 @@ def stage_of(pair: PeerPair, number: int) -> str:
 @contextlib.contextmanager
 def struck(node: NodeProcess, victim: str, number: signal.Signals) -> Iterator[int]:
     """The process that was killed, or is stopped until the context ends."""
-    pid = mover_of(node).pid if victim.endswith("mover") else node.pid
+    pid = transfer_worker_of(node).pid if victim.endswith("transfer worker") else node.pid
     os.kill(pid, number)
     try:
         yield pid

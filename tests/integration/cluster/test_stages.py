@@ -80,7 +80,7 @@ class TestOverNixl:
     ) -> None:
         check_struck(scene, stage, victim, number)
 
-    @pytest.mark.parametrize("victim", ["mover here", "mover there"])
+    @pytest.mark.parametrize("victim", ["transfer worker here", "transfer worker there"])
     def test_who_stays_stopped_is_not_waited_for(self, scene: Scene, victim: str) -> None:
         check_stays_stopped(scene, victim)
 
@@ -107,8 +107,8 @@ def check_struck(scene: Scene, stage: str, victim: str, number: signal.Signals) 
 def check_stays_stopped(scene: Scene, victim: str) -> None:
     with scene.held("moving", by_process=victim == "engine") as (keys, request):
         scene.stop(victim)
-        if victim != "mover there":
-            scene.go("mover there")
+        if victim != "transfer worker there":
+            scene.go("transfer worker there")
         if victim == "node here":
             leased = scene.pair.b
         else:

@@ -184,7 +184,8 @@ def test_a_node_of_a_cluster_listens_where_it_was_told_and_nowhere_else(site: Si
             its = psutil.Process(node.pid)
             return sorted(host for each in (its, *its.children()) for host in listeners(each))
 
-        # Pages, index, peers, and of the mover's process, which comes last, where peers are read.
+        # Pages, index, peers, and of the transfer worker's process, which comes last, where peers
+        # are read.
         expected = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.3"]
         assert eventually(lambda: found() == expected, timeout_s=CONVERGES_S), found()
 

@@ -66,7 +66,7 @@ def test_an_engine_is_served_what_another_nodes_engine_computed_and_says_the_sam
                 assert wrong_answers(done, reference) == []
                 assert hit_tokens(engine) - before >= expected * BLOCK_TOKENS
             at_rest(near)
-        assert metric(far, "kvstore_loaned_blocks_total") >= expected
+        assert metric(far, "kvstore_served_blocks_total") >= expected
 
 
 def leading_blocks(prompts: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:

@@ -75,8 +75,8 @@ def test_every_request_can_be_asked(
         with start() as node:
             wait_until(lambda: attached(engine, node), "attached again")
             story = explained(node, lonely)
-            assert story["outcome"] == "node away"
-            assert ranges(story) == [(BLOCKS, "", "node away")]
+            assert story["outcome"] == "node unreachable"
+            assert ranges(story) == [(BLOCKS, "", "node unreachable")]
 
 
 def check_cold_and_hit(

@@ -174,7 +174,7 @@ def kill_one_rank_under_load(engine: EngineServer, prompts: list[tuple[int, ...]
 
 
 def at_baseline(node: NodeProcess) -> bool:
-    """No connection, no lease, no slot lent or quarantined."""
+    """No connection, no lease, no slot served or quarantined."""
     (dram,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "dram"]
     gone = not inspect(node, "nodes")[0]["connections"] and not inspect(node, "leases")
     return gone and dram["slots_granted"] == dram["slots_quarantined"] == 0

@@ -70,7 +70,7 @@ def test_an_arena_full_of_holes_costs_blocks_and_never_the_node(tmp_path: Path) 
             engine.store(old)
             engine.lease_stored(old)
             for number in range(ROUNDS):
-                # While it lends, stores, writes to disk, scrubs, and reads from disk what it lost.
+                # While it serves, stores, writes to disk, scrubs, and reads from disk what it lost.
                 hostile.begin(punch, 50)
                 engine.store(make_keys(2, seed=f"round {number}"))
                 is_right(engine, old)

@@ -1,5 +1,6 @@
-"""Two nodes, real movers: what one holds the other serves, whatever the parallel sizes, and only to
-those who stored it. What dies on the way is `tests/integration/cluster/test_stages`'s."""
+"""Two nodes, real transfer workers: what one holds the other serves, whatever the parallel sizes,
+and only to those who stored it. What dies on the way is
+`tests/integration/cluster/test_stages`'s."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_every_parallel_size_is_served_from_the_other_node(
         attached(pair.a.socket, engine_id="a", rank_count=here) as asker,
     ):
         holder.store(keys)
-        reply = pair.borrow(asker, keys)
+        reply = pair.fetch(asker, keys)
         assert asker.is_right(reply, keys)
         asker.release(reply)
     at_rest(pair.a)
@@ -52,13 +53,13 @@ def test_who_did_not_store_it_is_never_given_it(pair: PeerPair) -> None:
         attached(pair.a.socket, engine_id="d", tenant="one") as friend,
     ):
         holder.store(keys)
-        pair.borrow(friend, keys)
+        pair.fetch(friend, keys)
         assert asker.lease(keys).slots == b""
         assert stranger.lease(keys).slots == b""
 
 
 def test_a_cluster_on_ipv6(tmp_path: Path) -> None:
-    """Index, peers, the mover, pages and KV events."""
+    """Index, peers, the transfer worker, pages and KV events."""
     flags = ("--metrics", "[::1]:0", "--events", "tcp://[::1]:0")
     keys = make_keys(20, seed="six")
     with (
@@ -70,7 +71,7 @@ def test_a_cluster_on_ipv6(tmp_path: Path) -> None:
         assert pair.a.events[0].startswith("tcp://[::1]:")
         assert pair.a.metrics_url.startswith("http://[::1]:")
         holder.store(keys)
-        reply = pair.borrow(asker, keys)
+        reply = pair.fetch(asker, keys)
         assert asker.is_right(reply, keys)
         asker.release(reply)
         assert look(pair.a).sessions == 1, "its pages are read over IPv6"

@@ -86,7 +86,7 @@ def test_what_was_in_memory_is_served_by_the_next_process(
     assert status == 200, "where it was"
     assert sample(metrics, "kvstore_restarts_total") == 1
     assert sample(metrics, "kvstore_blocks_kept_total") == 80
-    assert sample(metrics, "kvstore_away_seconds") > 0
+    assert sample(metrics, "kvstore_restart_gap_seconds") > 0
     (row,) = rows(node, "nodes")
     assert (row["restarts"], row["blocks_kept"]) == (1, 80)
     assert "80 blocks (5 MiB) were kept in memory" in node.log
@@ -181,9 +181,9 @@ def test_what_a_living_rank_was_granted_stays_out_until_it_attaches_again(
         with RawEngine(node.socket, engine_id="other", timeout_s=30) as other:
             other.open()
             assert dram(node)["slots_quarantined"] == granted
-            lent = {int(slots[0]) for slots, _ in engine.credits}
+            served = {int(slots[0]) for slots, _ in engine.credits}
             other.wait(lambda: bool(other.credits))
-            assert not lent & {int(slots[0]) for slots, _ in other.credits}
+            assert not served & {int(slots[0]) for slots, _ in other.credits}
             with RawEngine(node.socket, nonce=engine.nonce) as again:
                 again.open()
                 assert dram(node)["slots_quarantined"] == 0

@@ -67,12 +67,12 @@ def complete(installed: Path) -> Iterator[Path]:
     origins = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
     assert len(origins) == len(modules)
     purelib = _site_packages(installed)
-    borrowed = purelib / "borrowed.pth"
+    fetched = purelib / "fetched.pth"
     # Of such folders, no .pth is followed: an editable kvstore is not found through them.
     folders = sorted({str(Path(origin).parents[1]) for origin in origins})
-    borrowed.write_text("\n".join(folders) + "\n")
+    fetched.write_text("\n".join(folders) + "\n")
     yield installed
-    borrowed.unlink()
+    fetched.unlink()
 
 
 def _site_packages(python: Path) -> Path:

@@ -4,7 +4,7 @@ A world has one by its seed (`Knobs.index_replicas`). Its nodes are `peers`; her
 between them, and what must hold of all together when the faults are over (I8, I13): each replica
 answers exactly what each node holds, and a block that one node stored is fetched by another.
 
-Does not cover: the network itself (`net`), what single reads do wrong (`mover`).
+Does not cover: the network itself (`net`), what single reads do wrong (`transfer_worker`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvstore.units import NS_PER_MS, NS_PER_S
 from tests.sim.world.copies import Violation
 from tests.sim.world.ground import Ground, Machine
 from tests.sim.world.index import SimReplica
-from tests.sim.world.mover import SimMover
 from tests.sim.world.net import SimNet
+from tests.sim.world.transfer_worker import SimTransferWorker
 
 CONVERGED_NS_MAX: Final = 10 * NS_PER_S
 _SLICE_NS: Final = 20 * NS_PER_MS
@@ -39,7 +39,7 @@ class SimCluster:
     def __init__(self, world: Ground) -> None:
         self.world = world
         self.net = SimNet(world)
-        self.movers: dict[bytes, SimMover] = {}
+        self.transfer_workers: dict[bytes, SimTransferWorker] = {}
         """By descriptor."""
         self.said_of_pushes = defaultdict[str, deque[Pushed | PushOver]](
             lambda: deque(maxlen=_SAID_MAX)

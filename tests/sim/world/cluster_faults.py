@@ -1,7 +1,7 @@
 """What the faults of a cluster do: to the network, to replicas of the index, to one node in it.
 
 Each function says whether there was somebody to do it to. Those that strike by themselves, with
-each read, word or question, are `mover`'s, `net`'s and `index`'s.
+each read, word or question, are `transfer_worker`'s, `net`'s and `index`'s.
 
 Does not cover: which fault may happen, and when (`world`).
 """
@@ -73,10 +73,10 @@ def _index_lags(world: Stage, _: Machine) -> bool:
     return True
 
 
-def _mover_dies(_: Stage, machine: Machine) -> bool:
+def _transfer_worker_dies(_: Stage, machine: Machine) -> bool:
     if machine.peers is None:
         return False
-    machine.peers.mover.die("it was killed")
+    machine.peers.transfer_worker.die("it was killed")
     return True
 
 
@@ -131,7 +131,7 @@ TO_A_CLUSTER: dict[str, Callable[[Stage, Machine], bool]] = {
     "index restarts": _index_restarts,
     "index stopped": _index_stopped,
     "index lags": _index_lags,
-    "mover dies": _mover_dies,
+    "transfer worker dies": _transfer_worker_dies,
     "node lies": _node_lies,
     "addresses swapped": _addresses_swapped,
 }

@@ -165,7 +165,7 @@ class Engine(Protocol):
 
 
 class Peers(Protocol):
-    """`peers.SimPeers`, as its mover, its way to the index and its cluster see it."""
+    """`peers.SimPeers`, as its transfer worker, its way to the index and its cluster see it."""
 
     world: Ground
     name: str
@@ -173,7 +173,7 @@ class Peers(Protocol):
     memory: SimMemory
     random: random.Random
     loop: SimLoop
-    lent: dict[int, int]
+    served: dict[int, int]
     has_lied: bool
 
     @property

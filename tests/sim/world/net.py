@@ -6,7 +6,7 @@ streams, where a part of what was under way arrives and each end learns of it in
 say the same word twice. A dead process breaks its streams; a new one at the same address has none
 of them.
 
-Does not cover: who talks to whom (`peers`, `index`), bytes of blocks (`mover`).
+Does not cover: who talks to whom (`peers`, `index`), bytes of blocks (`transfer_worker`).
 """
 
 from __future__ import annotations

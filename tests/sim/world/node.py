@@ -222,7 +222,7 @@ class SimNode:
                     self.memory.slab.has_left(slots.tolist())
             case Send(connection=connection, message=message):
                 if isinstance(message, LeaseReply | LeaseMore):
-                    self._check_lent(message)
+                    self._check_served(message)
                 sockets.to_engine(connection, message)
             case Admit(connection=connection, welcome=welcome):
                 sockets.to_engine(connection, welcome)
@@ -264,9 +264,9 @@ class SimNode:
                 case _:
                     pass
 
-    def _check_lent(self, message: LeaseReply | LeaseMore) -> None:
+    def _check_served(self, message: LeaseReply | LeaseMore) -> None:
         if self._bad_copies & _copies(message.slots, message.generations):
-            raise Violation("a copy that failed its checksum is lent again")
+            raise Violation("a copy that failed its checksum is served again")
 
     def _check_asked(self, command: ReadFile) -> None:
         places = np.frombuffer(command.locations, "<u8")

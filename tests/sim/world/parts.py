@@ -59,7 +59,7 @@ CLUSTER_CALL_FAULTS = (
     "read never ends",
     "read brings wrong bytes",
 )
-"""Faults of a word, a question or a read between nodes: `net`, `index` and `mover`
+"""Faults of a word, a question or a read between nodes: `net`, `index` and `transfer_worker`
 strike by themselves."""
 CLUSTER_FAULTS = (
     *CLUSTER_CALL_FAULTS,
@@ -69,7 +69,7 @@ CLUSTER_FAULTS = (
     "index restarts",
     "index stopped",
     "index lags",
-    "mover dies",
+    "transfer worker dies",
     "node lies",
     "addresses swapped",
 )
@@ -112,8 +112,8 @@ HARMLESS = (
     *("engine stopped", "disk bit flipped", *DISK_CALL_FAULTS[:-1]),
     *CLUSTER_FAULTS[:-1],
 )
-"""Faults that make no load of others fail: what is lent is in dram and verified, whatever the disk
-does; and who is hit itself is known."""
+"""Faults that make no load of others fail: what is served is in dram and verified, whatever the
+disk does; and who is hit itself is known."""
 LAYOUTS: tuple[tuple[Shard, ...], ...] = (
     (Shard(0, 2, 0, 2),),
     (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)),

@@ -1,13 +1,13 @@
 """What one node process of the world has to do with other nodes.
 
-Real: `peers.borrower`, `peers.lender`, their sessions, `peers.feed`'s links. Simulated: the loop
-that they run on (`loop`), gRPC (`net`), the mover (`mover`), the way to the index
-(`index`).
+Real: `peers.fetcher`, `peers.block_server`, their sessions, `peers.feed`'s links. Simulated: the
+loop that they run on (`loop`), gRPC (`net`), the transfer worker (`transfer_worker`), the way to
+the index (`index`).
 
 Checked all the time: when a fetch has ended nothing writes to its slots any more (I4); what counts
 as good is, byte by byte, the block of its tenant, shard and key, and was in the peer's slot under
-the generation that it was lent with when it had been read, of a process that was alive (I5); a peer
-that failed is left alone for a while (I8); each question and each fetch is answered once.
+the generation that it was served with when it had been read, of a process that was alive (I5); a
+peer that failed is left alone for a while (I8); each question and each fetch is answered once.
 
 Does not cover: the engine (`node`).
 """
@@ -31,8 +31,6 @@ from kvstore.engine.events import (
     LandCommand,
     Landed,
     LandingUp,
-    Lent,
-    LoanEnded,
     Locate,
     Located,
     Offered,
@@ -41,19 +39,21 @@ from kvstore.engine.events import (
     PeerEvent,
     Pushed,
     PushOver,
-    RecycleMover,
+    RecycleTransferWorker,
     RevokePush,
     SayPush,
+    Served,
+    ServingEnded,
     Staged,
     WritePush,
     Written,
 )
 from kvstore.engine.moves.fetches import AVOID_FIRST_NS
-from kvstore.peers.borrower import Borrower
+from kvstore.peers.block_server import BlockServer
 from kvstore.peers.changes import FeedCounters
 from kvstore.peers.feed import FeedLink, FeedLog
+from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.lander import Lander
-from kvstore.peers.lender import Lender
 from kvstore.peers.pusher import Pusher
 from kvstore.proto import index_pb2
 from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SlotId, SpaceId, Tier
@@ -64,23 +64,23 @@ from tests.sim.world.copies import Violation
 from tests.sim.world.ground import Machine
 from tests.sim.world.index import SimIndexClient
 from tests.sim.world.loop import SimLoop
-from tests.sim.world.mover import (
+from tests.sim.world.net import REPEATED, SimChannel
+from tests.sim.world.parts import SimMemory
+from tests.sim.world.transfer_worker import (
     LINGERS,
     NEVER_ENDS,
     STOPS_HALF_WAY,
     WRONG_BYTES,
-    SimMover,
+    SimTransferWorker,
 )
-from tests.sim.world.net import REPEATED, SimChannel
-from tests.sim.world.parts import SimMemory
 
 _DAMAGES: Final = (
     *(STOPS_HALF_WAY, WRONG_BYTES, LINGERS),
-    *("byte flipped", "arena scribbled", "mover dies", "node killed", "warm kill"),
+    *("byte flipped", "arena scribbled", "transfer worker dies", "node killed", "warm kill"),
 )
 """Faults after which bytes in a landing slab may be others."""
 _LOSSES: Final = (
-    *(STOPS_HALF_WAY, NEVER_ENDS, LINGERS, "mover dies", "connection lost", "partition"),
+    *(STOPS_HALF_WAY, NEVER_ENDS, LINGERS, "transfer worker dies", "connection lost", "partition"),
     *("partition one way", "node killed", "node stopped", "node upgraded", "machine suspended"),
     *("node restarts in a step", "warm kill", "warm upgrade", "addresses swapped"),
 )
@@ -129,8 +129,8 @@ class SimPeers:
         self._chance = random.Random(f"words to {self.name} {incarnation} of {self.world.seed}")
         self.loop = SimLoop(lambda: machine.now_ns)
         self.has_lied = False
-        self.lent: dict[int, int] = {}
-        """Slot → generation, as lent last."""
+        self.served: dict[int, int] = {}
+        """Slot → generation, as served last."""
         self._events: deque[PeerEvent] = deque()
         self._locates: set[int] = set()
         self._fetches: dict[int, Fetch] = {}
@@ -142,23 +142,23 @@ class SimPeers:
         """(node, brought something, failed) of fetches that the node has not heard of."""
         self._heard: list[tuple[str, bool, bool]] = []
         self._heard_ns = 0
-        self.mover = SimMover(self, cluster.net, cluster.movers)
+        self.transfer_worker = SimTransferWorker(self, cluster.net, cluster.transfer_workers)
         who = PeerHello(self.name, Incarnation(incarnation))
-        self.borrower = Borrower(
+        self.fetcher = Fetcher(
             who=who,
-            mover=self.mover,  # type: ignore[arg-type]
+            transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
             memory=np.frombuffer(self.memory.bytes, np.uint8),
             clock=_Clock(machine),
             credentials=None,
             dial=self._dial_peer,
             jitter=lambda: 0.5,
         )
-        self.borrower.exchange = self  # type: ignore[assignment]
-        self.borrower.index = SimIndexClient(self, cluster.net, cluster.replicas)
-        self.lender = Lender(
+        self.fetcher.exchange = self  # type: ignore[assignment]
+        self.fetcher.index = SimIndexClient(self, cluster.net, cluster.replicas)
+        self.block_server = BlockServer(
             self,  # type: ignore[arg-type]
             who=who,
-            descriptor=lambda: self.mover.descriptor,
+            descriptor=lambda: self.transfer_worker.descriptor,
             demands_certificates=False,
         )
         self._make_pushes()
@@ -201,17 +201,17 @@ class SimPeers:
         """Writes that have not ended, by job."""
         self._pushed: dict[tuple[int, int, int], Pushing] = {}
         """Writes by peer, grant, and place of the first block."""
-        self.pusher = self.lender.pusher = Pusher(
+        self.pusher = self.block_server.pusher = Pusher(
             self.post,
-            mover=self.mover,  # type: ignore[arg-type]
-            address_of=self.borrower.address_of,
-            answer=self.lender.answer,
+            transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
+            address_of=self.fetcher.address_of,
+            answer=self.block_server.answer,
             clock=_Clock(self.machine),
         )
         self.lander = Lander(
             self.post,
-            borrower=self.borrower,
-            mover=self.mover,  # type: ignore[arg-type]
+            fetcher=self.fetcher,
+            transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
             memory=np.frombuffer(self.memory.bytes, np.uint8),
             clock=_Clock(self.machine),
             draw_epoch=lambda: self.random.randint(1, 1 << 62),
@@ -229,18 +229,18 @@ class SimPeers:
 
     def start(self) -> None:
         """Listen, feed, follow the members."""
-        handlers = {"Session": (self.lender.session, bytes, encode)}
+        handlers = {"Session": (self.block_server.session, bytes, encode)}
         self.cluster.net.listen(self.machine.address, self.name, self.loop, handlers)
-        self.loop.call_soon(self.borrower.start)
-        self.mover.changed = self.lander.mover_changed
-        self.loop.call_soon(self.lander.mover_changed)
+        self.loop.call_soon(self.fetcher.start)
+        self.transfer_worker.changed = self.lander.transfer_worker_changed
+        self.loop.call_soon(self.lander.transfer_worker_changed)
         for link in self.links:
             self.loop.create_task(link.run(self._offered))
 
     def end(self) -> None:
-        """kill -9, the mover too."""
+        """kill -9, the transfer worker too."""
         self.cluster.net.died(self.loop)
-        self.cluster.movers.pop(self.mover.descriptor, None)
+        self.cluster.transfer_workers.pop(self.transfer_worker.descriptor, None)
         self.loop.end()
 
     @property
@@ -288,18 +288,18 @@ class SimPeers:
                 self.log.append(command)
             case Locate():
                 self._locates.add(command.locate)
-                self.loop.call_soon(self.borrower.locate, command)
+                self.loop.call_soon(self.fetcher.locate, command)
             case Fetch():
                 self._begin_fetch(command)
-                self.loop.call_soon(self.borrower.fetch, command)
-            case Lent():
+                self.loop.call_soon(self.fetcher.fetch, command)
+            case Served():
                 slots = np.frombuffer(command.slots, "<u4").tolist()
                 generations = np.frombuffer(command.generations, "<u8").tolist()
-                self.lent.update(zip(slots, generations, strict=True))
-                self.loop.call_soon(self.lender.lent, command)
-            case LoanEnded():
-                self.loop.call_soon(self.lender.loan_ended, command)
-            case AskPush() | RevokePush() | Land() | RecycleMover() | Staged():
+                self.served.update(zip(slots, generations, strict=True))
+                self.loop.call_soon(self.block_server.served, command)
+            case ServingEnded():
+                self.loop.call_soon(self.block_server.serving_ended, command)
+            case AskPush() | RevokePush() | Land() | RecycleTransferWorker() | Staged():
                 self._check_push(command)
                 self.loop.call_soon(self.lander.carry_out, command)
             case WritePush() | SayPush():
@@ -353,7 +353,7 @@ class SimPeers:
         match command:
             case AskPush():
                 pages, its = _pages(command.its), command.its
-                if pages & self.mover.written_to():
+                if pages & self.transfer_worker.written_to():
                     raise Violation(f"{self.name} grants what may still be written to")
                 if pages & self._held.keys():
                     raise Violation(f"{self.name} grants what another grant has")
@@ -369,7 +369,7 @@ class SimPeers:
                 for page in np.frombuffer(command.extents, "<u4").tolist():
                     if self._granted[page][1] != self.lander.epoch:
                         raise Violation(f"{self.name} takes blocks of an epoch before")
-            case RecycleMover():
+            case RecycleTransferWorker():
                 if self._loss_ns < 0 and not self._excuse(_LOSSES):
                     raise Violation(f"{self.name} kills its transfer worker, and nobody failed")
 
@@ -381,7 +381,7 @@ class SimPeers:
     def _check_quiet(self, grant: int) -> None:
         """Nobody writes to what is not written to by the last word of its grant (I4)."""
         mine = {page for page, its in self._granted.items() if its[2] == grant}
-        if mine & self.mover.written_to():
+        if mine & self.transfer_worker.written_to():
             raise Violation(f"{self.name} is told that grant {grant} is quiet, which is written to")
 
     def _check_pushed(self, command: WritePush | SayPush) -> None:
@@ -404,14 +404,14 @@ class SimPeers:
         """To another node: the last words about what it has granted to a third one. False: it has
         no session here, or granted nothing."""
         sessions = [
-            n for n, its in vars(self.lender)["_sessions"].items() if its.node == other.name
+            n for n, its in vars(self.block_server)["_sessions"].items() if its.node == other.name
         ]
         given = [each.command for each in vars(other.lander)["_given"].values()]
         grants = [each for each in given if each.node != self.name]
         for session in sessions:
             for each in grants:
                 over = PushOver(each.its.grant, each.its.epoch, "", is_quiet=True)
-                self.lender.answer(session, over)
+                self.block_server.answer(session, over)
         return bool(sessions and grants)
 
     def _check_revoked(self) -> None:
@@ -463,9 +463,11 @@ class SimPeers:
         world.fetched_blocks += count
         slots = np.asarray(command.slots).reshape(len(event.good), -1)
         mine = set(slots.reshape(-1).tolist())
-        for writing in self.mover.writing.values():
+        for writing in self.transfer_worker.writing.values():
             if mine & writing:
-                raise Violation(f"{self.name} gives slots back that its mover still writes to")
+                raise Violation(
+                    f"{self.name} gives slots back that its transfer worker still writes to"
+                )
         self._ended.append((command.node, count > 0, event.peer_failed))
         for number, row in enumerate(slots.tolist()):
             if event.good[number]:
@@ -474,9 +476,15 @@ class SimPeers:
                     self._check_block(command, key, column, slot)
 
     def _check_block(self, command: Fetch, key: bytes, column: int, slot: int) -> None:
-        read = self.mover.reads.get(slot)
-        if read is None or not read.is_alive or read.source.lent.get(read.slot) != read.generation:
-            raise Violation(f"{self.name}: a block counts that was not lent when it had been read")
+        read = self.transfer_worker.reads.get(slot)
+        if (
+            read is None
+            or not read.is_alive
+            or read.source.served.get(read.slot) != read.generation
+        ):
+            raise Violation(
+                f"{self.name}: a block counts that was not served when it had been read"
+            )
         self._check_bytes(command, key, column, slot)
 
     def _check_bytes(self, command: Fetch | Land, key: bytes, column: int, slot: int) -> None:

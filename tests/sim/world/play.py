@@ -26,10 +26,10 @@ same seed gives the same trace hash.
 
 Every fourth world is a cluster (`cluster`): its nodes feed replicas of the index, ask them, and
 fetch blocks from each other. There the product's own code runs unchanged on loops of virtual time:
-feeds, index service, borrower, lender, their sessions. Checked, too: a fetch that has ended writes
-no more; what counts was lent until it had been read, and is the block byte by byte; a peer that
-failed is left alone; no answer names a node that is silent; at the end the answers are what nodes
-hold, and each node fetches from the next.
+feeds, index service, fetching node, serving node, their sessions. Checked, too: a fetch that has
+ended writes no more; what counts was served until it had been read, and is the block byte by byte;
+a peer that failed is left alone; no answer names a node that is silent; at the end the answers are
+what nodes hold, and each node fetches from the next.
 
 Every eighth world has GPUs, with a slab of each node (`slab`), whose copies end late and out of
 order; loads come from there where a place is shown. In every second cluster engines prefill for one

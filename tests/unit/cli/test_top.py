@@ -33,7 +33,7 @@ FIRST = Load(
     stored_bytes=7 * GIB,
     leased_bytes=9 * GIB,
     fetched_bytes=GIB,
-    lent_bytes=5,
+    served_bytes=5,
     fetch_p50_us=12_345,
     fetch_p99_us=987_654,
     leases=12_345,
@@ -52,7 +52,7 @@ LATER = msgspec.structs.replace(
     stored_bytes=9 * GIB,
     leased_bytes=9 * GIB,
     fetched_bytes=GIB + 2000,
-    lent_bytes=15,
+    served_bytes=15,
 )
 
 
@@ -67,7 +67,7 @@ def rates(figures: Figures) -> tuple[float | None, ...]:
         figures.stored_bytes_per_s,
         figures.leased_bytes_per_s,
         figures.fetched_bytes_per_s,
-        figures.lent_bytes_per_s,
+        figures.served_bytes_per_s,
     )
 
 
@@ -183,7 +183,7 @@ def test_a_wide_terminal_has_all_in_one_line(width: int) -> None:
     _, _, header, row, saved = drawn(figures_of("n1"), width)
     assert saved == "saved: 1.25 s of prefill per second, waits deducted"
     assert len(header.split()) == len(ROW)
-    assert not {"quar.", "lent/s", "own", "told"} & {*header.split(), *row.split()}
+    assert not {"quar.", "served/s", "own", "told"} & {*header.split(), *row.split()}
     assert row.split() == " ".join(ROW).split()
 
 

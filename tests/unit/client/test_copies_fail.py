@@ -1,4 +1,4 @@
-"""The breaker of loads: a node that answers well but lends what cannot be had is left alone."""
+"""The breaker of loads: a node that answers well but serves what cannot be had is left alone."""
 
 from __future__ import annotations
 

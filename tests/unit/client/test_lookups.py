@@ -46,7 +46,7 @@ def ended(node: ScriptedNode, request: str, lease: int, *, failed: tuple[int, ..
 def test_without_a_node_every_answer_is_zero_and_nothing_waits(node: ScriptedNode) -> None:
     keys = chain("a", 4)
     arrive(node, "r", keys)
-    assert ask(node, "r") == Miss("node away")
+    assert ask(node, "r") == Miss("node unreachable")
     assert node.core.take_outbox() == []
 
 
@@ -401,7 +401,7 @@ def test_a_new_session_voids_what_was_leased(node: ScriptedNode) -> None:
     node.give(m.SessionClosed(session=1, reason="a rank left"))
     assert not node.core.attachment.credits[0]
     node.wait(100)
-    assert ask(node, "r") == Miss("node away")
+    assert ask(node, "r") == Miss("node unreachable")
     node.session = 2
     node.give(m.SessionOpen(session=2, shard_counts=(1,)))
     assert ask(node, "r") is PENDING
@@ -485,7 +485,8 @@ def test_every_start_of_a_request_is_counted_once_however_often_it_is_asked() ->
 
 
 @pytest.mark.parametrize(
-    ("local_blocks", "is_away", "outcome"), [(8, False, "not stored"), (0, True, "node away")]
+    ("local_blocks", "is_away", "outcome"),
+    [(8, False, "not stored"), (0, True, "node unreachable")],
 )
 def test_after_a_preemption_the_story_is_that_of_the_last_admission(
     local_blocks: int, outcome: str, *, is_away: bool

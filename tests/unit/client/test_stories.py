@@ -210,7 +210,7 @@ def test_stories_of_the_time_without_a_node_are_told_when_it_is_back(
     keys = chain("a", 3)
     for i in range(STORIES_KEPT_MAX + 6):
         arrive(node, f"r{i}", keys)
-        assert ask(node, f"r{i}") == Miss("node away")
+        assert ask(node, f"r{i}") == Miss("node unreachable")
         node.core.finished(f"r{i}")
     assert node.core.take_outbox() == []
     node.wait(500)
@@ -218,7 +218,9 @@ def test_stories_of_the_time_without_a_node_are_told_when_it_is_back(
     node.exchange()
     told = [story for story in node.of(m.Story) if isinstance(story, m.Story)]
     assert [story.request for story in told] == [f"r{i + 6}" for i in range(STORIES_KEPT_MAX)]
-    assert {(story.outcome, story.age_ns) for story in told} == {("node away", 500 * NS_PER_MS)}
+    assert {(story.outcome, story.age_ns) for story in told} == {
+        ("node unreachable", 500 * NS_PER_MS)
+    }
     node.sent.clear()
     node.exchange()
     assert node.of(m.Story) == [], "once"

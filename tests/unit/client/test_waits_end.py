@@ -62,7 +62,7 @@ def test_a_lying_node_holds_nobody(lie: Callable[[ScriptedNode], None]) -> None:
         node.wait(STEP_MS)
         lie(node)
         outcome = ask(node, "r")
-    assert outcome in (Miss("deadline"), Miss("node away"))
+    assert outcome in (Miss("deadline"), Miss("node unreachable"))
     assert node.now_ns - begin_ns <= (LONGEST_MS + STEP_MS) * 10**6
     assert node.core.leases_open == 0
 

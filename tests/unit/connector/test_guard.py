@@ -140,12 +140,12 @@ def test_counters_have_labels_and_seconds_and_never_fall() -> None:
     assert registry.get_sample_value("vllm:kvstore_hit_tokens_total", of_disk) == 0
     data = {"saved_prefill_ns": 2 * 10**9, "waited_ns": 5 * 10**8, "hit_tokens:file": 7}
     for _ in range(2):
-        made.observe(data | {"misses:node away": 3, "hits": 1, "of another version": 1}, 1)
+        made.observe(data | {"misses:node unreachable": 3, "hits": 1, "of another version": 1}, 1)
     for name, labels, value in (
         ("saved_prefill_seconds", {}, 4),
         ("waited_seconds", {}, 1),
         ("hit_tokens", {"tier": "file"}, 14),
-        ("misses", {"reason": "node away"}, 6),
+        ("misses", {"reason": "node unreachable"}, 6),
         ("hits", {}, 2),
     ):
         found = registry.get_sample_value(f"vllm:kvstore_{name}_total", engine | labels)

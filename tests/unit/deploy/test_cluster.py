@@ -87,7 +87,10 @@ def test_each_node_takes_its_flags_and_its_certificate(
     assert made.peers is not None
     ports = {each["name"]: each["containerPort"] for each in container(CLUSTER_NODE)["ports"]}
     assert (made.peers.host, made.peers.port) == (POD_IP, ports["peers"])
-    assert (made.peers.transport.name, made.peers.transport.port) == ("tcp", ports["mover"])
+    assert (made.peers.transport.name, made.peers.transport.port) == (
+        "tcp",
+        ports["transfer_worker"],
+    )
 
 
 def test_each_replica_takes_its_flags_and_its_certificate(secrets: dict[str, Path]) -> None:
@@ -193,7 +196,7 @@ def test_a_node_of_a_cluster_is_a_lone_node_but_for_that() -> None:
         (main["env"], "NODE_NAME"),
         (main["env"], "CERTIFICATE"),
         (main["ports"], "peers"),
-        (main["ports"], "mover"),
+        (main["ports"], "transfer_worker"),
         (main["volumeMounts"], "certificates"),
         (its["volumes"], "certificates"),
     ):

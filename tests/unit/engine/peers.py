@@ -11,12 +11,12 @@ from kvstore.engine.events import (
     Event,
     Fetch,
     Fetched,
-    Lend,
-    Lent,
-    LoanEnded,
-    LoanReturned,
     Locate,
     Located,
+    Serve,
+    Served,
+    ServingEnded,
+    ServingReturned,
 )
 from tests.unit.engine.disk import SPACE, DiskNode
 from tests.unit.engine.harness import checksum, key, keys
@@ -28,8 +28,8 @@ class PeerNode(DiskNode):
     def __init__(self, *, slots: int = 32, **config: Any) -> None:
         self.locates: list[Locate] = []
         self.fetches: list[Fetch] = []
-        self.lent: list[Lent] = []
-        self.loans_ended: list[LoanEnded] = []
+        self.served: list[Served] = []
+        self.servings_ended: list[ServingEnded] = []
         super().__init__(slots=slots, fetches=True, **config)
 
     def step(self, *events: Event) -> list[Command]:
@@ -41,10 +41,10 @@ class PeerNode(DiskNode):
                     self.locates.append(command)
                 case Fetch():
                     self.fetches.append(command)
-                case Lent():
-                    self.lent.append(command)
-                case LoanEnded():
-                    self.loans_ended.append(command)
+                case Served():
+                    self.served.append(command)
+                case ServingEnded():
+                    self.servings_ended.append(command)
                 case _:
                     pass
         return commands
@@ -65,15 +65,15 @@ class PeerNode(DiskNode):
         )
         self.step(Fetched(fetch.job, bytes(flags), sums if any(flags) else b"", peer_failed))
 
-    def lend(self, loan: int, *numbers: int, peer: int = 1, tenant: str = "t") -> Lent:
+    def serve(self, serving: int, *numbers: int, peer: int = 1, tenant: str = "t") -> Served:
         """Another node asks for blocks that are in dram."""
-        self.step(Lend(peer, loan, tenant, SPACE, keys(*numbers)))
-        return self.lent[-1]
+        self.step(Serve(peer, serving, tenant, SPACE, keys(*numbers)))
+        return self.served[-1]
 
-    def give_back(self, loan: int, peer: int = 1) -> list[bool]:
+    def give_back(self, serving: int, peer: int = 1) -> list[bool]:
         """Another node has read them. Returns which stayed."""
-        self.step(LoanReturned(peer, loan))
-        return [bool(flag) for flag in self.loans_ended[-1].intact]
+        self.step(ServingReturned(peer, serving))
+        return [bool(flag) for flag in self.servings_ended[-1].intact]
 
 
 def number_of(raw: bytes) -> int:

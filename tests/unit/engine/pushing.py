@@ -27,7 +27,7 @@ from kvstore.engine.events import (
     PushAsked,
     PushOver,
     PushRevoked,
-    RecycleMover,
+    RecycleTransferWorker,
     RevokePush,
     SayPush,
     WritePush,
@@ -64,7 +64,7 @@ class PushNode(Node):
     def step(self, *events: Event) -> list[Command]:
         commands = super().step(*events)
         self.said += commands
-        kinds = (AskPush, RevokePush, Land, RecycleMover, WritePush, SayPush)
+        kinds = (AskPush, RevokePush, Land, RecycleTransferWorker, WritePush, SayPush)
         self.commands.extend(each for each in commands if isinstance(each, kinds))
         return commands
 
@@ -109,11 +109,11 @@ class PushPair:
         """Writes that failed: they may store bytes as long as d's transfer worker lives."""
         self.recycled: list[str] = []
         self.epochs = 0
-        self.restart_mover()
+        self.restart_transfer_worker()
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────
 
-    def restart_mover(self) -> None:
+    def restart_transfer_worker(self) -> None:
         """d's transfer worker is dead, and another one is there."""
         self.stray.clear()
         self.flights_of_the_dead = set(self.flights)
@@ -198,9 +198,9 @@ class PushPair:
                 self.to_p.append(PushRevoked(1, grant))
             case Land():
                 self.lands.append(command)
-            case RecycleMover(reason=reason):
+            case RecycleTransferWorker(reason=reason):
                 self.recycled.append(reason)
-                self.restart_mover()
+                self.restart_transfer_worker()
 
     def _check_granted(self, pages: list[int]) -> None:
         """Nobody may write to what is granted anew."""

@@ -17,7 +17,7 @@ from tests.unit.engine.harness import Node, Peer, key
 SLOTS, PIECE = 64, 4
 LONG = 3 * SLOTS
 KEPT = SLOTS * 3 // 4
-"""What a lookup must find of it: all but what is lent for writing, and freed ahead of need."""
+"""What a lookup must find of it: all but what is served for writing, and freed ahead of need."""
 POLICIES = ["lru", "reuse"]
 QUOTAS = [(), (("e", SLOTS * SLOT_BYTES_MIN * 7 // 8),)]
 

@@ -204,7 +204,7 @@ def test_behind_a_gap() -> None:
         ("cost gate", Reason.COST_GATE, True),
         ("load failed", Reason.LOAD_FAILED, True),
         ("shadow check", Reason.SHADOW_CHECK, True),
-        ("node away", Reason.NODE_AWAY, False),
+        ("node unreachable", Reason.NODE_UNREACHABLE, False),
         ("breaker open", Reason.BREAKER_OPEN, False),
         ("no full block", Reason.NO_FULL_BLOCK, False),
         ("not stored", Reason.NOT_STORED, False),

@@ -1,4 +1,4 @@
-"""Any order of stores, lookups and what a disk may do: nobody is ever lent another block's bytes.
+"""Any order of stores, lookups and what a disk may do: nobody is ever served another block's bytes.
 
 The oracle is an arena outside the engine: what was sealed or read into each slot, by generation. A
 lease, whether it came at once or grew, must name slots that hold the blocks it was asked for.

@@ -1,4 +1,4 @@
-"""What engines said of their spaces outlives the process: without them the next one offers, lends
+"""What engines said of their spaces outlives the process: without them the next one offers, serves
 and verifies what was kept."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.engine.events import Lend, Lent
+from kvstore.engine.events import Serve, Served
 from kvstore.engine.memory import journal_spaces
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.journal_spaces import SPACE_COUNT_MAX, SPACE_WORDS, SpaceTable
@@ -25,7 +25,7 @@ def reborn(node: MortalNode) -> MortalNode:
     return node
 
 
-def test_without_an_engine_what_was_kept_is_offered_and_lent() -> None:
+def test_without_an_engine_what_was_kept_is_offered_and_served() -> None:
     node = MortalNode()
     peer = Peer(node, shards=HALVES)
     peer.store(1, 2)
@@ -34,9 +34,9 @@ def test_without_an_engine_what_was_kept_is_offered_and_lent() -> None:
     assert len(offered) == 2
     reborn(node)
     assert node.offered == offered, "by the shards that its engine had"
-    lend = Lend(peer=1, loan=1, tenant=tenant, space=SPACE, keys=keys(1, 2))
-    (lent,) = [said for said in node.step(lend) if isinstance(said, Lent)]
-    assert len(lent.slots) == 4 * 2 * len(HALVES)
+    serve = Serve(peer=1, serving=1, tenant=tenant, space=SPACE, keys=keys(1, 2))
+    (served,) = [said for said in node.step(serve) if isinstance(said, Served)]
+    assert len(served.slots) == 4 * 2 * len(HALVES)
 
 
 def test_it_is_scrubbed_and_explained_too() -> None:

@@ -1,7 +1,7 @@
-"""Any order of what other nodes hold, lend, want and break, beside stores, lookups and a disk.
+"""Any order of what other nodes hold, serve, want and break, beside stores, lookups and a disk.
 
 The oracle is that of `test_files_machine`: what was put into each slot, by generation. A block that
-another node said to be damaged is garbage; nobody may be lent it, neither an engine nor a node.
+another node said to be damaged is garbage; nobody may be served it, neither an engine nor a node.
 """
 
 from __future__ import annotations
@@ -16,9 +16,17 @@ import pytest
 from hypothesis import Phase
 from hypothesis.stateful import initialize, invariant, rule
 
-from kvstore.engine.events import Candidate, Fetched, Lend, Lent, LoanReturned, Located, PeerGone
+from kvstore.engine.events import (
+    Candidate,
+    Fetched,
+    Located,
+    PeerGone,
+    Serve,
+    Served,
+    ServingReturned,
+)
 from kvstore.engine.moves.fetches import Fetches
-from kvstore.engine.moves.loans import Loans
+from kvstore.engine.moves.servings import Servings
 from tests.amounts import amount
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import checksum, key, keys
@@ -42,9 +50,9 @@ class PeersMachine(DiskMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loan = 0
-        self.lent: dict[tuple[int, int], Lent] = {}
-        """Loans that were answered and not given back."""
+        self.serving = 0
+        self.served: dict[tuple[int, int], Served] = {}
+        """Servings that were answered and not given back."""
         self.answered = 0
 
     def make_node(self, **config: Any) -> PeerNode:
@@ -80,31 +88,31 @@ class PeersMachine(DiskMachine):
         self.node.step(Fetched(fetch.job, bytes(flags), sums, peer_failed=not any(flags)))
         self.listen()
 
-    # ── what is lent ─────────────────────────────────────────────────────────────────────────────
+    # ── what is served ────────────────────────────────────────────────────────────────────────────
 
     @rule(peer=st.sampled_from(PEERS), first=numbers, count=st.integers(1, 6))
     def another_node_asks(self, peer: int, first: int, count: int) -> None:
-        self.loan += 1
+        self.serving += 1
         wanted = range(first, min(first + count, BLOCKS))
-        self.node.step(Lend(peer, self.loan, "t", SPACE, keys(*wanted)))
+        self.node.step(Serve(peer, self.serving, "t", SPACE, keys(*wanted)))
         self.listen()
 
     @rule(pick=st.integers(0, 9))
     def another_node_has_read(self, pick: int) -> None:
-        if not self.lent:
+        if not self.served:
             return
-        name = sorted(self.lent)[pick % len(self.lent)]
-        lent = self.lent.pop(name)
-        self.node.step(LoanReturned(*name))
-        intact = self.node.loans_ended.pop().intact
+        name = sorted(self.served)[pick % len(self.served)]
+        served = self.served.pop(name)
+        self.node.step(ServingReturned(*name))
+        intact = self.node.servings_ended.pop().intact
         generations = self.node.state.slots.generation
-        for flag, slot, generation in zip(intact, *_places(lent), strict=len(intact) > 0):
+        for flag, slot, generation in zip(intact, *_places(served), strict=len(intact) > 0):
             assert not flag or generations[slot // 16] == generation, "it did not stay"
 
     @rule(peer=st.sampled_from(PEERS))
     def another_node_goes(self, peer: int) -> None:
         self.node.step(PeerGone(peer))
-        self.lent = {name: lent for name, lent in self.lent.items() if name[0] != peer}
+        self.served = {name: served for name, served in self.served.items() if name[0] != peer}
         self.listen()
 
     @rule(ms=st.sampled_from([1, 600, 11_000]))
@@ -115,17 +123,17 @@ class PeersMachine(DiskMachine):
         self.listen()
 
     def listen(self) -> None:
-        """Whoever is lent blocks is lent those that he asked for."""
+        """Whoever is served blocks is served those that he asked for."""
         super().listen()
-        for lent in self.node.lent[self.answered :]:
-            if not lent.slots:
+        for served in self.node.served[self.answered :]:
+            if not served.slots:
                 continue
-            self.lent[lent.peer, lent.loan] = lent
-            for at, place in enumerate(zip(*_places(lent), strict=True)):
+            self.served[served.peer, served.serving] = served
+            for at, place in enumerate(zip(*_places(served), strict=True)):
                 number = self.arena.get(place)
-                assert number not in (None, GARBAGE), "lent what is no block"
-                assert lent.checksums[16 * at : 16 * at + 16] == checksum(number)
-        self.answered = len(self.node.lent)
+                assert number not in (None, GARBAGE), "served what is no block"
+                assert served.checksums[16 * at : 16 * at + 16] == checksum(number)
+        self.answered = len(self.node.served)
 
     @invariant()
     def consistent(self) -> None:
@@ -145,12 +153,12 @@ class PeersMachine(DiskMachine):
         fetches = self.node.engine._fetches
         assert not fetches._coming
         assert fetches._fetching.moving_bytes == 0
-        assert not self.node.engine._loans._waiting
+        assert not self.node.engine._servings._waiting
 
 
-def _places(lent: Lent) -> tuple[list[int], list[int]]:
-    slots = np.frombuffer(lent.slots, "<u4").tolist()
-    return slots, np.frombuffer(lent.generations, "<u8").tolist()
+def _places(served: Served) -> tuple[list[int], list[int]]:
+    slots = np.frombuffer(served.slots, "<u4").tolist()
+    return slots, np.frombuffer(served.generations, "<u8").tolist()
 
 
 @pytest.mark.usefixtures("each_policy")
@@ -171,11 +179,11 @@ def _trust_every_fetch(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _always_intact(original: Callable[..., None]) -> Callable[..., None]:
-    def returned(self: Loans, event: LoanReturned) -> None:
+    def returned(self: Servings, event: ServingReturned) -> None:
         original(self, event)
         ended = self._state.commands[-1]
         self._state.commands[-1] = type(ended)(  # type: ignore[call-arg]
-            peer=event.peer, loan=event.loan, intact=b"\x01" * 8, cause=0
+            peer=event.peer, serving=event.serving, intact=b"\x01" * 8, cause=0
         )
 
     return returned
@@ -185,7 +193,7 @@ def _always_intact(original: Callable[..., None]) -> Callable[..., None]:
     ("kind", "method", "breaks"),
     [
         (Fetches, "fetched", _trust_every_fetch),
-        (Loans, "returned", _always_intact),
+        (Servings, "returned", _always_intact),
     ],
 )
 def test_a_broken_side_of_peers_is_noticed(

@@ -36,7 +36,7 @@ def pinned(node: Node) -> int:
     return sum(node.state.slots.quotas.pinned) // SLOT_BYTES_MIN
 
 
-def borrowed(node: Node) -> int:
+def fetched(node: Node) -> int:
     accounts = node.state.slots.pins.accounts
     return sum(sum(accounts[name].held) for name in accounts if name == ("node",)) // (
         SLOT_BYTES_MIN
@@ -216,31 +216,31 @@ def test_a_pin_ends_with_its_block() -> None:
     assert pinned(node) == node.granted()
 
 
-def test_a_node_that_borrows_again_and_again_leaves_most() -> None:
+def test_a_node_that_fetches_again_and_again_leaves_most() -> None:
     node = PeerNode(slots=64)
     engine = Peer(node)
     fill(engine, 0, 70)
     there = [number for number in range(70) if engine.hint(number) == [True]]
-    for loan, number in enumerate(there, 1):
-        node.lend(loan, number)
-    free_of_loans = 64 - node.granted()
-    lent = borrowed(node)
-    assert 8 <= lent <= free_of_loans // 4, "a quarter, where nobody else borrows"
-    assert node.engine.counters.pins_refused == len(there) - lent
-    for loan, number in enumerate(reversed(there), 1000):
-        node.lend(loan, number, peer=2)
-    assert lent < borrowed(node) <= free_of_loans // 2
+    for serving, number in enumerate(there, 1):
+        node.serve(serving, number)
+    free_of_servings = 64 - node.granted()
+    served = fetched(node)
+    assert 8 <= served <= free_of_servings // 4, "a quarter, where nobody else fetches"
+    assert node.engine.counters.pins_refused == len(there) - served
+    for serving, number in enumerate(reversed(there), 1000):
+        node.serve(serving, number, peer=2)
+    assert served < fetched(node) <= free_of_servings // 2
     node.step(PeerGone(1))
     node.step(PeerGone(2))
-    assert borrowed(node) == 0
+    assert fetched(node) == 0
 
 
-def test_what_is_lent_of_a_promise_counts_for_it() -> None:
-    """Where everything is promised, nodes can borrow all the same."""
+def test_what_is_served_of_a_promise_counts_for_it() -> None:
+    """Where everything is promised, nodes can fetch all the same."""
     node = PeerNode(slots=64, quotas=quotas(e=32, f=32))
     engine = Peer(node)
     fill(engine, 0, 20)
-    assert node.lend(1, 0, 1, 2).slots
+    assert node.serve(1, 0, 1, 2).slots
     assert SPACE in {space for _, space in node.state.known}
 
 
@@ -258,7 +258,7 @@ def test_accounts_end_with_those_who_pin(kind: str) -> None:
     peer = Peer(node)
     peer.seal(1)
     if kind == "node":
-        node.lend(1, 1)
+        node.serve(1, 1)
         node.step(PeerGone(1))
     pins: Pins = node.state.slots.pins
     assert {name[0] for name in pins.accounts} == {"engine"}

@@ -204,7 +204,7 @@ def test_nobody_cancels_what_another_engine_expects() -> None:
 def test_a_last_word_of_another_epoch_gives_nothing_back() -> None:
     """Of an older one, and of one that there was not yet: epochs are drawn, not counted."""
     pair = PushPair()
-    pair.restart_mover()
+    pair.restart_transfer_worker()
     pair.open()
     pair.expect(1, 2)
     (grant,) = pair.extents

@@ -376,7 +376,7 @@ def test_an_engine_without_a_session_ends_no_wait_of_another() -> None:
 # ── landing memory ───────────────────────────────────────────────────────────────────────────────
 
 
-def test_extents_of_a_failed_write_come_back_with_another_mover_only() -> None:
+def test_extents_of_a_failed_write_come_back_with_another_transfer_worker_only() -> None:
     pair = PushPair()
     pair.open()
     pair.store(1)
@@ -431,7 +431,7 @@ def test_words_of_another_epoch_are_dropped() -> None:
     pair.write(next(iter(pair.flights)))
     word = pair.to_d[0]
     assert isinstance(word, Pushed)
-    pair.restart_mover()
+    pair.restart_transfer_worker()
     assert ["transfer worker" in end.reason for end in pair.ends] == [True]
     pair.pump()
     assert not pair.lands
@@ -483,14 +483,14 @@ def test_blocks_that_are_cleared_on_their_way_do_not_come_back() -> None:
     pair.at_rest()
 
 
-def test_without_a_mover_nothing_is_granted_and_nothing_lost() -> None:
+def test_without_a_transfer_worker_nothing_is_granted_and_nothing_lost() -> None:
     pair = PushPair()
     pair.d.step(LandingUp(0))
     pair.open()
     pair.store(1)
     pair.expect(1)
     assert not pair.to_p
-    pair.restart_mover()
+    pair.restart_transfer_worker()
     assert pair.to_p or pair.ends
 
 

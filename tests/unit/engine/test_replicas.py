@@ -97,7 +97,7 @@ def test_a_replica_that_seals_is_hung_up_and_changes_nothing() -> None:
     assert "does not write" in node.hangups[peer.ranks[1]]
     assert node.blocks() == {}
     assert node.count(peer.scheduler, SessionClosed) == 1
-    assert node.quarantined() == 0, "it was lent nothing"
+    assert node.quarantined() == 0, "it was served nothing"
 
 
 @pytest.mark.parametrize("exited", [False, True])

@@ -113,11 +113,11 @@ def test_quotas_say_what_is_promised_and_used() -> None:
     llama, other = Peer(node, "llama"), Peer(node, "other")
     llama.seal(1, 2)
     other.seal(3)
-    lent = {peer: len(peer.unused()) for peer in (llama, other)}
+    served = {peer: len(peer.unused()) for peer in (llama, other)}
     assert node.engine.quotas() == [
-        report.QuotaReport("llama", promised, (2 + lent[llama]) * SLOT_BYTES_MIN),
+        report.QuotaReport("llama", promised, (2 + served[llama]) * SLOT_BYTES_MIN),
         report.QuotaReport("team", SLOT_BYTES_MIN, 0),
-        report.QuotaReport("", 19 * SLOT_BYTES_MIN, (1 + lent[other]) * SLOT_BYTES_MIN),
+        report.QuotaReport("", 19 * SLOT_BYTES_MIN, (1 + served[other]) * SLOT_BYTES_MIN),
     ]
     assert Node().engine.quotas() == []
 

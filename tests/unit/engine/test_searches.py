@@ -103,14 +103,16 @@ def test_an_index_that_does_not_answer_is_named() -> None:
     peer.lease(1, 1)
     assert end(node, peer, blocks=1) == [(0, 1, "", Reason.NEVER_STORED, "", Reason.NO_ANSWER_YET)]
     node.locate(is_known=False)
-    assert end(node, peer, blocks=1) == [(0, 1, "", Reason.NEVER_STORED, "", Reason.INDEX_AWAY)]
+    assert end(node, peer, blocks=1) == [
+        (0, 1, "", Reason.NEVER_STORED, "", Reason.INDEX_UNREACHABLE)
+    ]
     for number in range(UNANSWERED_MAX - 1):
         peer.hint(10 + number)
         node.locate(is_known=False)
     peer.lease(2, 5)
     assert not node.locates, "it is left alone"
     rows = end(node, peer, blocks=1, leases=[2])
-    assert rows == [(0, 1, "", Reason.NEVER_STORED, "", Reason.INDEX_AWAY)]
+    assert rows == [(0, 1, "", Reason.NEVER_STORED, "", Reason.INDEX_UNREACHABLE)]
     assert "the index is unreachable" in text(node)
 
 
@@ -165,7 +167,7 @@ def test_a_node_that_failed_is_left_alone_and_so_it_is_told() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"not_lent": 2}, "2 were not served"),
+        ({"not_served": 2}, "2 were not served"),
         ({"not_kept": 2}, "2 did not stay until they were read"),
         ({"damaged": 2}, "2 failed their checksums"),
     ],

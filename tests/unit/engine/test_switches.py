@@ -75,7 +75,7 @@ def test_what_diverges_switches_the_space_off_and_is_told_once() -> None:
     assert peer.lease(8, 1, 2).slots == b""
 
 
-def test_while_it_is_off_nothing_is_lent_stored_or_granted() -> None:
+def test_while_it_is_off_nothing_is_served_stored_or_granted() -> None:
     node = Node()
     peer = Peer(node)
     (place,) = peer.seal(1)
@@ -144,7 +144,7 @@ def test_words_of_an_earlier_session_are_not_about_the_space_of_this_one() -> No
 
 
 @pytest.mark.parametrize(("lease", "block"), [(99, 0), (7, 1), (7, 2**32 - 1)])
-def test_words_about_what_was_never_lent_are_nothing(lease: int, block: int) -> None:
+def test_words_about_what_was_never_served_are_nothing(lease: int, block: int) -> None:
     node = Node()
     peer = Peer(node)
     peer.seal(1)
@@ -189,7 +189,7 @@ def test_what_came_from_both_switches_all_off() -> None:
     assert told.tier is None
 
 
-def test_it_is_emptied_a_slice_at_a_time_and_nothing_is_lent_meanwhile(
+def test_it_is_emptied_a_slice_at_a_time_and_nothing_is_served_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_module, "CLEAR_ROWS_MAX", 2)

@@ -363,7 +363,7 @@ def test_nothing_is_heard_of_who_is_away() -> None:
     assert made.heard(1, batch(stored(1, 2)), 0) == []
     assert made.replayed(1, batch(stored(1, 2)), 0) == []
     assert made.replay_ended(0) == made.tick(10**6) == []
-    assert (made.phase, made.take_ask()) == (Phase.AWAY, None)
+    assert (made.phase, made.take_ask()) == (Phase.UNREACHABLE, None)
 
 
 def rest(made: EngineFeed) -> list[Change]:

@@ -18,7 +18,7 @@ from kvstore.net.tls import peer_identities, server_credentials
 from kvstore.ports import End, TransportMemory
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp import Tcp
-from kvstore.wire.mover import Direction
+from kvstore.wire.transfer_worker import Direction
 
 SIZE = 4096
 CALLER = Identity("client", "a")
@@ -86,7 +86,7 @@ def test_of_ones_own_files(pki: Path) -> None:
     assert load(files(pki, "client-a")).identities == {CALLER}
 
 
-def test_of_who_reads_from_the_mover(pki: Path) -> None:
+def test_of_who_reads_from_the_transfer_worker(pki: Path) -> None:
     arena = np.zeros(SIZE, np.uint8)
     memory = TransportMemory(arena, arena)
     owner = Tcp("b", memory, options(pki, "node-b"))

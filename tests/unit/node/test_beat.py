@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.engine.events import Command, Event, Lend, Received, Send
+from kvstore.engine.events import Command, Event, Received, Send, Serve
 from kvstore.net.turns import NODE, TURN_FILES, TURN_RANK, TURN_SCHEDULER, Party, TurnSource
 from kvstore.node.attach import Attach
 from kvstore.node.driver import Driver
@@ -124,7 +124,7 @@ def stored(node: Bare, peer: Peer) -> tuple[bytes, bytes, bytes]:
     return keys, slots[:, 0].tobytes(), generations[:, 0].tobytes()
 
 
-def largest(node: Bare, peer: Peer) -> dict[int, list[EngineMessage | Lend]]:
+def largest(node: Bare, peer: Peer) -> dict[int, list[EngineMessage | Serve]]:
     """One after the other, by whom: the scheduler, a rank, a peer (0)."""
     keys, slots, generations = stored(node, peer)
     many = np.arange(FULL, dtype="<u4").tobytes()
@@ -152,7 +152,7 @@ def largest(node: Bare, peer: Peer) -> dict[int, list[EngineMessage | Lend]]:
             *(Quiet(0) for _ in range(1024)),
         ],
         0: [
-            Lend(peer=1, loan=n, tenant="t", space=space, keys=some_keys(1) if n % 2 else keys)
+            Serve(peer=1, serving=n, tenant="t", space=space, keys=some_keys(1) if n % 2 else keys)
             for n in range(64)
         ],
     }
@@ -206,6 +206,6 @@ def _reader(number: int, queue: Any, limit: int) -> Any:
         for _ in range(limit):
             if queue:
                 said = queue.popleft()
-                yield said if isinstance(said, Lend) else Received(ConnectionId(number), said)
+                yield said if isinstance(said, Serve) else Received(ConnectionId(number), said)
 
     return read

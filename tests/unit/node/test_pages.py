@@ -17,8 +17,8 @@ from kvstore.node.driver import DriverCounters
 from kvstore.node.pages import EventCounters, NodeCollector, make_pages
 from kvstore.obs.metrics import INDEX_METRICS, family
 from kvstore.obs.timings import Timings
-from kvstore.peers.borrower import KINDS as FETCH_KINDS, BorrowerCounters
 from kvstore.peers.changes import FeedCounters
+from kvstore.peers.fetcher import KINDS as FETCH_KINDS, FetcherCounters
 from kvstore.peers.lander import KINDS as PUSH_KINDS
 from kvstore.peers.member import ClusterMember
 from kvstore.peers.peering import Peering
@@ -118,13 +118,13 @@ def test_a_page_with_everything_on_has_few_series() -> None:
     tier = SimpleNamespace(ready_bytes=1, capacity_bytes=1)
     for number in range(NAMED + 9):
         peer = Peer(node, f"e{number}", tenant=f"tenant {number}")
-        node.hear(peer.scheduler, Story(request="r", prompt_tokens=99, outcome="node away"))
+        node.hear(peer.scheduler, Story(request="r", prompt_tokens=99, outcome="node unreachable"))
     attach = SimpleNamespace(counters=AttachCounters(), socket_count=3)
     timings = {kind: Timings() for kind in (*FETCH_KINDS, *PUSH_KINDS, "write")}
     peering = SimpleNamespace(
-        borrower=SimpleNamespace(counters=BorrowerCounters()),
+        fetcher=SimpleNamespace(counters=FetcherCounters()),
         preparer=SimpleNamespace(refused_count=0),
-        mover=SimpleNamespace(restarts=0, refused=0),
+        transfer_worker=SimpleNamespace(restarts=0, refused=0),
         transport="nixl",
         _timings=timings,
     )

@@ -229,14 +229,14 @@ def test_what_cannot_be_believed_is_let_go_arena_and_all(
     assert host.kept.writers == {}
 
 
-def test_a_mover_that_does_not_end_costs_the_memory_and_not_the_node(
+def test_a_transfer_worker_that_does_not_end_costs_the_memory_and_not_the_node(
     host: Host,
     config: NodeConfig,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory, _ = begin(host, config)
-    mover = os.dup(memory.arena.hold_fd)
+    transfer_worker = os.dup(memory.arena.hold_fd)
     memory.arena.close()
     host.end_process()
     monkeypatch.setattr("kvstore.node.warm.HOLDERS_WAIT_S", 0.0)
@@ -248,9 +248,9 @@ def test_a_mover_that_does_not_end_costs_the_memory_and_not_the_node(
     host.end_process()
     monkeypatch.undo()
     again, _ = begin(host, config)
-    assert again.adopt is not None, "the old mover has nothing to do with the new memory"
+    assert again.adopt is not None, "the old transfer worker has nothing to do with the new memory"
     again.arena.close()
-    os.close(mover)
+    os.close(transfer_worker)
 
 
 def test_other_slabs_are_another_layout(host: Host, config: NodeConfig) -> None:

@@ -1,4 +1,4 @@
-"""What one node lends another: byte by byte, or not at all."""
+"""What one node serves another: byte by byte, or not at all."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 
 from kvstore.engine.events import (
     Clear,
-    Lent,
-    LoanEnded,
     PeerGone,
+    Served,
+    ServingEnded,
 )
-from kvstore.peers.lender import ASKS_MAX
+from kvstore.peers.block_server import ASKS_MAX
 from kvstore.transport.tcp_ends import Address
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
 from kvstore.wire import peers as wire
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
-from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, Descriptor, encode
 from kvstore.wire.record import PAYLOAD_BYTES_MAX
+from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, Descriptor, encode
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import (
     HALVES,
@@ -76,15 +76,15 @@ def test_a_flipped_bit_on_the_way_is_a_miss() -> None:
         two.index.holders["b"] = 2
 
         def flip() -> None:
-            lent = next(c for c in two.b.asked if isinstance(c, Lent))
-            second = int(np.frombuffer(lent.slots, "<u4")[1])
+            served = next(c for c in two.b.asked if isinstance(c, Served))
+            second = int(np.frombuffer(served.slots, "<u4")[1])
             two.b.memory[second * PAGE_BYTES + 100] ^= 4
 
-        two.a.mover.before = flip
+        two.a.transfer_worker.before = flip
         engine = Stored(two.a, "ea")
         more = await two.lease(engine, 1, 1, 2)
         assert len(pairs(more)) == 1
-        assert two.a.borrower.counters.damaged == 1
+        assert two.a.fetcher.counters.damaged == 1
         assert two.a.engine.counters.fetch_blocks_lost == 1
 
     run(body)
@@ -94,11 +94,11 @@ def test_what_did_not_stay_until_it_was_read_is_a_miss_even_if_its_bytes_did() -
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
-        two.a.mover.before = lambda: two.b.step(Clear(None, None))
+        two.a.transfer_worker.before = lambda: two.b.step(Clear(None, None))
         engine = Stored(two.a, "ea")
         more = await two.lease(engine, 1, 1)
         assert more.slots == b""
-        assert two.a.borrower.counters.not_kept == 1
+        assert two.a.fetcher.counters.not_kept == 1
         assert two.a.blocks() == {}
 
     run(body)
@@ -113,10 +113,10 @@ def test_what_did_not_stay_and_is_something_else_by_now_is_no_damage() -> None:
             two.b.step(Clear(None, None))
             two.b.memory[:] = bytes(len(two.b.memory))
 
-        two.a.mover.before = reuse
+        two.a.transfer_worker.before = reuse
         more = await two.lease(Stored(two.a, "ea"), 1, 1)
         assert more.slots == b""
-        assert (two.a.borrower.counters.not_kept, two.a.borrower.counters.damaged) == (1, 0)
+        assert (two.a.fetcher.counters.not_kept, two.a.fetcher.counters.damaged) == (1, 0)
 
     run(body)
 
@@ -128,22 +128,22 @@ def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
         looked: list[BlockKey] = []
-        verify, answer = Assembly.verify, two.b.lender.loan_ended
+        verify, answer = Assembly.verify, two.b.block_server.serving_ended
         late: set[asyncio.Task[None]] = set()
 
         def look(self: Assembly, key: BlockKey, *its: Any) -> list[bytes] | None:
             looked.append(key)
             return verify(self, key, *its)
 
-        async def after_that(command: LoanEnded) -> None:
+        async def after_that(command: ServingEnded) -> None:
             await two.until(lambda: bool(looked), "the block is verified")
             answer(command)
 
-        def ended(command: LoanEnded) -> None:
+        def ended(command: ServingEnded) -> None:
             late.add(asyncio.get_running_loop().create_task(after_that(command)))
 
         monkeypatch.setattr(Assembly, "verify", look)
-        monkeypatch.setattr(two.b.lender, "loan_ended", ended)
+        monkeypatch.setattr(two.b.block_server, "serving_ended", ended)
         more = await two.lease(Stored(two.a, "ea"), 1, 1)
         assert more.from_peer == 1
         await asyncio.gather(*late)
@@ -169,7 +169,7 @@ def test_what_engines_have_in_their_own_memory_is_not_asked_for() -> None:
         engine = Stored(two.a, "ea")
         more = await two.lease(engine, 1, 1, 2)
         assert more.slots == b""
-        assert two.a.borrower._sessions == {}, "nobody was dialled"
+        assert two.a.fetcher._sessions == {}, "nobody was dialled"
 
     run(body)
 
@@ -209,7 +209,7 @@ def test_somebody_else_at_the_address_is_not_read_from() -> None:
         await two.knows("c")
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
-        assert not any(isinstance(c, Lent) for c in two.b.asked)
+        assert not any(isinstance(c, Served) for c in two.b.asked)
 
     run(body)
 
@@ -219,10 +219,10 @@ def test_a_peer_that_sends_this_node_elsewhere_is_not_dialled() -> None:
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
         address = encode_address("169.254.169.254", 80)
-        two.b.mover.descriptor = encode(Descriptor("tcp", "b", 1 << 20, 0, address))
+        two.b.transfer_worker.descriptor = encode(Descriptor("tcp", "b", 1 << 20, 0, address))
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
-        assert not any(isinstance(c, Lent) for c in two.b.asked)
+        assert not any(isinstance(c, Served) for c in two.b.asked)
 
     run(body)
 
@@ -231,7 +231,7 @@ def encode_address(host: str, port: int) -> bytes:
     return msgspec.msgpack.encode(Address(host, port, secure=True))
 
 
-def test_a_peer_that_hangs_up_ends_its_loans() -> None:
+def test_a_peer_that_hangs_up_ends_its_servings() -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         async with grpc.aio.insecure_channel(two.b.address) as channel:
@@ -239,13 +239,13 @@ def test_a_peer_that_hangs_up_ends_its_loans() -> None:
             await call.write(hello())
             welcome = wire.decode_answer(await call.read())
             assert isinstance(welcome, wire.PeerWelcome)
-            assert (welcome.node, welcome.descriptor) == ("b", two.b.mover.descriptor)
+            assert (welcome.node, welcome.descriptor) == ("b", two.b.transfer_worker.descriptor)
             await call.write(LEND)
             assert await slots_of(call)
             assert len(two.b.engine.leases()) == 1
             call.cancel()
         await two.at_rest()
-        assert two.b.lender.session_count == 0
+        assert two.b.block_server.session_count == 0
 
     run(body)
 
@@ -254,18 +254,18 @@ def hello(node: str = "x") -> bytes:
     return wire.encode(wire.PeerHello(node, Incarnation(3)))
 
 
-LEND = wire.encode(wire.LendAsk(1, "t", SPACE, keys(1)))
+LEND = wire.encode(wire.ServeAsk(1, "t", SPACE, keys(1)))
 
 
 async def slots_of(call: Any) -> bytes:
-    """Those that are lent next."""
+    """Those that are served next."""
     answer = wire.decode_answer(await call.read())
-    assert isinstance(answer, wire.LendAnswer)
+    assert isinstance(answer, wire.ServeAnswer)
     return answer.slots
 
 
 def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.peers.lender.HELLO_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvstore.peers.block_server.HELLO_TIMEOUT_S", 0.01)
 
     async def body(two: Two) -> None:
         async with grpc.aio.insecure_channel(two.b.address) as channel:
@@ -290,25 +290,31 @@ def test_a_node_has_one_session_its_last_one() -> None:
                     await call.write(LEND)
                     assert await slots_of(call)
             await _read_to_its_end(calls[0])
-            await two.until(lambda: not two.b.engine.leases(), "its loan has ended, too")
-            assert two.b.lender.session_count == 2
+            await two.until(lambda: not two.b.engine.leases(), "its serving has ended, too")
+            assert two.b.block_server.session_count == 2
             for call in calls:
                 call.cancel()
 
     run(body)
 
 
-def test_another_mover_there_is_read_by_its_own_descriptor() -> None:
+def test_another_transfer_worker_there_is_read_by_its_own_descriptor() -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1, 2)
         two.index.holders["b"] = 2
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).from_peer == 1
-        two.b.mover.descriptor = encode(Descriptor("memory", "another", len(two.b.memory), 0, b""))
-        two.b.lender.mover_changed()
-        await two.until(lambda: two.b.lender.session_count == 0, "the session ends")
+        two.b.transfer_worker.descriptor = encode(
+            Descriptor("memory", "another", len(two.b.memory), 0, b"")
+        )
+        two.b.block_server.transfer_worker_changed()
+        await two.until(lambda: two.b.block_server.session_count == 0, "the session ends")
         assert (await two.lease(engine, 2, 2)).from_peer == 1
-        assert two.a.mover.descriptors[-1] == two.b.mover.descriptor != two.a.mover.descriptors[0]
+        assert (
+            two.a.transfer_worker.descriptors[-1]
+            == two.b.transfer_worker.descriptor
+            != two.a.transfer_worker.descriptors[0]
+        )
 
     run(body)
 
@@ -319,16 +325,16 @@ def test_what_failed_before_ends_no_session_that_another_opened_since() -> None:
         two.index.holders["b"] = 1
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).from_peer == 1
-        before = await two.a.borrower.session("b")
-        two.b.lender.mover_changed()
+        before = await two.a.fetcher.session("b")
+        two.b.block_server.transfer_worker_changed()
         await two.until(lambda: bool(before.lost), "the session is lost")
-        after = await two.a.borrower.session("b")
+        after = await two.a.fetcher.session("b")
         assert after is not before
-        two.a.borrower._forget("b", before)
-        assert await two.a.borrower.session("b") is after
-        assert two.b.lender.session_count == 1
-        two.a.borrower._forget("b", after)
-        await two.until(lambda: two.b.lender.session_count == 0, "it has ended")
+        two.a.fetcher._forget("b", before)
+        assert await two.a.fetcher.session("b") is after
+        assert two.b.block_server.session_count == 1
+        two.a.fetcher._forget("b", after)
+        await two.until(lambda: two.b.block_server.session_count == 0, "it has ended")
 
     run(body)
 
@@ -336,10 +342,10 @@ def test_what_failed_before_ends_no_session_that_another_opened_since() -> None:
 def test_many_may_ask_a_peer_at_a_time() -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
-        session = await two.a.borrower.session("b")
-        asks = [session.lend("t", SPACE, keys(1), timeout_s=60) for _ in range(40)]
-        lent = await asyncio.gather(*asks)
-        assert [len(answer.places()) for answer in lent] == [1] * 40
+        session = await two.a.fetcher.session("b")
+        asks = [session.serve("t", SPACE, keys(1), timeout_s=60) for _ in range(40)]
+        served = await asyncio.gather(*asks)
+        assert [len(answer.places()) for answer in served] == [1] * 40
         assert not session.lost
 
     run(body)
@@ -352,9 +358,9 @@ def test_of_who_is_no_member_any_more_nothing_is_kept() -> None:
         await two.knows("c")
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
-        assert "node c" in two.a.borrower._told
+        assert "node c" in two.a.fetcher._told
         del two.index.addresses["c"]
-        await two.until(lambda: not two.a.borrower._told, "a knows that c is gone")
+        await two.until(lambda: not two.a.fetcher._told, "a knows that c is gone")
 
     run(body)
 
@@ -363,8 +369,8 @@ def test_who_has_just_joined_is_fetched_from_at_once() -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         address = two.index.addresses.pop("b")
-        two.a.borrower._members.discard("b")
-        two.a.borrower._addresses.pop("b", None)
+        two.a.fetcher._members.discard("b")
+        two.a.fetcher._addresses.pop("b", None)
         two.index.holders["b"] = 1
         two.index.addresses["b"] = address
         more = await two.lease(Stored(two.a, "ea"), 1, 1)
@@ -378,9 +384,9 @@ async def _read_to_its_end(call: Any) -> None:
         pass
 
 
-def lend(**other: Any) -> bytes:
+def serve(**other: Any) -> bytes:
     """Another ask than LEND."""
-    fields = {"type": "LendAsk", "loan": 1, "tenant": "t", "space": SPACE, "keys": keys(1)}
+    fields = {"type": "ServeAsk", "serving": 1, "tenant": "t", "space": SPACE, "keys": keys(1)}
     return msgspec.msgpack.encode({**fields, **other})
 
 
@@ -405,20 +411,20 @@ UNNAMED = {
 GARBAGE = {
     "nothing": b"",
     "no message": bytes(range(200, 240)),
-    "an answer": wire.encode(wire.LendAnswer(1)),
-    "an unknown kind": msgspec.msgpack.encode({"type": "Steal", "loan": 1}),
-    "an unknown field": lend(priority=1),
+    "an answer": wire.encode(wire.ServeAnswer(1)),
+    "an unknown kind": msgspec.msgpack.encode({"type": "Steal", "serving": 1}),
+    "an unknown field": serve(priority=1),
     "a second hello": hello(),
-    "short keys": lend(keys=b"short"),
-    "keys and a half": lend(keys=bytes(48)),
-    "no keys": lend(keys=b""),
-    "too many keys": lend(keys=bytes(32 * (KEYS_PER_DATAGRAM_MAX + 1))),
-    "a short space": lend(space=b"s"),
-    "a long space": lend(space=bytes(33)),
-    "no tenant": lend(tenant=""),
-    "a long tenant": lend(tenant="é" * 128),
-    "a loan too great": lend(loan=1 << 63),
-    "a loan below 0": lend(loan=-1),
+    "short keys": serve(keys=b"short"),
+    "keys and a half": serve(keys=bytes(48)),
+    "no keys": serve(keys=b""),
+    "too many keys": serve(keys=bytes(32 * (KEYS_PER_DATAGRAM_MAX + 1))),
+    "a short space": serve(space=b"s"),
+    "a long space": serve(space=bytes(33)),
+    "no tenant": serve(tenant=""),
+    "a long tenant": serve(tenant="é" * 128),
+    "a serving too great": serve(serving=1 << 63),
+    "a serving below 0": serve(serving=-1),
     "a grant too great": grant(grant=1 << 63),
     "a grant of no tenant": grant(tenant=""),
     "a grant of a long tenant": grant(tenant="é" * 128),
@@ -454,11 +460,11 @@ def test_nonsense_is_hung_up_on_in_words(words: list[bytes]) -> None:
             sentence = refused.value.details()
             assert sentence
             assert "\n" not in sentence
-            await two.until(lambda: two.b.lender.session_count == 1, "the session ends")
+            await two.until(lambda: two.b.block_server.session_count == 1, "the session ends")
             await other.write(LEND)
             assert await slots_of(other) == b"", "and no other one"
             other.cancel()
-        await two.until(lambda: two.b.lender.session_count == 0, "the other one ends, too")
+        await two.until(lambda: two.b.block_server.session_count == 0, "the other one ends, too")
 
     run(body)
 
@@ -482,49 +488,49 @@ def test_too_many_asks_at_once_are_hung_up_on() -> None:
         async with grpc.aio.insecure_channel(two.b.address) as channel:
             call = session(channel)
             await call.write(hello())
-            for loan in range(ASKS_MAX + 1):
-                await call.write(wire.encode(wire.GiveBack(loan)))
+            for serving in range(ASKS_MAX + 1):
+                await call.write(wire.encode(wire.GiveBack(serving)))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await _read_to_its_end(call)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        await two.until(lambda: two.b.lender.session_count == 0, "the session ends")
+        await two.until(lambda: two.b.block_server.session_count == 0, "the session ends")
 
     run(body)
 
 
-def lies() -> dict[str, wire.LendAnswer]:
+def lies() -> dict[str, wire.ServeAnswer]:
     good, size = (WHOLE,), (shard_bytes(SMALL, WHOLE),)
     slots, sums = bytes(4), bytes(16)
 
-    def lie(shard: Shard, size: int) -> wire.LendAnswer:
-        return wire.LendAnswer(1, (shard,), (size,), slots, sums)
+    def lie(shard: Shard, size: int) -> wire.ServeAnswer:
+        return wire.ServeAnswer(1, (shard,), (size,), slots, sums)
 
     return {
-        "more than was asked": wire.LendAnswer(1, good, size, slots * 2, sums * 2),
-        "no shards": wire.LendAnswer(1, slots=slots, checksums=sums),
-        "slots of no shards": wire.LendAnswer(1, slots=slots),
-        "no checksums": wire.LendAnswer(1, good, size, slots),
-        "half a checksum": wire.LendAnswer(1, good, size, slots, sums[:8]),
-        "no slots": wire.LendAnswer(1, good, size, checksums=sums),
-        "half a slot": wire.LendAnswer(1, good, size, slots[:2], sums),
-        "no size": wire.LendAnswer(1, good, slots=slots, checksums=sums),
+        "more than was asked": wire.ServeAnswer(1, good, size, slots * 2, sums * 2),
+        "no shards": wire.ServeAnswer(1, slots=slots, checksums=sums),
+        "slots of no shards": wire.ServeAnswer(1, slots=slots),
+        "no checksums": wire.ServeAnswer(1, good, size, slots),
+        "half a checksum": wire.ServeAnswer(1, good, size, slots, sums[:8]),
+        "no slots": wire.ServeAnswer(1, good, size, checksums=sums),
+        "half a slot": wire.ServeAnswer(1, good, size, slots[:2], sums),
+        "no size": wire.ServeAnswer(1, good, slots=slots, checksums=sums),
         "half the heads": lie(Shard(0, LAYERS, 0, 1), size[0] // HEADS),
         "huge": lie(Shard(0, 1, 0, 1), 1 << 60),
         "empty": lie(Shard(0, 1, 0, 1), 0),
         "inside out": lie(Shard(5, 1, 0, 1), 8),
         "too many layers": lie(Shard(0, 1 << 20, 0, 1), 8),
-        "right in form": wire.LendAnswer(1, good, size, slots, sums),
+        "right in form": wire.ServeAnswer(1, good, size, slots, sums),
     }
 
 
 @pytest.mark.parametrize("lie", lies().values(), ids=lies().keys())
-def test_a_peer_that_lies_costs_a_miss(lie: wire.LendAnswer) -> None:
+def test_a_peer_that_lies_costs_a_miss(lie: wire.ServeAnswer) -> None:
     async def body(two: Two) -> None:
-        def lent(command: Lent) -> None:
-            answer = msgspec.structs.replace(lie, loan=command.loan)
-            two.b.lender.answer(command.peer, answer)
+        def served(command: Served) -> None:
+            answer = msgspec.structs.replace(lie, serving=command.serving)
+            two.b.block_server.answer(command.peer, answer)
 
-        two.b.lender.lent = lent  # type: ignore[method-assign]
+        two.b.block_server.served = served  # type: ignore[method-assign]
         two.index.holders["b"] = 1
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
@@ -541,24 +547,24 @@ def test_who_takes_other_blocks_back_is_hung_up_on(intact: bytes) -> None:
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
 
-        def ended(command: LoanEnded) -> None:
-            two.b.lender.answer(command.peer, wire.GivenBack(command.loan, intact))
+        def ended(command: ServingEnded) -> None:
+            two.b.block_server.answer(command.peer, wire.GivenBack(command.serving, intact))
 
-        two.b.lender.loan_ended = ended  # type: ignore[method-assign]
+        two.b.block_server.serving_ended = ended  # type: ignore[method-assign]
         assert (await two.lease(Stored(two.a, "ea"), 1, 1)).slots == b""
-        assert "other blocks than were served" in two.a.borrower._told["node b"]
+        assert "other blocks than were served" in two.a.fetcher._told["node b"]
 
     run(body)
 
 
-def test_a_restarted_peer_voids_what_it_had_lent() -> None:
+def test_a_restarted_peer_voids_what_it_had_served() -> None:
     async def body(two: Two) -> None:
         two.b.step(PeerGone(77))
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
-        two.a.mover.before = lambda: two.b.step(PeerGone(1))
+        two.a.transfer_worker.before = lambda: two.b.step(PeerGone(1))
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
-        assert two.a.borrower.counters.not_kept == 1
+        assert two.a.fetcher.counters.not_kept == 1
 
     run(body)

@@ -8,14 +8,14 @@ import grpc
 import pytest
 
 from kvstore.engine.events import (
-    Lent,
+    Served,
 )
 from kvstore.errors import ProtocolError
 from kvstore.peers.peer_session import PeerSession, SessionLost
 from kvstore.types import Incarnation, Shard
 from kvstore.wire import peers as wire
 from kvstore.wire.messages import RANKS_MAX
-from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, Descriptor, encode
+from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, Descriptor, encode
 from tests.unit.peers.two_nodes import (
     Stored,
     Two,
@@ -24,33 +24,33 @@ from tests.unit.peers.two_nodes import (
 )
 
 
-def test_what_a_mover_would_choke_on_does_not_come_to_it() -> None:
+def test_what_a_transfer_worker_would_choke_on_does_not_come_to_it() -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
         size = len(two.b.memory)
-        two.b.mover.descriptor = encode(
+        two.b.transfer_worker.descriptor = encode(
             Descriptor("memory", "b", size, 0, bytes(DESCRIPTOR_BYTES_MAX))
         )
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
-        assert two.a.mover.descriptors == []
-        assert "bytes` of length <= 65536 - at `$.descriptor" in two.a.borrower._told["node b"]
+        assert two.a.transfer_worker.descriptors == []
+        assert "bytes` of length <= 65536 - at `$.descriptor" in two.a.fetcher._told["node b"]
 
     run(body)
 
 
 def test_more_shards_than_an_engine_has_ranks_are_not_heard() -> None:
     shards = tuple(Shard(n, n + 1, 0, 1) for n in range(3))
-    lent = wire.LendAnswer(1, shards, (8, 8, 8), bytes(2 * 3 * 4), bytes(range(96)))
-    assert wire.decode_answer(wire.encode(lent)) == lent
-    wire.check_lent(lent, asked=2)
-    assert lent.places().shape == (2, 3)
-    sums = wire.checksums_of(lent.checksums, block=1, shards=3)
+    served = wire.ServeAnswer(1, shards, (8, 8, 8), bytes(2 * 3 * 4), bytes(range(96)))
+    assert wire.decode_answer(wire.encode(served)) == served
+    wire.check_served(served, asked=2)
+    assert served.places().shape == (2, 3)
+    sums = wire.checksums_of(served.checksums, block=1, shards=3)
     assert sums == [bytes(range(at, at + 16)) for at in (48, 64, 80)]
     count = RANKS_MAX + 1
     with pytest.raises(ProtocolError, match="shards"):
-        wire.decode_answer(wire.encode(wire.LendAnswer(1, shards[:1] * count, (8,) * count)))
+        wire.decode_answer(wire.encode(wire.ServeAnswer(1, shards[:1] * count, (8,) * count)))
 
 
 def test_a_node_of_another_version_is_not_asked_for_blocks() -> None:
@@ -78,25 +78,27 @@ def test_a_transfer_that_fails_gives_everything_back_on_both_sides() -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
-        two.a.mover.reason = "the peer died"
+        two.a.transfer_worker.reason = "the peer died"
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
         two.a.hear(engine.scheduler, release(1))
         await two.at_rest()
-        assert "b.node.kvstore" in two.a.mover.forgotten
+        assert "b.node.kvstore" in two.a.transfer_worker.forgotten
 
     run(body)
 
 
-def test_a_peer_is_not_blamed_for_our_own_mover() -> None:
+def test_a_peer_is_not_blamed_for_our_own_transfer_worker() -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
-        two.a.mover.reason = two.a.mover.trouble = "our own mover died"
+        two.a.transfer_worker.reason = two.a.transfer_worker.trouble = (
+            "our own transfer worker died"
+        )
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
         assert two.a.engine._fetches._peers["b"].failures == 0
-        two.a.mover.reason = two.a.mover.trouble = ""
+        two.a.transfer_worker.reason = two.a.transfer_worker.trouble = ""
         two.a.tick(1001)
         assert (await two.lease(engine, 2, 1)).from_peer == 1
 
@@ -107,10 +109,10 @@ def test_slots_stay_the_fetchs_until_the_transfer_has_ended() -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
-        gate = two.a.mover.gate = asyncio.Event()
+        gate = two.a.transfer_worker.gate = asyncio.Event()
         engine = Stored(two.a, "ea")
         engine.hint(1)
-        await two.until(lambda: any(isinstance(c, Lent) for c in two.b.asked), "b lends")
+        await two.until(lambda: any(isinstance(c, Served) for c in two.b.asked), "b serves")
         two.a.end(engine.scheduler, *engine.ranks)
         assert len(two.a.state.slots.of_writer(-2)) == 1
         assert len(two.b.engine.leases()) == 1

@@ -12,7 +12,7 @@ from kvstore.engine.events import (
     PeerEvent,
 )
 from kvstore.index.index import Answer
-from kvstore.peers.borrower import ASK_THREADS, LOCATE_TIMEOUT_S
+from kvstore.peers.fetcher import ASK_THREADS, LOCATE_TIMEOUT_S
 from kvstore.units import NS_PER_S
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import (
@@ -51,9 +51,9 @@ class Hanging:
 def ask(two: Two, count: int) -> list[Located]:
     """Questions that node a's engine knows nothing of; returns where their answers will be."""
     located: list[Located] = []
-    borrower, first = two.a.borrower, 1 << 40
-    assert borrower.exchange is not None
-    post = borrower.exchange.post
+    fetcher, first = two.a.fetcher, 1 << 40
+    assert fetcher.exchange is not None
+    post = fetcher.exchange.post
 
     def posted(event: PeerEvent) -> None:
         if isinstance(event, Located) and event.locate >= first:
@@ -61,15 +61,15 @@ def ask(two: Two, count: int) -> list[Located]:
         else:
             post(event)
 
-    borrower.exchange.post = posted  # type: ignore[method-assign]
+    fetcher.exchange.post = posted  # type: ignore[method-assign]
     for number in range(count):
-        borrower.locate(Locate(first + number, "t", SPACE, keys(100 + number), 0))
+        fetcher.locate(Locate(first + number, "t", SPACE, keys(100 + number), 0))
     return located
 
 
 def test_questions_behind_an_index_that_hangs_are_answered_without_asking_it() -> None:
     async def body(two: Two) -> None:
-        clock = two.a.borrower._clock = FakeClock()
+        clock = two.a.fetcher._clock = FakeClock()
         two.index.is_away = True
         with Hanging(two.index) as index:
             located = ask(two, 256)
@@ -87,10 +87,10 @@ def test_what_has_come_is_verified_while_the_index_hangs() -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
-        gate = two.a.mover.gate = asyncio.Event()
+        gate = two.a.transfer_worker.gate = asyncio.Event()
         engine = Stored(two.a, "ea")
         engine.hint(1)
-        await two.until(lambda: bool(two.a.mover.descriptors), "its bytes are moved")
+        await two.until(lambda: bool(two.a.transfer_worker.descriptors), "its bytes are moved")
         with Hanging(two.index) as index:
             ask(two, ASK_THREADS + 1)
             await two.until(lambda: len(index.asked) == ASK_THREADS, "all who ask hang")

@@ -165,7 +165,7 @@ def test_an_engine_that_hashes_ahead_is_told_of(endpoint: str) -> None:
 def test_snapshots_and_questions_see_what_was_told(endpoint: str) -> None:
     with (
         EnginePublisher(endpoint) as engine,
-        reader(source(endpoint), source(f"{endpoint}2", engine="away")) as (memory, heard),
+        reader(source(endpoint), source(f"{endpoint}2", engine="unreachable")) as (memory, heard),
     ):
         engine.publish(stored(TOKENS, 0, 3))
         assert comes(heard, {0, 1, 2})
@@ -202,7 +202,7 @@ def test_an_engine_that_comes_again_begins_anew_and_one_that_goes_holds_nothing(
             engine.publish(stored(TOKENS, 0, 3))
             assert comes(heard, {0, 1, 2})
         assert comes(heard, set())
-        assert memory.reports()[0].state == "away"
+        assert memory.reports()[0].state == "unreachable"
         with EnginePublisher(endpoint) as engine:
             for block in range(4):
                 engine.publish(stored(TOKENS, block, block + 1))

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvstore.engine.events import Fetch
-from kvstore.peers.borrower import FETCHES_AT_ONCE
+from kvstore.peers.fetcher import FETCHES_AT_ONCE
 from kvstore.wire.messages import LeaseMore
 from tests.unit.peers.two_nodes import Stored, Two, release, run
 
@@ -18,8 +18,8 @@ def test_fetches_take_turns_and_a_loss_is_that_of_all_who_wait(reason: str) -> N
         numbers = range(1, 2 * FETCHES_AT_ONCE + 1)
         Stored(two.b, "eb").store(*numbers)
         two.index.holders["b"] = 1
-        gate = two.a.mover.gate = asyncio.Event()
-        two.a.mover.reason = reason
+        gate = two.a.transfer_worker.gate = asyncio.Event()
+        two.a.transfer_worker.reason = reason
         engine = Stored(two.a, "ea")
         for number in numbers:
             assert engine.lease(number, number).promoting
@@ -27,7 +27,7 @@ def test_fetches_take_turns_and_a_loss_is_that_of_all_who_wait(reason: str) -> N
             lambda: sum(isinstance(each, Fetch) for each in two.a.asked) == len(numbers),
             "all are asked for",
         )
-        tried = two.a.mover.descriptors
+        tried = two.a.transfer_worker.descriptors
         await two.until(lambda: len(tried) == FETCHES_AT_ONCE, "some have begun")
         assert two.a.count(engine.scheduler, LeaseMore) == 0
         gate.set()
@@ -48,12 +48,12 @@ def test_of_whom_nobody_asks_again_nothing_is_kept(leaves: bool) -> None:
         two.index.holders["b"] = 1
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).from_peer == 1
-        assert list(two.a.borrower._sessions) == ["b"]
+        assert list(two.a.fetcher._sessions) == ["b"]
         if leaves:
             del two.index.addresses["b"]
         else:
-            two.b.lender.mover_changed()  # which ends its sessions
-        await two.until(lambda: not two.a.borrower._sessions, "its session is let go of")
-        assert two.a.mover.forgotten == ["b.node.kvstore"]
+            two.b.block_server.transfer_worker_changed()  # which ends its sessions
+        await two.until(lambda: not two.a.fetcher._sessions, "its session is let go of")
+        assert two.a.transfer_worker.forgotten == ["b.node.kvstore"]
 
     run(body)

@@ -14,16 +14,16 @@ import pytest
 
 from kvstore.engine.events import AskPush, Land, PushRevoked, SayPush, WritePush
 from kvstore.net.clock import MonotonicClock
-from kvstore.peers import lender
+from kvstore.peers import block_server
 from kvstore.peers.pusher import GRANTS_MAX, Pusher, _TakenGrant
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation, Shard
 from kvstore.wire import peers as wire
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
-from kvstore.wire.mover import Descriptor, encode
 from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
+from kvstore.wire.transfer_worker import Descriptor, encode
 from tests.unit.engine.harness import HALVES, WHOLE, keys, pairs
 from tests.unit.engine.pushing import push_grant
-from tests.unit.peers.two_nodes import MemoryMover, Stored, Two, cut, run, session as dial
+from tests.unit.peers.two_nodes import MemoryTransferWorker, Stored, Two, cut, run, session as dial
 
 HELLO = wire.encode(wire.PeerHello("x", Incarnation(1)))
 LANDING = {"landing_bytes": 8 * SLOT_BYTES_MIN, "slots": 32, "node": ""}
@@ -89,7 +89,7 @@ def test_a_flipped_bit_on_the_way_is_a_miss() -> None:
             begin = int.from_bytes(asked.extents[4:8], "little") * PAGE_BYTES
             two.a.memory[begin + 100] ^= 4
 
-        two.b.mover.after = flip
+        two.b.transfer_worker.after = flip
         engine = Stored(two.a, "ea")
         end = await two.push(engine, 1, 2)
         assert (end.blocks, "damaged" in end.reason) == (1, True)
@@ -104,7 +104,7 @@ def test_a_write_that_failed_is_told_and_leaves_limbo() -> None:
         prefill = Stored(two.b, "eb")
         two.b.hear(prefill.scheduler, PushOpen("r"))
         prefill.store(1)
-        two.b.mover.reason = "it is broken"
+        two.b.transfer_worker.reason = "it is broken"
         engine = Stored(two.a, "ea")
         assert "it is broken" in (await two.push(engine, 1)).reason
         assert two.a.engine.landing_bytes()[("limbo",)] > 0
@@ -145,7 +145,7 @@ def test_the_end_of_a_prefill_is_told(reason: str) -> None:
 def test_a_descriptor_of_another_machine_is_refused() -> None:
     async def body(two: Two) -> None:
         there = encode(Descriptor("tcp", "a.node.kvstore", 1, 0, b"203.0.113.9:1"))
-        two.a.mover.descriptor = there
+        two.a.transfer_worker.descriptor = there
         prefill = Stored(two.b, "eb")
         two.b.hear(prefill.scheduler, PushOpen("r"))
         prefill.store(1)
@@ -215,7 +215,7 @@ def test_grants_of_one_number_are_those_of_two_peers() -> None:
     """Each is taken back, answered, and ends with its session, by itself."""
 
     async def body() -> None:
-        mover = MemoryMover(bytearray(1))
+        transfer_worker = MemoryTransferWorker(bytearray(1))
         posted: list[Any] = []
         answers: list[tuple[int, int]] = []
 
@@ -231,13 +231,13 @@ def test_grants_of_one_number_are_those_of_two_peers() -> None:
 
         pusher = Pusher(
             posted.append,
-            mover=mover,  # type: ignore[arg-type]
+            transfer_worker=transfer_worker,  # type: ignore[arg-type]
             address_of=address_of,
             answer=answer,
             clock=MonotonicClock(),
         )
         for peer in (1, 2, 3):
-            grant = push_grant(7, keys(1), epoch=10 * peer, descriptor=mover.descriptor)
+            grant = push_grant(7, keys(1), epoch=10 * peer, descriptor=transfer_worker.descriptor)
             pusher.asked(peer, f"d{peer}", grant)
         await asyncio.gather(*pusher._tasks)
         assert [event.peer for event in posted] == [1, 2, 3]
@@ -257,7 +257,7 @@ def test_a_last_word_counts_for_the_transfer_worker_that_its_grant_names() -> No
     async def body(two: Two) -> None:
         epochs = iter((8, 9))
         two.a.lander._draw_epoch = lambda: next(epochs)
-        two.a.lander.mover_changed()
+        two.a.lander.transfer_worker_changed()
         await two.until(lambda: two.a.engine._grants._epoch == 8, "up")
         engine = Stored(two.a, "ea")
         two.a.hear(engine.scheduler, PushExpect("r", "b", keys(1), 20_000))
@@ -273,7 +273,7 @@ def test_a_last_word_counts_for_the_transfer_worker_that_its_grant_names() -> No
         two.a.lander._hear(session, over(7))
         assert asked.grant in two.a.lander._given, "a word of an older one ends nothing"
         assert two.a.engine.landing_bytes()[("granted",)] > 0
-        two.a.lander.mover_changed()
+        two.a.lander.transfer_worker_changed()
         await two.until(lambda: two.a.engine.landing_bytes()[("granted",)] == 0, "void")
         two.a.lander._hear(session, over(9))
         assert asked.grant in two.a.lander._given, "nor does one of the next"
@@ -326,7 +326,7 @@ def test_a_word_whose_arrays_do_not_fit_ends_its_grant_and_not_the_session(
         assert session is not None
         word = msgspec.structs.replace(pushed(asked, Shard(0, 1, 0, 1), 1), **other)
         assert wire.decode_answer(wire.encode(word)) == word
-        two.b.lender.answer(next(iter(two.b.lender._sessions)), word)
+        two.b.block_server.answer(next(iter(two.b.block_server._sessions)), word)
         await two.until(lambda: asked.grant not in two.a.lander._given, "the grant is over")
         assert not session.lost
         assert two.a.engine.landing_bytes()[("limbo",)] > 0
@@ -359,7 +359,7 @@ def test_a_node_that_has_just_joined_is_looked_for() -> None:
         prefill = Stored(two.b, "eb")
         two.b.hear(prefill.scheduler, PushOpen("r"))
         prefill.store(1)
-        two.a.borrower._addresses.clear()
+        two.a.fetcher._addresses.clear()
         engine = Stored(two.a, "ea")
         assert not (await two.push(engine, 1)).reason
 
@@ -388,14 +388,14 @@ ASKED = 4000
 async def deaf_peer(two: Two) -> AsyncIterator[tuple[Any, Any, asyncio.Task[None]]]:
     """Node x asks b, and reads no answer: its call, its session at b, and its asking."""
     # A member: b need not look for it, and has no time to be asked for more than GRANTS_MAX.
-    two.index.addresses["x"] = two.b.borrower._addresses["x"] = "127.0.0.1:1"
+    two.index.addresses["x"] = two.b.fetcher._addresses["x"] = "127.0.0.1:1"
     # As little as possible is buffered on its side.
     small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
     async with grpc.aio.insecure_channel(two.b.address, options=small) as channel:
         call = dial(channel)
         await call.write(HELLO)
-        await two.until(lambda: two.b.lender.session_count == 1, "it is there")
-        (session,) = two.b.lender._sessions.values()
+        await two.until(lambda: two.b.block_server.session_count == 1, "it is there")
+        (session,) = two.b.block_server._sessions.values()
 
         async def ask() -> None:
             for number in range(ASKED):
@@ -409,7 +409,7 @@ async def deaf_peer(two: Two) -> AsyncIterator[tuple[Any, Any, asyncio.Task[None
 
 
 def test_a_peer_that_takes_no_answers_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lender, "UNREAD_MAX", 8)
+    monkeypatch.setattr(block_server, "UNREAD_MAX", 8)
 
     async def body(two: Two) -> None:
         async with deaf_peer(two) as (call, session, asking):
@@ -422,7 +422,7 @@ def test_a_peer_that_takes_no_answers_is_not_read(monkeypatch: pytest.MonkeyPatc
             while overs < ASKED:
                 overs += isinstance(wire.decode_answer(await call.read()), wire.PushOver)
             await asking
-        await two.until(lambda: two.b.lender.session_count == 0, "the session ends")
+        await two.until(lambda: two.b.block_server.session_count == 0, "the session ends")
 
     run(body)
 
@@ -431,8 +431,8 @@ def test_a_peer_that_takes_no_answers_is_cut_off_when_it_comes_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else each of its sessions would take one of SESSIONS_MAX places for ever."""
-    monkeypatch.setattr(lender, "UNREAD_MAX", 8)
-    monkeypatch.setattr(lender, "HANG_UP_S", 0.05)
+    monkeypatch.setattr(block_server, "UNREAD_MAX", 8)
+    monkeypatch.setattr(block_server, "HANG_UP_S", 0.05)
 
     async def body(two: Two) -> None:
         async with (
@@ -442,7 +442,7 @@ def test_a_peer_that_takes_no_answers_is_cut_off_when_it_comes_anew(
             again = dial(channel)
             await again.write(HELLO)
             assert isinstance(wire.decode_answer(await again.read()), wire.PeerWelcome)
-            sessions = two.b.lender._sessions
+            sessions = two.b.block_server._sessions
             await two.until(lambda: session.number not in sessions, "the first one has ended")
             assert len(sessions) == 1
             again.cancel()

@@ -1,4 +1,5 @@
-"""Two nodes in one process: real engines, real gRPC between them, a mover that is memcpy."""
+"""Two nodes in one process: real engines, real gRPC between them, a transfer worker that is
+memcpy."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from kvstore.engine.events import (
     Event,
     Fetch,
     Land,
-    Lent,
-    LoanEnded,
     Locate,
     PeerCommand,
-    RecycleMover,
+    RecycleTransferWorker,
     RevokePush,
     SayPush,
+    Served,
+    ServingEnded,
     Staged,
     WritePush,
 )
@@ -32,20 +33,20 @@ from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match, Member
 from kvstore.kernels import reference
 from kvstore.net.clock import MonotonicClock
-from kvstore.peers.borrower import Borrower
+from kvstore.peers.block_server import BlockServer
 from kvstore.peers.exchange import Exchange
+from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.lander import Lander
-from kvstore.peers.lender import Lender
-from kvstore.peers.mover import TransferEnded
 from kvstore.peers.pusher import Pusher
+from kvstore.peers.transfer_worker import TransferEnded
 from kvstore.ports import Pieces
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import LeaseMore, LeaseRelease
-from kvstore.wire.mover import Descriptor, Direction, decode_descriptor, encode
 from kvstore.wire.peers import PEERS, PeerHello
 from kvstore.wire.pushes import PushEnd, PushExpect
 from kvstore.wire.record import Scope, header
+from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor, encode
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import (
     HEADS,
@@ -60,8 +61,8 @@ from tests.unit.engine.harness import (
 )
 
 
-class MemoryMover:
-    """Instead of `MoverHost`: the peers' memories are at hand."""
+class MemoryTransferWorker:
+    """Instead of `TransferWorkerHost`: the peers' memories are at hand."""
 
     def __init__(self, memory: bytearray) -> None:
         self.memory = memory
@@ -148,7 +149,7 @@ class Whereabouts:
 
 
 class Together(Node):
-    """A node whose engine, lender and borrower work, without sockets of engines."""
+    """A node whose engine, serving node and fetching node work, without sockets of engines."""
 
     def __init__(self, name: str, index: Whereabouts, **config: Any) -> None:
         self.name = name
@@ -156,16 +157,16 @@ class Together(Node):
         self.exchange: Exchange | None = None
         super().__init__(fetches=True, **config)
         self.memory = bytearray(self.config.arena_bytes)
-        self.mover = MemoryMover(self.memory)
+        self.transfer_worker = MemoryTransferWorker(self.memory)
         who = PeerHello(name, Incarnation(abs(hash(name)) + 1))
-        self.borrower = Borrower(
+        self.fetcher = Fetcher(
             who=who,
-            mover=self.mover,  # type: ignore[arg-type]
+            transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
             memory=np.frombuffer(self.memory, np.uint8),
             clock=MonotonicClock(),
             credentials=None,
         )
-        self.borrower.index = index
+        self.fetcher.index = index
         self._who = who
         self._index = index
 
@@ -173,42 +174,42 @@ class Together(Node):
     async def serving(self) -> AsyncIterator[None]:
         """Reachable while the context lasts."""
         loop = asyncio.get_running_loop()
-        self.exchange = self.borrower.exchange = Exchange(loop, self.handle)
-        self.lender = Lender(
+        self.exchange = self.fetcher.exchange = Exchange(loop, self.handle)
+        self.block_server = BlockServer(
             self.exchange,
             who=self._who,
-            descriptor=lambda: self.mover.descriptor,
+            descriptor=lambda: self.transfer_worker.descriptor,
             demands_certificates=False,
         )
-        self.pusher = self.lender.pusher = Pusher(
+        self.pusher = self.block_server.pusher = Pusher(
             self.exchange.post,
-            mover=self.mover,  # type: ignore[arg-type]
-            address_of=self.borrower.address_of,
-            answer=self.lender.answer,
+            transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
+            address_of=self.fetcher.address_of,
+            answer=self.block_server.answer,
             clock=MonotonicClock(),
         )
         self.lander = Lander(
             self.exchange.post,
-            borrower=self.borrower,
-            mover=self.mover,  # type: ignore[arg-type]
+            fetcher=self.fetcher,
+            transfer_worker=self.transfer_worker,  # type: ignore[arg-type]
             memory=np.frombuffer(self.memory, np.uint8),
             clock=MonotonicClock(),
             draw_epoch=lambda: 7,
         )
-        self.lander.mover_changed()
+        self.lander.transfer_worker_changed()
         loop.add_reader(self.exchange.fileno(), self._pump)
         server = grpc.aio.server()
-        server.add_generic_rpc_handlers((self.lender.handler(),))
+        server.add_generic_rpc_handlers((self.block_server.handler(),))
         port = server.add_insecure_port("127.0.0.1:0")
         self.address = self._index.addresses[self.name] = f"127.0.0.1:{port}"
         await server.start()
-        self.borrower.start()
+        self.fetcher.start()
         try:
             yield
         finally:
             self.lander.close()
             self.pusher.close()
-            await self.borrower.close()
+            await self.fetcher.close()
             await server.stop(0)
             loop.remove_reader(self.exchange.fileno())
             self.exchange.close()
@@ -220,14 +221,14 @@ class Together(Node):
     def handle(self, command: PeerCommand) -> None:
         match command:
             case Locate():
-                self.borrower.locate(command)
+                self.fetcher.locate(command)
             case Fetch():
-                self.borrower.fetch(command)
-            case Lent():
-                self.lender.lent(command)
-            case LoanEnded():
-                self.lender.loan_ended(command)
-            case AskPush() | RevokePush() | Land() | RecycleMover() | Staged():
+                self.fetcher.fetch(command)
+            case Served():
+                self.block_server.served(command)
+            case ServingEnded():
+                self.block_server.serving_ended(command)
+            case AskPush() | RevokePush() | Land() | RecycleTransferWorker() | Staged():
                 self.lander.carry_out(command)
             case WritePush() | SayPush():
                 self.pusher.carry_out(command)
@@ -318,7 +319,7 @@ class Two:
     async def knows(self, node: str) -> None:
         """a knows the address of a node, as the index has it now."""
         address = self.index.addresses[node]
-        await self.until(lambda: self.a.borrower._addresses.get(node) == address, f"a knows {node}")
+        await self.until(lambda: self.a.fetcher._addresses.get(node) == address, f"a knows {node}")
 
     async def lease(self, engine: Peer, lease: int, *numbers: int) -> LeaseMore:
         """Ask, and wait for the end of what comes."""
@@ -344,7 +345,7 @@ class Two:
         return engine.node.last(engine.scheduler, PushEnd)
 
     async def at_rest(self) -> None:
-        """Nothing is lent, granted to peers, or under way."""
+        """Nothing is served, granted to peers, or under way."""
         for node in (self.a, self.b):
             await self.until(lambda node=node: not node.engine.leases(), "no lease")  # type: ignore[misc]
             await self.until(
@@ -365,8 +366,8 @@ def run(body: Body, **config: Any) -> None:
     async def main() -> None:
         index = Whereabouts()
         a, b = Together("a", index, **config), Together("b", index, **config)
-        a.mover.peers["b"] = b.memory
-        b.mover.peers["a"] = a.memory
+        a.transfer_worker.peers["b"] = b.memory
+        b.transfer_worker.peers["a"] = a.memory
         async with AsyncExitStack() as stack:
             for node in (a, b):
                 await stack.enter_async_context(node.serving())

@@ -219,7 +219,7 @@ def test_dram_of_another_node_counts_for_everybody_with_a_node() -> None:
     assert receipt.features["remote"] == [640, 1600, 0]
 
 
-def test_a_node_without_peers_neither_lends_nor_fetches() -> None:
+def test_a_node_without_peers_neither_serves_nor_fetches() -> None:
     core = core_of(spec(0), spec(1), spec(2))
     matches = PrefixMatch("n0", "", 0, 0, 100), PrefixMatch("n1", "", 0, 0, 40)
 

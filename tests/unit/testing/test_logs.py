@@ -11,9 +11,9 @@ from tests.kit.logs import warnings_since
 
 SINCE: Final = datetime(2026, 11, 28, 20, 0, 0)
 LOG: Final = """\
-2026-11-28 19:59:59,999 WARNING kvstore.peers.mover_host: before
+2026-11-28 19:59:59,999 WARNING kvstore.peers.transfer_worker_host: before
 2026-11-28 20:00:01,000 INFO kvstore.node.attach: no warning
-2026-11-28 20:00:02,000 WARNING kvstore.peers.mover_host: it ended
+2026-11-28 20:00:02,000 WARNING kvstore.peers.transfer_worker_host: it ended
 no line of a logger: WARNING
 2026-11-28 20:00:03,000 ERROR kvstore.node: it failed
 """

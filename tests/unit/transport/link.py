@@ -8,7 +8,7 @@ from kvstore.ports import End, Outcome
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.reads import Post, Reads
 from kvstore.units import NS_PER_S
-from kvstore.wire.mover import Direction, Done
+from kvstore.wire.transfer_worker import Direction, Done
 
 STEP_NS = 50_000
 

@@ -10,7 +10,7 @@ from kvstore.errors import ConfigError
 from kvstore.ports import TransportMemory
 from kvstore.transport.backends import is_at, open_transport
 from kvstore.transport.tcp_ends import Address
-from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, Descriptor, encode
+from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, Descriptor, encode
 
 HERE = "10.0.0.7"
 

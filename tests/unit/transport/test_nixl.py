@@ -12,7 +12,7 @@ import pytest
 from kvstore.ports import TransportMemory
 from kvstore.transport import nixl
 from kvstore.transport.nixl import FORGOTTEN_MAX, PROGRESS_US, Nixl, sleeping_progress
-from kvstore.wire.mover import decode_descriptor, encode
+from kvstore.wire.transfer_worker import decode_descriptor, encode
 
 SIZE = 1 << 16
 

@@ -1,4 +1,4 @@
-"""What a mover maps ahead of use: all that is there, and nothing that is not."""
+"""What a transfer worker maps ahead of use: all that is there, and nothing that is not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARENA_BYTES = 4 * PART_BYTES
 
 
 class Mapped:
-    """An arena as a mover has it."""
+    """An arena as a transfer worker has it."""
 
     def __init__(self) -> None:
         self.arena = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(1))

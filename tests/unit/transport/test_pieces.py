@@ -16,7 +16,7 @@ from kvstore.transport.pieces import (
     make_pieces,
     total_bytes,
 )
-from kvstore.wire.mover import Descriptor, Direction
+from kvstore.wire.transfer_worker import Descriptor, Direction
 
 ARENA = 64
 PEER = Descriptor("loopback", "b", ARENA, 0, b"")

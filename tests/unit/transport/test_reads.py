@@ -11,7 +11,7 @@ from kvstore.ports import End, Outcome
 from kvstore.transport import reads as reads_module
 from kvstore.transport.pieces import make_pieces, total_bytes
 from kvstore.transport.reads import PIECES_PER_POST_MAX, Post, Reads, Told
-from kvstore.wire.mover import Direction, Done, Failed, Limbo
+from kvstore.wire.transfer_worker import Direction, Done, Failed, Limbo
 from tests.unit.transport.link import begin
 
 BIG = 1 << 30
@@ -100,7 +100,8 @@ def test_reads_go_before_writes_to_the_same_peer(*, paced: bool) -> None:
 
 
 def test_reads_go_before_writes_to_other_peers() -> None:
-    """A mover has one processor: whoever may post, reads are posted first, and windows are full."""
+    """A transfer worker has one processor: whoever may post, reads are posted first, and windows
+    are full."""
     reads = Reads()
     begin(reads, 1, BIG, 1, "b", Direction.WRITE)
     begin(reads, 2, BIG, 1, "c", Direction.WRITE)
@@ -133,7 +134,7 @@ def test_reads_and_writes_share_the_window_of_their_peer() -> None:
 
 
 def test_peers_without_more_to_post_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mover asks every 100 µs; whom it read from once may be a thousand."""
+    """A transfer worker asks every 100 µs; whom it read from once may be a thousand."""
     looked: list[reads_module._PeerReads] = []
 
     class Seen(reads_module._PeerReads):

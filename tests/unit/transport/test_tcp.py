@@ -25,7 +25,7 @@ from kvstore.transport.guests import NODE_MAX
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp import Tcp
 from kvstore.transport.tcp_ends import Address
-from kvstore.wire.mover import Descriptor, Direction, decode_descriptor, encode
+from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor, encode
 
 SIZE = 4096
 ALL = make_pieces([0], [0], [SIZE])
@@ -195,7 +195,7 @@ def test_what_peers_are_to_dial_must_be_an_address(opened: Open) -> None:
         opened("a", {**INSECURE, "host": "a.host"})
 
 
-def test_a_port_that_the_mover_before_still_has_is_waited_for(
+def test_a_port_that_the_transfer_worker_before_still_has_is_waited_for(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = opened("before", INSECURE)
@@ -251,7 +251,9 @@ def test_who_does_not_answer_is_given_up(
         assert "it does not respond" in outcome.reason
 
 
-def test_without_descriptors_who_dials_is_hung_up_on_and_the_mover_rests(opened: Open) -> None:
+def test_without_descriptors_who_dials_is_hung_up_on_and_the_transfer_worker_rests(
+    opened: Open,
+) -> None:
     owner = opened("a", {"listen": "127.0.0.1:0", **INSECURE})
     address = msgspec.msgpack.decode(decode_descriptor(owner.describe()).details, type=Address)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

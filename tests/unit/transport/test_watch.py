@@ -1,4 +1,4 @@
-"""When a mover is killed, without one."""
+"""When a transfer worker is killed, without one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_what_ends_in_time_is_left_alone(watch: Watch) -> None:
     assert watch.ended(1) is None
 
 
-def test_a_late_one_is_forgotten_first_and_then_the_mover_is_recycled(watch: Watch) -> None:
+def test_a_late_one_is_forgotten_first_and_then_the_transfer_worker_is_recycled(
+    watch: Watch,
+) -> None:
     _post(watch, 1)
     assert watch.next_ns() <= NS_PER_S
     assert watch.look(NS_PER_S) == [Overdue(1, "peer-1")]
@@ -52,7 +54,7 @@ def test_a_late_one_is_forgotten_first_and_then_the_mover_is_recycled(watch: Wat
     assert watch.transfers == {}
 
 
-def test_a_late_one_that_ends_when_forgotten_costs_no_mover(watch: Watch) -> None:
+def test_a_late_one_that_ends_when_forgotten_costs_no_transfer_worker(watch: Watch) -> None:
     _post(watch, 1)
     assert watch.look(NS_PER_S) == [Overdue(1, "peer-1")]
     assert watch.ended(1) == "peer-1"

@@ -27,7 +27,6 @@ from kvstore.wire.messages import (
     decode_from_engine,
     encode,
 )
-from kvstore.wire.mover import Reason
 from kvstore.wire.peers import (
     Cells,
     Flags,
@@ -37,6 +36,7 @@ from kvstore.wire.peers import (
     Started,
     WholeSpace,
 )
+from kvstore.wire.transfer_worker import Reason
 from tests.unit.engine.harness import Hellos
 
 _SIZED = (

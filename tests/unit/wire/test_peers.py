@@ -19,7 +19,7 @@ SPACE = SpaceId(bytes(32))
 SHARD = Shard(0, 4, 0, 2)
 REQUEST, REPLY = wire.PrepareRequest("t", SPACE, "e", bytes(32)), wire.PrepareReply(1, 2, 3)
 HELLO = wire.PeerHello("n", Incarnation(1))
-ASK = wire.LendAsk(1, "t", SPACE, bytes(64))
+ASK = wire.ServeAsk(1, "t", SPACE, bytes(64))
 GRANT = wire.PushGrant(
     grant=1,
     epoch=2,
@@ -55,7 +55,7 @@ def test_a_preparation_and_its_answer_arrive() -> None:
     "message",
     [
         wire.PeerHello("é" * 127 + "n", Incarnation(2**63 - 1)),
-        wire.LendAsk(2**63 - 1, "t" * 255, SPACE, bytes(32 * KEYS_PER_DATAGRAM_MAX)),
+        wire.ServeAsk(2**63 - 1, "t" * 255, SPACE, bytes(32 * KEYS_PER_DATAGRAM_MAX)),
         msgspec.structs.replace(
             GRANT,
             keys=bytes(32 * KEYS_PER_DATAGRAM_MAX),
@@ -81,8 +81,8 @@ def test_what_is_just_within_bounds_is_taken(message: wire.Ask) -> None:
         (ASK, {"keys": b""}, r"length >= 32 - at `\$.keys`"),
         (ASK, {"keys": bytes(32 * 2049)}, r"length <= 65536 - at `\$.keys`"),
         (ASK, {"space": bytes(31)}, r"length >= 32 - at `\$.space`"),
-        (ASK, {"loan": 2**63}, r"`int` <= 9223372036854775807 - at `\$.loan`"),
-        (ASK, {"type": "Lend"}, r"Invalid value 'Lend' - at `\$.type`"),
+        (ASK, {"serving": 2**63}, r"`int` <= 9223372036854775807 - at `\$.serving`"),
+        (ASK, {"type": "Serve"}, r"Invalid value 'Serve' - at `\$.type`"),
         (ASK, {"x" * 5000: 1}, "unknown field"),
         (GRANT, {"keys": bytes(96)}, "extents: 2 elements where 3 were announced"),
         (GRANT, {"extents": bytes(9)}, "extents: 9 bytes are no multiple of 4"),
@@ -113,10 +113,10 @@ def test_a_preparation_that_is_none_is_refused(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        wire.LendAnswer(1, (Shard(0, 65_536, 0, 1),), (8,)),
-        wire.LendAnswer(1, (SHARD,) * (RANKS_MAX + 1), (8,) * (RANKS_MAX + 1)),
-        wire.LendAnswer(1, (SHARD,), (0,)),
-        wire.LendAnswer(1, (SHARD,), (PAYLOAD_BYTES_MAX + 1,)),
+        wire.ServeAnswer(1, (Shard(0, 65_536, 0, 1),), (8,)),
+        wire.ServeAnswer(1, (SHARD,) * (RANKS_MAX + 1), (8,) * (RANKS_MAX + 1)),
+        wire.ServeAnswer(1, (SHARD,), (0,)),
+        wire.ServeAnswer(1, (SHARD,), (PAYLOAD_BYTES_MAX + 1,)),
         msgspec.structs.replace(PUSHED, grant=2**63),
         wire.PushOver(1, 2, "x" * 401, is_quiet=True),
         wire.GivenBack(1, bytes(KEYS_PER_DATAGRAM_MAX + 1)),
@@ -173,13 +173,13 @@ def test_an_answer_is_about_what_was_asked(
     shards: int, sizes: int, slots: int, sums: int, *, is_taken: bool
 ) -> None:
     """Of three blocks, in so many shards, and bytes of slots and checksums."""
-    answer = wire.LendAnswer(1, (SHARD,) * shards, (8,) * sizes, bytes(slots), bytes(sums))
+    answer = wire.ServeAnswer(1, (SHARD,) * shards, (8,) * sizes, bytes(slots), bytes(sums))
     if is_taken:
-        wire.check_lent(answer, asked=3)
+        wire.check_served(answer, asked=3)
         assert answer.places().shape == (sums // 16 // max(1, shards), max(1, shards))
         return
     with pytest.raises(ProtocolError):
-        wire.check_lent(answer, asked=3)
+        wire.check_served(answer, asked=3)
 
 
 @pytest.mark.parametrize(

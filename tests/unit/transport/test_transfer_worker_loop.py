@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 
 from kvstore.ports import End, Outcome
-from kvstore.transport.mover import POLL_S, POLL_SHARE, MoverLoop
 from kvstore.transport.pieces import make_pieces
+from kvstore.transport.transfer_worker import POLL_S, POLL_SHARE, TransferWorkerLoop
 from kvstore.units import NS_PER_S
-from kvstore.wire import mover as wire
+from kvstore.wire import transfer_worker as wire
 
 
 class Still:
@@ -48,7 +48,7 @@ def test_pauses_grow_with_the_wait_and_begin_anew_with_any_news(
     node, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with node, its:
         begin = wire.Begin("still", "a", 1 << 20, {}, paced=False)
-        loop = MoverLoop(its, cast("Any", back_end), begin, now_ns=lambda: now_ns)
+        loop = TransferWorkerLoop(its, cast("Any", back_end), begin, now_ns=lambda: now_ns)
         pieces = make_pieces([0], [0], [4096])
         direction = wire.Direction.READ
 

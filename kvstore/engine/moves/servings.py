@@ -1,13 +1,13 @@
 """Blocks that another node reads here: pinned during the read, then checked for changes.
 
-    Lend ──pin the leading run──▶ Lent … the peer reads … LoanReturned ──▶ LoanEnded(intact)
+    Serve ──pin the leading run──▶ Served … the peer reads … ServingReturned ─▶ ServingEnded(intact)
       └─ blocks on disk are promoted first, for WAIT_NS at most
 
-Rules. 1: a loan is a lease of a session of its own, negative, so that time ends it like any other.
-2: a peer only reads: giving a slot up early is never unsafe, and `intact` shows it to the peer. 3:
-a block is intact if its slot and generation at the end are those of the start. 4: a peer's share of
-pins (`pins`) limits the run.
-Does not cover: access control (`kvstore.peers`), blocks fetched from others (`fetches`).
+Rules. 1: a serving is a lease of a session of its own, negative, so that time ends it like any
+other. 2: a peer only reads: giving a slot up early is never unsafe, and `intact` shows it to the
+peer. 3: a block is intact if its slot and generation at the end are those of the start. 4: a peer's
+share of pins (`pins`) limits the run. Does not cover: access control (`kvstore.peers`), blocks
+fetched from others (`fetches`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.events import Lend, Lent, LoanEnded, LoanReturned, PeerGone
+from kvstore.engine.events import PeerGone, Serve, Served, ServingEnded, ServingReturned
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.table import Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals, Name
@@ -31,12 +31,12 @@ from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 
 WAIT_NS = NS_PER_S
-"""Longest wait of a loan for blocks from disk; the peer waits twice as long for the answer."""
+"""Longest wait of a serving for blocks from disk; the peer waits twice as long for the answer."""
 WAITING_MAX = 64
-"""Waiting loans of one peer."""
+"""Waiting servings of one peer."""
 
 
-class _Loan(msgspec.Struct, frozen=True):
+class _Serving(msgspec.Struct, frozen=True):
     held: Lease
     words: Words
     generations: NDArray[np.uint64]
@@ -44,33 +44,33 @@ class _Loan(msgspec.Struct, frozen=True):
 
 
 class _Waiting(msgspec.Struct, frozen=True):
-    """A loan that is answered when its blocks on disk have come."""
+    """A serving that is answered when its blocks on disk have come."""
 
     peer: int
-    loan: int
+    serving: int
     asker: Asker
     keys: Keys
     until_ns: int
 
 
-class Loans:
-    """All loans of a node, by (peer, loan)."""
+class Servings:
+    """All servings of a node, by (peer, serving)."""
 
     def __init__(self, state: State, files: Files, arrivals: Arrivals) -> None:
         self._state = state
         self._files = files
         self._arrivals = arrivals
-        self._loans: dict[tuple[int, int], _Loan] = {}
+        self._servings: dict[tuple[int, int], _Serving] = {}
         self._waiting: dict[tuple[int, int], _Waiting] = {}
 
-    def lend(self, event: Lend) -> None:
+    def serve(self, event: Serve) -> None:
         """Pin the longest run of any parallel size that was stored here."""
-        state, name = self._state, (event.peer, event.loan)
+        state, name = self._state, (event.peer, event.serving)
         keys = keys_array(event.keys)[:KEYS_PER_DATAGRAM_MAX]
-        is_new = name not in self._loans and name not in self._waiting
+        is_new = name not in self._servings and name not in self._waiting
         address = event.tenant, SpaceId(event.space)
         found = self.best(address, keys) if is_new else None
-        if found is None or not self._may_lend(event.peer, event.loan):
+        if found is None or not self._may_serve(event.peer, event.serving):
             self._say_nothing(*name)
             return
         asker, rows = found
@@ -90,9 +90,9 @@ class Loans:
             if len(rest):
                 self._arrivals.watch(_watch(name), rest, lambda: self._look(waiting))
 
-    def _may_lend(self, peer: int, loan: int) -> bool:
+    def _may_serve(self, peer: int, serving: int) -> bool:
         waiting = sum(name[0] == peer for name in self._waiting)
-        return waiting < WAITING_MAX and self._state.leases.may_add(-peer, loan)
+        return waiting < WAITING_MAX and self._state.leases.may_add(-peer, serving)
 
     def best(self, address: tuple[str, SpaceId], keys: Keys) -> tuple[Asker, Rows] | None:
         """The cover that has the longest run of a (tenant, space), and its rows, [S][n]; None: no
@@ -120,32 +120,31 @@ class Loans:
         if not count:
             return None
         columns = [(shard, scopes[shard]) for shard in best]
-        its = asker(address, known.space, columns)
-        return its, rows[[place[shard] for shard in best], :count]
+        return asker(address, known.space, columns), rows[[place[shard] for shard in best], :count]
 
-    def _answer(self, peer: int, loan: int, asker: Asker, run: Run) -> None:
+    def _answer(self, peer: int, serving: int, asker: Asker, run: Run) -> None:
         state = self._state
         account = state.slots.pins.join_node(peer)
         fits = state.leases.fitting(-peer, account, run.words(), len(asker.scopes))
         state.counters.pins_refused += run.count - fits
         if not fits:
-            self._say_nothing(peer, loan)
+            self._say_nothing(peer, serving)
             return
         run = run.cut(fits)
         words = run.words()
         shards = len(asker.scopes)
-        held = state.leases.add(-peer, loan, words, state.now_ns, account, shards)
+        held = state.leases.add(-peer, serving, words, state.now_ns, account, shards)
         generations = state.slots.generation[words]
-        self._loans[peer, loan] = _Loan(held, words, generations, run.count)
+        self._servings[peer, serving] = _Serving(held, words, generations, run.count)
         for words_of_shard in run.words_by_shard:
             mine = words_of_shard[: run.count]
             state.slots.touch(state.slots.pool_of(int(mine[0])), mine)
-        state.counters.loaned_blocks += run.count
-        state.counters.lent_bytes += run.count * sum(asker.block_bytes)
+        state.counters.served_blocks += run.count
+        state.counters.served_bytes += run.count * sum(asker.block_bytes)
         state.say(
-            Lent(
+            Served(
                 peer=peer,
-                loan=loan,
+                serving=serving,
                 shards=asker.shards,
                 block_bytes=asker.block_bytes,
                 slots=state.slots.slots_of(words).astype("<u4").tobytes(),
@@ -155,13 +154,13 @@ class Loans:
             )
         )
 
-    def _say_nothing(self, peer: int, loan: int) -> None:
-        self._state.say(Lent(peer=peer, loan=loan, cause=self._state.cause))
+    def _say_nothing(self, peer: int, serving: int) -> None:
+        self._state.say(Served(peer=peer, serving=serving, cause=self._state.cause))
 
     def _look(self, waiting: _Waiting) -> Keys:
-        """Blocks came, or time passed: answer a loan that need not wait any longer. Returns the
+        """Blocks came, or time passed: answer a serving that need not wait any longer. Returns the
         keys that it still waits for."""
-        state, name = self._state, (waiting.peer, waiting.loan)
+        state, name = self._state, (waiting.peer, waiting.serving)
         run = leading_run(state, waiting.asker.scopes, waiting.keys)
         rest = waiting.keys[run.count :]
         is_coming = self._arrivals.on_their_way(waiting.asker.scopes, rest) > 0
@@ -170,55 +169,54 @@ class Loans:
         del self._waiting[name]
         # It may have been switched off, or evicted for others, meanwhile.
         is_off = state.is_off(waiting.asker.tenant, waiting.asker.space)
-        if run.count and not is_off and state.leases.may_add(-waiting.peer, waiting.loan):
+        if run.count and not is_off and state.leases.may_add(-waiting.peer, waiting.serving):
             self._answer(*name, waiting.asker, run)
         else:
             self._say_nothing(*name)
         return rest[:0]
 
-    def returned(self, event: LoanReturned) -> None:
-        """Answer which blocks of the loan stayed, and release its lease."""
+    def returned(self, event: ServingReturned) -> None:
+        """Answer which blocks of the serving stayed, and release its lease."""
         state = self._state
-        loan = self._loans.pop((event.peer, event.loan), None)
-        intact = np.zeros(loan.block_count if loan else 0, dtype=bool)
-        if loan is not None and state.leases.get(-event.peer, event.loan) is loan.held:
-            same = state.slots.generation[loan.words] == loan.generations
-            intact = same.reshape(loan.block_count, -1).all(axis=1)
-            state.leases.release(-event.peer, [event.loan])
+        serving = self._servings.pop((event.peer, event.serving), None)
+        intact = np.zeros(serving.block_count if serving else 0, dtype=bool)
+        if serving is not None and state.leases.get(-event.peer, event.serving) is serving.held:
+            same = state.slots.generation[serving.words] == serving.generations
+            intact = same.reshape(serving.block_count, -1).all(axis=1)
+            state.leases.release(-event.peer, [event.serving])
         state.credits_due |= state.slots.any_starved
-        state.counters.loan_blocks_changed += int((~intact).sum())
-        state.say(
-            LoanEnded(peer=event.peer, loan=event.loan, intact=intact.tobytes(), cause=state.cause)
-        )
+        state.counters.served_blocks_changed += int((~intact).sum())
+        state.say(ServingEnded(event.peer, event.serving, intact.tobytes(), cause=state.cause))
 
     def gone(self, event: PeerGone) -> None:
-        """The peer reads no more, or drops the bytes that it read: end its loans."""
+        """The peer reads no more, or drops the bytes that it read: end its servings."""
         self._state.leases.end_session(-event.peer)
         self._state.slots.pins.leave(-event.peer)
-        self._loans = {name: loan for name, loan in self._loans.items() if name[0] != event.peer}
+        self._servings = {at: each for at, each in self._servings.items() if at[0] != event.peer}
         for name in [name for name in self._waiting if name[0] == event.peer]:
             self._arrivals.unwatch(_watch(name))
             del self._waiting[name]
         self._state.credits_due = True
 
     def tick(self) -> None:
-        """Forget loans whose lease has run out: for these, `returned` answers that none stayed."""
+        """Forget servings whose lease has run out: for these, `returned` answers that none
+        stayed."""
         now_ns = self._state.now_ns
         for name in [name for name, its in self._waiting.items() if its.until_ns <= now_ns]:
             self._arrivals.unwatch(_watch(name))
             self._look(self._waiting[name])
         late = [
-            (peer, loan)
-            for (peer, loan), found in self._loans.items()
-            if self._state.leases.get(-peer, loan) is not found.held
+            (peer, serving)
+            for (peer, serving), found in self._servings.items()
+            if self._state.leases.get(-peer, serving) is not found.held
         ]
         for name in late:
-            del self._loans[name]
-        self._state.counters.loans_expired += len(late)
+            del self._servings[name]
+        self._state.counters.servings_expired += len(late)
 
     def sessions(self) -> set[int]:
         """Sessions that hold leases for peers."""
-        return {-peer for peer, _ in self._loans}
+        return {-peer for peer, _ in self._servings}
 
 
 def _watch(name: tuple[int, int]) -> Name:

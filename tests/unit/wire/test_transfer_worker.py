@@ -1,4 +1,5 @@
-"""Messages between a node and its mover: there and back, and every way to be broken is refused."""
+"""Messages between a node and its transfer worker: there and back, and every way to be broken is
+refused."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvstore.errors import ProtocolError
-from kvstore.wire import mover as wire
+from kvstore.wire import transfer_worker as wire
 
 READ, WRITE = wire.Direction.READ, wire.Direction.WRITE
 ARRAY = wire.words(np.array([1, 2**40], np.uint64))
@@ -37,8 +38,8 @@ def test_what_a_node_says_arrives(message: wire.FromNode) -> None:
 
 
 @pytest.mark.parametrize("message", FROM_MOVER)
-def test_what_a_mover_says_arrives(message: wire.FromMover) -> None:
-    assert wire.decode_from_mover(wire.encode(message)) == message
+def test_what_a_transfer_worker_says_arrives(message: wire.FromTransferWorker) -> None:
+    assert wire.decode_from_transfer_worker(wire.encode(message)) == message
 
 
 def test_the_largest_datagram_has_room() -> None:
@@ -64,17 +65,17 @@ def test_each_side_takes_only_what_the_other_says() -> None:
     with pytest.raises(ProtocolError):
         wire.decode_from_node(wire.encode(FROM_MOVER[0]))
     with pytest.raises(ProtocolError):
-        wire.decode_from_mover(wire.encode(FROM_NODE[0]))
+        wire.decode_from_transfer_worker(wire.encode(FROM_NODE[0]))
 
 
 @given(st.binary(max_size=200))
 def test_noise_is_refused_with_a_protocol_error(data: bytes) -> None:
-    for decode in (wire.decode_from_node, wire.decode_from_mover, wire.decode_descriptor):
+    for decode in (wire.decode_from_node, wire.decode_from_transfer_worker, wire.decode_descriptor):
         try:
             found: object = decode(data)
         except ProtocolError:
             continue
-        assert isinstance(found, (wire.MoverMessage, wire.Descriptor))
+        assert isinstance(found, (wire.TransferWorkerMessage, wire.Descriptor))
 
 
 def test_a_descriptor_arrives_whole_or_not_at_all() -> None:

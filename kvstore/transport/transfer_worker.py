@@ -1,7 +1,9 @@
-"""The loop of a mover child: messages of the node in, transfers of a back end, outcomes out.
+"""The loop of a transfer worker child: messages of the node in, transfers of a back end, outcomes
+out.
 
 The child holds no state that the node does not, waits for no peer, and ends with its socket. Does
-not cover: how the process is made (`peers.mover_process`), when it must be killed (`watch`).
+not cover: how the process is made (`peers.transfer_worker_process`), when it must be killed
+(`watch`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from kvstore.transport.page_tables import PageTables
 from kvstore.transport.pieces import check_within, joined
 from kvstore.transport.reads import Reads
 from kvstore.units import NS_PER_S
-from kvstore.wire import mover as wire
+from kvstore.wire import transfer_worker as wire
 
 BEAT_NS: Final = NS_PER_S // 4
 POLL_S: Final = 100e-6
@@ -51,7 +53,7 @@ def run(sock: socket.socket) -> int:
     except (AttachError, ConfigError) as error:
         sock.send(wire.encode(wire.Unable(str(error)[: wire.REASON_CHARS_MAX])))
         return 2
-    MoverLoop(sock, transport, begin, idle=PageTables(fd, arena, source).fill).run()
+    TransferWorkerLoop(sock, transport, begin, idle=PageTables(fd, arena, source).fill).run()
     return 0
 
 
@@ -78,7 +80,7 @@ def _landing(begin: wire.Begin, fd: int) -> Landing | None:
     return Landing(at, memory[at : at + begin.landing_bytes])
 
 
-class MoverLoop:
+class TransferWorkerLoop:
     """One transport, for one node."""
 
     def __init__(
@@ -97,7 +99,7 @@ class MoverLoop:
         self._arena_bytes = begin.arena_bytes
         self._parts: dict[int, list[wire.MovePieces]] = {}
         """Parts of transfers that are not complete yet."""
-        self._outbox: deque[wire.MoverMessage] = deque()
+        self._outbox: deque[wire.TransferWorkerMessage] = deque()
         """Not taken by the node yet: at most an answer to each message, and a beat."""
         self._next_beat_ns = 0
         self._news_ns = 0
@@ -139,7 +141,7 @@ class MoverLoop:
         elif self._reads.under_way:
             quiet_s = (now_ns - self._news_ns) / NS_PER_S
             timeout_s = min(timeout_s, max(POLL_S, quiet_s / POLL_SHARE))
-        # Not epoll, which counts in milliseconds; a mover has few descriptors.
+        # Not epoll, which counts in milliseconds; a transfer worker has few descriptors.
         select.select(readable, readable[:1] if self._outbox else [], [], timeout_s)
 
     # ── from the node ────────────────────────────────────────────────────────────────────────────
@@ -216,7 +218,7 @@ class MoverLoop:
 
     # ── to the node ──────────────────────────────────────────────────────────────────────────────
 
-    def _tell(self, *messages: wire.MoverMessage) -> None:
+    def _tell(self, *messages: wire.TransferWorkerMessage) -> None:
         self._outbox.extend(messages)
 
     def _beat(self) -> None:

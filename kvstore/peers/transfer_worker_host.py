@@ -1,6 +1,7 @@
-"""The mover on the asyncio loop: a transfer is something to be awaited.
+"""The transfer worker on the asyncio loop: a transfer is something to be awaited.
 
-Does not cover: starting, watching and killing it (`mover`), whom to read from (`borrower`).
+Does not cover: starting, watching and killing it (`transfer_worker`), whom to read from
+(`fetcher`).
 """
 
 from __future__ import annotations
@@ -11,75 +12,75 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.peers.mover import (
+from kvstore.peers.transfer_worker import (
     Crowded,
     Down,
-    Mover,
-    MoverEvent,
     PeerUnreachable,
     TransferEnded,
+    TransferWorker,
+    TransferWorkerEvent,
     Unusable,
     Up,
 )
 from kvstore.ports import Clock, Pieces
 from kvstore.units import NS_PER_S
-from kvstore.wire.mover import Direction
+from kvstore.wire.transfer_worker import Direction
 
 IDLE_POLL_S: Final = 1.0
 
 _log = logging.getLogger(__name__)
 
 
-class MoverHost:
-    """One mover, from `start` to `close`, both on the asyncio loop."""
+class TransferWorkerHost:
+    """One transfer worker, from `start` to `close`, both on the asyncio loop."""
 
-    def __init__(self, mover: Mover, clock: Clock) -> None:
+    def __init__(self, transfer_worker: TransferWorker, clock: Clock) -> None:
         self.descriptor = b""
         """Descriptor that peers need to read from here; empty while nothing can be read."""
         self.trouble = "the transfer worker is starting"
         """Why nothing moves; empty while all is well."""
         self.changed: Callable[[], object] = lambda: None
         """Called when the descriptor is another."""
-        self._mover = mover
+        self._transfer_worker = transfer_worker
         self._clock = clock
         self._numbers = itertools.count(1)
         self._awaited: dict[int, asyncio.Future[TransferEnded]] = {}
         self._connected: dict[str, bytes] = {}
-        """Descriptor of each peer that the mover is connected to."""
+        """Descriptor of each peer that the transfer worker is connected to."""
         self._to_forget: set[str] = set()
         """When their reads have ended."""
         self._forgets_reads = False
         """Whether the back end ends the reads of a peer that it forgets. Where it does not, only
-        the mover's death would: nothing is forgotten while it is read from."""
+        the transfer worker's death would: nothing is forgotten while it is read from."""
         self._is_unusable = False
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def restarts(self) -> int:
-        """Movers before this one."""
-        return self._mover.restarts
+        """TransferWorkers before this one."""
+        return self._transfer_worker.restarts
 
     @property
     def refused(self) -> int:
         """Times that a peer which would read from here found no room."""
-        return self._mover.refused
+        return self._transfer_worker.refused
 
     def start(self) -> None:
-        """Begin. The loop's thread lives as long as the node: the mover dies with it."""
+        """Begin. The loop's thread lives as long as the node: the transfer worker dies with it."""
         self._loop = asyncio.get_running_loop()
-        self._mover.start()
-        self._loop.add_reader(self._mover.fileno(), self._turn)
+        self._transfer_worker.start()
+        self._loop.add_reader(self._transfer_worker.fileno(), self._turn)
         self._turn()
 
     def close(self) -> None:
         """End it; every transfer has ended on return."""
         if self._loop is None:
             return
-        self._loop.remove_reader(self._mover.fileno())
+        self._loop.remove_reader(self._transfer_worker.fileno())
         if self._timer is not None:
             self._timer.cancel()
-        for event in self._mover.close():
+        for event in self._transfer_worker.close():
             if isinstance(event, TransferEnded):
                 self._take(event)
 
@@ -104,11 +105,11 @@ class MoverHost:
         self._to_forget.discard(peer)
         if self._connected.get(peer) != descriptor:
             if peer in self._connected:
-                self._mover.forget(peer)
+                self._transfer_worker.forget(peer)
             self._connected[peer] = descriptor
-            self._mover.connect(peer, descriptor)
+            self._transfer_worker.connect(peer, descriptor)
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
-        if not self._mover.post(number, peer, pieces, direction, deadline_ns=deadline_ns):
+        if not self._transfer_worker.post(number, peer, pieces, direction, deadline_ns=deadline_ns):
             trouble = self.trouble or "the transfer worker takes nothing now"
             return TransferEnded(number, peer, good=False, reason=trouble)
         end: asyncio.Future[TransferEnded] = self._loop.create_future()
@@ -118,17 +119,17 @@ class MoverHost:
 
     def forget(self, peer: str) -> None:
         """Nothing more is read from it, as far as is known."""
-        if self._mover.is_reading(peer) and not self._forgets_reads:
+        if self._transfer_worker.is_reading(peer) and not self._forgets_reads:
             self._to_forget.add(peer)
         elif self._connected.pop(peer, None) is not None:
-            self._mover.forget(peer)
+            self._transfer_worker.forget(peer)
 
     def recycle(self, reason: str) -> None:
         """Kill the transfer worker; another one follows."""
-        self._mover.kill(reason)
+        self._transfer_worker.kill(reason)
 
     def _turn(self) -> None:
-        for event in self._mover.read():
+        for event in self._transfer_worker.read():
             self._take(event)
         self._plan()
 
@@ -136,7 +137,7 @@ class MoverHost:
         assert self._loop is not None
         if self._timer is not None:
             self._timer.cancel()
-        at_ns = self._mover.next_ns()
+        at_ns = self._transfer_worker.next_ns()
         wait_s = (at_ns - self._clock.now_ns()) / NS_PER_S if at_ns else IDLE_POLL_S
         self._timer = self._loop.call_later(max(0.0, min(wait_s, IDLE_POLL_S)), self._turn)
 
@@ -146,7 +147,7 @@ class MoverHost:
         if is_another:
             self.changed()
 
-    def _take(self, event: MoverEvent) -> None:
+    def _take(self, event: TransferWorkerEvent) -> None:
         match event:
             case Up(registered=registered):
                 self._forgets_reads = registered.ends_forgotten

@@ -1,9 +1,9 @@
-"""A mover child: started by the node process, ends with it or with its socket.
+"""A transfer worker child: started by the node process, ends with it or with its socket.
 
-    python -P -m kvstore.peers.mover_process DESCRIPTOR PARENT
+    python -P -m kvstore.peers.transfer_worker_process DESCRIPTOR PARENT
 
 Covers: how the process is protected, and how it ends. Does not cover: what it does
-(`transport.mover`), who starts and kills it (`mover`).
+(`transport.transfer_worker`), who starts and kills it (`transfer_worker`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     # UCX's copies by process_vm_readv need a peer that may be looked into, which this one is not.
     os.environ.setdefault("UCX_TLS", "^cma")
     # Only here: a process that outlived its parent ends before it has loaded anything.
-    from kvstore.transport.mover import run
+    from kvstore.transport.transfer_worker import run
 
     with socket.socket(fileno=int(arguments[0])) as sock:
         return run(sock)

@@ -1,15 +1,15 @@
 """Serving fetches of other nodes: their sessions, and the engine's answers to their asks.
 
-    peer ──Ask──▶ Session ──Lend, LoanReturned, PeerGone──▶ engine
-    peer ◀──Answer── Session ◀──────Lent, LoanEnded──────── engine
+    peer ──Ask──▶ Session ──Serve, ServingReturned, PeerGone──▶ engine
+    peer ◀──Answer── Session ◀──────Served, ServingEnded──────── engine
 
 A session is one stream of one incarnation of a node, by the name in its certificate. A peer with
 more than ASKS_MAX asks without an answer is hung up on; one that does not take its answers is not
-read meanwhile. A session's loans end with it. A node has one session: its next one ends the one
-before, and all end when this node's mover is another, with other memory that peers must learn of.
-A peer that does not take the rest of its answers within HANG_UP_S is cut off.
+read meanwhile. A session's servings end with it. A node has one session: its next one ends the one
+before, and all end when this node's transfer worker is another, with other memory that peers must
+learn of. A peer that does not take the rest of its answers within HANG_UP_S is cut off.
 
-Does not cover: what is lent (`engine.loans`), reading from others (`borrower`), the bytes
+Does not cover: what is served (`engine.servings`), reading from others (`fetcher`), the bytes
 (`kvstore.transport`).
 """
 
@@ -24,7 +24,7 @@ from typing import Any, Final
 import grpc
 
 from kvstore.client.tls import Identity
-from kvstore.engine.events import Lend, Lent, LoanEnded, LoanReturned, PeerGone
+from kvstore.engine.events import PeerGone, Serve, Served, ServingEnded, ServingReturned
 from kvstore.errors import ProtocolError
 from kvstore.net.calls import RefusedCall
 from kvstore.net.tls import peer_identities
@@ -59,7 +59,7 @@ class _Session:
         self.objection = ""
 
 
-class Lender:
+class BlockServer:
     """Serves `PEERS`. On the asyncio loop."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Lender:
         descriptor: Callable[[], bytes],
         demands_certificates: bool,
     ) -> None:
-        """`descriptor`: of this node's mover, now; empty while there is none."""
+        """`descriptor`: of this node's transfer worker, now; empty while there is none."""
         self._exchange = exchange
         self._who = who
         self._descriptor = descriptor
@@ -115,7 +115,7 @@ class Lender:
         try:
             yield wire.PeerWelcome(self._who.node, self._who.incarnation, self._descriptor())
             while (answer := await session.answers.get()) is not None:
-                session.unanswered -= isinstance(answer, wire.LendAnswer | wire.GivenBack)
+                session.unanswered -= isinstance(answer, wire.ServeAnswer | wire.GivenBack)
                 if session.answers.qsize() < UNREAD_MAX:
                     session.has_room.set()
                 yield answer
@@ -130,7 +130,7 @@ class Lender:
                 self.pusher.gone(session.number)
             self._exchange.post(PeerGone(session.number))
 
-    def mover_changed(self) -> None:
+    def transfer_worker_changed(self) -> None:
         """End all sessions: their descriptors of this node's memory are void."""
         self._hang_up(self._sessions.values())
 
@@ -170,28 +170,28 @@ class Lender:
                 self.pusher.asked(peer, session.node, ask)
             case wire.PushRevoke() if self.pusher is not None:
                 self.pusher.revoked(peer, ask.grant)
-            case wire.LendAsk():
-                self._post(session, Lend(peer, ask.loan, ask.tenant, ask.space, ask.keys))
+            case wire.ServeAsk():
+                self._post(session, Serve(peer, ask.serving, ask.tenant, ask.space, ask.keys))
             case wire.GiveBack():
-                self._post(session, LoanReturned(peer, ask.loan))
+                self._post(session, ServingReturned(peer, ask.serving))
             case _:
                 raise ProtocolError("an ask that is none")
 
-    def _post(self, session: _Session, event: Lend | LoanReturned) -> None:
+    def _post(self, session: _Session, event: Serve | ServingReturned) -> None:
         """Raises ProtocolError."""
         session.unanswered += 1
         if session.unanswered > ASKS_MAX:
             raise ProtocolError(f"more than {ASKS_MAX} asks at a time")
         self._exchange.post(event)
 
-    def lent(self, command: Lent) -> None:
-        """The engine's answer to a Lend. Generations stay: GivenBack says if they changed."""
+    def served(self, command: Served) -> None:
+        """The engine's answer to a Serve. Generations stay: GivenBack says if they changed."""
         run = command.shards, command.block_bytes, command.slots, command.checksums
-        self.answer(command.peer, wire.LendAnswer(command.loan, *run))
+        self.answer(command.peer, wire.ServeAnswer(command.serving, *run))
 
-    def loan_ended(self, command: LoanEnded) -> None:
-        """The engine's answer to a LoanReturned."""
-        self.answer(command.peer, wire.GivenBack(command.loan, command.intact))
+    def serving_ended(self, command: ServingEnded) -> None:
+        """The engine's answer to a ServingReturned."""
+        self.answer(command.peer, wire.GivenBack(command.serving, command.intact))
 
     def answer(self, peer: int, answer: wire.Answer) -> None:
         """Say something to a peer, if it is there."""

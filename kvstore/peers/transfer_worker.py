@@ -1,16 +1,19 @@
-"""The node's end of its mover: starts, watches and kills it, and reports each transfer's end once.
+"""The node's end of its transfer worker: starts, watches and kills it, and reports each transfer's
+end once.
 
-    mover = Mover(arena_fd, hold_fd, arena_bytes, settings, clock)
-    mover.start()                                  # from the loop's own thread: it dies with it
-    selector.register(mover.fileno(), EVENT_READ)  # and call `read` at `mover.next_ns()`, too
-    mover.connect("node-b", descriptor)            # of b's mover, from b
-    mover.post(7, "node-b", pieces, deadline_ns=…)
-    for event in mover.read(): …                   # TransferEnded(7, …): its slots are quiet
+    worker = TransferWorker(arena_fd, hold_fd, arena_bytes, settings, clock)
+    worker.start()                                  # from the loop's own thread: it dies with it
+    selector.register(worker.fileno(), EVENT_READ)  # and call `read` at `worker.next_ns()`, too
+    worker.connect("node-b", descriptor)            # of b's transfer worker, from b
+    worker.post(7, "node-b", pieces, deadline_ns=…)
+    for event in worker.read(): …                   # TransferEnded(7, …): its slots are quiet
 
-`TransferEnded` is the moment from which nothing writes to the places of a transfer: the mover said
-so, or it is dead and reaped. After a death peers must be connected again: `Up` says when.
+`TransferEnded` is the moment from which nothing writes to the places of a transfer: the transfer
+worker said so, or it is dead and reaped. After a death peers must be connected again: `Up` says
+when.
 
-Does not cover: rules (`transport.watch`), messages (`wire.mover`), what is read (`engine`).
+Does not cover: rules (`transport.watch`), messages (`wire.transfer_worker`), what is read
+(`engine`).
 """
 
 from __future__ import annotations
@@ -32,14 +35,14 @@ from kvstore.ports import Clock, Pieces
 from kvstore.transport.pieces import joined, total_bytes
 from kvstore.transport.watch import Recycle, Watch
 from kvstore.units import NS_PER_S
-from kvstore.wire import mover as wire
+from kvstore.wire import transfer_worker as wire
 
 UNSENT_MAX: Final = 1024
-"""Datagrams that a mover has not taken."""
-PROGRAM: Final = ("-P", "-m", "kvstore.peers.mover_process")
+"""Datagrams that a transfer worker has not taken."""
+PROGRAM: Final = ("-P", "-m", "kvstore.peers.transfer_worker_process")
 
 
-class MoverSettings(msgspec.Struct, frozen=True):
+class TransferWorkerSettings(msgspec.Struct, frozen=True):
     """Which back end, and how."""
 
     backend: str
@@ -56,19 +59,20 @@ class MoverSettings(msgspec.Struct, frozen=True):
 
 
 class Up(NamedTuple):
-    """A mover is ready: peers may be given the descriptor, and none is connected."""
+    """A transfer worker is ready: peers may be given the descriptor, and none is connected."""
 
     registered: wire.Registered
 
 
 class Down(NamedTuple):
-    """The mover is dead and reaped."""
+    """The transfer worker is dead and reaped."""
 
     reason: str
 
 
 class Unusable(NamedTuple):
-    """This back end cannot be used here: the operator must mend it. No other mover is started."""
+    """This back end cannot be used here: the operator must mend it. No other transfer worker is
+    started."""
 
     reason: str
 
@@ -86,7 +90,7 @@ class TransferEnded(NamedTuple):
     transfer: int
     peer: str
     good: bool
-    """All bytes are there; not that they are right, or that they were lent until the end."""
+    """All bytes are there; not that they are right, or that they were served until the end."""
     reason: str = ""
     took_ns: int = 0
 
@@ -95,13 +99,13 @@ class Crowded(NamedTuple):
     """Peers that would read from here found no room; reported at the first, and each doubling."""
 
     refused: int
-    """Peers refused by this mover."""
+    """Peers refused by this transfer worker."""
 
 
-MoverEvent = Up | Down | Unusable | PeerUnreachable | TransferEnded | Crowded
+TransferWorkerEvent = Up | Down | Unusable | PeerUnreachable | TransferEnded | Crowded
 
 
-class MoverChild(Child):
+class TransferWorkerChild(Child):
     """One process. Its words, as they come."""
 
     def __init__(
@@ -109,7 +113,7 @@ class MoverChild(Child):
         arena_fd: int,
         hold_fd: int,
         arena_bytes: int,
-        settings: MoverSettings,
+        settings: TransferWorkerSettings,
         *,
         program: Sequence[str] = PROGRAM,
     ) -> None:
@@ -148,41 +152,42 @@ class MoverChild(Child):
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def hear(self) -> Iterator[wire.FromMover]:
+    def hear(self) -> Iterator[wire.FromTransferWorker]:
         """All that it has said. Raises ProtocolError, after the messages before the malformed."""
         with contextlib.suppress(OSError):
             while data := self.socket.recv(wire.DATAGRAM_BYTES_MAX, socket.MSG_DONTWAIT):
-                yield wire.decode_from_mover(data)
+                yield wire.decode_from_transfer_worker(data)
 
 
-class Mover:
-    """One mover child after the other. One thread; no call waits but `close` and a kill's end."""
+class TransferWorker:
+    """One transfer worker child after the other. One thread; no call waits but `close` and a kill's
+    end."""
 
     def __init__(
         self,
         arena_fd: int,
         hold_fd: int,
         arena_bytes: int,
-        settings: MoverSettings,
+        settings: TransferWorkerSettings,
         clock: Clock,
     ) -> None:
         """Both descriptors (of `arena.Arena`) stay the caller's, open as long as this."""
         self._arena = arena_fd, hold_fd, arena_bytes
         self._settings, self._clock = settings, clock
         self._watch = Watch(arena_bytes=arena_bytes)
-        self._child: MoverChild | None = None
+        self._child: TransferWorkerChild | None = None
         self._ready = False
         self._again_ns = 0
         """When to start another; 0: not planned."""
         self._epoll = select.epoll()
-        self._pending: list[MoverEvent] = []
+        self._pending: list[TransferWorkerEvent] = []
         self._killed = ""
         """Why, if it was us."""
         self._unusable = False
         self._has_served = False
         self.restarts = 0
         self.refused = 0
-        """Peers that would read from here and found no room, by all movers."""
+        """Peers that would read from here and found no room, by all transfer workers."""
         self._refused = 0
         """By this one."""
 
@@ -218,7 +223,7 @@ class Mover:
         now_ns = self._clock.now_ns()
         self._watch.began(now_ns)
         try:
-            child = MoverChild(*self._arena, self._settings)
+            child = TransferWorkerChild(*self._arena, self._settings)
         except OSError:
             _, pause_ns = self._watch.died(now_ns)
             self._again_ns = now_ns + max(pause_ns, NS_PER_S)
@@ -233,7 +238,7 @@ class Mover:
 
     def connect(self, peer: str, descriptor: bytes) -> None:
         """`PeerUnreachable` comes if that cannot be; `forget` it before it is connected again."""
-        if len(descriptor) > wire.DESCRIPTOR_BYTES_MAX:  # which would end the mover
+        if len(descriptor) > wire.DESCRIPTOR_BYTES_MAX:  # which would end the transfer worker
             self._pending.append(PeerUnreachable(peer, "its descriptor is too long"))
             return
         self._say(wire.Connect(peer, descriptor))
@@ -260,7 +265,7 @@ class Mover:
         self._say(*wire.parts_of(transfer, peer, pieces, direction))
         return True
 
-    def read(self) -> list[MoverEvent]:
+    def read(self) -> list[TransferWorkerEvent]:
         """New events; call it when `fileno` is readable, and at `next_ns`."""
         now_ns = self._clock.now_ns()
         events, self._pending = self._pending, []
@@ -293,14 +298,14 @@ class Mover:
             self._ready, self._killed = False, self._killed or reason
             self._child.signal(signal.SIGKILL)
 
-    def close(self) -> list[MoverEvent]:
+    def close(self) -> list[TransferWorkerEvent]:
         """End it for good; what had not ended has now."""
         events = self._pending + self._reap("the node ends")
         self._pending, self._again_ns = [], 0
         self._epoll.close()
         return events
 
-    def _reap(self, reason: str) -> list[MoverEvent]:
+    def _reap(self, reason: str) -> list[TransferWorkerEvent]:
         if self._child is None:
             return []
         child, self._child, self._ready = self._child, None, False
@@ -320,7 +325,7 @@ class Mover:
         if self._child is not None and not self._child.say(*messages):
             self.kill("it takes no messages")
 
-    def _take(self, message: wire.FromMover) -> list[MoverEvent]:
+    def _take(self, message: wire.FromTransferWorker) -> list[TransferWorkerEvent]:
         match message:
             case wire.Registered():
                 self._ready, self._has_served, self._refused = not self._killed, True, 0
@@ -345,13 +350,13 @@ class Mover:
                 pass
         return []
 
-    def _count_refused(self, refused: int) -> list[MoverEvent]:
+    def _count_refused(self, refused: int) -> list[TransferWorkerEvent]:
         before, self._refused = self._refused, refused
         self.refused += refused - before
         return [Crowded(refused)] if refused.bit_length() > before.bit_length() else []
 
     def _end(
         self, transfer: int, *, good: bool, reason: str = "", took_ns: int = 0
-    ) -> list[MoverEvent]:
+    ) -> list[TransferWorkerEvent]:
         peer = self._watch.ended(transfer)
         return [] if peer is None else [TransferEnded(transfer, peer, good, reason, took_ns)]

@@ -1,13 +1,13 @@
-"""What a node lends to others, and what it says of it afterwards."""
+"""What a node serves to others, and what it says of it afterwards."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from kvstore.engine.events import Clear, Lend, Lent, PeerGone
+from kvstore.engine.events import Clear, PeerGone, Serve, Served
 from kvstore.engine.moves.files import Files
-from kvstore.engine.moves.loans import WAIT_NS, WAITING_MAX
+from kvstore.engine.moves.servings import WAIT_NS, WAITING_MAX
 from kvstore.engine.state import Off
 from tests.unit.engine.disk import SPACE, known
 from tests.unit.engine.harness import HALVES, WHOLE, Peer, checksum, keys
@@ -21,30 +21,34 @@ def stored(*numbers: int, slots: int = 32) -> tuple[PeerNode, Peer]:
     return node, peer
 
 
-def test_the_leading_run_is_lent_with_what_proves_it() -> None:
+def test_the_leading_run_is_served_with_what_proves_it() -> None:
     node, peer = stored(1, 2, 4)
-    lent = node.lend(1, 1, 2, 3, 4)
-    assert lent.shards == (WHOLE,)
-    assert lent.block_bytes == (peer.rank_hello(0).groups[0].block_bytes,)
-    assert lent.checksums == checksum(1) + checksum(2)
-    assert len(np.frombuffer(lent.slots, "<u4")) == len(np.frombuffer(lent.generations, "<u8")) == 2
+    served = node.serve(1, 1, 2, 3, 4)
+    assert served.shards == (WHOLE,)
+    assert served.block_bytes == (peer.rank_hello(0).groups[0].block_bytes,)
+    assert served.checksums == checksum(1) + checksum(2)
+    assert (
+        len(np.frombuffer(served.slots, "<u4"))
+        == len(np.frombuffer(served.generations, "<u8"))
+        == 2
+    )
     assert node.give_back(1) == [True, True]
-    assert node.engine.counters.loaned_blocks == 2
-    assert node.engine.counters.lent_bytes == 2 * lent.block_bytes[0]
+    assert node.engine.counters.served_blocks == 2
+    assert node.engine.counters.served_bytes == 2 * served.block_bytes[0]
 
 
-def test_nothing_is_lent_of_what_is_not_there_or_anothers() -> None:
+def test_nothing_is_served_of_what_is_not_there_or_anothers() -> None:
     node, _ = stored(1)
-    assert node.lend(1, 9).slots == b""
-    assert node.lend(2, 1, tenant="u").slots == b""
+    assert node.serve(1, 9).slots == b""
+    assert node.serve(2, 1, tenant="u").slots == b""
     node.state.off["t", SPACE] = Off(None)
-    assert node.lend(3, 1).slots == b""
+    assert node.serve(3, 1).slots == b""
     assert node.give_back(3) == []
 
 
-def test_what_is_lent_is_not_evicted() -> None:
+def test_what_is_served_is_not_evicted() -> None:
     node, peer = stored(1, slots=8)
-    node.lend(1, 1)
+    node.serve(1, 1)
     for number in range(100, 140):
         if peer.unused():
             peer.store(number)
@@ -53,10 +57,10 @@ def test_what_is_lent_is_not_evicted() -> None:
 
 def test_what_was_cleared_meanwhile_is_told() -> None:
     node, _ = stored(1, 2)
-    node.lend(1, 1, 2)
+    node.serve(1, 1, 2)
     node.step(Clear(None, None))
     assert node.give_back(1) == [False, False]
-    assert node.engine.counters.loan_blocks_changed == 2
+    assert node.engine.counters.served_blocks_changed == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -67,27 +71,30 @@ def test_a_block_of_which_one_shard_was_cleared_meanwhile_did_not_stay(
     node = PeerNode()
     peer = Peer(node, shards=HALVES)
     peer.store(1, 2, 3)
-    lent = node.lend(1, 1, 2, 3)
-    slots, generations = np.frombuffer(lent.slots, "<u4"), np.frombuffer(lent.generations, "<u8")
+    served = node.serve(1, 1, 2, 3)
+    slots, generations = (
+        np.frombuffer(served.slots, "<u4"),
+        np.frombuffer(served.generations, "<u8"),
+    )
     at = 2 * (number - 1) + rank
     peer.distrust((int(slots[at]), int(generations[at])), rank=rank)
     assert node.give_back(1) == [each != number for each in (1, 2, 3)]
-    assert node.engine.counters.loan_blocks_changed == 1
+    assert node.engine.counters.served_blocks_changed == 1
     assert not node.engine.leases()
 
 
-def test_a_block_in_the_first_slot_is_lent() -> None:
+def test_a_block_in_the_first_slot_is_served() -> None:
     node, peer = stored()
     peer.seal(1, places=[place for place in peer.unused() if not place[0]])
-    assert np.frombuffer(node.lend(1, 1).slots, "<u4").tolist() == [0]
+    assert np.frombuffer(node.serve(1, 1).slots, "<u4").tolist() == [0]
     assert node.give_back(1) == [True]
 
 
-def test_loans_of_one_number_are_those_of_two_nodes() -> None:
+def test_servings_of_one_number_are_those_of_two_nodes() -> None:
     node, _ = stored(1, 2)
-    node.lend(1, 1)
-    node.lend(1, 1, 2, peer=2)
-    assert node.give_back(1, peer=3) == [], "it was lent nothing"
+    node.serve(1, 1)
+    node.serve(1, 1, 2, peer=2)
+    assert node.give_back(1, peer=3) == [], "it was served nothing"
     assert node.give_back(1, peer=2) == [True, True]
     assert [row.blocks for row in node.engine.leases()] == [1]
     node.step(PeerGone(2))
@@ -95,22 +102,22 @@ def test_loans_of_one_number_are_those_of_two_nodes() -> None:
     assert not node.engine.leases()
 
 
-def test_a_loan_ends_with_its_time_and_says_so() -> None:
+def test_a_serving_ends_with_its_time_and_says_so() -> None:
     node, _ = stored(1)
-    node.lend(1, 1)
+    node.serve(1, 1)
     (row,) = node.engine.leases()
     assert (row.engine_id, row.session, row.blocks) == ("(another node)", 0, 1)
     node.tick(node.config.lease_ttl_ms)
     assert not node.engine.leases()
     assert node.give_back(1) == [], "too late: nothing is vouched for"
-    assert node.engine.counters.loans_expired == 1
+    assert node.engine.counters.servings_expired == 1
 
 
 def test_a_peer_that_is_gone_holds_nothing() -> None:
     node, _ = stored(1, 2)
-    node.lend(1, 1)
-    node.lend(2, 2)
-    node.lend(1, 1, peer=2)
+    node.serve(1, 1)
+    node.serve(2, 2)
+    node.serve(1, 1, peer=2)
     node.step(PeerGone(1))
     assert len(node.engine.leases()) == 1
     assert node.give_back(1) == []
@@ -119,67 +126,72 @@ def test_a_peer_that_is_gone_holds_nothing() -> None:
 
 def test_one_peers_number_is_not_anothers() -> None:
     node, _ = stored(1)
-    node.lend(1, 1)
+    node.serve(1, 1)
     assert node.give_back(1, peer=2) == []
     assert node.give_back(1) == [True]
 
 
-def test_a_loan_that_is_asked_for_twice_is_lent_once() -> None:
+def test_a_serving_that_is_asked_for_twice_is_served_once() -> None:
     node, _ = stored(1, 2)
-    assert node.lend(1, 1).slots
-    assert not node.lend(1, 2).slots
+    assert node.serve(1, 1).slots
+    assert not node.serve(1, 2).slots
     assert node.give_back(1) == [True]
 
 
-def test_all_shards_are_lent_together_or_the_block_is_not() -> None:
+def test_all_shards_are_served_together_or_the_block_is_not() -> None:
     node = PeerNode()
     peer = Peer(node, shards=HALVES)
     peer.store(1)
     peer.seal(2, rank=0)
-    lent = node.lend(1, 1, 2)
-    assert lent.shards == HALVES
-    assert lent.checksums == checksum(1, 0) + checksum(1, 1)
+    served = node.serve(1, 1, 2)
+    assert served.shards == HALVES
+    assert served.checksums == checksum(1, 0) + checksum(1, 1)
     assert node.give_back(1) == [True]
 
 
-def test_of_two_parallel_sizes_the_longer_run_is_lent() -> None:
+def test_of_two_parallel_sizes_the_longer_run_is_served() -> None:
     node = PeerNode()
     halves, whole = Peer(node, "h", shards=HALVES), Peer(node, "w")
     halves.store(1)
     whole.store(1, 2)
-    assert node.lend(1, 1, 2).shards == (WHOLE,)
+    assert node.serve(1, 1, 2).shards == (WHOLE,)
 
 
-def test_a_key_named_twice_is_lent_nothing() -> None:
+def test_a_key_named_twice_is_served_nothing() -> None:
     node, _ = stored(1)
-    assert node.lend(1, 1, 1).slots == b""
+    assert node.serve(1, 1, 1).slots == b""
 
 
-def test_loans_of_a_peer_are_bounded() -> None:
+def test_servings_of_a_peer_are_bounded() -> None:
     node = PeerNode(lease_count_max=2)
     Peer(node).store(1)
-    assert [bool(node.lend(loan, 1).slots) for loan in range(1, 5)] == [True, True, False, False]
-    assert node.lend(1, 1, peer=2).slots, "another's share is its own"
+    assert [bool(node.serve(serving, 1).slots) for serving in range(1, 5)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert node.serve(1, 1, peer=2).slots, "another's share is its own"
 
 
-def asked(node: PeerNode, loan: int, *numbers: int, peer: int = 1) -> list[Lent]:
-    """Another node asks; the answers so far to this loan."""
-    node.step(Lend(peer, loan, "t", SPACE, keys(*numbers)))
-    return answers(node, loan)
+def asked(node: PeerNode, serving: int, *numbers: int, peer: int = 1) -> list[Served]:
+    """Another node asks; the answers so far to this serving."""
+    node.step(Serve(peer, serving, "t", SPACE, keys(*numbers)))
+    return answers(node, serving)
 
 
-def answers(node: PeerNode, loan: int) -> list[Lent]:
-    return [lent for lent in node.lent if lent.loan == loan]
+def answers(node: PeerNode, serving: int) -> list[Served]:
+    return [served for served in node.served if served.serving == serving]
 
 
-def test_what_is_on_disk_is_promoted_and_then_lent() -> None:
+def test_what_is_on_disk_is_promoted_and_then_served() -> None:
     node, _ = stored(1)
     node.step(known(2, 3))
     assert asked(node, 1, 1, 2, 3, 4) == []
     assert sum(len(read.keys) // 32 for read in node.reads) == 2
     node.read_all()
-    (lent,) = answers(node, 1)
-    assert lent.checksums == checksum(1) + checksum(2) + checksum(3)
+    (served,) = answers(node, 1)
+    assert served.checksums == checksum(1) + checksum(2) + checksum(3)
     assert node.give_back(1) == [True] * 3
 
 
@@ -190,8 +202,8 @@ def test_a_disk_that_is_slow_is_not_waited_for() -> None:
     node.tick(WAIT_NS / 1e6 / 2)
     assert answers(node, 1) == []
     node.tick(WAIT_NS / 1e6 / 2)
-    (lent,) = answers(node, 1)
-    assert lent.checksums == checksum(1)
+    (served,) = answers(node, 1)
+    assert served.checksums == checksum(1)
     node.read_all()
     assert node.give_back(1) == [True]
 
@@ -201,16 +213,16 @@ def test_a_disk_that_fails_ends_the_wait() -> None:
     node.step(known(2))
     asked(node, 1, 1, 2)
     node.answer(node.reads[0], [False])
-    (lent,) = answers(node, 1)
-    assert lent.checksums == checksum(1)
+    (served,) = answers(node, 1)
+    assert served.checksums == checksum(1)
 
 
 def test_a_disk_without_room_to_read_now_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     node, _ = stored(1)
     node.step(known(2))
     monkeypatch.setattr(Files, "promote", lambda *_, **__: 0)
-    (lent,) = asked(node, 1, 1, 2)
-    assert lent.checksums == checksum(1)
+    (served,) = asked(node, 1, 1, 2)
+    assert served.checksums == checksum(1)
     (nothing,) = asked(node, 2, 2)
     assert nothing.slots == b""
 
@@ -220,8 +232,8 @@ def test_nothing_but_disk_and_that_fails() -> None:
     node.step(known(2))
     asked(node, 1, 2)
     node.answer(node.reads[0], [False])
-    (lent,) = answers(node, 1)
-    assert lent.slots == b""
+    (served,) = answers(node, 1)
+    assert served.slots == b""
     assert node.give_back(1) == []
 
 
@@ -235,21 +247,21 @@ def test_a_peer_that_is_gone_is_not_answered() -> None:
     assert not node.engine.leases()
 
 
-def test_what_is_switched_off_while_it_is_read_is_not_lent() -> None:
+def test_what_is_switched_off_while_it_is_read_is_not_served() -> None:
     node, _ = stored(1)
     node.step(known(2))
     asked(node, 1, 1, 2)
     node.state.off["t", SPACE] = Off(None)
     node.read_all()
-    (lent,) = answers(node, 1)
-    assert lent.slots == b""
+    (served,) = answers(node, 1)
+    assert served.slots == b""
 
 
-def test_loans_that_wait_are_bounded() -> None:
+def test_servings_that_wait_are_bounded() -> None:
     node, _ = stored()
     node.step(known(1))
-    for loan in range(1, WAITING_MAX + 2):
-        assert asked(node, loan, 1) == [] or loan > WAITING_MAX
-    (refused,) = node.lent
-    assert (refused.loan, refused.slots) == (WAITING_MAX + 1, b"")
+    for serving in range(1, WAITING_MAX + 2):
+        assert asked(node, serving, 1) == [] or serving > WAITING_MAX
+    (refused,) = node.served
+    assert (refused.serving, refused.slots) == (WAITING_MAX + 1, b"")
     assert asked(node, 1, 1, peer=2) == [], "another's share is its own"

@@ -1,6 +1,7 @@
-"""Between a node process and its mover child: one SOCK_SEQPACKET pair, one struct a datagram.
+"""Between a node process and its transfer worker child: one SOCK_SEQPACKET pair, one struct a
+datagram.
 
-    node process                             mover
+    node process                             transfer worker
       │── Begin + arena ─────────────────────▶│   maps, opens the back end, registers once
       │◀──────────── Registered, or Unable ───│   Unable: it ends
       │── Connect(peer, descriptor) ─────────▶│
@@ -11,10 +12,10 @@
       │◀──────────────────────────── Beat … ──│
 
 Done and Failed say that nothing writes to the places of the transfer any more. Limbo says that only
-the mover's death proves that.
+the transfer worker's death proves that.
 
-A mover sends its `Descriptor` to movers of other nodes, through the node processes, which do not
-look inside.
+A transfer worker sends its `Descriptor` to transfer workers of other nodes, through the node
+processes, which do not look inside.
 
 Ways to be broken: not msgpack; unknown tag; field of another type; arrays that are no multiple of 8
 bytes or not equally long; ranges that overflow. `decode_*` raises `ProtocolError`.
@@ -56,14 +57,14 @@ class Direction(enum.Enum):
     """From this node's arena into the peer's landing memory."""
 
 
-class MoverMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class TransferWorkerMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of all datagrams; the tag is the class name."""
 
 
-# ── node → mover ─────────────────────────────────────────────────────────────────────────────────
+# ── node → transfer worker ────────────────────────────────────────────────────────────────────────
 
 
-class Begin(MoverMessage, frozen=True):
+class Begin(TransferWorkerMessage, frozen=True):
     """First datagram. With the arena's descriptor, and the one to hold it by (`arena.Arena`)."""
 
     backend: Label
@@ -78,14 +79,14 @@ class Begin(MoverMessage, frozen=True):
     """The part of the arena that peers may write to; 0 bytes: none."""
 
 
-class Connect(MoverMessage, frozen=True):
+class Connect(TransferWorkerMessage, frozen=True):
     """Transfers from and to this peer will follow."""
 
     peer: Name
     descriptor: Blob
 
 
-class MovePieces(MoverMessage, tag="Move", frozen=True):
+class MovePieces(TransferWorkerMessage, tag="Move", frozen=True):
     """Pieces of a transfer, see `ports.Pieces`; it begins with the last part."""
 
     transfer: U64
@@ -97,45 +98,45 @@ class MovePieces(MoverMessage, tag="Move", frozen=True):
     last: bool = True
 
 
-class Forget(MoverMessage, frozen=True):
+class Forget(TransferWorkerMessage, frozen=True):
     """Nothing more from this peer, which may be connected again."""
 
     peer: Name
 
 
-# ── mover → node ─────────────────────────────────────────────────────────────────────────────────
+# ── transfer worker → node ────────────────────────────────────────────────────────────────────────
 
 
-class Registered(MoverMessage, frozen=True):
+class Registered(TransferWorkerMessage, frozen=True):
     """The arena is known to the back end."""
 
     backend: Label
     descriptor: Blob
-    """For movers of other nodes."""
+    """For transfer workers of other nodes."""
     ends_forgotten: bool
     """The back end ends the reads of a peer that it forgets."""
 
 
-class Unable(MoverMessage, frozen=True):
+class Unable(TransferWorkerMessage, frozen=True):
     """This back end cannot be used here, which another start does not change by itself."""
 
     reason: Reason
 
 
-class Connected(MoverMessage, frozen=True):
+class Connected(TransferWorkerMessage, frozen=True):
     """Answer to Connect: transfers may follow; only they show whether the peer lives."""
 
     peer: Name
 
 
-class Unreachable(MoverMessage, frozen=True):
+class Unreachable(TransferWorkerMessage, frozen=True):
     """Answer to Connect: its transfers will fail."""
 
     peer: Name
     reason: Reason
 
 
-class Done(MoverMessage, frozen=True):
+class Done(TransferWorkerMessage, frozen=True):
     """All bytes of a transfer are there, and nothing touches their places any more."""
 
     transfer: U64
@@ -143,22 +144,22 @@ class Done(MoverMessage, frozen=True):
     """From the last part of its Move."""
 
 
-class Failed(MoverMessage, frozen=True):
+class Failed(TransferWorkerMessage, frozen=True):
     """Bytes are missing, and nothing touches their places here any more."""
 
     transfer: U64
     reason: Reason
 
 
-class Limbo(MoverMessage, frozen=True):
-    """Bytes are missing, and their places here may be in use until the mover is dead."""
+class Limbo(TransferWorkerMessage, frozen=True):
+    """Bytes are missing, and their places here may be in use until the transfer worker is dead."""
 
     transfer: U64
     reason: Reason
 
 
-class Beat(MoverMessage, frozen=True):
-    """The mover's loop turns. Counts since its start."""
+class Beat(TransferWorkerMessage, frozen=True):
+    """The transfer worker's loop turns. Counts since its start."""
 
     under_way: U64
     read_bytes: U64
@@ -169,24 +170,25 @@ class Beat(MoverMessage, frozen=True):
 
 
 FromNode = Begin | Connect | MovePieces | Forget
-FromMover = Registered | Unable | Connected | Unreachable | Done | Failed | Limbo | Beat
+FromTransferWorker = Registered | Unable | Connected | Unreachable | Done | Failed | Limbo | Beat
 
 
 class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything a peer needs to read from a mover's arena, and to write to its landing memory."""
+    """Everything a peer needs to read from a transfer worker's arena, and to write to its landing
+    memory."""
 
     backend: Label
     name: Name
     size_bytes: U64
     """Size of the arena."""
     base: U64
-    """Address of its first byte in the mover, where the back end counts by addresses."""
+    """Address of its first byte in the transfer worker, where the back end counts by addresses."""
     details: Blob
     """As the back end makes it."""
     landing_begin: U64 = 0
     """Offset in the arena."""
     landing_bytes: U64 = 0
-    """0: this mover takes no writes."""
+    """0: this transfer worker takes no writes."""
     landing_base: U64 = 0
     """As `base`, of the first byte of the landing memory."""
 
@@ -194,11 +196,13 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
-_from_mover: msgspec.msgpack.Decoder[FromMover] = msgspec.msgpack.Decoder(FromMover)
+_from_transfer_worker: msgspec.msgpack.Decoder[FromTransferWorker] = msgspec.msgpack.Decoder(
+    FromTransferWorker
+)
 _descriptor = msgspec.msgpack.Decoder(Descriptor)
 
 
-def encode(message: MoverMessage | Descriptor) -> bytes:
+def encode(message: TransferWorkerMessage | Descriptor) -> bytes:
     """One datagram, or what a peer is given."""
     return _encoder.encode(message)
 
@@ -214,9 +218,9 @@ def decode_from_node(data: bytes) -> FromNode:
     return message
 
 
-def decode_from_mover(data: bytes) -> FromMover:
+def decode_from_transfer_worker(data: bytes) -> FromTransferWorker:
     """Raises ProtocolError."""
-    return _decode(_from_mover, data)
+    return _decode(_from_transfer_worker, data)
 
 
 def decode_descriptor(data: bytes) -> Descriptor:

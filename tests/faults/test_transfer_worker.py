@@ -1,4 +1,5 @@
-"""The node's end of a mover, with real children: each transfer ends once, and when it is quiet."""
+"""The node's end of a transfer worker, with real children: each transfer ends once, and when it is
+quiet."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ import psutil
 import pytest
 
 from kvstore.arena import Arena, wait_for_holders
-from kvstore.peers.mover import (
+from kvstore.peers.transfer_worker import (
     Down,
-    Mover,
-    MoverEvent,
-    MoverSettings,
     PeerUnreachable,
     TransferEnded,
+    TransferWorker,
+    TransferWorkerEvent,
+    TransferWorkerSettings,
     Unusable,
     Up,
 )
@@ -35,15 +36,15 @@ from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp_ends import Address
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
-from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, decode_descriptor
+from kvstore.wire.transfer_worker import DESCRIPTOR_BYTES_MAX, decode_descriptor
 from tests.kit.transport_checks import ALL, ARENA_BYTES
-from tests.kit.transport_parties import LIMIT_S, MoverParty
+from tests.kit.transport_parties import LIMIT_S, TransferWorkerParty
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TCP = MoverSettings(backend="tcp", name="a", options={"insecure": "yes"})
-NIXL = MoverSettings(backend="nixl", name="a", environment={"UCX_TLS": "tcp"})
-UCX = MoverSettings(backend="ucx", name="a", environment={"UCX_TLS": "tcp"})
+TCP = TransferWorkerSettings(backend="tcp", name="a", options={"insecure": "yes"})
+NIXL = TransferWorkerSettings(backend="nixl", name="a", environment={"UCX_TLS": "tcp"})
+UCX = TransferWorkerSettings(backend="ucx", name="a", environment={"UCX_TLS": "tcp"})
 
 
 class Clock:
@@ -57,32 +58,34 @@ class Clock:
 
 
 class Node:
-    """A mover, its arena, and all that it told."""
+    """A transfer worker, its arena, and all that it told."""
 
-    def __init__(self, settings: MoverSettings) -> None:
+    def __init__(self, settings: TransferWorkerSettings) -> None:
         self.memory = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(1))
         self.clock = Clock()
         memory = self.memory
-        self.mover = Mover(memory.arena_fd, memory.hold_fd, ARENA_BYTES, settings, self.clock)
-        self.told: list[MoverEvent] = []
-        self.mover.start()
+        self.transfer_worker = TransferWorker(
+            memory.arena_fd, memory.hold_fd, ARENA_BYTES, settings, self.clock
+        )
+        self.told: list[TransferWorkerEvent] = []
+        self.transfer_worker.start()
 
-    def until(self, kind: type[MoverEvent], count: int = 1) -> list[MoverEvent]:
+    def until(self, kind: type[TransferWorkerEvent], count: int = 1) -> list[TransferWorkerEvent]:
         """Waits for so many of a kind."""
         end_s = time.monotonic() + LIMIT_S
         while len(found := [each for each in self.told if isinstance(each, kind)]) < count:
             assert time.monotonic() < end_s, self.told
-            wait_s = max(0.0, (self.mover.next_ns() - self.clock.now_ns()) / NS_PER_S)
-            select.select([self.mover.fileno()], [], [], min(wait_s, 0.1))
-            self.told += self.mover.read()
+            wait_s = max(0.0, (self.transfer_worker.next_ns() - self.clock.now_ns()) / NS_PER_S)
+            select.select([self.transfer_worker.fileno()], [], [], min(wait_s, 0.1))
+            self.told += self.transfer_worker.read()
         return found
 
     def post(self, transfer: int, peer: str, *, after_s: float = LIMIT_S) -> None:
         deadline_ns = self.clock.now_ns() + int(after_s * NS_PER_S)
-        assert self.mover.post(transfer, peer, ALL, deadline_ns=deadline_ns)
+        assert self.transfer_worker.post(transfer, peer, ALL, deadline_ns=deadline_ns)
 
     def close(self) -> None:
-        self.told += self.mover.close()
+        self.told += self.transfer_worker.close()
         self.memory.close()
 
 
@@ -92,15 +95,17 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
-def _node(opened: ExitStack, settings: MoverSettings) -> Node:
+def _node(opened: ExitStack, settings: TransferWorkerSettings) -> Node:
     node = Node(settings)
     opened.callback(node.close)
     node.until(Up)
     return node
 
 
-def _peer(opened: ExitStack, settings: MoverSettings, name: str = "b") -> MoverParty:
-    party = MoverParty(
+def _peer(
+    opened: ExitStack, settings: TransferWorkerSettings, name: str = "b"
+) -> TransferWorkerParty:
+    party = TransferWorkerParty(
         name,
         settings.backend,
         options=settings.options,
@@ -131,9 +136,9 @@ def _resident_bytes(pid: int, name: str) -> int:
 
 
 @pytest.mark.parametrize("settings", [TCP, NIXL], ids=["tcp", "nixl"])
-def test_a_transfer_ends_once(opened: ExitStack, settings: MoverSettings) -> None:
+def test_a_transfer_ends_once(opened: ExitStack, settings: TransferWorkerSettings) -> None:
     node, peer = _node(opened, settings), _peer(opened, settings)
-    node.mover.connect("b", peer.descriptor())
+    node.transfer_worker.connect("b", peer.descriptor())
     node.post(7, "b")
     (ended,) = node.until(TransferEnded)
     assert isinstance(ended, TransferEnded)
@@ -144,11 +149,11 @@ def test_a_transfer_ends_once(opened: ExitStack, settings: MoverSettings) -> Non
 
 def test_what_was_under_way_has_ended_when_the_child_is_dead(opened: ExitStack) -> None:
     node, peer = _node(opened, TCP), _peer(opened, TCP)
-    node.mover.connect("b", peer.descriptor())
+    node.transfer_worker.connect("b", peer.descriptor())
     peer.pause()
     node.post(1, "b")
     node.post(2, "b")
-    pid = node.mover.pid
+    pid = node.transfer_worker.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     assert [
@@ -158,35 +163,35 @@ def test_what_was_under_way_has_ended_when_the_child_is_dead(opened: ExitStack) 
     node.until(Down)
     peer.resume()
     node.until(Up, 2)
-    assert node.mover.pid != pid
-    node.mover.connect("b", peer.descriptor())
+    assert node.transfer_worker.pid != pid
+    node.transfer_worker.connect("b", peer.descriptor())
     node.post(3, "b")
     last = node.until(TransferEnded, 3)[-1]
     assert isinstance(last, TransferEnded)
     assert (last.transfer, last.good) == (3, True)
 
 
-def test_a_peer_that_stopped_costs_no_mover_where_its_reads_can_be_ended(
+def test_a_peer_that_stopped_costs_no_transfer_worker_where_its_reads_can_be_ended(
     opened: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On a busy machine a mover needs more than a second to end a read.
+    # On a busy machine a transfer worker needs more than a second to end a read.
     monkeypatch.setattr(watch, "GRACE_NS", 60 * NS_PER_S)
     node, peer = _node(opened, TCP), _peer(opened, TCP)
-    node.mover.connect("b", peer.descriptor())
+    node.transfer_worker.connect("b", peer.descriptor())
     peer.pause()
     node.post(1, "b", after_s=0.2)
     (ended,) = node.until(TransferEnded)
     assert isinstance(ended, TransferEnded)
     assert not ended.good
-    assert node.mover.restarts == 0
+    assert node.transfer_worker.restarts == 0
 
 
-def test_a_peer_that_stopped_costs_a_mover_where_they_cannot(opened: ExitStack) -> None:
+def test_a_peer_that_stopped_costs_a_transfer_worker_where_they_cannot(opened: ExitStack) -> None:
     node, peer = _node(opened, NIXL), _peer(opened, NIXL)
-    node.mover.connect("b", peer.descriptor())
+    node.transfer_worker.connect("b", peer.descriptor())
     peer.pause()
     node.post(1, "b", after_s=0.2)
-    pid = node.mover.pid
+    pid = node.transfer_worker.pid
     assert pid is not None
     (ended,) = node.until(TransferEnded)
     assert isinstance(ended, TransferEnded)
@@ -200,33 +205,33 @@ def test_a_peer_that_stopped_costs_a_mover_where_they_cannot(opened: ExitStack) 
 
 @pytest.mark.parametrize("settings", [TCP, NIXL], ids=["tcp", "nixl"])
 def test_a_descriptor_that_is_too_long_costs_its_peer_only(
-    opened: ExitStack, settings: MoverSettings
+    opened: ExitStack, settings: TransferWorkerSettings
 ) -> None:
     node, peer = _node(opened, settings), _peer(opened, settings)
-    node.mover.connect("liar", bytes(DESCRIPTOR_BYTES_MAX + 1))
+    node.transfer_worker.connect("liar", bytes(DESCRIPTOR_BYTES_MAX + 1))
     (lost,) = node.until(PeerUnreachable)
     assert isinstance(lost, PeerUnreachable)
     assert lost.peer == "liar"
-    node.mover.connect("b", peer.descriptor())
+    node.transfer_worker.connect("b", peer.descriptor())
     node.post(1, "b")
     (ended,) = node.until(TransferEnded)
     assert isinstance(ended, TransferEnded)
     assert ended.good
-    assert node.mover.restarts == 0
+    assert node.transfer_worker.restarts == 0
 
 
 def test_those_who_say_nothing_keep_no_peer_out(opened: ExitStack, tmp_path: Path) -> None:
     lab = Lab(tmp_path)
     node, peer = (
-        make(opened, MoverSettings(backend="tcp", name=name, options=lab.options(name)))
+        make(opened, TransferWorkerSettings(backend="tcp", name=name, options=lab.options(name)))
         for make, name in ((_node, "a"), (_peer, "b"))
     )
     assert isinstance(node, Node)
-    assert isinstance(peer, MoverParty)
+    assert isinstance(peer, TransferWorkerParty)
     place = msgspec.msgpack.decode(decode_descriptor(peer.descriptor()).details, type=Address)
     for _ in range(guests.ARRIVING_MAX + 64):
         opened.enter_context(socket.create_connection((place.host, place.port), timeout=LIMIT_S))
-    node.mover.connect("b", peer.descriptor())
+    node.transfer_worker.connect("b", peer.descriptor())
     node.post(1, "b")
     (ended,) = node.until(TransferEnded)
     assert isinstance(ended, TransferEnded)
@@ -235,36 +240,36 @@ def test_those_who_say_nothing_keep_no_peer_out(opened: ExitStack, tmp_path: Pat
 
 def test_a_child_that_stopped_is_killed(opened: ExitStack) -> None:
     node = _node(opened, TCP)
-    pid = node.mover.pid
+    pid = node.transfer_worker.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     for _ in range(9):
         node.clock.added_ns += NS_PER_S * 8 // 10
-        node.told += node.mover.read()
+        node.told += node.transfer_worker.read()
     node.until(Down)
     assert _is_gone(pid)
 
 
 def test_what_an_operator_must_mend_is_not_tried_again(opened: ExitStack) -> None:
-    node = Node(MoverSettings(backend="tcp", name="a"))
+    node = Node(TransferWorkerSettings(backend="tcp", name="a"))
     opened.callback(node.close)
     (unusable,) = node.until(Unusable)
     assert isinstance(unusable, Unusable)
     assert "insecure=yes" in unusable.reason
     node.until(Down)
-    assert node.mover.next_ns() == 0
-    assert not node.mover.post(1, "b", make_pieces([0], [0], [1]), deadline_ns=1)
+    assert node.transfer_worker.next_ns() == 0
+    assert not node.transfer_worker.post(1, "b", make_pieces([0], [0], [1]), deadline_ns=1)
 
 
 def test_what_has_worked_is_tried_again(opened: ExitStack, tmp_path: Path) -> None:
-    # Certificates that are being replaced while a mover is started again.
+    # Certificates that are being replaced while a transfer worker is started again.
     options = Lab(tmp_path).options("a")
-    node = Node(MoverSettings(backend="tcp", name="a", options=options))
+    node = Node(TransferWorkerSettings(backend="tcp", name="a", options=options))
     opened.callback(node.close)
     node.until(Up)
     key, aside = Path(options["key"]), tmp_path / "aside"
     key.rename(aside)
-    node.mover.kill("it is in the way")
+    node.transfer_worker.kill("it is in the way")
     _, down = node.until(Down, 2)
     assert isinstance(down, Down)
     assert "cannot be used" in down.reason
@@ -279,8 +284,8 @@ def test_the_end_of_one_that_was_killed_is_awaited_without_haste(opened: ExitSta
     node.until(Up)
     node.post(1, "b")
     node.clock.added_ns += int(2 * LIMIT_S) * NS_PER_S  # its deadline has long passed
-    node.mover.kill("for this")
-    assert node.mover.next_ns() > node.clock.now_ns()
+    node.transfer_worker.kill("for this")
+    assert node.transfer_worker.next_ns() > node.clock.now_ns()
 
 
 def test_the_arena_is_mapped_before_anything_is_read(opened: ExitStack) -> None:
@@ -293,7 +298,9 @@ def test_the_arena_is_mapped_before_anything_is_read(opened: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("settings", [TCP, NIXL, UCX], ids=["tcp", "nixl", "ucx"])
-def test_a_mover_without_work_rests(opened: ExitStack, settings: MoverSettings) -> None:
+def test_a_transfer_worker_without_work_rests(
+    opened: ExitStack, settings: TransferWorkerSettings
+) -> None:
     party = _peer(opened, settings)
     party.ends_by_now()  # some beats: it has begun
     process, begun_s = psutil.Process(party.child.pid), time.monotonic()
@@ -304,31 +311,28 @@ def test_a_mover_without_work_rests(opened: ExitStack, settings: MoverSettings) 
     assert sum(process.cpu_times()[:2]) - used_s < 0.3 * (time.monotonic() - begun_s)
 
 
-def test_a_mover_says_that_it_may_write_for_as_long_as_it_lives(opened: ExitStack) -> None:
+def test_a_transfer_worker_says_that_it_may_write_for_as_long_as_it_lives(
+    opened: ExitStack,
+) -> None:
     node = _node(opened, TCP)
     memory, fd = node.memory, node.memory.holders_fd
     os.dup2(fd, memory.hold_fd)  # as if the node had ended
-    assert node.mover.pid is not None
-    os.kill(node.mover.pid, signal.SIGSTOP)
+    assert node.transfer_worker.pid is not None
+    os.kill(node.transfer_worker.pid, signal.SIGSTOP)
     assert not wait_for_holders(fd, timeout_s=0)
-    node.mover.kill("the test is over")
+    node.transfer_worker.kill("the test is over")
     assert wait_for_holders(fd, timeout_s=LIMIT_S)
 
 
 def test_a_child_ends_with_its_node() -> None:
     program = """if True:
-        import os
-        from kvstore.arena import Arena, wait_for_holders
-        from kvstore.net.clock import MonotonicClock
-        from kvstore.peers.mover import Mover, MoverSettings
-        from kvstore.types import Incarnation
-        arena = Arena(arena_bytes=1 << 20, incarnation=Incarnation(1))
-        settings = MoverSettings(backend="tcp", name="a", options={"insecure": "yes"})
-        mover = Mover(arena.arena_fd, arena.hold_fd, 1 << 20, settings, MonotonicClock())
-        mover.start()
-        print(mover.pid, flush=True)
-        input()
-        os._exit(0)
+        import os from kvstore.arena import Arena, wait_for_holders from kvstore.net.clock import
+        MonotonicClock from kvstore.peers.transfer_worker import Transfer worker,
+        TransferWorkerSettings from kvstore.types import Incarnation arena = Arena(arena_bytes=1 <<
+        20, incarnation=Incarnation(1)) settings = TransferWorkerSettings(backend="tcp", name="a",
+        options={"insecure": "yes"}) transfer worker = TransferWorker(arena.arena_fd, arena.hold_fd,
+        1 << 20, settings, MonotonicClock()) transfer_worker.start() print(transfer_worker.pid,
+        flush=True) input() os._exit(0)
     """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) as node:
@@ -345,7 +349,7 @@ _WRITER = """if True:
     import sys
     import nixl_cu13._api as api
     import numpy as np
-    from kvstore.wire.mover import decode_descriptor
+    from kvstore.wire.transfer_worker import decode_descriptor
     found = decode_descriptor(bytes.fromhex(sys.argv[1]))
     agent = api.nixl_agent("writer", api.nixl_agent_config(backends=["UCX"]))
     mine = np.full(1 << 20, 0xA5, np.uint8)
@@ -370,7 +374,7 @@ _WRITER = """if True:
 @pytest.mark.parametrize("tls", ["tcp", "^cma"])
 def test_a_remote_write_changes_nothing(opened: ExitStack, tls: str) -> None:
     environment = {"UCX_TLS": tls}
-    peer = _peer(opened, MoverSettings("nixl", "b", environment=environment))
+    peer = _peer(opened, TransferWorkerSettings("nixl", "b", environment=environment))
     before = peer.arena.copy()
     done = subprocess.run(
         [sys.executable, "-c", _WRITER, peer.descriptor().hex()],

@@ -1,11 +1,12 @@
-"""What reads bytes of other nodes' arenas, as a node sees its mover: a read is awaited to its end.
+"""What reads bytes of other nodes' arenas, as a node sees its transfer worker: a read is awaited to
+its end.
 
 What it can do wrong: stop half way, never end (until it is killed for that), die with all that it
 does, bring other bytes than lie there; and go on to write for a while after the peer is gone. Its
 word that a read has ended is true: after it nothing is written (ADR 11). The oracle looks at the
 source, too: what each slot's bytes were, of whom, when the read of it had ended.
 
-Does not cover: when a real mover is killed (`transport.watch`), back ends (`transport`).
+Does not cover: when a real transfer worker is killed (`transport.watch`), back ends (`transport`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import itertools
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from kvstore.peers.mover import TransferEnded
+from kvstore.peers.transfer_worker import TransferEnded
 from kvstore.ports import Pieces
 from kvstore.transport.watch import GRACE_NS
 from kvstore.types import PAGE_BYTES, SlotId
 from kvstore.units import NS_PER_MS, NS_PER_S
-from kvstore.wire.mover import Descriptor, Direction, encode
+from kvstore.wire.transfer_worker import Descriptor, Direction, encode
 from tests.sim.world.ground import Peers
 from tests.sim.world.net import SimNet
 
@@ -33,7 +34,7 @@ LINGERS: Final = "read lingers"
 """Of itself, where a source is gone: not a fault that can be left out."""
 _STRIKE_SHARE: Final = 0.15
 _LINGERS_SHARE: Final = 0.5
-"""Of the reads whose source is gone: their ends are known only when the mover is dead."""
+"""Of the reads whose source is gone: their ends are known only when the transfer worker is dead."""
 _POLL_MS: Final = 20
 
 
@@ -46,10 +47,12 @@ class Read(NamedTuple):
     is_alive: bool
 
 
-class SimMover:
-    """Of one node process. `move` and `forget` are `MoverHost`'s."""
+class SimTransferWorker:
+    """Of one node process. `move` and `forget` are `TransferWorkerHost`'s."""
 
-    def __init__(self, peers: Peers, net: SimNet, movers: dict[bytes, SimMover]) -> None:
+    def __init__(
+        self, peers: Peers, net: SimNet, transfer_workers: dict[bytes, SimTransferWorker]
+    ) -> None:
         self.trouble = ""
         self.descriptor = b""
         self.changed: Callable[[], object] = lambda: None
@@ -60,7 +63,7 @@ class SimMover:
         """By the slot that was read into, the last time."""
         self.writing: dict[int, set[int]] = {}
         """Transfer → slots that it may still write to."""
-        self.peers, self._net, self._movers = peers, net, movers
+        self.peers, self._net, self._transfer_workers = peers, net, transfer_workers
         self._lives = 0
         self._numbers = itertools.count(1)
         self.start()
@@ -73,14 +76,14 @@ class SimMover:
         size_bytes = len(peers.memory.bytes)
         self.descriptor = encode(Descriptor("memory", name, size_bytes, 0, b""))
         self.trouble = ""
-        self._movers[self.descriptor] = self
+        self._transfer_workers[self.descriptor] = self
         self.changed()
 
     def die(self, reason: str) -> None:
         """All that it does has ended; another one begins soon."""
         if self.trouble:
             return
-        self._movers.pop(self.descriptor, None)
+        self._transfer_workers.pop(self.descriptor, None)
         self._lives += 1
         self.descriptor, self.trouble = b"", f"the transfer worker ended: {reason}"
         self.writing.clear()
@@ -122,7 +125,7 @@ class SimMover:
         """Each read finds its source by the descriptor: there is nothing to forget."""
 
     def recycle(self, reason: str) -> None:
-        """As `MoverHost.recycle`."""
+        """As `TransferWorkerHost.recycle`."""
         self.die(reason)
 
     def written_to(self) -> set[int]:
@@ -133,7 +136,7 @@ class SimMover:
         self, descriptor: bytes, rows: list[tuple[int, int, int]], deadline_ns: int, life: int
     ) -> str:
         """Returns why it failed; what did may reach the peer all the same, later."""
-        target = self._movers.get(descriptor)
+        target = self._transfer_workers.get(descriptor)
         if target is None:
             return "the peer is gone"
         number = next(target._incoming_numbers)
@@ -162,7 +165,7 @@ class SimMover:
 
     async def _write_rows(
         self,
-        target: SimMover,
+        target: SimTransferWorker,
         descriptor: bytes,
         rows: list[tuple[int, int, int]],
         deadline_ns: int,
@@ -183,7 +186,7 @@ class SimMover:
                 await asyncio.sleep(_POLL_MS * NS_PER_MS / NS_PER_S)
             if self._lives != life:
                 return "the transfer worker ended"
-            if self._movers.get(descriptor) is not target:
+            if self._transfer_workers.get(descriptor) is not target:
                 return "the peer is gone"
             data = bytearray(peers.memory.bytes[begin : begin + size])
             if self._strikes(WRONG_BYTES):
@@ -204,7 +207,7 @@ class SimMover:
         hangs = self._strikes(NEVER_ENDS)
         for number, row in enumerate(rows):
             await self._pause()
-            source = self._movers.get(descriptor)
+            source = self._transfer_workers.get(descriptor)
             while hangs or (source is not None and not self._reaches(source)):
                 if self._lives != life:
                     return "the transfer worker ended"
@@ -212,7 +215,7 @@ class SimMover:
                     self.die("a read has no end")
                     return "it had no end"
                 await asyncio.sleep(_POLL_MS * NS_PER_MS / NS_PER_S)
-                source = self._movers.get(descriptor)
+                source = self._transfer_workers.get(descriptor)
             if self._lives != life:
                 return "the transfer worker ended"
             if source is None:
@@ -226,12 +229,13 @@ class SimMover:
     async def _pause(self) -> None:
         await asyncio.sleep(self.peers.random.choice((0, 1, 1, 5)) * NS_PER_MS / NS_PER_S)
 
-    def _reaches(self, source: SimMover) -> bool:
+    def _reaches(self, source: SimTransferWorker) -> bool:
         net, here, there = self._net, self.peers.name, source.peers.name
         return not net.is_cut(here, there) and not net.is_cut(there, here)
 
     async def _linger(self, rows: list[tuple[int, int, int]], life: int) -> str:
-        """The source is gone: what was on its way may still be written, until the mover is dead."""
+        """The source is gone: what was on its way may still be written, until the transfer worker
+        is dead."""
         if self.peers.random.random() < _LINGERS_SHARE:
             self.peers.world.faults[LINGERS] += 1
             for to, _, size in rows:
@@ -242,7 +246,7 @@ class SimMover:
             self.die("too many reads have no end")
         return "the peer is gone"
 
-    def _copy(self, source: SimMover, to: int, begin: int, size: int) -> None:
+    def _copy(self, source: SimTransferWorker, to: int, begin: int, size: int) -> None:
         its = source.peers
         data = bytearray(its.memory.bytes[begin : begin + size])
         if self._strikes(WRONG_BYTES):

@@ -1,15 +1,15 @@
 """Blocks from other nodes, as the engine wants them: where they are, and their bytes, verified.
 
     Locate ─▶ index ─▶ Located
-    Fetch ──▶ lend ─▶ mover reads ─▶ give back: did they stay? and verify ─▶ Fetched
+    Fetch ──▶ serve ─▶ transfer worker reads ─▶ give back: did they stay? and verify ─▶ Fetched
 
 Rules. 1: every Locate and every Fetch is answered, whatever happens. 2: Fetched comes when nothing
 writes to its slots any more: a transfer that was begun is awaited to its end. 3: a block is good if
-it was lent until after it was read, and its bytes are what was stored under its key. 4: addresses
+it was served until after it was read, and its bytes are what was stored under its key. 4: addresses
 come from the index's members, never from an answer of a peer.
 
-Does not cover: what is worth it (`engine.fetches`), sessions (`peer_session`), the mover
-(`mover_host`).
+Does not cover: what is worth it (`engine.fetches`), sessions (`peer_session`), the transfer worker
+(`transfer_worker_host`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from kvstore.index.index import Answer
 from kvstore.net import aio
 from kvstore.obs.timings import Stopwatch, Timings
 from kvstore.peers.exchange import Exchange
-from kvstore.peers.mover_host import MoverHost
 from kvstore.peers.peer_session import Dial, PeerSession, SessionLost
+from kvstore.peers.transfer_worker_host import TransferWorkerHost
 from kvstore.ports import Clock, Pieces
 from kvstore.transport.backends import is_at
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
 from kvstore.units import NS_PER_S
 from kvstore.wire.assembly import Assembly
-from kvstore.wire.peers import LendAnswer, PeerHello, checksums_of
+from kvstore.wire.peers import PeerHello, ServeAnswer, checksums_of
 from kvstore.wire.record import Scope
 
 LOCATE_TIMEOUT_S: Final = 0.25
@@ -49,12 +49,12 @@ MEMBERS_EVERY_S: Final = 1.0
 ASK_TIMEOUT_S: Final = 2.0
 MOVE_TIMEOUT_S: Final = 10.0
 """Longest move. The waiting engine has given up long before; the bound is for a stopped peer's
-mover."""
+transfer worker."""
 FETCHES_AT_ONCE: Final = 4
 """Fetches from one peer at a time: 64 MiB together, as `engine.fetches` cuts them. All those of a
 long prompt would share the link until none ends within its timeout."""
 KINDS: Final = ("ask", "move", "verify", "fetch")
-"""Timed steps: until the peer lent, the mover's reading, verifying, all of it."""
+"""Timed steps: until the peer served, the transfer worker's reading, verifying, all of it."""
 TROUBLE_MAX: Final = 200
 """Characters of a failure's text."""
 ASK_THREADS: Final = 4
@@ -78,12 +78,12 @@ class IndexQueries(Protocol):
     def nodes(self, *, timeout_s: float | None = None) -> Members: ...
 
 
-class BorrowerCounters:
+class FetcherCounters:
     """Since the start."""
 
     def __init__(self) -> None:
         self.damaged = 0
-        """Blocks that were lent all the while, and are not what was stored."""
+        """Blocks that were served all the while, and are not what was stored."""
         self.not_kept = 0
         """Blocks that did not stay until they were read."""
         self.fetched_bytes = 0
@@ -104,14 +104,14 @@ class _Turns:
         self.trouble = trouble
 
 
-class Borrower:
+class Fetcher:
     """On the asyncio loop; `start` and `close` too."""
 
     def __init__(
         self,
         *,
         who: PeerHello,
-        mover: MoverHost,
+        transfer_worker: TransferWorkerHost,
         memory: NDArray[np.uint8],
         clock: Clock,
         credentials: grpc.ChannelCredentials | None,
@@ -119,7 +119,7 @@ class Borrower:
         jitter: Callable[[], float] | None = None,
     ) -> None:
         """`memory`: the arena. `dial`: see `PeerSession.open`. `jitter`: a random part of 1."""
-        self.counters = BorrowerCounters()
+        self.counters = FetcherCounters()
         self.timings = {kind: Timings() for kind in KINDS}
         """Timings of steps that succeeded."""
         self.exchange: Exchange | None = None
@@ -127,7 +127,7 @@ class Borrower:
         self.index: IndexQueries | None = None
         """The index to query; set before `start`."""
         self._who = who
-        self._mover = mover
+        self._transfer_worker = transfer_worker
         self._memory = memory
         self._clock = clock
         self._credentials = credentials
@@ -189,7 +189,7 @@ class Borrower:
         try:
             begin_ns = self._clock.now_ns()
             answer = await _on(self._askers, lambda: self._match(command, begin_ns))
-            # What an engine has in its own memory, nobody lends.
+            # What an engine has in its own memory, nobody serves.
             found = {
                 match.holder.node: match.file_blocks
                 for match in answer.matches
@@ -281,12 +281,12 @@ class Borrower:
                     raise SessionLost(turns.trouble)
                 fetched = await self._take_turn(turns, command, count)
         except SessionLost as error:
-            # Without a mover of our own nothing is said of the peer.
+            # Without a transfer worker of our own nothing is said of the peer.
             fetched = Fetched(
                 command.job,
                 bytes(count),
-                peer_failed=not self._mover.trouble,
-                trouble=(self._mover.trouble or str(error))[:TROUBLE_MAX],
+                peer_failed=not self._transfer_worker.trouble,
+                trouble=(self._transfer_worker.trouble or str(error))[:TROUBLE_MAX],
             )
         finally:
             self.exchange.post(fetched)
@@ -296,7 +296,7 @@ class Borrower:
         session: PeerSession | None = None
         try:
             session = await self.session(command.node)
-            fetched = await self._borrow(session, command, count)
+            fetched = await self._fetch_from(session, command, count)
         except SessionLost as error:
             turns.lost(str(error))
             self._forget(command.node, session)
@@ -305,17 +305,17 @@ class Borrower:
         self._note(_title(command.node), "")
         return fetched
 
-    async def _borrow(self, session: PeerSession, command: Fetch, count: int) -> Fetched:
+    async def _fetch_from(self, session: PeerSession, command: Fetch, count: int) -> Fetched:
         """Raises SessionLost; nothing is under way then."""
         watch = Stopwatch(self.timings, self._clock)
-        answer = await session.lend(
+        answer = await session.serve(
             command.tenant, command.space, command.keys, timeout_s=ASK_TIMEOUT_S
         )
         watch.lap("ask")
         places = answer.places()
-        lent = len(places)
-        if not lent:
-            return Fetched(command.job, bytes(count), not_lent=count)
+        served = len(places)
+        if not served:
+            return Fetched(command.job, bytes(count), not_served=count)
         targets = [
             Scope(command.tenant, command.space, shard, size)
             for shard, size in zip(command.shards, command.block_bytes, strict=True)
@@ -327,11 +327,11 @@ class Borrower:
         try:
             assembly = Assembly(sources, targets, head_bytes=command.head_bytes)
         except ValueError as error:
-            raise SessionLost(f"node {command.node} lends {error}") from None
-        slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1)[:lent]
+            raise SessionLost(f"node {command.node} serves {error}") from None
+        slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1)[:served]
         remote, local, length = assembly.moves(places * PAGE_BYTES, slots * PAGE_BYTES)
-        ended = await self._mover.move(
-            mover_name(command.node),
+        ended = await self._transfer_worker.move(
+            transfer_worker_name(command.node),
             session.descriptor,
             Pieces(_u64(local), _u64(remote), _u64(length)),
             timeout_s=MOVE_TIMEOUT_S,
@@ -343,22 +343,22 @@ class Borrower:
         # The peer is asked while the bytes are verified. Both have ended when this returns: nobody
         # looks at the slots any more.
         stayed, sums = await _both(
-            session.give_back(answer.loan, count=lent, timeout_s=ASK_TIMEOUT_S),
+            session.give_back(answer.serving, count=served, timeout_s=ASK_TIMEOUT_S),
             _on(self._verifiers, lambda: self._verify(assembly, command, slots, answer)),
         )
         good, checksums = self._judge(command, stayed, sums, shards=len(targets))
         watch.lap("verify", size_bytes)
         watch.end("fetch", size_bytes)
         self.counters.fetched_bytes += size_bytes
-        behind = count - lent
+        behind = count - served
         checksums += bytes(behind * len(targets) * CHECKSUM_BYTES)
         kept = int(stayed.sum())
         return Fetched(
             command.job,
             good + bytes(behind),
             checksums,
-            not_lent=behind,
-            not_kept=lent - kept,
+            not_served=behind,
+            not_kept=served - kept,
             damaged=kept - sum(good),
         )
 
@@ -367,7 +367,7 @@ class Borrower:
         assembly: Assembly,
         command: Fetch,
         slots: NDArray[np.int64],
-        answer: LendAnswer,
+        answer: ServeAnswer,
     ) -> list[Sequence[bytes] | None]:
         """Checksums of our shards of each block, None: it is another; on a thread of its own."""
         found: list[Sequence[bytes] | None] = []
@@ -453,7 +453,7 @@ class Borrower:
         if opening is None or not opening.done() or _session_of(opening) is not session:
             return
         del self._sessions[node]
-        self._mover.forget(mover_name(node))
+        self._transfer_worker.forget(transfer_worker_name(node))
         if session is not None:
             self._run(session.close())
 
@@ -476,8 +476,8 @@ async def _both(asking: Awaitable[T], working: Awaitable[U]) -> tuple[T, U]:
     return asked, worked  # type: ignore[return-value]  # neither is an exception
 
 
-def mover_name(node: str) -> str:
-    """Name of a node's mover: as in its certificate."""
+def transfer_worker_name(node: str) -> str:
+    """Name of a node's transfer worker: as in its certificate."""
     return str(Identity("node", node))
 
 

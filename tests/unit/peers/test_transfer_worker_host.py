@@ -1,4 +1,5 @@
-"""The mover on a loop: whoever lends is told when its memory is reached by another descriptor."""
+"""The transfer worker on a loop: whoever serves is told when its memory is reached by another
+descriptor."""
 
 from __future__ import annotations
 
@@ -10,28 +11,28 @@ import pytest
 
 from kvstore.errors import ProtocolError
 from kvstore.net.clock import MonotonicClock
-from kvstore.peers.mover import (
+from kvstore.peers.transfer_worker import (
     Down,
-    Mover,
-    MoverChild,
-    MoverEvent,
-    MoverSettings,
     TransferEnded,
+    TransferWorker,
+    TransferWorkerChild,
+    TransferWorkerEvent,
+    TransferWorkerSettings,
     Unusable,
     Up,
 )
-from kvstore.peers.mover_host import MoverHost
+from kvstore.peers.transfer_worker_host import TransferWorkerHost
 from kvstore.ports import Pieces
 from kvstore.transport.pieces import make_pieces
-from kvstore.wire.mover import Beat, Direction, Done, Registered, encode
+from kvstore.wire.transfer_worker import Beat, Direction, Done, Registered, encode
 
 
-class ScriptedMover:
+class ScriptedTransferWorker:
     """Says what a test lets it say."""
 
     def __init__(self) -> None:
-        self.events: list[MoverEvent] = []
-        self.taken: asyncio.Queue[MoverEvent] = asyncio.Queue()
+        self.events: list[TransferWorkerEvent] = []
+        self.taken: asyncio.Queue[TransferWorkerEvent] = asyncio.Queue()
         self.said: list[tuple[str, str]] = []
         self.posted: dict[int, str] = {}
         """Transfers that have not ended, each with its peer."""
@@ -42,7 +43,7 @@ class ScriptedMover:
     def fileno(self) -> int:
         return self._ends[0]
 
-    def read(self) -> list[MoverEvent]:
+    def read(self) -> list[TransferWorkerEvent]:
         taken, self.events = self.events, []
         for event in taken:
             os.read(self._ends[0], 1)
@@ -52,7 +53,7 @@ class ScriptedMover:
             asyncio.get_running_loop().call_soon(self.taken.put_nowait, event)
         return taken
 
-    def say(self, event: MoverEvent) -> None:
+    def say(self, event: TransferWorkerEvent) -> None:
         self.events.append(event)
         os.write(self._ends[1], b"!")
 
@@ -75,7 +76,7 @@ class ScriptedMover:
     def next_ns(self) -> int:
         return 0
 
-    def close(self) -> list[MoverEvent]:
+    def close(self) -> list[TransferWorkerEvent]:
         for end in self._ends:
             os.close(end)
         return []
@@ -88,9 +89,9 @@ def up(descriptor: bytes, *, ends_reads: bool = True) -> Up:
 PIECES = make_pieces([0], [0], [8])
 
 
-async def started(scripted: ScriptedMover) -> MoverHost:
-    """A host whose mover is up, with a back end that ends no reads."""
-    host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
+async def started(scripted: ScriptedTransferWorker) -> TransferWorkerHost:
+    """A host whose transfer worker is up, with a back end that ends no reads."""
+    host = TransferWorkerHost(scripted, MonotonicClock())  # type: ignore[arg-type]
     host.start()
     scripted.say(up(b"one", ends_reads=False))
     await asyncio.wait_for(scripted.taken.get(), 60)
@@ -98,13 +99,13 @@ async def started(scripted: ScriptedMover) -> MoverHost:
 
 
 def test_every_change_of_the_descriptor_is_told_once() -> None:
-    scripted = ScriptedMover()
+    scripted = ScriptedTransferWorker()
 
     async def main() -> list[bytes]:
-        host, told = MoverHost(scripted, MonotonicClock()), []  # type: ignore[arg-type]
+        host, told = TransferWorkerHost(scripted, MonotonicClock()), []  # type: ignore[arg-type]
         host.changed = lambda: told.append(host.descriptor)
         host.start()
-        words: list[MoverEvent] = [up(b"one"), up(b"one"), Down("killed"), up(b"two")]
+        words: list[TransferWorkerEvent] = [up(b"one"), up(b"one"), Down("killed"), up(b"two")]
         words += [Unusable("no device"), Down("it ended with status 2")]
         for event in words:
             scripted.say(event)
@@ -118,11 +119,12 @@ def test_every_change_of_the_descriptor_is_told_once() -> None:
 
 @pytest.mark.parametrize("ends_reads", [False, True])
 def test_a_peer_that_is_read_from_is_forgotten_when_that_has_ended(*, ends_reads: bool) -> None:
-    # With NIXL a session that ended would leave its reads in limbo, and the mover to be killed.
-    scripted = ScriptedMover()
+    # With NIXL a session that ended would leave its reads in limbo, and the transfer worker to be
+    # killed.
+    scripted = ScriptedTransferWorker()
 
     async def main() -> None:
-        host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
+        host = TransferWorkerHost(scripted, MonotonicClock())  # type: ignore[arg-type]
         host.start()
 
         async def move() -> TransferEnded:
@@ -150,7 +152,7 @@ def test_a_peer_that_is_read_from_is_forgotten_when_that_has_ended(*, ends_reads
 
 
 def test_a_peer_is_forgotten_once_when_its_reads_end_together() -> None:
-    scripted = ScriptedMover()
+    scripted = ScriptedTransferWorker()
 
     async def main() -> None:
         host = await started(scripted)
@@ -170,7 +172,7 @@ def test_a_peer_is_forgotten_once_when_its_reads_end_together() -> None:
 
 
 def test_a_peer_that_is_read_from_again_is_not_forgotten() -> None:
-    scripted = ScriptedMover()
+    scripted = ScriptedTransferWorker()
 
     async def main() -> None:
         host = await started(scripted)
@@ -193,27 +195,29 @@ def test_a_peer_that_is_read_from_again_is_not_forgotten() -> None:
 def test_peers_that_found_no_room_are_said_at_the_first_and_when_they_doubled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    mover = Mover(-1, -1, 0, MoverSettings(backend="ucx", name="a"), MonotonicClock())
-    scripted = ScriptedMover()
+    transfer_worker = TransferWorker(
+        -1, -1, 0, TransferWorkerSettings(backend="ucx", name="a"), MonotonicClock()
+    )
+    scripted = ScriptedTransferWorker()
 
     async def main() -> None:
-        host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
+        host = TransferWorkerHost(scripted, MonotonicClock())  # type: ignore[arg-type]
         host.start()
         for refused in (0, 1, 1, 2, 3, 4):
-            for event in mover._take(Beat(0, 0, 0, refused)):
+            for event in transfer_worker._take(Beat(0, 0, 0, refused)):
                 scripted.say(event)
                 await scripted.taken.get()
         host.close()
 
     try:
         asyncio.run(main())
-        mover._take(up(b"another").registered)
-        mover._take(Beat(0, 0, 0, 1))
+        transfer_worker._take(up(b"another").registered)
+        transfer_worker._take(Beat(0, 0, 0, 1))
     finally:
-        mover.close()
+        transfer_worker.close()
     said = [record.getMessage() for record in caplog.records if "refused peers" in record.message]
     assert [text.split(" times")[0][-1] for text in said] == ["1", "2", "4"]
-    assert mover.refused == 5, "those of the transfer worker before included"
+    assert transfer_worker.refused == 5, "those of the transfer worker before included"
 
 
 _SPEAKER = """if True:
@@ -227,11 +231,11 @@ _SPEAKER = """if True:
 
 def test_messages_before_a_malformed_one_are_heard() -> None:
     said = [encode(Done(7, took_ns=1)), b"not a message", encode(Done(8, took_ns=1))]
-    settings = MoverSettings(backend="tcp", name="a")
+    settings = TransferWorkerSettings(backend="tcp", name="a")
     arena = os.memfd_create("arena")
     heard: list[object] = []
     try:
-        child = MoverChild(
+        child = TransferWorkerChild(
             arena, arena, 0, settings, program=("-I", "-S", "-c", _SPEAKER.format(data=said))
         )
         select.select([child.pidfd], [], [])

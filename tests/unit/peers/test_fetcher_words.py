@@ -1,4 +1,4 @@
-"""What a borrower says of whom it cannot ask, and when it asks who is there."""
+"""What a fetching node says of whom it cannot ask, and when it asks who is there."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 from kvstore.client.index import Members
 from kvstore.index.feed import Trust
 from kvstore.net.clock import MonotonicClock
-from kvstore.peers.borrower import MEMBERS_EVERY_S, Borrower
+from kvstore.peers.fetcher import MEMBERS_EVERY_S, Fetcher
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
 from kvstore.wire.peers import PeerHello
 from tests.sim.world.loop import SimLoop
 
 
-def test_an_index_finds_blocks_and_a_node_lends_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_index_finds_blocks_and_a_node_serves_them(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    borrower = cast("Borrower", SimpleNamespace(_told={}))
+    fetcher = cast("Fetcher", SimpleNamespace(_told={}))
     for name in ("the index", "node n2"):
         for trouble in ("it is away", "it is away", ""):
-            Borrower._note(borrower, name, trouble)
+            Fetcher._note(fetcher, name, trouble)
     assert [record.getMessage() for record in caplog.records] == [
         "where blocks are cannot be asked: it is away",
         "where blocks are can be asked again",
@@ -31,7 +31,7 @@ def test_an_index_finds_blocks_and_a_node_lends_them(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_borrowers_do_not_ask_who_is_there_in_step() -> None:
+def test_fetchers_do_not_ask_who_is_there_in_step() -> None:
     now_ns = 0
     loop = SimLoop(lambda: now_ns)
     asked_ns: list[int] = []
@@ -42,16 +42,16 @@ def test_borrowers_do_not_ask_who_is_there_in_step() -> None:
             return Members(Trust.EXACT, [])
 
     jitters = iter([0.0, 0.25, 0.75, 0.5])
-    borrower = Borrower(
+    fetcher = Fetcher(
         who=PeerHello("n1", Incarnation(1)),
-        mover=cast("Any", None),
+        transfer_worker=cast("Any", None),
         memory=cast("Any", None),
         clock=MonotonicClock(),
         credentials=None,
         jitter=lambda: next(jitters),
     )
-    borrower.index = cast("Any", Index())
-    loop.call_soon(borrower.start)
+    fetcher.index = cast("Any", Index())
+    loop.call_soon(fetcher.start)
     step_ns = int(MEMBERS_EVERY_S * NS_PER_S) // 4
     for _ in range(12):
         loop.go_on()
