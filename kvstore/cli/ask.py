@@ -10,12 +10,10 @@ import errno
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 
-from kvstore.client.index import IndexClient, IndexUnavailable
-from kvstore.config.cluster import resolve_tls
 from kvstore.config.defaults import REPLY_BYTES_MAX
 from kvstore.config.settings import AskSettings
 from kvstore.errors import AttachError, ProtocolError
@@ -25,6 +23,9 @@ from kvstore.proto.rows import Row, decode_rows
 from kvstore.supervisor.listener import INSPECT_SUFFIX
 from kvstore.supervisor.upgrade import no_node_at, not_yours
 from kvstore.wire.load import Load
+
+if TYPE_CHECKING:
+    from kvstore.client.index import IndexClient
 
 _R = TypeVar("_R", bound=Row)
 TIMEOUT_S: Final = 5.0
@@ -113,6 +114,10 @@ def node_client(socket: Path, *, hint: str = "") -> Iterator[NodeClient]:
 @contextlib.contextmanager
 def index_client(settings: AskSettings) -> Iterator[IndexClient]:
     """A client. Raises ConfigError, and IndexUnavailable with the replicas that were asked."""
+    # Here: questions to a node do without TLS, and start in half the time.
+    from kvstore.client.index import IndexClient, IndexUnavailable
+    from kvstore.config.cluster import resolve_tls
+
     tls, replicas = resolve_tls(settings, what="the index"), settings.index or []
     try:
         with IndexClient(

@@ -109,7 +109,7 @@ class RankCore:
         self._stores: deque[RunningStore | RunningCheck] = deque()
         self._in_flight: dict[int, tuple[Copy, RunningJob, int]] = {}
         """By identity: each copy with its job and its index there."""
-        self._reading: Counter[int] = Counter()
+        self.reading: Counter[int] = Counter()
         """Engine blocks that a queued or running store has yet to read."""
         self._fenced: frozenset[int] = frozenset()
         self._spoiled: set[int] = set()
@@ -262,16 +262,12 @@ class RankCore:
 
     # ── fences ───────────────────────────────────────────────────────────────────────────────────
 
-    def pending_store_blocks(self) -> frozenset[int]:
-        """Engine blocks that a queued or running store has yet to read."""
-        return frozenset(self._reading)
-
     def fence(self, block_ids: Collection[int]) -> bool:
         """True while a store has yet to read one of these blocks: wait, and ask again.
 
         Those stores overtake everything else meanwhile.
         """
-        self._fenced = frozenset(block for block in block_ids if block in self._reading)
+        self._fenced = frozenset(block for block in block_ids if block in self.reading)
         if self._fenced:
             self._stores = deque(
                 sorted(self._stores, key=lambda job: not self._reads(job, self._fenced))
@@ -404,7 +400,7 @@ class RankCore:
             self._blocks_dropped += 0 if plan.compare else len(plan.block_ids)
         else:
             self._stores.append(job)
-            self._reading.update(plan.block_ids)
+            self.reading.update(plan.block_ids)
 
     def _store_finished(
         self, job: RunningStore | RunningCheck, index: int, outcome: Outcome
@@ -448,9 +444,9 @@ class RankCore:
 
     def _unread(self, block_ids: Iterable[int]) -> None:
         for block in block_ids:
-            self._reading[block] -= 1
-            if not self._reading[block]:
-                del self._reading[block]
+            self.reading[block] -= 1
+            if not self.reading[block]:
+                del self.reading[block]
 
     # ── endings ──────────────────────────────────────────────────────────────────────────────────
 

@@ -183,7 +183,7 @@ def test_a_wide_terminal_has_all_in_one_line(width: int) -> None:
     _, _, header, row, saved = drawn(figures_of("n1"), width)
     assert saved == "saved: 1.25 s of prefill per second, waits deducted"
     assert len(header.split()) == len(ROW)
-    assert not {"quar.", "served/s", "own", "told"} & {*header.split(), *row.split()}
+    assert not {"quar.", "lent/s", "own", "told"} & {*header.split(), *row.split()}
     assert row.split() == " ".join(ROW).split()
 
 

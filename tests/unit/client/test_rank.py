@@ -267,10 +267,10 @@ def test_a_store_in_flight_over_a_session_change_is_not_sealed() -> None:
     copy = core.next_copy()
     assert copy is not None
     core.received(Quiesce(6, columns=(ShardColumn(COLUMN),)))
-    assert core.pending_store_blocks() == {0, 1}
+    assert core.reading.keys() == {0, 1}
     core.finished(copy, Copied(SUM))
     assert core.take_outbox() == [Quiet(6)]
-    assert core.pending_store_blocks() == set()
+    assert core.reading.keys() == set()
     report = core.take_report()
     assert (report.store_jobs_done, report.blocks_sealed, report.blocks_dropped) == ((1,), 0, 2)
 
@@ -363,7 +363,7 @@ def test_the_column_is_the_nodes_word_whatever_the_rank_number(column: int) -> N
 def test_a_replica_loads_but_stores_and_seals_nothing() -> None:
     core = serving(column=0, writes=False)
     core.submit(plan(store(5, 0, 3), load(5, 10, 2)))
-    assert core.pending_store_blocks() == frozenset()
+    assert core.reading.keys() == frozenset()
     assert not core.fence((0, 1, 2))
     assert [type(copy) for copy in run(core)] == [LoadBlock, LoadBlock]
     report = core.take_report()
@@ -432,7 +432,7 @@ def test_a_fence_given_up_spoils_the_copy_in_flight_that_reads_it() -> None:
     copy = core.next_copy()
     assert copy is not None
     core.give_up((0, 11))
-    assert core.pending_store_blocks() == {0, 1, 2}
+    assert core.reading.keys() == {0, 1, 2}
     assert [type(m) for m in core.take_outbox()] == [Drop]  # job 2, whole
     core.finished(copy, Copied(SUM))
     assert not core.fence((0, 1, 2, 10, 11))

@@ -70,14 +70,14 @@ def test_a_replica_compares_though_it_does_not_write() -> None:
 def test_a_block_that_is_overwritten_meanwhile_is_not_compared() -> None:
     core = serving()
     core.submit(plan(compare(5, 0, 3)))
-    assert core.pending_store_blocks() == {0, 1, 2}
+    assert core.reading.keys() == {0, 1, 2}
     copy = core.next_copy()
     assert copy is not None
     assert core.fence([0, 1])
     core.give_up([0])
     core.finished(copy, CopyCompared(1.4, True))
     assert core.take_report().compared == (CompareResult(9, 0, (), 0.0),), "the block was spoiled"
-    assert core.pending_store_blocks() == frozenset()
+    assert core.reading.keys() == frozenset()
 
 
 def test_fenced_comparisons_overtake_stores() -> None:

@@ -161,7 +161,7 @@ class RankMachine(CountedMachine):
             assert not self.core.fence(rest)
         else:
             waits = self.core.fence(blocks)
-            assert waits == (not blocks.isdisjoint(self.core.pending_store_blocks()))
+            assert waits == (not blocks.isdisjoint(self.core.reading.keys()))
 
     @rule()
     def read_outbox(self) -> None:
@@ -218,7 +218,7 @@ class RankMachine(CountedMachine):
     def pending_blocks_are_owed(self) -> None:
         if hasattr(self, "core"):
             self.read_outbox()
-            reading = self.core.pending_store_blocks()
+            reading = set(self.core.reading)
             assert reading.issuperset(c.block_id for c in self.copies if isinstance(c, StoreBlock))
             self.read_report()
             assert reading <= {b for job in self.owed_stores.values() for b in job.block_ids}
@@ -233,7 +233,7 @@ class RankMachine(CountedMachine):
         self.read_report()
         assert not self.owed_loads, "a load never ended"
         assert not self.owed_stores, "a store never ended"
-        assert not self.core.pending_store_blocks()
+        assert not self.core.reading
         if self.attached and self.quiet:
             owed = {(self.quiet, slot) for slot in self.accepted.get(self.quiet, ())}
             assert owed <= self.acknowledged, "a credit of the open session was never answered"

@@ -372,7 +372,7 @@ def test_a_store_that_comes_late_is_fenced_too(
     side.handle_preemptions(StepPlan(fence_blocks=(4,)))
     assert side._handoff is not None
     with side._handoff.core() as core:
-        assert 4 not in core.pending_store_blocks()
+        assert 4 not in core.reading
     assert len(node.receive(Seal).slots) == 8
 
 
@@ -469,7 +469,7 @@ def test_a_fence_is_waited_for_through_the_copy_thread(
     assert report is not None
     assert (report.session, report.fence_ns > 0) == (5, True)
     with side._handoff.core():
-        assert 3 not in core.pending_store_blocks()
+        assert 3 not in core.reading
     fenced.set()
     assert len(node.receive(Seal).slots) == 12
 

@@ -89,7 +89,7 @@ def test_each_node_takes_its_flags_and_its_certificate(
     assert (made.peers.host, made.peers.port) == (POD_IP, ports["peers"])
     assert (made.peers.transport.name, made.peers.transport.port) == (
         "tcp",
-        ports["transfer_worker"],
+        ports["transfer"],
     )
 
 
@@ -196,7 +196,7 @@ def test_a_node_of_a_cluster_is_a_lone_node_but_for_that() -> None:
         (main["env"], "NODE_NAME"),
         (main["env"], "CERTIFICATE"),
         (main["ports"], "peers"),
-        (main["ports"], "transfer_worker"),
+        (main["ports"], "transfer"),
         (main["volumeMounts"], "certificates"),
         (its["volumes"], "certificates"),
     ):

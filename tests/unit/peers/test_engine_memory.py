@@ -191,7 +191,7 @@ def test_snapshots_and_questions_see_what_was_told(endpoint: str) -> None:
             assert [row.blocks for row in memory.reports(**asked, keys=prompt)] == blocks
         assert memory.reports(tenant="other", space=SPACE, keys=KEYS[0]) == []
         assert memory.reports(tenant="default", space=SpaceId(b"o" * 32), keys=KEYS[0]) == []
-        assert memory.trouble == f"KV events of away at {endpoint}2 are not reached"
+        assert memory.trouble == f"KV events of unreachable at {endpoint}2 are not reached"
 
 
 def test_an_engine_that_comes_again_begins_anew_and_one_that_goes_holds_nothing(
