@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvstore.breaker import Breaker
-from kvstore.client.core import scheduler
+from kvstore.client.core import lookups
 from kvstore.engine.memory.journal import Journal, JournalContents
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import Slots, SlotState
@@ -36,7 +36,7 @@ def the_engine_never_tries_again(patch: pytest.MonkeyPatch) -> None:
         def succeeded(self) -> bool:
             return False
 
-    patch.setattr(scheduler, "Breaker", Deaf)
+    patch.setattr(lookups, "Breaker", Deaf)
 
 
 def the_disk_is_never_tried_again(patch: pytest.MonkeyPatch) -> None:
