@@ -1,6 +1,6 @@
 """Pushes of this node to others: their grants, and writes into their landing memory.
 
-    peer ──PushGrant, PushRevoke──▶ serving node ─▶ here ─▶ engine: PushAsked, PushRevoked
+    peer ──PushGrant, PushRevoke──▶ block_server ─▶ here ─▶ engine: PushAsked, PushRevoked
     engine: WritePush ─▶ transfer worker writes ─▶ Written;  SayPush ─▶ peer
 
 Rules. 1: a peer is written to where its certificate and membership say that it is: a descriptor of

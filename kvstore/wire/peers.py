@@ -3,10 +3,10 @@
     node that reads, or is written to              node that holds the blocks
       │── PeerHello ─────────────────────────────────▶│   the first word of Session
       │◀──────────────────────────────── PeerWelcome ─│   for the transfer worker
-      │── ServeAsk(serving, keys) ───────────────────────▶│   pins the longest run that is in dram
-      │◀──────────────── ServeAnswer(serving, slots, …) ──│   …  the transfer worker reads
-      │── GiveBack(serving) ────────────────────────────▶│   or the stream ends
-      │◀──────────────────── GivenBack(serving, intact) ─│
+      │── ServeAsk(serving, keys) ───────────────────▶│   pins the longest run that is in dram
+      │◀──────────── ServeAnswer(serving, slots, …) ──│   …  the transfer worker reads
+      │── GiveBack(serving) ─────────────────────────▶│   or the stream ends
+      │◀───────────────── GivenBack(serving, intact) ─│
       │── PushGrant(grant, keys, extents, …) ────────▶│   writes the blocks as they are sealed
       │◀─────────────────────────── Pushed(grant) … ──│   (ADR 12)
       │── PushRevoke(grant) ─────────────────────────▶│

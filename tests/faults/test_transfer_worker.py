@@ -326,13 +326,18 @@ def test_a_transfer_worker_says_that_it_may_write_for_as_long_as_it_lives(
 
 def test_a_child_ends_with_its_node() -> None:
     program = """if True:
-        import os from kvstore.arena import Arena, wait_for_holders from kvstore.net.clock import
-        MonotonicClock from kvstore.peers.transfer_worker import Transfer worker,
-        TransferWorkerSettings from kvstore.types import Incarnation arena = Arena(arena_bytes=1 <<
-        20, incarnation=Incarnation(1)) settings = TransferWorkerSettings(backend="tcp", name="a",
-        options={"insecure": "yes"}) transfer worker = TransferWorker(arena.arena_fd, arena.hold_fd,
-        1 << 20, settings, MonotonicClock()) transfer_worker.start() print(transfer_worker.pid,
-        flush=True) input() os._exit(0)
+        import os
+        from kvstore.arena import Arena, wait_for_holders
+        from kvstore.net.clock import MonotonicClock
+        from kvstore.peers.transfer_worker import TransferWorker, TransferWorkerSettings
+        from kvstore.types import Incarnation
+        arena = Arena(arena_bytes=1 << 20, incarnation=Incarnation(1))
+        settings = TransferWorkerSettings(backend="tcp", name="a", options={"insecure": "yes"})
+        worker = TransferWorker(arena.arena_fd, arena.hold_fd, 1 << 20, settings, MonotonicClock())
+        worker.start()
+        print(worker.pid, flush=True)
+        input()
+        os._exit(0)
     """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) as node:

@@ -1,4 +1,4 @@
-"""Two real nodes that serve to each other, one of them with the index inside.
+"""Two real nodes that serve each other, one of them with the index inside.
 
     with PeerPair.start(tmp_path, transport="tcp") as pair:
         with RawEngine(pair.b.socket) as there, RawEngine(pair.a.socket) as here:

@@ -6,8 +6,9 @@
 Rules. 1: a serving is a lease of a session of its own, negative, so that time ends it like any
 other. 2: a peer only reads: giving a slot up early is never unsafe, and `intact` shows it to the
 peer. 3: a block is intact if its slot and generation at the end are those of the start. 4: a peer's
-share of pins (`pins`) limits the run. Does not cover: access control (`kvstore.peers`), blocks
-fetched from others (`fetches`).
+share of pins (`pins`) limits the run.
+
+Does not cover: access control (`kvstore.peers`), blocks fetched from others (`fetches`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     stage          who is stopped, so that it lasts     how it is seen
     locating       the index                            asked of the index, no slots taken
     asking         the other node's process             slots taken, nothing served
-    moving         the other transfer worker, half-way            served, and some of the bytes are
-    here
+    moving         the other transfer worker, half-way  served, and some of the bytes are here
     giving back    the other node's process, after its  moved, and not taken into the cache
                    transfer worker has moved all
 

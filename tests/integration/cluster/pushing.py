@@ -2,8 +2,7 @@
 
     stage                  who is stopped, so that it lasts    how it is seen
     before the grant       nobody: nothing is expected yet
-    mid push               the transfer worker of the decode node        bytes wait in its sockets,
-    or it
+    mid push               the decode node's transfer worker   bytes wait in its sockets, or it
                                                                was killed for its silence
     after the last chunk   the process of the decode node      the other node has said all
     after the seal         nobody                              the lease has all blocks
