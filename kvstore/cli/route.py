@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
 
 import click
 
@@ -154,6 +153,8 @@ def _dry(url: str, path: str, body: Path, api_key: str | None, **tls: Any) -> Re
     from kvstore.routing.receipts import Receipt
 
     site, path = _site(url, **tls), f"/kvstore/explain{path}"
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("--api-key has a character that no HTTP header may have")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         asked = body.read_bytes()
@@ -190,10 +191,9 @@ def _site(
     from kvstore.cli.pages import Site, tls_context
     from kvstore.errors import ConfigError
 
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if (scheme := url.partition("://")[0].lower()) not in ("http", "https"):
         raise ConfigError(f"--router {url!r} must be a URL, such as http://{DEFAULT_ROUTER_LISTEN}")
-    if parts.scheme == "http" and (ca or cert or key or server_name):
+    if scheme == "http" and (ca or cert or key or server_name):
         raise ConfigError(
             f"--ca, --cert, --key and --server-name are for https://, and --router is {url}"
         )
@@ -201,7 +201,7 @@ def _site(
         raise ConfigError("--cert and --key go together: give both")
     context = tls_context({"--ca": ca, "--cert": cert, "--key": key})
     advice = ("give its CA with --ca", "give its own name with --server-name")
-    is_anonymous = parts.scheme == "https" and cert is None
+    is_anonymous = scheme == "https" and cert is None
     return Site(url, context, DEFAULT_ROUTER_LISTEN, "--listen", *advice, server_name, is_anonymous)
 
 

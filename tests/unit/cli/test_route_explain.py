@@ -145,3 +145,25 @@ def test_what_speaks_no_http_is_one_sentence(tmp_path: Path) -> None:
         thread.join()
     expected = f"{url} did not answer: it does not speak HTTP: is it https:// there?"
     assert str(found.exception) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            ["--router", "http://[::1"],
+            "http://[::1 did not answer: this is no URL, such as http://",
+        ),
+        (["--router", "http://"], "this is no URL, such as http://127.0.0.1:8080"),
+        (["--router", "127.0.0.1:8080"], "must be a URL, such as http://127.0.0.1:8080"),
+        (["--api-key", "a\nb"], "--api-key has a character that no HTTP header may have"),
+        (["--api-key", "schlüssel"], "--api-key has a character that no HTTP header may have"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_sentence(
+    tmp_path: Path, flags: list[str], sentence: str
+) -> None:
+    body = tmp_path / "body.json"
+    body.write_text('{"model": "m", "prompt": "p"}')
+    found = CliRunner().invoke(route, ["explain", "--dry-run", str(body), *flags])
+    assert sentence in str(found.exception), found.output
