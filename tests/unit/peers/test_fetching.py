@@ -240,7 +240,7 @@ def test_a_peer_that_hangs_up_ends_its_servings() -> None:
             welcome = wire.decode_answer(await call.read())
             assert isinstance(welcome, wire.PeerWelcome)
             assert (welcome.node, welcome.descriptor) == ("b", two.b.transfer_worker.descriptor)
-            await call.write(LEND)
+            await call.write(SERVE)
             assert await slots_of(call)
             assert len(two.b.engine.leases()) == 1
             call.cancel()
@@ -254,7 +254,7 @@ def hello(node: str = "x") -> bytes:
     return wire.encode(wire.PeerHello(node, Incarnation(3)))
 
 
-LEND = wire.encode(wire.ServeAsk(1, "t", SPACE, keys(1)))
+SERVE = wire.encode(wire.ServeAsk(1, "t", SPACE, keys(1)))
 
 
 async def slots_of(call: Any) -> bytes:
@@ -287,7 +287,7 @@ def test_a_node_has_one_session_its_last_one() -> None:
                 await call.write(hello(node))
                 assert isinstance(wire.decode_answer(await call.read()), wire.PeerWelcome)
                 if call is calls[0]:
-                    await call.write(LEND)
+                    await call.write(SERVE)
                     assert await slots_of(call)
             await _read_to_its_end(calls[0])
             await two.until(lambda: not two.b.engine.leases(), "its serving has ended, too")
@@ -385,7 +385,7 @@ async def _read_to_its_end(call: Any) -> None:
 
 
 def serve(**other: Any) -> bytes:
-    """Another ask than LEND."""
+    """Another ask than SERVE."""
     fields = {"type": "ServeAsk", "serving": 1, "tenant": "t", "space": SPACE, "keys": keys(1)}
     return msgspec.msgpack.encode({**fields, **other})
 
@@ -461,7 +461,7 @@ def test_nonsense_is_hung_up_on_in_words(words: list[bytes]) -> None:
             assert sentence
             assert "\n" not in sentence
             await two.until(lambda: two.b.block_server.session_count == 1, "the session ends")
-            await other.write(LEND)
+            await other.write(SERVE)
             assert await slots_of(other) == b"", "and no other one"
             other.cancel()
         await two.until(lambda: two.b.block_server.session_count == 0, "the other one ends, too")
@@ -473,7 +473,7 @@ def test_who_does_not_begin_with_hello_is_nobody() -> None:
     async def body(two: Two) -> None:
         async with grpc.aio.insecure_channel(two.b.address) as channel:
             call = session(channel)
-            await call.write(LEND)
+            await call.write(SERVE)
             with pytest.raises(grpc.aio.AioRpcError, match="first word of a session") as refused:
                 await _read_to_its_end(call)
             assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
