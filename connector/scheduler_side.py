@@ -292,7 +292,7 @@ class SchedulerSide:
         return 0, False
 
     def _match(self, request: Request, local_tokens: int) -> object:
-        asked_before = self._core.leases_open
+        asked_before = self._core.lookups.leases_open
         outcome = self._core.match(
             request.request_id,
             local_tokens=local_tokens,
@@ -300,7 +300,7 @@ class SchedulerSide:
             now_ns=time.monotonic_ns(),
             may_ask=self._keys_left > 0 and not self._unsent,
         )
-        if self._core.leases_open > asked_before:
+        if self._core.lookups.leases_open > asked_before:
             self._keys_left -= len(request.block_hashes)
         return outcome
 

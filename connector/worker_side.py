@@ -77,9 +77,10 @@ class WorkerSide:
         self._copier: Copier | None = None
         self._reason = "the rank has no cache yet"
         """Why there is no handoff."""
-        self._refused: RankReport | None = None
+        self._nothing = RankReport(rank=self._rank, session=0)
+        self._refused = self._nothing
         """Plans that came while there was no handoff."""
-        self._report: RankReport | None = None
+        self._report = self._nothing
         """Returned by `get_finished`, not yet reported to the scheduler."""
         self._load_errors: set[int] = set()
         self._failed: set[str] = set()
@@ -216,12 +217,14 @@ class WorkerSide:
             logger.warning("kvstore: stores were abandoned: their blocks are needed")
         waited_ns = time.perf_counter_ns() - begin_ns
         if waited_ns > STALL_NS_MIN:
-            stalled = RankReport(rank=self._rank, session=0, fence_ns=waited_ns)
-            self._report = stalled if self._report is None else _join(stalled, self._report)
+            waited_ns += self._report.fence_ns
+            self._report = msgspec.structs.replace(self._report, fence_ns=waited_ns)
 
     def start_load_kv(self, plan: StepPlan) -> None:
         """Submit the step's loads."""
         self._unsaved = plan
+        if plan.step:  # the report is taken when it has run, and goes with its results
+            self._report = msgspec.structs.replace(self._report, step=plan.step)
         if plan is not self._submitted:
             self._submit_loads(plan)
         self._submitted = None
@@ -243,13 +246,11 @@ class WorkerSide:
         let the engine sleep and ask again.
         """
         if self._handoff is None:
-            report, self._refused = self._refused, None
+            report, self._refused = self._refused, self._nothing
         else:
             if idle:
                 self._handoff.wait_for_load(IDLE_WAIT_S_MAX)
             report = self._handoff.take_report()
-        if report is None:
-            return set()
         self._report = _join(self._report, report)
         return {load.request for load in report.loads if self._load_ended(load)}
 
@@ -283,8 +284,8 @@ class WorkerSide:
 
     def build_worker_meta(self) -> RankReport | None:
         """Results up to the last `get_finished`; None if there are none."""
-        report, self._report = self._report, None
-        if report is None or report == RankReport(rank=report.rank, session=report.session):
+        report, self._report = self._report, self._nothing
+        if report == RankReport(rank=report.rank, session=report.session):
             return None
         return report
 
@@ -312,16 +313,14 @@ class WorkerSide:
         self._refused = _join(self._refused, refused)
 
 
-def _join(first: RankReport | None, second: RankReport) -> RankReport:
+def _join(first: RankReport, second: RankReport) -> RankReport:
     """Two reports of a rank in one."""
-    if first is None:
-        return second
     added = {
         name: getattr(first, name) + getattr(second, name)
         for name in RankReport.__struct_fields__
-        if name not in ("rank", "session")
+        if name not in ("rank", "session", "step")
     }
-    return msgspec.structs.replace(second, **added)
+    return msgspec.structs.replace(second, **added, step=max(first.step, second.step))
 
 
 _sides: weakref.WeakSet[WorkerSide] = weakref.WeakSet()

@@ -78,12 +78,8 @@ class BlockServer:
         self.pusher: Pusher | None = None
         """Takes grants; None: they are refused."""
         self._numbers = itertools.count(1)
-        self._sessions: dict[int, _Session] = {}
-
-    @property
-    def session_count(self) -> int:
-        """Peers that are connected."""
-        return len(self._sessions)
+        self.sessions: dict[int, _Session] = {}
+        """One for each connected peer, by number."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Asks are decoded here: gRPC would end the stream without a word about what is wrong."""
@@ -105,11 +101,11 @@ class BlockServer:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except RefusedCall as error:
             await context.abort(error.code, str(error))
-        self._hang_up(session for session in self._sessions.values() if session.node == node)
-        if len(self._sessions) >= SESSIONS_MAX:
+        self._hang_up(session for session in self.sessions.values() if session.node == node)
+        if len(self.sessions) >= SESSIONS_MAX:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many nodes ask here")
         session = _Session(next(self._numbers), node)
-        self._sessions[session.number] = session
+        self.sessions[session.number] = session
         reading = asyncio.get_running_loop().create_task(self._read(session, asks))
         _log.info("node %s reads here", node)
         try:
@@ -125,14 +121,14 @@ class BlockServer:
             reading.cancel()
             if session.cut is not None:
                 session.cut.cancel()
-            del self._sessions[session.number]
+            del self.sessions[session.number]
             if self.pusher is not None:
                 self.pusher.gone(session.number)
             self._exchange.post(PeerGone(session.number))
 
     def transfer_worker_changed(self) -> None:
         """End all sessions: their descriptors of this node's memory are void."""
-        self._hang_up(self._sessions.values())
+        self._hang_up(self.sessions.values())
 
     def _hang_up(self, sessions: Iterable[_Session]) -> None:
         for session in sessions:
@@ -195,7 +191,7 @@ class BlockServer:
 
     def answer(self, peer: int, answer: wire.Answer) -> None:
         """Say something to a peer, if it is there."""
-        session = self._sessions.get(peer)
+        session = self.sessions.get(peer)
         if session is not None:
             session.answers.put_nowait(answer)
             if session.answers.qsize() >= UNREAD_MAX:

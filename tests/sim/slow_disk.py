@@ -294,10 +294,11 @@ class SlowDiskWorld:
     def _compute(self, tokens: int) -> None:
         while tokens:
             step = min(tokens, STEP_TOKENS_MAX)
-            self.core.plan((), self.now_ns, computed_tokens=step)
+            plan = self.core.plan((), self.now_ns, computed_tokens=step)
             end_ns = self.now_ns + step * self.setting.compute_ns
             self.pause(10**9, until=lambda end_ns=end_ns: self.now_ns + 6 * NS_PER_MS > end_ns)  # type: ignore[misc]
             self.now_ns = max(self.now_ns, end_ns)
-            report = RankReport(rank=0, session=self.core.attachment.session)
+            session = self.core.attachment.session
+            report = RankReport(rank=0, session=session, step=plan.step)
             self.core.reported(report, self.now_ns)
             tokens -= step

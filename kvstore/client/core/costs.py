@@ -52,9 +52,9 @@ class Costs:
             self.load.told(clamp(message.load_ns_per_token, LOAD_NS_MIN, LOAD_NS_MAX))
         self._untold = TELL_EVERY
 
-    def reported(self, now_ns: int) -> None:
-        """The ranks have run a step."""
-        self._untold += self.compute.reported(now_ns)
+    def reported(self, step: int, now_ns: int) -> None:
+        """A rank has run the step of this number (`Pace`)."""
+        self._untold += self.compute.reported(step, now_ns)
 
     def take_news(self) -> Measured | None:
         """The report to send to the node now, if any: at the start of a session, then rarely."""

@@ -1,9 +1,9 @@
 """Cost of computing a token and of copying one from dram on this engine, measured as it runs.
 
-A step that computes many tokens is timed from its plan to the ranks' report. An engine that plans
-a step before the last one has reported (async scheduling) looks faster than it is: then fewer
-tokens are loaded than could be, never more. Ranks time their copies. Both estimates are medians of
-the last few values, so that one slow step does not count.
+A step that computes many tokens has a number, which ranks report when they have run it. Its time
+begins with its plan, or with the report of the step before if that one was still running (async
+scheduling, vLLM's default), and ends with its own report. Ranks time their copies. Both estimates
+are medians of the last few values, so that one slow step does not count.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from statistics import median
 
 STEP_TOKENS_MIN = 256
 """Shorter steps are mostly overhead and decoding."""
+STEPS_MAX = 32
+"""Steps that have been planned and not reported; no engine plans as far ahead."""
 SAMPLES = 15
 LOADS_MIN = 3
 """Fewest loads for an estimate: the first copies touch memory for the first time."""
@@ -35,20 +37,32 @@ class Pace:
         self._guess_ns = guess_ns
         self.is_known = False
         """Whether this engine, or another of its space, has measured."""
-        self._tokens = 0
-        self._begin_ns = 0
+        self._steps: deque[tuple[int, int, int]] = deque(maxlen=STEPS_MAX)
+        """Number, tokens and plan's time of each that is not reported, in order."""
+        self._last = 0
+        """Number of the last step."""
+        self._ended_ns = 0
+        """When a step was reported the last time."""
 
-    def planned(self, tokens: int, now_ns: int) -> None:
-        """A step that computes so many tokens begins."""
-        self._tokens, self._begin_ns = tokens, now_ns
+    def planned(self, tokens: int, now_ns: int) -> int:
+        """A step that computes so many tokens begins. Returns the number by which ranks report it;
+        0: it is too short to say anything."""
+        if tokens < STEP_TOKENS_MIN:
+            return 0
+        self._last += 1
+        self._steps.append((self._last, tokens, now_ns))
+        return self._last
 
-    def reported(self, now_ns: int) -> bool:
-        """The ranks have run the step. True if it gave a measurement."""
-        tokens, self._tokens = self._tokens, 0
-        if tokens >= STEP_TOKENS_MIN:
-            self._samples.append((now_ns - self._begin_ns) / tokens)
-            self.is_known = True
-        return tokens >= STEP_TOKENS_MIN
+    def reported(self, step: int, now_ns: int) -> bool:
+        """A rank has run the step of this number. True if it gave a measurement, as the first
+        report of each does."""
+        while self._steps and self._steps[0][0] <= step:
+            number, tokens, begin_ns = self._steps.popleft()
+            if number == step:
+                self._samples.append((now_ns - max(begin_ns, self._ended_ns)) / tokens)
+                self._ended_ns, self.is_known = now_ns, True
+                return True
+        return False
 
     def told(self, guess_ns: int) -> None:
         """Take another engine's measurement: a better guess."""

@@ -58,6 +58,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     fence_blocks: tuple[int, ...] = ()
     """Engine blocks about to be overwritten whose store may still be running: the rank waits for
     those copies before anything of this step runs."""
+    step: int = 0
+    """Number of a step that is timed: ranks report it when it has run. 0: it is not."""
 
     @property
     def empty(self) -> bool:
@@ -107,6 +109,8 @@ class RankReport(msgspec.Struct, frozen=True):
     """The engine's thread waited for stores whose blocks it needed."""
     compared: tuple[CompareResult, ...] = ()
     """Results of comparisons among `store_jobs_done`."""
+    step: int = 0
+    """The last timed step that has run; 0: none since the last report."""
 
 
 def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:

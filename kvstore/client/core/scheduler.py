@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvstore.client.core.attachment import Attachment, AttachState
+from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
 from kvstore.client.core.hits import PENDING, Hit, HitRules, Miss, Outcome, block_keys
@@ -51,10 +51,10 @@ class SchedulerCore:
         self.stats = SchedulerStats()
         self.attachment = Attachment(config)
         self.costs = Costs(config)
-        self._lookups = EngineLookups(config, self.attachment, self.stats, self.costs, rules)
+        self.lookups = EngineLookups(config, self.attachment, self.stats, self.costs, rules)
         self._stores = EngineStores(config, self.attachment, self.stats)
         self.pushes = EnginePushes(config, self.attachment, self._stores, self.stats, rules)
-        self._shadows = Shadows(config, self.attachment, self._lookups, self._stores, self.stats)
+        self._shadows = Shadows(config, self.attachment, self.lookups, self._stores, self.stats)
         self.requests: dict[str, Request] = {}
         """Requests under way, by the engine's names."""
         self._by_tag: dict[int, Request] = {}
@@ -75,9 +75,9 @@ class SchedulerCore:
         self._now_ns = now_ns
         match message:
             case LeaseReply():
-                self._lookups.replied(message, now_ns)
+                self.lookups.replied(message, now_ns)
             case LeaseMore():
-                self._lookups.grew(message, now_ns)
+                self.lookups.grew(message, now_ns)
             case PushEnd():
                 self.pushes.ended(message)
             case HintReply():
@@ -194,7 +194,7 @@ class SchedulerCore:
         entry.local_tokens = local_tokens
         self.pushes.resumed(entry)
         self.pushes.look()
-        outcome = self._lookups.match(entry, tokens_max=tokens_max, now_ns=now_ns, may_ask=may_ask)
+        outcome = self.lookups.match(entry, tokens_max=tokens_max, now_ns=now_ns, may_ask=may_ask)
         if outcome is not PENDING:
             entry.answer = outcome
             # The engine repeats its question until it has room for the request.
@@ -231,14 +231,14 @@ class SchedulerCore:
             entry.answer = None
             entry.cut_load(external_tokens)  # of an admission before a preemption
         if external_tokens > 0:
-            jobs = self._lookups.start_load(entry, tables, external_tokens)
+            jobs = self.lookups.start_load(entry, tables, external_tokens)
             self._loads.extend(jobs)
             entry.load_ns = {}
             entry.loaded_tokens = external_tokens
             entry.file_tokens, entry.peer_tokens = file_tokens, peer_tokens
             self.stats.add("load_blocks", sum(len(job.block_ids) for job in jobs))
         elif entry.stage in WAITING_STAGES:
-            self._lookups.release(entry)
+            self.lookups.release(entry)
 
     def settled_tokens(self, request: str, *, computed_tokens: int, known_tokens: int) -> int:
         """Tokens of the request that will be computed and verified after this step, or 0 when
@@ -312,7 +312,7 @@ class SchedulerCore:
         del self._by_tag[entry.tag]
         self.pushes.finished(entry, why_early, self._now_ns)
         if entry.stage in WAITING_STAGES:
-            self._lookups.release(entry)
+            self.lookups.release(entry)
         self._shadows.ended(entry)
         if not why_early:
             entry.first_token_ns = entry.first_token_ns or self._now_ns
@@ -355,15 +355,15 @@ class SchedulerCore:
             now_ns: now.
             computed_tokens: tokens that this step computes, of all requests.
         """
-        self.costs.compute.planned(computed_tokens, now_ns)
+        step = self.costs.compute.planned(computed_tokens, now_ns)
         self._now_ns = now_ns
         self.pushes.settle(now_ns)
-        self._lookups.renew(now_ns)
+        self.lookups.renew(now_ns)
         targets = (block for job in self._loads for block in job.block_ids)
         fence = self._stores.fence([*new_blocks, *targets])
         stores = self._stores.take_jobs(now_ns)
         # Last: what fails above leaves the loads for `rescue_plan`.
-        return StepPlan(loads=self._take_loads(), stores=stores, fence_blocks=fence)
+        return StepPlan(self._take_loads(), stores, fence, step)
 
     def rescue_plan(self) -> StepPlan:
         """The loads that the engine waits for, for a caller that can go on no longer. No later plan
@@ -376,7 +376,7 @@ class SchedulerCore:
 
     def reported(self, report: RankReport, now_ns: int) -> None:
         """Take one rank's report."""
-        self.costs.reported(now_ns)
+        self.costs.reported(report.step, now_ns)
         if self.attachment.is_open and (news := self.costs.take_news()) is not None:
             self.attachment.outbox.append(news)
         self._now_ns = now_ns
@@ -405,7 +405,7 @@ class SchedulerCore:
                 # With several groups the engine computes the whole request.
                 blocks = 0 if self._rules else result.loaded_blocks
                 entry.cut_load(blocks * self.config.block_tokens)
-        has_ended = self._lookups.reported(result, now_ns)
+        has_ended = self.lookups.reported(result, now_ns)
         if self._rules is None:
             tokens = result.loaded_blocks * self.config.block_tokens
             self.costs.load.loaded(tokens, result.duration_ns)
@@ -416,16 +416,6 @@ class SchedulerCore:
     def has_pending_work(self, now_ns: int) -> bool:
         """Whether an idle engine should keep stepping: copies run, and not for too long."""
         return self._stores.running(now_ns)
-
-    @property
-    def is_serving(self) -> bool:
-        """Attached, session open, breakers closed."""
-        return self.attachment.state is AttachState.OPEN and not self._lookups.is_breaker_open
-
-    @property
-    def leases_open(self) -> int:
-        """Leases not yet given back; 0 when no request is under way."""
-        return self._lookups.leases_open
 
 
 __all__ = ["PENDING", "Hit", "Miss", "Outcome", "SchedulerCore"]

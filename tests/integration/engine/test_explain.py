@@ -99,6 +99,7 @@ def check_cold_and_hit(
     assert (hit["loaded_tokens"], hit["file_tokens"]) == (BLOCKS * BLOCK_TOKENS, 0)
     assert (hit["outcome"], ranges(hit)) == ("", [(BLOCKS, "dram", "")])
     assert hit["load_us"] > 0
+    assert hit["saved_us"] > 0, "the pace of computing is known after one step of a prompt"
     counts = engine.metrics()
     assert counts["vllm:kvstore_waited_seconds_total"] >= hit["load_us"] / 1e6
     assert counts["vllm:kvstore_saved_prefill_seconds_total"] >= hit["saved_us"] / 1e6

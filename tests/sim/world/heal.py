@@ -17,6 +17,7 @@ from typing import Final
 from kvstore.types import KEY_BYTES, Tier
 from kvstore.units import NS_PER_MS, NS_PER_S
 from tests.kit import engine_check
+from tests.kit.cores import is_serving
 from tests.sim.world.copies import Violation
 from tests.sim.world.engine import SimEngine
 from tests.sim.world.groups import BLOCK_TOKENS
@@ -53,8 +54,8 @@ def heal(world: Stage, go_on: Callable[[], None]) -> None:
     for engine in world.engines:
         if not engine.idle:
             raise Violation(f"{engine.name} did not finish its requests after the faults")
-        if engine.core.leases_open:
-            raise Violation(f"{engine.name} holds {engine.core.leases_open} leases, idle")
+        if engine.core.lookups.leases_open:
+            raise Violation(f"{engine.name} holds {engine.core.lookups.leases_open} leases, idle")
     for engine in world.engines:
         _attach(engine)
         _serve_again(engine)
@@ -101,7 +102,7 @@ def _serve_again(engine: SimEngine) -> None:
         engine.core.stats.take()
         found = ask(engine, keys)
         if "misses:breaker open" not in engine.core.stats.take() and (
-            engine.core.is_serving or not found
+            is_serving(engine.core) or not found
         ):
             return
         machine.world.now_ns += _COOLDOWN_NS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore.client.core.scheduler import Hit, Miss
+from tests.kit.cores import is_serving
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
 from tests.unit.client.test_lookups import arrive, ask, ended, load
 from tests.unit.client.test_shadow import lookup
@@ -36,11 +37,11 @@ def answer(node: ScriptedNode, name: str) -> object:
 def test_three_failed_loads_open_it_though_every_question_was_answered(node: ScriptedNode) -> None:
     node.attach()
     for i in range(3):
-        assert node.core.is_serving
+        assert is_serving(node.core)
         fail(node, f"r{i}")
         assert answer(node, f"s{i}") == (HIT if i < 2 else Miss("breaker open"))
         node.core.finished(f"s{i}")
-    assert not node.core.is_serving
+    assert not is_serving(node.core)
     assert node.core.stats.take()["breaker_openings"] == 1
 
 
@@ -50,7 +51,7 @@ def test_loads_that_succeed_between_failures_keep_it_closed(node: ScriptedNode) 
         fail(node, f"r{i}")
         if i % 2:
             ended(node, f"g{i}", begin(node, f"g{i}"))
-    assert node.core.is_serving
+    assert is_serving(node.core)
 
 
 def test_one_load_is_the_probe_and_its_end_decides(node: ScriptedNode) -> None:
@@ -65,7 +66,7 @@ def test_one_load_is_the_probe_and_its_end_decides(node: ScriptedNode) -> None:
     assert answer(node, "early") == Miss("breaker open"), "the wait doubled"
     node.wait(2)
     ended(node, "again", begin(node, "again"))
-    assert node.core.is_serving
+    assert is_serving(node.core)
     assert answer(node, "after") == HIT
 
 
@@ -75,7 +76,7 @@ def test_both_breakers_must_agree_and_neither_loses_its_probe(node: ScriptedNode
         fail(node, f"r{i}")
     node.wait(500)
     for _ in range(3):  # lookups under way when the loads failed run into their deadline
-        node.core._lookups._breaker.failed(node.now_ns)
+        node.core.lookups._breaker.failed(node.now_ns)
     node.wait(600)
     assert answer(node, "early") == Miss("breaker open"), "loads may be tried, lookups not yet"
     node.wait(500)

@@ -50,9 +50,9 @@ def asks(node: ScriptedNode, request: str, keys: list[bytes]) -> Outcome:
 
 def step(node: ScriptedNode, *, tokens: int = 1000, ns_per_token: int = 50_000) -> None:
     """The engine computes."""
-    node.core.plan((), node.now_ns, computed_tokens=tokens)
+    plan = node.core.plan((), node.now_ns, computed_tokens=tokens)
     node.now_ns += tokens * ns_per_token
-    node.core.reported(RankReport(rank=0, session=1), node.now_ns)
+    node.core.reported(RankReport(rank=0, session=1, step=plan.step), node.now_ns)
 
 
 # ── dram ─────────────────────────────────────────────────────────────────────────────────────────
@@ -198,8 +198,7 @@ def test_what_was_told_is_waited_for_as_if_it_saved_two_seconds_at_most() -> Non
     wait = made.wait("", 8192, 1_000_000, 0)
     assert wait is not None
     assert wait.until_ns <= 1_100_000_000, "half of two seconds, and 4 %"
-    made.compute.planned(1000, 0)
-    made.reported(10**8 * 1000)
+    made.reported(made.compute.planned(1000, 0), 10**8 * 1000)
     wait = made.wait("", 8192, 1_000_000, 0)
     assert wait is not None
     assert wait.until_ns > 10**11, "it has measured that itself"

@@ -9,6 +9,7 @@ from kvstore.client.core.loads import joined_checksums
 from kvstore.client.core.plan import LoadResult, RankReport
 from kvstore.client.core.scheduler import PENDING, Hit, Miss
 from kvstore.wire import messages as m
+from tests.kit.cores import is_serving
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
 
 
@@ -62,7 +63,7 @@ def test_a_held_prefix_is_a_hit_and_the_answer_repeats(node: ScriptedNode) -> No
     for _ in range(3):
         assert ask(node, "r") == Hit(3 * BLOCK_TOKENS)
     assert len(node.of(m.LeaseAsk)) == 1
-    assert node.core.leases_open == 1
+    assert node.core.lookups.leases_open == 1
 
 
 def test_a_second_answer_to_one_question_changes_nothing(node: ScriptedNode) -> None:
@@ -143,7 +144,7 @@ def test_a_shrunken_own_hit_asks_again(node: ScriptedNode) -> None:
     assert ask(node, "r", local=1) is PENDING
     node.exchange()
     assert ask(node, "r", local=1) == Hit(5 * BLOCK_TOKENS)
-    assert node.core.leases_open == 1
+    assert node.core.lookups.leases_open == 1
 
 
 def test_after_the_deadline_the_answer_is_zero_for_good_and_the_late_lease_goes_back(
@@ -164,7 +165,7 @@ def test_after_the_deadline_the_answer_is_zero_for_good_and_the_late_lease_goes_
     assert released == [m.LeaseRelease(leases=[late.lease])]
     node.give(node.lease_reply(late))
     assert node.core.take_outbox() == [m.LeaseRelease(leases=[late.lease])]
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
     assert ask(node, "r") == Miss("deadline")
 
 
@@ -185,7 +186,7 @@ def test_three_deadlines_open_the_breaker_and_a_probe_closes_it(node: ScriptedNo
     assert ask(node, "x") is PENDING
     node.exchange()
     assert ask(node, "x") == Hit(3 * BLOCK_TOKENS)
-    assert node.core.is_serving
+    assert is_serving(node.core)
 
 
 def test_tiny_hits_are_computed_and_their_lease_goes_back() -> None:
@@ -197,7 +198,7 @@ def test_tiny_hits_are_computed_and_their_lease_goes_back() -> None:
     ask(node, "r")
     node.exchange()
     assert ask(node, "r") == Miss("cost gate")
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
     assert any(isinstance(s, m.LeaseRelease) for s in node.exchange())
     node.keys = set(keys[:2])
     arrive(node, "s", keys)
@@ -225,7 +226,7 @@ def test_lookups_that_end_without_a_load_give_the_lease_back(node: ScriptedNode)
             load(node, f"r{i}", [], 0)
         else:
             node.core.finished(f"r{i}")
-        assert node.core.leases_open == 0
+        assert node.core.lookups.leases_open == 0
         assert sum(isinstance(s, m.LeaseRelease) for s in node.exchange()) == 1
 
 
@@ -239,9 +240,9 @@ def test_an_aborted_load_keeps_its_lease_until_the_rank_reports(node: ScriptedNo
     load(node, "r", [1, 2, 3], 3)
     (job,) = node.core.plan((), node.now_ns).loads
     node.core.finished("r")
-    assert node.core.leases_open == 1
+    assert node.core.lookups.leases_open == 1
     ended(node, "r", job.lease)
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 def test_a_failed_load_answers_zero_for_ever(node: ScriptedNode) -> None:
@@ -256,7 +257,7 @@ def test_a_failed_load_answers_zero_for_ever(node: ScriptedNode) -> None:
     ended(node, "r", job.lease, failed=(1, 2, 3))
     for _ in range(2):
         assert ask(node, "r") == Miss("load failed")
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 def test_after_failed_loads_questions_that_find_nothing_do_not_use_up_the_trial(
@@ -290,7 +291,7 @@ def test_after_failed_loads_questions_that_find_nothing_do_not_use_up_the_trial(
     load(node, "g", [1, 2, 3], 3)
     (job,) = node.core.plan((), node.now_ns).loads
     ended(node, "g", job.lease)
-    assert node.core.is_serving
+    assert is_serving(node.core)
 
 
 @pytest.mark.parametrize("sent", [b"", bytes(48), bytes(32) + b"x" * 16])
@@ -306,7 +307,7 @@ def test_what_should_be_verified_and_cannot_be_is_computed(sent: bytes) -> None:
     node.give(msgspec.structs.replace(node.lease_reply(question), checksums=sent))
     assert ask(node, "r") == Miss("load failed")
     assert node.core.take_outbox() == [m.LeaseRelease(leases=[question.lease])]
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 def test_the_node_is_told_at_once_what_will_be_asked_for(node: ScriptedNode) -> None:
@@ -370,7 +371,10 @@ def test_many_leases_are_renewed_in_as_many_datagrams_as_it_takes(node: Scripted
     node.core.plan((), node.now_ns)
     renewals = [s for s in node.core.take_outbox() if isinstance(s, m.LeaseRenew)]
     assert [len(renewal.leases) for renewal in renewals] == [m.LEASES_PER_DATAGRAM_MAX, 1]
-    assert len({lease for renewal in renewals for lease in renewal.leases}) == node.core.leases_open
+    assert (
+        len({lease for renewal in renewals for lease in renewal.leases})
+        == node.core.lookups.leases_open
+    )
 
 
 def test_long_prompts_take_several_leases_that_act_as_one(node: ScriptedNode) -> None:
@@ -388,7 +392,7 @@ def test_long_prompts_take_several_leases_that_act_as_one(node: ScriptedNode) ->
         assert len(m.slots_array(job.slots)) == expected
         ended(node, name, job.lease)
         node.core.finished(name)
-        assert node.core.leases_open == 0
+        assert node.core.lookups.leases_open == 0
 
 
 def test_a_new_session_voids_what_was_leased(node: ScriptedNode) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.client.core.hits import PENDING, Hit, Miss
-from kvstore.client.core.pace import SAMPLES, STEP_TOKENS_MIN, Pace
+from kvstore.client.core.pace import SAMPLES, STEP_TOKENS_MIN, STEPS_MAX, Pace
 from kvstore.client.core.plan import RankReport
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
@@ -55,8 +55,8 @@ def waiting(keys: list[bytes], held: int = 0, **changes: Any) -> SlowDisk:
     node = SlowDisk(**changes)
     node.attach()
     if has_measured:
-        node.core.costs.compute.planned(1000, node.now_ns)
-        node.core.costs.reported(node.now_ns + 1000 * COMPUTE_NS_PER_TOKEN)
+        step = node.core.costs.compute.planned(1000, node.now_ns)
+        node.core.costs.reported(step, node.now_ns + 1000 * COMPUTE_NS_PER_TOKEN)
     node.keys = set(keys[:held])
     node.core.new_request("r", keys, prompt_tokens=len(keys) * BLOCK_TOKENS, now_ns=node.now_ns)
     assert node.ask() is PENDING
@@ -101,7 +101,7 @@ def test_nothing_in_time_is_a_miss_and_the_lease_goes_back() -> None:
     node.exchange()
     assert node.of(m.LeaseRelease) == [m.LeaseRelease([1])]
     node.bring(10)
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 def test_what_comes_is_worth_the_wait_however_long_the_rest_takes() -> None:
@@ -153,7 +153,7 @@ def test_a_request_that_ends_while_it_waits_gives_its_lease_back() -> None:
     node.exchange()
     assert node.of(m.LeaseRelease) == [m.LeaseRelease([1])]
     node.bring(10)
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 def test_a_lease_is_renewed_while_it_waits() -> None:
@@ -170,7 +170,7 @@ def test_a_session_that_ends_takes_the_wait_with_it() -> None:
     node = waiting(keys)
     node.give(m.SessionClosed(session=node.session, reason="gone"))
     assert node.ask() is PENDING or isinstance(node.ask(), Miss)
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 def test_checksums_come_with_what_comes_later() -> None:
@@ -188,30 +188,56 @@ def test_checksums_come_with_what_comes_later() -> None:
 # ── pace ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+def time_steps(pace: Pace, *durations: int, tokens: int = STEP_TOKENS_MIN) -> None:
+    """One after the other, each planned when the one before has ended."""
+    now_ns = 10**9
+    for duration in durations:
+        step, now_ns = pace.planned(tokens, now_ns), now_ns + duration * tokens
+        pace.reported(step, now_ns)
+
+
 def test_a_pace_is_the_median_of_long_steps() -> None:
     pace = Pace(7)
-    assert pace.ns_per_token == 7
-    for duration in (100, 100, 100_000):
-        pace.planned(STEP_TOKENS_MIN, 0)
-        pace.reported(duration * STEP_TOKENS_MIN)
-    assert pace.ns_per_token == 100
-    pace.planned(STEP_TOKENS_MIN - 1, 0)
-    pace.reported(10**12)
-    pace.reported(10**15)
-    assert pace.ns_per_token == 100, "short steps and reports without a step say nothing"
-    for _ in range(SAMPLES):
-        pace.planned(STEP_TOKENS_MIN, 0)
-        pace.reported(3 * STEP_TOKENS_MIN)
+    assert (pace.ns_per_token, pace.is_known) == (7, False)
+    time_steps(pace, 10**6, tokens=STEP_TOKENS_MIN - 1)
+    assert (pace.ns_per_token, pace.is_known) == (7, False), "short steps say nothing"
+    time_steps(pace, 100, 100, 100_000)
+    assert (pace.ns_per_token, pace.is_known) == (100, True)
+    assert not pace.reported(0, 10**15)
+    assert not pace.reported(99, 10**15)
+    assert pace.ns_per_token == 100, "reports without a step say nothing"
+    time_steps(pace, *[3] * SAMPLES)
     assert pace.ns_per_token == 3, "what is old is forgotten"
+
+
+def test_a_step_that_is_planned_while_another_runs_begins_with_that_ones_end() -> None:
+    pace, tokens = Pace(7), STEP_TOKENS_MIN
+    first = pace.planned(tokens, 0)
+    second = pace.planned(tokens, 1)
+    assert pace.planned(1, 2) == 0, "decoding, planned before either was reported"
+    assert pace.reported(first, 50 * tokens)
+    assert not pace.reported(first, 51 * tokens), "by another rank"
+    assert pace.reported(second, 100 * tokens)
+    assert pace.ns_per_token == 50
+
+
+def test_a_step_whose_report_is_lost_gives_no_measurement_and_is_forgotten() -> None:
+    pace, tokens = Pace(7), STEP_TOKENS_MIN
+    lost = [pace.planned(tokens, 0) for _ in range(10 * STEPS_MAX)]
+    assert not pace.reported(lost[0], tokens)
+    last = pace.planned(tokens, 100 * tokens)
+    assert pace.reported(last, 105 * tokens)
+    assert not pace.reported(lost[-1], 106 * tokens)
+    assert pace.ns_per_token == 5
 
 
 def test_steps_of_the_engine_set_the_pace() -> None:
     keys = chain("p", 10)
     node = SlowDisk(coming=10, promoting_ms=26)
     node.attach()
-    node.core.plan((), node.now_ns, computed_tokens=1000)
+    plan = node.core.plan((), node.now_ns, computed_tokens=1000)
     node.wait(20)  # 20 µs a token: ten blocks take 25.6 ms
-    node.core.reported(RankReport(rank=0, session=1), node.now_ns)
+    node.core.reported(RankReport(rank=0, session=1, step=plan.step), node.now_ns)
     node.core.new_request("r", keys, prompt_tokens=1280, now_ns=node.now_ns)
     assert node.ask() is PENDING
     node.exchange()

@@ -135,7 +135,7 @@ def test_it_asks_for_checksums_and_repeats_its_answer() -> None:
     assert isinstance(asked, m.LeaseAsk)
     assert asked.with_checksums
     assert [ask(node, "r") for _ in range(3)] == [SHADOW] * 3
-    assert node.core.leases_open == 1
+    assert node.core.lookups.leases_open == 1
     assert node.core.stats.take()["misses:shadow check"] == 1
 
 
@@ -193,10 +193,10 @@ def test_the_node_hears_what_was_compared_and_gets_its_lease_back() -> None:
     (second,) = compute(node, keys, 4)
     done(node, first)
     assert verdicts(node) == [(2, [], 1000)]
-    assert node.core.leases_open == 1
+    assert node.core.lookups.leases_open == 1
     done(node, second, 1, worst=1.5)
     assert verdicts(node) == [(2, [3], 1_500_000)], "counted from the start of the lease"
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
     assert any(isinstance(s, m.LeaseRelease) for s in node.sent)
     counts = node.core.stats.take()
     assert (counts["shadow_blocks"], counts["shadow_blocks_diverged"]) == (4, 1)
@@ -216,7 +216,7 @@ def test_what_could_not_be_compared_is_no_verdict() -> None:
     (job,) = compute(node, keys, 3)
     done(node, job, compared=0)
     assert verdicts(node) == []
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 # ── ends ─────────────────────────────────────────────────────────────────────────────────────────
@@ -227,11 +227,11 @@ def test_a_request_that_ends_early_gives_its_lease_back() -> None:
         node, keys = shadowed()
         jobs = compute(node, keys, blocks)
         node.core.finished("r")
-        assert node.core.leases_open == 0
+        assert node.core.lookups.leases_open == 0
         for job in jobs:
             done(node, job)
         assert len(verdicts(node)) == (1 if blocks else 0), "what was compared still counts"
-        assert node.core.leases_open == 0
+        assert node.core.lookups.leases_open == 0
 
 
 def test_after_a_new_session_nothing_of_the_old_one_is_compared() -> None:
@@ -244,7 +244,7 @@ def test_after_a_new_session_nothing_of_the_old_one_is_compared() -> None:
     assert compute(node, keys, 4) == []
     done(node, job, 1)
     assert verdicts(node) == []
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 def test_a_preempted_request_goes_on_where_it_was() -> None:

@@ -234,7 +234,7 @@ def test_a_shadow_check_leaves_the_tail_out() -> None:
     done = CompareResult(compared.job, 3, (), 0.0)
     report = RankReport(0, session=node.session, store_jobs_done=(compared.job,), compared=(done,))
     node.core.reported(report, node.now_ns)
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 # ── none ─────────────────────────────────────────────────────────────────────────────────────────
@@ -364,7 +364,7 @@ def test_a_shadow_check_leaves_the_tail_out_after_a_preemption() -> None:
     assert isinstance(asked(node, local=3, keys=whole), Miss)
     node.admit("r")
     assert step(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, keys=whole) is None
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 def test_two_ranks_of_which_one_cannot_load_the_tail() -> None:
@@ -379,7 +379,7 @@ def test_two_ranks_of_which_one_cannot_load_the_tail() -> None:
     assert node.core.settled_tokens("r", **its) == 0
     failed = ended(job, failed=(103,))
     node.core.reported(RankReport(1, node.session, loads=(failed,)), node.now_ns)
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
     assert isinstance(asked(node, local=3), Miss)
     whole = chain("x", 4)
     stored = step(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, keys=whole)

@@ -7,6 +7,7 @@ import pytest
 from kvstore.client.core.plan import LoadResult, RankReport
 from kvstore.client.core.scheduler import Hit, Miss
 from kvstore.wire import messages as m
+from tests.kit.cores import is_serving
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
 from tests.unit.client.test_lookups import arrive, ask, load
 from tests.unit.client.test_stores import begin, step
@@ -47,11 +48,11 @@ def test_the_lease_is_held_until_both_have_loaded(node: ScriptedNode) -> None:
     node.attach()
     lease = under_load(node, "r")
     ended(node, 1, "r", lease, 3)
-    assert node.core.leases_open == 1
+    assert node.core.lookups.leases_open == 1
     node.exchange()
     assert node.of(m.LeaseRelease) == []
     ended(node, 0, "r", lease, 3)
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
     node.exchange()
     assert node.of(m.LeaseRelease) == [m.LeaseRelease(leases=[lease])]
 
@@ -77,11 +78,11 @@ def test_a_load_that_fails_on_every_rank_counts_once_for_the_breaker() -> None:
     leases = {request: under_load(node, request) for request in "abc"}
     for rank in range(4):
         ended(node, rank, "a", leases["a"], 0)
-    assert node.core.is_serving, "one failure of three"
+    assert is_serving(node.core), "one failure of three"
     ended(node, 0, "b", leases["b"], 0)
-    assert node.core.is_serving
+    assert is_serving(node.core)
     ended(node, 3, "c", leases["c"], 0)
-    assert not node.core.is_serving
+    assert not is_serving(node.core)
 
 
 def test_a_stored_block_is_fenced_until_the_rank_that_does_not_write_said_so_too(

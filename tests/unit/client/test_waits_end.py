@@ -64,7 +64,7 @@ def test_a_lying_node_holds_nobody(lie: Callable[[ScriptedNode], None]) -> None:
         outcome = ask(node, "r")
     assert outcome in (Miss("deadline"), Miss("node unreachable"))
     assert node.now_ns - begin_ns <= (LONGEST_MS + STEP_MS) * 10**6
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 def test_a_second_welcome_is_no_welcome(node: ScriptedNode) -> None:

@@ -131,7 +131,7 @@ def test_a_hit_ends_where_every_group_can_serve_it(
     cut = ("group not stored", "the window") if blocks < 6 else ("", "")
     assert (story.outcome, story.detail) == cut
     node.exchange()
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 def test_a_hit_ends_before_the_last_token_of_the_prompt(node: ScriptedNode) -> None:
@@ -182,7 +182,7 @@ def test_answers_that_promise_too_much_end_after_some_rounds(node: ScriptedNode)
     assert match(node) == Miss("group not stored")
     assert len(asked(node, 1)) == ROUNDS_MAX
     node.exchange()
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for(node: ScriptedNode) -> N
     node.core.take_outbox()  # the question about the window is lost
     node.wait(1000)
     assert match(node) == Miss("deadline")
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
 
 
 def test_a_window_on_disk_is_waited_for_as_a_whole(node: ScriptedNode) -> None:
@@ -286,10 +286,10 @@ def test_a_request_ends_when_all_its_loads_have_and_fails_whole(node: ScriptedNo
     done = LoadResult("r", first.lease, 6, (), 100, 7)
     node.core.reported(RankReport(rank=0, session=1, loads=(done,)), node.now_ns)
     assert node.core.settled_tokens("r", computed_tokens=10**6, known_tokens=10**6) == 0
-    assert node.core.leases_open == 2
+    assert node.core.lookups.leases_open == 2
     failed = LoadResult("r", second.lease, 1, (205,), 10, 7, "damaged")
     node.core.reported(RankReport(rank=0, session=1, loads=(failed,)), node.now_ns)
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
     story = node.core.finished("r")
     assert story is not None
     assert (story.loaded_tokens, story.outcome) == (0, "load failed")
@@ -344,11 +344,11 @@ def test_a_shadow_check_compares_what_a_hit_takes_of_every_group(shards: tuple[i
         assert len(m.slots_array(job.slots)) == wanted
         assert len(job.checksums) == 16 * wanted
     for job, diverged in zip(jobs, ((), (), (0,)), strict=True):
-        assert node.core.leases_open == 2
+        assert node.core.lookups.leases_open == 2
         done = CompareResult(job.job, len(job.block_ids), diverged, 1.0)
         report = RankReport(rank=0, session=1, store_jobs_done=(job.job,), compared=(done,))
         node.core.reported(report, node.now_ns)
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
     told = [each for each in node.exchange() if isinstance(each, m.Compared)]
     leases = [ask.lease for ask in node.of(m.LeaseAsk)]  # type: ignore[attr-defined]
     assert [each.lease for each in told] == [leases[0], leases[0], leases[1]]

@@ -50,10 +50,10 @@ def test_outputs_that_are_replayed_after_a_workers_failure_end_each_load_once() 
         step += replayed
     taken = aggregator.aggregate(step).kv_connector_output
     assert taken.finished_recving == {"a", "b"}
-    assert node.core.leases_open == 2
+    assert node.core.lookups.leases_open == 2
     connector.update_connector_output(taken)
     assert not connector.is_off
-    assert node.core.leases_open == 0
+    assert node.core.lookups.leases_open == 0
     assert node.core.stats.take()["store_blocks_sealed"] == 3
     node.exchange()
     released = [

@@ -312,6 +312,16 @@ def finish(side: WorkerSide) -> tuple[set[str], set[int], list[RankReport]]:
     raise AssertionError("no load ended")
 
 
+def test_a_timed_step_is_reported_once_with_or_without_a_node(side: WorkerSide) -> None:
+    for plan in (StepPlan(step=7), StepPlan(), StepPlan(step=8)):
+        assert step(side, plan, idle=False) == (set(), set())
+    report = side.build_worker_meta()
+    assert report is not None
+    assert (report.step, report.loads, report.store_jobs_done) == (8, (), ())
+    assert step(side, StepPlan(), idle=False) == (set(), set())
+    assert side.build_worker_meta() is None, "nothing to say costs the engine nothing"
+
+
 @BOTH_DEVICES
 def test_blocks_go_to_the_node_and_come_back(
     node: ScriptedNode, side: WorkerSide, caches: dict[str, Any]

@@ -245,7 +245,7 @@ def test_a_peer_that_hangs_up_ends_its_servings() -> None:
             assert len(two.b.engine.leases()) == 1
             call.cancel()
         await two.at_rest()
-        assert two.b.block_server.session_count == 0
+        assert len(two.b.block_server.sessions) == 0
 
     run(body)
 
@@ -291,7 +291,7 @@ def test_a_node_has_one_session_its_last_one() -> None:
                     assert await slots_of(call)
             await _read_to_its_end(calls[0])
             await two.until(lambda: not two.b.engine.leases(), "its serving has ended, too")
-            assert two.b.block_server.session_count == 2
+            assert len(two.b.block_server.sessions) == 2
             for call in calls:
                 call.cancel()
 
@@ -308,7 +308,7 @@ def test_another_transfer_worker_there_is_read_by_its_own_descriptor() -> None:
             Descriptor("memory", "another", len(two.b.memory), 0, b"")
         )
         two.b.block_server.transfer_worker_changed()
-        await two.until(lambda: two.b.block_server.session_count == 0, "the session ends")
+        await two.until(lambda: len(two.b.block_server.sessions) == 0, "the session ends")
         assert (await two.lease(engine, 2, 2)).from_peer == 1
         assert (
             two.a.transfer_worker.descriptors[-1]
@@ -332,9 +332,9 @@ def test_what_failed_before_ends_no_session_that_another_opened_since() -> None:
         assert after is not before
         two.a.fetcher._forget("b", before)
         assert await two.a.fetcher.session("b") is after
-        assert two.b.block_server.session_count == 1
+        assert len(two.b.block_server.sessions) == 1
         two.a.fetcher._forget("b", after)
-        await two.until(lambda: two.b.block_server.session_count == 0, "it has ended")
+        await two.until(lambda: len(two.b.block_server.sessions) == 0, "it has ended")
 
     run(body)
 
@@ -460,11 +460,11 @@ def test_nonsense_is_hung_up_on_in_words(words: list[bytes]) -> None:
             sentence = refused.value.details()
             assert sentence
             assert "\n" not in sentence
-            await two.until(lambda: two.b.block_server.session_count == 1, "the session ends")
+            await two.until(lambda: len(two.b.block_server.sessions) == 1, "the session ends")
             await other.write(SERVE)
             assert await slots_of(other) == b"", "and no other one"
             other.cancel()
-        await two.until(lambda: two.b.block_server.session_count == 0, "the other one ends, too")
+        await two.until(lambda: len(two.b.block_server.sessions) == 0, "the other one ends, too")
 
     run(body)
 
@@ -493,7 +493,7 @@ def test_too_many_asks_at_once_are_hung_up_on() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await _read_to_its_end(call)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        await two.until(lambda: two.b.block_server.session_count == 0, "the session ends")
+        await two.until(lambda: len(two.b.block_server.sessions) == 0, "the session ends")
 
     run(body)
 

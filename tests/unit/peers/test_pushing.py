@@ -326,7 +326,7 @@ def test_a_word_whose_arrays_do_not_fit_ends_its_grant_and_not_the_session(
         assert session is not None
         word = msgspec.structs.replace(pushed(asked, Shard(0, 1, 0, 1), 1), **other)
         assert wire.decode_answer(wire.encode(word)) == word
-        two.b.block_server.answer(next(iter(two.b.block_server._sessions)), word)
+        two.b.block_server.answer(next(iter(two.b.block_server.sessions)), word)
         await two.until(lambda: asked.grant not in two.a.lander._given, "the grant is over")
         assert not session.lost
         assert two.a.engine.landing_bytes()[("limbo",)] > 0
@@ -394,8 +394,8 @@ async def deaf_peer(two: Two) -> AsyncIterator[tuple[Any, Any, asyncio.Task[None
     async with grpc.aio.insecure_channel(two.b.address, options=small) as channel:
         call = dial(channel)
         await call.write(HELLO)
-        await two.until(lambda: two.b.block_server.session_count == 1, "it is there")
-        (session,) = two.b.block_server._sessions.values()
+        await two.until(lambda: len(two.b.block_server.sessions) == 1, "it is there")
+        (session,) = two.b.block_server.sessions.values()
 
         async def ask() -> None:
             for number in range(ASKED):
@@ -422,7 +422,7 @@ def test_a_peer_that_takes_no_answers_is_not_read(monkeypatch: pytest.MonkeyPatc
             while overs < ASKED:
                 overs += isinstance(wire.decode_answer(await call.read()), wire.PushOver)
             await asking
-        await two.until(lambda: two.b.block_server.session_count == 0, "the session ends")
+        await two.until(lambda: len(two.b.block_server.sessions) == 0, "the session ends")
 
     run(body)
 
@@ -442,7 +442,7 @@ def test_a_peer_that_takes_no_answers_is_cut_off_when_it_comes_anew(
             again = dial(channel)
             await again.write(HELLO)
             assert isinstance(wire.decode_answer(await again.read()), wire.PeerWelcome)
-            sessions = two.b.block_server._sessions
+            sessions = two.b.block_server.sessions
             await two.until(lambda: session.number not in sessions, "the first one has ended")
             assert len(sessions) == 1
             again.cancel()

@@ -1,0 +1,11 @@
+"""What tests ask of cores, and nobody else."""
+
+from __future__ import annotations
+
+from kvstore.client.core.attachment import AttachState
+from kvstore.client.core.scheduler import SchedulerCore
+
+
+def is_serving(core: SchedulerCore) -> bool:
+    """Attached, session open, breakers closed."""
+    return core.attachment.state is AttachState.OPEN and not core.lookups.is_breaker_open
