@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.agenda import Agenda, Groups
-from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.table import Keys, each
 from kvstore.engine.moves.landing import Extents
 from kvstore.engine.sessions.askers import Asker
@@ -247,22 +246,6 @@ class GrantedRoom(msgspec.Struct, eq=False):
     def node(self) -> str:
         """The peer that may write."""
         return self.expect.message.node
-
-
-class LandingCopy(msgspec.Struct):
-    """Blocks that are copied into these slots, one column per shard."""
-
-    granted: GrantedRoom
-    places: slice
-    columns: list[Words]
-    size_bytes: int
-    since_ns: int
-    is_void: bool = False
-
-    @property
-    def words(self) -> Words:
-        """Slots of all columns."""
-        return np.concatenate(self.columns)
 
 
 class ExpectedKeys:

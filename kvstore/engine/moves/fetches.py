@@ -16,6 +16,7 @@ leases that wait (`arrivals`), blocks served by this node (`servings`).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -28,8 +29,8 @@ from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import PEER_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows, each
 from kvstore.engine.moves.arrivals import Arrivals
-from kvstore.engine.moves.intake import Copies, Intake
-from kvstore.engine.moves.jobs import Jobs
+from kvstore.engine.moves.intake import Incoming, Intake
+from kvstore.engine.moves.jobs import Jobs, pieces
 from kvstore.engine.moves.pace import NS_PER_BYTE_GUESS, ReadPace
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.runs import leading
@@ -37,7 +38,7 @@ from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.witness import Wanted
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
-from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, checksums_array
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 
 LOCATES_MAX = 256
 AHEAD_LOCATES_MAX = 32
@@ -70,21 +71,10 @@ class _Locating(msgspec.Struct, frozen=True):
     keys: Keys
 
 
-class _Fetching(msgspec.Struct):
-    """Blocks on their way; their slots, one column per shard, are PEER_WRITER's."""
+class _Fetching(Incoming):
+    """Blocks on their way; their slots are PEER_WRITER's."""
 
     node: str
-    asker: Asker
-    keys: Keys
-    columns: list[Words]
-    size_bytes: int
-    is_void: bool = False
-    """Cleared meanwhile."""
-
-    @property
-    def words(self) -> Words:
-        """Slots of all columns."""
-        return np.concatenate(self.columns)
 
 
 class _PeerPace(msgspec.Struct):
@@ -303,25 +293,20 @@ class Fetches:
         block_bytes = sum(asker.slot_sizes)
         bytes_max = self._fetching.bytes_max // (2 if asker.is_ahead else 1)
         room = min(len(keys), self._fetching.room(block_bytes, bytes_max=bytes_max))
-        count = self._intake.room_for(asker, asker.slot_sizes, room)
-        per_fetch = max(1, FETCH_BYTES // block_bytes)
-        for begin in range(0, count, per_fetch):
-            piece = slice(begin, min(begin + per_fetch, count))
+        count = self._intake.room_for(asker, room)
+        for piece in pieces(count, FETCH_BYTES // block_bytes):
             self._fetch(node, asker, keys[piece], question, places[piece].tolist())
 
     def _fetch(
         self, node: str, asker: Asker, keys: Keys, question: int, places: Sequence[int]
     ) -> None:
         state = self._state
-        columns = self._intake.hold(
-            asker.slot_sizes, len(keys), writer=PEER_WRITER, quota=asker.quota
-        )
-        size_bytes = len(keys) * sum(asker.slot_sizes)
-        number = self._fetching.begin(_Fetching(node, asker, keys, columns, size_bytes))
+        columns = self._intake.hold(asker, len(keys), itertools.repeat(PEER_WRITER))
+        fetching = _Fetching(node, asker=asker, keys=keys, columns=columns)
+        number = self._fetching.begin(fetching)
         state.trail.searches.fetching(question, number, places, state.now_ns)
         self._expect(number, asker, keys)
-        self._peer(node).pace.begun(number, size_bytes, state.now_ns)
-        words = np.stack(columns, axis=1).reshape(-1)
+        self._peer(node).pace.begun(number, fetching.size_bytes, state.now_ns)
         state.say(
             Fetch(
                 job=number,
@@ -332,7 +317,7 @@ class Fetches:
                 block_bytes=asker.block_bytes,
                 head_bytes=asker.head_bytes,
                 keys=keys.tobytes(),
-                slots=state.slots.slots_of(words),
+                slots=state.slots.slots_of(fetching.words),
                 cause=state.cause,
             )
         )
@@ -352,26 +337,13 @@ class Fetches:
         state, job = self._state, self._fetching.end(event.job)
         asker = job.asker
         self._expect_no_more(event.job, asker, job.keys)
-        good = np.frombuffer(event.good, dtype=np.bool_)
         self._judge(job, event)
-        is_void = job.is_void or state.is_off(asker.tenant, asker.space)
-        if is_void:
-            good = np.zeros(len(job.keys), dtype=bool)
+        is_void = job.is_void or state.is_off(*asker.address)
+        good = self._intake.fetch(job, event.good, event.checksums)
         state.trail.fetched(event, job.words, int(good.sum()), is_void=is_void, now_ns=state.now_ns)
         if not good.any():
             # The index knew of what is not there: it is not asked the same again at once.
             self._remember_absent((asker.scopes[0], job.keys[0].tobytes()), event.job)
-        checksums = np.zeros((len(job.keys), len(asker.shards), 2), dtype=np.uint64)
-        if event.checksums:
-            checksums[:] = checksums_array(event.checksums).reshape(checksums.shape)
-        for column, words in enumerate(job.columns):
-            # Its number may have been forgotten and given anew while the blocks were on their way.
-            scope = state.residency.scope(asker.tenant, asker.space, asker.shards[column])
-            self._intake.fetch(
-                Copies(scope, job.keys, words, checksums[:, column]),
-                good,
-                block_bytes=asker.block_bytes[column],
-            )
         state.counters.fetched_blocks += int(good.sum())
         state.counters.fetch_blocks_lost += int((~good).sum())
 
@@ -390,8 +362,7 @@ class Fetches:
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """Mark fetches of cleared blocks, so that these do not come back."""
         for job in self._fetching.values():
-            if tenant in (None, job.asker.tenant) and space in (None, job.asker.space):
-                job.is_void = True
+            job.is_void |= job.asker.is_of(tenant, space)
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 

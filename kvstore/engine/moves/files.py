@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,12 +33,11 @@ from kvstore.engine.events import (
     VoidFile,
 )
 from kvstore.engine.memory.policy.port import Words
-from kvstore.engine.memory.quotas import QuotaGroup
 from kvstore.engine.memory.slots import FILE_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals
-from kvstore.engine.moves.intake import Copies, Intake
-from kvstore.engine.moves.jobs import Jobs
+from kvstore.engine.moves.intake import Copies, Incoming, Intake
+from kvstore.engine.moves.jobs import Jobs, pieces
 from kvstore.engine.moves.pace import ReadPace
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.askers import Asker
@@ -67,16 +65,12 @@ FOREIGN_LOCATION = np.uint64(1 << 63)
 """Locations from here on are records of other nodes."""
 
 
-class _Read(msgspec.Struct):
-    """Blocks on their way from disk; their slots are FILE_WRITER's."""
+class _Read(Incoming):
+    """Blocks of one shard on their way from disk; their slots are FILE_WRITER's."""
 
-    scope: int
-    keys: Keys
     rows: Rows
     checksums: NDArray[np.uint64]
     """For verification by the tier: when the read ends, the row may be another copy's."""
-    words: Words
-    size_bytes: int
     late: bool = False
     """No lease waits for this read any more."""
 
@@ -172,47 +166,27 @@ class Files:
 
     def _start(self, asker: Asker, column: int, keys: Keys, rows: Rows) -> int:
         """Issue reads for these rows of one shard as far as there is room; returns how many."""
-        size = asker.slot_sizes[column]
-        wanted = self._intake.room_for(asker, [size], len(rows))
-        pieces = max(1, READ_BYTES // size)
-        for begin in range(0, wanted, pieces):
-            piece = slice(begin, min(begin + pieces, wanted))
-            self._read(
-                asker.scopes[column],
-                keys[piece],
-                rows[piece],
-                pool_size=size,
-                block_bytes=asker.block_bytes[column],
-                quota=asker.quota,
-            )
+        its = asker.column(column)
+        wanted = self._intake.room_for(its, len(rows))
+        for piece in pieces(wanted, READ_BYTES // its.slot_sizes[0]):
+            self._read(its, keys[piece], rows[piece])
         return wanted
 
-    def _read(
-        self,
-        scope: int,
-        keys: Keys,
-        rows: Rows,
-        *,
-        pool_size: int,
-        block_bytes: int,
-        quota: QuotaGroup,
-    ) -> None:
-        state = self._state
-        (words,) = self._intake.hold([pool_size], len(rows), writer=FILE_WRITER, quota=quota)
-        locations = state.residency.file[rows]
+    def _read(self, asker: Asker, keys: Keys, rows: Rows) -> None:
+        state, (shard,), (block_bytes,) = self._state, asker.shards, asker.block_bytes
+        columns = self._intake.hold(asker, len(rows), [FILE_WRITER])
         checksums = state.residency.checksum[rows]
-        size_bytes = len(rows) * pool_size
-        read = _Read(scope, keys, rows, checksums, words, size_bytes)
+        read = _Read(rows, checksums, asker=asker, keys=keys, columns=columns)
         job = self._reads.begin(read)
-        self.pace.begun(job, size_bytes, state.now_ns)
+        self.pace.begun(job, read.size_bytes, state.now_ns)
         self._reading[rows] = job
         state.say(
             ReadFile(
                 job=job,
-                scope=Scope(*state.residency.address(scope), block_bytes),
+                scope=Scope(*asker.address, shard, block_bytes),
                 keys=keys.tobytes(),
-                locations=locations.tobytes(),
-                slots=state.slots.slots_of(words),
+                locations=state.residency.file[rows].tobytes(),
+                slots=state.slots.slots_of(read.words),
                 checksums=checksums.tobytes(),
                 cause=state.cause,
             )
@@ -225,7 +199,8 @@ class Files:
         self._no_more_reading(event.job, job)
         good = np.frombuffer(event.good, dtype=np.bool_)
         was_awaited = self._arrivals.awaits(job.keys)
-        self._intake.read(Copies(job.scope, job.keys, job.words, job.checksums), good)
+        (scope,) = job.asker.scopes
+        self._intake.read(Copies(scope, job.keys, job.words, job.checksums), good)
         state.counters.file_blocks_read += int(good.sum())
         state.counters.file_blocks_unread += int((~good).sum())
         counts = bool(good.any())

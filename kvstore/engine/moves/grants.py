@@ -14,6 +14,7 @@ Does not cover: requests that wait (`awaited`), extents (`landing`), turns (`exp
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Final
@@ -37,9 +38,8 @@ from kvstore.engine.memory.slots import PEER_WRITER
 from kvstore.engine.moves.expected import (
     Expectation,
     GrantedRoom,
-    LandingCopy,
 )
-from kvstore.engine.moves.intake import Copies, Intake
+from kvstore.engine.moves.intake import Incoming, Intake
 from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.moves.landing import LANDING_SHARE, Extents, LandingSlab
 from kvstore.engine.moves.pushes import ASKS_MAX
@@ -47,7 +47,6 @@ from kvstore.engine.sessions.awaited import Awaited
 from kvstore.engine.state import State
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
-from kvstore.wire.messages import checksums_array
 from kvstore.wire.peers import PushGrant
 
 GRANT_BYTES: Final = 64 * MIB
@@ -57,6 +56,14 @@ REVOKED_NS: Final = 5 * NS_PER_S
 """A peer that did not answer a revocation for so long may write for ever."""
 LIMBO_NS: Final = 5 * NS_PER_S
 """After that our transfer worker is killed."""
+
+
+class _Landing(Incoming):
+    """Blocks that are copied out of the landing slab; their slots are PEER_WRITER's."""
+
+    granted: GrantedRoom
+    places: slice
+    since_ns: int
 
 
 class Grants:
@@ -83,7 +90,7 @@ class Grants:
         """Grants that their peers still have to answer for, and until when, in order."""
         self._pages_of: Counter[str] = Counter()
         """Pages granted, by peer."""
-        self._landings: Jobs[LandingCopy] = Jobs(numbers, arena_bytes=config.arena_bytes)
+        self._landings: Jobs[_Landing] = Jobs(numbers, arena_bytes=config.arena_bytes)
         self._limbo: list[tuple[Extents, int]] = []
         self._limbo_ns = 0
         """Since when there is limbo; 0: there is none."""
@@ -178,27 +185,27 @@ class Grants:
     def _land(self, event: Pushed, granted: GrantedRoom, places: slice) -> None:
         state, expect, asker = self._state, granted.expect, granted.expect.asker
         count = places.stop - places.start
-        if self._intake.room_for(asker, asker.slot_sizes, count) < count:
+        if self._intake.room_for(asker, count) < count:
             self._awaited.end(expect, "no room in dram")
             self._leave(granted, places)
             return
-        columns = self._intake.hold(asker.slot_sizes, count, writer=PEER_WRITER, quota=asker.quota)
-        size_bytes = count * sum(asker.slot_sizes)
+        columns = self._intake.hold(asker, count, itertools.repeat(PEER_WRITER))
+        keys = granted.keys[places]
+        its = granted, places, state.now_ns
+        landing = _Landing(*its, asker=asker, keys=keys, columns=columns)
         granted.copying += count
-        landing = LandingCopy(granted, places, columns, size_bytes, state.now_ns)
         job = self._landings.begin(landing)
-        words = np.stack(columns, axis=1).reshape(-1)
         state.say(
             Land(
                 job=job,
                 node=granted.node,
                 tenant=asker.tenant,
                 space=asker.space,
-                keys=granted.keys[places].tobytes(),
+                keys=keys.tobytes(),
                 shards=asker.shards,
                 block_bytes=asker.block_bytes,
                 head_bytes=asker.head_bytes,
-                slots=state.slots.slots_of(words),
+                slots=state.slots.slots_of(landing.words),
                 sources=event.shards,
                 source_bytes=event.block_bytes,
                 checksums=event.checksums,
@@ -210,21 +217,12 @@ class Grants:
     def landed(self, event: Landed) -> None:
         """Blocks were copied out and verified: seal the good ones that did not come otherwise."""
         state, job = self._state, self._landings.end(event.job)
-        granted, asker = job.granted, job.granted.expect.asker
-        expect, keys = granted.expect, granted.keys[job.places]
-        good = np.frombuffer(event.good, dtype=np.bool_)
-        count = int(good.sum())
-        state.counters.push_blocks_damaged += len(good) - count
-        if job.is_void or state.is_off(*asker.address):
-            good = np.zeros(len(keys), dtype=bool)
+        granted, expect, keys = job.granted, job.granted.expect, job.keys
+        state.counters.push_blocks_damaged += event.good.count(0)
+        good = self._intake.fetch(job, event.good, event.checksums)
         if expect.reason is None and good.all():
             begin = granted.first + job.places.start
             self._awaited.come(expect, slice(begin, begin + len(keys)))
-        checksums = checksums_array(event.checksums).reshape(len(keys), len(asker.shards), 2)
-        for column, words in enumerate(job.columns):
-            scope = state.residency.scope(asker.tenant, asker.space, asker.shards[column])
-            copies = Copies(scope, keys, words, checksums[:, column])
-            self._intake.fetch(copies, good, block_bytes=asker.block_bytes[column])
         state.counters.push_blocks_landed += int(good.sum())
         expect.times.sealed_ns = state.now_ns
         state.trail.landed(job.columns[0])
@@ -310,9 +308,7 @@ class Grants:
         """Blocks of these are cleared: none of them comes back."""
         self._awaited.void(tenant, space)
         for job in self._landings.values():
-            asker = job.granted.expect.asker
-            if tenant in (None, asker.tenant) and space in (None, asker.space):
-                job.is_void = True
+            job.is_void |= job.asker.is_of(tenant, space)
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 

@@ -25,7 +25,7 @@ from kvstore.engine.memory.admission import Admission
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.quotas import OTHERS
 from kvstore.engine.memory.slots import Slots, SlotState
-from kvstore.engine.moves.jobs import Jobs
+from kvstore.engine.moves.jobs import Jobs, pieces
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import OwnerGroup
 from kvstore.engine.sessions.runs import Run
@@ -107,10 +107,9 @@ class HbmCopies:
         count = min(count, len(pool.free))
         # Places of copies that gave way are taken back before another one is made there.
         state.publish_generations()
-        step = max(1, JOB_BYTES_MAX // size)
         its = asker.tenant, asker.space, asker.shards[column], asker.block_bytes[column]
-        for begin in range(0, count, step):
-            piece = words[begin : min(begin + step, count)]
+        for place in pieces(count, JOB_BYTES_MAX // size):
+            piece = words[place]
             targets = self._slots.grant(
                 pool, len(piece), writer=HBM_WRITER, session=0, cause=state.cause
             )

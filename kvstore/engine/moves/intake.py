@@ -6,15 +6,16 @@
 Rules. 1: the first copy of a (scope, key) stays. 2: leases that wait for a block are woken,
 whichever way it came. 3: blocks that did not come from disk are offered to the disk.
 
-Covers: room, rows, places, seals. Does not cover: credits (`stores`), the choice of blocks to move
-(`files`, `fetches`), leases that wait (`arrivals`).
+Covers: jobs that bring blocks, room, rows, places, seals. Does not cover: credits (`stores`), the
+choice of blocks to move (`files`, `fetches`), leases that wait (`arrivals`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,6 +30,7 @@ from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.witness import Origin
 from kvstore.types import Tier
+from kvstore.wire.messages import checksums_array
 
 
 class Copies(NamedTuple):
@@ -39,6 +41,28 @@ class Copies(NamedTuple):
     words: Words
     checksums: NDArray[np.uint64]
     """u64 [n][2]."""
+
+
+class Incoming(msgspec.Struct, kw_only=True):
+    """Blocks on their way into dram: a job of a tier or peer, whose slots these are until the
+    transfer has truly ended, however late."""
+
+    asker: Asker
+    keys: Keys
+    columns: list[Words]
+    """Slots, one column per shard."""
+    is_void: bool = False
+    """Cleared meanwhile."""
+
+    @property
+    def words(self) -> Words:
+        """Slots of all columns, [n][S]."""
+        return np.stack(self.columns, axis=1).reshape(-1)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of these slots."""
+        return len(self.keys) * sum(self.asker.slot_sizes)
 
 
 class Intake:
@@ -65,29 +89,29 @@ class Intake:
         # Counted at the end: making room for one size may take what was free for another.
         return min(wanted, *(len(pool.free) // sizes.count(s) for s, pool in pools.items()))
 
-    def room_for(self, asker: Asker, sizes: Sequence[int], wanted: int) -> int:
+    def room_for(self, asker: Asker, wanted: int) -> int:
         """The same for blocks that are brought for a request, as far as they may be pinned."""
-        state, block_bytes = self._state, sum(sizes)
+        state, sizes, block_bytes = self._state, asker.slot_sizes, sum(asker.slot_sizes)
         pinnable = state.slots.pins.room(None, asker.quota, block_bytes) // block_bytes
         active = state.active_sizes()
         state.make_room_for(Reason.EVICTED_FOR_READS, asker.title)
         return self.room(sizes, min(wanted, pinnable), asker.quota, active | set(sizes))
 
     def hold(
-        self, sizes: Sequence[int], count: int, *, writer: int, quota: QuotaGroup
+        self, asker: Asker, count: int, writers: Iterable[int], *, session: int = 0
     ) -> list[Words]:
-        """Grant the writer slots for so many blocks; one column for each size."""
+        """Grant slots for so many blocks; one column for each shard, to its writer."""
         state = self._state
         return [
             state.slots.grant(
                 state.slots.pools[size],
                 count,
                 writer=writer,
-                session=0,
-                quota=quota,
+                session=session,
+                quota=asker.quota,
                 cause=state.cause,
             )
-            for size in sizes
+            for size, writer in zip(asker.slot_sizes, writers, strict=False)
         ]
 
     # ── arrival ──────────────────────────────────────────────────────────────────────────────────
@@ -100,12 +124,25 @@ class Intake:
         self._writes.sealed(copies.scope, taken, block_bytes=block_bytes)
         return absent
 
-    def fetch(self, copies: Copies, good: NDArray[np.bool_], *, block_bytes: int) -> None:
-        """Seal the good blocks that another node sent."""
-        rows, absent = self._find(copies)
-        taken = self._put(copies, rows, good & absent, is_use=True)
-        self._arrivals.brought(self._state.residency.words(taken), Origin.PEER)
-        self._writes.sealed(copies.scope, taken, block_bytes=block_bytes)
+    def fetch(self, job: Incoming, good: bytes, checksums: bytes) -> NDArray[np.bool_]:
+        """Seal the good blocks that another node sent, unless these were cleared or switched off on
+        their way. Returns flags of those that count; `checksums` [n][S], or nothing."""
+        state, asker, count = self._state, job.asker, len(job.keys)
+        flags = np.frombuffer(good, dtype=np.bool_)
+        if job.is_void or state.is_off(*asker.address):
+            flags = np.zeros(count, dtype=bool)
+        sums = np.zeros((count, len(asker.shards), 2), dtype=np.uint64)
+        if checksums:
+            sums[:] = checksums_array(checksums).reshape(sums.shape)
+        for column, words in enumerate(job.columns):
+            # Its number may have been forgotten and given anew while the blocks were on their way.
+            scope = state.residency.scope(asker.tenant, asker.space, asker.shards[column])
+            copies = Copies(scope, job.keys, words, sums[:, column])
+            rows, absent = self._find(copies)
+            taken = self._put(copies, rows, flags & absent, is_use=True)
+            self._arrivals.brought(state.residency.words(taken), Origin.PEER)
+            self._writes.sealed(scope, taken, block_bytes=asker.block_bytes[column])
+        return flags
 
     def read(self, copies: Copies, good: NDArray[np.bool_]) -> None:
         """Seal the good blocks that were read from disk. Blocks without a row are not wanted."""

@@ -20,6 +20,12 @@ MOVING_SHARE: Final = 4
 """One part in so many of the arena may be in motion by each kind of job."""
 
 
+def pieces(count: int, size: int) -> Iterator[slice]:
+    """Jobs of `count` blocks, in order, each of `size` at most and of one at least."""
+    size = max(1, size)
+    return (slice(begin, min(begin + size, count)) for begin in range(0, count, size))
+
+
 class Moving(Protocol):
     """Properties of every job."""
 

@@ -196,17 +196,7 @@ class Stores:
         if count == 0:
             self._state.counters.grants_refused += 1
             return
-        columns = [
-            self._state.slots.grant(
-                self._state.slots.pools[size],
-                count,
-                writer=rank,
-                session=group.session,
-                quota=quota,
-                cause=self._state.cause,
-            )
-            for rank, size in zip(ranks, sizes, strict=True)
-        ]
+        columns = self._intake.hold(group.asker, count, ranks, session=group.session)
         words = np.stack(columns, axis=1).reshape(-1)
         group.granted_slots += len(words)
         self._state.counters.blocks_granted += count

@@ -25,7 +25,7 @@ from kvstore.engine.events import FileWritten, WriteFile
 from kvstore.engine.memory.policy.disk import DiskAdmission
 from kvstore.engine.memory.policy.port import NONE, Words, prints
 from kvstore.engine.memory.table import Rows
-from kvstore.engine.moves.jobs import Jobs
+from kvstore.engine.moves.jobs import Jobs, pieces
 from kvstore.engine.sessions.runs import has_repeats
 from kvstore.engine.state import State
 from kvstore.types import PAGE_BYTES, Tier
@@ -96,9 +96,7 @@ class Writes:
         state.counters.file_writes_dropped += len(rows) - room
         allowed = self.allow(room, block_bytes=block_bytes)
         state.slots.pins.pin(words[:allowed])
-        pieces = max(1, JOB_BYTES_MAX // size)
-        for begin in range(0, allowed, pieces):
-            piece = slice(begin, min(begin + pieces, allowed))
+        for piece in pieces(allowed, JOB_BYTES_MAX // size):
             self._write(scope, rows[piece], words[piece], size=size, block_bytes=block_bytes)
 
     def allow(self, count: int, *, block_bytes: int) -> int:

@@ -46,6 +46,15 @@ class Asker(msgspec.Struct, frozen=True):
         """Tenant and space."""
         return self.tenant, self.space
 
+    def is_of(self, tenant: str | None, space: bytes | None) -> bool:
+        """Whether its blocks are of this tenant and space; None: of any."""
+        return tenant in (None, self.tenant) and space in (None, self.space)
+
+    def column(self, number: int) -> Asker:
+        """The same for blocks of one of its shards."""
+        its = ("shards", "scopes", "slot_sizes", "block_bytes")
+        return msgspec.structs.replace(self, **{f: (getattr(self, f)[number],) for f in its})
+
 
 def asker(
     address: tuple[str, SpaceId],

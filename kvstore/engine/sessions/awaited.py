@@ -203,7 +203,7 @@ class Awaited:
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """Blocks of these are cleared: none of them comes back."""
         for its in self.expects:
-            if tenant in (None, its.asker.tenant) and space in (None, its.asker.space):
+            if its.asker.is_of(tenant, space):
                 self.end(its, "cleared meanwhile")
 
     # ── looks ────────────────────────────────────────────────────────────────────────────────────
