@@ -139,7 +139,7 @@ class State:
             size_bytes = config.hbm.size_bytes
             self.hbm = Slots(arena_bytes=size_bytes, slab_bytes=config.slab_bytes, policy="lru")
             self.hbm.ready(size_bytes)
-        self.trail = Trail(block_count_max=config.block_count_max, word_count=len(self.slots.state))
+        self.trail = Trail(block_count_max=config.block_count_max)
         self.residency = Residency(
             block_count_max=config.block_count_max,
             word_count=len(self.slots.state),

@@ -6,7 +6,7 @@ Does not cover: the records that are kept (`why.trail`), counters.
 from __future__ import annotations
 
 import enum
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,8 +23,14 @@ class Origin(enum.IntEnum):
     PEER = 2
 
 
-Origins = NDArray[np.uint8]
-"""An `Origin` per block."""
+Origins = NDArray[np.int64]
+"""An `Origin` per block, and from bit SEARCH_SHIFT on the question to the index that led to it."""
+SEARCH_SHIFT: Final = 8
+
+
+def tiers_of(origins: Origins) -> NDArray[np.int64]:
+    """The `Origin` of each block alone."""
+    return origins & ((1 << SEARCH_SHIFT) - 1)
 
 
 class Wanted(NamedTuple):

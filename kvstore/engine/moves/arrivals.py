@@ -25,7 +25,7 @@ from kvstore.engine.sessions.leases import Lease
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.runs import Run, leading, leading_run
 from kvstore.engine.state import State
-from kvstore.engine.witness import Origin, Origins
+from kvstore.engine.witness import SEARCH_SHIFT, Origin, Origins, tiers_of
 from kvstore.wire.messages import LeaseMore
 
 LOOKS_PER_STEP: Final = 64
@@ -78,7 +78,7 @@ class Arrivals:
         word_count = len(state.slots.state)
         self._generation = np.zeros(word_count, dtype=np.uint64)
         """Generation of each slot that a block was brought into and that has no lease since."""
-        self._origin = np.zeros(word_count, dtype=np.uint8)
+        self._origin: Origins = np.zeros(word_count, dtype=np.int64)
         self._watches: dict[Name, _Watch] = {}
         self._next: dict[bytes, dict[Name, None]] = {}
         """Watches by the key that they need next."""
@@ -89,10 +89,11 @@ class Arrivals:
         """Register a source of blocks."""
         self._sources.append(source)
 
-    def brought(self, words: Words, origin: Origin) -> None:
-        """Blocks were put into these slots because they were asked for."""
+    def brought(self, words: Words, origin: Origin, search: int = 0) -> None:
+        """Blocks were put into these slots because they were asked for; `search`: the question to
+        the index that led to them."""
         self._generation[words] = self._state.slots.generation[words]
-        self._origin[words] = origin
+        self._origin[words] = origin | search << SEARCH_SHIFT
 
     def take_origins(self, run: Run) -> Origins | None:
         """Origins of the blocks of a run that is leased now; None: all were in dram."""
@@ -103,7 +104,7 @@ class Arrivals:
         if not flags.any():
             return None
         self._generation[words[flags]] = 0
-        return np.where(flags, self._origin[words], np.uint8(Origin.DRAM))
+        return np.where(flags, self._origin[words], Origin.DRAM)
 
     def wait(self, wait: Wait) -> None:
         """Let a lease grow as its blocks arrive."""
@@ -204,4 +205,4 @@ class Arrivals:
 
 def count_of(origins: Origins | None, origin: Origin) -> int:
     """Number of blocks from this origin."""
-    return 0 if origins is None else int(np.count_nonzero(origins == origin))
+    return 0 if origins is None else int(np.count_nonzero(tiers_of(origins) == origin))

@@ -75,6 +75,8 @@ class _Fetching(Incoming):
     """Blocks on their way; their slots are PEER_WRITER's."""
 
     node: str
+    question: int
+    """Number of the question to the index that led to it."""
 
 
 class _PeerPace(msgspec.Struct):
@@ -302,7 +304,7 @@ class Fetches:
     ) -> None:
         state = self._state
         columns = self._intake.hold(asker, len(keys), itertools.repeat(PEER_WRITER))
-        fetching = _Fetching(node, asker=asker, keys=keys, columns=columns)
+        fetching = _Fetching(node, question, asker=asker, keys=keys, columns=columns)
         number = self._fetching.begin(fetching)
         state.trail.searches.fetching(question, number, places, state.now_ns)
         self._expect(number, asker, keys)
@@ -339,13 +341,14 @@ class Fetches:
         self._expect_no_more(event.job, asker, job.keys)
         self._judge(job, event)
         is_void = job.is_void or state.is_off(*asker.address)
-        good = self._intake.fetch(job, event.good, event.checksums)
-        state.trail.fetched(event, job.words, int(good.sum()), is_void=is_void, now_ns=state.now_ns)
-        if not good.any():
+        good = self._intake.fetch(job, event.good, event.checksums, search=job.question)
+        count = int(good.sum())
+        state.trail.searches.fetched(event, count, is_void=is_void, now_ns=state.now_ns)
+        if not count:
             # The index knew of what is not there: it is not asked the same again at once.
             self._remember_absent((asker.scopes[0], job.keys[0].tobytes()), event.job)
-        state.counters.fetched_blocks += int(good.sum())
-        state.counters.fetch_blocks_lost += int((~good).sum())
+        state.counters.fetched_blocks += count
+        state.counters.fetch_blocks_lost += len(good) - count
 
     def _judge(self, job: _Fetching, event: Fetched) -> None:
         """Update the peer's pace, failures and back-off."""

@@ -225,7 +225,6 @@ class Grants:
             self._awaited.come(expect, slice(begin, begin + len(keys)))
         state.counters.push_blocks_landed += int(good.sum())
         expect.times.sealed_ns = state.now_ns
-        state.trail.landed(job.columns[0])
         took_ns = state.now_ns - job.since_ns
         state.say(Staged("push_seal", granted.node, took_ns, job.size_bytes, state.cause))
         granted.copying -= len(keys)

@@ -124,9 +124,12 @@ class Intake:
         self._writes.sealed(copies.scope, taken, block_bytes=block_bytes)
         return absent
 
-    def fetch(self, job: Incoming, good: bytes, checksums: bytes) -> NDArray[np.bool_]:
+    def fetch(
+        self, job: Incoming, good: bytes, checksums: bytes, *, search: int = 0
+    ) -> NDArray[np.bool_]:
         """Seal the good blocks that another node sent, unless these were cleared or switched off on
-        their way. Returns flags of those that count; `checksums` [n][S], or nothing."""
+        their way. Returns flags of those that count; `checksums` [n][S], or nothing; `search`: the
+        question to the index that led to them."""
         state, asker, count = self._state, job.asker, len(job.keys)
         flags = np.frombuffer(good, dtype=np.bool_)
         if job.is_void or state.is_off(*asker.address):
@@ -140,7 +143,7 @@ class Intake:
             copies = Copies(scope, job.keys, words, sums[:, column])
             rows, absent = self._find(copies)
             taken = self._put(copies, rows, flags & absent, is_use=True)
-            self._arrivals.brought(state.residency.words(taken), Origin.PEER)
+            self._arrivals.brought(state.residency.words(taken), Origin.PEER, search)
             self._writes.sealed(scope, taken, block_bytes=asker.block_bytes[column])
         return flags
 

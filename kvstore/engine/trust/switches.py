@@ -30,7 +30,7 @@ from kvstore.engine.events import SwitchedOff
 from kvstore.engine.moves.files import Files
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.state import Off, State
-from kvstore.engine.witness import Origin
+from kvstore.engine.witness import Origin, tiers_of
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.messages import Compared, slots_array
 
@@ -56,7 +56,7 @@ class Switches:
         if finding is None:
             return  # so long ago that nobody knows what it was served
         blocks = np.unique(slots_array(message.diverged)).astype(np.int64)
-        origins = finding.leased()[0]
+        origins = tiers_of(finding.leased())
         blocks = blocks[blocks < len(origins)]
         self.worst_error = max(self.worst_error, message.error_ppm / PPM)
         state.counters.shadow_blocks += min(message.blocks, len(origins))

@@ -24,7 +24,7 @@ from kvstore.engine.sessions.owners import OwnerKey
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.searches import Search, Searches
 from kvstore.engine.why.tombstones import NAME_SHIFT, TIME_SHIFT, unpack
-from kvstore.engine.witness import Origin, Origins
+from kvstore.engine.witness import SEARCH_SHIFT, Origin, Origins, tiers_of
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.space import fingerprint
@@ -89,9 +89,8 @@ class Finding(msgspec.Struct):
     promoting: int | None = 0
     """So many of those not held were on their way, and the next one ended the lookup; None: there
     was no lookup."""
-    pieces: list[tuple[int, Origins, NDArray[np.int64]]] = []
-    """Place of the first block, origins, and searches (or 0) that brought each block from another
-    node, of leased pieces of which not all were in dram."""
+    pieces: list[tuple[int, Origins]] = []
+    """Place of the first block, and origins, of leased pieces of which not all were in dram."""
     searched: Search | None = None
     """Question to other nodes, new or earlier, about the blocks that were not held."""
     search_begin: int = 0
@@ -106,24 +105,26 @@ class Finding(msgspec.Struct):
     rest: list[RangeReport] = []
     """Ranges of the blocks that were not held, once examined."""
 
-    def leased(self) -> tuple[Origins, NDArray[np.int64]]:
-        """Origin, for this lookup, and search of each leased block."""
-        count = self.held + self.arrived
-        origins = np.full(count, Origin.DRAM, dtype=np.uint8)
-        searches = np.zeros(count, dtype=np.int64)
-        for begin, some, numbers in self.pieces:
+    def take(self, origins: Origins | None) -> None:
+        """Add the origins of blocks that are leased now; None: all were in dram."""
+        if origins is not None:
+            self.pieces.append((self.held + self.arrived, origins))
+
+    def leased(self) -> Origins:
+        """Origin, for this lookup, of each leased block."""
+        origins = np.full(self.held + self.arrived, Origin.DRAM, dtype=np.int64)
+        for begin, some in self.pieces:
             origins[begin : begin + len(some)] = some
-            searches[begin : begin + len(some)] = numbers
-        return origins, searches
+        return origins
 
     def ranges(self, searches: Searches, begin: int) -> list[RangeReport]:
         """Ranges of leased blocks, then of the others, by their numbers in the prompt; `begin`:
         that of the first one. The finding must have been examined."""
-        origins, numbers = self.leased()
-        found = []
-        for at, end in _runs(origins | numbers << 8):
-            search, _ = searches.get(int(numbers[at]))
-            row = RangeReport(begin + at, end - at, TIERS[Origin(int(origins[at]))])
+        origins, found = self.leased(), []
+        tiers = tiers_of(origins)
+        for at, end in _runs(origins):
+            search, _ = searches.get(int(origins[at]) >> SEARCH_SHIFT)
+            row = RangeReport(begin + at, end - at, TIERS[Origin(int(tiers[at]))])
             found.append(_told_of(row, search, at=0))
         search, first = self.searched, self.search_begin
         places = (first, first + search.known, first + search.asked) if search is not None else ()

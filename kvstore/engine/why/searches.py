@@ -126,11 +126,11 @@ class Searches:
             search.under_way += 1
             self._keep(job, search, places)
 
-    def fetched(self, event: Fetched, good: int, *, is_void: bool, now_ns: int) -> int:
-        """A fetch ended. Returns the number of the question; 0: the search is not kept any more."""
+    def fetched(self, event: Fetched, good: int, *, is_void: bool, now_ns: int) -> None:
+        """A fetch ended with so many good blocks. `is_void`: cleared or switched off meanwhile."""
         search, places = self._by_number.get(event.job, (None, ()))
         if search is None:
-            return 0
+            return  # it is not kept any more
         self._by_number[event.job] = search, [int(places[0])]
         search.fetched += good
         search.not_served += event.not_served
@@ -143,4 +143,3 @@ class Searches:
         if not search.under_way:
             is_whole = search.fetched == search.wanted
             search.sought = Reason.FETCHED if is_whole else Reason.FETCH_FAILED
-        return search.number

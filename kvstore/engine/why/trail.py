@@ -14,10 +14,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from kvstore.engine.events import Fetched
-from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import Connection, OwnerKey
@@ -25,7 +21,7 @@ from kvstore.engine.why.findings import NO_FLAGS, RANGES_MAX, Finding, RangeRepo
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.searches import SEARCHES_MAX, Searches
 from kvstore.engine.why.tombstones import Tombstones
-from kvstore.engine.witness import Origin, Origins, PushReport, Wanted
+from kvstore.engine.witness import Origins, PushReport, Wanted
 
 if TYPE_CHECKING:
     from kvstore.engine.sessions.runs import Run
@@ -45,7 +41,7 @@ PARTS_MAX: Final = 64
 class Trail:
     """The trail of one node."""
 
-    def __init__(self, *, block_count_max: int, word_count: int) -> None:
+    def __init__(self, *, block_count_max: int) -> None:
         self.tombstones = Tombstones(block_count_max=block_count_max)
         self.searches = Searches()
         self._findings: OrderedDict[tuple[int, int], Finding] = OrderedDict()
@@ -54,8 +50,6 @@ class Trail:
         self._pending_keys = 0
         self._pushes: OrderedDict[tuple[str, str], list[PushReport]] = OrderedDict()
         """Pushes that have ended, by (tenant, transfer), the oldest in front."""
-        self._search_of_word = np.zeros(word_count, dtype=np.int64)
-        """Search that last brought a block into each slot."""
 
     # ── reports ──────────────────────────────────────────────────────────────────────────────────
 
@@ -89,7 +83,7 @@ class Trail:
         """
         key, address = connection.owner.key, asker.address
         finding = Finding(key, address, asker.scopes, now_ns, promoting=promoting)
-        self._brought(finding, run, origins)
+        finding.take(origins)
         finding.held, finding.refused = run.count, (0, refused)
         if len(rest):
             # Copies: they may be a few of a large message, all of which would be kept.
@@ -130,28 +124,9 @@ class Trail:
         """A lease grew by blocks that were on their way; so many more could not be pinned."""
         finding = self._findings.get((session, lease))
         if finding is not None:
-            self._brought(finding, run, origins)
+            finding.take(origins)
             finding.arrived += run.count
             finding.refused = (finding.arrived, refused)
-
-    def _brought(self, finding: Finding, run: Run, origins: Origins | None) -> None:
-        """Add the origins of blocks that are leased now; None: all were in dram."""
-        if origins is not None:
-            words = run.words_by_shard[0][: len(origins)]
-            searches = np.where(origins == Origin.PEER, self._search_of_word[words], 0)
-            finding.pieces.append((finding.held + finding.arrived, origins, searches))
-
-    def fetched(
-        self, event: Fetched, words: Words, good: int, *, is_void: bool, now_ns: int
-    ) -> None:
-        """A fetch ended with so many good blocks, some in these slots. `is_void`: cleared or
-        switched off meanwhile."""
-        its = self.searches.fetched(event, good, is_void=is_void, now_ns=now_ns)
-        self._search_of_word[words] = its
-
-    def landed(self, words: Words) -> None:
-        """Another node pushed blocks into these slots of the first shard."""
-        self._search_of_word[words] = 0
 
     def pushed(self, tenant: str, transfer: str, report: PushReport) -> None:
         """A push of a transfer has ended."""

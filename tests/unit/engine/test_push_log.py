@@ -13,7 +13,7 @@ from kvstore.engine.why import trail
 from kvstore.engine.why.explain import RequestReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.trail import Trail
-from kvstore.engine.witness import PushReport
+from kvstore.engine.witness import SEARCH_SHIFT, Origin, PushReport
 from kvstore.proto.rows import decode_rows, encode_rows
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import LeaseRelease, Story
@@ -154,7 +154,7 @@ def test_a_request_without_a_push_from_elsewhere_has_no_such_stage() -> None:
 def test_the_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail, "TRANSFERS_MAX", 2)
     monkeypatch.setattr(trail, "PARTS_MAX", 3)
-    log = Trail(block_count_max=16, word_count=4)
+    log = Trail(block_count_max=16)
     report = PushReport(side="decode", node="p", blocks=1, pushed=1, reason="")
     for name in "abc":
         for _ in range(5):
@@ -164,8 +164,7 @@ def test_the_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slot_that_a_fetch_filled_once_does_not_speak_of_it() -> None:
-    its = Trail(block_count_max=16, word_count=4)
-    words = np.arange(2)
-    its._search_of_word[words] = 7
-    its.landed(words)
-    assert its._search_of_word.tolist() == [0, 0, 0, 0]
+    its, words = Node().engine._arrivals, np.arange(2)
+    its.brought(words, Origin.PEER, search=7)
+    its.brought(words[:1], Origin.PEER)
+    assert its._origin[words].tolist() == [Origin.PEER, Origin.PEER | 7 << SEARCH_SHIFT]
