@@ -11,7 +11,7 @@ Does not cover: bringing the blocks (`files`, `fetches`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -193,11 +193,14 @@ class Arrivals:
         )
         return promoting > 0
 
-    def on_their_way(self, scopes: Sequence[int], keys: Keys) -> int:
-        """Leading keys that are in dram or coming in every shard, at least one of them coming."""
+    def on_their_way(
+        self, scopes: Sequence[int], keys: Keys, by: Iterable[Source] | None = None
+    ) -> int:
+        """Leading keys that are in dram or coming in every shard, at least one of them coming;
+        `by`: by these sources only."""
         rows = self._state.residency.find_all(scopes, keys)
         coming = np.zeros(rows.shape, dtype=bool)
-        for source in self._sources:
+        for source in self._sources if by is None else by:
             coming |= source.coming(scopes, keys, rows)
         count = leading((self._state.residency.words(rows) >= 0) | coming)
         return count if coming[:, :count].any() else 0

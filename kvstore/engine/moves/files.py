@@ -230,6 +230,16 @@ class Files:
     def _number_of(self, scope: Scope) -> int:
         return self._state.residency.scope(scope.tenant, SpaceId(scope.space), scope.shard)
 
+    def _live(self, scope: Scope, keys: bytes, locations: bytes) -> tuple[Rows, NDArray[np.bool_]]:
+        """Rows of these blocks, and flags of those whose place on disk is the named one; without
+        places, of those that have a row."""
+        residency = self._state.residency
+        rows = residency.find(self._number_of(scope), keys_array(keys))
+        live = rows >= 0
+        if locations:
+            live[live] = residency.file[rows[live]] == np.frombuffer(locations, dtype="<u8")[live]
+        return rows, live
+
     def known(self, event: FileKnown) -> None:
         """The tier holds these blocks. The place that was written last counts."""
         state = self._state
@@ -260,47 +270,34 @@ class Files:
 
     def moved(self, event: FileMoved) -> None:
         """New places of blocks kept from a reclaimed segment. Blocks with a later place keep it."""
-        residency = self._state.residency
-        scope = self._number_of(event.scope)
-        rows = residency.find(scope, keys_array(event.keys))
-        there = rows >= 0
-        old = np.frombuffer(event.old_locations, dtype="<u8")
-        there[there] = residency.file[rows[there]] == old[there]
-        self._place(rows[there], np.frombuffer(event.locations, dtype="<u8")[there])
+        rows, live = self._live(event.scope, event.keys, event.old_locations)
+        self._place(rows[live], np.frombuffer(event.locations, dtype="<u8")[live])
 
     def gone(self, event: FileGone) -> None:
         """The tier holds these blocks no more, at these places."""
-        residency = self._state.residency
-        scope = self._number_of(event.scope)
-        rows, locations = residency.find(scope, keys_array(event.keys)), event.locations
-        there = rows >= 0
-        if locations:
-            there[there] = residency.file[rows[there]] == np.frombuffer(locations, "<u8")[there]
+        rows, live = self._live(event.scope, event.keys, event.locations)
         if event.damaged:
             self._state.counters.file_blocks_damaged += len(event.keys) // KEY_BYTES
-        residency.drop_file(np.unique(rows[there]), self._state.stamp(Reason.FILE_LOST))
+        stamp = self._state.stamp(Reason.FILE_LOST)
+        self._state.residency.drop_file(np.unique(rows[live]), stamp)
 
     def reclaim(self, event: FileReclaim) -> None:
         """A segment is to go: keep the blocks that were asked for since they were written, within a
         share and the budget."""
-        state, residency = self._state, self._state.residency
+        state = self._state
         total = sum(len(part.keys) // KEY_BYTES for part in event.parts)
         room, kept = total // KEEP_SHARE, []
         for part in event.parts:
-            scope = self._number_of(part.scope)
-            locations = np.frombuffer(part.locations, dtype="<u8")
-            rows = residency.find(scope, keys_array(part.keys))
-            live = rows >= 0
-            live[live] = residency.file[rows[live]] == locations[live]
+            rows, live = self._live(part.scope, part.keys, part.locations)
             hot = np.flatnonzero(live)
             hot = hot[self._asked_for[rows[hot]]][:room]
-            if state.is_scope_off(scope, Tier.FILE):
+            if state.is_off(part.scope.tenant, SpaceId(part.scope.space), Tier.FILE):
                 hot = hot[:0]  # moved, they would be newer than what makes them void
             hot = hot[: self.writes.allow(len(hot), block_bytes=part.scope.block_bytes)]
             room -= len(hot)
-            kept.append(locations[hot])
+            kept.append(np.frombuffer(part.locations, dtype="<u8")[hot])
             live[hot] = False
-            residency.drop_file(np.unique(rows[live]), self._state.stamp(Reason.RECLAIMED))
+            state.residency.drop_file(np.unique(rows[live]), state.stamp(Reason.RECLAIMED))
         keep = np.concatenate(kept).tobytes() if kept else b""
         state.say(ReclaimFile(segment=event.segment, keep=keep, cause=state.cause))
 

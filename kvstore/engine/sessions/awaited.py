@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.agenda import LOOK_COST, LOOK_COST_MAX
-from kvstore.engine.memory.table import NO_ROWS, Keys, Rows, each
+from kvstore.engine.memory.table import Keys, Rows, each
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.expected import (
     ASLEEP_NS,
@@ -34,7 +34,6 @@ from kvstore.engine.moves.pushes import LOOK_NS
 from kvstore.engine.moves.transfers import EVER, Transfers
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import Connection
-from kvstore.engine.sessions.runs import leading
 from kvstore.engine.state import State
 from kvstore.engine.witness import PushReport, PushTimes
 from kvstore.types import PAGE_BYTES
@@ -134,12 +133,8 @@ class Awaited:
 
     def run(self, asker: Asker, keys: Keys) -> int:
         """How many leading keys are in dram or expected; 0 if none of them is expected."""
-        if not self._coming or not len(keys):
-            return 0
-        rows = self._state.residency.find_all(asker.scopes, keys)
-        coming = self.coming(asker.scopes, keys, NO_ROWS)
-        count = leading((self._state.residency.words(rows) >= 0) | coming)
-        return count if coming[:, :count].any() else 0
+        is_any = bool(self._coming) and len(keys) > 0
+        return self._arrivals.on_their_way(asker.scopes, keys, by=[self]) if is_any else 0
 
     def end(self, expect: Expectation, reason: str) -> None:
         """Wait no more for an expectation."""
