@@ -8,10 +8,13 @@ from typing import Any
 from unittest import mock
 
 import msgspec
+import numpy as np
 
-from kvstore.engine.events import Land, Landed, LandingUp, Pushed, PushOver, WritePush, Written
+from kvstore.engine.events import Land, Landed, LandingUp, Pushed, PushOver, WritePush
+from kvstore.engine.memory.slots import Slots
 from kvstore.engine.moves.grants import Grants
 from kvstore.engine.moves.pushes import Pushes
+from kvstore.engine.sessions.leases import Lease
 from kvstore.peers.lander import Lander
 from kvstore.peers.peer_session import PeerSession
 from kvstore.peers.pusher import Pusher
@@ -119,17 +122,14 @@ def half_a_chunk() -> contextlib.AbstractContextManager[Any]:
 
 
 def one_shard_of_several_looked_at() -> contextlib.AbstractContextManager[Any]:
-    """A block was not changed while it was written if its first shard was not."""
-    written = Pushes.written
+    """A block was not changed while a peer read it, or it was written, if its first shard was
+    not."""
 
-    def broken(self: Pushes, event: Written) -> None:
-        write = self._writes[event.job]
-        now = self._state.slots.generation[write.words]
-        its = write.generations.reshape(write.count, -1)
-        its[:, 1:] = now.reshape(write.count, -1)[:, 1:]
-        written(self, event)
+    def broken(self: Lease, slots: Slots) -> Any:
+        same = [slots.generation[words] == generations for words, generations in self.pieces]
+        return np.concatenate(same).reshape(-1, self._shards)[:, 0]
 
-    return mock.patch.object(Pushes, "written", broken)
+    return mock.patch.object(Lease, "intact", broken)
 
 
 def last_word_of_another_session() -> contextlib.AbstractContextManager[Any]:

@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from typing import Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.engine.agenda import LOOK_COST, LOOK_COST_MAX, Agenda, Groups
 from kvstore.engine.events import (
@@ -32,13 +30,13 @@ from kvstore.engine.events import (
     WritePush,
     Written,
 )
-from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.servings import Servings
 from kvstore.engine.moves.transfers import Transfers
 from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.leases import Lease
 from kvstore.engine.sessions.runs import Run, run_of
 from kvstore.engine.state import State
 from kvstore.engine.witness import PushReport, PushTimes
@@ -113,11 +111,9 @@ class _Ask(msgspec.Struct, eq=False):
 class _PushWrite(msgspec.Struct, frozen=True):
     ask: _Ask
     first: int
-    count: int
     shards: tuple[Shard, ...]
     block_bytes: tuple[int, ...]
-    words: Words
-    generations: NDArray[np.uint64]
+    lease: Lease
     checksums: bytes
 
 
@@ -225,15 +221,12 @@ class Pushes:
                 return
             assert sums is not None
             piece = piece[: count * shards]
-            state.leases.add(-ask.peer, LEASE + job, piece, state.now_ns, account, shards)
             self._writes[job] = _PushWrite(
                 ask,
                 ask.next,
-                count,
                 asker.shards,
                 asker.block_bytes,
-                piece,
-                state.slots.generation[piece],
+                state.leases.add(-ask.peer, LEASE + job, piece, state.now_ns, account, shards),
                 sums[at * shards : (at + count) * shards].astype("<u8").tobytes(),
             )
             state.say(
@@ -256,18 +249,17 @@ class Pushes:
         state, write = self._state, self._writes.pop(event.job)
         ask = write.ask
         ask.jobs -= 1
-        same = state.slots.generation[write.words] == write.generations
+        whole = write.lease.intact(state.slots)
         state.leases.release(-ask.peer, [LEASE + event.job])
         state.credits_due |= state.slots.any_starved
-        whole = same.reshape(write.count, -1).all(axis=1)
-        count = write.count if whole.all() else int(np.argmin(whole))
+        count = len(whole) if whole.all() else int(whole.argmin())
         if event.trouble:
             ask.is_quiet = False
             self._end(ask, event.trouble)
         else:
             if count and self._asks.get((ask.peer, ask.grant)) is ask:
                 self._say_pushed(ask, write, count)
-            if count < write.count:
+            if count < len(whole):
                 self._end(ask, "a block was evicted while it was pushed")
         if ask.reason is None:
             self._go_on(ask)

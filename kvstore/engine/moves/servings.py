@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.engine.events import PeerGone, Serve, Served, ServingEnded, ServingReturned
-from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.table import Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.covers import covers
@@ -35,13 +33,6 @@ WAIT_NS = NS_PER_S
 """Longest wait of a serving for blocks from disk; the peer waits twice as long for the answer."""
 WAITING_MAX = 64
 """Waiting servings of one peer."""
-
-
-class _Serving(msgspec.Struct, frozen=True):
-    held: Lease
-    words: Words
-    generations: NDArray[np.uint64]
-    block_count: int
 
 
 class _Waiting(msgspec.Struct, frozen=True):
@@ -61,7 +52,7 @@ class Servings:
         self._state = state
         self._files = files
         self._arrivals = arrivals
-        self._servings: dict[tuple[int, int], _Serving] = {}
+        self._servings: dict[tuple[int, int], Lease] = {}
         self._waiting: dict[tuple[int, int], _Waiting] = {}
 
     def serve(self, event: Serve) -> None:
@@ -134,9 +125,8 @@ class Servings:
         run = run.cut(fits)
         words = run.words()
         shards = len(asker.scopes)
-        held = state.leases.add(-peer, serving, words, state.now_ns, account, shards)
-        generations = state.slots.generation[words]
-        self._servings[peer, serving] = _Serving(held, words, generations, run.count)
+        lease = state.leases.add(-peer, serving, words, state.now_ns, account, shards)
+        self._servings[peer, serving] = lease
         for words_of_shard in run.words_by_shard:
             mine = words_of_shard[: run.count]
             state.slots.touch(state.slots.pool_of(int(mine[0])), mine)
@@ -149,7 +139,7 @@ class Servings:
                 shards=asker.shards,
                 block_bytes=asker.block_bytes,
                 slots=state.slots.slots_of(words).astype("<u4").tobytes(),
-                generations=generations.astype("<u8").tobytes(),
+                generations=state.slots.generation[words].astype("<u8").tobytes(),
                 checksums=run.every_checksum(state).astype("<u8").tobytes(),
                 cause=state.cause,
             )
@@ -179,11 +169,10 @@ class Servings:
     def returned(self, event: ServingReturned) -> None:
         """Answer which blocks of the serving stayed, and release its lease."""
         state = self._state
-        serving = self._servings.pop((event.peer, event.serving), None)
-        intact = np.zeros(serving.block_count if serving else 0, dtype=bool)
-        if serving is not None and state.leases.get(-event.peer, event.serving) is serving.held:
-            same = state.slots.generation[serving.words] == serving.generations
-            intact = same.reshape(serving.block_count, -1).all(axis=1)
+        lease = self._servings.pop((event.peer, event.serving), None)
+        intact = np.zeros(lease.block_count if lease else 0, dtype=bool)
+        if lease is not None and state.leases.get(-event.peer, event.serving) is lease:
+            intact = lease.intact(state.slots)
             state.leases.release(-event.peer, [event.serving])
         state.credits_due |= state.slots.any_starved
         state.counters.served_blocks_changed += int((~intact).sum())
@@ -208,8 +197,8 @@ class Servings:
             self._look(self._waiting[name])
         late = [
             (peer, serving)
-            for (peer, serving), found in self._servings.items()
-            if self._state.leases.get(-peer, serving) is not found.held
+            for (peer, serving), lease in self._servings.items()
+            if self._state.leases.get(-peer, serving) is not lease
         ]
         for name in late:
             del self._servings[name]

@@ -64,6 +64,12 @@ class Lease:
         """Bytes that are counted for this lease."""
         return len(self.pieces) * LEASE_BYTES + self.slot_count * SLOT_BYTES
 
+    def intact(self, slots: Slots) -> NDArray[np.bool_]:
+        """Flags of its blocks, true where no slot has changed since it was pinned."""
+        same = [slots.generation[words] == generations for words, generations in self.pieces]
+        flags: NDArray[np.bool_] = np.concatenate(same).reshape(-1, self._shards).all(axis=1)
+        return flags
+
 
 class Leases:
     """All leases of a node, by (session, lease id)."""
