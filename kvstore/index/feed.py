@@ -73,13 +73,6 @@ class Removed(_BlocksChanged, frozen=True, tag=True):
     """The node offers these blocks no more; no error if it did not."""
 
 
-class FeedCleared(msgspec.Struct, frozen=True, tag="Cleared"):
-    """The node and its engines hold nothing of (tenant, space) any more."""
-
-    tenant: str
-    space: SpaceId
-
-
 class Left(msgspec.Struct, frozen=True, tag=True):
     """This engine's memory is empty or gone, in every space."""
 
@@ -87,7 +80,7 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     rank: int = 0
 
 
-Change = Stored | Removed | FeedCleared | Left
+Change = Stored | Removed | Left
 
 
 class _OfStream(msgspec.Struct, frozen=True):

@@ -19,7 +19,6 @@ from kvstore.index.feed import (
     Change,
     Delta,
     Event,
-    FeedCleared,
     Heard,
     Left,
     Removed,
@@ -141,10 +140,6 @@ class Places:
                     slot = slots.get((change.engine, change.rank, scope))
                     if slot is not None:
                         self._kept.removed(slot, scope, change.tier, change.keys)
-            case FeedCleared(tenant, space):
-                scope = self._kept.scope(tenant, space)
-                for slots in both:
-                    self._void(slots, [p for p in slots if p[2] == scope])
             case Left(engine, rank):
                 scopes = self._scopes.pop((engine, rank), ())
                 for slots in both:

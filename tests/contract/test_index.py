@@ -17,7 +17,6 @@ from kvstore.index.feed import (
     STALE_MS,
     ConnectRefused,
     Event,
-    FeedCleared,
     Left,
     Trust,
     Verdict,
@@ -388,16 +387,16 @@ def test_a_snapshot_that_does_not_go_on_is_asked_for_again(told: Callable[..., A
     assert asked.hear(beat(2), later + ASK_AGAIN_MS) is Verdict.ASK
 
 
-def test_clear_and_left_take_what_they_name(told: Callable[..., Asked]) -> None:
+def test_left_takes_what_it_names(told: Callable[..., Asked]) -> None:
     asked = told(1)
     hbm = [stored(1, tier=Tier.HBM, engine=engine) for engine in ("e", "f")]
     asked.hear(delta(2, *hbm, stored(1, tenant="u")))
     asked.hear(delta(3, Left("e")))
     assert asked.lengths(1) == {A: 1, Holder(NODE, "f"): 1}
-    asked.hear(delta(4, FeedCleared("t", SPACE), stored(2)))
-    assert asked.lengths(1) == {}
+    asked.hear(delta(4, Left(""), stored(2)))
+    assert asked.lengths(1) == {Holder(NODE, "f"): 1}
     assert asked.lengths(2) == {A: 1}
-    assert asked.lengths(1, tenant="u") == {A: 1}
+    assert asked.lengths(1, tenant="u") == {}
 
 
 def test_more_than_all_of_it_keeps_the_beginning_and_says_so(told: Callable[..., Asked]) -> None:
@@ -444,10 +443,10 @@ def test_without_slots_the_node_is_catching_up_until_a_snapshot_fits(
     told: Callable[..., Asked],
 ) -> None:
     asked = told(1, slots=8)
-    asked.hear(delta(2, *(stored(1, tenant=f"t{i}") for i in range(8))))
+    asked.hear(delta(2, *(stored(1, tenant=f"t{i}", engine=f"e{i}") for i in range(8))))
     assert asked.lengths(1, tenant="t7") == {}
     assert asked.trust(NOW) is Trust.CATCHING_UP
-    asked.hear(delta(3, *(FeedCleared(f"t{i}", SPACE) for i in range(8))))
+    asked.hear(delta(3, *(Left(f"e{i}") for i in range(8))))
     assert asked.hear(beat(4)) is Verdict.ASK
     asked.hear(part(4, 0, stored(1), is_last=True))
     assert asked.trust(NOW) is Trust.EXACT
