@@ -30,7 +30,7 @@ KEYS_PER_CHANGE: Final = 256
 
 
 def measure(*, entries: int, matches: int) -> dict[str, Any]:
-    """In process. Both are told in the form in which events arrive: ours as protobuf, Dynamo's as
+    """In process. Both are told in the form in which events arrive: ours as msgpack, Dynamo's as
     JSON, which is all that it takes."""
     ops = _ops(entries, matches)
     told, held, goals = ops["events"], ops["full"], ops["goals"]

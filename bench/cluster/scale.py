@@ -31,9 +31,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench.cluster.figures import SEED, NotMeasured, at_most, plain
 from kvstore.index import native
-from kvstore.index.feed import Change, Delta, Hello, Removed, SnapshotPart, Stored, Trust
+from kvstore.index.feed import Trust
 from kvstore.index.index import Index
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
+from kvstore.wire.feed import Change, Delta, Hello, Removed, SnapshotPart, Stored
 
 CHAIN: Final = 500
 SHARED_EVERY, SHARED_BY = 10, 10

@@ -43,7 +43,7 @@ from pathlib import Path
 from kvstore.client.index import channel
 from kvstore.client.tls import TlsFiles, load
 from kvstore.proto import index_pb2 as pb
-from kvstore.proto.feeds import KEYS_MAX
+from kvstore.wire.feed import KEYS_MAX
 from kvstore.proto.index_pb2_grpc import IndexStub
 address, ca, cert, key, connections, calls = sys.argv[1:]
 files = TlsFiles(ca=Path(ca), cert=Path(cert), key=Path(key))

@@ -1,7 +1,7 @@
 """What the global prefix index costs, beside Dynamo's `RadixTree` in the same process.
 
 - events: 512 blocks each, as a node tells them, in the form in which they arrive, which is made
-  beforehand: the peer's JSON, the only one that it takes, and our protobuf (from_wire); and ours as
+  beforehand: the peer's JSON, the only one that it takes, and our msgpack (from_wire); and ours as
   objects;
 - matches: the first 32, 128 and 512 blocks of a prompt that is held; ours are whole answers, with
   tiers and trust, the peer's are lengths by worker;
@@ -36,10 +36,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from kvstore.index import native
-from kvstore.index.feed import Delta, FeedBeat, Hello, Stored
 from kvstore.index.index import Index
-from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
+from kvstore.wire.feed import Delta, FeedBeat, Hello, Stored, decode_word, encode
 
 SEED = 1
 BATCH = 512
@@ -70,10 +69,7 @@ class Ours:
 
     def word(self, node: int, keys: bytes) -> bytes:
         """The same as a node sends it."""
-        self.sequences[node] += 1
-        stored = pb.Stored(tenant="t", space=SPACE, tier=pb.TIER_DRAM, keys=keys)
-        delta = pb.Delta(sequence=self.sequences[node], changes=[pb.Change(stored=stored)])
-        return pb.FeedWord(delta=delta).SerializeToString()
+        return encode(self.delta(node, keys))
 
     def tell(self, node: int, keys: bytes, tier: Tier = Tier.DRAM) -> None:
         self.index.hear(self.delta(node, keys, tier), NOW_MS)
@@ -125,7 +121,7 @@ def events(chains: list[bytes], ours: Ours, peer: Peer | None) -> dict[str, Any]
         event = peer.event(number, hashes_of(chain)) if peer is not None else b""
 
         def from_wire(word: bytes = word, worker: int = worker) -> None:
-            told = feeds.word_of(pb.FeedWord.FromString(word), ours.hellos[worker])
+            told = decode_word(word, ours.hellos[worker])
             ours.index.hear(told, NOW_MS)
 
         def by_peer(event: bytes = event, worker: int = worker) -> None:

@@ -23,7 +23,6 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench.record import write
-from kvstore.index.feed import Delta, Hello, Stored
 from kvstore.index.index import Index
 from kvstore.ports import IndexStore
 from kvstore.stores.address import store_config
@@ -31,6 +30,7 @@ from kvstore.stores.connection import Deadlines
 from kvstore.stores.local import LocalStore
 from kvstore.stores.redis import RedisStore
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
+from kvstore.wire.feed import Delta, Hello, Stored
 from tests.kit.redis_process import RedisProcess
 
 SPACE: Final = SpaceId(bytes(32))

@@ -17,7 +17,7 @@ import grpc
 from kvstore.config.defaults import REPLY_BYTES_MAX
 from kvstore.config.settings import AskSettings
 from kvstore.errors import AttachError, ProtocolError
-from kvstore.proto import feeds, inspect_pb2 as pb
+from kvstore.proto import forms, inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.proto.rows import Row, decode_rows
 from kvstore.supervisor.listener import INSPECT_SUFFIX
@@ -63,7 +63,7 @@ class NodeClient:
         """Load of the node: its name in the cluster, its incarnation, the figures. Raises
         AttachError."""
         reply = _call(self._stub.Load, pb.LoadRequest(), timeout_s=LOAD_TIMEOUT_S)
-        return reply.node, reply.incarnation, feeds.load_of(reply)
+        return reply.node, reply.incarnation, forms.load_of(reply)
 
     def clear(self, *, space: str) -> int:
         """Forget blocks; returns how many. Raises AttachError."""

@@ -22,9 +22,9 @@ from kvstore.engine import SPACE_DIGITS, HashingReport, RangeReport
 from kvstore.errors import ConfigError
 from kvstore.index.chain import ALGORITHM, block_keys
 from kvstore.proto import inspect_pb2 as pb
-from kvstore.proto.feeds import KEYS_MAX
 from kvstore.proto.rows import MemoryReport
 from kvstore.types import KEY_BYTES
+from kvstore.wire.feed import KEYS_MAX
 
 if TYPE_CHECKING:
     from kvstore.client.index import IndexClient

@@ -29,7 +29,7 @@ from kvstore.client.tls import ANY_INDEX, Tls, TlsFiles, load
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Member
-from kvstore.proto import feeds, index_pb2 as pb
+from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.types import Incarnation
 
@@ -144,13 +144,13 @@ class IndexClient:
         """
         request = _match_request(tenant, space, prompt)
         reply = self._ask(lambda stub: stub.Match, request, timeout_s)
-        return feeds.answer_of(reply)
+        return forms.answer_of(reply)
 
     def nodes(self, *, engines: bool = False, timeout_s: float | None = None) -> Members:
         """All nodes, with the engines that they serve if wanted. Raises IndexUnavailable."""
         request = pb.NodesRequest(engines=engines)
         reply = self._ask(lambda stub: stub.Nodes, request, timeout_s)
-        trust = feeds.trust_of(reply.trust)
+        trust = forms.trust_of(reply.trust)
         return Members(Trust.STALE if trust is None else trust, _members(reply.nodes))
 
     def watch(
@@ -196,7 +196,7 @@ class IndexClient:
                     yield News(
                         _members(reply.nodes),
                         sorted(gone),
-                        feeds.answer_of(reply.prefix) if reply.HasField("prefix") else None,
+                        forms.answer_of(reply.prefix) if reply.HasField("prefix") else None,
                     )
             except grpc.RpcError as error:
                 _check_understood(error)
@@ -297,7 +297,7 @@ def channel_options(name: str = ANY_INDEX) -> list[tuple[str, Any]]:
     return [
         # Addresses are not in certificates; that it is an index is.
         ("grpc.ssl_target_name_override", name),
-        ("grpc.max_receive_message_length", feeds.REPLY_BYTES_MAX),
+        ("grpc.max_receive_message_length", forms.REPLY_BYTES_MAX),
         # A pool that others share would share how long they waited before they try again, too.
         ("grpc.use_local_subchannel_pool", 1),
         # By its name a pause; what gRPC makes of it is the least time that a connection may take.
@@ -344,7 +344,7 @@ def _match_request(tenant: str, space: bytes, prompt: bytes | Tokens) -> pb.Matc
             " many, bytes.fromhex() reads hex digits"
         )
     try:
-        feeds.check_match(request)
+        forms.check_match(request)
     except ProtocolError as error:
         raise ValueError(str(error)) from None
     return request
@@ -366,10 +366,10 @@ def _members(rows: Sequence[pb.Node]) -> list[Member]:
             row.node,
             Incarnation(row.incarnation),
             row.address,
-            feeds.trust_of(row.trust),
+            forms.trust_of(row.trust),
             row.sequence,
-            feeds.load_of(row),
-            feeds.engines_of(row.engines),
+            forms.load_of(row),
+            forms.engines_of(row.engines),
         )
         for row in rows
     ]

@@ -35,7 +35,6 @@ import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.index.engine_blocks import EngineBlocks
-from kvstore.index.feed import Change, Left, Removed, Stored
 from kvstore.types import BlockKey, SpaceId, Tier
 from kvstore.wire.engine_events import (
     OWN_MEDIA,
@@ -45,6 +44,7 @@ from kvstore.wire.engine_events import (
     EngineStored,
     decode_batch,
 )
+from kvstore.wire.feed import Change, Left, Removed, Stored
 
 WAITING_BATCHES_MAX: Final = 1024
 WAITING_BYTES_MAX: Final = 16 << 20

@@ -8,7 +8,8 @@ Hello) is a gap, and the node is asked for a snapshot. A `SnapshotPart` has the 
 **when the part is written**, and the number of the last delta before it: deltas may stand between
 parts.
 
-Time is an argument, in milliseconds of a clock that does not go back.
+Time is an argument, in milliseconds of a clock that does not go back. Does not cover: forms of
+messages (`wire.feed`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from typing import Final
 
 import msgspec
 
-from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.types import Incarnation
+from kvstore.wire.feed import (
+    Delta,
+    FeedBeat,
+    Hello,
+    OfStream,
+    Registry,
+    SnapshotPart,
+    Word,
+)
 from kvstore.wire.load import EngineEntry, Load
 
 BEAT_MS: Final = 1000
@@ -54,84 +64,7 @@ class Trust(enum.IntEnum):
         return self.name.lower().replace("_", "-")
 
 
-class _BlocksChanged(msgspec.Struct, frozen=True):
-    tenant: str
-    space: SpaceId
-    tier: Tier
-    keys: bytes
-    """32 bytes each, in chain order where there is one."""
-    engine: str = ""
-    """Whose memory; empty: the node's own."""
-    rank: int = 0
-
-
-class Stored(_BlocksChanged, frozen=True, tag=True):
-    """The node now offers these blocks."""
-
-
-class Removed(_BlocksChanged, frozen=True, tag=True):
-    """The node offers these blocks no more; no error if it did not."""
-
-
-class Left(msgspec.Struct, frozen=True, tag=True):
-    """This engine's memory is empty or gone, in every space."""
-
-    engine: str
-    rank: int = 0
-
-
-Change = Stored | Removed | Left
-
-
-class _OfStream(msgspec.Struct, frozen=True):
-    node: str
-    """The name in the certificate that opened the stream."""
-    incarnation: Incarnation
-    stream: int
-    """Counts the streams that this incarnation dialled to this replica."""
-
-
-class _Numbered(_OfStream, frozen=True):
-    sequence: int
-    """Number of the last delta that the node made, this one included: 0 when it never offered
-    anything."""
-
-
-class Hello(_Numbered, frozen=True, tag=True):
-    """Opens a stream."""
-
-    address: str = ""
-    """Where peers find the node."""
-
-
-class Delta(_Numbered, frozen=True, tag=True):
-    """Changes, in order."""
-
-    changes: tuple[Change, ...]
-
-
-class FeedBeat(_Numbered, frozen=True, tag="Beat"):
-    """The node lives."""
-
-    load: Load | None = None
-    """None: as published before."""
-
-
-class SnapshotPart(_Numbered, frozen=True, tag="Part"):
-    """A piece of a snapshot: number 0, 1, … of all that the node offers."""
-
-    number: int
-    is_last: bool
-    stored: tuple[Stored, ...]
-
-
-class Registry(_OfStream, frozen=True, tag=True):
-    """All engines that the node serves now. Earlier registries are void."""
-
-    engines: tuple[EngineEntry, ...]
-
-
-class FeedClosed(_OfStream, frozen=True, tag="Closed"):
+class FeedClosed(OfStream, frozen=True, tag="Closed"):
     """The stream ended or broke."""
 
 
@@ -141,8 +74,6 @@ class ConnectRefused(msgspec.Struct, frozen=True, tag="Refused"):
     node: str
 
 
-Word = Delta | FeedBeat | SnapshotPart | Registry
-"""Messages of an open stream."""
 Event = Hello | Word | FeedClosed | ConnectRefused
 
 

@@ -15,10 +15,11 @@ from typing import Final, cast
 
 import msgspec
 
-from kvstore.index.feed import OUT_MS, Event, Feed, Hello, Trust, Verdict
+from kvstore.index.feed import OUT_MS, Event, Feed, Trust, Verdict
 from kvstore.index.holdings import Holdings
 from kvstore.index.places import Place, Places, Scope
 from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.wire.feed import Hello
 from kvstore.wire.load import EngineEntry, Load
 
 SWEEP_ROWS: Final = 25_000

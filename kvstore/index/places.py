@@ -15,17 +15,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Final, Protocol
 
-from kvstore.index.feed import (
-    Change,
-    Delta,
-    Event,
-    Heard,
-    Left,
-    Removed,
-    SnapshotPart,
-    Stored,
-)
+from kvstore.index.feed import Event, Heard
 from kvstore.types import SpaceId, Tier
+from kvstore.wire.feed import Change, Delta, Left, Removed, SnapshotPart, Stored
 
 PLACES_MAX: Final = 1024
 """Places of one node, and as many again while a snapshot of it comes."""

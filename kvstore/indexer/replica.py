@@ -47,9 +47,10 @@ from kvstore.net.tls import (
 from kvstore.obs import logs
 from kvstore.obs.metrics import Family, family
 from kvstore.ports import IndexStore
-from kvstore.proto import feeds, index_pb2 as pb
+from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
 from kvstore.stores.local import LocalStore
+from kvstore.wire.feed import MESSAGE_BYTES_MAX
 from kvstore.wording import cannot_listen
 
 CALL_COUNT_MAX: Final = 8192
@@ -73,8 +74,8 @@ SERVICES: Final = (
 _OPTIONS: Final = (
     # Or a second replica could take the same port, and half of the calls.
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", feeds.MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", feeds.REPLY_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", forms.REPLY_BYTES_MAX),
     ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION_MAX),
     # Limit of unread bytes per call.
     ("grpc.http2.bdp_probe", 0),
@@ -134,6 +135,7 @@ class Replica:
             maximum_concurrent_rpcs=CALL_COUNT_MAX,
         )
         add_IndexServicer_to_server(self._service, self._server)
+        self._server.add_generic_rpc_handlers(self._service.feed_handlers())
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(SERVICES, self._server)
         for service in ("", SERVICES[0]):

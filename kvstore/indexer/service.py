@@ -11,7 +11,7 @@ is there, and the node leaves every answer at once. Only an address at the host 
 from is dialled, so that no node can make this process dial elsewhere.
 
 Covers: the service. Does not cover: trust (`kvstore.index`), storage (`kvstore.stores`), forms of
-messages (`kvstore.proto.feeds`), sockets, threads and pages (`replica`).
+messages (`kvstore.wire.feed`, `kvstore.proto.forms`), sockets, threads and pages (`replica`).
 """
 
 from __future__ import annotations
@@ -31,25 +31,28 @@ import grpc
 from kvstore.config.values import address_of
 from kvstore.errors import ProtocolError
 from kvstore.index.chain import block_keys
-from kvstore.index.feed import (
-    ConnectRefused,
-    Delta,
-    Event,
-    FeedBeat,
-    FeedClosed,
-    Hello,
-    SnapshotPart,
-    Trust,
-    Verdict,
-)
+from kvstore.index.feed import ConnectRefused, Event, FeedClosed, Trust, Verdict
 from kvstore.index.index import Answer, Member
 from kvstore.index.rivals import Rivals
 from kvstore.indexer.twins import OWN_NAMES
 from kvstore.net.tls import peer_identities
 from kvstore.ports import IndexStore
-from kvstore.proto import feeds, index_pb2 as pb
+from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexServicer
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId
+from kvstore.wire.feed import (
+    FEEDS,
+    Delta,
+    FeedBeat,
+    FeedOrder,
+    Hello,
+    RegistryRefused,
+    SnapshotPart,
+    decode_hello,
+    decode_word,
+    encode,
+    key_count,
+)
 from kvstore.wire.load import EngineEntry
 
 FEED_COUNT_MAX: Final = 4096
@@ -66,6 +69,7 @@ HELLO_TIMEOUT_S: Final = 5.0
 DIAL_TIMEOUT_S: Final = 1.0
 DIALS_MAX: Final = 3
 TICK_S: Final = 0.1
+OLDER_FEEDS: Final = "kvstore.index.v1.Index"
 
 _log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -165,7 +169,7 @@ class IndexService(IndexServicer):
 
     async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchReply:
         keys = await self._keys(request, context)
-        return feeds.reply_of(await self._match(request, keys), blocks=len(keys) // KEY_BYTES)
+        return forms.reply_of(await self._match(request, keys), blocks=len(keys) // KEY_BYTES)
 
     async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
         # Every node asks each second: a list for each of them would be the square of the nodes.
@@ -179,7 +183,7 @@ class IndexService(IndexServicer):
             rows = [_row(member, engines=request.engines) for member in members]
             if not self._listed:
                 self._listed_until_ms = now_ms + int(WATCH_PERIOD_S * 1000)
-            reply = pb.NodesReply(trust=feeds.trust_number(trust), nodes=rows)
+            reply = pb.NodesReply(trust=forms.trust_number(trust), nodes=rows)
             self._listed[request.engines] = reply
         return self._listed[request.engines]
 
@@ -216,7 +220,7 @@ class IndexService(IndexServicer):
                 told = news
             if keys:
                 blocks = len(keys) // KEY_BYTES
-                answer = feeds.reply_of(await self._match(request.prefix, keys), blocks=blocks)
+                answer = forms.reply_of(await self._match(request.prefix, keys), blocks=blocks)
                 if answer != answered:
                     reply.prefix.CopyFrom(answer)
                     answered = answer
@@ -235,7 +239,7 @@ class IndexService(IndexServicer):
 
     async def _keys(self, request: pb.MatchRequest, context: Context) -> bytes:
         try:
-            feeds.check_match(request)
+            forms.check_match(request)
         except ProtocolError as error:
             await _refuse(context, str(error))
         if request.WhichOneof("prompt") == "keys":
@@ -255,9 +259,18 @@ class IndexService(IndexServicer):
 
     # ── feeds ────────────────────────────────────────────────────────────────────────────────────
 
-    async def Feed(
-        self, words: AsyncIterator[pb.FeedWord], context: Context
-    ) -> AsyncIterator[pb.FeedOrder]:
+    def feed_handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        """Words are decoded here: gRPC would end the stream without one about what is wrong. Nodes
+        of the version before have the sentence of this end only."""
+        feed = grpc.stream_stream_rpc_method_handler(self.feed, bytes, encode)
+        older = grpc.stream_stream_rpc_method_handler(_refuse_older, bytes, bytes)
+        return (
+            grpc.method_handlers_generic_handler(FEEDS, {"Feed": feed}),
+            grpc.method_handlers_generic_handler(OLDER_FEEDS, {"Feed": older}),
+        )
+
+    async def feed(self, words: AsyncIterator[bytes], context: Context) -> AsyncIterator[FeedOrder]:
+        """The stream of one node."""
         hello = await self._hello(words, context)
         verdict = await self._tell_store(hello)
         if verdict is Verdict.CLOSE:
@@ -273,14 +286,14 @@ class IndexService(IndexServicer):
             async for word in words:
                 try:
                     verdict = await self._hear(word, hello, context)
-                except feeds.RegistryRefused as error:
+                except RegistryRefused as error:
                     self.counters.words_refused += 1
-                    yield pb.FeedOrder(refused=str(error))
+                    yield FeedOrder(refused=str(error))
                     continue
                 if verdict is Verdict.ASK:
                     yield self._order()
                 if (rival := self._rivals.of(hello.node, loop_ms())) is not None:
-                    yield pb.FeedOrder(another=rival)
+                    yield FeedOrder(another=rival)
         finally:
             if self._feeds.get(hello.node) is hello:
                 del self._feeds[hello.node], self._hosts[hello.node]
@@ -289,10 +302,10 @@ class IndexService(IndexServicer):
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
 
-    async def _hello(self, words: AsyncIterator[pb.FeedWord], context: Context) -> Hello:
+    async def _hello(self, words: AsyncIterator[bytes], context: Context) -> Hello:
         """The first message of a feed, from a node that may send it."""
         try:
-            hello = feeds.hello_of(await asyncio.wait_for(anext(words), HELLO_TIMEOUT_S))
+            hello = decode_hello(await asyncio.wait_for(anext(words), HELLO_TIMEOUT_S))
         except (TimeoutError, StopAsyncIteration):
             await _refuse(context, f"a feed begins with Hello, within {HELLO_TIMEOUT_S:.0f} s")
         except ProtocolError as error:
@@ -315,17 +328,17 @@ class IndexService(IndexServicer):
             await context.abort(code, f"{FEED_COUNT_MAX} nodes publish already")
         return hello
 
-    async def _hear(self, message: pb.FeedWord, hello: Hello, context: Context) -> Verdict:
+    async def _hear(self, message: bytes, hello: Hello, context: Context) -> Verdict:
         try:
-            word = feeds.word_of(message, hello)
-        except feeds.RegistryRefused:
+            word = decode_word(message, hello)
+        except RegistryRefused:
             raise
         except ProtocolError as error:
             self.counters.words_refused += 1
             await _refuse(context, str(error))
         counters = self.counters
         counters.words += 1
-        counters.keys_told += feeds.key_count(word)
+        counters.keys_told += key_count(word)
         verdict = await self._tell_store(word)
         if verdict is Verdict.CLOSE:
             await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
@@ -362,9 +375,9 @@ class IndexService(IndexServicer):
                 self._listed_until_ms = 0
         return verdict
 
-    def _order(self) -> pb.FeedOrder:
+    def _order(self) -> FeedOrder:
         self.counters.snapshots_asked += 1
-        return pb.FeedOrder()
+        return FeedOrder()
 
     async def _ended(self, hello: Hello, peer: str) -> None:
         """The node's stream has ended: find out whether the node has."""
@@ -401,6 +414,12 @@ def loop_ms() -> int:
     return int(asyncio.get_running_loop().time() * 1000)
 
 
+async def _refuse_older(_words: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+    text = "this index is of a later version of kvstore: run one on nodes and indexes"
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
+    yield b""  # never: it makes this a stream
+
+
 async def _refuse(context: Context, text: str) -> NoReturn:
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
     raise AssertionError("abort raises")
@@ -411,10 +430,10 @@ def _row(member: Member, *, engines: bool) -> pb.Node:
         node=member.node,
         incarnation=member.incarnation,
         address=member.address,
-        trust=feeds.trust_number(member.trust),
+        trust=forms.trust_number(member.trust),
         sequence=member.sequence,
-        load=feeds.load_message(member.load) if member.load is not None else None,
-        engines=feeds.engine_rows(member.engines) if engines else (),
+        load=forms.load_message(member.load) if member.load is not None else None,
+        engines=forms.engine_rows(member.engines) if engines else (),
     )
 
 

@@ -12,7 +12,7 @@ up to KEYS_AT_ONCE keys together: waiting questions are neither read nor decoded
 large questions of one caller all others have their turn.
 
 Covers: every service of the server. Does not cover: number of connections (`callers`), size of one
-question (`proto.feeds`).
+question (`wire.feed`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from kvstore.net import callers
 from kvstore.net.aio import LoopThread
 from kvstore.net.calls import Calls, RefusedCall
 from kvstore.node.driver import Driver, NotDurable
-from kvstore.proto import feeds, inspect_pb2 as pb
+from kvstore.proto import forms, inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
 from kvstore.proto.rows import TOPICS, Row, encode_rows
 from kvstore.supervisor.listener import INSPECT_SUFFIX
@@ -73,7 +73,7 @@ class InspectService(InspectServicer):
         load, node = self._ask(lambda engine: engine.load()), ""
         if self._member is not None:
             load, node = self._member.with_peers(load), self._member.node
-        message = feeds.load_message(load)
+        message = forms.load_message(load)
         return pb.LoadReply(node=node, incarnation=self._incarnation, load=message)
 
     def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearReply:

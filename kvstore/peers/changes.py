@@ -10,7 +10,7 @@ KV events and feeds have a log each, because no row is for both: KV events are a
 about whole blocks, and a flood of the one must not push the other out.
 
 Covers: the log; changes joined where they are alike, and split to fit a message. Does not cover:
-batches, streams and their numbers (`feed`, `node.publish`), forms (`proto.feeds`).
+batches, streams and their numbers (`feed`, `node.publish`), forms (`wire.feed`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from kvstore.engine.events import Changed, Offered, OffersUntold
-from kvstore.index.feed import Left
 from kvstore.types import KEY_BYTES
+from kvstore.wire.feed import Left
 
 LOG_BYTES_MAX: Final = 32 << 20
 """Size of one log: 131,072 rows of one key, or a million keys in full rows."""
@@ -34,7 +34,7 @@ LEAVE_ROWS_MAX: Final = 64
 """Rows that all have had and that leave with one append, so that none takes long."""
 DELTA_KEYS_MAX: Final = 4096
 """Keys of one message but for its last row: a replica takes it in within a millisecond or two."""
-_CHANGE_BYTES: Final = 96
+_CHANGE_BYTES: Final = 72
 """Bytes of a change besides its keys and names: a space, numbers, lengths."""
 
 Told = Offered | Left

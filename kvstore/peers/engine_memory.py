@@ -37,7 +37,6 @@ from kvstore.engine.events import Follow, Offered, Unfollow
 from kvstore.errors import ConfigError
 from kvstore.index.engine_blocks import EngineBlocks
 from kvstore.index.engine_feed import EngineCounters, EngineFeed, FollowedMemory, Phase
-from kvstore.index.feed import Change, Left, Removed, Stored
 from kvstore.mailbox import Mailbox
 from kvstore.peers.changes import Told
 from kvstore.peers.feed import Slice
@@ -46,6 +45,7 @@ from kvstore.proto.rows import MemoryReport
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.engine_events import END, PAYLOAD_BYTES_MAX, SEQUENCE_BYTES
+from kvstore.wire.feed import Change, Left, Removed, Stored
 
 TURN_MS: Final = 250
 """Deadlines are looked at this often."""

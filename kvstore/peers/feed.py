@@ -11,7 +11,7 @@ A link that fails dials again, with jitter, for ever. A replica that takes nothi
 WRITE_TIMEOUT_S is hung up on. Carries keys, tenants and spaces; never a token.
 
 Covers: numbers, streams. Does not cover: the log (`changes`), what is offered (`engine.offers`),
-a replica's trust (`index.feed`), forms (`proto.feeds`).
+a replica's trust (`index.feed`), forms (`wire.feed`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import grpc
 from kvstore.client.index import aio_channel
 from kvstore.client.reasons import reason_of
 from kvstore.engine.events import Offered, OffersUntold
-from kvstore.errors import NodeBusy
+from kvstore.errors import NodeBusy, ProtocolError
 from kvstore.index.feed import BEAT_MS
 from kvstore.indexer.twins import Twin
 from kvstore.net import aio
@@ -46,12 +46,27 @@ from kvstore.peers.changes import (
     key_count,
     pieces,
 )
-from kvstore.proto import feeds, index_pb2 as pb
+from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
-from kvstore.types import Incarnation
+from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.wire.feed import (
+    FEEDS,
+    MESSAGE_BYTES_MAX,
+    Change,
+    Delta,
+    FeedBeat,
+    Hello,
+    OfStream,
+    Registry,
+    Removed,
+    SnapshotPart,
+    Stored,
+    decode_order,
+    encode,
+)
 from kvstore.wire.load import EngineEntry, Load
 
-MESSAGE_BYTES: Final = feeds.MESSAGE_BYTES_MAX // 4
+MESSAGE_BYTES: Final = MESSAGE_BYTES_MAX // 4
 """Bytes of one message but for its last change, which is half of that and two names at most."""
 BEAT_S: Final = BEAT_MS / 1000
 LOAD_S: Final = 2.0
@@ -65,6 +80,7 @@ STEADY_S: Final = 30.0
 REASONS_MAX: Final = 8
 REASON_CHARS_MAX: Final = 300
 BUSY_RETRY_S: Final = 0.2
+ANOTHER_VERSION: Final = "it is of another version of kvstore: run one on nodes and indexes"
 
 Slice = tuple[list[Offered], int]
 """Blocks of some rows that peers can have, and the next row, -1 after the last."""
@@ -97,9 +113,9 @@ class Feeder:
         self.counters = FeedCounters()
         self.log = FeedLog()
         self._loop = loop
-        self._load: pb.Load | None = None
-        self._registry: pb.Registry | None = None
-        hello = pb.Hello(node=node, incarnation=incarnation, address=address)
+        self._load: Load | None = None
+        self._engines: tuple[EngineEntry, ...] | None = None
+        hello = Hello(node, incarnation, 0, 0, address)
         self._links = [
             FeedLink(
                 replica,
@@ -108,7 +124,7 @@ class Feeder:
                 self.log,
                 self.counters,
                 lambda: self._load,
-                registry=lambda: self._registry,
+                engines=lambda: self._engines,
             )
             for replica in replicas
         ]
@@ -176,9 +192,8 @@ class Feeder:
         """Beats repeat the last load: they do not wait for a node that is busy."""
         while True:
             with contextlib.suppress(NodeBusy):
-                self._load = feeds.load_message(await asyncio.to_thread(load))
-                served = await asyncio.to_thread(engines)
-                self._registry = pb.Registry(engines=feeds.engine_rows(served))
+                self._load = await asyncio.to_thread(load)
+                self._engines = await asyncio.to_thread(engines)
             await asyncio.sleep(LOAD_S)
 
     async def _end(self) -> None:
@@ -194,18 +209,23 @@ class FeedLink:
         self,
         replica: str,
         credentials: grpc.ChannelCredentials | None,
-        hello: pb.Hello,
+        hello: Hello,
         log: FeedLog,
         counters: FeedCounters,
-        load: Callable[[], pb.Load | None],
+        load: Callable[[], Load | None],
         *,
-        registry: Callable[[], pb.Registry | None] = lambda: None,
+        engines: Callable[[], tuple[EngineEntry, ...] | None] = lambda: None,
         dial: Dial | None = None,
         jitter: Callable[[], float] | None = None,
     ) -> None:
-        """`dial`: what makes a channel; None: gRPC. `jitter`: a random part of 1."""
+        """
+        Args:
+            hello: of the first stream, before any delta.
+            dial: what makes a channel; None: gRPC.
+            jitter: a random part of 1.
+        """
         self.replica = replica
-        self._load, self._registry = load, registry
+        self._load, self._engines = load, engines
         self.is_connected = False
         self.twin = Twin()
         self._credentials = credentials
@@ -223,6 +243,10 @@ class FeedLink:
         """Behind a sentence that says that it is not reached."""
         self._told: deque[str] = deque(maxlen=REASONS_MAX)
         """Recently logged reasons, without their numbers."""
+
+    def _stream_name(self) -> tuple[str, Incarnation, int]:
+        """First fields of all words of the present stream."""
+        return self._hello.node, self._hello.incarnation, self._streams
 
     def _woken(self) -> None:
         """Called by threads that append, once `run` has begun to read."""
@@ -249,10 +273,12 @@ class FeedLink:
             try:
                 await self._stream(ask)
             except grpc.RpcError as error:
-                reason = _short(reason_of(error))
+                reason = _short(reason_of(error, unimplemented=ANOTHER_VERSION))
                 if error.code() is grpc.StatusCode.ALREADY_EXISTS:
                     self.twin.told(reason, loop.time())
                     reason = ""  # that is said
+            except ProtocolError as error:
+                reason = _short(str(error))
             except TimeoutError:
                 reason = f"it took nothing for {WRITE_TIMEOUT_S:.0f} s"
             except Exception:  # a bug, which may have kept what was taken to be told
@@ -279,7 +305,7 @@ class FeedLink:
     async def _stream(self, ask: Callable[[int], Slice]) -> None:
         async with self._dial(self.replica, self._credentials) as channel:
             await _connect(channel)
-            call = IndexStub(channel).Feed()
+            call = channel.stream_stream(f"/{FEEDS}/Feed", encode, bytes)()
             try:
                 await self._feed(call, ask)
             finally:
@@ -290,10 +316,7 @@ class FeedLink:
         self._counters.streams += 1
         self._is_asked = False
         self._look_for_losses()
-        hello = pb.Hello()
-        hello.CopyFrom(self._hello)
-        hello.stream, hello.sequence = self._streams, self._sequence
-        await _write(call, pb.FeedWord(hello=hello))
+        await _write(call, Hello(*self._stream_name(), self._sequence, self._hello.address))
         listening = asyncio.get_running_loop().create_task(self._listen(call))
         try:
             # A replica says that it takes the Hello, before it has anything else to say.
@@ -302,7 +325,7 @@ class FeedLink:
             self.is_connected = not call.done()
             loop = asyncio.get_running_loop()
             beat_s = loop.time()
-            told_registry: pb.Registry | None = None
+            told: tuple[EngineEntry, ...] | None = None
             while not listening.done():
                 self._wake.clear()
                 # First: what waits may be much, and come faster than it goes.
@@ -315,26 +338,28 @@ class FeedLink:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(BEAT_S):
                         await self._wake.wait()
-                registry = self._registry()
-                if registry is not None and registry != told_registry:
-                    await _write(call, pb.FeedWord(registry=registry))
-                    told_registry = registry
+                engines = self._engines()
+                if engines is not None and engines != told:
+                    await _write(call, Registry(*self._stream_name(), engines))
+                    told = engines
                 # Who stores all the time is heard of in deltas, but tells its load in beats only.
                 if not self.changes.waiting_keys or loop.time() - beat_s >= BEAT_S:
-                    beat = pb.Beat(sequence=self._sequence, load=self._load())
-                    await _write(call, pb.FeedWord(beat=beat))
+                    beat = FeedBeat(*self._stream_name(), self._sequence, self._load())
+                    await _write(call, beat)
                     beat_s = loop.time()
                     self.twin.look(beat_s)
         finally:
             listening.cancel()
             (ended,) = await asyncio.gather(listening, return_exceptions=True)
-        if isinstance(ended, grpc.RpcError):
+        if isinstance(ended, grpc.RpcError | ProtocolError):
             raise ended
 
     async def _listen(self, call: Any) -> None:
-        """Orders of the replica, until its end of the stream. Raises grpc.RpcError."""
+        """Orders of the replica, until its end of the stream. Raises grpc.RpcError,
+        ProtocolError."""
         try:
-            async for order in call:
+            async for data in call:
+                order = decode_order(data)
                 if order.another:
                     text = f"another process, at {order.another}, says it is {self._hello.node}"
                     self.twin.told(text, asyncio.get_running_loop().time())
@@ -354,10 +379,9 @@ class FeedLink:
         while changes := self._take_changes(rows):
             self._sequence += 1
             self._counters.deltas += 1
-            delta = pb.Delta(sequence=self._sequence, changes=changes)
-            await _write(call, pb.FeedWord(delta=delta))
+            await _write(call, Delta(*self._stream_name(), self._sequence, changes))
 
-    def _take_changes(self, rows: Iterator[Told | OffersUntold]) -> list[pb.Change]:
+    def _take_changes(self, rows: Iterator[Told | OffersUntold]) -> tuple[Change, ...]:
         """As many as a message may have; what is alike is joined."""
         runs: list[tuple[Told, list[bytes]]] = []
         count = size = 0
@@ -371,7 +395,7 @@ class FeedLink:
             keys = told.keys if isinstance(told, Offered) else b""
             runs[-1][1].append(keys)
             count, size = count + key_count(told), size + len(keys)
-        return [feeds.change_of(joined(told, keys)) for told, keys in runs]
+        return tuple(_change(joined(told, keys)) for told, keys in runs)
 
     async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
         """All that peers can have, in parts, with deltas between them."""
@@ -391,13 +415,19 @@ class FeedLink:
     async def _write_part(
         self, call: Any, number: int, offers: Sequence[Offered], *, is_last: bool
     ) -> None:
-        part = pb.Part(
-            sequence=self._sequence,
-            number=number,
-            is_last=is_last,
-            stored=[feeds.stored_of(offer) for offer in offers],
-        )
-        await _write(call, pb.FeedWord(part=part))
+        stored = tuple(Stored(*_blocks(offer)) for offer in offers)
+        name = self._stream_name()
+        await _write(call, SnapshotPart(*name, self._sequence, number, is_last, stored))
+
+
+def _change(told: Told) -> Change:
+    if not isinstance(told, Offered):
+        return told
+    return Stored(*_blocks(told)) if told.stored else Removed(*_blocks(told))
+
+
+def _blocks(offer: Offered) -> tuple[str, SpaceId, Tier, bytes, str, int]:
+    return offer.tenant, offer.space, offer.tier, offer.keys, offer.engine, offer.rank
 
 
 async def _slice(ask: Callable[[int], Slice], row: int) -> Slice:
@@ -408,7 +438,7 @@ async def _slice(ask: Callable[[int], Slice], row: int) -> Slice:
             await asyncio.sleep(BUSY_RETRY_S)
 
 
-async def _write(call: Any, word: pb.FeedWord) -> None:
+async def _write(call: Any, word: OfStream) -> None:
     """Raises grpc.RpcError, TimeoutError."""
     async with asyncio.timeout(WRITE_TIMEOUT_S):
         try:

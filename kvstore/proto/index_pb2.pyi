@@ -14,20 +14,11 @@ class Trust(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRUST_CATCHING_UP: _ClassVar[Trust]
     TRUST_STALE: _ClassVar[Trust]
     TRUST_OUT: _ClassVar[Trust]
-
-class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    TIER_HBM: _ClassVar[Tier]
-    TIER_DRAM: _ClassVar[Tier]
-    TIER_FILE: _ClassVar[Tier]
 TRUST_UNSPECIFIED: Trust
 TRUST_EXACT: Trust
 TRUST_CATCHING_UP: Trust
 TRUST_STALE: Trust
 TRUST_OUT: Trust
-TIER_HBM: Tier
-TIER_DRAM: Tier
-TIER_FILE: Tier
 
 class Tokens(_message.Message):
     __slots__ = ("ids", "block_tokens", "hash_seed", "cache_salt")
@@ -153,78 +144,6 @@ class WatchReply(_message.Message):
     prefix: MatchReply
     def __init__(self, nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., gone: _Optional[_Iterable[str]] = ..., prefix: _Optional[_Union[MatchReply, _Mapping]] = ...) -> None: ...
 
-class Hello(_message.Message):
-    __slots__ = ("node", "incarnation", "stream", "sequence", "address")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    STREAM_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    node: str
-    incarnation: int
-    stream: int
-    sequence: int
-    address: str
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., stream: _Optional[int] = ..., sequence: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
-
-class Stored(_message.Message):
-    __slots__ = ("tenant", "space", "tier", "keys", "engine", "rank")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    SPACE_FIELD_NUMBER: _ClassVar[int]
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    ENGINE_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    space: bytes
-    tier: Tier
-    keys: bytes
-    engine: str
-    rank: int
-    def __init__(self, tenant: _Optional[str] = ..., space: _Optional[bytes] = ..., tier: _Optional[_Union[Tier, str]] = ..., keys: _Optional[bytes] = ..., engine: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
-
-class Removed(_message.Message):
-    __slots__ = ("tenant", "space", "tier", "keys", "engine", "rank")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    SPACE_FIELD_NUMBER: _ClassVar[int]
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    ENGINE_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    space: bytes
-    tier: Tier
-    keys: bytes
-    engine: str
-    rank: int
-    def __init__(self, tenant: _Optional[str] = ..., space: _Optional[bytes] = ..., tier: _Optional[_Union[Tier, str]] = ..., keys: _Optional[bytes] = ..., engine: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
-
-class Left(_message.Message):
-    __slots__ = ("engine", "rank")
-    ENGINE_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    engine: str
-    rank: int
-    def __init__(self, engine: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
-
-class Change(_message.Message):
-    __slots__ = ("stored", "removed", "left")
-    STORED_FIELD_NUMBER: _ClassVar[int]
-    REMOVED_FIELD_NUMBER: _ClassVar[int]
-    LEFT_FIELD_NUMBER: _ClassVar[int]
-    stored: Stored
-    removed: Removed
-    left: Left
-    def __init__(self, stored: _Optional[_Union[Stored, _Mapping]] = ..., removed: _Optional[_Union[Removed, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ...) -> None: ...
-
-class Delta(_message.Message):
-    __slots__ = ("sequence", "changes")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    CHANGES_FIELD_NUMBER: _ClassVar[int]
-    sequence: int
-    changes: _containers.RepeatedCompositeFieldContainer[Change]
-    def __init__(self, sequence: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ...) -> None: ...
-
 class Load(_message.Message):
     __slots__ = ("at_ms", "dram_bytes", "dram_used_bytes", "file_bytes", "file_used_bytes", "blocks_hit", "blocks_missed", "stored_bytes", "leased_bytes", "fetched_bytes", "served_bytes", "fetch_p50_us", "fetch_p99_us", "leases", "engines", "slots_quarantined", "replicas", "replicas_reached", "saved_ms", "waited_ms")
     AT_MS_FIELD_NUMBER: _ClassVar[int]
@@ -268,51 +187,3 @@ class Load(_message.Message):
     saved_ms: int
     waited_ms: int
     def __init__(self, at_ms: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., dram_used_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., file_used_bytes: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., fetch_p50_us: _Optional[int] = ..., fetch_p99_us: _Optional[int] = ..., leases: _Optional[int] = ..., engines: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., replicas: _Optional[int] = ..., replicas_reached: _Optional[int] = ..., saved_ms: _Optional[int] = ..., waited_ms: _Optional[int] = ...) -> None: ...
-
-class Beat(_message.Message):
-    __slots__ = ("sequence", "load")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    LOAD_FIELD_NUMBER: _ClassVar[int]
-    sequence: int
-    load: Load
-    def __init__(self, sequence: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
-
-class Part(_message.Message):
-    __slots__ = ("sequence", "number", "is_last", "stored")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    IS_LAST_FIELD_NUMBER: _ClassVar[int]
-    STORED_FIELD_NUMBER: _ClassVar[int]
-    sequence: int
-    number: int
-    is_last: bool
-    stored: _containers.RepeatedCompositeFieldContainer[Stored]
-    def __init__(self, sequence: _Optional[int] = ..., number: _Optional[int] = ..., is_last: bool = ..., stored: _Optional[_Iterable[_Union[Stored, _Mapping]]] = ...) -> None: ...
-
-class Registry(_message.Message):
-    __slots__ = ("engines",)
-    ENGINES_FIELD_NUMBER: _ClassVar[int]
-    engines: _containers.RepeatedCompositeFieldContainer[Engine]
-    def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ...) -> None: ...
-
-class FeedWord(_message.Message):
-    __slots__ = ("hello", "delta", "beat", "part", "registry")
-    HELLO_FIELD_NUMBER: _ClassVar[int]
-    DELTA_FIELD_NUMBER: _ClassVar[int]
-    BEAT_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
-    REGISTRY_FIELD_NUMBER: _ClassVar[int]
-    hello: Hello
-    delta: Delta
-    beat: Beat
-    part: Part
-    registry: Registry
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., registry: _Optional[_Union[Registry, _Mapping]] = ...) -> None: ...
-
-class FeedOrder(_message.Message):
-    __slots__ = ("another", "refused")
-    ANOTHER_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
-    another: str
-    refused: str
-    def __init__(self, another: _Optional[str] = ..., refused: _Optional[str] = ...) -> None: ...

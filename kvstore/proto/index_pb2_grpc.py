@@ -49,11 +49,6 @@ class IndexStub(object):
                 request_serializer=kvstore_dot_proto_dot_index__pb2.WatchRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_index__pb2.WatchReply.FromString,
                 _registered_method=True)
-        self.Feed = channel.stream_stream(
-                '/kvstore.index.v1.Index/Feed',
-                request_serializer=kvstore_dot_proto_dot_index__pb2.FeedWord.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_index__pb2.FeedOrder.FromString,
-                _registered_method=True)
 
 
 class IndexServicer(object):
@@ -80,13 +75,6 @@ class IndexServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Feed(self, request_iterator, context):
-        """Of nodes only: what they offer. The first word is Hello.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_IndexServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -104,11 +92,6 @@ def add_IndexServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=kvstore_dot_proto_dot_index__pb2.WatchRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_index__pb2.WatchReply.SerializeToString,
-            ),
-            'Feed': grpc.stream_stream_rpc_method_handler(
-                    servicer.Feed,
-                    request_deserializer=kvstore_dot_proto_dot_index__pb2.FeedWord.FromString,
-                    response_serializer=kvstore_dot_proto_dot_index__pb2.FeedOrder.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -192,33 +175,6 @@ class Index(object):
             '/kvstore.index.v1.Index/Watch',
             kvstore_dot_proto_dot_index__pb2.WatchRequest.SerializeToString,
             kvstore_dot_proto_dot_index__pb2.WatchReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Feed(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/kvstore.index.v1.Index/Feed',
-            kvstore_dot_proto_dot_index__pb2.FeedWord.SerializeToString,
-            kvstore_dot_proto_dot_index__pb2.FeedOrder.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,19 +28,7 @@ from typing import Any, Final
 import msgspec
 
 from kvstore.errors import ProtocolError
-from kvstore.index.feed import (
-    ConnectRefused,
-    Delta,
-    Event,
-    Feed,
-    FeedBeat,
-    FeedClosed,
-    Hello,
-    Registry,
-    SnapshotPart,
-    Trust,
-    Verdict,
-)
+from kvstore.index.feed import ConnectRefused, Event, Feed, FeedClosed, Trust, Verdict
 from kvstore.index.index import SLOT_COUNT_MAX, Answer, Holder, Match, Member, Statistics
 from kvstore.index.places import Place, Places
 from kvstore.stores import scripts
@@ -51,6 +39,7 @@ from kvstore.stores.forms import Body, KeptSlots, decode, encode, polled, scope_
 from kvstore.stores.sweeper import Sweeper
 from kvstore.stores.view import View
 from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.wire.feed import Delta, FeedBeat, Hello, Registry, SnapshotPart
 from kvstore.wire.load import EngineEntry
 
 IDS_AT_ONCE: Final = 256

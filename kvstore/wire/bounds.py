@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SpaceId
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, Incarnation, SpaceId
 
 NAME_BYTES_MAX: Final = 255
 KEYS_PER_DATAGRAM_MAX: Final = 2048
@@ -41,6 +41,8 @@ Sentence = Annotated[str, Meta(max_length=SENTENCE_CHARS_MAX)]
 Id = Annotated[bytes, Meta(max_length=16)]
 Key = Annotated[bytes, Meta(max_length=KEY_BYTES)]
 Space32 = Annotated[SpaceId, Meta(max_length=32)]
+WholeSpace = Annotated[SpaceId, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Started = Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)]
 Checksum = Annotated[bytes, Meta(max_length=CHECKSUM_BYTES)]
 KeyArray = Annotated[bytes, Meta(max_length=KEYS_PER_DATAGRAM_MAX * KEY_BYTES)]
 

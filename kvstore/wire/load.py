@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvstore.wire.bounds import U32, U64, Label, Name, Small, Space32
+from kvstore.wire.bounds import U32, U64, Label, Name, Small, WholeSpace
 
 _LABEL: Final = "[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST: Final = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
@@ -55,12 +55,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Waited for them, and in vain, since it began."""
 
 
-class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
+class EngineEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """An engine that a node serves. Empty, or None: not known."""
 
     engine: Name
     tenant: Name
-    space: Space32
+    space: WholeSpace
     model: Label = ""
     rank: Small = 0
     """Data-parallel."""

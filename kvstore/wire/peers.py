@@ -34,7 +34,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvstore.errors import ProtocolError
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, Incarnation, Shard, SpaceId
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, Shard
 from kvstore.wire.bounds import (
     KEYS_PER_DATAGRAM_MAX,
     NAME_BYTES_MAX,
@@ -43,6 +43,8 @@ from kvstore.wire.bounds import (
     Label,
     Name,
     Sentence,
+    Started,
+    WholeSpace,
 )
 from kvstore.wire.messages import ERROR_CHARS_MAX, RANKS_MAX, SlotArray, elements, same
 from kvstore.wire.pushes import DeadlineMs
@@ -55,12 +57,10 @@ AHEAD: Final = "kvstore.peer.v3.Ahead"
 """Service of nodes for routers: `Prepare`, one message each way."""
 MESSAGE_BYTES_MAX: Final = 1 << 20
 
-WholeSpace = Annotated[SpaceId, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 SomeKeys = Annotated[
     bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * KEYS_PER_DATAGRAM_MAX)
 ]
 """In chain order."""
-Started = Annotated[Incarnation, Meta(ge=1, le=2**63 - 1)]
 PayloadBytes = Annotated[int, Meta(ge=1, le=PAYLOAD_BYTES_MAX)]
 Shards = Annotated[tuple[Shard, ...], Meta(max_length=RANKS_MAX)]
 """Those of the holder: a shard is what at least one rank has."""

@@ -17,7 +17,6 @@ from kvstore.index.feed import (
     STALE_MS,
     ConnectRefused,
     Event,
-    Left,
     Trust,
     Verdict,
 )
@@ -29,6 +28,7 @@ from kvstore.stores.connection import Deadlines
 from kvstore.stores.local import LocalStore
 from kvstore.stores.redis import RedisStore
 from kvstore.types import SpaceId, Tier
+from kvstore.wire.feed import Left
 from kvstore.wire.load import Load
 from tests.integration.node.conftest import eventually
 from tests.kit.index_check import check

@@ -42,7 +42,7 @@ from kvstore.engine.sessions.leases import Leases
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.state import State
-from kvstore.index.feed import Feed, Heard, Hello
+from kvstore.index.feed import Feed, Heard
 from kvstore.peers import fetcher
 from kvstore.peers.fetcher import Fetcher, _session_of
 from kvstore.peers.peer_session import PeerSession, SessionLost
@@ -55,6 +55,7 @@ from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.checksum import checksum_of
+from kvstore.wire.feed import Hello
 from kvstore.wire.messages import Distrust, LeaseRelease
 from kvstore.wire.peers import ServeAnswer, checksums_of
 from kvstore.wire.record import BlockPage, Scope, parse_page

@@ -25,7 +25,7 @@ from kvstore.client.reasons import reason_of
 from kvstore.client.tls import Tls
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer
-from kvstore.proto import feeds, index_pb2 as pb
+from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust
 from kvstore.wire.load import EngineEntry
@@ -99,7 +99,7 @@ class IndexCalls:
         if self._breaker.succeeded():
             _log.info("the index answers again")
             self.trouble = ""
-        return feeds.answer_of(reply)
+        return forms.answer_of(reply)
 
     def _failed(self, error: grpc.aio.AioRpcError | TimeoutError) -> None:
         self.late_count += 1
@@ -118,7 +118,7 @@ class IndexCalls:
             async for reply in call:
                 self._lost_count, self.lost = 0, ""
                 for row in reply.nodes:
-                    members[row.node] = feeds.engines_of(row.engines)
+                    members[row.node] = forms.engines_of(row.engines)
                     addresses[row.node] = row.address
                 for gone in reply.gone:
                     members.pop(gone, None)

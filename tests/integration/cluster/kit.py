@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import grpc
 
 from kvstore.client.index import IndexClient
 from kvstore.client.tls import TlsFiles
@@ -12,6 +15,7 @@ from kvstore.testing.index_process import IndexProcess, Lab
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import make_space
 from kvstore.types import SpaceId
+from kvstore.wire.feed import FEEDS, OfStream, encode
 from kvstore.wire.space import fingerprint
 from tests.integration.node.conftest import eventually
 
@@ -47,6 +51,20 @@ class Site:
     @property
     def files(self) -> TlsFiles:
         return self.lab.files("client", "router")
+
+
+def feed(
+    channel: grpc.Channel, words: Iterable[OfStream | bytes], *, timeout_s: float
+) -> Iterator[bytes]:
+    """A feed of these words; what is bytes already goes as it is."""
+
+    def form(word: OfStream | bytes) -> bytes:
+        return word if isinstance(word, bytes) else encode(word)
+
+    call: Iterator[bytes] = channel.stream_stream(f"/{FEEDS}/Feed", form, bytes)(
+        iter(words), timeout=timeout_s
+    )
+    return call
 
 
 def member(client: IndexClient, node: str) -> Member | None:

@@ -18,11 +18,20 @@ import pytest
 from kvstore.client.index import channel
 from kvstore.client.tls import load
 from kvstore.index.feed import Trust
-from kvstore.proto import index_pb2 as pb
-from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.testing.index_process import IndexProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
-from tests.integration.cluster.kit import ASK_S, CONVERGES_S, Site, becomes, matches, member, trust
+from kvstore.types import Incarnation
+from kvstore.wire.feed import Hello
+from tests.integration.cluster.kit import (
+    ASK_S,
+    CONVERGES_S,
+    Site,
+    becomes,
+    feed,
+    matches,
+    member,
+    trust,
+)
 from tests.integration.node.conftest import eventually
 
 pytestmark = pytest.mark.slow
@@ -63,17 +72,17 @@ def test_no_address_but_the_nodes_own_is_dialled(
     site: Site, closed_port: int, host: str, *, is_dialled: bool
 ) -> None:
     address = f"{host}:{closed_port}"
-    hello = pb.Hello(node="n1", incarnation=1, stream=1, address=address)
+    hello = Hello("n1", Incarnation(1), 1, 0, address)
     credentials = load(site.lab.files("node", "n1")).channel_credentials()
     with site.index() as index, site.client(index.address) as client:
         with channel(index.address, credentials) as feeding:
             said = threading.Event()
 
-            def words() -> Iterator[pb.FeedWord]:
-                yield pb.FeedWord(hello=hello)
+            def words() -> Iterator[Hello]:
+                yield hello
                 said.wait(CONVERGES_S)
 
-            call = IndexStub(feeding).Feed(words(), timeout=CONVERGES_S)
+            call = feed(feeding, words(), timeout_s=CONVERGES_S)
             assert eventually(lambda: member(client, "n1") is not None, timeout_s=CONVERGES_S)
             said.set()
             list(call)

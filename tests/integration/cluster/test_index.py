@@ -21,11 +21,12 @@ from kvstore.client.tls import load
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Trust
 from kvstore.obs.metrics import INDEX_METRICS
-from kvstore.proto import feeds, index_pb2 as pb
+from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.testing.index_process import IndexProcess
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
+from kvstore.wire.feed import KEYS_MAX, MESSAGE_BYTES_MAX
 from tests.integration.cluster.kit import (
     ASK_S,
     CONVERGES_S,
@@ -174,7 +175,7 @@ def test_health_reflection_and_pages(system: System) -> None:
 
 def test_questions_that_make_no_sense_are_refused_and_cost_nobody_else(system: System) -> None:
     credentials = load(system.site.files).channel_credentials()
-    many = bytes(32 * (feeds.KEYS_MAX + 1))
+    many = bytes(32 * (KEYS_MAX + 1))
     with channel(system.address, credentials) as open_channel:
         stub = IndexStub(open_channel)
         for request in (
@@ -197,7 +198,7 @@ def test_questions_that_make_no_sense_are_refused_and_cost_nobody_else(system: S
             with pytest.raises(grpc.RpcError) as caught:
                 next(stub.Watch(watch, timeout=ASK_S))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        huge = pb.MatchRequest(tenant="t", space=bytes(32), keys=bytes(feeds.MESSAGE_BYTES_MAX))
+        huge = pb.MatchRequest(tenant="t", space=bytes(32), keys=bytes(MESSAGE_BYTES_MAX))
         with pytest.raises(grpc.RpcError) as caught:
             stub.Match(huge, timeout=ASK_S)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import msgspec
 import psutil
 import pytest
+from msgspec.structs import fields
 
 from kvstore.cli.certs import make_certificates
 from kvstore.client.index import IndexClient, IndexUnavailable, channel, channel_options
@@ -25,7 +27,22 @@ from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.testing.index_process import IndexProcess, Lab
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
-from tests.integration.cluster.kit import ASK_S, CONVERGES_S, Site, becomes, member, trust
+from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.wire.bounds import U64
+from kvstore.wire.feed import (
+    Change,
+    Delta,
+    FeedBeat,
+    Hello,
+    Left,
+    OfStream,
+    Registry,
+    Removed,
+    SnapshotPart,
+    Stored,
+)
+from kvstore.wire.load import EngineEntry, Load
+from tests.integration.cluster.kit import ASK_S, CONVERGES_S, Site, becomes, feed, member, trust
 from tests.integration.node.conftest import eventually
 
 pytestmark = pytest.mark.slow
@@ -44,14 +61,11 @@ def index(site: Site) -> Iterator[IndexProcess]:
         yield made
 
 
-def feed(index: IndexProcess, files: TlsFiles, node: str) -> grpc.StatusCode:
+def published(index: IndexProcess, files: TlsFiles, node: str) -> grpc.StatusCode:
     """What becomes of a stream that says it is of `node`: OK when it is taken."""
     with channel(index.address, load(files).channel_credentials()) as open_channel:
-        words = [
-            pb.FeedWord(hello=pb.Hello(node=node, incarnation=1, stream=1)),
-            pb.FeedWord(beat=pb.Beat()),
-        ]
-        call = IndexStub(open_channel).Feed(iter(words), timeout=ASK_S)
+        stream = (node, Incarnation(1), 1)
+        call = feed(open_channel, [Hello(*stream, 0), FeedBeat(*stream, 0)], timeout_s=ASK_S)
         try:
             list(call)
         except grpc.RpcError as error:
@@ -61,12 +75,13 @@ def feed(index: IndexProcess, files: TlsFiles, node: str) -> grpc.StatusCode:
 
 def test_a_node_speaks_for_itself_only(site: Site, index: IndexProcess) -> None:
     files = site.lab.files("node", "n1")
-    assert feed(index, files, "n2") is grpc.StatusCode.PERMISSION_DENIED
-    assert feed(index, site.files, "router") is grpc.StatusCode.PERMISSION_DENIED
-    assert feed(index, site.lab.files("index", "i9"), "i9") is grpc.StatusCode.PERMISSION_DENIED
+    assert published(index, files, "n2") is grpc.StatusCode.PERMISSION_DENIED
+    assert published(index, site.files, "router") is grpc.StatusCode.PERMISSION_DENIED
+    of_index = site.lab.files("index", "i9")
+    assert published(index, of_index, "i9") is grpc.StatusCode.PERMISSION_DENIED
     with site.client(index.address) as client:
         assert client.nodes().nodes == []
-        assert feed(index, files, "n1") is grpc.StatusCode.OK
+        assert published(index, files, "n1") is grpc.StatusCode.OK
         assert member(client, "n1") is not None
     assert "claims another node" in index.log
 
@@ -224,31 +239,31 @@ def test_garbage_at_the_port_costs_nobody_else(site: Site, index: IndexProcess) 
 
 def test_words_that_make_no_sense_end_that_stream_only(site: Site, index: IndexProcess) -> None:
     files = site.lab.files("node", "n1")
-    hello = pb.FeedWord(hello=pb.Hello(node="n1", incarnation=1, stream=1))
-    bad = [
-        [pb.FeedWord()],
-        [pb.FeedWord(beat=pb.Beat())],
-        [pb.FeedWord(hello=pb.Hello(node="n1"))],
-        [hello, pb.FeedWord()],
-        [hello, hello],
-        *(
-            [hello, pb.FeedWord(delta=pb.Delta(sequence=1, changes=[change]))]
-            for change in (
-                pb.Change(),
-                pb.Change(stored=pb.Stored(tenant="t", space=b"x", keys=bytes(32))),
-                pb.Change(stored=pb.Stored(tenant="t", space=bytes(32), keys=bytes(33))),
-                pb.Change(removed=pb.Removed(tenant="t" * 300, space=bytes(32))),
-            )
-        ),
+    space = SpaceId(bytes(32))
+    changes: list[Change] = [
+        Stored("t", SpaceId(b"x"), Tier.DRAM, bytes(32)),
+        Stored("t", space, Tier.DRAM, bytes(33)),
+        Removed("t" * 300, space, Tier.DRAM, bytes(32)),
     ]
+    hello = Hello("n1", Incarnation(1), 1, 0)
+    bad: list[list[OfStream | bytes]] = [
+        [b""],
+        [FeedBeat("n1", Incarnation(1), 1, 0)],
+        [Hello("n1", Incarnation(0), 1, 0)],
+        [hello, b""],
+        [hello, hello],
+        [hello, FeedBeat("n2", Incarnation(1), 1, 0)],
+    ]
+    bad += [[hello, Delta("n1", Incarnation(1), 1, 1, (change,))] for change in changes]
     credentials = load(files).channel_credentials()
     with channel(index.address, credentials) as open_channel, site.client(index.address) as client:
         for number, words in enumerate(bad, start=1):
-            for word in words:
-                if word.WhichOneof("kind") == "hello":
-                    word.hello.stream = number
+            said = [
+                word if isinstance(word, bytes) else msgspec.structs.replace(word, stream=number)
+                for word in words
+            ]
             with pytest.raises(grpc.RpcError) as caught:
-                list(IndexStub(open_channel).Feed(iter(words), timeout=ASK_S))
+                list(feed(open_channel, said, timeout_s=ASK_S))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, words
         with site.node("n1", "--index", index.address) as node, RawEngine(node.socket) as engine:
             engine.open()
@@ -311,17 +326,14 @@ def test_who_asks_a_dead_replica_is_told_so_at_once(site: Site, index: IndexProc
 
 
 def test_the_wire_and_the_logs_hold_no_token_and_no_whole_key(site: Site) -> None:
-    words = (pb.Hello, pb.Delta, pb.Change, pb.Stored, pb.Removed, pb.Left, pb.Part, pb.Beat)
-    more = (pb.FeedWord, pb.Registry, pb.Engine)
-    told = {field.name for word in (*words, *more) for field in word.DESCRIPTOR.fields}
-    assert told == {
-        *("hello", "delta", "beat", "part", "node", "incarnation", "stream", "sequence", "address"),
-        *("changes", "stored", "removed", "left", "tenant", "space", "tier", "keys"),
+    words = (Hello, Delta, Stored, Removed, Left, SnapshotPart, FeedBeat, Registry, EngineEntry)
+    assert {name for word in words for name in word.__struct_fields__} == {
+        *("node", "incarnation", "stream", "sequence", "address"),
+        *("changes", "stored", "tenant", "space", "tier", "keys"),
         *("engine", "rank", "number", "is_last", "load"),
-        *("registry", "engines", "model", "role", "queue"),
+        *("engines", "model", "role", "queue"),
     }
-    figures = {field.type for field in pb.Load.DESCRIPTOR.fields}
-    assert figures == {pb.Load.DESCRIPTOR.fields[0].TYPE_UINT64}, "a node's load is numbers"
+    assert {str(field.type) for field in fields(Load)} == {str(U64)}, "a node's load is numbers"
     keys = make_keys(3, seed="secret")
     with (
         site.index("i1", "--log-level", "debug") as index,

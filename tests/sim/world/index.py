@@ -18,10 +18,11 @@ from kvstore.client.index import IndexUnavailable, Members
 from kvstore.index.feed import OUT_MS
 from kvstore.index.index import Answer, Index
 from kvstore.indexer.service import IndexService
-from kvstore.proto import feeds, index_pb2 as pb
+from kvstore.proto import forms
 from kvstore.stores.local import LocalStore
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.units import NS_PER_MS, NS_PER_S
+from kvstore.wire.feed import encode
 from tests.sim.world.copies import Violation
 from tests.sim.world.ground import Ground, Peers
 from tests.sim.world.loop import SimLoop
@@ -59,8 +60,7 @@ class SimReplica:
         )
         service = IndexService(LocalStore(self.index), demands_names=False)
         self.loop.create_task(service.tick())
-        forms = pb.FeedWord.FromString, pb.FeedOrder.SerializeToString
-        handlers = {"Feed": (service.Feed, *forms)}
+        handlers = {"Feed": (service.feed, bytes, encode)}
         self._net.listen(self.address, self.name, self.loop, handlers)
 
     def end(self) -> None:
@@ -81,7 +81,7 @@ class SimReplica:
         answer = self.index.match(tenant, SpaceId(space), keys, self.now_ms)
         for match in answer.matches:
             self._check_lives(match.holder.node)
-        return feeds.answer_of(feeds.reply_of(answer, blocks=len(keys) // KEY_BYTES))
+        return forms.answer_of(forms.reply_of(answer, blocks=len(keys) // KEY_BYTES))
 
     def members(self) -> Members:
         """As the service answers."""

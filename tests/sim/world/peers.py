@@ -55,9 +55,9 @@ from kvstore.peers.feed import FeedLink, FeedLog
 from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.lander import Lander
 from kvstore.peers.pusher import Pusher
-from kvstore.proto import index_pb2
 from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SlotId, SpaceId, Tier
 from kvstore.units import NS_PER_S
+from kvstore.wire.feed import Hello
 from kvstore.wire.peers import PeerHello, PushGrant, encode
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
@@ -166,9 +166,7 @@ class SimPeers:
 
     def _make_links(self) -> tuple[FeedLog, list[FeedLink]]:
         machine, log = self.machine, FeedLog()
-        hello = index_pb2.Hello(
-            node=self.name, incarnation=self.incarnation, address=machine.address
-        )
+        hello = Hello(self.name, Incarnation(self.incarnation), 0, 0, machine.address)
         links = [
             FeedLink(
                 replica.address,

@@ -21,8 +21,8 @@ from kvstore.index.engine_feed import (
     FollowedMemory,
     Phase,
 )
-from kvstore.index.feed import Change, Left, Removed, Stored
 from kvstore.types import SpaceId, Tier
+from kvstore.wire.feed import Change, Left, Removed, Stored
 
 SIZE, SEED = 4, "vllm-none-hash"
 TOKENS = [random.Random(1).randrange(1000) for _ in range(12 * SIZE)]

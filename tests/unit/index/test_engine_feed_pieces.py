@@ -9,7 +9,7 @@ import pytest
 from kvstore.index import engine_feed
 from kvstore.index.chain import block_keys
 from kvstore.index.engine_feed import REPLAY_MS
-from kvstore.index.feed import Stored
+from kvstore.wire.feed import Stored
 from tests.unit.index.test_engine_feed import (
     SEED,
     SIZE,

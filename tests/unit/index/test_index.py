@@ -6,17 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.index.feed import (
-    FORGET_MS,
-    OUT_MS,
-    STALE_MS,
-    Feed,
-    Left,
-    Trust,
-    Verdict,
-)
+from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Feed, Trust, Verdict
 from kvstore.index.index import Holder, Index, Match
 from kvstore.index.places import Place
+from kvstore.wire.feed import Left
 from tests.kit.index_check import check
 from tests.unit.index.words import (
     NODE,

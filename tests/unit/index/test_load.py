@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
-from kvstore.errors import ProtocolError
-from kvstore.index.feed import FeedBeat, Hello
 from kvstore.index.index import Index, Member
-from kvstore.proto import feeds, index_pb2 as pb
+from kvstore.proto import forms, index_pb2 as pb
 from kvstore.types import Incarnation
+from kvstore.wire.feed import FeedBeat, Hello
 from kvstore.wire.load import Load
 
 BUSY = Load(**{name: 2**40 + n for n, name in enumerate(Load.__struct_fields__)})
@@ -45,20 +43,7 @@ def test_the_last_word_counts_until_the_process_is_another() -> None:
     assert known(index).load is None, "the one before is heard no more"
 
 
-def test_it_travels_in_beats_and_answers_whole() -> None:
-    message = feeds.load_message(BUSY)
-    told = pb.FeedWord(beat=pb.Beat(sequence=7, load=message)).SerializeToString()
-    assert feeds.word_of(pb.FeedWord.FromString(told), hello(1)) == FeedBeat(
-        "n", Incarnation(1), 1, 7, BUSY
-    )
-    assert feeds.load_of(pb.Node.FromString(pb.Node(load=message).SerializeToString())) == BUSY
-    older = pb.FeedWord(beat=pb.Beat(sequence=7))
-    assert feeds.word_of(older, hello(1)) == FeedBeat("n", Incarnation(1), 1, 7, None)
+def test_it_travels_in_answers_whole() -> None:
+    message = pb.Node(load=forms.load_message(BUSY))
+    assert forms.load_of(pb.Node.FromString(message.SerializeToString())) == BUSY
     assert [field.name for field in pb.Load.DESCRIPTOR.fields] == list(Load.__struct_fields__)
-
-
-def test_a_load_that_no_node_has_is_refused() -> None:
-    """Its numbers are added to those of others, and shown to all."""
-    told = pb.FeedWord(beat=pb.Beat(sequence=7, load=pb.Load(dram_bytes=2**64 - 1)))
-    with pytest.raises(ProtocolError, match="dram_bytes"):
-        feeds.word_of(told, hello(1))

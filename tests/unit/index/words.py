@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 
-from kvstore.index.feed import (
+from kvstore.index.feed import FeedClosed
+from kvstore.index.index import Holder, Index
+from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.wire.feed import (
     Change,
     Delta,
     FeedBeat,
-    FeedClosed,
     Hello,
     Registry,
     Removed,
     SnapshotPart,
     Stored,
 )
-from kvstore.index.index import Holder, Index
-from kvstore.types import Incarnation, SpaceId, Tier
 from kvstore.wire.load import EngineEntry, Load
 
 SPACE = SpaceId(bytes(32))

@@ -11,17 +11,7 @@ import grpc
 import msgspec
 import pytest
 
-from kvstore.index.feed import (
-    ConnectRefused,
-    Delta,
-    Event,
-    FeedBeat,
-    FeedClosed,
-    Hello,
-    SnapshotPart,
-    Trust,
-    Verdict,
-)
+from kvstore.index.feed import ConnectRefused, Event, FeedClosed, Trust, Verdict
 from kvstore.index.index import Answer, Member
 from kvstore.indexer import service as index
 from kvstore.indexer.service import TOKEN_QUESTIONS_MAX, WATCH_PERIOD_S, IndexService
@@ -29,6 +19,7 @@ from kvstore.ports import IndexStore
 from kvstore.proto import index_pb2 as pb
 from kvstore.types import Incarnation, SpaceId
 from kvstore.units import NS_PER_S
+from kvstore.wire.feed import Delta, FeedBeat, Hello, SnapshotPart
 from tests.sim.world.loop import SimLoop
 from tests.sim.world.net import Aborted
 

@@ -9,12 +9,13 @@ import pytest
 
 from kvstore.config.cluster import ReplicaConfig
 from kvstore.index import native
-from kvstore.index.feed import ConnectRefused, Hello, Trust
+from kvstore.index.feed import ConnectRefused, Trust
 from kvstore.indexer import replica, service as index
 from kvstore.indexer.service import IndexService
 from kvstore.net.aio import LoopThread, persist
 from kvstore.ports import IndexStore
 from kvstore.types import Incarnation, SpaceId
+from kvstore.wire.feed import Hello
 
 
 class Store:

@@ -23,10 +23,10 @@ from kvstore.indexer.replica import Replica
 from kvstore.indexer.shares import CALLS_MAX, WATCHES_MAX
 from kvstore.net.aio import LoopThread
 from kvstore.proto import index_pb2 as pb
-from kvstore.proto.feeds import KEYS_MAX
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.testing.index_process import Lab
 from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.wire.feed import KEYS_MAX
 
 WAIT_S = 60
 SPACE = bytes(KEY_BYTES)

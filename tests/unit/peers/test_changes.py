@@ -9,10 +9,10 @@ import threading
 import pytest
 
 from kvstore.engine.events import Offered, OffersUntold
-from kvstore.index.feed import Left
 from kvstore.peers import changes
 from kvstore.peers.changes import ChangeLog, ChangeReader, Row, key_count
 from kvstore.types import KEY_BYTES, SpaceId, Tier
+from kvstore.wire.feed import Left
 
 ONE_KEY_BYTES = changes.ROW_BYTES + KEY_BYTES
 

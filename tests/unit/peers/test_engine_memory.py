@@ -26,7 +26,6 @@ from kvstore.engine.events import Follow, Offered, Unfollow
 from kvstore.errors import ConfigError
 from kvstore.index import engine_feed
 from kvstore.index.chain import block_keys
-from kvstore.index.feed import Left
 from kvstore.net.clock import MonotonicClock
 from kvstore.peers import engine_memory
 from kvstore.peers.changes import Told
@@ -34,6 +33,7 @@ from kvstore.peers.engine_memory import FRAMES_MAX, EngineMemory
 from kvstore.proto.rows import MemoryReport
 from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.wire.engine_events import PAYLOAD_BYTES_MAX
+from kvstore.wire.feed import Left
 from tests.integration.node.conftest import eventually
 from tests.kit.engine_publisher import (
     BLOCK_TOKENS,

@@ -33,8 +33,6 @@ from kvstore.wire.peers import (
     PayloadBytes,
     ShardBytes,
     SomeKeys,
-    Started,
-    WholeSpace,
 )
 from kvstore.wire.transfer_worker import Reason
 from tests.unit.engine.harness import Hellos
@@ -140,7 +138,7 @@ def test_what_is_not_said_is_nothing(struct: type[msgspec.Struct]) -> None:
         (bounds.Tokens, 1, 2**20),
         (bounds.BlockBytes, 1, 2**40),
         (PayloadBytes, 1, 2**30),
-        (Started, 1, 2**63 - 1),
+        (bounds.Started, 1, 2**63 - 1),
     ],
 )
 def test_a_number_is_taken_up_to_its_bounds(kind: object, least: int, most: int) -> None:
@@ -169,7 +167,7 @@ def test_a_number_is_taken_up_to_its_bounds(kind: object, least: int, most: int)
         (GenerationArray, b"x", 0, 2048 * 8),
         (ChecksumArray, b"x", 0, 2048 * 16),
         (LeaseList, [1], 0, 4096),
-        (WholeSpace, b"x", 32, 32),
+        (bounds.WholeSpace, b"x", 32, 32),
         (SomeKeys, b"x", 32, 2048 * 32),
         (Cells, b"x", 0, 2**20),
         (Flags, b"x", 0, 2048),
