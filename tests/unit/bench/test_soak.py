@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import record
 from bench.scenarios import soak
-from tests.kit.kills import Tally
 
 SAMPLE = {
     "minute": 0.0,
@@ -61,34 +59,11 @@ def test_growth_leaves_the_warm_up_out() -> None:
     assert record.growth(samples([5.0]))["rss_mib"] == 0.0
 
 
-def test_the_page_says_what_was_done() -> None:
-    text = soak.page(result())
-    for words in (
-        "1,200",
-        "| seeds a second | 6.7 |",
-        "60: 1,000, 250: 200",
-        "700,000",
-        "| kill -9 of real processes | 7 |",
-        "3.0 GiB",
-        "**0**",
-    ):
-        assert words in text
-    assert "stopped early" not in text
-    assert "Violation" not in text
-
-
 def test_the_page_tells_violations_and_an_early_end() -> None:
     told = {"kills": ["block 12 is wrong; again: python -m tests.kit.kills --seed 3"]}
     text = soak.page(result(stopped_early=True, violations=1, violations_told=told))
     assert "It was stopped early." in text
     assert "Violation, kills: block 12 is wrong; again: python -m" in text
-
-
-def test_the_page_says_how_to_see_it_again_and_where_its_picture_is() -> None:
-    assert "`python bench/scenarios/soak.py --minutes 3 --seed 1`" in soak.page(result())
-    text = soak.page(result(name="night", asked_minutes=0.5))
-    assert "`python bench/scenarios/soak.py --minutes 0.5 --seed 1 --name night`" in text
-    assert "(night.png)" in text
 
 
 def test_no_seed_is_no_proof() -> None:
@@ -121,17 +96,3 @@ def test_the_world_is_counted_and_its_violations_told() -> None:
     world.take("", "it broke", 3)
     assert world.violations[0].startswith("['seed 7']; again: python -m tests.sim.world")
     assert "ended with 3" in world.violations[1]
-
-
-def test_kills_of_several_nodes_are_added_up(tmp_path: Path) -> None:
-    killing = soak.Killing(tmp_path, 1)
-
-    class Cycles:
-        tally = Tally(cycles=2, kills=Counter({"storing rank": 2}), slowest_s=0.5)
-
-    for _ in range(2):
-        killing.cycles = Cycles()  # type: ignore[assignment]
-        killing.close()
-    assert killing.total.cycles == 4
-    assert killing.total.kills == Counter({"storing rank": 4})
-    assert killing.seed == 3

@@ -17,7 +17,7 @@ import pytest
 
 from kvstore.demo.engine import EngineError, VllmServer
 from kvstore.demo.engine_config import SERVED_NAME
-from tests.kit.engines import EngineConfig, EngineServer, abandon
+from tests.kit.engines import EngineConfig, EngineServer
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -104,16 +104,6 @@ def test_an_answer_that_is_no_completion_is_an_error(
     answering.status, answering.text = status, text
     with pytest.raises(EngineError, match=message):
         engine.complete((1,), max_tokens=1)
-
-
-def test_a_request_is_abandoned_when_told_or_never_is_an_error(
-    engine: EngineServer, answering: AnsweringServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    abandon(engine, (1, 2), max_tokens=3, until=lambda: bool(answering.bodies))
-    assert json.loads(answering.bodies[0])["prompt"] == [1, 2]
-    monkeypatch.setattr("tests.kit.engines.GIVE_UP_S", 0.05)
-    with pytest.raises(EngineError, match="did not come"):
-        abandon(engine, (1,), max_tokens=1, until=lambda: False)
 
 
 def test_an_ended_engine_is_an_error(engine: EngineServer, answering: AnsweringServer) -> None:

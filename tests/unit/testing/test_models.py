@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvstore.demo.models import RECIPE_FILE, Recipe, main, read_recipe
-from tests.kit.models import SHAPES, build_model
+from tests.kit.models import build_model
 from tests.kit.sensitivity import measure_sensitivity
 
 needs_torch = pytest.mark.engine
@@ -22,12 +22,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def weights(directory: Path) -> bytes:
     return (directory / "model.safetensors").read_bytes()
-
-
-def test_kv_bytes_per_token_are_those_of_the_documents() -> None:
-    assert SHAPES["bench"].kv_bytes_per_token(2) == 16 << 10
-    assert SHAPES["medium"].kv_bytes_per_token(4) == 16 << 10
-    assert SHAPES["tiny"].kv_bytes_per_token(4) == 4 << 10
 
 
 def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.programs import PACKAGES, need
+from tests.kit.programs import PACKAGES
 
 SCRIPT = Path(__file__).resolve().parents[3] / ".ci" / "programs"
 TOOLS = ("bash", "dirname", "grep")
@@ -82,13 +82,3 @@ def test_root_installs_what_is_missing(bare: Path, *, works: bool) -> None:
         assert [line.partition(" are left out")[0] for line in rest] == [
             f"kvstore: the tests that need {missing}"
         ]
-
-
-def test_a_test_without_its_program_is_left_out_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(pytest.skip.Exception, match="ip is not installed: apt-get install iprou"):
-        need("ip")
-    monkeypatch.setattr(shutil, "which", str)
-    need("ip")

@@ -142,11 +142,3 @@ def test_rounds_at_a_time_are_the_same_turns() -> None:
         for turn in reversed(together):
             conversations.answer(turn, [turn.user, turn.round, 255])
     assert turns == replay(PLAN)
-
-
-def test_no_turn_is_answered_twice() -> None:
-    conversations = Conversations(PLAN, encode)
-    first, *_ = next(conversations.rounds())
-    conversations.answer(first, [1])
-    with pytest.raises(AssertionError, match="another turn"):
-        conversations.answer(first, [1])
