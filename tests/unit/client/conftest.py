@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.hits import HitRules
+from kvstore.client.core.hits import HitRules, Outcome
+from kvstore.client.core.plan import LoadJob
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
@@ -101,6 +102,37 @@ class ScriptedNode:
             generations=np.full(shards, 5, dtype="<u8").tobytes(),
             checksums=b"x" * 16 * shards if ask.with_checksums else b"",
         )
+
+    def holding(self, count: int, held: int | None = None, *, credits: int = 0) -> list[bytes]:
+        """A prompt of so many blocks, of which it holds the first `held`, or all; attached."""
+        keys = chain("a", count)
+        self.keys = set(keys[:held])
+        self.attach(credits)
+        return keys
+
+    def arrive(self, request: str, keys: list[bytes]) -> None:
+        tokens = len(keys) * BLOCK_TOKENS + 3
+        self.core.new_request(request, keys, prompt_tokens=tokens, now_ns=self.now_ns)
+
+    def match(self, request: str, local: int = 0) -> Outcome:
+        return self.core.match(request, local_tokens=local * BLOCK_TOKENS, now_ns=self.now_ns)
+
+    def look_up(self, request: str, keys: list[bytes], local: int = 0) -> None:
+        """It arrives and asks; what the core sent is answered."""
+        self.arrive(request, keys)
+        self.match(request, local)
+        self.exchange()
+
+    def allocate(self, request: str, blocks: list[int], loaded: int) -> None:
+        """It has these blocks, and loads so many."""
+        tokens = loaded * BLOCK_TOKENS
+        self.core.allocated(request, tables=(blocks,), external_tokens=tokens, now_ns=self.now_ns)
+
+    def load(self, request: str, blocks: list[int], loaded: int) -> LoadJob:
+        """The same, and the job of the next step."""
+        self.allocate(request, blocks, loaded)
+        (job,) = self.core.plan((), self.now_ns).loads
+        return job
 
     def of(self, kind: type[m.Message]) -> list[m.Message]:
         return [message for message in self.sent if isinstance(message, kind)]

@@ -111,6 +111,13 @@ def run(core: RankCore, outcome: Callable[[Copy], Outcome] | None = None) -> lis
     return copies
 
 
+def begun(core: RankCore, count: int = 1) -> list[Copy]:
+    """So many copies, in flight."""
+    copies = [core.next_copy() for _ in range(count)]
+    assert None not in copies
+    return [copy for copy in copies if copy is not None]
+
+
 def plan(*jobs: LoadJob | StoreJob) -> StepPlan:
     return StepPlan(
         loads=tuple(job for job in jobs if isinstance(job, LoadJob)),

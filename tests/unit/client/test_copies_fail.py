@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvstore.client.core.scheduler import Hit, Miss
 from tests.kit.cores import is_serving
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
-from tests.unit.client.test_lookups import arrive, ask, ended, load
+from tests.unit.client.test_lookups import ended
 from tests.unit.client.test_shadow import lookup
 
 HIT = Hit(3 * BLOCK_TOKENS)
@@ -16,8 +16,7 @@ def begin(node: ScriptedNode, name: str) -> int:
     keys = chain(name, 3)
     node.keys |= set(keys)
     assert lookup(node, name, keys) == HIT
-    load(node, name, [1, 2, 3], 3)
-    (job,) = node.core.plan((), node.now_ns).loads
+    job = node.load(name, [1, 2, 3], 3)
     return job.lease
 
 
@@ -28,10 +27,8 @@ def fail(node: ScriptedNode, name: str) -> None:
 def answer(node: ScriptedNode, name: str) -> object:
     keys = chain(name, 3)
     node.keys |= set(keys)
-    arrive(node, name, keys)
-    ask(node, name)
-    node.exchange()
-    return ask(node, name)
+    node.look_up(name, keys)
+    return node.match(name)
 
 
 def test_three_failed_loads_open_it_though_every_question_was_answered(node: ScriptedNode) -> None:

@@ -43,6 +43,7 @@ from tests.unit.client.rank_kit import (
     SPACE,
     SUM,
     WELCOME,
+    begun,
     load,
     plan,
     run,
@@ -112,8 +113,7 @@ def test_a_request_is_loaded_with_the_last_of_its_groups() -> None:
     core.take_report()
     assert not core.has_loaded_request
     core.submit(plan(load(5, 1, 1, lease=2), load(5, 2, 1, lease=3)))
-    copy = core.next_copy()
-    assert copy is not None
+    (copy,) = begun(core)
     core.finished(copy, Copied(SUM))
     assert core.has_loaded_request, "another request's loads are not waited for"
 
@@ -246,8 +246,7 @@ def test_a_rank_that_serves_no_session_obeys_no_plan_of_session_zero() -> None:
 def test_quiesce_waits_for_the_copy_in_flight_only() -> None:
     core = serving()
     core.submit(plan(load(5, 0, 3), load(5, 10, 1, lease=2), store(5, 20, 2)))
-    copy = core.next_copy()
-    assert copy is not None
+    (copy,) = begun(core)
     core.received(Quiesce(6, columns=(ShardColumn(COLUMN),)))
     assert core.take_outbox() == []
     ended = core.take_report()
@@ -264,8 +263,7 @@ def test_quiesce_waits_for_the_copy_in_flight_only() -> None:
 def test_a_store_in_flight_over_a_session_change_is_not_sealed() -> None:
     core = serving()
     core.submit(plan(store(5, 0, 2)))
-    copy = core.next_copy()
-    assert copy is not None
+    (copy,) = begun(core)
     core.received(Quiesce(6, columns=(ShardColumn(COLUMN),)))
     assert core.reading.keys() == {0, 1}
     core.finished(copy, Copied(SUM))
@@ -375,8 +373,7 @@ def test_a_replica_loads_but_stores_and_seals_nothing() -> None:
 def test_column_and_role_are_those_of_the_session_not_of_the_one_asked_for() -> None:
     core = serving(column=1)
     core.submit(plan(store(5, 0, 1)))
-    copy = core.next_copy()
-    assert copy is not None
+    (copy,) = begun(core)
     core.received(Quiesce(6, columns=(ShardColumn(0, writes=False),)))
     core.finished(copy, Copied(SUM))
     core.submit(plan(load(6, 4, 1), store(6, 8, 1, job=2)))
@@ -418,8 +415,7 @@ def test_a_fenced_store_overtakes_and_its_fence_ends_with_the_copy() -> None:
     assert core.fence((11, 99))
     order = []
     while core.fence((11, 99)):
-        copy = core.next_copy()
-        assert copy is not None
+        (copy,) = begun(core)
         order.append(copy.block_id)
         core.finished(copy, Copied(SUM))
     assert order == [10, 11]
@@ -429,8 +425,7 @@ def test_a_fenced_store_overtakes_and_its_fence_ends_with_the_copy() -> None:
 def test_a_fence_given_up_spoils_the_copy_in_flight_that_reads_it() -> None:
     core = serving()
     core.submit(plan(store(5, 0, 3, job=1), store(5, 10, 2, job=2)))
-    copy = core.next_copy()
-    assert copy is not None
+    (copy,) = begun(core)
     core.give_up((0, 11))
     assert core.reading.keys() == {0, 1, 2}
     assert [type(m) for m in core.take_outbox()] == [Drop]  # job 2, whole
@@ -450,8 +445,7 @@ def test_a_fence_given_up_spoils_the_copy_in_flight_that_reads_it() -> None:
 def test_a_fence_given_up_leaves_other_copies_and_later_ones_alone() -> None:
     core = serving()
     core.submit(plan(store(5, 0, 2)))
-    first = core.next_copy()
-    assert first is not None
+    (first,) = begun(core)
     core.give_up((1,))
     core.finished(first, Copied(SUM))
     assert [type(m) for m in core.take_outbox()] == [Seal, Drop]

@@ -19,7 +19,7 @@ from kvstore.client.core.plan import CompareResult, StepPlan, StoreJob, refuse
 from kvstore.client.core.rank import RankCore
 from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import Distrust, Quiesce
-from tests.unit.client.rank_kit import SUM, load, plan, run, serving, store
+from tests.unit.client.rank_kit import SUM, begun, load, plan, run, serving, store
 
 
 def compare(session: int, first: int, count: int, *, job: int = 9) -> StoreJob:
@@ -71,8 +71,7 @@ def test_a_block_that_is_overwritten_meanwhile_is_not_compared() -> None:
     core = serving()
     core.submit(plan(compare(5, 0, 3)))
     assert core.reading.keys() == {0, 1, 2}
-    copy = core.next_copy()
-    assert copy is not None
+    (copy,) = begun(core)
     assert core.fence([0, 1])
     core.give_up([0])
     core.finished(copy, CopyCompared(1.4, True))

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from kvstore.client.core.copies import Copied, Copy, CopyVoid
-from kvstore.client.core.rank import RankCore
+from kvstore.client.core.copies import Copied, CopyVoid
 from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import Drop, Quiesce, Quiet, Seal, Verified, slots_array
-from tests.unit.client.rank_kit import COLUMN, SUM, load, plan, serving, store
-
-
-def begun(core: RankCore, count: int) -> list[Copy]:
-    """Copies in flight."""
-    copies = [core.next_copy() for _ in range(count)]
-    assert None not in copies
-    return [copy for copy in copies if copy is not None]
+from tests.unit.client.rank_kit import COLUMN, SUM, begun, load, plan, serving, store
 
 
 def test_a_load_ends_with_the_last_of_its_copies_whichever_that_is() -> None:

@@ -10,21 +10,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.client.core.copies import Copied, Copy, CopyCompared
+from kvstore.client.core.copies import Copied, CopyCompared
 from kvstore.client.core.rank import RankCore
 from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import Drop, Quiesce, Quiet, Seal, slots_array
-from tests.unit.client.rank_kit import COLUMN, SUM, plan, serving, store
+from tests.unit.client.rank_kit import COLUMN, SUM, begun, plan, serving, store
 
 
 @pytest.fixture
 def core() -> RankCore:
     return serving(copies_max=8, is_fenced_late=True)
-
-
-def begun(core: RankCore, count: int) -> list[Copy]:
-    copies = [core.next_copy() for _ in range(count)]
-    return [copy for copy in copies if copy is not None]
 
 
 def end(core: RankCore, count: int) -> None:

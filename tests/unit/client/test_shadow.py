@@ -12,18 +12,17 @@ from kvstore.client.core.scheduler import PENDING, Hit, Miss
 from kvstore.client.core.shadow import BLOCKS_MAX
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
-from tests.unit.client.test_lookups import arrive, ask, load
 
 SHADOW = Miss("shadow check")
 
 
 def lookup(node: ScriptedNode, request: str, keys: list[bytes], *, local: int = 0) -> object:
     """Ask until there is an answer."""
-    arrive(node, request, keys)
+    node.arrive(request, keys)
     node.exchange()
-    assert ask(node, request, local) is PENDING
+    assert node.match(request, local) is PENDING
     node.exchange()
-    return ask(node, request, local)
+    return node.match(request, local)
 
 
 def shadowed(
@@ -35,7 +34,7 @@ def shadowed(
     node.keys = set(keys[:held])
     node.attach()
     assert lookup(node, "r", keys, local=local) == SHADOW
-    load(node, "r", list(range(100, 100 + count)), 0)
+    node.allocate("r", list(range(100, 100 + count)), 0)
     return node, keys
 
 
@@ -79,7 +78,7 @@ def test_what_is_computed_from_blocks_of_older_weights_is_not_compared() -> None
     node.keys = set(keys)
     node.attach()
     assert lookup(node, "r", keys, local=1) == SHADOW
-    load(node, "r", list(range(100, 104)), 0)
+    node.allocate("r", list(range(100, 104)), 0)
     assert compute(node, keys, 4) == []
     assert any(isinstance(message, m.LeaseRelease) for message in node.exchange())
 
@@ -97,7 +96,7 @@ def test_every_nth_hit_is_computed_whatever_misses_come_between() -> None:
         node.keys |= set(keys)
         answers.append(lookup(node, f"r{i}", keys))
         loaded = 3 if isinstance(answers[-1], Hit) else 0
-        load(node, f"r{i}", [1, 2, 3], loaded)
+        node.allocate(f"r{i}", [1, 2, 3], loaded)
         node.core.plan((), node.now_ns)
     hit = Hit(3 * BLOCK_TOKENS)
     assert answers == [hit, hit, SHADOW] * 3
@@ -118,14 +117,12 @@ def test_of_hits_at_the_same_time_one_is_chosen() -> None:
     first = chain("first", 3)
     node.keys = set(first)
     assert lookup(node, "first", first) == Hit(3 * BLOCK_TOKENS)
-    load(node, "first", [1, 2, 3], 3)
+    node.allocate("first", [1, 2, 3], 3)
     chains = [chain(f"k{i}", 3) for i in range(4)]
     node.keys = {key for keys in chains for key in keys}
     for i, keys in enumerate(chains):
-        arrive(node, f"r{i}", keys)
-        ask(node, f"r{i}")
-    node.exchange()
-    answers = [ask(node, f"r{i}") for i, keys in enumerate(chains)]
+        node.look_up(f"r{i}", keys)
+    answers = [node.match(f"r{i}") for i, keys in enumerate(chains)]
     assert answers.count(SHADOW) == 1
 
 
@@ -134,7 +131,7 @@ def test_it_asks_for_checksums_and_repeats_its_answer() -> None:
     (asked,) = node.of(m.LeaseAsk)
     assert isinstance(asked, m.LeaseAsk)
     assert asked.with_checksums
-    assert [ask(node, "r") for _ in range(3)] == [SHADOW] * 3
+    assert [node.match("r") for _ in range(3)] == [SHADOW] * 3
     assert node.core.lookups.leases_open == 1
     assert node.core.stats.take()["misses:shadow check"] == 1
 
@@ -251,8 +248,8 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
     node, keys = shadowed()
     (first,) = compute(node, keys, 2)
     done(node, first)
-    assert ask(node, "r") == SHADOW  # it is admitted again
-    load(node, "r", [], 0)
+    assert node.match("r") == SHADOW  # it is admitted again
+    node.allocate("r", [], 0)
     assert compute(node, keys, 1) == []
     (job,) = compute(node, keys, 4)
     assert job.block_ids == (102, 103)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvstore.client.core.plan import LoadResult, RankReport, StoreJob
@@ -30,6 +32,13 @@ def step(
     return jobs[0] if jobs else None
 
 
+def stored(node: ScriptedNode, request: str, **changes: Any) -> StoreJob:
+    """The job of a step that stores."""
+    job = step(node, request, **changes)
+    assert job is not None
+    return job
+
+
 def begin(node: ScriptedNode, request: str, keys: list[bytes], local: int = 0) -> None:
     node.core.new_request(request, keys, prompt_tokens=len(keys) * BLOCK_TOKENS, now_ns=node.now_ns)
     node.exchange()
@@ -40,16 +49,13 @@ def begin(node: ScriptedNode, request: str, keys: list[bytes], local: int = 0) -
 
 
 def test_blocks_are_stored_in_the_step_that_completes_them(node: ScriptedNode) -> None:
-    keys = chain("a", 5)
-    node.attach(credits=10)
+    keys = node.holding(5, 0, credits=10)
     begin(node, "r", keys)
-    first = step(node, "r", computed=3 * BLOCK_TOKENS - 1)
-    assert first is not None
+    first = stored(node, "r", computed=3 * BLOCK_TOKENS - 1)
     assert first.keys == b"".join(keys[:2])
     assert first.block_ids == (100, 101)
     assert step(node, "r", computed=3 * BLOCK_TOKENS - 1) is None
-    second = step(node, "r", computed=5 * BLOCK_TOKENS)
-    assert second is not None
+    second = stored(node, "r", computed=5 * BLOCK_TOKENS)
     assert second.block_ids == (102, 103, 104)
     node.core.reported(
         RankReport(rank=0, session=1, blocks_sealed=4, blocks_dropped=1, store_bytes=9, store_ns=7),
@@ -65,51 +71,42 @@ def test_blocks_are_stored_in_the_step_that_completes_them(node: ScriptedNode) -
 @pytest.mark.parametrize("store", ["all", "prompt"])
 def test_a_block_waits_for_the_tokens_that_its_drafts_depend_on(store: str) -> None:
     node = ScriptedNode(lookahead_tokens=2, store=store)
-    keys = chain("a", 2)
-    node.attach(credits=10)
+    keys = node.holding(2, 0, credits=10)
     begin(node, "r", keys)
     assert step(node, "r", computed=BLOCK_TOKENS + 1) is None
     # Drafts are no known tokens.
     assert step(node, "r", computed=BLOCK_TOKENS + 5, known=BLOCK_TOKENS + 1) is None
-    job = step(node, "r", computed=BLOCK_TOKENS + 2)
-    assert job is not None
+    job = stored(node, "r", computed=BLOCK_TOKENS + 2)
     assert job.block_ids == (100,)
     assert step(node, "r", computed=2 * BLOCK_TOKENS) is None
-    job = step(node, "r", computed=2 * BLOCK_TOKENS + 2)
-    assert job is not None
+    job = stored(node, "r", computed=2 * BLOCK_TOKENS + 2)
     assert job.block_ids == (101,)
 
 
 def test_draft_tokens_never_complete_a_block(node: ScriptedNode) -> None:
-    keys = chain("a", 2)
-    node.attach(credits=10)
+    keys = node.holding(2, 0, credits=10)
     begin(node, "r", keys)
-    job = step(node, "r", computed=2 * BLOCK_TOKENS + 3, known=2 * BLOCK_TOKENS - 1)
-    assert job is not None
+    job = stored(node, "r", computed=2 * BLOCK_TOKENS + 3, known=2 * BLOCK_TOKENS - 1)
     assert job.block_ids == (100,)
 
 
 def test_without_credits_the_chains_start_is_stored_first_and_the_rest_later(
     node: ScriptedNode,
 ) -> None:
-    keys = chain("a", 5)
-    node.attach(credits=2)
+    keys = node.holding(5, 0, credits=2)
     begin(node, "r", keys)
-    job = step(node, "r", computed=5 * BLOCK_TOKENS)
-    assert job is not None
+    job = stored(node, "r", computed=5 * BLOCK_TOKENS)
     assert job.keys == b"".join(keys[:2])
     assert step(node, "r", computed=5 * BLOCK_TOKENS + 1) is None
     assert node.core.stats.take()["store_blocks_without_credit"] == 3
     node.grant(4, first_slot=320)
-    rest = step(node, "r", computed=5 * BLOCK_TOKENS + 2)
-    assert rest is not None
+    rest = stored(node, "r", computed=5 * BLOCK_TOKENS + 2)
     assert rest.keys == b"".join(keys[2:])
     assert m.slots_array(rest.slots).tolist() == [320, 336, 352]
 
 
 def test_equal_prompts_are_stored_once(node: ScriptedNode) -> None:
-    keys = chain("a", 3)
-    node.attach(credits=10)
+    keys = node.holding(3, 0, credits=10)
     begin(node, "r1", keys)
     begin(node, "r2", keys)
     assert step(node, "r1", computed=3 * BLOCK_TOKENS) is not None
@@ -117,14 +114,12 @@ def test_equal_prompts_are_stored_once(node: ScriptedNode) -> None:
 
 
 def test_what_the_node_lost_since_is_stored_again(node: ScriptedNode) -> None:
-    keys = chain("a", 3)
-    node.attach(credits=10)
+    keys = node.holding(3, 0, credits=10)
     begin(node, "r1", keys)
     assert step(node, "r1", computed=3 * BLOCK_TOKENS) is not None
     node.keys = set(keys[:1])  # the others were evicted
     begin(node, "r2", keys, local=3)
-    job = step(node, "r2", computed=3 * BLOCK_TOKENS)
-    assert job is not None
+    job = stored(node, "r2", computed=3 * BLOCK_TOKENS)
     assert job.keys == b"".join(keys[1:])
 
 
@@ -133,8 +128,7 @@ def test_loaded_and_known_blocks_are_not_stored_again(node: ScriptedNode) -> Non
     node.keys = set(keys[:2])
     node.attach(credits=10)
     begin(node, "r", keys)
-    job = step(node, "r", computed=4 * BLOCK_TOKENS)
-    assert job is not None
+    job = stored(node, "r", computed=4 * BLOCK_TOKENS)
     assert job.keys == b"".join(keys[2:])
 
 
@@ -157,18 +151,15 @@ def test_nothing_is_stored_while_the_requests_load_runs(node: ScriptedNode) -> N
 
 def test_only_the_prompt_is_stored_when_asked_so() -> None:
     node = ScriptedNode(store="prompt")
-    keys = chain("a", 4)
-    node.attach(credits=10)
+    keys = node.holding(4, 0, credits=10)
     node.core.new_request("r", keys[:2], prompt_tokens=2 * BLOCK_TOKENS + 9, now_ns=node.now_ns)
-    job = step(node, "r", computed=4 * BLOCK_TOKENS)
-    assert job is not None
+    job = stored(node, "r", computed=4 * BLOCK_TOKENS)
     assert job.keys == b"".join(keys[:2])
 
 
 def test_nothing_is_stored_when_asked_so() -> None:
     node = ScriptedNode(store="none")
-    keys = chain("a", 4)
-    node.attach(credits=10)
+    keys = node.holding(4, 0, credits=10)
     begin(node, "r", keys)
     assert step(node, "r", computed=4 * BLOCK_TOKENS) is None
     assert node.core.settled_tokens("r", computed_tokens=512, known_tokens=512) == 0
@@ -177,11 +168,9 @@ def test_nothing_is_stored_when_asked_so() -> None:
 def test_a_block_that_is_handed_out_again_is_fenced_until_every_rank_read_it(
     node: ScriptedNode,
 ) -> None:
-    keys = chain("a", 2)
-    node.attach(credits=10)
+    keys = node.holding(2, 0, credits=10)
     begin(node, "r", keys)
-    job = step(node, "r", computed=2 * BLOCK_TOKENS, table=[7, 8])
-    assert job is not None
+    job = stored(node, "r", computed=2 * BLOCK_TOKENS, table=[7, 8])
     node.core.finished("r")
     assert node.core.plan((8, 9), node.now_ns).fence_blocks == (8,)
     assert node.core.plan((8, 9), node.now_ns).fence_blocks == (8,)
@@ -233,8 +222,7 @@ def test_loads_outlast_a_plan_that_fails(
 
 
 def test_an_idle_engine_steps_for_copies_only_for_a_bounded_time(node: ScriptedNode) -> None:
-    keys = chain("a", 2)
-    node.attach(credits=10)
+    keys = node.holding(2, 0, credits=10)
     begin(node, "r", keys)
     step(node, "r", computed=2 * BLOCK_TOKENS)
     assert node.core.has_pending_work(node.now_ns)
@@ -249,8 +237,7 @@ def test_credits_of_another_session_are_not_taken(node: ScriptedNode) -> None:
 
 
 def test_a_restarted_node_is_told_everything_again(node: ScriptedNode) -> None:
-    keys = chain("a", 2)
-    node.attach(credits=10)
+    keys = node.holding(2, 0, credits=10)
     begin(node, "r1", keys)
     step(node, "r1", computed=2 * BLOCK_TOKENS)
     node.core.attachment.disconnected(node.now_ns, "gone")
@@ -263,8 +250,7 @@ def test_a_restarted_node_is_told_everything_again(node: ScriptedNode) -> None:
     node.give(m.SessionOpen(session=5, shard_counts=(1,)))
     node.grant(5)
     node.core.new_request("r2", keys, prompt_tokens=256, now_ns=node.now_ns)
-    job = step(node, "r2", computed=2 * BLOCK_TOKENS)
-    assert job is not None
+    job = stored(node, "r2", computed=2 * BLOCK_TOKENS)
     assert job.session == 5
 
 
@@ -284,8 +270,7 @@ def test_what_an_engine_holds_over_a_reset_is_not_stored(node: ScriptedNode) -> 
     begin(node, "reader", reader, local=2)
     assert step(node, "reader", computed=3 * BLOCK_TOKENS) is None
     begin(node, "fresh", fresh)
-    job = step(node, "fresh", computed=3 * BLOCK_TOKENS)
-    assert job is not None
+    job = stored(node, "fresh", computed=3 * BLOCK_TOKENS)
     assert len(job.block_ids) == 3
 
 
@@ -300,8 +285,7 @@ def test_what_is_computed_after_a_reset_that_emptied_the_engine_is_stored(
     reattach(node, emptied=True)
     begin(node, "reader", reader, local=1)
     for name in ("waiting", "reader"):
-        job = step(node, name, computed=3 * BLOCK_TOKENS)
-        assert job is not None
+        job = stored(node, name, computed=3 * BLOCK_TOKENS)
         assert len(job.block_ids) == 3
 
 

@@ -31,16 +31,6 @@ class Disk(ScriptedNode):
         )
 
 
-def arrive(node: ScriptedNode, request: str, keys: list[bytes]) -> None:
-    node.core.new_request(
-        request, keys, prompt_tokens=len(keys) * BLOCK_TOKENS + 3, now_ns=node.now_ns
-    )
-
-
-def ask(node: ScriptedNode, request: str, local: int = 0) -> object:
-    return node.core.match(request, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
-
-
 def load(node: ScriptedNode, request: str, blocks: int, local: int = 0) -> int:
     node.core.allocated(
         request,
@@ -83,15 +73,15 @@ def test_a_hit_with_the_time_of_every_step(pace_ns: int) -> None:
     node.attach()
     if pace_ns:
         node.core.costs.compute.told(pace_ns)
-    arrive(node, "r", keys)
+    node.arrive("r", keys)
     node.wait(7)
-    ask(node, "r", local=1)
+    node.match("r", local=1)
     node.wait(2)
     node.exchange()
     node.wait(1)
-    assert ask(node, "r", local=1) == Hit(3 * BLOCK_TOKENS)
+    assert node.match("r", local=1) == Hit(3 * BLOCK_TOKENS)
     node.wait(50)
-    assert ask(node, "r", local=1) == Hit(3 * BLOCK_TOKENS), "no room for it until now"
+    assert node.match("r", local=1) == Hit(3 * BLOCK_TOKENS), "no room for it until now"
     lease = load(node, "r", 3, local=1)
     assert node.core.requests["r"].file_tokens == 2 * BLOCK_TOKENS
     report(node, "r", lease)
@@ -113,10 +103,8 @@ def test_hits_are_counted_by_tier() -> None:
     node.keys = set(keys)
     node.from_file, node.from_peer = 2, 1
     node.attach()
-    arrive(node, "r", keys)
-    ask(node, "r")
-    node.exchange()
-    ask(node, "r")
+    node.look_up("r", keys)
+    node.match("r")
     load(node, "r", 4)
     counts = node.core.stats.take()
     assert counts["hit_tokens:file"] == 2 * BLOCK_TOKENS
@@ -130,18 +118,16 @@ def test_what_comes_while_it_waits_is_from_disk_too() -> None:
     node.keys = set(keys[:1])
     node.coming = 2
     node.attach()
-    arrive(node, "r", keys)
-    ask(node, "r")
-    node.exchange()
+    node.look_up("r", keys)
     node.wait(4)
     slots, generations = bytes(2 * 4), bytes(2 * 8)
     (asked,) = node.of(m.LeaseAsk)
     assert isinstance(asked, m.LeaseAsk)
     more = m.LeaseMore(asked.lease, slots, generations, checksums=b"x" * 32, from_file=2)
     node.give(more)
-    assert ask(node, "r") == Hit(3 * BLOCK_TOKENS)
+    assert node.match("r") == Hit(3 * BLOCK_TOKENS)
     node.wait(50)
-    assert ask(node, "r") == Hit(3 * BLOCK_TOKENS), "the engine had no room until now"
+    assert node.match("r") == Hit(3 * BLOCK_TOKENS), "the engine had no room until now"
     report(node, "r", load(node, "r", 3))
     story = finish(node, "r")
     assert (story.file_tokens, story.promotion_ns) == (2 * BLOCK_TOKENS, 4 * NS_PER_MS)
@@ -152,10 +138,8 @@ def test_a_load_that_fails_keeps_what_was_loaded_and_the_reason() -> None:
     node.keys = set(keys)
     node.from_file = 3
     node.attach()
-    arrive(node, "r", keys)
-    ask(node, "r")
-    node.exchange()
-    ask(node, "r")
+    node.look_up("r", keys)
+    node.match("r")
     lease = load(node, "r", 3)
     report(node, "r", lease, loaded_blocks=1, failed_block_ids=(1, 2), reason="w" * 300)
     story = finish(node, "r")
@@ -168,7 +152,7 @@ def test_a_request_of_one_step_has_its_first_token_at_the_end_of_that_step(
 ) -> None:
     node.attach()
     keys = chain("p", 4)
-    arrive(node, "r", keys)
+    node.arrive("r", keys)
     node.core.plan((), node.now_ns, computed_tokens=4 * BLOCK_TOKENS)
     story = node.core.finished("r", now_ns=node.now_ns + 70 * 10**6)
     assert story is not None
@@ -177,7 +161,7 @@ def test_a_request_of_one_step_has_its_first_token_at_the_end_of_that_step(
 
 def test_nothing_is_kept_of_a_request_that_ended(node: ScriptedNode) -> None:
     node.attach()
-    arrive(node, "r", chain("a", 3))
+    node.arrive("r", chain("a", 3))
     finish(node, "r")
     assert not node.core.requests
     assert not node.core._by_tag
@@ -186,19 +170,19 @@ def test_nothing_is_kept_of_a_request_that_ended(node: ScriptedNode) -> None:
 def test_reasons_of_misses(node: ScriptedNode) -> None:
     node.attach()
     keys = chain("a", 3)
-    arrive(node, "never asked", keys)
+    node.arrive("never asked", keys)
     assert finish(node, "never asked") == m.Story(
         request="never asked", prompt_tokens=3 * BLOCK_TOKENS + 3, outcome="not asked"
     )
-    arrive(node, "late", keys)
-    ask(node, "late")
+    node.arrive("late", keys)
+    node.match("late")
     node.core.take_outbox()
     node.wait(21)
-    assert ask(node, "late") == Miss("deadline")
+    assert node.match("late") == Miss("deadline")
     story = finish(node, "late")
     assert (story.outcome, story.lookup_ns) == ("deadline", 21 * NS_PER_MS)
-    arrive(node, "short", keys[:1])
-    ask(node, "short", local=1)
+    node.arrive("short", keys[:1])
+    node.match("short", local=1)
     assert finish(node, "short").outcome == "no full block"
     node.core.left_out("lora", prompt_tokens=9, reason="adapter", now_ns=node.now_ns)
     assert node.core.take_outbox() == [m.Story(request="lora", prompt_tokens=9, outcome="adapter")]
@@ -209,8 +193,8 @@ def test_stories_of_the_time_without_a_node_are_told_when_it_is_back(
 ) -> None:
     keys = chain("a", 3)
     for i in range(STORIES_KEPT_MAX + 6):
-        arrive(node, f"r{i}", keys)
-        assert ask(node, f"r{i}") == Miss("node unreachable")
+        node.arrive(f"r{i}", keys)
+        assert node.match(f"r{i}") == Miss("node unreachable")
         node.core.finished(f"r{i}")
     assert node.core.take_outbox() == []
     node.wait(500)
@@ -229,7 +213,7 @@ def test_stories_of_the_time_without_a_node_are_told_when_it_is_back(
 def test_any_id_of_a_request_can_travel(node: ScriptedNode) -> None:
     node.attach()
     for name in ("x" * 1000, "ß" * 200, "bad \udc80 id", ""):
-        arrive(node, name, chain("a", 1))
+        node.arrive(name, chain("a", 1))
         story = finish(node, name)
         assert m.decode_from_engine(m.encode(story)) == story
         assert len(story.request.encode()) <= m.REQUEST_BYTES_MAX

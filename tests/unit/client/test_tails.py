@@ -55,6 +55,20 @@ def step(
     return jobs[-1] if jobs else None  # those that compare come last
 
 
+def stored(node: PushNode, computed: int, known: int = PROMPT_TOKENS, **changes: Any) -> StoreJob:
+    """The job of a step that has one."""
+    job = step(node, computed, known, **changes)
+    assert job is not None
+    return job
+
+
+def all_comes(node: PushNode) -> None:
+    """A decode request, and then all of its prompt."""
+    arrive(node, decode_part())
+    node.keys = {*KEYS, TAIL}
+    node.give(PushEnd("t", blocks=4))
+
+
 def asked(node: PushNode, *, local: int = 0, keys: Sequence[bytes] = KEYS) -> object:
     node.core.requests["r"].keys = keys
     return node.ask("r", local * BLOCK_TOKENS)
@@ -87,19 +101,16 @@ def node() -> PushNode:
 
 def test_a_prefill_stores_the_tail_with_the_step_that_completes_the_prompt(node: PushNode) -> None:
     arrive(node, prefill_part())
-    job = step(node, PROMPT_TOKENS - 1)
-    assert job is not None
+    job = stored(node, PROMPT_TOKENS - 1)
     assert job.keys == b"".join(KEYS)
     assert node.core.requests["r"].due_tokens == PROMPT_TOKENS
-    job = step(node, PROMPT_TOKENS)
-    assert job is not None
+    job = stored(node, PROMPT_TOKENS)
     assert (job.keys, job.block_ids) == (TAIL, (103,))
 
 
 def test_it_is_stored_once_and_nothing_behind_it(node: PushNode) -> None:
     arrive(node, prefill_part())
-    job = step(node, PROMPT_TOKENS)
-    assert job is not None
+    job = stored(node, PROMPT_TOKENS)
     assert split(job.keys) == [*KEYS, TAIL]
     # Its answer goes on, against the order: the next block is whole.
     assert step(node, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS, keys=chain("x", 5)) is None
@@ -110,12 +121,10 @@ def test_without_a_credit_the_tail_is_stored_later(node: PushNode) -> None:
     while len(credits) > len(KEYS):
         credits.pop()
     arrive(node, prefill_part())
-    job = step(node, PROMPT_TOKENS)
-    assert job is not None
+    job = stored(node, PROMPT_TOKENS)
     assert split(job.keys) == KEYS
     node.grant(1, first_slot=3200)
-    job = step(node, PROMPT_TOKENS + 1, PROMPT_TOKENS + 1)
-    assert job is not None
+    job = stored(node, PROMPT_TOKENS + 1, PROMPT_TOKENS + 1)
     assert job.keys == TAIL
 
 
@@ -165,9 +174,7 @@ def test_a_tail_behind_a_gap_is_not_loaded(node: PushNode) -> None:
 
 def test_behind_the_engines_own_blocks_the_tail_alone_is_loaded() -> None:
     node = PushNode(min_load_tokens=16)
-    arrive(node, decode_part())
-    node.keys = {*KEYS, TAIL}
-    node.give(PushEnd("t", blocks=4))
+    all_comes(node)
     assert asked(node, local=3) == Hit(83)
     job = loaded(node, 83)
     assert (job.keys, job.block_ids) == (TAIL, (103,))
@@ -175,39 +182,31 @@ def test_behind_the_engines_own_blocks_the_tail_alone_is_loaded() -> None:
 
 def test_a_tail_that_is_too_short_is_computed() -> None:
     node = PushNode(min_load_tokens=100)
-    arrive(node, decode_part())
-    node.keys = {*KEYS, TAIL}
-    node.give(PushEnd("t", blocks=4))
+    all_comes(node)
     assert asked(node, local=3) == Miss("cost gate")
 
 
 def test_its_answer_is_stored_under_the_keys_of_whole_blocks(node: PushNode) -> None:
-    arrive(node, decode_part())
-    node.keys = {*KEYS, TAIL}
-    node.give(PushEnd("t", blocks=4))
+    all_comes(node)
     asked(node)
     job = loaded(node, PROMPT_TOKENS)
     result = ended(job)
     node.core.reported(RankReport(0, node.session, loads=(result,)), node.now_ns)
     whole = chain("x", 4)
-    stored = step(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS + 1, keys=whole)
-    assert stored is not None
-    assert (stored.keys, stored.block_ids) == (whole[3], (103,))
+    answer = stored(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS + 1, keys=whole)
+    assert (answer.keys, answer.block_ids) == (whole[3], (103,))
 
 
 def test_what_came_after_the_hint_is_stored_again_only_if_it_could_not_be_loaded(
     node: PushNode,
 ) -> None:
-    arrive(node, decode_part())
-    node.keys = {*KEYS, TAIL}
-    node.give(PushEnd("t", blocks=4))
+    all_comes(node)
     asked(node)
     job = loaded(node, PROMPT_TOKENS)
     result = ended(job, failed=job.block_ids)
     node.core.reported(RankReport(0, node.session, loads=(result,)), node.now_ns)
-    stored = step(node, PROMPT_TOKENS)
-    assert stored is not None
-    assert split(stored.keys) == KEYS
+    answer = stored(node, PROMPT_TOKENS)
+    assert split(answer.keys) == KEYS
 
 
 def test_a_request_that_was_preempted_looks_up_the_whole_block_of_its_answer(
@@ -223,13 +222,10 @@ def test_a_request_that_was_preempted_looks_up_the_whole_block_of_its_answer(
 def test_a_shadow_check_leaves_the_tail_out() -> None:
     """What follows the prompt in that block is this request's own answer."""
     node = PushNode(shadow_every=1)
-    arrive(node, decode_part())
-    node.keys = {*KEYS, TAIL}
-    node.give(PushEnd("t", blocks=4))
+    all_comes(node)
     assert asked(node) == Miss("shadow check")
     node.admit("r")
-    compared = step(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS + 1, keys=chain("x", 4))
-    assert compared is not None
+    compared = stored(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS + 1, keys=chain("x", 4))
     assert (compared.compare, split(compared.keys)) == (True, KEYS)
     done = CompareResult(compared.job, 3, (), 0.0)
     report = RankReport(0, session=node.session, store_jobs_done=(compared.job,), compared=(done,))
@@ -320,9 +316,8 @@ def test_an_answers_block_is_stored_where_the_node_had_the_tail_at_the_hint(node
     job = loaded(node, PROMPT_TOKENS)
     node.core.reported(RankReport(0, node.session, loads=(ended(job),)), node.now_ns)
     whole = chain("x", 5)
-    stored = step(node, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS + 1, keys=whole)
-    assert stored is not None
-    assert split(stored.keys) == whole[3:]
+    answer = stored(node, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS + 1, keys=whole)
+    assert split(answer.keys) == whole[3:]
 
 
 def test_nobody_waits_for_nor_asks_for_a_tail_that_is_not_worth_a_load(node: PushNode) -> None:
@@ -353,9 +348,7 @@ def test_a_tail_that_cannot_be_loaded_makes_no_other_block_be_stored_again() -> 
 
 def test_a_shadow_check_leaves_the_tail_out_after_a_preemption() -> None:
     node = PushNode(shadow_every=1, min_load_tokens=16, store="none")
-    arrive(node, decode_part())
-    node.keys = {*KEYS, TAIL}
-    node.give(PushEnd("t", blocks=4))
+    all_comes(node)
     assert asked(node, local=3) == Miss("shadow check")
     node.admit("r")
     assert step(node, 4 * BLOCK_TOKENS - 1, 4 * BLOCK_TOKENS - 1) is None
@@ -369,9 +362,7 @@ def test_a_shadow_check_leaves_the_tail_out_after_a_preemption() -> None:
 
 def test_two_ranks_of_which_one_cannot_load_the_tail() -> None:
     node = PushNode(rank_count=2)
-    arrive(node, decode_part())
-    node.keys = {*KEYS, TAIL}
-    node.give(PushEnd("t", blocks=4))
+    all_comes(node)
     assert asked(node) == Hit(PROMPT_TOKENS)
     job = loaded(node, PROMPT_TOKENS)
     node.core.reported(RankReport(0, node.session, loads=(ended(job),)), node.now_ns)
@@ -382,9 +373,8 @@ def test_two_ranks_of_which_one_cannot_load_the_tail() -> None:
     assert node.core.lookups.leases_open == 0
     assert isinstance(asked(node, local=3), Miss)
     whole = chain("x", 4)
-    stored = step(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, keys=whole)
-    assert stored is not None
-    assert split(stored.keys)[-1] == whole[3]
+    answer = stored(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, keys=whole)
+    assert split(answer.keys)[-1] == whole[3]
 
 
 @pytest.mark.parametrize("rest", [0, 1, 2, BLOCK_TOKENS - 1])

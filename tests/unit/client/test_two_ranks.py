@@ -9,7 +9,6 @@ from kvstore.client.core.scheduler import Hit, Miss
 from kvstore.wire import messages as m
 from tests.kit.cores import is_serving
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
-from tests.unit.client.test_lookups import arrive, ask, load
 from tests.unit.client.test_stores import begin, step
 
 
@@ -34,12 +33,9 @@ def under_load(node: ScriptedNode, request: str) -> int:
     """A request whose load of 3 blocks runs; returns its lease."""
     keys = chain(request, 3)
     node.keys |= set(keys)
-    arrive(node, request, keys)
-    ask(node, request)
-    node.exchange()
-    assert ask(node, request) == Hit(3 * BLOCK_TOKENS)
-    load(node, request, [10, 11, 12], 3)
-    (job,) = node.core.plan((), node.now_ns).loads
+    node.look_up(request, keys)
+    assert node.match(request) == Hit(3 * BLOCK_TOKENS)
+    job = node.load(request, [10, 11, 12], 3)
     assert len(job.slots) == 3 * 4, "one column, whatever the number of ranks"
     return job.lease
 
@@ -65,7 +61,7 @@ def test_a_load_that_fails_on_one_rank_has_failed(
     lease = under_load(node, "r")
     for rank in (0, 1):
         ended(node, rank, "r", lease, loaded[rank])
-    assert ask(node, "r") == Miss("load failed")
+    assert node.match("r") == Miss("load failed")
     assert node.core.stats.take()["load_failures"] == 1
     story = node.core.finished("r")
     assert story is not None
@@ -88,8 +84,7 @@ def test_a_load_that_fails_on_every_rank_counts_once_for_the_breaker() -> None:
 def test_a_stored_block_is_fenced_until_the_rank_that_does_not_write_said_so_too(
     node: ScriptedNode,
 ) -> None:
-    keys = chain("a", 2)
-    node.attach(credits=10)
+    keys = node.holding(2, 0, credits=10)
     begin(node, "r", keys)
     job = step(node, "r", computed=2 * BLOCK_TOKENS, table=[7, 8])
     assert job is not None

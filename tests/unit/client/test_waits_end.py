@@ -10,7 +10,6 @@ from kvstore.client.core.attachment import AttachState
 from kvstore.client.core.scheduler import PENDING, Hit, Miss
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
-from tests.unit.client.test_lookups import arrive, ask
 
 STEP_MS = 5
 LONGEST_MS = 250 + 2000 + 250 + 250
@@ -55,13 +54,13 @@ def test_a_lying_node_holds_nobody(lie: Callable[[ScriptedNode], None]) -> None:
     keys = chain("a", 400)  # so many that their answer is waited for longest
     node.core.attachment.connected(node.now_ns)
     welcome(node)
-    arrive(node, "r", keys)
-    begin_ns, outcome = node.now_ns, ask(node, "r")
+    node.arrive("r", keys)
+    begin_ns, outcome = node.now_ns, node.match("r")
     assert outcome is PENDING
     while outcome is PENDING and node.now_ns - begin_ns < 60 * 10**9:
         node.wait(STEP_MS)
         lie(node)
-        outcome = ask(node, "r")
+        outcome = node.match("r")
     assert outcome in (Miss("deadline"), Miss("node unreachable"))
     assert node.now_ns - begin_ns <= (LONGEST_MS + STEP_MS) * 10**6
     assert node.core.lookups.leases_open == 0
@@ -77,17 +76,13 @@ def test_a_second_welcome_is_no_welcome(node: ScriptedNode) -> None:
 
 
 def test_waiting_for_room_in_the_engine_is_not_waiting_for_the_node(node: ScriptedNode) -> None:
-    keys = chain("a", 4)
-    node.keys = set(keys)
-    node.attach()
-    arrive(node, "r", keys)
-    ask(node, "r")
-    node.exchange()
+    keys = node.holding(4)
+    node.look_up("r", keys)
     for _ in range(4):
-        assert ask(node, "r") == Hit(4 * BLOCK_TOKENS)
+        assert node.match("r") == Hit(4 * BLOCK_TOKENS)
         node.wait(1000)
     node.give(m.SessionClosed(session=node.session, reason="a rank left"))
     open_another(node)
-    assert ask(node, "r") is PENDING, "the first wait was over with its answer"
+    assert node.match("r") is PENDING, "the first wait was over with its answer"
     node.exchange()
-    assert ask(node, "r") == Hit(4 * BLOCK_TOKENS)
+    assert node.match("r") == Hit(4 * BLOCK_TOKENS)

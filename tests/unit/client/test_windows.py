@@ -62,6 +62,14 @@ def begin(node: ScriptedNode, keys: list[bytes]) -> None:
     node.exchange()
 
 
+def begun(node: ScriptedNode, *windows: int) -> list[bytes]:
+    """A prompt of six blocks, all of them in the first group and these in the second."""
+    keys = chain("a", 6)
+    node.keys = held(keys, *windows)
+    begin(node, keys)
+    return keys
+
+
 def match(node: ScriptedNode, local: int = 0, most: int = 100) -> Outcome:
     """The answer, after so many exchanges as it takes."""
     for _ in range(2 + ROUNDS_MAX):
@@ -92,9 +100,7 @@ def held(keys: list[bytes], *windows: int) -> set[bytes]:
 
 
 def test_a_hit_takes_of_a_window_only_what_it_reaches(node: ScriptedNode) -> None:
-    keys = chain("a", 6)
-    node.keys = held(keys, 0, 1, 2, 3, 4, 5)
-    begin(node, keys)
+    keys = begun(node, 0, 1, 2, 3, 4, 5)
     assert match(node) == Hit(6 * BLOCK_TOKENS)
     assert asked(node, 0) == [keys]
     assert asked(node, 1) == [keys[4:]]
@@ -121,9 +127,7 @@ def test_a_hit_takes_of_a_window_only_what_it_reaches(node: ScriptedNode) -> Non
 def test_a_hit_ends_where_every_group_can_serve_it(
     node: ScriptedNode, windows: tuple[int, ...], blocks: int
 ) -> None:
-    keys = chain("a", 6)
-    node.keys = held(keys, *windows)
-    begin(node, keys)
+    begun(node, *windows)
     expected = Hit(blocks * BLOCK_TOKENS) if blocks else Miss("group not stored")
     assert match(node) == expected
     story = node.core.finished("r")
@@ -135,17 +139,13 @@ def test_a_hit_ends_where_every_group_can_serve_it(
 
 
 def test_a_hit_ends_before_the_last_token_of_the_prompt(node: ScriptedNode) -> None:
-    keys = chain("a", 6)
-    node.keys = held(keys, *range(6))
-    begin(node, keys)
+    keys = begun(node, *range(6))
     assert match(node, most=5) == Hit(5 * BLOCK_TOKENS)
     assert asked(node, 1) == [keys[3:5]]
 
 
 def test_what_the_engine_has_itself_is_not_asked_for(node: ScriptedNode) -> None:
-    keys = chain("a", 6)
-    node.keys = held(keys, 4)
-    begin(node, keys)
+    keys = begun(node, 4)
     assert match(node, local=4) == Hit(BLOCK_TOKENS)
     assert asked(node, 0) == [keys[4:]]
     assert asked(node, 1) == [[keys[4]]]
@@ -154,9 +154,7 @@ def test_what_the_engine_has_itself_is_not_asked_for(node: ScriptedNode) -> None
 
 
 def test_a_window_that_is_gone_by_then_makes_the_hit_shorter(node: ScriptedNode) -> None:
-    keys = chain("a", 6)
-    node.keys = held(keys, *range(6))
-    begin(node, keys)
+    keys = begun(node, *range(6))
     assert node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=1) is PENDING
     node.exchange()  # the answers to the hints name all six
     node.keys -= {named(keys[5], 1)}
@@ -222,9 +220,7 @@ def test_an_answer_behind_a_gap_is_none() -> None:
 
 
 def test_an_answer_that_does_not_come_is_not_waited_for(node: ScriptedNode) -> None:
-    keys = chain("a", 6)
-    node.keys = held(keys, *range(6))
-    begin(node, keys)
+    begun(node, *range(6))
     node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
     node.exchange()
     node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
@@ -236,9 +232,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for(node: ScriptedNode) -> N
 
 def test_a_window_on_disk_is_waited_for_as_a_whole(node: ScriptedNode) -> None:
     node = make(prefill_ns_per_token=10_000_000)
-    keys = chain("a", 6)
-    node.keys = held(keys, *range(6))
-    begin(node, keys)
+    begun(node, *range(6))
     node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
     node.exchange()
     node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
@@ -258,9 +252,7 @@ def test_a_window_on_disk_is_waited_for_as_a_whole(node: ScriptedNode) -> None:
 
 def test_a_window_that_does_not_come_from_disk_makes_the_hit_shorter() -> None:
     node = make(prefill_ns_per_token=1_000_000)  # half of computing six blocks is 384 ms
-    keys = chain("a", 6)
-    node.keys = held(keys, *range(6))
-    begin(node, keys)
+    keys = begun(node, *range(6))
     node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
     node.exchange()
     node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
@@ -277,9 +269,7 @@ def test_a_window_that_does_not_come_from_disk_makes_the_hit_shorter() -> None:
 
 
 def test_a_request_ends_when_all_its_loads_have_and_fails_whole(node: ScriptedNode) -> None:
-    keys = chain("a", 6)
-    node.keys = held(keys, *range(6))
-    begin(node, keys)
+    begun(node, *range(6))
     match(node)
     first, second = load(node, 6 * BLOCK_TOKENS)
     assert node.core.settled_tokens("r", computed_tokens=10**6, known_tokens=10**6) == 0
@@ -317,9 +307,7 @@ def test_each_group_stores_with_credits_of_its_own(node: ScriptedNode) -> None:
 @pytest.mark.parametrize("shards", [(1, 1), (2, 1), (1, 2)])
 def test_a_shadow_check_compares_what_a_hit_takes_of_every_group(shards: tuple[int, int]) -> None:
     node = make(shadow_every=1, shard_counts=shards)
-    keys = chain("a", 6)
-    node.keys = held(keys, *range(6))
-    begin(node, keys)
+    keys = begun(node, *range(6))
     assert match(node) == Miss("shadow check")
     node.core.allocated("r", tables=(), external_tokens=0, now_ns=node.now_ns)
     jobs: list[StoreJob] = []
