@@ -96,14 +96,6 @@ def test_a_worker_that_was_silent_is_better_than_an_error_for_two_minutes() -> N
     assert (rejected(last).status, rejected(last).reason) == (502, "rejected-attempts")
 
 
-def test_a_4xx_never_counts_against_a_worker() -> None:
-    core = core_of(spec(0))
-    for n in range(50):
-        routed(arrive(core, request(f"r{n}")))
-        core.step(RequestEnded(f"r{n}", Ending.REFUSED), S)
-    assert not core.fleet.workers[0].health.breaker.is_open
-
-
 def test_attempts_after_faults_of_workers_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_module, "RETRY_SHARE", 0.0)
     core = core_of(*(spec(n) for n in range(4)))

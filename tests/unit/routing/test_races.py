@@ -98,8 +98,11 @@ def test_a_race_outlives_the_failure_of_one(is_first: bool) -> None:
     assert not third.may_race, "one race a request"
 
 
-def test_a_worker_that_lost_a_race_was_tried_and_nothing_is_known() -> None:
-    """It was the one attempt that its open breaker allowed."""
+@pytest.mark.parametrize("end", [RaceOver("r", "w1"), RequestEnded("r", Ending.ABORTED)])
+def test_the_end_of_a_race_says_nothing_about_a_worker_that_was_only_tried(
+    end: RaceOver | RequestEnded,
+) -> None:
+    """The race was the one attempt that its open breaker allowed."""
     core = racing()
     for n in range(3):
         routed(arrive(core, request(f"bad{n}", 160, subset=("w1",))))
@@ -108,24 +111,11 @@ def test_a_worker_that_lost_a_race_was_tried_and_nothing_is_known() -> None:
     assert routed(arrive(core, pure("r"), now_ns=3 * S)).worker == "w0"
     [second] = turn(core, Late("r"), 5 * S)
     assert isinstance(second, Raced)
-    core.step(RaceOver("r", "w1"), 5 * S)
-    assert core.fleet.workers[1].health.breaker.may_allow(5 * S)
-    assert core.fleet.workers[1].health.breaker.is_open
-
-
-def test_an_abort_of_a_race_says_nothing_about_either_worker() -> None:
-    """The second one had the one attempt that its open breaker allowed."""
-    core = racing()
-    for n in range(3):
-        routed(arrive(core, request(f"bad{n}", 160, subset=("w1",))))
-        turn(core, fail(f"bad{n}"))
-    core.step(Shared("other", (SharedLoad("w1", 800, 0),)), 3 * S)
-    assert routed(arrive(core, pure("r"), now_ns=3 * S)).worker == "w0"
-    [second] = turn(core, Late("r"), 5 * S)
-    assert isinstance(second, Raced)
-    assert not core.fleet.workers[1].health.breaker.may_allow(5 * S)
-    core.step(RequestEnded("r", Ending.ABORTED), 5 * S)
-    assert core.fleet.workers[1].health.breaker.may_allow(5 * S)
+    breaker = core.fleet.workers[1].health.breaker
+    assert not breaker.may_allow(5 * S)
+    core.step(end, 5 * S)
+    assert breaker.may_allow(5 * S)
+    assert breaker.is_open
 
 
 def test_an_abort_ends_both() -> None:
