@@ -16,16 +16,6 @@ def lost(node: ScriptedNode, heartbeat_ns: int) -> bool:
     return attachment.is_silent
 
 
-def test_a_beat_older_than_the_limit_means_away(node: ScriptedNode) -> None:
-    node.attach()
-    beat = node.now_ns
-    assert not lost(node, beat)
-    node.wait(250)
-    assert not lost(node, beat)
-    node.wait(1)
-    assert lost(node, beat)
-
-
 def test_with_the_next_beat_the_cache_is_on_again_and_nothing_was_given_up(
     node: ScriptedNode,
 ) -> None:
@@ -88,52 +78,6 @@ def test_silence_of_one_connection_is_not_that_of_the_next(node: ScriptedNode) -
     node.wait(1000)
     node.attach()
     assert node.core.attachment.is_open
-
-
-def test_a_node_on_another_clock_is_judged_by_the_smallest_offset_seen(
-    node: ScriptedNode,
-) -> None:
-    shift = 10**15
-    node.core.attachment.connected(node.now_ns)
-    node.give(
-        m.Welcome(
-            protocol=1,
-            incarnation=7,
-            now_ns=node.now_ns + shift,
-            arena_bytes=1 << 20,
-            generation_bytes=8192,
-        )
-    )
-    node.give(m.SessionOpen(session=1, shard_counts=(1,)))
-    assert not lost(node, node.now_ns + shift)
-    beat = node.now_ns + shift
-    node.wait(300)
-    assert lost(node, beat)
-
-
-def test_clocks_that_drift_apart_are_no_silence(node: ScriptedNode) -> None:
-    node.attach()
-    silent_looks = 0
-    for look in range(2000):
-        silent_looks += lost(node, node.now_ns - look * NS_PER_MS)
-        node.wait(20)
-    # 2 s of drift: noticed each time that it is as much as the limit, for one look.
-    assert silent_looks <= 8
-
-
-def test_a_welcome_that_lay_unread_does_not_blind_the_engine(node: ScriptedNode) -> None:
-    node.core.attachment.connected(node.now_ns)
-    sent_ns = node.now_ns
-    node.wait(10_000)
-    node.give(
-        m.Welcome(
-            protocol=1, incarnation=7, now_ns=sent_ns, arena_bytes=1 << 20, generation_bytes=8192
-        )
-    )
-    beat = node.now_ns
-    assert not lost(node, beat)
-    node.wait(300)
-    assert lost(node, beat)
 
 
 def test_an_absent_socket_is_noticed_once_and_retried_with_back_off(node: ScriptedNode) -> None:

@@ -153,6 +153,10 @@ def rank(path: Path, request: pytest.FixtureRequest) -> Iterator[Rank]:
     rank.stop()
 
 
+ON_HOST = pytest.mark.parametrize("rank", BOTH_KINDS[:1], ids=["host"], indirect=True)
+"""Where the node is left, refused or waited for, which copies are made does not matter."""
+
+
 def slot_bytes(node: ScriptedNode, slot: int) -> bytes:
     return node.arena.array[slot * PAGE_BYTES : slot * PAGE_BYTES + BLOCK].tobytes()
 
@@ -282,6 +286,7 @@ def test_loads_go_on_in_the_mapping_of_a_dead_node(path: Path, rank: Rank) -> No
     assert rank.block(2) == stored
 
 
+@ON_HOST
 def test_a_node_without_heartbeat_is_left_and_tried_again(node: ScriptedNode, rank: Rank) -> None:
     node.open_session(5)
     node.alive.clear()
@@ -294,6 +299,7 @@ def test_a_node_without_heartbeat_is_left_and_tried_again(node: ScriptedNode, ra
     node.open_session(6)
 
 
+@ON_HOST
 @pytest.mark.parametrize("datagram", [b"\xc1", b"x" * 1000])
 def test_a_node_that_talks_nonsense_is_left_and_tried_again(
     node: ScriptedNode, rank: Rank, datagram: bytes
@@ -304,12 +310,14 @@ def test_a_node_that_talks_nonsense_is_left_and_tried_again(
     node.open_session(6)
 
 
+@ON_HOST
 def test_a_message_for_a_scheduler_ends_the_connection(node: ScriptedNode, rank: Rank) -> None:
     node.open_session(5)
     node.welcome()  # twice
     assert node.is_hung_up()
 
 
+@ON_HOST
 def test_refused_is_said_once_and_asked_again_late(
     node: ScriptedNode,
     rank: Rank,
@@ -331,6 +339,7 @@ def test_refused_is_said_once_and_asked_again_late(
     ]
 
 
+@ON_HOST
 def test_a_rank_that_is_thrown_out_again_and_again_does_not_flood_the_log(
     node: ScriptedNode,
     rank: Rank,
