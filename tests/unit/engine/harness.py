@@ -59,6 +59,7 @@ from kvstore.wire.space import Space
 from tests.kit import engine_check
 
 M = TypeVar("M", bound=Message)
+N = TypeVar("N", bound="Node")
 
 LAYERS, HEADS, TOKENS = 3, 2, 16
 WHOLE = Shard(0, LAYERS, 0, HEADS)
@@ -483,6 +484,11 @@ class Peer(Hellos):
         bits = np.unpackbits(np.frombuffer(present, dtype=np.uint8), bitorder="little")
         assert not bits[len(numbers) :].any()
         return [bool(bit) for bit in bits[: len(numbers)]]
+
+
+def attached(node: N, **its: Any) -> tuple[N, Peer]:
+    """A node, and an engine that is attached to it."""
+    return node, Peer(node, **its)
 
 
 def checksum(number: int, rank: int = 0) -> bytes:

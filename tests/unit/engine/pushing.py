@@ -257,8 +257,10 @@ class PushPair:
             self.d.step(PushOver(grant, epoch, "node p has hung up", is_quiet=False))
         self.sort()
 
-    def pump(self) -> None:
-        """All that can happen without time passing happens, in order."""
+    def pump(self, after_ms: float | None = None) -> None:
+        """All that can happen without time passing happens, in order; or after such a tick."""
+        if after_ms is not None:
+            self.tick(after_ms)
         nodes = self.p, self.d
         while self.to_p or self.to_d or self.flights or self.lands or any(map(_is_behind, nodes)):
             if any(map(_is_behind, nodes)):
@@ -281,6 +283,13 @@ class PushPair:
         assert not self.d.engine._awaited.expects
         assert not pushes._asks
         assert not pushes.sessions()
+
+
+def opened(transfer: str = "r", **config: Any) -> PushPair:
+    """A pair between which a transfer is open."""
+    pair = PushPair(**config)
+    pair.open(transfer)
+    return pair
 
 
 def _is_behind(node: PushNode) -> bool:

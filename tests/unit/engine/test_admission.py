@@ -9,7 +9,7 @@ import pytest
 from kvstore.engine.events import Clear, Received
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.wire.messages import Drop
-from tests.unit.engine.harness import Hellos, Node, Peer, space
+from tests.unit.engine.harness import Hellos, Node, Peer, attached, space
 
 pytestmark = pytest.mark.usefixtures("each_policy")
 
@@ -21,15 +21,13 @@ QUARTERS = msgspec.structs.replace(
 
 def test_ranks_that_share_a_pool_share_its_credits() -> None:
     """A block of four shards takes four slots: a quarter of the pool is a sixteenth in blocks."""
-    node = Node(slots=64, credit_share=0.25)
-    peer = Peer(node, shards=FOUR, space=QUARTERS)
+    _, peer = attached(Node(slots=64, credit_share=0.25), shards=FOUR, space=QUARTERS)
     assert len(peer.credits()) == 16
     assert len(peer.unused(rank=3)) == 4
 
 
 def test_a_session_of_many_ranks_leaves_what_is_stored() -> None:
-    node = Node(slots=32, credit_share=0.125)
-    peer = Peer(node, shards=FOUR, space=QUARTERS)
+    node, peer = attached(Node(slots=32, credit_share=0.125), shards=FOUR, space=QUARTERS)
     for number in range(20):
         peer.store(number)
     held = node.engine.tiers()[0].slots_sealed
@@ -39,8 +37,7 @@ def test_a_session_of_many_ranks_leaves_what_is_stored() -> None:
 
 @pytest.mark.parametrize("unit", ["one slot at a time", "all at once"])
 def test_a_pool_of_one_slab_is_not_emptied_for_credits(unit: str) -> None:
-    node = Node(slots=4, slab_slots=4, credit_share=0.125)
-    peer = Peer(node)
+    _, peer = attached(Node(slots=4, slab_slots=4, credit_share=0.125))
     for number in range(12):
         peer.store(number)
     last = 3 if unit == "all at once" else 1
@@ -125,7 +122,6 @@ def test_nothing_is_heard_after_a_hangup_in_the_same_batch() -> None:
 
 
 def test_hints_of_keys_that_repeat_are_harmless() -> None:
-    node = Node()
-    peer = Peer(node)
+    _, peer = attached(Node())
     peer.store(1, 2)
     assert peer.hint(1, 1, 2, 3, 1) == [True, True, True, False, True]

@@ -13,7 +13,7 @@ from kvstore.engine.events import Changed, Clear
 from kvstore.engine.memory.residency import Residency
 from kvstore.types import Tier
 from tests.unit.engine.disk import SPACE, DiskNode, known
-from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, keys
+from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, attached, keys
 
 
 def all_held(node: Node) -> list[Changed]:
@@ -86,8 +86,7 @@ def test_a_change_that_is_not_told_is_seen(
 
     left_out = tier, stored
     monkeypatch.setattr(Residency, "_tell", broken)
-    node = DiskNode()
-    peer = Peer(node)
+    node, peer = attached(DiskNode())
 
     def live() -> None:
         peer.store(1)

@@ -18,7 +18,7 @@ from kvstore.wire.messages import LeaseRelease, Story
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
-from tests.unit.engine.harness import HALVES, TOKENS, WHOLE, Node, Peer, keys, space
+from tests.unit.engine.harness import HALVES, TOKENS, WHOLE, Node, Peer, attached, keys, space
 
 Row = tuple[int, int, str, Reason]
 """First block, blocks, tier, reason."""
@@ -61,8 +61,7 @@ def texts(node: Node) -> list[str]:
 
 
 def test_what_was_held_is_from_dram_and_the_rest_was_never_stored() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.store(1, 2)
     peer.lease(1, 1, 2, 3, 4, 5)
     row = told(node, peer, blocks=6, loaded=2, load_ns=1_500_000, queued_ns=2_000_000)
@@ -76,8 +75,7 @@ def test_what_was_held_is_from_dram_and_the_rest_was_never_stored() -> None:
 
 
 def test_what_counts_is_what_was_held_when_it_was_asked_for() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.lease(1, 1, 2)
     peer.store(1, 2)  # by this very request, say
     told(node, peer, blocks=2)
@@ -86,8 +84,7 @@ def test_what_counts_is_what_was_held_when_it_was_asked_for() -> None:
 
 def test_what_an_earlier_lookup_loaded_is_no_miss_of_the_last_one() -> None:
     """Of a request that was preempted, and whose blocks had left when it asked again."""
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.lease(1, 1, 2, 3)
     told(node, peer, blocks=3, loaded=2, outcome="not stored")
     assert rows(node) == [(0, 2, "", Reason.NONE), (2, 1, "", Reason.NEVER_STORED)]
@@ -96,8 +93,7 @@ def test_what_an_earlier_lookup_loaded_is_no_miss_of_the_last_one() -> None:
 
 
 def test_evicted_when_and_for_whom() -> None:
-    node = Node(slots=8)
-    peer = Peer(node)
+    node, peer = attached(Node(slots=8))
     peer.store(1)
     node.tick(ms=500)
     other = Peer(node, "busy")
@@ -117,8 +113,7 @@ def test_evicted_when_and_for_whom() -> None:
 
 
 def test_a_block_that_was_evicted_and_stored_again_is_held() -> None:
-    node = Node(slots=8)
-    peer = Peer(node)
+    node, peer = attached(Node(slots=8))
     peer.store(1, *range(100, 112), 1)
     peer.lease(1, 1)
     told(node, peer, blocks=1, loaded=1)
@@ -126,8 +121,7 @@ def test_a_block_that_was_evicted_and_stored_again_is_held() -> None:
 
 
 def test_what_left_after_the_question_is_not_its_reason() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.lease(1, 1)
     node.now_ns += 10_000_000
     peer.store(1)
@@ -136,24 +130,17 @@ def test_what_left_after_the_question_is_not_its_reason() -> None:
     assert rows(node) == [(0, 1, "", Reason.FORGOTTEN)]
 
 
-def test_cleared() -> None:
-    node = Node()
-    peer = Peer(node)
-    peer.store(1)
-    node.step(Clear(None, None))
-    peer.lease(1, 1)
-    told(node, peer, blocks=1)
-    assert rows(node) == [(0, 1, "", Reason.CLEARED)]
-
-
-def test_a_failed_check() -> None:
-    node = Node()
-    peer = Peer(node)
+@pytest.mark.parametrize("reason", [Reason.CLEARED, Reason.FAILED_CHECK])
+def test_what_left_was_cleared_or_failed_a_check(reason: Reason) -> None:
+    node, peer = attached(Node())
     [place] = peer.seal(1)
-    peer.distrust(place)
+    if reason is Reason.CLEARED:
+        node.step(Clear(None, None))
+    else:
+        peer.distrust(place)
     peer.lease(1, 1)
     told(node, peer, blocks=1)
-    assert rows(node) == [(0, 1, "", Reason.FAILED_CHECK)]
+    assert rows(node) == [(0, 1, "", reason)]
 
 
 @pytest.mark.parametrize(
@@ -175,8 +162,7 @@ def test_another_space_is_told_within_the_tenant_only(tenant: str, reason: Reaso
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_not_all_shards(rank: int) -> None:
-    node = Node()
-    peer = Peer(node, shards=HALVES)
+    node, peer = attached(Node(), shards=HALVES)
     peer.store(1)
     peer.seal(2, rank=rank)
     peer.lease(1, 1, 2, 3)
@@ -189,8 +175,7 @@ def test_not_all_shards(rank: int) -> None:
 
 
 def test_behind_a_gap() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.store(2)
     peer.lease(1, 1, 2)
     told(node, peer, blocks=2)
@@ -218,8 +203,7 @@ def test_behind_a_gap() -> None:
     ],
 )
 def test_what_the_engine_decided(outcome: str, reason: Reason, held: bool) -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     leases = []
     if held:
         peer.store(1, 2)
@@ -233,8 +217,7 @@ def test_what_the_engine_decided(outcome: str, reason: Reason, held: bool) -> No
 
 
 def test_an_engine_that_takes_fewer_blocks_did_not_need_them() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.store(1, 2)
     peer.lease(1, 1, 2)
     told(node, peer, blocks=2, loaded=1)
@@ -242,8 +225,7 @@ def test_an_engine_that_takes_fewer_blocks_did_not_need_them() -> None:
 
 
 def test_the_engines_own_cache_comes_first() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.store(3, 4)
     peer.lease(1, 3, 4)
     told(node, peer, blocks=4, local_tokens=2 * TOKENS, first_block=2, loaded=2)
@@ -258,8 +240,7 @@ def test_the_engines_own_cache_comes_first() -> None:
 
 
 def on_disk(*numbers: int, **config: Any) -> tuple[DiskNode, Peer]:
-    node = DiskNode(**config)
-    peer = Peer(node)
+    node, peer = attached(DiskNode(**config))
     node.step(known(*numbers))
     return node, peer
 
@@ -304,8 +285,7 @@ def test_on_disk_and_not_waited_for(waited_ns: int, reason: Reason) -> None:
 
 
 def test_in_dram_behind_one_that_is_read_is_not_told_as_on_disk() -> None:
-    node = DiskNode(slots=8)
-    peer = Peer(node)
+    node, peer = attached(DiskNode(slots=8))
     peer.store(2)
     node.step(known(1, at=1))
     peer.lease(1, 1, 2)
@@ -384,8 +364,7 @@ def test_no_two_reasons_have_one_code() -> None:
 
 def test_the_ring_keeps_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "STORIES_MAX", 3)
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     for i in range(5):
         told(node, peer, blocks=1, request=f"r{i}", leases=[])
     found = node.engine.explain.requests("", limit=10)
@@ -396,8 +375,7 @@ def test_the_ring_keeps_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_old_findings_go_and_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail, "FINDINGS_MAX", 2)
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     for lease in (1, 2, 3):
         peer.lease(lease, 1)
     told(node, peer, blocks=1)
@@ -406,8 +384,7 @@ def test_old_findings_go_and_are_missed(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_more_lookups_than_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail, "PENDING_KEYS_MAX", 3)
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.lease(1, 1, 2)
     peer.lease(2, 1, 2)
     told(node, peer, blocks=2, leases=[2])
@@ -420,8 +397,7 @@ def test_more_lookups_than_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_tick_examines_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail, "LOOKS_PER_TICK", 2)
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     for lease in (1, 2, 3):
         peer.lease(lease, 1, 2)
     left = []
@@ -433,8 +409,7 @@ def test_a_tick_examines_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_chequered_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "RANGES_MAX", 3)
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.store(2, 4, 6)
     peer.lease(1, *range(1, 8))
     told(node, peer, blocks=7)
@@ -451,8 +426,7 @@ def test_another_engines_lease_is_not_joined() -> None:
 
 
 def test_a_story_before_any_session_is_not_heard() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     lonely = node.connect(peer.scheduler_hello(engine_id="lonely"))
     node.hear(lonely, Story(request="r"))
     assert node.engine.explain.requests("", limit=10) == []
@@ -460,8 +434,7 @@ def test_a_story_before_any_session_is_not_heard() -> None:
 
 @pytest.mark.parametrize("field", sorted(explain._COUNTS))
 def test_nonsense_in_a_story_fits_the_answer(field: str) -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.lease(1, 1)
     row = told(node, peer, blocks=1, **{field: 2**63 - 1})
     parts: list[RequestReport | RangeReport] = [row, *ranges(node)]
@@ -471,15 +444,13 @@ def test_nonsense_in_a_story_fits_the_answer(field: str) -> None:
 
 
 def test_only_a_scheduler_tells_stories() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     node.hear(peer.ranks[0], Story(request="r"))
     assert "Story from a rank" in node.hangups[peer.ranks[0]]
 
 
 def test_examined_after_its_engine_is_gone() -> None:
-    node = Node(block_count_max=64)
-    peer = Peer(node)
+    node, peer = attached(Node(block_count_max=64))
     peer.lease(1, 1)
     node.end(peer.scheduler, *peer.ranks)
     node.state.residency.forget_unused_scopes(keep=set())

@@ -8,7 +8,7 @@ from kvstore.engine.why.explain import fits
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SpaceId
 from tests.unit.engine.disk import SPACE
-from tests.unit.engine.harness import HALVES, SMALL, TOKENS, Node, Peer, keys
+from tests.unit.engine.harness import HALVES, SMALL, TOKENS, Node, Peer, attached, keys
 from tests.unit.engine.test_explain import on_disk
 
 # ── names ────────────────────────────────────────────────────────────────────────────────────────
@@ -50,8 +50,7 @@ def test_a_prefix_now() -> None:
 
 
 def test_a_prefix_that_is_not_there_in_all_shards() -> None:
-    node = Node()
-    peer = Peer(node, shards=HALVES)
+    node, peer = attached(Node(), shards=HALVES)
     peer.store(1)
     peer.seal(2, rank=0)
     found = node.engine.explain.prefix("t", SPACE, keys(1, 2))

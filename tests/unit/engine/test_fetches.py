@@ -448,12 +448,6 @@ def test_a_switched_off_space_is_neither_asked_for_nor_kept() -> None:
     assert not node.locates
 
 
-def test_a_question_that_names_a_key_twice_is_asked_of_nobody() -> None:
-    node, peer = attached()
-    node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(1, 2, 1)))
-    assert not node.locates
-
-
 @pytest.mark.parametrize("event", [Located(99), Fetched(99, b"")])
 def test_an_answer_to_nothing_is_a_bug(event: Located | Fetched) -> None:
     node, _ = attached()

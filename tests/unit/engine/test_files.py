@@ -14,7 +14,7 @@ from kvstore.types import Shard, SpaceId, Tier
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES
-from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, checksum, key, keys, pairs
+from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, attached, checksum, key, keys, pairs
 
 SPACE = fingerprint(SMALL, weights_epoch="")
 
@@ -45,8 +45,7 @@ def test_known_blocks_come_and_go() -> None:
 
 
 def test_a_block_in_both_tiers_lives_until_both_let_go() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     places = peer.seal(1, 2)
     node.step(known(1, 2))
     assert set(node.blocks().values()) == {"dram+file"}
@@ -58,8 +57,7 @@ def test_a_block_in_both_tiers_lives_until_both_let_go() -> None:
 
 
 def test_evicted_blocks_stay_in_the_file() -> None:
-    node = Node(slots=8)
-    peer = Peer(node)
+    node, peer = attached(Node(slots=8))
     peer.seal(1)
     node.step(known(1))
     for number in range(100, 120):
@@ -97,8 +95,7 @@ def test_more_than_the_table_holds_is_left_out() -> None:
 
 
 def test_blocks_on_disk_that_give_their_row_to_dram_are_counted() -> None:
-    node = Node(slots=8, block_count_max=12)
-    peer = Peer(node)
+    node, peer = attached(Node(slots=8, block_count_max=12))
     for number in range(20):
         peer.seal(number)
         node.step(known(number, at=number + 1))

@@ -37,7 +37,7 @@ from kvstore.wire.record import Scope
 from tests.amounts import amount
 from tests.kit import engine_check
 from tests.steps import CountedMachine
-from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, moved, places
+from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, moved
 from tests.unit.engine.harness import WHOLE, Peer, key, keys, pairs
 
 BLOCKS = 8
@@ -299,7 +299,3 @@ def test_a_broken_file_side_is_noticed(
         pytest.raises(AssertionError),
     ):
         verify_machine(400, [Phase.generate])  # most seeds find it in the first hundred
-
-
-def test_a_place_is_never_zero() -> None:
-    assert places(1, 2) == np.array([1, 2], "<u8").tobytes()

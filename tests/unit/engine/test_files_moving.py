@@ -25,7 +25,18 @@ from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, moved, places
-from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, checksum, key, keys, pairs
+from tests.unit.engine.harness import (
+    HALVES,
+    SMALL,
+    WHOLE,
+    Node,
+    Peer,
+    attached,
+    checksum,
+    key,
+    keys,
+    pairs,
+)
 
 
 def short(number: int) -> str:
@@ -38,8 +49,7 @@ def more(node: Node, peer: Peer) -> LeaseMore:
 
 def on_disk_only(*numbers: int, slots: int = 32) -> tuple[DiskNode, Peer]:
     """A peer whose node holds these blocks on disk."""
-    node = DiskNode(slots=slots)
-    peer = Peer(node)
+    node, peer = attached(DiskNode(slots=slots))
     node.step(known(*numbers))
     return node, peer
 
@@ -64,8 +74,7 @@ def test_a_read_ends_though_its_scope_was_forgotten(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_sealed_is_written_once() -> None:
-    node = DiskNode()
-    peer = Peer(node)
+    node, peer = attached(DiskNode())
     sealed = peer.seal(1, 2)
     (write,) = node.writes
     assert write.scope == Scope("t", SPACE, WHOLE, peer.rank_hello(0).groups[0].block_bytes)
@@ -80,16 +89,14 @@ def test_what_is_sealed_is_written_once() -> None:
 
 
 def test_a_node_without_a_file_tier_writes_nothing() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     commands = node.step(peer.sealed(1))
     commands += node.step(Clear(None, None))
     assert not any(isinstance(command, FileCommand) for command in commands)
 
 
 def test_a_slot_that_is_being_written_is_not_evicted() -> None:
-    node = DiskNode(slots=8)
-    peer = Peer(node)
+    node, peer = attached(DiskNode(slots=8))
     peer.seal(1)
     (first,) = node.writes
     for number in range(100, 130):
@@ -106,8 +113,7 @@ def test_a_slot_that_is_being_written_is_not_evicted() -> None:
 
 
 def test_what_failed_to_be_written_is_in_dram_only() -> None:
-    node = DiskNode()
-    peer = Peer(node)
+    node, peer = attached(DiskNode())
     peer.seal(1)
     node.write_nothing()
     assert node.blocks() == {short(1): "dram"}
@@ -115,8 +121,7 @@ def test_what_failed_to_be_written_is_in_dram_only() -> None:
 
 
 def test_a_block_that_was_cleared_while_it_was_written_is_not_taken_for_written() -> None:
-    node = DiskNode()
-    peer = Peer(node)
+    node, peer = attached(DiskNode())
     peer.seal(1)
     node.step(Clear(None, None))
     assert node.voids == [VoidFile(None, None, node.voids[0].cause)]
@@ -125,8 +130,7 @@ def test_a_block_that_was_cleared_while_it_was_written_is_not_taken_for_written(
 
 
 def test_no_more_than_a_quarter_of_the_arena_is_on_its_way_to_disk() -> None:
-    node = DiskNode(slots=32, credit_share=0.5)
-    peer = Peer(node)
+    node, peer = attached(DiskNode(slots=32, credit_share=0.5))
     peer.seal(*range(12))
     assert sum(len(write.keys) // 32 for write in node.writes) == 8
     assert node.engine.counters.file_writes_dropped == 4
@@ -138,8 +142,7 @@ def test_no_more_than_a_quarter_of_the_arena_is_on_its_way_to_disk() -> None:
 def test_large_blocks_go_in_several_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writes_module, "JOB_BYTES_MAX", 2 * SLOT_BYTES_MIN)
     monkeypatch.setattr(files_module, "READ_BYTES", 2 * SLOT_BYTES_MIN)
-    node = DiskNode()
-    peer = Peer(node)
+    node, peer = attached(DiskNode())
     peer.seal(1, 2, 3)
     assert [len(write.keys) // 32 for write in node.writes] == [2, 1]
     node.write_all()
@@ -433,8 +436,7 @@ def test_a_read_that_brings_nothing_is_a_miss_and_what_is_on_disk_stays() -> Non
 
 
 def test_every_shard_must_come() -> None:
-    node = DiskNode()
-    peer = Peer(node, shards=HALVES)
+    node, peer = attached(DiskNode(), shards=HALVES)
     peer.store(1)
     writes = list(node.writes)
     assert {write.scope.shard for write in writes} == set(HALVES)
@@ -570,8 +572,7 @@ def test_of_two_places_the_later_written_one_counts() -> None:
 
 
 def test_every_slot_of_dram_keeps_its_row() -> None:
-    node = DiskNode(slots=8, block_count_max=10)
-    peer = Peer(node)
+    node, peer = attached(DiskNode(slots=8, block_count_max=10))
     node.step(known(*range(100, 200)))
     assert len(node.blocks()) == 2
     for number in range(20):

@@ -17,7 +17,7 @@ from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.pushes import PushCancel, PushEnd, PushExpect, PushOpen
 from tests.unit.engine.harness import SMALL, Peer, keys, space
-from tests.unit.engine.pushing import PushPair
+from tests.unit.engine.pushing import PushPair, opened
 
 STALLED = "nothing was heard of its prefill for too long"
 LOOK_MS = LOOK_NS / NS_PER_MS
@@ -42,8 +42,7 @@ def test_a_prefill_on_the_same_node_that_stalls_is_not_waited_for() -> None:
 
 def test_a_node_that_was_suspended_goes_on_waiting() -> None:
     """It could not hear of blocks; the prefill node may be as well as ever."""
-    pair = PushPair()
-    pair.open()
+    pair = opened()
     pair.expect(1, ms=600_000)
     stalled_ms = STALLED_NS / NS_PER_MS
     pair.pass_time(stalled_ms / 2)
@@ -65,8 +64,7 @@ def in_a_queue(here: bool) -> PushPair:
     for number in range(100, 110):
         pair.pass_time(STALLED_NS / NS_PER_MS / 2 - LOOK_MS)
         pair.store(number)
-        pair.tick(LOOK_MS)
-        pair.pump()
+        pair.pump(after_ms=LOOK_MS)
     return pair
 
 
@@ -75,8 +73,7 @@ def test_a_prefill_that_waits_for_others_is_waited_for(here: bool) -> None:
     pair = in_a_queue(here)
     assert not pair.ends
     pair.store(1)
-    pair.tick()
-    pair.pump()
+    pair.pump(after_ms=0)
     assert [(end.blocks, end.reason) for end in pair.ends] == [(1, "")]
     if not here:
         assert pair.d.engine.counters.push_words_dropped == 0
@@ -88,20 +85,17 @@ def test_a_prefill_behind_one_that_hangs_is_not_waited_for(here: bool) -> None:
     pair = in_a_queue(here)
     for _ in range(int(3 * STALLED_NS / NS_PER_MS / 2 // 1000)):  # waits of 5 s were seen
         assert not pair.ends
-        pair.tick(1000)
-        pair.pump()
+        pair.pump(after_ms=1000)
     assert [(end.blocks, end.reason) for end in pair.ends] == [(0, STALLED)]
 
 
 def test_that_an_engine_computes_is_said_sometimes_and_of_what_is_open() -> None:
-    pair = PushPair(slots=256)
-    pair.open()
+    pair = opened(slots=256)
     pair.expect(1, ms=600_000)
     pair.pump()
     for number in range(100, 200):
         pair.store(number)
-        pair.tick(100)
-        pair.pump()
+        pair.pump(after_ms=100)
     words = [each.word for each in pair.p.said if isinstance(each, SayPush)]
     assert len(words) == 100 * 100 // (NEWS_NS / NS_PER_MS)
     found = {(word.shards, word.checksums) for word in words if isinstance(word, Pushed)}
@@ -127,8 +121,7 @@ def test_no_word_of_an_epoch_before_is_news() -> None:
 
 
 def test_who_waits_for_room_here_waits_as_long_as_blocks_of_others_come() -> None:
-    pair = PushPair(slots=64, landing=4)
-    pair.open("first")
+    pair = opened("first", slots=64, landing=4)
     pair.open("next")
     pair.expect(1, 2, transfer="first", ms=600_000)
     pair.expect(3, transfer="next", ms=600_000)
@@ -137,20 +130,17 @@ def test_who_waits_for_room_here_waits_as_long_as_blocks_of_others_come() -> Non
         pair.pump()
         pair.pass_time(STALLED_NS / NS_PER_MS - 1000)
         pair.store(number)
-        pair.tick(LOOK_MS)
-    pair.pump()
+        pair.pump(after_ms=LOOK_MS)
     assert [(end.transfer, end.reason) for end in pair.ends] == [("first", "")]
     pair.pass_time(STALLED_NS / NS_PER_MS - 1000)
     pair.store(3)
-    pair.tick()
-    pair.pump()
+    pair.pump(after_ms=0)
     assert [(end.transfer, end.reason) for end in pair.ends[1:]] == [("next", "")]
     pair.at_rest()
 
 
 def test_who_waits_for_room_here_does_not_wait_for_words_without_blocks() -> None:
-    pair = PushPair(slots=64, landing=4)
-    pair.open("first")
+    pair = opened("first", slots=64, landing=4)
     pair.open("next")
     pair.expect(1, 2, transfer="first", ms=600_000)
     pair.expect(3, transfer="next", ms=600_000)
@@ -158,8 +148,7 @@ def test_who_waits_for_room_here_does_not_wait_for_words_without_blocks() -> Non
     for number in range(100, 104):
         pair.pass_time(STALLED_NS / NS_PER_MS / 2)
         pair.store(number)
-        pair.tick()
-        pair.pump()
+        pair.pump(after_ms=0)
     (end,) = pair.ends
     assert (end.transfer, end.blocks) == ("next", 0)
     assert "landing memory" in end.reason
@@ -245,15 +234,13 @@ def test_another_engine_can_name_as_many_transfers_as_it_likes(
 ) -> None:
     monkeypatch.setattr(transfers, "TRANSFERS_MAX", 4)
     monkeypatch.setattr(transfers, "ALL_MAX", 8)
-    pair = PushPair()
-    pair.open()
+    pair = opened()
     other = Peer(pair.p, "other", tenant="u")
     for number in range(20):
         pair.p.hear(other.scheduler, PushOpen(f"x{number}", ""))
     pair.expect(1)
     pair.pump()
-    pair.tick(3000)
-    pair.pump()
+    pair.pump(after_ms=3000)
     assert not pair.ends, "its prefill goes on"
 
 
@@ -261,28 +248,24 @@ def test_an_engine_forgets_transfers_that_have_ended_before_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfers, "TRANSFERS_MAX", 4)
-    pair = PushPair()
-    pair.open()
+    pair = opened()
     for number in range(20):
         pair.open(f"x{number}")
         pair.close(f"x{number}")
     pair.expect(1, ms=600_000)
     pair.pump()
-    pair.tick(3000)
-    pair.pump()
+    pair.pump(after_ms=3000)
     assert not pair.ends
     pair.open("one too many")
     pair.expect(2, transfer="x2", ms=600_000)
     pair.pump()
-    pair.tick(3000)
-    pair.pump()
+    pair.pump(after_ms=3000)
     assert [end.reason for end in pair.ends] == ["no engine here prefills it"]
 
 
 def test_transfers_of_engines_that_are_gone_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "ALL_MAX", 8)
-    pair = PushPair()
-    pair.open()
+    pair = opened()
     for number in range(3):
         gone = Peer(pair.p, f"gone{number}", tenant="u")
         for each in range(5):
@@ -290,8 +273,7 @@ def test_transfers_of_engines_that_are_gone_go_first(monkeypatch: pytest.MonkeyP
         pair.p.end(gone.scheduler, *gone.ranks)
     pair.expect(1)
     pair.pump()
-    pair.tick(3000)
-    pair.pump()
+    pair.pump(after_ms=3000)
     assert not pair.ends
 
 
@@ -345,8 +327,7 @@ def test_a_tick_looks_for_so_many_blocks_of_prefills_here(monkeypatch: pytest.Mo
 
 
 def test_a_peer_that_calls_its_push_whole_too_early_is_not_waited_for() -> None:
-    pair = PushPair()
-    pair.open()
+    pair = opened()
     pair.expect(1, 2)
     pair.to_p.clear()
     (grant,) = pair.extents
@@ -357,8 +338,7 @@ def test_a_peer_that_calls_its_push_whole_too_early_is_not_waited_for() -> None:
 
 
 def test_blocks_that_were_evicted_before_the_push_ended_are_not_counted() -> None:
-    pair = PushPair()
-    pair.open()
+    pair = opened()
     pair.expect(1, 2)
     pair.store(1)
     pair.pump()

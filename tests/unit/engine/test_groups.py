@@ -32,6 +32,7 @@ from tests.unit.engine.harness import (
     Node,
     Peer,
     arrays,
+    attached,
     checksum,
     keys,
     pairs,
@@ -71,8 +72,7 @@ def sizes(node: Node, peer: Peer, group: int) -> set[int]:
 
 
 def test_each_group_has_credits_and_blocks_of_its_own() -> None:
-    node = Node(slots=64)
-    peer = Peer(node, more=BOTH)
+    node, peer = attached(Node(slots=64), more=BOTH)
     assert node.last(peer.scheduler, SessionOpen).shard_counts == (1, 1)
     hello = peer.rank_hello(0)
     for group in (0, 1):
@@ -88,8 +88,7 @@ def test_each_group_has_credits_and_blocks_of_its_own() -> None:
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_copy_of_each_group_is_forgotten_that_failed_its_checksum(group: int) -> None:
-    node = Node(slots=64)
-    peer = Peer(node, more=BOTH)
+    node, peer = attached(Node(slots=64), more=BOTH)
     for each in (0, 1):
         node.hear(peer.ranks[0], sealed(peer, 1, group=each))
     peer.distrust(*pairs(peer.lease(1, 1, group=group)))
@@ -97,8 +96,7 @@ def test_a_copy_of_each_group_is_forgotten_that_failed_its_checksum(group: int) 
 
 
 def test_a_credit_serves_the_group_that_it_was_granted_for() -> None:
-    node = Node(slots=64)
-    peer = Peer(node, more=BOTH)
+    node, peer = attached(Node(slots=64), more=BOTH)
     before = node.granted()
     (rank,) = peer.ranks
     node.hear(rank, sealed(peer, 1, group=0, of=1))
@@ -135,8 +133,7 @@ def test_windows_are_no_prefix_in_events_and_for_inspect(monkeypatch: pytest.Mon
 
 
 def test_a_drop_is_topped_up_in_its_own_group() -> None:
-    node = Node(slots=64, credit_blocks_max=4)
-    peer = Peer(node, more=BOTH)
+    node, peer = attached(Node(slots=64, credit_blocks_max=4), more=BOTH)
     granted = len(peer.credits()), len(peer.credits(1))
     slots, generations = arrays(peer.credits(1))
     node.hear(peer.ranks[0], Drop(peer.session, slots, generations, 1))
@@ -156,8 +153,7 @@ def test_a_drop_is_topped_up_in_its_own_group() -> None:
 def test_a_group_that_the_engine_does_not_have_ends_the_connection(
     message: EngineMessage, of_rank: bool
 ) -> None:
-    node = Node(slots=64)
-    peer = Peer(node, more=BOTH)
+    node, peer = attached(Node(slots=64), more=BOTH)
     if isinstance(message, Seal):
         message = msgspec.structs.replace(message, session=peer.session)
     connection = peer.ranks[0] if of_rank else peer.scheduler
@@ -167,8 +163,7 @@ def test_a_group_that_the_engine_does_not_have_ends_the_connection(
 
 def test_columns_are_those_of_each_group() -> None:
     """KV heads in halves beside a group that both ranks hold alike."""
-    node = Node(slots=64)
-    peer = Peer(node, shards=HALVES, more=[(LARGE, (WHOLE, WHOLE))])
+    node, peer = attached(Node(slots=64), shards=HALVES, more=[(LARGE, (WHOLE, WHOLE))])
     assert node.last(peer.scheduler, SessionOpen).shard_counts == (2, 1)
     told = [node.last(rank, Quiesce).columns for rank in peer.ranks]
     assert told == [
@@ -210,8 +205,7 @@ def test_ranks_with_other_lists_of_groups_are_refused_and_may_leave_before() -> 
 
 
 def test_values_that_differ_switch_the_space_of_their_group_off() -> None:
-    node = Node(slots=64)
-    peer = Peer(node, more=BOTH)
+    node, peer = attached(Node(slots=64), more=BOTH)
     for group in (0, 1):
         node.hear(peer.ranks[0], sealed(peer, 1, group=group))
     peer.lease(5, 1, group=1)
@@ -223,8 +217,7 @@ def test_values_that_differ_switch_the_space_of_their_group_off() -> None:
 
 def test_the_largest_number_of_groups_has_room_in_a_session() -> None:
     more = [(space(f"g{n}"), (WHOLE,)) for n in range(GROUPS_MAX - 1)]
-    node = Node(slots=256)
-    peer = Peer(node, more=more)
+    node, peer = attached(Node(slots=256), more=more)
     before = peer.session
     node.hear(peer.ranks[0], sealed(peer, 1, group=GROUPS_MAX - 1))
     assert peer.hint(1, group=GROUPS_MAX - 1) == [True]

@@ -14,7 +14,7 @@ from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import HelloRank, HelloScheduler, LeaseRelease, Welcome
 from kvstore.wire.space import fingerprint
-from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, space
+from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, attached, space
 from tests.unit.engine.slab import GPU, SlabNode
 
 
@@ -124,8 +124,7 @@ def test_blocks_of_each_group_are_copied_as_its_own(node: SlabNode) -> None:
 
 
 def test_the_longest_unused_copy_gives_way(node: SlabNode) -> None:
-    node = SlabNode(hbm_slots=4)
-    peer = Peer(node, gpu=GPU)
+    node, peer = attached(SlabNode(hbm_slots=4), gpu=GPU)
     slots = {}
     for number in range(5):
         slots[number] = peer.seal(number)[0][0]
@@ -261,8 +260,7 @@ def test_blocks_of_two_sizes_share_the_slab(node: SlabNode, peer: Peer) -> None:
 
 
 def test_without_hbm_nothing_is_copied_and_no_order_is_known() -> None:
-    node = Node()
-    peer = Peer(node, gpu=GPU)
+    node, peer = attached(Node(), gpu=GPU)
     peer.store(1)
     leased(peer, 1, 1)
     leased(peer, 2, 1)

@@ -24,6 +24,7 @@ from tests.unit.engine.harness import (
     WHOLE,
     Peer,
     arrays,
+    attached,
     checksum,
     key,
     keys,
@@ -53,8 +54,7 @@ def moved(node: MortalNode, **changes: int) -> Journal:
 
 
 def test_a_row_with_any_bit_flipped_is_a_miss() -> None:
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     peer.seal(1)
     journal = moved(node)
     (word,) = journal.published()
@@ -70,8 +70,7 @@ def test_a_row_with_any_bit_flipped_is_a_miss() -> None:
 
 
 def test_a_row_in_another_slot_is_a_miss() -> None:
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     peer.seal(1)
     journal = moved(node)
     (word,) = journal.published()
@@ -82,8 +81,7 @@ def test_a_row_in_another_slot_is_a_miss() -> None:
 
 
 def test_the_same_block_twice_counts_once() -> None:
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     peer.seal(1, 2)
     journal = moved(node)
     one, two = journal.published()
@@ -103,8 +101,7 @@ def test_another_layout_is_not_believed(at: int) -> None:
 
 
 def test_a_writer_whom_nobody_knows_makes_all_of_it_unusable() -> None:
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     with pytest.raises(JournalUnusable, match="1 unknown writers"):
         moved(node).examine(quotas=[], writers={peer.scheduler})
 
@@ -126,8 +123,7 @@ def flipped(column: NDArray[Any], at: int, bits: list[int]) -> None:
 
 @pytest.mark.parametrize("bits", [[63], [0], [40], [1, 17], [3, 4, 62]])
 def test_a_slot_whose_writer_cannot_be_read_is_nobodys(bits: list[int]) -> None:
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     granted = node.granted()
     place = peer.unused()[1]
     word = place[0] // PAGES_PER_GENERATION
@@ -160,8 +156,7 @@ def test_a_block_in_a_slot_of_which_nobody_knows_the_writer_is_a_miss() -> None:
 
 
 def test_a_slab_whose_slots_cannot_be_known_is_not_used_again() -> None:
-    node = MortalNode(slots=32, slab_slots=4)
-    peer = Peer(node)
+    node, peer = attached(MortalNode(slots=32, slab_slots=4))
     for number in range(12):
         peer.seal(number)
     lost = {block.slot for block in node.engine.blocks() if block.slot < 4 * PAGES_PER_GENERATION}
@@ -212,8 +207,7 @@ def test_no_more_is_ready_than_there_is() -> None:
 
 def test_this_layout_is_the_one_with_this_number() -> None:
     """Another digest: raise LAYOUT_VERSION, and put the new one here."""
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     peer.seal(1, 2)
     peer.hint(1)
     digest = hashlib.sha256(np.asarray(node.memory).tobytes()).hexdigest()
@@ -274,8 +268,7 @@ def test_a_kept_block_that_goes_and_soon_comes_back_counts_as_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(adoption, "CHUNK_BLOCKS", 4)
-    node = MortalNode(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse")
-    peer = Peer(node)
+    node, peer = attached(MortalNode(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse"))
     for number in range(10):
         peer.seal(number)
     reborn(node)
@@ -323,8 +316,7 @@ def test_a_slot_that_is_given_another_block_needs_no_verifying() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "reuse"])
 def test_the_order_of_use_is_kept(policy: str) -> None:
-    node = MortalNode(slots=8, policy=policy, credit_share=0.25)
-    peer = Peer(node)
+    node, peer = attached(MortalNode(slots=8, policy=policy, credit_share=0.25))
     for number in range(6):
         peer.seal(number)
     peer.hint(0)
@@ -378,8 +370,7 @@ def test_a_space_is_kept_over_two_deaths() -> None:
 
 
 def test_what_was_granted_is_quarantined_until_its_rank_attaches_again() -> None:
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     granted = node.granted()
     assert granted > 0
     reborn(node)
@@ -395,8 +386,7 @@ def test_what_was_granted_is_quarantined_until_its_rank_attaches_again() -> None
 
 
 def test_or_until_its_process_is_gone() -> None:
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     reborn(node)
     assert node.quarantined() > 0
     node.step(Exited(ConnectionId(peer.ranks[0])))
@@ -405,16 +395,14 @@ def test_or_until_its_process_is_gone() -> None:
 
 
 def test_who_died_while_there_was_no_node_is_heard_of() -> None:
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     node.dead.add(peer.ranks[0])
     reborn(node)
     assert node.quarantined() == 0
 
 
 def test_a_writer_who_had_hung_up_is_still_one_after_two_deaths() -> None:
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     node.step(Ended(ConnectionId(peer.ranks[0])))
     held = node.quarantined()
     assert held > 0
@@ -425,8 +413,7 @@ def test_a_writer_who_had_hung_up_is_still_one_after_two_deaths() -> None:
 
 
 def test_ranks_that_hold_nothing_are_let_go_of() -> None:
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     peer.drop(*peer.unused())
     node.end(peer.scheduler)
     node.hear(peer.ranks[0], Quiet(node.last(peer.ranks[0], Quiesce).session))
@@ -437,8 +424,7 @@ def test_ranks_that_hold_nothing_are_let_go_of() -> None:
 
 
 def test_credits_of_the_dead_process_are_no_good() -> None:
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     (place, *_) = peer.unused()
     reborn(node)
     again = Peer(node)

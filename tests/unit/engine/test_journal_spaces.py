@@ -13,7 +13,7 @@ from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.journal_spaces import SPACE_COUNT_MAX, SPACE_WORDS, SpaceTable
 from kvstore.types import PAGE_BYTES, Shard, SpaceId
 from kvstore.wire.space import fingerprint
-from tests.unit.engine.harness import HALVES, SMALL, Peer, keys
+from tests.unit.engine.harness import HALVES, SMALL, Peer, attached, keys
 from tests.unit.engine.mortal import MortalNode
 
 SPACE = SpaceId(fingerprint(SMALL, weights_epoch=""))
@@ -26,8 +26,7 @@ def reborn(node: MortalNode) -> MortalNode:
 
 
 def test_without_an_engine_what_was_kept_is_offered_and_served() -> None:
-    node = MortalNode()
-    peer = Peer(node, shards=HALVES)
+    node, peer = attached(MortalNode(), shards=HALVES)
     peer.store(1, 2)
     tenant = peer.tenant
     offered = set(node.offered)
@@ -40,8 +39,7 @@ def test_without_an_engine_what_was_kept_is_offered_and_served() -> None:
 
 
 def test_it_is_scrubbed_and_explained_too() -> None:
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     peer.store(1)
     reborn(node)
     assert len(node.engine.sealed(0).slots) == 1
@@ -52,8 +50,7 @@ def test_it_is_scrubbed_and_explained_too() -> None:
 
 
 def test_an_entry_with_any_bit_flipped_is_none_and_its_space_waits_for_an_engine() -> None:
-    node = MortalNode()
-    peer = Peer(node)
+    node, peer = attached(MortalNode())
     peer.store(1)
     c = node.config
     journal = Journal(node.memory, arena_bytes=c.arena_bytes, slab_bytes=c.slab_bytes)

@@ -13,7 +13,7 @@ from kvstore.engine.why import ledger
 from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import CLASSES, OTHER_CLASS, Reason
 from kvstore.engine.why.searches import Search
-from tests.unit.engine.harness import TOKENS, Node, Peer, space
+from tests.unit.engine.harness import TOKENS, Node, Peer, attached, space
 from tests.unit.engine.test_explain import rows, told
 
 
@@ -33,8 +33,7 @@ def test_every_reason_has_a_class_and_other_is_for_what_nobody_asked() -> None:
 def test_the_first_line_of_explain_is_that_of_its_table(
     reason: Reason, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     row = told(node, peer, blocks=2, leases=[], promotion_ns=198_000_000)
     search = Search(1, 2, reason, node="far") if reason >= Reason.NO_ANSWER_YET else None
     its = RangeReport(0, 2, "", reason, "far", search.sought if search else Reason.NONE)
@@ -48,8 +47,7 @@ def test_the_first_line_of_explain_is_that_of_its_table(
 
 
 def test_nothing_to_load_where_the_engines_own_cache_had_it() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     ends: dict[str, Any] = {"outcome": "no full block", "leases": [], "local_tokens": 2 * TOKENS}
     row = told(node, peer, blocks=2, **ends)
     assert (word(row.outcome), of_request(row)) == (
@@ -83,8 +81,7 @@ def test_after_a_reset_of_the_engine_its_blocks_are_told_as_reset() -> None:
 
 def test_sums_have_the_classes_of_what_explain_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "NAMED_MAX", 1)
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.store(1, 2, 4)
     peer.lease(1, 1, 2, 3, 4)
     told(node, peer, blocks=6, loaded=2, saved_ns=7, lookup_ns=1, promotion_ns=2, load_ns=3)

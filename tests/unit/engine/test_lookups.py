@@ -25,17 +25,15 @@ from tests.unit.engine.harness import (
     WHOLE,
     Node,
     Peer,
+    attached,
     checksum,
     keys,
     pairs,
 )
 
-pytestmark = pytest.mark.usefixtures("each_policy")
-
 
 def test_the_run_ends_at_the_first_block_that_is_missing() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     places = dict(zip([1, 2, 3, 5], peer.seal(1, 2, 3, 5), strict=True))
     assert pairs(peer.lease(1, 1, 2, 3, 4, 5)) == [places[i] for i in (1, 2, 3)]
     assert pairs(peer.lease(2, 4, 5)) == []
@@ -46,8 +44,7 @@ def test_the_run_ends_at_the_first_block_that_is_missing() -> None:
 
 
 def test_with_two_ranks_the_run_ends_where_either_misses_and_slots_alternate() -> None:
-    node = Node(slots=64)
-    peer = Peer(node, shards=HALVES)
+    _, peer = attached(Node(slots=64), shards=HALVES)
     left = [peer.seal(i, rank=0)[0] for i in (1, 2, 3)]
     right = [peer.seal(i, rank=1)[0] for i in (1, 2, 4)]
     reply = peer.lease(1, 1, 2, 3, with_checksums=True)
@@ -57,15 +54,13 @@ def test_with_two_ranks_the_run_ends_where_either_misses_and_slots_alternate() -
 
 
 def test_checksums_only_when_asked_for() -> None:
-    node = Node()
-    peer = Peer(node)
+    _, peer = attached(Node())
     peer.seal(1)
     assert peer.lease(1, 1).checksums == b""
 
 
 def test_a_block_that_only_the_file_tier_has_is_known_but_not_leased() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     space_id = fingerprint(SMALL, weights_epoch="")
     node.step(
         FileKnown(
@@ -83,15 +78,13 @@ def test_a_block_that_only_the_file_tier_has_is_known_but_not_leased() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64])
 def test_a_hint_has_one_bit_per_key(count: int) -> None:
-    node = Node(slots=128)
-    peer = Peer(node)
+    _, peer = attached(Node(slots=128))
     peer.seal(*(i for i in range(count) if i % 3 == 0))
     assert peer.hint(*range(count)) == [i % 3 == 0 for i in range(count)]
 
 
 def test_a_key_named_twice_is_fine_in_a_hint_but_not_in_a_lease() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.seal(1, 2)
     assert peer.hint(1, 2, 1) == [True, True, True]
     node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(1, 2, 1)))
@@ -114,10 +107,10 @@ def remaining(node: Node, writer: Peer, chain: range) -> list[bool]:
     return left
 
 
+@pytest.mark.usefixtures("each_policy")
 @pytest.mark.parametrize("touch", ["seal", "hint", "lease"])
 def test_a_chain_loses_its_end_first(touch: str) -> None:
-    node = Node(slots=16, slab_slots=16, low_watermark=0, high_watermark=0)
-    peer = Peer(node)
+    node, peer = attached(Node(slots=16, slab_slots=16, low_watermark=0, high_watermark=0))
     chain = range(4)
     if touch == "seal":
         peer.seal(*chain)
@@ -136,18 +129,20 @@ def test_a_chain_loses_its_end_first(touch: str) -> None:
     assert left[0]
 
 
+@pytest.mark.usefixtures("each_policy")
 def test_what_a_hint_names_stays_longer_than_what_it_does_not() -> None:
-    node = Node(slots=16, slab_slots=16, low_watermark=0, high_watermark=0, credit_blocks_max=1)
-    peer = Peer(node)
+    node, peer = attached(
+        Node(slots=16, slab_slots=16, low_watermark=0, high_watermark=0, credit_blocks_max=1)
+    )
     peer.seal(0)
     peer.seal(1)
     peer.hint(0)
     assert remaining(node, peer, range(2)) == [True, False]
 
 
+@pytest.mark.usefixtures("each_policy")
 def test_leased_blocks_stay_while_everything_else_goes() -> None:
-    node = Node(slots=16)
-    peer = Peer(node)
+    node, peer = attached(Node(slots=16))
     places = peer.seal(1, 2)
     peer.lease(1, 1, 2)
     for number in range(100, 160):
@@ -160,8 +155,7 @@ def test_leased_blocks_stay_while_everything_else_goes() -> None:
 
 
 def test_a_lease_lasts_its_time_and_counts_as_expired_then() -> None:
-    node = Node(lease_ttl_ms=100)
-    peer = Peer(node)
+    node, peer = attached(Node(lease_ttl_ms=100))
     peer.seal(1)
     assert peer.lease(1, 1).ttl_ms == 100
     node.tick(60)
@@ -179,8 +173,7 @@ def test_a_lease_lasts_its_time_and_counts_as_expired_then() -> None:
 
 
 def test_a_renewed_lease_lasts_a_whole_life_from_then() -> None:
-    node = Node(lease_ttl_ms=100)
-    peer = Peer(node)
+    node, peer = attached(Node(lease_ttl_ms=100))
     peer.seal(1)
     peer.lease(1, 1)
     peer.lease(2, 1)
@@ -211,8 +204,7 @@ def test_blocks_are_held_by_each_lease_once() -> None:
 
 
 def test_an_id_that_is_in_use_gets_nothing_and_keeps_the_first() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.seal(1, 2)
     peer.lease(1, 1)
     assert pairs(peer.lease(1, 2)) == []
@@ -234,8 +226,11 @@ def test_an_answer_fits_a_datagram_however_many_shards_there_are() -> None:
     """64 shards of 100 keys would be 175 KiB."""
     wide = msgspec.structs.replace(SMALL, layer_count=32)
     shards = tuple(Shard(n // 2, n // 2 + 1, n % 2, n % 2 + 1) for n in range(64))
-    node = Node(slots=10240, slab_slots=512, credit_share=1.0, block_count_max=10240)
-    peer = Peer(node, shards=shards, space=wide)
+    node, peer = attached(
+        Node(slots=10240, slab_slots=512, credit_share=1.0, block_count_max=10240),
+        shards=shards,
+        space=wide,
+    )
     for begin in range(0, 100, 25):
         node.step(*(peer.sealed(*range(begin, begin + 25), rank=rank) for rank in range(64)))
     assert peer.hint(*range(100)) == [True] * 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from numpy.typing import NDArray
 
 from kvstore.engine.memory.policy import oldest as module
@@ -71,70 +71,6 @@ class Checked:
         assert self.lru.oldest_stamp() == oldest
 
 
-def test_goes_out_in_the_order_of_use() -> None:
-    lru = Checked()
-    lru.touch(3, 1, 2)
-    lru.touch(3)
-    assert lru.pop(2) == [1, 2]
-    assert lru.pop(5) == [3]
-    assert lru.pop(5) == []
-
-
-def test_what_is_used_while_it_waits_to_go_stays() -> None:
-    lru = Checked()
-    lru.touch(1, 2, 3, 4)
-    assert lru.pop(1) == [1]
-    lru.touch(2)
-    assert lru.pop(2) == [3, 4]
-    assert lru.pop(2) == [2]
-
-
-def test_pinned_slots_are_passed_over_and_go_when_they_are_let_go() -> None:
-    lru = Checked()
-    lru.touch(1, 2, 3, 4)
-    lru.pin(1, 2)
-    assert lru.pop(1) == [3]
-    lru.pin()
-    assert sorted(lru.pop(3)) == [1, 2, 4]
-
-
-def test_one_that_is_pinned_after_it_was_chosen_stays() -> None:
-    lru = Checked()
-    lru.touch(1, 2, 3, 4)
-    assert lru.pop(1) == [1]
-    lru.pin(2, 3)
-    assert lru.pop(4) == [4]
-    lru.pin()
-    assert lru.pop(4) == [2, 3]
-
-
-def test_it_ends_when_everything_is_pinned() -> None:
-    lru = Checked()
-    lru.touch(*range(WORDS))
-    lru.pin(*range(WORDS))
-    assert lru.pop(3) == []
-    lru.pin()
-    assert lru.pop(WORDS) == list(range(WORDS))
-
-
-def test_what_is_forgotten_does_not_come_up() -> None:
-    lru = Checked()
-    lru.touch(1, 2, 3, 4)
-    assert lru.pop(1) == [1]
-    lru.forget(2, 4)
-    lru.check_oldest()
-    assert lru.pop(3) == [3]
-    lru.check_oldest()
-
-
-def test_a_slot_that_comes_back_after_it_went_is_new() -> None:
-    lru = Checked()
-    lru.touch(1, 2, 3)
-    lru.forget(1)
-    lru.touch(1)
-    assert lru.pop(3) == [2, 3, 1]
-
-
 steps = st.lists(
     st.tuples(
         st.sampled_from(["touch", "pop", "pop one", "pin", "unpin", "forget"]),
@@ -144,6 +80,14 @@ steps = st.lists(
 )
 
 
+# What is used while it waits to go; pinned when the queue is made, or after it was chosen; all is
+# pinned; forgotten, and one that comes back as new.
+@example([("touch", [1, 2, 3, 4]), ("pop one", [0]), ("touch", [2]), ("pop", [0, 1]), ("pop", [0])])
+@example([("touch", [1, 2, 3, 4]), ("pin", [1, 2]), ("pop one", [0]), ("unpin", [0]), ("pop", [0])])
+@example([("touch", [1, 2, 3, 4]), ("pop one", [0]), ("pin", [2, 3]), ("pop", [0, 1, 2, 4])])
+@example([("touch", [*range(WORDS)]), ("pin", [*range(WORDS)]), ("pop", [1, 2, 3])])
+@example([("touch", [1, 2, 3, 4]), ("pop one", [0]), ("forget", [2, 4]), ("pop", [1, 2, 3])])
+@example([("touch", [1, 2, 3]), ("forget", [1]), ("touch", [1]), ("pop", [1, 2, 3])])
 @given(steps)
 def test_behaves_like_a_list_in_order_of_use(todo: list[tuple[str, list[int]]]) -> None:
     lru = Checked()

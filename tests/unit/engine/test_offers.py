@@ -13,7 +13,7 @@ from kvstore.engine.memory.table import BlockTable
 from kvstore.engine.moves.offers import Offers, _cover
 from kvstore.types import Shard, SpaceId, Tier
 from tests.unit.engine.disk import SPACE, DiskNode, known
-from tests.unit.engine.harness import HALVES, HEADS, LAYERS, SMALL, WHOLE, Node, Peer, key
+from tests.unit.engine.harness import HALVES, HEADS, LAYERS, SMALL, WHOLE, Node, Peer, attached, key
 
 
 def test_who_wants_no_offers_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,8 +25,7 @@ def test_who_wants_no_offers_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_block_is_offered_when_its_last_shard_is_in_and_not_when_one_goes() -> None:
-    node = Node(slots=8)
-    peer = Peer(node, shards=HALVES)
+    node, peer = attached(Node(slots=8), shards=HALVES)
     peer.store(1)
     assert {block[3] for block in node.offered} == {key(1)}
     node.step(Clear(None, None))
@@ -34,8 +33,7 @@ def test_a_block_is_offered_when_its_last_shard_is_in_and_not_when_one_goes() ->
 
 
 def test_half_a_block_is_no_offer() -> None:
-    node = Node()
-    peer = Peer(node, shards=HALVES)
+    node, peer = attached(Node(), shards=HALVES)
     peer.store(1, 2)
     (first, second) = sorted(set(peer_scopes(node)))
     residency = node.state.residency
@@ -145,8 +143,7 @@ def test_an_offer_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     def broken(self: Offers, changes: object) -> list[Command]:
         return []
 
-    node = Node()
-    peer = Peer(node)
+    _, peer = attached(Node())
     monkeypatch.setattr(Offers, "told", broken)
     with pytest.raises(AssertionError, match="offers tell another story"):
         peer.store(1)

@@ -19,7 +19,7 @@ from kvstore.wire.learned import (
 )
 from kvstore.wire.messages import Measured, SessionOpen
 from tests.unit.engine.disk import DiskNode, known
-from tests.unit.engine.harness import Node, Peer, space
+from tests.unit.engine.harness import Node, Peer, attached, space
 
 SECOND = 10**9
 
@@ -43,8 +43,7 @@ def test_the_next_engine_of_a_space_begins_with_what_the_last_one_measured() -> 
 
 
 def test_what_was_learned_outlives_the_node() -> None:
-    node = DiskNode()
-    peer = Peer(node)
+    node, peer = attached(DiskNode())
     node.step(known(1))
     node.hear(peer.scheduler, Measured(50_000, 900))
     peer.lease(1, 1)
@@ -59,8 +58,7 @@ def test_what_was_learned_outlives_the_node() -> None:
 
 
 def test_a_rank_may_not_tell_and_without_a_session_nothing_is_kept() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     node.hear(peer.ranks[0], Measured(50_000, 900))
     assert node.hangups[peer.ranks[0]] == "Measured from a rank"
     node.hear(peer.scheduler, Measured(50_000, 900))

@@ -29,7 +29,7 @@ from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.servings import Servings
 from tests.amounts import amount
 from tests.unit.engine.disk import SPACE
-from tests.unit.engine.harness import checksum, key, keys
+from tests.unit.engine.harness import checksum, keys
 from tests.unit.engine.peers import PeerNode
 from tests.unit.engine.test_files_machine import (
     BLOCKS,
@@ -207,7 +207,3 @@ def test_a_broken_side_of_peers_is_noticed(
     ):
         # It ends with the first that is noticed: a hundred lives or so.
         verify_machine(3000, phases=(Phase.generate,), machine=PeersMachine)
-
-
-def test_the_names_of_blocks_are_those_of_the_harness() -> None:
-    assert KEY_OF[key(0)] == 0

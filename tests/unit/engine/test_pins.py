@@ -11,7 +11,7 @@ from kvstore.engine.why.reasons import Reason
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseRelease, LeaseRenew, Story
 from tests.unit.engine.disk import SPACE
-from tests.unit.engine.harness import HALVES, Node, Peer
+from tests.unit.engine.harness import HALVES, Node, Peer, attached
 from tests.unit.engine.peers import PeerNode
 from tests.unit.engine.test_quotas import fill, held, quotas
 
@@ -144,15 +144,13 @@ def test_a_process_may_write_half_of_what_others_leave_and_one_block_at_least() 
 
 def test_what_a_process_wrote_counts_no_more() -> None:
     """Its part is of what it may write, not of what it has stored."""
-    node = Node(slots=256)
-    peer = Peer(node, process=-7)
+    _, peer = attached(Node(slots=256), process=-7)
     fill(peer, 0, 240)
     assert sum(peer.hint(number) == [True] for number in range(240)) > 200
 
 
 def test_a_lease_that_loads_nothing_is_not_renewed_for_ever() -> None:
-    node = Node(lease_ttl_ms=1000)
-    peer = Peer(node)
+    node, peer = attached(Node(lease_ttl_ms=1000))
     peer.seal(1)
     peer.lease(MANY + 1, 1)
     for _ in range(2 * LEASE_LIVES_MAX - 1):
@@ -165,8 +163,7 @@ def test_a_lease_that_loads_nothing_is_not_renewed_for_ever() -> None:
 
 
 def test_a_prefix_that_many_requests_lease_is_pinned_once() -> None:
-    node = Node(slots=32)
-    peer = Peer(node)
+    node, peer = attached(Node(slots=32))
     peer.seal(*range(8))
     before = pinned(node)
     for lease in range(1, 101):
@@ -179,8 +176,7 @@ def test_a_prefix_that_many_requests_lease_is_pinned_once() -> None:
 
 
 def test_who_may_pin_no_more_is_given_the_part_that_fits_and_explain_says_why() -> None:
-    node = Node(slots=64)
-    peer = Peer(node)
+    node, peer = attached(Node(slots=64))
     fill(peer, 0, 64)
     there = [number for number in range(64) if peer.hint(number) == [True]]
     node.state.slots.quotas.share[:] //= 2  # as if others pinned the rest
@@ -205,8 +201,7 @@ def test_who_may_pin_no_more_is_given_the_part_that_fits_and_explain_says_why() 
 
 
 def test_a_pin_ends_with_its_block() -> None:
-    node = Node(slots=32)
-    peer = Peer(node)
+    node, peer = attached(Node(slots=32))
     hoard(peer, 0, 10)
     before = pinned(node)
     node.step(Clear(None, None))
@@ -254,8 +249,7 @@ def test_a_share_of_less_than_a_block_is_one_block() -> None:
 
 @pytest.mark.parametrize("kind", ["engine", "node"])
 def test_accounts_end_with_those_who_pin(kind: str) -> None:
-    node = PeerNode()
-    peer = Peer(node)
+    node, peer = attached(PeerNode())
     peer.seal(1)
     if kind == "node":
         node.serve(1, 1)

@@ -7,7 +7,7 @@ import pytest
 from kvstore.engine.memory.policy.choose import POLICIES
 from kvstore.errors import ConfigError
 from tests.unit.engine.disk import DiskNode, known
-from tests.unit.engine.harness import Node, Peer, key
+from tests.unit.engine.harness import Node, attached, key
 from tests.unit.engine.test_machine import verify_machine
 
 
@@ -18,8 +18,7 @@ def test_any_order_of_events_keeps_the_promises() -> None:
 
 def survivors(policy: str) -> set[int]:
     """Of ten blocks that were used twice, those left after a scan of three arenas."""
-    node = Node(slots=64, slab_slots=16, credit_blocks_max=4, policy=policy)
-    peer = Peer(node)
+    _, peer = attached(Node(slots=64, slab_slots=16, credit_blocks_max=4, policy=policy))
     for number in range(10):
         peer.seal(number)
     for _ in range(2):
@@ -38,16 +37,14 @@ def test_a_scan_takes_what_is_used_from_lru_only() -> None:
 def test_what_comes_back_soon_after_it_went_counts_as_used_again(
     policy: str, *, stays: bool
 ) -> None:
-    node = Node(slots=64, slab_slots=16, credit_blocks_max=4, policy=policy)
-    peer = Peer(node)
+    _, peer = attached(Node(slots=64, slab_slots=16, credit_blocks_max=4, policy=policy))
     for number in (*range(10), *range(1000, 1070), *range(10), *range(2000, 2192)):
         peer.seal(number)
     assert all(peer.hint(number) == [stays] for number in range(10))
 
 
 def test_what_was_read_from_disk_counts_as_used_again() -> None:
-    node = DiskNode(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse")
-    peer = Peer(node)
+    node, peer = attached(DiskNode(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse"))
     node.step(known(*range(8)))
     peer.hint(*range(8))
     node.read_all()
@@ -58,8 +55,7 @@ def test_what_was_read_from_disk_counts_as_used_again() -> None:
 
 
 def test_what_is_used_no_more_goes_in_the_end() -> None:
-    node = Node(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse")
-    peer = Peer(node)
+    _, peer = attached(Node(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse"))
     peer.seal(0)
     peer.hint(0)
     for number in range(1000, 1000 + 64 * 12):

@@ -14,7 +14,7 @@ from kvstore.types import Shard, SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.peers import PrepareReply, PrepareRequest
 from tests.unit.engine.disk import SPACE, known
-from tests.unit.engine.harness import HALVES, WHOLE, Peer, key, keys
+from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, key, keys
 from tests.unit.engine.peers import PeerNode
 
 SLOTS = 32
@@ -45,8 +45,7 @@ def counts(said: PrepareReply) -> tuple[int, int, int, str]:
 
 
 def test_blocks_on_disk_are_in_dram_before_an_engine_asks() -> None:
-    node = AheadNode()
-    peer = Peer(node)
+    node, peer = attached(AheadNode())
     node.step(known(1, 2, 3))
     assert counts(node.prepare(1, 2, 3)) == (0, 3, 0, "")
     node.read_all()
@@ -56,8 +55,7 @@ def test_blocks_on_disk_are_in_dram_before_an_engine_asks() -> None:
 
 
 def test_what_another_node_holds_is_sought_and_an_engine_waits_for_the_same_fetch() -> None:
-    node = AheadNode()
-    peer = Peer(node)
+    node, peer = attached(AheadNode())
     node.step(known(1))
     assert counts(node.prepare(1, 2, 3)) == (0, 1, 2, "")
     assert node.locates[0].keys == keys(2, 3)
@@ -71,8 +69,7 @@ def test_what_another_node_holds_is_sought_and_an_engine_waits_for_the_same_fetc
 
 
 def test_nothing_is_pinned_and_what_was_touched_leaves_last() -> None:
-    node = AheadNode(slots=8, credit_blocks_max=1)
-    peer = Peer(node)
+    node, peer = attached(AheadNode(slots=8, credit_blocks_max=1))
     peer.store(1)
     peer.store(2)
     node.write_nothing()
@@ -122,16 +119,14 @@ def test_a_flood_brings_its_share_of_the_arena_and_no_more_until_time_has_passed
 
 
 def test_a_question_of_a_router_takes_no_part_of_an_engines_share() -> None:
-    node = AheadNode(slots=128)
-    peer = Peer(node)
+    node, peer = attached(AheadNode(slots=128))
     node.prepare(*range(500, 540))
     assert node.engine._fetches._coming_of == {"(a router)": 40}
     assert peer.lease(1, 1).promoting == 1
 
 
 def test_many_questions_of_a_router_leave_the_places_of_engines_free() -> None:
-    node = AheadNode()
-    peer = Peer(node)
+    node, peer = attached(AheadNode())
     for number in range(AHEAD_LOCATES_MAX + 1):
         node.prepare(1000 - number)
         node.tick(AHEAD_NS / NS_PER_MS / ROOM)

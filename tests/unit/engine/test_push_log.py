@@ -99,8 +99,7 @@ def test_reasons_of_pushes_reach_the_request(pair: PushPair) -> None:
     pair.open()
     pair.expect(1, 2, ms=1000)
     pair.pump()
-    pair.tick(1000)
-    pair.pump()
+    pair.pump(after_ms=1000)
     pair.decode.lease(1, 1, 2)
     row = told(pair.d, pair.decode, blocks=2)
     assert [push.reason for push in row.pushes] == ["its deadline has passed"]

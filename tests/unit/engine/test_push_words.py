@@ -29,7 +29,7 @@ from kvstore.units import NS_PER_MS
 from kvstore.wire.peers import PushWord
 from kvstore.wire.pushes import PushCancel, PushExpect, PushOpen
 from tests.unit.engine.harness import WHOLE, Peer, checksum, keys
-from tests.unit.engine.pushing import PushNode, PushPair, push_grant
+from tests.unit.engine.pushing import PushNode, PushPair, opened, push_grant
 
 
 def asked(peer: int, *numbers: int, grant: int = 7) -> PushAsked:
@@ -57,8 +57,7 @@ def test_a_block_of_which_one_shard_was_cleared_meanwhile_is_not_said_to_be_push
     number: int, rank: int
 ) -> None:
     """Nor those behind it; the other shards of the write are as they were."""
-    pair = PushPair(p_ranks=2)
-    pair.open()
+    pair = opened(p_ranks=2)
     pair.store(1, 2, 3)
     pair.expect(1, 2, 3)
     pair.hear_p()
@@ -74,8 +73,7 @@ def test_a_block_of_which_one_shard_was_cleared_meanwhile_is_not_said_to_be_push
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_another_block_in_one_of_its_slots_does_not_make_it_whole_again(rank: int) -> None:
-    pair = PushPair(p_ranks=2)
-    pair.open()
+    pair = opened(p_ranks=2)
     pair.store(1, 2)
     pair.expect(1, 2)
     pair.hear_p()
@@ -91,8 +89,7 @@ def test_another_block_in_one_of_its_slots_does_not_make_it_whole_again(rank: in
 
 
 def test_writes_that_end_in_another_order_are_told_as_what_they_are() -> None:
-    pair = PushPair()
-    pair.open()
+    pair = opened()
     pair.expect(1, 2)
     pair.hear_p()
     pair.store(1)
@@ -106,8 +103,7 @@ def test_writes_that_end_in_another_order_are_told_as_what_they_are() -> None:
 
 
 def test_checksums_of_a_write_are_those_of_its_blocks_in_all_shards() -> None:
-    pair = PushPair(p_ranks=2)
-    pair.open()
+    pair = opened(p_ranks=2)
     pair.store(1, 2, 3)
     pair.expect(1, 2, 3)
     pair.hear_p()
@@ -118,8 +114,7 @@ def test_checksums_of_a_write_are_those_of_its_blocks_in_all_shards() -> None:
 
 
 def test_blocks_that_landed_are_proven_in_each_shard() -> None:
-    pair = PushPair(p_ranks=2, d_ranks=2)
-    pair.open()
+    pair = opened(p_ranks=2, d_ranks=2)
     pair.store(1, 2)
     pair.expect(1, 2)
     pair.pump()
@@ -191,8 +186,7 @@ def test_each_node_may_give_as_many_grants() -> None:
 
 
 def test_nobody_cancels_what_another_engine_expects() -> None:
-    pair = PushPair()
-    pair.open()
+    pair = opened()
     pair.expect(1)
     other = Peer(pair.d, "other")
     pair.d.hear(other.scheduler, PushCancel("r"))
@@ -221,8 +215,7 @@ def test_a_last_word_of_another_epoch_gives_nothing_back() -> None:
 def test_news_of_another_epoch_are_none() -> None:
     """Neither blocks nor words without any: a transfer of which only an older worker hears is
     stalled."""
-    pair = PushPair()
-    pair.open()
+    pair = opened()
     pair.tick()
     pair.expect(1, ms=600_000)
     (grant,) = pair.extents

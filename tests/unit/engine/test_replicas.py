@@ -20,6 +20,7 @@ from tests.unit.engine.harness import (
     Node,
     Peer,
     arrays,
+    attached,
     checksum,
     keys,
     pairs,
@@ -65,8 +66,7 @@ def test_ranks_interleaved_between_shards_keep_the_order_of_their_writers() -> N
 def test_bytes_are_stored_once_whatever_the_number_of_replicas(
     shards: tuple[Shard, ...], slots: int
 ) -> None:
-    node = Node()
-    peer = Peer(node, shards=shards)
+    node, peer = attached(Node(), shards=shards)
     peer.store(1, 2, 3)
     assert node.engine.tiers()[0].slots_sealed == 3 * slots
     reply = peer.lease(1, 1, 2, 3)
@@ -89,8 +89,7 @@ def test_an_engine_of_one_rank_and_one_of_replicas_share_what_is_equal() -> None
 
 
 def test_a_replica_that_seals_is_hung_up_and_changes_nothing() -> None:
-    node = Node()
-    peer = Peer(node, shards=LATENT)
+    node, peer = attached(Node(), shards=LATENT)
     place = peer.unused()[0]
     slots, generations = arrays([place])
     node.hear(peer.ranks[1], Seal(peer.session, keys(1), slots, generations, checksum(1)))
@@ -102,8 +101,7 @@ def test_a_replica_that_seals_is_hung_up_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("exited", [False, True])
 def test_a_replica_that_leaves_ends_the_session_but_not_the_writers_slots(exited: bool) -> None:
-    node = Node()
-    peer = Peer(node, shards=LATENT)
+    node, peer = attached(Node(), shards=LATENT)
     granted = node.granted()
     assert granted > 0
     peer.lease(1)
@@ -123,8 +121,7 @@ def test_a_replica_that_leaves_ends_the_session_but_not_the_writers_slots(exited
 
 
 def test_a_writer_that_dies_is_waited_for_no_replica_takes_over() -> None:
-    node = Node()
-    peer = Peer(node, shards=LATENT)
+    node, peer = attached(Node(), shards=LATENT)
     asked = node.count(peer.ranks[1], Quiesce)
     node.step(Exited(ConnectionId(peer.ranks[0])))
     assert (node.granted(), node.quarantined()) == (0, 0)

@@ -21,6 +21,7 @@ from tests.unit.engine.harness import (
     Node,
     Peer,
     arrays,
+    attached,
     checksum,
     key,
     pairs,
@@ -41,8 +42,7 @@ def bad(places: Sequence[tuple[int, int]]) -> Scrubbed:
 
 
 def test_every_sealed_block_is_listed_with_its_address_and_checksum() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     places = dict(zip((1, 2, 3), peer.seal(1, 2, 3), strict=True))
     (look,) = listed(node)
     assert [scope.space for scope in look.scopes] == [SPACE]
@@ -75,8 +75,7 @@ def test_looks_are_short_and_leave_nothing_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_bad_copy_is_dropped_and_counted() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     one, two = peer.seal(1, 2)
     node.step(bad([two]))
     assert set(node.blocks()) == {key(1).hex()[:8]}
@@ -87,8 +86,7 @@ def test_a_bad_copy_is_dropped_and_counted() -> None:
 
 
 def test_a_slot_that_was_reused_meanwhile_is_nobodys_fault() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     (place,) = peer.seal(1)
     node.step(Clear(space=None, tenant=None))
     node.step(bad([place, (1 << 20, 1), (0, 99)]))
@@ -99,8 +97,7 @@ def test_a_slot_that_was_reused_meanwhile_is_nobodys_fault() -> None:
 
 
 def test_a_bad_copy_in_dram_is_read_again_from_disk() -> None:
-    node = DiskNode()
-    peer = Peer(node)
+    node, peer = attached(DiskNode())
     (place,) = peer.seal(1)
     node.write_all()
     node.step(bad([place]))
@@ -111,8 +108,7 @@ def test_a_bad_copy_in_dram_is_read_again_from_disk() -> None:
 
 
 def test_a_bad_copy_that_is_being_written_to_disk_is_not_believed_there() -> None:
-    node = DiskNode()
-    peer = Peer(node)
+    node, peer = attached(DiskNode())
     (place,) = peer.seal(1)
     node.step(bad([place]))
     node.write_all()
@@ -120,8 +116,7 @@ def test_a_bad_copy_that_is_being_written_to_disk_is_not_believed_there() -> Non
 
 
 def test_explain_says_what_the_scrub_dropped() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     (place,) = peer.seal(1)
     node.step(bad([place]))
     (row,) = node.engine.explain.prefix("t", SPACE, key(1))
@@ -147,8 +142,7 @@ def test_what_the_disk_refuses_is_told() -> None:
 
 def test_blocks_of_a_space_that_nobody_has_named_are_left_out() -> None:
     """Their length is not known."""
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.seal(1)
     node.state.known.clear()
     (look,) = listed(node)

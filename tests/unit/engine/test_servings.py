@@ -10,13 +10,12 @@ from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.servings import WAIT_NS, WAITING_MAX
 from kvstore.engine.state import Off
 from tests.unit.engine.disk import SPACE, known
-from tests.unit.engine.harness import HALVES, WHOLE, Peer, checksum, keys
+from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, checksum, keys
 from tests.unit.engine.peers import PeerNode
 
 
 def stored(*numbers: int, slots: int = 32) -> tuple[PeerNode, Peer]:
-    node = PeerNode(slots=slots)
-    peer = Peer(node)
+    node, peer = attached(PeerNode(slots=slots))
     peer.store(*numbers)
     return node, peer
 
@@ -68,8 +67,7 @@ def test_what_was_cleared_meanwhile_is_told() -> None:
 def test_a_block_of_which_one_shard_was_cleared_meanwhile_did_not_stay(
     number: int, rank: int
 ) -> None:
-    node = PeerNode()
-    peer = Peer(node, shards=HALVES)
+    node, peer = attached(PeerNode(), shards=HALVES)
     peer.store(1, 2, 3)
     served = node.serve(1, 1, 2, 3)
     slots, generations = (
@@ -124,13 +122,6 @@ def test_a_peer_that_is_gone_holds_nothing() -> None:
     assert node.give_back(1, peer=2) == [True]
 
 
-def test_one_peers_number_is_not_anothers() -> None:
-    node, _ = stored(1)
-    node.serve(1, 1)
-    assert node.give_back(1, peer=2) == []
-    assert node.give_back(1) == [True]
-
-
 def test_a_serving_that_is_asked_for_twice_is_served_once() -> None:
     node, _ = stored(1, 2)
     assert node.serve(1, 1).slots
@@ -139,8 +130,7 @@ def test_a_serving_that_is_asked_for_twice_is_served_once() -> None:
 
 
 def test_all_shards_are_served_together_or_the_block_is_not() -> None:
-    node = PeerNode()
-    peer = Peer(node, shards=HALVES)
+    node, peer = attached(PeerNode(), shards=HALVES)
     peer.store(1)
     peer.seal(2, rank=0)
     served = node.serve(1, 1, 2)
@@ -208,13 +198,17 @@ def test_a_disk_that_is_slow_is_not_waited_for() -> None:
     assert node.give_back(1) == [True]
 
 
-def test_a_disk_that_fails_ends_the_wait() -> None:
-    node, _ = stored(1)
+@pytest.mark.parametrize("numbers", [(1,), ()])
+def test_a_disk_that_fails_ends_the_wait(numbers: tuple[int, ...]) -> None:
+    """What is in dram is served; nothing, where all was on disk."""
+    node, _ = stored(*numbers)
     node.step(known(2))
-    asked(node, 1, 1, 2)
+    asked(node, 1, *numbers, 2)
     node.answer(node.reads[0], [False])
     (served,) = answers(node, 1)
-    assert served.checksums == checksum(1)
+    assert served.checksums == b"".join(map(checksum, numbers))
+    assert bool(served.slots) == bool(numbers)
+    assert node.give_back(1) == [True] * len(numbers)
 
 
 def test_a_disk_without_room_to_read_now_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,16 +219,6 @@ def test_a_disk_without_room_to_read_now_is_not_waited_for(monkeypatch: pytest.M
     assert served.checksums == checksum(1)
     (nothing,) = asked(node, 2, 2)
     assert nothing.slots == b""
-
-
-def test_nothing_but_disk_and_that_fails() -> None:
-    node, _ = stored()
-    node.step(known(2))
-    asked(node, 1, 2)
-    node.answer(node.reads[0], [False])
-    (served,) = answers(node, 1)
-    assert served.slots == b""
-    assert node.give_back(1) == []
 
 
 def test_a_peer_that_is_gone_is_not_answered() -> None:

@@ -30,11 +30,10 @@ from tests.unit.engine.harness import (
     Hellos,
     Node,
     Peer,
+    attached,
     keys,
     space,
 )
-
-pytestmark = pytest.mark.usefixtures("each_policy")
 
 
 def exited(node: Node, *connections: int) -> None:
@@ -98,8 +97,7 @@ def test_the_order_of_attaching_does_not_matter() -> None:
 
 
 def test_quiet_for_an_older_session_opens_nothing() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     older = node.last(peer.ranks[0], Quiesce).session
     peer.scheduler = node.connect(peer.scheduler_hello())
     node.hear(peer.ranks[0], Quiet(older))
@@ -109,8 +107,7 @@ def test_quiet_for_an_older_session_opens_nothing() -> None:
 
 @pytest.mark.parametrize("ahead", [1, 2**62])
 def test_quiet_for_a_session_that_nobody_asked_for_ends_the_connection(ahead: int) -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     node.hear(peer.ranks[0], Quiet(peer.session + ahead))
     assert "nobody asked" in node.hangups[peer.ranks[0]]
     assert node.quarantined() == 8
@@ -139,8 +136,7 @@ def test_engines_share_within_tenant_and_space_only() -> None:
 
 
 def test_a_rank_that_leaves_ends_the_session_and_its_slots_wait_for_its_end() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.store(1)
     peer.lease(5, 1)
     credits = len(peer.unused())
@@ -162,8 +158,7 @@ def test_a_rank_that_leaves_ends_the_session_and_its_slots_wait_for_its_end() ->
 
 
 def test_the_same_process_attaching_again_frees_its_quarantine() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     before = set(peer.unused())
     node.end(peer.ranks[0])
     assert node.quarantined() == len(before)
@@ -180,8 +175,7 @@ def test_the_same_process_attaching_again_frees_its_quarantine() -> None:
     "change", [{"process": "another"}, {"rank": 1}, {"nonce": "x"}, {"tenant": "u"}]
 )
 def test_another_process_attaching_leaves_the_quarantine(change: dict[str, Any]) -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     old = peer.ranks[0]
     node.end(old)
     waiting = node.quarantined()
@@ -193,8 +187,7 @@ def test_another_process_attaching_leaves_the_quarantine(change: dict[str, Any])
 
 
 def test_a_restarted_rank_gets_none_of_the_slots_that_its_predecessor_may_write() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     old, waiting = peer.ranks[0], {slot for slot, _ in peer.unused()}
     node.end(old)
     peer.ranks[0] = node.connect(peer.rank_hello(0, process="restarted"))
@@ -204,8 +197,7 @@ def test_a_restarted_rank_gets_none_of_the_slots_that_its_predecessor_may_write(
 
 
 def test_a_hello_of_the_same_rank_replaces_the_connection() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     old = peer.ranks[0]
     peer.ranks[0] = node.connect(peer.rank_hello(0))
     assert "attached again" in node.hangups[old]
@@ -218,8 +210,7 @@ def test_a_hello_of_the_same_rank_replaces_the_connection() -> None:
 
 @pytest.mark.parametrize("ended_first", [True, False])
 def test_a_killed_rank_leaves_nothing_in_either_order_of_the_news(ended_first: bool) -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     rank = peer.ranks[0]
     if ended_first:
         node.end(rank)
@@ -234,8 +225,7 @@ def test_a_killed_rank_leaves_nothing_in_either_order_of_the_news(ended_first: b
 
 
 def test_what_was_queued_before_the_end_is_not_taken_after_it() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     node.end(peer.ranks[0])
     peer.seal(1)
     assert node.blocks() == {}
@@ -243,8 +233,7 @@ def test_what_was_queued_before_the_end_is_not_taken_after_it() -> None:
 
 
 def test_a_scheduler_that_leaves_lets_the_ranks_give_their_credits_back() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.store(1)
     peer.lease(3, 1)
     held = node.granted()
@@ -261,8 +250,7 @@ def test_a_scheduler_that_leaves_lets_the_ranks_give_their_credits_back() -> Non
 
 
 def test_a_replaced_scheduler_gets_a_session_of_its_own() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     old, session = peer.scheduler, peer.session
     peer.scheduler = node.connect(peer.scheduler_hello())
     assert old in node.hangups
@@ -283,8 +271,7 @@ def test_the_spaces_that_engines_attached_for_last_are_known(
 
 
 def test_nothing_is_left_of_an_engine_that_is_gone() -> None:
-    node = Node()
-    peer = Peer(node, shards=HALVES)
+    node, peer = attached(Node(), shards=HALVES)
     node.end(peer.scheduler, *peer.ranks)
     exited(node, *peer.ranks)
     row = node.engine.nodes()[0]
@@ -306,8 +293,7 @@ def test_an_unknown_connection_that_ends_is_let_go() -> None:
 
 @pytest.mark.parametrize("shards", [HALVES, UNEVEN, tuple(reversed(UNEVEN))])
 def test_credits_have_one_slot_per_rank_shard_minor(shards: tuple[Shard, ...]) -> None:
-    node = Node(slots=64, slab_slots=8)
-    peer = Peer(node, shards=shards, space=space())
+    node, peer = attached(Node(slots=64, slab_slots=8), shards=shards, space=space())
     credits = peer.credits()
     assert len(credits) % 2 == 0
     assert len({slot for slot, _ in credits}) == len(credits)
@@ -322,8 +308,7 @@ def test_credits_have_one_slot_per_rank_shard_minor(shards: tuple[Shard, ...]) -
 
 def test_two_slot_sizes_get_credits_only_when_both_have_a_slab() -> None:
     """While the arena gets its pages there may be one slab, which serves one size at a time."""
-    node = Node(slots=24, slab_slots=8, ready_slots=8)
-    peer = Peer(node, shards=UNEVEN, space=space())
+    node, peer = attached(Node(slots=24, slab_slots=8, ready_slots=8), shards=UNEVEN, space=space())
     for _ in range(3):
         node.tick()
     assert peer.credits() == []
@@ -332,8 +317,7 @@ def test_two_slot_sizes_get_credits_only_when_both_have_a_slab() -> None:
 
 
 def test_a_rank_writes_only_its_own_column() -> None:
-    node = Node()
-    peer = Peer(node, shards=HALVES)
+    node, peer = attached(Node(), shards=HALVES)
     foreign = peer.unused(1)[0]
     peer.seal(1, places=[foreign], rank=0)
     assert node.blocks() == {}
@@ -376,8 +360,7 @@ def test_one_connection_more_than_allowed_is_refused_for_now() -> None:
 
 
 def test_who_attaches_again_finds_its_place_at_the_limit() -> None:
-    node = Node(connection_count_max=2)
-    peer = Peer(node)
+    node, peer = attached(Node(connection_count_max=2))
     again = node.connect(peer.rank_hello(0))
     assert again in node.admitted
     assert peer.ranks[0] in node.hangups
@@ -462,8 +445,7 @@ def test_a_block_larger_than_a_slab_names_the_option_that_helps() -> None:
 
 
 def test_a_second_hello_ends_the_connection() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     node.hear(peer.scheduler, peer.scheduler_hello())
     assert node.hangups[peer.scheduler] == "a second Hello on one connection"
     assert node.engine.counters.protocol_refusals == 1
@@ -480,8 +462,7 @@ def test_the_first_datagram_must_be_a_hello() -> None:
 
 @pytest.mark.parametrize("role", ["scheduler", "rank"])
 def test_messages_of_the_other_role_end_the_connection(role: str) -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     messages: list[EngineMessage] = (
         [Quiet(1)] if role == "scheduler" else [Hint(1, keys(1)), LeaseAsk(1, keys(1))]
     )
@@ -493,8 +474,7 @@ def test_messages_of_the_other_role_end_the_connection(role: str) -> None:
 
 
 def test_pages_that_arrive_later_bring_credits() -> None:
-    node = Node(slots=32, slab_slots=4, ready_slots=0)
-    peer = Peer(node)
+    node, peer = attached(Node(slots=32, slab_slots=4, ready_slots=0))
     assert peer.credits() == []
     node.step(Ready(16 * SLOT_BYTES_MIN))
     assert len(peer.credits()) == 4

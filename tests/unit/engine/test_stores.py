@@ -25,6 +25,7 @@ from tests.unit.engine.harness import (
     Node,
     Peer,
     arrays,
+    attached,
     checksum,
     key,
     keys,
@@ -36,8 +37,7 @@ pytestmark = pytest.mark.usefixtures("each_policy")
 
 
 def test_a_sealed_block_is_found_with_its_slot_generation_and_checksum() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     places = peer.seal(1, 2)
     reply = peer.lease(1, 1, 2, with_checksums=True)
     assert pairs(reply) == places
@@ -69,8 +69,7 @@ def test_shards_are_joined_one_by_one() -> None:
 
 
 def test_a_block_that_only_the_file_tier_has_gets_its_dram_copy() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     file_knows(node, 1)
     places = peer.seal(1)
     assert node.blocks() == {key(1)[:4].hex(): "dram+file"}
@@ -97,8 +96,7 @@ def nothing_published(node: Node, stale: int) -> None:
 
 
 def test_a_seal_with_an_older_or_newer_generation_is_ignored() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     granted = node.granted()
     slot, generation = peer.unused()[0]
     peer.seal(1, places=[(slot, generation - 1)])
@@ -109,36 +107,16 @@ def test_a_seal_with_an_older_or_newer_generation_is_ignored() -> None:
     assert peer.hint(1) == [True]
 
 
-def test_a_seal_of_another_engines_slot_is_ignored() -> None:
-    node = Node()
-    victim, thief = Peer(node, "a"), Peer(node, "b")
-    stolen = victim.unused()[0]
-    thief.seal(1, places=[stolen])
-    nothing_published(node, stale=1)
-    victim.seal(2, places=[stolen])
-    assert victim.hint(2) == [True]
-
-
 def test_a_seal_of_what_is_no_slot_is_ignored() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     slot, generation = peer.unused()[0]
     peer.seal(1, 2, 3, places=[(slot + 1, generation), (2**32 - 1, 1), (32 * 16, 1)])
     nothing_published(node, stale=3)
     assert peer.hint(1, 2, 3) == [False] * 3
 
 
-def test_sealing_a_slot_again_does_not_change_its_block() -> None:
-    node = Node()
-    peer = Peer(node)
-    places = peer.seal(1)
-    peer.seal(2, places=places)
-    assert peer.hint(1, 2) == [True, False]
-
-
 def test_a_late_seal_of_an_earlier_session_frees_its_slot() -> None:
-    node = Node()
-    peer = Peer(node, shards=HALVES)
+    node, peer = attached(Node(), shards=HALVES)
     late = peer.unused(0)[0]
     node.end(peer.ranks[1])
     peer.seal(1, places=[late], rank=0)
@@ -155,8 +133,7 @@ def test_a_late_seal_of_an_earlier_session_frees_its_slot() -> None:
 
 
 def test_a_seal_of_the_session_before_with_slots_of_this_one_is_ignored() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     before = peer.session
     node.end(peer.scheduler)
     node.hear(peer.ranks[0], Quiet(node.last(peer.ranks[0], Quiesce).session))
@@ -169,8 +146,7 @@ def test_a_seal_of_the_session_before_with_slots_of_this_one_is_ignored() -> Non
 
 @pytest.mark.parametrize("twice", ["key", "slot"])
 def test_a_seal_that_names_something_twice_ends_the_connection(twice: str) -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     a, b = peer.unused()[:2]
     if twice == "key":
         peer.seal(1, 1, places=[a, b])
@@ -181,8 +157,7 @@ def test_a_seal_that_names_something_twice_ends_the_connection(twice: str) -> No
 
 
 def test_an_empty_seal_is_nothing() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.seal()
     nothing_published(node, stale=0)
     assert peer.ranks[0] not in node.hangups
@@ -192,8 +167,7 @@ def test_an_empty_seal_is_nothing() -> None:
 
 
 def test_a_dropped_slot_is_free_with_a_new_generation() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     a, b = peer.unused()[:2]
     granted = node.granted()
     peer.drop(a, a, (b[0], b[1] + 1))
@@ -233,8 +207,7 @@ def test_distrust_of_what_an_engine_cannot_read_does_nothing() -> None:
 
 
 def test_distrust_of_a_slot_that_is_being_written_does_nothing() -> None:
-    node = Node()
-    peer = Peer(node)
+    _, peer = attached(Node())
     place = peer.unused()[0]
     peer.distrust(place)
     peer.seal(1, places=[place])
@@ -282,8 +255,7 @@ def test_clear_goes_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_credits_are_topped_up_when_half_is_used() -> None:
-    node = Node(slots=32)
-    peer = Peer(node)
+    node, peer = attached(Node(slots=32))
     assert [len(pairs(g)) for g in node.sent[peer.scheduler] if isinstance(g, Grant)] == [8]
     for i in range(3):
         peer.seal(i)
@@ -364,8 +336,7 @@ def test_credits_are_bounded_in_number() -> None:
 
 @pytest.mark.parametrize("shards", [(WHOLE,), HALVES])
 def test_a_tiny_arena_still_serves_hits(shards: tuple[Shard, ...]) -> None:
-    node = Node(slots=4, credit_share=0.125)
-    peer = Peer(node, shards=shards)
+    node, peer = attached(Node(slots=4, credit_share=0.125), shards=shards)
     for round in range(20):
         peer.store(round)
         lease = peer.lease(round, round)
@@ -434,8 +405,9 @@ def test_a_seal_lets_those_who_wait_for_a_slot_try_again() -> None:
 
 
 def test_room_is_made_ahead_of_need_and_the_oldest_goes() -> None:
-    node = Node(slots=40, slab_slots=40, low_watermark=0.1, high_watermark=0.3)
-    peer = Peer(node, "a")
+    node, peer = attached(
+        Node(slots=40, slab_slots=40, low_watermark=0.1, high_watermark=0.3), name="a"
+    )
     for number in range(36):
         peer.seal(number)
     tier = node.engine.tiers()[0]
@@ -476,8 +448,7 @@ def test_two_sizes_in_use_each_keep_their_part() -> None:
 
 
 def test_an_engine_with_ranks_of_two_sizes_stores_and_evicts_like_others() -> None:
-    node = Node(slots=32)
-    peer = Peer(node, shards=UNEVEN, space=space())
+    node, peer = attached(Node(slots=32), shards=UNEVEN, space=space())
     for number in range(60):
         peer.store(number)
         assert peer.hint(number) == [True]
@@ -485,7 +456,6 @@ def test_an_engine_with_ranks_of_two_sizes_stores_and_evicts_like_others() -> No
 
 
 def test_events_of_one_step_are_taken_in_order() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     node.step(peer.sealed(1), Ended(ConnectionId(peer.ranks[0])), peer.sealed(2))
     assert node.blocks() == {key(1)[:4].hex(): "dram"}

@@ -21,7 +21,7 @@ from kvstore.wire.messages import Compared, Grant, LeaseReply, Story
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
-from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, key, keys, space
+from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, attached, key, keys, space
 from tests.unit.engine.mortal import MortalNode
 
 OTHER = space("other", layer_bytes=16 << 10)
@@ -51,8 +51,7 @@ def in_words(commands: list[Command]) -> list[SwitchedOff]:
 
 
 def test_what_agrees_is_counted() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.seal(1, 2)
     peer.lease(7, 1, 2)
     assert in_words(compared(peer, 7, blocks=2)) == []
@@ -62,8 +61,7 @@ def test_what_agrees_is_counted() -> None:
 
 
 def test_what_diverges_switches_the_space_off_and_is_told_once() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.seal(1, 2)
     peer.lease(7, 1, 2)
     (told,) = in_words(compared(peer, 7, 1, blocks=2))
@@ -76,8 +74,7 @@ def test_what_diverges_switches_the_space_off_and_is_told_once() -> None:
 
 
 def test_while_it_is_off_nothing_is_served_stored_or_granted() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     (place,) = peer.seal(1)
     peer.lease(7, 1)
     compared(peer, 7, 0)
@@ -95,8 +92,7 @@ def test_while_it_is_off_nothing_is_served_stored_or_granted() -> None:
 
 
 def test_clear_of_the_space_ends_it() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.seal(1)
     peer.lease(7, 1)
     compared(peer, 7, 0)
@@ -131,8 +127,7 @@ def test_no_engine_speaks_for_another_tenant_or_space() -> None:
 
 def test_words_of_an_earlier_session_are_not_about_the_space_of_this_one() -> None:
     """Its weights changed meanwhile."""
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.seal(1)
     peer.lease(7, 1)
     earlier = peer.session
@@ -145,8 +140,7 @@ def test_words_of_an_earlier_session_are_not_about_the_space_of_this_one() -> No
 
 @pytest.mark.parametrize(("lease", "block"), [(99, 0), (7, 1), (7, 2**32 - 1)])
 def test_words_about_what_was_never_served_are_nothing(lease: int, block: int) -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.seal(1)
     peer.lease(7, 1)
     compared(peer, lease, block)
@@ -230,8 +224,7 @@ def test_a_process_that_dies_before_all_is_emptied_leaves_none_of_it(
 
 
 def test_what_was_stored_after_it_was_switched_on_again_outlasts_the_process() -> None:
-    node = MortalNode(slots=64)
-    peer = Peer(node)
+    node, peer = attached(MortalNode(slots=64))
     peer.seal(1)
     peer.lease(7, 1)
     compared(peer, 7, 0)
@@ -273,8 +266,7 @@ def test_what_is_off_is_not_kept_when_its_segment_goes(monkeypatch: pytest.Monke
 
 
 def test_explain_says_that_the_space_is_off() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.seal(1)
     peer.lease(7, 1)
     compared(peer, 7, 0)
@@ -297,8 +289,7 @@ def test_explain_says_that_the_space_is_off() -> None:
 
 
 def test_a_space_that_is_off_is_listed_without_blocks_or_engines() -> None:
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     peer.seal(1)
     peer.lease(7, 1)
     compared(peer, 7, 0)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from numpy.typing import NDArray
 
 from kvstore.engine.memory import table as module
@@ -71,13 +71,6 @@ class Checked:
         assert np.count_nonzero(self.table._cells) == len(self.model)
 
 
-def test_finds_what_was_inserted_and_nothing_else() -> None:
-    t = Checked()
-    t.insert(1, 10, 11, 12)
-    t.insert(2, 11)
-    t.check([9, 10, 11, 12, 13])
-
-
 def test_keys_that_differ_in_any_word_are_different() -> None:
     table = BlockTable(row_count_max=CAPACITY)
     base = words(5)
@@ -97,30 +90,6 @@ def test_the_same_key_of_another_scope_in_the_way_is_not_taken_for_it() -> None:
     t.insert(1, before)
     t.insert(1, key)
     t.check([before, key], scopes=(1, other))
-
-
-def test_keys_of_one_cell_in_one_batch_all_find_a_place() -> None:
-    t = Checked()
-    *same, absent = alike(t.table, 5, 11)
-    t.insert(1, *same)
-    t.check([*same, absent])
-
-
-def test_a_probe_runs_over_the_end_of_the_cells() -> None:
-    t = Checked()
-    *last, absent = alike(t.table, CELLS - 1, 4)
-    t.insert(1, *last)
-    t.check([*last, absent])
-
-
-def test_deleting_the_middle_of_a_probe_keeps_its_end() -> None:
-    t = Checked()
-    same = alike(t.table, 5, 6)
-    t.insert(1, *same)
-    t.delete(1, same[2], same[3])
-    t.check(same)
-    t.insert(1, same[3])
-    t.check(same)
 
 
 def test_what_lay_behind_a_deleted_key_moves_up() -> None:
@@ -191,42 +160,40 @@ def test_deleting_twice_is_an_error() -> None:
         t.table.delete(row)
 
 
-def test_chains_inserted_together_are_found_at_once_only_when_they_are_the_same() -> None:
-    t = Checked()
-    t.insert(1, *range(10))
-    t.check(list(range(10)))
-    t.check([0, 1, 2, 4, 3])
-    t.check([7, 8, 9, 10, 11])
-    t.delete(1, 4)
-    t.check(list(range(10)))
-    t.insert(2, 4)
-    t.check(list(range(10)))
-
-
+SAME, LAST, OTHERS = range(10), range(10, 20), range(20, 40)
+"""Places in a list of keys whose probes begin at one cell, at the last cell, and anywhere."""
+CHAIN = [*OTHERS][:10]
+Operation = tuple[str, int, list[int]]
 operations = st.lists(
     st.tuples(
         st.sampled_from(["insert", "delete"]),
         st.sampled_from([1, 2]),
-        st.sets(st.sampled_from([0, 1, 2, 3, CELLS, CELLS + 1, 2 * CELLS, 127, 255, 2**63]))
-        | st.sets(st.integers(0, 40)),
+        st.lists(st.integers(0, 39), unique=True),
     ),
     max_size=20,
 )
 
 
-@settings(max_examples=60)
+# Probes in one batch; over the end of the cells; whose middle goes; and chains, whole and in part.
+@example([("insert", 1, [*SAME])])
+@example([("insert", 1, [*LAST][:4]), ("delete", 1, [10])])
+@example([("insert", 1, [*SAME][:6]), ("delete", 1, [2, 3]), ("insert", 1, [3])])
+@example([("insert", 1, CHAIN), ("delete", 1, [24]), ("insert", 2, [24])])
+@settings(max_examples=40)
 @given(operations)
-def test_behaves_like_a_dict(steps: list[tuple[str, int, set[int]]]) -> None:
+def test_behaves_like_a_dict(steps: list[Operation]) -> None:
     t = Checked()
-    seen: set[int] = set()
-    for what, scope, numbers in steps:
-        seen |= numbers
+    names = [*alike(t.table, 5, 10), *alike(t.table, CELLS - 1, 10), *range(5000, 5019), 2**63]
+    for what, scope, places in steps:
+        numbers = [names[place] for place in places]
         if what == "insert":
-            new = [n for n in sorted(numbers) if (scope, n) not in t.model]
+            new = [n for n in numbers if (scope, n) not in t.model]
             t.insert(scope, *new[: t.table.free_count])
         else:
-            t.delete(scope, *(n for n in sorted(numbers) if (scope, n) in t.model))
-        t.check(sorted(seen))
+            t.delete(scope, *(n for n in numbers if (scope, n) in t.model))
+        t.check(numbers)
+    t.check([names[place] for place in CHAIN])
+    t.check(names)
 
 
 @pytest.mark.parametrize("scope_count", [3, 40])

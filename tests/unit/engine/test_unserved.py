@@ -13,7 +13,7 @@ from kvstore.engine.sessions.unserved import (
 )
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import Refused, SessionClosed, Unserved
-from tests.unit.engine.harness import HALVES, Hellos, Node, Peer
+from tests.unit.engine.harness import HALVES, Hellos, Node, Peer, attached
 
 LONG_MS = FORMS_NS_MAX // NS_PER_MS + 1
 CUDA = "the KV cache is on cuda"
@@ -125,8 +125,7 @@ def test_a_full_node_is_said_until_there_is_room() -> None:
 @pytest.mark.parametrize("role", ["scheduler", "rank"])
 def test_a_second_claim_to_a_place_is_refused_until_the_first_has_left(role: str) -> None:
     """Two connectors of one engine would drop each other for ever; a restart gets its place."""
-    node = Node()
-    peer = Peer(node)
+    node, peer = attached(Node())
     first = peer.scheduler if role == "scheduler" else peer.ranks[0]
     hello = peer.scheduler_hello() if role == "scheduler" else peer.rank_hello(0)
     claim = msgspec.structs.replace(hello, process="another")

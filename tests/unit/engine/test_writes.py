@@ -9,7 +9,7 @@ from kvstore.engine.memory.policy.disk import NS_PER_DAY, AdmissionMode
 from kvstore.engine.why.report import NO_BUDGET, TierReport
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, places
-from tests.unit.engine.harness import HALVES, WHOLE, Peer, keys
+from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, keys
 
 SECOND_SIGHT: dict[str, Any] = {"file_admission": AdmissionMode.SECOND_SIGHT}
 
@@ -33,8 +33,7 @@ def file(node: DiskNode) -> TierReport:
 
 
 def test_what_is_stored_is_written_when_a_second_request_names_it() -> None:
-    node = DiskNode(**SECOND_SIGHT)
-    peer = Peer(node)
+    node, peer = attached(DiskNode(**SECOND_SIGHT))
     peer.seal(1, 2, 3)
     assert node.writes == []
     assert node.engine.counters.file_blocks_not_admitted == 3
@@ -50,8 +49,7 @@ def test_what_is_stored_is_written_when_a_second_request_names_it() -> None:
 
 
 def test_all_shards_of_a_block_are_written() -> None:
-    node = DiskNode(**SECOND_SIGHT)
-    peer = Peer(node, shards=HALVES)
+    node, peer = attached(DiskNode(**SECOND_SIGHT), shards=HALVES)
     peer.store(1)
     assert node.writes == []
     peer.hint(1)
@@ -60,8 +58,7 @@ def test_all_shards_of_a_block_are_written() -> None:
 
 
 def test_what_comes_back_after_it_went_is_written_at_once() -> None:
-    node = DiskNode(slots=8, **SECOND_SIGHT)
-    peer = Peer(node)
+    node, peer = attached(DiskNode(slots=8, **SECOND_SIGHT))
     peer.seal(1)
     peer.hint(1, 2)
     node.write_nothing()
@@ -76,8 +73,7 @@ def test_what_comes_back_after_it_went_is_written_at_once() -> None:
 
 
 def test_what_could_not_be_written_is_when_it_is_asked_for_again() -> None:
-    node = DiskNode(slots=32, credit_share=0.5)
-    peer = Peer(node)
+    node, peer = attached(DiskNode(slots=32, credit_share=0.5))
     peer.seal(*range(10))
     assert writing(node) == [keys(*range(8))], "a quarter of the arena"
     node.write_nothing()
@@ -86,16 +82,14 @@ def test_what_could_not_be_written_is_when_it_is_asked_for_again() -> None:
 
 
 def test_a_hint_that_names_a_key_twice_writes_nothing() -> None:
-    node = DiskNode(**SECOND_SIGHT)
-    peer = Peer(node)
+    node, peer = attached(DiskNode(**SECOND_SIGHT))
     peer.seal(1, 2)
     peer.hint(1, 2, 1)
     assert node.writes == []
 
 
 def test_a_slot_that_holds_another_block_is_written_for_that_one_too() -> None:
-    node = DiskNode(slots=16, credit_blocks_max=1)
-    peer = Peer(node)
+    node, peer = attached(DiskNode(slots=16, credit_blocks_max=1))
     (place,) = peer.seal(1)
     node.step(Clear(None, None))
     peer.seal(2)
