@@ -74,12 +74,6 @@ def test_half_of_the_saving_is_lent_and_a_debt_leaves_the_own_share() -> None:
     assert BlockWait(account, 100, 1, 0).until_ns == 4
 
 
-def test_no_wait_costs_more_than_computing() -> None:
-    account = WaitAccount()
-    account.weighed(10**6, 0)
-    assert BlockWait(account, 100, 10, 0).until_ns == 100
-
-
 def test_those_who_wait_together_share_the_balance() -> None:
     account = WaitAccount()
     account.weighed(1000, 0)  # earns 40

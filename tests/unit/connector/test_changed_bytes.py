@@ -20,7 +20,7 @@ from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import checksum
 from kvstore.types import PAGE_BYTES
 from kvstore.wire import messages as m
-from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode as Question
+from tests.unit.client.conftest import ScriptedNode as Question
 from tests.unit.connector.scripted_node import ScriptedNode, node_at
 from tests.unit.connector.test_copier import BLOCK, BLOCKS, SLOT_PAGES, Rank, key
 
@@ -59,18 +59,12 @@ class Scheduler(Question):
             checksums=self._sums if ask.with_checksums else b"",
         )
 
-    def load(self, request: str) -> LoadJob:
+    def load_all(self, request: str) -> LoadJob:
         """The job of a request that hits all blocks."""
-        tokens = BLOCKS * BLOCK_TOKENS
-        core, now_ns = self.core, self.now_ns
-        core.new_request(request, KEYS, prompt_tokens=tokens + 1, now_ns=now_ns)
-        core.match(request, local_tokens=0, now_ns=now_ns)
-        self.exchange()
-        core.match(request, local_tokens=0, now_ns=now_ns)
-        blocks = list(range(BLOCKS))
-        core.allocated(request, tables=(blocks,), external_tokens=tokens, now_ns=now_ns)
-        (job,) = core.plan((), now_ns).loads
-        core.finished(request)
+        self.look_up(request, KEYS)
+        self.match(request)
+        job = self.load(request, list(range(BLOCKS)), BLOCKS)
+        self.core.finished(request)
         return job
 
 
@@ -86,12 +80,12 @@ def test_by_default_no_block_is_handed_over_whose_bytes_changed(
         at = SLOTS[block] * PAGE_BYTES + (block * 40_009 + BLOCK - 1) % BLOCK
         node.arena.array[at] ^= 1 << block
         rank.memory[:] = 0
-        rank.handoff.submit(StepPlan(loads=(scheduler.load(f"r{block}"),)))
+        rank.handoff.submit(StepPlan(loads=(scheduler.load_all(f"r{block}"),)))
         (result,) = rank.loaded().loads
         assert result.failed_block_ids == tuple(range(block, BLOCKS))
         assert [rank.block(good) for good in range(block)] == stored[:block]
         node.arena.array[at] ^= 1 << block
-    rank.handoff.submit(StepPlan(loads=(scheduler.load("intact"),)))
+    rank.handoff.submit(StepPlan(loads=(scheduler.load_all("intact"),)))
     assert rank.loaded().loads[0].failed_block_ids == ()
 
 
