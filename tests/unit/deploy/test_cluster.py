@@ -1,5 +1,5 @@
-"""The manifests of a cluster: node and index take their flags, with the certificates that the page
-has made, and know each other by the names that Kubernetes gives."""
+"""Examples of a cluster: node, index and router take their flags, with the certificates that the
+page has made, and know each other by the names that Kubernetes gives."""
 
 from __future__ import annotations
 
@@ -7,85 +7,109 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography import x509
 
 from kvstore.cli.main import cli
 from kvstore.config.cluster import ClusterConfig, IndexConfig
+from kvstore.config.router import RouterConfig
 from kvstore.units import GIB, parse_size
 from tests.docs.commands import index_config, node_config, router_config
 from tests.unit.deploy.manifests import (
-    CLUSTER_INDEX,
-    CLUSTER_NODE,
+    CLUSTER,
+    CLUSTERS,
+    COMPONENTS,
     DEPLOY,
-    NODE,
+    ONE_NODE,
     POD_IP,
-    ROUTER,
+    Object,
     container,
-    documents,
     flags,
+    objects,
+    of_kind,
     pod,
+    template,
     workload,
 )
 
 ENTRY_BYTES_MAX = 92
 """ADR 10."""
-CLUSTER = (CLUSTER_INDEX, CLUSTER_NODE, ROUTER)
 MOUNT = "/etc/kvstore/pki"
 NODES = ("gpu-1", "gpu-2")
+OWN_NAMES = {"node": "node-gpu-1", "index": "index-kvstore-index-0", "router": "client-router"}
+"""Part → certificate of one of its pods."""
 
 
-@pytest.fixture
-def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The directory that each secret is made from, by the commands of deploy/README.md."""
     blocks = re.findall(r"```bash\n(.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
     (block,) = (each for each in blocks if "kvstore certs" in each)
-    monkeypatch.chdir(tmp_path)
-    made = {}
-    for line in block.splitlines():
-        match shlex.split(line):
-            case ["kvstore", *arguments]:
-                cli.main(arguments, prog_name="kvstore", standalone_mode=False)
-            case ["kubectl", "create", "secret", "generic", name, source]:
-                made[name] = tmp_path / source.removeprefix("--from-file=")
-            case ["kubectl", "apply", "-f", "deploy/examples/cluster", *_]:
-                assert {Path(each).parent.name for each in CLUSTER} == {"cluster"}
-            case _:
-                subprocess.run(["bash", "-ec", line], check=True)
+    place, made = tmp_path_factory.mktemp("pki"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        for line in block.splitlines():
+            match shlex.split(line):
+                case ["kvstore", *arguments]:
+                    cli.main(arguments, prog_name="kvstore", standalone_mode=False)
+                case ["kubectl", "create", "secret", "generic", name, "--namespace", _, source]:
+                    made[name] = place / source.removeprefix("--from-file=")
+                case ["helm", "install", "kvstore", "deploy/chart", *_, "-f", values]:
+                    assert Path(values).stem == CLUSTER
+                case _:
+                    subprocess.run(["bash", "-ec", line], check=True, cwd=place)
     return made
 
 
-def given(name: str, secrets: dict[str, Path], **variables: str) -> list[str]:
-    """Flags as they are in a pod, where its certificates are those of its secret."""
-    mounts = {each["name"]: each["mountPath"] for each in container(name)["volumeMounts"]}
-    (volume,) = (each for each in pod(name)["volumes"] if "secret" in each)
-    assert mounts[volume["name"]] == MOUNT
-    place = str(secrets[volume["secret"]["secretName"]])
-    return [flag.replace(MOUNT, place) for flag in flags(name, **variables)]
+def given(found: list[Object], part: str, secrets: dict[str, Path], **variables: str) -> list[str]:
+    """Flags as they are in a pod, with certificates of its secret, or those that cert-manager would
+    issue in their place."""
+    mounts = {each["name"]: each["mountPath"] for each in container(found, part)["volumeMounts"]}
+    (volume,) = (each for each in pod(found, part)["volumes"] if each["name"] == "certificates")
+    assert mounts["certificates"] == MOUNT
+    if "secret" in volume:
+        place = secrets[volume["secret"]["secretName"]]
+        return [flag.replace(MOUNT, str(place)) for flag in flags(found, part, **variables)]
+    place = secrets[f"kvstore-{part}-certificates"]
+    stem = f"{place}/{OWN_NAMES[part]}"
+    of_pod = [flag.replace(f"{MOUNT}/tls", stem) for flag in flags(found, part, **variables)]
+    return [flag.replace(MOUNT, str(place)) for flag in of_pod]
 
 
-def node(name: str, secrets: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
-    made = node_config(given(CLUSTER_NODE, secrets, NODE_NAME=name), monkeypatch).cluster
+def node(
+    found: list[Object], secrets: dict[str, Path], patch: pytest.MonkeyPatch, name: str = "gpu-1"
+) -> ClusterConfig:
+    made = node_config(given(found, "node", secrets, NODE_NAME=name), patch).cluster
     assert made is not None
     return made
 
 
-def index(number: int, secrets: dict[str, Path]) -> IndexConfig:
-    pod_name = f"{workload(CLUSTER_INDEX)['metadata']['name']}-{number}"
-    return index_config(given(CLUSTER_INDEX, secrets, POD_NAME=pod_name))
+def index(found: list[Object], number: int, secrets: dict[str, Path]) -> IndexConfig:
+    pod_name = f"{workload(found, 'index')['metadata']['name']}-{number}"
+    return index_config(given(found, "index", secrets, POD_NAME=pod_name))
+
+
+def router(
+    found: list[Object], secrets: dict[str, Path], patch: pytest.MonkeyPatch, at: Path
+) -> RouterConfig:
+    """With its policy file."""
+    for each in of_kind(found, "ConfigMap", "router-policy"):
+        (at / "policy.yaml").write_text(each["data"]["policy.yaml"])
+    args = given(found, "router", secrets)
+    return router_config([flag.replace("/etc/kvstore/policy", str(at)) for flag in args])
 
 
 @pytest.mark.parametrize("name", NODES)
 def test_each_node_takes_its_flags_and_its_certificate(
     name: str, secrets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = node(name, secrets, monkeypatch)
+    found = objects(CLUSTER)
+    made = node(found, secrets, monkeypatch, name)
     assert made.node == name
     assert made.tls is not None
     assert made.peers is not None
-    ports = {each["name"]: each["containerPort"] for each in container(CLUSTER_NODE)["ports"]}
+    ports = {each["name"]: each["containerPort"] for each in container(found, "node")["ports"]}
     assert (made.peers.host, made.peers.port) == (POD_IP, ports["peers"])
     assert (made.peers.transport.name, made.peers.transport.port) == (
         "tcp",
@@ -94,64 +118,88 @@ def test_each_node_takes_its_flags_and_its_certificate(
 
 
 def test_each_replica_takes_its_flags_and_its_certificate(secrets: dict[str, Path]) -> None:
-    for number in range(workload(CLUSTER_INDEX)["spec"]["replicas"]):
-        made = index(number, secrets)
+    found = objects(CLUSTER)
+    for number in range(workload(found, "index")["spec"]["replicas"]):
+        made = index(found, number, secrets)
         assert made.tls is not None
         assert made.tls.name_as("index") == f"kvstore-index-{number}"
-        ports = {each["name"]: each["containerPort"] for each in container(CLUSTER_INDEX)["ports"]}
+        ports = {each["name"]: each["containerPort"] for each in container(found, "index")["ports"]}
         assert (made.replica.host, made.replica.port) == (POD_IP, ports["index"])
         assert made.http is not None
         assert (made.http.host, made.http.port) == (POD_IP, ports["metrics"])
 
 
-def test_nodes_name_every_replica_and_no_address_of_all(
-    secrets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_part_of_every_cluster_takes_its_flags_with_tls(
+    name: str, secrets: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (service,) = (each for each in documents(CLUSTER_INDEX) if each["kind"] == "Service")
-    replicas = workload(CLUSTER_INDEX)
+    found = objects(name)
+    if "--transport=nixl" in container(found, "node")["args"]:
+        pytest.importorskip("nixl_cu13")
+    made = node(found, secrets, monkeypatch)
+    assert made.tls is not None
+    assert index(found, 0, secrets).tls is not None
+    front = router(found, secrets, monkeypatch, tmp_path)
+    assert front.tls is not None
+    assert front.front is not None, "clients see TLS"
+    assert front.index == made.indexes
+    for part in ("node", "index"):
+        assert "--insecure" not in container(found, part)["args"]
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_nodes_name_every_replica_and_no_address_of_all(
+    name: str, secrets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = objects(name)
+    (service,) = of_kind(found, "Service", "index")
+    replicas = workload(found, "index")
     assert service["spec"]["clusterIP"] == "None", "headless, or its pods have no names"
     assert replicas["spec"]["serviceName"] == service["metadata"]["name"]
-    labels = replicas["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["selector"].items() <= labels.items()
-    names = (replicas["metadata"]["name"], service["metadata"]["name"])
-    port = index(0, secrets).replica.port
-    assert [each["port"] for each in service["spec"]["ports"]] == [port]
-    assert node("gpu-1", secrets, monkeypatch).indexes == tuple(
-        f"{names[0]}-{number}.{names[1]}:{port}" for number in range(replicas["spec"]["replicas"])
-    )
+    port = index(found, 0, secrets).replica.port
+    assert port in [each["port"] for each in service["spec"]["ports"]]
+    its, behind = replicas["metadata"]["name"], service["metadata"]
+    named = [flag for flag in flags(found, "node") if flag.startswith("--index=")]
+    assert named == [
+        f"--index={its}-{number}.{behind['name']}.{behind['namespace']}:{port}"
+        for number in range(replicas["spec"]["replicas"])
+    ]
 
 
 def test_routers_take_their_flags_and_find_each_other_and_the_index(
-    secrets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    secrets: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    made = router_config(given(ROUTER, secrets))
+    found = objects(CLUSTER)
+    made = router(found, secrets, monkeypatch, tmp_path)
     assert made.tls is not None
     assert made.tls.name_as("client") == "router"
-    assert made.index == node("gpu-1", secrets, monkeypatch).indexes
-    ports = {each["name"]: each["containerPort"] for each in container(ROUTER)["ports"]}
+    ports = {each["name"]: each["containerPort"] for each in container(found, "router")["ports"]}
     listens = {"https": made.listen, "route": made.route_listen, "metrics": made.metrics}
     assert listens == {name: (POD_IP, ports[name]) for name in listens}
-    front, peers = (each for each in documents(ROUTER) if each["kind"] == "Service")
-    labels = workload(ROUTER)["spec"]["template"]["metadata"]["labels"]
-    for service in (front, peers):
-        assert service["spec"]["selector"].items() <= labels.items()
-    assert front["spec"]["ports"][0]["targetPort"] == "https"
+    (front,) = of_kind(found, "Service", "router")
+    (peers,) = of_kind(found, "Service", "router-peers")
+    assert front["spec"]["ports"][0]["targetPort"] == ports["https"]
     assert peers["spec"]["clusterIP"] == "None", "headless, or its name has one address"
-    assert made.peer_router == (f"{peers['metadata']['name']}:{ports['route']}",)
+    where = f"{peers['metadata']['name']}.{peers['metadata']['namespace']}"
+    assert made.peer_router == (f"{where}:{ports['route']}",)
     certificate = x509.load_pem_x509_certificate(made.tls.cert)
     hosts = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert front["metadata"]["name"] in hosts.get_values_for_type(x509.DNSName)
+    names = hosts.get_values_for_type(x509.DNSName)
+    assert {front["metadata"]["name"], f"{front['metadata']['name']}.kvstore.svc"} <= {*names}
 
 
-def test_requests_may_end_before_a_router_is_killed(secrets: dict[str, Path]) -> None:
-    made, router = router_config(given(ROUTER, secrets)), container(ROUTER)
-    waits_s = router["lifecycle"]["preStop"]["sleep"]["seconds"]
-    probe = router["readinessProbe"]
+def test_requests_may_end_before_a_router_is_killed(
+    secrets: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = objects(CLUSTER)
+    made, its = router(found, secrets, monkeypatch, tmp_path), container(found, "router")
+    waits_s = its["lifecycle"]["preStop"]["sleep"]["seconds"]
+    probe = its["readinessProbe"]
     assert probe["httpGet"] == {"path": "/healthz", "port": "metrics"}, "503 from SIGTERM on"
     assert made.drain_delay > probe["periodSeconds"] + probe["timeoutSeconds"], "it is seen"
+    assert waits_s >= made.drain_delay
     drains_s = waits_s + made.drain_delay + made.drain_timeout
-    assert waits_s > 0
-    assert pod(ROUTER)["terminationGracePeriodSeconds"] >= drains_s + 10, "and it closes"
+    assert pod(found, "router")["terminationGracePeriodSeconds"] >= drains_s + 10, "and it closes"
 
 
 def test_the_key_of_the_ca_goes_nowhere(secrets: dict[str, Path]) -> None:
@@ -165,46 +213,68 @@ def test_the_key_of_the_ca_goes_nowhere(secrets: dict[str, Path]) -> None:
     assert {file.stem for file in files} == {"ca", *(f"node-{name}" for name in NODES)}
 
 
-def test_who_runs_can_read_the_certificates() -> None:
-    for name in CLUSTER:
-        (volume,) = (each for each in pod(name)["volumes"] if "secret" in each)
-        assert volume["secret"]["defaultMode"] == 0o440
-        context = pod(name)["securityContext"]
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_who_runs_can_read_the_certificates(name: str) -> None:
+    for part in COMPONENTS:
+        its = pod(objects(name), part)
+        (volume,) = (each for each in its["volumes"] if each["name"] == "certificates")
+        context = its["securityContext"]
         assert context["fsGroup"] == context["runAsGroup"]
+        if "secret" in volume:
+            assert volume["secret"]["defaultMode"] == 0o440
+        else:
+            told = volume["csi"]["volumeAttributes"]
+            assert told["csi.cert-manager.io/fs-group"] == str(context["fsGroup"])
 
 
-def test_the_probes_of_the_index_reach_its_health_page() -> None:
+def test_each_pod_gets_its_own_certificate_from_cert_manager() -> None:
+    found = objects("fast-hardware")
+    wanted = {
+        "node": "${POD_NAME}.node.kvstore",
+        "index": "${POD_NAME}.index.kvstore,index.kvstore",
+        "router": "router.client.kvstore,kvstore-router,kvstore-router.kvstore,"
+        "kvstore-router.kvstore.svc",
+    }
+    for part, names in wanted.items():
+        (volume,) = (v for v in pod(found, part)["volumes"] if v["name"] == "certificates")
+        assert volume.keys() == {"name", "csi"}, "and no secret"
+        told = volume["csi"]["volumeAttributes"]
+        assert told["csi.cert-manager.io/dns-names"] == names
+        its = dict(flag.partition("=")[::2] for flag in flags(found, part))
+        assert [its[f"--{file}"] for file in ("ca", "cert", "key")] == [
+            f"{MOUNT}/{file}" for file in ("ca.crt", "tls.crt", "tls.key")
+        ]
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_probes_of_the_index_reach_its_health_page(name: str) -> None:
+    found = objects(name)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container(CLUSTER_INDEX)[probe]["httpGet"] == {"path": "/healthz", "port": "metrics"}
-    annotations = workload(CLUSTER_INDEX)["spec"]["template"]["metadata"]["annotations"]
-    ports = {each["name"]: each["containerPort"] for each in container(CLUSTER_INDEX)["ports"]}
-    assert annotations["prometheus.io/port"] == str(ports["metrics"])
+        made = container(found, "index")[probe]
+        assert made["httpGet"] == {"path": "/healthz", "port": "metrics"}
 
 
-def test_the_index_has_room_for_its_entries(secrets: dict[str, Path]) -> None:
-    limit = parse_size(container(CLUSTER_INDEX)["resources"]["limits"]["memory"] + "B")
-    assert index(0, secrets).replica.entry_count_max * ENTRY_BYTES_MAX + GIB <= limit
+@pytest.mark.parametrize("name", [CLUSTER, "fast-hardware"])
+def test_the_index_has_room_for_its_entries(name: str, secrets: dict[str, Path]) -> None:
+    found = objects(name)
+    limit = parse_size(container(found, "index")["resources"]["limits"]["memory"] + "B")
+    assert index(found, 0, secrets).replica.entry_count_max * ENTRY_BYTES_MAX + GIB <= limit
 
 
 def test_a_node_of_a_cluster_is_a_lone_node_but_for_that() -> None:
-    there, alone = workload(CLUSTER_NODE), workload(NODE)
-    its = there["spec"]["template"]["spec"]
+    there, alone = (workload(objects(name), "node") for name in (CLUSTER, ONE_NODE))
+    made = template(there)
+    assert made is not None
+    its = made["spec"]
     (main,) = its["containers"]
     about = ("--index=", "--peer-listen=", "--transport=", "--ca=", "--cert=", "--key=")
     main["args"] = [flag for flag in main["args"] if not flag.startswith(about)]
     for rows, name in (
-        (main["env"], "NODE_NAME"),
-        (main["env"], "CERTIFICATE"),
         (main["ports"], "peers"),
         (main["ports"], "transfer"),
         (main["volumeMounts"], "certificates"),
         (its["volumes"], "certificates"),
     ):
-        _take(rows, name)
-    del its["securityContext"]["fsGroup"]
+        (row,) = (each for each in rows if each["name"] == name)
+        rows.remove(row)
     assert there == alone
-
-
-def _take(rows: list[dict[str, Any]], name: str) -> None:
-    (row,) = (each for each in rows if each["name"] == name)
-    rows.remove(row)

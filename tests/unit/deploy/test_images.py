@@ -11,12 +11,19 @@ import pytest
 
 from kvstore import __version__
 from tests.docs.commands import node_config
-from tests.unit.deploy.manifests import CLUSTER_INDEX, CLUSTER_NODE, NODE, pod
+from tests.unit.deploy.manifests import (
+    CLUSTER,
+    COMPONENTS,
+    EXAMPLES,
+    objects,
+    pod,
+    template,
+    workloads,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 IMAGE = ROOT / "deploy" / "images" / "Dockerfile"
 IMAGES = sorted((ROOT / "deploy" / "images").iterdir())
-EXAMPLES = ROOT / "deploy" / "examples"
 TRANSFER = "requirements/transfer.txt"
 
 
@@ -57,12 +64,14 @@ def test_the_node_starts_with_flags_that_exist(monkeypatch: pytest.MonkeyPatch) 
 def test_the_image_runs_as_the_user_of_the_manifest() -> None:
     text = IMAGE.read_text()
     (user,) = re.findall(r"^USER (\d+):\d+$", text, re.MULTILINE)
-    for name in (NODE, CLUSTER_NODE, CLUSTER_INDEX):
-        assert int(user) == pod(name)["securityContext"]["runAsUser"]
+    for part in COMPONENTS:
+        assert int(user) == pod(objects(CLUSTER), part)["securityContext"]["runAsUser"]
 
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
 def test_manifests_name_the_images_that_are_built(path: Path) -> None:
     (tag,) = re.findall(r"-t (\S+) \.$", path.read_text(), re.MULTILINE)
     assert tag.endswith(f":{__version__}")
-    assert any(f"image: {tag}\n" in example.read_text() for example in EXAMPLES.rglob("*.yaml"))
+    pods = [template(each) for name in EXAMPLES for each in workloads(objects(name))]
+    used = {each["image"] for made in pods if made for each in made["spec"]["containers"]}
+    assert tag in used
