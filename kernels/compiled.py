@@ -27,13 +27,13 @@ from kvstore.kernels.device import DeviceError
 
 SOURCES: Final = Path(__file__).parent / "csrc"
 OPTIONS: Final = ("--std=c++17", "--ptxas-options=-v")
-"""The log has the registers."""
+"""With `-v` the compiler logs how many registers each kernel uses."""
 CUBIN_BYTES_MAX: Final = 16 << 20
 _DIGEST_BYTES: Final = 32
 
 
 class Cubin(NamedTuple):
-    """Machine code, and what the compiler said."""
+    """Machine code, and the compiler's log."""
 
     code: bytes
     log: str

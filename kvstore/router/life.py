@@ -49,7 +49,7 @@ class RoutedLife:
 
     @property
     def worker(self) -> Worker | None:
-        """Where it was sent; None: nowhere, or the worker has left since."""
+        """Worker of the last decision; None: none was chosen, or it has left the pool since."""
         return None if self.routed is None else self._workers.get(self.routed.worker)
 
     def first(self, served_by: str = "") -> None:

@@ -62,8 +62,8 @@ RUN_BYTES_MAX: Final = 8 * MIB
 """Written in one call: long enough for any disk, short enough for the deadline."""
 RUN_RECORDS_MAX: Final = 256
 VOIDS_MAX: Final = 64
-"""More voids than these, or than fill an eighth of a segment, become one that covers everything: a
-cache may forget."""
+"""Limit of voids that new segments repeat; a second one is an eighth of a segment. Beyond either,
+one void of all blocks replaces them: clearing too much costs hits only."""
 
 
 class SyncFailed(OSError):
@@ -71,7 +71,7 @@ class SyncFailed(OSError):
 
 
 class Payloads(msgspec.Struct, frozen=True):
-    """Where blocks lie. `memory` u8, page aligned; `slots` u32 [n], first page each."""
+    """Blocks: each begins in `memory` (u8, page aligned) at its page of `slots` (u32 [n])."""
 
     memory: memoryview
     slots: NDArray[np.uint32]
@@ -87,7 +87,7 @@ class RecordBatch(msgspec.Struct, frozen=True):
 
 
 class AppendOutcome(msgspec.Struct):
-    """How far a batch came: places u64 of the first blocks; why it stopped, if it did."""
+    """Places of a batch's leading blocks, those written; and why the rest is not."""
 
     places: list[int]
     error: OSError | None = None
@@ -163,7 +163,7 @@ class Writer:
         opened = self._open
         if opened is None or opened.segment.number != number:
             return None
-        return opened.found.snapshot()
+        return opened.found.table()
 
     def _has_room(self, *, spare: bool) -> bool:
         """Whether another segment may be begun."""

@@ -12,14 +12,13 @@ Does not cover: what is in a segment (`recovery.py`), which one goes (`tier.py`)
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.tiers.file.segments.disk import Disk, close_at_last, open_regular
+from kvstore.tiers.file.segments.disk import Disk, close_at_last, open_regular, read_flags
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import SegmentHead
 
@@ -58,7 +57,7 @@ class Catalog:
     def __init__(self, disk: Disk, *, capacity_bytes: int, direct: bool) -> None:
         self.capacity_bytes = capacity_bytes
         self._disk = disk
-        self._flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+        self._flags = read_flags(direct=direct)
         self._lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
         self._unread: dict[int, int] = {}

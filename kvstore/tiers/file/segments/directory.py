@@ -30,6 +30,7 @@ from kvstore.tiers.file.segments.disk import (
     open_regular,
     opened,
     read_bytes,
+    read_flags,
     works_direct,
     write_all,
 )
@@ -352,11 +353,15 @@ class Directory:
                 found[number] = info.st_size
         return found
 
+    def opened(self, name: str) -> contextlib.AbstractContextManager[tuple[int, int]]:
+        """A file to be read as segments are, and its size, as long as the block runs. Raises
+        OSError."""
+        return opened(self._disk, name, read_flags(direct=self.direct), self.fd)
+
     def is_readable(self) -> bool:
         """Whether the page that says whose this store is can be read from the disk now."""
         try:
-            flags = os.O_RDONLY | (os.O_DIRECT if self.direct else 0)
-            with opened(self._disk, _STORE, flags, self.fd) as (fd, _):
+            with self.opened(_STORE) as (fd, _):
                 return len(read_bytes(self._disk, fd, PAGE_BYTES, 0)) == PAGE_BYTES
         except OSError:
             return False

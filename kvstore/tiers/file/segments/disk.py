@@ -82,6 +82,11 @@ def open_regular(disk: Disk, name: str, flags: int, dir_fd: int) -> tuple[int, i
     return fd, info.st_size
 
 
+def read_flags(*, direct: bool) -> int:
+    """Flags of files that are read; `direct`: past the page cache."""
+    return os.O_RDONLY | (os.O_DIRECT if direct else 0)
+
+
 @contextlib.contextmanager
 def opened(disk: Disk, name: str, flags: int, dir_fd: int) -> Iterator[tuple[int, int]]:
     """The same as long as the block runs."""

@@ -70,7 +70,7 @@ class Gathered:
         self.keys += key
         self.checksums += checksum
 
-    def snapshot(self) -> Table:
+    def table(self) -> Table:
         """Records found so far; from any thread, while another one adds."""
         # `add` puts checksums last, so all else is there for as many.
         checksums = bytes(self.checksums)
@@ -82,16 +82,6 @@ class Gathered:
             scope_of=self.scope_of[:count],
             keys=bytes(self.keys[: count * KEY_BYTES]),
             checksums=checksums,
-        )
-
-    def table(self) -> Table:
-        return build_table(
-            tuple(self.scopes),
-            self.voids,
-            pages=self.pages,
-            scope_of=self.scope_of,
-            keys=bytes(self.keys),
-            checksums=bytes(self.checksums),
         )
 
 

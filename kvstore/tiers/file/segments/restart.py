@@ -14,19 +14,18 @@ Does not cover: segments of other nodes (`shared.py`).
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Final
 
 from kvstore.tier_events import FileKnown
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.directory import Directory, segment_name
-from kvstore.tiers.file.segments.disk import Disk, opened
+from kvstore.tiers.file.segments.disk import Disk
 from kvstore.tiers.file.segments.recovery import read_contents, read_footer, read_head, record_sets
 from kvstore.types import PAGE_BYTES
 from kvstore.units import format_size
 from kvstore.wire.record import Void
-from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead, Table
+from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead
 
 PAUSES_S: Final = (0.1, 0.4, 1.5)
 """Between attempts to read one segment."""
@@ -59,7 +58,9 @@ class Restart:
         for number in sorted(self._sizes, reverse=True):
             try:
                 if (head := self._head_of(number)) is not None:
-                    self.newest_is_closed = self._footer_of(number, head) is not None
+                    with self._directory.opened(segment_name(number)) as (fd, size):
+                        footer = read_footer(self._disk, fd, size, head)
+                    self.newest_is_closed = footer is not None
                     return number + 1
             except OSError:
                 # Ours by its name, until it can be read: a gap in the numbers hurts nobody.
@@ -136,7 +137,7 @@ class Restart:
         if head is None:
             return True
         name = segment_name(number)
-        with opened(self._disk, name, self._flags(), self._directory.fd) as (fd, size):
+        with self._directory.opened(name) as (fd, size):
             table = read_contents(self._disk, fd, size, head).table
         if not len(table.pages) and not table.voids:
             self._directory.remove(name)
@@ -148,11 +149,6 @@ class Restart:
         self.voids += [void for void in table.voids if void not in self.voids]
         return True
 
-    def _footer_of(self, number: int, head: SegmentHead) -> Table | None:
-        name = segment_name(number)
-        with opened(self._disk, name, self._flags(), self._directory.fd) as (fd, size):
-            return read_footer(self._disk, fd, size, head)
-
     def _head_of(self, number: int) -> SegmentHead | None:
         """The header, if the file is a segment of this store under its own name; else it is put
         aside (or deleted, when it is no more than a torn beginning).
@@ -162,7 +158,7 @@ class Restart:
         """
         name = segment_name(number)
         try:
-            with opened(self._disk, name, self._flags(), self._directory.fd) as (fd, size):
+            with self._directory.opened(name) as (fd, size):
                 head = read_head(self._disk, fd) if size >= PAGE_BYTES else None
         except FileNotFoundError:
             self._forget(number)
@@ -181,9 +177,6 @@ class Restart:
             self._aside(number, "foreign")
             return None
         return head
-
-    def _flags(self) -> int:
-        return os.O_RDONLY | (os.O_DIRECT if self._directory.direct else 0)
 
     def _aside(self, number: int, reason: str) -> None:
         self._directory.put_aside(segment_name(number), reason, keep_bytes=self._aside_max)

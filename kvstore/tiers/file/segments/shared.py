@@ -28,7 +28,7 @@ from typing import Final
 from kvstore.tier_events import FileGone, FileKnown
 from kvstore.tiers.file.segments.catalog import FOREIGN_BASE, Catalog, Segment
 from kvstore.tiers.file.segments.directory import segment_number
-from kvstore.tiers.file.segments.disk import Disk, close_at_last, opened
+from kvstore.tiers.file.segments.disk import Disk, close_at_last, opened, read_flags
 from kvstore.tiers.file.segments.recovery import read_contents, read_head, record_sets
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead
@@ -73,7 +73,7 @@ class Peers:
         self._own = own
         self._catalog = catalog
         self._disk = disk
-        self._flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+        self._flags = read_flags(direct=direct)
         self._segments_max = segments_max
         self._peers: dict[str, _OtherNode] = {}
         self._segment_count = 0

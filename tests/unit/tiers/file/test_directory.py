@@ -124,7 +124,7 @@ def test_no_descriptor_is_closed_while_others_wait_for_the_catalog(
         close(fd)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvstore.tiers.file.segments.catalog.os.close", look)
+        patch.setattr(os, "close", look)
         with catalog.reading(segments[0]):
             catalog.remove(1)
         for segment in segments[1:]:
