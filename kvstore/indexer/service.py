@@ -287,7 +287,6 @@ class IndexService(IndexServicer):
                 try:
                     verdict = await self._hear(word, hello, context)
                 except RegistryRefused as error:
-                    self.counters.words_refused += 1
                     yield FeedOrder(refused=str(error))
                     continue
                 if verdict is Verdict.ASK:
@@ -331,10 +330,10 @@ class IndexService(IndexServicer):
     async def _hear(self, message: bytes, hello: Hello, context: Context) -> Verdict:
         try:
             word = decode_word(message, hello)
-        except RegistryRefused:
-            raise
         except ProtocolError as error:
             self.counters.words_refused += 1
+            if isinstance(error, RegistryRefused):
+                raise
             await _refuse(context, str(error))
         counters = self.counters
         counters.words += 1

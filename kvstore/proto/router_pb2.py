@@ -24,33 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvstore/proto/router.proto\x12\nkvstore.v1\"\x0f\n\rLoadsQuestion\"T\n\nEngineLoad\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\x04\x12\x0f\n\x07streams\x18\x04 \x01(\r\"D\n\x0bRouterLoads\x12\x0e\n\x06router\x18\x01 \x01(\t\x12%\n\x05loads\x18\x02 \x03(\x0b\x32\x16.kvstore.v1.EngineLoad\"\x1a\n\x0bRouteTokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe3\x01\n\x03\x41sk\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04keys\x18\x02 \x01(\x0cH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.kvstore.v1.RouteTokensH\x00\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\x19\n\x11output_tokens_max\x18\x06 \x01(\r\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x0f\n\x07service\x18\x08 \x01(\t\x12\x0f\n\x07session\x18\t \x01(\t\x12\x0e\n\x06subset\x18\n \x03(\tB\x08\n\x06prompt\"$\n\x0cWorkerFailed\x12\x14\n\x0chas_streamed\x18\x01 \x01(\x08\"\x0c\n\nFirstPiece\"_\n\x04\x44one\x12\x12\n\nis_refused\x18\x01 \x01(\x08\x12\x1a\n\rcached_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x15\n\routput_tokens\x18\x03 \x01(\rB\x10\n\x0e_cached_tokens\"\xaa\x01\n\tRouteWord\x12\x1e\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x0f.kvstore.v1.AskH\x00\x12*\n\x06\x66\x61iled\x18\x02 \x01(\x0b\x32\x18.kvstore.v1.WorkerFailedH\x00\x12\'\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x16.kvstore.v1.FirstPieceH\x00\x12 \n\x04\x64one\x18\x04 \x01(\x0b\x32\x10.kvstore.v1.DoneH\x00\x42\x06\n\x04kind\"\xb1\x01\n\x08\x44\x65\x63ision\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tfallbacks\x18\x04 \x03(\t\x12\x0e\n\x06status\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x07 \x01(\r\x12\x13\n\x0bpredicted_s\x18\x08 \x01(\x01\x12\x15\n\rcached_tokens\x18\t \x01(\r2\x81\x01\n\x06Router\x12\x38\n\x05Route\x12\x15.kvstore.v1.RouteWord\x1a\x14.kvstore.v1.Decision(\x01\x30\x01\x12=\n\x05Loads\x12\x19.kvstore.v1.LoadsQuestion\x1a\x17.kvstore.v1.RouterLoads0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvstore/proto/router.proto\x12\nkvstore.v1\"\x1a\n\x0bRouteTokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe3\x01\n\x03\x41sk\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04keys\x18\x02 \x01(\x0cH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.kvstore.v1.RouteTokensH\x00\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\x19\n\x11output_tokens_max\x18\x06 \x01(\r\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x0f\n\x07service\x18\x08 \x01(\t\x12\x0f\n\x07session\x18\t \x01(\t\x12\x0e\n\x06subset\x18\n \x03(\tB\x08\n\x06prompt\"$\n\x0cWorkerFailed\x12\x14\n\x0chas_streamed\x18\x01 \x01(\x08\"\x0c\n\nFirstPiece\"_\n\x04\x44one\x12\x12\n\nis_refused\x18\x01 \x01(\x08\x12\x1a\n\rcached_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x15\n\routput_tokens\x18\x03 \x01(\rB\x10\n\x0e_cached_tokens\"\xaa\x01\n\tRouteWord\x12\x1e\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x0f.kvstore.v1.AskH\x00\x12*\n\x06\x66\x61iled\x18\x02 \x01(\x0b\x32\x18.kvstore.v1.WorkerFailedH\x00\x12\'\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x16.kvstore.v1.FirstPieceH\x00\x12 \n\x04\x64one\x18\x04 \x01(\x0b\x32\x10.kvstore.v1.DoneH\x00\x42\x06\n\x04kind\"\xb1\x01\n\x08\x44\x65\x63ision\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tfallbacks\x18\x04 \x03(\t\x12\x0e\n\x06status\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x07 \x01(\r\x12\x13\n\x0bpredicted_s\x18\x08 \x01(\x01\x12\x15\n\rcached_tokens\x18\t \x01(\r2B\n\x06Router\x12\x38\n\x05Route\x12\x15.kvstore.v1.RouteWord\x1a\x14.kvstore.v1.Decision(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.proto.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOADSQUESTION']._serialized_start=42
-  _globals['_LOADSQUESTION']._serialized_end=57
-  _globals['_ENGINELOAD']._serialized_start=59
-  _globals['_ENGINELOAD']._serialized_end=143
-  _globals['_ROUTERLOADS']._serialized_start=145
-  _globals['_ROUTERLOADS']._serialized_end=213
-  _globals['_ROUTETOKENS']._serialized_start=215
-  _globals['_ROUTETOKENS']._serialized_end=241
-  _globals['_ASK']._serialized_start=244
-  _globals['_ASK']._serialized_end=471
-  _globals['_WORKERFAILED']._serialized_start=473
-  _globals['_WORKERFAILED']._serialized_end=509
-  _globals['_FIRSTPIECE']._serialized_start=511
-  _globals['_FIRSTPIECE']._serialized_end=523
-  _globals['_DONE']._serialized_start=525
-  _globals['_DONE']._serialized_end=620
-  _globals['_ROUTEWORD']._serialized_start=623
-  _globals['_ROUTEWORD']._serialized_end=793
-  _globals['_DECISION']._serialized_start=796
-  _globals['_DECISION']._serialized_end=973
-  _globals['_ROUTER']._serialized_start=976
-  _globals['_ROUTER']._serialized_end=1105
+  _globals['_ROUTETOKENS']._serialized_start=42
+  _globals['_ROUTETOKENS']._serialized_end=68
+  _globals['_ASK']._serialized_start=71
+  _globals['_ASK']._serialized_end=298
+  _globals['_WORKERFAILED']._serialized_start=300
+  _globals['_WORKERFAILED']._serialized_end=336
+  _globals['_FIRSTPIECE']._serialized_start=338
+  _globals['_FIRSTPIECE']._serialized_end=350
+  _globals['_DONE']._serialized_start=352
+  _globals['_DONE']._serialized_end=447
+  _globals['_ROUTEWORD']._serialized_start=450
+  _globals['_ROUTEWORD']._serialized_end=620
+  _globals['_DECISION']._serialized_start=623
+  _globals['_DECISION']._serialized_end=800
+  _globals['_ROUTER']._serialized_start=802
+  _globals['_ROUTER']._serialized_end=868
 # @@protoc_insertion_point(module_scope)

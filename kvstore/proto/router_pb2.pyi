@@ -6,30 +6,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class LoadsQuestion(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class EngineLoad(_message.Message):
-    __slots__ = ("address", "rank", "prefill_tokens", "streams")
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    STREAMS_FIELD_NUMBER: _ClassVar[int]
-    address: str
-    rank: int
-    prefill_tokens: int
-    streams: int
-    def __init__(self, address: _Optional[str] = ..., rank: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., streams: _Optional[int] = ...) -> None: ...
-
-class RouterLoads(_message.Message):
-    __slots__ = ("router", "loads")
-    ROUTER_FIELD_NUMBER: _ClassVar[int]
-    LOADS_FIELD_NUMBER: _ClassVar[int]
-    router: str
-    loads: _containers.RepeatedCompositeFieldContainer[EngineLoad]
-    def __init__(self, router: _Optional[str] = ..., loads: _Optional[_Iterable[_Union[EngineLoad, _Mapping]]] = ...) -> None: ...
-
 class RouteTokens(_message.Message):
     __slots__ = ("ids",)
     IDS_FIELD_NUMBER: _ClassVar[int]

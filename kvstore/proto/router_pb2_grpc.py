@@ -39,11 +39,6 @@ class RouterStub(object):
                 request_serializer=kvstore_dot_proto_dot_router__pb2.RouteWord.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_router__pb2.Decision.FromString,
                 _registered_method=True)
-        self.Loads = channel.unary_stream(
-                '/kvstore.v1.Router/Loads',
-                request_serializer=kvstore_dot_proto_dot_router__pb2.LoadsQuestion.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_router__pb2.RouterLoads.FromString,
-                _registered_method=True)
 
 
 class RouterServicer(object):
@@ -57,13 +52,6 @@ class RouterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Loads(self, request, context):
-        """What this router has in flight: at first, when it changes, and at least each second.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -71,11 +59,6 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Route,
                     request_deserializer=kvstore_dot_proto_dot_router__pb2.RouteWord.FromString,
                     response_serializer=kvstore_dot_proto_dot_router__pb2.Decision.SerializeToString,
-            ),
-            'Loads': grpc.unary_stream_rpc_method_handler(
-                    servicer.Loads,
-                    request_deserializer=kvstore_dot_proto_dot_router__pb2.LoadsQuestion.FromString,
-                    response_serializer=kvstore_dot_proto_dot_router__pb2.RouterLoads.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -105,33 +88,6 @@ class Router(object):
             '/kvstore.v1.Router/Route',
             kvstore_dot_proto_dot_router__pb2.RouteWord.SerializeToString,
             kvstore_dot_proto_dot_router__pb2.Decision.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Loads(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvstore.v1.Router/Loads',
-            kvstore_dot_proto_dot_router__pb2.LoadsQuestion.SerializeToString,
-            kvstore_dot_proto_dot_router__pb2.RouterLoads.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,6 +1,6 @@
 """Loads of the routers that serve the same engines: each counts what the others have in flight.
 
-    core.loads ─▶ reports ─▶ kvstore.v1.Router/Loads ─▶ the other routers
+    core.loads ─▶ reports ─▶ wire.routers ─▶ the other routers
     --peer-router ─▶ its addresses ─▶ a stream from each ─▶ Shared ─▶ core
 
 Without it a router sees the requests of others in engines' metrics only, half a second late, and
@@ -25,14 +25,13 @@ from kvstore.client.index import address_parts, aio_channel, channel_options
 from kvstore.client.reasons import reason_of
 from kvstore.client.tls import Tls
 from kvstore.config.values import joined
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.net.aio import resolved
-from kvstore.proto import router_pb2 as pb
-from kvstore.proto.router_pb2_grpc import RouterStub
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import Workers
 from kvstore.routing.events import Shared
 from kvstore.routing.values import SharedLoad
+from kvstore.wire.routers import LOADS, EngineLoad, RouterLoads, decode
 
 PERIOD_S: Final = 1.0
 REPORT_S: Final = 0.05
@@ -41,7 +40,7 @@ SILENCE_S: Final = 3.0
 RETRY_S: Final = 3.0
 PEERS_MAX: Final = 64
 """In each direction."""
-_NO_LOADS: Final = "it is no router, or one of a version without Loads"
+_NO_LOADS: Final = "it is no router, or one of another version of kvstore"
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class LoadExchange:
         self._troubles: dict[str, str] = {}
         """Address → why its router's loads are not known."""
         self._unresolved: dict[str, str] = {}
-        self._report = pb.RouterLoads(router=name)
+        self._report = RouterLoads(name, ())
         self._made_s = 0.0
         self.listener_count = 0
         """Streams of `reports`."""
@@ -101,7 +100,7 @@ class LoadExchange:
 
     # ── to the others ────────────────────────────────────────────────────────────────────────────
 
-    async def reports(self) -> AsyncGenerator[pb.RouterLoads]:
+    async def reports(self) -> AsyncGenerator[RouterLoads]:
         """All that this router has in flight: now, when it changes, each BEAT_S; until `close`.
 
         Raises:
@@ -121,24 +120,19 @@ class LoadExchange:
         finally:
             self.listener_count -= 1
 
-    def _loads(self) -> pb.RouterLoads:
+    def _loads(self) -> RouterLoads:
         """Made once for all who ask at the same time."""
         now_s = time.monotonic()
         if now_s - self._made_s >= REPORT_S:
             self._made_s = now_s
-            self._report = pb.RouterLoads(
-                router=self._name,
-                loads=[
-                    pb.EngineLoad(
-                        address=worker.address.url,
-                        rank=worker.address.rank,
-                        prefill_tokens=load.prefill_tokens,
-                        streams=load.streams,
-                    )
-                    for load in self._dispatcher.core.loads()
-                    if (worker := self._workers.get(load.worker)) is not None
-                ],
+            loads = (
+                EngineLoad(
+                    worker.address.url, worker.address.rank, load.prefill_tokens, load.streams
+                )
+                for load in self._dispatcher.core.loads()
+                if (worker := self._workers.get(load.worker)) is not None
             )
+            self._report = RouterLoads(self._name, tuple(loads))
         return self._report
 
     # ── from the others ──────────────────────────────────────────────────────────────────────────
@@ -169,18 +163,18 @@ class LoadExchange:
         """Until the stream ends and a while after it; then `once` begins it again."""
         why = "it has ended"
         async with aio_channel(address, self._credentials, self._options) as channel:
-            call = RouterStub(channel).Loads(pb.LoadsQuestion())
+            call = channel.unary_stream(f"/{LOADS}/Loads", bytes, bytes)(b"")
             try:
                 while True:
                     async with asyncio.timeout(SILENCE_S):
-                        report = await call.read()
-                    if not isinstance(report, pb.RouterLoads):  # the end
+                        data = await call.read()
+                    if not isinstance(data, bytes):  # the end
                         break
-                    if not self._heard(address, report):
+                    if not self._heard(address, decode(data)):
                         return
             except TimeoutError:
                 why = "it is silent"
-            except grpc.aio.AioRpcError as error:
+            except (ProtocolError, grpc.aio.AioRpcError) as error:
                 why = reason_of(error, unimplemented=_NO_LOADS)
             finally:
                 call.cancel()
@@ -190,7 +184,7 @@ class LoadExchange:
         self._troubled(self._troubles, address, why)
         await asyncio.sleep(RETRY_S)  # or loads of one that is stuck would count nearly always
 
-    def _heard(self, address: str, report: pb.RouterLoads) -> bool:
+    def _heard(self, address: str, report: RouterLoads) -> bool:
         """Whether to go on: not with this router itself, nor with one followed elsewhere."""
         if report.router == self._name:
             self._own.add(address)

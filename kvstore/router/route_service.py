@@ -5,7 +5,7 @@
 
 A stream is one request: it counts as load at its worker until it says Done or ends, or is silent
 for SILENCE_S. Nothing of a prompt but its keys is needed, so that tokens are made once, at the
-edge. Other routers of the same engines ask for Loads (`exchange`).
+edge. Other routers of the same engines ask for loads at the same port (`exchange`).
 
 The word of a caller counts for its own requests only: a worker that failed by its word is not
 chosen for that request again, and is probed; numbers that no prompt has are refused. A certificate
@@ -50,6 +50,7 @@ from kvstore.routing.events import (
     Routed,
 )
 from kvstore.routing.values import RouteRequest
+from kvstore.wire.routers import LOADS, RouterLoads, encode
 
 TOKENS_MAX: Final = 4 << 20
 BLOCK_TOKENS_MAX: Final = 1 << 16
@@ -142,11 +143,15 @@ class RouteService(RouterServicer):
             assert prefix is not None
             yield self._decision(decision, life.worker, prefix)
 
-    async def Loads(
-        self,
-        request: pb.LoadsQuestion,
-        context: grpc.aio.ServicerContext[pb.LoadsQuestion, pb.RouterLoads],
-    ) -> AsyncIterator[pb.RouterLoads]:
+    def loads_handler(self) -> grpc.GenericRpcHandler:
+        """For other routers."""
+        method = grpc.unary_stream_rpc_method_handler(self.loads, bytes, encode)
+        return grpc.method_handlers_generic_handler(LOADS, {"Loads": method})
+
+    async def loads(
+        self, _: bytes, context: grpc.aio.ServicerContext[bytes, RouterLoads]
+    ) -> AsyncIterator[RouterLoads]:
+        """One other router, until either side hangs up."""
         async with aclosing(self._exchange.reports()) as reports:
             try:
                 async for report in reports:

@@ -73,6 +73,7 @@ async def serve_route(place: tuple[str, int], tls: Tls | None, service: RouteSer
     """Raises ConfigError."""
     server = _server()
     add_RouterServicer_to_server(service, server)
+    server.add_generic_rpc_handlers((service.loads_handler(),))
     name = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
     return await _begun(server, "--route-listen", place, tls, (*HEALTH_NAMES, name))
 

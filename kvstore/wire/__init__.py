@@ -4,6 +4,7 @@ messages     the attach protocol: every datagram between an engine and the node
 pushes       those of it about pushes from a prefill node to a decode node
 peers        messages between nodes, and from routers to nodes
 feed         messages of a node's feed to a replica of the index
+routers      messages between routers
 transfers    kv_transfer_params of requests: what both legs share
 transfer_worker   the datagrams between a node process and its transfer worker
 reports      datagrams of engines for the operator

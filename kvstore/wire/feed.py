@@ -26,7 +26,7 @@ from kvstore.errors import ProtocolError
 from kvstore.types import KEY_BYTES, Tier
 from kvstore.wire.bounds import U32, U64, Label, Name, Sentence, Started, WholeSpace
 from kvstore.wire.load import EngineEntry, Load
-from kvstore.wire.messages import ERROR_CHARS_MAX, elements
+from kvstore.wire.messages import decoded, elements
 
 FEEDS: Final = "kvstore.feed.v2.Feeds"
 """Service of replicas for nodes: `Feed`, a stream both ways."""
@@ -147,7 +147,6 @@ _encoder = msgspec.msgpack.Encoder()
 _words: msgspec.msgpack.Decoder[Hello | Word] = msgspec.msgpack.Decoder(Hello | Word)
 _orders = msgspec.msgpack.Decoder(FeedOrder)
 _tags = msgspec.msgpack.Decoder(_Tagged)
-_BROKEN: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def encode(message: OfStream | FeedOrder) -> bytes:
@@ -157,10 +156,7 @@ def encode(message: OfStream | FeedOrder) -> bytes:
 
 def decode_order(data: bytes) -> FeedOrder:
     """Raises ProtocolError."""
-    try:
-        return _orders.decode(data)
-    except _BROKEN as error:
-        raise ProtocolError(f"malformed order: {str(error)[:ERROR_CHARS_MAX]}") from None
+    return decoded(_orders, data, "order")
 
 
 def decode_hello(data: bytes) -> Hello:
@@ -209,17 +205,15 @@ def key_count(word: Word) -> int:
 
 def _decode(data: bytes) -> Hello | Word:
     try:
-        return _words.decode(data)
-    except _BROKEN as error:
-        # It may quote what a stranger wrote.
-        reason = str(error)[:ERROR_CHARS_MAX]
+        return decoded(_words, data)
+    except ProtocolError as error:
         if _is_registry(data):
-            raise RegistryRefused(f"an engine that no node serves: {reason}") from None
-        raise ProtocolError(f"malformed message: {reason}") from None
+            raise RegistryRefused(f"an engine that no node serves: {error}") from None
+        raise
 
 
 def _is_registry(data: bytes) -> bool:
     try:
-        return _tags.decode(data).type == Registry.__name__
-    except _BROKEN:
+        return decoded(_tags, data).type == Registry.__name__
+    except ProtocolError:
         return False

@@ -428,11 +428,18 @@ def decode_from_node(datagram: bytes | memoryview) -> NodeMessage:
 def _decode(decoder: msgspec.msgpack.Decoder[_M], datagram: bytes | memoryview) -> _M:
     if len(datagram) > DATAGRAM_BYTES_MAX:
         raise ProtocolError(f"datagram of {len(datagram)} bytes; at most {DATAGRAM_BYTES_MAX}")
+    return decoded(decoder, datagram, "datagram")
+
+
+def decoded(
+    decoder: msgspec.msgpack.Decoder[_M], data: bytes | memoryview, what: str = "message"
+) -> _M:
+    """Raises ProtocolError: it is malformed."""
     try:
-        return decoder.decode(datagram)
+        return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # It may quote what a stranger wrote.
-        raise ProtocolError(f"malformed datagram: {str(error)[:ERROR_CHARS_MAX]}") from None
+        raise ProtocolError(f"malformed {what}: {str(error)[:ERROR_CHARS_MAX]}") from None
 
 
 def elements(array: bytes, size: int, name: str) -> int:

@@ -26,7 +26,7 @@ transport's to refuse.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
@@ -46,7 +46,7 @@ from kvstore.wire.bounds import (
     Started,
     WholeSpace,
 )
-from kvstore.wire.messages import ERROR_CHARS_MAX, RANKS_MAX, SlotArray, elements, same
+from kvstore.wire.messages import RANKS_MAX, SlotArray, decoded, elements, same
 from kvstore.wire.pushes import DeadlineMs
 from kvstore.wire.record import PAYLOAD_BYTES_MAX
 from kvstore.wire.transfer_worker import Blob, Reason
@@ -216,7 +216,6 @@ Ask = PeerHello | ServeAsk | GiveBack | PushGrant | PushRevoke
 PushWord = Pushed | PushOver
 Answer = PeerWelcome | ServeAnswer | GivenBack | PushWord
 
-_T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _asks: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -231,7 +230,7 @@ def encode(message: PeerMessage) -> bytes:
 
 def decode_ask(data: bytes) -> Ask:
     """Raises ProtocolError."""
-    ask = _decode(_asks, data)
+    ask = decoded(_asks, data)
     match ask:
         case PeerHello(node=node):
             _check_name(node)
@@ -246,12 +245,12 @@ def decode_ask(data: bytes) -> Ask:
 
 def decode_answer(data: bytes) -> Answer:
     """Raises ProtocolError."""
-    return _decode(_answers, data)
+    return decoded(_answers, data)
 
 
 def decode_request(data: bytes) -> PrepareRequest:
     """Raises ProtocolError."""
-    request = _decode(_requests, data)
+    request = decoded(_requests, data)
     _count_keys(request)
     _check_name(request.engine)
     return request
@@ -259,15 +258,7 @@ def decode_request(data: bytes) -> PrepareRequest:
 
 def decode_reply(data: bytes) -> PrepareReply:
     """Raises ProtocolError."""
-    return _decode(_replies, data)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # It may quote what a stranger wrote.
-        raise ProtocolError(f"malformed message: {str(error)[:ERROR_CHARS_MAX]}") from None
+    return decoded(_replies, data)
 
 
 def _check_name(name: str) -> None:

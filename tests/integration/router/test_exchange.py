@@ -18,14 +18,13 @@ import grpc
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.proto import router_pb2 as pb
-from kvstore.proto.router_pb2_grpc import RouterServicer, RouterStub, add_RouterServicer_to_server
 from kvstore.router.exchange import PEERS_MAX, LoadExchange
 from kvstore.router.pages import health_of
 from kvstore.routing.events import Shared
 from kvstore.routing.values import SharedLoad
 from kvstore.testing.index_process import IndexProcess, Lab
 from kvstore.testing.router_process import RouterProcess
+from kvstore.wire.routers import LOADS, EngineLoad, RouterLoads, decode, encode
 from tests.integration.router.test_proxy import WAIT_S, until
 from tests.kit.router_thread import ASK, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker
@@ -121,20 +120,23 @@ def test_what_is_no_router_is_named_with_what_is_wrong(tmp_path: Path) -> None:
             assert heard(router) == []
 
 
-class Stuck(RouterServicer):
-    """Its connection lives; it says nothing after its first report."""
-
-    def __init__(self) -> None:
-        self.is_over = threading.Event()
-
-    def Loads(self, request: pb.LoadsQuestion, context: Any) -> Iterator[pb.RouterLoads]:
-        yield pb.RouterLoads(router="stuck", loads=[pb.EngineLoad(address=ENGINE, streams=9)])
-        self.is_over.wait(WAIT_S)
+def ask_loads(channel: grpc.Channel, timeout_s: float | None = None) -> Any:
+    """A stream of another router's loads."""
+    ask: Any = channel.unary_stream(f"/{LOADS}/Loads", bytes, decode)
+    return ask(b"", timeout=timeout_s)
 
 
-def test_loads_of_a_router_that_is_stuck_leave_after_a_while() -> None:
-    stuck, server = Stuck(), grpc.server(ThreadPoolExecutor(8))
-    add_RouterServicer_to_server(stuck, server)
+def test_loads_of_a_router_that_is_stuck_or_talks_nonsense_leave_after_a_while() -> None:
+    is_over, server = threading.Event(), grpc.server(ThreadPoolExecutor(8))
+    says = [encode(RouterLoads("stuck", (EngineLoad(ENGINE, 0, 0, 9),)))]
+
+    def loads(_request: bytes, _context: Any) -> Iterator[bytes]:
+        yield from says
+        is_over.wait(WAIT_S)
+
+    handler = grpc.unary_stream_rpc_method_handler(loads, bytes, bytes)
+    named = grpc.method_handlers_generic_handler(LOADS, {"Loads": handler})
+    server.add_generic_rpc_handlers((named,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -142,8 +144,10 @@ def test_loads_of_a_router_that_is_stuck_leave_after_a_while() -> None:
             until(lambda: Shared("stuck", ()) in heard(router))
             assert heard(router)[0] == Shared("stuck", (SharedLoad("z", 0, 9),))
             until(lambda: "are not counted: it is silent" in health(router))
+            says.append(b"\x0a\x05stuck")
+            until(lambda: "are not counted: malformed loads: " in health(router))
     finally:
-        stuck.is_over.set()
+        is_over.set()
         server.stop(None).wait(WAIT_S)
 
 
@@ -171,14 +175,14 @@ def streams_seen(router: RouterProcess) -> list[float]:
 
 def test_who_asks_for_loads_without_end_is_refused() -> None:
     with reporting() as router, grpc.insecure_channel(loads_at(router)) as channel:
-        calls = [RouterStub(channel).Loads(pb.LoadsQuestion()) for _ in range(PEERS_MAX)]
+        calls = [ask_loads(channel) for _ in range(PEERS_MAX)]
         for call in calls:
             next(call)
         with pytest.raises(grpc.RpcError, match="others ask for the loads"):
-            next(RouterStub(channel).Loads(pb.LoadsQuestion()))
+            next(ask_loads(channel))
         calls.pop().cancel()
         until(lambda: router.on_loop(lambda: router.router.exchange.listener_count) < PEERS_MAX)
-        calls.append(RouterStub(channel).Loads(pb.LoadsQuestion()))
+        calls.append(ask_loads(channel))
         assert next(calls[-1]).router == router.router.proxy.name
 
 
@@ -271,7 +275,7 @@ def test_loads_come_at_once_and_a_stop_ends_the_streams(tmp_path: Path) -> None:
     flags = ["--worker", f"a={ENGINE}", "--route-listen", "127.0.0.1:0"]
     with RouterProcess.start(tmp_path, flags) as router:
         with grpc.insecure_channel(router.route_address) as channel:
-            stream = RouterStub(channel).Loads(pb.LoadsQuestion(), timeout=30)
+            stream = ask_loads(channel, 30)
             assert list(next(stream).loads) == []
             next(stream)  # the beat
             router.process.terminate()

@@ -8,14 +8,15 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self
 
+import grpc
 import pytest
 
-from kvstore.proto import router_pb2 as pb
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import Workers
 from kvstore.router.exchange import BEAT_S, RETRY_S, LoadExchange
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import RoutingPolicy
+from kvstore.wire.routers import RouterLoads, encode
 from tests.kit.virtual_loop import VirtualLoop
 
 OWN = "own"
@@ -51,16 +52,19 @@ class Channel:
         traceback: TracebackType | None,
     ) -> None: ...
 
-    def Loads(self, _: pb.LoadsQuestion) -> Self:
+    def unary_stream(self, *_: Any) -> Callable[[bytes], Self]:
+        return self._begin
+
+    def _begin(self, _: bytes) -> Self:
         self._streams.begun[self._address] += 1
         return self
 
-    async def read(self) -> pb.RouterLoads | None:
+    async def read(self) -> object:
         if self._has_begun:
             await asyncio.sleep(BEAT_S)
         self._has_begun = True
         name = self._streams.routers.get(self._address)
-        return None if name is None else pb.RouterLoads(router=name)
+        return grpc.aio.EOF if name is None else encode(RouterLoads(name, ()))
 
     def cancel(self) -> None: ...
 
@@ -73,7 +77,6 @@ def run(
     loop, streams = VirtualLoop(), Streams(routers)
     monkeypatch.setattr("kvstore.router.exchange.resolved", streams.resolved)
     monkeypatch.setattr("kvstore.router.exchange.aio_channel", streams.channel)
-    monkeypatch.setattr("kvstore.router.exchange.RouterStub", lambda channel: channel)
     dispatcher = Dispatcher(RouterCore(RoutingPolicy(), seed=1), clock=loop.clock_ns)
     workers = Workers(dispatcher.note)
 
