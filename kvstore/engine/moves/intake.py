@@ -52,7 +52,7 @@ class Incoming(msgspec.Struct, kw_only=True):
     columns: list[Words]
     """Slots, one column per shard."""
     is_void: bool = False
-    """Cleared meanwhile."""
+    """Cleared meanwhile; of reads from disk, absent rows say that."""
 
     @property
     def words(self) -> Words:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.engine.events import Clear, Fetched, Locate, Located, Received, Tick
+from kvstore.engine.events import Fetched, Locate, Located, Received, Tick
 from kvstore.engine.memory.table import Keys, Rows
 from kvstore.engine.moves import fetches as fetches_module
 from kvstore.engine.moves.arrivals import LOOKS_PER_STEP, Arrivals, Wait
@@ -232,25 +232,6 @@ def test_a_shard_that_is_here_keeps_its_copy() -> None:
     assert places[0] == slot
 
 
-def test_cleared_while_on_its_way() -> None:
-    node, peer = attached()
-    peer.hint(1)
-    node.locate(("far", 1))
-    node.step(Clear(None, "t"))
-    node.arrive()
-    assert node.blocks() == {}
-    assert node.granted() == len(peer.unused())
-
-
-def test_another_tenants_clear_is_not_ours() -> None:
-    node, peer = attached()
-    peer.hint(1)
-    node.locate(("far", 1))
-    node.step(Clear(None, "u"))
-    node.arrive()
-    assert short(1) in node.blocks()
-
-
 def test_a_fetch_that_never_ends_keeps_its_slots_and_nothing_else() -> None:
     node, peer = attached()
     peer.lease(1, 1)
@@ -264,16 +245,6 @@ def test_a_fetch_that_never_ends_keeps_its_slots_and_nothing_else() -> None:
     assert node.state.slots.slots_of(held).tolist() == fetch.slots.tolist()
     node.arrive([False])
     assert not len(node.state.slots.of_writer(-2))
-
-
-def test_it_comes_after_its_engine_has_gone() -> None:
-    node, peer = attached()
-    peer.hint(1, 2)
-    node.locate(("far", 2))
-    node.end(peer.scheduler, *peer.ranks)
-    node.arrive()
-    assert node.blocks().keys() == {short(1), short(2)}
-    assert len(pairs(Peer(node, "g").lease(1, 1, 2))) == 2
 
 
 def test_the_longest_run_is_fetched_and_of_equals_the_quicker_peer() -> None:
@@ -437,13 +408,9 @@ def test_a_full_arena_gives_room_by_the_policy_and_never_what_is_leased() -> Non
     assert not taken & {slot for slot, _ in pairs(leased)}
 
 
-def test_a_switched_off_space_is_neither_asked_for_nor_kept() -> None:
+def test_a_switched_off_space_is_not_asked_for() -> None:
     node, peer = attached()
-    peer.hint(1)
-    node.locate(("far", 1))
     node.state.off["t", SPACE] = Off(None)
-    node.arrive()
-    assert node.blocks() == {}
     peer.hint(2)
     assert not node.locates
 

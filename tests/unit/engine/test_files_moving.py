@@ -381,24 +381,6 @@ def test_a_lease_that_was_released_hears_no_more() -> None:
     assert node.engine.tiers()[0].slots_leased == 0
 
 
-def test_a_block_that_was_cleared_while_it_was_read_does_not_come_back() -> None:
-    node, peer = on_disk_only(1)
-    peer.lease(1, 1)
-    node.step(Clear(None, None))
-    node.read_all()
-    assert node.blocks() == {}
-    assert more(node, peer).slots == b""
-
-
-def test_a_block_that_was_stored_while_it_was_read_is_there_once() -> None:
-    node, peer = on_disk_only(1)
-    peer.lease(1, 1)
-    sealed = peer.seal(1)
-    node.read_all()
-    assert pairs(more(node, peer)) == sealed
-    assert node.engine.tiers()[0].slots_sealed == 1
-
-
 def test_a_full_dram_promotes_into_what_was_used_longest_ago() -> None:
     node, peer = on_disk_only(1, 2, slots=16)
     for number in range(100, 130):

@@ -435,19 +435,6 @@ def test_damaged_bytes_are_not_sealed() -> None:
     pair.at_rest()
 
 
-def test_blocks_that_are_cleared_on_their_way_do_not_come_back() -> None:
-    pair = opened()
-    pair.store(1)
-    pair.expect(1)
-    pair.hear_p()
-    pair.write(next(iter(pair.flights)))
-    pair.hear_d()
-    pair.d.step(Clear(None, None))
-    pair.pump()
-    assert not pair.d.blocks()
-    pair.at_rest()
-
-
 def test_without_a_transfer_worker_nothing_is_granted_and_nothing_lost() -> None:
     pair = PushPair()
     pair.d.step(LandingUp(0))

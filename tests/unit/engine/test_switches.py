@@ -234,22 +234,6 @@ def test_what_was_stored_after_it_was_switched_on_again_outlasts_the_process() -
     assert node.blocks() == {key(2).hex()[:8]: "dram"}
 
 
-def test_what_is_on_its_way_from_disk_when_it_is_switched_off_does_not_arrive(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_module, "CLEAR_ROWS_MAX", 1)
-    node = DiskNode()
-    node.step(known(1, 2))
-    peer = Peer(node)
-    peer.seal(3)
-    peer.lease(7, 3)
-    peer.hint(1, 2)
-    assert len(node.reads) == 1
-    compared(peer, 7, 0)
-    node.read_all()
-    assert node.blocks()[key(2).hex()[:8]] == "file"
-
-
 def test_what_is_off_is_not_kept_when_its_segment_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moved to the end of the log it would be newer than what makes it void."""
     monkeypatch.setattr(engine_module, "CLEAR_ROWS_MAX", 1)
