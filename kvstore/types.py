@@ -17,6 +17,9 @@ PAGE_BYTES = 4096
 """Alignment of slots, and the unit in which a `SlotId` counts."""
 SLOT_BYTES_MIN = 64 << 10
 """Smallest slot: one generation word per this many bytes of arena."""
+MOVING_SHARE = 4
+"""One part in so many of the arena may be in motion by each kind of job."""
+QUOTA_COUNT_MAX = 64
 PAGES_PER_GENERATION = SLOT_BYTES_MIN // PAGE_BYTES
 
 BlockKey = NewType("BlockKey", bytes)
@@ -44,6 +47,13 @@ ConnectionId = NewType("ConnectionId", int)
 
 Incarnation = NewType("Incarnation", int)
 """Random non-zero u64 of one start of the node process."""
+
+
+class AdmissionMode(enum.Enum):
+    """Blocks admitted to the disk while its budget is not tight."""
+
+    ALL = "all"
+    SECOND_SIGHT = "second-sight"
 
 
 class Tier(enum.IntEnum):

@@ -31,7 +31,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import record
 from kvstore.net.clock import MonotonicClock
 from kvstore.tier_events import FileRead, FileWritten, ReadFile, RecoveryDone, WriteFile
-from kvstore.tiers.file import FileConfig, FileTier
+from kvstore.tiers.file.config import FileConfig
+from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import GIB, MIB
 from kvstore.wire.checksum import checksum_of

@@ -41,7 +41,8 @@ import sys, threading
 import numpy as np
 from pathlib import Path
 from kvstore.client.index import channel
-from kvstore.client.tls import TlsFiles, load
+from kvstore.client.certificates import load
+from kvstore.client.tls import TlsFiles
 from kvstore.proto import index_pb2 as pb
 from kvstore.wire.feed import KEYS_MAX
 from kvstore.proto.index_pb2_grpc import IndexStub

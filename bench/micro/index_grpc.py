@@ -25,8 +25,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench.record import write
+from kvstore.client.certificates import load
 from kvstore.client.index import IndexClient, channel
-from kvstore.client.tls import load
 from kvstore.engine.events import Offered, OffersUntold
 from kvstore.index.feed import Trust
 from kvstore.net.aio import LoopThread

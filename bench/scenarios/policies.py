@@ -35,7 +35,7 @@ from bench.scenarios.workloads import (
     next_uses,
     recorded,
 )
-from kvstore.engine.memory.policy.disk import AdmissionMode
+from kvstore.types import AdmissionMode
 
 SEED: Final = 20261121
 REQUESTS: Final = 2000

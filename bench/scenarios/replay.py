@@ -33,8 +33,7 @@ from kvstore.engine.events import (
     Send,
     WriteFile,
 )
-from kvstore.engine.memory.policy.disk import AdmissionMode
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SLOT_BYTES_MIN, ConnectionId
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SLOT_BYTES_MIN, AdmissionMode, ConnectionId
 from kvstore.wire.groups import Group
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,

@@ -21,9 +21,10 @@ from cryptography.hazmat.primitives import hashes, serialization as pem
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from kvstore.client.tls import ANY_INDEX, Identity, is_name
+from kvstore.client.tls import ANY_INDEX
 from kvstore.config.defaults import CERTIFICATE_DAYS
 from kvstore.errors import ConfigError
+from kvstore.wire.identity import Identity, is_name
 
 CA_DAYS: Final = 3650
 _BACKDATED: Final = datetime.timedelta(hours=1)

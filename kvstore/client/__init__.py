@@ -3,5 +3,7 @@
 core/     the pure part: decisions about lookups, loads, stores and fences
 link      the socket that carries it
 index     a client of the global prefix index, for routers and scripts
-tls, reasons   three files and the names in them; why a connection failed, in an operator's words
+tls, certificates   three files and the names in them; reading and judging the files
+address   HOST:PORT, where HOST may be a name
+reasons   why a connection failed, in an operator's words
 """

@@ -24,8 +24,9 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import grpc
 
+from kvstore.client.address import address_parts
 from kvstore.client.reasons import plain_reason
-from kvstore.client.tls import ANY_INDEX, Tls, TlsFiles, load
+from kvstore.client.tls import ANY_INDEX, Tls, TlsFiles
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Member
@@ -46,7 +47,6 @@ PAUSE_MIN_S: Final = 0.01
 """First back-off after every replica has refused: this client has too many calls at a time …"""
 PAUSE_MAX_S: Final = 0.2
 """… and the longest; each is twice the one before."""
-PORT_MAX: Final = 65535
 _ELSEWHERE: Final = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -122,8 +122,11 @@ class IndexClient:
             raise ConfigError("name at least one replica of the index, as HOST:PORT")
         if (tls is None) != insecure:
             raise ConfigError("give tls, or insecure=True: no encryption and no authentication")
-        files = load(tls) if isinstance(tls, TlsFiles) else tls
-        credentials = files.channel_credentials() if files is not None else None
+        if isinstance(tls, TlsFiles):
+            from kvstore.client.certificates import load  # only here: others have loaded them
+
+            tls = load(tls)
+        credentials = tls.channel_credentials() if tls is not None else None
         self._timeout_s = timeout_s
         self._channels = [channel(endpoint, credentials) for endpoint in endpoints]
         self._stubs = [IndexStub(each) for each in self._channels]
@@ -315,17 +318,6 @@ def channel_options(name: str = ANY_INDEX) -> list[tuple[str, Any]]:
         # Nothing here goes through a proxy that the environment names.
         ("grpc.enable_http_proxy", 0),
     ]
-
-
-def address_parts(endpoint: str, *, what: str = "index") -> tuple[str, int]:
-    """(host, port) of HOST:PORT. Raises ConfigError."""
-    host, colon, port = endpoint.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and 0 < int(port) <= PORT_MAX
-    if not colon or not host or "/" in host or not is_port or (":" in host) != (host[0] == "["):
-        raise ConfigError(
-            f"{what} {endpoint!r} must be HOST:PORT, such as index.example:9470 or [::1]:9470"
-        )
-    return host.strip("[]"), int(port)
 
 
 def _match_request(tenant: str, space: bytes, prompt: bytes | Tokens) -> pb.MatchRequest:

@@ -1,6 +1,7 @@
 """From flags and YAML to frozen settings, checked: one sentence for each error.
 
 settings        the table of all settings; reading: flags and YAML to values of the table
+yaml_file       a YAML file that an operator wrote
 values          the forms of values: addresses, sizes, files
 node, router    configuration of `kvstore node` and of `kvstore router`
 cluster         of `kvstore index`, and the part of a node that reaches beyond one machine

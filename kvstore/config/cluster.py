@@ -1,7 +1,7 @@
 """The configuration of everything beyond one machine: index, feed, certificates.
 
 Covers: replicas, and the part of a node's settings that is about the cluster. Does not cover: the
-rest of a node (`node`), rules for files of certificates (`kvstore.client.tls`).
+rest of a node (`node`), rules for files of certificates (`kvstore.client.certificates`).
 
 Ways to be wrong, each a ConfigError that says how to mend it: some of the three files but not all;
 neither files nor --insecure; a certificate without the name of this component; a name that cannot
@@ -14,18 +14,21 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvstore.client.tls import Tls, TlsFiles, is_name, load
+from kvstore.client.tls import Tls, TlsFiles
 from kvstore.config.defaults import DEFAULT_ENTRIES
 from kvstore.config.engine_sources import EngineSource, parse_sources
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import IndexSettings, NodeSettings, TlsSettings
-from kvstore.config.transports import TransportConfig, parse_transport
 from kvstore.config.values import HostPort
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed, lacking
 from kvstore.stores.address import StoreConfig, store_config
+from kvstore.wire.identity import is_name
+
+if TYPE_CHECKING:
+    from kvstore.config.transports import TransportConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +181,8 @@ def resolve_tls(settings: TlsSettings, *, what: str) -> Tls | None:
             f"{what} needs TLS: give --ca, --cert and --key ('kvstore certs' makes some for a lab),"
             " or --insecure: no encryption and no authentication, for labs"
         )
+    from kvstore.client.certificates import load  # only here: --insecure needs no cryptography
+
     return load(files)
 
 
@@ -192,6 +197,8 @@ def _peers(settings: NodeSettings, *, has_tls: bool) -> PeerConfig | None:
     listen, transport = settings.peer_listen, settings.transport
     if listen is None:
         return None
+    from kvstore.config.transports import parse_transport  # only here: back ends need numpy
+
     chosen = parse_transport(transport, has_tls=has_tls)
     if chosen.port and chosen.port == listen.port:
         raise ConfigError(f"transport {transport!r} uses the port of peer-listen: choose another")

@@ -16,8 +16,7 @@ import os
 from pathlib import Path
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.file import FileConfig
-from kvstore.tiers.file.config import CAPACITY_BYTES_MIN
+from kvstore.tiers.file.config import CAPACITY_BYTES_MIN, FileConfig
 from kvstore.units import format_size
 
 _log = logging.getLogger(__name__)

@@ -20,19 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.arena import huge_page_pool
+from kvstore.client.address import PORT_MAX
 from kvstore.config.cluster import ClusterConfig, resolve_cluster
 from kvstore.config.defaults import EXAMPLE_EVENTS
 from kvstore.config.machine import available_memory, refuse_what_cannot_hold
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import NodeSettings
-from kvstore.config.values import PORT_MAX, HostPort, address_of, joined, size_of, socket_path
-from kvstore.engine import MOVING_SHARE, QUOTA_COUNT_MAX, AdmissionMode
+from kvstore.config.values import HostPort, address_of, joined, size_of, socket_path
 from kvstore.errors import ConfigError
-from kvstore.tiers.file import FileConfig
+from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.scrub import AUTO, ScrubRate
-from kvstore.transport.backends import BACKENDS
-from kvstore.types import SLOT_BYTES_MIN
+from kvstore.types import MOVING_SHARE, QUOTA_COUNT_MAX, SLOT_BYTES_MIN, AdmissionMode
 from kvstore.units import KIB, MIB, format_size, parse_size
 
 ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
@@ -141,7 +139,7 @@ def _cluster(settings: NodeSettings, *, dram_bytes: int, slab_bytes: int) -> Clu
     cluster = resolve_cluster(settings)
     if cluster is None or cluster.peers is None or settings.landing in (False, "off"):
         return cluster
-    takes_writes = BACKENDS[cluster.peers.transport.name].capabilities.takes_writes
+    takes_writes = cluster.peers.transport.takes_writes
     if settings.landing in (None, "auto"):
         size = min(dram_bytes // LANDING_SHARE, LANDING_BYTES_MAX) if takes_writes else 0
         size -= size % slab_bytes
@@ -240,11 +238,14 @@ def _dram(text: str | int) -> tuple[int, str]:
             f"--dram {text} is too small: give at least {format_size(ARENA_BYTES_MIN)}, with its"
             " unit, such as 64GiB"
         )
-    if size > max(available, huge_page_pool()[0]):
-        raise ConfigError(
-            f"dram of {format_size(size)} is more than the {format_size(available)} that {source}"
-            " has available: choose a smaller --dram, or auto"
-        )
+    if size > available:
+        from kvstore.arena import huge_page_pool  # only here: arenas need numpy
+
+        if size > huge_page_pool()[0]:
+            raise ConfigError(
+                f"dram of {format_size(size)} is more than the {format_size(available)} that"
+                f" {source} has available: choose a smaller --dram, or auto"
+            )
     return size, note
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
-import yaml
 
 from kvstore.config.settings import DaemonSettings, Setting, refuse_what_does_nothing, table
 from kvstore.errors import ConfigError
@@ -80,48 +79,11 @@ def _number(row: Setting, value: object, least: int, most: int) -> int:
 
 
 def _read_lines(path: Path) -> dict[str, Any]:
+    from kvstore.config.yaml_file import read_yaml  # only here: flags need no YAML
+
     content = read_yaml("--config", path)
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"--config {path} must hold lines such as 'log-level: info'")
     return content
-
-
-def read_yaml(option: str, path: Path) -> Any:
-    """Content of a file that `option` names. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-        twice = _twice(yaml.compose(text, Loader=yaml.SafeLoader), set())
-    except OSError as error:
-        raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:  # such as a date that is none
-        raise ConfigError(f"{option} {path} is not YAML: {_yaml_fault(error)}") from None
-    except RecursionError:
-        raise ConfigError(f"{option} {path} is nested too deeply: write fewer levels") from None
-    if twice is not None:
-        raise ConfigError(f"{option} {path} has {twice!r} twice: keep one of them")
-    return content
-
-
-def _yaml_fault(error: Exception) -> str:
-    """Line, column and fault; PyYAML's own text repeats a name that is not the file's."""
-    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
-        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-    return " ".join(str(error).split())
-
-
-def _twice(node: yaml.Node | None, seen: set[int]) -> str | None:
-    """A key that a mapping has twice, at any depth: YAML lets the last one win, silently; an
-    operator meant one of them. `seen`: nodes that were looked at, since aliases repeat them."""
-    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
-        return None
-    seen.add(id(node))
-    children = node.value
-    if isinstance(node, yaml.MappingNode):
-        names = [str(key.value) for key, _ in node.value]
-        if found := [name for name in names if names.count(name) > 1]:
-            return found[0]
-        children = [value for _, value in node.value]
-    return next(filter(None, (_twice(child, seen) for child in children)), None)

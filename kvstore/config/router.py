@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from kvstore.client.tls import Tls, load_listening
+from kvstore.client.tls import Tls
 from kvstore.config.cluster import resolve_tls
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import RouterSettings
@@ -136,6 +136,8 @@ def _front(settings: RouterConfig) -> Tls | None:
             "--listen-cert alone would admit every client: add --api-keys, or --listen-ca with"
             " the CA of client certificates"
         )
+    from kvstore.client.certificates import load_listening  # only here: plain ones need none
+
     return load_listening(Path(cert), Path(key), ca_path=Path(ca) if ca else None)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvstore.client.address import PORT_MAX
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed
 from kvstore.transport.backends import BACKENDS, refuse_absent
@@ -24,7 +25,6 @@ PLAIN: Final = (
     " tcp uses the certificates"
 )
 PLAIN_NOTE: Final = "blocks move unencrypted (--transport {})"
-PORT_MAX: Final = 65535
 _SWITCH: Final = {"on": True, "off": False}
 
 
@@ -39,6 +39,8 @@ class TransportConfig:
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of the back end, by its own names."""
     is_paced: bool = False
+    takes_writes: bool = False
+    """Whether peers can push blocks with it."""
     is_plain: bool = False
     """No encryption and no authentication, while all other connections have both."""
 
@@ -70,6 +72,7 @@ def parse_transport(text: str | None, *, has_tls: bool) -> TransportConfig:
         port=int(port),
         options=options,
         is_paced=_SWITCH[pace],
+        takes_writes=can.takes_writes,
         is_plain=has_tls and not can.is_secure,
     )
 

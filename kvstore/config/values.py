@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from kvstore.client.address import PORT_MAX, address_parts
 from kvstore.config.defaults import DEFAULT_LISTEN, DEFAULT_METRICS, DEFAULT_SOCKET
 from kvstore.errors import ConfigError
 from kvstore.units import parse_size
 
-PORT_MAX: Final = 65535
 UID_MAX: Final = (1 << 32) - 2
 SOCKET_PATH_BYTES_MAX: Final = 107 - len(".lock")
 """The kernel's limit for a unix socket path, less the longest suffix we add."""
@@ -118,8 +118,6 @@ def _pages(key: str, text: str | int | bool) -> HostPort | None:
 
 def _servers(what: str, most: int | None, _key: str, given: Sequence[str] | str) -> tuple[str, ...]:
     """HOST:PORT of each, where HOST may be a name."""
-    from kvstore.client.index import address_parts  # only here: `--help` needs no gRPC
-
     texts = ((given,) if given else ()) if isinstance(given, str) else tuple(given)
     if most and (len(texts) > most or len(set(texts)) != len(texts)):
         raise ConfigError(f"{what} names up to {most} replicas, each once")

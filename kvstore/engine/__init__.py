@@ -39,9 +39,6 @@ if TYPE_CHECKING:
         JournalUnusable as JournalUnusable,
     )
     from kvstore.engine.memory.policy.choose import POLICIES as POLICIES
-    from kvstore.engine.memory.policy.disk import AdmissionMode as AdmissionMode
-    from kvstore.engine.memory.quotas import QUOTA_COUNT_MAX as QUOTA_COUNT_MAX
-    from kvstore.engine.moves.jobs import MOVING_SHARE as MOVING_SHARE
     from kvstore.engine.sessions.owners import OwnerKey as OwnerKey
     from kvstore.engine.sessions.unserved import UnservedReport as UnservedReport
     from kvstore.engine.trust.scrubs import NO_PASS as NO_PASS, Sealed as Sealed
@@ -68,9 +65,6 @@ _PLACES: Final = {
     "engine": "CLEAR_ROWS_MAX Engine EngineConfig",
     "memory.journal": "LAYOUT_VERSION UNREADABLE Journal JournalUnusable",
     "memory.policy.choose": "POLICIES",
-    "memory.policy.disk": "AdmissionMode",
-    "memory.quotas": "QUOTA_COUNT_MAX",
-    "moves.jobs": "MOVING_SHARE",
     "sessions.owners": "OwnerKey",
     "sessions.unserved": "UnservedReport",
     "trust.scrubs": "NO_PASS Sealed",

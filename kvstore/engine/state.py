@@ -20,7 +20,6 @@ from kvstore.engine.events import (
     Send,
 )
 from kvstore.engine.memory.journal import Journal
-from kvstore.engine.memory.policy.disk import AdmissionMode
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.residency import Change, Residency
 from kvstore.engine.memory.slots import Slots
@@ -32,7 +31,7 @@ from kvstore.engine.sessions.unserved import Refusals
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.tombstones import Names, stamp
 from kvstore.engine.why.trail import Trail
-from kvstore.types import ConnectionId, SpaceId, Tier
+from kvstore.types import AdmissionMode, ConnectionId, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.layout import Slab
 from kvstore.wire.learned import Learned

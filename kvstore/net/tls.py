@@ -15,8 +15,9 @@ from typing import Final
 
 import grpc
 
-from kvstore.client.tls import Identity, Tls, identities_of
+from kvstore.client.tls import Tls
 from kvstore.obs.metrics import Family, family
+from kvstore.wire.identity import Identity, identities_of
 
 INSECURE: Final = (
     "--insecure: every client that reaches %s can read and change its contents: no TLS, no"

@@ -25,8 +25,8 @@ from kvstore.tier_events import (
     VoidFile,
     WriteFile,
 )
-from kvstore.tiers.file import FileTier
 from kvstore.tiers.file.outbox import Outbox
+from kvstore.tiers.file.tier import FileTier
 from kvstore.wire.record import Void
 
 RETRY_S: Final = 10.0

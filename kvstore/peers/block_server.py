@@ -23,7 +23,6 @@ from typing import Any, Final
 
 import grpc
 
-from kvstore.client.tls import Identity
 from kvstore.engine.events import PeerGone, Serve, Served, ServingEnded, ServingReturned
 from kvstore.errors import ProtocolError
 from kvstore.net.calls import RefusedCall
@@ -31,6 +30,7 @@ from kvstore.net.tls import peer_identities
 from kvstore.peers.exchange import Exchange
 from kvstore.peers.pusher import Pusher
 from kvstore.wire import peers as wire
+from kvstore.wire.identity import Identity
 
 ASKS_MAX: Final = 64
 UNREAD_MAX: Final = 1024

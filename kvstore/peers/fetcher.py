@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.index import IndexUnavailable, Members
-from kvstore.client.tls import Identity
 from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.index.index import Answer
 from kvstore.net import aio
@@ -40,6 +39,7 @@ from kvstore.transport.backends import is_at
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
 from kvstore.units import NS_PER_S
 from kvstore.wire.assembly import Assembly
+from kvstore.wire.identity import Identity
 from kvstore.wire.peers import PeerHello, ServeAnswer, checksums_of
 from kvstore.wire.record import Scope
 

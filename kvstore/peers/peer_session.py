@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from kvstore.client.index import aio_channel
 from kvstore.client.reasons import plain_reason
-from kvstore.client.tls import Identity
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.wire import peers as wire
+from kvstore.wire.identity import Identity
 
 OPEN_TIMEOUT_S: Final = 2.0
 KEEPALIVE_MS: Final = 10_000

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.index import IndexClient
-from kvstore.client.tls import Identity
 from kvstore.config.cluster import ClusterConfig, PeerConfig
 from kvstore.config.transports import PLAIN, PLAIN_NOTE
 from kvstore.engine.events import (
@@ -54,6 +53,7 @@ from kvstore.ports import Clock
 from kvstore.proto.rows import TransferReport
 from kvstore.transport.backends import BACKENDS
 from kvstore.units import NS_PER_US
+from kvstore.wire.identity import Identity
 from kvstore.wire.load import Load
 from kvstore.wire.peers import MESSAGE_BYTES_MAX, PeerHello
 from kvstore.wording import cannot_listen

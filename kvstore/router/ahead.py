@@ -24,13 +24,14 @@ import grpc
 from kvstore.breaker import Breaker
 from kvstore.client.index import aio_channel, channel_options
 from kvstore.client.reasons import reason_of
-from kvstore.client.tls import Identity, Tls
+from kvstore.client.tls import Tls
 from kvstore.errors import ProtocolError
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.keys.index_calls import IndexCalls
 from kvstore.router.keys.spaces import Spaces
 from kvstore.routing.events import Prepare, PrepareAnswered
 from kvstore.types import SpaceId
+from kvstore.wire.identity import Identity
 from kvstore.wire.peers import AHEAD, PrepareReply, PrepareRequest, decode_reply, encode
 
 DEADLINE_S: Final = 1.0

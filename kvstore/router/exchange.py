@@ -21,7 +21,8 @@ from typing import Final
 
 import grpc
 
-from kvstore.client.index import address_parts, aio_channel, channel_options
+from kvstore.client.address import address_parts
+from kvstore.client.index import aio_channel, channel_options
 from kvstore.client.reasons import reason_of
 from kvstore.client.tls import Tls
 from kvstore.config.values import joined

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvstore.config.reading import read_yaml
+from kvstore.config.yaml_file import read_yaml
 from kvstore.errors import ConfigError
 from kvstore.routing.policy import RoutingPolicy, parse
 

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.cli.certs import make_certificates
-from kvstore.client.tls import Identity, Role, TlsFiles
+from kvstore.client.tls import TlsFiles
 from kvstore.testing.process import READY_TIMEOUT_S, ChildServer, start_ready
+from kvstore.wire.identity import Identity, Role
 
 
 class Lab:

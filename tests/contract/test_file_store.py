@@ -25,9 +25,10 @@ from kvstore.tier_events import (
     RecoveryDone,
     Resumed,
 )
-from kvstore.tiers.file import FileConfig, FileTier
+from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.segments.directory import segment_name
+from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB
 from kvstore.wire.record import Scope

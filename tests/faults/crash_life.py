@@ -36,10 +36,12 @@ from kvstore.tier_events import (
     VoidFile,
     WriteFile,
 )
-from kvstore.tiers.file import FileConfig, FileTier, config, outbox, tier
+from kvstore.tiers.file import config, outbox, tier
+from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.segments.catalog import FIXED_BYTES
 from kvstore.tiers.file.segments.directory import Directory, segment_number
 from kvstore.tiers.file.segments.disk import PosixDisk
+from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.record import Scope
 from tests.sim.world.threads import Threads

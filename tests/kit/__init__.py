@@ -15,5 +15,6 @@ redis_process   a Redis as a child
 engines, models   settings of vLLM and sizes of models that the demo does not need
 pd_pair         a prefill engine and a decode engine on nodes of their own, and a router
 sensitivity     does a damaged block show in a model's output
+serving         whether an engine's side asks its node
 prompts         prompts that meet the edges of block caching
 """

@@ -8,4 +8,6 @@ from kvstore.client.core.scheduler import SchedulerCore
 
 def is_serving(core: SchedulerCore) -> bool:
     """Attached, session open, breakers closed."""
-    return core.attachment.state is AttachState.OPEN and not core.lookups.is_breaker_open
+    lookups = core.lookups
+    is_off = lookups._breaker.is_open or lookups._copies.is_open
+    return core.attachment.state is AttachState.OPEN and not is_off

@@ -451,11 +451,6 @@ class EngineLookups:
                 LeaseAsk(part.lease, b"".join(batch), request.is_verified, group)
             )
 
-    @property
-    def is_breaker_open(self) -> bool:
-        """Whether lookups are off for a while, after failures of lookups or loads."""
-        return self._breaker.is_open or self._copies.is_open
-
     def _count_failure(self, breaker: Breaker, now_ns: int) -> None:
         if breaker.failed(now_ns):
             self._stats.add("breaker_openings")

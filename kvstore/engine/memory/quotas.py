@@ -22,9 +22,10 @@ from typing import NewType
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.types import QUOTA_COUNT_MAX
+
 QuotaGroup = NewType("QuotaGroup", int)
 OTHERS = QuotaGroup(0)
-QUOTA_COUNT_MAX = 64
 
 
 class Quotas:

@@ -10,14 +10,12 @@ takes (`pace`).
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, ValuesView
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from kvstore.engine.memory.policy.port import NONE, Words
-
-MOVING_SHARE: Final = 4
-"""One part in so many of the arena may be in motion by each kind of job."""
+from kvstore.types import MOVING_SHARE
 
 
 def pieces(count: int, size: int) -> Iterator[slice]:

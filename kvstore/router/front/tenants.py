@@ -19,7 +19,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from kvstore.config.reading import read_yaml
+from kvstore.config.yaml_file import read_yaml
 from kvstore.errors import ConfigError
 from kvstore.wire.identity import is_name
 

@@ -16,8 +16,3 @@ Durability: a write is not synced by itself, since a cache may forget; `fsync` r
 is closed, when the tier is closed and after a void. A block that was `FileWritten` before survives
 the death of the process, and of the machine only by chance. Nothing is ever served unverified.
 """
-
-from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.tier import FileTier
-
-__all__ = ["FileConfig", "FileTier"]

@@ -14,8 +14,9 @@ import grpc
 import msgspec
 import pytest
 
+from kvstore.client.certificates import load
 from kvstore.client.index import channel_options
-from kvstore.client.tls import Identity, Role, Tls, load
+from kvstore.client.tls import Tls
 from kvstore.peers.preparer import KEYS_PER_S
 from kvstore.router.ahead import DEADLINE_S, FAILURES_MAX, Preparations
 from kvstore.router.engines.workers import Worker, WorkerAddress, Workers
@@ -23,6 +24,7 @@ from kvstore.routing.events import Prepare, PrepareAnswered, PrepareReason
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import make_keys
 from kvstore.types import Incarnation
+from kvstore.wire.identity import Identity, Role
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 from kvstore.wire.peers import AHEAD, PeerHello, PrepareReply, PrepareRequest, decode_reply, encode
 from tests.integration.cluster.kit import (

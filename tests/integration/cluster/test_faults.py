@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.client.certificates import load
 from kvstore.client.index import channel
-from kvstore.client.tls import load
 from kvstore.index.feed import Trust
 from kvstore.testing.index_process import IndexProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys

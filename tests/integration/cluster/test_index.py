@@ -16,8 +16,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from kvstore.client.certificates import load
 from kvstore.client.index import IndexClient, IndexUnavailable, Tokens, channel
-from kvstore.client.tls import load
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Trust
 from kvstore.obs.metrics import INDEX_METRICS

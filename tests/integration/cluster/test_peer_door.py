@@ -19,14 +19,16 @@ import msgspec
 import pytest
 
 from kvstore.cli.certs import make_certificates
+from kvstore.client.certificates import load
 from kvstore.client.index import channel_options
-from kvstore.client.tls import Identity, TlsFiles, load
+from kvstore.client.tls import TlsFiles
 from kvstore.index.index import Member
 from kvstore.testing.index_process import Lab
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.transport.tcp_ends import ANSWER, HEADER, REQUEST, Address
 from kvstore.types import PAGE_BYTES, Incarnation
+from kvstore.wire.identity import Identity
 from kvstore.wire.peers import Ask, PeerHello, PeerWelcome, ServeAnswer, ServeAsk
 from kvstore.wire.transfer_worker import decode_descriptor
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, SPACE, TENANT, Site, member

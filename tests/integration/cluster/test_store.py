@@ -11,7 +11,6 @@ import pytest
 
 from kvstore.cli.certs import make_certificates
 from kvstore.client.index import IndexClient
-from kvstore.client.tls import Identity
 from kvstore.errors import ConfigError
 from kvstore.index.feed import BEAT_MS, OUT_MS, STALE_MS, Event, FeedClosed, Trust, Verdict
 from kvstore.index.index import Answer
@@ -21,6 +20,7 @@ from kvstore.stores.redis import RedisStore
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.feed import Left
+from kvstore.wire.identity import Identity
 from kvstore.wire.load import Load
 from tests.integration.cluster import kit
 from tests.integration.cluster.kit import CONVERGES_S, TENANT, Site, becomes, matches, trust

@@ -18,8 +18,9 @@ import pytest
 from msgspec.structs import fields
 
 from kvstore.cli.certs import make_certificates
+from kvstore.client.certificates import load
 from kvstore.client.index import IndexClient, IndexUnavailable, channel, channel_options
-from kvstore.client.tls import Identity, TlsFiles, load
+from kvstore.client.tls import TlsFiles
 from kvstore.errors import ConfigError
 from kvstore.index.feed import Trust
 from kvstore.proto import index_pb2 as pb
@@ -41,6 +42,7 @@ from kvstore.wire.feed import (
     SnapshotPart,
     Stored,
 )
+from kvstore.wire.identity import Identity
 from kvstore.wire.load import EngineEntry, Load
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, Site, becomes, feed, member, trust
 from tests.integration.node.conftest import eventually

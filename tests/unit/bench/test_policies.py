@@ -12,7 +12,7 @@ from bench.scenarios.policies import optimum
 from bench.scenarios.replay import Disk, Hits, replay
 from bench.scenarios.workloads import GENERATED, Request, Workload, recorded
 from kvstore.engine.memory.policy.choose import POLICIES
-from kvstore.engine.memory.policy.disk import AdmissionMode
+from kvstore.types import AdmissionMode
 
 
 def workload(*chains: str) -> Workload:

@@ -13,10 +13,12 @@ from cryptography import x509
 
 from kvstore.cli.certs import make_certificates
 from kvstore.cli.main import cli, main
-from kvstore.client import tls
-from kvstore.client.tls import ANY_INDEX, Identity, TlsFiles, identities_of, load
+from kvstore.client import certificates
+from kvstore.client.certificates import load
+from kvstore.client.tls import ANY_INDEX, TlsFiles
 from kvstore.errors import ConfigError
 from kvstore.net.tls import peer_identities
+from kvstore.wire.identity import Identity, identities_of
 
 NODE = Identity("node", "n1")
 
@@ -126,7 +128,7 @@ def test_the_time_is_looked_at(
     pki: Path, monkeypatch: pytest.MonkeyPatch, days: int, sentence: str
 ) -> None:
     then = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
-    monkeypatch.setattr(tls, "_now", lambda: then)
+    monkeypatch.setattr(certificates, "_now", lambda: then)
     with pytest.raises(ConfigError, match=sentence):
         load(files(pki))
 

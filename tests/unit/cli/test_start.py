@@ -60,7 +60,14 @@ def _names(requirements: list[str]) -> set[str]:
         ("certs /none", set[str]()),
         ("certs /none --node A!", {"cryptography"}),
         ("explain --socket /none/node.sock", {"grpc", "msgspec", "numpy", "rich"}),
-        ("node --config /none", HEAVY - {"numba", "prometheus_client", "rich"}),
+        ("node --dram none", {"msgspec"}),
+        ("node --index localhost:1 --peer-listen localhost:1", {"msgspec"}),
+        (
+            "node --index localhost:1 --ca /none --cert /none --key /none",
+            {"msgspec", "cryptography"},
+        ),
+        ("node --config /none", {"msgspec", "yaml"}),
+        ("index --listen none", {"msgspec"}),
     ],
 )
 def test_a_command_imports_what_it_needs(command: str, needed: set[str]) -> None:

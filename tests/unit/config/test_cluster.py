@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.client.index import IndexClient, address_parts
+from kvstore.client.address import address_parts
+from kvstore.client.index import IndexClient
 from kvstore.config.cluster import load_index_config
 from kvstore.config.node import load_config
 from kvstore.errors import ConfigError

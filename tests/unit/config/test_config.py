@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from kvstore import arena
 from kvstore.config import machine, node as config_module
 from kvstore.config.machine import available_memory, file_system_bytes
 from kvstore.config.node import EventsConfig, load_config
 from kvstore.config.values import HostPort
-from kvstore.engine.memory.policy.disk import AdmissionMode
 from kvstore.errors import ConfigError
 from kvstore.tiers.scrub import AUTO, ScrubRate
+from kvstore.types import AdmissionMode
 from kvstore.units import GIB, KIB, MIB
 
 LEAST = {"dram": "1MiB", "metrics": "off"}
@@ -23,7 +24,7 @@ LEAST = {"dram": "1MiB", "metrics": "off"}
 @pytest.fixture
 def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "available_memory", lambda: (8 * GIB, "the machine"))
-    monkeypatch.setattr(config_module, "huge_page_pool", lambda: (0, 2 * MIB))
+    monkeypatch.setattr(arena, "huge_page_pool", lambda: (0, 2 * MIB))
     monkeypatch.setattr(machine, "file_system_bytes", lambda _: 4 << 40)
 
 
@@ -307,7 +308,7 @@ def test_quotas_are_parts_or_sizes() -> None:
 
 
 def test_huge_pages_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module, "huge_page_pool", lambda: (16 * GIB, 2 * MIB))
+    monkeypatch.setattr(arena, "huge_page_pool", lambda: (16 * GIB, 2 * MIB))
     assert load_config(None, LEAST | {"dram": "16GiB"}).dram_bytes == 16 * GIB
 
 

@@ -9,8 +9,7 @@ import pytest
 from kvstore.config import machine
 from kvstore.config.machine import refuse_what_cannot_hold, warn_of_too_little_room
 from kvstore.errors import ConfigError
-from kvstore.tiers.file import FileConfig
-from kvstore.tiers.file.config import CAPACITY_BYTES_MIN
+from kvstore.tiers.file.config import CAPACITY_BYTES_MIN, FileConfig
 from kvstore.units import GIB, KIB
 
 

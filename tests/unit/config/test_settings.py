@@ -24,10 +24,11 @@ from kvstore.config.settings import (
     in_group,
     table,
 )
-from kvstore.engine import POLICIES, AdmissionMode
+from kvstore.engine import POLICIES
 from kvstore.errors import ConfigError
 from kvstore.index.holdings import ENTRY_COUNT_MAX
 from kvstore.testing.index_process import Lab
+from kvstore.types import AdmissionMode
 from kvstore.units import GIB
 from scripts.reference import settings_table
 

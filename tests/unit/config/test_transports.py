@@ -13,12 +13,15 @@ from kvstore.installation import lacking
 
 
 def test_what_it_says_is_what_the_back_end_gets() -> None:
-    assert parse_transport("tcp,port=9481", has_tls=True) == TransportConfig(name="tcp", port=9481)
+    assert parse_transport("tcp,port=9481", has_tls=True) == TransportConfig(
+        name="tcp", port=9481, takes_writes=True
+    )
     text = "nixl,plugin=LIBFABRIC,plugin.num_threads=2,pace=on"
     assert parse_transport(text, has_tls=False) == TransportConfig(
         name="nixl",
         options={"plugin": "LIBFABRIC", "plugin.num_threads": "2"},
         is_paced=True,
+        takes_writes=True,
     )
     assert parse_transport("ucx,pace=off", has_tls=False) == TransportConfig(name="ucx")
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvstore.engine.memory.policy.disk import NS_PER_DAY, AdmissionMode, DiskAdmission, WriteBudget
+from kvstore.engine.memory.policy.disk import NS_PER_DAY, DiskAdmission, WriteBudget
 from kvstore.engine.memory.policy.port import Prints
+from kvstore.types import AdmissionMode
 
 DAY_BYTES = 1 << 40
 BLOCK = 2 << 20

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore.engine.events import Clear, FilePart, FileReclaim, FileWritten
-from kvstore.engine.memory.policy.disk import NS_PER_DAY, AdmissionMode
+from kvstore.engine.memory.policy.disk import NS_PER_DAY
 from kvstore.engine.why.report import NO_BUDGET, TierReport
+from kvstore.types import AdmissionMode
 from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, places
 from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, keys

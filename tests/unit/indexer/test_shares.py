@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
+from kvstore.client.certificates import load
 from kvstore.client.index import channel
-from kvstore.client.tls import load
 from kvstore.config.cluster import ReplicaConfig
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Member

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.client.tls import Tls, load
+from kvstore.client.certificates import load
+from kvstore.client.tls import Tls
 from kvstore.indexer.replica import make_pages
 from kvstore.net.tls import certificate_ends, warn_of_its_end
 from kvstore.obs.metrics import Family

@@ -12,12 +12,14 @@ import pytest
 from cryptography import x509
 
 from kvstore.cli import certs
+from kvstore.client.certificates import load
 from kvstore.client.index import channel_options
-from kvstore.client.tls import Identity, Tls, TlsFiles, load
+from kvstore.client.tls import Tls, TlsFiles
 from kvstore.net.tls import peer_identities, server_credentials
 from kvstore.ports import End, TransportMemory
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp import Tcp
+from kvstore.wire.identity import Identity
 from kvstore.wire.transfer_worker import Direction
 
 SIZE = 4096

@@ -23,8 +23,9 @@ from kvstore.tier_events import (
     VoidFile,
     WriteFile,
 )
-from kvstore.tiers.file import FileConfig, FileTier
+from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.outbox import Outbox
+from kvstore.tiers.file.tier import FileTier
 from kvstore.units import MIB
 from tests.unit.tiers.file.kit import SCOPE, SEGMENT_BYTES, Driver, FakeClock
 

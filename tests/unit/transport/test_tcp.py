@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvstore.cli.certs import make_certificates
-from kvstore.client.tls import Identity, TlsFiles
+from kvstore.client.tls import TlsFiles
 from kvstore.errors import ConfigError, TransportError
 from kvstore.ports import End, Landing, Outcome, TransportMemory
 from kvstore.testing.index_process import Lab
@@ -25,6 +25,7 @@ from kvstore.transport.guests import NODE_MAX
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp import Tcp
 from kvstore.transport.tcp_ends import Address
+from kvstore.wire.identity import Identity
 from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor, encode
 
 SIZE = 4096

@@ -16,24 +16,17 @@ Does not cover: queues of the disk tier (`kvstore.tiers`), its evictions (`engin
 
 from __future__ import annotations
 
-import enum
 from typing import Final
 
 import numpy as np
 
 from kvstore.engine.memory.policy.port import Mask, Prints
 from kvstore.engine.memory.policy.recent import RecentKeys
+from kvstore.types import AdmissionMode
 
 NS_PER_DAY: Final = 86_400 * 10**9
 TIGHT_SHARE: Final = 0.25
 """With less than this part of a day's budget left, only blocks seen before are written."""
-
-
-class AdmissionMode(enum.Enum):
-    """Blocks admitted while the budget is not tight."""
-
-    ALL = "all"
-    SECOND_SIGHT = "second-sight"
 
 
 class DiskAdmission:

@@ -28,8 +28,9 @@ from kvstore.tier_events import (
     VoidFile,
     WriteFile,
 )
-from kvstore.tiers.file import FileConfig, FileTier
+from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.segments.disk import PosixDisk
+from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import KIB, MIB
 from kvstore.wire.record import Scope

@@ -25,10 +25,12 @@ from kvstore.tier_events import (
     Suspended,
     WriteFile,
 )
-from kvstore.tiers.file import FileConfig, FileTier, outbox as outbox_module, tier as tier_module
+from kvstore.tiers.file import outbox as outbox_module, tier as tier_module
+from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import PosixDisk
+from kvstore.tiers.file.tier import FileTier
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from tests.sim.world.threads import Threads
