@@ -230,18 +230,20 @@ def _without_defaults(part: Any) -> Any:
 
 
 def rendered(values: Mapping[str, Any], *, release: str = RELEASE, namespace: str = RELEASE) -> str:
-    """All manifests, in the order of the templates' names. Raises HelmError."""
+    """All manifests, the namespace first. Raises HelmError."""
     import helm_python
 
     with helm_python.Chart.load(CHART) as chart:
         made = chart.render(dict(values), name=release, namespace=namespace)
-    parts = [text for name, text in sorted(made.items()) if name.endswith(".yaml")]
-    documents = [part for text in parts for part in re.split(r"^---$", text, flags=re.MULTILINE)]
-    whole = [
-        re.sub(r"\n\s*\n", "\n", re.sub(r"[ \t]+$", "", part, flags=re.MULTILINE)).strip()
-        for part in documents
-    ]
-    return "\n---\n".join(part for part in whole if part) + "\n"
+    texts = [text for name, text in sorted(made.items()) if name.endswith(".yaml")]
+    parts = [_tidy(part) for text in texts for part in re.split(r"(?m)^---$", text)]
+    parts = sorted(filter(None, parts), key=lambda part: "\nkind: Namespace\n" not in part)
+    return "\n---\n".join(parts) + "\n"
+
+
+def _tidy(text: str) -> str:
+    """Without the blanks that templates leave."""
+    return re.sub(r"\n\s*\n", "\n", re.sub(r"(?m)[ \t]+$", "", text)).strip()
 
 
 def examples() -> dict[str, str]:

@@ -28,6 +28,21 @@ COMPONENT: Final = "app.kubernetes.io/component"
 Object = dict[str, Any]
 
 
+ALL: Object = {
+    "index": {"enabled": True},
+    "router": {"enabled": True},
+    "monitoring": {"serviceMonitors": {"enabled": True}},
+    "engines": {
+        "a": {"autoscaling": {"kind": "keda"}},
+        "node": {"kind": "LeaderWorkerSet", "autoscaling": {"kind": "hpa"}},
+        "p": {"role": "prefill", "autoscaling": {"kind": "hpa"}},
+    },
+    "gateway": {"kind": "gke", "className": "x", "modelArmor": {"enabled": True}},
+    "namespace": {"create": True},
+}
+"""Values with which every template renders something."""
+
+
 @cache
 def _documents(text: str) -> str:
     found = [each for each in yaml.load_all(text, Loader=yaml.CSafeLoader) if each]
@@ -48,6 +63,17 @@ def objects(name: str) -> list[Object]:
 def rendered(values: Object, **place: str) -> list[Object]:
     """All that the chart makes of values."""
     return parsed(chart.rendered(values, **place))
+
+
+def merged(values: Object, more: Object) -> Object:
+    """As Helm merges values."""
+    found = dict(values)
+    for key, value in more.items():
+        old = found.get(key)
+        found[key] = (
+            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
+    return found
 
 
 def example_values(name: str) -> Object:

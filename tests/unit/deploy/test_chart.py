@@ -1,5 +1,5 @@
 """The chart under any values: Helm's own lint, wrong values refused by name, selectors that never
-change, releases that share nothing, memory that suffices, and connections that policies admit."""
+change, releases that share nothing, memory that suffices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import helm_python
 import pytest
@@ -18,13 +17,12 @@ from kvstore import __version__
 from kvstore.cli.main import cli
 from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings
 from kvstore.connector.config import parse_config
-from kvstore.obs.metrics import BY_NAME
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.units import GIB, KIB, TIB, parse_size
 from scripts import chart
 from tests.docs.commands import index_config, node_config, router_config
-from tests.kit import envoy
 from tests.unit.deploy.manifests import (
+    ALL,
     CLUSTER,
     COMPONENT,
     EXAMPLES,
@@ -34,41 +32,15 @@ from tests.unit.deploy.manifests import (
     container,
     example_values,
     flags,
+    merged,
     objects,
     of_kind,
     pod,
     rendered,
     template,
     validate,
-    workload,
     workloads,
 )
-
-ALL: Object = {
-    "index": {"enabled": True},
-    "router": {"enabled": True},
-    "monitoring": {"serviceMonitors": {"enabled": True}},
-    "engines": {
-        "a": {"autoscaling": {"kind": "keda"}},
-        "node": {"kind": "LeaderWorkerSet", "autoscaling": {"kind": "hpa"}},
-        "p": {"role": "prefill", "autoscaling": {"kind": "hpa"}},
-    },
-    "gateway": {"kind": "gke", "className": "x", "modelArmor": {"enabled": True}},
-    "namespace": {"create": True},
-}
-"""Values with which every template renders something."""
-
-
-def merged(values: Object, more: Object) -> Object:
-    """As Helm merges values."""
-    found = dict(values)
-    for key, value in more.items():
-        old = found.get(key)
-        found[key] = (
-            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-        )
-    return found
-
 
 # ── Helm itself ──────────────────────────────────────────────────────────────────────────────────
 
@@ -176,6 +148,11 @@ def test_a_wrong_value_is_refused_by_name(wrong: Object, name: str) -> None:
     [
         ({"gateway": {"kind": "istio"}}, "kvstore", "gateway.kind needs router.enabled"),
         ({}, "a" * 41, "has more than 40 characters"),
+        (
+            {"engines": {"a": {"autoscaling": {"kind": "hpa"}}}},
+            "kvstore",
+            "engines.a.autoscaling needs router.enabled",
+        ),
     ],
 )
 def test_what_the_schema_cannot_say_is_a_sentence(
@@ -520,219 +497,3 @@ def test_rdma_devices_are_requested() -> None:
     found = objects("fast-hardware")
     assert container(found, "node")["resources"]["limits"]["rdma/hca"] == 1
     assert "--transport=nixl" in container(found, "node")["args"]
-
-
-# ── networks ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def admits(found: list[Object], part: str, port: int, *, of: str) -> bool:
-    """Whether policies let pods of a part connect to a port of another; an empty `of` is a pod of
-    another namespace."""
-    labels: dict[str, dict[str, str]] = {
-        component(each): made["metadata"]["labels"]
-        for each in workloads(found)
-        if (made := template(each))
-    }
-    rules: list[Any] = []
-    policies = [
-        each
-        for each in of_kind(found, "NetworkPolicy")
-        if each["spec"]["podSelector"]["matchLabels"].items() <= labels[part].items()
-    ]
-    for policy in policies:
-        rules += policy["spec"]["ingress"]
-    for rule in rules:
-        if "ports" in rule and port not in [each["port"] for each in rule["ports"]]:
-            continue
-        peers = [each.get("podSelector", {}).get("matchLabels") for each in rule.get("from", [])]
-        if not peers or any(one and one.items() <= labels.get(of, {}).items() for one in peers):
-            return True
-    return not policies
-
-
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "one-node"])
-def test_policies_admit_what_the_parts_do_and_no_more(name: str) -> None:
-    found = objects(name)
-    (engine,) = {component(each) for each in workloads(found)} & {
-        "vllm-engine",
-        "wide-engine",
-        "decode-engine",
-    }
-    known = {("node", 9464), ("index", 9471), ("router", 9472)}
-    for part, port in known:
-        assert admits(found, part, port, of=""), "Prometheus"
-    for source, part, port in (
-        *(("node", "index", 9470), ("router", "index", 9470), ("node", "node", 9480)),
-        *(("index", "node", 9480), ("router", "node", 9480), ("node", "node", 9481)),
-        *(("router", "router", 9473), ("router", engine, 8000)),
-    ):
-        assert admits(found, part, port, of=source), f"{source} to {part}"
-    for source, part, port in (
-        *(("", "index", 9470), ("", "node", 9480), ("", "node", 9481), ("", "router", 9473)),
-        *((engine, "index", 9470), (engine, "node", 9480), ("router", "node", 9481)),
-    ):
-        assert not admits(found, part, port, of=source), f"{source} to {part}"
-    assert admits(found, engine, 8000, of="") == (name == "istio"), "whose gateway has no name"
-
-
-def test_ports_of_block_transfer_follow_the_transport() -> None:
-    def open_ports(transport: str) -> set[int]:
-        cluster = {"index": {"enabled": True}, "node": {"args": {"transport": transport}}}
-        found = rendered(cluster)
-        return {port for port in (9481, 9500, 40_000) if admits(found, "node", port, of="node")}
-
-    assert open_ports("tcp,port=9500") == {9500}
-    assert open_ports("tcp") == open_ports("nixl") == {9481, 9500, 40_000}
-
-
-def test_clients_may_be_named() -> None:
-    mine = {"podSelector": {"matchLabels": {"app": "tools"}}}
-    values = merged(ALL, {"networkPolicy": {"clients": [mine], "routerClients": [mine]}})
-    found = rendered(values)
-    for part, port in (("index", 9470), ("node", 9480), ("router", 8443), ("a-engine", 8000)):
-        rules = of_kind(found, "NetworkPolicy", part)[0]["spec"]["ingress"]
-        (rule,) = (r for r in rules if port in [each["port"] for each in r.get("ports", [])])
-        assert mine in rule["from"]
-
-
-def test_the_gateway_asks_the_picker_of_the_router() -> None:
-    for name in ("istio", "gke-inference-gateway"):
-        found = objects(name)
-        (pool,), (route,) = of_kind(found, "InferencePool"), of_kind(found, "HTTPRoute")
-        reference = pool["spec"]["endpointPickerRef"]
-        (service,) = of_kind(found, "Service", "router-picker")
-        assert reference["name"] == service["metadata"]["name"]
-        (port,) = service["spec"]["ports"]
-        assert reference["port"]["number"] == port["port"]
-        labels = template(workload(found, "vllm-engine"))
-        assert labels is not None
-        assert (
-            pool["spec"]["selector"]["matchLabels"].items() <= labels["metadata"]["labels"].items()
-        )
-        for part in ("node", "index", "router"):
-            made = template(workload(found, part))
-            assert made is not None
-            assert (
-                not pool["spec"]["selector"]["matchLabels"].items()
-                <= made["metadata"]["labels"].items()
-            )
-        (backend,) = route["spec"]["rules"][0]["backendRefs"]
-        assert backend["name"] == pool["metadata"]["name"]
-        (gateway,) = of_kind(found, "Gateway")
-        assert {each["protocol"] for each in gateway["spec"]["listeners"]} == {"HTTPS"}
-
-
-def test_the_filter_sees_prompts_before_the_picker() -> None:
-    """A traffic extension of the Gateway acts before the backend's picker is asked."""
-    found = objects("gke-inference-gateway")
-    (extension,), (gateway,) = of_kind(found, "GCPTrafficExtension"), of_kind(found, "Gateway")
-    (target,) = extension["spec"]["targetRefs"]
-    assert (target["kind"], target["name"]) == ("Gateway", gateway["metadata"]["name"])
-    (armor,) = extension["spec"]["extensionChains"][0]["extensions"]
-    assert armor["failOpen"] is False
-    assert {"RequestBody", "ResponseBody"} <= {*armor["supportedEvents"]}
-    (told,) = json.loads(armor["metadata"]["model_armor_settings"])
-    assert {"user_prompt_template_id", "model_response_template_id"} <= told.keys()
-
-
-def test_istio_shows_a_certificate_to_the_picker() -> None:
-    found = objects("istio")
-    (rule,), (certificate,) = of_kind(found, "DestinationRule"), of_kind(found, "Certificate")
-    tls = rule["spec"]["trafficPolicy"]["tls"]
-    assert tls["mode"] == "MUTUAL"
-    assert tls["credentialName"] == certificate["spec"]["secretName"]
-    assert rule["spec"]["host"] == "kvstore-router-picker.kvstore.svc.cluster.local"
-    (name,) = certificate["spec"]["dnsNames"]
-    assert name.endswith(".client.kvstore")
-    assert "--picker-listen=10.0.0.7:9002" in flags(found, "router")
-    labs = rendered(merged(example_values("istio"), {"insecure": True}))
-    (rule,) = of_kind(labs, "DestinationRule")
-    assert rule["spec"]["trafficPolicy"]["tls"] == {"mode": "DISABLE"}
-
-
-@pytest.fixture
-def pki(tmp_path: Path) -> Path:
-    cli.main(["certs", str(tmp_path / "pki"), "--client", "router"], standalone_mode=False)
-    return tmp_path / "pki"
-
-
-def test_envoy_takes_the_configuration_of_the_terminator(pki: Path, tmp_path: Path) -> None:
-    program = envoy.binary()
-    if program is None:
-        pytest.skip("there is no Envoy")
-    found = objects("gke-inference-gateway")
-    (made,) = of_kind(found, "ConfigMap", "router-terminator")
-    text = made["data"]["envoy.yaml"].replace("/etc/kvstore/pki/tls", f"{pki}/client-router")
-    (tmp_path / "envoy.yaml").write_text(text.replace("/etc/kvstore/pki", str(pki)))
-    command = [str(program), "-c", str(tmp_path / "envoy.yaml"), "--mode", "validate"]
-    ran = subprocess.run([*command, "-l", "error"], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert "--picker-listen=127.0.0.1:9474" in flags(found, "router")
-    (sidecar,) = pod(found, "router")["initContainers"]
-    assert sidecar["restartPolicy"] == "Always", "it ends after the router has drained"
-
-
-# ── monitoring and autoscaling ───────────────────────────────────────────────────────────────────
-
-
-def test_prometheus_finds_each_part_once() -> None:
-    found = rendered(ALL)
-    monitors = of_kind(found, "ServiceMonitor")
-    assert {component(each) for each in monitors} == {"node", "index", "router"}
-    for each in monitors:
-        wanted = each["spec"]["selector"]["matchLabels"]
-        (endpoint,) = each["spec"]["endpoints"]
-        services = [
-            service
-            for service in of_kind(found, "Service")
-            if wanted.items() <= service["metadata"]["labels"].items()
-            and endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
-        ]
-        assert len(services) == 1
-    for part in ("node", "index", "router"):
-        made = template(workload(found, part))
-        assert made is not None
-        assert "annotations" not in made["metadata"], "which would scrape it twice"
-
-
-def test_scalers_name_metrics_of_the_router_and_engines_that_exist() -> None:
-    found = [*rendered(ALL), *objects("prefill-decode"), *objects("spot")]
-    scalers = [*of_kind(found, "ScaledObject"), *of_kind(found, "HorizontalPodAutoscaler")]
-    there = {
-        (each["apiVersion"], each["kind"], each["metadata"]["name"]) for each in workloads(found)
-    }
-    named: set[str] = set()
-    for each in scalers:
-        target = each["spec"]["scaleTargetRef"]
-        assert (target["apiVersion"], target["kind"], target["name"]) in there
-        for trigger in each["spec"].get("triggers", []):
-            query = trigger["metadata"]["query"]
-            (name,) = re.findall(r"kvstore_\w+", query)
-            labels = {*re.findall(r"(\w+)=", query)} - {"namespace", "service"}
-            assert labels <= {*BY_NAME[name].labels}
-            named.add(name)
-        for metric in each["spec"].get("metrics", []):
-            external = metric["external"]["metric"]
-            labels = external["selector"]["matchLabels"].keys() - {"namespace", "service"}
-            assert labels <= {*BY_NAME[external["name"]].labels}
-            named.add(external["name"])
-    kinds = ("saturation", "desired_replicas", "held")
-    assert named == {f"kvstore_router_{kind}" for kind in kinds}
-    assert len(scalers) == 6
-
-
-def test_replicas_are_those_of_a_scaler_where_there_is_one() -> None:
-    found = rendered(merged(ALL, {"router": {"autoscaling": {"enabled": True}}}))
-    scaled = {
-        each["spec"]["scaleTargetRef"]["name"]
-        for each in found
-        if "scaleTargetRef" in each.get("spec", {})
-    }
-    assert scaled == {"kvstore-router", *(f"kvstore-{name}-engine" for name in ALL["engines"])}
-    assert all(
-        "replicas" not in each["spec"]
-        for each in workloads(found)
-        if each["metadata"]["name"] in scaled
-    )
-    (spot,) = of_kind(objects("spot"), "ScaledObject")
-    assert spot["spec"]["minReplicaCount"] == 0

@@ -4,10 +4,12 @@ and key in them is one that we have."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 
 from kvstore.connector.config import parse_config
 from kvstore.router.keys.rendering import UNRENDERED
@@ -57,6 +59,23 @@ def test_every_values_file_has_its_example_and_its_row() -> None:
     assert {path.name for path in chart.EXAMPLES.iterdir()} == {f"{name}.yaml" for name in EXAMPLES}
     page = (DEPLOY / "README.md").read_text()
     assert all(f"| `{name}.yaml` | " in page for name in EXAMPLES)
+
+
+def test_the_page_names_values_that_exist() -> None:
+    page = (DEPLOY / "README.md").read_text()
+    values = yaml.safe_load((chart.CHART / "values.yaml").read_text())
+    given = re.findall(r"--set ([\w.]+)=", page)
+    named = re.findall(rf"`((?:{'|'.join(values)})(?:\.\w+)+)", page)
+    assert len(given) == 2
+    assert len(named) > 10
+    for path in (*given, *named):
+        found = values
+        for key in path.split("."):
+            assert key in found, path
+            found = found[key]
+    files = re.findall(r" -f (deploy/chart/values/\S+)", page)
+    assert files
+    assert all((DEPLOY.parent / path).exists() for path in files)
 
 
 def test_they_are_valid_for_kubernetes() -> None:
@@ -116,6 +135,7 @@ def test_selectors_find_their_own_pods_and_no_others(name: str) -> None:
 def test_the_namespace_allows_the_directory_of_the_host(name: str) -> None:
     found = objects(name)
     (namespace,) = of_kind(found, "Namespace")
+    assert found[0] == namespace, "kubectl applies objects in their order"
     assert namespace["metadata"]["labels"] == {"pod-security.kubernetes.io/enforce": "privileged"}
     inside = {each["metadata"].get("namespace") for each in found} - {None}
     assert inside == {namespace["metadata"]["name"]}
@@ -151,6 +171,27 @@ def test_the_engine_makes_tokens_for_routers(name: str) -> None:
     assert flag == "--enable-scale-out"
     for part in _engines(objects(name)):
         assert flag in container(objects(name), part)["args"]
+
+
+@pytest.mark.engine
+def test_the_engine_takes_its_flags() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    distinct = {
+        tuple(container(objects(name), part)["args"])
+        for name in EXAMPLES
+        for part in _engines(objects(name))
+    }
+    for args in distinct:
+        addressed = [text.replace("$(LWS_LEADER_ADDRESS)", POD_IP) for text in args]
+        made = parser.parse_args([*addressed, "--data-parallel-start-rank=8"])
+        assert (made.model_tag, made.enable_scale_out) == ("/models/model", True)
+        assert made.kv_transfer_config.kv_connector == "KVStoreConnector"
+    assert {"--data-parallel-hybrid-lb" in args for args in distinct} == {True, False}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--enable-scale-up"])
 
 
 def test_ranks_of_a_group_are_numbered_through() -> None:
