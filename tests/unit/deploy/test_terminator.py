@@ -14,7 +14,8 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvstore.cli.main import cli
-from kvstore.client.tls import TlsFiles, load
+from kvstore.client.certificates import load
+from kvstore.client.tls import TlsFiles
 from kvstore.net.tls import server_credentials
 from kvstore.testing import tied
 from kvstore.testing.process import reap
