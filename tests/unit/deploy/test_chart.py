@@ -218,6 +218,7 @@ def identities(found: list[Object]) -> set[tuple[str, ...]]:
 
 
 @settings(max_examples=12)
+@example(one="a", other="a", spaces=("x", "y"))
 @example(one="a", other="a-kvstore", spaces=("x", "x"))
 @example(one="a-b", other="b", spaces=("x", "x-a"))
 @example(one="a", other="a-router", spaces=("x", "x"))
@@ -308,6 +309,24 @@ def test_selectors_are_the_same_under_any_values_and_all_is_valid(values: Object
         assert made is not None
         assert each["spec"]["selector"]["matchLabels"].items() <= made["metadata"]["labels"].items()
     for each in found:
+        validate(each, "1.37")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"insecure": True},
+        {"gateway": {"kind": "istio"}, "certificates": {"mode": "cert-manager"}},
+        {"router": {"autoscaling": {"enabled": True}, "args": {"worker-slices": "a/b:80"}}},
+    ],
+    ids=str,
+)
+def test_objects_that_no_example_has_are_valid(more: Object) -> None:
+    found = rendered(merged(ALL, more))
+    assert of_kind(found, "HorizontalPodAutoscaler")
+    for each in found:
+        validate(each, "1.34")
         validate(each, "1.37")
 
 
