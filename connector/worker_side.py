@@ -35,8 +35,8 @@ from kvstore.connector.handoff import Handoff
 from kvstore.connector.mapping import describe, grouped
 from kvstore.connector.weights import digest_weights
 from kvstore.ports import CopyEngine
-from kvstore.wire.groups import Group
 from kvstore.wire.layout import shard_bytes
+from kvstore.wire.space import Group
 
 if TYPE_CHECKING:
     import torch

@@ -7,12 +7,9 @@
 | `compare.py`   | numbers, not bytes                             | pages, slot → distance       |
 | `host.py`      | a cache in the host's memory; the reference    | orders → ends                |
 | `pinning.py`   | pinned memory of slots, by a thread            | place → pinned?              |
-| `ranges.py`    | copies in NVIDIA's tools                       | batch → range                |
 | `caches.py`    | pages of a cache on a device                   | block → addresses            |
 | `device.py`    | streams, events, pinned memory                 | orders → ends                |
-| `flights.py`   | copies under way, and what they hold           | –                            |
 | `moves.py`     | the way of a block, and its checksum           | blocks → calls of a device   |
-| `shared.py`    | memory that processes share: part of the port  | –                            |
 | `cuda.py`      | one device, through NVIDIA's bindings          | calls of `device.Device`     |
 | `launches.py`  | grids and arguments of the kernels in `csrc/`  | addresses → launches         |
 | `compiled.py`  | NVRTC, machine code kept on disk               | source, architecture → cubin |

@@ -29,9 +29,8 @@ import numpy as np
 from kvstore.installation import pip_install
 from kvstore.kernels.caches import Addresses
 from kvstore.kernels.compiled import cubin
-from kvstore.kernels.device import DeviceError
+from kvstore.kernels.device import HANDLE_BYTES, DeviceError
 from kvstore.kernels.launches import KERNELS, THREADS, Kernel, Launch, digests, moved
-from kvstore.kernels.shared import HANDLE_BYTES
 
 _PIN_FLAGS: Final = 1 | 2
 """cudaHostRegisterPortable, Mapped: for every context of the process, and for kernels."""

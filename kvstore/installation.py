@@ -3,7 +3,7 @@
 Nobody owns the distribution's name on the public index: pip would run the code of whoever registers
 it. The command therefore names the clone, folder or wheel that this installation came from.
 
-Does not cover: whether other code has been installed since (`supervisor.installed`).
+Does not cover: whether other code has been installed since (`supervisor.handover`).
 """
 
 from __future__ import annotations

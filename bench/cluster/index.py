@@ -20,7 +20,7 @@ import numpy as np
 from bench import record
 from bench.cluster.figures import NotMeasured, at_least, at_most, plain, spread
 from bench.micro import index_grpc
-from kvstore.testing.index_process import Lab
+from kvstore.testing.process import Lab
 
 PYTHON: Final = record.ROOT / ".venv-dynamo" / "bin" / "python"
 OPS: Final = record.ROOT / "bench" / "micro" / "index_ops.py"

@@ -24,7 +24,7 @@ from bench.cluster.fetch import UCX, environment
 from bench.cluster.figures import SEED, NotMeasured, at_least, at_most, ratio, spread
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.models import BLOCK_TOKENS, encoder
-from kvstore.demo.settle import settled
+from kvstore.demo.stage import settled
 from kvstore.demo.workload import fresh_prompts
 from kvstore.testing.process import NodeProcess
 from tests.kit.engines import EngineConfig, server_pid

@@ -34,7 +34,6 @@ from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import Event, FileKnown, Ready, Received, Send
 from kvstore.engine.memory.policy.choose import POLICIES, maker
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SLOT_BYTES_MIN, ConnectionId, Shard
-from kvstore.wire.groups import Group
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     Grant,
@@ -49,7 +48,7 @@ from kvstore.wire.messages import (
     Seal,
 )
 from kvstore.wire.record import Scope
-from kvstore.wire.space import Space, fingerprint
+from kvstore.wire.space import Group, Space, fingerprint
 
 BATCH = 512
 BLOCKS = 1_000_000

@@ -37,7 +37,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import record
 from kvstore.cli.ask import NodeClient
 from kvstore.engine.why.report import TierReport
-from kvstore.net.clock import MonotonicClock
+from kvstore.node.node import MonotonicClock
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.tier_events import FileKnown, RecoveryDone

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
-from kvstore.net.clock import MonotonicClock
+from kvstore.node.node import MonotonicClock
 from kvstore.tier_events import FileRead, FileWritten, ReadFile, RecoveryDone, WriteFile
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.tier import FileTier

@@ -31,7 +31,7 @@ from kvstore.engine.events import Offered, OffersUntold
 from kvstore.index.feed import Trust
 from kvstore.net.aio import LoopThread
 from kvstore.peers.feed import Feeder, Slice
-from kvstore.testing.index_process import IndexProcess, Lab
+from kvstore.testing.process import IndexProcess, Lab
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 
 SPACE: Final = SpaceId(bytes(32))

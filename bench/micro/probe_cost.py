@@ -22,7 +22,7 @@ from typing import Any, Final
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
-from kvstore.testing.router_process import RouterProcess
+from kvstore.testing.process import RouterProcess
 
 ENGINES: Final = (1, 100, 500)
 WINDOW_S: Final = 5.0

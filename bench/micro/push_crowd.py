@@ -49,7 +49,6 @@ from kvstore.engine.events import (
 from kvstore.node.driver import KIND_NS, TICK_NS
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, ConnectionId
 from kvstore.units import GIB, KIB, MIB, NS_PER_MS, NS_PER_S
-from kvstore.wire.groups import Group
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
@@ -57,12 +56,15 @@ from kvstore.wire.messages import (
     HelloScheduler,
     LeaseAsk,
     LeaseRelease,
+    PushClose,
+    PushEnd,
+    PushExpect,
+    PushOpen,
     Quiesce,
     Quiet,
 )
 from kvstore.wire.peers import PushGrant
-from kvstore.wire.pushes import PushClose, PushEnd, PushExpect, PushOpen
-from kvstore.wire.space import fingerprint
+from kvstore.wire.space import Group, fingerprint
 
 WRITE_BYTES: Final = 8 * MIB
 DECODE_PROMPTS: Final = 256

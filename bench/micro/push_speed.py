@@ -32,7 +32,7 @@ from bench.raw_nixl import RawNixl
 from kvstore.ports import End, Pieces
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.transport.pieces import make_pieces
-from kvstore.wire.pushes import PushClose, PushOpen
+from kvstore.wire.messages import PushClose, PushOpen
 from tests.kit.peers import PeerPair
 from tests.kit.transport_parties import TransferWorkerParty
 

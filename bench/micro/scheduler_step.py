@@ -33,9 +33,8 @@ from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.client.link import Link, Lost
 from kvstore.testing.process import NodeProcess
 from kvstore.types import Shard
-from kvstore.wire.groups import Group
 from kvstore.wire.messages import DATAGRAM_BYTES_MAX, Welcome
-from kvstore.wire.space import Space
+from kvstore.wire.space import Group, Space
 
 RESULT = Path(__file__).parents[1] / "results" / "scheduler_step.json"
 BLOCK_TOKENS = 128

@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import record
 from bench.raw_nixl import RawNixl
 from kvstore.ports import End, Pieces
-from kvstore.testing.index_process import Lab
+from kvstore.testing.process import Lab
 from kvstore.transport.pieces import make_pieces
 from tests.kit.transport_parties import TransferWorkerParty
 

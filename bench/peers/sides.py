@@ -19,7 +19,7 @@ from bench.peers.lmcache import LMCacheEngineConfig, LMCacheServer
 from bench.peers.memory import Memory, memory_of, open_memfds
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.models import BLOCK_TOKENS
-from kvstore.demo.settle import settled
+from kvstore.demo.stage import settled
 from kvstore.testing.process import NodeProcess
 from kvstore.units import GIB
 from tests.kit.engines import EngineConfig

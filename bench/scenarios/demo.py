@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import plot, record
 from kvstore.demo import play
 from kvstore.demo.models import BLOCK_TOKENS, MEDIUM
-from kvstore.demo.restarts import FILE
+from kvstore.demo.play import FILE
 from kvstore.demo.stage import DRAM, ENGINE_BLOCKS, LATER_ROUNDS, Replay
 from kvstore.demo.workload import ConversationPlan
 

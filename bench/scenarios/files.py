@@ -31,7 +31,7 @@ from bench import disk, record
 from bench.hits import Hit, ask, figures, hit
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.models import BLOCK_TOKENS, encoder
-from kvstore.demo.settle import settled
+from kvstore.demo.stage import settled
 from kvstore.demo.workload import fresh_prompts
 from kvstore.errors import KVStoreError
 from kvstore.testing.process import NodeFailed, NodeProcess

@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import disk, record
 from kvstore.demo.engine import VllmServer
-from kvstore.demo.settle import settled
+from kvstore.demo.stage import settled
 from kvstore.testing.process import NodeProcess
 from tests.kit.engines import EngineConfig
 from tests.kit.hybrid_models import TOKEN_BYTES, build_hybrid

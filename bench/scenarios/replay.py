@@ -34,7 +34,6 @@ from kvstore.engine.events import (
     WriteFile,
 )
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SLOT_BYTES_MIN, AdmissionMode, ConnectionId
-from kvstore.wire.groups import Group
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     Grant,
@@ -52,7 +51,7 @@ from kvstore.wire.messages import (
     Seal,
 )
 from kvstore.wire.record import Scope
-from kvstore.wire.space import fingerprint
+from kvstore.wire.space import Group, fingerprint
 
 SERVED_AT_ONCE: Final = 8
 CHUNK_BLOCKS: Final = 16

@@ -45,8 +45,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from kvstore.testing import tied
-from kvstore.testing.process import reap, start_ready
-from kvstore.testing.router_process import RouterProcess
+from kvstore.testing.process import RouterProcess, reap, start_ready
 from tests.kit.envoy import Envoy, binary
 
 SEED: Final = 20261124

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.engine.memory.policy.choose import POLICIES, MakePolicy
-from kvstore.engine.memory.policy.oldest import OldestFirst
+from kvstore.engine.memory.policy.lru import OldestFirst
 from kvstore.engine.memory.policy.port import NONE, MayGo, Members, Prints, Stamps, Words
-from kvstore.engine.memory.policy.recent import RecentKeys
+from kvstore.engine.memory.policy.reuse import RecentKeys
 
 SMALL_SHARE = 0.1
 USES_MAX = 3

@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import record
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.models import BLOCK_TOKENS, encoder
-from kvstore.demo.settle import settled
+from kvstore.demo.stage import settled
 from kvstore.demo.workload import fresh_prompts
 from kvstore.errors import KVStoreError
 from kvstore.testing.process import NodeFailed, NodeProcess

@@ -117,7 +117,7 @@ def replay(receipts: Path | None, policy: Path, *, json_: bool) -> None:
     rejected are left out."""
     if receipts is None:
         raise click.UsageError("name the log: --receipts FILE")
-    from kvstore.router.policy_file import load_policy
+    from kvstore.config.router import load_policy
     from kvstore.routing.decide import replay as decide_again
 
     other = load_policy(policy)

@@ -28,8 +28,7 @@ from kvstore.config.reading import load_settings
 from kvstore.config.settings import NodeSettings
 from kvstore.config.values import HostPort, address_of, joined, size_of, socket_path
 from kvstore.errors import ConfigError
-from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.scrub import AUTO, ScrubRate
+from kvstore.tiers.file.config import AUTO, FileConfig, ScrubRate
 from kvstore.types import MOVING_SHARE, QUOTA_COUNT_MAX, SLOT_BYTES_MIN, AdmissionMode
 from kvstore.units import KIB, MIB, format_size, parse_size
 

@@ -3,7 +3,7 @@
     NAME=URL[,KEY=VALUE…] ─▶ WorkerText       addresses beyond this machine need TLS or --insecure
 
 Does not cover: contents of the policy file (`kvstore.routing.policy`) and of API keys
-(`kvstore.router.front.tenants`).
+(`kvstore.router.front.intake`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,29 @@ from kvstore.config.cluster import resolve_tls
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import RouterSettings
 from kvstore.config.values import address_of, joined
+from kvstore.config.yaml_file import read_yaml
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed, lacking
+from kvstore.routing.policy import RoutingPolicy, parse
 from kvstore.wire.load import is_base_url
+
+# ── policy file ───────────────────────────────────────────────────────────────────────────────────
+# The policy file: YAML to the policy of the decision core, checked.
+
+
+def load_policy(path: Path | None, *, is_again: bool = False) -> RoutingPolicy:
+    """`path` None: the default policy. `is_again`: requests wait, and a pipe, such as a shell's
+    `<(…)`, might never be read to its end. Raises ConfigError."""
+    if is_again and path is not None and path.is_fifo():
+        raise ConfigError(f"--policy {path} is a pipe, which is read once: reload a file")
+    content = read_yaml("--policy", path) if path is not None else {}
+    try:
+        return parse(content or {})
+    except ValueError as error:
+        raise ConfigError(f"--policy {path}: {error}") from None
+
+
+# ── router ────────────────────────────────────────────────────────────────────────────────────────
 
 KINDS: Final = ("vllm", "sglang", "tgi", "trtllm", "triton", "llamacpp", "ollama", "openai")
 ROLES: Final = ("both", "prefill", "decode", "any")

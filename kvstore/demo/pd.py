@@ -24,8 +24,7 @@ from kvstore.demo.act import COLOURS, Act, Claim, dots
 from kvstore.demo.completions import CompletionClient
 from kvstore.demo.stage import LATER, Replay, Stage
 from kvstore.demo.workload import Encode, fresh_prompts
-from kvstore.testing.process import NodeProcess
-from kvstore.testing.router_process import RouterProcess
+from kvstore.testing.process import NodeProcess, RouterProcess
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

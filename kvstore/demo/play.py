@@ -14,25 +14,129 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
 from rich.console import Console
 
-from kvstore.demo.act import Act
-from kvstore.demo.cluster import ClusterAct
+from kvstore.demo.act import Act, Claim
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.engine_config import SERVED_NAME
 from kvstore.demo.flags import read_flags
 from kvstore.demo.pd import PdAct
-from kvstore.demo.restarts import RestartsAct
 from kvstore.demo.router import RouterAct
-from kvstore.demo.stage import Replay, Stage
+from kvstore.demo.stage import Replay, Stage, settled
 from kvstore.demo.workload import ConversationPlan
 from kvstore.errors import KVStoreError
 from kvstore.testing.process import NodeFailed, NodeProcess
+
+# ── cluster ───────────────────────────────────────────────────────────────────────────────────────
+# `kvstore demo --cluster`: two nodes and two real engines on this machine are one cache.
+#
+# The same seeded conversations three times: by vLLM alone, by an engine on node a, and by another
+# engine on node b, which has seen none of them and fetches blocks from node a, by the locations in
+# the index of node a. The exit status is 0 only when all tokens are identical and prompt tokens
+# came from the other node.
+
+PEER_TOKENS: Final = 'vllm:kvstore_hit_tokens_total{tier="peer"}'
+
+
+class ClusterAct(Act):
+    """Node a and its engine live on while b works."""
+
+    names = ("vLLM alone", "engine on node a", "engine on node b")
+
+    def runs(self, stage: Stage) -> Iterator[Replay]:
+        """See the class."""
+        with stage.engine(0) as alone:
+            yield stage.replay(0, alone)
+        a = stage.peer("a")
+        engine = stage.enter_context(stage.engine(1, a))
+        yield stage.replay(1, engine)
+        settled(engine, a, lambda dram, _: dram > 0)
+        b = stage.peer("b")
+        other = stage.enter_context(stage.engine(2, b))
+        settled(other, b, lambda *_: True)
+        run = stage.replay(2, other)
+        run.moved = round(other.metrics().get(PEER_TOKENS, 0))
+        yield run
+
+    def claims(self, runs: Sequence[Replay]) -> list[Claim]:
+        """Node b served what node a had."""
+        *_, other = runs
+        return [
+            Claim(
+                f"{other.moved:,} of {other.prompt_tokens:,} prompt tokens came to node b from node"
+                " a. Its engine computes first, to measure which waits pay.",
+                other.moved > 0,
+                "No prompt token came from the other node.",
+            )
+        ]
+
+
+# ── restarts ──────────────────────────────────────────────────────────────────────────────────────
+# `kvstore demo`: one node, which outlives its engine, and whose disk outlives the node.
+#
+# The same seeded conversations four times: by vLLM alone, with kvstore, with kvstore after the
+# engine was restarted, and after the node was killed and started again, so that its disk serves.
+# All histories together exceed the engine's own cache, as in service. The exit status is 0 only
+# when all tokens are identical and the node served prompt tokens each time.
+
+FILE: Final = "4GiB"
+
+
+class RestartsAct(Act):
+    """The node outlives the engine after the second run, and the engine the node after the
+    third."""
+
+    names = ("vLLM alone", "with kvstore", "engine restarted", "node restarted")
+
+    def runs(self, stage: Stage) -> Iterator[Replay]:
+        """See the class."""
+        with stage.engine(0) as engine:
+            yield stage.replay(0, engine)
+        node = self._start_node(stage)
+        with stage.engine(1, node) as engine:
+            yield stage.replay(1, engine)
+        engine = stage.enter_context(stage.engine(2, node))
+        yield stage.replay(2, engine)
+        stage.note(3, "the node is killed and started again")
+        held = settled(engine, node, lambda dram, disk: dram > 0 and disk >= dram)
+        node.kill()
+        again = self._start_node(stage)
+        settled(engine, again, lambda _, disk: disk >= held)
+        engine.forget()
+        yield stage.replay(3, engine)
+
+    def _start_node(self, stage: Stage) -> NodeProcess:
+        return stage.node("--file", f"{stage.work / 'files'}:{FILE}")
+
+    def claims(self, runs: Sequence[Replay]) -> list[Claim]:
+        """The node served each run but the first."""
+        alone, shared, restarted, from_disk = runs
+        fewer = 1 - shared.computed_tokens / alone.computed_tokens
+        first = np.median(restarted.ttft_ms(range(1))) / np.median(alone.ttft_ms(range(1)))
+        kept, disk = (run.kvstore_hit_tokens / run.prompt_tokens for run in (restarted, from_disk))
+        spared = f"kvstore spared the engine {fewer:.0%} of the prompt tokens it computed alone."
+        from_dram = f"After a restart of the engine dram served {kept:.0%} of all prompt tokens."
+        later = f"After the node was killed its disk served {disk:.0%} of all prompt tokens."
+        return [
+            _served(shared, spared),
+            _served(restarted, from_dram),
+            Claim(f"First questions then took {first:.2f} × as long as with vLLM alone."),
+            _served(from_disk, later),
+        ]
+
+
+def _served(run: Replay, sentence: str) -> Claim:
+    failure = f"The node served no prompt token in the run '{run.name}'."
+    return Claim(sentence, run.kvstore_hit_tokens > 0, failure)
+
+
+# ── play ──────────────────────────────────────────────────────────────────────────────────────────
 
 ACTS: Final[dict[str, Act]] = {"cluster": ClusterAct(), "pd": PdAct(), "router": RouterAct()}
 """By flag; without one of them: `RestartsAct`."""

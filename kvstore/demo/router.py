@@ -27,7 +27,7 @@ from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.demo.stage import LATER_ROUNDS, Replay, Stage
 from kvstore.demo.workload import ConversationPlan, Conversations, Encode
 from kvstore.router.receipt_log import read_receipts
-from kvstore.testing.router_process import RouterProcess
+from kvstore.testing.process import RouterProcess
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

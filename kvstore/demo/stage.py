@@ -14,8 +14,11 @@ Does not cover: what an act shows of its runs (`act`).
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,15 +31,43 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kvstore.cli.ask import NodeClient
 from kvstore.demo.completions import Completion, CompletionClient
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import MEDIUM, build_model, encoder
-from kvstore.demo.settle import settled
 from kvstore.demo.workload import ConversationPlan, Conversations
+from kvstore.engine import NodeReport, TierReport
 from kvstore.routing.receipts import Receipt
-from kvstore.testing.index_process import Lab
-from kvstore.testing.process import NodeProcess
+from kvstore.testing.process import Lab, NodeProcess
+
+# ── settle ────────────────────────────────────────────────────────────────────────────────────────
+# Wait until a node and its engine are at rest, for benchmarks.
+
+TIMEOUT_S: Final = 60.0
+
+
+def settled(engine: VllmServer, node: NodeProcess, enough: Callable[[int, int], bool]) -> int:
+    """Wait until the engine is attached, all of dram is ready, and `enough` of (blocks in dram,
+    blocks on disk). Returns the blocks on disk.
+
+    Raises:
+        TimeoutError: not within TIMEOUT_S.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    with contextlib.closing(NodeClient(node.socket)) as client:
+        while time.monotonic() < deadline:
+            engine.warm_up()  # an idle engine does not attach
+            sessions = sum(row.sessions for row in client.rows("nodes", NodeReport))
+            tiers = {row.tier: row for row in client.rows("tiers", TierReport)}
+            ready = tiers["dram"].ready_bytes == tiers["dram"].capacity_bytes
+            if sessions and ready and enough(tiers["dram"].blocks, tiers["file"].blocks):
+                return tiers["file"].blocks
+            threading.Event().wait(0.05)
+    raise TimeoutError("The node did not come to rest; see its log.")
+
+
+# ── stage ─────────────────────────────────────────────────────────────────────────────────────────
 
 MODEL_LEN_MAX: Final = 3584
 ENGINE_BLOCKS: Final = 32

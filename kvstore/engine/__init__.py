@@ -4,9 +4,8 @@
 |-------------|---------------------------------------------------|-----------------------------|
 | `engine`    | dispatch, operations on all blocks                | events → commands           |
 | `events`    | the values that go in and come out                | –                           |
-| `ahead`     | those of them about blocks brought ahead of time  | –                           |
 | `agenda`    | what is looked at when: by time, by name          | –                           |
-| `state`     | tables that the rooms share; `counters`: for /metrics | –                       |
+| `state`     | tables that the rooms share, counts for /metrics | –                       |
 | `witness`   | values of reports about blocks, for `why`         | –                           |
 | `memory/`   | slots, tiers of each block, eviction              | transitions → states        |
 | `sessions/` | attached engines, their lookups and leases        | Hellos, asks → replies      |

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvstore.engine.counters import Counters
 from kvstore.engine.events import (
     Adopt,
     Changed,
@@ -70,7 +69,7 @@ from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.prepares import Prepares
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.sessions.unserved import UnservedReport, unserved
-from kvstore.engine.state import EngineConfig, State
+from kvstore.engine.state import Counters, EngineConfig, State
 from kvstore.engine.trust.scrubs import Scrubs, Sealed
 from kvstore.engine.trust.switches import Switches
 from kvstore.engine.why import report
@@ -92,13 +91,16 @@ from kvstore.wire.messages import (
     LeaseRenew,
     Measured,
     Pinned,
+    PushCancel,
+    PushClose,
+    PushExpect,
+    PushOpen,
     Quiet,
     Seal,
     Story,
     Unserved,
     Verified,
 )
-from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
 
 __all__ = ["Engine", "EngineConfig"]
 

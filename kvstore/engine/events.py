@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from kvstore.engine.ahead import BlocksPrepared as BlocksPrepared, PrepareBlocks as PrepareBlocks
 from kvstore.engine.memory.journal import JournalContents
 from kvstore.engine.witness import Staged as Staged
 from kvstore.tier_events import (
@@ -32,7 +31,36 @@ from kvstore.tier_events import (
 )
 from kvstore.types import ConnectionId, Shard, SpaceId, Tier
 from kvstore.wire.messages import EngineMessage, HelloRank, Message, Welcome
-from kvstore.wire.peers import Pushed as Pushed, PushGrant, PushOver as PushOver, PushWord
+from kvstore.wire.peers import (
+    PrepareReply,
+    PrepareRequest,
+    Pushed as Pushed,
+    PushGrant,
+    PushOver as PushOver,
+    PushWord,
+)
+
+# ── ahead ─────────────────────────────────────────────────────────────────────────────────────────
+# Values about blocks that a router wants in dram before an engine asks for them.
+
+
+class PrepareBlocks(msgspec.Struct, frozen=True):
+    """Bring these blocks to dram, as far as there is room. BlocksPrepared answers at once."""
+
+    ask: int
+    """The shell's number; never used again."""
+    its: PrepareRequest
+
+
+class BlocksPrepared(msgspec.Struct, frozen=True):
+    """Answer to PrepareBlocks."""
+
+    ask: int
+    its: PrepareReply
+    cause: int
+
+
+# ── events ────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Received(msgspec.Struct, frozen=True):

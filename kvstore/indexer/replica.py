@@ -34,7 +34,7 @@ from kvstore.index.index import Index
 from kvstore.indexer.service import TICK_S, IndexService, now_ms
 from kvstore.indexer.shares import Shares
 from kvstore.installation import lacking
-from kvstore.net import callers
+from kvstore.net import calls
 from kvstore.net.aio import LoopThread, persist
 from kvstore.net.http import HttpServer, Page, text_page
 from kvstore.net.tls import (
@@ -131,7 +131,7 @@ class Replica:
     async def _listen(self, config: ReplicaConfig, tls: Tls | None) -> int:
         self._server = grpc.aio.server(
             interceptors=[Shares(self._service.call_refused)],
-            options=[*_OPTIONS, *callers.limits()],
+            options=[*_OPTIONS, *calls.limits()],
             maximum_concurrent_rpcs=CALL_COUNT_MAX,
         )
         add_IndexServicer_to_server(self._service, self._server)

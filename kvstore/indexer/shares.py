@@ -11,8 +11,8 @@ Its questions are read one at a time, in the order of their arrival, and are ans
 up to KEYS_AT_ONCE keys together: waiting questions are neither read nor decoded, and between two
 large questions of one caller all others have their turn.
 
-Covers: every service of the server. Does not cover: number of connections (`callers`), size of one
-question (`wire.feed`).
+Covers: every service of the server. Does not cover: number of connections (`net.calls`), size of
+one question (`wire.feed`).
 """
 
 from __future__ import annotations

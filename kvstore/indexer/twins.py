@@ -1,7 +1,7 @@
 """A node's view of another process with the same name: one certificate on two machines.
 
 A replica of the index accepts one of them, refuses the other, and reports the conflict to both
-(`kvstore.index.rivals`): every second to the one, at each attempt to the other.
+(`kvstore.index.feed`): every second to the one, at each attempt to the other.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Sockets, threads and system calls for all processes.
 
 aio       a thread with an asyncio loop
-tls, callers   names of callers, ends of certificates, limits of connections
-calls     calls of one message each, where silent ones cost no thread
+tls       names of callers, ends of certificates
+calls     limits of connections; calls of one message each, where silent ones cost no thread
 http      two read-only pages
 turns     fair order of sources on a loop
 child     a child process of our own code, which can be killed at any time
-clock, pidfd, harden   time; which process a descriptor stands for; limits and protections
+pidfd, harden   which process a descriptor stands for; limits and protections
 """
 
 import os

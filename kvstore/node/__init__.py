@@ -2,7 +2,7 @@
 
 process, node   its life; how its parts are put together
 driver, executor, priority   the loop; commands to tiers; its place among other threads
-attach, connection, refused  the engines' door, one socket of it, processes that were refused
+attach, connection  the engines' door, one socket of it, processes that were refused
 files, late     the disk tier's end of the loop; a directory that cannot be opened yet
 warm            the memory: taken over from the process before, or made
 scrub, passes   bytes read again in the background; what that says in the log

@@ -19,7 +19,7 @@ import grpc
 from kvstore.config import defaults
 from kvstore.engine import Engine
 from kvstore.errors import ConfigError, NodeBusy
-from kvstore.net import callers
+from kvstore.net import calls
 from kvstore.net.aio import LoopThread
 from kvstore.net.calls import Calls, RefusedCall
 from kvstore.node.driver import Driver, NotDurable
@@ -213,7 +213,7 @@ class InspectServer:
                 ("grpc.max_metadata_size", 8 << 10),
                 # Or connections that ask nothing would be all that there may be.
                 ("grpc.max_connection_idle_ms", IDLE_MS),
-                *callers.limits(),
+                *calls.limits(),
             ],
         )
         add_InspectServicer_to_server(service, self._server)

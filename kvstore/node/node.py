@@ -30,7 +30,6 @@ from kvstore.engine.events import Event
 from kvstore.errors import ConfigError
 from kvstore.installation import lacking
 from kvstore.net.aio import LoopThread
-from kvstore.net.clock import MonotonicClock
 from kvstore.net.http import HttpServer, Page
 from kvstore.net.turns import TURN_WAKE, TurnSource
 from kvstore.node.attach import Attach
@@ -60,6 +59,20 @@ if TYPE_CHECKING:
     from kvstore.node.publish import Publisher
     from kvstore.peers.member import ClusterMember
     from kvstore.tiers.hbm import HbmTier
+
+
+# ── clock ─────────────────────────────────────────────────────────────────────────────────────────
+# The one real clock, at the edge of the pure core.
+
+
+class MonotonicClock:
+    """A `Clock` on CLOCK_MONOTONIC, on which the heartbeat word counts too."""
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+
+# ── node ──────────────────────────────────────────────────────────────────────────────────────────
 
 CONNECTION_COUNT_MAX: Final = 256
 HELD_TIMEOUT_S: Final = 1.0

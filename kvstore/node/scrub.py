@@ -7,7 +7,7 @@ after that, so a slot that was reused meanwhile is nobody's fault. The loop is a
 some hundred blocks and answers when it gets to it: a busy node is scrubbed later.
 
 Does not cover: what is logged (`passes.py`), which blocks, and what becomes of bad ones
-(`kvstore.engine.trust.scrubs`), how fast (`kvstore.tiers.scrub`), the disk tier's scrub
+(`kvstore.engine.trust.scrubs`), how fast (`kvstore.tiers.file.config`), the disk tier's scrub
 (`kvstore.tiers.file.scrub`).
 """
 
@@ -23,7 +23,7 @@ from kvstore.errors import NodeBusy
 from kvstore.node.driver import Driver, StepFailed
 from kvstore.node.passes import PassLog
 from kvstore.ports import Memory
-from kvstore.tiers.scrub import PASS_PAUSE_S, ScrubRate
+from kvstore.tiers.file.config import PASS_PAUSE_S, ScrubRate
 from kvstore.types import SlotId, Tier as TierName
 from kvstore.wire.checksum import checksum_of
 

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.index import IndexClient
-from kvstore.config.cluster import ClusterConfig, PeerConfig
-from kvstore.config.transports import PLAIN, PLAIN_NOTE
+from kvstore.config.cluster import PLAIN, PLAIN_NOTE, ClusterConfig, PeerConfig
 from kvstore.engine.events import (
     AskPush,
     BlocksPrepared,
@@ -34,7 +33,7 @@ from kvstore.engine.events import (
     WritePush,
 )
 from kvstore.errors import ConfigError
-from kvstore.net import callers
+from kvstore.net import calls
 from kvstore.net.aio import LoopThread
 from kvstore.net.tls import server_credentials
 from kvstore.obs.metrics import Family, family, histogram
@@ -268,7 +267,7 @@ class Peering:
 def _server() -> grpc.aio.Server:
     return grpc.aio.server(
         options=[
-            *callers.limits(),
+            *calls.limits(),
             ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),

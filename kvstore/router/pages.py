@@ -25,7 +25,7 @@ from kvstore.net.tls import INSECURE_NOTE, certificate_ends
 from kvstore.obs.metrics import Family, family, histogram
 from kvstore.obs.timings import TTFTS
 from kvstore.router.engines.workers import Worker
-from kvstore.router.front.paths import ALIVE
+from kvstore.router.front.answers import ALIVE
 from kvstore.routing.core import RouterCore
 from kvstore.routing.values import WorkerRole
 

@@ -29,13 +29,11 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from kvstore.proto import picker_pb2 as pb
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import Worker, Workers
-from kvstore.router.front.answers import rejection
+from kvstore.router.front.answers import PROBED, STORED, id_for, is_of, rejection, worker_of
 from kvstore.router.front.attempt import TAIL_BYTES, cached_tokens_of, output_tokens_of
 from kvstore.router.front.bodies import BadBody
 from kvstore.router.front.door import NO_MEMORY, Bodies
 from kvstore.router.front.intake import RequestIntake, Unauthorized
-from kvstore.router.front.paths import PROBED, STORED
-from kvstore.router.front.responses import id_for, is_of, worker_of
 from kvstore.router.life import RoutedLife
 from kvstore.routing.events import Ending, Rejected
 

@@ -29,7 +29,7 @@ from typing import Any, Final
 import msgspec
 
 from kvstore import __version__
-from kvstore.config.router import RouterConfig
+from kvstore.config.router import RouterConfig, load_policy
 from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed
@@ -56,9 +56,8 @@ from kvstore.router.front.door import (
     server_context,
 )
 from kvstore.router.front.heads import Origins
-from kvstore.router.front.intake import RequestIntake, RequestJob
+from kvstore.router.front.intake import RequestIntake, RequestJob, load_tenants
 from kvstore.router.front.proxy import Proxy
-from kvstore.router.front.tenants import load_tenants
 from kvstore.router.keys.estimates import TokenEstimates
 from kvstore.router.keys.index_calls import RETRY_S, IndexCalls
 from kvstore.router.keys.parity import Parity
@@ -68,7 +67,6 @@ from kvstore.router.keys.rendering import Rendering
 from kvstore.router.keys.spaces import Spaces
 from kvstore.router.pages import make_router_pages
 from kvstore.router.picker import Picker
-from kvstore.router.policy_file import load_policy
 from kvstore.router.pools import PoolWatch
 from kvstore.router.receipt_log import ReceiptFile
 from kvstore.router.route_service import RouteService

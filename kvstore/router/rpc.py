@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvstore.client.tls import Tls
 from kvstore.config.values import joined
 from kvstore.errors import ConfigError
-from kvstore.net import callers
+from kvstore.net import calls
 from kvstore.net.tls import server_credentials
 from kvstore.proto import picker_pb2, router_pb2
 from kvstore.proto.router_pb2_grpc import add_RouterServicer_to_server
@@ -93,7 +93,7 @@ async def serve_picker(place: tuple[str, int], tls: Tls | None, picker: Picker) 
 
 
 def _server() -> grpc.aio.Server:
-    options: list[tuple[str, Any]] = [*_OPTIONS, *callers.limits()]
+    options: list[tuple[str, Any]] = [*_OPTIONS, *calls.limits()]
     return grpc.aio.server(options=options, maximum_concurrent_rpcs=STREAMS_MAX)
 
 

@@ -7,7 +7,7 @@ Does not cover: workers (`placing`), what becomes of the request (`core`).
 
 from __future__ import annotations
 
-from kvstore.routing.ahead.stays import Stays
+from kvstore.routing.ahead.pins import Stays
 from kvstore.routing.events import Rejected, RejectReason
 from kvstore.routing.learning import OutputLengths
 from kvstore.routing.models import ModelMap, ModelUnknown

@@ -18,8 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from kvstore.routing import events as its
+from kvstore.routing.ahead.pins import Stays
 from kvstore.routing.ahead.preparations import Ahead
-from kvstore.routing.ahead.stays import Stays
 from kvstore.routing.arrivals import NewRequests
 from kvstore.routing.events import Ending, Rejected, RejectReason, RouteCommand, Routed
 from kvstore.routing.legs.blame import Blame, may_retry

@@ -5,7 +5,7 @@
 There are no retries: a step that may have been done must not be done again, and a late answer is of
 no use. One line of the log for each change.
 
-Covers: the client library. Does not cover: queries and steps (`redis`, `sweeper`).
+Covers: the client library. Does not cover: queries and steps (`redis`).
 """
 
 from __future__ import annotations

@@ -23,24 +23,135 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.index.feed import ConnectRefused, Event, Feed, FeedClosed, Trust, Verdict
 from kvstore.index.index import SLOT_COUNT_MAX, Answer, Holder, Match, Member, Statistics
-from kvstore.index.places import Place, Places
+from kvstore.index.places import Place, Places, Scope
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
-from kvstore.stores.batch import StoreBatch
 from kvstore.stores.connection import DEADLINES, FAILURES, REFUSALS, Deadlines, StoreConnection
 from kvstore.stores.forms import Body, KeptSlots, decode, encode, polled, scope_of, slot_name
-from kvstore.stores.sweeper import Sweeper
 from kvstore.stores.view import View
-from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.types import KEY_BYTES, SpaceId, Tier
 from kvstore.wire.feed import Delta, FeedBeat, Hello, Registry, SnapshotPart
 from kvstore.wire.load import EngineEntry
+
+# ── batch ─────────────────────────────────────────────────────────────────────────────────────────
+# Changes of one event, as orders to a shared store (pure): the `Slots` of a node.
+#
+# Covers: orders, and their division into scripts. Does not cover: the scripts (`scripts`).
+
+SCRIPT_KEYS_MAX: Final = 1024
+"""A script blocks the whole store: about a millisecond."""
+
+Order = tuple[str, bytes, bytes, bytes]
+"""Name, slot, tiers or state, scope and keys or record."""
+
+
+class StoreBatch:
+    """Collects orders until they are taken. `ids`: unused slot numbers."""
+
+    def __init__(self, node: str, ids: deque[int]) -> None:
+        self._node = node
+        self._ids = ids
+        self._orders: list[tuple[int, Order]] = []
+
+    def scope(self, tenant: str, space: SpaceId) -> Scope:
+        return scope_of(tenant, space)
+
+    def open(self, place: Place, *, is_hidden: bool) -> int:
+        slot = self._ids.popleft()
+        record = encode(Holder(self._node, place[0], place[1]))
+        self._add(0, "open", slot, b"H" if is_hidden else b"S", record)
+        return slot
+
+    def show(self, slot: int) -> None:
+        self._add(0, "show", slot)
+
+    def void(self, slot: int) -> None:
+        self._add(0, "void", slot)
+
+    def stored(self, slot: int, scope: Scope, tier: Tier, keys: bytes) -> None:
+        self._say("store", slot, scope, tier, keys)
+
+    def removed(self, slot: int, scope: Scope, tier: Tier, keys: bytes) -> None:
+        self._say("remove", slot, scope, tier, keys)
+
+    def take(self) -> list[list[Order]]:
+        """The orders of each script, in order: one script at least."""
+        scripts: list[list[Order]] = [[]]
+        count = 0
+        for keys, order in self._orders:
+            if count and count + keys > SCRIPT_KEYS_MAX:
+                scripts.append([])
+                count = 0
+            scripts[-1].append(order)
+            count += max(1, keys)
+        self._orders = []
+        return scripts
+
+    def _say(self, name: str, slot: int, scope: Scope, tier: Tier, keys: bytes) -> None:
+        step = SCRIPT_KEYS_MAX * KEY_BYTES
+        for at in range(0, len(keys), step):
+            piece = keys[at : at + step]
+            mask = b"%d" % (1 << tier)
+            self._add(len(piece) // KEY_BYTES, name, slot, mask, cast("bytes", scope) + piece)
+
+    def _add(self, keys: int, name: str, slot: int, what: bytes = b"", blob: bytes = b"") -> None:
+        self._orders.append((keys, (name, slot_name(slot), what, blob)))
+
+
+# ── sweeper ───────────────────────────────────────────────────────────────────────────────────────
+# Takes void slots out of the rows of a shared store, a piece at a time.
+#
+# One replica sweeps for all: the one with the lease in the store. A pass looks at every row once;
+# the slots that were void when it began are gone at its end.
+
+ROWS_AT_ONCE: Final = 1000
+PIECES_AT_ONCE: Final = 4
+SLOTS_AT_ONCE: Final = 1024
+
+
+class Sweeper:
+    """The sweeper of one replica."""
+
+    def __init__(self, connection: StoreConnection, me: bytes) -> None:
+        self.void_count = 0
+        """Slots to be swept, as of the last poll."""
+        self._connection = connection
+        self._me = me
+        self._void = b""
+        self._cursor = 0
+
+    def restart(self) -> None:
+        """Forget void slots: they are of another state."""
+        self._void, self._cursor = b"", 0
+
+    async def sweep(self, epoch: bytes) -> None:
+        """Some pieces of a pass, if a slot is void. Raises FAILURES."""
+        for _ in range(PIECES_AT_ONCE):
+            if not self._void:
+                if not self.void_count:
+                    return
+                self._void = b"".join(await self._connection.void_slots(SLOTS_AT_ONCE))
+                self._cursor = 0
+                if not self._void:
+                    return
+            cursor, names = await self._connection.rows(self._cursor, ROWS_AT_ONCE)
+            last = b"" if cursor else b"last"
+            call = (epoch, self._me, self._void, last, *names)
+            (reply,) = await self._connection.write_all(scripts.SWEEP, [call])
+            self._cursor = cursor
+            if reply < 0 or not cursor:
+                self._void = b""
+                return
+
+
+# ── redis ─────────────────────────────────────────────────────────────────────────────────────────
 
 IDS_AT_ONCE: Final = 256
 _BYTES_OF_EPOCH: Final = 16

@@ -2,7 +2,6 @@
 
 begin, supervisor   from the command line to it; its loop
 child, restarts     one node process; when another is started, and when no more
-kept, control, handover   descriptors it keeps; messages between both; the node's end
+control, handover   messages between both; descriptors it keeps, code on disk, the node's end
 listener, upgrade   the attach socket's files; requests for the code on disk
-installed           code of this process, and code on disk
 """

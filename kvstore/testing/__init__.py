@@ -2,8 +2,7 @@
 
 | module                                      | content                                           |
 |---------------------------------------------|---------------------------------------------------|
-| `process`, `index_process`                  | a node, an index as children                      |
-| `router_process`                            | a router as a child                               |
+| `process`                                   | a node, an index, a router as children            |
 | `tied`                                      | children that end with this process               |
 | `raw_engine`                                | an engine driven by hand, over the real sockets   |
 """

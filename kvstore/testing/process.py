@@ -19,12 +19,18 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
+from kvstore.cli.certs import make_certificates
+from kvstore.client.tls import TlsFiles
 from kvstore.testing import tied
+from kvstore.wire.identity import Identity, Role
 
 READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
@@ -267,3 +273,156 @@ def read_line(process: subprocess.Popen[str], timeout_s: float) -> str:
         if not selector.select(max(0.0, deadline_s - time.monotonic())):
             return ""
         return process.stdout.readline()
+
+
+# ── index process ─────────────────────────────────────────────────────────────────────────────────
+# A real index process, and certificates for it and for its clients.
+#
+# For tests and benchmarks.
+#
+#     with IndexProcess.start(tmp_path, lab.flags("index", "i1")) as index:
+#         client = IndexClient([index.address], tls=lab.files("client", "c1"))
+#
+# Ready means its ready line. The process is reaped in any case.
+
+
+class Lab:
+    """A CA and certificates in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def files(self, role: Role, name: str, *, days: int = 2, with_index: bool = False) -> TlsFiles:
+        """The certificate of a component, made when missing."""
+        cert = self.directory / f"{role}-{name}.crt"
+        if not cert.exists():
+            make_certificates(
+                self.directory, [Identity(role, name)], days=days, nodes_are_indexes=with_index
+            )
+        return TlsFiles(ca=self.directory / "ca.crt", cert=cert, key=cert.with_suffix(".key"))
+
+    def options(self, name: str) -> dict[str, str]:
+        """Options of the tcp transport, for a transfer worker of just that name."""
+        cert = self.directory / f"node-{name}.crt"
+        if not cert.exists():
+            make_certificates(self.directory, [Identity("node", name)], hosts=[name], days=2)
+        key = cert.with_suffix(".key")
+        return {"ca": str(self.directory / "ca.crt"), "certificate": str(cert), "key": str(key)}
+
+    def flags(self, role: Role, name: str, *, with_index: bool = False) -> tuple[str, ...]:
+        """The certificate as flags of a command."""
+        files = self.files(role, name, with_index=with_index)
+        return ("--ca", str(files.ca), "--cert", str(files.cert), "--key", str(files.key))
+
+
+class IndexProcess(ChildServer):
+    """One `kvstore index`, whose log is in a directory."""
+
+    @classmethod
+    def start(
+        cls,
+        directory: Path,
+        flags: Sequence[str] = ("--insecure",),
+        *,
+        listen: str = "127.0.0.1:0",
+        name: str = "index",
+        ready_timeout_s: float = READY_TIMEOUT_S,
+    ) -> IndexProcess:
+        """Start one and wait for its ready line. `flags` come last, so they win.
+
+        Raises:
+            NodeFailed: it exited, or was not ready in time.
+        """
+        log = directory / f"{name}.log"
+        process, line = start_ready(
+            [
+                *("-m", "kvstore.cli.main", "index", "--listen", listen),
+                *("--metrics", "127.0.0.1:0", "--plain", *flags),
+            ],
+            log=log,
+            says="kvstore index ready:",
+            timeout_s=ready_timeout_s,
+        )
+        return cls(process, line, log)
+
+
+# ── router process ────────────────────────────────────────────────────────────────────────────────
+# A real router process, for tests and benchmarks.
+#
+#     with RouterProcess.start(tmp_path, ["--worker", "a=http://127.0.0.1:8000"]) as router:
+#         router.await_worker()
+#         urllib.request.urlopen(router.url + "/v1/completions", …)
+#
+# Started means its ready line; its workers are probed after that. The process is reaped in any
+# case.
+
+
+class RouterProcess(ChildServer):
+    """One `kvstore router`, whose log is in a directory."""
+
+    @classmethod
+    def start(
+        cls,
+        directory: Path,
+        flags: Sequence[str],
+        *,
+        name: str = "router",
+        policy: str = "",
+    ) -> RouterProcess:
+        """Start one and wait for its ready line. `flags` come last, so they win. `policy`: text of
+        its policy file; empty: it has none.
+
+        Raises:
+            NodeFailed: it exited, or was not ready in time.
+        """
+        log, file = directory / f"{name}.log", directory / f"{name}.yaml"
+        rules: tuple[str, ...] = ()
+        if policy:
+            file.write_text(policy, encoding="utf-8")
+            rules = ("--policy", str(file))
+        process, line = start_ready(
+            [
+                *("-m", "kvstore.cli.main", "router", "--listen", "127.0.0.1:0"),
+                *("--metrics", "127.0.0.1:0", "--drain-delay", "0", *rules, *flags),
+            ],
+            log=log,
+            says="kvstore router ready:",
+            timeout_s=READY_TIMEOUT_S,
+        )
+        return cls(process, line, log)
+
+    @property
+    def port(self) -> int:
+        """Port of the API."""
+        return int(self.address.rpartition(":")[2])
+
+    @property
+    def route_address(self) -> str:
+        """HOST:PORT of kvstore.v1.Router, on loopback."""
+        return f"127.0.0.1:{self._said('route=([0-9]+)')}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+    def await_worker(self) -> None:
+        """Wait until a worker that serves requests has answered a probe. Raises TimeoutError."""
+        self._await(f"{self.url}/health", "has no worker that answers", lambda _: True)
+
+    def await_parity(self) -> None:
+        """Wait until it routes by prefixes to all workers. Raises TimeoutError: one stays load-only
+        or down."""
+        url = self.metrics_url.replace("metrics", "healthz")
+        self._await(url, "does not route by prefixes", lambda page: "worker" not in page)
+
+    def _await(self, url: str, lacks: str, is_good: Callable[[str], bool]) -> None:
+        deadline_s, page = time.monotonic() + READY_TIMEOUT_S, ""
+        while time.monotonic() < deadline_s:
+            try:
+                with urllib.request.urlopen(url, timeout=READY_TIMEOUT_S) as answer:
+                    if is_good(page := answer.read().decode()):
+                        return
+            except urllib.error.HTTPError as error:
+                page = error.read().decode()
+            threading.Event().wait(0.02)
+        raise TimeoutError(f"The router {lacks}: {page.strip() or self.log}")

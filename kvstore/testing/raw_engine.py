@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from kvstore.client.link import Link, Lost
 from kvstore.types import KEY_BYTES, PAGE_BYTES, BlockKey, Shard
 from kvstore.wire.checksum import checksum_of
-from kvstore.wire.groups import Group, ShardColumn
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     PROTOCOL_VERSION,
@@ -44,6 +43,9 @@ from kvstore.wire.messages import (
     LeaseReply,
     Message,
     NodeMessage,
+    PushCancel,
+    PushEnd,
+    PushExpect,
     Quiesce,
     Quiet,
     Refused,
@@ -53,9 +55,8 @@ from kvstore.wire.messages import (
     generations_array,
     slots_array,
 )
-from kvstore.wire.pushes import PushCancel, PushEnd, PushExpect
 from kvstore.wire.record import header, header_prefix
-from kvstore.wire.space import Space, fingerprint
+from kvstore.wire.space import Group, ShardColumn, Space, fingerprint
 
 BLOCK_TOKENS: Final = 16
 LAYER_COUNT: Final = 4

@@ -3,5 +3,4 @@
 dram     the node's arena, shared with the engines that attach
 hbm      a slab of a GPU's memory, with copies of blocks in dram
 file/    blocks on a disk, found again after any restart
-scrub    rate of a background scrub: arithmetic only
 """

@@ -1,7 +1,7 @@
 """How bytes come from arenas of other nodes: back ends behind `ports.Transport`, and the
 process in which they run.
 
-transfer_worker   the loop of that process: messages of the node → transfers → outcomes
+transfer_worker   the loop of that process: messages of the node → transfers → outcomes; page tables
 reads       which part of which transfer is moved next (pure)
 window      how much may be under way from a peer (pure)
 watch       when a transfer worker must be killed (pure)
@@ -10,5 +10,4 @@ backends    a back end by its name
 loopback    the reference, within a process
 nixl tcp ucx      tcp_ends: the two ends of one of its connections
 guests      who of those that dial in may stay (pure)
-page_tables of its mappings, filled ahead of use
 """

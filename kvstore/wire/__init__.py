@@ -1,15 +1,12 @@
 """Forms that leave a process. Pure.
 
 messages     the attach protocol: every datagram between an engine and the node
-pushes       those of it about pushes from a prefill node to a decode node
 peers        messages between nodes, and from routers to nodes
 feed         messages of a node's feed to a replica of the index
 routers      messages between routers
 transfers    kv_transfer_params of requests: what both legs share
 transfer_worker   the datagrams between a node process and its transfer worker
-reports      datagrams of engines for the operator
 bounds       bounded kinds of fields, which all structs are made of
-groups       KV cache groups, as ranks report them
 space        the fingerprint of everything, tokens aside, that changes the bytes of a block
 identity     the names that a certificate gives its owner
 layout       how a block lies in its slot; places of copies in a node's GPU memory

@@ -44,6 +44,7 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvstore.errors import ProtocolError
@@ -59,16 +60,137 @@ from kvstore.wire.bounds import (
     Sentence,
     Small,
 )
-from kvstore.wire.groups import PER_GROUP, Group, GroupIndex, ShardColumn
 from kvstore.wire.layout import Slab
-from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
-from kvstore.wire.reports import (
-    ASKS_PER_LOOKUP_MAX as ASKS_PER_LOOKUP_MAX,
-    UNSERVED_LENGTH_MAX as UNSERVED_LENGTH_MAX,
-    Pinned as Pinned,
-    Story as Story,
-    Unserved as Unserved,
-)
+from kvstore.wire.space import PER_GROUP, Group, GroupIndex, ShardColumn
+
+# ── reports ───────────────────────────────────────────────────────────────────────────────────────
+# Datagrams of engines for the operator of a node: nothing is decided by them, none is answered.
+
+ASKS_PER_LOOKUP_MAX: Final = 8
+"""Blocks behind the first 16,384 of a prompt are computed: asking would hold up the scheduler."""
+UNSERVED_LENGTH_MAX: Final = 255
+
+
+class Unserved(Message, frozen=True):
+    """Scheduler: no session of this engine can open, or will again. Not answered; for operators."""
+
+    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=UNSERVED_LENGTH_MAX)]
+
+
+class Pinned(Message, frozen=True):
+    """Rank: bytes of the arena pinned for its device, and why not more, if so. For operators."""
+
+    size_bytes: U64
+    trouble: Annotated[str, msgspec.Meta(max_length=UNSERVED_LENGTH_MAX)] = ""
+
+
+class Story(Message, frozen=True):
+    """Scheduler: how a request ended, for `kvstore explain`. Not answered; may be lost.
+
+    Counts and times only: neither text nor tokens nor keys. If a request was looked up several
+    times (preempted, say), the story is about the last lookup.
+    """
+
+    request: Name
+    """The engine's id of it, cut to REQUEST_BYTES_MAX."""
+    age_ns: U64 = 0
+    """Since it ended."""
+    prompt_tokens: U64 = 0
+    local_tokens: U64 = 0
+    """Tokens of the prompt in the engine's own cache."""
+    loaded_tokens: U64 = 0
+    """Behind those, from the node."""
+    file_tokens: U64 = 0
+    """Loaded tokens that came from disk for this request."""
+    peer_tokens: U64 = 0
+    """Loaded tokens that came from another node for this request."""
+    outcome: Annotated[str, msgspec.Meta(max_length=32)] = ""
+    """Why nothing, or nothing more, was loaded: words of `client.core`; empty after a load."""
+    detail: Label = ""
+    """Error of a load that failed."""
+    session: U64 = 0
+    leases: Annotated[list[U64], msgspec.Meta(max_length=ASKS_PER_LOOKUP_MAX)] = []  # noqa: RUF012
+    """LeaseAsks of the lookup, in chain order."""
+    first_block: U64 = 0
+    """Number in the prompt of the first block of these LeaseAsks."""
+    queued_ns: U64 = 0
+    """From its arrival to the first question."""
+    lookup_ns: U64 = 0
+    """From there to the node's answer."""
+    promotion_ns: U64 = 0
+    """From there on: waited for blocks from disk or another node."""
+    load_ns: U64 = 0
+    """Copying, on the slowest rank."""
+    saved_ns: U64 = 0
+    """Computing the loaded tokens, by the engine's measured pace; 0: none was measured."""
+    stored_blocks: U64 = 0
+    """Leading blocks that were stored, or known to be."""
+    first_token_ns: U64 = 0
+    """From its arrival; 0: none was sampled."""
+    transfer: Label = ""
+    """Name of its transfer, if it has one."""
+
+
+# ── pushes ────────────────────────────────────────────────────────────────────────────────────────
+# Datagrams about pushes, from a prefill node to a decode node (ADR 12); part of `messages`.
+
+DeadlineMs = Annotated[int, Meta(ge=1, le=600_000)]
+
+
+class PushOpen(Message, frozen=True):
+    """Prefill scheduler: blocks of this transfer are being computed; decode nodes may be sent them,
+    as they are sealed, until PushClose. Again: it goes on after a preemption."""
+
+    transfer: Name
+    """Both legs of a request have the same, by which they find each other (ADR 12)."""
+    node: Label = ""
+    """Decode node, if it is known: no other waits for this transfer."""
+
+
+class PushClose(Message, frozen=True):
+    """Prefill scheduler: no more blocks of this transfer will be sealed."""
+
+    transfer: Name
+    reason: Sentence = ""
+    """Why it ended early: aborted, preempted, failed. Empty: its stores have ended, all ranks
+    reported them."""
+
+
+class PushExpect(Message, frozen=True):
+    """Decode scheduler: a prefill node will send these blocks, keys in chain order. Before the Hint
+    and the LeaseAsk that name them; PushEnd answers."""
+
+    transfer: Name
+    node: Name
+    """Prefill node, by its name; its address comes from membership."""
+    keys: KeyArray
+    deadline_ms: DeadlineMs
+    """From now on: nothing is waited for any longer."""
+    group: GroupIndex = 0
+    first_block: U64 = 0
+    """Number in the prompt of the first of these blocks."""
+
+
+class PushCancel(Message, frozen=True):
+    """Decode scheduler: nobody waits for this transfer any more. PushEnd answers all the same."""
+
+    transfer: Name
+
+
+class PushEnd(Message, frozen=True):
+    """Once for each PushExpect: its blocks are here, or no more will come."""
+
+    transfer: Name
+    group: GroupIndex = 0
+    first_block: U64 = 0
+    """As in the PushExpect."""
+    blocks: U64 = 0
+    """So many of its keys are here now, in any tier."""
+    reason: Sentence = ""
+    """Why not all of them."""
+
+
+# ── messages ──────────────────────────────────────────────────────────────────────────────────────
 
 PROTOCOL_VERSION: Final = 2
 DATAGRAM_BYTES_MAX: Final = 160 << 10

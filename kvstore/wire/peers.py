@@ -46,8 +46,7 @@ from kvstore.wire.bounds import (
     Started,
     WholeSpace,
 )
-from kvstore.wire.messages import RANKS_MAX, SlotArray, decoded, elements, same
-from kvstore.wire.pushes import DeadlineMs
+from kvstore.wire.messages import RANKS_MAX, DeadlineMs, SlotArray, decoded, elements, same
 from kvstore.wire.record import PAYLOAD_BYTES_MAX
 from kvstore.wire.transfer_worker import Blob, Reason
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.policy import oldest, reuse
+from kvstore.engine.memory.policy import lru, reuse
 from kvstore.engine.memory.policy.choose import POLICIES, maker
 from kvstore.engine.memory.policy.port import Policy, Stamps, Words
 from kvstore.errors import ConfigError
@@ -74,7 +74,7 @@ def held(request: pytest.FixtureRequest) -> Held:
 def queue_min(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short queue is made again and again, a long one holds everything; in one between some
     are touched before it is used up."""
-    monkeypatch.setattr(oldest, "_QUEUE_MIN", request.param)
+    monkeypatch.setattr(lru, "_QUEUE_MIN", request.param)
     # So few keys that those that went are all remembered, whatever bucket they meet in.
     monkeypatch.setattr(reuse, "REMEMBERED", 4096)
 

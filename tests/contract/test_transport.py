@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.index_process import Lab
+from kvstore.testing.process import Lab
 from kvstore.transport.loopback import Hub
 from tests.kit.transport_checks import CHECKS, TransportChecks, TransportParty
 from tests.kit.transport_parties import LocalParty, TransferWorkerParty

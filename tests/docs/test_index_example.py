@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.client import index as module
-from kvstore.testing.index_process import IndexProcess, Lab
+from kvstore.testing.process import IndexProcess, Lab
 
 pytestmark = pytest.mark.slow
 

@@ -30,7 +30,7 @@ from kvstore.peers.transfer_worker import (
     Unusable,
     Up,
 )
-from kvstore.testing.index_process import Lab
+from kvstore.testing.process import Lab
 from kvstore.transport import guests, watch
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp_ends import Address
@@ -328,7 +328,7 @@ def test_a_child_ends_with_its_node() -> None:
     program = """if True:
         import os
         from kvstore.arena import Arena, wait_for_holders
-        from kvstore.net.clock import MonotonicClock
+        from kvstore.node.node import MonotonicClock
         from kvstore.peers.transfer_worker import TransferWorker, TransferWorkerSettings
         from kvstore.types import Incarnation
         arena = Arena(arena_bytes=1 << 20, incarnation=Incarnation(1))

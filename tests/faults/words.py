@@ -20,6 +20,11 @@ from kvstore.wire.messages import (
     Measured,
     Message,
     Pinned,
+    PushCancel,
+    PushClose,
+    PushEnd,
+    PushExpect,
+    PushOpen,
     Quiesce,
     Quiet,
     Refused,
@@ -44,7 +49,6 @@ from kvstore.wire.peers import (
     ServeAnswer,
     ServeAsk,
 )
-from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from tests.unit.engine.harness import Hellos, arrays, keys
 
 

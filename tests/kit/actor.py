@@ -33,7 +33,6 @@ from kvstore.demo.guard import PR_SET_PDEATHSIG
 from kvstore.errors import AttachError
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
 from kvstore.wire.checksum import checksum_of
-from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import (
     Grant,
     HelloRank,
@@ -53,7 +52,7 @@ from kvstore.wire.messages import (
     slots_array,
 )
 from kvstore.wire.record import header, header_prefix
-from kvstore.wire.space import fingerprint
+from kvstore.wire.space import ShardColumn, fingerprint
 
 ORDER_BYTES_MAX: Final = 192 << 10
 WAIT_S: Final = 20.0

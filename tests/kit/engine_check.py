@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.memory.processes import PROCESS_PART
+from kvstore.engine.memory.pins import PROCESS_PART
 from kvstore.engine.memory.slots import FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER, Slots, SlotState
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import Files

@@ -17,7 +17,7 @@ import numpy as np
 from cuda.bindings import driver, runtime as real
 
 from kvstore.kernels.cuda import CudaKernels, _CopyBatch
-from kvstore.kernels.device import DeviceError
+from kvstore.kernels.device import HANDLE_BYTES, DeviceError
 from kvstore.kernels.launches import (
     DIGESTS,
     MANY_MAX,
@@ -27,7 +27,6 @@ from kvstore.kernels.launches import (
     PIECES_MAX,
     Kernel,
 )
-from kvstore.kernels.shared import HANDLE_BYTES
 from tests.kit.simulated_device import ENGINE_STREAM, UUID, SimulatedDevice
 
 OK, FAILED = real.cudaError_t.cudaSuccess, real.cudaError_t.cudaErrorIllegalAddress

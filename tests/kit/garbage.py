@@ -17,7 +17,6 @@ from typing import Final
 
 from kvstore.testing.raw_engine import BLOCK_BYTES, HEAD_COUNT, LAYER_COUNT, make_keys, make_space
 from kvstore.types import Shard
-from kvstore.wire.groups import Group
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     Distrust,
@@ -37,6 +36,7 @@ from kvstore.wire.messages import (
     Unserved,
     encode,
 )
+from kvstore.wire.space import Group
 
 SAID_MAX: Final = 8
 _CONNECT_TIMEOUT: Final = struct.pack("ll", 30, 0)

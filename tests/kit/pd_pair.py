@@ -16,10 +16,8 @@ from typing import Final
 
 from kvstore.demo.completions import CompletionClient
 from kvstore.demo.pd import LANDING
-from kvstore.demo.settle import settled
-from kvstore.testing.index_process import Lab
-from kvstore.testing.process import NodeProcess
-from kvstore.testing.router_process import RouterProcess
+from kvstore.demo.stage import settled
+from kvstore.testing.process import Lab, NodeProcess, RouterProcess
 from tests.kit.engines import EngineConfig, EngineServer
 
 ALL_REMOTE: Final = """

@@ -24,8 +24,7 @@ from typing import Any, Final
 import grpc
 import psutil
 
-from kvstore.testing.index_process import Lab
-from kvstore.testing.process import NodeProcess, children_of
+from kvstore.testing.process import Lab, NodeProcess, children_of
 from kvstore.testing.raw_engine import EngineGone, RawEngine
 from kvstore.wire.messages import LeaseReply
 from kvstore.wire.peers import PEERS, Answer, Ask, decode_answer, encode

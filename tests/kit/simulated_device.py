@@ -38,10 +38,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.kernels.caches import Addresses, DeviceCache, LayerPages
-from kvstore.kernels.device import DeviceCopies, DeviceError
+from kvstore.kernels.device import HANDLE_BYTES, DeviceCopies, DeviceError
 from kvstore.kernels.launches import sums_bytes
 from kvstore.kernels.pack import PagedCache
-from kvstore.kernels.shared import HANDLE_BYTES
 from kvstore.types import CHECKSUM_BYTES, PAGE_BYTES
 from kvstore.wire.checksum import PIECE_BYTES
 

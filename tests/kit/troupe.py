@@ -33,8 +33,8 @@ import xxhash
 
 from kvstore.testing.raw_engine import HEAD_COUNT, LAYER_COUNT, make_space
 from kvstore.types import CHECKSUM_BYTES, Shard
-from kvstore.wire.groups import Group
 from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, HelloScheduler
+from kvstore.wire.space import Group
 from tests.kit import actor
 from tests.kit.actor import (
     AnswerMessage,

@@ -41,11 +41,10 @@ from kvstore.engine.events import (
 )
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.units import MIB, NS_PER_MS
-from kvstore.wire.groups import Group
 from kvstore.wire.learned import Learned
 from kvstore.wire.messages import Message
 from kvstore.wire.record import Scope
-from kvstore.wire.space import Space, fingerprint
+from kvstore.wire.space import Group, Space, fingerprint
 
 TENANT, TOKENS = "t", 128
 SHARD = Shard(0, 1, 0, 1)

@@ -41,8 +41,8 @@ from kvstore.testing.raw_engine import (
     make_space,
 )
 from kvstore.types import Shard
-from kvstore.wire.groups import Group
 from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, Quiesce, Quiet
+from kvstore.wire.space import Group
 
 ATTACH_S: Final = 10.0
 PATIENT: Final[dict[str, object]] = {

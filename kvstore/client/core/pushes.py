@@ -27,8 +27,14 @@ from kvstore.client.core.plan import SchedulerStats
 from kvstore.client.core.request import Request
 from kvstore.client.core.stores import EngineStores
 from kvstore.units import NS_PER_MS
-from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
-from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
+from kvstore.wire.messages import (
+    KEYS_PER_DATAGRAM_MAX,
+    PushCancel,
+    PushClose,
+    PushEnd,
+    PushExpect,
+    PushOpen,
+)
 from kvstore.wire.transfers import PrefillPart, answer_of
 
 WATCH_SHARE: Final = 16

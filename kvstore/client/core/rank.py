@@ -54,7 +54,6 @@ from kvstore.client.core.plan import (
 )
 from kvstore.errors import ProtocolError
 from kvstore.types import CHECKSUM_BYTES
-from kvstore.wire.groups import Group
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     HelloRank,
@@ -66,7 +65,7 @@ from kvstore.wire.messages import (
     Welcome,
 )
 from kvstore.wire.record import header_prefix
-from kvstore.wire.space import fingerprint
+from kvstore.wire.space import Group, fingerprint
 
 SESSION_OVER = "the session of this plan is over"
 ATTACHED_ANEW = "the rank attached to the node anew"

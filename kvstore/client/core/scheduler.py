@@ -30,10 +30,10 @@ from kvstore.wire.messages import (
     LeaseMore,
     LeaseReply,
     Message,
+    PushEnd,
     SessionOpen,
     Story,
 )
-from kvstore.wire.pushes import PushEnd
 from kvstore.wire.transfers import DecodePart, PrefillPart
 
 STORIES_KEPT_MAX = 64

@@ -2,10 +2,8 @@
 
 | module           | cares about                                | in → out                       |
 |------------------|--------------------------------------------|--------------------------------|
-| `slots`          | states of slots, generations, slabs, pools | transitions → states           |
-| `writers`        | writer of each slot                        | writer → slots                 |
+| `slots`          | states, generations and writers of slots   | transitions → states           |
 | `pins`           | protection against eviction, by account    | leases → lease counts          |
-| `processes`      | writable bytes of each process             | grants → bytes                 |
 | `residency`      | tiers of each block                        | (scope, key) → row, slot, file |
 | `table`          | finding rows by key, in batches            | keys → rows                    |
 | `journal`        | state for the next process; `journal_spaces`: models | –                    |

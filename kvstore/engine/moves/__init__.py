@@ -16,8 +16,6 @@
 | `expected` | limits and turns of these requests, their keys   | –                        |
 | `landing`  | room for these                                  | –                        |
 | `offers`   | whole blocks, which other nodes can fetch       | changes → keys           |
-| `covers`   | sets of shards that make a whole block          | –                        |
 | `arrivals` | leases that grow while blocks arrive            | blocks → LeaseMore       |
 | `pace`     | how long disk and peers take                    | times → estimate         |
-| `paces`    | speeds that engines reported                    | –                        |
 """

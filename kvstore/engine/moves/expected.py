@@ -25,7 +25,7 @@ from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.witness import PushTimes
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_S
-from kvstore.wire.pushes import PushExpect
+from kvstore.wire.messages import PushExpect
 
 EXPECTS_MAX: Final = 4096
 """Expectations of one process: of 1,024 waiting requests with four KV cache groups."""

@@ -20,7 +20,6 @@ from kvstore.engine.moves.intake import Copies, Intake
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Reason
-from kvstore.wire.groups import GROUPS_MAX
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     Distrust,
@@ -34,6 +33,7 @@ from kvstore.wire.messages import (
     keys_array,
     slots_array,
 )
+from kvstore.wire.space import GROUPS_MAX
 
 
 class Stores:

@@ -16,7 +16,7 @@ from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.state import State
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_S
-from kvstore.wire.pushes import PushClose, PushOpen
+from kvstore.wire.messages import PushClose, PushOpen
 
 TRANSFERS_MAX = 1024
 """Transfers of one engine; one more makes it forget another, if possible one that is closed."""

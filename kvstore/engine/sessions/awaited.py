@@ -38,8 +38,7 @@ from kvstore.engine.state import State
 from kvstore.engine.witness import PushReport, PushTimes
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
-from kvstore.wire.messages import keys_array
-from kvstore.wire.pushes import PushEnd, PushExpect
+from kvstore.wire.messages import PushEnd, PushExpect, keys_array
 
 
 class Awaited:

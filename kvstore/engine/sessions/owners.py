@@ -12,9 +12,9 @@ from typing import Literal
 
 from kvstore.engine.sessions.askers import Asker
 from kvstore.types import ConnectionId, Shard, SpaceId
-from kvstore.wire.groups import Group
 from kvstore.wire.layout import shard_bytes, slot_bytes
 from kvstore.wire.messages import HelloRank, HelloScheduler
+from kvstore.wire.space import Group
 
 OwnerKey = tuple[str, str, str]
 """Tenant, engine id, nonce."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvstore.engine.ahead import BlocksPrepared, PrepareBlocks
+from kvstore.engine.events import BlocksPrepared, PrepareBlocks
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import REPEATED, Files

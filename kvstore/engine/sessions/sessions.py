@@ -11,7 +11,6 @@ from kvstore.engine.sessions.askers import asker
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, objection
 from kvstore.engine.state import KnownSpace, State
 from kvstore.types import ConnectionId, SpaceId
-from kvstore.wire.groups import GROUPS_MAX, ShardColumn
 from kvstore.wire.layout import Slab
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
@@ -23,7 +22,7 @@ from kvstore.wire.messages import (
     SessionOpen,
     Welcome,
 )
-from kvstore.wire.space import Space, fingerprint
+from kvstore.wire.space import GROUPS_MAX, ShardColumn, Space, fingerprint
 
 
 class Sessions:

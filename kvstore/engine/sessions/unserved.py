@@ -6,7 +6,7 @@ One whose scheduler is attached, but whose session does not open. Not among them
 scheduler, which are an engine that is still starting.
 
 Covers: the refusals that are kept, and the rows of the report. Does not cover: refusals before
-there is an engine, such as of a uid (`kvstore.node.refused`).
+there is an engine, such as of a uid (`kvstore.node.connection`).
 """
 
 from __future__ import annotations

@@ -2,11 +2,108 @@
 
 from __future__ import annotations
 
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any, Final
+
 import msgspec
+import xxhash
 from aiohttp import web
 
+from kvstore.router.engines.workers import Worker
 from kvstore.router.front import heads
+from kvstore.router.front.bodies import Peek
 from kvstore.routing.events import Rejected, RejectReason
+from kvstore.routing.models import ModelMap
+from kvstore.routing.policy import RoutingPolicy
+
+# ── paths ─────────────────────────────────────────────────────────────────────────────────────────
+# Paths of the API that reach an engine, and what the router does with each.
+#
+#     POST of PROMPTS           routed by prefix and load; kv_transfer_params, salts, media
+#     POST of a form            the same, by load: the form goes on as it came
+#     /v1/responses/{id}…       to the worker that stored the response
+#
+# Administration of engines (sleep, weights, adapters, caches) is not here: it is not for clients.
+
+PROMPTS: Final = frozenset(
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses"),
+        *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v2/embed", "/pooling"),
+        *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+        *("/generative_scoring", "/tokenize", "/detokenize"),
+    }
+)
+AUDIO: Final = re.compile(r"/v1/audio/[a-z]+")
+RESPONSES: Final = "/v1/responses"
+STORED: Final = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,256})(/cancel|/input_items)?")
+"""A stored response, by its id."""
+ALIVE: Final = "/livez"
+PROBED: Final = frozenset({ALIVE, "/health"})
+"""Without API keys: Kubernetes and load balancers have none."""
+FORM: Final = "multipart/form-data"
+
+
+def takes_prompts(path: str) -> bool:
+    """Whether requests of a path are routed."""
+    return path in PROMPTS or AUDIO.fullmatch(path) is not None
+
+
+# ── responses ─────────────────────────────────────────────────────────────────────────────────────
+# Stored responses (`/v1/responses`): the worker that keeps one is part of the response's id.
+#
+#     request_id of the body: resp_ + tags of worker, tenant + random ─▶ engine ─▶ response id
+#     previous_response_id, /v1/responses/{id} ─▶ tags ─▶ worker, at any router, for its tenant only
+#                                              no tag ─▶ all are asked
+#
+# Engines keep responses in memory of one process. vLLM and SGLang take the id from the request, so
+# no table of ids has to be kept, shared by routers or lost at a restart.
+
+PREFIX: Final = "resp_"
+TAG_DIGITS: Final = 8
+_TAKES_ID: Final = ("vllm", "sglang")
+"""Kinds that take it; others may refuse a field that they do not know."""
+
+
+def tag(worker: Worker) -> str:
+    """The tag of an engine, the same at each router."""
+    place = f"{worker.address.url}#{worker.address.rank}"
+    return _tag(place)
+
+
+def _tag(name: str) -> str:
+    return f"{xxhash.xxh32_intdigest(name.encode()):08x}"
+
+
+def new_id(worker: Worker, tenant: str) -> str:
+    """For a response that this worker will store; as long as vLLM's own."""
+    return f"{PREFIX}{tag(worker)}{_tag(tenant)}{secrets.token_hex(8)}"
+
+
+def id_for(worker: Worker, path: str, read: Peek, tenant: str) -> dict[str, str]:
+    """Fields for the body of a request that this worker gets: the id of what it will store."""
+    is_ours = bool(tenant) or not read.request_id  # a client's own id says no tenant
+    is_stored = path == RESPONSES and worker.address.kind in _TAKES_ID and is_ours
+    return {"request_id": new_id(worker, tenant)} if is_stored else {}
+
+
+def is_of(response_id: str, tenant: str, workers: Iterable[Worker]) -> bool:
+    """Whether a tenant may ask for a response: not for one that another tenant has stored."""
+    begin = len(PREFIX) + TAG_DIGITS
+    is_its = response_id[begin : begin + TAG_DIGITS] == _tag(tenant)
+    return is_its or not tenant or worker_of(response_id, workers) is None
+
+
+def worker_of(response_id: str, workers: Iterable[Worker]) -> Worker | None:
+    """The worker that made an id; None: another one, or an engine that makes its own ids."""
+    if not response_id.startswith(PREFIX):
+        return None
+    wanted = response_id[len(PREFIX) :][:TAG_DIGITS]
+    return next((worker for worker in workers if tag(worker) == wanted), None)
+
+
+# ── answers ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def rejection(rejected: Rejected) -> web.Response:
@@ -45,3 +142,36 @@ def json_response(status: int, content: object) -> web.Response:
         content_type="application/json",
         headers={heads.SERVER: "kvstore"},
     )
+
+
+# ── models ────────────────────────────────────────────────────────────────────────────────────────
+# `/v1/models`: the names that clients may use, with the longest context of each.
+#
+#     policy.models, or else what engines list ─▶ rows in OpenAI's form, one a name
+#
+# Covers: names and rows. Does not cover: which pool serves a name (`kvstore.routing.models`).
+
+MODELS: Final = "/v1/models"
+
+
+def models_answer(
+    path: str, policy: RoutingPolicy, workers: Iterable[Worker], created_s: int
+) -> web.Response:
+    """All of them, or the one that the path names. Args: `created_s`: since 1970."""
+    contexts: dict[str, int] = {}
+    served = set[str]()
+    for worker in workers:
+        served.update(worker.models, worker.adapters)
+        for name, tokens in worker.contexts.items():
+            contexts[name] = max(tokens, contexts.get(name, 0))
+    models, rows = ModelMap(policy), dict[str, dict[str, Any]]()
+    for name in models.known or sorted(served):
+        row = {"id": name, "object": "model", "created": created_s, "owned_by": "kvstore"}
+        tokens = max((contexts.get(each, 0) for each in models.served(name)), default=0)
+        rows[name] = row | ({"max_model_len": tokens} if tokens else {})
+    if path == MODELS:
+        return json_response(200, {"object": "list", "data": list(rows.values())})
+    wanted = path.removeprefix(MODELS + "/")
+    if wanted not in rows:
+        return error_response(404, f"the model {wanted!r} does not exist", "model_not_found")
+    return json_response(200, rows[wanted])

@@ -36,8 +36,17 @@ from aiohttp import web
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.connections import EngineHttp
 from kvstore.router.engines.workers import Worker, Workers
-from kvstore.router.front import heads, responses
-from kvstore.router.front.answers import error_response, rejection
+from kvstore.router.front import answers, heads
+from kvstore.router.front.answers import (
+    ALIVE,
+    MODELS,
+    PROBED,
+    STORED,
+    error_response,
+    models_answer,
+    rejection,
+    takes_prompts,
+)
 from kvstore.router.front.attempt import (
     Attempt,
     ClientStalled,
@@ -49,8 +58,6 @@ from kvstore.router.front.attempt import (
 from kvstore.router.front.bodies import BadBody
 from kvstore.router.front.door import Bodies, BodyRefused
 from kvstore.router.front.intake import RequestIntake, RequestJob, Unauthorized
-from kvstore.router.front.models import MODELS, models_answer
-from kvstore.router.front.paths import ALIVE, PROBED, STORED, takes_prompts
 from kvstore.router.front.prefill import (
     PrefillRefused,
     ahead,
@@ -226,11 +233,11 @@ class Proxy:
         self, request: web.BaseRequest, response_id: str, request_id: str, body: bytes, tenant: str
     ) -> web.StreamResponse:
         """A request about a stored response: by the worker of its id, else by all, one by one."""
-        keeper = responses.worker_of(response_id, self._workers)
+        keeper = answers.worker_of(response_id, self._workers)
         answering = [worker for worker in self._workers if worker.is_answering]
         missing = f"there is no response {response_id}" if response_id else "no worker has a model"
         answer = error_response(404, missing, "not_found")
-        if not responses.is_of(response_id, tenant, self._workers):
+        if not answers.is_of(response_id, tenant, self._workers):
             return answer
         for worker in [keeper] if keeper is not None else answering or self._workers:
             attempt = Attempt(self._engines, worker, request)
@@ -367,7 +374,7 @@ class Proxy:
             if job.read.is_streamed:  # others come whole, and say nothing about a TTFT
                 life.first()
 
-        put = responses.id_for(worker, job.path, job.read, job.asked.request.tenant)
+        put = answers.id_for(worker, job.path, job.read, job.asked.request.tenant)
         try:
             return await attempt.run(
                 self._onward(client, job.request_id),

@@ -5,7 +5,7 @@
 Both are msgpack behind a length of four bytes, answered in order. Tokens of 32k characters of text
 take a core tens of milliseconds, keys of 32k tokens as long: here they delay other prompts only.
 Tokenizers are those of `transformers`, from directories that an operator named, without code of
-their own, for bodies of the shapes in `shapes`.
+their own, for bodies of the shapes in `rendering`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     else ──▶ POST …/render of a worker ──────────────▶ keys       403, 404: not served there
     neither in time ─────────────────────────────────▶ None: routed by bytes
 
-A local tokenizer is for the plainest bodies (`shapes`), and is accepted for a model while its
+A local tokenizer is for the plainest bodies (below), and is accepted for a model while its
 tokens equal those that its engines render, for all PROBES and for samples of real requests. One
 difference ends it until that worker is gone or was down, or the router starts again: probes may
 have nothing of what differed. Tokens and keys are made in `child`, never on this loop.
@@ -21,16 +21,67 @@ import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from kvstore.router.engines.connections import EngineHttp, NoAnswer, NoConnection
 from kvstore.router.engines.workers import Worker, Workers
-from kvstore.router.front.bodies import Peek
+from kvstore.router.front.bodies import Peek, fields_of
 from kvstore.router.keys.child import KeyAnswer, KeyOrder
 from kvstore.router.keys.process import KeyProcess
-from kvstore.router.keys.shapes import CHAT, COMPLETIONS, source_of
+
+# ── shapes ────────────────────────────────────────────────────────────────────────────────────────
+# Bodies whose tokens are made here. All others are left to an engine's renderer.
+#
+#     a completion of one list of tokens                                    ids
+#     a completion of one text; a chat whose messages are a role and a text local
+#     with any field that is not in PLAIN_FIELDS, or anything else          empty: an engine renders
+#
+# Renderers normalise: vLLM fills in the defaults of tools, in its own order of fields, parses the
+# arguments of calls, calls a developer a system, and drops parts of contents. Here is a list of the
+# rest, so that a field nobody has looked at costs a call of an engine, and never wrong keys.
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+PLAIN_FIELDS: Final = frozenset(
+    {
+        *("model", "stream", "stream_options", "max_tokens", "temperature", "service_tier"),
+        *("max_completion_tokens", "top_p", "top_k", "min_p", "n", "seed", "stop", "user"),
+        *("presence_penalty", "frequency_penalty", "logprobs", "top_logprobs", "cache_salt"),
+        *("ignore_eos", "min_tokens", "session_id", "priority", "repetition_penalty", "store"),
+        *("stop_token_ids", "metadata", "logit_bias", "request_id", "skip_special_tokens"),
+        *("return_token_ids", "include_stop_str_in_output"),
+    }
+)
+"""Fields beside the prompt that change none of its tokens."""
+_OF_FIRST: Final[dict[bytes, Literal["ids", "local"]]] = {b"[": "ids", b'"': "local"}
+
+
+class _Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant"]
+    content: msgspec.Raw
+
+
+_messages: Final = msgspec.json.Decoder(list[_Message])
+
+
+def source_of(path: str, body: bytes) -> Literal["ids", "local", ""]:
+    """Source of the tokens of a body that is known to be an object; empty: an engine."""
+    try:
+        fields = fields_of(body)
+        named = {n for n in fields.keys() - PLAIN_FIELDS if bytes(fields[n]) != b"null"}
+        if named == {"prompt"} and path == COMPLETIONS:
+            return _OF_FIRST.get(bytes(fields["prompt"])[:1], "")
+        if named == {"messages"} and path == CHAT:
+            firsts = {bytes(each.content)[:1] for each in _messages.decode(fields["messages"])}
+            return "local" if firsts == {b'"'} else ""
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        pass
+    return ""
+
+
+# ── rendering ─────────────────────────────────────────────────────────────────────────────────────
 
 RENDER_TIMEOUT_S: Final = 0.1
 """For a request, which waits meanwhile …"""

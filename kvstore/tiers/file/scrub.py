@@ -10,7 +10,7 @@ restarted often still reads everything in the long run. A bad record is reported
 counted once; it stays on disk until its segment is reclaimed or fsck puts that aside, and the first
 read after a restart reports it again. Each node scrubs its own records only.
 
-Does not cover: how a record is verified (`verify.py`), how fast (`kvstore.tiers.scrub`).
+Does not cover: how a record is verified (`verify.py`), how fast (`kvstore.tiers.file.config`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Final
 
 from kvstore.ports import Clock
 from kvstore.tier_events import FileGone, Scrubbed
+from kvstore.tiers.file.config import PASS_PAUSE_S, ScrubRate
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.log_thread import LogThread
 from kvstore.tiers.file.outbox import Outbox
@@ -30,7 +31,6 @@ from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.disk import Disk, Pages, forget_cached
 from kvstore.tiers.file.segments.recovery import read_contents
 from kvstore.tiers.file.verify import Record, walk
-from kvstore.tiers.scrub import PASS_PAUSE_S, ScrubRate
 from kvstore.types import PAGE_BYTES, Tier
 from kvstore.units import MIB
 from kvstore.wire.segment import Table, place_of

@@ -34,8 +34,7 @@ import numpy as np
 import psutil
 
 from kvstore.client.index import IndexClient
-from kvstore.testing.index_process import IndexProcess, Lab
-from kvstore.testing.process import NodeProcess
+from kvstore.testing.process import IndexProcess, Lab, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import LeaseRenew, LeaseReply

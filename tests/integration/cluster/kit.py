@@ -11,8 +11,7 @@ from kvstore.client.index import IndexClient
 from kvstore.client.tls import TlsFiles
 from kvstore.index.feed import Trust
 from kvstore.index.index import Match, Member
-from kvstore.testing.index_process import IndexProcess, Lab
-from kvstore.testing.process import NodeProcess
+from kvstore.testing.process import IndexProcess, Lab, NodeProcess
 from kvstore.testing.raw_engine import make_space
 from kvstore.types import SpaceId
 from kvstore.wire.feed import FEEDS, OfStream, encode

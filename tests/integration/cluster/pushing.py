@@ -26,8 +26,15 @@ from typing import Final, Self
 import psutil
 
 from kvstore.testing.raw_engine import RawEngine, make_keys
-from kvstore.wire.messages import LeaseRelease, LeaseReply, Message, encode
-from kvstore.wire.pushes import PushClose, PushExpect, PushOpen
+from kvstore.wire.messages import (
+    LeaseRelease,
+    LeaseReply,
+    Message,
+    PushClose,
+    PushExpect,
+    PushOpen,
+    encode,
+)
 from tests.integration.node.conftest import eventually
 from tests.kit.gauges import descriptors
 from tests.kit.peers import PeerPair, attached, metrics, transfer_worker_of

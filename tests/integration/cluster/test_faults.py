@@ -18,7 +18,7 @@ import pytest
 from kvstore.client.certificates import load
 from kvstore.client.index import channel
 from kvstore.index.feed import Trust
-from kvstore.testing.index_process import IndexProcess
+from kvstore.testing.process import IndexProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import Incarnation
 from kvstore.wire.feed import Hello

@@ -26,7 +26,7 @@ from kvstore.cli.top_routers import RouterPages
 from kvstore.cli.top_screen import Sampler
 from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
-from kvstore.testing.index_process import IndexProcess, Lab
+from kvstore.testing.process import IndexProcess, Lab
 from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.load import Load
 from kvstore.wire.messages import Story

@@ -23,8 +23,7 @@ from kvstore.client.certificates import load
 from kvstore.client.index import channel_options
 from kvstore.client.tls import TlsFiles
 from kvstore.index.index import Member
-from kvstore.testing.index_process import Lab
-from kvstore.testing.process import NodeProcess
+from kvstore.testing.process import Lab, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.transport.tcp_ends import ANSWER, HEADER, REQUEST, Address
 from kvstore.types import PAGE_BYTES, Incarnation

@@ -15,7 +15,7 @@ from typing import Final
 
 import pytest
 
-from kvstore.wire.pushes import PushEnd
+from kvstore.wire.messages import PushEnd
 from tests.integration.cluster.pushing import (
     BLOCKS,
     DEADLINE_MS,

@@ -26,8 +26,7 @@ from kvstore.proto.rows import TransferReport
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS, EngineGone, RawEngine, make_keys
 from kvstore.units import NS_PER_MS
-from kvstore.wire.messages import Story
-from kvstore.wire.pushes import PushClose, PushOpen
+from kvstore.wire.messages import PushClose, PushOpen, Story
 from tests.amounts import IS_NIGHTLY
 from tests.integration.cluster.pushing import (
     BLOCKS,

@@ -25,8 +25,7 @@ from kvstore.errors import ConfigError
 from kvstore.index.feed import Trust
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
-from kvstore.testing.index_process import IndexProcess, Lab
-from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.process import IndexProcess, Lab, NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import Incarnation, SpaceId, Tier
 from kvstore.wire.bounds import U64

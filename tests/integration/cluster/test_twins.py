@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.index_process import IndexProcess
-from kvstore.testing.process import NodeProcess
+from kvstore.testing.process import IndexProcess, NodeProcess
 from tests.integration.cluster.kit import CONVERGES_S, Site
 from tests.integration.node.conftest import eventually
 

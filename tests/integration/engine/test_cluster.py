@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.demo.engine import Completion
-from kvstore.testing.index_process import Lab
-from kvstore.testing.process import NodeProcess
+from kvstore.testing.process import Lab, NodeProcess
 from tests.integration.engine.fixtures import MAX_TOKENS, Reference
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (

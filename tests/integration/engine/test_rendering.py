@@ -18,8 +18,7 @@ from kvstore.router.engines.connections import EngineHttp
 from kvstore.router.engines.workers import WorkerAddress, Workers
 from kvstore.router.front.bodies import peek
 from kvstore.router.keys.process import KeyProcess
-from kvstore.router.keys.rendering import KeyPlan, Rendering
-from kvstore.router.keys.shapes import PLAIN_FIELDS
+from kvstore.router.keys.rendering import PLAIN_FIELDS, KeyPlan, Rendering
 from kvstore.routing.values import WorkerWord
 from tests.integration.engine.nursery import EngineNursery
 from tests.kit.engines import EngineConfig, EngineServer

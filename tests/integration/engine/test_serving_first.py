@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.demo.engine_config import SERVED_NAME
-from kvstore.testing.router_process import RouterProcess
+from kvstore.testing.process import RouterProcess
 from tests.integration.engine.nursery import EngineNursery
 from tests.kit.engines import EngineConfig
 from tests.kit.router_thread import ask

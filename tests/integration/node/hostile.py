@@ -17,8 +17,8 @@ from typing import Any, Self
 from kvstore.client.link import received_descriptors
 from kvstore.testing.raw_engine import BLOCK_BYTES, make_space
 from kvstore.types import Shard
-from kvstore.wire.groups import Group
 from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, encode
+from kvstore.wire.space import Group
 
 KEEP_SIZE, PUNCH_HOLE = 1, 2
 

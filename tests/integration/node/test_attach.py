@@ -23,7 +23,6 @@ from kvstore.errors import AttachError
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_BYTES, EngineGone, RawEngine, make_keys, make_space
 from kvstore.types import Shard
-from kvstore.wire.groups import Group
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
     PROTOCOL_VERSION,
@@ -41,6 +40,7 @@ from kvstore.wire.messages import (
     decode_from_node,
     encode,
 )
+from kvstore.wire.space import Group
 from tests.integration.node.conftest import eventually, peer_descriptors, resident_bytes
 
 pytestmark = pytest.mark.slow

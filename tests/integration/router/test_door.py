@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvstore.router.front import attempt, door
-from kvstore.testing.index_process import Lab
+from kvstore.testing.process import Lab
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import ASK, RouterThread
 from tests.kit.scripted_worker import ScriptedWorker

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.process import READY_TIMEOUT_S, STOP_TIMEOUT_S, start_ready
-from kvstore.testing.router_process import RouterProcess
+from kvstore.testing.process import READY_TIMEOUT_S, STOP_TIMEOUT_S, RouterProcess, start_ready
 from tests.integration.router.test_proxy import WAIT_S, until
 from tests.kit.router_thread import ASK, ask
 from tests.kit.scripted_worker import ScriptedWorker

@@ -22,8 +22,7 @@ from kvstore.router.exchange import PEERS_MAX, LoadExchange
 from kvstore.router.pages import health_of
 from kvstore.routing.events import Shared
 from kvstore.routing.values import SharedLoad
-from kvstore.testing.index_process import IndexProcess, Lab
-from kvstore.testing.router_process import RouterProcess
+from kvstore.testing.process import IndexProcess, Lab, RouterProcess
 from kvstore.wire.routers import LOADS, EngineLoad, RouterLoads, decode, encode
 from tests.integration.router.test_proxy import WAIT_S, until
 from tests.kit.router_thread import ASK, RouterThread

@@ -13,12 +13,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore.config.cluster import ReplicaConfig
+from kvstore.config.router import load_policy
 from kvstore.indexer.replica import Replica
 from kvstore.net.aio import LoopThread
 from kvstore.net.http import Page
 from kvstore.router.engines import probes
 from kvstore.router.pages import _families, health_of
-from kvstore.router.policy_file import load_policy
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import RoutingPolicy, parse
 from kvstore.routing.values import WorkerWord

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.process import NodeFailed
-from kvstore.testing.router_process import RouterProcess
+from kvstore.testing.process import NodeFailed, RouterProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

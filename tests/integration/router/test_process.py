@@ -22,8 +22,7 @@ from kvstore.cli.top import UP, Tally
 from kvstore.cli.top_routers import RouterFigures, RouterPages, router_figures
 from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterStub
-from kvstore.testing.index_process import Lab
-from kvstore.testing.router_process import RouterProcess
+from kvstore.testing.process import Lab, RouterProcess
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import ASK, ask
 from tests.kit.scripted_worker import ScriptedWorker

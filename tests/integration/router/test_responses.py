@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.router.front.responses import PREFIX, tag
+from kvstore.router.front.answers import PREFIX, tag
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import parse
 from tests.integration.router.test_proxy import until

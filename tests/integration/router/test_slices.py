@@ -20,7 +20,7 @@ from kvstore.router.engines.slices import KubernetesApi, Slices
 from kvstore.router.engines.workers import WorkerAddress, Workers
 from kvstore.routing.core import RouterCore
 from kvstore.routing.policy import parse
-from kvstore.testing.index_process import Lab
+from kvstore.testing.process import Lab
 from tests.integration.router.test_proxy import until
 from tests.kit.router_thread import RouterThread
 from tests.kit.scripted_worker import ScriptedWorker

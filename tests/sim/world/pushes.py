@@ -14,8 +14,7 @@ import hashlib
 import random
 from typing import Final, NamedTuple
 
-from kvstore.wire.messages import Message
-from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
+from kvstore.wire.messages import Message, PushCancel, PushClose, PushExpect, PushOpen
 from tests.sim.world.engine import SimEngine
 from tests.sim.world.groups import BLOCK_TOKENS
 from tests.sim.world.requests import SimRequest

@@ -30,7 +30,7 @@ from kvstore.cli.top_routers import (
 from kvstore.cli.top_view import ROUTERS, Seen, page as page_of
 from kvstore.config.values import HostPort
 from kvstore.net.http import HttpServer, Page, text_page
-from kvstore.testing.index_process import Lab
+from kvstore.testing.process import Lab
 
 NO_URL = "this is no URL, such as http://127.0.0.1:9472"
 WIDE_COLUMNS = ROUTERS.wide_columns

@@ -10,9 +10,8 @@ from kvstore.client.core.copies import Copied, Copy, Outcome
 from kvstore.client.core.plan import LoadJob, StepPlan, StoreJob
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.types import Shard
-from kvstore.wire.groups import Group, ShardColumn
 from kvstore.wire.messages import PROTOCOL_VERSION, Quiesce, Quiet, Welcome
-from kvstore.wire.space import Space
+from kvstore.wire.space import Group, ShardColumn, Space
 
 SPACE = Space(
     model="m",

@@ -18,7 +18,6 @@ from kvstore.client.core.plan import RankReport, refuse
 from kvstore.client.core.rank import RankCore
 from kvstore.errors import ProtocolError
 from kvstore.types import Shard
-from kvstore.wire.groups import Group, ShardColumn
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     Distrust,
@@ -36,7 +35,7 @@ from kvstore.wire.messages import (
     slots_array,
 )
 from kvstore.wire.record import header, header_prefix
-from kvstore.wire.space import fingerprint
+from kvstore.wire.space import Group, ShardColumn, fingerprint
 from tests.unit.client.rank_kit import (
     COLUMN,
     CONFIG,

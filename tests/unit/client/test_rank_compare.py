@@ -17,8 +17,8 @@ from kvstore.client.core.copies import (
 )
 from kvstore.client.core.plan import CompareResult, StepPlan, StoreJob, refuse
 from kvstore.client.core.rank import RankCore
-from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import Distrust, Quiesce
+from kvstore.wire.space import ShardColumn
 from tests.unit.client.rank_kit import SUM, begun, load, plan, run, serving, store
 
 

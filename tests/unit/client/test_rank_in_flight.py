@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvstore.client.core.copies import Copied, CopyVoid
-from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import Drop, Quiesce, Quiet, Seal, Verified, slots_array
+from kvstore.wire.space import ShardColumn
 from tests.unit.client.rank_kit import COLUMN, SUM, begun, load, plan, serving, store
 
 

@@ -16,7 +16,6 @@ from kvstore.client.core.copies import (
 )
 from kvstore.client.core.plan import LoadJob, StoreJob
 from kvstore.client.core.rank import RankCore
-from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import (
     Distrust,
     Drop,
@@ -28,6 +27,7 @@ from kvstore.wire.messages import (
     generations_array,
     slots_array,
 )
+from kvstore.wire.space import ShardColumn
 from tests.steps import CountedMachine
 from tests.unit.client.rank_kit import CONFIG, SHARDS, WELCOME, load, plan, run, store
 

@@ -13,7 +13,7 @@ from kvstore.client.core.hits import PENDING, Hit, Miss, PromptKeys
 from kvstore.client.core.plan import CompareResult, LoadJob, LoadResult, RankReport, StoreJob
 from kvstore.connector.prompts import tail_key
 from kvstore.wire import messages as m
-from kvstore.wire.pushes import PushEnd, PushExpect
+from kvstore.wire.messages import PushEnd, PushExpect
 from kvstore.wire.transfers import DecodePart, PrefillPart
 from tests.unit.client.conftest import BLOCK_TOKENS, chain, split
 from tests.unit.client.test_pushes import PushNode

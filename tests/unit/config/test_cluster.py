@@ -13,7 +13,7 @@ from kvstore.client.index import IndexClient
 from kvstore.config.cluster import load_index_config
 from kvstore.config.node import load_config
 from kvstore.errors import ConfigError
-from kvstore.testing.index_process import Lab
+from kvstore.testing.process import Lab
 
 LEAST = {"dram": "64MiB"}
 STORE = {"insecure": True, "store": "redis://store.example/1"}

@@ -14,7 +14,7 @@ from kvstore.config.machine import available_memory, file_system_bytes
 from kvstore.config.node import EventsConfig, load_config
 from kvstore.config.values import HostPort
 from kvstore.errors import ConfigError
-from kvstore.tiers.scrub import AUTO, ScrubRate
+from kvstore.tiers.file.config import AUTO, ScrubRate
 from kvstore.types import AdmissionMode
 from kvstore.units import GIB, KIB, MIB
 

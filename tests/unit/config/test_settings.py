@@ -27,7 +27,7 @@ from kvstore.config.settings import (
 from kvstore.engine import POLICIES
 from kvstore.errors import ConfigError
 from kvstore.index.holdings import ENTRY_COUNT_MAX
-from kvstore.testing.index_process import Lab
+from kvstore.testing.process import Lab
 from kvstore.types import AdmissionMode
 from kvstore.units import GIB
 from scripts.reference import settings_table

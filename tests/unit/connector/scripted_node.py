@@ -14,7 +14,6 @@ from typing import TypeVar
 from kvstore.arena import Arena
 from kvstore.tiers.hbm import HbmTier
 from kvstore.types import Incarnation
-from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
     PROTOCOL_VERSION,
@@ -27,6 +26,7 @@ from kvstore.wire.messages import (
     decode_from_engine,
     encode,
 )
+from kvstore.wire.space import ShardColumn
 
 ARENA_BYTES = 4 << 20
 WAIT_S = 60.0

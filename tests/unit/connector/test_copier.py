@@ -23,10 +23,9 @@ from kvstore.kernels.reference import Bytes, checksum
 from kvstore.obs.logs import RECORDS_PER_PERIOD_MAX
 from kvstore.ports import BlockCopy, CopyEngine
 from kvstore.types import PAGE_BYTES, Shard
-from kvstore.wire.groups import Group
 from kvstore.wire.messages import Distrust, Drop, Pinned, Quiesce, Quiet, Refused, Seal
 from kvstore.wire.record import header, header_prefix
-from kvstore.wire.space import Space, fingerprint
+from kvstore.wire.space import Group, Space, fingerprint
 from tests.kit.copy_parties import BOTH_KINDS, device_copies, host_copies
 from tests.kit.simulated_device import SimulatedDevice, simulated_copies
 from tests.unit.connector.scripted_node import ARENA_BYTES, WAIT_S, ScriptedNode, node_at

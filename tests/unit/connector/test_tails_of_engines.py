@@ -17,7 +17,7 @@ from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.groups import EngineGroups
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.wire import messages as m
-from kvstore.wire.pushes import PushExpect
+from kvstore.wire.messages import PushExpect
 from tests.unit.connector.test_groups import KEY, engine, spec
 from tests.unit.connector.test_scheduler_side import (
     FullSocket,

@@ -17,7 +17,7 @@ from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
-from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
+from kvstore.wire.messages import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from tests.unit.connector.test_scheduler_side import BLOCK_TOKENS, FullSocket, output
 
 CORE = SchedulerConfig(

@@ -19,8 +19,8 @@ from kvstore.engine.sessions.owners import Connection, Owner
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.state import State
 from kvstore.types import Shard
-from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import Drop, HelloRank, Message, Quiesce, Seal, slots_array
+from kvstore.wire.space import ShardColumn
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

@@ -34,7 +34,6 @@ from kvstore.engine.memory.journal import Journal
 from kvstore.engine.state import State
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
-from kvstore.wire.groups import Group
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
@@ -55,7 +54,7 @@ from kvstore.wire.messages import (
     Seal,
     SessionOpen,
 )
-from kvstore.wire.space import Space
+from kvstore.wire.space import Group, Space
 from tests.kit import engine_check
 
 M = TypeVar("M", bound=Message)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from kvstore.types import PAGE_BYTES, Shard
-from kvstore.wire.groups import ShardColumn
 from kvstore.wire.layout import slot_bytes
 from kvstore.wire.messages import Quiesce
-from kvstore.wire.space import Space
+from kvstore.wire.space import ShardColumn, Space
 from tests.unit.engine.harness import (
     HALVES,
     LATENT,

@@ -34,8 +34,8 @@ from kvstore.engine.events import (
     Written,
 )
 from kvstore.types import SLOT_BYTES_MIN
+from kvstore.wire.messages import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from kvstore.wire.peers import PushGrant
-from kvstore.wire.pushes import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, checksum, key, keys
 

@@ -31,11 +31,14 @@ from kvstore.wire.messages import (
     LeaseRelease,
     LeaseRenew,
     Pinned,
+    PushCancel,
+    PushClose,
+    PushExpect,
+    PushOpen,
     Quiesce,
     Quiet,
     Verified,
 )
-from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, arrays, checksum, key, keys
 from tests.unit.engine.pushing import PushNode, push_grant

@@ -15,7 +15,7 @@ from kvstore.engine.moves.pushes import ASKS_MAX, LOOK_NS, NEWS_NS
 from kvstore.engine.sessions import awaited
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
-from kvstore.wire.pushes import PushCancel, PushEnd, PushExpect, PushOpen
+from kvstore.wire.messages import PushCancel, PushEnd, PushExpect, PushOpen
 from tests.unit.engine.harness import SMALL, Peer, keys, space
 from tests.unit.engine.pushing import PushPair, opened
 

@@ -8,7 +8,6 @@ import pytest
 
 from kvstore.engine.events import Changed, Clear
 from kvstore.types import Shard
-from kvstore.wire.groups import GROUPS_MAX, ShardColumn
 from kvstore.wire.layout import slot_bytes
 from kvstore.wire.messages import (
     Compared,
@@ -22,7 +21,14 @@ from kvstore.wire.messages import (
     Seal,
     SessionOpen,
 )
-from kvstore.wire.space import FULL_ATTENTION, Space, fingerprint, name_group
+from kvstore.wire.space import (
+    FULL_ATTENTION,
+    GROUPS_MAX,
+    ShardColumn,
+    Space,
+    fingerprint,
+    name_group,
+)
 from tests.unit.engine.disk import DiskNode, known
 from tests.unit.engine.harness import (
     HALVES,

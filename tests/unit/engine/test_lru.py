@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.policy import oldest as module
+from kvstore.engine.memory.policy import lru as module
 from kvstore.engine.memory.policy.lru import Lru
 
 WORDS = 20

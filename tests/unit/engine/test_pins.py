@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.engine.events import Clear, PeerGone
-from kvstore.engine.memory.pins import Pins
-from kvstore.engine.memory.processes import Processes
+from kvstore.engine.memory.pins import Pins, Processes
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseRelease, LeaseRenew, Story

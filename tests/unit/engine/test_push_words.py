@@ -26,8 +26,8 @@ from kvstore.engine.moves.expected import STALLED_NS
 from kvstore.engine.moves.grants import LIMBO_NS
 from kvstore.engine.moves.pushes import ASKS_MAX
 from kvstore.units import NS_PER_MS
+from kvstore.wire.messages import PushCancel, PushExpect, PushOpen
 from kvstore.wire.peers import PushWord
-from kvstore.wire.pushes import PushCancel, PushExpect, PushOpen
 from tests.unit.engine.harness import WHOLE, Peer, checksum, keys
 from tests.unit.engine.pushing import PushNode, PushPair, opened, push_grant
 

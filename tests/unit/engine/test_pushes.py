@@ -24,8 +24,7 @@ from kvstore.engine.moves.pushes import LOOK_NS
 from kvstore.engine.moves.transfers import SEALS_NS, UNKNOWN_NS
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS
-from kvstore.wire.messages import PUSHED, LeaseMore, LeaseRelease
-from kvstore.wire.pushes import PushEnd, PushExpect
+from kvstore.wire.messages import PUSHED, LeaseMore, LeaseRelease, PushEnd, PushExpect
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import known, places
 from tests.unit.engine.harness import WHOLE, Hellos, Peer, keys, pairs, space

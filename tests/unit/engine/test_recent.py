@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvstore.engine.memory.policy.port import Prints, prints
-from kvstore.engine.memory.policy.recent import WAYS, RecentKeys
+from kvstore.engine.memory.policy.reuse import WAYS, RecentKeys
 
 N = 1 << 15
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.index.rivals import NAMES_MAX, RIVAL_MS, Rivals
+from kvstore.index.feed import NAMES_MAX, RIVAL_MS, Rivals
 from kvstore.types import Incarnation
 
 ONE, OTHER = Incarnation(1), Incarnation(2)

@@ -24,7 +24,7 @@ from kvstore.indexer.shares import CALLS_MAX, WATCHES_MAX
 from kvstore.net.aio import LoopThread
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
-from kvstore.testing.index_process import Lab
+from kvstore.testing.process import Lab
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.wire.feed import KEYS_MAX
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import Phase, settings, strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
-from kvstore.kernels.device import DeviceCopies
-from kvstore.kernels.flights import kind_of
+from kvstore.kernels.device import DeviceCopies, kind_of
 from kvstore.kernels.moves import BlockMoves
 from kvstore.kernels.reference import Bytes, checksum
 from kvstore.ports import CopyEnd, CopyWay

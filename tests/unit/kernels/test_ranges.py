@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.kernels import ranges
+from kvstore.kernels import device
 from kvstore.ports import CopyWay
 from tests.kit.copy_parties import DeviceParty
 
@@ -20,7 +20,7 @@ def test_each_copy_is_a_range_that_ends_with_it(monkeypatch: pytest.MonkeyPatch)
         return message
 
     tool = SimpleNamespace(start_range=start, end_range=seen.append)
-    monkeypatch.setattr(ranges, "_nvtx", tool)
+    monkeypatch.setattr(device, "_nvtx", tool)
     party = DeviceParty((96,), block_major=False, values="")
     party.do(CopyWay.STORE, 0)
     assert seen == [("kvstore", "store"), "store"]
@@ -33,5 +33,5 @@ def test_each_copy_is_a_range_that_ends_with_it(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_the_package_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "_nvtx", None)
-    assert ranges.begin_range("store")() is None
+    monkeypatch.setattr(device, "_nvtx", None)
+    assert device.begin_range("store")() is None

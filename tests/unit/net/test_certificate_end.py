@@ -17,7 +17,7 @@ from kvstore.indexer.replica import make_pages
 from kvstore.net.tls import certificate_ends, warn_of_its_end
 from kvstore.obs.metrics import Family
 from kvstore.peers.member import ClusterMember
-from kvstore.testing.index_process import Lab
+from kvstore.testing.process import Lab
 
 DAY_S = 24 * 60 * 60
 NAME = "kvstore_certificate_expires_timestamp_seconds"

@@ -14,9 +14,8 @@ from kvstore.net.pidfd import process_of
 from kvstore.node.attach import Attach
 from kvstore.supervisor.listener import Listener
 from kvstore.types import Shard
-from kvstore.wire.groups import Group
 from kvstore.wire.messages import HelloRank, HelloScheduler, Message, encode
-from kvstore.wire.space import Space
+from kvstore.wire.space import Group, Space
 
 SPACE = Space(
     model="m",

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import cast
 
-from kvstore.engine.counters import Counters
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Clear, Cleared, Command, Event, Ready, Received, Tick
-from kvstore.net.clock import MonotonicClock
+from kvstore.engine.state import Counters
 from kvstore.node.driver import Driver
 from kvstore.node.executor import Executor, Poisoned
+from kvstore.node.node import MonotonicClock
 from kvstore.types import ConnectionId
 from kvstore.wire.messages import Quiet
 from tests.kit.memory_tier import MemoryTier

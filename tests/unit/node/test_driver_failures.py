@@ -17,7 +17,7 @@ from kvstore.node import scrub as scrub_module
 from kvstore.node.driver import RECOVERIES_MAX, Driver, StepFailed
 from kvstore.node.executor import Poisoned
 from kvstore.node.scrub import DramScrub
-from kvstore.tiers.scrub import ScrubRate
+from kvstore.tiers.file.config import ScrubRate
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, SlotId
 from kvstore.wire.messages import Quiesce, Quiet, decode_from_node
 from tests.kit.memory_tier import MemoryTier

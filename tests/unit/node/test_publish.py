@@ -12,8 +12,8 @@ import zmq
 from kvstore.config.node import EventsConfig
 from kvstore.engine.events import Changed
 from kvstore.errors import ConfigError, NodeBusy
-from kvstore.net.clock import MonotonicClock
 from kvstore.node import publish
+from kvstore.node.node import MonotonicClock
 from kvstore.node.publish import Held, Publisher
 from kvstore.peers import changes
 from kvstore.ports import Clock

@@ -18,7 +18,7 @@ from kvstore.node import scrub as scrub_module
 from kvstore.node.driver import Driver
 from kvstore.node.passes import PassLog
 from kvstore.node.scrub import DramScrub
-from kvstore.tiers.scrub import ScrubRate
+from kvstore.tiers.file.config import ScrubRate
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId, Tier as TierName
 from kvstore.wire.record import Scope
 from tests.kit.memory_tier import MemoryTier

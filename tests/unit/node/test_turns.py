@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.engine.counters import Counters
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Command, Ended, Event, Received, Tick
+from kvstore.engine.state import Counters
 from kvstore.net.pidfd import process_of
 from kvstore.net.turns import TURN_RANK, TURN_SCHEDULER, Party, Turns, TurnSource
 from kvstore.node.attach import Attach

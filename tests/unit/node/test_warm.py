@@ -19,12 +19,10 @@ from kvstore.config.node import NodeConfig, load_config
 from kvstore.engine.memory.journal import LAYOUT_VERSION
 from kvstore.errors import ConfigError
 from kvstore.net.child import pair
-from kvstore.net.clock import MonotonicClock
-from kvstore.node.node import _make_engine, _open_files
+from kvstore.node.node import MonotonicClock, _make_engine, _open_files
 from kvstore.node.warm import GENERATIONS_PER_LIFE, NodeMemory, take_memory
 from kvstore.supervisor import control
-from kvstore.supervisor.handover import Handover, SupervisorGone
-from kvstore.supervisor.kept import Kept
+from kvstore.supervisor.handover import Handover, Kept, SupervisorGone
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.types import PAGES_PER_GENERATION, Incarnation
 from kvstore.units import MIB

@@ -26,7 +26,7 @@ from kvstore.engine.events import Follow, Offered, Unfollow
 from kvstore.errors import ConfigError
 from kvstore.index import engine_feed
 from kvstore.index.chain import block_keys
-from kvstore.net.clock import MonotonicClock
+from kvstore.node.node import MonotonicClock
 from kvstore.peers import engine_memory
 from kvstore.peers.changes import Told
 from kvstore.peers.engine_memory import FRAMES_MAX, EngineMemory

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.index.engine_feed import EngineFeed
-from kvstore.net.clock import MonotonicClock
+from kvstore.node.node import MonotonicClock
 from kvstore.peers import engine_memory
 from kvstore.peers.changes import Told
 from kvstore.peers.engine_memory import EngineMemory

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.client.index import Members
 from kvstore.index.feed import Trust
-from kvstore.net.clock import MonotonicClock
+from kvstore.node.node import MonotonicClock
 from kvstore.peers.fetcher import MEMBERS_EVERY_S, Fetcher
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S

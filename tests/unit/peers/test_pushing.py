@@ -13,13 +13,12 @@ import msgspec
 import pytest
 
 from kvstore.engine.events import AskPush, Land, PushRevoked, SayPush, WritePush
-from kvstore.net.clock import MonotonicClock
+from kvstore.node.node import MonotonicClock
 from kvstore.peers import block_server
 from kvstore.peers.pusher import GRANTS_MAX, Pusher, _TakenGrant
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation, Shard
 from kvstore.wire import peers as wire
-from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
-from kvstore.wire.pushes import PushCancel, PushClose, PushExpect, PushOpen
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, PushCancel, PushClose, PushExpect, PushOpen
 from kvstore.wire.transfer_worker import Descriptor, encode
 from tests.unit.engine.harness import HALVES, WHOLE, keys, pairs
 from tests.unit.engine.pushing import push_grant

@@ -10,7 +10,7 @@ import select
 import pytest
 
 from kvstore.errors import ProtocolError
-from kvstore.net.clock import MonotonicClock
+from kvstore.node.node import MonotonicClock
 from kvstore.peers.transfer_worker import (
     Down,
     TransferEnded,

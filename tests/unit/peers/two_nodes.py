@@ -32,7 +32,7 @@ from kvstore.engine.events import (
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match, Member
 from kvstore.kernels import reference
-from kvstore.net.clock import MonotonicClock
+from kvstore.node.node import MonotonicClock
 from kvstore.peers.block_server import BlockServer
 from kvstore.peers.exchange import Exchange
 from kvstore.peers.fetcher import Fetcher
@@ -42,9 +42,8 @@ from kvstore.peers.transfer_worker import TransferEnded
 from kvstore.ports import Pieces
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
 from kvstore.wire.layout import shard_bytes
-from kvstore.wire.messages import LeaseMore, LeaseRelease
+from kvstore.wire.messages import LeaseMore, LeaseRelease, PushEnd, PushExpect
 from kvstore.wire.peers import PEERS, PeerHello
-from kvstore.wire.pushes import PushEnd, PushExpect
 from kvstore.wire.record import Scope, header
 from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor, encode
 from tests.unit.engine.disk import SPACE

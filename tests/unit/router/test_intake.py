@@ -12,6 +12,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvstore.proto import router_pb2 as pb
 from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.front.answers import new_id
 from kvstore.router.front.bodies import STRIPPED, BadBody
 from kvstore.router.front.intake import (
     OUTPUT_TOKENS_MAX,
@@ -19,12 +20,11 @@ from kvstore.router.front.intake import (
     SESSION_CHARACTERS_MAX,
     RequestIntake,
     RequestJob,
+    Tenants,
     Unauthorized,
     output_tokens,
     session_of,
 )
-from kvstore.router.front.responses import new_id
-from kvstore.router.front.tenants import Tenants
 from kvstore.router.keys.estimates import TokenEstimates
 from kvstore.router.keys.prefixes import BytePrefixes, Prefix
 from kvstore.router.route_service import _request

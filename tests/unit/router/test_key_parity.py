@@ -22,8 +22,7 @@ from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match
 from kvstore.router.engines.connections import EngineHttp, HttpAnswer
 from kvstore.router.engines.workers import WorkerAddress, Workers
-from kvstore.router.front.intake import RequestIntake, RequestJob
-from kvstore.router.front.tenants import Tenants
+from kvstore.router.front.intake import RequestIntake, RequestJob, Tenants
 from kvstore.router.keys import parity
 from kvstore.router.keys.child import KeyAnswer, KeyOrder, Tokenizers, answer_to
 from kvstore.router.keys.estimates import TokenEstimates
@@ -31,8 +30,7 @@ from kvstore.router.keys.index_calls import IndexCalls
 from kvstore.router.keys.parity import Parity
 from kvstore.router.keys.prefixes import BytePrefixes, KeyPrefixes, Prefix, predicted_tokens
 from kvstore.router.keys.process import KeyProcess
-from kvstore.router.keys.rendering import Rendering
-from kvstore.router.keys.shapes import COMPLETIONS
+from kvstore.router.keys.rendering import COMPLETIONS, Rendering
 from kvstore.router.keys.spaces import Spaces
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust, WorkerWord

@@ -8,7 +8,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from kvstore.router.engines.workers import Worker, WorkerAdapter, WorkerAddress
-from kvstore.router.front.models import models_answer
+from kvstore.router.front.answers import models_answer
 from kvstore.routing.policy import RoutingPolicy, parse
 
 

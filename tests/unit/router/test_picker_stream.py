@@ -17,10 +17,9 @@ from hypothesis import given, settings, strategies as st
 from kvstore.proto import picker_pb2 as pb
 from kvstore.router.dispatch import Dispatcher
 from kvstore.router.engines.workers import WorkerAddress, Workers
+from kvstore.router.front.answers import new_id
 from kvstore.router.front.door import BODIES_SHARE, Bodies
-from kvstore.router.front.intake import RequestIntake
-from kvstore.router.front.responses import new_id
-from kvstore.router.front.tenants import Tenants
+from kvstore.router.front.intake import RequestIntake, Tenants
 from kvstore.router.keys.estimates import TokenEstimates
 from kvstore.router.keys.prefixes import BytePrefixes
 from kvstore.router.picker import DESTINATION, DROPPED, SERVED, SUBSET, Picker

@@ -15,8 +15,7 @@ from kvstore.router.front.bodies import peek
 from kvstore.router.keys import rendering
 from kvstore.router.keys.child import KeyAnswer, KeyOrder, Tokenizers, answer_to
 from kvstore.router.keys.process import KeyProcess
-from kvstore.router.keys.rendering import UNCOMPARED, KeyPlan, Rendering
-from kvstore.router.keys.shapes import CHAT, COMPLETIONS
+from kvstore.router.keys.rendering import CHAT, COMPLETIONS, UNCOMPARED, KeyPlan, Rendering
 from kvstore.routing.values import WorkerWord
 from kvstore.routing.workers.rows import StateChange
 

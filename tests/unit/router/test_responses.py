@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvstore.router.engines.workers import Worker, WorkerAddress
-from kvstore.router.front.bodies import peek
-from kvstore.router.front.paths import RESPONSES, STORED
-from kvstore.router.front.responses import (
+from kvstore.router.front.answers import (
     PREFIX,
+    RESPONSES,
+    STORED,
     TAG_DIGITS,
     id_for,
     is_of,
@@ -19,6 +19,7 @@ from kvstore.router.front.responses import (
     tag,
     worker_of,
 )
+from kvstore.router.front.bodies import peek
 
 PLACES = [("http://10.0.0.1:8000", 0), ("http://10.0.0.2:8000", 0), ("http://10.0.0.2:8000", 1)]
 

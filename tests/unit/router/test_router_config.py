@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.config.router import load_router_config
+from kvstore.config.router import load_policy, load_router_config
 from kvstore.errors import ConfigError
 from kvstore.router.engines.discovery import addresses_of
-from kvstore.router.front.tenants import load_tenants
-from kvstore.router.policy_file import load_policy
+from kvstore.router.front.intake import load_tenants
 from tests.style.tree import ROOT
 
 HERE = ["a=http://127.0.0.1:8000"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.router.keys.shapes import CHAT, COMPLETIONS, source_of
+from kvstore.router.keys.rendering import CHAT, COMPLETIONS, source_of
 
 HELLO: dict[str, Any] = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -15,8 +15,8 @@ from yarl import URL
 
 from kvstore.config.router import load_router_config
 from kvstore.router.engines.connections import EngineHttp
+from kvstore.router.front.answers import PREFIX, new_id, tag
 from kvstore.router.front.door import BODY_STALL_S
-from kvstore.router.front.responses import PREFIX, new_id, tag
 from kvstore.router.process import Router
 from tests.kit.virtual_loop import VirtualLoop
 

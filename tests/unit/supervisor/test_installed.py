@@ -12,8 +12,8 @@ import pytest
 from kvstore import __version__, installation
 from kvstore.installation import DISTRIBUTION, pip_install
 from kvstore.node.pages import make_pages
-from kvstore.supervisor import installed
-from kvstore.supervisor.installed import LoadedCode, installed_code
+from kvstore.supervisor import handover
+from kvstore.supervisor.handover import LoadedCode, installed_code
 from tests.unit.node.test_pages import EmptyCollector, ScriptedDriver
 
 
@@ -60,7 +60,7 @@ def test_while_it_is_being_replaced_nothing_is_told(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = LoadedCode()
-    monkeypatch.setattr(installed, "DISTRIBUTION", "kvstore-that-is-not-there")
+    monkeypatch.setattr(handover, "DISTRIBUTION", "kvstore-that-is-not-there")
     remove(site)
     assert installed_code() is None
     assert loaded.trouble() == ""

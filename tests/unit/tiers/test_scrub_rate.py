@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.tiers.scrub import AUTO, AUTO_BYTES_PER_S_MAX, DAY_S, ScrubRate
+from kvstore.tiers.file.config import AUTO, AUTO_BYTES_PER_S_MAX, DAY_S, ScrubRate
 from kvstore.units import GIB, MIB, TIB
 
 

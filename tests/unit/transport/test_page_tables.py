@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore.arena import Arena, map_arena
-from kvstore.transport import page_tables
-from kvstore.transport.page_tables import PART_BYTES, PageTables
+from kvstore.transport import transfer_worker
+from kvstore.transport.transfer_worker import PART_BYTES, PageTables
 from kvstore.types import PAGE_BYTES, Incarnation
 
 ARENA_BYTES = 4 * PART_BYTES
@@ -97,6 +97,6 @@ def test_what_the_kernel_refuses_is_left_to_faults(
         raise OSError(code, os.strerror(code))
 
     mapped.arena.populate(0, ARENA_BYTES)
-    monkeypatch.setattr(f"{page_tables.__name__}.{call}", refuse)
+    monkeypatch.setattr(f"{transfer_worker.__name__}.{call}", refuse)
     assert mapped.fill() == 1
     assert resident_bytes(mapped.writable) == 0

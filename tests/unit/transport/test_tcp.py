@@ -19,7 +19,7 @@ from kvstore.cli.certs import make_certificates
 from kvstore.client.tls import TlsFiles
 from kvstore.errors import ConfigError, TransportError
 from kvstore.ports import End, Landing, Outcome, TransportMemory
-from kvstore.testing.index_process import Lab
+from kvstore.testing.process import Lab
 from kvstore.transport import guests, tcp, tcp_ends
 from kvstore.transport.guests import NODE_MAX
 from kvstore.transport.pieces import make_pieces

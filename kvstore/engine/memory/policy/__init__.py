@@ -6,9 +6,7 @@
 | `choose.py` | policies by name                                 | name → policy                 |
 | `lru.py`    | least recently used, the default                 | uses → victims                |
 | `reuse.py`  | the same, with less time for blocks used once    | uses → victims                |
-| `oldest.py` | the oldest of some slots                         | stamps → slots in order       |
 | `expected.py` | places kept for blocks that a request named   | keys → places                 |
-| `recent.py` | keys seen lately, in two bytes each              | prints → seen or not          |
 | `disk.py`   | second sight, and a budget of bytes a day        | prints → mask; count → count  |
 
 A new policy implements `port.Policy`, gets its name in `choose.POLICIES`, and so runs the contract

@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.engine.memory.policy.port import Mask, Prints
-from kvstore.engine.memory.policy.recent import RecentKeys
+from kvstore.engine.memory.policy.reuse import RecentKeys
 from kvstore.types import AdmissionMode
 
 NS_PER_DAY: Final = 86_400 * 10**9
@@ -34,7 +34,7 @@ class DiskAdmission:
 
     With room for n keys: a key that was never seen is admitted as if it had been with probability
     at most 0.00012, and one seen m keys ago is taken for new with probability 0.001 at m = n / 4,
-    0.05 at n / 2, 0.55 at n (`recent`): a write that comes later, never a wrong byte. Without a
+    0.05 at n / 2, 0.55 at n (`RecentKeys`): a write that comes later, never a wrong byte. Without a
     budget a node that writes everything remembers no key.
 
     Args:

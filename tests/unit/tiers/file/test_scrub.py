@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.tier_events import FileGone, FileKnown, FileReclaim, RecoveryDone, Scrubbed
 from kvstore.tiers.file import scrub as scrub_module
-from kvstore.tiers.scrub import ScrubRate
+from kvstore.tiers.file.config import ScrubRate
 from kvstore.types import PAGE_BYTES
 from kvstore.units import KIB
 from tests.unit.tiers.file.kit import BLOCK_BYTES, PATIENCE_S, Driver, FaultyDisk, key, u64
