@@ -189,7 +189,7 @@ class Copier:
             is_refused |= isinstance(message, Refused)
         if not reason:
             page = self._link.generations
-            reason = self._dial.objection(now_ns, page.heartbeat_ns() if page else 0)
+            reason = self._dial.check_heartbeat(now_ns, page.heartbeat_ns() if page else 0)
         if reason:
             self._detach(reason, now_ns, is_refused=is_refused)
         else:

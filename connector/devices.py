@@ -21,10 +21,11 @@ from kvstore.connector.mapping import layers_in_order
 from kvstore.kernels.caches import DeviceCache, LayerPages
 from kvstore.kernels.compare import BOUNDS
 from kvstore.kernels.cuda import CudaDevice
-from kvstore.kernels.device import NOT_PINNED_IN_TIME, DeviceCopies, DeviceError
+from kvstore.kernels.device import NOT_PINNED_IN_TIME, DeviceCopies
 from kvstore.kernels.host import HostCopies
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.pinning import CHUNK_BYTES
+from kvstore.kernels.port import DeviceError
 from kvstore.ports import BlockCopy, CopyEnd, CopyEngine, CopyWay
 from kvstore.wire.checksum import checksum_of
 

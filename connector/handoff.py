@@ -90,7 +90,7 @@ class Handoff:
 
     @contextmanager
     def core(self) -> Iterator[RankCore]:
-        """The core, locked; afterwards the waiting thread wakes if what it waits for is so."""
+        """Lock the core. At the end the engine's waiting thread wakes if its condition holds."""
         with self._changed:
             yield self._core
             if self._is_over is not None and self._is_over():

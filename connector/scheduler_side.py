@@ -122,7 +122,7 @@ class SchedulerSide:
         if self._link is not None:
             self._receive(now_ns)
         page = None if self._link is None else self._link.generations
-        if reason := core.attachment.objection(now_ns, page.heartbeat_ns() if page else 0):
+        if reason := core.attachment.check_heartbeat(now_ns, page.heartbeat_ns() if page else 0):
             self._drop(reason, now_ns)
         self._flush(now_ns)
         for notice in core.take_notices():

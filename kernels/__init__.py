@@ -10,7 +10,7 @@
 | `caches.py`    | pages of a cache on a device                   | block → addresses            |
 | `device.py`    | streams, events, pinned memory                 | orders → ends                |
 | `moves.py`     | the way of a block, and its checksum           | blocks → calls of a device   |
-| `cuda.py`      | one device, through NVIDIA's bindings          | calls of `device.Device`     |
+| `cuda.py`      | one device, through NVIDIA's bindings          | calls of `port.Device`       |
 | `launches.py`  | grids and arguments of the kernels in `csrc/`  | addresses → launches         |
 | `compiled.py`  | NVRTC, machine code kept on disk               | source, architecture → cubin |
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvstore.installation import pip_install
-from kvstore.kernels.device import DeviceError
+from kvstore.kernels.port import DeviceError
 
 SOURCES: Final = Path(__file__).parent / "csrc"
 OPTIONS: Final = ("--std=c++17", "--ptxas-options=-v")

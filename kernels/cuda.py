@@ -1,4 +1,4 @@
-"""One CUDA device, through NVIDIA's bindings of its runtime: `kernels.device.Device`.
+"""One CUDA device, through NVIDIA's bindings of its runtime: `kernels.port.Device`.
 
 Copies go by the device's copy engines, many in a call (cuMemcpyBatchAsync of CUDA 13, by ctypes:
 its binding takes lists, whose conversion costs 0.7 us an entry), pieces within the device by a
@@ -29,8 +29,8 @@ import numpy as np
 from kvstore.installation import pip_install
 from kvstore.kernels.caches import Addresses
 from kvstore.kernels.compiled import cubin
-from kvstore.kernels.device import HANDLE_BYTES, DeviceError
 from kvstore.kernels.launches import KERNELS, THREADS, Kernel, Launch, digests, moved
+from kvstore.kernels.port import HANDLE_BYTES, DeviceError
 
 _PIN_FLAGS: Final = 1 | 2
 """cudaHostRegisterPortable, Mapped: for every context of the process, and for kernels."""

@@ -23,19 +23,16 @@ memory is registered in chunks, and CUDA refuses a copy whose host side lies in 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from kvstore.kernels.caches import Addresses, DeviceCache
 from kvstore.kernels.launches import sums_bytes
 from kvstore.kernels.pinning import cut
+from kvstore.kernels.port import Device
 from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire.checksum import piece_count
-
-if TYPE_CHECKING:
-    from kvstore.kernels.caches import Addresses, DeviceCache
-    from kvstore.kernels.device import Device
-
 
 BATCH_MAX: Final = 16
 """Blocks of one call at most. A call costs the host some ten microseconds whatever it moves."""

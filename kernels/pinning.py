@@ -39,7 +39,7 @@ def cut(
     """The same copies in pieces whose host side lies within one chunk each.
 
     Args:
-        targets, sources, sizes: as of `device.Device.copy`.
+        targets, sources, sizes: as of `port.Device.copy`.
         host: the addresses among them that are the host's.
         begin: address of the first chunk. Where `host` has nothing to do with chunks, pieces are
             cut for nothing, and copied all the same.

@@ -84,7 +84,7 @@ class Breaker:
             self._probe_due_ns = now_ns + (self._cooldown_ns << self._doublings)
         return self.is_open
 
-    def unused(self) -> None:
+    def return_probe(self) -> None:
         """The probe neither failed nor succeeded: the next one is allowed at once."""
         if self._probe_is_out:
             self._probe_is_out = False

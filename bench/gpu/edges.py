@@ -25,8 +25,8 @@ import numpy as np
 from bench.gpu.findings import Findings, Options
 from bench.gpu.machine import Gpu, cuda, one, open_gpu, pages
 from kvstore.arena import Arena
-from kvstore.kernels.device import DeviceError
 from kvstore.kernels.pinning import CHUNK_BYTES
+from kvstore.kernels.port import DeviceError
 from kvstore.types import Incarnation
 from kvstore.units import KIB, MIB
 

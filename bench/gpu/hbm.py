@@ -34,7 +34,7 @@ from bench.gpu.findings import Findings, NotHere, Options
 from bench.gpu.machine import one, open_gpu, pages
 from bench.gpu.rank import HEADER, Rank, Shape
 from bench.gpu.smi import device_memory_checks, memory_in_use
-from kvstore.kernels.device import DeviceError
+from kvstore.kernels.port import DeviceError
 from kvstore.ports import CopyWay
 from kvstore.types import PAGE_BYTES
 from kvstore.units import KIB, MIB

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from bench.gpu.findings import NotHere, Options
 from kvstore.kernels.cuda import CudaDevice, cuda_runtime
-from kvstore.kernels.device import DeviceError
+from kvstore.kernels.port import DeviceError
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB
 

@@ -175,9 +175,9 @@ class Engine:
             Serve: self._servings.serve,
             ServingReturned: self._servings.returned,
             PeerGone: self._peer_gone,
-            LandingUp: self._grants.up,
+            LandingUp: self._grants.transfer_worker_changed,
             Pushed: self._grants.pushed,
-            PushOver: self._grants.over,
+            PushOver: self._grants.grant_ended,
             Landed: self._grants.landed,
             PushAsked: self._pushes.asked,
             PushRevoked: self._pushes.revoked,
@@ -335,8 +335,8 @@ class Engine:
 
     def _prefill_named(self, connection: Connection, transfer: str) -> None:
         """A word, and no timer, is what others wait for."""
-        self._pushes.named(connection.owner.key[0], transfer)
-        self._awaited.named(connection.owner.key[0], transfer)
+        self._pushes.prefill_changed(connection.owner.key[0], transfer)
+        self._awaited.prefill_changed(connection.owner.key[0], transfer)
 
     # ── all blocks ───────────────────────────────────────────────────────────────────────────────
 

@@ -265,7 +265,7 @@ class State:
         if self.config.tell_changes:
             self.commands += self.in_words(changes)
         if self.config.tell_offers:
-            self.commands += self.offers.told(changes)
+            self.commands += self.offers.offers_of(changes)
 
     def in_words(self, changes: Iterable[Change]) -> Iterator[Changed]:
         """Changes with the label and block size of their spaces. Readers take any block for a part

@@ -70,7 +70,8 @@ class Places:
         """Something it said found no room."""
 
     def resume(self, slots: dict[Place, int], coming: dict[Place, int] | None) -> None:
-        """Go on with slots that another keeper opened; of a snapshot, only with earlier blocks."""
+        """Go on with slots that another replica opened. A snapshot that came in part is dropped,
+        and earlier blocks stay."""
         self.slots, self.coming = slots, coming
         self.abandon()
         self._know(slots)

@@ -38,11 +38,12 @@ from kvstore.node.executor import Executor
 from kvstore.node.files import FILE_ROW_BYTES, FileEnd
 from kvstore.node.inspect import InspectServer
 from kvstore.node.late import LateTier
-from kvstore.node.pages import EventCounters, NodeCollector, make_pages
+from kvstore.node.pages import NodeCollector, make_pages
 from kvstore.node.priority import ThreadPriority
 from kvstore.node.scrub import DramScrub
 from kvstore.node.warm import NodeMemory, take_memory
 from kvstore.obs import logs
+from kvstore.peers.changes import EventCounters
 from kvstore.ports import Clock, FileStore
 from kvstore.supervisor import control
 from kvstore.supervisor.control import Addresses, Serving

@@ -18,6 +18,7 @@ from kvstore.node.driver import Driver
 from kvstore.node.files import FileEnd
 from kvstore.obs.metrics import Family, Sample, absent, family, histogram
 from kvstore.obs.timings import STEPS
+from kvstore.peers.changes import EventCounters
 from kvstore.ports import Memory
 from kvstore.supervisor.listener import Door
 from kvstore.types import Incarnation, SpaceId, Tier as TierName
@@ -39,16 +40,6 @@ NOT_WRITTEN: Final = {
 }
 """Counter → reason."""
 BREAKER_LEVELS: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
-
-
-class EventCounters:
-    """Counters of published events since the start; each is written by one thread."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-        self.keys_lost = 0
-        self.replays = 0
-        self.requests_refused = 0
 
 
 class NodeCollector(Collector):

@@ -34,8 +34,7 @@ from kvstore.config.node import EventsConfig
 from kvstore.engine.events import Changed
 from kvstore.errors import ConfigError, NodeBusy
 from kvstore.mailbox import Wake
-from kvstore.node.pages import EventCounters
-from kvstore.peers.changes import ChangeLog, key_count, pieces
+from kvstore.peers.changes import ChangeLog, EventCounters, key_count, pieces
 from kvstore.ports import Clock
 from kvstore.supervisor.listener import refuse_what_is_not_ours
 from kvstore.types import Incarnation

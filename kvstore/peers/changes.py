@@ -54,6 +54,16 @@ class FeedCounters:
         self.streams = 0
 
 
+class EventCounters:
+    """Counters of published events since the start; each is written by one thread."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.keys_lost = 0
+        self.replays = 0
+        self.requests_refused = 0
+
+
 class ChangeLog(Generic[_RowT]):
     """Any thread appends; each reader is of one thread."""
 

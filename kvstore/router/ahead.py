@@ -129,13 +129,13 @@ class Preparations:
         except (grpc.aio.AioRpcError, ProtocolError, TimeoutError) as error:
             why = reason_of(error, unimplemented=_NO_PREPARE)
             if isinstance(error, grpc.aio.AioRpcError) and error.code() is _FULL:
-                node.breaker.unused()
+                node.breaker.return_probe()
             elif node.breaker.failed(time.monotonic_ns()):
                 node.trouble = why
                 _log.warning("nothing is brought ahead at node %s: %s", worker.address.node, why)
             return "failed", PrepareReply(refused=why)
         except asyncio.CancelledError:
-            node.breaker.unused()
+            node.breaker.return_probe()
             raise
         finally:
             node.calls -= 1

@@ -24,8 +24,8 @@ from kvstore.routing.arrivals import NewRequests
 from kvstore.routing.events import Ending, Rejected, RejectReason, RouteCommand, Routed
 from kvstore.routing.legs.blame import Blame, may_retry
 from kvstore.routing.legs.flights import Legs
-from kvstore.routing.legs.planner import Planner
 from kvstore.routing.legs.races import Races
+from kvstore.routing.legs.role_planner import Planner
 from kvstore.routing.placing import Placer
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.routing.receipts import RECEIPTS_MAX, Receipt, ReceiptDraft
@@ -86,7 +86,7 @@ class RouterCore:
             its.Scraped: lambda e, now_ns: self.fleet.scraped(
                 e.worker, e.sample, e.asked_ns, now_ns
             ),
-            its.Shared: lambda e, _: self.fleet.shared(e.router, e.loads),
+            its.Shared: lambda e, _: self.fleet.set_router_loads(e.router, e.loads),
             its.Arrived: self._arrived,
             its.PrepareAnswered: self._prepared,
             its.RouteTick: lambda _, now_ns: self.ahead.due(now_ns),
@@ -176,7 +176,7 @@ class RouterCore:
             return [self._fault(opened, now_ns)]
 
     def _try(self, opened: OpenRequest, now_ns: int) -> list[RouteCommand]:
-        self.placer.see(opened)
+        self.placer.sample_utilisation(opened)
         found = self._admit(opened, now_ns)
         if isinstance(found, Placement):
             return [self._send(opened, found, now_ns)]
@@ -328,7 +328,7 @@ class RouterCore:
             if event.failure is not None:
                 self.blame.failed(opened, event.worker, event, now_ns)
             else:
-                self.fleet.spared(event.worker, now_ns)
+                self.fleet.record_no_fault(event.worker, now_ns)
             self.legs.race_over(opened, event.worker, now_ns)
 
     def _leg_failed(

@@ -79,8 +79,9 @@ def terms(
     prompt_tokens: int,
     pressure: float,
 ) -> Costed:
-    """Args:
-    pressure: seconds for others, per second of compute (`others_per_s`).
+    """Seconds that the request costs at each worker, by term.
+
+    `pressure`: seconds by which one second of compute delays others (`others_per_s`).
     """
     queue = columns[FeatureColumn.QUEUE_S]
     speed = costs.prefill_tokens_per_s

@@ -315,9 +315,8 @@ class Raced(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbandonWorker(msgspec.Struct, frozen=True, tag=True):
-    """Requests that wait for the first byte of a response of this worker are to be ended
-    (`Failure.SILENT`): it is silent, and another one that may serve them is not. Once for each
-    `ProbeResult.SILENT`."""
+    """The worker is silent, and another one that may serve its requests is not: end those that have
+    no first byte yet, with `Failure.SILENT`. Once for each `ProbeResult.SILENT`."""
 
     worker: str
 

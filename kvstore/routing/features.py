@@ -240,7 +240,7 @@ class PrefixColumns:
                     hbm[row], trust[row] = blocks, _APPROXIMATE
 
     def _sent(self, request: RouteRequest, now_ns: int, *, young_only: bool) -> dict[str, int]:
-        """Leading blocks that each worker was sent, of all prompts together."""
+        """By worker: leading blocks of this request's prompts that it was sent before, in sum."""
         found: dict[str, int] = {}
         for keys in request.chains:
             sent = self._tree.match(keys, now_ns, step=request.key_step, young_only=young_only)

@@ -358,7 +358,7 @@ class Placer:
             for keys in request.chains:
                 self.tree.withdraw(keys, worker, step=request.key_step, after_blocks=kept)
 
-    def see(self, opened: OpenRequest) -> None:
+    def sample_utilisation(self, opened: OpenRequest) -> None:
         """Note what an arrival finds."""
         rows = self.fleet.crew(opened.pool, prefill=False).rows
         if rows.size:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from kvstore.arena import GENERATION_SEALS, LAYOUT_VERSION, MAGIC, generation_page_bytes
 from kvstore.errors import ConfigError
 from kvstore.kernels.cuda import CudaDevice
-from kvstore.kernels.device import Device, DeviceError
+from kvstore.kernels.port import Device, DeviceError
 from kvstore.mailbox import Mailbox
 from kvstore.ports import Memory
 from kvstore.tier_events import Promote, Promoted

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from kvstore.kernels import device, pinning
-from kvstore.kernels.device import NOT_PINNED_IN_TIME, DeviceError
+from kvstore.kernels.device import NOT_PINNED_IN_TIME
 from kvstore.kernels.host import NOT_COMPARABLE
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.pinning import CHUNK_BYTES
+from kvstore.kernels.port import DeviceError
 from kvstore.kernels.reference import checksum
 from kvstore.ports import BlockCopy, CopyWay
 from tests.kit.copy_parties import (

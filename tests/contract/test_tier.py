@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.arena import Arena
 from kvstore.kernels.cuda import CudaDevice
-from kvstore.kernels.device import Device
+from kvstore.kernels.port import Device
 from kvstore.ports import Memory
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.hbm import HbmTier

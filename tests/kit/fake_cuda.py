@@ -17,7 +17,6 @@ import numpy as np
 from cuda.bindings import driver, runtime as real
 
 from kvstore.kernels.cuda import CudaKernels, _CopyBatch
-from kvstore.kernels.device import HANDLE_BYTES, DeviceError
 from kvstore.kernels.launches import (
     DIGESTS,
     MANY_MAX,
@@ -27,6 +26,7 @@ from kvstore.kernels.launches import (
     PIECES_MAX,
     Kernel,
 )
+from kvstore.kernels.port import HANDLE_BYTES, DeviceError
 from tests.kit.simulated_device import ENGINE_STREAM, UUID, SimulatedDevice
 
 OK, FAILED = real.cudaError_t.cudaSuccess, real.cudaError_t.cudaErrorIllegalAddress

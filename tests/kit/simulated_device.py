@@ -1,4 +1,4 @@
-"""A device without hardware, which does what a device may do at worst: `kernels.device.Device`.
+"""A device without hardware, which does what a device may do at worst: `kernels.port.Device`.
 
 Streams are queues. Whenever it is asked something, it takes a random number of turns (seeded); in a
 turn the head of a random queue is done, if what it waits for has happened. So any legal order can
@@ -38,9 +38,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.kernels.caches import Addresses, DeviceCache, LayerPages
-from kvstore.kernels.device import HANDLE_BYTES, DeviceCopies, DeviceError
+from kvstore.kernels.device import DeviceCopies
 from kvstore.kernels.launches import sums_bytes
 from kvstore.kernels.pack import PagedCache
+from kvstore.kernels.port import HANDLE_BYTES, DeviceError
 from kvstore.types import CHECKSUM_BYTES, PAGE_BYTES
 from kvstore.wire.checksum import PIECE_BYTES
 

@@ -48,7 +48,7 @@ def epoch_ignored() -> contextlib.AbstractContextManager[Any]:
         pushed(self, msgspec.structs.replace(event, epoch=self._epoch))
 
     return _both(
-        mock.patch.object(Grants, "up", broken_up),
+        mock.patch.object(Grants, "transfer_worker_changed", broken_up),
         mock.patch.object(Grants, "pushed", broken_pushed),
     )
 
@@ -147,12 +147,12 @@ def last_word_of_another_session() -> contextlib.AbstractContextManager[Any]:
 
 def last_word_of_an_older_epoch() -> contextlib.AbstractContextManager[Any]:
     """A grant is over by a word that a grant of that number got earlier."""
-    over = Grants.over
+    over = Grants.grant_ended
 
     def broken(self: Grants, event: PushOver) -> None:
         over(self, msgspec.structs.replace(event, epoch=self._epoch))
 
-    return mock.patch.object(Grants, "over", broken)
+    return mock.patch.object(Grants, "grant_ended", broken)
 
 
 def room_is_made_before_what_is_written_is_pinned() -> contextlib.AbstractContextManager[Any]:

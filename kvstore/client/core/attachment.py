@@ -198,11 +198,11 @@ class Attachment:
                 pass
         return None
 
-    def objection(self, now_ns: int, heartbeat_ns: int) -> str:
+    def check_heartbeat(self, now_ns: int, heartbeat_ns: int) -> str:
         """Take note of the node's last beat, 0 if unknown. Returns a reason when the caller must
         close the socket, or nothing."""
         before_ns = self._dial.silent_since_ns
-        reason = self._dial.objection(now_ns, heartbeat_ns)
+        reason = self._dial.check_heartbeat(now_ns, heartbeat_ns)
         if self.state is AttachState.OPEN:
             if self.is_silent and not before_ns:
                 self._notice_silence(now_ns)

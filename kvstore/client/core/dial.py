@@ -84,7 +84,7 @@ class Dial:
         self._enter(DialState.DOWN, now_ns)
         self._retry_at_ns = now_ns
 
-    def objection(self, now_ns: int, heartbeat_ns: int) -> str:
+    def check_heartbeat(self, now_ns: int, heartbeat_ns: int) -> str:
         """Reason to hang up now, or nothing. `heartbeat_ns`: the node's last beat, 0 if unknown."""
         match self.state:
             case DialState.GREETED if now_ns - self.since_ns > GREETING_NS_MAX:

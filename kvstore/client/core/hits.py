@@ -124,9 +124,9 @@ class Presence:
     def __init__(self) -> None:
         self._masks: dict[int, Mask] = {}
 
-    def heard(self, group: int, first_block: int, bits: bytes) -> None:
-        """Flags of the blocks from `first_block` on, padded to whole bytes. Answers come in the
-        order of the questions: one about the first block begins anew, one behind a gap is none."""
+    def update_from_answer(self, group: int, first_block: int, bits: bytes) -> None:
+        """Take the node's flags of the blocks from `first_block` on, padded to whole bytes. An
+        answer about block 0 replaces all before it; one that leaves a gap is ignored."""
         flags = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").astype(np.bool_)
         before = self._masks.get(group)
         if not first_block:
@@ -145,14 +145,14 @@ class Presence:
         sized[: len(mask)] = mask[:count]
         return sized
 
-    def lack(self, group: int, first_block: int, end_block: int | None = None) -> None:
-        """These are not there after all. `end_block` None: nor any behind them."""
+    def mark_absent(self, group: int, first_block: int, end_block: int | None = None) -> None:
+        """Blocks that are not there after all; `end_block` None: nor any behind them."""
         if group in self._masks:
             self._masks[group][first_block:end_block] = False
 
-    def have(self, group: int, blocks: range) -> None:
-        """These are leased: they came after the answer, from another node or from disk. The answer
-        is not lengthened: blocks behind it are neither there nor absent."""
+    def mark_present(self, group: int, blocks: range) -> None:
+        """Blocks that are leased: they came after the answer, from another node or from disk. The
+        answer is not lengthened: blocks behind it are neither there nor absent."""
         if group in self._masks and blocks:
             self._masks[group][blocks.start : blocks.stop] = True
 

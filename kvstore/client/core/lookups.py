@@ -204,7 +204,7 @@ class EngineLookups:
             return request.plan
         for part in short:
             end = part.first + part.count
-            request.present.lack(part.group, part.first + part.found_blocks, end)
+            request.present.mark_absent(part.group, part.first + part.found_blocks, end)
         self._give_back(request, [part for part in request.parts if part.group])
         request.rounds += 1
         if request.rounds > ROUNDS_MAX:
@@ -327,7 +327,7 @@ class EngineLookups:
         self._hits_unchecked += 1
         ranges = needed_blocks(request.plan, self._sizes, request.local_tokens, end_tokens)
         for group, size in enumerate(self._sizes):
-            request.present.have(group, range(ranges[group].start, end_tokens // size))
+            request.present.mark_present(group, range(ranges[group].start, end_tokens // size))
         jobs = [
             load_job(request, group, blocks, keys=self._keys(request, group), table=tables[group])
             for group, blocks in enumerate(ranges)
@@ -351,7 +351,7 @@ class EngineLookups:
                 # Not for a session that ended under its loads.
                 self._count_failure(self._copies, now_ns)
         if result.failed_block_ids:
-            request.present.lack(part.group, part.first)
+            request.present.mark_absent(part.group, part.first)
         request.load_reports += 1
         if request.load_reports < self._config.rank_count * request.load_jobs:
             return False
@@ -369,7 +369,7 @@ class EngineLookups:
             request.wait = None
         if request.is_trial:
             request.is_trial = False
-            self._copies.unused()
+            self._copies.return_probe()
         request.stage = LookupStage.NONE
         request.plan, request.rounds = None, 0
 

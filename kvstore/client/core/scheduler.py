@@ -84,7 +84,7 @@ class SchedulerCore:
                 request = self._by_tag.get(message.request)
                 if request is not None:
                     first_block, flags = message.first_block, message.present
-                    request.present.heard(message.group, first_block, flags)
+                    request.present.update_from_answer(message.group, first_block, flags)
             case _:
                 reason = self.attachment.received(message, now_ns)
                 if isinstance(message, SessionOpen):

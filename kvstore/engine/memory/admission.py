@@ -90,9 +90,11 @@ class Admission:
         return int(pool.capacity * self._low)
 
     def _take_over(self, pool: Pool, active: set[int], asker: QuotaGroup, *, claims: bool) -> bool:
-        """Empty a slab of another pool for this one: of an unused pool, when it is colder than the
-        next victims of this one; of one with more than its part, when this has less. With
-        `claims`, of any, but of other groups only. Quotas are kept in all cases."""
+        """Move one slab of another pool to this one; False: none may be moved.
+
+        The other pool has no session, and its coldest slab is older than the next victims of this
+        one; or it has more than its part, and this one less. With `claims` any pool, but only
+        slabs of other quota groups. No group falls below its quota."""
         part = max(1, self._slots.slabs_ready // max(len(active), 1))
         best: tuple[int, int] | None = None
         quotas = self._slots.quotas

@@ -131,7 +131,7 @@ class Arrivals:
         """Whether a watch needs one of these keys next."""
         return bool(self._next) and any(key in self._next for key in each(keys))
 
-    def news(self, keys: Keys) -> None:
+    def settle_keys(self, keys: Keys) -> None:
         """These keys arrived, or will not: queue the watches that need one of them next."""
         for key in each(keys) if self._next else ():
             self._to_look_at |= self._next.get(key, {})

@@ -233,7 +233,7 @@ class Fetches:
             self._remember_absent((asker.scopes[0], keys[0].tobytes()), event.locate)
         elif chosen is not None and not state.is_off(asker.tenant, asker.space):
             self._fetch_all(chosen.node, asker, keys[: chosen.blocks], event.locate)
-        self._arrivals.news(keys)
+        self._arrivals.settle_keys(keys)
 
     def _judge_index(self, *, is_known: bool) -> None:
         """Back off from an unreachable index, so that not every request waits for it."""

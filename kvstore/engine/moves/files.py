@@ -214,7 +214,7 @@ class Files:
             self._state.counters.file_reads_late += 1
             self._no_more_reading(event.job, job)
             self.pace.late(event.job)
-            self._arrivals.news(job.keys)
+            self._arrivals.settle_keys(job.keys)
 
     def _no_more_reading(self, number: int, job: _Read) -> None:
         mine = job.rows[self._reading[job.rows] == number]

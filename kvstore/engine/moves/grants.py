@@ -41,7 +41,7 @@ from kvstore.engine.moves.expected import (
 )
 from kvstore.engine.moves.intake import Incoming, Intake
 from kvstore.engine.moves.jobs import Jobs
-from kvstore.engine.moves.landing import LANDING_SHARE, Extents, LandingSlab
+from kvstore.engine.moves.landing import PEER_SHARE, Extents, LandingSlab
 from kvstore.engine.moves.pushes import ASKS_MAX
 from kvstore.engine.sessions.awaited import Awaited
 from kvstore.engine.state import State
@@ -111,7 +111,7 @@ class Grants:
         if self._grants_of.count(node) >= ASKS_MAX:
             return 0  # it refuses more of them
         held = self._pages_of[node]
-        share = max(self._slab.page_count // LANDING_SHARE, 0 if held else expect.pages)
+        share = max(self._slab.page_count // PEER_SHARE, 0 if held else expect.pages)
         return max(0, share - held) // expect.pages
 
     def _grant(self, expect: Expectation, room: int) -> bool:
@@ -222,7 +222,7 @@ class Grants:
         good = self._intake.fetch(job, event.good, event.checksums)
         if expect.reason is None and good.all():
             begin = granted.first + job.places.start
-            self._awaited.come(expect, slice(begin, begin + len(keys)))
+            self._awaited.settle_blocks(expect, slice(begin, begin + len(keys)))
         state.counters.push_blocks_landed += int(good.sum())
         expect.times.sealed_ns = state.now_ns
         took_ns = state.now_ns - job.since_ns
@@ -252,7 +252,7 @@ class Grants:
             for whose in (node, granted.expect):
                 self._grants_of.remove(whose, granted)
 
-    def over(self, event: PushOver) -> None:
+    def grant_ended(self, event: PushOver) -> None:
         """The peer's last word about a grant, or its session is lost."""
         granted = self._grants.get(event.grant)
         if granted is None or event.epoch != self._epoch:
@@ -278,7 +278,7 @@ class Grants:
 
     # ── the transfer worker ──────────────────────────────────────────────────────────────────────
 
-    def up(self, event: LandingUp) -> None:
+    def transfer_worker_changed(self, event: LandingUp) -> None:
         """Our transfer worker is another one, or dead: nothing writes for the one before."""
         for extents, pages in self._limbo:
             self._slab.free(extents, pages)

@@ -172,5 +172,5 @@ class Intake:
         seal = state.slots.seal_read if is_use else state.slots.seal
         seal(words, prints(copies.scope, keys), state.cause)
         state.credits_due = True
-        self._arrivals.news(copies.keys)
+        self._arrivals.settle_keys(copies.keys)
         return rows

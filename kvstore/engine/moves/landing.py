@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvstore.types import PAGE_BYTES
 
-LANDING_SHARE = 2
+PEER_SHARE = 2
 """A peer may be granted one part in so many of the slab."""
 
 Extents = NDArray[np.int64]

@@ -41,7 +41,7 @@ class Offers:
         self._residency = residency
         self._geometry = geometry
 
-    def told(self, changes: Iterable[Change]) -> list[Offered]:
+    def offers_of(self, changes: Iterable[Change]) -> list[Offered]:
         """Updates that follow from the changes of a step that has ended, in order."""
         return [offer for change in changes for offer in self._judge(change)]
 

@@ -314,7 +314,7 @@ class Pushes:
             self._end(ask, "the session has ended")
             self._forget(ask)
 
-    def named(self, tenant: str, transfer: str) -> None:
+    def prefill_changed(self, tenant: str, transfer: str) -> None:
         """An engine on this node has begun to prefill this transfer, or has ended."""
         for ask in self._groups.of((tenant, transfer)):
             ask.is_called = True

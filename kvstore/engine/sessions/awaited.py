@@ -119,7 +119,7 @@ class Awaited:
         for its in self.expects.named.of((connection.id, transfer)):
             self.end(its, "it was cancelled")
 
-    def named(self, tenant: str, transfer: str) -> None:
+    def prefill_changed(self, tenant: str, transfer: str) -> None:
         """An engine on this node has begun to prefill this transfer, or has ended."""
         for its in self.expects.named.of((tenant, transfer)):
             self._call(its)
@@ -152,10 +152,10 @@ class Awaited:
             keys, reason = keys_array(message.keys), expect.reason or ""
             self.budget -= LOOK_COST + len(keys)
             self.expects.settle(expect)
-            self.come(expect, slice(None))
+            self.settle_blocks(expect, slice(None))
             self._arrivals.unwatch((0, expect.number))
             self.revoke(expect)
-            self._arrivals.news(expect.missing)
+            self._arrivals.settle_keys(expect.missing)
             # Some may have been evicted since they came.
             rows = state.residency.find_all(expect.asker.scopes, keys)
             here = np.logical_and.reduce(self._files.there(rows), axis=0)
@@ -188,7 +188,7 @@ class Awaited:
         )
         state.trail.pushed(connection.owner.key[0], transfer, report)
 
-    def come(self, expect: Expectation, places: slice | NDArray[np.intp]) -> None:
+    def settle_blocks(self, expect: Expectation, places: slice | NDArray[np.intp]) -> None:
         """These are here, or not expected any more."""
         left = expect.missing[places][~expect.has_come[places]]
         self._coming.remove(expect.asker.scopes, left)
@@ -264,7 +264,7 @@ class Awaited:
         here = np.logical_and.reduce(self._state.residency.words(rows) >= 0, axis=0)
         if here.any():
             expect.news.hear(self._state.now_ns)
-        self.come(expect, left[here])
+        self.settle_blocks(expect, left[here])
         expect.is_called = False
         if here.all():
             self.end(expect, "")

@@ -16,13 +16,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import resource
 import socket
 import ssl
-import tempfile
 from collections.abc import Awaitable, Callable
 from itertools import chain, islice
-from pathlib import Path
 from typing import Final
 
 from aiohttp import web
@@ -358,20 +357,14 @@ def server_context(tls: Tls, *, demands_certificates: bool) -> ssl.SSLContext:
     """TLS of the proxy. With API keys clients need no certificate, without them one of the CA."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    _load(context, tls)
+    # The ssl module takes files only, and a container may have no directory to write to.
+    with open(os.memfd_create("pair.pem"), "wb", buffering=0) as pair:
+        pair.write(tls.key + b"\n" + tls.cert)
+        context.load_cert_chain(f"/proc/self/fd/{pair.fileno()}")
     if demands_certificates:
         context.load_verify_locations(cadata=tls.ca.decode("ascii"))
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-def _load(context: ssl.SSLContext, tls: Tls) -> None:
-    """The ssl module takes files only; these were read and checked before."""
-    with tempfile.TemporaryDirectory() as folder:
-        pair = Path(folder, "pair.pem")
-        pair.touch(mode=0o600)
-        pair.write_bytes(tls.key + b"\n" + tls.cert)
-        context.load_cert_chain(pair)
 
 
 class OpenDoor:

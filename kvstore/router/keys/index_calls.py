@@ -94,7 +94,7 @@ class IndexCalls:
             self._failed(error)
             return None
         except asyncio.CancelledError:
-            self._breaker.unused()
+            self._breaker.return_probe()
             raise
         if self._breaker.succeeded():
             _log.info("the index answers again")

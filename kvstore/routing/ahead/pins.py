@@ -162,7 +162,7 @@ class PromptPins:
         return HintAnswer(pinned_s=ttl_s, pinned_tokens=tokens)
 
     def due(self, now_ns: int) -> list[Pin]:
-        """Those to be touched now; those whose time is over are dropped."""
+        """Pins whose blocks are to be touched now; each is due again later. Expired ones go."""
         found: list[Pin] = []
         for pin in list(self._pins.values())[:DUE_MAX] if self._pins else ():
             if pin.due_ns > now_ns:

@@ -3,5 +3,5 @@
 flights   counts and prefixes of each leg, both attempts of a race
 blame     whose fault a failure is, and whether another worker is tried
 races     a second worker for a request whose first byte is late
-planner   roles of workers that may change them, by what a pool lacks
+role_planner   roles of workers that may change them, by what a pool lacks
 """

@@ -51,7 +51,7 @@ class Blame:
             opened.slow.add(worker)
         opened.refusals += failure is Failure.REFUSED
         if isinstance(event, LegFailed) and event.is_claim:
-            self._fleet.spared(worker, now_ns)
+            self._fleet.record_no_fault(worker, now_ns)
             return
         if failure not in _PUT_OFF:
             self._fleet.count_failure(worker)
@@ -78,7 +78,7 @@ class Blame:
         elif failure in _SUSPECT:  # a half-open breaker waits for the verdict
             opened.suspects.append((worker, why))
         else:
-            self._fleet.spared(worker, now_ns, is_full=failure is Failure.BUSY)
+            self._fleet.record_no_fault(worker, now_ns, is_full=failure is Failure.BUSY)
 
     def prefilled(self, opened: OpenRequest, event: PrefillDone, now_ns: int) -> None:
         """A remote prefill is over, and its request goes on."""
@@ -103,9 +103,9 @@ class Blame:
             if event.end is Ending.FAILED:
                 self._fleet.failed_unproven(worker, event.why, now_ns)
             elif not (opened.has_begun or opened.is_held):
-                self._fleet.spared(worker, now_ns)
+                self._fleet.record_no_fault(worker, now_ns)
                 if opened.race is not None:
-                    self._fleet.spared(opened.race.worker, now_ns)
+                    self._fleet.record_no_fault(opened.race.worker, now_ns)
 
     def _served(
         self, opened: OpenRequest, served_by: str, why: str, now_ns: int, *, is_whole: bool
@@ -129,7 +129,7 @@ class Blame:
             self._fleet.failed_unproven(*opened.suspects[0], now_ns)
         else:
             for suspect, _ in opened.suspects:
-                self._fleet.spared(suspect, now_ns)
+                self._fleet.record_no_fault(suspect, now_ns)
         opened.suspects.clear()
 
 

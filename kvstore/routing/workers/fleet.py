@@ -175,17 +175,17 @@ class Fleet:
             if any(other.succeeded_ns >= since_ns for other in others):
                 self.failed(worker, why, now_ns)
             else:
-                its.breaker.unused()
+                its.breaker.return_probe()
                 self._doubt(state)
 
-    def spared(self, worker: str, now_ns: int, *, is_full: bool = False) -> None:
+    def record_no_fault(self, worker: str, now_ns: int, *, is_full: bool = False) -> None:
         """A worker refused a request, or it was ended, which is no fault; no error if it has
         left."""
         if (state := self.state(worker)) is not None:
             if is_full:
-                state.health.rest(now_ns)
+                state.health.mark_full(now_ns)
             else:
-                state.health.breaker.unused()
+                state.health.breaker.return_probe()
             self._doubt(state)
 
     def answered(self, worker: str, now_ns: int, *, is_whole: bool) -> None:
@@ -385,7 +385,7 @@ class Fleet:
                 sums[flight.worker] = tokens + flight.uncached, streams
         return tuple(SharedLoad(name, round(t), streams) for name, (t, streams) in sums.items())
 
-    def shared(self, router: str, loads: tuple[SharedLoad, ...]) -> None:
+    def set_router_loads(self, router: str, loads: tuple[SharedLoad, ...]) -> None:
         """All that another router has in flight; none: it has nothing, or is gone."""
         self._shared.pop(router, None)
         if loads:

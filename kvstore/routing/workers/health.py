@@ -75,13 +75,14 @@ class WorkerHealth:
         self.fault = why
         self.breaker.failed(now_ns)
 
-    def rest(self, now_ns: int) -> None:
-        """The worker is full, by its word."""
-        self.breaker.unused()
+    def mark_full(self, now_ns: int) -> None:
+        """The worker said that it is full."""
+        self.breaker.return_probe()
         self.rests_until_ns = now_ns + REST_NS
 
     def begun(self) -> None:
-        """The first byte of a stream, which may break off: what failed before is remembered."""
+        """A streamed answer has begun. It may still break off: the breaker closes, and the next
+        failure opens it again, for longer."""
         self.was_reached = True
         self.breaker.begun()
 

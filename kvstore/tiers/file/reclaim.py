@@ -66,7 +66,8 @@ class Reclaimer:
             return None
 
     def move(self, segment: Segment, keep: bytes) -> tuple[list[FileEvent], OSError | None]:
-        """Copy what is kept to the end of the log; the writer's first failure, if there was one."""
+        """Copy records of `keep` to the end of the log. Returns the events to report, and the
+        writer's first error, if there was one."""
         events: list[FileEvent] = []
         errors: list[OSError] = []
         for records in self._asked.pop(segment.number, []):

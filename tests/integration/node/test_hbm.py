@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvstore.client.link import Link
-from kvstore.kernels.device import DeviceError
+from kvstore.kernels.port import DeviceError
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES

@@ -156,7 +156,7 @@ class SimEngine:
                 if message is None or core.received(message, now_ns) is not None:
                     self.drop_scheduler("ended")
                     break
-        if self.scheduler_socket and core.attachment.objection(now_ns, machine.heartbeat_ns):
+        if self.scheduler_socket and core.attachment.check_heartbeat(now_ns, machine.heartbeat_ns):
             self.drop_scheduler("heartbeat")
         for message in core.take_outbox():
             if self.scheduler_socket:

@@ -401,9 +401,8 @@ class SimPeers:
     def tell_others_grants(self, other: SimPeers) -> bool:
         """To another node: the last words about what it has granted to a third one. False: it has
         no session here, or granted nothing."""
-        sessions = [
-            n for n, its in vars(self.block_server)["_sessions"].items() if its.node == other.name
-        ]
+        peers = self.block_server.sessions.items()
+        sessions = [number for number, peer in peers if peer.node == other.name]
         given = [each.command for each in vars(other.lander)["_given"].values()]
         grants = [each for each in given if each.node != self.name]
         for session in sessions:

@@ -10,7 +10,7 @@ from tests.unit.client.conftest import ScriptedNode
 
 def lost(node: ScriptedNode, heartbeat_ns: int) -> bool:
     """Whether the cache is off."""
-    node.core.attachment.objection(node.now_ns, heartbeat_ns)
+    node.core.attachment.check_heartbeat(node.now_ns, heartbeat_ns)
     attachment = node.core.attachment
     assert attachment.is_open == (attachment.state is AttachState.OPEN and not attachment.is_silent)
     return attachment.is_silent
@@ -25,7 +25,7 @@ def test_with_the_next_beat_the_cache_is_on_again_and_nothing_was_given_up(
     beat = node.now_ns
     assert not lost(node, beat)
     node.wait(8 * 250)
-    assert not attachment.objection(node.now_ns, beat)
+    assert not attachment.check_heartbeat(node.now_ns, beat)
     assert not attachment.is_open
     (notice,) = node.core.take_notices()
     assert "heartbeat stopped" in notice
@@ -51,9 +51,9 @@ def test_what_is_not_open_is_not_said_to_be_off_or_on_by_a_heartbeat(node: Scrip
 def test_a_node_that_stays_silent_is_left(node: ScriptedNode) -> None:
     node.attach()
     beat = node.now_ns
-    assert not node.core.attachment.objection(node.now_ns, beat)
+    assert not node.core.attachment.check_heartbeat(node.now_ns, beat)
     node.wait(8 * 250 + 1)
-    assert node.core.attachment.objection(node.now_ns, beat)
+    assert node.core.attachment.check_heartbeat(node.now_ns, beat)
 
 
 def test_a_node_that_comes_and_goes_is_told_of_rarely(node: ScriptedNode) -> None:

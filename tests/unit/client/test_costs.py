@@ -278,10 +278,10 @@ def test_a_deadline_beyond_the_heartbeats_limit_is_kept() -> None:
 def silent(**changes: Any) -> ScriptedNode:
     """A node that was heard of 251 ms ago."""
     node = attached(**changes)
-    node.core.attachment.objection(node.now_ns, node.now_ns)
+    node.core.attachment.check_heartbeat(node.now_ns, node.now_ns)
     beat = node.now_ns
     node.wait(251)
-    node.core.attachment.objection(node.now_ns, beat)
+    node.core.attachment.check_heartbeat(node.now_ns, beat)
     return node
 
 
@@ -301,7 +301,7 @@ def test_who_waited_for_a_silent_node_is_served_when_it_is_back() -> None:
     node.core.new_request("r", keys, prompt_tokens=tokens, now_ns=node.now_ns)
     assert node.core.match("r", local_tokens=0, now_ns=node.now_ns) is PENDING
     node.wait(50)
-    node.core.attachment.objection(node.now_ns, node.now_ns)
+    node.core.attachment.check_heartbeat(node.now_ns, node.now_ns)
     assert node.core.match("r", local_tokens=0, now_ns=node.now_ns) is PENDING
     node.exchange()
     assert node.core.match("r", local_tokens=0, now_ns=node.now_ns) == Hit(tokens)

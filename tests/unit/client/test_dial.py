@@ -66,10 +66,13 @@ def test_a_restart_connects_at_once() -> None:
 def test_a_greeting_without_an_answer_ends() -> None:
     dial = Dial(LIMIT_MS)
     dial.connected(START_NS)
-    assert dial.objection(START_NS + GREETING_NS_MAX, 0) == ""
-    assert dial.objection(START_NS + GREETING_NS_MAX + 1, 0) == "the node does not answer"
+    assert dial.check_heartbeat(START_NS + GREETING_NS_MAX, 0) == ""
+    assert dial.check_heartbeat(START_NS + GREETING_NS_MAX + 1, 0) == "the node does not answer"
     dial.ended(START_NS)
-    assert (dial.state, dial.objection(START_NS + 2 * GREETING_NS_MAX, 0)) == (DialState.DOWN, "")
+    assert (dial.state, dial.check_heartbeat(START_NS + 2 * GREETING_NS_MAX, 0)) == (
+        DialState.DOWN,
+        "",
+    )
 
 
 @pytest.mark.parametrize("offset_ns", [-(10**12), 0, 10**12])
@@ -77,26 +80,26 @@ def test_a_greeting_without_an_answer_ends() -> None:
 def test_silence_does_not_depend_on_the_clocks(offset_ns: int, late_ns: int) -> None:
     """`late_ns`: before the Welcome was read."""
     dial = welcomed(START_NS, START_NS - late_ns + offset_ns)
-    assert dial.objection(START_NS, 0) == ""
+    assert dial.check_heartbeat(START_NS, 0) == ""
     beat_ns = START_NS + offset_ns
-    assert dial.objection(START_NS, beat_ns) == ""
+    assert dial.check_heartbeat(START_NS, beat_ns) == ""
     for age_ms, is_silent, is_gone in (
         (LIMIT_MS, False, False),
         (LIMIT_MS + 1, True, False),
         (GONE_TIMES * LIMIT_MS, True, False),
         (GONE_TIMES * LIMIT_MS + 1, True, True),
     ):
-        reason = dial.objection(START_NS + age_ms * NS_PER_MS, beat_ns)
+        reason = dial.check_heartbeat(START_NS + age_ms * NS_PER_MS, beat_ns)
         assert (bool(dial.silent_since_ns), bool(reason)) == (is_silent, is_gone)
-    assert dial.objection(START_NS + 3 * 10**9, START_NS + 3 * 10**9 + offset_ns) == ""
+    assert dial.check_heartbeat(START_NS + 3 * 10**9, START_NS + 3 * 10**9 + offset_ns) == ""
     assert not dial.silent_since_ns
 
 
 def test_a_new_beat_ends_the_silence_though_the_clocks_drifted_apart() -> None:
     dial = welcomed()
-    dial.objection(START_NS, START_NS)
+    dial.check_heartbeat(START_NS, START_NS)
     later_ns = START_NS + 10**9
-    dial.objection(later_ns, START_NS)
+    dial.check_heartbeat(later_ns, START_NS)
     assert dial.silent_since_ns == later_ns
-    assert dial.objection(later_ns + 1, START_NS + NS_PER_MS) == ""
+    assert dial.check_heartbeat(later_ns + 1, START_NS + NS_PER_MS) == ""
     assert not dial.silent_since_ns

@@ -54,13 +54,13 @@ def test_a_node_that_lost_everything_is_given_the_blocks_of_running_requests() -
 
 def test_leased_blocks_are_there_and_none_between_is_absent() -> None:
     present = Presence()
-    present.have(0, range(4))
+    present.mark_present(0, range(4))
     assert present.get(0) is None, "an answer to no question"
-    present.heard(0, 0, b"\x00")
-    present.have(0, range(2, 20))
-    present.have(0, range(5, 5))
+    present.update_from_answer(0, 0, b"\x00")
+    present.mark_present(0, range(2, 20))
+    present.mark_present(0, range(5, 5))
     mask = present.get(0)
     assert mask is not None
     assert mask.tolist() == [False] * 2 + [True] * 6
-    present.lack(0, 6)
+    present.mark_absent(0, 6)
     assert mask.tolist() == [False] * 2 + [True] * 4 + [False] * 2

@@ -284,7 +284,7 @@ def test_a_node_that_is_gone_ends_the_wait_at_once(node: PushNode, end: str) -> 
     node.words()
     assert node.ask() is PENDING
     if end == "silence":
-        node.core.attachment.objection(node.now_ns, node.now_ns - 300_000_000)
+        node.core.attachment.check_heartbeat(node.now_ns, node.now_ns - 300_000_000)
     else:
         node.core.attachment.disconnected(node.now_ns, "gone")
     if end == "another session":

@@ -208,14 +208,14 @@ def test_what_the_hints_asked_is_not_asked_again(change: str) -> None:
 
 def test_an_answer_behind_a_gap_is_none() -> None:
     present = Presence()
-    present.heard(1, 8, b"\xff")
+    present.update_from_answer(1, 8, b"\xff")
     assert present.get(1) is None, "it has no beginning"
-    present.heard(1, 0, b"\x01")
-    present.heard(1, 8, b"\x02")
+    present.update_from_answer(1, 0, b"\x01")
+    present.update_from_answer(1, 8, b"\x02")
     for far in (17, 1 << 40, (1 << 64) - 1):
-        present.heard(1, far, b"\xff")
+        present.update_from_answer(1, far, b"\xff")
     assert np.flatnonzero(present.resized(1, 40)).tolist() == [0, 9]
-    present.heard(1, 8, b"\x00")
+    present.update_from_answer(1, 8, b"\x00")
     assert np.flatnonzero(present.resized(1, 40)).tolist() == [0]
 
 

@@ -103,7 +103,7 @@ def test_slices_add_up_to_what_was_told(
 def test_what_a_space_lost_is_taken_back_though_its_scopes_are_forgotten() -> None:
     offers = Offers(Residency(block_count_max=4, word_count=4), lambda _: (LAYERS, HEADS))
     scope = ("t", SpaceId(bytes(32)), WHOLE)
-    assert offers.told([Change(Tier.DRAM, False, scope, key(1) + key(2))]) == [
+    assert offers.offers_of([Change(Tier.DRAM, False, scope, key(1) + key(2))]) == [
         Offered(Tier.DRAM, False, *scope[:2], key(1) + key(2))
     ]
 
@@ -144,7 +144,7 @@ def test_an_offer_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
         return []
 
     _, peer = attached(Node())
-    monkeypatch.setattr(Offers, "told", broken)
+    monkeypatch.setattr(Offers, "offers_of", broken)
     with pytest.raises(AssertionError, match="offers tell another story"):
         peer.store(1)
 

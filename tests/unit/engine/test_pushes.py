@@ -19,7 +19,7 @@ from kvstore.engine.events import (
 from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.expected import STALLED_GAPS, STALLED_NS
 from kvstore.engine.moves.grants import LIMBO_NS, REVOKED_NS
-from kvstore.engine.moves.landing import LANDING_SHARE
+from kvstore.engine.moves.landing import PEER_SHARE
 from kvstore.engine.moves.pushes import LOOK_NS
 from kvstore.engine.moves.transfers import SEALS_NS, UNKNOWN_NS
 from kvstore.types import ConnectionId
@@ -450,7 +450,7 @@ def test_a_peer_is_granted_half_of_the_slab() -> None:
     pair.expect(*range(1, 20))
     slab = pair.d.engine._grants._slab
     taken = slab.page_count - slab.free_pages
-    assert 0 < taken <= slab.page_count // LANDING_SHARE < taken * 2
+    assert 0 < taken <= slab.page_count // PEER_SHARE < taken * 2
 
 
 def test_a_node_without_landing_memory_says_so() -> None:

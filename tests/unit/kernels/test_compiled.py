@@ -18,8 +18,8 @@ from cuda.bindings import driver, runtime
 from kvstore.kernels import compiled, launches
 from kvstore.kernels.compiled import Cubin, cubin
 from kvstore.kernels.cuda import CudaKernels
-from kvstore.kernels.device import DeviceError
 from kvstore.kernels.launches import KERNELS, MOVE_PIECES
+from kvstore.kernels.port import DeviceError
 
 SOURCES = sorted({kernel.source for kernel in KERNELS})
 REGISTERS_MAX = 64

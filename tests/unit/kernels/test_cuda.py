@@ -14,8 +14,8 @@ import pytest
 from cuda.bindings import driver, runtime as real
 
 from kvstore.kernels.cuda import CudaDevice, CudaKernels
-from kvstore.kernels.device import DeviceError
 from kvstore.kernels.launches import MOVE_PIECES, Launch, moved
+from kvstore.kernels.port import DeviceError
 from tests.kit.fake_cuda import FakeCuda, FakeKernels
 from tests.kit.simulated_device import UUID, SimulatedDevice
 

@@ -12,9 +12,10 @@ from hypothesis import example, given, settings, strategies as st
 
 from kvstore.kernels import launches, moves, pinning
 from kvstore.kernels.caches import Addresses, DeviceCache, LayerPages
-from kvstore.kernels.device import Device, DeviceCopies, DeviceError
+from kvstore.kernels.device import DeviceCopies
 from kvstore.kernels.moves import BATCH_MAX, NO_ROOM, ROOM_BYTES, BlockMoves
 from kvstore.kernels.pinning import CHUNK_BYTES, cut
+from kvstore.kernels.port import Device, DeviceError
 from kvstore.kernels.reference import checksum
 from kvstore.ports import CopyWay
 from kvstore.wire.checksum import PIECE_BYTES, root_of

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore.kernels.cuda import CudaDevice
-from kvstore.kernels.device import DeviceError
+from kvstore.kernels.port import DeviceError
 from kvstore.ports import CopyWay
 from kvstore.units import MIB
 from tests.kit.copy_parties import TimedCudaParty, noise, room

@@ -14,10 +14,10 @@ from kvstore.index.engine_feed import EngineCounters
 from kvstore.net.http import Page
 from kvstore.node.connection import AttachCounters
 from kvstore.node.driver import DriverCounters
-from kvstore.node.pages import EventCounters, NodeCollector, make_pages
+from kvstore.node.pages import NodeCollector, make_pages
 from kvstore.obs.metrics import INDEX_METRICS, family
 from kvstore.obs.timings import Timings
-from kvstore.peers.changes import FeedCounters
+from kvstore.peers.changes import EventCounters, FeedCounters
 from kvstore.peers.fetcher import KINDS as FETCH_KINDS, FetcherCounters
 from kvstore.peers.lander import KINDS as PUSH_KINDS
 from kvstore.peers.member import ClusterMember

@@ -117,7 +117,7 @@ class WriteBudget:
         return self.left_bytes(now_ns) < TIGHT_SHARE * self._day_bytes
 
     def allow(self, wanted_bytes: int, now_ns: int, *, unit_bytes: int) -> int:
-        """Part of `size_bytes` to write, in whole units (records); it counts as written."""
+        """Part of `wanted_bytes` to write, in whole units (records); it counts as written."""
         allowed = min(wanted_bytes, self.left_bytes(now_ns)) // unit_bytes * unit_bytes
         self._level -= allowed * NS_PER_DAY
         return allowed

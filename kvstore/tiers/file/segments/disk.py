@@ -172,9 +172,8 @@ def works_direct(disk: Disk, name: str, dir_fd: int) -> bool:
 
 
 def close_at_last(fd: int) -> None:
-    """Close a file that is done with. The descriptor is gone even if that fails, as it may where
-    what was written goes over a network: then a record is not what it should be, which whoever
-    reads it finds out."""
+    """Close a file and ignore errors. On a network file system a write may fail only here: the
+    damaged record is found by its checksum when it is read."""
     with contextlib.suppress(OSError):
         os.close(fd)
 

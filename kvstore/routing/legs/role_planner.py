@@ -5,11 +5,11 @@
 
 | starved  | sign                                                                | gives a worker |
 |----------|---------------------------------------------------------------------|----------------|
-| prefill  | prefill queue ≥ PREFILL_HIGH_S; or > PREFILL_LOW_S and TTFT     | decode         |
+| prefill  | prefill queue ≥ PREFILL_HIGH_S; or > PREFILL_LOW_S and TTFT         | decode         |
 |          | missed by > 5 % of requests; or time per token missed by > 5 %      |                |
 |          | where decoders compute prompts more than they stream                |                |
 | decode   | time per token missed by > 5 %, or more streams than `streams_max`, | prefill        |
-|          | while the prefill queue is ≤ PREFILL_LOW_S                        |                |
+|          | while the prefill queue is ≤ PREFILL_LOW_S                          |                |
 
 Rule 1: only workers of role `any` change; those that an operator fixed count, and stay.
 Rule 2: a worker is to spare if the rest of its role stays below `spare` of what it can do, and not
