@@ -113,6 +113,7 @@ _KINDS: Final[Mapping[str, Schema]] = {
     "port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "minReplicas": {"type": "integer", "minimum": 0},
     "replicas": {"type": "integer", "minimum": 0},
+    "timeoutSeconds": _COUNT,
     "gpus": _COUNT,
     "size": _COUNT,
     "maxReplicas": _COUNT,
@@ -154,7 +155,7 @@ def schema() -> Schema:
     issuer["issuerKind"] = _one_of("Issuer", "ClusterIssuer")
     gateway = parts["gateway"]["properties"]
     gateway["kind"] = _one_of("", "gke", "istio")
-    gateway["failureMode"] = _one_of("FailClose", "FailOpen")
+    gateway["failureMode"] = _one_of("", "FailClose", "FailOpen")
     gateway["modelArmor"]["properties"]["settings"] = _OBJECTS
     definitions = _definitions() | {"Engine": parts["engineDefaults"]}
     parts["engineDefaults"] = {"$ref": "#/$defs/Engine"}

@@ -99,9 +99,27 @@ CRDS: Final[dict[tuple[str, str], Schema]] = {
     # github.com/kubernetes-sigs/gateway-api: gateway.networking.k8s.io_{httproutes,gateways}.yaml
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): _object(
         *("parentRefs", "rules"),
-        parentRefs=_list(_object("name", name=TEXT)),
+        parentRefs=_list(_object("name", name=TEXT, namespace=TEXT, sectionName=TEXT)),
         hostnames=_list(TEXT),
-        rules=_list(_object("backendRefs", backendRefs=_list(_TARGET))),
+        rules=_list(
+            _object(
+                "backendRefs",
+                backendRefs=_list(_TARGET),
+                matches={
+                    **_list(
+                        _object(
+                            "path",
+                            path=_object(
+                                *("type", "value"),
+                                type=_one_of("Exact", "PathPrefix"),
+                                value=TEXT,
+                            ),
+                        )
+                    ),
+                    "maxItems": 64,
+                },
+            )
+        ),
     ),
     ("gateway.networking.k8s.io/v1", "Gateway"): _object(
         *("gatewayClassName", "listeners"),
@@ -133,6 +151,11 @@ CRDS: Final[dict[tuple[str, str], Schema]] = {
                 ),
             ),
         ),
+    ),
+    ("networking.gke.io/v1", "GCPBackendPolicy"): _object(
+        *("targetRef", "default"),
+        targetRef=_TARGET,
+        default=_object("timeoutSec", timeoutSec=WHOLE),
     ),
     # cloud.google.com/service-extensions: "Configure an extension to call a Google service"
     ("networking.gke.io/v1", "GCPTrafficExtension"): _object(

@@ -143,10 +143,23 @@ def test_a_wrong_value_is_refused_by_name(wrong: Object, name: str) -> None:
         loaded.render(wrong, name="kvstore", namespace="kvstore")
 
 
+GATEWAY: Object = {"router": {"enabled": True, "apiKeysSecret": "keys"}}
+
+
 @pytest.mark.parametrize(
     ("values", "release", "sentence"),
     [
         ({"gateway": {"kind": "istio"}}, "kvstore", "gateway.kind needs router.enabled"),
+        (
+            {**GATEWAY, "gateway": {"kind": "istio", "failureMode": "FailOpen"}},
+            "kvstore",
+            "gateway.failureMode: FailOpen lets requests past router.apiKeysSecret",
+        ),
+        (
+            {**GATEWAY, "gateway": {"kind": "gke", "className": "x", "namespace": "y"}},
+            "kvstore",
+            "gateway.className makes a Gateway in the namespace of the release",
+        ),
         ({}, "a" * 41, "has more than 40 characters"),
         (
             {"engines": {"a": {"autoscaling": {"kind": "hpa"}}}},
@@ -178,6 +191,18 @@ def test_the_notes_have_the_engine_flags_to_paste() -> None:
     assert "/run/kvstore/ai/kvstore, type: DirectoryOrCreate" in text
     assert "kubectl label namespace ai pod-security.kubernetes.io/enforce=privileged" in text
     assert "secrets" not in text
+
+
+@pytest.mark.parametrize("kind", ["gke", "istio"])
+def test_the_notes_name_the_gateway(kind: str) -> None:
+    values: Object = {"router": {"enabled": True}, "index": {"enabled": True}}
+    gateway = {"kind": kind, "name": "shared", "namespace": "edge"}
+    text = notes({**values, "gateway": {**gateway, "hostnames": ["llm.example.com"]}})
+    assert "Clients: https://llm.example.com/v1, through the Gateway shared in edge" in text
+    assert "without API keys" in text
+    keys = merged(values, {"router": {"apiKeysSecret": "keys"}, "gateway": gateway})
+    assert "without API keys" not in notes(keys)
+    assert "Clients: https://ADDRESS/v1, through the Gateway shared in edge" in notes(keys)
 
 
 def test_the_notes_name_what_is_missing() -> None:

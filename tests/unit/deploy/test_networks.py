@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.obs.metrics import BY_NAME
+from kvstore.router.front import answers
 from tests.unit.deploy.manifests import (
     ALL,
     EXAMPLES,
@@ -126,13 +127,77 @@ def test_the_gateway_asks_the_picker_of_the_router() -> None:
         assert {each["protocol"] for each in gateway["spec"]["listeners"]} == {"HTTPS"}
 
 
+@pytest.mark.parametrize("name", ["istio", "gke-inference-gateway"])
+def test_a_gateway_routes_the_paths_of_the_router_and_no_others(name: str) -> None:
+    (route,) = of_kind(objects(name), "HTTPRoute")
+    (rule,) = route["spec"]["rules"]
+    paths = [each["path"] for each in rule["matches"]]
+
+    def is_routed(path: str) -> bool:
+        return any(
+            path == each["value"]
+            or (each["type"] == "PathPrefix" and path.startswith(each["value"] + "/"))
+            for each in paths
+        )
+
+    mine = [*answers.PROMPTS, "/health", "/v1/models", "/v1/models/llama", "/v1/responses/resp_1"]
+    mine += ["/v1/responses/resp_1/cancel", "/v1/audio/transcriptions"]
+    assert [path for path in mine if not is_routed(path)] == []
+    others = ["/", "/metrics", "/invocations", "/inference/v1/generate", "/v1/load_lora_adapter"]
+    others += ["/sleep", "/pause", "/v1", "/v1/chat/completions/render", "/server_info", "/docs"]
+    assert [path for path in others if is_routed(path)] == []
+    exact = {each["value"] for each in paths if each["type"] == "Exact"}
+    assert exact - {"/health"} <= answers.PROMPTS, "a path that the router no longer takes"
+
+
+@pytest.mark.parametrize(
+    ("keys", "given", "mode"),
+    [("", "", "FailOpen"), ("keys", "", "FailClose"), ("", "FailClose", "FailClose")],
+)
+def test_no_picker_no_requests_past_api_keys(keys: str, given: str, mode: str) -> None:
+    more = {"router": {"apiKeysSecret": keys}, "gateway": {"failureMode": given}}
+    (pool,) = of_kind(rendered(merged(example_values("istio"), more)), "InferencePool")
+    assert pool["spec"]["endpointPickerRef"]["failureMode"] == mode
+
+
+def test_googles_proxies_wait_for_long_answers() -> None:
+    found = objects("gke-inference-gateway")
+    (policy,), (pool,) = of_kind(found, "GCPBackendPolicy"), of_kind(found, "InferencePool")
+    assert policy["spec"]["targetRef"]["kind"] == "InferencePool"
+    assert policy["spec"]["targetRef"]["name"] == pool["metadata"]["name"]
+    assert policy["spec"]["default"]["timeoutSec"] == 3600, "30 s without it"
+    longer = rendered(merged(ALL, {"gateway": {"timeoutSeconds": 7200}}))
+    (policy,) = of_kind(longer, "GCPBackendPolicy")
+    assert policy["spec"]["default"]["timeoutSec"] == 7200
+
+
+def test_a_gateway_of_another_namespace_is_used() -> None:
+    shared = {"className": "", "namespace": "edge", "sectionName": "https"}
+    for name, beside in (
+        ("istio", "Certificate"),
+        ("gke-inference-gateway", "GCPTrafficExtension"),
+    ):
+        found = rendered(merged(example_values(name), {"gateway": shared}))
+        (route,) = of_kind(found, "HTTPRoute")
+        (parent,) = route["spec"]["parentRefs"]
+        assert (parent["namespace"], parent["sectionName"]) == ("edge", "https")
+        assert route["metadata"]["namespace"] == "kvstore"
+        assert not of_kind(found, "Gateway")
+        (made,) = of_kind(found, beside)
+        assert made["metadata"]["namespace"] == "edge", "where the gateway looks for it"
+
+
 def test_the_filter_sees_prompts_before_the_picker() -> None:
     """A traffic extension of the Gateway acts before the backend's picker is asked."""
     found = objects("gke-inference-gateway")
     (extension,), (gateway,) = of_kind(found, "GCPTrafficExtension"), of_kind(found, "Gateway")
     (target,) = extension["spec"]["targetRefs"]
     assert (target["kind"], target["name"]) == ("Gateway", gateway["metadata"]["name"])
-    (armor,) = extension["spec"]["extensionChains"][0]["extensions"]
+    (chain,) = extension["spec"]["extensionChains"]
+    assert chain["matchCondition"] == {
+        "celExpressions": [{"celMatcher": 'request.path.startsWith("/")'}]
+    }, "all that is routed"
+    (armor,) = chain["extensions"]
     assert armor["failOpen"] is False
     assert {"RequestBody", "ResponseBody"} <= {*armor["supportedEvents"]}
     (told,) = json.loads(armor["metadata"]["model_armor_settings"])
