@@ -71,6 +71,7 @@ _COUNT: Final[Schema] = {"type": "integer", "minimum": 1}
 _OBJECTS: Final[Schema] = {"type": "array", "items": {"type": "object"}}
 _TEXTS: Final[Schema] = {"type": "array", "items": _NAME}
 _QUANTITY: Final[Schema] = {"type": "string", "pattern": "^[0-9]+(\\.[0-9]+)?(m|[KMGTP]i?)?$"}
+_SHARE: Final[Schema] = {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"}
 _OWN_LABELS: Final[Schema] = {  # selectors never change
     "type": "object",
     "propertyNames": {"not": {"pattern": "^app\\.kubernetes\\.io/"}},
@@ -114,6 +115,9 @@ _KINDS: Final[Mapping[str, Schema]] = {
     "minReplicas": {"type": "integer", "minimum": 0},
     "replicas": {"type": "integer", "minimum": 0},
     "timeoutSeconds": _COUNT,
+    "terminationGracePeriodSeconds": {"type": "integer", "minimum": 10},  # preStop, and 5 s to end
+    "maxSurge": _SHARE,
+    "maxUnavailable": _SHARE,
     "gpus": _COUNT,
     "size": _COUNT,
     "maxReplicas": _COUNT,
@@ -142,6 +146,7 @@ def schema() -> Schema:
     node["args"]["properties"]["dram"] |= {"type": "string", "pattern": f"^{_WHOLE}$"}
     node["args"]["required"] = ["dram"]
     node["disk"]["properties"]["size"] = {"type": "string", "pattern": f"^({_WHOLE})?$"}
+    node["updateStrategy"]["properties"]["type"] = _one_of("RollingUpdate", "OnDelete")
     parts["index"]["properties"]["replicas"] = {"type": "integer", "minimum": 1, "maximum": 16}
     router["service"]["properties"]["type"] = _one_of("ClusterIP", "NodePort", "LoadBalancer")
     router["policy"] = {"$ref": "#/$defs/RoutingPolicy"}

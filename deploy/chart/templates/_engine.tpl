@@ -5,12 +5,17 @@
 {{- $engine := index . 2 }}
 {{- $port := int $engine.port }}
 {{- $isGroup := eq $engine.kind "LeaderWorkerSet" }}
+{{- $constants := dict "HOME" "/tmp" }}
+{{- if $engine.modelsClaim }}{{ $_ := set $constants "HF_HUB_OFFLINE" "1" }}{{ end }}
 {{- $resources := mergeOverwrite (dict "nvidia.com/gpu" (toString $engine.gpus) "memory" $engine.memory) $engine.resources -}}
 metadata:
   {{- include "kvstore.podMetadata" (list $ (index . 1) $engine $port) | nindent 2 }}
 spec:
   {{- include "kvstore.podCommon" (list $ $engine) | nindent 2 }}
   automountServiceAccountToken: false
+  {{- with $engine.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
   terminationGracePeriodSeconds: {{ $engine.terminationGracePeriodSeconds }}
   containers:
     - name: vllm
@@ -26,6 +31,8 @@ spec:
         - {{ $engine.model }}
         - --port={{ $port }}
         - --prefix-caching-hash-algo=sha256_cbor
+        # Of the grace period: preStop, then time for requests in flight, then 5 s to end.
+        - --shutdown-timeout={{ sub $engine.terminationGracePeriodSeconds 10 }}
         # /render, with which routers make tokens of text prompts: without it the engine answers 403,
         # and the index is not used for them.
         - --enable-scale-out
@@ -41,15 +48,15 @@ spec:
         - {{ include "kvstore.transferConfig" (list $ $engine) | squote }}
         {{- with $engine.args }}{{ toYaml . | nindent 8 }}{{ end }}
       env:
-        {{- include "kvstore.env" $ | nindent 8 }}
-        - {name: HF_HUB_OFFLINE, value: "1"}
-        - {name: HOME, value: /tmp}
-        {{- with $engine.env }}{{ toYaml . | nindent 8 }}{{ end }}
+        {{- include "kvstore.env" (list $engine.env $constants) | trim | nindent 8 }}
       ports:
         - {name: http, containerPort: {{ $port }}}
       resources:
         requests: {{ merge (dict "cpu" $engine.cpu) $resources | toYaml | nindent 10 }}
         limits: {{ toYaml $resources | nindent 10 }}
+      lifecycle:
+        preStop:
+          sleep: {seconds: 5}  # until routers and load balancers know that the pod terminates
       startupProbe:
         httpGet: {path: /health, port: http}
         periodSeconds: 5
@@ -57,6 +64,7 @@ spec:
       readinessProbe:
         httpGet: {path: /health, port: http}
         periodSeconds: 5
+        timeoutSeconds: 5
       securityContext:
         allowPrivilegeEscalation: false
         capabilities: {drop: ["ALL"]}

@@ -25,7 +25,7 @@ labels:
 {{- $ := index . 0 }}
 {{- $values := index . 2 }}
 {{- $annotations := $values.podAnnotations }}
-{{- if not $.Values.monitoring.serviceMonitors.enabled }}
+{{- if $.Values.monitoring.scrapeAnnotations }}
 {{- $annotations = merge (dict "prometheus.io/scrape" "true" "prometheus.io/port" (index . 3 | toString)) $annotations }}
 {{- end -}}
 labels:
@@ -65,13 +65,36 @@ fsGroup: 10001
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
+{{/* (list env constants): variables of a container. Those of the operator's env come last, and
+     replace the chart's: Kubernetes refuses a name that is there twice. */}}
 {{- define "kvstore.env" -}}
-- name: POD_IP
-  valueFrom: {fieldRef: {fieldPath: status.podIP}}
-- name: POD_NAME
-  valueFrom: {fieldRef: {fieldPath: metadata.name}}
-- name: NODE_NAME
-  valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+{{- $env := index . 0 }}
+{{- $own := list }}
+{{- range $env }}{{ $own = append $own .name }}{{ end }}
+{{- range $name, $field := dict "POD_IP" "status.podIP" "POD_NAME" "metadata.name" "NODE_NAME" "spec.nodeName" }}
+{{- if not (has $name $own) }}
+- name: {{ $name }}
+  valueFrom: {fieldRef: {fieldPath: {{ $field }}}}
+{{- end }}
+{{- end }}
+{{- range $name, $value := index . 1 }}
+{{- if not (has $name $own) }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end }}
+{{- with $env }}{{ toYaml . | nindent 0 }}{{ end }}
+{{- end }}
+
+{{/* (list $ apiVersion kind name replicas isScaled): `replicas` of a workload. A scaler owns the count;
+     an upgrade that leaves it out would set it to 1, so the live one is repeated. */}}
+{{- define "kvstore.scale" -}}
+{{- if not (index . 5) }}
+replicas: {{ index . 4 }}
+{{- else }}
+{{- with lookup (index . 1) (index . 2) (index . 0).Release.Namespace (index . 3) }}
+replicas: {{ .spec.replicas }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{/* ── flags ── */}}

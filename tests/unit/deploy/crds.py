@@ -45,11 +45,17 @@ def _one_of(*values: object) -> Schema:
 _TARGET = _object("group", "kind", "name", group={"type": "string"}, kind=TEXT, name=TEXT)
 
 CRDS: Final[dict[tuple[str, str], Schema]] = {
-    # github.com/prometheus-operator/prometheus-operator: monitoring.coreos.com_servicemonitors.yaml
+    # github.com/prometheus-operator/prometheus-operator: servicemonitors and podmonitors of its
+    # monitoring.coreos.com
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _object(
         *("selector", "endpoints"),
         selector=LABELS,
         endpoints=_list(_object("port", port=TEXT, interval=SECONDS)),
+    ),
+    ("monitoring.coreos.com/v1", "PodMonitor"): _object(
+        *("selector", "podMetricsEndpoints"),
+        selector=LABELS,
+        podMetricsEndpoints=_list(_object("port", port=TEXT, interval=SECONDS)),
     ),
     # github.com/kedacore/keda: keda.sh_scaledobjects.yaml; the trigger: its scaler for Prometheus
     ("keda.sh/v1alpha1", "ScaledObject"): _object(

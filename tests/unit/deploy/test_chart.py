@@ -39,6 +39,7 @@ from tests.unit.deploy.manifests import (
     rendered,
     template,
     validate,
+    workload,
     workloads,
 )
 
@@ -123,7 +124,10 @@ def test_rendered_twice_is_the_same() -> None:
         ({"node": {"disk": {"size": "1T"}}}, "size"),
         ({"node": {"resources": {"memory": "1Gi"}}}, "memory"),
         ({"node": {"podLabels": {COMPONENT: "x"}}}, COMPONENT),
+        ({"node": {"updateStrategy": {"type": "Recreate"}}}, "type"),
         ({"engines": {"a-b": {}}}, "a-b"),
+        ({"engines": {"a": {"terminationGracePeriodSeconds": 9}}}, "terminationGracePeriodSeconds"),
+        ({"engines": {"a": {"rollingUpdate": {"maxSurge": "x"}}}}, "maxSurge"),
         ({"engines": {"a": {"role": "kv_both"}}}, "role"),
         ({"engines": {"a": {"connector": {"min_load": 1}}}}, "min_load"),
         ({"engines": {"a": {"connector": {"socket": "/x"}}}}, "socket"),
@@ -363,6 +367,75 @@ def test_requests_may_end_before_a_router_is_killed(delay: int, timeout: int) ->
     waits_s = container(found, "router")["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert waits_s >= max(1, delay)
     assert pod(found, "router")["terminationGracePeriodSeconds"] >= waits_s + delay + timeout + 10
+
+
+@pytest.mark.parametrize(("grace", "left"), [(60, 50), (25, 15), (10, 0)])
+def test_requests_may_end_before_an_engine_is_killed(grace: int, left: int) -> None:
+    found = rendered({"engines": {"a": {"terminationGracePeriodSeconds": grace}}})
+    engine = container(found, "a-engine")
+    assert f"--shutdown-timeout={left}" in engine["args"]
+    waits_s = engine["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert waits_s + left + 5 == pod(found, "a-engine")["terminationGracePeriodSeconds"] == grace
+
+
+def test_an_engine_is_replaced_on_the_gpus_that_it_has() -> None:
+    found = rendered({"engines": {"a": {}, "b": {"rollingUpdate": {"maxSurge": "25%"}}}})
+    spec = workload(found, "a-engine")["spec"]
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    probe = container(found, "a-engine")["startupProbe"]
+    assert spec["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
+    rolls = workload(found, "b-engine")["spec"]["strategy"]["rollingUpdate"]
+    assert rolls == {"maxSurge": "25%", "maxUnavailable": 1}
+
+
+def test_nodes_may_be_replaced_by_hand() -> None:
+    def updates(values: Object) -> Object:
+        strategy: Object = workload(rendered({"node": values}), "node")["spec"]["updateStrategy"]
+        return strategy
+
+    assert updates({}) == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}}
+    share = updates({"updateStrategy": {"maxUnavailable": "10%"}})
+    assert share["rollingUpdate"] == {"maxUnavailable": "10%"}
+    assert updates({"updateStrategy": {"type": "OnDelete"}}) == {"type": "OnDelete"}
+
+
+def test_one_engine_at_a_time_is_evicted_where_there_are_several() -> None:
+    engines = {"a": {}, "b": {"replicas": 2}, "c": {"autoscaling": {"kind": "keda"}}}
+    engines["d"] = {"replicas": 2, "autoscaling": {"kind": "keda", "maxReplicas": 1}}
+    found = rendered({"router": {"enabled": True}, "engines": engines})
+    budgets = of_kind(found, "PodDisruptionBudget")
+    assert {component(each) for each in budgets} == {"router", "b-engine", "c-engine"}
+    assert {each["spec"]["maxUnavailable"] for each in budgets} == {1}
+
+
+def test_engines_have_what_their_machines_need() -> None:
+    found = rendered({"engines": {"a": {}, "b": {"runtimeClassName": "nvidia"}}})
+    assert "runtimeClassName" not in pod(found, "a-engine")
+    assert pod(found, "b-engine")["runtimeClassName"] == "nvidia"
+    assert container(found, "a-engine")["readinessProbe"]["timeoutSeconds"] == 5, "under load"
+
+
+def test_variables_of_the_operator_replace_those_of_the_chart() -> None:
+    """Kubernetes refuses a name that is there twice."""
+    mine = [{"name": name, "value": "x"} for name in ("HOME", "NODE_NAME", "MINE")]
+    mine += [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "0"}, {"name": "POLICY_DIGEST"}]
+    parts = {part: {"enabled": True, "env": mine} for part in ("node", "index", "router")}
+    parts["node"]["args"] = {"hbm": "1GiB"}
+    parts["router"]["policy"] = {"limits": {"held_max": 3}}
+    found = rendered({**parts, "engines": {"a": {"env": mine}}})
+    for part in ("node", "index", "router", "a-engine"):
+        env = container(found, part)["env"]
+        assert env[-len(mine) :] == mine
+        names = [each["name"] for each in env]
+        assert len({*names}) == len(names)
+        assert {"POD_IP", "POD_NAME"} <= {*names}, "which flags use"
+
+
+@pytest.mark.parametrize(("claim", "offline"), [("models", True), ("", False)])
+def test_engines_without_a_claim_may_download_the_model(claim: str, offline: bool) -> None:
+    env = container(rendered({"engines": {"a": {"modelsClaim": claim}}}), "a-engine")["env"]
+    assert ({"name": "HF_HUB_OFFLINE", "value": "1"} in env) is offline
+    assert {"name": "HOME", "value": "/tmp"} in env
 
 
 # ── flags ────────────────────────────────────────────────────────────────────────────────────────

@@ -189,6 +189,7 @@ def test_the_engine_takes_its_flags() -> None:
         made = parser.parse_args([*addressed, "--data-parallel-start-rank=8"])
         assert (made.model_tag, made.enable_scale_out) == ("/models/model", True)
         assert made.kv_transfer_config.kv_connector == "KVStoreConnector"
+        assert made.shutdown_timeout in (50, 15), "with 0 requests in flight are aborted"
     assert {"--data-parallel-hybrid-lb" in args for args in distinct} == {True, False}
     with pytest.raises(SystemExit):
         parser.parse_args(["--enable-scale-up"])

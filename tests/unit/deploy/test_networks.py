@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
+import helm_python
 import pytest
 
 from kvstore.obs.metrics import BY_NAME
 from kvstore.router.front import answers
+from scripts import chart
 from tests.unit.deploy.manifests import (
     ALL,
     EXAMPLES,
@@ -21,6 +25,7 @@ from tests.unit.deploy.manifests import (
     merged,
     objects,
     of_kind,
+    parsed,
     rendered,
     template,
     workload,
@@ -226,6 +231,15 @@ def test_prometheus_finds_each_part_once() -> None:
     found = rendered(ALL)
     monitors = of_kind(found, "ServiceMonitor")
     assert {component(each) for each in monitors} == {"node", "index", "router"}
+    for each in of_kind(found, "PodMonitor"):
+        made = template(workload(found, component(each)))
+        assert made is not None
+        assert each["spec"]["selector"]["matchLabels"].items() <= made["metadata"]["labels"].items()
+        (endpoint,) = each["spec"]["podMetricsEndpoints"]
+        (port,) = made["spec"]["containers"][0]["ports"]
+        assert endpoint["port"] == port["name"]
+    engines = {f"{name}-engine" for name in ALL["engines"]}
+    assert {component(each) for each in of_kind(found, "PodMonitor")} == engines
     for each in monitors:
         wanted = each["spec"]["selector"]["matchLabels"]
         (endpoint,) = each["spec"]["endpoints"]
@@ -236,10 +250,20 @@ def test_prometheus_finds_each_part_once() -> None:
             and endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
         ]
         assert len(services) == 1
-    for part in ("node", "index", "router"):
-        made = template(workload(found, part))
+
+
+def test_monitors_leave_the_annotations_of_pods_as_they_are() -> None:
+    """A change of them would restart every node."""
+    without = merged(ALL, {"monitoring": {"serviceMonitors": {"enabled": False}}})
+    never = merged(ALL, {"monitoring": {"scrapeAnnotations": False}})
+    there, before, none = rendered(ALL), rendered(without), rendered(never)
+    for each in workloads(there):
+        assert template(each) == template(workload(before, component(each)))
+        made, bare = template(each), template(workload(none, component(each)))
         assert made is not None
-        assert "annotations" not in made["metadata"], "which would scrape it twice"
+        assert bare is not None
+        assert made["metadata"]["annotations"]["prometheus.io/scrape"] == "true"
+        assert "annotations" not in bare["metadata"]
 
 
 def test_scalers_name_metrics_of_the_router_and_engines_that_exist() -> None:
@@ -281,5 +305,34 @@ def test_replicas_are_those_of_a_scaler_where_there_is_one() -> None:
         for each in workloads(found)
         if each["metadata"]["name"] in scaled
     )
+
+
+@pytest.mark.parametrize("live", [0, 5])
+def test_an_upgrade_keeps_the_count_of_a_scaler(live: int, tmp_path: Path) -> None:
+    """With a cluster, which no test has: `lookup` finds the object in it."""
+    place = tmp_path / "kvstore"
+    shutil.copytree(chart.CHART, place)
+    helpers = place / "templates" / "_helpers.tpl"
+    text, found = re.subn(
+        r"lookup (?:\([^)]*\) ?)+(?:\.Release\.Namespace) \([^)]*\)",
+        f'dict "spec" (dict "replicas" {live})',
+        helpers.read_text(),
+    )
+    assert found == 1
+    helpers.write_text(text)
+    more = {"router": {"autoscaling": {"enabled": True}}, "engines": {"fixed": {"replicas": 3}}}
+    values = merged(ALL, more)
+    with helm_python.Chart.load(place) as loaded:
+        made = loaded.render(values, name="kvstore", namespace="kvstore")
+    counts = {
+        component(each): each["spec"]["replicas"]
+        for name in ("engines", "router")
+        for each in workloads(parsed(made[f"kvstore/templates/{name}.yaml"]))
+    }
+    scaled = {"router", "a-engine", "node-engine", "p-engine"}
+    assert counts == {**dict.fromkeys(scaled, live), "fixed-engine": 3}
+
+
+def test_engines_may_be_scaled_to_none() -> None:
     (spot,) = of_kind(objects("spot"), "ScaledObject")
     assert spot["spec"]["minReplicaCount"] == 0
