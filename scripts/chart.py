@@ -59,6 +59,7 @@ _FORMS: Final = {
     "SIZE": rf"^{_SIZE}$",
     "SIZE|auto": rf"^({_SIZE}|auto)$",
     "SIZE[,gpu=N]": rf"^{_SIZE}(,gpu=[0-9]{{1,3}})?$",
+    "NAMESPACE/SERVICE:PORT[,KEY=VALUE…]": "^[a-z0-9-]+/[a-z0-9-]+:[A-Za-z0-9-]+(,[a-z]+=[^,]+)*$",
     "auto|SIZE|off": rf"^({_SIZE}|auto|off)$",
 }
 """Name of a form → pattern of its text."""
@@ -148,6 +149,7 @@ def schema() -> Schema:
     node["disk"]["properties"]["size"] = {"type": "string", "pattern": f"^({_WHOLE})?$"}
     node["updateStrategy"]["properties"]["type"] = _one_of("RollingUpdate", "OnDelete")
     parts["index"]["properties"]["replicas"] = {"type": "integer", "minimum": 1, "maximum": 16}
+    router["args"]["properties"]["body-max"] |= {"type": "string", "pattern": f"^{_WHOLE}$"}
     router["service"]["properties"]["type"] = _one_of("ClusterIP", "NodePort", "LoadBalancer")
     router["policy"] = {"$ref": "#/$defs/RoutingPolicy"}
     engine["kind"] = _one_of("Deployment", "LeaderWorkerSet")

@@ -192,6 +192,30 @@ replicas: {{ .spec.replicas }}
 {{- end }}
 {{- end }}
 
+{{/* ── scaling ── */}}
+
+{{/* (list owner min max): fails where they are the wrong way round. */}}
+{{- define "kvstore.checkRange" -}}
+{{- if gt (index . 1 | int) (index . 2 | int) }}
+{{- fail (printf "%s.autoscaling: minReplicas is above maxReplicas" (index . 0)) }}
+{{- end }}
+{{- end }}
+
+{{/* (list scaling metricType query threshold): a trigger of KEDA. */}}
+{{- define "kvstore.trigger" -}}
+{{- $scaling := index . 0 -}}
+- type: prometheus
+  metricType: {{ index . 1 }}
+  metadata:
+    serverAddress: {{ $scaling.prometheus }}
+    query: {{ index . 2 }}
+    threshold: {{ index . 3 | toString | quote }}
+    {{- if $scaling.minReplicas }}
+    # No series: the count stays, instead of falling to the minimum.
+    ignoreNullValues: "false"
+    {{- end }}
+{{- end }}
+
 {{/* ── memory ── */}}
 
 {{/* MiB of a size such as 64GiB. */}}

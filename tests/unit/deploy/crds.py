@@ -74,6 +74,7 @@ CRDS: Final[dict[tuple[str, str], Schema]] = {
                     serverAddress=TEXT,
                     query=TEXT,
                     threshold=TEXT,
+                    ignoreNullValues=_one_of("true", "false"),
                 ),
             )
         ),

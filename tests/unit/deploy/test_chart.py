@@ -17,6 +17,7 @@ from kvstore import __version__
 from kvstore.cli.main import cli
 from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings
 from kvstore.connector.config import parse_config
+from kvstore.router.front.door import BODIES_SHARE
 from kvstore.routing.policy import RoutingPolicy
 from kvstore.units import GIB, KIB, TIB, parse_size
 from scripts import chart
@@ -116,6 +117,11 @@ def test_rendered_twice_is_the_same() -> None:
                 *(("share-port", "yes"), ("api-keys", "/x"), ("connections", 0)),
             )
         ),
+        *(
+            ({"router": {"args": {"worker-slices": text}}}, "worker-slices")
+            for text in ("vllm:8000", "llm/vllm", "llm/vllm:8000,https", "/vllm:8000", "llm/:8000")
+        ),
+        ({"router": {"args": {"body-max": "1.5GiB"}}}, "body-max"),
         ({"router": {"policy": {"limit": {}}}}, "limit"),
         ({"router": {"policy": {"limits": {"held_max": "all"}}}}, "held_max"),
         ({"router": {"service": {"type": "External"}}}, "type"),
@@ -147,7 +153,8 @@ def test_a_wrong_value_is_refused_by_name(wrong: Object, name: str) -> None:
         loaded.render(wrong, name="kvstore", namespace="kvstore")
 
 
-GATEWAY: Object = {"router": {"enabled": True, "apiKeysSecret": "keys"}}
+INDEXED: Object = {"index": {"enabled": True}, "router": {"enabled": True}}
+GATEWAY: Object = merged(INDEXED, {"router": {"apiKeysSecret": "keys"}})
 
 
 @pytest.mark.parametrize(
@@ -169,6 +176,21 @@ GATEWAY: Object = {"router": {"enabled": True, "apiKeysSecret": "keys"}}
             {"engines": {"a": {"autoscaling": {"kind": "hpa"}}}},
             "kvstore",
             "engines.a.autoscaling needs router.enabled",
+        ),
+        (
+            {"router": {"enabled": True}},
+            "kvstore",
+            "router.enabled needs engines: set router.args.worker, worker-dns or worker-slices",
+        ),
+        (
+            {**INDEXED, "engines": {"a": {"autoscaling": {"kind": "hpa", "minReplicas": 5}}}},
+            "kvstore",
+            "engines.a.autoscaling: minReplicas is above maxReplicas",
+        ),
+        (
+            {"router": {"enabled": True, "autoscaling": {"maxReplicas": 1}}, "engines": {"a": {}}},
+            "kvstore",
+            "router.autoscaling: minReplicas is above maxReplicas",
         ),
     ],
 )
@@ -199,12 +221,11 @@ def test_the_notes_have_the_engine_flags_to_paste() -> None:
 
 @pytest.mark.parametrize("kind", ["gke", "istio"])
 def test_the_notes_name_the_gateway(kind: str) -> None:
-    values: Object = {"router": {"enabled": True}, "index": {"enabled": True}}
     gateway = {"kind": kind, "name": "shared", "namespace": "edge"}
-    text = notes({**values, "gateway": {**gateway, "hostnames": ["llm.example.com"]}})
+    text = notes({**INDEXED, "gateway": {**gateway, "hostnames": ["llm.example.com"]}})
     assert "Clients: https://llm.example.com/v1, through the Gateway shared in edge" in text
     assert "without API keys" in text
-    keys = merged(values, {"router": {"apiKeysSecret": "keys"}, "gateway": gateway})
+    keys = {**GATEWAY, "gateway": gateway}
     assert "without API keys" not in notes(keys)
     assert "Clients: https://ADDRESS/v1, through the Gateway shared in edge" in notes(keys)
 
@@ -214,7 +235,7 @@ def test_the_notes_name_what_is_missing() -> None:
     assert all(f"kvstore-{part}-certificates" in text for part in ("node", "index", "router"))
     assert "https://kvstore-router.ai.svc:443/v1" in text
     assert "For labs" not in text
-    assert "For labs" in notes({"insecure": True, "router": {"enabled": True}})
+    assert "For labs" in notes({"insecure": True})
 
 
 # ── names and selectors ──────────────────────────────────────────────────────────────────────────
@@ -363,7 +384,7 @@ def test_objects_that_no_example_has_are_valid(more: Object) -> None:
 @given(delay=st.integers(0, 3600), timeout=st.integers(0, 86_400))
 def test_requests_may_end_before_a_router_is_killed(delay: int, timeout: int) -> None:
     args = {"drain-delay": delay, "drain-timeout": timeout}
-    found = rendered({"router": {"enabled": True, "args": args}})
+    found = rendered(merged(INDEXED, {"router": {"args": args}}))
     waits_s = container(found, "router")["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert waits_s >= max(1, delay)
     assert pod(found, "router")["terminationGracePeriodSeconds"] >= waits_s + delay + timeout + 10
@@ -498,9 +519,8 @@ def test_a_router_without_an_index_finds_the_engines_by_dns() -> None:
 
 
 def test_plain_engines_are_an_option() -> None:
-    cluster: Object = {"router": {"enabled": True}}
-    assert "--insecure" in container(rendered(cluster), "router")["args"]
-    found = rendered({"router": {"enabled": True, "plainEngines": False}})
+    assert "--insecure" in container(rendered(INDEXED), "router")["args"]
+    found = rendered(merged(INDEXED, {"router": {"plainEngines": False}}))
     assert "--insecure" not in container(found, "router")["args"]
 
 
@@ -514,7 +534,7 @@ def test_the_policy_file_is_one_that_a_router_takes() -> None:
         each["value"]
         for held in (1, 2)
         for each in container(
-            rendered({"router": {"enabled": True, "policy": {"limits": {"held_max": held}}}}),
+            rendered(merged(INDEXED, {"router": {"policy": {"limits": {"held_max": held}}}})),
             "router",
         )["env"]
         if each["name"] == "POLICY_DIGEST"
@@ -572,6 +592,26 @@ def test_a_node_has_memory_for_dram_its_tables_and_itself(
     pages = parse_size(resources["limits"].get("hugepages-2Mi", "0") + "B")
     assert pages == (dram * GIB if hugepages else 0)
     assert resources["requests"].get("hugepages-2Mi") == resources["limits"].get("hugepages-2Mi")
+
+
+@pytest.mark.parametrize("body", ["", "16MiB", "1GiB"])
+@pytest.mark.parametrize("overhead", ["1GiB", "512MiB"])
+def test_a_router_has_memory_for_bodies_and_itself(body: str, overhead: str) -> None:
+    args = {"body-max": body} if body else {}
+    lab = {"insecure": True, "router": {"args": args, "overhead": overhead}}
+    found = rendered(merged(INDEXED, lab))
+    made = router_config(flags(found, "router"))
+    resources = container(found, "router")["resources"]
+    memory = parse_size(resources["limits"]["memory"] + "B")
+    assert memory == BODIES_SHARE * made.body_max + parse_size(overhead)
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+
+
+@pytest.mark.parametrize("key", ["worker", "worker-dns", "worker-slices"])
+def test_a_router_may_have_engines_of_the_operator_alone(key: str) -> None:
+    worker = {"worker-slices": "llm/vllm:http,scheme=https"}.get(key, ["http://127.0.0.1:8000"])
+    found = rendered({"router": {"enabled": True, "args": {key: worker}}})
+    assert [each for each in container(found, "router")["args"] if each.startswith(f"--{key}=")]
 
 
 def test_the_node_takes_its_disk(monkeypatch: pytest.MonkeyPatch) -> None:

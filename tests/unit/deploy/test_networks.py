@@ -292,6 +292,18 @@ def test_scalers_name_metrics_of_the_router_and_engines_that_exist() -> None:
     assert len(scalers) == 6
 
 
+def test_without_a_metric_the_count_of_engines_stays() -> None:
+    def nulls(name: str) -> set[str]:
+        return {
+            trigger["metadata"].get("ignoreNullValues", "true")
+            for each in of_kind(objects(name), "ScaledObject")
+            for trigger in each["spec"]["triggers"]
+        }
+
+    assert nulls("prefill-decode") == {"false"}
+    assert nulls("spot") == {"true"}, "a pool of none has no saturation"
+
+
 def test_replicas_are_those_of_a_scaler_where_there_is_one() -> None:
     found = rendered(merged(ALL, {"router": {"autoscaling": {"enabled": True}}}))
     scaled = {
