@@ -73,6 +73,7 @@ _OBJECTS: Final[Schema] = {"type": "array", "items": {"type": "object"}}
 _TEXTS: Final[Schema] = {"type": "array", "items": _NAME}
 _QUANTITY: Final[Schema] = {"type": "string", "pattern": "^[0-9]+(\\.[0-9]+)?(m|[KMGTP]i?)?$"}
 _SHARE: Final[Schema] = {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"}
+_PATH: Final[Schema] = {"type": "string", "pattern": "^/."}
 _OWN_LABELS: Final[Schema] = {  # selectors never change
     "type": "object",
     "propertyNames": {"not": {"pattern": "^app\\.kubernetes\\.io/"}},
@@ -89,9 +90,12 @@ _KINDS: Final[Mapping[str, Schema]] = {
     "pullPolicy": _one_of("Always", "IfNotPresent", "Never"),
     "imagePullSecrets": _OBJECTS,
     "overhead": {"type": "string", "pattern": f"^{_WHOLE}$"},
-    "cpu": _QUANTITY,
+    "cpu": _QUANTITY | {"type": ["string", "number"], "exclusiveMinimum": 0},
     "memory": _QUANTITY,
     "sharedMemory": _QUANTITY,
+    "repository": _NAME,
+    "hostPath": _PATH,
+    "socketDirectory": {"type": "string", "pattern": "^(/.+)?$"},
     "resources": {
         "type": "object",
         "propertyNames": {"pattern": "/"},
@@ -153,6 +157,7 @@ def schema() -> Schema:
     router["service"]["properties"]["type"] = _one_of("ClusterIP", "NodePort", "LoadBalancer")
     router["policy"] = {"$ref": "#/$defs/RoutingPolicy"}
     engine["kind"] = _one_of("Deployment", "LeaderWorkerSet")
+    engine["image"] = engine["model"] = _NAME
     engine["role"] = _one_of("both", "prefill", "decode")
     engine["args"] = _TEXTS
     engine["connector"] = {"$ref": "#/$defs/ConnectorConfig"}
@@ -209,7 +214,8 @@ def _flag(row: Setting) -> Schema:
     if pattern := _FORMS.get(row.form.metavar):
         return {"type": ["string", "integer"], "pattern": pattern}
     if row.form.metavar == "UID":
-        return {"type": "array", "items": {"type": "integer", "minimum": 0}}
+        user: Schema = {"type": "integer", "minimum": 0}
+        return {"type": ["integer", "array"], "minimum": 0, "items": user}
     if row.holds(dict):
         return {"type": "object", "additionalProperties": {"type": ["string", "integer"]}}
     if row.holds(list) or row.holds(tuple):

@@ -52,7 +52,7 @@ spec:
       ports:
         - {name: http, containerPort: {{ $port }}}
       resources:
-        requests: {{ merge (dict "cpu" $engine.cpu) $resources | toYaml | nindent 10 }}
+        requests: {{ merge (dict "cpu" (toString $engine.cpu)) $resources | toYaml | nindent 10 }}
         limits: {{ toYaml $resources | nindent 10 }}
       lifecycle:
         preStop:

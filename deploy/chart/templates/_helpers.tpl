@@ -216,6 +216,16 @@ replicas: {{ .spec.replicas }}
     {{- end }}
 {{- end }}
 
+{{/* ── directories of the host ── */}}
+
+{{/* (list $ name path): a mount of the node. The tier has a directory of its own below hostPath. */}}
+{{- define "kvstore.directoryMount" -}}
+{{- $ := index . 0 }}
+{{- $isShared := and (eq (index . 1) "blocks") (not $.Values.node.disk.storageClassName) }}
+{{- $below := ternary (printf ", subPath: %s/%s" $.Release.Namespace $.Release.Name) "" $isShared -}}
+- {name: {{ index . 1 }}, mountPath: {{ index . 2 }}{{ $below }}}
+{{- end }}
+
 {{/* ── memory ── */}}
 
 {{/* MiB of a size such as 64GiB. */}}

@@ -29,6 +29,7 @@ Object = dict[str, Any]
 
 
 ALL: Object = {
+    "node": {"disk": {"size": "1TiB"}},
     "index": {"enabled": True},
     "router": {"enabled": True},
     "monitoring": {"serviceMonitors": {"enabled": True}},

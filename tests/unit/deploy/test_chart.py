@@ -19,7 +19,7 @@ from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings
 from kvstore.connector.config import parse_config
 from kvstore.router.front.door import BODIES_SHARE
 from kvstore.routing.policy import RoutingPolicy
-from kvstore.units import GIB, KIB, TIB, parse_size
+from kvstore.units import GIB, KIB, MIB, TIB, parse_size
 from scripts import chart
 from tests.docs.commands import index_config, node_config, router_config
 from tests.unit.deploy.manifests import (
@@ -128,6 +128,12 @@ def test_rendered_twice_is_the_same() -> None:
         ({"index": {"replicas": 0}}, "replicas"),
         ({"node": {"overhead": "2G"}}, "overhead"),
         ({"node": {"disk": {"size": "1T"}}}, "size"),
+        *(({"node": {"disk": {"hostPath": path}}}, "hostPath") for path in ("", "/", "mnt/nvme")),
+        *(({"node": {"socketDirectory": path}}, "socketDirectory") for path in ("/", "run")),
+        ({"image": {"repository": ""}}, "repository"),
+        ({"engineDefaults": {"image": ""}}, "image"),
+        ({"engines": {"a": {"image": ""}}}, "image"),
+        *(({"node": {"cpu": cpu}}, "cpu") for cpu in (0, "", "1 core", True)),
         ({"node": {"resources": {"memory": "1Gi"}}}, "memory"),
         ({"node": {"podLabels": {COMPONENT: "x"}}}, COMPONENT),
         ({"node": {"updateStrategy": {"type": "Recreate"}}}, "type"),
@@ -259,10 +265,11 @@ def identities(found: list[Object]) -> set[tuple[str, ...]]:
     }
     pods = [made for each in workloads(found) if (made := template(each))]
     paths = {
-        (volume["hostPath"]["path"],)
+        (volume["hostPath"]["path"], mount.get("subPath", ""))
         for made in pods
         for volume in made["spec"]["volumes"]
-        if "hostPath" in volume
+        for mount in made["spec"]["containers"][0]["volumeMounts"]
+        if "hostPath" in volume and mount["name"] == volume["name"]
     }
     return names | paths
 
@@ -625,6 +632,10 @@ def test_the_node_takes_its_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert disk["hostPath"]["type"] == "Directory", "of a disk that is not mounted nothing is made"
     owners = [each["command"][-1] for each in pod(found, "node")["initContainers"]]
     assert [command.split()[-1] for command in owners] == [str(file.directory), "/run/kvstore"]
+    own, main = pod(found, "node")["initContainers"][0], container(found, "node")
+    for each in (own, main):
+        (mount,) = (m for m in each["volumeMounts"] if m["name"] == "blocks")
+        assert mount["subPath"] == "kvstore/kvstore", "and nothing else below hostPath is changed"
 
 
 def test_a_disk_may_be_a_local_volume() -> None:
@@ -636,7 +647,33 @@ def test_a_disk_may_be_a_local_volume() -> None:
     )
     claim = volume["ephemeral"]["volumeClaimTemplate"]["spec"]
     assert claim["storageClassName"] == "local-nvme"
-    assert parse_size(claim["resources"]["requests"]["storage"] + "B") == TIB
+    size = parse_size(claim["resources"]["requests"]["storage"] + "B")
+    assert 1.1 * TIB <= size < 1.1 * TIB + 2 * MIB, "the file system takes a part of it"
+    mounts = container(rendered({"node": {"disk": disk}}), "node")["volumeMounts"]
+    assert {"name": "blocks", "mountPath": "/var/lib/kvstore"} in mounts
+
+
+@pytest.mark.parametrize(
+    ("uids", "mode"),
+    [([10001], "0700"), (10001, "0700"), ([10001, 20002], "0711"), (20002, "0711")],
+)
+def test_users_who_may_attach_reach_the_socket(
+    uids: int | list[int], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = rendered({"node": {"args": {"allow-uid": uids}, "disk": {"size": "1GiB"}}})
+    owners = {each["name"]: each["command"][-1] for each in pod(found, "node")["initContainers"]}
+    assert owners["own-socket"].startswith(f"chmod {mode} /run/kvstore ")
+    assert owners["own-blocks"].startswith("chmod 0700 "), "the tier is the node's alone"
+    allowed = node_config(flags(found, "node"), monkeypatch).allow_uids
+    assert allowed >= {*(uids if isinstance(uids, list) else [uids])}
+
+
+@pytest.mark.parametrize(("cpu", "text"), [(2, "2"), (0.5, "0.5"), ("500m", "500m")])
+def test_cpu_may_be_a_number(cpu: float | str, text: str) -> None:
+    parts = {part: {"enabled": True, "cpu": cpu} for part in ("node", "index", "router")}
+    found = rendered({**parts, "engines": {"a": {"cpu": cpu}}})
+    for part in ("node", "index", "router", "a-engine"):
+        assert container(found, part)["resources"]["requests"]["cpu"] == text
 
 
 def test_gpu_memory_comes_with_what_cuda_needs() -> None:
