@@ -215,12 +215,24 @@ def notes(values: Object) -> str:
 
 def test_the_notes_have_the_engine_flags_to_paste() -> None:
     text = notes({})
-    (line,) = re.findall(r"--kv-transfer-config\n +(.+)\n", text)
-    config = json.loads(line)
+    (snippet,) = re.findall(r"(?m)^  spec:\n(?:    .*\n)+", text)
+    spec = yaml.safe_load(snippet)["spec"]
+    validate({"apiVersion": "v1", "kind": "Pod", "metadata": {}, "spec": spec}, "1.37")
+    (engine,) = spec["containers"]
+    args = engine["args"]
+    config = json.loads(args[args.index("--kv-transfer-config") + 1])
     assert config == connector(objects(CLUSTER), "vllm-engine")
     extra = config["kv_connector_extra_config"] | {"address": "http://10.0.0.7:8000"}
     assert parse_config(extra).socket == "/run/kvstore/node.sock"
-    assert "/run/kvstore/ai/kvstore, type: DirectoryOrCreate" in text
+    volumes = {each["name"]: each for each in spec["volumes"]}
+    assert volumes["kvstore"]["hostPath"]["path"] == "/run/kvstore/ai/kvstore"
+    assert {each["name"] for each in engine["volumeMounts"]} == volumes.keys()
+    assert spec["securityContext"]["runAsUser"] == 10001
+    assert {"name": "HOME", "value": "/tmp"} in engine["env"]
+    assert "hostIPC" not in spec
+    assert "    hostIPC: true\n" in notes({"node": {"args": {"hbm": "1GiB"}}})
+    assert "kv_producer" in text
+    assert "--kv-transfer-config" not in notes({"engines": {"a": {}}}), "which has it already"
     assert "kubectl label namespace ai pod-security.kubernetes.io/enforce=privileged" in text
     assert "secrets" not in text
 
@@ -601,8 +613,9 @@ def test_a_node_has_memory_for_dram_its_tables_and_itself(
     assert resources["requests"].get("hugepages-2Mi") == resources["limits"].get("hugepages-2Mi")
 
 
-@pytest.mark.parametrize("body", ["", "16MiB", "1GiB"])
-@pytest.mark.parametrize("overhead", ["1GiB", "512MiB"])
+@pytest.mark.parametrize(
+    ("body", "overhead"), [("", "1GiB"), ("16MiB", "512MiB"), ("1GiB", "2GiB")]
+)
 def test_a_router_has_memory_for_bodies_and_itself(body: str, overhead: str) -> None:
     args = {"body-max": body} if body else {}
     lab = {"insecure": True, "router": {"args": args, "overhead": overhead}}

@@ -14,6 +14,7 @@ from cryptography import x509
 from kvstore.cli.main import cli
 from kvstore.config.cluster import ClusterConfig, IndexConfig
 from kvstore.config.router import RouterConfig
+from kvstore.net.tls import WARNING_DAYS
 from kvstore.units import GIB, parse_size
 from tests.docs.commands import index_config, node_config, router_config
 from tests.unit.deploy.manifests import (
@@ -28,8 +29,10 @@ from tests.unit.deploy.manifests import (
     flags,
     objects,
     of_kind,
+    parsed,
     pod,
     template,
+    validate,
     workload,
 )
 
@@ -244,6 +247,28 @@ def test_each_pod_gets_its_own_certificate_from_cert_manager() -> None:
         assert [its[f"--{file}"] for file in ("ca", "cert", "key")] == [
             f"{MOUNT}/{file}" for file in ("ca.crt", "tls.crt", "tls.key")
         ]
+
+
+def test_the_page_has_the_issuer_of_the_chart() -> None:
+    (block,) = re.findall(
+        r"```yaml\n(apiVersion.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL
+    )
+    issuer, certificate = parsed(block)
+    told = pod(objects("fast-hardware"), "router")["volumes"][0]["csi"]["volumeAttributes"]
+    assert issuer["kind"] == told["csi.cert-manager.io/issuer-kind"]
+    assert issuer["metadata"]["name"] == told["csi.cert-manager.io/issuer-name"]
+    assert certificate["spec"]["issuerRef"] == {"name": "kvstore-ca", "kind": issuer["kind"]}
+    assert certificate["spec"]["dnsNames"] == ["tools.client.kvstore"]
+    validate(certificate, "1.37")
+
+
+def test_certificates_of_cert_manager_last_longer_than_the_warning() -> None:
+    """They are read at start, so a process has to be restarted once in their time."""
+    for part in COMPONENTS:
+        volumes = {each["name"]: each for each in pod(objects("fast-hardware"), part)["volumes"]}
+        told = volumes["certificates"]["csi"]["volumeAttributes"]
+        hours = int(told["csi.cert-manager.io/duration"].removesuffix("h"))
+        assert hours / 24 / 3 > WARNING_DAYS, "what is left of them when they are renewed"
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
