@@ -365,10 +365,11 @@ def test_a_bug_in_a_feed_is_logged_once_and_what_it_cost_is_told(
     for bugs in (1, 2, 3):
         world.store(KEYS[bugs : bugs + 1])
         assert eventually(lambda: len(asked) >= bugs, timeout_s=CONVERGES_S)  # noqa: B023
-        # What is put before its stream has ended is lost with it, and told by the snapshot alone.
+        # What is put before its stream has ended is lost with it, and what is put before the next
+        # one has read the tables is in its snapshot: neither makes a change.
         begun = world.feeder.counters
         assert eventually(lambda: begun.streams > bugs, timeout_s=CONVERGES_S)  # noqa: B023
-    assert world.is_known()
+        assert world.is_known()
     assert world.feeder.trouble == ""
     (said,) = [record for record in caplog.records if record.exc_info]
     assert said.getMessage().startswith("a bug: the feed of 127.0.0.1:")
