@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.index import IndexClient
-from kvstore.config.cluster import PLAIN, PLAIN_NOTE, ClusterConfig, PeerConfig
+from kvstore.config.cluster import ClusterConfig, PeerConfig
+from kvstore.config.transports import PLAIN, PLAIN_NOTE
 from kvstore.engine.events import (
     AskPush,
     BlocksPrepared,

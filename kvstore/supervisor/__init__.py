@@ -2,6 +2,6 @@
 
 begin, supervisor   from the command line to it; its loop
 child, restarts     one node process; when another is started, and when no more
-control, handover   messages between both; descriptors it keeps, code on disk, the node's end
+kept, control, handover   descriptors it keeps; messages between both; the node's end, code on disk
 listener, upgrade   the attach socket's files; requests for the code on disk
 """

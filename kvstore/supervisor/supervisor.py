@@ -40,7 +40,7 @@ from kvstore.net.harden import harden_process
 from kvstore.obs import logs
 from kvstore.supervisor import control
 from kvstore.supervisor.child import Process, spawn_process
-from kvstore.supervisor.handover import Kept
+from kvstore.supervisor.kept import Kept
 from kvstore.supervisor.listener import Listener
 from kvstore.supervisor.restarts import GiveUp, Restarts, told
 from kvstore.supervisor.upgrade import UpgradeDoor

@@ -81,7 +81,7 @@ class WorkerHealth:
         self.rests_until_ns = now_ns + REST_NS
 
     def begun(self) -> None:
-        """A streamed answer has begun. It may still break off: the breaker closes, and the next
+        """A streamed answer has begun, and may still break off. The breaker closes, and the next
         failure opens it again, for longer."""
         self.was_reached = True
         self.breaker.begun()

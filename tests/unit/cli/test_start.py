@@ -123,7 +123,9 @@ def _modules(folder: Path, package: str, but: frozenset[str] | set[str] = frozen
     return [package if stem == "__init__" else f"{package}.{stem}" for stem in stems]
 
 
-_BY_NAME = re.compile(r"(?i)\binstall (?:-\S+ )*[`'\"]?kvstore(?:[-_]llm)?(?![\w/-])")
+_BY_NAME = re.compile(
+    r"(?i)(?<!helm )(?<!--)\binstall (?:-\S+ )*[`'\"]?kvstore(?:[-_]llm)?(?![\w/-])"
+)
 """Nobody owns `kvstore-llm` on the public index, and `kvstore` there is another project."""
 _PRODUCT = {"kvstore", "connector", "kernels"}
 

@@ -22,7 +22,8 @@ from kvstore.net.child import pair
 from kvstore.node.node import MonotonicClock, _make_engine, _open_files
 from kvstore.node.warm import GENERATIONS_PER_LIFE, NodeMemory, take_memory
 from kvstore.supervisor import control
-from kvstore.supervisor.handover import Handover, Kept, SupervisorGone
+from kvstore.supervisor.handover import Handover, SupervisorGone
+from kvstore.supervisor.kept import Kept
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.types import PAGES_PER_GENERATION, Incarnation
 from kvstore.units import MIB

@@ -18,7 +18,7 @@ import pytest
 from kvstore.net.child import Spawned, pair
 from kvstore.supervisor import control
 from kvstore.supervisor.child import Process
-from kvstore.supervisor.handover import Kept
+from kvstore.supervisor.kept import Kept
 from kvstore.supervisor.supervisor import LOOK_NS, STILL_LOOKS_MAX, Start, Supervisor
 from kvstore.supervisor.upgrade import SUFFIX, TAKEN, UpgradeReport
 
