@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,15 +24,12 @@ def node(tmp_path: Path) -> Iterator[NodeProcess]:
 
 
 @pytest.fixture
-def open_directory(tmp_path: Path) -> Iterator[Path]:
-    """A directory that every user can reach."""
-    parents = [tmp_path, *tmp_path.parents]
-    modes = [(path, path.stat().st_mode) for path in parents if path != Path("/")]
-    for path, mode in modes:
-        path.chmod(mode | 0o711)
-    yield tmp_path
-    for path, mode in modes:
-        path.chmod(mode)
+def open_directory() -> Iterator[Path]:
+    """A directory that every user can reach. Not in pytest's: tests that run beside this one would
+    share the modes of its parents."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-test-") as name:
+        Path(name).chmod(0o711)
+        yield Path(name)
 
 
 def peer_descriptors(node: NodeProcess) -> tuple[int, int]:
