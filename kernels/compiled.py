@@ -40,7 +40,7 @@ class Cubin(NamedTuple):
 
 
 def cache_folder() -> Path | None:
-    """Where machine code is kept unless a folder is named. None: this user has no home."""
+    """The default folder of machine code; None: this user has no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         root = Path(base) if base.startswith("/") else Path.home() / ".cache"

@@ -47,7 +47,7 @@ class Stay(msgspec.Struct):
 
 
 class Stays:
-    """See the module."""
+    """Pool and worker of the last request of each session."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet

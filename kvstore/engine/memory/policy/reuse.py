@@ -55,7 +55,7 @@ Marks = NDArray[np.uint16]
 
 
 class RecentKeys:
-    """See the module.
+    """A bounded set of keys.
 
     Args:
         key_count: approximate number of keys remembered.
@@ -75,7 +75,7 @@ class RecentKeys:
         return (mixed & self._mask).astype(np.int64), marks
 
     def may_contain(self, prints: Prints) -> Mask:
-        """Mask of keys added lately. Wrong both ways at times: see the module."""
+        """Mask of keys added lately. Wrong both ways at times: see above."""
         buckets, marks = self._places(prints)
         found: Mask = (self._table[buckets] == marks[:, None]).any(axis=1)
         return found
