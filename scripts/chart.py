@@ -1,9 +1,10 @@
-"""Makes the schema of the Helm chart from the code, and `deploy/examples` from the chart.
+"""Makes schema, alerts and dashboard of the chart from the code, `deploy/examples` from the chart.
 
     python scripts/chart.py         # rewrites them; needs the extra `dev` for Helm
 
     deploy/chart/values.schema.json   structure: values.yaml; flags: `config.settings`; the policy
                                       of routers and the connector's keys: their own classes
+    deploy/chart/files                `scripts.alerts`, `scripts.dashboard`
     deploy/examples/NAME.yaml         `helm template kvstore` with deploy/chart/values/NAME.yaml
 
 A key of values.yaml has the kind of its default; `_KINDS` and `_schema` name those that need more.
@@ -31,6 +32,7 @@ from kvstore.config.settings import (
 )
 from kvstore.connector.config import ConnectorConfig
 from kvstore.routing.policy import RoutingPolicy
+from scripts import alerts, dashboard
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 CHART: Final = ROOT / "deploy" / "chart"
@@ -126,6 +128,8 @@ _KINDS: Final[Mapping[str, Schema]] = {
     "gpus": _COUNT,
     "size": _COUNT,
     "maxReplicas": _COUNT,
+    "ttftSeconds": {"type": "number", "exclusiveMinimum": 0},
+    "success": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     "saturation": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
     "timeout": {"type": "string", "pattern": "^[0-9]+(ms|s)$"},
@@ -243,6 +247,11 @@ def _without_defaults(part: Any) -> Any:
     return [_without_defaults(each) for each in part] if isinstance(part, list) else part
 
 
+def files() -> dict[str, str]:
+    """Of deploy/chart/files, by name."""
+    return {"alerts.yaml": alerts.text(), "dashboard.json": dashboard.text()}
+
+
 def rendered(values: Mapping[str, Any], *, release: str = RELEASE, namespace: str = RELEASE) -> str:
     """All manifests, the namespace first. Raises HelmError."""
     import helm_python
@@ -274,6 +283,8 @@ def example(path: Path) -> str:
 def main() -> None:
     """Write all files."""
     (CHART / "values.schema.json").write_text(json.dumps(schema(), indent=1) + "\n")
+    for name, text in files().items():
+        (CHART / "files" / name).write_text(text)
     for name, text in examples().items():
         (EXAMPLES / name).write_text(text)
 

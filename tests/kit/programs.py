@@ -10,6 +10,8 @@ import pytest
 PACKAGES: Final = {
     "g++": "g++",
     "ip": "iproute2",
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
     "redis-server": "redis-server",
     "strace": "strace",
 }

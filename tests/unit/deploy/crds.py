@@ -55,7 +55,33 @@ CRDS: Final[dict[tuple[str, str], Schema]] = {
     ("monitoring.coreos.com/v1", "PodMonitor"): _object(
         *("selector", "podMetricsEndpoints"),
         selector=LABELS,
-        podMetricsEndpoints=_list(_object("port", port=TEXT, interval=SECONDS)),
+        podMetricsEndpoints=_list(
+            _object(
+                "port",
+                port=TEXT,
+                interval=SECONDS,
+                relabelings=_list(_object("targetLabel", targetLabel=TEXT, replacement=TEXT)),
+            )
+        ),
+    ),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _object(
+        "groups",
+        groups=_list(
+            _object(
+                *("name", "rules"),
+                name=TEXT,
+                rules=_list(
+                    _object(
+                        *("alert", "expr"),
+                        alert=TEXT,
+                        expr=TEXT,
+                        **{"for": SECONDS},
+                        labels=MAP,
+                        annotations=MAP,
+                    )
+                ),
+            )
+        ),
     ),
     # github.com/kedacore/keda: keda.sh_scaledobjects.yaml; the trigger: its scaler for Prometheus
     ("keda.sh/v1alpha1", "ScaledObject"): _object(

@@ -32,7 +32,7 @@ ALL: Object = {
     "node": {"disk": {"size": "1TiB"}},
     "index": {"enabled": True},
     "router": {"enabled": True},
-    "monitoring": {"serviceMonitors": {"enabled": True}},
+    "monitoring": {key: {"enabled": True} for key in ("serviceMonitors", "rules", "dashboard")},
     "engines": {
         "a": {"autoscaling": {"kind": "keda"}},
         "node": {"kind": "LeaderWorkerSet", "autoscaling": {"kind": "hpa"}},
