@@ -54,7 +54,7 @@ make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
 .PHONY: help docs demo programs test nightly check lint coverage mutation rdma-check gpu-pack gpu-rehearse gpu-check gpu-vllm-pack gpu-vllm-compile gpu-vllm-rehearse gpu-vllm-check upstream next-engine proto wheel clean distclean bench-cluster bench-pd bench-index \
-	bench-demo bench-single bench-groups bench-files bench-slow-disk bench-policies bench-policy-keys bench-probes bench-worker-left bench-peers bench-micro bench-router bench-router-engines bench-router-quality soak
+	bench-demo bench-single bench-groups bench-files bench-slow-disk bench-policies bench-curve bench-policy-keys bench-probes bench-worker-left bench-peers bench-micro bench-router bench-router-engines bench-router-quality soak
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -156,6 +156,10 @@ bench-worker-left: $(VENV)/.base ## the loop when a worker leaves, with a millio
 
 bench-policies: $(VENV)/.base ## miss ratios of eviction policies; a request log in KVSTORE_TRACE
 	$(BIN)/python bench/scenarios/policies.py
+
+bench-curve: $(VENV)/.base ## the live miss-ratio curve beside exact replays, and its cost; a request log in KVSTORE_TRACE
+	$(BIN)/python bench/scenarios/curve.py
+	$(BIN)/python bench/micro/curve_cost.py
 
 bench-slow-disk: $(VENV)/.engine ## a disk that becomes slow: bench/results/slow_disk.json
 	$(BIN)/python bench/scenarios/slow_disk.py

@@ -24,12 +24,12 @@ from kvstore.cli.tables import TableColumn, console, number, show, table
 from kvstore.config.defaults import BLOCK_ROWS_MAX, BLOCKS_LISTED, REQUEST_ROWS_MAX, REQUESTS_LISTED
 from kvstore.config.engine_sources import DEFAULT_TENANT
 from kvstore.config.settings import AskSettings
-from kvstore.engine import HashingReport, RangeReport, RequestReport
+from kvstore.engine import CurveReport, HashingReport, RangeReport, RequestReport
 from kvstore.errors import ConfigError
 from kvstore.index.feed import Trust
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.rows import INDEX_IS_STALE, TOPICS, Row, member_report
-from kvstore.units import US_PER_MS, format_us
+from kvstore.units import US_PER_MS, format_size, format_us
 from kvstore.wording import printable
 
 WITH_NODES: Final = ("nodes", "unserved", "members", "engines")
@@ -83,6 +83,16 @@ def inspect_node(
     if left_out:
         hint = f": --limit shows up to {BLOCK_ROWS_MAX}" if shown < BLOCK_ROWS_MAX else ""
         click.echo(f"more than these {shown} blocks exist{hint}", err=True)
+
+
+def inspect_curve(socket: Path, *, json_: bool) -> None:
+    """Expected hits by capacity of dram."""
+    with node_client(socket) as client:
+        rows = client.rows("curve", CurveReport)
+    if json_:
+        click.echo(as_json(curve=rows))
+    else:
+        show_curve(rows)
 
 
 def inspect_prefix(
@@ -269,6 +279,46 @@ _HOLDERS: Final = (
     number("dram", "dram_blocks"),
     number("disk", "file_blocks"),
 )
+
+
+def show_curve(rows: Sequence[CurveReport]) -> None:
+    """A line a capacity, and what twice the dram would bring, to stdout."""
+    now = next(row for row in rows if row.capacity == "1x")
+    if now.trouble:
+        click.echo(f"the curve is off until the node restarts, by an error: {now.trouble}")
+        return
+    if now.hit_ratio is None:
+        click.echo(f"not enough lookups yet: {now.blocks} of {now.blocks_needed} blocks")
+        return
+
+    def change(row: CurveReport) -> str:
+        points = 100 * ((row.hit_ratio or 0) - (now.hit_ratio or 0))
+        return "-" if row is now else f"{points:+.1f} points"
+
+    columns = [
+        number("", "capacity"),
+        number("dram", "capacity_bytes", format_size),
+        number("served", lambda row: f"{_least(row)}{row.hit_ratio:.1%}"),
+        number("change", change),
+        number("prefill saved a day", lambda row: _day(row.prefill_ms_per_day)),
+    ]
+    console().print(table(columns, rows))
+    double = next(row for row in rows if row.capacity == "2x")
+    text = f"with {format_size(double.capacity_bytes)} instead of {format_size(now.capacity_bytes)}"
+    text += f": {now.hit_ratio:.0%} -> {_least(double)}{double.hit_ratio:.0%} of the looked-up"
+    text += " prompt tokens from dram"
+    if now.prefill_ms_per_day is not None and double.prefill_ms_per_day is not None:
+        more_ms = max(0, double.prefill_ms_per_day - now.prefill_ms_per_day)
+        text += f", {_day(more_ms)} of prefill a day"
+    click.echo(text)
+
+
+def _least(row: CurveReport) -> str:
+    return ">= " if row.is_least else ""
+
+
+def _day(ms: int | None) -> str | None:
+    return None if ms is None else format_us(ms * US_PER_MS)
 
 
 def _named(name: str, label: str) -> str:

@@ -62,6 +62,7 @@ def inspect(
     Topics:
       nodes    attached engines, engines that are not served and why, cluster members
       tiers    capacity, used, being written, leased; quotas, if any
+      curve    expected hits with more or less dram, from the live lookups
       spaces   models, with the fingerprint that their engines share
       blocks   single blocks
       leases   blocks being read by engines
@@ -98,7 +99,9 @@ def inspect(
         raise click.UsageError("a prompt is for 'kvstore inspect prefix'")
     if topic != "blocks" and (limit is not None or space is not None):
         raise click.UsageError("--limit and --space choose blocks: use 'kvstore inspect blocks'")
-    if asked is not None:
+    if topic == "curve":
+        look.inspect_curve(socket, json_=json_)
+    elif asked is not None:
         look.inspect_members(asked, json_=json_)
     else:
         look.inspect_node(socket, topic, limit=limit, space=space, json_=json_)

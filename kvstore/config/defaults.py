@@ -16,7 +16,9 @@ DEFAULT_ENTRIES: Final = 10_000_000
 ENTRIES_MIN: Final = 1 << 16
 ENTRIES_MAX: Final = 1 << 29
 CERTIFICATE_DAYS: Final = 365
-TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "transfers", "prefix")
+TOPICS: Final = (
+    *("nodes", "tiers", "curve", "spaces", "blocks", "leases", "jobs", "transfers", "prefix"),
+)
 """Topics of `kvstore inspect`."""
 BLOCKS_LISTED: Final = 100
 REQUESTS_LISTED: Final = 20

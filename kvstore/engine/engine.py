@@ -73,6 +73,7 @@ from kvstore.engine.state import Counters, EngineConfig, State
 from kvstore.engine.trust.scrubs import Scrubs, Sealed
 from kvstore.engine.trust.switches import Switches
 from kvstore.engine.why import report
+from kvstore.engine.why.curve import CurveReport
 from kvstore.engine.why.explain import Explain
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SpaceId, Tier
@@ -236,6 +237,7 @@ class Engine:
                 state.slots.retry_starved()
                 state.credits_due = True
                 state.trail.tick(state)
+                state.curve.tick(state.now_ns)
                 self._servings.tick()
                 self._pushes.tick()
                 self._awaited.tick()
@@ -422,6 +424,10 @@ class Engine:
     def sealed(self, first_word: int) -> Sealed:
         """Blocks in dram to be verified, from a word of the arena on: see `Scrubs.sealed`."""
         return self._scrubs.sealed(first_word)
+
+    def curve(self) -> list[CurveReport]:
+        """Expected hit ratio by capacity of dram, one row each."""
+        return self._state.curve.report(self._state.now_ns)
 
     def quotas(self) -> list[report.QuotaReport]:
         """One row per quota and one for all others; none without quotas."""

@@ -20,6 +20,7 @@ from kvstore.engine.moves.pace import Paces
 from kvstore.engine.sessions.leases import Leases
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, OwnerKey
 from kvstore.engine.sessions.unserved import Refusals
+from kvstore.engine.why.curve import Curve
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.tombstones import Names, stamp
 from kvstore.engine.why.trail import Trail
@@ -189,6 +190,7 @@ class State:
             size_bytes = config.hbm.size_bytes
             self.hbm = Slots(arena_bytes=size_bytes, slab_bytes=config.slab_bytes, policy="lru")
             self.hbm.ready(size_bytes)
+        self.curve = Curve(config.policy, config.arena_bytes - config.landing_bytes)
         self.trail = Trail(block_count_max=config.block_count_max)
         self.residency = Residency(
             block_count_max=config.block_count_max,

@@ -130,6 +130,7 @@ _OF_ENGINE: Final[dict[str, Callable[[Engine, pb.Filter], Sequence[Row]]]] = {
     "tiers": lambda engine, _: engine.tiers(),
     "quotas": lambda engine, _: engine.quotas(),
     "spaces": lambda engine, _: engine.spaces(),
+    "curve": lambda engine, _: engine.curve(),
     "blocks": _blocks,
     "leases": lambda engine, _: engine.leases(),
     "jobs": lambda engine, _: engine.jobs(),

@@ -149,6 +149,10 @@ def _engine_families(engine: Engine) -> list[Family]:
         family("kvstore_pushes", engine.push_counts().items()),
         *_ledger_families(engine.explain.ledger),
         family(
+            "kvstore_expected_hit_ratio",
+            [((r.capacity,), r.hit_ratio) for r in engine.curve() if r.hit_ratio is not None],
+        ),
+        family(
             "kvstore_file_blocks_not_written_total",
             [((why,), getattr(counters, name)) for name, why in NOT_WRITTEN.items()],
         ),

@@ -182,6 +182,11 @@ METRICS: Final = _rows(
         "waited_seconds_total{model,tenant}": (
             "Time for which these requests waited for lookups, blocks and copies."
         ),
+        "expected_hit_ratio{capacity}": (
+            "Share of looked-up prompt tokens that dram of another capacity would serve, in that of"
+            " this node: 0.5x, 1x, 2x, 4x, 8x; of the last 12 to 24 hours. Absent until there were"
+            " enough lookups; 'kvstore inspect curve' explains it."
+        ),
         "evictions_total": "Slots evicted.",
         "file_blocks_crowded_total": "Blocks on disk dropped because the node's table was full.",
         "file_blocks_damaged_total": "Blocks on disk that failed verification.",

@@ -79,6 +79,7 @@ TOPICS: Final[dict[str, type[Row]]] = {
     "tiers": engine.TierReport,
     "quotas": engine.QuotaReport,
     "spaces": engine.SpaceReport,
+    "curve": engine.CurveReport,
     "blocks": engine.BlockReport,
     "leases": engine.LeaseReport,
     "jobs": engine.JobReport,

@@ -58,6 +58,10 @@ class Paces:
         nothing = SpacePace(tenant, space.hex())
         return self._by_space.get((tenant, nothing.space), nothing)
 
+    def compute_ns_per_token(self, tenant: str, space: SpaceId) -> int:
+        """That of this space; 0: not known."""
+        return self.of(tenant, space).compute_ns_per_token
+
     def all(self) -> tuple[SpacePace, ...]:
         """All paces, the last reported first."""
         return tuple(reversed(self._by_space.values()))

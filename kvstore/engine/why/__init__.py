@@ -8,6 +8,7 @@
 | `findings` | results of lookups, and why not more       | LeaseAsk → ranges |
 | `searches` | results of questions to other nodes        | questions → counts |
 | `explain`  | recent requests                            | Story, findings → rows |
+| `curve`    | hits with dram of other sizes              | lookups → ratios  |
 | `ledger`   | sums over all requests                     | Story, rows → counts |
 | `report`   | snapshots for inspect                      | engine → rows     |
 """

@@ -1,0 +1,146 @@
+"""The live miss-ratio curve, beside exact replays, and as a part of a node that may fail."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bench.scenarios.curve import asker, exact, live
+from bench.scenarios.workloads import Request, Workload, chats, zipf
+from kvstore.engine.why import curve as its
+from kvstore.engine.why.curve import BLOCKS_MIN, SCALES, Curve, Seen
+from kvstore.types import SLOT_BYTES_MIN
+from kvstore.units import NS_PER_S
+from tests.unit.engine.harness import Node, Peer, pairs
+
+SEED = 7
+DAY_NS = 86_400 * NS_PER_S
+
+
+def workload(requests: int) -> Workload:
+    """Chats among questions about documents of Zipf popularity, in turn."""
+    one, other = chats(SEED, requests=requests), zipf(SEED, requests=requests)
+    shift = 1 + max(max(request.blocks) for request in one.requests)
+    moved = [
+        Request(tuple(block + shift for block in request.blocks), request.prompt_tokens)
+        for request in other.requests
+    ]
+    pairs = zip(one.requests, moved, strict=True)
+    return Workload("both", tuple(request for pair in pairs for request in pair))
+
+
+@pytest.mark.parametrize("policy", ["lru", "reuse"])
+def test_the_curve_is_near_exact_replays(policy: str) -> None:
+    both, slots = workload(450), 800
+    made = live(both, policy, slots)
+    rows = made.report(901)
+    true = [exact(both, policy, int(scale * slots)) for scale in SCALES]
+    assert true[-1] - true[0] > 0.15, "a flat curve would prove nothing"
+    errors = [abs((row.hit_ratio or 0) - share) for row, share in zip(rows, true, strict=True)]
+    assert np.mean(errors) <= 0.02 and max(errors) <= 0.05, errors
+    assert all(cache.rate < 1 for cache in made.caches[1:]), "sampling is what is tested"
+    assert all(cache.tracked <= its.KEYS_MAX for cache in made.caches)
+
+
+def keys(count: int, seed: int) -> np.ndarray:
+    return np.frombuffer(np.random.default_rng(seed).bytes(32 * count), "<u8").reshape(count, 4)
+
+
+def test_capacity_is_in_bytes() -> None:
+    """Two lookups in turn fit into dram with blocks of half the size; of whole ones the starts."""
+    for slot_bytes, expected in ((SLOT_BYTES_MIN, 0.18), (SLOT_BYTES_MIN // 2, 0.9)):
+        curve, who = Curve("lru", 120 * SLOT_BYTES_MIN), asker(slot_bytes=slot_bytes)
+        for number in range(20):
+            curve.see(Seen.ASKED, who, keys(100, number % 2))
+            curve.tick(number + 1)
+        row = curve.report(21)[1]
+        assert row.hit_ratio == pytest.approx(expected, abs=0.05), slot_bytes
+
+
+def test_nothing_behind_a_missing_block_counts() -> None:
+    curve, who, chain = Curve("lru", 5000 * SLOT_BYTES_MIN), asker(), keys(100, 1)
+    for number in range(50):
+        fresh = np.concatenate([chain[:60], keys(1, 100 + number), chain[61:]])
+        curve.see(Seen.ASKED, who, fresh)
+        curve.tick(number + 1)
+    ratio = curve.report(51)[1].hit_ratio
+    assert ratio is not None
+    assert ratio == pytest.approx(0.6 * 49 / 50, abs=0.02)
+
+
+def test_blocks_of_answers_are_known_and_counts_fade() -> None:
+    """A stored block is there for the first lookup; a day later the old counts weigh half."""
+    curve, who = Curve("lru", 100_000 * SLOT_BYTES_MIN), asker()
+    for number in range(20):
+        curve.see(Seen.STORED, who, keys(100, number))
+        curve.see(Seen.ASKED, who, keys(100, number))
+        curve.tick(1)
+    assert [row.hit_ratio for row in curve.report(1)] == [None] * 5, "dram was not filled once"
+    small = Curve("lru", 500 * SLOT_BYTES_MIN)
+    for number in range(20):
+        small.see(Seen.STORED, who, keys(100, number))
+        small.see(Seen.ASKED, who, keys(100, number))
+        small.tick(1)
+    small.see(Seen.ASKED, who, keys(100, 19))
+    small.tick(1)
+    assert small.report(1)[1].hit_ratio == 1.0
+    for _ in range(30):
+        small.tick(2 * DAY_NS)  # fades once, not at every tick
+    small.see(Seen.ASKED, who, keys(1050, 99))
+    for _ in range(4):
+        small.tick(2 * DAY_NS)
+    assert small.report(2 * DAY_NS)[1].hit_ratio == pytest.approx(0.5, abs=0.03)
+
+
+def test_prefill_saved_a_day() -> None:
+    curve, who = Curve("lru", 500 * SLOT_BYTES_MIN), asker(block_tokens=16)
+    for number in range(20):
+        curve.see(Seen.ASKED, who, keys(100, 1), ns_per_token=1_000_000)
+        curve.tick(1 if not number else 1 + DAY_NS // 2)
+    row = curve.report(1 + DAY_NS // 2)[1]
+    # 19 of 20 lookups of 1,600 tokens in half a day, at a millisecond a token.
+    assert row.prefill_ms_per_day == pytest.approx(2 * 19 * 1600, rel=0.01)
+
+
+def test_an_error_in_it_hurts_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(slots=32)
+    peer = Peer(node, "a")
+    peer.seal(1, 2)
+
+    def broken(*_: object) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(Curve, "_see", broken)
+    assert len(pairs(peer.lease(1, 1, 2))) == 2
+    rows = node.engine.curve()
+    assert {(row.hit_ratio, row.trouble) for row in rows} == {(None, "ValueError: broken")}
+    assert len(pairs(peer.lease(2, 1, 2))) == 2
+
+
+def test_the_node_feeds_it() -> None:
+    node = Node(slots=32)
+    peer = Peer(node, "a")
+    peer.seal(1, 2)
+    peer.lease(1, 1, 2, 3)
+    node.tick()
+    rows = node.engine.curve()
+    assert [row.capacity for row in rows] == ["0.5x", "1x", "2x", "4x", "8x"]
+    assert (rows[1].capacity_bytes, rows[1].blocks) == (32 * SLOT_BYTES_MIN, 3)
+    assert rows[1].blocks_needed == BLOCKS_MIN
+    (missed,) = {cache.missed_tokens for cache in node.engine._state.curve.caches}
+    assert missed == peer_block_tokens(node), "two of three were stored"
+
+
+def peer_block_tokens(node: Node) -> int:
+    (known,) = node.engine._state.known.values()
+    return known.space.block_tokens
+
+
+def test_overload_leaves_lookups_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    curve, who = Curve("lru", 500 * SLOT_BYTES_MIN), asker()
+    for number in range(100):
+        curve.see(Seen.ASKED, who, keys(100, number))
+    assert curve.report(1)[0].blocks < its.WAITING_KEYS_MAX + 100
+    for number in range(2 * its.WAITING_KEYS_MAX // its.KEYS_PER_TICK):
+        curve.tick(number + 1)
+    assert curve.report(9)[1].hit_ratio == 0.0
