@@ -16,6 +16,7 @@ import pytest
 from kvstore.engine.engine import Engine
 from kvstore.engine.sessions.unserved import UnservedReport
 from kvstore.engine.trust.scrubs import NO_PASS
+from kvstore.engine.why.curve import CurveReport
 from kvstore.engine.why.explain import HashingReport, RequestReport
 from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import Reason
@@ -80,6 +81,7 @@ def test_any_other_prefix_names_none(prefix: str, code: grpc.StatusCode) -> None
 
 
 ROWS: list[Row] = [
+    CurveReport("2x", 128 << 30, 0.74, True, 11_160_000, 12_345, 4096, "ValueError: x"),
     NodeReport("ff", 1, 2, 3, 4, 5, 6, 7),
     UnservedReport("e (m)", "t", "the KV cache is on cuda"),
     MemberReport("n1", "exact", "10.0.0.7:9480", "ff", 2**63),
