@@ -59,7 +59,7 @@ class Paces:
         return self._by_space.get((tenant, nothing.space), nothing)
 
     def compute_ns_per_token(self, tenant: str, space: SpaceId) -> int:
-        """That of this space; 0: not known."""
+        """Pace of computing in this space; 0: not known."""
         return self.of(tenant, space).compute_ns_per_token
 
     def all(self) -> tuple[SpacePace, ...]:

@@ -2,8 +2,8 @@
 
     Hint, LeaseAsk, Seal ─sample─▶ waiting ─Tick─▶ five scaled-down caches ─▶ ratio by capacity
 
-Definition. Of the prompt tokens that engines look up (full blocks that their own caches lack), the
-share in leading runs of blocks that dram of that capacity holds. Behind the first block that is
+Definition. The share of looked-up prompt tokens (full blocks that an engine's cache lacks) in
+leading runs of blocks that dram of that capacity holds. Behind the first block that is
 missing nothing counts, whatever is held. Blocks from disk or other nodes count as missing, so the
 curve is that of dram alone, with or without lower tiers.
 
@@ -14,13 +14,13 @@ at most KEYS_MAX blocks (SHARDS of fixed size, Waldspurger et al., FAST '15). Sa
 scaled up and taken from the exact number of tokens: whatever the sample lacks counts as hit, since
 few blocks that are hit often make most of the difference (their SHARDS-adj).
 
-Under `lru` one block's presence implies that of all before it, so sampled blocks tell the length
+Under `lru` one block's presence implies that of all before it, so sampled blocks show the length
 of runs; under `reuse` a run ends at the first *sampled* block that is missing.
 
 Rules. 1: no call raises into a lookup: after an error the curve is off, and says so. 2: a lookup
 costs a mask over its keys; caches work at the next ticks, for KEYS_PER_TICK sampled blocks each.
 Simplified: a block counts as stored from its lookup on, no block is leased, quotas and slabs are
-ignored, and all sizes of slots share one order. Does not cover: the node's own hits (`ledger`).
+ignored, and all sizes of slots share one order. Does not cover: hits of this node as it is (`ledger`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _FALL: Final = 7 / 8
 
 
 class Seen(enum.Enum):
-    """What happened to blocks."""
+    """Events of blocks."""
 
     NAMED = enum.auto()
     """A request has them in its prompt."""
@@ -90,7 +90,7 @@ class CurveReport(msgspec.Struct, frozen=True):
 
 
 class _Totals(NamedTuple):
-    """What was asked for, exactly."""
+    """Exact sums over lookups."""
 
     blocks: float = 0
     size_bytes: float = 0
@@ -109,7 +109,7 @@ class _Sample(NamedTuple):
     tokens: int
     compute_ns: int
     totals: _Totals
-    """Of all lookups since the sample before, up to this one."""
+    """Sums over all lookups since the sample before, up to this one."""
 
 
 class Miniature:
@@ -152,7 +152,7 @@ class Miniature:
                 self.flush()
 
     def flush(self) -> None:
-        """Take what was added."""
+        """Take the blocks that were added."""
         samples, self._batch, self._batch_keys = self._batch, [], 0
         self._take(samples)
         self._shrink()
@@ -191,7 +191,7 @@ class Miniature:
     def _apply(
         self, new: dict[int, tuple[int, int]], used: set[int], stamps: dict[int, int]
     ) -> None:
-        """Tell the policy; each row has its last stamp only, the oldest comes first."""
+        """Apply to the policy; each row has its last stamp only, the oldest comes first."""
         rows: Words = np.fromiter(stamps, np.int64, len(stamps))
         its: Stamps = np.fromiter(stamps.values(), np.int64, len(stamps))
         order = np.argsort(its)
@@ -263,7 +263,7 @@ class Curve:
         """Blocks of a KV cache group were named, asked for or stored, in chain order.
 
         Args:
-            seen: what happened.
+            seen: the event.
             asker: the group.
             keys: of the blocks, [n, 4].
             ns_per_token: pace of computing on this engine; 0: not known.
@@ -292,7 +292,7 @@ class Curve:
             self._waiting_keys += len(marks)
 
     def tick(self, now_ns: int) -> None:
-        """Let the caches take some of what waits. Counts fade by half every 12 hours."""
+        """Let the caches take some of the samples that wait. Counts fade by half every 12 hours."""
         if self.trouble:
             return
         try:
