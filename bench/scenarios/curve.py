@@ -142,7 +142,7 @@ def measure(workload: Workload, policy: str, share: float, *, with_engine: bool)
         found.append(its)
     errors = [each["error_points"] for each in found]
     print(f"{workload.name:6} {policy:6} dram {slots:6} blocks   errors {errors}", flush=True)
-    return {"policy": policy, "dram_share": share, "dram_blocks": slots, "capacities": found}
+    return {"policy": policy, "dram_blocks": slots, "capacities": found}
 
 
 def main() -> int:

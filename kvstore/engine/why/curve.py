@@ -20,7 +20,7 @@ of runs; under `reuse` a run ends at the first *sampled* block that is missing.
 Rules. 1: no call raises into a lookup: after an error the curve is off, and says so. 2: a lookup
 costs a mask over its keys; caches work at the next ticks, for KEYS_PER_TICK sampled blocks each.
 Simplified: a block counts as stored from its lookup on, no block is leased, quotas and slabs are
-ignored, and all sizes of slots share one order. Does not cover: hits of this node as it is (`ledger`).
+ignored, and all sizes of slots share one order. Does not cover: hits that a node counts (`ledger`).
 """
 
 from __future__ import annotations
