@@ -48,8 +48,8 @@ KEYS_MAX: Final = 640
 BATCH_KEYS: Final = 128
 """Sampled blocks that a cache takes at once: evictions come at the end of a batch. Small caches
 take a quarter of what they hold."""
-KEYS_PER_TICK: Final = 512
-"""Sampled blocks of one tick: a few milliseconds of the loop."""
+KEYS_PER_TICK: Final = 128
+"""Sampled blocks of one tick, so that a lookup waits a millisecond or two for it."""
 WAITING_KEYS_MAX: Final = 2048
 """More lookups than that are left out."""
 BLOCKS_MIN: Final = 1000
