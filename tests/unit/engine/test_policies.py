@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from kvstore.engine.memory.policy.choose import POLICIES
+from kvstore.engine.memory.policy.choose import POLICIES, maker
+from kvstore.engine.memory.policy.port import Mask, Words
 from kvstore.errors import ConfigError
 from tests.unit.engine.disk import DiskNode, known
 from tests.unit.engine.harness import Node, attached, key
@@ -66,3 +68,19 @@ def test_what_is_used_no_more_goes_in_the_end() -> None:
 def test_a_policy_that_is_not_there_stops_the_start() -> None:
     with pytest.raises(ConfigError, match=" or ".join(POLICIES)):
         Node(policy="random")
+
+
+def test_as_many_go_as_are_asked_for_however_far_apart_they_are() -> None:
+    """A long look over the queue sees more than a short one: what it chose comes all the same."""
+    count = 4096
+    make = maker("reuse", np.zeros(count, dtype=np.int64))
+    order = make(lambda: np.ones(count, dtype=bool), count)
+    words = np.arange(count)
+    order.insert(words, words + 1, words.astype(np.uint64))
+    order.use(words[: count // 2], words[: count // 2] + count + 1)
+    may = words % 3 == 0
+
+    def may_go(its: Words | slice) -> Mask:
+        return may[its]
+
+    assert len(order.pop(400, may_go)) == 400

@@ -196,7 +196,7 @@ class Reuse:
                     words = queue.take(share, may_go)
                     self.forget(words)
                     victims.append(words)
-            missing -= fresh + reused
+                    missing -= len(words)  # it may see less of its queue than the split did
         gone = np.concatenate(victims) if victims else NONE
         self._gone.add(self._prints[gone])
         return gone
