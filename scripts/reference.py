@@ -2,7 +2,7 @@
 
     python scripts/reference.py     # rewrites them; `make docs` does so first
 
-    reference/cli.md        click commands, and the flags of `kvstore demo`
+    reference/cli.md        click commands, and the flags of `kvstore demo` and `up`
     reference/settings.md   flags, YAML keys and defaults of node and index; keys of the connector
     reference/reasons.md    why blocks and requests miss: words and sentences of `kvstore explain`
     reference/routing.md    the policy file of the router, and terms of its receipts
@@ -179,8 +179,11 @@ that it is wrong. Read 1 to 4 first. Earlier states are in the log of the reposi
 """
 _COMMANDS: Final = (
     *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "router", "route"),
-    *("certs", "demo"),
+    *("certs", "up", "demo"),
 )
+
+
+_PARSERS: Final = {"demo": demo_flags.parser, "up": demo_flags.up_parser}
 
 
 def pages() -> dict[str, str]:
@@ -207,8 +210,8 @@ def cli_page() -> str:
         command = cli.commands[name]
         about, examples = _help_of(command)
         parts += [f"## kvstore {name}\n", about]
-        if name == "demo":  # a program of its own
-            parser = demo_flags.parser()
+        if name in _PARSERS:  # a program of its own
+            parser = _PARSERS[name]()
             parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, width=100)
             examples = parser.format_help().strip()
         elif not isinstance(command, click.Group):

@@ -42,6 +42,7 @@ def cli() -> None:
       kvstore upgrade                  run the newly installed code, keep the memory
       kvstore index                    run a replica of the prefix index
       kvstore router                   send requests to the engines that hold their prefixes
+      kvstore up MODEL                 run all of it on this machine, engines included
     """
 
 
@@ -276,30 +277,55 @@ def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
     sys.exit(max(report.status for report in reports))
 
 
-@cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+class EngineCommand(click.Command):
+    """A command that starts a real vLLM: the program that it becomes reads the arguments, all as
+    they are."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leaves none."""
+        ctx.params["arguments"] = tuple(args)
+        return []
+
+
+@cli.command(cls=EngineCommand)
 def demo(arguments: tuple[str, ...]) -> None:
-    """Run a real vLLM without and with kvstore, in a few minutes. --keep leaves both running.
+    """Run a real vLLM without and with kvstore, in a few minutes.
 
     \b
     Examples:
       kvstore demo
-      kvstore demo --keep
       kvstore demo --cluster
       kvstore demo --pd
       kvstore demo --router
     """
-    module = "kvstore.demo.play"
-    missing = [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]
+    _become("demo", "kvstore.demo.play", arguments)
+
+
+@cli.command(cls=EngineCommand)
+def up(arguments: tuple[str, ...]) -> None:
+    """Run a node, engines that share it and a router on this machine, until Ctrl-C.
+
+    \b
+    Examples:
+      kvstore up
+      kvstore up Qwen/Qwen3-8B --engines 2 --dram 64GiB
+      kvstore up /models/llama -- --tensor-parallel-size 4
+    """
+    _become("up", "kvstore.demo.up", arguments)
+
+
+def _become(name: str, module: str, arguments: tuple[str, ...]) -> None:
+    """Become a program of its own: the node needs neither the engine nor the test kit that the
+    demo is made of."""
+    missing = [need for need in DEMO_NEEDS if importlib.util.find_spec(need) is None]
     if {"-h", "--help"} & set(arguments):
-        module = "kvstore.demo.flags"
+        module, arguments = "kvstore.demo.flags", (name, *arguments)
     elif missing:
         fail(
-            f"the demo runs a real vLLM, and this Python has no {' and no '.join(missing)}: "
-            "'make demo' in a clone installs all of it",
+            f"'kvstore {name}' runs a real vLLM, and this Python has no"
+            f" {' and no '.join(missing)}: 'make demo' in a clone installs all of it",
             code=2,
         )
-    # A program of its own: the node needs neither the engine nor the test kit that it is made of.
     command = [sys.executable, "-P", "-m", module, *arguments]
     os.execv(sys.executable, command)  # noqa: S606
 

@@ -66,8 +66,8 @@ _chunk_decoder = msgspec.json.Decoder(_Chunk)
 class CompletionClient:
     """Asks a server, or a proxy in front of some, at a port of 127.0.0.1."""
 
-    def __init__(self, port: int = 0) -> None:
-        self.port = port
+    def __init__(self, port: int = 0, served_name: str = SERVED_NAME) -> None:
+        self.port, self._served_name = port, served_name
 
     def complete(
         self,
@@ -83,7 +83,7 @@ class CompletionClient:
             EngineError: refused, broken off, or later than `timeout_s` between two tokens.
         """
         body = {
-            "model": SERVED_NAME,
+            "model": self._served_name,
             "prompt": list(prompt),
             "max_tokens": max_tokens,
             "temperature": 0.0,

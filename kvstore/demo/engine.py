@@ -77,7 +77,7 @@ class VllmServer(CompletionClient):
     """A running server. Make it with `VllmServer.start`, use it in a `with`."""
 
     def __init__(self, config: ServerConfig, guard: psutil.Process, log: Path) -> None:
-        super().__init__()
+        super().__init__(served_name=config.served_name)
         self.config = config
         self.log = log
         self._guard = guard

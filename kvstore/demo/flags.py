@@ -1,14 +1,15 @@
-"""The flags of `kvstore demo`, apart from it: its help loads no engine.
+"""The flags of `kvstore demo` and `kvstore up`, apart from them: their help loads no engine.
 
-    python -m kvstore.demo.flags --help
+    python -m kvstore.demo.flags demo --help
 
-Does not cover: the demo (`play`).
+Does not cover: the demo (`play`), and what stays up (`up`).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
@@ -30,7 +31,6 @@ ROUTER_PLAN: Final = msgspec.structs.replace(
     PLAN, users=6, rounds=16, document_words=320, question_words=6
 )
 WAYS: Final = {
-    "--keep": "leave engine and node running until Ctrl-C",
     "--cluster": "two nodes and two engines that are one cache",
     "--pd": "prefill on one engine and node, decode on another",
     "--router": "two engines behind the router, beside round robin",
@@ -43,7 +43,7 @@ class DemoParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         said = message.removeprefix("argument ").replace(": ", " ", 1)
         said = said if message.startswith("argument ") else message
-        self.exit(2, f"kvstore: {said}: see 'kvstore demo --help'\n")
+        self.exit(2, f"kvstore: {said}: see '{self.prog} --help'\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     made = DemoParser(
         prog="kvstore demo",
         description="A real vLLM without and with kvstore, in a few minutes.",
-        epilog="examples:\n  kvstore demo\n  kvstore demo --keep\n  kvstore demo --cluster\n"
+        epilog="examples:\n  kvstore demo\n  kvstore demo --cluster\n"
         "  kvstore demo --pd --plot pd.png\n  kvstore demo --router\n  kvstore demo --users 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -86,6 +86,48 @@ def read_flags(
     return chosen, msgspec.structs.replace(ROUTER_PLAN if chosen.router else PLAN, **changes)
 
 
+def up_parser() -> argparse.ArgumentParser:
+    """Parser of `kvstore up`."""
+    made = DemoParser(
+        prog="kvstore up",
+        usage="kvstore up [-h] [options] [MODEL] [-- VLLM_FLAG ...]",
+        description="A node, engines that share it and a router on this machine, until Ctrl-C.",
+        epilog="examples:\n  kvstore up\n  kvstore up Qwen/Qwen3-8B --engines 2 --dram 64GiB\n"
+        "  kvstore up /models/llama --file /var/lib/kvstore:1TiB -- --tensor-parallel-size 4",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="directory or name in a hub [default: the demo's, of random weights, on a CPU]",
+    )
+    made.add_argument("--engines", type=_count, default=2, help="engines [default: 2]")
+    made.add_argument("--port", default="8000", help="of the API on 127.0.0.1 [default: 8000]")
+    made.add_argument("--dram", default="2GiB", help="of the node [default: 2GiB]")
+    made.add_argument("--file", metavar="DIRECTORY:SIZE", help="the node's disk tier")
+    made.add_argument("flags", nargs="*", metavar="VLLM_FLAG", help="further flags of each engine")
+    return made
+
+
+def read_up_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags of `kvstore up`; those behind ``--`` are the engines'. Ends the process: they are
+    wrong."""
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    chosen = up_parser().parse_args(words[:end])
+    if chosen.flags:
+        up_parser().error(f"'{chosen.flags[0]}' is one word too many: vLLM's flags come behind --")
+    chosen.flags = words[end + 1 :]
+    return chosen
+
+
+def default_cache() -> Path:
+    """Directory of the demo's model between runs."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "kvstore"
+
+
 def _rounds(text: str) -> int:
     """Times are compared from round 2 on."""
     if (count := _count(text)) < 2:
@@ -101,4 +143,4 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    parser().parse_args()
+    (up_parser() if sys.argv.pop(1) == "up" else parser()).parse_args()

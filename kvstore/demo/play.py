@@ -1,31 +1,25 @@
 """`kvstore demo`: the gain of a real vLLM from kvstore, on this machine, in a few minutes.
 
 One act of four, from its introduction to its last line; the exit status is 0 only when all its
-claims hold. With --keep the last engine and node go on until Ctrl-C, with commands to try.
+claims hold.
 
-Does not cover: records and plots of the first act (`make demo`).
+Does not cover: records and plots of the first act (`make demo`), and what stays up (`up`).
 """
 
 from __future__ import annotations
 
-import os
-import shlex
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import numpy as np
 from rich.console import Console
 
 from kvstore.demo.act import Act, Claim
-from kvstore.demo.engine import VllmServer
-from kvstore.demo.engine_config import SERVED_NAME
-from kvstore.demo.flags import read_flags
+from kvstore.demo.flags import default_cache, read_flags
 from kvstore.demo.pd import PdAct
 from kvstore.demo.router import RouterAct
 from kvstore.demo.stage import Replay, Stage, settled
@@ -140,62 +134,13 @@ def _served(run: Replay, sentence: str) -> Claim:
 
 ACTS: Final[dict[str, Act]] = {"cluster": ClusterAct(), "pd": PdAct(), "router": RouterAct()}
 """By flag; without one of them: `RestartsAct`."""
-NEXT: Final = ("--keep (to ask it yourself)", *(f"--{flag}" for flag in ACTS))
+NEXT: Final = tuple(f"--{flag}" for flag in ACTS)
 """Flags to try after a demo, but for its own."""
 Finish = Callable[[Sequence[Replay], ConversationPlan], None]
 """Called with the runs of `RestartsAct` after they are shown."""
 
 
-# ── --keep ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def commands_to_try(engine: VllmServer, node: NodeProcess, request: Path) -> list[tuple[str, str]]:
-    """(purpose, command) for another terminal."""
-    program = shlex.quote(str(Path(sys.executable).with_name("kvstore")))
-    socket = f"--socket {shlex.quote(str(node.socket))}"
-    url = f"http://127.0.0.1:{engine.port}"
-    post = f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d @{request}"
-    reset = f"curl -s -X POST {url}/reset_prefix_cache"
-    explain = f"{program} explain {socket} --last 5"
-    return [
-        ("ask the last question again; usage shows how much of it was cached", post),
-        ("the engine forgets its own cache: ask again, kvstore serves", reset),
-        ("why the latest requests hit or missed; with an id of the list, block by block", explain),
-        ("what the node holds", f"{program} inspect {socket}"),
-        ("its blocks", f"{program} inspect {socket} blocks --limit 20"),
-        ("its metrics", f"curl -s {node.metrics_url}"),
-        ("the engine's side of it", f"curl -s {url}/metrics | grep kvstore"),
-        (
-            "the node forgets too; with the engine's cache reset again, all is computed, the same",
-            f"{program} clear {socket}",
-        ),
-        ("kill the node's process: another goes on with its memory", f"kill -9 {node.pid}"),
-        ("kill the node: the engine goes on without", f"kill -9 {node.supervisor_pid}"),
-    ]
-
-
-def hold(console: Console, engine: VllmServer, node: NodeProcess, prompt: tuple[int, ...]) -> None:
-    """Print commands to try and wait for Ctrl-C."""
-    request = node.directory / "request.json"
-    body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0}
-    request.write_bytes(msgspec.json.encode(body))
-    console.rule("[bold]everything goes on until Ctrl-C; in another terminal")
-    for what, command in commands_to_try(engine, node, request):
-        console.print(f"[dim]# {what}[/]")
-        console.print(command, soft_wrap=True, highlight=False, markup=False)
-    try:
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        console.print("stopping engine and node")
-
-
 # ── command line ─────────────────────────────────────────────────────────────────────────────────
-
-
-def default_cache() -> Path:
-    """Directory of the demo's model between runs."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "kvstore"
 
 
 def main(
@@ -224,11 +169,9 @@ def main(
             act.conclude(console, runs, chosen.plot or cache / "demo" / act.picture)
             console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)
             program = Path(sys.executable).with_name("kvstore")
-            others = ", ".join(each for each in NEXT if not getattr(chosen, each.split()[0][2:]))
-            advice = f"Next: {program} demo {others}; your model: README.md"
+            others = ", ".join(each for each in NEXT if not getattr(chosen, each[2:]))
+            advice = f"Next: {program} up (to ask it yourself), demo {others}"
             console.print(f"[bold]{act.gain(runs)}.[/] {advice}", highlight=False)
-            if chosen.keep:
-                hold(console, stage.engines[-1], stage.nodes[-1], runs[-1].last_prompt)
     except KeyboardInterrupt:
         console.print("[red]✗[/] The demo was interrupted; nothing of it runs any more.")
         return 130

@@ -91,7 +91,6 @@ class Replay(msgspec.Struct, kw_only=True):
     """Loaded from nodes."""
     saved_s: float = 0.0
     """As the engines themselves estimate it."""
-    last_prompt: tuple[int, ...] = ()
     moved: int = 0
     """Prompt tokens fetched from another node, or blocks pushed to it."""
     token_s: tuple[float, ...] = ()
@@ -259,7 +258,6 @@ class Stage(ExitStack):
             own_hit_tokens=round(own),
             kvstore_hit_tokens=round(loaded),
             saved_s=saved_s,
-            last_prompt=turn.prompt,
         )
         median = f"median {run.median_ms:.0f} ms to first token {LATER}"
         mean = f"mean {np.mean(run.ttft_ms()):.0f} ms to first token"

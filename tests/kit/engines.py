@@ -43,7 +43,6 @@ class EngineConfig(ServerConfig):
     """Empty: vLLM makes one."""
     connector_extra: dict[str, object] = field(default_factory=dict)
     """Further keys of `kv_connector_extra_config`."""
-    environment: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     """Further arguments of the server."""
 
@@ -61,10 +60,6 @@ class EngineConfig(ServerConfig):
             "kv_connector": self.connector[1],
             "kv_connector_extra_config": {"socket": str(socket), **self.connector_extra},
         }
-
-    def full_environment(self) -> dict[str, str]:
-        """That of the demo, and `environment`."""
-        return {**super().full_environment(), **self.environment}
 
 
 class EngineServer(VllmServer):

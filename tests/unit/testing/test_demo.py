@@ -6,7 +6,6 @@ import io
 import shlex
 import subprocess
 import sys
-import threading
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,10 +117,10 @@ def test_progress_table_and_last_line_show_one_kind_of_number(
         "Speed-up of the first token from round 2 on: with kvstore 2.0 ×, engine restarted 3.0 ×,"
         " node restarted 4.0 ×; 12 s of prefill saved. Next: "
     )
-    assert "kvstore demo --keep" in said
+    assert "kvstore up (to ask it yourself), demo --cluster, --pd, --router" in said
 
 
-@pytest.mark.parametrize("act", ["--cluster", "--pd", "--router", "--keep"])
+@pytest.mark.parametrize("act", ["--cluster", "--pd", "--router"])
 def test_an_act_does_not_name_itself_as_the_next_one(
     act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,14 +130,10 @@ def test_an_act_does_not_name_itself_as_the_next_one(
         monkeypatch.setattr(type(each), "gain", lambda *_: "It gained")
         for shows in ("show", "conclude"):
             monkeypatch.setattr(type(each), shows, lambda *_: None)
-    held: list[object] = []
-    monkeypatch.setattr(demo, "hold", lambda _, *kept: held.append(kept))
     assert demo.main([act], cache=tmp_path) == 0
-    assert held == ([(ENGINE, NODE, ())] if act == "--keep" else [])
     advice = " ".join(capsys.readouterr().out.split()).partition("Next: ")[2]
-    named = {flag for flag in ("--keep", "--cluster", "--pd", "--router") if flag in advice}
-    assert named == {"--keep", "--cluster", "--pd", "--router"} - {act}
-    assert advice.endswith("; your model: README.md")
+    named = {flag for flag in ("--cluster", "--pd", "--router") if flag in advice}
+    assert named == {"--cluster", "--pd", "--router"} - {act}
 
 
 def of_two_nodes(moved: int, answer: int = 7) -> list[Replay]:
@@ -173,34 +168,6 @@ def test_prefill_and_decode_are_compared_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "pd.png").stat().st_size > 1000
 
 
-def test_what_is_kept_can_be_tried_until_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(_: threading.Event) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Event, "wait", interrupted)
-    node: Any = SimpleNamespace(**vars(NODE) | {"directory": tmp_path})
-    text = io.StringIO()
-    demo.hold(Console(file=text, width=80), ENGINE, node, (1, 2, 3))
-    said = text.getvalue()
-    assert f"@{tmp_path}/request.json" in said, "not folded: it is to be copied"
-    assert (tmp_path / "request.json").read_text().count("[1,2,3]") == 1
-    assert said.endswith("stopping engine and node\n")
-
-
-def test_the_commands_to_try_are_those_of_the_program(tmp_path: Path) -> None:
-    mine = [
-        shlex.split(command)[1:]
-        for _, command in demo.commands_to_try(ENGINE, NODE, tmp_path / "r.json")
-        if "kvstore " in command and not command.startswith("curl")
-    ]
-    assert {words[0] for words in mine} <= set(cli.commands)
-    for words in mine:
-        cli.commands[words[0]].make_context(words[0], words[1:]).close()
-    assert len(mine) >= 3
-
-
 def test_one_round_has_nothing_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         demo.main(["--rounds=1"])
@@ -218,31 +185,39 @@ def test_a_wrong_count_is_one_sentence(wrong: str, capsys: pytest.CaptureFixture
     )
 
 
+@pytest.mark.parametrize("command", ["demo", "up"])
 def test_without_an_engine_the_demo_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("kvstore.cli.main.DEMO_NEEDS", ("vllm_that_is_not_there",))
     with pytest.raises(SystemExit) as stopped:
-        cli(["demo"], standalone_mode=False)
+        cli([command], standalone_mode=False)
     assert stopped.value.code == 2
     assert "this Python has no vllm_that_is_not_there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "usage", "example"),
+    [
+        ("demo", "usage: kvstore demo [-h]", "kvstore demo --cluster"),
+        ("up", "usage: kvstore up [-h] [options] [MODEL]", "kvstore up Qwen/Qwen3-8B"),
+    ],
+)
 def test_help_needs_nothing_that_the_demo_runs(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, usage: str, example: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.cli.main.DEMO_NEEDS", ("vllm_that_is_not_there",))
     run: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda _, command: run.append(command))
-    cli(["demo", "--help"], standalone_mode=False)
+    cli([name, "--help"], standalone_mode=False)
     (command,) = run
     code = (
         "import runpy, sys; sys.modules.update(dict.fromkeys(('psutil', 'vllm', 'torch', 'rich')));"
         f"sys.argv = {command[3:]}; runpy.run_module(sys.argv[0], run_name='__main__')"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.startswith("usage: kvstore demo [-h]")
-    assert "kvstore demo --keep" in told.stdout
+    assert told.stdout.startswith(usage)
+    assert example in told.stdout
 
 
 def test_help_has_examples_that_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +225,7 @@ def test_help_has_examples_that_can_be_typed(capsys: pytest.CaptureFixture[str])
         demo.main(["--help"])
     _, _, examples = capsys.readouterr().out.partition("examples:\n")
     commands = [shlex.split(line) for line in examples.splitlines() if line]
-    assert [command[:2] for command in commands] == [["kvstore", "demo"]] * 6
+    assert [command[:2] for command in commands] == [["kvstore", "demo"]] * 5
 
 
 def test_without_a_terminal_each_phase_is_a_line(
@@ -281,4 +256,4 @@ def test_without_a_terminal_each_phase_is_a_line(
     assert not stage.work.exists()
     assert len(replayed.answers) == len(prompts) == PLAN.users * PLAN.rounds
     assert (replayed.own_hit_tokens, replayed.kvstore_hit_tokens) == (100, 450)
-    assert (replayed.saved_s, replayed.last_prompt) == (1.5, prompts[-1])
+    assert replayed.saved_s == 1.5

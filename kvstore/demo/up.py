@@ -1,0 +1,197 @@
+"""`kvstore up`: a node, engines that share it and a router on this machine, from one command.
+
+    node ── engine a (vLLM) ──┐
+      └──── engine b (vLLM) ──┴── router :8000
+
+Commands to try are printed when it serves; all of it goes on until Ctrl-C or SIGTERM, and then
+ends. An engine that ends by itself is named, and the router goes on with the others. Each engine
+has its own share of the machine's GPUs, if there are as many.
+
+Everything listens on loopback only, without TLS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import shlex
+import signal
+import string
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import msgspec
+from rich.console import Console
+
+from kvstore.demo.engine import VllmServer, launch
+from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
+from kvstore.demo.flags import default_cache, read_up_flags
+from kvstore.demo.models import MEDIUM, build_model
+from kvstore.errors import KVStoreError
+from kvstore.testing.process import NodeFailed, NodeProcess, RouterProcess
+
+WATCH_S: Final = 0.5
+NODE: Final = "up"
+"""Name of the node in its index."""
+
+
+def engine_names(count: int) -> Iterator[str]:
+    """a, b, … z, then aa, ab, …"""
+    letters = string.ascii_lowercase
+    words = (
+        "".join(word) for n in itertools.count(1) for word in itertools.product(letters, repeat=n)
+    )
+    return itertools.islice(words, count)
+
+
+def gpus_of_engines(count: int, gpus: Sequence[str]) -> list[str]:
+    """`CUDA_VISIBLE_DEVICES` of each engine: equal shares, neighbours together; empty where engines
+    outnumber the GPUs, so that they share all of them."""
+    share = len(gpus) // count
+    return [",".join(gpus[share * at : share * (at + 1)]) for at in range(count)]
+
+
+def gpus_here(devices: Path = Path("/dev")) -> list[str]:
+    """GPUs that this process may use."""
+    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return chosen.split(",")
+    return sorted(
+        (path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")), key=int
+    )
+
+
+def engine_configs(
+    model: str | None, count: int, flags: Sequence[str], socket: Path
+) -> list[ServerConfig]:
+    """Settings of the engines on the node with this socket. Without a model: those of the demo,
+    whose model is built."""
+    if model is None:
+        small = ServerConfig(model=build_model(default_cache() / "models" / MEDIUM.size))
+        config = dataclasses.replace(small, socket=socket, flags=(*small.flags, *flags))
+        return [config] * count
+    path = Path(model).resolve()
+    return [
+        ServerConfig(
+            model=path if path.is_dir() else model,
+            served_name=path.name if path.is_dir() else model,
+            socket=socket,
+            max_model_len=None,
+            flags=tuple(flags),
+            # What the operator has set wins over the demo's.
+            environment={**os.environ, **({"CUDA_VISIBLE_DEVICES": own} if own else {})},
+        )
+        for own in gpus_of_engines(count, gpus_here())
+    ]
+
+
+def commands_to_try(
+    router: RouterProcess, ports: Sequence[int], node: NodeProcess, request: Path
+) -> list[tuple[str, str]]:
+    """(purpose, command) for another terminal, with engines at these ports."""
+    program = shlex.quote(str(Path(sys.executable).with_name("kvstore")))
+    socket = f"--socket {shlex.quote(str(node.socket))}"
+    post = f"{router.url}/v1/completions -H 'Content-Type: application/json' -d @{request}"
+    reset = " ".join(f"http://127.0.0.1:{port}/reset_prefix_cache" for port in ports)
+    return [
+        ("ask; the second time usage shows how much of the prompt was cached", f"curl -s {post}"),
+        ("engines forget their own caches: ask again, kvstore serves", f"curl -s -X POST {reset}"),
+        ("why the latest requests hit or missed", f"{program} explain {socket} --last 5"),
+        ("what the node holds", f"{program} inspect {socket}"),
+        ("live", f"{program} top {socket}"),
+        ("metrics of node and router", f"curl -s {node.metrics_url} {router.metrics_url}"),
+        ("the node forgets too", f"{program} clear {socket}"),
+        ("kill the node's process: another goes on with its memory", f"kill -9 {node.pid}"),
+        ("kill the node: the engines go on without", f"kill -9 {node.supervisor_pid}"),
+    ]
+
+
+def start_engines(
+    stack: ExitStack, configs: Sequence[ServerConfig], logs: Path
+) -> dict[str, VllmServer]:
+    """Start all of them side by side; they end with `stack`. Raises EngineError: one does not."""
+    started = []
+    for name, config in zip(engine_names(len(configs)), configs, strict=True):
+        log = logs / f"engine-{name}.log"
+        guard = launch(config, log)
+        stack.enter_context(VllmServer(config, guard, log))
+        started.append((name, config, log, guard))
+    return {
+        name: VllmServer.start(config, log=log, launch=lambda *_, guard=guard: guard)
+        for name, config, log, guard in started
+    }
+
+
+def watch(console: Console, engines: dict[str, VllmServer]) -> None:
+    """Name each engine that ends; returns when all have."""
+    left = dict(engines)
+    while left:
+        for name, engine in list(left.items()):
+            if engine.wait(WATCH_S / len(left)):
+                del left[name]
+                rest = "the others go on" if left else "there is no other"
+                text = f"engine {name} has ended, {rest}: {engine.last_error()}"
+                console.print(f"[red]✗[/] {text}", highlight=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status: 0 after Ctrl-C or SIGTERM, 1 when something does not
+    start or the last engine has ended."""
+    chosen = read_up_flags(sys.argv[1:] if arguments is None else arguments)
+    console = Console(soft_wrap=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        with ExitStack() as stack:
+            work = Path(stack.enter_context(TemporaryDirectory(prefix="kvstore-up-")))
+            flags = ["--node-name", NODE, "--index-listen", "127.0.0.1:0", "--insecure"]
+            flags += ["--file", chosen.file] if chosen.file else []
+            node = stack.enter_context(NodeProcess.start(work, dram=chosen.dram, flags=flags))
+            console.print(f"node: ready; logs are in {work}", highlight=False)
+            configs = engine_configs(chosen.model, chosen.engines, chosen.flags, node.socket)
+            console.print(
+                f"{len(configs)} engines: starting, for a minute or more", highlight=False
+            )
+            engines = start_engines(stack, configs, work)
+            workers = [
+                f"--worker={name}=http://127.0.0.1:{engine.port},node={NODE}"
+                for name, engine in engines.items()
+            ]
+            flags = ["--listen", f"127.0.0.1:{chosen.port}", "--insecure", "--index", node.index]
+            flags += workers
+            router = stack.enter_context(RouterProcess.start(work, flags))
+            router.await_worker()
+            _name_commands(console, router, engines, node, configs[0].served_name)
+            watch(console, engines)
+            return 1
+    except KeyboardInterrupt:
+        console.print("All of it was stopped.")
+        return 0
+    except (KVStoreError, NodeFailed, OSError, TimeoutError, ImportError, ValueError) as error:
+        console.print(f"✗ {error}", markup=False, highlight=False)
+        return 1
+
+
+def _name_commands(
+    console: Console,
+    router: RouterProcess,
+    engines: dict[str, VllmServer],
+    node: NodeProcess,
+    model: str = SERVED_NAME,
+) -> None:
+    request = node.directory / "request.json"
+    prompt = " ".join(map(str, range(600)))
+    body = {"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0}
+    request.write_bytes(msgspec.json.encode(body))
+    console.rule(f"[bold]{router.url}/v1 serves {model} until Ctrl-C; in another terminal")
+    ports = [engine.port for engine in engines.values()]
+    for what, command in commands_to_try(router, ports, node, request):
+        console.print(f"[dim]# {what}[/]")
+        console.print(command, highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""`kvstore up`: flags, shares of GPUs, commands to try.
+
+With real engines: `tests/integration/engine/test_up.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+from rich.console import Console
+
+from kvstore.cli.main import cli
+from kvstore.demo import up
+from kvstore.demo.engine import EngineError
+from kvstore.demo.flags import read_up_flags
+
+NODE: Any = SimpleNamespace(
+    directory=Path("/kept"),
+    socket=Path("/kept/node.sock"),
+    pid=77,
+    supervisor_pid=76,
+    metrics_url="http://127.0.0.1:9/metrics",
+)
+ROUTER: Any = SimpleNamespace(url="http://127.0.0.1:8", metrics_url="http://127.0.0.1:7/metrics")
+
+
+def test_what_follows_two_dashes_is_for_the_engines() -> None:
+    chosen = read_up_flags(["--engines", "3", "m", "--", "--dtype", "auto", "-O", "3"])
+    assert (chosen.model, chosen.engines) == ("m", 3)
+    assert chosen.flags == ["--dtype", "auto", "-O", "3"]
+    assert read_up_flags([]).model is None
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["a", "b"], "'b' is one word too many: vLLM's flags come behind --"),
+        (["--engines", "0"], "--engines '0' must be a number of at least 1"),
+        (["--dtype", "auto"], "unrecognized arguments: --dtype"),
+    ],
+)
+def test_wrong_words_are_one_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        read_up_flags(words)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.endswith(": see 'kvstore up --help'\n")
+
+
+@pytest.mark.parametrize(
+    ("engines", "gpus", "shares"),
+    [
+        (2, ["0", "1", "2", "3"], ["0,1", "2,3"]),
+        (2, ["0", "1", "2"], ["0", "1"]),
+        (1, ["GPU-7a"], ["GPU-7a"]),
+        (2, ["0"], ["", ""]),
+        (2, [], ["", ""]),
+    ],
+)
+def test_each_engine_has_an_equal_share_of_the_gpus(
+    engines: int, gpus: list[str], shares: list[str]
+) -> None:
+    assert up.gpus_of_engines(engines, gpus) == shares
+
+
+def test_gpus_are_counted_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert up.gpus_here(tmp_path) == ["2", "10"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert up.gpus_here(tmp_path) == ["3", "1"]
+
+
+def test_a_model_of_the_users_runs_as_vllm_would_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "9")
+    one, two = up.engine_configs("org/name", 2, ["--dtype", "auto"], tmp_path / "node.sock")
+    assert [c.full_environment()["CUDA_VISIBLE_DEVICES"] for c in (one, two)] == ["4", "5"]
+    assert one.full_environment()["VLLM_CPU_KVCACHE_SPACE"] == "9"
+    assert one.full_environment().get("HF_HUB_OFFLINE") == os.environ.get("HF_HUB_OFFLINE")
+    words = one.command()
+    assert words[words.index("--model") + 1] == words[words.index("--served-model-name") + 1]
+    assert words[words.index("--dtype") + 1] == "auto"
+    assert not {"--enforce-eager", "--max-model-len", "--max-num-seqs"} & set(words)
+
+
+def test_the_27th_engine_has_a_name() -> None:
+    names = list(up.engine_names(28))
+    assert (names[0], names[25:]) == ("a", ["z", "aa", "ab"])
+
+
+def test_the_commands_to_try_are_those_of_the_program(tmp_path: Path) -> None:
+    mine = [
+        shlex.split(command)[1:]
+        for _, command in up.commands_to_try(ROUTER, [8, 9], NODE, tmp_path / "r.json")
+        if "kvstore " in command and not command.startswith("curl")
+    ]
+    assert {words[0] for words in mine} <= set(cli.commands)
+    for words in mine:
+        cli.commands[words[0]].make_context(words[0], words[1:]).close()
+    assert len(mine) >= 4
+
+
+class Ending:
+    """An engine that ends when it has been waited for so many times."""
+
+    def __init__(self, waits: int) -> None:
+        self.waits = waits
+
+    def wait(self, _: float) -> bool:
+        self.waits -= 1
+        return self.waits < 0
+
+    def last_error(self) -> str:
+        return "MemoryError: no room"
+
+
+def test_each_engine_that_ends_is_named_and_the_last_one_ends_all() -> None:
+    text = io.StringIO()
+    engines: Any = {"a": Ending(5), "b": Ending(2)}
+    up.watch(Console(file=text, width=200), engines)
+    assert text.getvalue().splitlines() == [
+        "✗ engine b has ended, the others go on: MemoryError: no room",
+        "✗ engine a has ended, there is no other: MemoryError: no room",
+    ]
+
+
+def test_engines_that_have_started_end_with_one_that_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[str] = []
+
+    class Server:
+        def __init__(self, _config: object, guard: str, _log: Path) -> None:
+            self._guard = guard
+
+        @classmethod
+        def start(cls, config: object, *, log: Path, launch: Any) -> Server:
+            if log.name == "engine-b.log":
+                raise EngineError("b has no memory")
+            return cls(config, launch(config, log), log)
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            stopped.append(self._guard)
+
+    monkeypatch.setattr(up, "VllmServer", Server)
+    monkeypatch.setattr(up, "launch", lambda _, log: log.name)
+    with pytest.raises(EngineError, match="b has no memory"), ExitStack() as stack:
+        up.start_engines(stack, ["config"] * 3, tmp_path)  # type: ignore[list-item]
+    assert sorted(stopped) == ["engine-a.log", "engine-b.log", "engine-c.log"]
