@@ -179,7 +179,7 @@ that it is wrong. Read 1 to 4 first. Earlier states are in the log of the reposi
 """
 _COMMANDS: Final = (
     *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "router", "route"),
-    *("certs", "up", "demo"),
+    *("certs", "plan", "up", "demo"),
 )
 
 

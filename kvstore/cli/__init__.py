@@ -11,6 +11,7 @@ prefix            locations of a prompt's blocks
 top, top_routers  figures of nodes, and of routers from their pages
 top_view, top_screen   their layout; one sample, or a terminal
 route             decisions of a router: explain, replay
+plan              sizes of a deployment, from a config.json and rates
 certs, fsck       a CA for a lab; a full read of a disk tier's directory
 """
 

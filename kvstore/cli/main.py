@@ -18,6 +18,7 @@ import click
 from kvstore import __version__
 from kvstore.cli.commands import A_DIRECTORY, JSON_OPTION, SOCKET_OPTION, fail, settings_options
 from kvstore.cli.look_commands import explain, inspect, top
+from kvstore.cli.plan import plan_command
 from kvstore.cli.route import route
 from kvstore.config.defaults import CERTIFICATE_DAYS
 from kvstore.config.settings import IndexSettings, NodeSettings, RouterSettings
@@ -39,6 +40,7 @@ def cli() -> None:
       kvstore explain                  show why recent requests hit or missed
       kvstore top                      show current memory, hits and throughput
       kvstore clear                    drop all cached blocks
+      kvstore plan config.json         size a deployment for a model
       kvstore upgrade                  run the newly installed code, keep the memory
       kvstore index                    run a replica of the prefix index
       kvstore router                   send requests to the engines that hold their prefixes
@@ -193,7 +195,7 @@ def certs(
     click.echo("\n".join(map(str, made)))
 
 
-for _command in (inspect, explain, top, route):
+for _command in (inspect, explain, top, route, plan_command):
     cli.add_command(_command)
 
 

@@ -55,7 +55,10 @@ def _names(requirements: list[str]) -> set[str]:
         ("--help", set[str]()),
         ("--version", set[str]()),
         *((f"{name} --help", set[str]()) for name in ("node", "index", "inspect", "explain")),
-        *((f"{name} --help", set[str]()) for name in ("top", "clear", "upgrade", "fsck", "certs")),
+        *(
+            (f"{name} --help", set[str]())
+            for name in ("top", "clear", "upgrade", "fsck", "certs", "plan")
+        ),
         ("inspect everything", {"msgspec"}),
         ("certs /none", set[str]()),
         ("certs /none --node A!", {"cryptography"}),
