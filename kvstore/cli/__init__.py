@@ -7,6 +7,7 @@ commands          flags of settings, options that several commands share
 ask, pages        clients of a node and of the index; questions to a router over HTTP
 tables            columns as data; rows of a node
 look              inspect, explain: facts and tables of an answer
+savings           inspect savings: hours and money
 prefix            locations of a prompt's blocks
 top, top_routers  figures of nodes, and of routers from their pages
 top_view, top_screen   their layout; one sample, or a terminal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ def _topic(_context: click.Context, _option: click.Parameter, given: str | None)
     "--tokenizer", metavar="PATH|NAME", help="Tokenizer of the model, as the engine finds it."
 )
 @click.option("--cache-salt", metavar="TEXT", help="Cache salt of the request, if any.")
+@click.option(
+    "--gpu-hour",
+    type=click.FloatRange(0, 1_000_000),
+    metavar="PRICE",
+    help="For savings: price of a GPU hour, to print what they are worth.",
+)
 def inspect(
     topic: str | None,
     socket: Path,
@@ -54,6 +61,7 @@ def inspect(
     *,
     json_: bool,
     asked: AskSettings | None,
+    gpu_hour: float | None,
     **prompt: Any,
 ) -> None:
     """Show the state of a node: a summary, or one TOPIC.
@@ -70,6 +78,9 @@ def inspect(
       transfers  duration of transfers from other nodes, by part and back end, and of pushes by
                  stage: push_grant, push_first, push (last byte), land_copy, land_verify,
                  push_seal, push_token (first token); write: of pushes to other nodes
+      savings  hours of prefill that loads saved, hours that requests waited for them, and hours
+               of requests that were slower for it, by model, tenant and tier, since the node
+               started; with --gpu-hour what they are worth. Losses are negative
       prefix   location of each block of one prompt, or the reason for the miss
     \b
     With --index, 'nodes' and 'prefix' cover the cluster: its nodes, and the matching prefix length
@@ -79,6 +90,7 @@ def inspect(
     Examples:
       kvstore inspect
       kvstore inspect blocks --space 3f9a --limit 20
+      kvstore inspect savings --gpu-hour 2.50
       kvstore inspect tiers --json | jq '.tiers[0].used_bytes'
       kvstore inspect prefix --tokens-file prompt.json
       kvstore inspect prefix --text "Once upon" --tokenizer /models/llama --space 3f9a
@@ -86,25 +98,42 @@ def inspect(
         --ca pki/ca.crt --cert pki/node-n1.crt --key pki/node-n1.key
       kvstore inspect nodes --index 10.0.0.1:9470 --insecure
     """
-    if asked is not None and topic not in ("nodes", "prefix"):
-        raise click.UsageError("--index is for 'kvstore inspect nodes' and 'prefix': name one")
+    _check_flags(topic, limit, space, asked, gpu_hour, prompt)
     from kvstore.cli import look
 
     if topic == "prefix":
-        if limit is not None:
-            raise click.UsageError("--limit chooses blocks: use 'kvstore inspect blocks'")
         look.inspect_prefix(socket, asked, space=space or "", json_=json_, **prompt)
-        return
-    if any(value is not None for value in prompt.values()):
-        raise click.UsageError("a prompt is for 'kvstore inspect prefix'")
-    if topic != "blocks" and (limit is not None or space is not None):
-        raise click.UsageError("--limit and --space choose blocks: use 'kvstore inspect blocks'")
-    if topic == "curve":
+    elif topic == "curve":
         look.inspect_curve(socket, json_=json_)
+    elif topic == "savings":
+        from kvstore.cli.savings import inspect_savings
+
+        inspect_savings(socket, gpu_hour=gpu_hour, json_=json_)
     elif asked is not None:
         look.inspect_members(asked, json_=json_)
     else:
         look.inspect_node(socket, topic, limit=limit, space=space, json_=json_)
+
+
+def _check_flags(
+    topic: str | None,
+    limit: int | None,
+    space: str | None,
+    asked: AskSettings | None,
+    gpu_hour: float | None,
+    prompt: Mapping[str, Any],
+) -> None:
+    """Raises UsageError: a flag is of another topic."""
+    if asked is not None and topic not in ("nodes", "prefix"):
+        raise click.UsageError("--index is for 'kvstore inspect nodes' and 'prefix': name one")
+    if gpu_hour is not None and topic != "savings":
+        raise click.UsageError("--gpu-hour is for 'kvstore inspect savings'")
+    if topic == "prefix" and limit is not None:
+        raise click.UsageError("--limit chooses blocks: use 'kvstore inspect blocks'")
+    if topic != "prefix" and any(value is not None for value in prompt.values()):
+        raise click.UsageError("a prompt is for 'kvstore inspect prefix'")
+    if topic not in ("blocks", "prefix") and (limit is not None or space is not None):
+        raise click.UsageError("--limit and --space choose blocks: use 'kvstore inspect blocks'")
 
 
 @click.command()

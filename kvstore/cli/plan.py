@@ -148,7 +148,10 @@ def _lines(made: Plan, work: Workload) -> list[str]:
     rows += [
         ("cache of a prompt", f"{format_size(made.prompt_bytes)} kept by kvstore"),
         ("GPUs of an engine", f"hold {made.gpu_sequences} sequences"),
-        ("working set", f"{format_size(made.working_set_bytes)} of {work.users} users"),
+        (
+            "working set",
+            f"{format_size(made.working_set_bytes)} of {work.users} users, on {made.nodes} nodes",
+        ),
         ("first token", f"{_time(made.miss_ttft_s)} computed"),
     ]
     for tier in made.tiers:

@@ -17,7 +17,8 @@ ENTRIES_MIN: Final = 1 << 16
 ENTRIES_MAX: Final = 1 << 29
 CERTIFICATE_DAYS: Final = 365
 TOPICS: Final = (
-    *("nodes", "tiers", "curve", "spaces", "blocks", "leases", "jobs", "transfers", "prefix"),
+    *("nodes", "tiers", "curve", "savings", "spaces", "blocks", "leases", "jobs", "transfers"),
+    "prefix",
 )
 """Topics of `kvstore inspect`."""
 BLOCKS_LISTED: Final = 100

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         RequestReport as RequestReport,
     )
     from kvstore.engine.why.findings import SPACE_DIGITS as SPACE_DIGITS, RangeReport as RangeReport
-    from kvstore.engine.why.ledger import Ledger as Ledger
+    from kvstore.engine.why.ledger import Ledger as Ledger, SavingsReport as SavingsReport
     from kvstore.engine.why.reasons import Reason as Reason
     from kvstore.engine.why.report import (
         NO_BUDGET as NO_BUDGET,
@@ -71,7 +71,7 @@ _PLACES: Final = {
     "why.curve": "CurveReport",
     "why.explain": "HashingReport RequestReport",
     "why.findings": "SPACE_DIGITS RangeReport",
-    "why.ledger": "Ledger",
+    "why.ledger": "Ledger SavingsReport",
     "why.reasons": "Reason",
     "why.report": "NO_BUDGET BlockReport JobReport LeaseReport NodeReport QuotaReport SpaceReport"
     " TierReport",

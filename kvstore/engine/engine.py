@@ -75,6 +75,7 @@ from kvstore.engine.trust.switches import Switches
 from kvstore.engine.why import report
 from kvstore.engine.why.curve import CurveReport
 from kvstore.engine.why.explain import Explain
+from kvstore.engine.why.ledger import SavingsReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.learned import Learned, within_bounds
@@ -411,6 +412,10 @@ class Engine:
     def load(self) -> Load:
         """Load of this node, without its traffic with other nodes."""
         return report.load(self._state, self.explain.ledger)
+
+    def savings(self) -> list[SavingsReport]:
+        """Savings and costs of loads, by model, tenant and tier."""
+        return report.savings(self.explain.ledger)
 
     def engines(self) -> tuple[EngineEntry, ...]:
         """The engines that this node serves, for the index."""

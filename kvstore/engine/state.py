@@ -21,6 +21,7 @@ from kvstore.engine.sessions.leases import Leases
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, OwnerKey
 from kvstore.engine.sessions.unserved import Refusals
 from kvstore.engine.why.curve import Curve
+from kvstore.engine.why.ledger import Ledger
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.tombstones import Names, stamp
 from kvstore.engine.why.trail import Trail
@@ -192,6 +193,7 @@ class State:
             self.hbm.ready(size_bytes)
         self.curve = Curve(config.policy, config.arena_bytes - config.landing_bytes)
         self.trail = Trail(block_count_max=config.block_count_max)
+        self.ledger = Ledger()
         self.residency = Residency(
             block_count_max=config.block_count_max,
             word_count=len(self.slots.state),

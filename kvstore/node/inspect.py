@@ -129,6 +129,7 @@ _OF_ENGINE: Final[dict[str, Callable[[Engine, pb.Filter], Sequence[Row]]]] = {
     "unserved": lambda engine, _: engine.unserved(),
     "tiers": lambda engine, _: engine.tiers(),
     "quotas": lambda engine, _: engine.quotas(),
+    "savings": lambda engine, _: engine.savings(),
     "spaces": lambda engine, _: engine.spaces(),
     "curve": lambda engine, _: engine.curve(),
     "blocks": _blocks,

@@ -39,6 +39,8 @@ NOT_WRITTEN: Final = {
     "file_writes_dropped": "disk",
 }
 """Counter → reason."""
+STORED: Final = "stored_bytes"
+"""Counter that has labels, and so is in the ledger, too."""
 BREAKER_LEVELS: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 
 
@@ -159,22 +161,27 @@ def _engine_families(engine: Engine) -> list[Family]:
         *(
             family(f"kvstore_{name}_total", [((), getattr(counters, name))])
             for name in counters.__struct_fields__
-            if name not in NOT_WRITTEN
+            if name not in (*NOT_WRITTEN, STORED)
         ),
     ]
 
 
 def _ledger_families(ledger: Ledger) -> list[Family]:
-    def by_name(field: str, unit: int = 1) -> list[Sample]:
-        return [(name, getattr(its, field) / unit) for name, its in ledger.accounts.items()]
+    def by_name(field: str) -> list[Sample]:
+        return [(name, getattr(its, field)) for name, its in ledger.accounts.items()]
+
+    def by_tier(kind: str) -> Family:
+        samples = [(name, getattr(its, f"{kind}_ns")) for name, its in ledger.savings.items()]
+        seconds = [(name, ns / NS_PER_S) for name, ns in samples if ns]
+        return family(f"kvstore_{kind}_seconds_total", seconds)
 
     return [
         family("kvstore_blocks_hit_total", [((k,), n) for k, n in ledger.hits.items()]),
         family("kvstore_blocks_missed_total", [((k,), n) for k, n in ledger.misses.items()]),
         family("kvstore_prompt_tokens_total", by_name("prompt_tokens")),
         family("kvstore_loaded_tokens_total", by_name("loaded_tokens")),
-        family("kvstore_saved_prefill_seconds_total", by_name("saved_ns", NS_PER_S)),
-        family("kvstore_waited_seconds_total", by_name("waited_ns", NS_PER_S)),
+        family(f"kvstore_{STORED}_total", by_name(STORED)),
+        *(by_tier(kind) for kind in ("saved", "spent", "lost")),
     ]
 
 

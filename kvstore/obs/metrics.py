@@ -109,7 +109,6 @@ METRICS: Final = _rows(
         "fetched_bytes_total": "Bytes fetched from other nodes.",
         "leased_bytes_total": "Bytes leased to engines for loading.",
         "served_bytes_total": "Bytes served to other nodes.",
-        "stored_bytes_total": "Bytes stored by engines.",
         "prepares_refused_total": "Requests of routers to prepare blocks, refused at once.",
         "transfer_worker_restarts_total": "Restarts of the transfer worker.",
         "transfer_worker_refused_total": "Reads by other nodes refused: connections used up.",
@@ -176,11 +175,18 @@ METRICS: Final = _rows(
             " all others are 'other'."
         ),
         "loaded_tokens_total{model,tenant}": "Prompt tokens of these that were loaded.",
-        "saved_prefill_seconds_total{model,tenant}": (
-            "Estimated time to compute the loaded tokens, by the engines' measured pace."
+        "stored_bytes_total{model,tenant}": "Bytes stored by engines.",
+        "saved_seconds_total{model,tenant,tier}": (
+            "Estimated time to compute the loaded tokens, by the engines' measured pace. Models and"
+            " tenants with and without a tier have 40 names in all; later ones are 'other'."
         ),
-        "waited_seconds_total{model,tenant}": (
-            "Time for which these requests waited for lookups, blocks and copies."
+        "spent_seconds_total{model,tenant,tier}": (
+            "Time for which these requests waited for lookups, blocks and copies; tier 'none':"
+            " nothing was loaded for it."
+        ),
+        "lost_seconds_total{model,tenant,tier}": (
+            "Part of kvstore_spent_seconds_total that exceeds what its request saved; of the tier"
+            " that cost it most."
         ),
         "expected_hit_ratio{capacity}": (
             "Share of looked-up prompt tokens that dram of another capacity would serve, in that of"

@@ -127,7 +127,10 @@ class Plan(NamedTuple):
     gpu_sequences: int
     """Sequences that the GPUs of one engine hold at once."""
     working_set_bytes: int
+    nodes: int
+    """Machines that hold all engines."""
     dram_bytes: int
+    """Of each node, for its share of the working set, as `file_bytes`."""
     file_bytes: int
     token_s: float
     miss_ttft_s: float
@@ -171,7 +174,9 @@ def plan(config: Config, groups: list[CacheGroup], gpu: Gpu, work: Workload) -> 
     kept = sum(g.kept_bytes(work.prompt_tokens) for g in groups)
     push_s = sequence_part(groups, work.prompt_tokens) / work.network_rate
     kept_all = work.users * sum(g.kept_bytes(tokens) for g in groups)
-    dram = min(kept_all, int(work.host_bytes / 2))
+    nodes = math.ceil(engines * ranks / GPUS_OF_A_NODE)
+    share = math.ceil(kept_all / nodes)
+    dram = min(share, int(work.host_bytes / 2))
     return Plan(
         groups=groups,
         weights=weights,
@@ -179,8 +184,9 @@ def plan(config: Config, groups: list[CacheGroup], gpu: Gpu, work: Workload) -> 
         sequence_bytes=sequence,
         gpu_sequences=held,
         working_set_bytes=kept_all,
+        nodes=nodes,
         dram_bytes=dram,
-        file_bytes=kept_all if kept_all > dram else 0,
+        file_bytes=share if share > dram else 0,
         token_s=token_s,
         miss_ttft_s=work.overhead_s + work.prompt_tokens * token_s,
         tiers=_tiers(groups, gpu, work, token_s),

@@ -78,6 +78,7 @@ TOPICS: Final[dict[str, type[Row]]] = {
     "transfers": TransferReport,
     "tiers": engine.TierReport,
     "quotas": engine.QuotaReport,
+    "savings": engine.SavingsReport,
     "spaces": engine.SpaceReport,
     "curve": engine.CurveReport,
     "blocks": engine.BlockReport,

@@ -107,6 +107,9 @@ class Stores:
         self._state.counters.stores_joined += len(words) - taken
         self._state.counters.stores_sealed += taken
         self._state.counters.stored_bytes += taken * block_bytes
+        tenant, known = owner.key[0], self._state.known.get(group.asker.address)
+        if known is not None and taken:
+            self._state.ledger.stored((known.label, tenant), taken * block_bytes)
         return ""
 
     def _ungrant(self, owner: Owner, words: Words, message: Seal | Drop) -> None:

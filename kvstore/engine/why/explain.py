@@ -19,7 +19,6 @@ from kvstore.engine.events import Staged
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.state import State
 from kvstore.engine.why.findings import ABSENT, SPACE_DIGITS, Finding, RangeReport, cut, examine
-from kvstore.engine.why.ledger import Ledger
 from kvstore.engine.why.reasons import Reason, reason_of
 from kvstore.engine.witness import PushReport
 from kvstore.types import SpaceId
@@ -108,7 +107,7 @@ class Explain:
         self._state = state
         self._told: deque[_Told] = deque(maxlen=STORIES_MAX)
         self._numbers = itertools.count(1)
-        self.ledger = Ledger()
+        self.ledger = state.ledger
 
     def tell(self, connection: Connection, story: Story) -> None:
         """A request ended: keep its story with the findings of its lookups."""
@@ -134,7 +133,9 @@ class Explain:
         )
         told = _Told(row, story, state.now_ns - story.age_ns, found)
         self._told.append(told)
-        self.ledger.count((row.label, row.tenant), story, self._table(told))
+        gpu_count = owner.rank_count if owner.scheduler is not None else 1
+        pair = row.label, row.tenant
+        self.ledger.count(pair, story, self._table(told), gpu_count=gpu_count)
         self._stage(row, story)
 
     def _stage(self, row: RequestReport, story: Story) -> None:

@@ -1,15 +1,20 @@
-"""Sums over the requests that have ended: hits, misses by reason, and what loads saved.
+"""Sums over the requests that have ended: hits, misses by reason, and what loads saved and cost.
 
-    Story, rows of explain ──count──▶ Ledger ──▶ /metrics, `kvstore top`
+    Story, rows of explain ──count──▶ Ledger ──▶ /metrics, `kvstore inspect savings`, `kvstore top`
 
 A block of a prompt that is not in the engine's own cache is either a hit or a miss, with the reason
-that explain gives for it. Blocks behind a gap miss for the reason of the gap. Bounded: NAMED_MAX
-pairs of model and tenant, all later ones together. Does not cover: single requests (`explain`).
+that explain gives for it. Blocks behind a gap miss for the reason of the gap.
+
+A request that loaded from several tiers is split among them: saved time, lookup and copies by
+tokens, waits by the tokens that were waited for. Time for which nothing came is of tier NOTHING.
+Bounded: PAIRS_MAX pairs of model and tenant have names, and NAMES_MAX pairs and (pair, tier)
+together; first come, first named, and all later ones are OTHER. Does not cover: single requests
+(`explain`), money (`kvstore.cli.savings`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -17,21 +22,57 @@ import msgspec
 from kvstore.engine.why.findings import TIERS, RangeReport
 from kvstore.engine.why.reasons import CLASSES, Reason
 from kvstore.wire.messages import Story
+from kvstore.wording import printable
 
-NAMED_MAX: Final = 32
-OTHER: Final = ("other", "other")
+PAIRS_MAX: Final = 32
+NAMES_MAX: Final = 40
+"""Three series each, so that a node has at most 400."""
+NAME_LENGTH_MAX: Final = 64
+OTHER: Final = "other"
+NOTHING: Final = "none"
+"""Tier of time that was spent and brought no block."""
 _BEHIND: Final = (Reason.BEHIND_A_GAP, Reason.BEHIND_A_GAP_ON_DISK)
 
+Pair = tuple[str, str]
+"""(model, tenant)."""
 
-class Savings(msgspec.Struct):
+
+class Traffic(msgspec.Struct):
     """Sums of one model and tenant."""
 
     prompt_tokens: int = 0
     loaded_tokens: int = 0
+    stored_bytes: int = 0
+
+
+class Savings(msgspec.Struct):
+    """Sums of one model, tenant and tier."""
+
+    loaded_tokens: int = 0
     saved_ns: int = 0
     """Estimated time to compute the loaded tokens."""
-    waited_ns: int = 0
-    """For lookups, for blocks from disk or other nodes, and for copies."""
+    spent_ns: int = 0
+    """Waits for lookups, for blocks from disk or other nodes, and for copies."""
+    lost_ns: int = 0
+    """Part of `spent_ns` that exceeds what its request saved; of the tier that cost it most."""
+    net_gpu_ns: int = 0
+    """Saved less spent, times the GPUs of each engine; negative: a loss."""
+
+
+class SavingsReport(msgspec.Struct, frozen=True):
+    """One model, tenant and tier of this node, since its start."""
+
+    model: str
+    tenant: str
+    tier: str
+    """dram, file, peer; none: time for which nothing came."""
+    loaded_tokens: int
+    saved_ms: int
+    spent_ms: int
+    lost_ms: int
+    """Part of `spent_ms` that exceeds what its request saved."""
+    net_gpu_ms: int
+    """Saved less spent, times the GPUs of each engine."""
 
 
 class Ledger:
@@ -42,11 +83,14 @@ class Ledger:
         """Blocks by tier."""
         self.misses = dict.fromkeys(CLASSES.values(), 0)
         """Blocks by class of reasons."""
-        self.accounts: dict[tuple[str, str], Savings] = {}
-        """By (model, tenant)."""
+        self.accounts: dict[Pair, Traffic] = {}
+        self.savings: dict[tuple[str, str, str], Savings] = {}
+        """By (model, tenant, tier)."""
 
-    def count(self, name: tuple[str, str], story: Story, rows: Iterable[RangeReport]) -> None:
-        """A request of this model and tenant ended, with these rows."""
+    def count(
+        self, pair: Pair, story: Story, rows: Iterable[RangeReport], *, gpu_count: int = 1
+    ) -> None:
+        """A request of this model and tenant ended, with these rows, on so many GPUs."""
         gap = CLASSES[Reason.NOT_REMEMBERED]
         for row in rows:
             if row.reason:
@@ -54,15 +98,81 @@ class Ledger:
                 self.misses[gap] += row.blocks
             elif row.tier != "engine":
                 self.hits[row.tier or "dram"] += row.blocks
-        if name not in self.accounts and len(self.accounts) >= NAMED_MAX:
-            name = OTHER
-        its = self.accounts.setdefault(name, Savings())
+        its = self._account(pair)
         its.prompt_tokens += story.prompt_tokens
         its.loaded_tokens += story.loaded_tokens
-        its.saved_ns += story.saved_ns
-        its.waited_ns += story.lookup_ns + story.promotion_ns + story.load_ns
+        parts = _parts(story)
+        for tier, part in parts.items():
+            if part.saved_ns or part.spent_ns or part.loaded_tokens:
+                self._add(self._saving(pair, tier), part, gpu_count)
+
+    def stored(self, pair: Pair, size_bytes: int) -> None:
+        """An engine of this model and tenant stored blocks."""
+        self._account(pair).stored_bytes += size_bytes
 
     def total(self) -> Savings:
-        """All models and tenants together."""
-        every = self.accounts.values()
+        """All models, tenants and tiers together."""
+        every = self.savings.values()
         return Savings(*(sum(getattr(a, f) for a in every) for f in Savings.__struct_fields__))
+
+    def _add(self, its: Savings, part: Savings, gpu_count: int) -> None:
+        its.loaded_tokens += part.loaded_tokens
+        its.saved_ns += part.saved_ns
+        its.spent_ns += part.spent_ns
+        its.lost_ns += part.lost_ns
+        its.net_gpu_ns += (part.saved_ns - part.spent_ns) * gpu_count
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.accounts) + len(self.savings) >= NAMES_MAX
+
+    def _account(self, pair: Pair) -> Traffic:
+        pair = _cut(pair)
+        if pair not in self.accounts and (self._is_full or len(self.accounts) >= PAIRS_MAX):
+            pair = (OTHER, OTHER)
+        return self.accounts.setdefault(pair, Traffic())
+
+    def _saving(self, pair: Pair, tier: str) -> Savings:
+        pair = _cut(pair)
+        name = (*pair, tier)
+        if name not in self.savings and (self._is_full or pair not in self.accounts):
+            name = (OTHER, OTHER, tier)
+        return self.savings.setdefault(name, Savings())
+
+
+def _cut(pair: Pair) -> Pair:
+    """Names come from outside: two that are equal when cut are one, as a page names each once."""
+    model, tenant = (printable(name[:NAME_LENGTH_MAX]) for name in pair)
+    return model, tenant
+
+
+def _parts(story: Story) -> dict[str, Savings]:
+    """The story's share of each tier."""
+    file = min(story.file_tokens, story.loaded_tokens)
+    peer = min(story.peer_tokens, story.loaded_tokens - file)
+    tokens = {"dram": story.loaded_tokens - file - peer, "file": file, "peer": peer}
+    saved = _split(story.saved_ns, tokens)
+    copies = _split(story.lookup_ns + story.load_ns, tokens)
+    waits = _split(story.promotion_ns, {"file": file, "peer": peer})
+    parts = {
+        tier: Savings(
+            tokens.get(tier, 0), saved.get(tier, 0), copies.get(tier, 0) + waits.get(tier, 0)
+        )
+        for tier in (*tokens, NOTHING)
+    }
+    lost_ns = sum(part.spent_ns - part.saved_ns for part in parts.values())
+    worst = max(parts.values(), key=lambda part: part.spent_ns - part.saved_ns)
+    worst.lost_ns = max(0, lost_ns)
+    return parts
+
+
+def _split(total: int, weights: Mapping[str, int]) -> dict[str, int]:
+    """Split by weights without a remainder; all of it to NOTHING where there are none."""
+    whole, seen, given, parts = sum(weights.values()), 0, 0, {}
+    if not whole:
+        return {NOTHING: total}
+    for tier, weight in weights.items():
+        seen += weight
+        parts[tier] = total * seen // whole - given
+        given += parts[tier]
+    return parts

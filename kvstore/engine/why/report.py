@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine.memory.slots import Slots, SlotState
 from kvstore.engine.sessions.askers import ANOTHER_NODE
+from kvstore.engine.why.ledger import Ledger, SavingsReport
 from kvstore.types import SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.load import EngineEntry, Load
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from kvstore.engine.sessions.owners import Connection
     from kvstore.engine.state import State
     from kvstore.engine.trust.scrubs import TierScrub
-    from kvstore.engine.why.ledger import Ledger
 
 ROWS_MAX = 10_000
 NO_BUDGET = -1
@@ -250,7 +250,7 @@ def load(state: State, ledger: Ledger) -> Load:
         blocks_hit=sum(ledger.hits.values()),
         blocks_missed=sum(ledger.misses.values()),
         saved_ms=total.saved_ns // NS_PER_MS,
-        waited_ms=total.waited_ns // NS_PER_MS,
+        waited_ms=total.spent_ns // NS_PER_MS,
         stored_bytes=counters.stored_bytes,
         leased_bytes=counters.leased_bytes,
         served_bytes=counters.served_bytes,
@@ -258,6 +258,18 @@ def load(state: State, ledger: Ledger) -> Load:
         engines=sum(bool(owner.open_session) for owner in state.owners.values()),
         slots_quarantined=int(slots.counts[SlotState.QUARANTINED]),
     )
+
+
+def savings(ledger: Ledger) -> list[SavingsReport]:
+    """One row per model, tenant and tier, the greatest saving first and losses last."""
+    rows = [
+        SavingsReport(
+            *(*name, its.loaded_tokens),
+            *(ns // NS_PER_MS for ns in (its.saved_ns, its.spent_ns, its.lost_ns, its.net_gpu_ns)),
+        )
+        for name, its in ledger.savings.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.net_gpu_ms, row))
 
 
 def quotas(state: State) -> list[QuotaReport]:

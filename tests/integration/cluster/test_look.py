@@ -183,7 +183,9 @@ def test_top_shows_all_nodes_what_they_do(system: System) -> None:
         def has_come() -> bool:  # earlier heartbeats know nothing of blocks and replicas yet
             nonlocal b
             b = of_index(index)[0]["b"].load
-            stored = metric(system.pair.b, "kvstore_stored_bytes_total")
+            stored = metric(
+                system.pair.b, "kvstore_stored_bytes_total", '{model="model",tenant="default"}'
+            )
             return b is not None and b.stored_bytes == stored and b.replicas_reached > 0
 
         assert eventually(has_come, timeout_s=CONVERGES_S)

@@ -20,6 +20,9 @@ from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.proto.rows import decode_rows
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
+from kvstore.units import NS_PER_S
+from kvstore.wire.messages import Story
+from tests.integration.node.conftest import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +58,24 @@ def two_models(node: NodeProcess) -> Iterator[tuple[RawEngine, RawEngine]]:
             engine.store(make_keys(count))
             engine.release(engine.lease_stored(make_keys(count)))
         yield one, two
+
+
+def test_savings_are_those_of_requests_that_have_ended(
+    node: NodeProcess, two_models: tuple[RawEngine, RawEngine]
+) -> None:
+    hour_ns = 3600 * NS_PER_S
+    for engine, (saved, load) in zip(two_models, ((5, 1), (1, 3)), strict=True):
+        story = Story("r", loaded_tokens=16, saved_ns=saved * hour_ns, load_ns=load * hour_ns)
+        assert engine.scheduler.send(story)
+    assert eventually(lambda: len(inspected(node, "savings")["savings"]) == 2)
+    found = inspected(node, "savings", "--gpu-hour", "2.50")
+    assert [(row["model"], row["net_gpu_hours"], row["net_money"]) for row in found["savings"]] == [
+        ("llama", 4, 10),
+        ("qwen", -4, -10),  # on two ranks
+    ]
+    assert [found["total"][0][f"{name}_hours"] for name in ("saved", "spent", "lost")] == [6, 4, 2]
+    shown = kvstore("inspect", "savings", "--gpu-hour", "2.50", "--socket", str(node.socket))
+    assert shown.stdout.splitlines()[-1].split()[-1] == "0.0000"
 
 
 def test_json_is_what_was_stored(

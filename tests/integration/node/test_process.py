@@ -25,7 +25,7 @@ from kvstore.client.link import Lost
 from kvstore.node.priority import ThreadPriority
 from kvstore.obs.metrics import METRICS
 from kvstore.testing.process import NodeFailed, NodeProcess, children_of
-from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
+from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
@@ -304,8 +304,10 @@ def test_what_an_engine_does_is_counted(node: NodeProcess) -> None:
     of = '{model="model",tenant="default"}'
     assert sample(metrics, "kvstore_prompt_tokens_total" + of) == 9 * BLOCK_TOKENS
     assert sample(metrics, "kvstore_loaded_tokens_total" + of) == 7 * BLOCK_TOKENS
-    assert sample(metrics, "kvstore_saved_prefill_seconds_total" + of) == 3
-    assert sample(metrics, "kvstore_waited_seconds_total" + of) == 1
+    assert sample(metrics, "kvstore_stored_bytes_total" + of) == 7 * BLOCK_BYTES
+    of_tier = of.replace("}", ',tier="dram"}')
+    assert sample(metrics, "kvstore_saved_seconds_total" + of_tier) == 3
+    assert sample(metrics, "kvstore_spent_seconds_total" + of_tier) == 1
     assert sample(metrics, 'kvstore_blocks{tier="dram"}') == 7
     assert sample(metrics, 'kvstore_slots{state="sealed"}') == 7
     assert sample(metrics, "kvstore_leases") == 1

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Command, Event, Received, Send, Tick
-from kvstore.wire.messages import Distrust, Grant, HelloRank, HelloScheduler
+from kvstore.wire.messages import Distrust, Grant, HelloRank, HelloScheduler, Story
 from tests.sim.world.copies import Violation
 
 Bytes = dict[str, int]
@@ -76,6 +76,7 @@ class Accounts:
 
     def __init__(self) -> None:
         self._last, self._hits, self.misses = 0, 0, 0
+        self.saved_ns = self.spent_ns = self.lost_ns = 0
 
     def check(self, engine: Engine) -> None:
         """Raises Violation."""
@@ -90,6 +91,7 @@ class Accounts:
             # One that was preempted loads what it had decoded, too.
             loaded = min(row.loaded_tokens // size, total - own)
             self._hits += loaded
+            self._count_times(told.story)
             self.misses += total - own - loaded
         self._last = stories[-1].row.number if stories else 0
         ledger = engine.explain.ledger
@@ -99,3 +101,14 @@ class Accounts:
                 f"hits and misses are {(self._hits, self.misses)}, counted as {found}:"
                 f" {ledger.misses}"
             )
+        its = ledger.total()
+        summed = its.saved_ns, its.spent_ns, its.lost_ns
+        if summed != (self.saved_ns, self.spent_ns, self.lost_ns):
+            mine = self.saved_ns, self.spent_ns, self.lost_ns
+            raise Violation(f"saved, spent and lost are {mine}, counted as {summed}")
+
+    def _count_times(self, story: Story) -> None:
+        spent_ns = story.lookup_ns + story.promotion_ns + story.load_ns
+        self.saved_ns += story.saved_ns
+        self.spent_ns += spent_ns
+        self.lost_ns += max(0, spent_ns - story.saved_ns)

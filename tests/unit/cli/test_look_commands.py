@@ -36,6 +36,11 @@ def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         (["prefix", "--keys-file", "x", "--text", "y"], "name one prompt: --tokens-file FILE, --"),
         (["prefix", "--keys-file", "x", "--cache-salt", "y"], "--cache-salt is in the keys"),
         (["prefix", "--keys-file", "/none"], "/none cannot be read"),
+        (["tiers", "--gpu-hour", "2"], "--gpu-hour is for 'kvstore inspect savings'"),
+        (
+            ["savings", "--gpu-hour", "-1"],
+            "invalid value for '--gpu-hour': -1.0 is not in the range",
+        ),
         (["node"], "there is no topic 'node': did you mean 'nodes'?"),
         (["everything"], "there is no topic 'everything': use one of nodes, tiers, "),
     ],

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from hypothesis import given, strategies as st
+from msgspec.structs import astuple, replace
 
 from kvstore.cli.look import show_story
 from kvstore.cli.reasons import of_range, of_request, word
@@ -13,6 +14,7 @@ from kvstore.engine.why import ledger
 from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import CLASSES, OTHER_CLASS, Reason
 from kvstore.engine.why.searches import Search
+from kvstore.wire.messages import Story
 from tests.unit.engine.harness import TOKENS, Node, Peer, attached, space
 from tests.unit.engine.test_explain import rows, told
 
@@ -80,7 +82,7 @@ def test_after_a_reset_of_the_engine_its_blocks_are_told_as_reset() -> None:
 
 
 def test_sums_have_the_classes_of_what_explain_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "NAMED_MAX", 1)
+    monkeypatch.setattr(ledger, "PAIRS_MAX", 1)
     node, peer = attached(Node())
     peer.store(1, 2, 4)
     peer.lease(1, 1, 2, 3, 4)
@@ -95,8 +97,81 @@ def test_sums_have_the_classes_of_what_explain_tells(monkeypatch: pytest.MonkeyP
     }
     (account,) = sums.accounts.values()
     assert (account.prompt_tokens, account.loaded_tokens) == (9 * TOKENS + 6, 2 * TOKENS)
-    assert (account.saved_ns, account.waited_ns) == (7, 6)
+    assert account.stored_bytes == node.engine.counters.stored_bytes > 0
+    assert [(tier, its.saved_ns, its.spent_ns) for (*_, tier), its in sums.savings.items()] == [
+        ("dram", 7, 4),
+        ("none", 0, 2),  # it waited for blocks that did not come
+    ]
     late = Peer(node, tenant="another")
-    told(node, late, blocks=1)
+    told(node, late, blocks=1, lookup_ns=5)
     assert list(sums.accounts)[1:] == [("other", "other")]
-    assert sums.total().prompt_tokens == 10 * TOKENS + 9
+    assert list(sums.savings)[2:] == [("other", "other", "none")]
+    assert sums.total().spent_ns == 11
+
+
+def test_a_request_is_split_among_its_tiers_and_nothing_is_left_over() -> None:
+    sums = ledger.Ledger()
+    tokens: dict[str, Any] = {
+        "prompt_tokens": 9,
+        "loaded_tokens": 7,
+        "file_tokens": 2,
+        "peer_tokens": 4,
+    }
+    story = Story("r", **tokens, saved_ns=100, lookup_ns=10, promotion_ns=50, load_ns=11)
+    sums.count(("m", "t"), story, [], gpu_count=4)
+    assert {tier: replace(its, net_gpu_ns=0) for (*_, tier), its in sums.savings.items()} == {
+        "dram": ledger.Savings(1, 14, 3),
+        "file": ledger.Savings(2, 28, 6 + 16),
+        "peer": ledger.Savings(4, 58, 12 + 34),
+    }
+    assert sums.total().net_gpu_ns == 4 * (100 - 71)
+
+
+def test_what_a_request_lost_is_of_the_tier_that_cost_it_most() -> None:
+    sums = ledger.Ledger()
+    slow = Story("r", loaded_tokens=8, file_tokens=2, saved_ns=80, promotion_ns=500, load_ns=80)
+    sums.count(("m", "t"), slow, [])
+    sums.count(("m", "t"), Story("r", loaded_tokens=8, saved_ns=80, load_ns=10), [])
+    lost = {tier: its.lost_ns for (*_, tier), its in sums.savings.items()}
+    assert lost == {"dram": 0, "file": 500}
+    assert sums.total() == ledger.Savings(16, 160, 590, 500, -430)
+
+
+@given(
+    st.lists(st.integers(0, 1 << 50), min_size=4, max_size=4),
+    st.lists(st.integers(0, 1 << 32), min_size=3, max_size=3),
+)
+def test_shares_of_tiers_add_up_whatever_an_engine_tells(
+    times: list[int], tokens: list[int]
+) -> None:
+    saved, lookup, promotion, load = times
+    loaded, file, peer = tokens  # more from disk than was loaded, too
+    story = Story("r", loaded_tokens=loaded, file_tokens=file, peer_tokens=peer, saved_ns=saved)
+    story = replace(story, lookup_ns=lookup, promotion_ns=promotion, load_ns=load)
+    sums = ledger.Ledger()
+    sums.count(("m", "t"), story, [])
+    spent = lookup + promotion + load
+    lost = max(0, spent - saved)
+    assert sums.total() == ledger.Savings(loaded, saved, spent, lost, saved - spent)
+    assert all(min(astuple(its)[:4]) >= 0 for its in sums.savings.values())
+
+
+def test_names_from_outside_are_cut_and_counted_but_never_more_than_there_is_room_for() -> None:
+    sums = ledger.Ledger()
+    hostile = 'a"} 1\nkvstore_up 0', "\x1b[2J" + "t" * 500
+    for number in range(1000):
+        tenant = hostile[1] + str(number)  # equal as far as they are kept
+        sums.count((hostile[0], tenant), Story("r", load_ns=1), [])
+    (pair,) = sums.accounts
+    assert pair == ('a"} 1?kvstore_up 0', ("?[2J" + "t" * 500)[: ledger.NAME_LENGTH_MAX])
+    for number in range(1000):
+        sums.count(("m", f"t{number}"), Story("r", load_ns=1), [])
+        assert len(sums.accounts) <= ledger.PAIRS_MAX + 1
+        assert len(sums.accounts) + len(sums.savings) <= ledger.NAMES_MAX + 2
+    again = ledger.Ledger()
+    for number in range(1000):
+        again.count(("m", f"t{number}"), Story("r", load_ns=1), [])
+    assert [name[1] for name in again.savings][:3] == ["t0", "t1", "t2"]
+    assert again.total().spent_ns == 1000
+    for families in (sums.accounts, sums.savings):
+        assert sum("other" in name for name in families) == 1

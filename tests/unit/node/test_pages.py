@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore.engine.sessions.unserved import UnservedReport
-from kvstore.engine.why.ledger import NAMED_MAX
+from kvstore.engine.why.ledger import NAMES_MAX, PAIRS_MAX
 from kvstore.errors import NodeBusy
 from kvstore.index.engine_feed import EngineCounters
 from kvstore.net.http import Page
@@ -28,7 +28,9 @@ from tests.unit.engine.harness import Peer
 from tests.unit.engine.slab import SlabNode
 
 SERIES_MAX = 400
-NAMED = NAMED_MAX + 1
+TIERS = 4
+NAMED = 3 * (NAMES_MAX + 1 + TIERS)
+"""Series at most: three each, with those of all others."""
 
 
 class ScriptedDriver:
@@ -116,9 +118,13 @@ def test_a_rank_that_cannot_pin_memory_is_named_with_the_way_to_mend_it() -> Non
 def test_a_page_with_everything_on_has_few_series() -> None:
     node = SlabNode(quotas=(("llama", 1 << 14),), fetches=True)
     tier = SimpleNamespace(ready_bytes=1, capacity_bytes=1)
-    for number in range(NAMED + 9):
-        peer = Peer(node, f"e{number}", tenant=f"tenant {number}")
-        node.hear(peer.scheduler, Story(request="r", prompt_tokens=99, outcome="node unreachable"))
+    tokens: dict[str, Any] = {"prompt_tokens": 99, "loaded_tokens": 9, "lookup_ns": 9}
+    peers = [Peer(node, f"e{n}", tenant=f"tenant {n}") for n in range(PAIRS_MAX + 9)]
+    for peer in peers:
+        node.hear(peer.scheduler, Story("r"))
+    for peer in peers:
+        node.hear(peer.scheduler, Story("r", **tokens, file_tokens=3, peer_tokens=3, saved_ns=8))
+        node.hear(peer.scheduler, Story("r", lookup_ns=9))
     attach = SimpleNamespace(counters=AttachCounters(), socket_count=3)
     timings = {kind: Timings() for kind in (*FETCH_KINDS, *PUSH_KINDS, "write")}
     peering = SimpleNamespace(
@@ -148,8 +154,11 @@ def test_a_page_with_everything_on_has_few_series() -> None:
     families = list(collector.collect())
     lines = [sample for each in families for sample in each.samples]
     named = [sample for sample in lines if "tenant" in sample.labels]
-    assert len(named) == 4 * NAMED
-    assert {"other"} < {sample.labels["tenant"] for sample in named}
+    assert len(named) <= NAMED
+    named_tenants = {sample.labels["tenant"] for sample in named}
+    assert len(named_tenants) == PAIRS_MAX + 1
+    others = {sample.labels.get("tier") for sample in named if sample.labels["tenant"] == "other"}
+    assert others == {None, "dram", "file", "peer", "none"}
     absent = {each.name for each in families if not each.samples and "index" not in each.name}
     assert absent == {"kvstore_file_budget_left_bytes", "kvstore_scrub_age_seconds"}
     of_both_tiers, of_trusts = 2, 4
