@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvstore.engine.sessions.owners import OwnerKey as OwnerKey
     from kvstore.engine.sessions.unserved import UnservedReport as UnservedReport
     from kvstore.engine.trust.scrubs import NO_PASS as NO_PASS, Sealed as Sealed
+    from kvstore.engine.why.ages import BOUNDS_S as BOUNDS_S, Ages as Ages
     from kvstore.engine.why.curve import CurveReport as CurveReport
     from kvstore.engine.why.explain import (
         HashingReport as HashingReport,
@@ -68,6 +69,7 @@ _PLACES: Final = {
     "sessions.owners": "OwnerKey",
     "sessions.unserved": "UnservedReport",
     "trust.scrubs": "NO_PASS Sealed",
+    "why.ages": "BOUNDS_S Ages",
     "why.curve": "CurveReport",
     "why.explain": "HashingReport RequestReport",
     "why.findings": "SPACE_DIGITS RangeReport",

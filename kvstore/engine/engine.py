@@ -73,6 +73,7 @@ from kvstore.engine.state import Counters, EngineConfig, State
 from kvstore.engine.trust.scrubs import Scrubs, Sealed
 from kvstore.engine.trust.switches import Switches
 from kvstore.engine.why import report
+from kvstore.engine.why.ages import Ages
 from kvstore.engine.why.curve import CurveReport
 from kvstore.engine.why.explain import Explain
 from kvstore.engine.why.ledger import SavingsReport
@@ -238,6 +239,8 @@ class Engine:
                 state.slots.retry_starved()
                 state.credits_due = True
                 state.trail.tick(state)
+                state.ages[Tier.DRAM].mark(state.slots.next_stamp, state.now_ns)
+                state.ages[Tier.FILE].mark(self._files.next_location, state.now_ns)
                 state.curve.tick(state.now_ns)
                 self._servings.tick()
                 self._pushes.tick()
@@ -412,6 +415,10 @@ class Engine:
     def load(self) -> Load:
         """Load of this node, without its traffic with other nodes."""
         return report.load(self._state, self.explain.ledger)
+
+    def eviction_ages(self) -> dict[Tier, Ages]:
+        """Ages of evicted blocks, by tier."""
+        return self._state.ages
 
     def savings(self) -> list[SavingsReport]:
         """Savings and costs of loads, by model, tenant and tier."""

@@ -20,6 +20,7 @@ from kvstore.engine.moves.pace import Paces
 from kvstore.engine.sessions.leases import Leases
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, OwnerKey
 from kvstore.engine.sessions.unserved import Refusals
+from kvstore.engine.why.ages import Ages
 from kvstore.engine.why.curve import Curve
 from kvstore.engine.why.ledger import Ledger
 from kvstore.engine.why.reasons import Reason
@@ -193,7 +194,7 @@ class State:
             self.hbm.ready(size_bytes)
         self.curve = Curve(config.policy, config.arena_bytes - config.landing_bytes)
         self.trail = Trail(block_count_max=config.block_count_max)
-        self.ledger = Ledger()
+        self.ledger, self.ages = Ledger(), {tier: Ages() for tier in (Tier.DRAM, Tier.FILE)}
         self.residency = Residency(
             block_count_max=config.block_count_max,
             word_count=len(self.slots.state),
@@ -372,4 +373,5 @@ class State:
     def evict(self, words: Words) -> None:
         """Empty slots to make room."""
         self.counters.evictions += len(words)
+        self.ages[Tier.DRAM].evicted(np.abs(self.slots.stamps[words]), self.now_ns)
         self.empty(words, self.stamp(*self.room_for))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
@@ -10,13 +12,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from kvstore.engine import NO_BUDGET, SPACE_DIGITS, Engine, Ledger, TierReport
+from kvstore.engine import BOUNDS_S, NO_BUDGET, SPACE_DIGITS, Ages, Engine, Ledger, TierReport
 from kvstore.errors import NodeBusy
 from kvstore.net.http import Page, text_page
 from kvstore.node.attach import Attach
 from kvstore.node.driver import Driver
 from kvstore.node.files import FileEnd
-from kvstore.obs.metrics import Family, Sample, absent, family, histogram
+from kvstore.obs.metrics import Buckets, Family, Sample, absent, family, histogram
 from kvstore.obs.timings import STEPS
 from kvstore.peers.changes import EventCounters
 from kvstore.ports import Memory
@@ -150,6 +152,10 @@ def _engine_families(engine: Engine) -> list[Family]:
         family("kvstore_landing_bytes", engine.landing_bytes().items()),
         family("kvstore_pushes", engine.push_counts().items()),
         *_ledger_families(engine.explain.ledger),
+        histogram(
+            "kvstore_eviction_age_seconds",
+            [_age_buckets(tier, ages) for tier, ages in engine.eviction_ages().items()],
+        ),
         family(
             "kvstore_expected_hit_ratio",
             [((r.capacity,), r.hit_ratio) for r in engine.curve() if r.hit_ratio is not None],
@@ -183,6 +189,11 @@ def _ledger_families(ledger: Ledger) -> list[Family]:
         family(f"kvstore_{STORED}_total", by_name(STORED)),
         *(by_tier(kind) for kind in ("saved", "spent", "lost")),
     ]
+
+
+def _age_buckets(tier: TierName, ages: Ages) -> Buckets:
+    upto = zip((*BOUNDS_S, math.inf), itertools.accumulate(ages.counts), strict=True)
+    return (tier.name.lower(),), dict(upto), ages.total_ns / NS_PER_S
 
 
 def _integrity_families(

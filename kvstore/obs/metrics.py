@@ -44,7 +44,9 @@ def _rows(table: dict[str, str]) -> tuple[Metric, ...]:
     return tuple(rows)
 
 
-_HISTOGRAMS: Final = frozenset({"step_seconds", "transfer_seconds", "router_ttft_seconds"})
+_HISTOGRAMS: Final = frozenset(
+    {"step_seconds", "transfer_seconds", "eviction_age_seconds", "router_ttft_seconds"}
+)
 METRICS: Final = _rows(
     {
         "ready_bytes{tier}": "Bytes with allocated pages.",
@@ -194,6 +196,11 @@ METRICS: Final = _rows(
             " enough lookups; 'kvstore inspect curve' explains it."
         ),
         "evictions_total": "Slots evicted.",
+        "eviction_age_seconds{tier}": (
+            "Time since the last use of blocks that were evicted from dram; on disk (file) since"
+            " blocks were written that a reclaimed segment did not keep. Shorter than the time"
+            " until prompts come back: the tier is too small."
+        ),
         "file_blocks_crowded_total": "Blocks on disk dropped because the node's table was full.",
         "file_blocks_damaged_total": "Blocks on disk that failed verification.",
         "file_blocks_not_written_total{reason}": (

@@ -23,8 +23,8 @@ BUCKETS: Final = 56
 BOUNDS_NS: Final = tuple(round(NS_PER_S * 2 ** (n / 2 - 20)) for n in range(BUCKETS))
 STEPS: Final = range(0, 46, 4)
 """Buckets of /metrics for steps of a node: 1 µs, and each factor of four above it, to 4 s."""
-TRANSFERS: Final = range(18, BUCKETS - 3, 4)
-"""For transfers: 0.5 ms to 33 s."""
+TRANSFERS: Final = range(14, BUCKETS - 1, 4)
+"""For transfers: 122 µs to 128 s."""
 TTFTS: Final = range(28, BUCKETS - 1, 2)
 """For times to the first token: 16 ms, and each factor of two above it, to 128 s."""
 

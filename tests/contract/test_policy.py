@@ -61,7 +61,9 @@ class Held:
         assert set(got) <= may, "pinned, or not held"
         assert len(set(got)) == len(got), "twice"
         self.held -= set(got)
-        assert set(np.flatnonzero(self.stamps).tolist()) == self.held, "what is held has a stamp"
+        assert set(np.flatnonzero(self.stamps > 0).tolist()) == self.held, (
+            "what is held has a stamp"
+        )
         return got
 
 

@@ -371,6 +371,11 @@ class Slots:
         self._next_stamp += count
         return np.arange(first, self._next_stamp)
 
+    @property
+    def next_stamp(self) -> int:
+        """Stamp of the next use."""
+        return self._next_stamp
+
     def _places(self, prints: Prints) -> Stamps:
         """Stamps of blocks that come in now, in chain order: reserved by a hint, or else new
         ones."""
@@ -564,8 +569,8 @@ class Slots:
         self.pins.written(np.flatnonzero(self.writer), 1)
         self.quotas.floor = self.quotas.pinned.copy()
         self.stamps[self.state != SlotState.SEALED] = 0
-        # A slot may have been sealed just before it was given its stamp.
-        self.stamps[(self.state == SlotState.SEALED) & (self.stamps == 0)] = 1
+        # A slot may have been sealed just before it had its stamp, or popped and not yet emptied.
+        self.stamps[(self.state == SlotState.SEALED) & (self.stamps <= 0)] = 1
         self._next_stamp = int(self.stamps.max(initial=0)) + 1
         for group, size_bytes in self.weigh(in_use):
             self.quotas.held[group] += size_bytes

@@ -96,6 +96,8 @@ class Files:
         self._asked_for = np.zeros(rows, dtype=bool)
         """Flag of each row: asked for since its record was written."""
         self._reads: Jobs[_Read] = Jobs(numbers, arena_bytes=state.config.arena_bytes)
+        self.next_location = 1
+        """Above all places of own records so far: a log is written in their order."""
         self.left_out_count = 0
         """Blocks that the tier reported and that found no row."""
         self.pace = ReadPace(state.config.learned.disk_ns_per_mib)
@@ -266,6 +268,8 @@ class Files:
 
     def _place(self, rows: Rows, locations: NDArray[np.uint64]) -> None:
         self._asked_for[rows] = False
+        own = locations[locations < FOREIGN_LOCATION]
+        self.next_location = max(self.next_location, int(own.max(initial=0)) + 1)
         self._state.residency.put_file(rows, locations)
 
     def moved(self, event: FileMoved) -> None:
@@ -297,7 +301,10 @@ class Files:
             room -= len(hot)
             kept.append(np.frombuffer(part.locations, dtype="<u8")[hot])
             live[hot] = False
-            state.residency.drop_file(np.unique(rows[live]), state.stamp(Reason.RECLAIMED))
+            gone = np.unique(rows[live])
+            written = state.residency.file[gone].astype(np.int64)
+            state.ages[Tier.FILE].evicted(written, state.now_ns)
+            state.residency.drop_file(gone, state.stamp(Reason.RECLAIMED))
         keep = np.concatenate(kept).tobytes() if kept else b""
         state.say(ReclaimFile(segment=event.segment, keep=keep, cause=state.cause))
 

@@ -8,6 +8,7 @@
 | `findings` | results of lookups, and why not more       | LeaseAsk → ranges |
 | `searches` | results of questions to other nodes        | questions → counts |
 | `explain`  | recent requests                            | Story, findings → rows |
+| `ages`     | time since the last use of evicted blocks  | order, time → counts |
 | `curve`    | hits with dram of other sizes              | lookups → ratios  |
 | `ledger`   | sums over all requests                     | Story, rows → counts |
 | `report`   | snapshots for inspect                      | engine → rows     |

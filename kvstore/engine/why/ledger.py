@@ -101,10 +101,12 @@ class Ledger:
         its = self._account(pair)
         its.prompt_tokens += story.prompt_tokens
         its.loaded_tokens += story.loaded_tokens
-        parts = _parts(story)
-        for tier, part in parts.items():
-            if part.saved_ns or part.spent_ns or part.loaded_tokens:
-                self._add(self._saving(pair, tier), part, gpu_count)
+        for tier, part in _parts(story).items():
+            part.net_gpu_ns = (part.saved_ns - part.spent_ns) * gpu_count
+            if part != Savings():
+                saving = self._saving(pair, tier)
+                for field in Savings.__struct_fields__:
+                    setattr(saving, field, getattr(saving, field) + getattr(part, field))
 
     def stored(self, pair: Pair, size_bytes: int) -> None:
         """An engine of this model and tenant stored blocks."""
@@ -114,13 +116,6 @@ class Ledger:
         """All models, tenants and tiers together."""
         every = self.savings.values()
         return Savings(*(sum(getattr(a, f) for a in every) for f in Savings.__struct_fields__))
-
-    def _add(self, its: Savings, part: Savings, gpu_count: int) -> None:
-        its.loaded_tokens += part.loaded_tokens
-        its.saved_ns += part.saved_ns
-        its.spent_ns += part.spent_ns
-        its.lost_ns += part.lost_ns
-        its.net_gpu_ns += (part.saved_ns - part.spent_ns) * gpu_count
 
     @property
     def _is_full(self) -> bool:
@@ -154,12 +149,10 @@ def _parts(story: Story) -> dict[str, Savings]:
     saved = _split(story.saved_ns, tokens)
     copies = _split(story.lookup_ns + story.load_ns, tokens)
     waits = _split(story.promotion_ns, {"file": file, "peer": peer})
-    parts = {
-        tier: Savings(
-            tokens.get(tier, 0), saved.get(tier, 0), copies.get(tier, 0) + waits.get(tier, 0)
-        )
-        for tier in (*tokens, NOTHING)
-    }
+    parts = {}
+    for tier in (*tokens, NOTHING):
+        spent_ns = copies.get(tier, 0) + waits.get(tier, 0)
+        parts[tier] = Savings(tokens.get(tier, 0), saved.get(tier, 0), spent_ns)
     lost_ns = sum(part.spent_ns - part.saved_ns for part in parts.values())
     worst = max(parts.values(), key=lambda part: part.spent_ns - part.saved_ns)
     worst.lost_ns = max(0, lost_ns)

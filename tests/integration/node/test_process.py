@@ -305,6 +305,7 @@ def test_what_an_engine_does_is_counted(node: NodeProcess) -> None:
     assert sample(metrics, "kvstore_prompt_tokens_total" + of) == 9 * BLOCK_TOKENS
     assert sample(metrics, "kvstore_loaded_tokens_total" + of) == 7 * BLOCK_TOKENS
     assert sample(metrics, "kvstore_stored_bytes_total" + of) == 7 * BLOCK_BYTES
+    assert sample(metrics, 'kvstore_eviction_age_seconds_count{tier="dram"}') == 0
     of_tier = of.replace("}", ',tier="dram"}')
     assert sample(metrics, "kvstore_saved_seconds_total" + of_tier) == 3
     assert sample(metrics, "kvstore_spent_seconds_total" + of_tier) == 1

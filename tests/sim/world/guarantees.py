@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Command, Event, Received, Send, Tick
+from kvstore.types import Tier
 from kvstore.wire.messages import Distrust, Grant, HelloRank, HelloScheduler, Story
 from tests.sim.world.copies import Violation
 
@@ -101,6 +102,9 @@ class Accounts:
                 f"hits and misses are {(self._hits, self.misses)}, counted as {found}:"
                 f" {ledger.misses}"
             )
+        ages = engine.eviction_ages()[Tier.DRAM]
+        if sum(ages.counts) != engine.counters.evictions:
+            raise Violation(f"{engine.counters.evictions} evictions, ages of {sum(ages.counts)}")
         its = ledger.total()
         summed = its.saved_ns, its.spent_ns, its.lost_ns
         if summed != (self.saved_ns, self.spent_ns, self.lost_ns):

@@ -20,7 +20,7 @@ from kvstore.engine.memory import residency as residency_module
 from kvstore.engine.moves import files as files_module, writes as writes_module
 from kvstore.engine.moves.pace import READS, ReadPace
 from kvstore.engine.state import Off
-from kvstore.types import SLOT_BYTES_MIN, SpaceId
+from kvstore.types import SLOT_BYTES_MIN, SpaceId, Tier
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
 from kvstore.wire.record import Scope
@@ -519,7 +519,10 @@ def test_a_reclaimed_segment_keeps_what_was_asked_for() -> None:
     node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(3)))
     node.read_all()
     part = FilePart(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*range(1, 9)), places(1, 8))
+    node.tick()
+    node.tick(ms=700_000)
     node.step(FileReclaim(4, (part,)))
+    assert node.engine.eviction_ages()[Tier.FILE].counts == [0, 0, 7, 0, 0, 0], "written 700 s ago"
     (answer,) = node.reclaimed
     assert (answer.segment, answer.keep) == (4, places(3, 1))
     assert node.blocks() == {short(3): "dram+file"}

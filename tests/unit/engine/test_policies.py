@@ -79,9 +79,10 @@ def test_as_many_go_as_are_asked_for_however_far_apart_they_are() -> None:
     order.insert(words, words + 1, words.astype(np.uint64))
     order.use(words[: count // 2], words[: count // 2] + count + 1)
     order.pop(1, lambda its: words[its] >= 0)
-    may = words % 3 == 0
+    may: Mask = words % 3 == 0
 
     def may_go(its: Words | slice) -> Mask:
-        return may[its]
+        chosen: Mask = may[its]
+        return chosen
 
     assert len(order.pop(400, may_go)) == 400

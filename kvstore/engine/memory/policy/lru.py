@@ -110,7 +110,7 @@ class OldestFirst:
 
     def _refill(self, count: int, may_go: MayGo) -> bool:
         """Queue the oldest slots that may go now. False: none."""
-        may = may_go(_ALL) & self._among() & (self._stamps != 0)
+        may = may_go(_ALL) & self._among() & (self._stamps > 0)
         words = np.flatnonzero(may)
         size = max(count, _QUEUE_MIN, len(words) // _QUEUE_SHARE)
         if size < len(words):
@@ -161,11 +161,11 @@ class Lru:
         victims: list[Words] = []
         missing = count
         while missing > 0 and len(words := self._oldest.take(missing, may_go)):
-            self._stamps[words] = 0
+            self._stamps[words] *= -1
             victims.append(words)
             missing -= len(words)
         return np.concatenate(victims) if victims else NONE
 
     def oldest_stamp(self) -> int | None:
-        stamps = self._stamps[self._members() & (self._stamps != 0)]
+        stamps = self._stamps[self._members() & (self._stamps > 0)]
         return int(stamps.min()) if len(stamps) else None

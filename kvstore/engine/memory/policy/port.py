@@ -30,7 +30,8 @@ Words = NDArray[np.int64]
 NONE: Words = np.empty(0, dtype=np.int64)
 Mask = NDArray[np.bool_]
 Stamps = NDArray[np.int64]
-"""One per word: grows with every use; 0 = the slot holds nothing."""
+"""One per word: grows with every use; 0 = the slot holds nothing; below 0: the block
+with that stamp was popped, and its slot is not empty yet."""
 Prints = NDArray[np.uint64]
 """One per block: a hash of its address, known beyond its eviction."""
 
@@ -75,7 +76,8 @@ class Policy(Protocol):
         ...
 
     def pop(self, count: int, may_go: MayGo) -> Words:
-        """Up to `count` victims, in order. They are empty from now on."""
+        """Up to `count` victims, in order. They are held no more; their stamps are negative until
+        `forget`."""
         ...
 
     def oldest_stamp(self) -> int | None:

@@ -176,7 +176,7 @@ class Reuse:
         self._stamps[words] = stamps
 
     def forget(self, words: Words) -> None:
-        self._count(-1, self._is_reused[words[self._stamps[words] != 0]])
+        self._count(-1, self._is_reused[words[self._stamps[words] > 0]])
         self._stamps[words] = 0
 
     def _count(self, sign: int, is_reused: Mask) -> None:
@@ -194,7 +194,9 @@ class Reuse:
             for queue, share in ((self._fresh, fresh), (self._reused, reused)):
                 if share:
                     words = queue.take(share, may_go)
+                    went = self._stamps[words]
                     self.forget(words)
+                    self._stamps[words] = -went
                     victims.append(words)
                     missing -= len(words)  # it may see less of its queue than the split did
         gone = np.concatenate(victims) if victims else NONE
@@ -217,5 +219,5 @@ class Reuse:
         return chosen, len(is_fresh) - chosen
 
     def oldest_stamp(self) -> int | None:
-        stamps = self._stamps[self._members() & (self._stamps != 0)]
+        stamps = self._stamps[self._members() & (self._stamps > 0)]
         return int(stamps.min()) if len(stamps) else None
