@@ -178,8 +178,8 @@ One record per subject: what holds now, why, what was rejected, what we gave up,
 that it is wrong. Read 1 to 4 first. Earlier states are in the log of the repository.
 """
 _COMMANDS: Final = (
-    *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "router", "route"),
-    *("certs", "plan", "up", "demo"),
+    *("node", "inspect", "explain", "top", "doctor", "clear", "upgrade", "fsck", "index", "router"),
+    *("route", "certs", "plan", "up", "demo"),
 )
 
 

@@ -17,6 +17,7 @@ import click
 
 from kvstore import __version__
 from kvstore.cli.commands import A_DIRECTORY, JSON_OPTION, SOCKET_OPTION, fail, settings_options
+from kvstore.cli.doctor import doctor
 from kvstore.cli.look_commands import explain, inspect, top
 from kvstore.cli.plan import plan_command
 from kvstore.cli.route import route
@@ -39,6 +40,7 @@ def cli() -> None:
       kvstore inspect                  list engines, tiers, models and leases
       kvstore explain                  show why recent requests hit or missed
       kvstore top                      show current memory, hits and throughput
+      kvstore doctor                   check this machine, with a mend for each finding
       kvstore clear                    drop all cached blocks
       kvstore plan config.json         size a deployment for a model
       kvstore upgrade                  run the newly installed code, keep the memory
@@ -195,7 +197,7 @@ def certs(
     click.echo("\n".join(map(str, made)))
 
 
-for _command in (inspect, explain, top, route, plan_command):
+for _command in (inspect, explain, top, route, doctor, plan_command):
     cli.add_command(_command)
 
 

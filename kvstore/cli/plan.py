@@ -150,7 +150,7 @@ def _lines(made: Plan, work: Workload) -> list[str]:
         ("GPUs of an engine", f"hold {made.gpu_sequences} sequences"),
         (
             "working set",
-            f"{format_size(made.working_set_bytes)} of {work.users} users, on {made.nodes} nodes",
+            f"{format_size(made.working_set_bytes)} of {work.users} users; nodes: {made.nodes}",
         ),
         ("first token", f"{_time(made.miss_ttft_s)} computed"),
     ]

@@ -96,7 +96,7 @@ def available_memory() -> tuple[int, str]:
     Page cache that can be dropped counts as available, as it does for the kernel's own limits.
     """
     candidates = [(_machine_available(), "the machine")]
-    for directory, limit, usage in _cgroup_levels():
+    for directory, limit, usage in memory_cgroups():
         left = _cgroup_left(directory, limit_file=limit, usage_file=usage)
         if left is not None:
             candidates.append((left, "the memory cgroup"))
@@ -110,26 +110,34 @@ def _machine_available() -> int:
     raise ConfigError("/proc/meminfo has no MemAvailable: give --dram a size")
 
 
-def _cgroup_levels() -> list[tuple[Path, str, str]]:
-    """(directory, limit file, usage file) of this process's memory cgroups, v2 and v1.
+def memory_cgroups(
+    root: Path = Path("/"), process: int | str = "self"
+) -> list[tuple[Path, str, str]]:
+    """(directory, limit file, usage file) of a process's memory cgroups and those above, v2 and v1,
+    whether they are there or not. `root`: of the file system; no cgroups there: no rows.
 
     Inside a container the path is relative to the container's own root or, without a cgroup
     namespace, not visible at all: then the mount point itself is the container's group.
     """
-    levels = []
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+    levels: list[tuple[Path, str, str]] = []
+    mounts = root / "sys/fs/cgroup"
+    try:
+        lines = (root / f"proc/{process}/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return levels
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            roots = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
+            roots = [mounts, mounts / "unified"]
             files = ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):
-            roots = [Path("/sys/fs/cgroup/memory")]
+            roots = [mounts / "memory"]
             files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
         relative = Path(path.lstrip("/"))
-        for root in roots:
-            levels += [(root / part, *files) for part in (relative, *relative.parents)]
+        for each in roots:
+            levels += [(each / part, *files) for part in (relative, *relative.parents)]
     return levels
 
 

@@ -107,7 +107,7 @@ def load_config(
             "node-name is for a shared directory, for events and for a cluster: add ',shared' to"
             " --file, or --events, or --index, or leave it out"
         )
-    file = _file(settings.file, settings.node_name, dram_bytes=dram_bytes, scrub=scrub)
+    file = file_of(settings.file, settings.node_name, dram_bytes=dram_bytes, scrub=scrub)
     if file is not None and arena is None:  # a later process has memory to serve without its disk
         refuse_what_cannot_hold(file)
     cluster = _cluster(settings, dram_bytes=dram_bytes, slab_bytes=slab_bytes)
@@ -165,10 +165,11 @@ def _has_use_for_a_name(settings: NodeSettings) -> bool:
     return has_events or has_cluster or (settings.file or "").endswith(",shared")
 
 
-def _file(
-    text: str | None, node_name: str | None, *, dram_bytes: int, scrub: ScrubRate | None
+def file_of(
+    text: str | None, node_name: str | None, *, dram_bytes: int, scrub: ScrubRate | None = None
 ) -> FileConfig | None:
-    """PATH:SIZE of the disk tier, with ,shared behind it for a directory of several nodes."""
+    """PATH:SIZE of the disk tier, with ,shared behind it for a directory of several nodes.
+    Raises ConfigError."""
     if text is None:
         return None
     path, colon, size = text.rpartition(":")

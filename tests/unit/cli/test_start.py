@@ -71,6 +71,8 @@ def _names(requirements: list[str]) -> set[str]:
         ),
         ("node --config /none", {"msgspec", "yaml"}),
         ("index --listen none", {"msgspec"}),
+        ("doctor --help", set[str]()),
+        ("doctor --socket /none/node.sock", {"msgspec"}),
     ],
 )
 def test_a_command_imports_what_it_needs(command: str, needed: set[str]) -> None:

@@ -336,7 +336,7 @@ def test_the_tightest_cgroup_counts_and_its_droppable_cache_is_free(
     cgroup(outer, limit="1000", usage=700, stat=stat, v2=v2)
     names = ("memory.max", "memory.current") if v2 else CGROUP_V1
     levels = [(path, *names) for path in (inner, outer, tmp_path)]
-    monkeypatch.setattr(machine, "_cgroup_levels", lambda: levels)
+    monkeypatch.setattr(machine, "memory_cgroups", lambda: levels)
     assert available_memory() == (400, "the memory cgroup")
 
 
