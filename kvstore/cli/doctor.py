@@ -89,7 +89,7 @@ def _facts(path: Path | None, flags: dict[str, Any], *, disk_rate: bool) -> Any:
     """Raises ConfigError: a wrong setting."""
     from kvstore.cli import doctor_reads as reads
     from kvstore.cli.doctor_facts import Facts
-    from kvstore.config.cluster import resolve_cluster
+    from kvstore.config.cluster import resolve_cluster, resolve_tls
     from kvstore.config.machine import available_memory
     from kvstore.config.node import file_of
     from kvstore.config.reading import load_settings
@@ -102,13 +102,14 @@ def _facts(path: Path | None, flags: dict[str, Any], *, disk_rate: bool) -> Any:
     if settings.dram != "auto":
         dram_bytes = size_of("dram", settings.dram)
     file = file_of(settings.file, settings.node_name, dram_bytes=dram_bytes)
+    has_cluster = bool(settings.index or settings.index_listen)
     days, refusal = None, ""
     try:
-        cluster = resolve_cluster(settings)
-        if cluster and cluster.tls:
-            days = (cluster.tls.ends_s - time.time()) / 86_400
+        if has_cluster and (tls := resolve_tls(settings, what="the index")):
+            days = (tls.ends_s - time.time()) / 86_400
     except ConfigError as error:
-        cluster, refusal = None, str(error)
+        refusal = str(error)
+    cluster = None if refusal else resolve_cluster(settings)
     transport = cluster.peers.transport if cluster and cluster.peers else None
     versions, plugins = reads.packages()
     return Facts(
@@ -116,7 +117,7 @@ def _facts(path: Path | None, flags: dict[str, Any], *, disk_rate: bool) -> Any:
         dram_bytes=dram_bytes,
         transport=transport.name if transport else "",
         plugin=transport.options.get("plugin", "UCX") if transport else "",
-        has_cluster=bool(settings.index or settings.index_listen),
+        has_cluster=has_cluster,
         file=reads.disk(file, with_rate=disk_rate) if file else None,
         versions=versions,
         plugins=plugins,

@@ -139,8 +139,7 @@ def thp(texts: Texts, facts: Facts) -> Diagnosis:
     found = [text for path, text in texts.items() if path != MEMORY]
     chosen = "".join(re.findall(r"\[(\w+)\]", found[0])) if found else ""
     if not found:
-        pages = -(-facts.dram_bytes // (_pool(texts)[0] or 2 * MIB))
-        mend = f"sysctl vm.nr_hugepages={pages}"
+        mend = f"sysctl vm.nr_hugepages={-(-facts.dram_bytes // (_pool(texts)[0] or 2 * MIB))}"
         return Diagnosis(WARNING, "this kernel has no transparent huge pages", mend)
     if chosen in ("never", "deny"):
         mend = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"

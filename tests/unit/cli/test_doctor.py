@@ -296,6 +296,15 @@ def test_exit_status_and_json_follow_the_worst_finding(machine: Path) -> None:
     assert _run().exit_code == 2
 
 
+@pytest.mark.usefixtures("machine")
+def test_only_errors_of_certificates_are_findings_about_them() -> None:
+    done = _run("--index", "127.0.0.1:1")
+    assert re.search(r"^error    certificates  the index needs TLS", done.output, re.MULTILINE)
+    done = _run("--index", "127.0.0.1:1", "--insecure", "--node-name", "a b")
+    assert done.exit_code != 0
+    assert "certificates" not in done.output
+
+
 def test_a_file_that_may_not_be_read_is_said(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
