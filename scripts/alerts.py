@@ -127,8 +127,8 @@ ALERTS: Final = (
         "30m",
         "warning",
         "Model {{ $labels.model }} waits longer for its cache than the cache saves",
-        "sum by (model) (rate(kvstore_saved_prefill_seconds_total[30m]))"
-        " < sum by (model) (rate(kvstore_waited_seconds_total[30m]))",
+        "sum by (model) (rate(kvstore_saved_seconds_total[30m]))"
+        " < sum by (model) (rate(kvstore_spent_seconds_total[30m]))",
     ),
     Alert(
         "KVStoreRouterBlind",

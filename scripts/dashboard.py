@@ -53,11 +53,11 @@ def _quantiles(histogram: str, by: str, objective: str = "") -> dict[str, str]:
 ROWS: Final[dict[str, tuple[Panel, ...]]] = {
     "Is it worth it?": (
         Panel(
-            "Prefill saved, and time waited for it",
+            "Prefill saved, and time spent for it",
             "s",
-            "Seconds in each second. While 'waited' is above 'saved', the cache costs more than it"
+            "Seconds in each second. While 'spent' is above 'saved', the cache costs more than it"
             " saves: see 'Requests are slower' in the troubleshooting guide.",
-            _rates({"saved": "saved_prefill_seconds_total", "waited": "waited_seconds_total"}),
+            _rates({name: f"{name}_seconds_total" for name in ("saved", "spent", "lost")}),
         ),
         Panel(
             "Prompt tokens loaded, by model",
@@ -134,6 +134,16 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             {
                 "{{instance}} {{tier}}": "sum by (instance, tier) (kvstore_used_bytes)"
                 " / sum by (instance, tier) (kvstore_capacity_bytes)"
+            },
+        ),
+        Panel(
+            "Evicted within an hour of the last use",
+            "cps",
+            "Blocks that leave sooner than prompts come back are computed again: 'kvstore inspect"
+            " curve' tells what more dram would serve.",
+            {
+                "{{tier}}": "sum by (tier)"
+                ' (rate(kvstore_eviction_age_seconds_bucket{le="3600"}[$__rate_interval]))'
             },
         ),
         Panel(
