@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import record
 from bench.scenarios.curve import asker
 from kvstore.engine.memory.policy.choose import POLICIES
-from kvstore.engine.why.curve import Curve, Seen
+from kvstore.engine.why.curve import BlockEvent, Curve
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import MIB, NS_PER_US
 
@@ -52,8 +52,8 @@ def measure(policy: str, dram_blocks: int, lookups: int) -> dict[str, Any]:
             tracemalloc.stop()  # it takes time itself
         keys = table[document]
         begin_ns = time.thread_time_ns()
-        curve.see(Seen.NAMED, who, keys)
-        curve.see(Seen.ASKED, who, keys)
+        curve.see(BlockEvent.NAMED, who, keys)
+        curve.see(BlockEvent.ASKED, who, keys)
         if number % LOOKUPS_PER_TICK == 0:
             tick_ns = time.thread_time_ns()
             curve.tick(number)

@@ -32,7 +32,7 @@ from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.quotas import OTHERS
 from kvstore.engine.memory.table import Keys
 from kvstore.engine.sessions.askers import Asker
-from kvstore.engine.why.curve import SCALES, Curve, Seen
+from kvstore.engine.why.curve import SCALES, BlockEvent, Curve
 from kvstore.types import KEY_BYTES, SLOT_BYTES_MIN, SpaceId
 
 SEED: Final = 20261121
@@ -117,8 +117,8 @@ def live(workload: Workload, policy: str, slots: int) -> Curve:
     curve, table, who = Curve(policy, slots * SLOT_BYTES_MIN), keys_of(workload), asker()
     for number, blocks in enumerate(chains(workload), 1):
         keys = table[blocks]
-        curve.see(Seen.NAMED, who, keys)
-        curve.see(Seen.ASKED, who, keys)
+        curve.see(BlockEvent.NAMED, who, keys)
+        curve.see(BlockEvent.ASKED, who, keys)
         curve.tick(number)
     assert not curve.trouble, curve.trouble
     return curve

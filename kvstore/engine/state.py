@@ -174,8 +174,7 @@ class State:
     """All state of one node's engine."""
 
     def __init__(self, config: EngineConfig, journal: Journal) -> None:
-        self.config = config
-        self.journal = journal
+        self.config, self.journal = config, journal
         self.counters = Counters()
         self.slots = Slots(
             arena_bytes=config.arena_bytes,

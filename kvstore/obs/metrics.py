@@ -180,7 +180,7 @@ METRICS: Final = _rows(
         "stored_bytes_total{model,tenant}": "Bytes stored by engines.",
         "saved_seconds_total{model,tenant,tier}": (
             "Estimated time to compute the loaded tokens, by the engines' measured pace. Models and"
-            " tenants with and without a tier have 40 names in all; later ones are 'other'."
+            " tenants with and without a tier have 39 names in all; later ones are 'other'."
         ),
         "spent_seconds_total{model,tenant,tier}": (
             "Time for which these requests waited for lookups, blocks and copies; tier 'none':"

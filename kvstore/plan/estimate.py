@@ -130,7 +130,7 @@ class Plan(NamedTuple):
     nodes: int
     """Machines that hold all engines."""
     dram_bytes: int
-    """Of each node, for its share of the working set, as `file_bytes`."""
+    """Dram of each node, for its share of the working set; `file_bytes` likewise."""
     file_bytes: int
     token_s: float
     miss_ttft_s: float

@@ -19,7 +19,6 @@ from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.intake import Copies, Intake
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup
 from kvstore.engine.state import State
-from kvstore.engine.why.curve import Seen
 from kvstore.engine.why.reasons import Reason
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
@@ -102,7 +101,7 @@ class Stores:
         block_bytes = group.asker.block_bytes[column]
         taken = int(self._intake.store(copies, block_bytes=block_bytes).sum())
         if not column:
-            self._state.curve.see(Seen.STORED, group.asker, keys)
+            self._state.curve.see_stored(group.asker, keys)
         group.granted_slots -= len(words)
         self._state.counters.stores_joined += len(words) - taken
         self._state.counters.stores_sealed += taken

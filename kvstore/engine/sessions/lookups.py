@@ -19,7 +19,7 @@ from kvstore.engine.sessions.awaited import Awaited
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.runs import LOOKED_UP_MAX, Run, leading_run
 from kvstore.engine.state import State
-from kvstore.engine.why.curve import Seen
+from kvstore.engine.why.curve import BlockEvent
 from kvstore.engine.witness import Origin, Wanted
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
@@ -111,7 +111,7 @@ class Lookups:
         if not len(keys):
             return ""
         # Other groups have the same tokens: their blocks take room and count for nothing.
-        seen = Seen.NAMED if ask.group else Seen.ASKED
+        seen = BlockEvent.NAMED if ask.group else BlockEvent.ASKED
         state.curve.see(seen, asker, keys, state.paces.compute_ns_per_token(*asker.address))
         its = (origins, promoting, refused, wanted)
         state.trail.looked_up(connection, ask.lease, asker, run, rest, *its, now_ns=state.now_ns)
@@ -186,7 +186,7 @@ class Lookups:
         rows = self._state.residency.find_all(asker.scopes, keys)
         present: NDArray[np.bool_] = np.logical_and.reduce(rows >= 0, axis=0)
         self._use(asker, keys, self._state.residency.words(rows))
-        self._state.curve.see(Seen.NAMED, asker, keys)
+        self._state.curve.see(BlockEvent.NAMED, asker, keys)
         columns = zip(asker.scopes, rows, asker.block_bytes, strict=True)
         for scope, its, block_bytes in columns:
             self._files.writes.asked_again(scope, its, block_bytes=block_bytes)

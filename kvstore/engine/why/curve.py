@@ -59,7 +59,7 @@ _PRINTS: Final = 1 << 64
 _FALL: Final = 7 / 8
 
 
-class Seen(enum.Enum):
+class BlockEvent(enum.Enum):
     """Events of blocks."""
 
     NAMED = enum.auto()
@@ -102,7 +102,7 @@ class _Totals(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    seen: Seen
+    seen: BlockEvent
     prints: list[int]
     """In chain order."""
     size_bytes: int
@@ -166,7 +166,7 @@ class Miniature:
         for sample in samples:
             self._next_stamp += len(sample.prints)
             stamp, missed, is_run = self._next_stamp, 0, True
-            is_named, is_stored = sample.seen is Seen.NAMED, sample.seen is Seen.STORED
+            is_named, is_stored = sample.seen is BlockEvent.NAMED, sample.seen is BlockEvent.STORED
             for print_ in sample.prints:
                 stamp -= 1
                 row = row_of.get(print_)
@@ -183,7 +183,7 @@ class Miniature:
                 elif not is_run:
                     missed += 1
                 stamps[row] = stamp
-            if sample.seen is Seen.ASKED:
+            if sample.seen is BlockEvent.ASKED:
                 self.missed_tokens += missed * sample.tokens / self.rate
                 self.missed_ns += missed * sample.compute_ns / self.rate
         self._apply(new, used, stamps)
@@ -259,7 +259,7 @@ class Curve:
         self._coming = self._totals = _Totals()
         self._since_ns = -1
 
-    def see(self, seen: Seen, asker: Asker, keys: Keys, ns_per_token: int = 0) -> None:
+    def see(self, seen: BlockEvent, asker: Asker, keys: Keys, ns_per_token: int = 0) -> None:
         """Blocks of a KV cache group were named, asked for or stored, in chain order.
 
         Args:
@@ -275,9 +275,13 @@ class Curve:
         except Exception as error:
             self._stop(error)
 
-    def _see(self, seen: Seen, asker: Asker, keys: Keys, ns_per_token: int) -> None:
+    def see_stored(self, asker: Asker, keys: Keys) -> None:
+        """Blocks were sealed."""
+        self.see(BlockEvent.STORED, asker, keys)
+
+    def _see(self, seen: BlockEvent, asker: Asker, keys: Keys, ns_per_token: int) -> None:
         size_bytes, tokens = sum(asker.slot_sizes), asker.block_tokens
-        if seen is Seen.ASKED:
+        if seen is BlockEvent.ASKED:
             count, its = len(keys), len(keys) * tokens
             asked = _Totals(count, count * size_bytes, its, its * ns_per_token)
             self._blocks += count

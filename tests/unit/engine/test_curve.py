@@ -8,7 +8,7 @@ import pytest
 from bench.scenarios.curve import asker, exact, live
 from bench.scenarios.workloads import Request, Workload, chats, zipf
 from kvstore.engine.why import curve as its
-from kvstore.engine.why.curve import BLOCKS_MIN, SCALES, Curve, Seen
+from kvstore.engine.why.curve import BLOCKS_MIN, SCALES, BlockEvent, Curve
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import NS_PER_S
 from tests.unit.engine.harness import Node, Peer, pairs
@@ -52,7 +52,7 @@ def test_capacity_is_in_bytes() -> None:
     for slot_bytes, expected in ((SLOT_BYTES_MIN, 0.18), (SLOT_BYTES_MIN // 2, 0.9)):
         curve, who = Curve("lru", 120 * SLOT_BYTES_MIN), asker(slot_bytes=slot_bytes)
         for number in range(20):
-            curve.see(Seen.ASKED, who, keys(100, number % 2))
+            curve.see(BlockEvent.ASKED, who, keys(100, number % 2))
             curve.tick(number + 1)
         row = curve.report(21)[1]
         assert row.hit_ratio == pytest.approx(expected, abs=0.05), slot_bytes
@@ -62,7 +62,7 @@ def test_nothing_behind_a_missing_block_counts() -> None:
     curve, who, chain = Curve("lru", 5000 * SLOT_BYTES_MIN), asker(), keys(100, 1)
     for number in range(50):
         fresh = np.concatenate([chain[:60], keys(1, 100 + number), chain[61:]])
-        curve.see(Seen.ASKED, who, fresh)
+        curve.see(BlockEvent.ASKED, who, fresh)
         curve.tick(number + 1)
     ratio = curve.report(51)[1].hit_ratio
     assert ratio is not None
@@ -73,21 +73,21 @@ def test_blocks_of_answers_are_known_and_counts_fade() -> None:
     """A stored block is there for the first lookup; a day later the old counts weigh half."""
     curve, who = Curve("lru", 100_000 * SLOT_BYTES_MIN), asker()
     for number in range(20):
-        curve.see(Seen.STORED, who, keys(100, number))
-        curve.see(Seen.ASKED, who, keys(100, number))
+        curve.see(BlockEvent.STORED, who, keys(100, number))
+        curve.see(BlockEvent.ASKED, who, keys(100, number))
         curve.tick(1)
     assert [row.hit_ratio for row in curve.report(1)] == [None] * 5, "dram was not filled once"
     small = Curve("lru", 500 * SLOT_BYTES_MIN)
     for number in range(20):
-        small.see(Seen.STORED, who, keys(100, number))
-        small.see(Seen.ASKED, who, keys(100, number))
+        small.see(BlockEvent.STORED, who, keys(100, number))
+        small.see(BlockEvent.ASKED, who, keys(100, number))
         small.tick(1)
-    small.see(Seen.ASKED, who, keys(100, 19))
+    small.see(BlockEvent.ASKED, who, keys(100, 19))
     small.tick(1)
     assert small.report(1)[1].hit_ratio == 1.0
     for _ in range(30):
         small.tick(2 * DAY_NS)  # fades once, not at every tick
-    small.see(Seen.ASKED, who, keys(1050, 99))
+    small.see(BlockEvent.ASKED, who, keys(1050, 99))
     for _ in range(4):
         small.tick(2 * DAY_NS)
     assert small.report(2 * DAY_NS)[1].hit_ratio == pytest.approx(0.5, abs=0.03)
@@ -96,7 +96,7 @@ def test_blocks_of_answers_are_known_and_counts_fade() -> None:
 def test_prefill_saved_a_day() -> None:
     curve, who = Curve("lru", 500 * SLOT_BYTES_MIN), asker(block_tokens=16)
     for number in range(20):
-        curve.see(Seen.ASKED, who, keys(100, 1), ns_per_token=1_000_000)
+        curve.see(BlockEvent.ASKED, who, keys(100, 1), ns_per_token=1_000_000)
         curve.tick(1 if not number else 1 + DAY_NS // 2)
     row = curve.report(1 + DAY_NS // 2)[1]
     # 19 of 20 lookups of 1,600 tokens in half a day, at a millisecond a token.
@@ -140,7 +140,7 @@ def peer_block_tokens(node: Node) -> int:
 def test_overload_leaves_lookups_out(monkeypatch: pytest.MonkeyPatch) -> None:
     curve, who = Curve("lru", 500 * SLOT_BYTES_MIN), asker()
     for number in range(100):
-        curve.see(Seen.ASKED, who, keys(100, number))
+        curve.see(BlockEvent.ASKED, who, keys(100, number))
     assert curve.report(1)[0].blocks < its.WAITING_KEYS_MAX + 100
     for number in range(2 * its.WAITING_KEYS_MAX // its.KEYS_PER_TICK):
         curve.tick(number + 1)

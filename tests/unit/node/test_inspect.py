@@ -19,6 +19,7 @@ from kvstore.engine.trust.scrubs import NO_PASS
 from kvstore.engine.why.curve import CurveReport
 from kvstore.engine.why.explain import HashingReport, RequestReport
 from kvstore.engine.why.findings import RangeReport
+from kvstore.engine.why.ledger import SavingsReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.report import (
     NO_BUDGET,
@@ -92,6 +93,7 @@ ROWS: list[Row] = [
     ),
     QuotaReport("llama", 2**40, 2),
     SpaceReport("ab", "t", "model", "full attention", 1, 2, 3, 4, "file"),
+    SavingsReport("m", "t", "file", 1, 2**40, 3, 4, -5),
     BlockReport("k", "s", "t", "layers 0-1 heads 0-1", "dram", -1, 2**63, 3),
     LeaseReport("e", 1, 2, 3, 4, -5),
     JobReport("e", 1, 2, True, 3, 4),
