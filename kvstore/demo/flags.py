@@ -103,8 +103,10 @@ def up_parser() -> argparse.ArgumentParser:
         help="directory or name in a hub [default: the demo's, of random weights, on a CPU]",
     )
     made.add_argument("--engines", type=_count, default=2, help="engines [default: 2]")
-    made.add_argument("--port", default="8000", help="of the API on 127.0.0.1 [default: 8000]")
-    made.add_argument("--dram", default="2GiB", help="of the node [default: 2GiB]")
+    made.add_argument(
+        "--port", type=_port, default=8000, help="of the API on 127.0.0.1 [default: 8000]"
+    )
+    made.add_argument("--dram", help="of the node [default: auto; without a MODEL 2GiB]")
     made.add_argument("--file", metavar="DIRECTORY:SIZE", help="the node's disk tier")
     made.add_argument("flags", nargs="*", metavar="VLLM_FLAG", help="further flags of each engine")
     return made
@@ -133,6 +135,13 @@ def _rounds(text: str) -> int:
     if (count := _count(text)) < 2:
         raise argparse.ArgumentTypeError(f"'{text}' must be at least 2: the first has no history")
     return count
+
+
+def _port(text: str) -> int:
+    """0: one that the kernel chooses."""
+    if not text.isdecimal() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a port, 0 to 65535")
+    return int(text)
 
 
 def _count(text: str) -> int:

@@ -17,6 +17,7 @@ import itertools
 import os
 import shlex
 import signal
+import socket
 import string
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ from kvstore.demo.engine import VllmServer, launch
 from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
 from kvstore.demo.flags import default_cache, read_up_flags
 from kvstore.demo.models import MEDIUM, build_model
+from kvstore.demo.stage import DRAM
 from kvstore.errors import KVStoreError
 from kvstore.testing.process import NodeFailed, NodeProcess, RouterProcess
 
@@ -66,20 +68,20 @@ def gpus_here(devices: Path = Path("/dev")) -> list[str]:
 
 
 def engine_configs(
-    model: str | None, count: int, flags: Sequence[str], socket: Path
+    model: str | None, count: int, flags: Sequence[str], attach: Path
 ) -> list[ServerConfig]:
-    """Settings of the engines on the node with this socket. Without a model: those of the demo,
-    whose model is built."""
+    """Settings of the engines on the node with this attach socket. Without a model: those of the
+    demo, whose model is built."""
     if model is None:
         small = ServerConfig(model=build_model(default_cache() / "models" / MEDIUM.size))
-        config = dataclasses.replace(small, socket=socket, flags=(*small.flags, *flags))
+        config = dataclasses.replace(small, socket=attach, flags=(*small.flags, *flags))
         return [config] * count
     path = Path(model).resolve()
     return [
         ServerConfig(
             model=path if path.is_dir() else model,
             served_name=path.name if path.is_dir() else model,
-            socket=socket,
+            socket=attach,
             max_model_len=None,
             flags=tuple(flags),
             # What the operator has set wins over the demo's.
@@ -94,20 +96,32 @@ def commands_to_try(
 ) -> list[tuple[str, str]]:
     """(purpose, command) for another terminal, with engines at these ports."""
     program = shlex.quote(str(Path(sys.executable).with_name("kvstore")))
-    socket = f"--socket {shlex.quote(str(node.socket))}"
+    at = f"--socket {shlex.quote(str(node.socket))}"
     post = f"{router.url}/v1/completions -H 'Content-Type: application/json' -d @{request}"
     reset = " ".join(f"http://127.0.0.1:{port}/reset_prefix_cache" for port in ports)
     return [
         ("ask; the second time usage shows how much of the prompt was cached", f"curl -s {post}"),
         ("engines forget their own caches: ask again, kvstore serves", f"curl -s -X POST {reset}"),
-        ("why the latest requests hit or missed", f"{program} explain {socket} --last 5"),
-        ("what the node holds", f"{program} inspect {socket}"),
-        ("live", f"{program} top {socket}"),
+        ("why the latest requests hit or missed", f"{program} explain {at} --last 5"),
+        ("what the node holds", f"{program} inspect {at}"),
+        ("live", f"{program} top {at}"),
         ("metrics of node and router", f"curl -s {node.metrics_url} {router.metrics_url}"),
-        ("the node forgets too", f"{program} clear {socket}"),
+        ("the node forgets too", f"{program} clear {at}"),
         ("kill the node's process: another goes on with its memory", f"kill -9 {node.pid}"),
         ("kill the node: the engines go on without", f"kill -9 {node.supervisor_pid}"),
     ]
+
+
+def refuse_taken_port(port: int) -> None:
+    """Raises OSError now: engines take a minute before the router would say it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise OSError(
+                f"port {port} is taken ({error.strerror}): give another --port"
+            ) from error
 
 
 def start_engines(
@@ -126,30 +140,35 @@ def start_engines(
     }
 
 
-def watch(console: Console, engines: dict[str, VllmServer]) -> None:
-    """Name each engine that ends; returns when all have."""
+def watch(console: Console, engines: dict[str, VllmServer], router: RouterProcess) -> None:
+    """Name each engine that ends; returns when all have, or the router."""
     left = dict(engines)
     while left:
+        if (code := router.process.poll()) is not None:
+            console.print(f"✗ the router has ended with {code}: {router.log[-400:]}", markup=False)
+            return
         for name, engine in list(left.items()):
             if engine.wait(WATCH_S / len(left)):
                 del left[name]
                 rest = "the others go on" if left else "there is no other"
-                text = f"engine {name} has ended, {rest}: {engine.last_error()}"
-                console.print(f"[red]✗[/] {text}", highlight=False)
+                text = f"✗ engine {name} has ended, {rest}: {engine.last_error()}"
+                console.print(text, markup=False, highlight=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 0 after Ctrl-C or SIGTERM, 1 when something does not
-    start or the last engine has ended."""
+    start, or when the router or the last engine has ended."""
     chosen = read_up_flags(sys.argv[1:] if arguments is None else arguments)
     console = Console(soft_wrap=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with ExitStack() as stack:
+            refuse_taken_port(chosen.port)
             work = Path(stack.enter_context(TemporaryDirectory(prefix="kvstore-up-")))
             flags = ["--node-name", NODE, "--index-listen", "127.0.0.1:0", "--insecure"]
             flags += ["--file", chosen.file] if chosen.file else []
-            node = stack.enter_context(NodeProcess.start(work, dram=chosen.dram, flags=flags))
+            dram = chosen.dram or ("auto" if chosen.model else DRAM)
+            node = stack.enter_context(NodeProcess.start(work, dram=dram, flags=flags))
             console.print(f"node: ready; logs are in {work}", highlight=False)
             configs = engine_configs(chosen.model, chosen.engines, chosen.flags, node.socket)
             console.print(
@@ -165,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             router = stack.enter_context(RouterProcess.start(work, flags))
             router.await_worker()
             _name_commands(console, router, engines, node, configs[0].served_name)
-            watch(console, engines)
+            watch(console, engines, router)
             return 1
     except KeyboardInterrupt:
         console.print("All of it was stopped.")
@@ -186,7 +205,8 @@ def _name_commands(
     prompt = " ".join(map(str, range(600)))
     body = {"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0}
     request.write_bytes(msgspec.json.encode(body))
-    console.rule(f"[bold]{router.url}/v1 serves {model} until Ctrl-C; in another terminal")
+    said = f"{router.url}/v1 serves {model} until Ctrl-C; in another terminal:"
+    console.print(said, style="bold", markup=False, highlight=False)
     ports = [engine.port for engine in engines.values()]
     for what, command in commands_to_try(router, ports, node, request):
         console.print(f"[dim]# {what}[/]")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import shlex
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,8 @@ def test_what_follows_two_dashes_is_for_the_engines() -> None:
     [
         (["a", "b"], "'b' is one word too many: vLLM's flags come behind --"),
         (["--engines", "0"], "--engines '0' must be a number of at least 1"),
+        (["--port", "http"], "--port 'http' must be a port, 0 to 65535"),
+        (["--port", "65536"], "--port '65536' must be a port, 0 to 65535"),
         (["--dtype", "auto"], "unrecognized arguments: --dtype"),
     ],
 )
@@ -114,6 +117,16 @@ def test_the_commands_to_try_are_those_of_the_program(tmp_path: Path) -> None:
     assert len(mine) >= 4
 
 
+def test_a_taken_port_is_said_before_engines_start() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=rf"port {port} is taken .*give another --port"):
+            up.refuse_taken_port(port)
+    up.refuse_taken_port(0)
+
+
 class Ending:
     """An engine that ends when it has been waited for so many times."""
 
@@ -125,17 +138,26 @@ class Ending:
         return self.waits < 0
 
     def last_error(self) -> str:
-        return "MemoryError: no room"
+        return "[/core.py:7] MemoryError: no room"
 
 
 def test_each_engine_that_ends_is_named_and_the_last_one_ends_all() -> None:
     text = io.StringIO()
     engines: Any = {"a": Ending(5), "b": Ending(2)}
-    up.watch(Console(file=text, width=200), engines)
+    router: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: None))
+    up.watch(Console(file=text, width=200), engines, router)
     assert text.getvalue().splitlines() == [
-        "✗ engine b has ended, the others go on: MemoryError: no room",
-        "✗ engine a has ended, there is no other: MemoryError: no room",
+        "✗ engine b has ended, the others go on: [/core.py:7] MemoryError: no room",
+        "✗ engine a has ended, there is no other: [/core.py:7] MemoryError: no room",
     ]
+
+
+def test_the_end_of_the_router_ends_all() -> None:
+    text = io.StringIO()
+    router: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: 1), log="why [/it] ended")
+    engines: Any = {"a": Ending(1000)}
+    up.watch(Console(file=text, width=200), engines, router)
+    assert text.getvalue() == "✗ the router has ended with 1: why [/it] ended\n"
 
 
 def test_engines_that_have_started_end_with_one_that_does_not(
