@@ -54,7 +54,7 @@ make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
 .PHONY: help docs demo programs test nightly check lint coverage mutation rdma-check gpu-pack gpu-rehearse gpu-check gpu-vllm-pack gpu-vllm-compile gpu-vllm-rehearse gpu-vllm-check upstream next-engine proto wheel clean distclean bench-cluster bench-pd bench-index \
-	bench-demo bench-single bench-groups bench-files bench-slow-disk bench-policies bench-curve bench-policy-keys bench-probes bench-worker-left bench-peers bench-micro bench-router bench-router-engines bench-router-quality soak
+	bench-demo bench-single bench-groups bench-files bench-slow-disk bench-policies bench-curve bench-policy-keys bench-probes bench-worker-left bench-peers bench-micro bench-router bench-surface report bench-router-engines bench-router-quality soak
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -137,6 +137,12 @@ bench-single: $(VENV)/.engine ## one node, one engine: bench/results/single.json
 
 bench-groups: $(VENV)/.engine ## models with windows and recurrent layers: bench/results/groups.json
 	$(BIN)/python bench/scenarios/groups.py
+
+bench-surface: $(VENV)/.engine ## time to first token over hit rate, load and tier: half an hour
+	$(BIN)/python bench/scenarios/surface.py
+
+report: $(VENV)/.base ## bench/REPORT.md from the records in bench/results
+	$(BIN)/python bench/report.py
 
 bench-files: $(VENV)/.engine ## hits on disk: bench/results/files.json
 	$(BIN)/python bench/scenarios/files.py

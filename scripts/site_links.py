@@ -4,8 +4,8 @@ A page may link to SECURITY.md or deploy/README.md, and the link works on GitHub
 site has its own folder only, and nobody has published the repository: such a link becomes its text
 and the file's path, and a picture is copied into the site. A link to a file that does not exist is
 left as it is: mkdocs refuses it (`strict`). GitHub wants `\|` in a code span of a table, and
-Python-Markdown a bare `|`. deploy/README.md is a page of the site, too. Code in a table's cell may
-break behind its spaces and before its brackets, and nowhere else (site.css).
+Python-Markdown a bare `|`. deploy/README.md and bench/REPORT.md are pages of the site, too. Code in
+a table's cell may break behind its spaces and before its brackets, and nowhere else (site.css).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 DOCS: Final = ROOT / "kvstore" / "docs"
 PICTURES: Final = "pictures"
-ELSEWHERE: Final = {"deploy.md": ROOT / "deploy" / "README.md"}
+ELSEWHERE: Final = {
+    "deploy.md": ROOT / "deploy" / "README.md",
+    "report.md": ROOT / "bench" / "REPORT.md",
+}
 """Pages of the site whose source lies outside of the documentation."""
 _CODE: Final = re.compile(r"`[^`\n]+`")
 _CELL: Final = re.compile(r"<td.*?</td>", re.DOTALL)

@@ -236,6 +236,15 @@ def _slow_worst(record: Any, _: Path) -> float:
     )
 
 
+def _surface(record: Any, path: Path) -> float:
+    row = record["rows"][int(path[1])]
+    over, under = (
+        [ms for burst in bursts for ms in burst["ttft_ms"]]
+        for bursts in (row["cells"][int(path[3])]["samples"], row["without_samples"])
+    )
+    return _median(over) / _median(under)
+
+
 def _slow_of_old(record: Any, path: Path) -> float:
     """Without the first request at a pace, or it alone; of one pace, or the worst of all."""
     paces = [at(record, "/".join(path[:2]))] if path[0] == "paces" else record["paces"]
@@ -284,6 +293,7 @@ RULES: Final[list[tuple[str, Rule]]] = [
     ("slow_disk/(paces/.*/)?(sum|median)_slowed_over_(sum|median)_computed", _slow_sums),
     ("slow_disk/worst_request/slowed_over_median_computed", _slow_worst),
     ("slow_disk/(paces/.*/|worst_)(slowed|first)_over_computed", _slow_of_old),
+    ("surface/rows/.*/cells/.*/ttft_over_without", _surface),
     ("demo/runs/.*/speed_up_rounds_2_on", _speed_up),
     (
         "cluster/index/figures/events_over_peer/value",

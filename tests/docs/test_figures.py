@@ -1,5 +1,5 @@
-"""Every ratio of every benchmark record is what the record's own medians, sums or samples say, and
-every number in the tables of README and of the performance page is that of its record."""
+"""Every ratio of every benchmark record is what the record's own medians, sums or samples say. What
+the report makes of them: tests/docs/test_report.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 from bench.hits import Hit, figures
 from bench.peers import timing
 from bench.peers.sides import Name
-from bench.scenarios import groups, slow_disk
-from tests.docs.printed import OUTDATED, PAGES, RECORDED_ELSEWHERE
+from bench.scenarios import groups, slow_disk, surface
 from tests.docs.ratios import (
     RULES,
     WITHOUT_SAMPLES,
@@ -25,7 +24,6 @@ from tests.docs.ratios import (
     numbers,
     ratios,
 )
-from tests.docs.tables import Row, rows
 from tests.style.tree import ROOT
 
 RECORDS = sorted(path.stem for path in (ROOT / "bench" / "results").glob("*.json"))
@@ -34,9 +32,6 @@ RECORDS = sorted(path.stem for path in (ROOT / "bench" / "results").glob("*.json
 @functools.cache
 def read(name: str) -> Any:
     return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text("utf-8"))
-
-
-# ── records ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def wrong(name: str, record: Any) -> list[str]:
@@ -108,6 +103,10 @@ def test_what_the_benchmarks_write_has_rules() -> None:
         "peers": ({"serving": {"dram": part}, "files": part}, 2 * (2 * 3 + 3)),
         "files": (filed, 3),
     }
+    bursts = [surface.Burst([ms, 2 * ms], 128, 1.0, is_rested=True) for ms in (5.0, 9.0, 1.0)]
+    cells = [surface.figures(bursts[:2], bursts[1:], hit_rate=0.5)]
+    without = [msgspec.to_builtins(one) for one in bursts[1:]]
+    records["surface"] = ({"rows": [{"cells": cells, "without_samples": without}]}, 1)
     for name, (record, count) in records.items():
         assert len(list(ratios(record))) == count
         assert wrong(name, record) == []
@@ -135,71 +134,3 @@ def miscounted(name: str, record: Any) -> list[str]:
 @pytest.mark.parametrize("name", RECORDS)
 def test_requests_sent_before_the_machine_was_idle_are_those_of_the_record(name: str) -> None:
     assert miscounted(name, read(name)) == []
-
-
-# ── pages ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def printed_wrong(page: str, row: Row) -> str:
-    """What is wrong with a row; empty: nothing."""
-    wanted = [
-        values
-        for heading, name, values in PAGES[page]
-        if row.heading.startswith(heading) and name in row.name
-        if len(values) == len(row.numbers)
-    ]
-    if not wanted:
-        return f"{row.name}: no record is named for {row.numbers}"
-    held = [[recorded(value) for value in values] for values in wanted]
-    if any(all(map(rounds_to, row.numbers, each)) for each in held):
-        return ""
-    return f"{row.name}: prints {row.numbers}, and its record says {held}"
-
-
-def recorded(value: Any) -> float | None:
-    """What stands in the record; None: it has none, or the number is of another one."""
-    if value == RECORDED_ELSEWHERE:
-        return None
-    if not isinstance(value, str):
-        return float(value(read))
-    path, _, factor = value.partition(" × ")
-    name, _, path = path.partition("/")
-    try:
-        return float(at(read(name), path) * float(factor or 1))
-    except (KeyError, TypeError):
-        return float("nan")
-
-
-def rounds_to(printed: str, exact: float | None) -> bool:
-    """Either way from the middle: what the record holds may have been rounded to there."""
-    decimals = len(printed.partition(".")[2])
-    return exact is None or abs(float(printed) - exact) <= 0.5 * 10.0**-decimals + 1e-9
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_number_of_a_table_is_that_of_its_record(page: str) -> None:
-    found = [row for row in rows((ROOT / page).read_text("utf-8")) if row.numbers]
-    assert len(found) >= 6
-    wrong = [printed_wrong(page, row) for row in found if (page, row.numbers) not in OUTDATED]
-    assert [told for told in wrong if told] == []
-
-
-def test_a_number_that_is_wrong_or_has_no_record_is_seen() -> None:
-    page = "kvstore/docs/performance.md"
-    text = (ROOT / page).read_text("utf-8")
-    (row,) = (row for row in rows(text) if row.name == "recompute ÷ dram hit")
-    assert not printed_wrong(page, row)
-    assert printed_wrong(page, row._replace(numbers=("99.9",)))
-    assert printed_wrong(page, row._replace(name="of something else"))
-    assert printed_wrong(page, row._replace(numbers=(*row.numbers, "1.00")))
-
-
-def test_the_numbers_of_a_row_are_its_results() -> None:
-    text = "# Disk\n| measured | result | goal | by |\n|---|---|---|---|\n"
-    text += "| a ÷ b `1.5` 0.30.1 | 0.98 [0.97, 1.00]; 3 | ≤ 0.97 | `2.5` |\n"
-    text += "| c | 0.90 | goal 0.85 missed | |\n"
-    found = rows(text.replace("| by |", "| |"))
-    assert found == [
-        Row("Disk", "a ÷ b `1.5` 0.30.1", ("0.98", "0.97", "1.00")),
-        Row("Disk", "c", ("0.90",)),
-    ]
