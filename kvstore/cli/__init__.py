@@ -13,8 +13,7 @@ top, top_routers  figures of nodes, and of routers from their pages
 top_view, top_screen   their layout; one sample, or a terminal
 route             decisions of a router: explain, replay
 plan              sizes of a deployment, from a config.json and rates
-doctor            findings about this machine: doctor_reads; doctor_checks, doctor_machine and
-                  doctor_facts are pure
+doctor            findings about this machine: doctor_machine reads, doctor_checks judge
 certs, fsck       a CA for a lab; a full read of a disk tier's directory
 """
 

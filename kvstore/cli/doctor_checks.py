@@ -1,301 +1,373 @@
-"""The checks of `kvstore doctor`: texts and figures that were read → verdict, finding, mend.
+"""The checks of `kvstore doctor`: facts of a machine → verdict, finding, mend.
 
-    CHECKS      name, what it reads, and the function that judges it; in the order of the report
-    SYMPTOMS    checks that can explain a symptom, the likeliest first
+    CHECKS      name → function, in the order of the report
+    judge       the finding of one check
 
-Pure. A pattern of `reads` that begins with / is a file: {node} stands for the process of the node,
-or for this one; {engine} for each engine that runs, or for this process; {cgroup} for the limits
-of the node's memory cgroups. Findings name engines by their process only: no value of a command
-line is repeated, since it may be a secret. Does not cover:
-reading (`doctor_reads`), the machine (`doctor_machine`).
+A check returns a finding, or yields one for each thing that is wrong and last the one that is shown
+if nothing is. Findings name engines by their process only: no value of a command line is repeated,
+since it may be a secret. Does not cover: reading (`doctor_machine`), the report (`doctor`).
 """
 
 from __future__ import annotations
 
+import re
+import time
 from collections import Counter
-from typing import Final
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final, NamedTuple
 
-from kvstore.cli import doctor_machine as machine
-from kvstore.cli.doctor_facts import (
-    ERROR,
-    NOT_APPLICABLE,
-    OK,
-    RANGES,
-    WARNING,
-    Check,
-    Diagnosis,
-    Facts,
-    Texts,
-    found_in,
-    is_within,
-    worst,
-)
+from kvstore.cli.doctor_machine import Machine
 from kvstore.config.defaults import DEFAULT_SOCKET
-from kvstore.units import MIB, format_size
+from kvstore.errors import ConfigError
+from kvstore.units import GIB, KIB, MIB, format_size
 
+RANGES: Final = {"vllm": "vllm>=0.32,<0.34", "nixl": "nixl>=1.5,<2", "ucx": "ucxx-cu13>=0.52,<0.53"}
+"""Supported versions, as pip reads them."""
+OVERHEAD_BYTES: Final = 2 * GIB
+BYTES_PER_FILE_BLOCK: Final = 233
+"""Memory beyond dram, as the Helm chart has it."""
 CERTIFICATE_DAYS_MIN: Final = 30
 DISK_BYTES_PER_S_MIN: Final = 400 * MIB
 """Less than a SATA SSD reads: loads from such a disk seldom beat computing on a GPU."""
-_STA_UNSYNC, _TIME_ERROR = 0x40, 5
+_CAP_IPC_LOCK: Final = 1 << 14
+_CONNECTOR: Final = "KVStoreConnector"
+_RECOMPUTE: Final = '"kv_load_failure_policy":"recompute"'
+_ADD_KVSTORE: Final = (
+    f'--kv-transfer-config \'{{"kv_connector":"{_CONNECTOR}","kv_role":"kv_both",{_RECOMPUTE}}}\''
+)
+_SHMEM_ENABLED: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+
+
+class Diagnosis(NamedTuple):
+    """Outcome of a check, or a part of it."""
+
+    verdict: str
+    finding: str
+    mend: str = ""
+    """Command or setting; empty if there is nothing to mend."""
+
+
+EXIT_STATUS: Final = {"ok": 0, "not applicable": 0, "warning": 1, "error": 2}
+_ok, _skip, _warning, _error = (partial(Diagnosis, verdict) for verdict in EXIT_STATUS)
+
+
+def judge(name: str, machine: Machine) -> Diagnosis:
+    """All errors and warnings of a check with their mends; without any, its last finding."""
+    every: list[Diagnosis] = []
+    try:
+        found = CHECKS[name](machine)
+        every.extend([found] if isinstance(found, Diagnosis) else found)
+    except PermissionError as error:
+        every.append(_warning(f"not readable: {error.filename}", "sudo kvstore doctor"))
+    shown = [each for each in every if each.mend] or every[-1:]
+    verdict = max((each.verdict for each in shown), key=EXIT_STATUS.__getitem__)
+    mends = dict.fromkeys(each.mend for each in shown)
+    return Diagnosis(verdict, "; ".join(each.finding for each in shown), "; ".join(mends))
+
+
+# ── the machine ──────────────────────────────────────────────────────────────────────────────────
+
+
+def kernel(machine: Machine) -> Diagnosis:
+    """System calls of the node."""
+    release = machine.text("/proc/sys/kernel/osrelease")
+    if version_of(release) < (5, 3):
+        return _error(f"Linux {release} has no pidfd_open", "Linux 5.14 or later")
+    if version_of(release) < (5, 14):
+        return _warning(f"Linux {release} fills dram slowly at start", "Linux 5.14 or later")
+    return _ok(f"Linux {release}")
+
+
+def memory(machine: Machine) -> Diagnosis:
+    """Dram and the node itself, against the machine and the memory cgroups."""
+    limits = {"the machine": machine.meminfo("MemTotal") * KIB} | machine.memory_limits()
+    source, limit = min(limits.items(), key=lambda each: each[1])
+    blocks = machine.file.capacity_bytes // (256 * KIB) if machine.file else 0
+    dram, more = machine.dram_bytes, OVERHEAD_BYTES + BYTES_PER_FILE_BLOCK * blocks
+    text = f"dram of {format_size(dram)} and {format_size(more)} for the node itself"
+    text += f"; {source} has {format_size(limit)}"
+    if dram + more <= limit:
+        return _ok(text)
+    mend = f"--dram {(limit - more) // MIB}MiB" if limit > more else "a larger machine"
+    if source != "the machine":
+        mend += f", or a memory limit of {(dram + more) // MIB + 1}Mi"
+    return _error(text, mend) if dram >= limit else _warning(text, mend)
+
+
+def memlock(machine: Machine) -> Iterator[Diagnosis]:
+    """Memory that engines may pin for their GPU."""
+    pinning = ("/proc/driver/nvidia/version", "/sys/class/infiniband/*/node_type")
+    if not any(map(machine.files, pinning)):
+        yield _skip("no NVIDIA driver and no RDMA device: no memory is pinned")
+        return
+    mend = (
+        "ulimit -l unlimited; LimitMEMLOCK=infinity under systemd; docker run --ulimit memlock=-1"
+    )
+    ours = {pid: f"engine {pid}" for pid, line in machine.engines.items() if _CONNECTOR in line}
+    for pid, who in (ours or {"self": "a process of this shell"}).items():
+        limit = machine.field(f"/proc/{pid}/limits", "Max locked memory")
+        capabilities = int(machine.field(f"/proc/{pid}/status", "CapEff") or "0", 16)
+        is_low = limit.isdigit() and int(limit) < machine.dram_bytes
+        if is_low and not capabilities & _CAP_IPC_LOCK:
+            yield _error(f"{who} may pin {format_size(int(limit))} only, and stores nothing", mend)
+    yield _ok("all of dram may be pinned")
+
+
+def _fits_the_pool(machine: Machine) -> bool:
+    """Whether dram is, or will be, in huge pages of the pool: whole, or not at all. The pages of a
+    running node are its own."""
+    kib, count = machine.meminfo("Hugepagesize"), machine.meminfo("HugePages_Total")
+    if not machine.node:
+        count = machine.meminfo("HugePages_Free") - machine.meminfo("HugePages_Rsvd")
+    return count > 0 and machine.dram_bytes in range(0, count * kib * KIB + 1, kib * KIB)
+
+
+def huge_pages(machine: Machine) -> Diagnosis:
+    """The pool of huge pages."""
+    page = machine.meminfo("Hugepagesize") * KIB
+    total, free = machine.meminfo("HugePages_Total"), machine.meminfo("HugePages_Free")
+    if not total:
+        return _skip("no pool of huge pages is reserved: transparent ones are used instead")
+    text = f"{free} of {total} pages of {format_size(page)} are free"
+    if _fits_the_pool(machine):
+        return _ok(text)
+    needed = -(-machine.dram_bytes // page)
+    others = 0 if machine.node else total - free
+    mend = f"sysctl vm.nr_hugepages={needed + others}; --dram {needed * page // MIB}MiB"
+    return _warning(f"{text}: dram needs {needed}, whole ones, and uses none", mend)
+
+
+def thp(machine: Machine) -> Diagnosis:
+    """Transparent huge pages of shared memory."""
+    if _fits_the_pool(machine):
+        return _skip("dram lies in the pool of huge pages")
+    chosen = "".join(re.findall(r"\[(\w+)\]", machine.text(_SHMEM_ENABLED)))
+    if not chosen:
+        return _skip("this kernel has no transparent huge pages")
+    if chosen in ("never", "deny"):
+        text = f"dram has small pages only: shmem_enabled is {chosen}"
+        return _warning(text, f"echo advise > {_SHMEM_ENABLED}")
+    return _ok(f"shared memory may have huge pages: shmem_enabled is {chosen}")
+
+
+def numa(machine: Machine) -> Diagnosis:
+    """Dram and GPUs on NUMA nodes."""
+    count = len(machine.files("/sys/devices/system/node/node*/cpulist"))
+    if count <= 1:
+        return _skip("one NUMA node")
+    gpus = machine.files("/sys/bus/pci/drivers/nvidia/*/numa_node").values()
+    near = sorted({*gpus} - {"-1"})
+    allowed = machine.field(f"/proc/{machine.process}/status", "Mems_allowed_list")
+    text = f"{count} NUMA nodes: GPUs on {', '.join(near) or 'none'}, dram on {allowed}"
+    if len(near) != 1 or allowed in near:
+        return _ok(text)
+    return _warning(text, f"numactl --cpunodebind={near[0]} --membind={near[0]} kvstore node …")
 
 
 # ── between nodes ────────────────────────────────────────────────────────────────────────────────
 
 
-def _rdma(texts: Texts, facts: Facts) -> Diagnosis:
-    if facts.transport not in RANGES:
-        return Diagnosis(NOT_APPLICABLE, f"transport {facts.transport or 'none'} uses no RDMA")
-    states = found_in(texts, r"/sys/class/infiniband/(.+)/ports/(\d+)/state")
-    if not states:
-        text = f"no RDMA device: {facts.transport} moves blocks over TCP, unencrypted"
-        return Diagnosis(WARNING, text, "--transport tcp")
-    if not found_in(texts, r"/dev/infiniband/uverbs.*"):
-        mend = "docker run --device /dev/infiniband; a device plugin's resource under Kubernetes"
-        return Diagnosis(ERROR, "/dev/infiniband is not in this container", mend)
-    gids = found_in(texts, r"/sys/class/infiniband/(.+)/ports/(\d+)/gids/\d+")
-    addressed = {port for port, gid in gids.items() if gid.strip("0:")}
-    active = {port for port, state in states.items() if "ACTIVE" in state}
-    down = ", ".join("/".join(port) for port in sorted(states.keys() - (active & addressed)))
-    if down:
-        verdict = WARNING if active & addressed else ERROR
-        text = f"ports without a link or without a GID: {down}"
-        return Diagnosis(verdict, text, "ip link set dev INTERFACE up, as `rdma link` names it")
-    return Diagnosis(OK, f"{len(active)} active ports")
+def rdma(machine: Machine) -> Diagnosis:
+    """Ports, GIDs and device files."""
+    if machine.transport not in RANGES:
+        return _skip(f"transport {machine.transport} uses no RDMA")
+    ports = machine.files("/sys/class/infiniband/*/ports/*/state")
+    if not ports:
+        return _warning("no RDMA device: blocks move over TCP, unencrypted", "--transport tcp")
+    if not machine.files("/dev/infiniband/uverbs*"):
+        mend = "docker run --device /dev/infiniband, or a device plugin under Kubernetes"
+        return _error("this container lacks /dev/infiniband", mend)
+    down = []
+    for path, state in ports.items():
+        gids = machine.files(path.replace("state", "gids/*")).values()
+        if "ACTIVE" not in state or not any(gid.strip("0:") for gid in gids):
+            down.append("/".join(path.split("/")[4:7:2]))
+    if not down:
+        return _ok(f"{len(ports)} active ports")
+    found = _warning if len(down) < len(ports) else _error
+    mend = "ip link set dev INTERFACE up, as `rdma link` names it"
+    return found(f"ports without a link or without a GID: {', '.join(down)}", mend)
 
 
-def _transport(_texts: Texts, facts: Facts) -> Diagnosis:
-    name = facts.transport
-    if name not in RANGES:
-        return Diagnosis(NOT_APPLICABLE, f"transport {name or 'none'} needs no package")
-    version, wanted = facts.versions.get(name), RANGES[name]
-    if version is None or not is_within(version, wanted):
-        text = f"{name} {version or 'is not installed'}: {wanted} is needed"
-        return Diagnosis(ERROR, text, f"install '{wanted}' with pip")
-    if facts.plugin and facts.plugins and facts.plugin not in facts.plugins:
-        text = f"NIXL has no plugin {facts.plugin}"
-        return Diagnosis(ERROR, text, f"--transport nixl,plugin={min(facts.plugins)}")
-    return Diagnosis(OK, f"{name} {version}")
+def transport(machine: Machine) -> Diagnosis:
+    """Version of NIXL or UCX."""
+    if machine.transport not in RANGES:
+        return _skip(f"transport {machine.transport} needs no package")
+    return _version(machine, machine.transport)
 
 
-def _clock(_texts: Texts, facts: Facts) -> Diagnosis:
-    if not facts.has_cluster:
-        return Diagnosis(NOT_APPLICABLE, "no cluster: times of other machines do not matter")
-    if facts.clock is None:
-        return Diagnosis(WARNING, "not readable: adjtimex", "timedatectl status")
-    state, status = facts.clock
-    if state == _TIME_ERROR or status & _STA_UNSYNC:
-        text = "no time server has set the kernel's clock: certificates may seem invalid"
-        return Diagnosis(WARNING, text, "timedatectl set-ntp true")
-    return Diagnosis(OK, "synchronised with a time server")
+def clock(machine: Machine) -> Diagnosis:
+    """Synchronisation as the kernel knows it."""
+    if not machine.has_cluster:
+        return _skip("no cluster: times of other machines do not matter")
+    if machine.is_clock_set():
+        return _ok("synchronised with a time server")
+    return _warning("no time server has set the kernel's clock", "timedatectl set-ntp true")
 
 
-def _certificates(_texts: Texts, facts: Facts) -> Diagnosis:
+def certificates(machine: Machine) -> Diagnosis:
+    """Validity, and everything that a node refuses."""
     renew = "kvstore certs DIRECTORY --node NAME, or a new one of the site's CA"
-    if facts.certificate_refusal:
-        return Diagnosis(ERROR, facts.certificate_refusal, renew)
-    days = facts.certificate_days
-    if days is None:
-        return Diagnosis(NOT_APPLICABLE, "no certificates are configured")
+    if machine.tls_refusal:
+        return _error(machine.tls_refusal, renew)
+    if machine.tls is None:
+        return _skip("no certificates are configured")
+    days = (machine.tls.ends_s - time.time()) / 86_400
     text = f"the certificate is valid for {days:.0f} more days"
-    return Diagnosis(OK, text) if days >= CERTIFICATE_DAYS_MIN else Diagnosis(WARNING, text, renew)
+    return _ok(text) if days >= CERTIFICATE_DAYS_MIN else _warning(text, renew)
 
 
 # ── disk ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _disk(_texts: Texts, facts: Facts) -> Diagnosis:
-    file = facts.file
+def disk(machine: Machine) -> Iterator[Diagnosis]:
+    """The file system of --file."""
+    file, other = machine.file, "a local disk for --file, with ext4 or XFS"
     if file is None:
-        return Diagnosis(NOT_APPLICABLE, "no --file")
-    if file.refusal:
-        text, _, mend = file.refusal.rpartition(": ")
-        return Diagnosis(ERROR, text, mend)
-    found, other = [], "a local disk for --file, with ext4 or XFS"
-    if not file.is_direct:
-        text = "O_DIRECT does not work: the page cache holds blocks a second time"
-        found.append(Diagnosis(WARNING, text, other))
-    if file.room_bytes < file.capacity_bytes:
-        text = f"room for {format_size(file.room_bytes)} of {format_size(file.capacity_bytes)}"
-        mend = f"--file …:{file.room_bytes // MIB}MiB, or make room"
-        found.append(Diagnosis(WARNING, text, mend))
-    rates = "rate not measured (--disk-rate)"
-    if file.rates:
-        rates = "writes {}/s, reads {}/s".format(*(format_size(int(rate)) for rate in file.rates))
-        if file.rates[1] < DISK_BYTES_PER_S_MIN:
-            found.append(Diagnosis(WARNING, f"slow disk: {rates}", other))
-    return worst(found, Diagnosis(OK, f"{format_size(file.room_bytes)} of room; {rates}"))
+        yield _skip("no --file")
+        return
+    try:
+        room_bytes, is_direct, rates = machine.disk(file)
+    except ConfigError as error:
+        text, _, mend = str(error).rpartition(": ")
+        yield _error(text, mend)
+        return
+    text = f"room for {format_size(room_bytes)} of {format_size(file.capacity_bytes)}"
+    if room_bytes < file.capacity_bytes:
+        yield _warning(text, f"--file …:{room_bytes // MIB}MiB, or make room")
+    if is_direct is False:
+        yield _warning("O_DIRECT does not work: the page cache holds blocks a second time", other)
+    speed = "rate not measured (--disk-rate)"
+    if rates:
+        speed = "writes {}/s, reads {}/s".format(*map(format_size, rates))
+        if rates[1] < DISK_BYTES_PER_S_MIN:
+            yield _warning(f"slow disk: {speed}", other)
+    yield _ok(f"{text}; {speed}")
 
 
 # ── engines ──────────────────────────────────────────────────────────────────────────────────────
 
-_NO_ENGINE: Final = Diagnosis(NOT_APPLICABLE, "no vLLM process of this user with kvstore runs here")
+
+def vllm(machine: Machine) -> Diagnosis:
+    """Version of the engine."""
+    if not machine.version("vllm"):
+        return _skip("vLLM is not in this Python: run doctor in the engine's environment, too")
+    return _version(machine, "vllm")
 
 
-def _vllm(_texts: Texts, facts: Facts) -> Diagnosis:
-    version, wanted = facts.versions.get("vllm"), RANGES["vllm"]
-    if version is None:
-        text = "vLLM is not in this Python: run `kvstore doctor` in the engine's environment, too"
-        return Diagnosis(NOT_APPLICABLE, text)
-    if not is_within(version, wanted):
-        return Diagnosis(ERROR, f"vLLM {version} is not supported", f"install '{wanted}' with pip")
-    return Diagnosis(OK, f"vLLM {version}")
-
-
-def _engine_flags(_texts: Texts, facts: Facts) -> Diagnosis:
-    found = []
-    for pid, flags, transfer, _ in facts.engines:
-        if transfer is None:
-            text = f"engine {pid}: --kv-transfer-config is no JSON object"
-            found.append(Diagnosis(ERROR, text, "the JSON of the quick start, in single quotes"))
-        elif "config" in flags:
-            text = f"engine {pid}: its --config file is not read"
-            found.append(Diagnosis(WARNING, text, "kvstore inspect nodes"))
-        elif "KVStoreConnector" not in str(transfer):
-            text = f"engine {pid} runs without kvstore"
-            mend = '--kv-transfer-config \'{"kv_connector":"KVStoreConnector","kv_role":"kv_both",'
-            mend += '"kv_load_failure_policy":"recompute"}\''
-            found.append(Diagnosis(WARNING, text, mend))
-        else:
-            if flags.get("prefix-caching-hash-algo") != "sha256_cbor":
-                text = f"engine {pid} hashes blocks in another way than other engines"
-                found.append(Diagnosis(ERROR, text, "--prefix-caching-hash-algo sha256_cbor"))
-            if transfer.get("kv_load_failure_policy") != "recompute":
-                text = f"engine {pid} fails requests whose load failed"
-                found.append(Diagnosis(ERROR, text, '"kv_load_failure_policy":"recompute"'))
-            extra = transfer.get("kv_connector_extra_config")
-            own = extra.get("socket", DEFAULT_SOCKET) if isinstance(extra, dict) else DEFAULT_SOCKET
-            if (
-                facts.node
-                and own != facts.socket
-                and transfer.get("kv_connector") == "KVStoreConnector"
-            ):
-                text = f"engine {pid} names another socket than {facts.socket}"
-                found.append(Diagnosis(WARNING, text, f'"socket":"{facts.socket}"'))
-    text = f"{len(facts.engines)} engines have the flags that kvstore needs"
-    return worst(found, Diagnosis(OK, text) if facts.engines else _NO_ENGINE)
-
-
-def _sleep_mode(_texts: Texts, facts: Facts) -> Diagnosis:
-    ours = [engine for engine in facts.engines if engine.is_ours]
-    found = [
-        Diagnosis(ERROR, f"engine {engine.pid} may unmap its KV cache", "drop --enable-sleep-mode")
-        for engine in ours
-        if "enable-sleep-mode" in engine.flags
-    ]
-    return worst(found, Diagnosis(OK, "no engine has it") if ours else _NO_ENGINE)
-
-
-def _allocator(_texts: Texts, facts: Facts) -> Diagnosis:
-    mend = "unset PYTORCH_CUDA_ALLOC_CONF, or add --enable-cumem-allocator"
-    conf = {"this shell": facts.allocator} | {
-        f"engine {each.pid}": (each.environment or {}).get("PYTORCH_CUDA_ALLOC_CONF", "")
-        for each in facts.engines
-        if each.is_ours and "enable-cumem-allocator" not in each.flags
-    }
-    found = [
-        Diagnosis(
-            WARNING, f"{who} has expandable_segments, with which vLLM refuses connectors", mend
-        )
-        for who, text in conf.items()
-        if "expandable_segments:True" in text
-    ]
-    return worst(found, Diagnosis(OK, "no expandable_segments"))
-
-
-def _hash_seed(_texts: Texts, facts: Facts) -> Diagnosis:
-    ours = [engine for engine in facts.engines if engine.is_ours]
-    hidden = [str(engine.pid) for engine in ours if engine.environment is None]
-    if hidden:
-        text = f"not readable: /proc/{hidden[0]}/environ"
-        return Diagnosis(WARNING, text, "sudo kvstore doctor, or as the user of the engine")
-    if not ours:
-        return _NO_ENGINE
-    seeds = {(engine.environment or {}).get("PYTHONHASHSEED") for engine in ours}
+def engine_flags(machine: Machine) -> Iterator[Diagnosis]:
+    """Flags and two variables of engines; one of the variables in this shell, too."""
+    yield _skip("no vLLM process of this user runs here")
+    yield from _allocator("this shell", machine.environment("self"))
+    seeds = set()
+    for pid, line in machine.engines.items():
+        yield from _flags(f"engine {pid}", line, machine)
+        if _CONNECTOR in line:
+            variables = machine.environment(pid)
+            seeds.add(variables.get("PYTHONHASHSEED"))
+            if not _has(line, r"--enable-cumem-allocator\0"):
+                yield from _allocator(f"engine {pid}", variables)
     if len(seeds) > 1:
         text = "engines differ in PYTHONHASHSEED: they share no blocks"
-        return Diagnosis(WARNING, text, "unset PYTHONHASHSEED")
-    how = "unset" if seeds == {None} else "set: it must be the same on all machines"
-    return Diagnosis(OK, f"PYTHONHASHSEED is {how}")
+        yield _warning(text, "unset PYTHONHASHSEED")
+    if machine.engines:
+        yield _ok(f"{len(machine.engines)} engines have the flags that kvstore needs")
+
+
+def _has(line: str, pattern: str) -> bool:
+    """Whether a command line has this, with - or _ in place of each -."""
+    return bool(re.search(pattern.replace("-", "[-_]"), line))
+
+
+def _flags(who: str, line: str, machine: Machine) -> Iterator[Diagnosis]:
+    if _has(line, r"--config[=\0]"):
+        yield _warning(f"{who}: its --config is not read", "kvstore inspect nodes")
+        return
+    if _CONNECTOR not in line:
+        yield _warning(f"{who} runs without kvstore", _ADD_KVSTORE)
+        return
+    if not _has(line, r"--prefix-caching-hash-algo[=\0]sha256_cbor\0"):
+        text = f"{who} hashes blocks in another way than other engines"
+        yield _error(text, "--prefix-caching-hash-algo sha256_cbor")
+    if not _has(line, r"kv-load-failure-policy\W+recompute"):
+        yield _error(f"{who} fails requests with a failed load", _RECOMPUTE)
+    if _has(line, r"--enable-sleep-mode\0"):
+        yield _error(f"{who} may unmap its KV cache", "drop --enable-sleep-mode")
+    sockets = re.findall(r'"socket"\s*:\s*"([^"]+)', line) or [DEFAULT_SOCKET]
+    if machine.node and str(machine.socket) not in sockets:
+        text = f"{who} names another socket than {machine.socket}"
+        yield _warning(text, f'"socket":"{machine.socket}"')
+
+
+def _allocator(who: str, variables: dict[str, str]) -> Iterator[Diagnosis]:
+    if "expandable_segments:True" in variables.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        mend = "unset PYTORCH_CUDA_ALLOC_CONF, or add --enable-cumem-allocator"
+        yield _warning(f"{who}: vLLM refuses connectors with expandable_segments", mend)
 
 
 # ── the node ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _node(_texts: Texts, facts: Facts) -> Diagnosis:
-    node = facts.node
-    if node is None:
-        return Diagnosis(NOT_APPLICABLE, f"no node was asked: {facts.no_node}")
-    found = [Diagnosis(ERROR, text, mend) for text, mend in node.troubles]
-    if node.ready_bytes < node.dram_bytes:
-        text = f"{format_size(node.ready_bytes)} of {format_size(node.dram_bytes)} dram is there"
-        found.append(Diagnosis(WARNING, text, "wait, and look at the check memory"))
-    text = f"{format_size(node.dram_bytes)} of dram, {format_size(node.pinned_bytes)} pinned"
-    return worst(found, Diagnosis(OK, f"{text}; no breaker is open, all engines are served"))
+def node(machine: Machine) -> Iterator[Diagnosis]:
+    """Answers of a running node."""
+    if not machine.node:
+        yield _skip(f"no node was asked: {machine.no_node}")
+        return
+    dram, *others = machine.node["tiers"]
+    for row in machine.node["unserved"]:
+        yield _error(f"engine {row.engine} is not served: {row.reason}", "see the reason")
+    for row in others:
+        if {row.reads, row.writes} != {"closed"}:
+            state = f"reads {row.reads}, writes {row.writes}"
+            yield _error(f"breaker of the {row.tier} tier: {state}", "kvstore fsck; dmesg")
+    for row in machine.node["spaces"]:
+        if row.off:
+            name = row.space[:8]
+            yield _error(f"space {name} is switched off", f"kvstore clear --space {name}")
+    text = f"{format_size(dram.ready_bytes)} of {format_size(dram.capacity_bytes)} dram is there"
+    if dram.ready_bytes < dram.capacity_bytes:
+        yield _warning(text, "wait, and look at the check memory")
+    yield _ok(f"{text}, {format_size(dram.pinned_bytes)} pinned; all engines are served")
 
 
-def _hits(_texts: Texts, facts: Facts) -> Diagnosis:
-    node = facts.node
-    if node is None or not node.blocks_hit + node.blocks_missed:
-        return Diagnosis(NOT_APPLICABLE, "no node was asked, or it was asked for no block yet")
-    share = 100 * node.blocks_hit / (node.blocks_hit + node.blocks_missed)
-    text = f"{share:.0f} % of {node.blocks_hit + node.blocks_missed} blocks were hits"
-    often = Counter(node.outcomes).most_common(3)
-    text += "; latest misses: " * bool(often) + ", ".join(f"{n} × {why}" for why, n in often)
-    mend = f"kvstore explain --socket {facts.socket}"
-    return Diagnosis(OK, text) if node.blocks_hit else Diagnosis(WARNING, text, mend)
+def hits(machine: Machine) -> Diagnosis:
+    """Hits since the start of a running node, and the latest misses."""
+    (load,) = machine.node.get("load") or [None]
+    count = load.blocks_hit + load.blocks_missed if load else 0
+    if not count:
+        return _skip("no node was asked, or it was asked for no block yet")
+    from kvstore.cli import reasons
+
+    misses = [reasons.word(row.outcome) for row in machine.node["requests"] if row.outcome]
+    text = f"{100 * load.blocks_hit / count:.0f} % of {count} blocks were hits"
+    if often := Counter(misses).most_common(3):
+        text += "; latest misses: " + ", ".join(f"{n} × {why}" for why, n in often)
+    mend = f"kvstore explain --socket {machine.socket}"
+    return _ok(text) if load.blocks_hit else _warning(text, mend)
 
 
-_PORTS: Final = "/sys/class/infiniband/*/ports/*"
-CHECKS: Final = (
-    Check("kernel", ("/proc/sys/kernel/osrelease",), machine.kernel),
-    Check("memory", (machine.MEMORY, "{cgroup}"), machine.memory),
-    Check(
-        "memlock",
-        (
-            *("/proc/{engine}/limits", "/proc/{engine}/status", "/proc/driver/nvidia/version"),
-            "/sys/class/infiniband/*/node_type",
-        ),
-        machine.memlock,
-    ),
-    Check(
-        "huge-pages",
-        (
-            *(machine.MEMORY, "/sys/kernel/mm/hugepages/hugepages-*kB/nr_hugepages"),
-            "/sys/devices/system/node/node*/hugepages/hugepages-*kB/free_hugepages",
-        ),
-        machine.huge_pages,
-    ),
-    Check(
-        "thp", (machine.MEMORY, "/sys/kernel/mm/transparent_hugepage/shmem_enabled"), machine.thp
-    ),
-    Check(
-        "numa",
-        (
-            *("/sys/devices/system/node/node*/cpulist", "/proc/{node}/status"),
-            *(f"/sys/bus/pci/devices/*/{name}" for name in ("class", "vendor", "numa_node")),
-            "/sys/class/infiniband/*/device/numa_node",
-        ),
-        machine.numa,
-    ),
-    Check("rdma", (f"{_PORTS}/state", f"{_PORTS}/gids/*", "/dev/infiniband/uverbs*"), _rdma),
-    Check("transport", ("installed packages", "plugins of NIXL"), _transport),
-    Check("disk", ("file system of --file", "O_DIRECT", "rate with --disk-rate"), _disk),
-    Check("clock", ("adjtimex",), _clock),
-    Check("certificates", ("--ca, --cert and --key",), _certificates),
-    Check("vllm", ("installed packages",), _vllm),
-    Check("engine-flags", ("command lines of vLLM",), _engine_flags),
-    Check("sleep-mode", ("command lines of vLLM",), _sleep_mode),
-    Check("allocator", ("PYTORCH_CUDA_ALLOC_CONF of vLLM and here",), _allocator),
-    Check("hash-seed", ("PYTHONHASHSEED of vLLM",), _hash_seed),
-    Check("node", ("the node at --socket",), _node),
-    Check("hits", ("the node at --socket",), _hits),
+# ── versions ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _version(machine: Machine, name: str) -> Diagnosis:
+    version, wanted = machine.version(name), RANGES[name]
+    least, end = (version_of(part) for part in wanted.partition(">=")[2].split(","))
+    if least <= version_of(version) < end:
+        return _ok(f"{name} {version}")
+    return _error(
+        f"{name} {version or 'is not there'}: {wanted} is needed", f"install '{wanted}' with pip"
+    )
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """Major and minor number; empty: the text has none."""
+    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])[:2]))
+
+
+_Check = Callable[[Machine], Diagnosis | Iterator[Diagnosis]]
+_IN_ORDER: Final[tuple[_Check, ...]] = (
+    *(kernel, memory, memlock, huge_pages, thp, numa, rdma, transport, disk),
+    *(clock, certificates, vllm, engine_flags, node, hits),
 )
-SYMPTOMS: Final = {
-    "ttft": "node hits disk memlock thp huge-pages numa rdma transport engine-flags allocator",
-    "throughput": "node memlock numa thp huge-pages disk rdma transport engine-flags sleep-mode",
-    "memory": "memory memlock huge-pages thp numa node kernel",
-    "misses": (
-        "hits node engine-flags hash-seed vllm sleep-mode allocator memlock certificates clock"
-        " transport disk"
-    ),
-}
+CHECKS: Final = {check.__name__.replace("_", "-"): check for check in _IN_ORDER}

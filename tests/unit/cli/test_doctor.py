@@ -1,190 +1,274 @@
-"""`kvstore doctor`: both states of each check, files below a fake root, nothing left behind."""
+"""`kvstore doctor`: both states of each check below a fake root, nothing left behind."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
+import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from kvstore.cli import doctor as shell, doctor_reads as reads
-from kvstore.cli.doctor_checks import CHECKS, SYMPTOMS
-from kvstore.cli.doctor_facts import (
-    ERROR,
-    NOT_APPLICABLE,
-    OK,
-    RANGES,
-    WARNING,
-    Diagnosis,
-    DiskFacts,
-    EngineFacts,
-    Facts,
-    NodeFacts,
-)
+from kvstore.cli import doctor as shell, doctor_machine
+from kvstore.cli.doctor_checks import CHECKS, RANGES, Diagnosis, judge
+from kvstore.cli.doctor_machine import Machine
 from kvstore.cli.main import cli
 from kvstore.config.machine import memory_cgroups
+from kvstore.config.reading import load_settings
+from kvstore.config.settings import NodeSettings
+from kvstore.engine import Reason, SpaceReport, TierReport, UnservedReport
 from kvstore.tiers.file.config import FileConfig
 from kvstore.units import GIB, MIB
+from kvstore.wire.load import Load
 from tests.style.tree import ROOT
 
-BY_NAME = {check.name: check for check in CHECKS}
-FACTS = Facts(socket="/run/kvstore/node.sock", dram_bytes=8 * GIB, versions={"vllm": "0.32.0+cpu"})
+OK, WARNING, ERROR, NOT_APPLICABLE = "ok", "warning", "error", "not applicable"
+MEMINFO, RELEASE = "/proc/meminfo", "/proc/sys/kernel/osrelease"
 NO_POOL = "MemTotal: 16777216 kB\nHugepagesize: 2048 kB\nHugePages_Total: 0\n"
 POOL = "MemTotal: 16777216 kB\nHugepagesize: 2048 kB\nHugePages_Total: {0}\nHugePages_Free: {0}\n"
+USED = POOL.format(4096).replace("Free: 4096", "Free: 0")
 LIMITS = "Max locked memory         {0}              {0}              bytes     \n"
 NODES = {f"/sys/devices/system/node/node{n}/cpulist": str(n) for n in (0, 1)}
-GPU = {
-    f"/sys/bus/pci/devices/0000:01:00.0/{name}": value
-    for name, value in {"class": "0x030200", "vendor": "0x10de", "numa_node": "1"}.items()
-}
+GPU = {"/sys/bus/pci/drivers/nvidia/0000:01:00.0/numa_node": "1\n"}
 IB = "/sys/class/infiniband/mlx5_0"
 PORT = {f"{IB}/ports/1/state": "4: ACTIVE", f"{IB}/ports/1/gids/0": "fe80:0000::1"}
+DOWN = {f"{IB}/ports/2/state": "1: DOWN", f"{IB}/ports/2/gids/0": "fe80:0000::1"}
 UVERBS = {"/dev/infiniband/uverbs0": ""}
 SHMEM = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-GB_POOL = "/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages"
-V2, V1 = "/sys/fs/cgroup/a/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+V2, V1 = "/sys/fs/cgroup/a/memory.max", "/sys/fs/cgroup/memory/b/memory.limit_in_bytes"
+CGROUPS = {"/proc/self/cgroup": "4:memory:/b\n0::/a\n"}
 NO_LIMIT = "9223372036854771712\n"
-FLAGS = {"prefix-caching-hash-algo": "sha256_cbor"}
-TRANSFER = {"kv_connector": "KVStoreConnector", "kv_load_failure_policy": "recompute"}
-ENGINE = EngineFacts(7, FLAGS, TRANSFER, {})
-NODE = NodeFacts(0, (), 8 * GIB, 8 * GIB)
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+TRANSFER = json.dumps({"kv_connector": "KVStoreConnector", "kv_load_failure_policy": "recompute"})
+SERVE = ("/opt/bin/python3", "/opt/bin/vllm", "serve", "m")
+HASHES = ("--prefix_caching_hash_algo=sha256_cbor",)
+GOOD = (*SERVE, *HASHES, "--kv-transfer-config", TRANSFER)
+EXPANDABLE = "A=b\0PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\0"
+DRAM = TierReport(tier="dram", capacity_bytes=8 * GIB, ready_bytes=8 * GIB)
+DISK = TierReport(tier="file", capacity_bytes=GIB, ready_bytes=GIB)
+ANSWERS: dict[str, list[Any]] = {
+    "tiers": [DRAM, DISK],
+    "unserved": [],
+    "spaces": [],
+    "requests": [],
+    "load": [Load()],
+}
+FILE = FileConfig(directory=Path("/x"), capacity_bytes=GIB)
 
 
-def _judge(name: str, texts: dict[str, str], **its: Any) -> Diagnosis:
-    return BY_NAME[name].judge(texts, dataclasses.replace(FACTS, **its))
+def _engine(*argv: str, pid: int = 7, environ: str = "") -> dict[str, str]:
+    folder = f"/proc/{pid}"
+    return {f"{folder}/cmdline": "\0".join((*argv, "")), f"{folder}/environ": environ}
 
 
-def _engine(**its: Any) -> dict[str, Any]:
-    return {"engines": (ENGINE._replace(**its),)}
+def _write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name[1:]).parent.mkdir(parents=True, exist_ok=True)
+        (root / name[1:]).write_text(text)
+
+
+def _machine(root: Path, files: dict[str, str], **its: Any) -> Machine:
+    """`its`: facts that are not files, in place of those that would be read."""
+    _write(root, {MEMINFO: NO_POOL} | files)
+    flags = {"dram": "8GiB", "socket": "/run/none/node.sock"}
+    machine = Machine(load_settings(None, flags, NodeSettings), root)
+    for name, value in its.items():
+        setattr(machine, name, value)
+    return machine
+
+
+def _version(text: str) -> Any:
+    return lambda _name: text
+
+
+def _disk(*found: Any) -> dict[str, Any]:
+    return {"file": FILE, "disk": lambda _file: found}
+
+
+def _answers(**rows: Any) -> dict[str, Any]:
+    return {"node": ANSWERS | rows}
+
+
+def _ends_in(days: float) -> Any:
+    return SimpleNamespace(ends_s=time.time() + days * 86_400)
+
+
+SPACE = SpaceReport(
+    *("3f9a" * 16, "", "m", ""),
+    blocks_dram=0,
+    blocks_file=0,
+    bytes_dram=0,
+    engines=0,
+    off="all",
+)
+OPEN = TierReport(tier="file", capacity_bytes=GIB, ready_bytes=GIB, reads="open")
+UNREADY = TierReport(tier="dram", capacity_bytes=8 * GIB, ready_bytes=GIB)
+UNSERVED = UnservedReport(engine="e", tenant="", reason="its user is not allowed")
+MISS = SimpleNamespace(outcome=Reason.EVICTED_FOR_STORES)
 
 
 @pytest.mark.parametrize(
-    ("verdict", "name", "texts", "its"),
+    ("verdict", "name", "files", "its"),
     [
-        (OK, "kernel", {"/proc/sys/kernel/osrelease": "6.1.0-13-amd64\n"}, {}),
-        (WARNING, "kernel", {"/proc/sys/kernel/osrelease": "5.10.0\n"}, {}),
-        (ERROR, "kernel", {"/proc/sys/kernel/osrelease": "4.18.0-553.el8\n"}, {}),
-        (OK, "memory", {"/proc/meminfo": NO_POOL}, {}),
-        (OK, "memory", {"/proc/meminfo": NO_POOL, V2: "max\n", V1: NO_LIMIT}, {}),
-        (OK, "memory", {"/proc/meminfo": NO_POOL, V2: str(10 * GIB)}, {}),
-        (WARNING, "memory", {"/proc/meminfo": NO_POOL, V2: str(10 * GIB - 1)}, {}),
-        (ERROR, "memory", {"/proc/meminfo": NO_POOL, V2: "max", V1: str(8 * GIB)}, {}),
-        (ERROR, "memory", {"/proc/meminfo": NO_POOL}, {"dram_bytes": 16 * GIB}),
+        (OK, "kernel", {RELEASE: "6.1.0-13-amd64\n"}, {}),
+        (WARNING, "kernel", {RELEASE: "5.10.0\n"}, {}),
+        (ERROR, "kernel", {RELEASE: "4.18.0-553.el8\n"}, {}),
+        (OK, "memory", {}, {}),
+        (OK, "memory", CGROUPS | {V2: "max\n", V1: NO_LIMIT}, {}),
+        (OK, "memory", CGROUPS | {V2: str(10 * GIB)}, {}),
+        (WARNING, "memory", CGROUPS | {V2: str(10 * GIB - 1)}, {}),
+        (WARNING, "memory", CGROUPS | {V2: str(10 * GIB)}, {"file": FILE}),
+        (ERROR, "memory", CGROUPS | {V2: "max", V1: str(8 * GIB)}, {}),
+        (ERROR, "memory", {}, {"dram_bytes": 16 * GIB}),
         (NOT_APPLICABLE, "memlock", {"/proc/self/limits": LIMITS.format(65536)}, {}),
-        (OK, "memlock", {f"{IB}/node_type": "", "/proc/7/limits": LIMITS.format("unlimited")}, {}),
-        (ERROR, "memlock", {f"{IB}/node_type": "", "/proc/7/limits": LIMITS.format(65536)}, {}),
-        (NOT_APPLICABLE, "huge-pages", {"/proc/meminfo": NO_POOL}, {}),
-        (OK, "huge-pages", {"/proc/meminfo": POOL.format(4096)}, {}),
-        (WARNING, "huge-pages", {"/proc/meminfo": POOL.format(4095)}, {}),
-        (WARNING, "huge-pages", {"/proc/meminfo": NO_POOL, GB_POOL: "4"}, {}),
-        (NOT_APPLICABLE, "thp", {"/proc/meminfo": POOL.format(4096), SHMEM: "[never]"}, {}),
-        (OK, "thp", {"/proc/meminfo": NO_POOL, SHMEM: "always [advise] never"}, {}),
-        (WARNING, "thp", {"/proc/meminfo": NO_POOL, SHMEM: "always advise [never] deny"}, {}),
-        (WARNING, "thp", {"/proc/meminfo": NO_POOL}, {}),
+        (
+            *(OK, "memlock"),
+            {f"{IB}/node_type": "", "/proc/self/limits": LIMITS.format("unlimited")},
+            {},
+        ),
+        (ERROR, "memlock", {f"{IB}/node_type": "", "/proc/self/limits": LIMITS.format(65536)}, {}),
+        (
+            *(ERROR, "memlock"),
+            _engine(*GOOD) | {f"{IB}/node_type": "", "/proc/7/limits": LIMITS.format(65536)},
+            {},
+        ),
+        (NOT_APPLICABLE, "huge-pages", {}, {}),
+        (OK, "huge-pages", {MEMINFO: POOL.format(4096)}, {}),
+        (WARNING, "huge-pages", {MEMINFO: POOL.format(4095)}, {}),
+        (OK, "huge-pages", {MEMINFO: USED}, _answers()),
+        (WARNING, "huge-pages", {MEMINFO: USED}, {}),
+        (WARNING, "huge-pages", {MEMINFO: POOL.format(9999)}, {"dram_bytes": 8 * GIB + 4096}),
+        (NOT_APPLICABLE, "thp", {MEMINFO: POOL.format(4096), SHMEM: "[never]"}, {}),
+        (OK, "thp", {SHMEM: "always [advise] never"}, {}),
+        (WARNING, "thp", {SHMEM: "always advise [never] deny"}, {}),
+        (NOT_APPLICABLE, "thp", {}, {}),
         (NOT_APPLICABLE, "numa", {"/sys/devices/system/node/node0/cpulist": "0-3"}, {}),
         (OK, "numa", NODES | GPU | {"/proc/self/status": "Mems_allowed_list:\t1\n"}, {}),
         (WARNING, "numa", NODES | GPU | {"/proc/self/status": "Mems_allowed_list:\t0-1\n"}, {}),
-        (WARNING, "numa", NODES | GPU | {f"{IB}/device/numa_node": "0"}, {}),
+        (OK, "numa", NODES | {"/proc/self/status": "Mems_allowed_list:\t0-1\n"}, {}),
         (NOT_APPLICABLE, "rdma", PORT, {"transport": "tcp"}),
         (OK, "rdma", PORT | UVERBS, {"transport": "nixl"}),
         (WARNING, "rdma", {}, {"transport": "nixl"}),
         (ERROR, "rdma", PORT, {"transport": "ucx"}),
-        (ERROR, "rdma", PORT | UVERBS | {f"{IB}/ports/1/state": "1: DOWN"}, {"transport": "ucx"}),
+        (WARNING, "rdma", PORT | DOWN | UVERBS, {"transport": "ucx"}),
+        (ERROR, "rdma", DOWN | UVERBS, {"transport": "ucx"}),
         (ERROR, "rdma", {f"{IB}/ports/1/state": "4: ACTIVE"} | UVERBS, {"transport": "ucx"}),
         (NOT_APPLICABLE, "transport", {}, {"transport": "tcp"}),
-        (ERROR, "transport", {}, {"transport": "nixl"}),
-        (OK, "transport", {}, {"transport": "nixl", "versions": {"nixl": "1.5.1"}}),
-        (ERROR, "transport", {}, {"transport": "nixl", "versions": {"nixl": "1.4.9"}}),
-        (OK, "transport", {}, {"transport": "ucx", "versions": {"ucx": "0.52.0"}}),
+        (ERROR, "transport", {}, {"transport": "nixl", "version": _version("")}),
+        (OK, "transport", {}, {"transport": "nixl", "version": _version("1.5.1")}),
+        (ERROR, "transport", {}, {"transport": "nixl", "version": _version("1.4.9")}),
+        (OK, "transport", {}, {"transport": "ucx", "version": _version("0.52.0")}),
         (NOT_APPLICABLE, "disk", {}, {}),
-        (OK, "disk", {}, {"file": DiskFacts(GIB, GIB)}),
-        (OK, "disk", {}, {"file": DiskFacts(GIB, GIB, rates=(1.0, 400.0 * MIB))}),
-        (WARNING, "disk", {}, {"file": DiskFacts(GIB, GIB, rates=(1.0, 399.0 * MIB))}),
-        (WARNING, "disk", {}, {"file": DiskFacts(GIB, GIB - 1)}),
-        (WARNING, "disk", {}, {"file": DiskFacts(GIB, GIB, is_direct=False)}),
-        (ERROR, "disk", {}, {"file": DiskFacts(GIB, refusal="it is full: make room")}),
-        (NOT_APPLICABLE, "clock", {}, {"clock": (5, 64)}),
-        (OK, "clock", {}, {"clock": (0, 1), "has_cluster": True}),
-        (WARNING, "clock", {}, {"clock": (5, 64), "has_cluster": True}),
-        (WARNING, "clock", {}, {"has_cluster": True}),
+        (OK, "disk", {}, _disk(GIB, True, None)),
+        (OK, "disk", {}, _disk(GIB, None, None)),
+        (OK, "disk", {}, _disk(GIB, True, (1, 400 * MIB))),
+        (WARNING, "disk", {}, _disk(GIB, True, (1, 399 * MIB))),
+        (WARNING, "disk", {}, _disk(GIB - 1, True, None)),
+        (WARNING, "disk", {}, _disk(GIB, False, None)),
+        (
+            *(ERROR, "disk", {}),
+            {"file": FileConfig(directory=Path("/none/a/b"), capacity_bytes=GIB)},
+        ),
+        (NOT_APPLICABLE, "clock", {}, {"is_clock_set": lambda: False}),
+        (OK, "clock", {}, {"is_clock_set": lambda: True, "has_cluster": True}),
+        (WARNING, "clock", {}, {"is_clock_set": lambda: False, "has_cluster": True}),
         (NOT_APPLICABLE, "certificates", {}, {}),
-        (OK, "certificates", {}, {"certificate_days": 30.0}),
-        (WARNING, "certificates", {}, {"certificate_days": 29.9}),
-        (ERROR, "certificates", {}, {"certificate_refusal": "--cert x expired"}),
-        (OK, "vllm", {}, {}),
-        (NOT_APPLICABLE, "vllm", {}, {"versions": {}}),
-        (ERROR, "vllm", {}, {"versions": {"vllm": "0.31.9"}}),
-        (ERROR, "vllm", {}, {"versions": {"vllm": "0.34.0"}}),
+        (OK, "certificates", {}, {"tls": _ends_in(30.1)}),
+        (WARNING, "certificates", {}, {"tls": _ends_in(29.9)}),
+        (ERROR, "certificates", {}, {"tls_refusal": "--cert x expired"}),
+        (OK, "vllm", {}, {"version": _version("0.32.0+cpu")}),
+        (NOT_APPLICABLE, "vllm", {}, {"version": _version("")}),
+        (ERROR, "vllm", {}, {"version": _version("0.31.9")}),
+        (ERROR, "vllm", {}, {"version": _version("0.34.0")}),
         (NOT_APPLICABLE, "engine-flags", {}, {}),
-        (OK, "engine-flags", {}, {"engines": (ENGINE,), "node": NODE}),
-        (WARNING, "engine-flags", {}, {"engines": (ENGINE,), "node": NODE, "socket": "/a"}),
-        (ERROR, "engine-flags", {}, _engine(flags={})),
-        (ERROR, "engine-flags", {}, _engine(transfer={"kv_connector": "KVStoreConnector"})),
-        (ERROR, "engine-flags", {}, _engine(transfer=None)),
-        (WARNING, "engine-flags", {}, _engine(transfer={})),
-        (WARNING, "engine-flags", {}, _engine(flags={"config": "a.yaml"})),
-        (OK, "sleep-mode", {}, _engine()),
-        (ERROR, "sleep-mode", {}, _engine(flags={"enable-sleep-mode": ""})),
-        (OK, "allocator", {}, _engine()),
-        (WARNING, "allocator", {}, _engine(environment=EXPANDABLE)),
+        (OK, "engine-flags", _engine(*GOOD), {}),
+        (WARNING, "engine-flags", _engine(*GOOD), _answers()),
+        (OK, "engine-flags", _engine(*GOOD), _answers() | {"socket": "/run/kvstore/node.sock"}),
+        (ERROR, "engine-flags", _engine(*SERVE, "--kv-transfer-config", TRANSFER), {}),
         (
-            OK,
-            "allocator",
+            *(ERROR, "engine-flags"),
+            _engine(*SERVE, *HASHES, "--kv-transfer-config.kv_connector=KVStoreConnector"),
             {},
-            _engine(environment=EXPANDABLE, flags={"enable-cumem-allocator": ""}),
         ),
-        (WARNING, "allocator", {}, {"allocator": "expandable_segments:True"}),
-        (NOT_APPLICABLE, "hash-seed", {}, {}),
-        (OK, "hash-seed", {}, _engine(environment={"PYTHONHASHSEED": "0"})),
-        (WARNING, "hash-seed", {}, _engine(environment=None)),
         (
-            *(WARNING, "hash-seed", {}),
-            {"engines": (ENGINE, ENGINE._replace(environment={"PYTHONHASHSEED": "0"}))},
+            *(OK, "engine-flags"),
+            _engine(
+                *(*SERVE, *HASHES, "--kv-transfer-config.kv_connector", "KVStoreConnector"),
+                *("--kv-transfer-config.kv_load_failure_policy", "recompute"),
+            ),
+            {},
         ),
-        (NOT_APPLICABLE, "node", {}, {"no_node": "there is none"}),
-        (OK, "node", {}, {"node": NODE}),
-        (WARNING, "node", {}, {"node": NODE._replace(ready_bytes=GIB)}),
-        (ERROR, "node", {}, {"node": NODE._replace(troubles=(("breaker open", "dmesg"),))}),
-        (NOT_APPLICABLE, "hits", {}, {"node": NODE}),
-        (OK, "hits", {}, {"node": NODE._replace(blocks_hit=1)}),
-        (WARNING, "hits", {}, {"node": NODE._replace(blocks_missed=4, outcomes=("evicted",))}),
+        (WARNING, "engine-flags", _engine(*SERVE), {}),
+        (WARNING, "engine-flags", _engine(*SERVE, "--config", "a.yaml"), {}),
+        (ERROR, "engine-flags", _engine(*GOOD, "--enable-sleep-mode"), {}),
+        (WARNING, "engine-flags", _engine(*GOOD, environ=EXPANDABLE), {}),
+        (OK, "engine-flags", _engine(*GOOD, "--enable-cumem-allocator", environ=EXPANDABLE), {}),
+        (WARNING, "engine-flags", {"/proc/self/environ": EXPANDABLE}, {}),
+        (OK, "engine-flags", _engine(*GOOD, environ="PYTHONHASHSEED=0\0"), {}),
+        (
+            *(WARNING, "engine-flags"),
+            _engine(*GOOD, environ="PYTHONHASHSEED=0\0") | _engine(*GOOD, pid=8),
+            {},
+        ),
+        (NOT_APPLICABLE, "node", {}, {}),
+        (OK, "node", {}, _answers()),
+        (WARNING, "node", {}, _answers(tiers=[UNREADY])),
+        (ERROR, "node", {}, _answers(tiers=[DRAM, OPEN])),
+        (ERROR, "node", {}, _answers(unserved=[UNSERVED])),
+        (ERROR, "node", {}, _answers(spaces=[SPACE])),
+        (NOT_APPLICABLE, "hits", {}, _answers()),
+        (NOT_APPLICABLE, "hits", {}, _answers(load=[None])),
+        (OK, "hits", {}, _answers(load=[Load(blocks_hit=1)])),
+        (WARNING, "hits", {}, _answers(load=[Load(blocks_missed=4)], requests=[MISS])),
     ],
 )
 def test_a_check_in_each_state(
-    verdict: str, name: str, texts: dict[str, str], its: dict[str, Any]
+    verdict: str, name: str, files: dict[str, str], its: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = _judge(name, texts, **its)
+    found = judge(name, _machine(tmp_path, files, **its))
     assert found.verdict == verdict, found
     assert bool(found.mend) == (verdict in (WARNING, ERROR)), found
-    assert found.text
+    assert found.finding
 
 
-def test_locked_memory_is_no_matter_for_a_process_with_the_capability() -> None:
-    texts = {f"{IB}/node_type": "", "/proc/7/limits": LIMITS.format(65536)}
-    assert _judge("memlock", texts | {"/proc/7/status": "CapEff:\t0000000000004000"}).verdict == OK
-    assert (
-        _judge("memlock", texts | {"/proc/7/status": "CapEff:\t000000000000bfff"}).verdict == ERROR
+def test_all_that_is_wrong_is_said_with_all_mends(tmp_path: Path) -> None:
+    argv = (*SERVE, "--kv-transfer-config", TRANSFER, "--enable-sleep-mode")
+    found = judge("engine-flags", _machine(tmp_path, _engine(*argv, environ=EXPANDABLE)))
+    assert found == Diagnosis(
+        ERROR,
+        "engine 7 hashes blocks in another way than other engines; engine 7 may unmap its KV cache;"
+        " engine 7: vLLM refuses connectors with expandable_segments",
+        "--prefix-caching-hash-algo sha256_cbor; drop --enable-sleep-mode; unset"
+        " PYTORCH_CUDA_ALLOC_CONF, or add --enable-cumem-allocator",
     )
 
 
-def test_the_pages_of_a_running_node_are_its_own() -> None:
-    used = POOL.format(4096).replace("Free: 4096", "Free: 0")
-    assert _judge("huge-pages", {"/proc/meminfo": used}, node=NODE).verdict == OK
-    found = _judge("huge-pages", {"/proc/meminfo": used})
-    assert (found.verdict, found.mend) == (WARNING, "sysctl vm.nr_hugepages=8192")
+def test_locked_memory_is_no_matter_for_a_process_with_the_capability(tmp_path: Path) -> None:
+    files = {f"{IB}/node_type": "", "/proc/self/limits": LIMITS.format(65536)}
+    for capabilities, verdict in {"0000000000004000": OK, "000000000000bfff": ERROR}.items():
+        status = {"/proc/self/status": f"Name:\tx\nCapEff:\t{capabilities}\n"}
+        assert judge("memlock", _machine(tmp_path, files | status)).verdict == verdict
+
+
+def test_the_pages_of_others_are_kept_by_the_mend(tmp_path: Path) -> None:
+    found = judge("huge-pages", _machine(tmp_path, {MEMINFO: USED}))
+    assert found.mend == "sysctl vm.nr_hugepages=8192; --dram 8192MiB"
 
 
 def test_every_symptom_names_checks_and_every_check_explains_some() -> None:
-    assert tuple(SYMPTOMS) == shell._SYMPTOMS
-    named = [name for names in SYMPTOMS.values() for name in names.split()]
-    assert set(named) == BY_NAME.keys()
+    named = [name for names in shell.SYMPTOMS.values() for name in names.split()]
+    assert set(named) == CHECKS.keys()
+
+
+def test_the_documented_checks_are_those_that_run() -> None:
+    page = (ROOT / "kvstore/docs/guides/troubleshooting.md").read_text()
+    for symptom, names in shell.SYMPTOMS.items():
+        listed = ", ".join(f"`{name}`" for name in names.split())
+        assert f"| `{symptom}` | {listed} |" in page
 
 
 def test_the_supported_versions_are_those_of_the_extras() -> None:
@@ -212,50 +296,33 @@ def test_the_memory_beyond_dram_is_that_of_the_chart() -> None:
 def test_limits_of_every_cgroup_above_are_read(
     tmp_path: Path, cgroup: str, at: str, limits: dict[str, str]
 ) -> None:
-    files = {f"sys/fs/cgroup/{at}{name}": text for name, text in limits.items()}
-    for name, text in (files | {"proc/self/cgroup": cgroup}).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    paths = reads.expand("{cgroup}", tmp_path, node="self", engines=())
-    texts, hidden = reads.read_texts(tmp_path, paths)
-    assert set(texts) == {f"/sys/fs/cgroup/{at}{name}" for name in limits}
-    assert not hidden
-    found = _judge("memory", texts | {"/proc/meminfo": NO_POOL})
-    assert f"/sys/fs/cgroup/{at}" in found.text
-    assert "has 7 B" in found.text
+    files = {f"/sys/fs/cgroup/{at}{name}": text for name, text in limits.items()}
+    machine = _machine(tmp_path, files | {"/proc/self/cgroup": cgroup})
+    figures = {path: int(text) for path, text in files.items() if text != "max"}
+    assert machine.memory_limits() == figures
+    found = judge("memory", machine)
+    assert f"/sys/fs/cgroup/{at}" in found.finding
+    assert "has 7 B" in found.finding
 
 
 def test_a_container_without_cgroups_is_judged_by_the_machine(tmp_path: Path) -> None:
     assert memory_cgroups(tmp_path) == []
-    assert "no limit of a memory cgroup" in _judge("memory", {"/proc/meminfo": NO_POOL}).text
-
-
-def _process(root: Path, pid: int, *argv: str, environ: str = "") -> None:
-    folder = root / "proc" / str(pid)
-    folder.mkdir(parents=True)
-    (folder / "cmdline").write_text("\0".join(argv) + "\0")
-    (folder / "environ").write_text(environ)
+    assert "the machine has 16 GiB" in judge("memory", _machine(tmp_path, {})).finding
 
 
 def test_engines_are_found_by_their_command_lines(tmp_path: Path) -> None:
-    transfer = json.dumps(TRANSFER)
-    _process(
-        *(tmp_path, 5, "/opt/bin/python3", "/opt/bin/vllm", "serve", "m", "--api-key", "secret"),
-        *("--prefix_caching_hash_algo=sha256_cbor", "--kv-transfer-config", transfer),
-        environ="PYTHONHASHSEED=0\0TOKEN=secret\0",
-    )
-    _process(
-        *(tmp_path, 6, "python3", "-m", "vllm.entrypoints.openai.api_server"),
-        *("--kv-transfer-config.kv_connector", "KVStoreConnector", "--enable-sleep-mode"),
-    )
-    _process(tmp_path, 7, "bash", "-c", "vllm serve m")
-    _process(tmp_path, 8, "VLLM::EngineCore")
-    (tmp_path / "proc" / "9").mkdir()  # it ends
-    first, second = reads.engines(tmp_path)
-    assert (first.pid, first.transfer, first.environment) == (5, TRANSFER, {"PYTHONHASHSEED": "0"})
-    assert second.transfer == {"kv_connector": "KVStoreConnector"}
-    facts = dataclasses.replace(FACTS, engines=(first, second))
-    found = [check.judge({"/proc/meminfo": NO_POOL, "/r": "6.1"}, facts) for check in CHECKS]
+    transfer = ("--kv-transfer-config", TRANSFER)
+    files = {
+        **_engine(*SERVE, "--api-key", "secret", *transfer, pid=5, environ="TOKEN=secret\0"),
+        **_engine("python3", "-m", "vllm.entrypoints.openai.api_server", *transfer, pid=6),
+        **_engine("vllm", "serve", "m", *transfer, pid=7),
+        **_engine("bash", "-c", "vllm serve m", pid=8),
+        **_engine("VLLM::EngineCore", pid=9),
+    }
+    machine = _machine(tmp_path, files)
+    (tmp_path / "proc" / "10").mkdir()  # it ends
+    assert list(machine.engines) == ["5", "6", "7"]
+    found = [judge(name, machine) for name in CHECKS]
     assert "engine 6" in str(found)
     assert "secret" not in str(found)
 
@@ -263,17 +330,9 @@ def test_engines_are_found_by_their_command_lines(tmp_path: Path) -> None:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A whole fake one, on which all is well."""
-    files = {
-        "proc/sys/kernel/osrelease": "6.1.0",
-        "proc/meminfo": NO_POOL,
-        "proc/self/status": "Mems_allowed_list: 0",
-        SHMEM[1:]: "[advise]",
-    }
-    for name, text in files.items():
-        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "root" / name).write_text(text)
+    files = {RELEASE: "6.1.0", MEMINFO: NO_POOL, "/proc/self/environ": "", SHMEM: "[advise]"}
+    _write(tmp_path / "root", files)
     monkeypatch.setattr(shell, "_ROOT", tmp_path / "root")
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     return tmp_path / "root"
 
 
@@ -286,8 +345,8 @@ def test_exit_status_and_json_follow_the_worst_finding(machine: Path) -> None:
     done = _run("--json", "--symptom", "memory")
     found = json.loads(done.output)
     assert (done.exit_code, found["verdict"], found["symptom"]) == (0, "ok", "memory")
-    assert [row["check"] for row in found["checks"]] == SYMPTOMS["memory"].split()
-    assert {*found["checks"][0]} == {"check", "verdict", "finding", "mend", "reads"}
+    assert [row["check"] for row in found["checks"]] == shell.SYMPTOMS["memory"].split()
+    assert {*found["checks"][0]} == {"check", "verdict", "finding", "mend"}
     (machine / SHMEM[1:]).write_text("[never]")
     done = _run()
     assert done.exit_code == 1
@@ -308,48 +367,61 @@ def test_only_errors_of_certificates_are_findings_about_them() -> None:
 def test_a_file_that_may_not_be_read_is_said(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Path.open
+    real = Path.read_text
 
     def refuse(path: Path, *how: Any, **more: Any) -> Any:
-        if path.name == "shmem_enabled":
-            raise PermissionError(13, "Permission denied")
+        if path.name == "shmem_enabled" or path.parts[-2:] == ("7", "environ"):
+            raise PermissionError(13, "Permission denied", str(path))
         return real(path, *how, **more)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    _write(machine, _engine(*SERVE, "--kv-transfer-config", TRANSFER, "--enable-sleep-mode"))
+    monkeypatch.setattr(Path, "read_text", refuse)
     done = _run()
-    assert f"warning  thp           not readable: {SHMEM}" in done.output
-    assert done.exit_code == 1
+    assert f"warning  thp           not readable: {machine}{SHMEM}" in done.output
+    assert f"unmap its KV cache; not readable: {machine}/proc/7/environ" in done.output
+    assert done.exit_code == 2
 
 
-@pytest.mark.parametrize("has_unnamed", [True, False])
+def _measured(tmp_path: Path, file: FileConfig) -> Any:
+    machine = _machine(tmp_path / "root", {})
+    machine.with_rate = True
+    return machine.disk(file)
+
+
 def test_a_disk_is_measured_and_nothing_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_unnamed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reads, "RATE_BYTES", 4 * MIB)
-    if not has_unnamed:
-        monkeypatch.setattr(os, "O_TMPFILE", 1 << 40)  # no open takes it
-        real = os.open
-        monkeypatch.setattr(
-            *(os, "open"),
-            lambda path, flags, *how, **more: (
-                (_ for _ in ()).throw(OSError(95, "unsupported"))
-                if flags & 1 << 40
-                else real(path, flags, *how, **more)
-            ),
-        )
-    file = FileConfig(directory=tmp_path, capacity_bytes=64 * MIB)
-    found = reads.disk(file, with_rate=True)
-    assert found.rates is not None
-    assert min(found.rates) > 0
-    assert reads.disk(file, with_rate=False).rates is None
+    monkeypatch.setattr(doctor_machine, "RATE_BYTES", 4 * MIB)
+    (tmp_path / "disk").mkdir()
+    file = FileConfig(directory=tmp_path / "disk", capacity_bytes=64 * MIB)
+    room_bytes, is_direct, rates = _measured(tmp_path, file)
+    assert room_bytes > 64 * MIB
+    assert is_direct
+    assert min(rates) > 0
+    assert _machine(tmp_path / "root", {}).disk(file)[2] is None
 
-    def interrupt(_fd: int) -> tuple[float, float]:
+    def interrupt(_fd: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reads, "_rates", interrupt)
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(doctor_machine, "disk_rates", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        reads.disk(file, with_rate=True)
-    assert os.listdir(tmp_path) == []
+        _measured(tmp_path, file)
+    assert os.listdir("/proc/self/fd") == before
+    assert os.listdir(file.directory) == []
+
+
+def test_a_file_system_without_unnamed_files_or_direct_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(22, "Invalid argument")
+
+    file = FileConfig(directory=tmp_path, capacity_bytes=64 * MIB)
+    monkeypatch.setattr("fcntl.fcntl", refuse)
+    assert _measured(tmp_path, file)[1:] == (False, None)
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # a directory cannot be opened to write
+    assert _measured(tmp_path, file)[1:] == (None, None)
 
 
 def test_a_disk_without_room_is_not_written(
@@ -357,6 +429,7 @@ def test_a_disk_without_room_is_not_written(
 ) -> None:
     monkeypatch.setattr("kvstore.config.machine.file_system_free_bytes", lambda _: 100 * MIB)
     file = FileConfig(directory=tmp_path, capacity_bytes=64 * MIB)
-    assert reads.disk(file, with_rate=True).rates is None
+    assert _measured(tmp_path, file)[2] is None
     gone = FileConfig(directory=tmp_path / "a" / "b", capacity_bytes=64 * MIB)
-    assert "mount its disk" in reads.disk(gone, with_rate=True).refusal
+    found = judge("disk", _machine(tmp_path / "root", {}, file=gone))
+    assert "give --file another directory" in found.mend
