@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from kvstore.errors import ConfigError
@@ -19,16 +20,22 @@ from kvstore.errors import ConfigError
 Config = Mapping[str, Any]
 _LAYERS_MAX, _NUMBER_MAX = 1000, 1 << 40
 _NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config")
-_KINDS: Final = {
-    **dict.fromkeys(("full_attention", "attention", "global_attention", "*", "full"), "full"),
-    **dict.fromkeys(("sliding_attention", "sliding_window", "window"), "window"),
-    **dict.fromkeys(("chunked_attention", "chunk"), "chunk"),
-    **dict.fromkeys(("linear_attention", "linear"), "linear"),
-    **dict.fromkeys(("mamba", "M"), "mamba"),
+_NAMES: Final = {
+    "full": "full_attention attention global_attention * full",
+    "window": "sliding_attention sliding_window window",
+    "chunk": "chunked_attention chunk",
+    "linear": "linear_attention linear",
+    "mamba": "mamba M",
     "conv": "conv",
-    **dict.fromkeys(("-", "E", "mlp", "moe"), ""),
+    "": "- E mlp moe",
 }
-"""Kind in a configuration → ours; "" has no cache."""
+"""Kind of a layer's cache → its names in configurations; "" is none."""
+_KINDS: Final = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+_OWN_FIELDS: Final = {
+    "full": ("global_", "num_global_key_value_heads"),
+    "window": ("swa_", "swa_num_key_value_heads"),
+}
+"""Prefix of sizes, and the count of heads, that layers of a kind have for themselves."""
 _UNKNOWN: Final = ("compress_ratios", "rswa_window", "attention_sink_replay")
 """Fields of models whose caches have other forms."""
 
@@ -87,22 +94,20 @@ def layer_kinds(config: Config) -> list[str]:
     count = number(config, "num_hidden_layers", "n_layer", "num_layers")
     if not 0 < count <= _LAYERS_MAX:
         raise ConfigError(f"config.json: {count} layers: expected 1 to {_LAYERS_MAX}")
-    for name in _UNKNOWN:
-        if config.get(name):
-            raise ConfigError(
-                f"config.json: caches with {name} are not known to plan: run the model, then"
-                " 'kvstore inspect spaces' shows its sizes"
-            )
     named = config.get("layer_types") or config.get("layers_block_type")
     named = config.get("hybrid_override_pattern") or named or _by_rule(config, count)
-    if unknown := {str(kind) for kind in named} - _KINDS.keys():
+    kinds = [str(kind) for kind in named]
+    unknown = [f"caches with {name}" for name in _UNKNOWN if config.get(name)]
+    unknown += [f"layers of kind {kind[:40]!r}" for kind in kinds if kind not in _KINDS]
+    if unknown:
         raise ConfigError(
-            f"config.json: layers of kind {min(unknown)[:40]!r} are not known to plan"
+            f"config.json: {unknown[0]} are not known to plan: run the model, then 'kvstore inspect"
+            " spaces' shows its sizes"
         )
-    kinds = [_KINDS[kind] for kind in named]
     if len(kinds) != count:
         raise ConfigError(f"config.json: {len(kinds)} kinds of layers for {count} layers")
-    return kinds[: count - number(config, "num_kv_shared_layers", default=0)]
+    kept = count - number(config, "num_kv_shared_layers", default=0)
+    return [_KINDS[kind] for kind in kinds[:kept]]
 
 
 def _by_rule(config: Config, count: int) -> list[str]:
@@ -147,20 +152,19 @@ def cache_groups(
 
 
 def _heads(config: Config, kind: str, layers: int, *, kv_bytes: int, tp: int) -> CacheGroup:
-    own = {"full": ("global_", "num_global_"), "window": ("swa_", "swa_num_")}
-    prefix, count_prefix = own.get(kind, ("", ""))
-    queries = number(config, "num_attention_heads", "n_head")
+    its = partial(number, config)
+    prefix, counts = _OWN_FIELDS.get(kind, ("", "num_key_value_heads"))
+    queries = its("num_attention_heads", "n_head")
     usual = 1 if config.get("multi_query") else queries
-    heads = number(config, f"{count_prefix}key_value_heads", "num_key_value_heads", default=usual)
-    size = number(config, f"{prefix}head_dim", "head_dim", default=0)
-    size = size or number(config, "hidden_size", "n_embd") // max(queries, 1)
-    value_size = number(config, f"{prefix}v_head_dim", "v_head_dim", default=size)
+    heads = its(counts, "num_key_value_heads", default=usual)
+    size = its(f"{prefix}head_dim", "head_dim", default=0)
+    size = size or its("hidden_size", "n_embd") // max(queries, 1)
+    value_size = its(f"{prefix}v_head_dim", "v_head_dim", default=size)
     if not heads or not size or max(heads, tp) % min(heads, tp):
         raise ConfigError(f"{heads} KV heads of size {size} cannot be split over --tp {tp}")
     tokens, name = 0, "full attention"
     if kind != "full":
-        field = "sliding_window" if kind == "window" else "attention_chunk_size"
-        tokens = number(config, field)
+        tokens = its("sliding_window" if kind == "window" else "attention_chunk_size")
         name = f"{kind} of {tokens} tokens"
     held = max(heads // tp, 1) * (size + value_size) * kv_bytes
     return CacheGroup(name, layers, held, tokens, False, min(tp, heads))
@@ -181,33 +185,28 @@ def _latent(config: Config, layers: int, kv_bytes: int) -> list[CacheGroup]:
 
 def _state_bytes(config: Config, kind: str, tp: int, draft_tokens: int) -> int:
     """State of a sequence in one layer, on one rank; its convolution has 2 bytes a number."""
-    wide, kda = 2, config.get("linear_attn_config")
-    if "32" in str(config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype")):
-        wide = 4
+    its, kda = partial(number, config), config.get("linear_attn_config")
+    dtype = str(config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype"))
+    wide = 4 if "32" in dtype else 2
     if kind == "conv":  # LFM2
-        width, kernel, state = number(config, "hidden_size"), number(config, "conv_L_cache"), 0
+        width, kernel, state = its("hidden_size"), its("conv_L_cache"), 0
     elif kind == "linear" and isinstance(kda, Mapping):
         heads, size = number(kda, "num_heads"), number(kda, "head_dim")
         width, kernel, wide = 3 * heads * size, number(kda, "short_conv_kernel_size"), 4
         state = heads * size * size
     elif kind == "linear":  # gated delta net
-        heads, size = (
-            number(config, "linear_num_value_heads"),
-            number(config, "linear_value_head_dim"),
-        )
-        keys = number(config, "linear_key_head_dim")
-        width = 2 * number(config, "linear_num_key_heads") * keys + heads * size
-        kernel, state = number(config, "linear_conv_kernel_dim"), heads * size * keys
+        size, keys = its("linear_value_head_dim"), its("linear_key_head_dim")
+        values = its("linear_num_value_heads") * size
+        width = 2 * its("linear_num_key_heads") * keys + values
+        kernel, state = its("linear_conv_kernel_dim"), values * keys
     elif config.get("mamba_d_state") and not config.get("mamba_n_heads"):  # Mamba 1
-        width = number(config, "mamba_expand") * number(config, "hidden_size")
-        kernel, state = number(config, "mamba_d_conv"), width * number(config, "mamba_d_state")
+        width = its("mamba_expand") * its("hidden_size")
+        kernel, state = its("mamba_d_conv"), width * its("mamba_d_state")
     else:
-        heads = number(config, "mamba_num_heads", "mamba_n_heads")
-        size = heads * number(config, "mamba_head_dim", "mamba_d_head")
-        inner = number(config, "ssm_state_size", "mamba_d_state")
-        groups = number(config, "n_groups", "mamba_n_groups")
+        size = its("mamba_num_heads", "mamba_n_heads") * its("mamba_head_dim", "mamba_d_head")
+        inner, groups = its("ssm_state_size", "mamba_d_state"), its("n_groups", "mamba_n_groups")
         width = size + 2 * inner * (groups if groups % tp == 0 else tp)
-        kernel, state = number(config, "conv_kernel", "mamba_d_conv"), size * inner
+        kernel, state = its("conv_kernel", "mamba_d_conv"), size * inner
     if width % tp or state % tp:
         raise ConfigError(f"the recurrent layers cannot be split over --tp {tp}")
     return width // tp * (kernel - 1 + draft_tokens) * 2 + state // tp * wide
