@@ -71,6 +71,8 @@ class PeerConfig:
     """End of the arena that prefill nodes write to, whole slabs; 0: none do."""
     is_fetched_always: bool = False
     """Whether blocks are fetched even if computing is quicker."""
+    drain_s: int = 0
+    """For the hottest blocks to reach other nodes when this one leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,4 +205,9 @@ def _peers(settings: NodeSettings, *, has_tls: bool) -> PeerConfig | None:
     if chosen.port and chosen.port == listen.port:
         raise ConfigError(f"transport {transport!r} uses the port of peer-listen: choose another")
     always = settings.fetch == "always"
-    return PeerConfig(**listen._asdict(), transport=chosen, is_fetched_always=always)
+    return PeerConfig(
+        **listen._asdict(),
+        transport=chosen,
+        is_fetched_always=always,
+        drain_s=settings.drain_s,
+    )

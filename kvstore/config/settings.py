@@ -251,6 +251,10 @@ class NodeSettings(DaemonSettings):
         "Blocks to fetch from other nodes. auto: where fetching takes at most half as long as"
         " computing; always: all."
     )
+    drain_s: int = _cluster("SECONDS", default=0, needs=("peer_listen",), within=(0, 3600))(
+        "Seconds after SIGTERM to hand the hottest tenth of dram to other nodes, while this one"
+        " still serves; a second SIGTERM ends it at once. 0: do not."
+    )
     insecure: bool = _cluster(default=False, off="secure")(
         "No TLS and no authentication: index, feeds, transfers, events beyond this machine. For"
         " labs."

@@ -76,6 +76,7 @@ from kvstore.engine.why import report
 from kvstore.engine.why.ages import Ages
 from kvstore.engine.why.curve import CurveReport
 from kvstore.engine.why.explain import Explain
+from kvstore.engine.why.hottest import hottest_runs
 from kvstore.engine.why.ledger import SavingsReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SpaceId, Tier
@@ -104,6 +105,7 @@ from kvstore.wire.messages import (
     Unserved,
     Verified,
 )
+from kvstore.wire.peers import PrepareRequest
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -440,6 +442,10 @@ class Engine:
     def curve(self) -> list[CurveReport]:
         """Expected hit ratio by capacity of dram, one row each."""
         return self._state.curve.report(self._state.now_ns)
+
+    def hottest_runs(self, share: float) -> list[PrepareRequest]:
+        """Blocks used last, up to this share of dram."""
+        return hottest_runs(self._state, share)
 
     def quotas(self) -> list[report.QuotaReport]:
         """One row per quota and one for all others; none without quotas."""

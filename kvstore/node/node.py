@@ -9,6 +9,7 @@ the parts.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import gc
@@ -27,7 +28,7 @@ from kvstore.config.machine import available_memory, warn_of_too_little_room
 from kvstore.config.node import NodeConfig
 from kvstore.engine import Engine, EngineConfig
 from kvstore.engine.events import Event
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, NodeBusy
 from kvstore.installation import lacking
 from kvstore.net.aio import LoopThread
 from kvstore.net.http import HttpServer, Page
@@ -76,6 +77,8 @@ class MonotonicClock:
 # ── node ──────────────────────────────────────────────────────────────────────────────────────────
 
 CONNECTION_COUNT_MAX: Final = 256
+DRAIN_SHARE: Final = 0.1
+"""The hottest tenth of dram goes to other nodes when this one leaves."""
 HELD_TIMEOUT_S: Final = 1.0
 HBM_ROOM_S_MAX: Final = 2.0
 """How long engines may hold the hbm of a node that crashed, before the next serves without."""
@@ -132,8 +135,9 @@ def run_node(config: NodeConfig, handover: Handover) -> None:
     """
     with contextlib.ExitStack() as stack:
         node = _assemble(_in_place(config, handover.begin.places), handover, stack)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: node.driver.stop())
+        signal.signal(signal.SIGTERM, lambda *_: node.leave())
         # Start-up objects live for ever: no collection needs to look at them again.
         gc.freeze()
         handover.serving(node.serving)
@@ -157,6 +161,8 @@ class _NodeParts(NamedTuple):
     running: Running
     serving: Serving
     collector: NodeCollector
+    leave: Callable[[], None]
+    """End, after a drain if there is to be one."""
 
 
 def _in_place(config: NodeConfig, places: Addresses) -> NodeConfig:
@@ -185,8 +191,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     door = Door(config.socket, socket.socket(fileno=handover.listener_fd))
     stack.callback(door.close)
     memory = take_memory(config, incarnation, handover)
-    arena = memory.arena
-    tier = _make_tier(memory)
+    arena, tier = memory.arena, _make_tier(memory)
     stack.callback(tier.close)
     attach = _make_attach(config, door, handover, clock)
     stack.callback(attach.close)
@@ -237,7 +242,34 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         _running(config, arena, incarnation, metrics_url, publisher, member),
         _serving(engine, http, publisher, member),
         collector,
+        _make_leave(config, driver, member, loop),
     )
+
+
+def _make_leave(
+    config: NodeConfig, driver: Driver, member: ClusterMember | None, loop: LoopThread
+) -> Callable[[], None]:
+    peering, peers = member and member.peering, config.cluster and config.cluster.peers
+    if not peering or not peers or not peers.drain_s:
+        return driver.stop
+
+    async def drain() -> None:
+        try:
+            runs = await asyncio.to_thread(
+                driver.query,
+                lambda engine: engine.hottest_runs(DRAIN_SHARE),
+                timeout_s=HELD_TIMEOUT_S,
+            )
+            await peering.drain(runs, timeout_s=peers.drain_s)
+        except NodeBusy as error:
+            _log.warning("leaves without a drain: %s", error)
+        finally:
+            driver.stop()
+
+    def leave() -> None:
+        asyncio.run_coroutine_threadsafe(drain(), loop.loop)
+
+    return leave
 
 
 def _make_tier(memory: NodeMemory) -> DramTier:

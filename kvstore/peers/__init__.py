@@ -5,6 +5,7 @@ changes         changes of its blocks, logged for all that publish them
 feed            its offers, published to every replica of the index
 `peering`, `fetcher`, `block_server`, `peer_session`   blocks from others, and for others
 preparer        blocks that routers want in dram ahead of time
+drain           blocks that go to others when this node leaves
 `lander`, `pusher`   blocks that others push here, and that are pushed to others
 stages          durations of their stages, and warnings
 exchange        between this loop and the node's

@@ -407,6 +407,12 @@ class Fetcher:
         self.counters.damaged += 1
         self._note(_title(node), "a block that it served is not what was stored; see its scrub")
 
+    async def find_addresses(self) -> dict[str, str]:
+        """Addresses of all other members that serve fetches, by name, as of now if the index
+        answers."""
+        await self._look()
+        return dict(self._addresses)
+
     async def address_of(self, node: str) -> str:
         """Address of a member; empty: no member. Members that have just joined are looked for."""
         if node not in self._addresses and self.index is not None:

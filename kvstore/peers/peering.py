@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from typing import Final
 
 import grpc
@@ -40,6 +41,7 @@ from kvstore.net.tls import server_credentials
 from kvstore.obs.metrics import Family, family, histogram
 from kvstore.obs.timings import TRANSFERS, Timings
 from kvstore.peers.block_server import BlockServer
+from kvstore.peers.drain import drain_node
 from kvstore.peers.exchange import Exchange
 from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.lander import Lander
@@ -55,7 +57,7 @@ from kvstore.transport.backends import BACKENDS
 from kvstore.units import NS_PER_US
 from kvstore.wire.identity import Identity
 from kvstore.wire.load import Load
-from kvstore.wire.peers import MESSAGE_BYTES_MAX, PeerHello
+from kvstore.wire.peers import MESSAGE_BYTES_MAX, PeerHello, PrepareRequest
 from kvstore.wording import cannot_listen
 
 START_TIMEOUT_S: Final = 10.0
@@ -165,6 +167,12 @@ class Peering:
     def _transfer_worker_changed(self) -> None:
         self.block_server.transfer_worker_changed()
         self.lander.transfer_worker_changed()
+
+    async def drain(self, runs: Sequence[PrepareRequest], *, timeout_s: float) -> None:
+        """Hand blocks to the other nodes."""
+        addresses = await self.fetcher.find_addresses()
+        credentials = self._tls.channel_credentials() if self._tls else None
+        await drain_node(runs, addresses, credentials, timeout_s)
 
     def start(self, index: IndexClient) -> None:
         """Begin. `index` is asked where blocks are; it stays the caller's to close."""

@@ -1,11 +1,12 @@
-"""Routers' requests to bring blocks to dram ahead of time: who may ask, how often, how much.
+"""Requests to bring blocks to dram ahead of time: who may ask, how often, how much.
 
     router ──Prepare──▶ certificate? ─▶ place? ─▶ message ─▶ rate? ─▶ PrepareBlocks ──▶ engine
     router ◀──PrepareReply──────────────────────────────────────── BlocksPrepared ◀─┘
 
-A caller is a client of the cluster by its certificate; nodes and indexes are refused, and a client
-is served nothing else here. Calls are judged before their message is read. One caller has CALLS_MAX
-calls at a time and KEYS_PER_S keys; any further call is refused with one sentence.
+A caller is a client of the cluster by its certificate, which is served nothing else here, or a node
+that leaves (`peers.drain`); indexes are refused. Calls are judged before their message is read. One
+caller has CALLS_MAX calls at a time and KEYS_PER_S keys; any further call is refused with one
+sentence.
 
 Does not cover: what is brought, and for whom (`engine.sessions.prepares`).
 """
@@ -93,13 +94,13 @@ class Preparer:
             await context.abort(error.code, str(error))
 
     def _name_of(self, context: Context) -> str:
-        """Raises RefusedCall: it is no client."""
+        """Raises RefusedCall: it is neither client nor node."""
         if not self._demands_certificates:
             return str(context.peer())
         found = sorted(peer_identities(context.auth_context()))
-        name = next((str(each) for each in found if each.role == "client"), "")
+        name = next((str(each) for each in found if each.role in {"client", "node"}), "")
         if not name:
-            text = "only clients of the cluster, such as routers, prepare blocks"
+            text = "only clients of the cluster, such as routers, and nodes prepare blocks"
             raise RefusedCall(grpc.StatusCode.PERMISSION_DENIED, text)
         return name
 

@@ -30,7 +30,9 @@ class Process(Child):
         self.serving_since_ns = 0
         self.deadline_ns = 0
         """Limit for its answer, service or end; 0: none."""
-        self.has_begun = self.asked_to_end = self.was_killed = self.hangs_told = False
+        self.has_begun = self.was_killed = self.hangs_told = False
+        self.asked_to_end = 0
+        """The signal that was sent for it; 0: none."""
         self.disk_hangs = False
         """Its last report."""
 

@@ -77,6 +77,7 @@ class Start(msgspec.Struct, frozen=True):
     dram_bytes: int
     dram_note: str
     log_level: str
+    drain_s: int = 0
 
 
 class Supervisor:
@@ -105,7 +106,7 @@ class Supervisor:
         self._life = 0
         self._died_ns = 0
         self._has_served = self._holds_blocks = False
-        self._stopping = False
+        self._stopping = self._is_urgent = False
         self._exit_code: int | None = None
         self._look_ns, self._beat, self._still = 0, b"", 0
         self._beat_ns = 0
@@ -128,7 +129,7 @@ class Supervisor:
         self._selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(64))
         old = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         handlers = {
-            number: signal.signal(number, lambda *_: self.stop())
+            number: signal.signal(number, lambda number, _: self.stop(number))
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         }
         try:
@@ -146,8 +147,10 @@ class Supervisor:
             woken.close()
             self._close()
 
-    def stop(self) -> None:
-        """End the node in good order, then the supervisor. Safe in a signal handler."""
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """End the node in good order, then the supervisor: after a drain on the first SIGTERM, at
+        once on the second or another signal. Safe in a signal handler."""
+        self._is_urgent = self._stopping or number != signal.SIGTERM
         self._stopping = True
 
     def _close(self) -> None:
@@ -211,15 +214,17 @@ class Supervisor:
         if self._process is None:
             self._exit_code = 0
         else:
-            self._end_process(self._process, now_ns)
+            self._end_process(self._process, now_ns, may_drain=not self._is_urgent)
 
-    @staticmethod
-    def _end_process(process: Process, now_ns: int) -> None:
-        """Send SIGTERM once; a process that takes too long is killed."""
-        if not process.asked_to_end:
-            process.asked_to_end = True
-            process.deadline_ns = now_ns + STOP_LIMIT_NS
-            process.signal(signal.SIGTERM)
+    def _end_process(self, process: Process, now_ns: int, *, may_drain: bool = False) -> None:
+        """Send a signal once, or another when there is no more time to drain; a process that takes
+        too long is killed."""
+        drain_s = self._start.drain_s
+        number = signal.SIGHUP if drain_s and not may_drain else signal.SIGTERM
+        if process.asked_to_end != number:
+            process.asked_to_end = number
+            process.deadline_ns = now_ns + STOP_LIMIT_NS + may_drain * drain_s * NS_PER_S
+            process.signal(number)
             process.signal(signal.SIGCONT)  # a stopped one would not see it
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────
@@ -399,7 +404,7 @@ class Supervisor:
         if process.asked_to_end:
             _log.info("stopped" if self._stopping else "replaced by the code that is installed now")
         if self._stopping:
-            self._exit_code = 0 if status in (0, -signal.SIGTERM) else EXIT_GAVE_UP
+            self._exit_code = 0 if status in (0, -signal.SIGTERM, -signal.SIGHUP) else EXIT_GAVE_UP
         elif not self._has_served:
             # A wrong configuration, most likely, and it has said so.
             self._exit_code = status if status > 0 else EXIT_GAVE_UP

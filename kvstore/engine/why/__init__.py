@@ -11,5 +11,6 @@
 | `ages`     | time since the last use of evicted blocks  | order, time → counts |
 | `curve`    | hits with dram of other sizes              | lookups → ratios  |
 | `ledger`   | sums over all requests                     | Story, rows → counts |
+| `hottest`  | blocks used last                           | engine → keys     |
 | `report`   | snapshots for inspect                      | engine → rows     |
 """

@@ -149,6 +149,7 @@ ELSE: Mapping[str, Any] = {
     "peer-listen": "10.0.0.8:9480",
     "transport": "tcp,pace=on",
     "fetch": "always",
+    "drain-s": 60,
     "landing": "128MiB",
 }
 """Another value than the default, of every setting but those of TLS."""

@@ -19,14 +19,21 @@ from kvstore.net.child import Spawned, pair
 from kvstore.supervisor import control
 from kvstore.supervisor.child import Process
 from kvstore.supervisor.kept import Kept
-from kvstore.supervisor.supervisor import LOOK_NS, STILL_LOOKS_MAX, Start, Supervisor
+from kvstore.supervisor.supervisor import (
+    LOOK_NS,
+    STILL_LOOKS_MAX,
+    STOP_LIMIT_NS,
+    Start,
+    Supervisor,
+)
 from kvstore.supervisor.upgrade import SUFFIX, TAKEN, UpgradeReport
+from kvstore.units import NS_PER_S
 
 
 class Inside(Supervisor):
     """A supervisor without its loop, and what its node process says, which does nothing itself."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, drain_s: int = 0) -> None:
         self.socket = directory / "node.sock"
         start = Start(
             settings={},
@@ -35,6 +42,7 @@ class Inside(Supervisor):
             dram_bytes=1,
             dram_note="",
             log_level="info",
+            drain_s=drain_s,
         )
         self.children: list[subprocess.Popen[bytes]] = []
         self.ends: list[socket.socket] = []
@@ -66,6 +74,9 @@ class Inside(Supervisor):
 
     def ask_to_end(self) -> None:
         self._end_process(self.process, 0)
+
+    def pass_time(self, now_ns: int) -> None:
+        self._time_passes(now_ns)
 
     def turn(self) -> int:
         """What is ready is served; how much that was."""
@@ -168,6 +179,32 @@ def test_the_heart_of_one_that_was_asked_to_end_may_stand_still(inside: Inside) 
     assert not process.hangs_told, "it has as long to be gone as any other"
     inside.look((looks.stop + STILL_LOOKS_MAX) * LOOK_NS)
     assert process.hangs_told
+
+
+def test_a_first_sigterm_lets_a_node_drain_and_another_signal_does_not(tmp_path: Path) -> None:
+    made = Inside(tmp_path, drain_s=30)
+    with contextlib.closing(made):
+        made.serve()
+        made.stop(signal.SIGTERM)
+        made.pass_time(NS_PER_S)
+        assert made.process.asked_to_end == signal.SIGTERM
+        assert made.process.deadline_ns == STOP_LIMIT_NS + 31 * NS_PER_S
+        made.stop(signal.SIGTERM)
+        made.pass_time(2 * NS_PER_S)
+        assert made.process.asked_to_end == signal.SIGHUP
+        assert made.process.deadline_ns == STOP_LIMIT_NS + 2 * NS_PER_S
+
+
+def test_neither_an_upgrade_nor_ctrl_c_drains(tmp_path: Path) -> None:
+    made = Inside(tmp_path, drain_s=30)
+    with contextlib.closing(made):
+        made.serve()
+        made.ask_to_end()  # as an upgrade does
+        assert made.process.asked_to_end == signal.SIGHUP
+        made.process.asked_to_end = 0
+        made.stop(signal.SIGINT)
+        made.pass_time(NS_PER_S)
+        assert made.process.asked_to_end == signal.SIGHUP
 
 
 def test_who_asks_while_there_is_no_room_is_let_in_later(inside: Inside) -> None:

@@ -1,0 +1,58 @@
+"""What a node that leaves hands over: the blocks used last, front of a prefix first."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.engine.why import hottest
+from tests.unit.engine.harness import HALVES, Node, Peer, attached, keys, space
+
+SLOTS = 32
+
+
+def runs(node: Node, share: float) -> list[bytes]:
+    return [run.keys for run in node.engine.hottest_runs(share)]
+
+
+def test_what_was_used_last_comes_first_and_a_prefix_before_what_continues_it() -> None:
+    node, peer = attached(Node(slots=SLOTS))
+    peer.store(1, 2, 3, 4, 5)
+    peer.lease(1, 4, 5)
+    peer.lease(2, 1, 2, 3)
+    assert runs(node, 1.0) == [keys(1, 2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize(("share", "count"), [(1 / SLOTS, 1), (4.5 / SLOTS, 4), (0.0, 0)])
+def test_a_share_of_the_arena_is_not_exceeded(share: float, count: int) -> None:
+    node, peer = attached(Node(slots=SLOTS))
+    peer.store(1, 2, 3, 4, 5, 6)
+    peer.lease(1, 1, 2, 3, 4, 5, 6)
+    assert runs(node, share) == ([keys(*range(1, count + 1))] if count else [])
+
+
+def test_spaces_have_runs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hottest, "RUN_KEYS", 2)
+    node, peer = attached(Node(slots=SLOTS))
+    other = Peer(node, "f", space=space("other"))
+    peer.store(1, 2, 3)
+    other.store(7, 8)
+    peer.lease(1, 1, 2)
+    other.lease(1, 7, 8)
+    peer.lease(2, 3)
+    found = node.engine.hottest_runs(1.0)
+    assert [run.keys for run in found] == [keys(3, 1), keys(2), keys(7, 8)]
+    assert found[0].space == found[1].space != found[2].space
+
+
+def test_a_block_in_shards_of_two_ranks_is_named_once() -> None:
+    node, peer = attached(Node(slots=SLOTS), shards=HALVES)
+    peer.store(1, 2)
+    peer.lease(1, 1, 2)
+    assert runs(node, 1.0) == [keys(1, 2)]
+
+
+def test_slots_that_are_granted_or_empty_are_left_out() -> None:
+    node, peer = attached(Node(slots=SLOTS))
+    assert runs(node, 1.0) == []
+    peer.store(1)
+    assert runs(node, 1.0) == [keys(1)]

@@ -1,0 +1,102 @@
+"""Which peer gets which run of a node that leaves, and when it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from kvstore.peers import drain
+from kvstore.peers.drain import PATIENCE_S, Drain
+from kvstore.types import SpaceId
+from kvstore.wire.peers import PrepareReply, PrepareRequest
+
+
+def run(name: str, count: int) -> PrepareRequest:
+    return PrepareRequest(name, SpaceId(bytes(16)), "", bytes(32 * count))
+
+
+class Peers:
+    """Peers that fetch `step` blocks between two questions, of the tenants that each one serves."""
+
+    def __init__(self, *, step: int = 2, stops_at: int = 1 << 30, **serves: str) -> None:
+        self.serves, self.step, self.stops_at = serves, step, stops_at
+        self.there: dict[tuple[str, str], int] = {}
+        self.asked: list[tuple[str, str]] = []
+
+    async def ask(self, peer: str, request: PrepareRequest) -> PrepareReply:
+        self.asked.append((peer, request.tenant))
+        if request.tenant not in self.serves[peer]:
+            return PrepareReply(refused="no engine of this space is attached here")
+        place = peer, request.tenant
+        count = len(request.keys) // 32
+        dram = min(self.there.get(place, 0), self.stops_at)
+        self.there[place] = min(count, dram + self.step)
+        return PrepareReply(dram, 0, count - dram)
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pause is a second, which takes no time."""
+    now_s = itertools.count()
+    latest = [0.0]
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return latest[0]
+
+    async def sleep(_: float) -> None:
+        latest[0] = next(now_s)
+
+    monkeypatch.setattr(drain, "time", Clock)
+    monkeypatch.setattr("kvstore.peers.drain.asyncio.sleep", sleep)
+
+
+def drained(peers: Peers, *runs: PrepareRequest) -> Drain:
+    made = Drain(runs, sorted(peers.serves), peers.ask)
+    asyncio.run(made.run())
+    return made
+
+
+def test_runs_are_shared_out_and_each_is_with_one_peer() -> None:
+    peers = Peers(p="abcd", q="abcd")
+    made = drained(peers, *(run(name, 5) for name in "abcd"))
+    assert (made.drained_count, made.block_count) == (20, 20)
+    assert sorted(tenant for _, tenant in peers.there) == ["a", "b", "c", "d"]
+    assert {peer for peer, _ in peers.there} == {"p", "q"}
+
+
+def test_what_one_peer_refuses_is_offered_to_the_next() -> None:
+    peers = Peers(p="", q="a", r="b")
+    made = drained(peers, run("a", 3), run("b", 3))
+    assert made.drained_count == 6
+    assert dict(peers.there.keys()) == {"q": "a", "r": "b"}
+
+
+def test_what_nobody_takes_is_left() -> None:
+    peers = Peers(p="", q="")
+    assert drained(peers, run("a", 3)).drained_count == 0
+    assert sorted(peers.asked) == [("p", "a"), ("q", "a")], "once each"
+
+
+def test_a_peer_without_progress_is_given_up() -> None:
+    peers = Peers(p="a", stops_at=4)
+    made = drained(peers, run("a", 9))
+    assert made.drained_count == 4
+    assert len(peers.asked) == 2 + int(PATIENCE_S)
+
+
+def test_a_peer_that_fails_leaves_its_run_to_others() -> None:
+    peers = Peers(p="a", q="a")
+    answer = peers.ask
+
+    async def ask(peer: str, request: PrepareRequest) -> PrepareReply:
+        if peer == "p":
+            raise TimeoutError
+        return await answer(peer, request)
+
+    made = Drain([run("a", 3)], ["p", "q"], ask)
+    asyncio.run(made.run())
+    assert made.drained_count == 3
