@@ -34,7 +34,7 @@ _ROOT: Final = Path("/")
     is_flag=True,
     help="Measure the disk of --file: write and read 64 MiB of a file without a name, or for 1 s.",
 )
-@JSON_OPTION(help="Print one JSON object with a list of checks.")
+@JSON_OPTION(help="Print one JSON object with a list of findings of checks.")
 def doctor(
     config_path: Path | None, *, symptom: str | None, disk_rate: bool, json_: bool, **flags: Any
 ) -> None:
@@ -60,14 +60,14 @@ def doctor(
 
     machine = Machine(load_settings(config_path, flags, NodeSettings), _ROOT, with_rate=disk_rate)
     names = SYMPTOMS[symptom].split() if symptom else CHECKS
-    found = {name: judge(name, machine) for name in names}
-    status = max(EXIT_STATUS[its.verdict] for its in found.values())
+    found = [(name, its) for name in names for its in judge(name, machine)]
+    status = max(EXIT_STATUS[its.verdict] for _, its in found)
     if json_:
-        checks = [{"check": name} | its._asdict() for name, its in found.items()]
+        checks = [{"check": name} | its._asdict() for name, its in found]
         verdict = ("ok", "warning", "error")[status]
         click.echo(as_json(verdict=verdict, symptom=symptom, checks=checks))
     else:
-        for name, (verdict, text, mend) in found.items():
+        for name, (verdict, text, mend) in found:
             shown = "-" if verdict == "not applicable" else verdict
             click.echo(f"{shown:<8} {name:<13} {text}" + f"\n{'':23}mend: {mend}" * bool(mend))
     sys.exit(status)

@@ -1,7 +1,7 @@
 """The checks of `kvstore doctor`: facts of a machine → verdict, finding, mend.
 
     CHECKS      name → function, in the order of the report
-    judge       the finding of one check
+    judge       the findings of one check
 
 A check returns a finding, or yields one for each thing that is wrong and last the one that is shown
 if nothing is. Findings name engines by their process only: no value of a command line is repeated,
@@ -30,6 +30,7 @@ BYTES_PER_FILE_BLOCK: Final = 233
 CERTIFICATE_DAYS_MIN: Final = 30
 DISK_BYTES_PER_S_MIN: Final = 400 * MIB
 """Less than a SATA SSD reads: loads from such a disk seldom beat computing on a GPU."""
+_NEITHER: Final = "the transport is neither nixl nor ucx"
 _CAP_IPC_LOCK: Final = 1 << 14
 _CONNECTOR: Final = "KVStoreConnector"
 _RECOMPUTE: Final = '"kv_load_failure_policy":"recompute"'
@@ -52,18 +53,15 @@ EXIT_STATUS: Final = {"ok": 0, "not applicable": 0, "warning": 1, "error": 2}
 _ok, _skip, _warning, _error = (partial(Diagnosis, verdict) for verdict in EXIT_STATUS)
 
 
-def judge(name: str, machine: Machine) -> Diagnosis:
-    """All errors and warnings of a check with their mends; without any, its last finding."""
+def judge(name: str, machine: Machine) -> list[Diagnosis]:
+    """All errors and warnings of a check; without any, its last finding."""
     every: list[Diagnosis] = []
     try:
         found = CHECKS[name](machine)
         every.extend([found] if isinstance(found, Diagnosis) else found)
     except PermissionError as error:
         every.append(_warning(f"not readable: {error.filename}", "sudo kvstore doctor"))
-    shown = [each for each in every if each.mend] or every[-1:]
-    verdict = max((each.verdict for each in shown), key=EXIT_STATUS.__getitem__)
-    mends = dict.fromkeys(each.mend for each in shown)
-    return Diagnosis(verdict, "; ".join(each.finding for each in shown), "; ".join(mends))
+    return [each for each in every if each.mend] or every[-1:]
 
 
 # ── the machine ──────────────────────────────────────────────────────────────────────────────────
@@ -171,13 +169,12 @@ def numa(machine: Machine) -> Diagnosis:
 def rdma(machine: Machine) -> Diagnosis:
     """Ports, GIDs and device files."""
     if machine.transport not in RANGES:
-        return _skip(f"transport {machine.transport} uses no RDMA")
+        return _skip(_NEITHER)
     ports = machine.files("/sys/class/infiniband/*/ports/*/state")
     if not ports:
         return _warning("no RDMA device: blocks move over TCP, unencrypted", "--transport tcp")
     if not machine.files("/dev/infiniband/uverbs*"):
-        mend = "docker run --device /dev/infiniband, or a device plugin under Kubernetes"
-        return _error("this container lacks /dev/infiniband", mend)
+        return _error("this container lacks /dev/infiniband", "docker run --device /dev/infiniband")
     down = []
     for path, state in ports.items():
         gids = machine.files(path.replace("state", "gids/*")).values()
@@ -192,9 +189,8 @@ def rdma(machine: Machine) -> Diagnosis:
 
 def transport(machine: Machine) -> Diagnosis:
     """Version of NIXL or UCX."""
-    if machine.transport not in RANGES:
-        return _skip(f"transport {machine.transport} needs no package")
-    return _version(machine, machine.transport)
+    name = machine.transport
+    return _version(machine, name) if name in RANGES else _skip(_NEITHER)
 
 
 def clock(machine: Machine) -> Diagnosis:
@@ -233,7 +229,7 @@ def disk(machine: Machine) -> Iterator[Diagnosis]:
         text, _, mend = str(error).rpartition(": ")
         yield _error(text, mend)
         return
-    text = f"room for {format_size(room_bytes)} of {format_size(file.capacity_bytes)}"
+    text = f"{format_size(room_bytes)} of room for {format_size(file.capacity_bytes)}"
     if room_bytes < file.capacity_bytes:
         yield _warning(text, f"--file …:{room_bytes // MIB}MiB, or make room")
     if is_direct is False:
@@ -272,7 +268,7 @@ def engine_flags(machine: Machine) -> Iterator[Diagnosis]:
         text = "engines differ in PYTHONHASHSEED: they share no blocks"
         yield _warning(text, "unset PYTHONHASHSEED")
     if machine.engines:
-        yield _ok(f"{len(machine.engines)} engines have the flags that kvstore needs")
+        yield _ok(f"all flags that kvstore needs; engines: {len(machine.engines)}")
 
 
 def _has(line: str, pattern: str) -> bool:
@@ -312,7 +308,7 @@ def _allocator(who: str, variables: dict[str, str]) -> Iterator[Diagnosis]:
 def node(machine: Machine) -> Iterator[Diagnosis]:
     """Answers of a running node."""
     if not machine.node:
-        yield _skip(f"no node was asked: {machine.no_node}")
+        yield _skip(machine.no_node)
         return
     dram, *others = machine.node["tiers"]
     for row in machine.node["unserved"]:
@@ -325,7 +321,7 @@ def node(machine: Machine) -> Iterator[Diagnosis]:
         if row.off:
             name = row.space[:8]
             yield _error(f"space {name} is switched off", f"kvstore clear --space {name}")
-    text = f"{format_size(dram.ready_bytes)} of {format_size(dram.capacity_bytes)} dram is there"
+    text = f"{format_size(dram.ready_bytes)} of {format_size(dram.capacity_bytes)} dram are ready"
     if dram.ready_bytes < dram.capacity_bytes:
         yield _warning(text, "wait, and look at the check memory")
     yield _ok(f"{text}, {format_size(dram.pinned_bytes)} pinned; all engines are served")
@@ -336,7 +332,7 @@ def hits(machine: Machine) -> Diagnosis:
     (load,) = machine.node.get("load") or [None]
     count = load.blocks_hit + load.blocks_missed if load else 0
     if not count:
-        return _skip("no node was asked, or it was asked for no block yet")
+        return _skip("no node answers, or none of its blocks was asked for yet")
     from kvstore.cli import reasons
 
     misses = [reasons.word(row.outcome) for row in machine.node["requests"] if row.outcome]

