@@ -53,7 +53,7 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo programs test nightly check lint coverage mutation rdma-check gpu-pack gpu-rehearse gpu-check gpu-vllm-pack gpu-vllm-compile gpu-vllm-rehearse gpu-vllm-check upstream next-engine proto wheel clean distclean bench-cluster bench-pd bench-index \
+.PHONY: help docs demo programs images test nightly check lint coverage mutation rdma-check gpu-pack gpu-rehearse gpu-check gpu-vllm-pack gpu-vllm-compile gpu-vllm-rehearse gpu-vllm-check upstream next-engine proto wheel clean distclean bench-cluster bench-pd bench-index \
 	bench-demo bench-single bench-groups bench-files bench-slow-disk bench-policies bench-curve bench-policy-keys bench-probes bench-worker-left bench-peers bench-micro bench-router bench-surface report bench-router-engines bench-router-quality soak
 .DELETE_ON_ERROR:
 
@@ -70,6 +70,9 @@ nightly: programs $(VENV)/.engine lint ## `make test` with all of what it takes 
 	@if $(PYTHON312) -c '' 2> /dev/null; then $(MAKE) --no-print-directory gpu-rehearse; else \
 		echo "kvstore: there is no $(PYTHON312), so the run on a GPU is not rehearsed" >&2; fi
 	KVSTORE_AMOUNTS=nightly $(PYTEST) $(SIDE_BY_SIDE) --steps-min 45000
+
+images: programs $(VENV)/.base ## images of node, index and router, built and run by root: six minutes
+	KVSTORE_AMOUNTS=nightly $(PYTEST) tests/integration/deploy
 
 programs: # that tests start: root installs them, anyone else runs the other tests
 	@.ci/programs || true

@@ -95,7 +95,7 @@ _KINDS: Final[Mapping[str, Schema]] = {
     "cpu": _QUANTITY | {"type": ["string", "number"], "exclusiveMinimum": 0},
     "memory": _QUANTITY,
     "sharedMemory": _QUANTITY,
-    "repository": _NAME,
+    "registry": {"type": "string", "pattern": "^([A-Za-z0-9][A-Za-z0-9._:/-]*[A-Za-z0-9])?$"},
     "hostPath": _PATH,
     "socketDirectory": {"type": "string", "pattern": "^(/.+)?$"},
     "resources": {
@@ -148,7 +148,7 @@ def schema() -> Schema:
         ("index", IndexSettings),
         ("router", RouterSettings),
     ):
-        parts[name]["properties"]["args"] = flags_of(kind)
+        parts[name]["properties"] |= {"args": flags_of(kind), "image": _NAME}
     node, router, engine = (
         parts[name]["properties"] for name in ("node", "router", "engineDefaults")
     )

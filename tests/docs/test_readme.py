@@ -40,7 +40,7 @@ GUIDES = [
 ONE_MACHINE = DOCS / "guides" / "one-machine.md"
 """Whose index is on loopback."""
 WORDS_MAX = 1200
-FOREIGN = {  # flags of vLLM, pip and programs of the repository
+FOREIGN = {  # flags of vLLM, pip, docker and programs of the repository
     *("--prefix-caching-hash-algo", "--kv-transfer-config", "--kv-events-config"),
     *(
         "--mamba-cache-mode",
@@ -59,7 +59,7 @@ FOREIGN = {  # flags of vLLM, pip and programs of the repository
         "--ssl-keyfile",
     ),
     *("--enable-metrics", "--served-model-name", "--model", "--enforce-eager"),  # SGLang's, vLLM's
-    *("--extra-index-url", "--again", "--seed", "--seeds", "--type", "--patch-file"),
+    *("--build-arg", "--extra-index-url", "--again", "--seed", "--seeds", "--type", "--patch-file"),
 }
 _FENCE = re.compile(r"([^\n]*)\n```(python|bash|sh)\n(.*?)```", re.DOTALL)
 _MARK = re.compile(r"<!-- not run: .{10,} -->")

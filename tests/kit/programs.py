@@ -8,6 +8,8 @@ from typing import Final
 import pytest
 
 PACKAGES: Final = {
+    "buildah": "buildah",
+    "debootstrap": "debootstrap",
     "g++": "g++",
     "ip": "iproute2",
     "prometheus": "prometheus",

@@ -46,8 +46,14 @@ annotations:
 {{- end }}
 {{- end }}
 
+{{/* (list $ image variant): reference of an image; its tag ends in the variant. One with a tag or digest
+     of its own stays. */}}
 {{- define "kvstore.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- $ := index . 0 }}
+{{- $image := index . 1 -}}
+{{- if regexMatch "[:@][^/]+$" $image }}{{ $image }}{{ else -}}
+{{- with $.Values.image.registry }}{{ . }}/{{ end }}{{ $image }}:{{ $.Values.image.tag | default $.Chart.AppVersion }}{{ index . 2 }}
+{{- end }}
 {{- end }}
 
 {{/* The container may do nothing but its work. */}}
