@@ -10,12 +10,14 @@ import pytest
 PACKAGES: Final = {
     "buildah": "buildah",
     "debootstrap": "debootstrap",
+    "docker-compose": "docker-compose",
     "g++": "g++",
     "ip": "iproute2",
     "prometheus": "prometheus",
     "promtool": "prometheus",
     "redis-server": "redis-server",
     "strace": "strace",
+    "systemd-analyze": "systemd",
 }
 
 
