@@ -71,7 +71,7 @@ nightly: programs $(VENV)/.engine lint ## `make test` with all of what it takes 
 		echo "kvstore: there is no $(PYTHON312), so the run on a GPU is not rehearsed" >&2; fi
 	KVSTORE_AMOUNTS=nightly $(PYTEST) $(SIDE_BY_SIDE) --steps-min 45000
 
-images: programs $(VENV)/.base ## images of node, index and router, built and run by root: six minutes
+images: programs $(VENV)/.base ## images of node, index and router, built and run by root: eight minutes
 	KVSTORE_AMOUNTS=nightly $(PYTEST) tests/integration/deploy
 
 programs: # that tests start: root installs them, anyone else runs the other tests

@@ -136,13 +136,14 @@ class Storage:
         found: dict[str, Any] = json.loads(self.buildah("inspect", "--type", "image", name))
         return found
 
-    def build(self, target: str) -> str:
+    def build(self, target: str, *, gpu: int = 0) -> str:
         """The name of the image of a target of the recipe; built the first time."""
-        name = f"localhost/kvstore-{target}:test"
+        name = f"localhost/kvstore-{target}:test-{gpu}"
         if name in self._built:
             return name
         self._built.add(name)
         given = {"PYTHON_IMAGE": BASE, "PYTHON_DIGEST": self.digest, "SOURCE": SOURCE}
+        given |= {"GPU": "1"} if gpu else {}
         pairs = (f"{key}={value}" for key, value in given.items())
         self.buildah(
             *("build", "--isolation", "chroot", "--network", "host", "--pull-never", "--layers"),

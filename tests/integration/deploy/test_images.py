@@ -156,6 +156,16 @@ def test_the_node_is_small(storage: Storage) -> None:
     assert sizes["node"] < NODE_MB_MAX
 
 
+def test_a_node_for_gpus_has_their_compiler(storage: Storage) -> None:
+    """Which needs no GPU itself."""
+    asks = (
+        "from kvstore.kernels.compiled import compiled; print(compiled('move', 'sm_90').code[:4])"
+    )
+    image = storage.build("node", gpu=1)
+    assert storage.run(image, "python", "-c", asks) == r"b'\x7fELF'"
+    print(f"\nMB with GPU=1: {megabytes(storage.root(image)):.0f}")  # noqa: T201
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_labels_name_base_and_source(storage: Storage, role: str) -> None:
     prefix = "org.opencontainers.image."
@@ -187,7 +197,9 @@ def test_the_node_serves_an_engine_from_a_read_only_root(storage: Storage, tmp_p
     root, told = storage.root(storage.build("node")), config(storage, "node")
     arguments = [
         *("node", "--socket", "/run/kvstore/node.sock", "--dram", "64MiB", "--allow-uid", "0"),
-        *("--file", "/var/lib/kvstore:64MiB", "--metrics", "127.0.0.1:0"),
+        *("--file", "/var/lib/kvstore:64MiB", "--metrics", "127.0.0.1:0", "--node-name", "n1"),
+        *("--index", "127.0.0.1:1", "--peer-listen", "127.0.0.1:0", "--transport", "nixl"),
+        "--insecure",
     ]
     keys = [bytes([n]) * 32 for n in range(4)]
     places = {run: "/run/kvstore", blocks: "/var/lib/kvstore"}
