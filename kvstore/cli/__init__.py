@@ -1,7 +1,6 @@
 """Commands: their flags, their queries, and how answers look. Decides nothing about blocks.
 
 main              the command line: node, index, certs, upgrade, clear, fsck
-reasons           words and sentences of reasons
 look_commands     inspect, explain, top: flags to queries
 commands          flags of settings, options that several commands share
 ask, pages        clients of a node and of the index; questions to a router over HTTP

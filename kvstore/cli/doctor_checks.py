@@ -333,7 +333,7 @@ def hits(machine: Machine) -> Diagnosis:
     count = load.blocks_hit + load.blocks_missed if load else 0
     if not count:
         return _skip("no node answers, or none of its blocks was asked for yet")
-    from kvstore.cli import reasons
+    from kvstore.obs import reasons
 
     misses = [reasons.word(row.outcome) for row in machine.node["requests"] if row.outcome]
     text = f"{100 * load.blocks_hit / count:.0f} % of {count} blocks were hits"

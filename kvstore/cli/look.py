@@ -2,7 +2,7 @@
 
 Separate from the commands, because it imports gRPC, tables and the types of rows.
 Covers: facts and tables of an answer. Does not cover: clients (`ask`), locations of a prompt
-(`prefix`), tables of plain rows (`tables`), texts (`reasons`).
+(`prefix`), tables of plain rows (`tables`), texts (`kvstore.obs.reasons`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import click
 import msgspec
 from rich.text import Text
 
-from kvstore.cli import prefix, reasons
+from kvstore.cli import prefix
 from kvstore.cli.ask import index_client, node_client
 from kvstore.cli.commands import as_json, fail
 from kvstore.cli.prefix import ClusterPrefix, HolderReport, PrefixReport
@@ -27,6 +27,7 @@ from kvstore.config.settings import AskSettings
 from kvstore.engine import CurveReport, HashingReport, RangeReport, RequestReport
 from kvstore.errors import ConfigError
 from kvstore.index.feed import Trust
+from kvstore.obs import reasons
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.rows import INDEX_IS_STALE, TOPICS, Row, member_report
 from kvstore.units import US_PER_MS, format_size, format_us
@@ -165,7 +166,7 @@ def explain_request(socket: Path, request_id: str | None, last: int | None, *, j
         )
     if json_:
         stories = itertools.zip_longest(found, ranges)  # no ranges: nobody asked for them
-        click.echo(as_json(requests=[story_as_dict(*story) for story in stories]))
+        click.echo(as_json(requests=[reasons.story_as_dict(*story) for story in stories]))
     elif one:
         show_story(found[0], ranges[0])
     elif found:
@@ -184,14 +185,6 @@ def prefix_as_dict(found: PrefixReport | ClusterPrefix) -> dict[str, Any]:
     row = msgspec.structs.asdict(found)
     if isinstance(found, PrefixReport):
         row["ranges"] = [reasons.range_as_dict(each, None) for each in found.ranges]
-    return row
-
-
-def story_as_dict(request: RequestReport, ranges: Sequence[RangeReport] | None) -> dict[str, Any]:
-    """For programs; `ranges` None: not asked for."""
-    row = reasons.request_as_dict(request)
-    if ranges is not None:
-        row["ranges"] = [reasons.range_as_dict(each, request) for each in ranges]
     return row
 
 

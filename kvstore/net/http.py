@@ -1,4 +1,4 @@
-"""/metrics and /healthz: two read-only pages over HTTP, bounded in every direction.
+"""/metrics, /healthz and the page: read-only answers over HTTP, bounded in every direction.
 
     thread "http"   accept ─▶ head ─▶ wait for the page ─▶ answer ─▶ closed
     one per page                        └─ made once for all that wait ─┘
@@ -8,16 +8,22 @@ One thread has all connections: a silent one costs a place and no thread. A requ
 are connected, the oldest that is silent gives way to the newest, so that silence keeps no probe
 out. A page is made by one thread at a time, for all requests that had arrived by then: a crowd
 costs the node no more than a few. Not a web server: GET of known paths, one request per connection.
+
+A server on loopback refuses host names other than localhost: a web page of somebody else, whose
+name resolves to 127.0.0.1, would read it with the operator's browser (DNS rebinding).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
+import re
 import select
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
@@ -34,7 +40,25 @@ CLIENT_COUNT_MAX: Final = 64
 ACCEPTS_PER_TURN: Final = 16
 PAUSE_S: Final = 0.2
 """Without descriptors, until the next `accept`."""
-_REASONS: Final = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
+_REASONS: Final = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    421: "Misdirected Request",
+}
+HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+    " connect-src 'self'; base-uri 'none'; frame-ancestors 'none'; form-action 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Headers of all answers."""
+_FOREIGN: Final = re.compile(
+    rb"\r\nhost:(?![ \t]*(localhost|[\d.]*|\[[\da-f:.]+\])(:\d+)?[ \t]*\r\n)", re.IGNORECASE
+)
+"""A host that is neither localhost nor an IP address."""
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +69,12 @@ class Page(NamedTuple):
     status: int
     content_type: str
     body: bytes
+
+
+PageMaker = Callable[..., Page]
+"""Without arguments; where the path ends with a question mark, of the query behind it."""
+_Target = tuple[str, *tuple[str, ...]]
+"""Path, and the query if the page depends on it."""
 
 
 def text_page(status: int, text: str) -> Page:
@@ -92,7 +122,7 @@ class HttpServer:
     """Serves `pages` (path → function that makes the page) until `close`."""
 
     def __init__(
-        self, config: HostPort, pages: Mapping[str, Callable[[], Page]], *, held_fd: int = -1
+        self, config: HostPort, pages: Mapping[str, PageMaker], *, held_fd: int = -1
     ) -> None:
         """Listen.
 
@@ -112,10 +142,11 @@ class HttpServer:
         self._socket.setblocking(False)
         host, self.port = self._socket.getsockname()[:2]
         self.url = f"http://{joined(host, self.port)}"
+        self._is_loopback = ipaddress.ip_address(host).is_loopback
         self._clients: dict[int, _Client] = {}
         """Descriptor → client; heads that arrive and answers that go, oldest first."""
-        self._waiting: dict[str, list[_Client]] = {path: [] for path in pages}
-        """For the page of that path, which is begun when the one that is being made is there."""
+        self._waiting = defaultdict[_Target, list[_Client]](list)
+        """For that page, which is begun when the one of its path that is being made is there."""
         self._making: set[str] = set()
         self._made = Mailbox[tuple[str, list[_Client], bytes]]()
         self._accept_again_s = 0.0
@@ -205,27 +236,30 @@ class HttpServer:
 
     def _heard(self, client: _Client) -> None:
         parts = bytes(client.head).split(b"\r\n", 1)[0].split(b" ")
-        path = parts[1].split(b"?", 1)[0].decode("latin-1") if len(parts) == 3 else ""
+        path, _, query = (parts[1].decode("latin-1") if len(parts) == 3 else "").partition("?")
+        target: _Target = (f"{path}?", query) if f"{path}?" in self._pages else (path,)
         if b"\r\n\r\n" not in client.head or not parts[-1].startswith(b"HTTP/1.") or not path:
             client.begin(_response(text_page(400, "not an HTTP/1.1 request")))
         elif parts[0] != b"GET":
             client.begin(_response(text_page(405, "only GET")))
-        elif path not in self._pages:
+        elif self._is_loopback and _FOREIGN.search(client.head):
+            text = f"on loopback only localhost and IP addresses are answered: use {self.url}"
+            client.begin(_response(text_page(421, text)))
+        elif target[0] not in self._pages:
             client.begin(_response(text_page(404, f"only {', '.join(self._pages)}")))
         else:
             client.deadline_s = None
-            self._waiting[path].append(client)
-            self._make(path)
+            self._waiting[target].append(client)
+            self._make(target[0])
 
     def _make(self, path: str) -> None:
-        """The page, for all clients that wait for it by now."""
-        clients = self._waiting[path]
-        if path in self._making or not clients:
+        """The next page of that path, for all clients that wait for it by now."""
+        target = next((each for each in self._waiting if each[0] == path), None)
+        if path in self._making or target is None:
             return
-        self._waiting[path] = []
+        clients = self._waiting.pop(target)
         self._making.add(path)
-
-        making = self._pool.submit(self._pages[path])
+        making = self._pool.submit(self._pages[path], *target[1:])
         making.add_done_callback(lambda made: self._is_made(path, clients, made))
 
     def _is_made(self, path: str, clients: list[_Client], made: Future[Page]) -> None:
@@ -265,9 +299,10 @@ def _response(page: Page) -> bytes:
     head = (
         f"HTTP/1.1 {page.status} {_REASONS.get(page.status, 'Unavailable')}\r\n"
         f"Content-Type: {page.content_type}\r\nContent-Length: {len(page.body)}\r\n"
-        "Connection: close\r\n\r\n"
+        "Connection: close\r\n"
     )
-    return head.encode() + page.body
+    head += "".join(f"{name}: {value}\r\n" for name, value in HEADERS.items())
+    return f"{head}\r\n".encode() + page.body
 
 
 def _listen(config: HostPort, family: socket.AddressFamily) -> socket.socket:

@@ -31,7 +31,7 @@ from kvstore.engine.events import Event
 from kvstore.errors import ConfigError, NodeBusy
 from kvstore.installation import lacking
 from kvstore.net.aio import LoopThread
-from kvstore.net.http import HttpServer, Page
+from kvstore.net.http import HttpServer, PageMaker
 from kvstore.net.turns import TURN_WAKE, TurnSource
 from kvstore.node.attach import Attach
 from kvstore.node.driver import Driver
@@ -342,7 +342,7 @@ def _supervisor_ended(driver: Driver) -> list[Event]:
 
 def _serve_pages(
     config: NodeConfig,
-    pages: Mapping[str, Callable[[], Page]],
+    pages: Mapping[str, PageMaker],
     handover: Handover,
     stack: contextlib.ExitStack,
 ) -> HttpServer | None:

@@ -1,4 +1,7 @@
-"""The pages /metrics and /healthz: the state of the loop, asked on the loop."""
+"""The pages of a node: the state of the loop, asked on the loop.
+
+The page for people shows rows of `inspect` and `explain`, and counters of /metrics.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -14,10 +18,12 @@ from prometheus_client.registry import Collector
 
 from kvstore.engine import BOUNDS_S, NO_BUDGET, SPACE_DIGITS, Ages, Engine, Ledger, TierReport
 from kvstore.errors import NodeBusy
-from kvstore.net.http import Page, text_page
+from kvstore.net.http import Page, PageMaker, text_page
+from kvstore.net.site import REQUESTS_SHOWN, make_site
 from kvstore.node.attach import Attach
 from kvstore.node.driver import Driver
 from kvstore.node.files import FileEnd
+from kvstore.obs import reasons
 from kvstore.obs.metrics import Buckets, Family, Sample, absent, family, histogram
 from kvstore.obs.timings import STEPS
 from kvstore.peers.changes import EventCounters
@@ -44,6 +50,16 @@ NOT_WRITTEN: Final = {
 STORED: Final = "stored_bytes"
 """Counter that has labels, and so is in the ledger, too."""
 BREAKER_LEVELS: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
+FLOWS: Final = (
+    *("stored_bytes", "leased_bytes", "evictions", "file_blocks_written", "file_blocks_read"),
+    *("fetched_blocks", "served_bytes", "pushed_bytes", "push_blocks_landed"),
+)
+"""Counters whose rates the page shows."""
+LISTED: Final = (
+    *("number", "label", "tenant", "engine_id", "ended_ms_ago", "prompt_tokens", "local_tokens"),
+    *("loaded_tokens", "file_tokens", "peer_tokens", "lookup_us", "promotion_us", "load_us"),
+)
+"""Fields of a request in the page's list."""
 
 
 class NodeCollector(Collector):
@@ -239,6 +255,49 @@ def _trouble(engine: Engine, files: FileEnd | None, refused: str) -> str:
     return "; ".join(found)
 
 
+def _state(driver: Driver, member: ClusterMember | None) -> dict[str, Any]:
+    """Sections of the page. Raises NodeBusy."""
+    state = driver.query(_sections, timeout_s=METRICS_TIMEOUT_S)
+    state["requests"] = [
+        {name: getattr(row, name) for name in LISTED}
+        | {"outcome": reasons.word(row.outcome), "text": reasons.of_request(row)}
+        for row in state["requests"]
+    ]
+    if member is not None:
+        state |= {"name": member.node, "transfers": member.transfers()}
+    return state
+
+
+def _sections(engine: Engine) -> dict[str, Any]:
+    (node,), ages = engine.nodes(), engine.eviction_ages()
+    return {
+        "role": "node",
+        "life": node.incarnation,
+        "facts": {"engines": node.sessions, "leases": node.leases, "restarts": node.restarts},
+        "tiers": engine.tiers(),
+        "evicted_age_s": {
+            tier.name.lower(): its.total_ns / NS_PER_S / max(1, sum(its.counts))
+            for tier, its in ages.items()
+        },
+        "hits": dict(engine.explain.ledger.hits),
+        "misses": dict(engine.explain.ledger.misses),
+        "flows": {name: getattr(engine.counters, name) for name in FLOWS},
+        "curve": engine.curve(),
+        "savings": engine.savings(),
+        "unserved": engine.unserved(),
+        "requests": engine.explain.requests("", limit=REQUESTS_SHOWN),
+    }
+
+
+def _story(driver: Driver, number: int) -> dict[str, Any] | None:
+    """A request as `kvstore explain --json` prints it. Raises NodeBusy."""
+    request, ranges = driver.query(
+        lambda engine: (engine.explain.request(number), engine.explain.ranges(number)),
+        timeout_s=METRICS_TIMEOUT_S,
+    )
+    return reasons.story_as_dict(request, ranges) if request is not None else None
+
+
 def make_pages(
     collector: NodeCollector,
     driver: Driver,
@@ -248,7 +307,7 @@ def make_pages(
     member: ClusterMember | None = None,
     *,
     code_trouble: Callable[[], str] = str,
-) -> dict[str, Callable[[], Page]]:
+) -> dict[str, PageMaker]:
     """The pages of a node by path. A node whose disk or events are in trouble serves from memory:
     it is healthy, and says what it lacks."""
     registry = CollectorRegistry(auto_describe=False)
@@ -277,4 +336,5 @@ def make_pages(
             return text_page(503, f"{door.path} is no longer this node's socket: restart it")
         return text_page(200, ", but ".join(["ok", *filter(None, troubles)]))
 
-    return {"/metrics": metrics, "/healthz": health}
+    site = make_site(health, partial(_state, driver, member), partial(_story, driver))
+    return {"/metrics": metrics, "/healthz": health, **site}

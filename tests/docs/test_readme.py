@@ -18,12 +18,12 @@ from rich.console import Console
 
 from kvstore.cli import tables
 from kvstore.cli.main import cli
-from kvstore.cli.reasons import TEXTS, word
 from kvstore.config.transports import parse_transport
 from kvstore.connector.config import parse_config
 from kvstore.demo import flags as demo_flags
 from kvstore.engine import NodeReport
 from kvstore.obs.metrics import BY_NAME
+from kvstore.obs.reasons import TEXTS, word
 from kvstore.proto.rows import MemberReport
 from kvstore.units import GIB, TIB
 from scripts import reference

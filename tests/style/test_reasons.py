@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cli.reasons import TEXTS, word
 from kvstore.engine.why.reasons import Reason, reason_of
+from kvstore.obs.reasons import TEXTS, word
 from tests.style.tree import ROOT, python_files
 
 CORE = ("kvstore/engine", "kvstore/index", "kvstore/wire", "kvstore/client/core")

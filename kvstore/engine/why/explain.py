@@ -4,7 +4,7 @@
     Finding (node, at each lookup) ─────┴▶ one row a request, ranges of blocks ─▶ kvstore explain
 
 A ring of STORIES_MAX; prompts and keys of requests are not kept. Does not cover: results of lookups
-(`findings`), texts of reasons (`kvstore.cli.reasons`).
+(`findings`), texts of reasons (`kvstore.obs.reasons`).
 """
 
 from __future__ import annotations
@@ -166,6 +166,10 @@ class Explain:
             outcome=missed.reason if missed is not None else outcome,
             missed=missed,
         )
+
+    def request(self, number: int) -> RequestReport | None:
+        """The request with this number; None: no longer kept."""
+        return next((self._row(told) for told in self._told if told.row.number == number), None)
 
     def ranges(self, number: int) -> list[RangeReport]:
         """Result for each block of a request's prompt; empty if the request is no longer kept."""

@@ -1,7 +1,7 @@
 """Why a block is not here, was not loaded, or did not come: codes, for rows and tombstones.
 
 Numbers never change: rows cross from a node to a command of another version. Those of departures
-fit the byte that a tombstone has for them. Does not cover: their texts (`kvstore.cli.reasons`).
+fit the byte that a tombstone has for them. Does not cover: their texts (`kvstore.obs.reasons`).
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ def savings(ledger: Ledger) -> list[SavingsReport]:
         )
         for name, its in ledger.savings.items()
     ]
-    return sorted(rows, key=lambda row: (-row.net_gpu_ms, row))
+    return sorted(rows, key=lambda row: (-row.net_gpu_ms, row.model, row.tenant, row.tier))
 
 
 def quotas(state: State) -> list[QuotaReport]:

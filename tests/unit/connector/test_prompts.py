@@ -14,12 +14,12 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvstore.cli.reasons import TEXTS
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.prompts import why_left_out
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.engine.why.reasons import reason_of
+from kvstore.obs.reasons import TEXTS
 from kvstore.wire import messages as m
 from tests.unit.connector.test_scheduler_side import BLOCK_TOKENS, FullSocket, stories
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from msgspec.structs import astuple
 
-from kvstore.cli.reasons import of_range, of_request, word
 from kvstore.engine.events import Clear, FileGone, FileLate, FilePart, FileReclaim
 from kvstore.engine.why import explain, findings, trail
 from kvstore.engine.why.explain import RequestReport
 from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import Reason
+from kvstore.obs.reasons import of_range, of_request, word
 from kvstore.proto.rows import decode_rows, encode_rows
 from kvstore.wire.messages import LeaseRelease, Story
 from kvstore.wire.record import Scope

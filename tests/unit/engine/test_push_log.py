@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore.cli.reasons import of_pushes, of_range, request_as_dict
 from kvstore.engine.events import Staged
 from kvstore.engine.why import trail
 from kvstore.engine.why.explain import RequestReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.trail import Trail
 from kvstore.engine.witness import SEARCH_SHIFT, Origin, PushReport
+from kvstore.obs.reasons import of_pushes, of_range, request_as_dict
 from kvstore.proto.rows import decode_rows, encode_rows
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import LeaseRelease, Story

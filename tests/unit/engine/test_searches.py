@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.reasons import of_request, word
 from kvstore.engine.events import Candidate, Clear, Fetched, Located
 from kvstore.engine.moves import fetches
 from kvstore.engine.moves.fetches import UNANSWERED_MAX
 from kvstore.engine.why import searches
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.searches import Searches
+from kvstore.obs.reasons import of_request, word
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseRelease, Measured
 from tests.unit.engine.disk import known

@@ -1,4 +1,4 @@
-"""The two pages: what is answered, and that nobody can hold the server up."""
+"""The pages: what is answered, and that nobody can hold the server up."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ import pytest
 from kvstore.config.values import HostPort
 from kvstore.errors import ConfigError
 from kvstore.net import http as http_module
-from kvstore.net.http import CLIENT_COUNT_MAX, HttpServer, Page, text_page
+from kvstore.net.http import CLIENT_COUNT_MAX, HEADERS, HttpServer, Page, PageMaker, text_page
 
 HEALTHZ = b"GET /healthz HTTP/1.1\r\n\r\n"
 
 
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
-    pages = {
+    pages: dict[str, PageMaker] = {
         "/healthz": lambda: text_page(200, "ok"),
         "/bug": lambda: text_page(1 // 0, ""),
         "/big": lambda: Page(200, "text/plain", b"x" * (8 << 20)),
+        "/asked?": lambda query: text_page(200, f"<{query}>"),
     }
     made = HttpServer(HostPort(host="127.0.0.1", port=0), pages)
     made.start()
@@ -52,6 +53,8 @@ def ask(server: HttpServer, request: bytes) -> bytes:
         (b"GET /healthz HTTP/1.1", b"HTTP/1.1 200 OK"),
         (b"GET /healthz?x=1 HTTP/1.0", b"HTTP/1.1 200 OK"),
         (b"GET / HTTP/1.1", b"HTTP/1.1 404 Not Found"),
+        (b"GET /asked?id=1 HTTP/1.1", b"HTTP/1.1 200 OK"),
+        (b"HEAD /healthz HTTP/1.1", b"HTTP/1.1 405 Method Not Allowed"),
         (b"GET /\xff HTTP/1.1", b"HTTP/1.1 404 Not Found"),
         (b"POST /healthz HTTP/1.1", b"HTTP/1.1 405 Method Not Allowed"),
         (b"hello", b"HTTP/1.1 400 Bad Request"),
@@ -59,9 +62,88 @@ def ask(server: HttpServer, request: bytes) -> bytes:
     ],
 )
 def test_requests(server: HttpServer, request_line: bytes, answer: bytes) -> None:
-    got = ask(server, request_line + b"\r\nHost: x\r\n\r\n")
+    got = ask(server, request_line + b"\r\nHost: localhost\r\n\r\n")
     assert got.startswith(answer + b"\r\n")
-    assert b"Connection: close\r\n" in got
+    head = got.partition(b"\r\n\r\n")[0].decode().split("\r\n")
+    assert {"Connection: close", *(f"{name}: {text}" for name, text in HEADERS.items())} < {*head}
+
+
+def test_a_browser_may_load_nothing_but_the_page_itself() -> None:
+    policy = HEADERS["Content-Security-Policy"]
+    assert dict(each.split(" ", 1) for each in policy.split("; ")) == {
+        "default-src": "'none'",
+        "script-src": "'self'",
+        "style-src": "'self'",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "frame-ancestors": "'none'",
+        "form-action": "'none'",
+    }
+
+
+HOSTS = {
+    "": 200,
+    "localhost": 200,
+    "LOCALHOST:9464": 200,
+    "127.0.0.1:9464": 200,
+    "[::1]:9464": 200,
+    "10.0.0.1": 200,
+    "evil.example": 421,
+    "evil.example:9464": 421,
+    "127.0.0.1.evil.example": 421,
+    "localhost.evil.example": 421,
+    "localhost:x.evil": 421,
+    "[::1].evil.example": 421,
+}
+
+
+def test_on_loopback_a_name_that_somebody_else_may_own_is_refused(server: HttpServer) -> None:
+    found = {
+        host: int(ask(server, f"GET /healthz HTTP/1.1\r\nhOsT: {host}\r\n\r\n".encode()).split()[1])
+        for host in HOSTS
+    }
+    assert found == HOSTS
+
+
+def test_elsewhere_any_name_is_answered() -> None:
+    made = HttpServer(HostPort(host="0.0.0.0", port=0), {"/x": lambda: text_page(200, "ok")})
+    made.start()
+    with closing(made):
+        assert ask(made, b"GET /x HTTP/1.1\r\nHost: node.example\r\n\r\n").endswith(b"ok\n")
+
+
+def test_a_page_of_a_query_is_made_for_each_query(server: HttpServer) -> None:
+    for query in (b"", b"id=1", b"id=2&x=%3Cb%3E"):
+        answer = ask(server, b"GET /asked?" + query + b" HTTP/1.1\r\n\r\n")
+        assert answer.endswith(b"\r\n<" + query + b">\n")
+
+
+def test_pages_of_many_queries_keep_one_thread_busy() -> None:
+    """Or whoever asks them would keep /healthz waiting."""
+    busy, most, lock, gate = 0, 0, threading.Lock(), threading.Semaphore(0)
+
+    def page(query: str) -> Page:
+        nonlocal busy, most
+        with lock:
+            busy += 1
+            most = max(most, busy)
+        gate.acquire()
+        with lock:
+            busy -= 1
+        return text_page(200, query)
+
+    pages: dict[str, PageMaker] = {"/asked?": page, "/healthz": lambda: text_page(200, "ok")}
+    made = HttpServer(HostPort(host="127.0.0.1", port=0), pages)
+    made.start()
+    with closing(made), ExitStack() as stack:
+        clients = [stack.enter_context(connect(made)) for _ in range(8)]
+        for number, client in enumerate(clients):
+            client.sendall(f"GET /asked?{number} HTTP/1.1\r\n\r\n".encode())
+        assert ask(made, HEALTHZ).endswith(b"ok\n")
+        for _ in clients:
+            gate.release()
+        answers = [client.makefile("rb").read().split()[-1] for client in clients]
+    assert (answers, most) == ([b"%d" % number for number in range(8)], 1)
 
 
 def test_a_page_that_fails_is_logged_and_the_next_one_served(

@@ -6,6 +6,7 @@ space, {node} another node, and other braces are numbers. docs/reference/reasons
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -165,6 +166,16 @@ def request_as_dict(row: RequestReport) -> dict[str, object]:
     found["pushes"] = [msgspec.structs.asdict(push) for push in row.pushes]
     its = {"outcome": word(row.outcome), "text": of_request(row)}
     return found | its | {"request": printable(row.request)}
+
+
+def story_as_dict(
+    request: RequestReport, ranges: Sequence[RangeReport] | None
+) -> dict[str, object]:
+    """For programs; `ranges` None: not asked for."""
+    row = request_as_dict(request)
+    if ranges is not None:
+        row["ranges"] = [range_as_dict(each, request) for each in ranges]
+    return row
 
 
 def _elsewhere(row: RangeReport) -> str:
