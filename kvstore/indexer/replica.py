@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import grpc
+import msgspec
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
@@ -30,13 +32,15 @@ from kvstore.config.cluster import IndexConfig, ReplicaConfig
 from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.index import native
+from kvstore.index.feed import Trust
 from kvstore.index.index import Index
 from kvstore.indexer.service import TICK_S, IndexService, now_ms
 from kvstore.indexer.shares import Shares
 from kvstore.installation import lacking
 from kvstore.net import calls
 from kvstore.net.aio import LoopThread, persist
-from kvstore.net.http import HttpServer, Page, text_page
+from kvstore.net.http import HttpServer, Page, PageMaker, text_page
+from kvstore.net.site import ROWS_MAX, make_site, picked
 from kvstore.net.tls import (
     INSECURE,
     INSECURE_NOTE,
@@ -49,13 +53,19 @@ from kvstore.obs.metrics import Family, family
 from kvstore.ports import IndexStore
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
+from kvstore.proto.rows import member_report
 from kvstore.stores.local import LocalStore
+from kvstore.units import MIB
 from kvstore.wire.feed import MESSAGE_BYTES_MAX
 from kvstore.wording import cannot_listen
 
 CALL_COUNT_MAX: Final = 8192
 """Feeds and watchers included."""
 CALLS_PER_CONNECTION_MAX: Final = 64
+_LOADS: Final = (
+    *("dram_bytes", "dram_used_bytes", "blocks_hit", "blocks_missed", "saved_ms", "waited_ms"),
+)
+"""Fields of a node's load on the page."""
 UNREAD_BYTES_MAX: Final = (64 << 10) - 1
 DRAIN_S: Final = 1.0
 START_TIMEOUT_S: Final = 10.0
@@ -189,6 +199,24 @@ class Replica:
             ),
         ]
 
+    def state(self) -> dict[str, Any]:
+        """Sections of its page. Raises TimeoutError."""
+        return self._loop.call(self._state(), timeout_s=PAGE_TIMEOUT_S)
+
+    async def _state(self) -> dict[str, Any]:
+        service, sizes, trust = self._service, self._store.statistics(), await self._service.trust()
+        facts = {"feeds": service.feed_count, "watchers": service.watcher_count}
+        facts |= {"blocks": sizes.block_count, "memory, MiB": sizes.memory_bytes // MIB}
+        flows = {**vars(service.counters), "evictions": sizes.evicted_count}
+        members = self._store.members(now_ms())
+        first = heapq.nsmallest(ROWS_MAX, members, key=lambda m: (m.trust is Trust.EXACT, m.node))
+        rows = [
+            msgspec.structs.asdict(member_report(each, trust)) | picked(each.load, _LOADS)
+            for each in first
+        ]
+        state = {"role": "index", "name": self.address, "facts": facts, "flows": flows}
+        return {**state, "nodes": rows, "totals": {"nodes": len(members)}}
+
 
 def is_compiled(config: ReplicaConfig) -> bool:
     """Whether the loops of its index are. With a store elsewhere it has none."""
@@ -236,7 +264,7 @@ class IndexCollector(Collector):
         return []
 
 
-def make_pages(replica: Replica, tls: Tls | None) -> dict[str, Callable[[], Page]]:
+def make_pages(replica: Replica, tls: Tls | None) -> dict[str, PageMaker]:
     """The pages of a replica by path. `tls`: as at its start."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(IndexCollector(replica, tls))
@@ -254,7 +282,8 @@ def make_pages(replica: Replica, tls: Tls | None) -> dict[str, Callable[[], Page
             return text_page(503, "the index did not answer in time")
         return text_page(200, ", but ".join(filter(None, ["ok", replica.note])))
 
-    return {"/metrics": metrics, "/healthz": healthz}
+    site = make_site(healthz, replica.state)
+    return {"/metrics": metrics, "/healthz": healthz, **site}
 
 
 def run_index(config: IndexConfig) -> None:

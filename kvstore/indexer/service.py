@@ -150,6 +150,10 @@ class IndexService(IndexServicer):
     def watcher_count(self) -> int:
         return self._watchers
 
+    async def trust(self) -> Trust:
+        """Trust in the index itself: that in its answer about an empty prompt."""
+        return (await self.store.match("", SpaceId(bytes(KEY_BYTES)), b"", loop_ms())).trust
+
     def call_refused(self) -> None:
         """Count a call of a caller with too many (`shares`)."""
         self.counters.calls_refused += 1
@@ -175,8 +179,7 @@ class IndexService(IndexServicer):
         if loop_ms() >= self._listed_until_ms:
             self._listed.clear()
         if request.engines not in self._listed:
-            # The trust in an answer about an empty prompt is that in the index itself.
-            trust = (await self.store.match("", SpaceId(bytes(KEY_BYTES)), b"", loop_ms())).trust
+            trust = await self.trust()
             now_ms = loop_ms()
             members = self.store.members(now_ms)
             rows = [_row(member, engines=request.engines) for member in members]

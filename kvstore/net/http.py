@@ -40,13 +40,7 @@ CLIENT_COUNT_MAX: Final = 64
 ACCEPTS_PER_TURN: Final = 16
 PAUSE_S: Final = 0.2
 """Without descriptors, until the next `accept`."""
-_REASONS: Final = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    421: "Misdirected Request",
-}
+_REASONS: Final = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
 HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -244,7 +238,7 @@ class HttpServer:
             client.begin(_response(text_page(405, "only GET")))
         elif self._is_loopback and _FOREIGN.search(client.head):
             text = f"on loopback only localhost and IP addresses are answered: use {self.url}"
-            client.begin(_response(text_page(421, text)))
+            client.begin(_response(text_page(400, text)))
         elif target[0] not in self._pages:
             client.begin(_response(text_page(404, f"only {', '.join(self._pages)}")))
         else:

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from kvstore.engine import BOUNDS_S, NO_BUDGET, SPACE_DIGITS, Ages, Engine, Ledger, TierReport
 from kvstore.errors import NodeBusy
 from kvstore.net.http import Page, PageMaker, text_page
-from kvstore.net.site import REQUESTS_SHOWN, make_site
+from kvstore.net.site import REQUESTS_SHOWN, make_site, picked
 from kvstore.node.attach import Attach
 from kvstore.node.driver import Driver
 from kvstore.node.files import FileEnd
@@ -258,35 +258,25 @@ def _trouble(engine: Engine, files: FileEnd | None, refused: str) -> str:
 def _state(driver: Driver, member: ClusterMember | None) -> dict[str, Any]:
     """Sections of the page. Raises NodeBusy."""
     state = driver.query(_sections, timeout_s=METRICS_TIMEOUT_S)
-    state["requests"] = [
-        {name: getattr(row, name) for name in LISTED}
-        | {"outcome": reasons.word(row.outcome), "text": reasons.of_request(row)}
-        for row in state["requests"]
-    ]
+    for at, row in enumerate(state["requests"]):
+        words = {"outcome": reasons.word(row.outcome), "text": reasons.of_request(row)}
+        state["requests"][at] = picked(row, LISTED) | words
     if member is not None:
         state |= {"name": member.node, "transfers": member.transfers()}
     return state
 
 
 def _sections(engine: Engine) -> dict[str, Any]:
-    (node,), ages = engine.nodes(), engine.eviction_ages()
-    return {
-        "role": "node",
-        "life": node.incarnation,
-        "facts": {"engines": node.sessions, "leases": node.leases, "restarts": node.restarts},
-        "tiers": engine.tiers(),
-        "evicted_age_s": {
-            tier.name.lower(): its.total_ns / NS_PER_S / max(1, sum(its.counts))
-            for tier, its in ages.items()
-        },
-        "hits": dict(engine.explain.ledger.hits),
-        "misses": dict(engine.explain.ledger.misses),
-        "flows": {name: getattr(engine.counters, name) for name in FLOWS},
-        "curve": engine.curve(),
-        "savings": engine.savings(),
-        "unserved": engine.unserved(),
-        "requests": engine.explain.requests("", limit=REQUESTS_SHOWN),
+    (node,), ledger, ages = engine.nodes(), engine.explain.ledger, engine.eviction_ages()
+    facts = {"engines": node.sessions, "leases": node.leases, "restarts": node.restarts}
+    mean_s = {
+        k.name.lower(): a.total_ns / NS_PER_S / max(1, sum(a.counts)) for k, a in ages.items()
     }
+    state = {"role": "node", "facts": facts, "tiers": engine.tiers(), "evicted_age_s": mean_s}
+    state |= {"hits": dict(ledger.hits), "misses": dict(ledger.misses), "curve": engine.curve()}
+    state |= {"savings": engine.savings(), "flows": picked(engine.counters, FLOWS)}
+    state |= {"unserved": engine.unserved()}
+    return state | {"requests": engine.explain.requests("", limit=REQUESTS_SHOWN)}
 
 
 def _story(driver: Driver, number: int) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ space, {node} another node, and other braces are numbers. docs/reference/reasons
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -168,9 +168,7 @@ def request_as_dict(row: RequestReport) -> dict[str, object]:
     return found | its | {"request": printable(row.request)}
 
 
-def story_as_dict(
-    request: RequestReport, ranges: Sequence[RangeReport] | None
-) -> dict[str, object]:
+def story_as_dict(request: RequestReport, ranges: Sequence[RangeReport] | None) -> dict[str, Any]:
     """For programs; `ranges` None: not asked for."""
     row = request_as_dict(request)
     if ranges is not None:

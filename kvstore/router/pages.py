@@ -1,4 +1,4 @@
-"""/metrics, /healthz and /livez of a router.
+"""/metrics, /healthz, /livez and the page of a router.
 
 `/healthz` is `ok`, or `ok, but …` with each model that nobody serves, each worker that is down or
 load-only and why, a refused policy file, and the roles that the planner gave; 503 while no worker
@@ -10,24 +10,30 @@ once.
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from kvstore import __version__
-from kvstore.net.http import Page, text_page
+from kvstore.net.http import Page, PageMaker, text_page
+from kvstore.net.site import ROWS_MAX, make_site, picked
 from kvstore.net.tls import INSECURE_NOTE, certificate_ends
 from kvstore.obs.metrics import Family, family, histogram
 from kvstore.obs.timings import TTFTS
 from kvstore.router.engines.workers import Worker
 from kvstore.router.front.answers import ALIVE
 from kvstore.routing.core import RouterCore
+from kvstore.routing.receipts import ReceiptDraft
 from kvstore.routing.values import WorkerRole
+from kvstore.routing.workers.fleet import Fleet
+from kvstore.units import NS_PER_MS
 
 if TYPE_CHECKING:
     from kvstore.router.process import Router
@@ -44,6 +50,9 @@ NAMED_MAX: Final = 3
 UNREACHED: Final = "never reached yet"
 _WORST_FIRST: Final = ("down", "open", "half-open", "draining", "late", "load-only", "new")
 STATES: Final = ("up", *reversed(_WORST_FIRST))
+_DECIDED: Final = ("number", "model", "tenant", "chosen", "prompt_tokens", "held_s", "predicted_s")
+"""Fields of a receipt in the page's list, and those of its outcome."""
+_FOLLOWED: Final = ("ttft_s", "cached_tokens", "end", "rejected")
 
 
 class RouterCollector(Collector):
@@ -205,9 +214,54 @@ def _because(why: str) -> str:
     return f" ({why})" if why else ""
 
 
-def make_router_pages(
-    router: Router, loop: asyncio.AbstractEventLoop
-) -> dict[str, Callable[[], Page]]:
+def _state(router: Router) -> dict[str, Any]:
+    """Sections of the page. On the loop."""
+    core, workers, now_ns = router.core, list(router.workers), router.dispatcher.clock()
+    sums = {name: sum(getattr(w, field) for w in workers) for name, field in _OF_WORKERS.items()}
+    p50_ms = {name: its.percentile_ns(50) / NS_PER_MS for name, its in router.ttfts.items()}
+    facts = {"in flight": router.proxy.in_flight, "held": router.dispatcher.held_count}
+    state: dict[str, Any] = {"role": "router", "facts": facts}
+    state["prediction"] = {**sums, "ttft_p50_ms": p50_ms}
+    state["flows"] = {"requests": router.proxy.counts.total(), **sums}
+    pools = sorted({worker.address.pool for worker in workers})[:ROWS_MAX]
+    full = [(pool, core.gauges.saturation(pool, now_ns)) for pool in pools]
+    state["pools"] = [{"pool": p, "saturation": s.value, "cause": s.cause.value} for p, s in full]
+    worst = heapq.nsmallest(ROWS_MAX, workers, key=lambda w: (-STATES.index(w.state), w.name))
+    state["workers"] = [_worker(worker, core.fleet) for worker in worst]
+    state["decisions"] = [_decision(draft, now_ns) for draft in reversed(router.decided)]
+    return {**state, "totals": {"workers": len(workers)}}
+
+
+def _worker(worker: Worker, fleet: Fleet) -> dict[str, Any]:
+    its = picked(worker, ("name", "state", *_OF_WORKERS.values()))
+    its |= picked(worker.address, ("pool", "role"))
+    its |= picked(fleet.state(worker.name), ("request_count", "failure_count"))
+    why = worker.why or worker.parity
+    return {**its, "in_flight": fleet.in_flight(worker.name), "why": why}
+
+
+def _decision(draft: ReceiptDraft, now_ns: int) -> dict[str, Any]:
+    plain, cached = draft.plain, dict(zip(draft.workers, draft.cached.tolist(), strict=True))
+    its = picked(plain, _DECIDED) | picked(plain.outcome, _FOLLOWED)
+    ms_ago = max(0, now_ns - plain.at_ns) // NS_PER_MS
+    return {**its, "expected_tokens": cached.get(plain.chosen, 0.0), "ms_ago": ms_ago}
+
+
+def _story(router: Router, number: int) -> dict[str, Any] | None:
+    """A decision, with the workers that it chose among. On the loop."""
+    found = next((each for each in router.decided if each.plain.number == number), None)
+    if found is None:
+        return None
+    plain = found.plain
+    columns = zip(found.workers, found.scores.tolist(), found.cached.tolist(), strict=True)
+    rows = [(plain.filtered.get(name, ""), score, name, its) for name, score, its in columns]
+    names = ("filtered", "score", "worker", "cached")
+    ranked = [dict(zip(names, row, strict=True)) for row in sorted(rows)[:ROWS_MAX]]
+    plain = msgspec.structs.replace(plain, filtered={}, load_only={})
+    return msgspec.structs.asdict(plain) | {"candidates": ranked}
+
+
+def make_router_pages(router: Router, loop: asyncio.AbstractEventLoop) -> dict[str, PageMaker]:
     """The pages by path."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RouterCollector(router, loop))
@@ -225,4 +279,6 @@ def make_router_pages(
             return text_page(503, "the router did not answer in time")
 
     healthz, alive = partial(health_of, router), partial(text_page, 200, "ok")
-    return {"/metrics": metrics, "/healthz": partial(page, healthz), ALIVE: partial(page, alive)}
+    health, state = partial(page, healthz), partial(_on, loop, partial(_state, router))
+    site = make_site(health, state, lambda number: _on(loop, partial(_story, router, number)))
+    return {"/metrics": metrics, "/healthz": health, ALIVE: partial(page, alive), **site}

@@ -22,6 +22,7 @@ import signal
 import ssl
 import time
 from asyncio import FIRST_COMPLETED
+from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Final
@@ -35,6 +36,7 @@ from kvstore.errors import ConfigError
 from kvstore.installation import is_installed
 from kvstore.net.aio import persist
 from kvstore.net.http import HttpServer
+from kvstore.net.site import REQUESTS_SHOWN
 from kvstore.net.tls import warn_of_its_end
 from kvstore.obs import logs
 from kvstore.obs.timings import Timings
@@ -74,6 +76,7 @@ from kvstore.router.rpc import RpcServer, serve_picker, serve_route
 from kvstore.routing.core import RouterCore
 from kvstore.routing.events import AbandonWorker, Lack, Prepare, Probed
 from kvstore.routing.policy import policy_hash
+from kvstore.routing.receipts import ReceiptDraft
 from kvstore.routing.values import PrefixAnswer, ProbeResult, RouteRequest
 from kvstore.routing.workers.rows import StateChange
 from kvstore.units import NS_PER_S
@@ -114,6 +117,8 @@ class Router:
         self.receipts = ReceiptFile(receipts, bytes_max=receipt_bytes)
         self.ttfts = {"predicted": Timings(), "achieved": Timings()}
         """Times to the first token, of the same requests."""
+        self.decided = deque[ReceiptDraft](maxlen=REQUESTS_SHOWN)
+        """Decisions of the latest requests that ended."""
         self.probes = Probes(
             self.engines,
             self.workers,
@@ -333,6 +338,7 @@ class Router:
 
     async def _write_receipts(self) -> None:
         drafts = self.core.take_drafts()
+        self.decided.extend(drafts)
         for plain in (draft.plain for draft in drafts):
             if plain.outcome.ttft_s is not None:
                 self.ttfts["predicted"].add(round(plain.predicted_s * NS_PER_S))

@@ -49,6 +49,10 @@ function bar(parts, label, tall) {
   return h("div", { class: tall ? "bar tall" : "bar", role: "img", "aria-label": label }, spans);
 }
 
+function meter(kind, name, share, text) {
+  return [h("div", { class: "row" }, h("span", null, swatch(kind), name), h("span", null, text)), bar([[kind, share]], `${name}: ${text}`)];
+}
+
 function table(caption, columns, rows) {
   const cls = (column) => column[2] || null;
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
@@ -62,10 +66,7 @@ function table(caption, columns, rows) {
 
 const opener = (number, text) => h("button", { type: "button", "data-request": number, "data-key": `request-${number}` }, text);
 
-function facts(pairs) {
-  return h("dl", null, pairs.filter(([, text]) => text !== "" && text !== null && text !== undefined)
-    .map(([name, text]) => [h("dt", null, name), h("dd", null, String(text))]));
-}
+const facts = (pairs) => h("dl", null, pairs.filter(([, text]) => text).map(([name, text]) => [h("dt", null, name), h("dd", null, text)]));
 
 // ── cards ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -76,9 +77,7 @@ function tiers(state) {
     const text = `${bytes(t.used_bytes)} of ${bytes(t.capacity_bytes)}`;
     const age_s = state.evicted_age_s[t.tier], age = age_s ? `evicted after ${us(age_s * 1e6)} without use, on average` : "nothing evicted yet";
     const broken = [["reads", t.reads], ["writes", t.writes]].filter(([, word]) => word !== "closed");
-    return h("div", null,
-      h("div", { class: "row" }, h("span", null, swatch(t.tier), TIERS[t.tier]), h("span", null, `${text} · ${percent(share)}`)),
-      bar([[t.tier, share]], `${TIERS[t.tier]}: ${text} used`),
+    return h("div", null, meter(t.tier, TIERS[t.tier], share, `${text} · ${percent(share)}`),
       muted(`${count(t.blocks)} blocks · ${t.policy} · ${age}`),
       broken.map(([way, word]) => h("p", { class: "bad" }, `circuit breaker of ${way}: ${word}`)));
   });
@@ -88,9 +87,7 @@ function sources(state) {
   const hits = Object.entries(state.hits), misses = Object.entries(state.misses).filter(([, n]) => n).sort((a, b) => b[1] - a[1]);
   const hit = sum(hits.map(([, n]) => n)), all = hit + sum(misses.map(([, n]) => n));
   if (!all) return [muted("No request has ended yet. Send one to an engine with the kvstore connector; 'kvstore doctor' finds what is in its way.")];
-  const line = (kind, name, n) => [
-    h("div", { class: "row" }, h("span", null, swatch(kind), name), h("span", null, `${count(n)} · ${percent(n / all)}`)),
-    bar([[kind, n / all]], `${name}: ${percent(n / all)}`)];
+  const line = (kind, name, n) => meter(kind, name, n / all, `${count(n)} · ${percent(n / all)}`);
   return [
     h("p", { class: "big" }, percent(hit / all), h("small", null, " of blocks that engines asked for were hits")),
     hits.filter(([, n]) => n).map(([tier, n]) => line(tier, `hit: ${TIERS[tier] || tier}`, n)),
@@ -101,7 +98,7 @@ function flows(state) {
   const now = samples[samples.length - 1], before = samples[samples.length - 2];
   const rate = (name, a, b) => (a && b ? Math.max(0, b.flows[name] - a.flows[name]) / ((b.at_ms - a.at_ms) / 1000) : null);
   const rows = Object.entries(state.flows).filter(([, total]) => total).map(([name, total]) => ({
-    label: name.replace(/_/g, " "), unit: name.endsWith("bytes") ? bytes : count, total, rate: rate(name, before, now),
+    label: name.replace("_total", "").replace(/_/g, " "), unit: name.endsWith("bytes") ? bytes : count, total, rate: rate(name, before, now),
     rates: samples.slice(1).map((sample, at) => rate(name, samples[at], sample)),
   }));
   if (!rows.length) return [muted("Nothing has moved since the start.")];
@@ -157,6 +154,15 @@ function savings(state) {
     ], state.savings)];
 }
 
+function prediction(state) {
+  const its = state.prediction;
+  if (!its.prompt_tokens_total) return [muted("No engine has reported cached tokens yet: vLLM does with --enable-prompt-tokens-details.")];
+  const line = (kind, name, tokens) => meter(kind, name, tokens / its.prompt_tokens_total, percent(tokens / its.prompt_tokens_total));
+  return [
+    line("dram", "cached, as engines report", its.cached_tokens_total), line("none", "predicted", its.predicted_tokens_total),
+    muted(`Median time to the first token, at most: ${ms(its.ttft_p50_ms.achieved)}, predicted ${ms(its.ttft_p50_ms.predicted)}.`)];
+}
+
 function mix(r) {
   const parts = { engine: r.local_tokens, dram: r.loaded_tokens - r.file_tokens - r.peer_tokens, file: r.file_tokens, peer: r.peer_tokens };
   parts.none = r.prompt_tokens - r.local_tokens - r.loaded_tokens;
@@ -178,7 +184,7 @@ const COLUMNS = {
     ["decided", (r) => opener(r.number, ago(r.ms_ago))],
     ["model", (r) => r.model || "–", "name"], ["tenant", "tenant", "name far"], ["worker", (r) => r.chosen || "none", "name"],
     ["prompt", (r) => count(r.prompt_tokens), "num far"],
-    ["cached, predicted", (r) => count(r.predicted_tokens), "num far"],
+    ["cached, predicted", (r) => count(r.expected_tokens), "num far"],
     ["cached", (r) => (r.cached_tokens === null ? null : count(r.cached_tokens)), "num"],
     ["held", (r) => ms(r.held_s * 1000), "num far"],
     ["TTFT, predicted", (r) => ms(r.predicted_s * 1000), "num far"],
@@ -188,8 +194,8 @@ const COLUMNS = {
   workers: [
     ["worker", "name", "name"], ["state", (r) => h("span", { class: r.state === "up" ? "good" : "bad" }, r.state)],
     ["pool", "pool", "far"], ["role", "role", "far"],
-    ["in flight", (r) => count(r.in_flight), "num"], ["requests", (r) => count(r.requests), "num"],
-    ["failed", (r) => count(r.failures), "num far"],
+    ["in flight", (r) => count(r.in_flight), "num"], ["requests", (r) => count(r.request_count || 0), "num"],
+    ["failed", (r) => count(r.failure_count || 0), "num far"],
     ["cached", (r) => (r.prompt_tokens ? percent(r.cached_tokens / r.prompt_tokens) : null), "num"],
     ["predicted", (r) => (r.prompt_tokens ? percent(r.predicted_tokens / r.prompt_tokens) : null), "num far"],
     ["why", "why", "text far"],
@@ -199,7 +205,7 @@ const COLUMNS = {
     ["dram", (r) => (r.dram_bytes ? bar([["dram", r.dram_used_bytes / r.dram_bytes]], `${bytes(r.dram_used_bytes)} of ${bytes(r.dram_bytes)}`) : null), "far"],
     ["used", (r) => (r.dram_bytes ? bytes(r.dram_used_bytes) : null), "num"],
     ["hits", (r) => (r.blocks_hit + r.blocks_missed ? percent(r.blocks_hit / (r.blocks_hit + r.blocks_missed)) : null), "num"],
-    ["net saved", (r) => (r.saved_ms === undefined ? null : signed(r.saved_ms - r.waited_ms)), "num far"],
+    ["net saved", (r) => (r.saved_ms === null ? null : signed(r.saved_ms - r.waited_ms)), "num far"],
     ["engines", "engines", "num"], ["models", "models", "name far"], ["address", "address", "name far"],
   ],
   transfers: [
@@ -231,7 +237,7 @@ const CARDS = {
   unserved: ["Engines without blocks", rows("unserved"), "wide"],
   tiers: ["Tiers", tiers], hits: ["Sources of prompt blocks", sources], flows: ["Flows", flows],
   curve: ["With more or less dram", curve], savings: ["Savings", savings],
-  pools: ["Pools", rows("pools")], transfers: ["Transfers between nodes", rows("transfers")],
+  prediction: ["Cached tokens, predicted and true", prediction], pools: ["Pools", rows("pools")], transfers: ["Transfers between nodes", rows("transfers")],
   workers: ["Workers", rows("workers"), "wide"], nodes: ["Nodes", rows("nodes"), "wide"],
   requests: ["Latest requests", rows("requests"), "wide"], decisions: ["Latest decisions", rows("decisions"), "wide"],
 };
@@ -241,7 +247,7 @@ function show(state) {
   $("title").textContent = document.title = `kvstore ${state.role}${state.name ? ` ${state.name}` : ""}`;
   $("health").textContent = state.health.text;
   $("facts").textContent = Object.entries(state.facts).map(([name, value]) => `${name} ${typeof value === "number" ? count(value) : value}`).join(" · ");
-  $("health").className = state.health.is_ok ? "good" : "bad";
+  $("health").className = state.health.text === "ok" ? "good" : state.health.is_ok ? "" : "bad";
   const key = document.activeElement && document.activeElement.dataset.key;
   for (const [name, [title, render, cls]] of Object.entries(CARDS)) {
     const old = $(`card-${name}`);
@@ -284,11 +290,11 @@ function storyOfRouter(r) {
   return [
     facts([["worker", r.chosen || "none"], ["prefill by", r.prefill_worker], ["model", r.model], ["tenant", r.tenant], ["policy", r.policy],
       ["end", r.outcome.rejected || r.outcome.end], ["first token", r.outcome.ttft_s === null ? "" : `${ms(r.outcome.ttft_s * 1000)}, predicted ${ms(r.predicted_s * 1000)}`],
-      ["local or remote prefill", r.split_reason], ["degraded", r.degraded.join(", ")]]),
+      ["prefill", r.split_reason], ["degraded", r.degraded.join(", ")]]),
     h("h2", null, "Until its first token"),
     timeline([["queued", "held by the router", r.held_s * 1e6], ["compute", "at the worker", Math.max(0, end - r.held_s) * 1e6]]),
     h("h2", null, "Workers that could take it, best first"),
-    table("Candidates", [["worker", "worker"], ["score", (c) => c.score.toFixed(4), "num"], ["cached tokens, expected", (c) => count(c.cached), "num"], ["left out because", "filtered", "text"]], r.candidates)];
+    table("Candidates", [["worker", "worker"], ["score", (c) => c.score.toFixed(4), "num"], ["cached", (c) => count(c.cached), "num"], ["left out", (c) => c.filtered || "–"]], r.candidates)];
 }
 
 async function open(number) {

@@ -44,7 +44,7 @@ def test_the_metric_is_when_the_certificate_ends(tls: Tls) -> None:
 
 
 def test_an_index_by_itself_shows_it(tls: Tls) -> None:
-    replica = cast("Any", SimpleNamespace(families=list, note=""))
+    replica = cast("Any", SimpleNamespace(families=list, state=dict, note=""))
     page = make_pages(replica, tls)["/metrics"]().body.decode()
     (shown,) = re.findall(rf"^{NAME} (\S+)$", page, re.MULTILINE)
     assert float(shown) == tls.ends_s

@@ -88,12 +88,12 @@ HOSTS = {
     "127.0.0.1:9464": 200,
     "[::1]:9464": 200,
     "10.0.0.1": 200,
-    "evil.example": 421,
-    "evil.example:9464": 421,
-    "127.0.0.1.evil.example": 421,
-    "localhost.evil.example": 421,
-    "localhost:x.evil": 421,
-    "[::1].evil.example": 421,
+    "evil.example": 400,
+    "evil.example:9464": 400,
+    "127.0.0.1.evil.example": 400,
+    "localhost.evil.example": 400,
+    "localhost:x.evil": 400,
+    "[::1].evil.example": 400,
 }
 
 
