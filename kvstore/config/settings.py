@@ -139,7 +139,7 @@ _workers = in_group("Workers")
 
 
 def _metrics(default: str) -> Any:
-    meaning = "Address of /metrics and /healthz; port 0: any free port."
+    meaning = "Address of the page, /metrics and /healthz; port 0: any free port."
     return _pages(values.PAGES, default=default)(meaning)
 
 

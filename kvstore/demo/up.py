@@ -98,6 +98,7 @@ def commands_to_try(
     program = shlex.quote(str(Path(sys.executable).with_name("kvstore")))
     at = f"--socket {shlex.quote(str(node.socket))}"
     post = f"{router.url}/v1/completions -H 'Content-Type: application/json' -d @{request}"
+    pages = [each.metrics_url.removesuffix("metrics") for each in (node, router)]
     reset = " ".join(f"http://127.0.0.1:{port}/reset_prefix_cache" for port in ports)
     return [
         ("ask; the second time usage shows how much of the prompt was cached", f"curl -s {post}"),
@@ -105,6 +106,7 @@ def commands_to_try(
         ("why the latest requests hit or missed", f"{program} explain {at} --last 5"),
         ("what the node holds", f"{program} inspect {at}"),
         ("live", f"{program} top {at}"),
+        ("the same in a browser, for node and router", f"{pages[0]}  {pages[1]}"),
         ("metrics of node and router", f"curl -s {node.metrics_url} {router.metrics_url}"),
         ("the node forgets too", f"{program} clear {at}"),
         ("kill the node's process: another goes on with its memory", f"kill -9 {node.pid}"),

@@ -11,6 +11,7 @@ PACKAGES: Final = {
     "buildah": "buildah",
     "debootstrap": "debootstrap",
     "docker-compose": "docker-compose",
+    "chromium": "chromium",
     "g++": "g++",
     "ip": "iproute2",
     "prometheus": "prometheus",

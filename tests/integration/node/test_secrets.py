@@ -61,7 +61,8 @@ def command(*arguments: str, node: NodeProcess | None = None) -> bytes:
 
 
 def pages(node: NodeProcess) -> Iterator[bytes]:
-    for path in ("/metrics", "/healthz", "/", f"/{PROMPT[:1]}"):
+    its = ("/", "/app.js", "/state.json", "/request.json?id=1")
+    for path in ("/metrics", "/healthz", *its, f"/{PROMPT[:1]}"):
         url = node.metrics_url.removesuffix("/metrics") + path
         try:
             with urllib.request.urlopen(url, timeout=10) as answer:

@@ -111,6 +111,8 @@ def test_the_commands_to_try_are_those_of_the_program(tmp_path: Path) -> None:
         for _, command in up.commands_to_try(ROUTER, [8, 9], NODE, tmp_path / "r.json")
         if "kvstore " in command and not command.startswith("curl")
     ]
+    shown = [c for _, c in up.commands_to_try(ROUTER, [8], NODE, tmp_path / "r.json")]
+    assert "http://127.0.0.1:9/  http://127.0.0.1:7/" in shown
     assert {words[0] for words in mine} <= set(cli.commands)
     for words in mine:
         cli.commands[words[0]].make_context(words[0], words[1:]).close()
