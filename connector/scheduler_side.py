@@ -27,6 +27,7 @@ from kvstore.connector.prompts import tail_key, why_left_out
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.obs.logs import RateLimit
 from kvstore.wire.messages import Message, Story
+from kvstore.wire.traces import traceparent_of
 from kvstore.wire.transfers import DecodePart, PrefillPart, read_transfer
 
 if TYPE_CHECKING:
@@ -227,6 +228,7 @@ class SchedulerSide:
             now_ns=now_ns,
             may_hint=not self._unsent,  # in a backlog hints would only make it longer
             transfer=transfer,
+            traceparent=traceparent_of(request.trace_headers),
             tail=tail_key(request, keys, transfer, self._tail_block_tokens),
         )
         self._flush(now_ns)
@@ -247,6 +249,7 @@ class SchedulerSide:
             prompt_tokens=request.num_prompt_tokens,
             reason=reason,
             now_ns=now_ns,
+            traceparent=traceparent_of(request.trace_headers),
         )
         self._flush(now_ns)
 

@@ -84,6 +84,10 @@ class NodeConfig:
     """Guaranteed bytes of dram by model label or tenant."""
     allow_uids: frozenset[int]
     """Users whose processes may attach: the trust domain of the arena."""
+    trace: str | None
+    """URL of a collector of traces."""
+    trace_sample: int
+    """Share of traces that begin here to export, in percent."""
     log_level: str
 
 
@@ -129,6 +133,8 @@ def load_config(
         cluster=cluster,
         quotas=_quotas(settings.quota or {}, dram_bytes=dram_bytes - landing_bytes),
         allow_uids=settings.allow_uid,
+        trace=settings.trace,
+        trace_sample=settings.trace_sample,
         log_level=settings.log_level,
     )
 

@@ -15,7 +15,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from kvstore.config.settings import DaemonSettings, Setting, refuse_what_does_nothing, table
+from kvstore.config.values import is_exposed
 from kvstore.errors import ConfigError
+from kvstore.installation import is_installed, lacking
 from kvstore.wording import why_not
 
 _S = TypeVar("_S", bound=DaemonSettings)
@@ -62,6 +64,14 @@ def load_settings(path: Path | None, flags: Mapping[str, Any], kind: type[_S]) -
             f"metrics on {pages.host} can be read from other machines: use 127.0.0.1, or add"
             " --metrics-beyond-loopback if intended"
         )
+    if url := getattr(settings, "trace", None):
+        if not is_installed("opentelemetry.exporter.otlp.proto.grpc"):
+            raise ConfigError(lacking("--trace", "opentelemetry-exporter-otlp-proto-grpc", "trace"))
+        if is_exposed(url) and not settings.insecure:
+            raise ConfigError(
+                f"--trace {url} is beyond this machine, and everybody on the way can read names of"
+                " models and tenants: use https://, a collector on this machine, or --insecure"
+            )
     return settings
 
 

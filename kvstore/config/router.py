@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from kvstore.client.tls import Tls
 from kvstore.config.cluster import resolve_tls
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import RouterSettings
-from kvstore.config.values import address_of, joined
+from kvstore.config.values import is_exposed, joined
 from kvstore.config.yaml_file import read_yaml
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed, lacking
@@ -224,15 +223,6 @@ def _options(written: str, pairs: Sequence[str], keys: Sequence[str]) -> dict[st
             raise ConfigError(f"{written}: after the URL come KEY=VALUE of {', '.join(keys)}")
         found[key] = value
     return found
-
-
-def is_exposed(url: str, *, is_name: bool = False) -> bool:
-    """Whether prompts that are sent there can be read on the way."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    found = address_of(f"[{host}]:1" if ":" in host else f"{host}:1")
-    is_loopback = found is not None and found.is_loopback and not is_name
-    return parts.scheme == "http" and not (is_loopback or host == "localhost")  # RFC 6761
 
 
 def _slices(text: str | None, *, insecure: bool) -> WorkerText | None:

@@ -166,7 +166,19 @@ class DaemonSettings(TlsSettings):
     )
 
 
-class NodeSettings(DaemonSettings):
+class TracedSettings(DaemonSettings):
+    """Settings shared by programs that serve requests."""
+
+    trace: str | None = _pages(values.COLLECTOR, shown="off")(
+        "OpenTelemetry collector (OTLP over gRPC) for a trace of each request; needs the extra"
+        " 'trace'."
+    )
+    trace_sample: int = _pages("PERCENT", default=100, within=(0, 100), needs=("trace",))(
+        "Share of traces that begin here to export; requests with a traceparent follow its flag."
+    )
+
+
+class NodeSettings(TracedSettings):
     """Settings of `kvstore node`."""
 
     dram: str | int = _memory("SIZE|auto", default="auto")(
@@ -288,7 +300,7 @@ class IndexSettings(DaemonSettings):
     )
 
 
-class RouterSettings(DaemonSettings):
+class RouterSettings(TracedSettings):
     """Settings of `kvstore router`."""
 
     listen: HostPort = _front(values.ROUTER_ADDR, default=defaults.DEFAULT_ROUTER_LISTEN)(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
 from kvstore.client.address import PORT_MAX, address_parts
 from kvstore.config.defaults import DEFAULT_LISTEN, DEFAULT_METRICS, DEFAULT_SOCKET
@@ -198,6 +199,26 @@ def _origins(key: str, given: Sequence[str]) -> tuple[str, ...]:
     return tuple(origin.lower() for origin in given)  # as browsers send them
 
 
+def _collector(key: str, text: str) -> str | None:
+    """None: empty."""
+    if text and not re.fullmatch(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}/?", text, re.ASCII):
+        raise ConfigError(
+            f"--{key} {text!r} must be http://HOST:PORT or https://HOST:PORT of a collector, such"
+            " as http://127.0.0.1:4317"
+        )
+    return text.rstrip("/") or None
+
+
+def is_exposed(url: str, *, is_name: bool = False) -> bool:
+    """Whether what is sent there can be read on the way."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    found = address_of(f"[{host}]:1" if ":" in host else f"{host}:1")
+    is_loopback = found is not None and found.is_loopback and not is_name
+    return parts.scheme == "http" and not (is_loopback or host == "localhost")  # RFC 6761
+
+
+COLLECTOR: Final = Form("URL", str, _collector)
 FILE: Final = Form("FILE", str, lambda _key, text: Path(text) if text else None)
 SIZE: Final = Form("SIZE", str | int, size_of)
 BODY: Final = Form("SIZE", str | int, _body_size)

@@ -137,6 +137,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `Changed` commands are wanted."""
     tell_offers: bool = False
     """Whether `Offered` commands are wanted."""
+    tell_stories: bool = False
+    """Whether `StoryTold` commands are wanted."""
     follows: bool = False
     """Whether `Follow` commands are wanted."""
     fetches: bool = False

@@ -6,13 +6,18 @@ Does not cover: the records that are kept (`why.trail`), counters.
 from __future__ import annotations
 
 import enum
-from typing import Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.units import NS_PER_US
+from kvstore.wire.messages import Story
+
+if TYPE_CHECKING:
+    from kvstore.engine.why.explain import RequestReport
+    from kvstore.engine.why.findings import RangeReport
 
 
 class Origin(enum.IntEnum):
@@ -88,6 +93,18 @@ class PushTimes(msgspec.Struct):
             f"{name}_us": max(1, (at_ns - self.since_ns) // NS_PER_US) if at_ns else 0
             for name, at_ns in reached.items()
         }
+
+
+class StoryTold(msgspec.Struct, frozen=True):
+    """A request ended, for traces. Only if EngineConfig.tell_stories."""
+
+    row: RequestReport
+    ranges: tuple[RangeReport, ...]
+    story: Story
+    ended_ns: int
+    """When, on the node's clock."""
+    block_bytes: int
+    """Size of a block of the first KV cache group, all shards together; 0: not known."""
 
 
 class Staged(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from kvstore.engine.events import (
     Release,
     Send,
     Shown,
+    StoryTold,
     SwitchedOff,
     Unfollow,
 )
@@ -76,7 +77,9 @@ class Executor:
         exchange: Exchange | None = None,
         memory: EngineMemory | None = None,
         hbm: HbmTier | None = None,
+        trace: Callable[[StoryTold], None] | None = None,
     ) -> None:
+        self._trace = trace
         self._hbm = hbm
         self._memory = memory
         self._publish = publish
@@ -130,6 +133,9 @@ class Executor:
                 case Offered() | OffersUntold():
                     assert self._offer is not None, "an offer that nobody asked for"
                     self._offer(command)
+                case StoryTold():
+                    assert self._trace is not None, "a story for traces that nobody asked for"
+                    self._trace(command)
                 case Promote():
                     assert self._hbm is not None, "an order for hbm, of which there is none"
                     self._hbm.submit(command)

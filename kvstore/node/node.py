@@ -15,6 +15,7 @@ import dataclasses
 import gc
 import logging
 import os
+import platform
 import secrets
 import signal
 import socket
@@ -59,6 +60,7 @@ from kvstore.wire.learned import Learned
 
 if TYPE_CHECKING:
     from kvstore.node.publish import Publisher
+    from kvstore.node.traces import NodeTraces
     from kvstore.peers.member import ClusterMember
     from kvstore.tiers.hbm import HbmTier
 
@@ -202,15 +204,15 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     member = _open_member(config, incarnation, arena, tier, clock, loop, stack)
     hbm = _open_hbm(config, tier, incarnation, life, stack)
     engine = _make_engine(config, memory, life, files, member, hbm)
-    exchange = member.peering.exchange if member and member.peering else None
+    traces = _open_traces(config, stack)
     driver = Driver(
         engine=engine,
         tier=tier,
         attach=attach,
-        executor=_make_executor(arena, tier, attach, files, publisher, member, hbm),
+        executor=_make_executor(arena, tier, attach, files, publisher, member, hbm, traces),
         clock=clock,
         files=files,
-        exchange=exchange,
+        exchange=member.peering.exchange if member and member.peering else None,
         hbm=hbm,
     )
     source = TurnSource(TURN_WAKE, None, lambda _: _supervisor_ended(driver))
@@ -225,6 +227,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         version=handover.code.version,
         events=publisher.counters if publisher else EventCounters(),
         member=member,
+        traces=traces,
     )
     parts = collector, driver, door, files, publisher, member
     pages = make_pages(*parts, code_trouble=handover.code.trouble)
@@ -236,10 +239,9 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         _start_publisher(publisher, driver)
     if member is not None:
         _start_member(member, driver)
-    metrics_url = http.url + "/metrics" if http else ""
     return _NodeParts(
         driver,
-        _running(config, arena, incarnation, metrics_url, publisher, member),
+        _running(config, arena, incarnation, http, publisher, member),
         _serving(engine, http, publisher, member),
         collector,
         _make_leave(config, driver, member, loop),
@@ -289,6 +291,7 @@ def _make_executor(
     publisher: Publisher | None,
     member: ClusterMember | None,
     hbm: HbmTier | None,
+    traces: NodeTraces | None,
 ) -> Executor:
     return Executor(
         tier=tier,
@@ -301,6 +304,7 @@ def _make_executor(
         exchange=member.peering.exchange if member and member.peering else None,
         memory=member.memory if member else None,
         hbm=hbm,
+        trace=traces.put if traces else None,
     )
 
 
@@ -359,7 +363,7 @@ def _running(
     config: NodeConfig,
     arena: Arena,
     incarnation: Incarnation,
-    metrics_url: str,
+    http: HttpServer | None,
     publisher: Publisher | None,
     member: ClusterMember | None,
 ) -> Running:
@@ -370,7 +374,7 @@ def _running(
         slab_bytes=config.slab_bytes,
         file=f"{config.file.home}:{format_size(config.file.capacity_bytes)}" if config.file else "",
         huge_pages=arena.huge_pages,
-        metrics_url=metrics_url,
+        metrics_url=http.url + "/metrics" if http else "",
         events=f"{publisher.endpoint},{publisher.replay_endpoint}" if publisher else "",
         replica=member.index if member else "",
         tells=member.tells if member else "",
@@ -472,6 +476,18 @@ def _open_hbm(
     return hbm
 
 
+def _open_traces(config: NodeConfig, stack: contextlib.ExitStack) -> NodeTraces | None:
+    if config.trace is None:
+        return None
+    # Only here: a node without --trace loads nothing of OpenTelemetry.
+    from kvstore.node.traces import NodeTraces
+
+    name = config.cluster.node if config.cluster else platform.node()
+    traces = NodeTraces(config.trace, name, config.trace_sample)
+    stack.callback(traces.close)
+    return traces
+
+
 def _open_files(
     config: NodeConfig,
     arena: Arena,
@@ -535,6 +551,7 @@ def _make_engine(
             quotas=config.quotas,
             tell_changes=config.events is not None,
             tell_offers=config.cluster is not None,
+            tell_stories=config.trace is not None,
             follows=member is not None and member.memory is not None,
             fetches=peers is not None,
             node=config.cluster.node if config.cluster else "",

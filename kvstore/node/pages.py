@@ -34,6 +34,7 @@ from kvstore.units import NS_PER_S
 
 if TYPE_CHECKING:
     from kvstore.node.publish import Publisher
+    from kvstore.node.traces import NodeTraces
     from kvstore.peers.member import ClusterMember
 
 HEALTH_TIMEOUT_S: Final = 0.25
@@ -75,7 +76,9 @@ class NodeCollector(Collector):
         version: str,
         events: EventCounters,
         member: ClusterMember | None = None,
+        traces: NodeTraces | None = None,
     ) -> None:
+        self._traces = traces
         self._events = events
         self._member = member
         self._driver = driver
@@ -95,6 +98,8 @@ class NodeCollector(Collector):
             timeout_s=METRICS_TIMEOUT_S,
         )
         found += self._member.families() if self._member is not None else []
+        if self._traces is not None:
+            found.append(family("kvstore_traced_requests_total", self._traces.counts))
         yield from found
         yield from absent(found)
         yield from self._member.index_families() if self._member is not None else ()

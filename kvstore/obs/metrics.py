@@ -180,7 +180,7 @@ METRICS: Final = _rows(
         "stored_bytes_total{model,tenant}": "Bytes stored by engines.",
         "saved_seconds_total{model,tenant,tier}": (
             "Estimated time to compute the loaded tokens, by the engines' measured pace. Models and"
-            " tenants with and without a tier have 39 names in all; later ones are 'other'."
+            " tenants with and without a tier have 38 names in all; later ones are 'other'."
         ),
         "spent_seconds_total{model,tenant,tier}": (
             "Time for which these requests waited for lookups, blocks and copies; tier 'none':"
@@ -227,6 +227,9 @@ METRICS: Final = _rows(
         "sessions_opened_total": "Sessions of engines opened.",
         "shadow_blocks_total": "Blocks recomputed by shadow checks.",
         "shadow_blocks_diverged_total": "Recomputed blocks that differed from the cached ones.",
+        "traced_requests_total{result}": (
+            "Requests exported as traces (--trace), or dropped: the collector is slow or fails."
+        ),
         "slots_quarantined_total": "Slots quarantined: socket of a living writer closed.",
         "stale_slots_total": "Slots in messages of engines that no longer belonged to the sender.",
         "stores_dropped_total": "Credits returned unused, and stores without a free slot.",
@@ -332,6 +335,9 @@ ROUTER_METRICS: Final = _rows(
             "Saturation of a pool, 0 to 1, for autoscalers: the mean of its workers."
         ),
         "router_desired_replicas{pool,role}": "Workers that the load of a pool needs.",
+        "router_traced_requests_total{result}": (
+            "Requests exported as traces (--trace), or dropped: the collector is slow or fails."
+        ),
         "router_receipts_total": "Receipts written.",
         "router_receipts_failed_total": "Receipts that could not be written.",
     }

@@ -10,7 +10,7 @@ exchange      what other routers of the same engines have in flight
 ahead         blocks that nodes are to bring to dram before an engine asks
 dispatch      the decision core on a loop; life: one request for it, from front ends
 process       its loop, policy, start and end; pages: /metrics and /healthz
-receipt_log   receipts on disk
+receipt_log   receipts on disk; traces: spans made from them
 pools         models of the policy that no worker serves
 """
 

@@ -119,6 +119,8 @@ def _families(router: Router) -> Iterator[Family]:
         yield family("kvstore_router_index_late_total", [((), router.index.late_count)])
         is_used = not (router.index.trouble or router.index.lost)
         yield family("kvstore_router_index_used", [((), int(is_used))])
+    traced = [] if router.traces is None else router.traces.counts
+    yield family("kvstore_router_traced_requests_total", traced)
     yield family("kvstore_router_peers", [((), router.exchange.peer_count)])
     if router.ahead is not None:
         yield family("kvstore_router_prepares_total", list(router.ahead.counts.items()))

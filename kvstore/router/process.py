@@ -25,7 +25,7 @@ from asyncio import FIRST_COMPLETED
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -81,6 +81,9 @@ from kvstore.routing.values import PrefixAnswer, ProbeResult, RouteRequest
 from kvstore.routing.workers.rows import StateChange
 from kvstore.units import NS_PER_S
 from kvstore.wording import cannot_listen
+
+if TYPE_CHECKING:
+    from kvstore.router.traces import RouteTraces
 
 READINESS_S: Final = 0.1
 
@@ -143,6 +146,12 @@ class Router:
         self._tasks: list[asyncio.Task[None]] = []
         self._open_door: OpenDoor | None = None
         self.port = 0
+        self.traces: RouteTraces | None = None
+        if config.trace is not None:
+            # Only here: a router without --trace loads nothing of OpenTelemetry.
+            from kvstore.router.traces import RouteTraces
+
+            self.traces = RouteTraces(config.trace, joined(*config.listen), config.trace_sample)
         self._make_front(config, by_keys)
 
     def _make_front(self, config: RouterConfig, by_keys: KeyPrefixes | None) -> None:
@@ -156,6 +165,7 @@ class Router:
             explain=self._explain,
             observed=self._observed,
             failed=self._failed,
+            traces=self.traces,
         )
         self.picker = Picker(self.dispatcher, self.workers, self.intake, bodies=self.bodies)
         self.exchange = LoadExchange(
@@ -286,6 +296,8 @@ class Router:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.door.shutdown(0.1)
         await self._write_receipts()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         await self.probes.close()
         if self.rendering is not None:
             await self.rendering.close()
@@ -340,6 +352,8 @@ class Router:
         drafts = self.core.take_drafts()
         self.decided.extend(drafts)
         for plain in (draft.plain for draft in drafts):
+            if self.traces is not None:
+                self.traces.ended(plain)
             if plain.outcome.ttft_s is not None:
                 self.ttfts["predicted"].add(round(plain.predicted_s * NS_PER_S))
                 self.ttfts["achieved"].add(round(plain.outcome.ttft_s * NS_PER_S))

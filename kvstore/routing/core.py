@@ -290,6 +290,7 @@ class RouterCore:
         self.legs.ended(opened, now_ns)
         outcome = opened.outcome
         outcome.attempts, outcome.end, outcome.rejected = opened.attempt, end.value, rejected
+        outcome.ended_ns = now_ns
         if opened.placement is not None and opened.placement.draft is not None:
             self._receipts.append(opened.placement.draft.ended(outcome))
 

@@ -223,6 +223,7 @@ class Placer:
         verdict = self._weigh(opened, self.fleet.crew(opened.pool, prefill=False), now_ns)
         full = saturation(verdict.features.columns, self.fleet.policy.limits).value
         outcome = RouteOutcome(attempts=0, end=Ending.FAILED.value, rejected=why.reason)
+        outcome.ended_ns = now_ns
         return self._draft(opened, verdict, None, full, now_ns, why.predicted_s).ended(outcome)
 
     def objective_s(self, opened: OpenRequest) -> float:

@@ -48,6 +48,8 @@ class RouteOutcome(msgspec.Struct):
     output_tokens: int | None = None
     attempts: int = 1
     end: str = ""
+    ended_ns: int = 0
+    """On the clock of `at_ns`."""
     prepared: tuple[Preparation, ...] = ()
     """Responses received before the end of the request."""
     raced_s: float | None = None

@@ -14,5 +14,6 @@ assembly     blocks that come in other shards than are wanted
 checksum     of a block: a tree over its address and its bytes
 record, segment    the address of a block and the page before it on disk; the file of records
 kv_events, engine_events   what a node, and what an engine publishes, in vLLM's form
+traces       the header that joins spans of a request in several services
 learned, load      what a node has measured, and what it does, in numbers
 """

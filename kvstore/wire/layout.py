@@ -52,6 +52,11 @@ def shard_bytes(space: Space, shard: Shard) -> int:
     return its * (shard.head_end - shard.head_begin)
 
 
+def whole_block_bytes(space: Space) -> int:
+    """Payload bytes of one block, all shards together."""
+    return shard_bytes(space, Shard(0, space.layer_count, 0, space.kv_head_count))
+
+
 def layer_offsets(head_bytes: Sequence[int], layer_count: int) -> NDArray[np.int64]:
     """Bytes of one head in the layers before each layer, and in all: i64 [layer_count + 1].
 

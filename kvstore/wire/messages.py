@@ -62,6 +62,7 @@ from kvstore.wire.bounds import (
 )
 from kvstore.wire.layout import Slab
 from kvstore.wire.space import PER_GROUP, Group, GroupIndex, ShardColumn
+from kvstore.wire.traces import TraceText
 
 # ── reports ───────────────────────────────────────────────────────────────────────────────────────
 # Datagrams of engines for the operator of a node: nothing is decided by them, none is answered.
@@ -129,6 +130,11 @@ class Story(Message, frozen=True):
     """From its arrival; 0: none was sampled."""
     transfer: Label = ""
     """Name of its transfer, if it has one."""
+    admitted_ns: U64 = 0
+    """From its arrival until its load was planned; 0: it had none."""
+    total_ns: U64 = 0
+    """From its arrival to its end."""
+    traceparent: TraceText = ""
 
 
 # ── pushes ────────────────────────────────────────────────────────────────────────────────────────

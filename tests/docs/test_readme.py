@@ -54,6 +54,7 @@ FOREIGN = {  # flags of vLLM, pip, docker and programs of the repository
     *(
         "--gpu-memory-utilization",
         "--enable-scale-out",
+        "--otlp-traces-endpoint",
         "--enable-prompt-tokens-details",
         "--ssl-certfile",
         "--ssl-keyfile",

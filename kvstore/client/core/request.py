@@ -96,6 +96,8 @@ class Request:
     hint_sequence: int
     transfer: PrefillPart | DecodePart | None = None
     """Part in a transfer."""
+    traceparent: str = ""
+    """Header of its client or router; empty: none."""
     tail: bytes = b""
     """Key of the prompt's tail, where it is stored or looked up; empty: it is not."""
     arrived_ns: int = 0
@@ -113,6 +115,8 @@ class Request:
     """First answer after the last question to the node."""
     first_token_ns: int = 0
     """When the engine was first seen to have a token of its answer; 0: not yet."""
+    admitted_ns: int = 0
+    """When its load was planned; 0: it has none."""
     load_ns: dict[int, int] = field(default_factory=dict)
     """Time of its copies, by rank."""
     is_old: bool = False
@@ -256,8 +260,8 @@ class Request:
         self.file_tokens = min(self.file_tokens, self.loaded_tokens)
         self.peer_tokens = min(self.peer_tokens, self.loaded_tokens - self.file_tokens)
 
-    def story(self, saved_ns: int) -> Story:
-        """The story of the request, which has ended and whose load saved so much computing."""
+    def story(self, saved_ns: int, now_ns: int) -> Story:
+        """The story of the request, which ends now and whose load saved so much computing."""
         asked, answered, replied = self.asked_at_ns, self.answered_ns, self.replied_at_ns
         return Story(
             request=cut_name(self.id),
@@ -279,6 +283,9 @@ class Request:
             stored_blocks=self.next_blocks[0],
             first_token_ns=max(0, self.first_token_ns - self.arrived_ns),
             transfer=self.transfer_id,
+            admitted_ns=max(0, self.admitted_ns - self.arrived_ns),
+            total_ns=max(0, now_ns - self.arrived_ns),
+            traceparent=self.traceparent,
         )
 
 

@@ -141,6 +141,7 @@ class SchedulerCore:
         may_hint: bool = True,
         transfer: PrefillPart | DecodePart | None = None,
         tail: bytes = b"",
+        traceparent: str = "",
     ) -> None:
         """A request arrived, maybe with a part in a transfer. Sends hints, if it may; pins
         nothing. `tail`: key of the prompt's tail, where a transfer includes it (`PromptKeys`);
@@ -156,6 +157,7 @@ class SchedulerCore:
             next_blocks=[0] * len(self.config.block_sizes),
             hint_sequence=self._stores.next_sequence(),
             transfer=transfer,
+            traceparent=traceparent,
             tail=tail if transfer is not None and has_tails else b"",
             arrived_ns=now_ns,
         )
@@ -233,7 +235,7 @@ class SchedulerCore:
         if external_tokens > 0:
             jobs = self.lookups.start_load(entry, tables, external_tokens)
             self._loads.extend(jobs)
-            entry.load_ns = {}
+            entry.load_ns, entry.admitted_ns = {}, now_ns
             entry.loaded_tokens = external_tokens
             entry.file_tokens, entry.peer_tokens = file_tokens, peer_tokens
             self.stats.add("load_blocks", sum(len(job.block_ids) for job in jobs))
@@ -297,10 +299,19 @@ class SchedulerCore:
             due = min(due, entry.prompt_tokens)
         entry.due_tokens = due if entry.first_token_ns else min(due, entry.prompt_tokens + 1)
 
-    def left_out(self, request: str, *, prompt_tokens: int, reason: str, now_ns: int) -> None:
+    def left_out(
+        self, request: str, *, prompt_tokens: int, reason: str, now_ns: int, traceparent: str = ""
+    ) -> None:
         """A request that bypasses the cache, and why: only its story is sent."""
         self._now_ns = now_ns
-        self._tell(Story(request=cut_name(request), prompt_tokens=prompt_tokens, outcome=reason))
+        self._tell(
+            Story(
+                cut_name(request),
+                prompt_tokens=prompt_tokens,
+                outcome=reason,
+                traceparent=traceparent,
+            )
+        )
 
     def finished(self, request: str, why_early: str = "", now_ns: int = 0) -> Story | None:
         """The request ended, in whatever way; `why_early`: not as it should. A running load ends by
@@ -316,7 +327,7 @@ class SchedulerCore:
         self._shadows.ended(entry)
         if not why_early:
             entry.first_token_ns = entry.first_token_ns or self._now_ns
-        story = entry.story(self.costs.saved_ns(entry.loaded_tokens))
+        story = entry.story(self.costs.saved_ns(entry.loaded_tokens), self._now_ns)
         self.stats.add("saved_prefill_ns", story.saved_ns)
         self.stats.add("waited_ns", story.lookup_ns + story.promotion_ns + story.load_ns)
         self._tell(story)

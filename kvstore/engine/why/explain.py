@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from kvstore.engine.events import Staged
+from kvstore.engine.events import Staged, StoryTold
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.state import State
 from kvstore.engine.why.findings import ABSENT, SPACE_DIGITS, Finding, RangeReport, cut, examine
@@ -23,6 +23,7 @@ from kvstore.engine.why.reasons import Reason, reason_of
 from kvstore.engine.witness import PushReport
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_MS, NS_PER_US
+from kvstore.wire.layout import whole_block_bytes
 from kvstore.wire.messages import Story, keys_array
 from kvstore.wire.space import is_prefix
 
@@ -32,7 +33,7 @@ COUNT_MAX: Final = 1 << 50
 fit no message."""
 TOKENS_MAX: Final = 1 << 32
 """Bound of tokens and blocks."""
-_TEXTS: Final = {"request", "outcome", "detail", "transfer", "session", "leases"}
+_TEXTS: Final = {"request", "outcome", "detail", "transfer", "session", "leases", "traceparent"}
 _TIMES: Final = ("queued", "lookup", "promotion", "load", "first_token", "saved")
 _COUNTS: Final = {
     name: COUNT_MAX if name.endswith("_ns") else TOKENS_MAX
@@ -135,7 +136,12 @@ class Explain:
         self._told.append(told)
         gpu_count = owner.rank_count if owner.scheduler is not None else 1
         pair = row.label, row.tenant
-        self.ledger.count(pair, story, self._table(told), gpu_count=gpu_count)
+        table = self._table(told)
+        self.ledger.count(pair, story, table, gpu_count=gpu_count)
+        if state.config.tell_stories:
+            block_bytes = whole_block_bytes(known.space) if known is not None else 0
+            row = self._row(told, table)
+            state.say(StoryTold(row, tuple(table), story, told.ended_ns, block_bytes))
         self._stage(row, story)
 
     def _stage(self, row: RequestReport, story: Story) -> None:
@@ -154,11 +160,12 @@ class Explain:
     def requests(self, request: str, *, limit: int) -> list[RequestReport]:
         """The newest requests whose id fits `request`, newest first; an empty one fits all."""
         fitting = (told for told in reversed(self._told) if fits(told.story.request, request))
-        return [self._row(told) for told in itertools.islice(fitting, limit)]
+        found = itertools.islice(fitting, limit)
+        return [self._row(told, self._table(told)) for told in found]
 
-    def _row(self, told: _Told) -> RequestReport:
+    def _row(self, told: _Told, table: list[RangeReport]) -> RequestReport:
         outcome = told.row.outcome
-        missed = next((row for row in self._table(told) if row.reason), None) if outcome else None
+        missed = next((row for row in table if row.reason), None) if outcome else None
         return msgspec.structs.replace(
             told.row,
             ended_ms_ago=max(0, self._state.now_ns - told.ended_ns) // NS_PER_MS,

@@ -25,7 +25,7 @@ from kvstore.wire.messages import Story
 from kvstore.wording import printable
 
 PAIRS_MAX: Final = 32
-NAMES_MAX: Final = 39
+NAMES_MAX: Final = 38
 """Three series each, so that a node has at most 400."""
 NAME_LENGTH_MAX: Final = 64
 OTHER: Final = "other"

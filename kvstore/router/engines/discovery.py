@@ -18,7 +18,8 @@ from urllib.parse import quote, urlsplit, urlunsplit
 import msgspec
 from yarl import URL
 
-from kvstore.config.router import ROLES, RouterConfig, WorkerText, is_exposed
+from kvstore.config.router import ROLES, RouterConfig, WorkerText
+from kvstore.config.values import is_exposed
 from kvstore.errors import ConfigError
 from kvstore.net.aio import resolved
 from kvstore.router.engines.workers import WorkerAddress, Workers

@@ -29,7 +29,7 @@ from asyncio import FIRST_COMPLETED
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from aiohttp import web
 
@@ -78,6 +78,9 @@ from kvstore.routing.events import (
 )
 from kvstore.routing.values import PrefixAnswer, RouteRequest
 
+if TYPE_CHECKING:
+    from kvstore.router.traces import RouteTraces
+
 USELESS: Final = (
     "prefills without kv_transfer_params in their answers: its connector is missing, off or without"
     " its node"
@@ -99,13 +102,16 @@ class Proxy:
         explain: Callable[[RouteRequest, PrefixAnswer | None], bytes],
         observed: Callable[[Worker, RequestJob, int, int | None], None],
         failed: Callable[[Worker, LegFailure], None],
+        traces: RouteTraces | None = None,
     ) -> None:
         """
         Args:
             explain: makes the receipt of a dry run, as JSON.
             observed: takes an answered request's prompt tokens, all and cached, by its engine.
             failed: takes what failed at a worker.
+            traces: None: headers of traces are the client's.
         """
+        self._traces = traces
         self._dispatcher, self._workers, self._engines = dispatcher, workers, engines
         self._bodies, self._intake, self._origins = bodies, intake, origins
         self._explain, self._observed, self._failed = explain, observed, failed
@@ -213,6 +219,7 @@ class Proxy:
         *,
         is_dry: bool,
     ) -> web.StreamResponse:
+        begun_ns = time.time_ns()
         try:
             job = await self._intake.job(
                 request.headers, path, body, tenant, drives_legs=True, request_id=request_id
@@ -221,6 +228,8 @@ class Proxy:
             self.counts["refused"] += 1
             return error_response(400, str(error), "invalid_request_error")
         if not is_dry:
+            if self._traces is not None:
+                self._traces.begin(request_id, request.headers, begun_ns)
             return await self._serve(request, job)
         try:
             text = self._explain(job.asked.request, job.asked.prefix)
@@ -456,12 +465,13 @@ class Proxy:
         return found
 
     def _onward(self, client: web.BaseRequest, request_id: str) -> list[tuple[str, str]]:
-        return heads.onward(
+        pairs = heads.onward(
             client.headers,
             request_id=request_id,
             authorization=self._authorization,
             way=heads.way(client.headers, self.name) or self.name,
         )
+        return pairs if self._traces is None else self._traces.onward(request_id, pairs)
 
     def _ended(self, attempt: Attempt, job: RequestJob, life: RoutedLife, ending: Ending) -> None:
         self.counts[ending.value] += 1

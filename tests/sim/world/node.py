@@ -44,6 +44,7 @@ from kvstore.engine.events import (
     Release,
     Send,
     Shown,
+    StoryTold,
     SwitchedOff,
     Tick,
     Unfollow,
@@ -238,8 +239,8 @@ class SimNode:
             case _ if isinstance(command, Offered | OffersUntold | PeerCommand):
                 assert self.peers is not None, "a peer command without peers"
                 self.peers.take(command)
-            case Follow() | Unfollow():
-                raise AssertionError("an engine that nobody wants to follow")
+            case Follow() | Unfollow() | StoryTold():
+                raise AssertionError("a command that nobody asked for")
             case _:
                 assert self.files is not None, "a file command without a disk tier"
                 if isinstance(command, ReadFile):

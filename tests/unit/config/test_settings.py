@@ -151,6 +151,8 @@ ELSE: Mapping[str, Any] = {
     "fetch": "always",
     "drain-s": 60,
     "landing": "128MiB",
+    "trace": "http://127.0.0.1:4318",
+    "trace-sample": 7,
 }
 """Another value than the default, of every setting but those of TLS."""
 BASE: Mapping[str, Any] = {
@@ -163,6 +165,7 @@ BASE: Mapping[str, Any] = {
     "peer-listen": "10.0.0.7:9480",
     "transport": "tcp",
     "insecure": True,
+    "trace": "http://127.0.0.1:4317",
 }
 """A node of which everything can be set."""
 

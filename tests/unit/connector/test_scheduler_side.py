@@ -98,6 +98,7 @@ def request(number: int, blocks: int) -> Any:
         mm_features=[],
         skip_reading_prefix_cache=False,
         kv_transfer_params=None,
+        trace_headers=None,
         status=SimpleNamespace(name="FINISHED_STOPPED"),
     )
 

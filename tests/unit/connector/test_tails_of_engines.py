@@ -91,6 +91,7 @@ def test_beside_scratch_of_a_request_a_prompt_has_no_tail(
         mm_features=[],
         skip_reading_prefix_cache=False,
         kv_transfer_params=DECODE,
+        trace_headers=None,
     )
     side.on_new_request(its_request)
     (expected,) = [word.keys for word in link.sent if isinstance(word, PushExpect)]

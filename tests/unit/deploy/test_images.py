@@ -39,9 +39,9 @@ RECIPES: Final = sorted(FOLDER.iterdir())
 TRANSFER: Final = "requirements/transfer.txt"
 GPU_TAG: Final = f"kvstore-node:{__version__}-gpu"
 ROLES: Final = {
-    "node": {"node", "events"},
+    "node": {"node", "events", "trace"},
     "index": {"node", "index", "redis"},
-    "router": {"node", "router"},
+    "router": {"node", "router", "trace"},
 }
 """Target → extras of its image."""
 LABELS: Final = {
@@ -135,7 +135,7 @@ def test_what_a_gpu_needs_is_asked_for() -> None:
     (recipe,) = lines("node-build", "RUN")
     assert lines("node-build", "ARG") == ["GPU=0"]
     assert 'case "$GPU" in 0) cuda= ;; 1) cuda=,cuda ;; *)' in recipe
-    assert '"/src[node,events$cuda]"' in recipe
+    assert '"/src[node,events,trace$cuda]"' in recipe
     assert (
         "cuda"
         in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -149,6 +149,7 @@ def test_a_page_with_everything_on_has_few_series() -> None:
         query=lambda ask, *, timeout_s: ask(node.engine), counters=DriverCounters()
     )
     parts: dict[str, Any] = {"driver": driver, "attach": attach, "tier": tier, "member": member}
+    parts["traces"] = SimpleNamespace(counts=[(("exported",), 1), (("dropped",), 0)])
     collector = NodeCollector(
         **parts, incarnation=Incarnation(1), version="1", events=EventCounters()
     )
