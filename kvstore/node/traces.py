@@ -57,8 +57,8 @@ class NodeTraces(Traces[StoryTold]):
         parent = parent._replace(span_id=own)
         for name, since_ns, took_ns, its in _steps(ended):
             # Engine and node have one clock, but messages between them take time.
-            begin = begin_ns + min(max(0, since_ns), story.total_ns)
-            times = begin, min(begin + took_ns, end_ns)
+            ends = (min(max(0, at), story.total_ns) for at in (since_ns, since_ns + took_ns))
+            times = begin_ns + next(ends), begin_ns + next(ends)
             spans.append(self.span(f"kvstore.{name}", parent, new_span_id(), times, its))
         return spans
 

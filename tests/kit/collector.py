@@ -113,7 +113,8 @@ def collecting() -> Iterator[Collector]:
 
 
 def check_tree(spans: list[Received]) -> None:
-    """Every span lies within its parent, where that one is here, and steps do not overlap."""
+    """Every span lies within its parent of the same service, and steps do not overlap. A fetch runs
+    beside them, as it may begin with a hint."""
     by_id = {span.span_id: span for span in spans}
     assert len(by_id) == len(spans)
     for span in spans:
@@ -125,7 +126,8 @@ def check_tree(spans: list[Received]) -> None:
         steps = sorted(
             (each.begin_ns, each.end_ns)
             for each in spans
-            if each.parent_id == span.span_id and each.name != "kvstore.fetch"
+            if (each.parent_id, each.service) == (span.span_id, span.service)
+            and each.name != "kvstore.fetch"
         )
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(steps)), steps
         assert sum(b - a for a, b in steps) <= span.end_ns - span.begin_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.testing.process import NodeProcess
+from kvstore.testing.process import NodeProcess, RouterProcess
 from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import Story
@@ -111,3 +112,63 @@ def test_a_request_is_a_trace_below_its_caller(tmp_path: Path, collector: Collec
         "kvstore.bytes": STORED * BLOCK_BYTES,
     }
     check_tree(collector.spans)
+
+
+def test_a_collector_that_is_away_costs_traces_and_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and never listens: refused
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        with (
+            NodeProcess.start(tmp_path, flags=["--trace", url]) as node,
+            RawEngine(node.socket, engine_id="one") as engine,
+        ):
+            engine.open()
+            for number in range(20):
+                told(engine, f"r{number}")  # each a lookup, which the node answers in time
+            assert eventually(lambda: counted(node)["dropped"] == 20, timeout_s=30)
+            assert counted(node) == {"exported": 0, "dropped": 20}
+            assert "the collector takes no spans" in node.log
+            told(engine, "last")
+            begin_s = time.monotonic()
+            assert node.stop() == 0
+            assert time.monotonic() - begin_s < 3
+        assert node.log.count("--trace") == 1, "an outage is one line"
+
+
+def test_a_collector_that_never_answers_does_not_hold_up_the_end(
+    tmp_path: Path, collector: Collector
+) -> None:
+    collector.goes_on.clear()
+    with (
+        NodeProcess.start(tmp_path, flags=["--trace", collector.url]) as node,
+        RawEngine(node.socket, engine_id="one") as engine,
+    ):
+        engine.open()
+        told(engine, "r")
+        collector.await_that(lambda: collector.calls == 1)
+        for number in range(20):
+            told(engine, f"r{number}")
+        begin_s = time.monotonic()
+        assert node.stop() == 0
+        assert time.monotonic() - begin_s < 3
+    assert collector.spans == []
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_off_is_not_imported(
+    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, is_on: bool
+) -> None:
+    flags = ["--trace", collector.url] if is_on else []
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # each import is a line on stderr
+    with NodeProcess.start(tmp_path, flags=flags) as node:
+        node.stop()
+    worker = ["--worker", "a=http://127.0.0.1:1"]
+    with RouterProcess.start(tmp_path, [*worker, *flags]) as router:
+        router.stop()
+    for process in (node, router):
+        assert "kvstore.net" in process.log
+        assert ("opentelemetry" in process.log) is is_on
+        assert ("kvstore.obs.traces" in process.log) is is_on

@@ -93,6 +93,8 @@ def test_a_hit_with_the_time_of_every_step(pace_ns: int) -> None:
     assert story.queued_ns == 7 * NS_PER_MS
     assert story.lookup_ns == 2 * NS_PER_MS
     assert (story.promotion_ns, story.load_ns) == (0, 5 * NS_PER_MS)
+    assert (story.admitted_ns, story.total_ns) == (60 * NS_PER_MS, 60 * NS_PER_MS)
+    assert story.queued_ns + story.lookup_ns + story.load_ns <= story.total_ns
     counts = node.core.stats.take()
     assert story.saved_ns == counts["saved_prefill_ns"] == 3 * BLOCK_TOKENS * pace_ns, "no guess"
     assert counts["waited_ns"] == 7 * NS_PER_MS

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from kvstore import arena
-from kvstore.config import machine, node as config_module
+from kvstore.config import machine, node as config_module, reading
 from kvstore.config.machine import available_memory, file_system_bytes
 from kvstore.config.node import EventsConfig, load_config
 from kvstore.config.values import HostPort
 from kvstore.errors import ConfigError
+from kvstore.installation import lacking
 from kvstore.tiers.file.config import AUTO, ScrubRate
 from kvstore.types import AdmissionMode
 from kvstore.units import GIB, KIB, MIB
@@ -188,6 +189,22 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"metrics": "127.0.0.1:99999"}, "must be an IP address and a port"),
         ({"metrics": "example.org:1"}, "must be an IP address and a port"),
         ({"metrics": True}, "must be an IP address and a port"),
+        (
+            {"trace": "127.0.0.1:4317"},
+            "must be http://HOST:PORT or https://HOST:PORT of a collector",
+        ),
+        ({"trace": "grpc://127.0.0.1:4317"}, "such as http://127.0.0.1:4317"),
+        ({"trace": "http://127.0.0.1"}, "must be http://HOST:PORT"),
+        ({"trace": "http://127.0.0.1:4317/v1/traces"}, "must be http://HOST:PORT"),
+        ({"trace": "http://u:p@127.0.0.1:4317"}, "must be http://HOST:PORT"),
+        ({"trace": "http://127.0.0.1:4317\n"}, "must be http://HOST:PORT"),
+        (
+            {"trace": "http://10.0.0.3:4317"},
+            "names of models and tenants: use https://, a collector",
+        ),
+        ({"trace": "http://otel.example:4317"}, "or --insecure"),
+        ({"trace-sample": 5}, "--trace-sample does nothing without --trace: add that"),
+        ({"trace": "http://127.0.0.1:4317", "trace-sample": 101}, "a number from 0 to 100"),
         ({"events": "tcp://0.0.0.0:5557"}, "can be read from other machines: use 127.0.0.1 or ipc"),
         ({"events": "tcp://10.0.0.3:5557"}, "or add --insecure if intended"),
         ({"events": "127.0.0.1:5557"}, "must be ipc:///PATH or tcp://ADDRESS:PORT, such as ipc://"),
@@ -299,6 +316,34 @@ def test_events_for_other_machines_need_the_opt_in() -> None:
     events = load_config(None, LEAST | settings).events
     assert events is not None
     assert (events.beyond_loopback, events.whole_hashes) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("url", "more"),
+    [
+        ("http://127.0.0.1:4317/", {}),
+        ("http://localhost:4317", {}),
+        ("http://[::1]:4317", {}),
+        ("https://otel.example:4317", {}),
+        ("http://otel.example:4317", {"insecure": True}),
+    ],
+)
+def test_traces_go_to_this_machine_or_by_tls(url: str, more: dict[str, Any]) -> None:
+    config = load_config(None, LEAST | {"trace": url} | more)
+    assert (config.trace, config.trace_sample) == (url.rstrip("/"), 100)
+    assert load_config(None, LEAST | {"trace": ""}).trace is None
+
+
+def test_traces_without_their_library_are_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reading, "is_installed", lambda _: False)
+    assert load_config(None, LEAST).trace is None
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, LEAST | {"trace": "http://127.0.0.1:4317"})
+    exporter = "opentelemetry-exporter-otlp-proto-grpc"
+    assert str(caught.value) == lacking("--trace", exporter, "trace")
+    assert "pip install" in str(caught.value)
 
 
 def test_quotas_are_parts_or_sizes() -> None:

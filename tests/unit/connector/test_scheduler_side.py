@@ -451,6 +451,25 @@ def test_a_story_is_not_added_to_a_backlog(
     assert any(isinstance(s, m.LeaseAsk) for s in link.sent), "questions are not lost"
 
 
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_a_story_names_the_trace_of_its_request(
+    make_side: Callable[[FullSocket], SchedulerSide], is_left_out: bool
+) -> None:
+    link = FullSocket(room=100)
+    side, one, other = make_side(link), request(1, 8), request(2, 8)
+    header = f"00-{'a' * 32}-{'b' * 16}-01"
+    one.trace_headers = {"traceparent": header, "tracestate": "v=1"}
+    other.trace_headers = {"traceparent": header + "?" * 9999}
+    for each in (one, other):
+        if is_left_out:
+            each.mm_features = [SimpleNamespace(identifier="named by its client")]
+        side.on_new_request(each)
+        side.request_finished(each)
+    told = [message for message in link.sent if isinstance(message, m.Story)]
+    assert [story.traceparent for story in told] == [header, ""]
+    assert {story.outcome for story in told} == {"image uuid" if is_left_out else "not asked"}
+
+
 def test_a_story_is_told_behind_what_goes_with_it(
     make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
-from kvstore.engine.events import Clear
+from kvstore.engine.events import Clear, StoryTold
 from kvstore.engine.why import explain, findings, trail
 from kvstore.engine.why.reasons import Reason
 from kvstore.wire.messages import LeaseRelease, Story
@@ -33,7 +33,7 @@ class Machine(CountedMachine):
 
     @initialize(slots=st.sampled_from([8, 16]))
     def start(self, slots: int) -> None:
-        self.node = DiskNode(slots=slots, block_count_max=24)
+        self.node = DiskNode(slots=slots, block_count_max=24, tell_stories=True)
         self.peer = Peer(self.node)
         self.asked: dict[int, tuple[list[int], dict[int, str], set[int]]] = {}
         self.ever: set[int] = set()
@@ -96,12 +96,14 @@ class Machine(CountedMachine):
             session=self.peer.session,
             leases=[lease],
         )
-        self.node.hear(self.peer.scheduler, story)
+        commands = self.node.hear(self.peer.scheduler, story)
         self.missed += len(some)
         ledger = self.node.engine.explain.ledger
         assert (sum(ledger.misses.values()), sum(ledger.hits.values())) == (self.missed, 0)
         (row,) = self.node.engine.explain.requests(f"r{lease}", limit=1)
         ranges = self.node.engine.explain.ranges(row.number)
+        (for_traces,) = (command for command in commands if isinstance(command, StoryTold))
+        assert (for_traces.row, [*for_traces.ranges], for_traces.story) == (row, ranges, story)
         assert sum(r.blocks for r in ranges) == len(some)
         assert [r.first_block for r in ranges] == [
             sum(r.blocks for r in ranges[:i]) for i in range(len(ranges))

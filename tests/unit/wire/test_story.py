@@ -38,6 +38,9 @@ FULL = Story(
     stored_blocks=12,
     first_token_ns=13,
     transfer="t" * 255,
+    admitted_ns=14,
+    total_ns=15,
+    traceparent="0" * 55,
 )
 
 
@@ -63,6 +66,9 @@ def test_it_is_small() -> None:
         {"detail": "d" * 256},
         {"transfer": "t" * 256},
         {"first_token_ns": -1},
+        {"total_ns": -1},
+        {"traceparent": "0" * 56},
+        {"traceparent": 1},
         {"leases": list(range(ASKS_PER_LOOKUP_MAX + 1))},
         {"leases": [-1]},
         {"leases": "1"},
