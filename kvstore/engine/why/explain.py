@@ -176,7 +176,8 @@ class Explain:
 
     def request(self, number: int) -> RequestReport | None:
         """The request with this number; None: no longer kept."""
-        return next((self._row(told) for told in self._told if told.row.number == number), None)
+        found = (told for told in self._told if told.row.number == number)
+        return next((self._row(told, self._table(told)) for told in found), None)
 
     def ranges(self, number: int) -> list[RangeReport]:
         """Result for each block of a request's prompt; empty if the request is no longer kept."""
