@@ -147,6 +147,13 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             },
         ),
         Panel(
+            "Hit ratio with more or less dram",
+            "percentunit",
+            "Prompt tokens that dram of so many times its size would serve. A steep step: buy that"
+            " size. Absent until there were enough lookups.",
+            {"{{capacity}}": "avg by (capacity) (kvstore_expected_hit_ratio)"},
+        ),
+        Panel(
             "Blocks hit by tier",
             "cps",
             "Source of loaded blocks. Many from disk: more dram shortens waits.",
