@@ -157,12 +157,13 @@ def health_of(router: Router) -> Page:
     """On the loop."""
     workers = list(router.workers)
     notes = [*filter(None, [router.refused_policy]), *router.pools.notes]
+    states = [(worker, worker.state) for worker in workers]
     notes += [
-        f"worker {w.name} is {w.state}"
-        + _because(w.why or w.parity or (UNREACHED if w.state == "new" else ""))
+        f"worker {w.name} is {state}"
+        + _because(w.why or w.parity or (UNREACHED if state == "new" else ""))
         for state in _WORST_FIRST
-        for w in workers
-        if w.state == state
+        for w, its in states
+        if its == state
     ]
     if unknown := set(router.core.policy.draining) - {worker.name for worker in workers}:
         notes.append(f"draining in the policy file names no worker: {', '.join(sorted(unknown))}")

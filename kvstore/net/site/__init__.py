@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from importlib import resources
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -86,9 +86,8 @@ def make_site(
             return _page_of(lambda: msgspec.json.encode(read_request(int(number[1]))))
         return text_page(400, "name a request by its number: /request.json?id=1")
 
-    folder = resources.files(__name__)
     files = {
-        path: partial(Page, 200, kind, folder.joinpath(name).read_bytes())
+        path: partial(Page, 200, kind, Path(__file__).with_name(name).read_bytes())
         for path, (name, kind) in _FILES.items()
     }
     return {**files, "/state.json": state, "/request.json?": request}

@@ -276,7 +276,8 @@ def test_pages(node: NodeProcess) -> None:
     assert status == 200
     assert sample(metrics, "kvstore_connections") == 2
     assert sample(metrics, "kvstore_loop_failures_total") == 0
-    assert page(node, "/")[0] == 404
+    assert page(node, "/")[1].startswith("<!doctype html>")
+    assert page(node, "/favicon.ico")[0] == 404
 
 
 def test_every_metric_in_the_table_is_exported_and_no_other(node: NodeProcess) -> None:

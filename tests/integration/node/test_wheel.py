@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import urllib.request
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,7 @@ def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
     assert {"kvstore/connector/vllm.py", "kvstore/kernels/pack.py", "kvstore/py.typed"} <= {*names}
     sources = {f"kvstore/kernels/csrc/{file.name}" for file in (ROOT / "kernels/csrc").iterdir()}
     assert sources <= {*names}
+    assert {f"kvstore/net/site/{name}" for name in ("index.html", "app.js", "app.css")} <= {*names}
 
 
 def test_without_the_extra_a_command_says_what_to_install(
@@ -135,4 +137,6 @@ def test_what_is_installed_runs(complete: Path, tmp_path: Path) -> None:
         for command in ("inspect", "explain", "top --once"):
             told = _kvstore(complete, *command.split(), "--socket", str(node.socket), cwd=tmp_path)
             assert (told.returncode, told.stderr) == (0, ""), command
+        with urllib.request.urlopen(node.metrics_url.removesuffix("metrics")) as page:
+            assert b'<script src="app.js" defer>' in page.read()
         assert node.stop() == 0
