@@ -12,7 +12,6 @@ the browser all but these files. Does not cover: contents of states (`pages` of 
 from __future__ import annotations
 
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -35,8 +34,6 @@ _FILES: Final = {
     "/app.js": ("app.js", "text/javascript; charset=utf-8"),
     "/app.css": ("app.css", "text/css; charset=utf-8"),
 }
-_LIFE: Final = secrets.token_hex(4)
-"""Another in the next process, whose counters begin anew."""
 _NUMBER: Final = re.compile(r"id=([0-9]{1,15})")
 
 
@@ -97,7 +94,7 @@ def _head(health: Page, now_s: float) -> dict[str, Any]:
     text = health.body.decode().strip()
     text = text[:HEALTH_LENGTH_MAX] + " …" * (len(text) > HEALTH_LENGTH_MAX)
     its = {"is_ok": health.status == 200, "text": text}
-    return {"version": __version__, "life": _LIFE, "at_ms": int(now_s * 1000), "health": its}
+    return {"version": __version__, "at_ms": int(now_s * 1000), "health": its}
 
 
 def _page_of(encode: Callable[[], bytes]) -> Page:

@@ -185,7 +185,7 @@ const COLUMNS = {
     ["model", (r) => r.model || "–", "name"], ["tenant", "tenant", "name far"], ["worker", (r) => r.chosen || "none", "name"],
     ["prompt", (r) => count(r.prompt_tokens), "num far"],
     ["cached, predicted", (r) => count(r.expected_tokens), "num far"],
-    ["cached", (r) => (r.cached_tokens === null ? null : count(r.cached_tokens)), "num"],
+    ["cached", (r) => (r.cached_tokens === null ? null : count(r.cached_tokens)), "num far"],
     ["held", (r) => ms(r.held_s * 1000), "num far"],
     ["TTFT, predicted", (r) => ms(r.predicted_s * 1000), "num far"],
     ["TTFT", (r) => (r.ttft_s === null ? null : ms(r.ttft_s * 1000)), "num"],
@@ -318,8 +318,8 @@ async function poll() {
     const answer = await fetch("state.json");
     if (!answer.ok) throw new Error((await answer.text()).trim());
     const state = await answer.json(), last = samples[samples.length - 1];
-    if (last && last.life !== state.life) samples = [];
-    if (!last || last.at_ms !== state.at_ms) samples = [...samples, { at_ms: state.at_ms, life: state.life, flows: state.flows }].slice(-SAMPLES);
+    if (last && last.at_ms > state.at_ms) samples = []; // another machine, or it was booted
+    if (!last || last.at_ms !== state.at_ms) samples = [...samples, { at_ms: state.at_ms, flows: state.flows }].slice(-SAMPLES);
     show(state);
     $("link").textContent = state.version;
     $("cards").className = "";

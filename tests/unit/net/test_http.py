@@ -69,6 +69,9 @@ def test_requests(server: HttpServer, request_line: bytes, answer: bytes) -> Non
 
 
 def test_a_browser_may_load_nothing_but_the_page_itself() -> None:
+    its = {name: HEADERS[name] for name in ("X-Content-Type-Options", "Referrer-Policy")}
+    assert its == {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    assert HEADERS["Cache-Control"] == "no-store"
     policy = HEADERS["Content-Security-Policy"]
     assert dict(each.split(" ", 1) for each in policy.split("; ")) == {
         "default-src": "'none'",

@@ -65,7 +65,6 @@ def test_five_viewers_cost_one_state_a_second() -> None:
     for _ in range(5):
         assert json.loads(page().body) == {
             "version": __version__,
-            "life": site._LIFE,
             "at_ms": 1_000_000,
             "health": {"is_ok": True, "text": "ok"},
             "made": 1,
