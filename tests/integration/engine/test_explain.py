@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from kvstore.demo.engine import Completion
+from kvstore.demo.engine_config import SERVED_NAME
 from kvstore.demo.workload import Encode, text_tokens
+from kvstore.routing.core import RouterCore
+from kvstore.routing.policy import RoutingPolicy
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
@@ -22,7 +25,9 @@ from tests.integration.engine.support import (
     kvstore,
     wait_until,
 )
+from tests.kit.collector import Collector, check_tree, collecting
 from tests.kit.engines import EngineConfig, EngineServer
+from tests.kit.router_thread import RouterThread
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -32,12 +37,13 @@ DRAM = "16MiB"
 """32 blocks of the tiny model in float32, some of which are credits."""
 
 
-def explained(node: NodeProcess, done: Completion) -> dict[str, Any]:
+def explained(node: NodeProcess, done: Completion | str) -> dict[str, Any]:
     """The one request with the id that the client was told."""
     found: list[dict[str, Any]] = []
+    request = done if isinstance(done, str) else done.id
 
     def is_told() -> bool:
-        found[:] = kvstore(node, "explain", done.id).get("requests", [])
+        found[:] = kvstore(node, "explain", request).get("requests", [])
         return len(found) == 1
 
     wait_until(is_told, "the request's story has arrived", seconds=30)
@@ -57,16 +63,23 @@ def test_every_request_can_be_asked(
     assert len(prompt) // BLOCK_TOKENS == BLOCKS
     directory = tmp_path / "node"
     directory.mkdir()
-    config = EngineConfig(model=tiny_model, socket=directory / "node.sock", connector_extra=PATIENT)
-
-    def start() -> NodeProcess:
-        return NodeProcess.start(directory, dram=DRAM)
-
     with ExitStack() as stack:
+        collector = stack.enter_context(collecting())
+        config = EngineConfig(
+            model=tiny_model,
+            socket=directory / "node.sock",
+            connector_extra=PATIENT,
+            arguments=("--otlp-traces-endpoint", collector.url),
+        )
+
+        def start() -> NodeProcess:
+            return NodeProcess.start(directory, dram=DRAM, flags=["--trace", collector.url])
+
         engine = stack.enter_context(vllm.start(config, log=tmp_path / "engine.log"))
         with start() as node:
             wait_until(lambda: attached(engine, node), "the engine attached")
             check_cold_and_hit(engine, node, prompt, text, tiny_model, tmp_path)
+            check_traced(engine, node, prompt, collector)
             check_evicted(engine, node, prompt, rng, encode)
             check_another_space(engine, node, prompt)
             node.kill()
@@ -113,6 +126,38 @@ def check_cold_and_hit(
     ):
         prefix = kvstore(node, "inspect", "prefix", *prompt_flags)["prefix"]
         assert prefix["held_tokens"] == BLOCKS * BLOCK_TOKENS, prompt_flags
+
+
+def check_traced(
+    engine: EngineServer, node: NodeProcess, prompt: list[int], collector: Collector
+) -> None:
+    """A request through a router is one trace, with the engine's own span and those of the node."""
+    engine.forget()
+    worker = f"w=http://127.0.0.1:{engine.port}"
+    body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 1}
+    with RouterThread(
+        [worker], core=RouterCore(RoutingPolicy(), seed=SEED), trace=collector.url
+    ) as router:
+        status, _, answer = router.ask(body)
+    assert status == 200, answer
+    (route,) = collector.named("kvstore.route")
+
+    def names() -> list[str]:
+        below = [span for span in collector.spans if span.parent_id == route.span_id]
+        return sorted(span.name for span in below if span.trace_id == route.trace_id)
+
+    collector.await_that(lambda: names() == ["kvstore.request", "llm_request"])
+    found = [span for span in collector.spans if span.trace_id == route.trace_id]
+    request = next(span for span in found if span.name == "kvstore.request")
+    story = explained(node, json.loads(answer)["id"])
+    said = [
+        (its["kvstore.blocks"], its.get("kvstore.tier", ""), its.get("kvstore.miss.reason", ""))
+        for _, its in request.events
+    ]
+    assert said == ranges(story) == [(BLOCKS, "dram", "")]
+    assert {"kvstore.lookup", "kvstore.load"} < {span.name for span in found}
+    assert route.begin_ns <= request.begin_ns <= request.end_ns
+    check_tree(found)
 
 
 def check_evicted(
