@@ -38,6 +38,10 @@ CLOSE_S: Final = 0.2
 
 Attributes = Mapping[str, Any]
 """Texts and numbers."""
+_OUTAGE: Final = (
+    "takes no spans, and they are dropped until it does: look whether it runs, and whether the URL"
+    " has its port for OTLP over gRPC, often 4317"
+)
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -146,7 +150,7 @@ class Traces(ABC, Generic[_T]):
         self._failed += 0 if is_fine else len(batch)
         if made and is_fine is self._is_failing:
             self._is_failing = not is_fine
-            news = "takes spans again" if is_fine else "takes no spans; they are dropped meanwhile"
+            news = "takes spans again" if is_fine else _OUTAGE
             _log.warning("--trace: the collector %s", news)
 
 

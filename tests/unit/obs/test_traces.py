@@ -136,7 +136,7 @@ def test_an_outage_is_counted_and_said_once(
     assert counts(traces) == {"exported": 2, "dropped": 2}
     said = [text.removeprefix("--trace: the collector ") for text in caplog.messages]
     assert [text for text in said if text.startswith("takes")] == [
-        "takes no spans; they are dropped meanwhile",
+        module._OUTAGE,
         "takes spans again",
     ]
 
