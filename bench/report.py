@@ -40,7 +40,6 @@ _PLACE: Final = re.compile(r"\{\{([^{}]+?) @ ([^{}±!≤≥-]*)([±!-]*)([≤≥
 _PLACE_ALONE: Final = re.compile(r"\{\{[^{}]+? @ [^{}]*\}\}")
 _GOAL: Final = re.compile(r"([≤≥])\s*([\d.]+)|^([\d.]+)$")
 _OVER_ALL: Final[dict[str, Callable[[list[float]], float]]] = {"min": min, "max": max, "sum": sum}
-_AS_ABOVE: Final = "the same"
 
 
 class ReportError(Exception):
@@ -56,6 +55,8 @@ class Number(NamedTuple):
     marks: str
     goal: str
     """Of this number alone."""
+    cell: tuple[str, str] = ("", "")
+    """Column and filled cell that it stands in."""
 
 
 class Loss(NamedTuple):
@@ -273,7 +274,6 @@ class Table:
         self.section = section
         self.columns = split_row(header)
         self.losses = losses
-        self._measured = ""
 
     def fill_row(self, line: str, read: Read) -> str:
         """The row with its numbers and verdicts. Raises ReportError."""
@@ -281,15 +281,12 @@ class Table:
         numbers: list[Number] = []
         for column, cell in zip(self.columns, split_row(line), strict=True):
             its = [_fill(place, read) for place in _PLACE.finditer(cell)]
-            printed = [self._print(number, column) for number in its]
+            printed = [self._print(number, cells[0] if cells else "", column) for number in its]
             cell = "".join(
                 p + n for p, n in zip(_PLACE_ALONE.split(cell), [*printed, ""], strict=True)
             )
-            if cells:
-                numbers += its
-            else:  # says what is measured
-                self._measured = self._whole_name(cell)
-            cells.append(cell)
+            numbers += [n._replace(cell=(column, cell)) for n in its] if cells else []
+            cells.append(cell)  # the first one says what is measured
         if "{{verdict}}" in cells:
             goal = cells[self.columns.index("goal")]
             try:
@@ -298,26 +295,20 @@ class Table:
                 raise ReportError(f"{self.section}, {cells[0]}: {error}") from error
             cells[cells.index("{{verdict}}")] = verdict.text
             chosen = [n for n in numbers if "!" in n.marks] or numbers
-            self._note(verdict, "; ".join(number.printed for number in chosen), goal)
+            results = dict.fromkeys(number.cell for number in chosen)
+            self._note(verdict, cells[0], "; ".join(cell for _, cell in results), goal)
         return f"| {' | '.join(cells)} |"
 
-    def _print(self, number: Number, column: str) -> str:
+    def _print(self, number: Number, name: str, column: str) -> str:
         if not number.goal:
             return number.printed
         verdict = judge([number], number.goal)
-        self._note(verdict, f"{column}: {number.printed}", number.goal)
+        self._note(verdict, name, f"{column}: {number.printed}", number.goal)
         return f"{number.printed} {verdict.text}"
 
-    def _whole_name(self, name: str) -> str:
-        """With what "the same" stands for."""
-        if not name.startswith(_AS_ABOVE):
-            return name
-        base = self._measured.partition(f"; {_AS_ABOVE}")[0]
-        return f"{base}; {name}"
-
-    def _note(self, verdict: Verdict, result: str, goal: str) -> None:
+    def _note(self, verdict: Verdict, name: str, result: str, goal: str) -> None:
         if verdict.away:
-            self.losses.append(Loss(self.section, self._measured, result, goal, verdict.away))
+            self.losses.append(Loss(self.section, name, result, goal, verdict.away))
 
 
 def make_report(template: str, read: Read, names: Sequence[str]) -> str:

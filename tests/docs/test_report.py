@@ -36,6 +36,13 @@ def test_the_report_is_what_the_records_say() -> None:
     assert report.REPORT.read_text("utf-8") == made(), "make report"
 
 
+def test_every_loss_is_named_without_the_rows_above_it() -> None:
+    text = report.REPORT.read_text("utf-8").split("## Where kvstore loses")[1].split("\n## ")[0]
+    rows = [split_row(line) for line in text.splitlines() if line.startswith("|")][2:]
+    assert len(rows) >= 5
+    assert [name for _, name, *_ in rows if name.startswith("the same")] == []
+
+
 def test_every_record_is_in_the_report() -> None:
     text = report.REPORT.read_text("utf-8")
     assert [name for name in record_names() if f"](results/{name}.json)" not in text] == []
