@@ -376,6 +376,7 @@ class SchedulerSide:
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
         """This step's orders to the ranks."""
         self.poll()
+        self._core.begin_step(self._polled_ns)
         self._computing.update(output.num_scheduled_tokens)
         for request_id in output.preempted_req_ids or ():
             self._core.pushes.preempted(request_id)

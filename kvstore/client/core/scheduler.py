@@ -242,6 +242,10 @@ class SchedulerCore:
         elif entry.stage in WAITING_STAGES:
             self.lookups.release(entry)
 
+    def begin_step(self, now_ns: int) -> None:
+        """The engine plans a step: first tokens that it knows by now came before this."""
+        self._now_ns = now_ns
+
     def settled_tokens(self, request: str, *, computed_tokens: int, known_tokens: int) -> int:
         """Tokens of the request that will be computed and verified after this step, or 0 when
         nothing is left to store or compare: the cheap question asked for every running request.

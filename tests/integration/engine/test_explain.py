@@ -118,6 +118,7 @@ def check_cold_and_hit(
     assert counts["vllm:kvstore_saved_prefill_seconds_total"] >= hit["saved_us"] / 1e6
     loaded = 'vllm:kvstore_hit_tokens_total{tier="dram"}'
     wait_until(lambda: engine.metrics()[loaded] == BLOCKS * BLOCK_TOKENS, "hits by tier")
+    check_first_token(engine, node, prompt)
     file = tmp_path / "tokens.json"
     file.write_text(json.dumps(prompt))
     for prompt_flags in (
@@ -126,6 +127,14 @@ def check_cold_and_hit(
     ):
         prefix = kvstore(node, "inspect", "prefix", *prompt_flags)["prefix"]
         assert prefix["held_tokens"] == BLOCKS * BLOCK_TOKENS, prompt_flags
+
+
+def check_first_token(engine: EngineServer, node: NodeProcess, prompt: list[int]) -> None:
+    """A request's first token is not earlier than by vLLM's own measurement of its prefill."""
+    name = "vllm:request_prefill_time_seconds_sum"
+    before_s = engine.metrics()[name]
+    story = explained(node, engine.complete(prompt[::-1], max_tokens=4))
+    assert story["first_token_us"] / 1e6 >= 0.9 * (engine.metrics()[name] - before_s)
 
 
 def check_traced(

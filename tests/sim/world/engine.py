@@ -236,6 +236,7 @@ class SimEngine:
         scheduled: list[tuple[SimRequest, int]] = []
         self._schedule_running(new_blocks, scheduled)
         self._schedule_waiting(new_blocks, scheduled)
+        self.core.begin_step(self.now_ns)
         for request, count in scheduled:
             settled = self.core.settled_tokens(
                 request.name,

@@ -224,8 +224,9 @@ def test_a_story_names_the_transfer_and_the_time_of_the_first_token(node: PushNo
     prompt_tokens = 4 * BLOCK_TOKENS + 1
     for ms, known in ((4, prompt_tokens), (5, prompt_tokens + 1), (6, prompt_tokens + 2)):
         node.wait(ms)
-        node.core.plan((), node.now_ns)
+        node.core.begin_step(node.now_ns)  # in vLLM's order: what is known, then the plan
         node.core.settled_tokens("d", computed_tokens=known, known_tokens=known)
+        node.core.plan((), node.now_ns)
     story = node.core.finished("d")
     assert story is not None
     assert (story.transfer, story.first_token_ns) == ("t", 12 * NS_PER_MS)
