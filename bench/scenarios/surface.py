@@ -54,7 +54,7 @@ WORK: Final = record.ROOT / ".cache" / "bench-surface"
 STORED_TOKENS: Final = 8 * BLOCK_TOKENS
 PROMPT_TOKENS: Final = STORED_TOKENS + 3
 HIT_RATES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
-BURSTS: Final = {1: 6, 4: 3, 16: 2}
+BURSTS: Final = {1: 4, 4: 2, 16: 1}
 """By load: how often. Computing on two cores, 16 prompts take half a minute."""
 TIERS: Final = ("dram", "file", "peer")
 ENGINE_BLOCKS: Final = 192
