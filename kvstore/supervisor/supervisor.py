@@ -195,7 +195,9 @@ class Supervisor:
         self._look_ns, self._beat = now_ns, beat
         process = self._process
         if process is not None and process.asked_to_end and not process.was_killed:
-            self._still = 0  # its heart may stand still: it has a deadline
+            self._still = 0  # its heart may stand still: it has a deadline, without a drain then
+            if stands and now_ns - self._beat_ns >= STILL_LOOKS_MAX * LOOK_NS:
+                process.deadline_ns = min(process.deadline_ns, now_ns + STOP_LIMIT_NS)
         if self._still < STILL_LOOKS_MAX or process is None or not self._serves:
             return
         self._still = 0
@@ -221,7 +223,7 @@ class Supervisor:
         too long is killed."""
         drain_s = self._start.drain_s
         number = signal.SIGHUP if drain_s and not may_drain else signal.SIGTERM
-        if process.asked_to_end != number:
+        if process.asked_to_end not in (number, signal.SIGHUP):  # what is urgent stays urgent
             process.asked_to_end = number
             process.deadline_ns = now_ns + STOP_LIMIT_NS + may_drain * drain_s * NS_PER_S
             process.signal(number)
@@ -288,7 +290,7 @@ class Supervisor:
                 store.attached(number, hello, fd)
             case control.Begun():
                 process.has_begun = True
-                if process.deadline_ns:
+                if process.deadline_ns and not process.asked_to_end:
                     process.deadline_ns = time.monotonic_ns() + START_LIMIT_NS
             case control.DiskHangs(hangs=hangs):
                 process.disk_hangs = hangs
@@ -356,7 +358,7 @@ class Supervisor:
 
     def _is_serving(self, process: Process, message: control.Serving) -> None:
         self._beat_ns = process.serving_since_ns = time.monotonic_ns()
-        process.deadline_ns = 0
+        process.deadline_ns *= bool(process.asked_to_end)
         self._standby_at_ns = process.serving_since_ns + STANDBY_AFTER_NS
         self._places, self._has_served, self._still = message.places, True, 0
         self._upgrading, self._holds_blocks = False, True
@@ -457,8 +459,9 @@ class Supervisor:
 
     def _upgrade(self) -> None:
         """Handle a request for the code on disk, which is loaded beside the old one first."""
-        if not self._serves:
-            self._refuse("the node is restarting: retry when it serves")
+        if not self._serves or self._stopping:
+            what = "ending" if self._stopping else "restarting"
+            self._refuse(f"the node is {what}: retry when it serves")
             return
         assert self._process is not None
         if self._process.disk_hangs:
@@ -481,6 +484,8 @@ class Supervisor:
         objection = self._objection(prepared)
         if self._process is not None and self._process.disk_hangs:
             objection = HANGS
+        if self._stopping:
+            objection = "the node is ending"
         if objection:
             self._refuse(objection)
             process.signal(signal.SIGKILL)

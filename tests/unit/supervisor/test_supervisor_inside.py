@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -88,9 +89,10 @@ class Inside(Supervisor):
     def wait_for_room(self) -> None:
         self._time_passes(1 << 62)
 
-    def serve(self) -> None:
+    def serve(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """A first process, until it serves."""
         self._begin_process()
+        meanwhile()
         self.say(control.Prepared(control.CONTROL_VERSION, 1, "inside"), control.Begun())
         with open(os.devnull) as file:
             for name in ("arena", "journal"):
@@ -205,6 +207,70 @@ def test_neither_an_upgrade_nor_ctrl_c_drains(tmp_path: Path) -> None:
         made.stop(signal.SIGINT)
         made.pass_time(NS_PER_S)
         assert made.process.asked_to_end == signal.SIGHUP
+
+
+def asked_to_upgrade(made: Inside) -> str:
+    """The answer to a request for an upgrade."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
+        asker.settimeout(20)
+        asker.connect(str(made.socket) + SUFFIX)
+        made.turn()
+        assert asker.recv(1000) == TAKEN
+        return msgspec.json.decode(asker.recv(1000), type=UpgradeReport).text
+
+
+def test_an_upgrade_does_not_cut_a_drain_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Inside(tmp_path, drain_s=30)
+    with contextlib.closing(made):
+        made.serve()
+        monkeypatch.setattr(made.process, "signal", lambda _: None)  # it drains
+        made.stop(signal.SIGTERM)
+        made.pass_time(NS_PER_S)
+        assert asked_to_upgrade(made).startswith("the node is ending")
+        made.pass_time(2 * NS_PER_S)
+        assert made.process.asked_to_end == signal.SIGTERM
+        assert made.process.deadline_ns == STOP_LIMIT_NS + 31 * NS_PER_S
+        assert len(made.children) == 1
+
+
+def test_a_process_that_ends_for_an_upgrade_does_not_begin_to_drain(tmp_path: Path) -> None:
+    made = Inside(tmp_path, drain_s=30)
+    with contextlib.closing(made):
+        made.serve()
+        made.ask_to_end()  # as an upgrade does
+        made.stop(signal.SIGTERM)
+        made.pass_time(NS_PER_S)
+        assert made.process.asked_to_end == signal.SIGHUP
+        assert made.process.deadline_ns == STOP_LIMIT_NS
+
+
+def test_a_process_that_hangs_in_a_drain_has_the_limit_of_any_end(tmp_path: Path) -> None:
+    made = Inside(tmp_path, drain_s=3600)
+    with contextlib.closing(made):
+        made.serve()
+        made.stop(signal.SIGTERM)
+        begin_ns = time.monotonic_ns()
+        made.pass_time(begin_ns)
+        for second in range(1, STILL_LOOKS_MAX + 9):
+            made.look(begin_ns + second * LOOK_NS)
+        assert not made.process.was_killed, "it may be about to end"
+        late_ns = made.process.deadline_ns - begin_ns - STOP_LIMIT_NS
+        assert late_ns in range(STILL_LOOKS_MAX * LOOK_NS, (STILL_LOOKS_MAX + 2) * LOOK_NS)
+
+
+def test_a_process_that_serves_after_it_was_asked_to_end_keeps_its_limit(tmp_path: Path) -> None:
+    made = Inside(tmp_path)
+    with contextlib.closing(made):
+
+        def stop() -> None:
+            made.stop(signal.SIGTERM)
+            made.pass_time(NS_PER_S)
+
+        made.serve(stop)
+        assert made.process.asked_to_end == signal.SIGTERM
+        assert made.process.deadline_ns == STOP_LIMIT_NS + NS_PER_S
 
 
 def test_who_asks_while_there_is_no_room_is_let_in_later(inside: Inside) -> None:
