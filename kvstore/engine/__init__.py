@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         RequestReport as RequestReport,
     )
     from kvstore.engine.why.findings import SPACE_DIGITS as SPACE_DIGITS, RangeReport as RangeReport
+    from kvstore.engine.why.hottest import hottest_runs as hottest_runs
     from kvstore.engine.why.ledger import Ledger as Ledger, SavingsReport as SavingsReport
     from kvstore.engine.why.reasons import Reason as Reason
     from kvstore.engine.why.report import (
@@ -73,6 +74,7 @@ _PLACES: Final = {
     "why.curve": "CurveReport",
     "why.explain": "HashingReport RequestReport",
     "why.findings": "SPACE_DIGITS RangeReport",
+    "why.hottest": "hottest_runs",
     "why.ledger": "Ledger SavingsReport",
     "why.reasons": "Reason",
     "why.report": "NO_BUDGET BlockReport JobReport LeaseReport NodeReport QuotaReport SpaceReport"

@@ -52,6 +52,7 @@ from kvstore.engine.events import (
 from kvstore.engine.memory.admission import Admission
 from kvstore.engine.memory.adoption import adopt
 from kvstore.engine.memory.journal import Journal
+from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import Files
@@ -76,7 +77,7 @@ from kvstore.engine.why import report
 from kvstore.engine.why.ages import Ages
 from kvstore.engine.why.curve import CurveReport
 from kvstore.engine.why.explain import Explain
-from kvstore.engine.why.hottest import hottest_runs
+from kvstore.engine.why.hottest import NamedBlocks, UsedSlots, named, used_slots
 from kvstore.engine.why.ledger import SavingsReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SpaceId, Tier
@@ -105,7 +106,6 @@ from kvstore.wire.messages import (
     Unserved,
     Verified,
 )
-from kvstore.wire.peers import PrepareRequest
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -443,9 +443,13 @@ class Engine:
         """Expected hit ratio by capacity of dram, one row each."""
         return self._state.curve.report(self._state.now_ns)
 
-    def hottest_runs(self, share: float) -> list[PrepareRequest]:
-        """Blocks used last, up to this share of dram."""
-        return hottest_runs(self._state, share)
+    def used_slots(self) -> UsedSlots:
+        """Slots of dram with their last use, for `hottest_runs`."""
+        return used_slots(self._state)
+
+    def named(self, words: Words) -> NamedBlocks:
+        """Blocks in these slots now, for `hottest_runs`."""
+        return named(self._state, words)
 
     def quotas(self) -> list[report.QuotaReport]:
         """One row per quota and one for all others; none without quotas."""

@@ -150,6 +150,11 @@ class Driver:
         """End `run` soon. Safe in a signal handler."""
         self._queries.end()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether `stop` was called."""
+        return self._queries.has_ended
+
     def query(self, ask: Callable[[Engine], _T], *, timeout_s: float) -> _T:
         """Run `ask` on the loop, between two steps, and return its answer.
 

@@ -27,7 +27,7 @@ from kvstore import __version__
 from kvstore.arena import Arena
 from kvstore.config.machine import available_memory, warn_of_too_little_room
 from kvstore.config.node import NodeConfig
-from kvstore.engine import Engine, EngineConfig
+from kvstore.engine import Engine, EngineConfig, hottest_runs
 from kvstore.engine.events import Event
 from kvstore.errors import ConfigError, NodeBusy
 from kvstore.installation import lacking
@@ -57,6 +57,7 @@ from kvstore.tiers.file.tier import FileTier
 from kvstore.types import SLOT_BYTES_MIN, Incarnation
 from kvstore.units import NS_PER_MS, format_size
 from kvstore.wire.learned import Learned
+from kvstore.wire.peers import PrepareRequest
 
 if TYPE_CHECKING:
     from kvstore.node.publish import Publisher
@@ -255,21 +256,31 @@ def _make_leave(
     if not peering or not peers or not peers.drain_s:
         return driver.stop
 
+    def find_runs() -> list[PrepareRequest]:
+        used = driver.query(Engine.used_slots, timeout_s=HELD_TIMEOUT_S)
+        return hottest_runs(
+            used,
+            DRAIN_SHARE,
+            lambda words: driver.query(
+                lambda engine: engine.named(words), timeout_s=HELD_TIMEOUT_S
+            ),
+        )
+
     async def drain() -> None:
         try:
-            runs = await asyncio.to_thread(
-                driver.query,
-                lambda engine: engine.hottest_runs(DRAIN_SHARE),
-                timeout_s=HELD_TIMEOUT_S,
-            )
+            runs = await asyncio.to_thread(find_runs)
             await peering.drain(runs, timeout_s=peers.drain_s)
         except NodeBusy as error:
             _log.warning("leaves without a drain: %s", error)
         finally:
             driver.stop()
 
+    begun = list[object]()
+
     def leave() -> None:
-        asyncio.run_coroutine_threadsafe(drain(), loop.loop)
+        # Once: systemd, say, signals every process of a unit, and the supervisor passes it on.
+        if not begun and not driver.has_ended:
+            begun.append(asyncio.run_coroutine_threadsafe(drain(), loop.loop))
 
     return leave
 

@@ -31,6 +31,8 @@ CALL_TIMEOUT_S: Final = 2.0
 PATIENCE_S: Final = 5.0
 """Without progress, after which a peer is taken not to fetch a run. A fetch that failed is tried
 again after a second or two."""
+FAILURES_MAX: Final = 3
+"""Failed calls in a row after which a peer is left out: one that hangs would hold up every run."""
 Ask = Callable[[str, PrepareRequest], Awaitable[PrepareReply]]
 """One call to a peer, by its name."""
 
@@ -44,8 +46,13 @@ class Drain:
         self._runs, self._peers, self._ask = runs, peers, ask
         self._turns = {peer: asyncio.Semaphore() for peer in peers}
         self.block_count = sum(len(run.keys) for run in runs) // KEY_BYTES
-        self.drained_count = 0
-        """Blocks that peers said to have in dram."""
+        self._failures = dict.fromkeys(peers, 0)
+        self._drained = [0] * len(runs)
+
+    @property
+    def drained_count(self) -> int:
+        """Blocks that some peer said to have in dram."""
+        return sum(self._drained)
 
     async def run(self) -> None:
         """Until every run is with a peer, or with nobody."""
@@ -55,25 +62,29 @@ class Drain:
         first = number % max(1, len(self._peers))
         for peer in (*self._peers[first:], *self._peers[:first]):
             async with self._turns[peer]:
-                if await self._is_taken(peer, self._runs[number]):
+                is_lost = self._failures[peer] >= FAILURES_MAX
+                if not is_lost and await self._is_taken(peer, number):
                     return
 
-    async def _is_taken(self, peer: str, run: PrepareRequest) -> bool:
-        count, best = len(run.keys) // KEY_BYTES, 0
-        since_s = time.monotonic()
+    async def _is_taken(self, peer: str, number: int) -> bool:
+        run, best = self._runs[number], 0
+        count, since_s = len(run.keys) // KEY_BYTES, time.monotonic()
         try:
             while time.monotonic() - since_s < PATIENCE_S:
                 its = await self._ask(peer, run)
                 if its.refused:
                     return False
-                if its.dram > best:
-                    self.drained_count += its.dram - best
-                    best, since_s = its.dram, time.monotonic()
+                if min(its.dram, count) > best:
+                    best, since_s = min(its.dram, count), time.monotonic()
+                    self._drained[number] = max(best, self._drained[number])
                 if best == count:
+                    self._failures[peer] = 0
                     return True
                 await asyncio.sleep(ASK_AGAIN_S)
         except (grpc.aio.AioRpcError, ProtocolError, TimeoutError) as error:
-            _log.info("node %s takes no blocks of this one: %r", peer, error)
+            self._failures[peer] += 1
+            if self._failures[peer] == FAILURES_MAX:
+                _log.warning("node %s is asked to take no more blocks: %r", peer, error)
         return False
 
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.engine.events import Clear
+from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.why import hottest
+from kvstore.engine.why.hottest import NamedBlocks, hottest_runs
+from kvstore.wire.peers import PrepareRequest
 from tests.unit.engine.harness import HALVES, Node, Peer, attached, keys, space
 
 SLOTS = 32
 
 
+def found(node: Node, share: float) -> list[PrepareRequest]:
+    return hottest_runs(node.engine.used_slots(), share, node.engine.named)
+
+
 def runs(node: Node, share: float) -> list[bytes]:
-    return [run.keys for run in node.engine.hottest_runs(share)]
+    return [run.keys for run in found(node, share)]
 
 
 def test_what_was_used_last_comes_first_and_a_prefix_before_what_continues_it() -> None:
@@ -39,9 +47,9 @@ def test_spaces_have_runs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     peer.lease(1, 1, 2)
     other.lease(1, 7, 8)
     peer.lease(2, 3)
-    found = node.engine.hottest_runs(1.0)
-    assert [run.keys for run in found] == [keys(3, 1), keys(2), keys(7, 8)]
-    assert found[0].space == found[1].space != found[2].space
+    first, second, third = found(node, 1.0)
+    assert [first.keys, second.keys, third.keys] == [keys(3, 1), keys(2), keys(7, 8)]
+    assert first.space == second.space != third.space
 
 
 def test_a_block_in_shards_of_two_ranks_is_named_once() -> None:
@@ -56,3 +64,26 @@ def test_slots_that_are_granted_or_empty_are_left_out() -> None:
     assert runs(node, 1.0) == []
     peer.store(1)
     assert runs(node, 1.0) == [keys(1)]
+
+
+def test_the_loop_is_asked_about_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hottest, "SLICE", 2)
+    node, peer = attached(Node(slots=SLOTS))
+    peer.store(1, 2, 3, 4, 5)
+    peer.lease(1, 1, 2, 3, 4, 5)
+    asked = list[int]()
+
+    def name(words: Words) -> NamedBlocks:
+        asked.append(len(words))
+        return node.engine.named(words)
+
+    (run,) = hottest_runs(node.engine.used_slots(), 1.0, name)
+    assert (run.keys, asked) == (keys(1, 2, 3, 4, 5), [2, 2, 1])
+
+
+def test_a_block_that_leaves_between_two_questions_is_left_out() -> None:
+    node, peer = attached(Node(slots=SLOTS))
+    peer.store(1, 2)
+    used = node.engine.used_slots()
+    node.step(Clear(None, None))
+    assert hottest_runs(used, 1.0, node.engine.named) == []

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from kvstore.peers import drain
-from kvstore.peers.drain import PATIENCE_S, Drain
+from kvstore.peers.drain import FAILURES_MAX, PATIENCE_S, Drain
 from kvstore.types import SpaceId
 from kvstore.wire.peers import PrepareReply, PrepareRequest
 
@@ -100,3 +100,33 @@ def test_a_peer_that_fails_leaves_its_run_to_others() -> None:
     made = Drain([run("a", 3)], ["p", "q"], ask)
     asyncio.run(made.run())
     assert made.drained_count == 3
+
+
+def test_counts_of_a_peer_are_believed_up_to_the_run() -> None:
+    answers = iter([7, 10**6, 3, 10**9, 0])
+
+    async def ask(peer: str, request: PrepareRequest) -> PrepareReply:
+        return PrepareReply(next(answers))
+
+    made = Drain([run("a", 9)], ["p"], ask)
+    asyncio.run(made.run())
+    assert (made.drained_count, next(answers)) == (9, 3), "the second answer was enough"
+
+
+def test_what_two_peers_have_counts_once() -> None:
+    peers = Peers(p="a", q="a", stops_at=4)
+    assert drained(peers, run("a", 9)).drained_count == 4
+
+
+def test_a_peer_that_hangs_does_not_hold_up_every_run() -> None:
+    peers, hung = Peers(p="", q="a" * 9), list[str]()
+
+    async def ask(peer: str, request: PrepareRequest) -> PrepareReply:
+        if peer == "p":
+            hung.append(request.tenant)
+            raise TimeoutError
+        return await peers.ask(peer, request)
+
+    made = Drain([run("a", 3)] * 40, ["p", "q"], ask)
+    asyncio.run(made.run())
+    assert (made.drained_count, len(hung)) == (120, FAILURES_MAX)
