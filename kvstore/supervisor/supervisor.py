@@ -213,10 +213,10 @@ class Supervisor:
             )
 
     def _stop_node(self, now_ns: int) -> None:
-        if self._process is None:
-            self._exit_code = 0
-        else:
+        if self._process is not None:
             self._end_process(self._process, now_ns, may_drain=not self._is_urgent)
+        elif self._exit_code is None:
+            self._exit_code = 0
 
     def _end_process(self, process: Process, now_ns: int, *, may_drain: bool = False) -> None:
         """Send a signal once, or another when there is no more time to drain; a process that takes

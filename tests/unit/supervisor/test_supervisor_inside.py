@@ -21,6 +21,7 @@ from kvstore.supervisor import control
 from kvstore.supervisor.child import Process
 from kvstore.supervisor.kept import Kept
 from kvstore.supervisor.supervisor import (
+    EXIT_GAVE_UP,
     LOOK_NS,
     STILL_LOOKS_MAX,
     STOP_LIMIT_NS,
@@ -69,6 +70,10 @@ class Inside(Supervisor):
     @property
     def serves(self) -> bool:
         return self._serves
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._exit_code
 
     def look(self, now_ns: int) -> None:
         self._look(now_ns)
@@ -271,6 +276,20 @@ def test_a_process_that_serves_after_it_was_asked_to_end_keeps_its_limit(tmp_pat
         made.serve(stop)
         assert made.process.asked_to_end == signal.SIGTERM
         assert made.process.deadline_ns == STOP_LIMIT_NS + NS_PER_S
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, EXIT_GAVE_UP), (signal.SIGTERM, 0)])
+def test_an_end_that_was_not_orderly_is_the_exit_status(
+    inside: Inside, number: signal.Signals, code: int
+) -> None:
+    inside.serve()
+    inside.process.signal(number)
+    inside.stop(signal.SIGTERM)
+    (child,) = inside.children
+    child.wait(20)
+    inside.turn()
+    inside.pass_time(NS_PER_S)
+    assert inside.exit_code == code
 
 
 def test_who_asks_while_there_is_no_room_is_let_in_later(inside: Inside) -> None:
