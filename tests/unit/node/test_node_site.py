@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from kvstore.net.site import REQUESTS_SHOWN, STATE_BYTES_MAX
-from kvstore.node.pages import FLOWS, make_pages
+from kvstore.node.pages import FLOWS, REQUESTS_AT_ONCE, make_pages
 from kvstore.obs.reasons import story_as_dict
 from kvstore.wire.messages import REQUEST_BYTES_MAX, Story
 from tests.unit.engine.harness import TOKENS, Peer, keys
@@ -23,9 +24,15 @@ class Page:
 
     def __init__(self, member: Any = None) -> None:
         self.node = SlabNode(fetches=True)
-        driver = SimpleNamespace(query=lambda ask, *, timeout_s: ask(self.node.engine))
+        self.queries = list[Any]()
+        """Answers of the loop."""
+        driver = SimpleNamespace(query=self._query)
         door = SimpleNamespace(is_in_place=True, path="/run/n")
         self._pages = make_pages(*cast("Any", (EmptyCollector(), driver, door, None, None, member)))
+
+    def _query(self, ask: Callable[[Any], Any], *, timeout_s: float) -> Any:
+        self.queries.append(ask(self.node.engine))
+        return self.queries[-1]
 
     def state(self) -> dict[str, Any]:
         page = self._pages["/state.json"]()
@@ -67,6 +74,16 @@ def test_requests_are_those_of_explain_and_one_is_its_json(page: Page) -> None:
     assert page.request(2) == json.loads(json.dumps(shown))
     assert page.request(1)["ranges"] == story_as_dict(oldest, explain.ranges(1))["ranges"]
     assert page._pages["/request.json?"]("id=3").status == 404
+
+
+def test_the_loop_is_asked_for_some_requests_at_a_time(page: Page) -> None:
+    peer = Peer(page.node)
+    for _ in range(2 * REQUESTS_SHOWN):
+        page.node.hear(peer.scheduler, Story("r", prompt_tokens=TOKENS))
+    numbers = [row["number"] for row in page.state()["requests"]]
+    assert numbers == [*range(2 * REQUESTS_SHOWN, REQUESTS_SHOWN, -1)]
+    lists = [its for its in page.queries if isinstance(its, list)]
+    assert [len(its) for its in lists] == [REQUESTS_AT_ONCE] * (REQUESTS_SHOWN // REQUESTS_AT_ONCE)
 
 
 def test_the_longest_names_fit_and_no_key_is_shown(page: Page) -> None:
