@@ -7,6 +7,7 @@ once, and so do commands that need neither gRPC nor certificates.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,21 @@ from kvstore.config.settings import AskSettings, Setting, Settings, refuse_what_
 from kvstore.errors import ConfigError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Number(click.FloatRange):
+    """A number within bounds. Python reads nan and inf, which pass any comparison, or have no
+    bound to pass, and are none."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Raises click.BadParameter."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no number: write one such as 2.5", param, ctx)
+        return number
+
 
 # Not checked by click: whoever opens it says which file it is, of which user, and what to do.
 _A_PATH: Final = functools.partial(click.Path, path_type=Path, readable=False)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvstore.cli.commands import A_FILE, JSON_OPTION, SOCKET_OPTION, index_options
+from kvstore.cli.commands import A_FILE, JSON_OPTION, SOCKET_OPTION, Number, index_options
 from kvstore.config import defaults
 from kvstore.config.settings import AskSettings
 
@@ -49,7 +49,7 @@ def _topic(_context: click.Context, _option: click.Parameter, given: str | None)
 @click.option("--cache-salt", metavar="TEXT", help="Cache salt of the request, if any.")
 @click.option(
     "--gpu-hour",
-    type=click.FloatRange(0, 1_000_000),
+    type=Number(0, 1_000_000),
     metavar="PRICE",
     help="For savings: price of a GPU hour, to print what they are worth.",
 )
@@ -170,7 +170,7 @@ def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bo
 @index_options
 @click.option(
     "--interval",
-    type=click.FloatRange(0.5, 60),
+    type=Number(0.5, 60),
     default=2.0,
     show_default=True,
     metavar="SECONDS",

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from kvstore.cli.commands import JSON_OPTION
+from kvstore.cli.commands import JSON_OPTION, Number
 from kvstore.errors import ConfigError
 from kvstore.plan.caches import Config, text_config
 from kvstore.plan.estimate import GPUS, NUMBER_BYTES, Workload, plan
@@ -52,9 +52,9 @@ def _size(text: str) -> int:
 _option: Final = partial(click.option, show_default=True)
 _size_option: Final = partial(_option, type=_size, metavar="SIZE")
 _COUNT: Final = click.IntRange(1, 1 << 30)
-_RATE: Final = click.FloatRange(0, 1e9, min_open=True)
-_SHARE: Final = click.FloatRange(0, 1)
-_TIME: Final = click.FloatRange(0)
+_RATE: Final = Number(0, 1e9, min_open=True)
+_SHARE: Final = Number(0, 1)
+_TIME: Final = Number(0)
 
 
 @click.command("plan")
@@ -76,7 +76,7 @@ _TIME: Final = click.FloatRange(0)
 @_size_option("--dram-rate", help="Bytes/s of loads of one rank; default 80 % of PCIe.")
 @_size_option("--disk-rate", default="6GB", help="Bytes/s.")
 @_size_option("--network", default="50GB", help="Bytes/s between two nodes; 50GB are 400 Gbit/s.")
-@_option("--mfu", type=click.FloatRange(0, 1, min_open=True), default=0.5,
+@_option("--mfu", type=Number(0, 1, min_open=True), default=0.5,
          help="Share of FLOP/s that prefill reaches.")  # fmt: skip
 @_option("--token-us", type=_TIME, default=0.0, help="Per prompt token, measured; 0: by FLOP/s.")
 @_option("--overhead-ms", type=_TIME, default=5.0, help="Time beside computing and loading.")

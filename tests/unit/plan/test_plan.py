@@ -227,3 +227,18 @@ def test_sizes_are_readable(tmp_path: Path) -> None:
     assert "full attention         128 KiB a token" in text
     assert "1 GiB kept by kvstore" in text
     assert 8192 * 128 * KIB == GIB == 1024 * MIB
+
+
+@pytest.mark.parametrize("option", ["flops", "mfu", "overhead-ms", "requests-per-s", "reused"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_what_is_no_number_is_refused(tmp_path: Path, option: str, value: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    result = CliRunner().invoke(cli, ["plan", str(tmp_path), f"--{option}", value])
+    assert result.exit_code == 2
+    assert option in result.output + str(result.exception)
+
+
+@pytest.mark.parametrize("flags", [("top", "--interval"), ("inspect", "savings", "--gpu-hour")])
+def test_no_number_is_refused_elsewhere_too(flags: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli, [*flags, "nan"], standalone_mode=False)
+    assert "is no number" in str(result.exception)
