@@ -21,6 +21,7 @@ from typing import Final
 import grpc
 
 from kvstore.client.index import aio_channel, channel_options
+from kvstore.client.reasons import reason_of
 from kvstore.errors import ProtocolError
 from kvstore.types import KEY_BYTES
 from kvstore.wire.identity import Identity
@@ -84,7 +85,7 @@ class Drain:
         except (grpc.aio.AioRpcError, ProtocolError, TimeoutError) as error:
             self._failures[peer] += 1
             if self._failures[peer] == FAILURES_MAX:
-                _log.warning("node %s is asked to take no more blocks: %r", peer, error)
+                _log.warning("node %s is asked for no more: %s", peer, reason_of(error))
         return False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import grpc
 import pytest
 
 from kvstore.peers import drain
@@ -116,6 +117,17 @@ def test_counts_of_a_peer_are_believed_up_to_the_run() -> None:
 def test_what_two_peers_have_counts_once() -> None:
     peers = Peers(p="a", q="a", stops_at=4)
     assert drained(peers, run("a", 9)).drained_count == 4
+
+
+def test_the_error_of_a_call_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    none = grpc.aio.Metadata()
+
+    async def ask(peer: str, request: PrepareRequest) -> PrepareReply:
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, "Connection refused")
+
+    asyncio.run(Drain([run("a", 3)] * FAILURES_MAX, ["p"], ask).run())
+    (said,) = caplog.messages
+    assert said == "node p is asked for no more: Connection refused"
 
 
 def test_a_peer_that_hangs_does_not_hold_up_every_run() -> None:
