@@ -126,7 +126,7 @@ def huge_pages(machine: Machine) -> Diagnosis:
     page = machine.meminfo("Hugepagesize") * KIB
     total, free = machine.meminfo("HugePages_Total"), machine.meminfo("HugePages_Free")
     if not total:
-        return _skip("no pool of huge pages is reserved: transparent ones are used instead")
+        return _skip("no pool of huge pages is reserved: dram has those that thp allows")
     text = f"{free} of {total} pages of {format_size(page)} are free"
     if _fits_the_pool(machine):
         return _ok(text)
@@ -290,10 +290,14 @@ def _flags(who: str, line: str, machine: Machine) -> Iterator[Diagnosis]:
         yield _error(f"{who} fails requests with a failed load", _RECOMPUTE)
     if _has(line, r"--enable-sleep-mode\0"):
         yield _error(f"{who} may unmap its KV cache", "drop --enable-sleep-mode")
-    sockets = re.findall(r'"socket"\s*:\s*"([^"]+)', line) or [DEFAULT_SOCKET]
-    if machine.node and str(machine.socket) not in sockets:
+    if machine.node and not _names_the_socket(line, machine):
         text = f"{who} names another socket than {machine.socket}"
         yield _warning(text, f'"socket":"{machine.socket}"')
+
+
+def _names_the_socket(line: str, machine: Machine) -> bool:
+    sockets = re.findall(r'"socket"\s*:\s*"([^"]+)', line) or [DEFAULT_SOCKET]
+    return str(machine.socket) in sockets
 
 
 def _allocator(who: str, variables: dict[str, str]) -> Iterator[Diagnosis]:
@@ -308,7 +312,7 @@ def _allocator(who: str, variables: dict[str, str]) -> Iterator[Diagnosis]:
 def node(machine: Machine) -> Iterator[Diagnosis]:
     """Answers of a running node."""
     if not machine.node:
-        yield _skip(machine.no_node)
+        yield _without_a_node(machine)
         return
     dram, *others = machine.node["tiers"]
     for row in machine.node["unserved"]:
@@ -325,6 +329,20 @@ def node(machine: Machine) -> Iterator[Diagnosis]:
     if dram.ready_bytes < dram.capacity_bytes:
         yield _warning(text, "wait, and look at the check memory")
     yield _ok(f"{text}, {format_size(dram.pinned_bytes)} pinned; all engines are served")
+
+
+def _without_a_node(machine: Machine) -> Diagnosis:
+    """No finding before the first start: there is neither a socket nor an engine that needs it."""
+    text, _, mend = machine.no_node.partition(": ")
+    mend = mend or f"kvstore node --socket {machine.socket}"
+    lines = [line for line in machine.engines.values() if _CONNECTOR in line]
+    if any(_names_the_socket(line, machine) for line in lines):
+        return _warning(f"{text}, and engines compute without it", mend)
+    if lines:
+        return _warning(
+            f"{text}, and engines name another", "--socket PATH, as the engines have it"
+        )
+    return _warning(text, mend) if machine.has_socket else _skip(text)
 
 
 def hits(machine: Machine) -> Diagnosis:

@@ -48,6 +48,7 @@ class Machine:
             ConfigError: a wrong setting.
         """
         self.root, self.with_rate, self.socket = root, with_rate, settings.socket
+        self.has_socket = settings.socket.exists()
         self.node, self.no_node = ask_node(settings.socket)
         self.process = (_pid_at(settings.socket) if self.node else "") or "self"
         if settings.dram != "auto":
