@@ -40,6 +40,8 @@ from kvstore.testing.process import NodeFailed, NodeProcess, RouterProcess
 WATCH_S: Final = 0.5
 NODE: Final = "up"
 """Name of the node in its index."""
+_RENDERS: Final = "--enable-scale-out"
+"""The router asks an engine for the tokens of a prompt, and finds its keys by them."""
 
 
 def engine_names(count: int) -> Iterator[str]:
@@ -74,7 +76,7 @@ def engine_configs(
     demo, whose model is built."""
     if model is None:
         small = ServerConfig(model=build_model(default_cache() / "models" / MEDIUM.size))
-        config = dataclasses.replace(small, socket=attach, flags=(*small.flags, *flags))
+        config = dataclasses.replace(small, socket=attach, flags=(*small.flags, _RENDERS, *flags))
         return [config] * count
     path = Path(model).resolve()
     return [
@@ -83,7 +85,7 @@ def engine_configs(
             served_name=path.name if path.is_dir() else model,
             socket=attach,
             max_model_len=None,
-            flags=tuple(flags),
+            flags=(_RENDERS, *flags),
             # What the operator has set wins over the demo's.
             environment={**os.environ, **({"CUDA_VISIBLE_DEVICES": own} if own else {})},
         )
@@ -106,6 +108,7 @@ def commands_to_try(
         ("why the latest requests hit or missed", f"{program} explain {at} --last 5"),
         ("what the node holds", f"{program} inspect {at}"),
         ("live", f"{program} top {at}"),
+        ("what is wrong with this machine, if anything", f"{program} doctor {at}"),
         ("the same in a browser, for node and router", f"{pages[0]}  {pages[1]}"),
         ("metrics of node and router", f"curl -s {node.metrics_url} {router.metrics_url}"),
         ("the node forgets too", f"{program} clear {at}"),
@@ -142,13 +145,19 @@ def start_engines(
     }
 
 
-def watch(console: Console, engines: dict[str, VllmServer], router: RouterProcess) -> None:
-    """Name each engine that ends; returns when all have, or the router."""
-    left = dict(engines)
+def watch(
+    console: Console, engines: dict[str, VllmServer], router: RouterProcess, node: NodeProcess
+) -> None:
+    """Name the node when it ends, and each engine; returns when all engines have, or the router."""
+    left, has_node = dict(engines), True
     while left:
         if (code := router.process.poll()) is not None:
             console.print(f"✗ the router has ended with {code}: {router.log[-400:]}", markup=False)
             return
+        if has_node and (code := node.process.poll()) is not None:
+            has_node = False
+            text = f"✗ the node has ended with {code}, engines go on without it (log: {node.log})"
+            console.print(text, markup=False, highlight=False)
         for name, engine in list(left.items()):
             if engine.wait(WATCH_S / len(left)):
                 del left[name]
@@ -186,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             router = stack.enter_context(RouterProcess.start(work, flags))
             router.await_worker()
             _name_commands(console, router, engines, node, configs[0].served_name)
-            watch(console, engines, router)
+            watch(console, engines, router, node)
             return 1
     except KeyboardInterrupt:
         console.print("All of it was stopped.")

@@ -29,6 +29,8 @@ NODE: Any = SimpleNamespace(
     supervisor_pid=76,
     metrics_url="http://127.0.0.1:9/metrics",
 )
+RUNNING: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: None))
+"""A node or a router that goes on."""
 ROUTER: Any = SimpleNamespace(url="http://127.0.0.1:8", metrics_url="http://127.0.0.1:7/metrics")
 
 
@@ -97,6 +99,7 @@ def test_a_model_of_the_users_runs_as_vllm_would_by_itself(
     words = one.command()
     assert words[words.index("--model") + 1] == words[words.index("--served-model-name") + 1]
     assert words[words.index("--dtype") + 1] == "auto"
+    assert "--enable-scale-out" in words, "or the router does not see a prompt's tokens"
     assert not {"--enforce-eager", "--max-model-len", "--max-num-seqs"} & set(words)
 
 
@@ -146,19 +149,30 @@ class Ending:
 def test_each_engine_that_ends_is_named_and_the_last_one_ends_all() -> None:
     text = io.StringIO()
     engines: Any = {"a": Ending(5), "b": Ending(2)}
-    router: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: None))
-    up.watch(Console(file=text, width=200), engines, router)
+    up.watch(Console(file=text, width=200), engines, RUNNING, RUNNING)
     assert text.getvalue().splitlines() == [
         "✗ engine b has ended, the others go on: [/core.py:7] MemoryError: no room",
         "✗ engine a has ended, there is no other: [/core.py:7] MemoryError: no room",
     ]
 
 
+def test_the_end_of_the_node_is_said_once() -> None:
+    text = io.StringIO()
+    node: Any = SimpleNamespace(
+        process=SimpleNamespace(poll=lambda: -9), log=Path("/kept/node.log")
+    )
+    engines: Any = {"a": Ending(5)}
+    up.watch(Console(file=text, width=200), engines, RUNNING, node)
+    first, second = text.getvalue().splitlines()
+    said = "✗ the node has ended with -9, engines go on without it (log: /kept/node.log)"
+    assert (first, second[:14]) == (said, "✗ engine a has")
+
+
 def test_the_end_of_the_router_ends_all() -> None:
     text = io.StringIO()
     router: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: 1), log="why [/it] ended")
     engines: Any = {"a": Ending(1000)}
-    up.watch(Console(file=text, width=200), engines, router)
+    up.watch(Console(file=text, width=200), engines, router, RUNNING)
     assert text.getvalue() == "✗ the router has ended with 1: why [/it] ended\n"
 
 
