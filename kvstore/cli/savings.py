@@ -89,4 +89,5 @@ def columns(gpu_hour: float | None) -> list[TableColumn]:
 def _figure(value: Any) -> Text:
     """Small ones with more digits; losses stand out."""
     digits = 2 if abs(value) >= 10 else 4
-    return Text(f"{value:,.{digits}f}", style="yellow" if value < 0 else "")
+    shown = round(value, digits) + 0.0  # no minus before a zero
+    return Text(f"{shown:,.{digits}f}", style="yellow" if value < 0 else "")

@@ -60,7 +60,7 @@ function table(caption, columns, rows) {
       h("thead", null, h("tr", null, columns.map((c) => h("th", { scope: "col", class: cls(c) }, c[0])))),
       h("tbody", null, rows.map((row) => h("tr", null, columns.map((c) => {
         const made = typeof c[1] === "function" ? c[1](row) : row[c[1]];
-        return h("td", { class: cls(c), title: cls(c) === "name" ? made : null }, made === null || made === undefined ? "–" : made);
+        return h("td", { class: cls(c), title: cls(c) === "name" ? made : null }, [null, undefined, ""].includes(made) ? "–" : made);
       }))))));
 }
 
@@ -160,7 +160,7 @@ function prediction(state) {
   const line = (kind, name, tokens) => meter(kind, name, tokens / its.prompt_tokens_total, percent(tokens / its.prompt_tokens_total));
   return [
     line("dram", "cached, as engines report", its.cached_tokens_total), line("none", "predicted", its.predicted_tokens_total),
-    muted(`Median time to the first token, at most: ${ms(its.ttft_p50_ms.achieved)}, predicted ${ms(its.ttft_p50_ms.predicted)}.`)];
+    muted(its.ttft_p50_ms.achieved ? `Median time to the first token, at most: ${ms(its.ttft_p50_ms.achieved)}, predicted ${ms(its.ttft_p50_ms.predicted)}.` : "No time to the first token yet: only streamed answers show it.")];
 }
 
 function mix(r) {
@@ -291,7 +291,7 @@ function storyOfRouter(r) {
     facts([["worker", r.chosen || "none"], ["prefill by", r.prefill_worker], ["model", r.model], ["tenant", r.tenant], ["policy", r.policy],
       ["end", r.outcome.rejected || r.outcome.end], ["first token", r.outcome.ttft_s === null ? "" : `${ms(r.outcome.ttft_s * 1000)}, predicted ${ms(r.predicted_s * 1000)}`],
       ["prefill", r.split_reason], ["degraded", r.degraded.join(", ")]]),
-    h("h2", null, "Until its first token"),
+    h("h2", null, `Until its first token${r.outcome.ttft_s === null ? ", as predicted" : ""}`),
     timeline([["queued", "held by the router", r.held_s * 1e6], ["compute", "at the worker", Math.max(0, end - r.held_s) * 1e6]]),
     h("h2", null, "Workers that could take it, best first"),
     table("Candidates", [["worker", "worker"], ["score", (c) => c.score.toFixed(4), "num"], ["cached", (c) => count(c.cached), "num"], ["left out", (c) => c.filtered || "–"]], r.candidates)];

@@ -53,6 +53,13 @@ def test_each_tier_and_the_sum_in_hours_and_money(
     assert "money" not in printed(capsys)
 
 
+def test_a_loss_too_small_to_show_is_no_negative_zero(
+    rows: list[SavingsReport], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows[:] = [SavingsReport("m", "t", "none", 0, 0, 24, 24, -25)]
+    assert "-0.0000" not in printed(capsys, gpu_hour=2.5)
+
+
 def test_a_node_that_only_lost_says_so(
     rows: list[SavingsReport], capsys: pytest.CaptureFixture[str]
 ) -> None:
