@@ -156,7 +156,8 @@ def watch(
             return
         if has_node and (code := node.process.poll()) is not None:
             has_node = False
-            text = f"✗ the node has ended with {code}, engines go on without it (log: {node.log})"
+            log = node.directory / "node.log"
+            text = f"✗ the node has ended with {code}, engines go on without it (log: {log})"
             console.print(text, markup=False, highlight=False)
         for name, engine in list(left.items()):
             if engine.wait(WATCH_S / len(left)):

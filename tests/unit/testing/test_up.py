@@ -158,9 +158,7 @@ def test_each_engine_that_ends_is_named_and_the_last_one_ends_all() -> None:
 
 def test_the_end_of_the_node_is_said_once() -> None:
     text = io.StringIO()
-    node: Any = SimpleNamespace(
-        process=SimpleNamespace(poll=lambda: -9), log=Path("/kept/node.log")
-    )
+    node: Any = SimpleNamespace(process=SimpleNamespace(poll=lambda: -9), directory=Path("/kept"))
     engines: Any = {"a": Ending(5)}
     up.watch(Console(file=text, width=200), engines, RUNNING, node)
     first, second = text.getvalue().splitlines()
