@@ -72,10 +72,11 @@ class RouteTraces(Traces[tuple[BegunRoute, Receipt]]):
     def make(self, ended: tuple[BegunRoute, Receipt]) -> list[ReadableSpan]:
         begun, receipt = ended
         outcome = receipt.outcome
+        counted = None if receipt.prompt_is_estimated else receipt.prompt_tokens
         attributes = {
             "gen_ai.request.id": receipt.request_id,
             "gen_ai.request.model": receipt.model,
-            "gen_ai.usage.input_tokens": receipt.prompt_tokens,
+            "gen_ai.usage.input_tokens": counted,
             "gen_ai.usage.cache_read.input_tokens": outcome.cached_tokens,
             "gen_ai.usage.output_tokens": outcome.output_tokens,
             "kvstore.outcome": outcome.rejected or outcome.end,

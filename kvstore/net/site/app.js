@@ -156,7 +156,7 @@ function savings(state) {
 
 function prediction(state) {
   const its = state.prediction;
-  if (!its.prompt_tokens_total) return [muted("No engine has reported cached tokens yet: vLLM does with --enable-prompt-tokens-details.")];
+  if (!its.prompt_tokens_total) return [muted("No engine has reported cached tokens yet: vLLM does with --enable-prompt-tokens-details, in streams if the client asks for usage.")];
   const line = (kind, name, tokens) => meter(kind, name, tokens / its.prompt_tokens_total, percent(tokens / its.prompt_tokens_total));
   return [
     line("dram", "cached, as engines report", its.cached_tokens_total), line("none", "predicted", its.predicted_tokens_total),

@@ -143,6 +143,7 @@ def test_a_fetch_is_in_the_trace_of_its_client(system: System) -> None:
     assert got["traceparent"] == f"00-{TRACE}-{route.span_id}-01"
     assert route.attributes["kvstore.worker"] == "w"
     assert route.attributes["kvstore.outcome"] == "done"
+    assert "gen_ai.usage.input_tokens" not in route.attributes, "nobody has tokenized the prompt"
     assert (request.service, request.parent_id) == ("kvstore-node", route.span_id)
     assert request.attributes["kvstore.miss.reason"] == "not asked"
     assert fetch.parent_id == request.span_id
