@@ -435,6 +435,23 @@ def test_nothing_is_stored_or_loaded_once_an_adapters_files_changed(
     side.build_plan(output(scheduled={"r1": 8 * BLOCK_TOKENS}, state=state))
 
 
+def test_the_first_token_is_there_once_the_step_that_computed_it_is_over(
+    make_side: Callable[[FullSocket], SchedulerSide], clock: SimpleNamespace
+) -> None:
+    link = FullSocket(room=100)
+    side, one = make_side(link), request(1, 1)
+    side.on_new_request(one)
+    state = SimpleNamespace(get_block_ids=lambda name: None, boundary_state_offloads={})
+    side.build_plan(output(scheduled={"r1": BLOCK_TOKENS}, state=state))
+    clock.now_ns += 70 * 10**6
+    one.num_computed_tokens, one.num_tokens = BLOCK_TOKENS, BLOCK_TOKENS + 1
+    side.build_plan(output(scheduled={"r1": 1}, state=state))
+    clock.now_ns += 10**9
+    side.request_finished(one)
+    (story,) = (each for each in link.sent if isinstance(each, m.Story))
+    assert story.first_token_ns == 70 * 10**6
+
+
 def test_a_story_is_not_added_to_a_backlog(
     make_side: Callable[[FullSocket], SchedulerSide],
 ) -> None:
