@@ -48,7 +48,7 @@ from tests.kit.engines import EngineConfig, server_pid
 from tests.kit.models import SHAPES, build_model
 from tests.kit.peers import PeerPair
 
-SIZE: Final = "bench"
+SIZE: Final = "medium"
 MODEL: Final = record.ROOT / ".cache" / "models" / SIZE
 WORK: Final = record.ROOT / ".cache" / "bench-surface"
 STORED_TOKENS: Final = 8 * BLOCK_TOKENS
@@ -126,7 +126,7 @@ def figures(bursts: Sequence[Burst], plain: Sequence[Burst], *, hit_rate: float)
         "ttft_over_without": float(np.median(with_ms) / np.median(without_ms)),
         "ttft_over_without_interval_95": list(_interval(with_ms, without_ms)),
         "found_tokens_of_a_request": found / len(with_ms),
-        "loaded_mib_of_a_request": found * shape.kv_bytes_per_token(2) / len(with_ms) / 2**20,
+        "loaded_mib_of_a_request": found * shape.kv_bytes_per_token(4) / len(with_ms) / 2**20,
         "processor_s_of_a_request": sum(burst.processor_s for burst in bursts) / len(with_ms),
         "without_processor_s_of_a_request": sum(burst.processor_s for burst in plain)
         / len(without_ms),
@@ -151,7 +151,7 @@ def _interval(over: Sequence[float], under: Sequence[float]) -> tuple[float, flo
 @contextlib.contextmanager
 def _engine(name: str, socket: Path | None) -> Iterator[VllmServer]:
     config = EngineConfig(
-        model=MODEL, dtype="bfloat16", kv_blocks=ENGINE_BLOCKS, max_num_seqs=16, socket=socket
+        model=MODEL, dtype="float32", kv_blocks=ENGINE_BLOCKS, max_num_seqs=16, socket=socket
     )
     with VllmServer.start(config, log=WORK / f"engine-{name}.log") as engine:
         yield engine
@@ -262,7 +262,7 @@ def measure(
                 )
     return {
         "what": "time to first token over hit rate, load and tier, beside vLLM alone",
-        "model": {"size": SIZE, "dtype": "bfloat16"},
+        "model": {"size": SIZE, "dtype": "float32"},
         "prompt_tokens": PROMPT_TOKENS,
         "rows": rows,
     }
