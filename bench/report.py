@@ -201,35 +201,46 @@ def _losses(found: Sequence[Loss]) -> str:
 
 def _surface(read: Read) -> str:
     rows = read("surface")["rows"]
-    rates = [cell["hit_rate"] for cell in rows[0]["cells"]]
+    grids = {
+        "Time to first token with kvstore ÷ without:": lambda cell: _print_ratio(cell),
+        "Milliseconds, median:": lambda cell: f"{cell['ttft_ms']['p50']:,.0f}",
+        "Processor seconds and MiB loaded, of a request:": lambda cell: (
+            f"{cell['processor_s_of_a_request']:.2f} s, {cell['loaded_mib_of_a_request']:.1f} MiB"
+        ),
+    }
+    return "\n\n".join(f"{title}\n\n{_grid(rows, text)}" for title, text in grids.items())
+
+
+def _grid(rows: Sequence[Any], text: Callable[[Any], str]) -> str:
+    rates = [f"{cell['hit_rate']:.0%}" for cell in rows[0]["cells"]]
     lines = [
-        f"| tier | requests at once | {' | '.join(f'{rate:.0%} stored' for rate in rates)} |",
-        "|---|---|" + "---|" * len(rates),
+        f"| tier | requests at once | without kvstore | {' | '.join(rates)} stored |",
+        "|---|---|---|" + "---|" * len(rates),
     ]
     for row in rows:
-        cells = []
-        for cell in row["cells"]:
-            low, high = cell["ttft_over_without_interval_95"]
-            cells.append(
-                f"{cell['ttft_over_without']:.2f} [{low:.2f}, {high:.2f}]"
-                f" · {cell['processor_s_of_a_request']:.2f} s"
-                f" · {cell['loaded_mib_of_a_request']:.1f} MiB"
-            )
-        lines.append(f"| {row['tier']} | {row['load']} | {' | '.join(cells)} |")
-    lines += ["", "The same in milliseconds, medians, and without the connector:", ""]
-    lines += [
-        lines[0].replace(" stored", "") + " without | processor s without |",
-        lines[1] + "---|" * 2,
-    ]
-    for row in rows:
-        cells = [f"{cell['ttft_ms']['p50']:,.0f}" for cell in row["cells"]]
         alone = row["cells"][0]
-        cells += [
-            f"{alone['without_ttft_ms']['p50']:,.0f}",
-            f"{alone['without_processor_s_of_a_request']:.2f}",
-        ]
-        lines.append(f"| {row['tier']} | {row['load']} | {' | '.join(cells)} |")
+        without = (
+            f"{alone['without_ttft_ms']['p50']:,.0f} ms,"
+            f" {alone['without_processor_s_of_a_request']:.2f} s"
+        )
+        cells = " | ".join(text(cell) for cell in row["cells"])
+        lines.append(f"| {row['tier']} | {row['load']} | {without} | {cells} |")
     return "\n".join(lines)
+
+
+def _print_ratio(cell: Any) -> str:
+    low, high = cell["ttft_over_without_interval_95"]
+    return f"{cell['ttft_over_without']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _surface_losses(read: Read) -> Iterator[Loss]:
+    """Cells that are slower than without kvstore, with all of their interval."""
+    for row in read("surface")["rows"]:
+        for cell in row["cells"]:
+            if cell["ttft_over_without_interval_95"][0] > 1:
+                name = f"{row['tier']}, {row['load']} at once, {cell['hit_rate']:.0%} stored"
+                over = cell["ttft_over_without"]
+                yield Loss("Hit rate, load and tier", name, _print_ratio(cell), "≤ 1", over)
 
 
 def _records(read: Read, names: Sequence[str]) -> str:
@@ -329,6 +340,7 @@ def make_report(template: str, read: Read, names: Sequence[str]) -> str:
             line = table.fill_row(line, read)
         lines.append(line)
     text = "\n".join(lines) + "\n"
+    losses += _surface_losses(read) if "{{surface}}" in text else []
     tables: dict[str, Callable[[], str]] = {
         "{{losses}}": lambda: _losses(losses),
         "{{surface}}": lambda: _surface(read),

@@ -217,6 +217,31 @@ def test_the_template_has_no_measured_number_that_no_record_gives() -> None:
     assert found == []
 
 
+def surface_cell(rate: float, ratio: float, low: float) -> dict[str, Any]:
+    return {
+        "hit_rate": rate,
+        "ttft_over_without": ratio,
+        "ttft_over_without_interval_95": [low, ratio + 0.5],
+        "ttft_ms": {"p50": 1234.5},
+        "without_ttft_ms": {"p50": 1000.0},
+        "processor_s_of_a_request": 0.75,
+        "without_processor_s_of_a_request": 0.5,
+        "loaded_mib_of_a_request": 8.0,
+    }
+
+
+def test_a_cell_that_is_surely_slower_than_without_kvstore_is_a_loss() -> None:
+    cells = [surface_cell(0.0, 1.2, 1.1), surface_cell(0.5, 1.2, 0.9), surface_cell(1.0, 0.1, 0.1)]
+    surface = {"rows": [{"tier": "file", "load": 4, "cells": cells}]}
+    text = make_report("{{losses}}\n\n{{surface}}", {"surface": surface}.__getitem__, [])
+    assert text.count("4 at once") == 1
+    assert "| file, 4 at once, 0% stored | 1.20 [1.10, 1.70] | ≤ 1 | 1.20 × |" in text
+    row = "| file | 4 | 1,000 ms, 0.50 s | "
+    assert f"{row}1.20 [1.10, 1.70] | 1.20 [0.90, 1.70] | 0.10 [0.10, 0.60] |" in text
+    assert f"{row}1,234 | 1,234 | 1,234 |" in text
+    assert f"{row}0.75 s, 8.0 MiB | " in text
+
+
 def test_samples_of_a_record_are_counted() -> None:
     its = {"samples": [1.0, 2.0, 3.0], "interval_95": [1, 2], "rows": [{"ms": 1.0}, {"ms": 2.0}]}
     text = make_report("{{records}}", json.loads(json.dumps({"a": its})).__getitem__, ["a"])
