@@ -124,7 +124,10 @@ def miscounted(name: str, record: Any) -> list[str]:
         if path[-1] == "not_rested":
             *above, side = ("", *path[:-1])
             part = at(record, "/".join(above[1:])) if above[1:] else record
-            rows = [row[side] if side else row for row in part["samples"]]
+            if isinstance(part, list):  # of cells, with samples each
+                rows = part[int(side)]["samples"]
+            else:
+                rows = [row[side] if side else row for row in part["samples"]]
             said = sum(not row["is_rested"] for row in rows)
             if counted != said:
                 found.append(f"{'/'.join((name, *path))}: {counted}, and its samples say {said}")
