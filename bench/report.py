@@ -11,7 +11,8 @@ unit, and `min`, `max` or `sum` before a path with `*` is over all that match. B
 
 In a table with a column "goal", `{{verdict}}` is ✓ or ✗ for each number of the row behind the first
 cell, ≈ when its interval includes the goal. A goal of "lowest" or "highest" is that of the number
-marked "!" among the others, and the verdict won or lost. `{{losses}}`, `{{surface}}` and
+marked "!" among the others, and the verdict won, equal or lost; it may follow a limit, as in
+"≤ 5, lowest". `{{losses}}`, `{{surface}}` and
 `{{records}}` are tables made here. Nothing else is computed: what the records' ratios are made from
 is checked by tests/docs/test_figures.py.
 """
@@ -157,6 +158,9 @@ class Verdict(NamedTuple):
 
 def judge(numbers: Sequence[Number], goal: str) -> Verdict:
     """Of the numbers of a row. Raises ReportError: as many goals as numbers, or one for all."""
+    if ", " in goal:  # a limit, and a place among the others
+        both = [judge(numbers, each) for each in goal.split(", ")]
+        return Verdict(" ".join(v.text for v in both), max(v.away for v in both))
     marked = [number for number in numbers if "!" in number.marks]
     ours = marked or [number for number in numbers if "-" not in number.marks]
     if goal in {"lowest", "highest"}:
@@ -164,7 +168,8 @@ def judge(numbers: Sequence[Number], goal: str) -> Verdict:
         if len(ours) != 1 or not others:
             raise ReportError(f"one number with ! beside others is what {goal!r} is about")
         away = ours[0].value / min(others) if goal == "lowest" else max(others) / ours[0].value
-        return Verdict("won", 0.0) if away <= 1 else Verdict("lost", away)
+        text = "lost" if away > 1 else "equal" if away == 1 else "won"
+        return Verdict(text, away if away > 1 else 0.0)
     goals = [(sign or "=", float(limit or exact)) for sign, limit, exact in _GOAL.findall(goal)]
     if not ours or len(goals) not in {1, len(ours)}:
         raise ReportError(f"{len(ours)} numbers have the goal {goal!r}")

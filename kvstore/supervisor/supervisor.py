@@ -214,18 +214,17 @@ class Supervisor:
 
     def _stop_node(self, now_ns: int) -> None:
         if self._process is not None:
-            self._end_process(self._process, now_ns, may_drain=not self._is_urgent)
+            self._end_process(self._process, now_ns, 0 if self._is_urgent else self._start.drain_s)
         elif self._exit_code is None:
             self._exit_code = 0
 
-    def _end_process(self, process: Process, now_ns: int, *, may_drain: bool = False) -> None:
-        """Send a signal once, or another when there is no more time to drain; a process that takes
-        too long is killed."""
-        drain_s = self._start.drain_s
-        number = signal.SIGHUP if drain_s and not may_drain else signal.SIGTERM
+    def _end_process(self, process: Process, now_ns: int, drain_s: int = 0) -> None:
+        """Send a signal once: SIGTERM, on which a node that can drain does, or SIGHUP, also when it
+        drains already. A process that takes too long is killed."""
+        number = signal.SIGHUP if self._start.drain_s and not drain_s else signal.SIGTERM
         if process.asked_to_end not in (number, signal.SIGHUP):  # what is urgent stays urgent
             process.asked_to_end = number
-            process.deadline_ns = now_ns + STOP_LIMIT_NS + may_drain * drain_s * NS_PER_S
+            process.deadline_ns = now_ns + STOP_LIMIT_NS + drain_s * NS_PER_S
             process.signal(number)
             process.signal(signal.SIGCONT)  # a stopped one would not see it
 
@@ -358,7 +357,8 @@ class Supervisor:
 
     def _is_serving(self, process: Process, message: control.Serving) -> None:
         self._beat_ns = process.serving_since_ns = time.monotonic_ns()
-        process.deadline_ns *= bool(process.asked_to_end)
+        if not process.asked_to_end:
+            process.deadline_ns = 0
         self._standby_at_ns = process.serving_since_ns + STANDBY_AFTER_NS
         self._places, self._has_served, self._still = message.places, True, 0
         self._upgrading, self._holds_blocks = False, True

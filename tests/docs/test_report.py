@@ -154,6 +154,8 @@ def test_a_place_prints_what_stands_in_the_record(place: str, printed: str) -> N
         ("{{a/hit/over @ .2f}}; {{a/peer/value @ .1f!}}", "≤ 2", "✓", None),
         ("{{a/hit/over @ .2f}}; {{a/peer/value @ .1f!}}", "lowest", "lost", "2.46 ×"),
         ("{{a/hit/over @ .2f}}; {{a/peer/value @ .1f!}}", "highest", "won", None),
+        ("{{a/hit/over @ .2f}}; {{a/hit/over @ .2f!}}", "highest", "equal", None),
+        ("{{a/hit/over @ .2f}}; {{a/peer/value @ .1f!}}", "≤ 3, lowest", "✓ lost", "2.46 ×"),
         ("{{a/hit/ms @ .1f-}}; {{a/peer/value @ .1f}}", "2", "✓", None),
     ],
 )
