@@ -142,7 +142,8 @@ class Bench:
 
     def arrive(self) -> Any:
         """A request with a shared prefix of random length and its own rest."""
-        from vllm.v1.request import RequestStatus
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request, RequestStatus
 
         self._number += 1
         shared = self.random.randrange(PROMPT_BLOCKS)
@@ -152,20 +153,12 @@ class Bench:
         ]
         tokens = PROMPT_BLOCKS * BLOCK_TOKENS + self.random.randrange(BLOCK_TOKENS)
         self._blocks += len(chain)
-        return SimpleNamespace(
-            request_id=f"r{self._number}",
-            block_hashes=chain,
-            num_prompt_tokens=tokens,
-            num_tokens=tokens,
-            num_computed_tokens=0,
-            lora_request=None,
-            mm_features=[],
-            kv_transfer_params=None,
-            status=RequestStatus.FINISHED_STOPPED,
-            skip_reading_prefix_cache=False,
-            table=list(range(self._blocks - len(chain), self._blocks)),
-            left=self.random.randrange(50, 400),
-        )
+        request: Any = Request(f"r{self._number}", [0] * tokens, SamplingParams(), None)
+        request.block_hashes = chain
+        request.status = RequestStatus.FINISHED_STOPPED  # what its end reads
+        request.table = list(range(self._blocks - len(chain), self._blocks))
+        request.left = self.random.randrange(50, 400)
+        return request
 
     def admit(self, request: Any) -> tuple[Any, int]:
         """Look up and allocate; a hit is taken as loaded at once."""
@@ -191,7 +184,7 @@ class Bench:
         self.step_end(scheduled, new)
         for request, count in scheduled + new:
             request.num_computed_tokens += count
-            request.num_tokens = request.num_computed_tokens + 1
+            request.append_output_token_ids(0)
             request.left -= 1
         self.running += [request for request, _ in new]
         for request in [r for r in self.running if r.left <= 0]:
