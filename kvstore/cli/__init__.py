@@ -3,13 +3,12 @@
 main              the command line: node, index, certs, upgrade, clear, fsck
 look_commands     inspect, explain, top: flags to queries
 commands          flags of settings, options that several commands share
-ask, pages        clients of a node and of the index; questions to a router over HTTP
+ask, pages        clients of a node and of the index; questions over HTTP
 tables            columns as data; rows of a node
 look              inspect, explain: facts and tables of an answer
 savings           inspect savings: hours and money
 prefix            locations of a prompt's blocks
-top, top_routers  figures of nodes, and of routers from their pages
-top_view, top_screen   their layout; one sample, or a terminal
+top, top_view     states of processes, as pages show them, in a terminal
 route             decisions of a router: explain, replay
 plan              sizes of a deployment, from a config.json and rates
 doctor            findings about this machine: doctor_machine reads, doctor_checks judge

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 
+from kvstore.cli.pages import decode_state
 from kvstore.config.defaults import REPLY_BYTES_MAX
 from kvstore.config.settings import AskSettings
 from kvstore.errors import AttachError, ProtocolError
-from kvstore.proto import forms, inspect_pb2 as pb
+from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.proto.rows import Row, decode_rows
 from kvstore.supervisor.listener import INSPECT_SUFFIX
 from kvstore.supervisor.upgrade import no_node_at, not_yours
-from kvstore.wire.load import Load
 
 if TYPE_CHECKING:
     from kvstore.client.index import IndexClient
 
 _R = TypeVar("_R", bound=Row)
 TIMEOUT_S: Final = 5.0
-LOAD_TIMEOUT_S: Final = 1.0
+STATE_TIMEOUT_S: Final = 1.0
 """Timeout of queries that are repeated."""
 INDEX_TIMEOUT_S: Final = 5.0
 
@@ -59,11 +59,10 @@ class NodeClient:
         except ProtocolError as error:
             raise AttachError(f"{error}: use the command that is installed with the node") from None
 
-    def load(self) -> tuple[str, int, Load | None]:
-        """Load of the node: its name in the cluster, its incarnation, the figures. Raises
-        AttachError."""
-        reply = _call(self._stub.Load, pb.LoadRequest(), timeout_s=LOAD_TIMEOUT_S)
-        return reply.node, reply.incarnation, forms.load_of(reply)
+    def state(self) -> dict[str, Any]:
+        """The page of the node, as its /state.json has it. Raises AttachError."""
+        reply = _call(self._stub.State, pb.StateRequest(), timeout_s=STATE_TIMEOUT_S)
+        return decode_state(reply.state)
 
     def clear(self, *, space: str) -> int:
         """Forget blocks; returns how many. Raises AttachError."""

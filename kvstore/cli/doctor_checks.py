@@ -347,18 +347,19 @@ def _without_a_node(machine: Machine) -> Diagnosis:
 
 def hits(machine: Machine) -> Diagnosis:
     """Hits since the start of a running node, and the latest misses."""
-    (load,) = machine.node.get("load") or [None]
-    count = load.blocks_hit + load.blocks_missed if load else 0
+    (state,) = machine.node.get("state") or [{}]
+    hit, missed = (sum(state.get(name, {}).values()) for name in ("hits", "misses"))
+    count = hit + missed
     if not count:
         return _skip("no node answers, or none of its blocks was asked for yet")
     from kvstore.obs import reasons
 
     misses = [reasons.word(row.outcome) for row in machine.node["requests"] if row.outcome]
-    text = f"{100 * load.blocks_hit / count:.0f} % of {count} blocks were hits"
+    text = f"{100 * hit / count:.0f} % of {count} blocks were hits"
     if often := Counter(misses).most_common(3):
         text += "; latest misses: " + ", ".join(f"{n} × {why}" for why, n in often)
     mend = f"kvstore explain --socket {machine.socket}"
-    return _ok(text) if load.blocks_hit else _warning(text, mend)
+    return _ok(text) if hit else _warning(text, mend)
 
 
 # ── versions ─────────────────────────────────────────────────────────────────────────────────────

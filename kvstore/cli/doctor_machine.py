@@ -175,8 +175,8 @@ def disk_rates(fd: int) -> tuple[int, int] | None:
 
 
 def ask_node(path: Path) -> tuple[dict[str, list[Any]], str]:
-    """The node's answers: rows of topics as `kvstore inspect` has them, and one row of `load`; or
-    nothing, and why."""
+    """The node's answers: rows of topics as `kvstore inspect` has them, and one row of `state`, its
+    page; or nothing, and why."""
     if not path.exists():
         return {}, f"there is no socket {path}"
     from kvstore.cli.ask import node_client
@@ -186,7 +186,7 @@ def ask_node(path: Path) -> tuple[dict[str, list[Any]], str]:
         with node_client(path) as client:
             topics = ("tiers", "unserved", "spaces", "requests")
             rows: dict[str, list[Any]] = {each: client.rows(each, TOPICS[each]) for each in topics}
-            return rows | {"load": [client.load()[2]]}, ""
+            return rows | {"state": [client.state()]}, ""
     except KVStoreError as error:
         return {}, str(error)
 

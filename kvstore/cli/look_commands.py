@@ -177,49 +177,50 @@ def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bo
     help="Time between two samples.",
 )
 @click.option(
+    "--page",
     "--router",
-    "routers",
+    "pages",
     multiple=True,
     metavar="URL",
-    help="Show the router whose --metrics are at this URL; repeatable. Nodes are shown, too, with"
-    " --socket or --index.",
+    help="Show the router, node or index whose --metrics are at this URL; repeatable. A node or an"
+    " index are shown, too, with --socket or --index.",
 )
 @click.option(
+    "--page-ca",
     "--router-ca",
+    "page_ca",
     type=A_FILE,
-    help="CA certificate of https:// pages of routers.  [default: CAs of the system]",
+    help="CA certificate of https:// pages.  [default: CAs of the system]",
 )
 @click.option("--once", is_flag=True, help="Print one sample over one interval and exit.")
 @JSON_OPTION(help="Print that sample as one JSON object.")
 @click.pass_context
 def top(context: click.Context, /, socket: Path, *, once: bool, json_: bool, **flags: Any) -> None:
-    """Show the load of a node, or with --index of all nodes of the cluster: memory, hits, bytes per
-    second, leases, fetches; with --router, that of routers. q quits.
+    """Show the page of a node in the terminal, or with --index the nodes of the cluster; with
+    --page, the page of any process. q quits.
 
-    Hits and bytes per second cover the last interval; p50 and p99 of fetches cover the time since
-    the node started; 'loaded' counts bytes leased to engines, 'served' bytes for other nodes. The
-    line 'saved' is the time that loads saved the engines of all these nodes, less the time that
-    requests waited for them. Nodes publish their load to the index; a silent node is shown as such
-    and delays nothing. An index that does not answer is asked again.
+    These are the figures of the page beside /metrics: health; of a node its tiers, the sources of
+    prompt blocks, savings, transfers and the latest requests; of a router its workers, pools,
+    cached tokens beside predicted ones and the latest decisions; of an index its nodes, those in
+    doubt first. Counts and shares cover the time since the process started; 'now' in the table of
+    flows is the rate of the last interval. With --index flows are sums over all nodes, which
+    publish them every two seconds.
 
-    Rates, times and shares of a router cover the last interval: requests and rejections per second,
-    the mean time to the first token and the cached share of prompt tokens, each beside its
-    prediction ('pred.'), remote prefills per second. 'workers' are those that take requests, of
-    all; 'full' is the saturation of the fullest pool and its cause; 'peers' are other routers whose
-    load is counted. The troubles of /healthz follow below, the worst first.
+    A process that does not answer is shown as it was, and delays nothing. Columns and rows that do
+    not fit the terminal are left out: --json has all of them.
 
     \b
     Examples:
       kvstore top
       kvstore top --index 10.0.0.1:9470 --ca pki/ca.crt --cert pki/node-n1.crt --key pki/node-n1.key
-      kvstore top --json | jq '.nodes[0].hit_percent'
-      kvstore top --router http://127.0.0.1:9472 --router http://10.0.0.9:9472
+      kvstore top --json | jq '.processes[0].state.tiers'
+      kvstore top --page http://127.0.0.1:9472 --page http://10.0.0.9:9472
     """
     once |= json_
     if not (once or sys.stdout.isatty()):
         raise click.UsageError("top draws on a terminal: add --once or --json for scripts")
-    from kvstore.cli.top_screen import watch_load
+    from kvstore.cli.top import watch
 
     is_default = context.get_parameter_source("socket") is ParameterSource.DEFAULT
-    node = None if flags["routers"] and is_default else socket
-    watch_load(node, once=once, json_=json_, **flags)
+    node = None if flags["pages"] and is_default else socket
+    watch(node, once=once, json_=json_, **flags)

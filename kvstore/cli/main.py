@@ -39,7 +39,7 @@ def cli() -> None:
       kvstore node --dram 64GiB        run the cache of this machine
       kvstore inspect                  list engines, tiers, models and leases
       kvstore explain                  show why recent requests hit or missed
-      kvstore top                      show current memory, hits and throughput
+      kvstore top                      show current memory, hits and flows
       kvstore doctor                   check this machine, with a mend for each finding
       kvstore clear                    drop all cached blocks
       kvstore plan config.json         size a deployment for a model

@@ -1,6 +1,6 @@
-"""Questions to a router over HTTP, and one sentence for each way to get no answer.
+"""Questions to a process over HTTP, and one sentence for each way to get no answer.
 
-Does not cover: what answers mean (`route`, `top_routers`).
+Does not cover: what answers mean (`route`, `top_view`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,24 @@ import ssl
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
+
+import msgspec
 
 from kvstore.errors import AttachError, ConfigError
 
 PAGE_BYTES_MAX: Final = 8 << 20
 LATE: Final = "no answer in time"
+NO_STATE: Final = (
+    "its /state.json is not one of this version of kvstore: give the URL of --metrics, and use the"
+    " command that is installed there"
+)
 _OTHER_NAME: Final = (62, 64)
 """OpenSSL's codes for a certificate of another host, another IP address."""
 _SENTENCES: Final = (
     (ConnectionRefusedError, "connection refused: is it running, with {0.flag} at this address?"),
-    (ssl.SSLError, "it does not speak TLS: use http://, as {0.flag} of a router does"),
+    (ssl.SSLError, "it does not speak TLS: use http://, as {0.flag} does"),
     (TimeoutError, LATE),
     (socket.gaierror, "its host has no address"),
     ((ValueError, http.client.InvalidURL), "this is no URL, such as http://{0.example}"),
@@ -33,8 +39,16 @@ _SENTENCES: Final = (
 """Failure → sentence: the first that fits."""
 
 
+def decode_state(text: str | bytes) -> dict[str, Any]:
+    """A /state.json, whose sections are not checked. Raises AttachError: it is none."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise AttachError(NO_STATE) from None
+
+
 class Site(NamedTuple):
-    """A router, and what sentences about it name."""
+    """A process with pages, and what sentences about it name."""
 
     url: str
     context: ssl.SSLContext
@@ -42,13 +56,13 @@ class Site(NamedTuple):
     example: str
     """HOST:PORT of such a URL."""
     flag: str
-    """The router's flag for this address."""
+    """The flag of the process for this address."""
     ca: str
     """Advice for a certificate that is refused."""
     name: str
     """The same, for one of another name."""
     server_name: str | None = None
-    """Name in the router's certificate; None: the host of the URL."""
+    """Name in its certificate; None: the host of the URL."""
     is_anonymous: bool = False
     """https:// without a certificate of the client, which could be given."""
 
@@ -68,7 +82,7 @@ class Site(NamedTuple):
                     if time.monotonic() > until_s:
                         raise TimeoutError
                     if len(content) > PAGE_BYTES_MAX:
-                        raise AttachError("its page is too large to be that of a router")
+                        raise AttachError("its page is too large to be one of kvstore")
                 return answer.status, bytes(content)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise AttachError(self._why(error)) from None

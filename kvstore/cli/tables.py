@@ -1,13 +1,14 @@
 """Tables in a terminal: columns as data, and how the rows of a node look.
 
-Does not cover: where rows come from (`ask`, `prefix`, `top`), texts of reasons
+Does not cover: where rows come from (`ask`, `prefix`, `top_view`), texts of reasons
 (`kvstore.obs.reasons`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from kvstore.engine import NO_BUDGET, NO_PASS, SPACE_DIGITS, NodeReport, TierReport
 from kvstore.proto.rows import Row
-from kvstore.units import US_PER_MS, format_size, format_us
+from kvstore.units import US_PER_MS, US_PER_S, format_size, format_us
 from kvstore.wording import printable
 
 WIDE_COLUMNS: Final = 240
@@ -80,8 +81,9 @@ _NOT_OF: Final = {
 """Tier → fields that say nothing about it."""
 _BREAKERS = {"closed": "ok", "half-open": "being tried again", "open": "off: errors"}
 """Circuit breaker of a disk → text."""
-_DURATIONS: Final = {"_ms": US_PER_MS, "_us": 1}
-"""Endings of fields, in microseconds."""
+_DURATION: Final = re.compile(r"(?:^|_)(us|ms|s)(_ago|)$")
+"""Endings of fields."""
+_UNITS_US: Final = {"us": 1, "ms": US_PER_MS, "s": US_PER_S}
 
 
 def show(found: dict[str, list[Row]]) -> None:
@@ -104,7 +106,7 @@ def show(found: dict[str, list[Row]]) -> None:
 def _without_engines(rows: Sequence[Row]) -> Text:
     """A node without engines: its other figures, in place of a row of zeros."""
     values = (pair for row in rows for pair in msgspec.structs.asdict(row).items())
-    facts = [f"{_title(name)} {value}" for name, value in values if value]
+    facts = [f"{title_of(name)} {value}" for name, value in values if value]
     return Text(printable(", ".join(["no engine is attached", *facts])))
 
 
@@ -117,8 +119,8 @@ def _table(topic: str, rows: Sequence[Row]) -> Table:
     """One line a row."""
     columns = [
         TableColumn(
-            _title(name),
-            functools.partial(_cell, name),
+            title_of(name),
+            functools.partial(cell, name),
             justify="right" if any(type(getattr(row, name)) is int for row in rows) else "left",
         )
         for name in rows[0].__struct_fields__
@@ -129,23 +131,25 @@ def _table(topic: str, rows: Sequence[Row]) -> Table:
 def _columns(topic: str, rows: Sequence[TierReport]) -> Table:
     """One column a tier: of few rows with many fields, each for some of them only."""
     tiers = [number(row.tier, functools.partial(_cell_of_tier, row)) for row in rows]
-    heads = TableColumn("", _title, functools.partial(Text, style="dim"))
+    heads = TableColumn("", title_of, functools.partial(Text, style="dim"))
     names = TierReport.__struct_fields__[1:]
     shown = [name for name in names if any(tier.cell(name).plain != "-" for tier in tiers)]
     return table([heads, *tiers], shown, title=topic)
 
 
 def _cell_of_tier(row: TierReport, name: str) -> Text | str | None:
-    return None if name in _NOT_OF.get(row.tier, _NOT_OF["file"]) else _cell(name, row)
+    return None if name in _NOT_OF.get(row.tier, _NOT_OF["file"]) else cell(name, row)
 
 
-def _title(name: str) -> str:
+def title_of(name: str) -> str:
+    """The name of a field without its unit."""
     name = name.removesuffix("_bytes").replace("_per_", "/")
-    return (name[:-3] if name[-3:] in _DURATIONS else name).replace("_", " ")
+    return _DURATION.sub(r"\2", name).replace("_", " ")
 
 
-def _cell(name: str, row: Row) -> Text | str | None:
-    value = getattr(row, name)
+def cell(name: str, row: Row | Mapping[str, Any]) -> Text | str | None:
+    """A field as people read it, by its name. A mapping may lack it."""
+    value = getattr(row, name) if isinstance(row, Row) else row.get(name)
     if (name, value) == ("budget_left_bytes", NO_BUDGET):
         return "any"
     if (name, value) in (("pinned_bytes", 0), ("scrub_age_ms", NO_PASS)):
@@ -156,12 +160,14 @@ def _cell(name: str, row: Row) -> Text | str | None:
         return f"breaker {_BREAKERS.get(value, value)}"
     if name == "quota" and not value:
         return "(all others)"
-    if "bytes" in name and isinstance(value, int):
-        return format_size(value)
-    if isinstance(value, int) and (us := _DURATIONS.get(name[-3:])):
-        return format_us(us * value)
+    if "bytes" in name and isinstance(value, (int, float)):
+        return format_size(round(value))
+    if isinstance(value, (int, float)) and (found := _DURATION.search(name)):
+        return format_us(_UNITS_US[found[1]] * value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if name in ("slots_quarantined", "scrub_bad") and value:
         return Text(str(value), style="yellow")
+    if isinstance(value, float):
+        return f"{value:,.0f}"
     return None if value is None else str(value)

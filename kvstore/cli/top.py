@@ -1,149 +1,245 @@
-"""`kvstore top`: samples of nodes and routers made into figures. Covers sources and arithmetic of
-nodes.
+"""`kvstore top`: states of processes, the same that their pages show, sampled again and again.
 
-    a node's socket ─┐
-    the index ───────┴▶ Sample per node ─▶ Tally (the sample before) ─▶ Figures
+    a node's socket ── gRPC ─┐
+    the index ──────── gRPC ─┼▶ Sampler (the state before) ─▶ Seen per process, with rates
+    /state.json ────── HTTP ─┘
 
-Loads of other nodes come from the index, to which nodes publish them with their heartbeats: a
-silent node is seen there and delays nothing. Rates are differences of two samples over the node's
-own clock. Does not cover: routers (`top_routers`), the layout (`top_view`), the terminal
-(`top_screen`).
+All processes are asked at once, each for ANSWER_S at most: one that is silent, or has no such page,
+is one sentence, below which its last state stays. Nodes publish their loads to the index, which so
+has a row for each node and the sums of all. The terminal is
+drawn again and again, and left as it was: every end (q, ctrl-C, SIGTERM, SIGHUP, an error) restores
+the previous screen and the settings of the keyboard. Does not cover: the layout (`top_view`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import http.client
+import os
+import select
+import signal
+import ssl
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final
 
-import msgspec
+import click
+from rich.live import Live
 
-from kvstore.cli.ask import LOAD_TIMEOUT_S, node_client
+from kvstore.cli.ask import STATE_TIMEOUT_S, index_client, node_client
+from kvstore.cli.commands import as_json
+from kvstore.cli.pages import LATE, NO_STATE, Site, decode_state, tls_context
+from kvstore.cli.tables import WIDE_COLUMNS, console
+from kvstore.cli.top_view import Seen, State, screen
+from kvstore.config.defaults import DEFAULT_ROUTER_METRICS
+from kvstore.config.settings import AskSettings
+from kvstore.errors import AttachError, ConfigError, KVStoreError
 from kvstore.index.feed import Trust
-from kvstore.proto.rows import INDEX_IS_STALE, UNKNOWN
-from kvstore.wire.load import Load
+from kvstore.net.site import PERIOD_S
+from kvstore.proto.rows import INDEX_IS_STALE, member_rows
 
 if TYPE_CHECKING:
     from kvstore.client.index import IndexClient
 
-_S = TypeVar("_S")
-_F = TypeVar("_F")
 MS_PER_S: Final = 1000
-UP, SILENT, GONE = "up", "silent", "gone"
-_STATES: Final = {Trust.EXACT: UP, Trust.CATCHING_UP: UP, Trust.STALE: SILENT, None: GONE}
-THIS_NODE: Final = "(this node)"
+ANSWER_S: Final = 2.0
+_SUMMED: Final = (
+    *("stored_bytes", "leased_bytes", "fetched_bytes", "served_bytes"),
+    *("blocks_hit", "blocks_missed", "saved_ms", "waited_ms"),
+)
+"""Fields of the nodes' loads of which the index has the sums."""
+_HEALTH: Final = {Trust.EXACT: "ok", Trust.STALE: INDEX_IS_STALE}
+PAGES_MAX: Final = 64
+"""Pages are asked by as many threads."""
+KEYS_MAX: Final = 64
+QUITS: Final = frozenset(b"qQ")
+_CA: Final = "give its CA with --page-ca"
+
+Source = Callable[[], State]
+"""The state, now. Raises KVStoreError."""
 
 
-class Tally(Generic[_S, _F]):
-    """The last sample of each node or router, and figures with the rates since the one before."""
-
-    def __init__(self, figures_of: Callable[[str, _S, tuple[_S, _F] | None], _F]) -> None:
-        """`figures_of`: a name, its sample, and the sample before with its figures → figures."""
-        self._figures_of = figures_of
-        self.last: dict[str, tuple[_S, _F]] = {}
-
-    def take(self, samples: Mapping[str, _S]) -> list[_F]:
-        """Figures of all of them."""
-        self.last = {
-            name: (sample, self._figures_of(name, sample, self.last.get(name)))
-            for name, sample in samples.items()
-        }
-        return [figures for _, figures in self.last.values()]
-
-
-class Sample(NamedTuple):
-    """State and load of a node at one moment."""
-
-    state: str
-    trust: str
-    """Trust of the index in the node; empty: the index was not asked."""
-    incarnation: int
-    load: Load | None
-
-
-class Figures(msgspec.Struct, frozen=True):
-    """Figures of a node on the screen. None: not known, or not yet."""
-
-    node: str
-    state: str
-    """up, silent (no answer, or late heartbeats), gone; unknown: the index is stale."""
-    index: str
-    """Trust of the index in the node: exact, catching-up, stale, out; or unknown."""
-    replicas: int | None = None
-    """Index replicas that the node is configured to feed …"""
-    replicas_reached: int | None = None
-    """… and those that it reaches."""
-    dram_bytes: int | None = None
-    dram_used_bytes: int | None = None
-    file_bytes: int | None = None
-    file_used_bytes: int | None = None
-    leases: int | None = None
-    engines: int | None = None
-    slots_quarantined: int | None = None
-    fetch_p50_us: int | None = None
-    fetch_p99_us: int | None = None
-    saved_per_s: float | None = None
-    """Seconds of prefill that loads saved a second, waits deducted; below 0: they cost more."""
-    hit_percent: float | None = None
-    """Share of the blocks looked up between two samples; the rates below cover the same time."""
-    stored_bytes_per_s: float | None = None
-    leased_bytes_per_s: float | None = None
-    fetched_bytes_per_s: float | None = None
-    served_bytes_per_s: float | None = None
-
-    @property
-    def has_rates(self) -> bool:
-        """Whether there are rates, or will be none: of a node that publishes no load."""
-        return self.stored_bytes_per_s is not None or self.dram_bytes is None
-
-
-Source = Callable[[], tuple[dict[str, Sample], str]]
-"""All nodes, now; and why this may be wrong (empty: it is right). Raises KVStoreError."""
-
-
-def of_socket(socket: Path) -> tuple[dict[str, Sample], str]:
+def of_socket(socket: Path) -> State:
     """The node at a socket. Raises AttachError."""
     with node_client(socket) as client:
-        node, incarnation, load = client.load()
-    return {node or THIS_NODE: Sample(UP, "", incarnation, load)}, ""
+        return client.state()
 
 
-def of_index(client: IndexClient) -> tuple[dict[str, Sample], str]:
-    """The nodes that the index knows. Raises IndexUnavailable."""
-    trust, nodes = client.nodes(timeout_s=LOAD_TIMEOUT_S)
-    if trust is Trust.STALE:
-        unknown = {m.node: Sample(UNKNOWN, UNKNOWN, m.incarnation, None) for m in nodes}
-        return unknown, INDEX_IS_STALE
-    words = {None: "out"} | {trust: trust.word for trust in Trust}
+def of_index(client: IndexClient) -> State:
+    """The nodes that an index knows, and the sums of their loads. Raises IndexUnavailable."""
+    trust, nodes = client.nodes(engines=True, timeout_s=STATE_TIMEOUT_S)
+    text = _HEALTH.get(trust, f"ok, but {trust.word}: there may be more nodes")
+    loads = [node.load for node in nodes if node.load is not None]
     return {
-        m.node: Sample(_STATES[m.trust], words[m.trust], m.incarnation, m.load) for m in nodes
-    }, ""
-
-
-_GAUGES: Final = set(Figures.__struct_fields__) & set(Load.__struct_fields__)
-_COUNTED: Final = ("stored_bytes", "leased_bytes", "fetched_bytes", "served_bytes")
-_CHANGES: Final = (*(f"{name}_per_s" for name in _COUNTED), "saved_per_s", "hit_percent")
-
-
-def node_figures(name: str, sample: Sample, before: tuple[Sample, Figures] | None) -> Figures:
-    """Figures of a node, with rates if there is a load of the same process before this one."""
-    load, figures = sample.load, Figures(name, sample.state, sample.trust)
-    if load is None or sample.state != UP:
-        return figures
-    figures = msgspec.structs.replace(figures, **{n: getattr(load, n) for n in _GAUGES})
-    if before is None or before[0].load is None or before[0].incarnation != sample.incarnation:
-        return figures
-    earlier, told = before[0].load, before[1]
-    if load.at_ms <= earlier.at_ms:  # the same load
-        return msgspec.structs.replace(figures, **{n: getattr(told, n) for n in _CHANGES})
-    seconds = (load.at_ms - earlier.at_ms) / MS_PER_S
-    hit = max(0, load.blocks_hit - earlier.blocks_hit)
-    asked = hit + max(0, load.blocks_missed - earlier.blocks_missed)
-    rates: dict[str, float | None] = {
-        f"{name}_per_s": max(0, getattr(load, name) - getattr(earlier, name)) / seconds
-        for name in _COUNTED
+        "role": "index",
+        "at_ms": int(time.monotonic() * MS_PER_S),
+        "health": {"is_ok": trust is not Trust.STALE, "text": text},
+        "facts": {"nodes": len(nodes)},
+        "flows": {name: sum(getattr(load, name) for load in loads) for name in _SUMMED},
+        "nodes": member_rows(nodes, trust),
+        "totals": {"nodes": len(nodes)},
     }
-    saved_ms = load.saved_ms - earlier.saved_ms - (load.waited_ms - earlier.waited_ms)
-    rates["saved_per_s"] = saved_ms / MS_PER_S / seconds
-    rates["hit_percent"] = 100 * hit / asked if asked else None
-    return msgspec.structs.replace(figures, **rates)
+
+
+def of_page(url: str, context: ssl.SSLContext) -> State:
+    """The process whose page is at this URL. Raises AttachError."""
+    site = Site(url, context, DEFAULT_ROUTER_METRICS, "--metrics", _CA, _CA)
+    status, content = site.ask("/state.json", timeout_s=ANSWER_S)
+    if status == http.client.SERVICE_UNAVAILABLE:
+        raise AttachError(content.decode("utf-8", "replace").strip())
+    if status != http.client.OK:
+        raise AttachError(f"it answers {status} to /state.json: give the URL of --metrics")
+    return decode_state(content)
+
+
+class Sampler:
+    """Samples of these processes by place. Close it."""
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._sources = sources
+        self._threads = ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="top")
+        self._asked: dict[str, Future[State]] = {}
+        """Place → its call, until it has ended: a name server may be slower than we wait."""
+        self.seen = {place: Seen(place) for place in sources}
+
+    def take(self) -> list[Seen]:
+        """All processes now; without an answer the last state of each."""
+        for place, source in self._sources.items():
+            if place not in self._asked:
+                self._asked[place] = self._threads.submit(source)
+        wait(self._asked.values(), timeout=ANSWER_S)
+        for place, before in self.seen.items():
+            ended = self._asked[place].done()
+            self.seen[place] = _after(before, self._asked.pop(place) if ended else None)
+        return list(self.seen.values())
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _after(before: Seen, answer: Future[State] | None) -> Seen:
+    if answer is None:
+        return before._replace(rates={}, trouble=LATE)
+    try:
+        state = answer.result()
+        now = Seen(before.place, state, _rates(before, state))
+        screen([now], width=WIDE_COLUMNS)
+    except KVStoreError as error:
+        return before._replace(rates={}, trouble=str(error))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return before._replace(rates={}, trouble=NO_STATE)
+    return now
+
+
+def _rates(before: Seen, state: State) -> Mapping[str, float]:
+    """Changes of its flows per second; after another boot or a first answer none."""
+    last = before.state or state
+    elapsed_s = (state["at_ms"] - last["at_ms"]) / MS_PER_S
+    if elapsed_s <= 0:  # pages are made once a second at most
+        return before.rates if elapsed_s == 0 else {}
+    olds = ((name, total, last["flows"].get(name, total)) for name, total in state["flows"].items())
+    return {name: max(0, total - old) / elapsed_s for name, total, old in olds}
+
+
+def place_of(url: str) -> str:
+    """HOST:PORT of a URL, without a password that may be in it; or the whole text."""
+    return url.partition("://")[2].partition("/")[0].rpartition("@")[2] or url
+
+
+def watch(
+    socket: Path | None,
+    *,
+    asked: AskSettings | None,
+    pages: Sequence[str],
+    page_ca: Path | None,
+    interval: float,
+    once: bool,
+    json_: bool,
+) -> None:
+    """States of processes, once or until q. `asked` None: the node at `socket`, if any."""
+    if len(urls := dict.fromkeys(pages)) > PAGES_MAX:
+        raise ConfigError(f"--page was given {len(urls)} times: {PAGES_MAX} at most")
+    context, sources = tls_context({"--page-ca": page_ca}), dict[str, Source]()
+    with contextlib.ExitStack() as stack:
+        if asked is not None:
+            client = stack.enter_context(index_client(asked))
+            sources[", ".join(asked.index or [])] = partial(of_index, client)
+        elif socket is not None:
+            sources[str(socket)] = partial(of_socket, socket)
+        if once or asked is None:  # what was never there is not silent, it is a wrong flag
+            for ask in sources.values():
+                ask()
+        sources |= {place_of(url): partial(of_page, url, context) for url in urls}
+        sampler = stack.enter_context(contextlib.closing(Sampler(sources)))
+        if not once:
+            _draw(sampler, interval_s=interval)
+            return
+        sampler.take()
+        threading.Event().wait(max(interval, PERIOD_S))
+        seen = sampler.take()
+    if json_:
+        click.echo(as_json(processes=[each._asdict() for each in seen]))
+    else:
+        out = console()
+        out.print(screen(seen, width=out.width))
+    if all(each.state is None for each in seen):
+        sys.exit(1)
+
+
+def _draw(sampler: Sampler, *, interval_s: float) -> None:
+    """Draw until a key or a signal ends it."""
+    out, head = console(), f"kvstore top, every {interval_s:g} s, q leaves"
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        _ends_in_order(),
+        _keyboard(sys.stdin.fileno()) as quits,
+        Live(console=out, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            seen = sampler.take()
+            live.update(screen(seen, head, width=out.width, height=out.height), refresh=True)
+            if quits(interval_s):
+                return
+
+
+@contextlib.contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """Signals that would end the program at once end it by an exception."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, leave) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _keyboard(fd: int) -> Iterator[Callable[[float], bool]]:
+    """Waits so many seconds for a key that quits: True, there was one. Keys are not shown."""
+    if not os.isatty(fd):
+        yield lambda seconds: bool(select.select([], [], [], seconds)[0])
+        return
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+    try:
+        yield lambda seconds: _has_quit(fd, seconds)
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _has_quit(fd: int, seconds: float) -> bool:
+    ready, _, _ = select.select([fd], [], [], seconds)
+    keys = os.read(fd, KEYS_MAX) if ready else b"-"
+    return not keys or bool(QUITS & set(keys))

@@ -1,79 +1,158 @@
-"""Layout of `kvstore top`: one line a node or router; two short tables where one is too wide.
+"""Layout of `kvstore top`: for each process its health, its facts, and a table a section.
 
-Nodes above routers. Sentences, such as the troubles of a router's /healthz, follow the tables.
-Pure: figures in, something to print out. Does not cover: where figures come from (`top`,
-`top_routers`).
+Sections and figures are those of the page (`kvstore/net/site/app.js`), of which a terminal has less
+room: the last columns that do not fit are left out, and rows beyond the lines. Pure: states in,
+something to print out. Does not cover: where states come from (`top`).
 """
 
 from __future__ import annotations
 
-import functools
-import textwrap
-from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from kvstore.cli.tables import TableColumn, number, table
-from kvstore.cli.top import GONE, UP, Figures
-from kvstore.cli.top_routers import UNREADY, RouterFigures
-from kvstore.units import US_PER_S, format_size, format_us, short
+from kvstore.cli.tables import TableColumn, cell, number, table, title_of
+from kvstore.units import short
 from kvstore.wording import printable
 
-NOTE_LINES: Final = 3
-"""Lines of a sentence at most: /healthz names every worker with a fault."""
-_STYLES: Final = {UP: "green", GONE: "red", UNREADY: "red"}
-"""The other states are yellow."""
+ROWS_PRINTED: Final = 20
+"""Rows of a table at most where there is no limit of lines."""
+TEXT_MAX: Final = 60
+COLUMNS: Final = {
+    "unserved": "engine, reason",
+    "tiers": "tier, used_bytes, capacity_bytes, share=used_bytes/capacity_bytes, blocks,"
+    " slots_quarantined, reads, writes, policy",
+    "hits": "source, blocks, share=blocks/whole",
+    "flows": "flow, now, total",
+    "savings": "model, tier, saved_ms, waited=spent_ms, net_gpu_ms, tenant",
+    "prediction": "prompt tokens=prompt_tokens_total,"
+    " cached=cached_tokens_total/prompt_tokens_total,"
+    " predicted=predicted_tokens_total/prompt_tokens_total, TTFT=achieved_ms, predicted_ms",
+    "pools": "pool, saturation=saturation/1, cause",
+    "transfers": "part=kind, backend, count, p50_us, p99_us, bytes_per_s",
+    "workers": "worker=name, state, in_flight, request_count, failure_count,"
+    " cached=cached_tokens/prompt_tokens, predicted=predicted_tokens/prompt_tokens, pool, role,"
+    " why",
+    "nodes": "node, trust, dram_used_bytes, dram_bytes, file_used_bytes, file_bytes,"
+    " hits=blocks_hit/blocks_hit+blocks_missed, engines, saved_ms, waited_ms, models, address",
+    "requests": "ended_ms_ago, model=label, prompt_tokens, loaded_tokens, lookup_us, promotion_us,"
+    " load_us, outcome=text, tenant, engine=engine_id",
+    "decisions": "decided=ms_ago, worker=chosen, prompt_tokens, cached_tokens, expected_tokens,"
+    " ttft_s, predicted_s, held_s, end, model, tenant",
+}
+"""Section → fields, the most important first; with a title, and in share of others."""
+_GOOD: Final = {"state": "up", "trust": "exact"}
+State = dict[str, Any]
+"""A /state.json (`kvstore.net.site`)."""
+Rows = list[dict[str, Any]]
 
 
 class Seen(NamedTuple):
-    """Contents of the screen."""
+    """A process on the screen."""
 
-    nodes: Sequence[Figures] | None
-    """None: nodes are not shown."""
-    routers: Sequence[RouterFigures]
+    place: str
+    """Its socket or address."""
+    state: State | None = None
+    """None: it has not answered yet."""
+    rates: Mapping[str, float] = {}
+    """Flow → change per second, between two states."""
     trouble: str = ""
-    """Why there is no answer, or it may be wrong."""
+    """Why there is no answer now."""
 
 
-def page(seen: Seen, head: str, *, width: int, height: int | None = None) -> RenderableType:
-    """All nodes and routers, as many of them as fit `height` lines; None: any."""
-    most = max(len(seen.nodes or ()), len(seen.routers))
-    most = most if height is None else min(most, height)
-    while True:
-        parts = [_line(head, width, "bold"), *_parts(seen, most, width)]
-        lines = sum(part.row_count + 1 if isinstance(part, Table) else 1 for part in parts)
-        if most <= 1 or height is None or lines <= height:
-            return Group(*parts)
+def screen(
+    seen: Sequence[Seen], head: str = "", *, width: int, height: int | None = None
+) -> RenderableType:
+    """All processes, with as many rows as fit `height` lines; None: ROWS_PRINTED a table.
+
+    Raises LookupError, TypeError, ValueError, AttributeError, ArithmeticError: of what is no state.
+    """
+    sections = [_sections(each) for each in seen]
+    lengths = [len(rows) for its in sections for rows in its.values()]
+    heads = [[_line(text, width, style) for text, style in _head(each)] for each in seen]
+    parts: list[RenderableType] = [_line(head, width, "bold")] if head else []
+    most, free = ROWS_PRINTED, (height or 0) - len(parts) - sum(map(len, heads))
+    while height and most and sum(1 + min(most, length) for length in lengths) > free:
         most -= 1
+    for each, its, found in zip(seen, heads, sections, strict=True):
+        parts += its
+        for name, rows in found.items() if most else ():
+            total = max(len(rows), (each.state or {})["totals"].get(name, 0))
+            parts.append(_table(COLUMNS[name], rows[:most], total, width))
+    return Group(*parts)
 
 
-def _parts(seen: Seen, most: int, width: int) -> Iterator[Text | Table]:
-    """All below the first line, with `most` nodes and routers at most."""
-    if seen.trouble:
-        yield _line(seen.trouble, width, "yellow")
-    if seen.nodes is not None:
-        yield from _tables(NODES, seen.nodes[:most], width)
-        yield from _savings(seen.nodes)
-        yield from _left_out(len(seen.nodes) - most, width)
-    if seen.routers:
-        yield from _tables(ROUTERS, seen.routers[:most], width)
-        yield from _troubles(seen.routers[:most], width)
-        yield from _left_out(len(seen.routers) - most, width)
+def _head(seen: Seen) -> list[tuple[str, str]]:
+    """Role, why it is old, health and facts, each with its style."""
+    state = seen.state
+    if state is None:
+        return [(f"{seen.place}: {seen.trouble}", "yellow")]
+    health, role = state["health"], f"kvstore {state['role']} {state.get('name', '')}".rstrip()
+    style = "green" if health["text"] == "ok" else "yellow" if health["is_ok"] else "red"
+    facts = " · ".join(f"{name} {value}" for name, value in state["facts"].items())
+    late = [(f"shown as it was: {seen.trouble}", "yellow")] if seen.trouble else []
+    return [(f"{role} at {seen.place}", "bold"), *late, (health["text"], style), (facts, "")]
 
 
-def _tables(layout: Layout, figures: Sequence[object], width: int) -> Iterator[Text | Table]:
-    name, first, second, wide_columns = layout
-    for columns in [(*first, *second)] if width >= wide_columns else [first, second]:
-        yield Text("")
-        yield table((name, *columns), figures, is_cut=True)
+def _sections(seen: Seen) -> dict[str, Rows]:
+    """Rows of each section that has some."""
+    made = dict(seen.state or {})
+    made["tiers"] = [row for row in made.get("tiers", ()) if row["capacity_bytes"]]
+    if "hits" in made:
+        counts = {f"hit: {tier}": count for tier, count in made["hits"].items()}
+        often = sorted(made["misses"].items(), key=lambda each: -each[1])
+        counts |= {f"missed: {why}": count for why, count in often}
+        row = {"whole": sum(counts.values())}
+        made["hits"] = [
+            row | {"source": k, "blocks": count} for k, count in counts.items() if count
+        ]
+    if its := made.get("prediction"):
+        ttfts = {f"{kind}_ms": value for kind, value in its["ttft_p50_ms"].items()}
+        made["prediction"] = [its | ttfts] if its["prompt_tokens_total"] else []
+    flows, rates = made.get("flows", {}), seen.rates
+    made["flows"] = [
+        {
+            "flow": title_of(name),
+            "now": f"{cell(name, rates)}/s" if name in rates else "…",
+            "total": cell(name, flows),
+        }
+        for name, total in flows.items()
+        if total
+    ]
+    return {name: rows for name in COLUMNS if (rows := made.get(name))}
 
 
-def _left_out(count: int, width: int) -> Iterator[Text]:
-    if count > 0:
-        yield _line(f"and {count} more: --json has all of them", width, "dim")
+def _table(fields: str, rows: Rows, total: int, width: int) -> Table:
+    """With as many of the columns as fit."""
+    columns = list[TableColumn]()
+    for each in fields.split(", "):
+        title, _, field = each.rpartition("=")
+        kind = TableColumn if isinstance(rows[0].get(field), str) else number
+        columns.append(kind(title or title_of(field), partial(_cell, field)))
+    if total > len(rows):
+        columns[0] = columns[0]._replace(title=f"{columns[0].title} ({len(rows)} of {total})")
+    out = Console(width=10 * width)
+    while True:
+        made = table(columns, rows, is_cut=True)
+        if len(columns) == 1 or Measurement.get(out, out.options, made).maximum <= width:
+            return made
+        columns.pop()
+
+
+def _cell(field: str, row: dict[str, Any]) -> Text | str | None:
+    part, _, whole = field.partition("/")
+    value = row.get(part)
+    if whole:
+        sums = [1 if name == "1" else row[name] or 0 for name in whole.split("+")]
+        return f"{short(100 * value / sum(sums))} %" if value is not None and any(sums) else None
+    if part in _GOOD and value:
+        return Text(printable(value), "green" if value == _GOOD[part] else "yellow")
+    return value[:TEXT_MAX] if isinstance(value, str) else cell(part, row)
 
 
 def _line(text: str, width: int, style: str = "") -> Text:
@@ -81,125 +160,3 @@ def _line(text: str, width: int, style: str = "") -> Text:
     line = Text(printable(text), style)
     line.truncate(width, overflow="ellipsis")
     return line
-
-
-def _savings(nodes: Sequence[Figures]) -> Iterator[Text]:
-    if not nodes:
-        yield Text("no node is known", style="dim")
-    elif saved := [each.saved_per_s for each in nodes if each.saved_per_s is not None]:
-        line = f"saved: {sum(saved):.2f} s of prefill per second, waits deducted"
-        yield Text(line, style="yellow" if sum(saved) < 0 else "")
-
-
-def _troubles(routers: Sequence[RouterFigures], width: int) -> Iterator[Text]:
-    """A sentence for each router that has one."""
-    few = textwrap.TextWrapper(
-        width, subsequent_indent="  ", max_lines=NOTE_LINES, placeholder=" …"
-    )
-    for each in routers:
-        text = printable(f"{each.router}: {each.trouble}") if each.trouble else ""
-        for line in few.wrap(text):
-            yield Text(line, style="yellow")
-
-
-def _size(count: float) -> str:
-    return format_size(round(count))
-
-
-def _seconds(value: float) -> str:
-    return format_us(value * US_PER_S)
-
-
-def _percent(value: float) -> str:
-    return f"{value:.0f}%"
-
-
-def _state(state: str) -> Text:
-    return Text(state, style=_STYLES.get(state, "yellow"))
-
-
-def _suspicious(count: int) -> Text:
-    return Text(str(count), style="yellow" if count else "")
-
-
-def _of(used: int | None, whole: int | None) -> str | None:
-    """Both in the unit of the whole: 2.5/64 GiB."""
-    if not whole:
-        return None
-    text = format_size(whole)
-    return f"{short(float(text.split()[0]) * (used or 0) / whole)}/{text}"
-
-
-def _index(each: Figures) -> Text | str:
-    reached, count = each.replicas_reached, each.replicas
-    if not count or reached is None or (each.index and reached >= count):
-        return each.index
-    return Text(f"{reached} of {count}", style="yellow" if reached < count else "")
-
-
-def _workers(each: RouterFigures) -> str | None:
-    return None if each.workers is None else f"{each.workers_serving}/{each.workers}"
-
-
-def _full(each: RouterFigures) -> str | None:
-    if each.saturation is None:
-        return None
-    return f"{_percent(100 * each.saturation)} {each.saturation_cause}".rstrip()
-
-
-class Layout(NamedTuple):
-    """Columns of nodes or of routers."""
-
-    name: TableColumn
-    """First column of each table."""
-    first: Sequence[TableColumn]
-    second: Sequence[TableColumn]
-    wide_columns: int
-    """From here on all is in one table."""
-
-
-STATE: Final = TableColumn("state", "state", _state)
-NODES: Final = Layout(
-    TableColumn("node", "node", functools.partial(_line, width=10)),
-    [
-        STATE,
-        number("dram", lambda each: _of(each.dram_used_bytes, each.dram_bytes)),
-        number("file", lambda each: _of(each.file_used_bytes, each.file_bytes)),
-        number("hits", "hit_percent", _percent),
-        number("leases", "leases"),
-        number("engines", "engines"),
-        number("quarantined", "slots_quarantined", _suspicious),
-    ],
-    [
-        number("stored/s", "stored_bytes_per_s", _size),
-        number("loaded/s", "leased_bytes_per_s", _size),
-        number("fetched/s", "fetched_bytes_per_s", _size),
-        number("served/s", "served_bytes_per_s", _size),
-        number("p50", lambda each: each.fetch_p50_us or None, format_us),
-        number("p99", lambda each: each.fetch_p99_us or None, format_us),
-        TableColumn("index", _index),
-    ],
-    148,
-)
-ROUTERS: Final = Layout(
-    TableColumn("router", "router", functools.partial(_line, width=21)),
-    [
-        STATE,
-        number("req/s", "requests_per_s", short),
-        number("rej/s", "rejected_per_s", short),
-        number("flight", "in_flight"),
-        number("held", "held"),
-        number("ttft", "ttft_s", _seconds),
-        number("pred.", "ttft_predicted_s", _seconds),
-        number("hits", "hit_percent", _percent),
-        number("pred.", "hit_predicted_percent", _percent),
-    ],
-    [
-        number("workers", _workers),
-        number("keys", "parity"),
-        number("full", _full),
-        number("remote", "remote_prefills_per_s", short),
-        number("peers", "other_routers"),
-    ],
-    144,
-)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import logging
 import secrets
 import signal
@@ -19,7 +18,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import grpc
-import msgspec
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
@@ -32,7 +30,6 @@ from kvstore.config.cluster import IndexConfig, ReplicaConfig
 from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.index import native
-from kvstore.index.feed import Trust
 from kvstore.index.index import Index
 from kvstore.indexer.service import TICK_S, IndexService, now_ms
 from kvstore.indexer.shares import Shares
@@ -40,7 +37,7 @@ from kvstore.installation import lacking
 from kvstore.net import calls
 from kvstore.net.aio import LoopThread, persist
 from kvstore.net.http import HttpServer, Page, PageMaker, text_page
-from kvstore.net.site import ROWS_MAX, make_site, picked
+from kvstore.net.site import ROWS_MAX, make_site
 from kvstore.net.tls import (
     INSECURE,
     INSECURE_NOTE,
@@ -53,7 +50,7 @@ from kvstore.obs.metrics import Family, family
 from kvstore.ports import IndexStore
 from kvstore.proto import forms, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
-from kvstore.proto.rows import member_report
+from kvstore.proto.rows import member_rows
 from kvstore.stores.local import LocalStore
 from kvstore.units import MIB
 from kvstore.wire.feed import MESSAGE_BYTES_MAX
@@ -62,10 +59,6 @@ from kvstore.wording import cannot_listen
 CALL_COUNT_MAX: Final = 8192
 """Feeds and watchers included."""
 CALLS_PER_CONNECTION_MAX: Final = 64
-_LOADS: Final = (
-    *("dram_bytes", "dram_used_bytes", "blocks_hit", "blocks_missed", "saved_ms", "waited_ms"),
-)
-"""Fields of a node's load on the page."""
 UNREAD_BYTES_MAX: Final = (64 << 10) - 1
 DRAIN_S: Final = 1.0
 START_TIMEOUT_S: Final = 10.0
@@ -209,11 +202,7 @@ class Replica:
         facts |= {"blocks": sizes.block_count, "memory, MiB": sizes.memory_bytes // MIB}
         flows = {**vars(service.counters), "evictions": sizes.evicted_count}
         members = self._store.members(now_ms())
-        first = heapq.nsmallest(ROWS_MAX, members, key=lambda m: (m.trust is Trust.EXACT, m.node))
-        rows = [
-            msgspec.structs.asdict(member_report(each, trust)) | picked(each.load, _LOADS)
-            for each in first
-        ]
+        rows = member_rows(members, trust, ROWS_MAX)
         state = {"role": "index", "name": self.address, "facts": facts, "flows": flows}
         return {**state, "nodes": rows, "totals": {"nodes": len(members)}}
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -22,8 +23,9 @@ from kvstore.errors import ConfigError, NodeBusy
 from kvstore.net import calls
 from kvstore.net.aio import LoopThread
 from kvstore.net.calls import Calls, RefusedCall
+from kvstore.net.http import Page
 from kvstore.node.driver import Driver, NotDurable
-from kvstore.proto import forms, inspect_pb2 as pb
+from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
 from kvstore.proto.rows import TOPICS, Row, encode_rows
 from kvstore.supervisor.listener import INSPECT_SUFFIX
@@ -51,11 +53,11 @@ class InspectService(InspectServicer):
     """Asks the loop; knows nothing itself."""
 
     def __init__(
-        self, driver: Driver, member: ClusterMember | None = None, incarnation: int = 0
+        self, driver: Driver, state: Callable[[], Page], member: ClusterMember | None = None
     ) -> None:
         self._driver = driver
+        self._state = state
         self._member = member
-        self._incarnation = incarnation
 
     def Rows(self, request: pb.RowsRequest, context: grpc.ServicerContext) -> pb.RowsReply:
         topic, asked, member = request.topic, request.filter, self._member
@@ -69,12 +71,11 @@ class InspectService(InspectServicer):
             raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, text)
         return pb.RowsReply(rows=encode_rows(rows))
 
-    def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadReply:
-        load, node = self._ask(lambda engine: engine.load()), ""
-        if self._member is not None:
-            load, node = self._member.with_peers(load), self._member.node
-        message = forms.load_message(load)
-        return pb.LoadReply(node=node, incarnation=self._incarnation, load=message)
+    def State(self, request: pb.StateRequest, context: grpc.ServicerContext) -> pb.StateReply:
+        page = self._state()
+        if page.status != HTTPStatus.OK:
+            raise RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, page.body.decode().strip())
+        return pb.StateReply(state=page.body.decode())
 
     def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearReply:
         prefix = request.space.lower()
@@ -183,10 +184,11 @@ class InspectServer:
         socket: Path,
         loop: LoopThread,
         driver: Driver,
+        state: Callable[[], Page],
         member: ClusterMember | None = None,
-        incarnation: int = 0,
     ) -> None:
-        """Listen beside the attach socket `socket`, whose lock the caller holds.
+        """Listen beside the attach socket `socket`, whose lock the caller holds. `state`: the page
+        /state.json.
 
         Raises:
             ConfigError: the socket cannot be made.
@@ -195,7 +197,7 @@ class InspectServer:
         self._pool = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="inspect")
         self._loop = loop
         try:
-            service = InspectService(driver, member, incarnation)
+            service = InspectService(driver, state, member)
             loop.call(self._listen(service), timeout_s=START_TIMEOUT_S)
         except RuntimeError:
             self._pool.shutdown()

@@ -233,7 +233,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     parts = collector, driver, door, files, publisher, member
     pages = make_pages(*parts, code_trouble=handover.code.trouble)
     http = _serve_pages(config, pages, handover, stack)
-    stack.callback(InspectServer(config.socket, loop, driver, member, incarnation).close)
+    stack.callback(InspectServer(config.socket, loop, driver, pages["/state.json"], member).close)
     tier.start()
     _start_scrub(config, driver, tier, stack)
     if publisher is not None:

@@ -292,7 +292,8 @@ def _sections(engine: Engine) -> dict[str, Any]:
     }
     state = {"role": "node", "facts": facts, "tiers": engine.tiers(), "evicted_age_s": mean_s}
     state |= {"hits": dict(ledger.hits), "misses": dict(ledger.misses), "curve": engine.curve()}
-    state |= {"savings": engine.savings(), "flows": picked(engine.counters, FLOWS)}
+    asked = {"blocks_hit": sum(ledger.hits.values()), "blocks_missed": sum(ledger.misses.values())}
+    state |= {"savings": engine.savings(), "flows": asked | picked(engine.counters, FLOWS)}
     return state | {"unserved": engine.unserved()}
 
 

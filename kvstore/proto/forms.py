@@ -18,7 +18,6 @@ from kvstore.errors import ProtocolError
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match
 from kvstore.proto import index_pb2 as pb
-from kvstore.proto.inspect_pb2 import LoadReply
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.wire.feed import KEYS_MAX
 from kvstore.wire.load import EngineEntry, Load
@@ -121,7 +120,7 @@ def load_message(load: Load) -> pb.Load:
     return pb.Load(**msgspec.structs.asdict(load))
 
 
-def load_of(message: pb.Node | LoadReply) -> Load | None:
+def load_of(message: pb.Node) -> Load | None:
     """The load in a message, if there is one."""
     if not message.HasField("load"):
         return None

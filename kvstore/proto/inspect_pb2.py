@@ -22,32 +22,31 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from kvstore.proto import index_pb2 as kvstore_dot_proto_dot_index__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvstore/proto/inspect.proto\x12\x12kvstore.inspect.v1\x1a\x19kvstore/proto/index.proto\"H\n\x0bRowsRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12*\n\x06\x66ilter\x18\x02 \x01(\x0b\x32\x1a.kvstore.inspect.v1.Filter\"s\n\x06\x46ilter\x12\r\n\x05limit\x18\x01 \x01(\r\x12\r\n\x05space\x18\x02 \x01(\t\x12\x0f\n\x07request\x18\x03 \x01(\t\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12*\n\x06prompt\x18\x05 \x01(\x0b\x32\x1a.kvstore.inspect.v1.Prompt\"5\n\x06Prompt\x12\r\n\x05space\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"\x19\n\tRowsReply\x12\x0c\n\x04rows\x18\x01 \x01(\t\"\r\n\x0bLoadRequest\"T\n\tLoadReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.kvstore.index.v1.Load\"\x1d\n\x0c\x43learRequest\x12\r\n\x05space\x18\x01 \x01(\t\"\x1c\n\nClearReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x32\xe4\x01\n\x07Inspect\x12\x46\n\x04Rows\x12\x1f.kvstore.inspect.v1.RowsRequest\x1a\x1d.kvstore.inspect.v1.RowsReply\x12\x46\n\x04Load\x12\x1f.kvstore.inspect.v1.LoadRequest\x1a\x1d.kvstore.inspect.v1.LoadReply\x12I\n\x05\x43lear\x12 .kvstore.inspect.v1.ClearRequest\x1a\x1e.kvstore.inspect.v1.ClearReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvstore/proto/inspect.proto\x12\x12kvstore.inspect.v1\"H\n\x0bRowsRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12*\n\x06\x66ilter\x18\x02 \x01(\x0b\x32\x1a.kvstore.inspect.v1.Filter\"s\n\x06\x46ilter\x12\r\n\x05limit\x18\x01 \x01(\r\x12\r\n\x05space\x18\x02 \x01(\t\x12\x0f\n\x07request\x18\x03 \x01(\t\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12*\n\x06prompt\x18\x05 \x01(\x0b\x32\x1a.kvstore.inspect.v1.Prompt\"5\n\x06Prompt\x12\r\n\x05space\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"\x19\n\tRowsReply\x12\x0c\n\x04rows\x18\x01 \x01(\t\"\x0e\n\x0cStateRequest\"\x1b\n\nStateReply\x12\r\n\x05state\x18\x01 \x01(\t\"\x1d\n\x0c\x43learRequest\x12\r\n\x05space\x18\x01 \x01(\t\"\x1c\n\nClearReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x32\xe7\x01\n\x07Inspect\x12\x46\n\x04Rows\x12\x1f.kvstore.inspect.v1.RowsRequest\x1a\x1d.kvstore.inspect.v1.RowsReply\x12I\n\x05State\x12 .kvstore.inspect.v1.StateRequest\x1a\x1e.kvstore.inspect.v1.StateReply\x12I\n\x05\x43lear\x12 .kvstore.inspect.v1.ClearRequest\x1a\x1e.kvstore.inspect.v1.ClearReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.proto.inspect_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROWSREQUEST']._serialized_start=78
-  _globals['_ROWSREQUEST']._serialized_end=150
-  _globals['_FILTER']._serialized_start=152
-  _globals['_FILTER']._serialized_end=267
-  _globals['_PROMPT']._serialized_start=269
-  _globals['_PROMPT']._serialized_end=322
-  _globals['_ROWSREPLY']._serialized_start=324
-  _globals['_ROWSREPLY']._serialized_end=349
-  _globals['_LOADREQUEST']._serialized_start=351
-  _globals['_LOADREQUEST']._serialized_end=364
-  _globals['_LOADREPLY']._serialized_start=366
-  _globals['_LOADREPLY']._serialized_end=450
-  _globals['_CLEARREQUEST']._serialized_start=452
-  _globals['_CLEARREQUEST']._serialized_end=481
-  _globals['_CLEARREPLY']._serialized_start=483
-  _globals['_CLEARREPLY']._serialized_end=511
-  _globals['_INSPECT']._serialized_start=514
-  _globals['_INSPECT']._serialized_end=742
+  _globals['_ROWSREQUEST']._serialized_start=51
+  _globals['_ROWSREQUEST']._serialized_end=123
+  _globals['_FILTER']._serialized_start=125
+  _globals['_FILTER']._serialized_end=240
+  _globals['_PROMPT']._serialized_start=242
+  _globals['_PROMPT']._serialized_end=295
+  _globals['_ROWSREPLY']._serialized_start=297
+  _globals['_ROWSREPLY']._serialized_end=322
+  _globals['_STATEREQUEST']._serialized_start=324
+  _globals['_STATEREQUEST']._serialized_end=338
+  _globals['_STATEREPLY']._serialized_start=340
+  _globals['_STATEREPLY']._serialized_end=367
+  _globals['_CLEARREQUEST']._serialized_start=369
+  _globals['_CLEARREQUEST']._serialized_end=398
+  _globals['_CLEARREPLY']._serialized_start=400
+  _globals['_CLEARREPLY']._serialized_end=428
+  _globals['_INSPECT']._serialized_start=431
+  _globals['_INSPECT']._serialized_end=662
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,3 @@
-from kvstore.proto import index_pb2 as _index_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping
@@ -44,19 +43,15 @@ class RowsReply(_message.Message):
     rows: str
     def __init__(self, rows: _Optional[str] = ...) -> None: ...
 
-class LoadRequest(_message.Message):
+class StateRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class LoadReply(_message.Message):
-    __slots__ = ("node", "incarnation", "load")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    LOAD_FIELD_NUMBER: _ClassVar[int]
-    node: str
-    incarnation: int
-    load: _index_pb2.Load
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., load: _Optional[_Union[_index_pb2.Load, _Mapping]] = ...) -> None: ...
+class StateReply(_message.Message):
+    __slots__ = ("state",)
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    def __init__(self, state: _Optional[str] = ...) -> None: ...
 
 class ClearRequest(_message.Message):
     __slots__ = ("space",)

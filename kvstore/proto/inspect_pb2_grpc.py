@@ -39,10 +39,10 @@ class InspectStub(object):
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.RowsRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_inspect__pb2.RowsReply.FromString,
                 _registered_method=True)
-        self.Load = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Load',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.LoadRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.LoadReply.FromString,
+        self.State = channel.unary_unary(
+                '/kvstore.inspect.v1.Inspect/State',
+                request_serializer=kvstore_dot_proto_dot_inspect__pb2.StateRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.StateReply.FromString,
                 _registered_method=True)
         self.Clear = channel.unary_unary(
                 '/kvstore.inspect.v1.Inspect/Clear',
@@ -61,8 +61,8 @@ class InspectServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Load(self, request, context):
-        """What the node does, as it tells the index.
+    def State(self, request, context):
+        """The page of the node, as its /state.json has it. RESOURCE_EXHAUSTED while the node is busy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,10 +83,10 @@ def add_InspectServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_proto_dot_inspect__pb2.RowsRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_inspect__pb2.RowsReply.SerializeToString,
             ),
-            'Load': grpc.unary_unary_rpc_method_handler(
-                    servicer.Load,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.LoadRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.LoadReply.SerializeToString,
+            'State': grpc.unary_unary_rpc_method_handler(
+                    servicer.State,
+                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.StateRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.StateReply.SerializeToString,
             ),
             'Clear': grpc.unary_unary_rpc_method_handler(
                     servicer.Clear,
@@ -132,7 +132,7 @@ class Inspect(object):
             _registered_method=True)
 
     @staticmethod
-    def Load(request,
+    def State(request,
             target,
             options=(),
             channel_credentials=None,
@@ -145,9 +145,9 @@ class Inspect(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvstore.inspect.v1.Inspect/Load',
-            kvstore_dot_proto_dot_inspect__pb2.LoadRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.LoadReply.FromString,
+            '/kvstore.inspect.v1.Inspect/State',
+            kvstore_dot_proto_dot_inspect__pb2.StateRequest.SerializeToString,
+            kvstore_dot_proto_dot_inspect__pb2.StateReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -15,6 +15,11 @@ from kvstore.index.index import Member
 UNKNOWN: Final = "unknown"
 """Trust in a node, if the index itself is stale."""
 INDEX_IS_STALE: Final = "the index is stale"
+_LOADS: Final = (
+    *("dram_bytes", "dram_used_bytes", "file_bytes", "file_used_bytes"),
+    *("blocks_hit", "blocks_missed", "saved_ms", "waited_ms"),
+)
+"""Fields of a node's load on the page."""
 
 
 class MemberReport(msgspec.Struct, frozen=True):
@@ -106,6 +111,18 @@ def decode_rows(kind: type[_R], text: str) -> list[_R]:
         return msgspec.json.decode(text, type=list[kind])  # type: ignore[valid-type]
     except (msgspec.DecodeError, UnicodeError) as error:
         raise ProtocolError(f"rows of another version of kvstore: {error}") from None
+
+
+def member_rows(
+    members: Iterable[Member], index: Trust, count_max: int | None = None
+) -> list[dict[str, Any]]:
+    """Rows of the page of an index, those in doubt first, each with the load of its node."""
+    ranked = sorted(members, key=lambda member: (member.trust is Trust.EXACT, member.node))
+    return [
+        msgspec.structs.asdict(member_report(each, index))
+        | {name: getattr(each.load, name, None) for name in _LOADS}
+        for each in ranked[:count_max]
+    ]
 
 
 def member_report(member: Member, index: Trust) -> MemberReport:

@@ -31,6 +31,7 @@ from kvstore.router.engines.workers import Worker
 from kvstore.router.front.answers import ALIVE
 from kvstore.routing.core import RouterCore
 from kvstore.routing.receipts import ReceiptDraft
+from kvstore.routing.split import SplitReason
 from kvstore.routing.values import WorkerRole
 from kvstore.routing.workers.fleet import Fleet
 from kvstore.units import NS_PER_MS
@@ -46,6 +47,8 @@ _OF_WORKERS: Final = {
     "predicted_tokens_total": "predicted_tokens",
     "prompt_tokens_total": "prompt_tokens",
 }
+_REJECTED: Final = ("rejected-", "evicted-")
+"""Beginnings of outcomes that are reasons of a rejection."""
 NAMED_MAX: Final = 3
 UNREACHED: Final = "never reached yet"
 _WORST_FIRST: Final = ("down", "open", "half-open", "draining", "late", "load-only", "new")
@@ -223,9 +226,13 @@ def _state(router: Router) -> dict[str, Any]:
     sums = {name: sum(getattr(w, field) for w in workers) for name, field in _OF_WORKERS.items()}
     p50_ms = {name: its.percentile_ns(50) / NS_PER_MS for name, its in router.ttfts.items()}
     facts = {"in flight": router.proxy.in_flight, "held": router.dispatcher.held_count}
+    facts["other routers"] = router.exchange.peer_count
+    rejected = sum(n for k, n in router.proxy.counts.items() if k.startswith(_REJECTED))
+    remote = sum(router.proxy.splits[reason] for reason in SplitReason if reason.is_remote)
     state: dict[str, Any] = {"role": "router", "facts": facts}
     state["prediction"] = {**sums, "ttft_p50_ms": p50_ms}
-    state["flows"] = {"requests": router.proxy.counts.total(), **sums}
+    state["flows"] = {"requests": router.proxy.counts.total(), "rejected": rejected}
+    state["flows"] |= {"remote_prefills": remote, **sums}
     pools = sorted({worker.address.pool for worker in workers})[:ROWS_MAX]
     full = [(pool, core.gauges.saturation(pool, now_ns)) for pool in pools]
     state["pools"] = [{"pool": p, "saturation": s.value, "cause": s.cause.value} for p, s in full]

@@ -1,5 +1,5 @@
-"""Activity of a node in numbers, sent with its heartbeats and shown by `kvstore top`; and the
-engines that it serves, sent to routers when that changes.
+"""Activity of a node in numbers, sent with its heartbeats and shown by the page of an
+index; and the engines that it serves, sent to routers when that changes.
 
 Counts start with the node process, so that each reader computes rates over any interval; `at_ms` is
 the time to divide by. No names, keys or tenants are in the numbers.

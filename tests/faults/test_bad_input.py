@@ -24,6 +24,7 @@ from kvstore.cli.prefix import read_tokens
 from kvstore.config.node import load_config
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.net.calls import RefusedCall
+from kvstore.net.http import text_page
 from kvstore.node.inspect import InspectService
 from kvstore.node.publish import Publisher
 from kvstore.proto import inspect_pb2 as pb
@@ -308,7 +309,7 @@ def live_service() -> InspectService:
     driver = SimpleNamespace(
         query=lambda ask, timeout_s: ask(node.engine), clear=lambda **names: len(names)
     )
-    return InspectService(cast("Any", driver))
+    return InspectService(cast("Any", driver), lambda: text_page(200, "{}"))
 
 
 REQUEST_KINDS: dict[str, ProtoMessage] = {

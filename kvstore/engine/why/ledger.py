@@ -1,6 +1,6 @@
 """Sums over the requests that have ended: hits, misses by reason, and what loads saved and cost.
 
-    Story, rows of explain ──count──▶ Ledger ──▶ /metrics, `kvstore inspect savings`, `kvstore top`
+    Story, rows of explain ──count──▶ Ledger ──▶ /metrics, the page, `kvstore inspect savings`
 
 A block of a prompt that is not in the engine's own cache is either a hit or a miss, with the reason
 that explain gives for it. Blocks behind a gap miss for the reason of the gap.

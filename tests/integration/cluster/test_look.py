@@ -21,14 +21,11 @@ from typing import Any, NamedTuple, Self
 import psutil
 import pytest
 
-from kvstore.cli.top import of_index
-from kvstore.cli.top_routers import RouterPages
-from kvstore.cli.top_screen import Sampler
+from kvstore.cli.top import Sampler, of_index
 from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
 from kvstore.testing.process import IndexProcess, Lab
 from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
-from kvstore.wire.load import Load
 from kvstore.wire.messages import Story
 from tests.integration.cluster.kit import CONVERGES_S
 from tests.integration.node.conftest import eventually
@@ -172,33 +169,30 @@ def test_transfers_say_how_long_a_fetch_and_its_parts_took(system: System) -> No
     assert there["transfers"] == [], "it only served"
 
 
-def test_top_shows_all_nodes_what_they_do(system: System) -> None:
-    (one,) = asked("top", "--socket", str(system.pair.b.socket), "--interval", "0.5")["nodes"]
-    assert (one["node"], one["state"], one["engines"]) == ("b", "up", 1)
-    assert one["dram_bytes"] == 64 << 20
-    assert one["stored_bytes_per_s"] is not None
+def test_top_shows_a_node_and_all_nodes_what_they_do(system: System) -> None:
+    node = str(system.pair.b.socket)
+    (one,) = asked("top", "--socket", node, "--interval", "0.5")["processes"]
+    state = one["state"]
+    assert (one["place"], state["name"], state["facts"]["engines"]) == (node, "b", 1)
+    assert state["tiers"][0]["capacity_bytes"] == 64 << 20
+    assert one["rates"].keys() == state["flows"].keys() >= {"stored_bytes", "blocks_hit"}
     with IndexClient([system.pair.a.index], tls=Lab(system.folder).files("client", "ops")) as index:
-        b: Load | None = None
 
-        def has_come() -> bool:  # earlier heartbeats know nothing of blocks and replicas yet
-            nonlocal b
-            b = of_index(index)[0]["b"].load
-            stored = metric(
-                system.pair.b, "kvstore_stored_bytes_total", '{model="model",tenant="default"}'
-            )
-            return b is not None and b.stored_bytes == stored and b.replicas_reached > 0
+        def has_come() -> bool:  # earlier heartbeats know nothing of blocks yet
+            labels = '{model="model",tenant="default"}'
+            stored = metric(system.pair.b, "kvstore_stored_bytes_total", labels)
+            return bool(of_index(index)["flows"]["stored_bytes"] == stored)
 
         assert eventually(has_come, timeout_s=CONVERGES_S)
-    assert b is not None
-    assert b.engines == 1
-    assert b.dram_used_bytes >= STORED * BLOCK_BYTES
-    assert b.stored_bytes >= STORED * BLOCK_BYTES
-    assert (b.replicas, b.replicas_reached) == (1, 1)
+        rows = {row["node"]: row for row in of_index(index)["nodes"]}
+    assert rows["b"]["engines"] == 1
+    assert rows["b"]["dram_used_bytes"] >= STORED * BLOCK_BYTES
     shown = kvstore("top", "--once", *system.asks, columns="80")
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert [line.split()[:2] for line in shown.stdout.splitlines() if line[:2] in ("a ", "b ")][
-        :2
-    ] == [["a", "up"], ["b", "up"]]
+    assert [line.split()[:2] for line in shown.stdout.splitlines() if line[:2] in ("a ", "b ")] == [
+        ["a", "exact"],
+        ["b", "exact"],
+    ]
 
 
 def test_top_leaves_the_terminal_as_it_was(system: System) -> None:
@@ -236,21 +230,23 @@ def test_a_node_that_stops_is_shown_so_and_the_others_go_on(tmp_path: Path) -> N
         PeerPair.start(tmp_path, transport="tcp") as pair,
         IndexClient([pair.a.index], tls=Lab(tmp_path).files("client", "ops")) as index,
     ):
-        tops = Sampler(functools.partial(of_index, index), RouterPages([], None))
+        tops = Sampler({"index": functools.partial(of_index, index)})
 
-        def states() -> dict[str, str]:
-            return {each.node: each.state for each in tops.take(keeps=True).nodes or ()}
+        def trusts() -> dict[str, str]:
+            (seen,) = tops.take()
+            return {row["node"]: row["trust"] for row in (seen.state or {"nodes": []})["nodes"]}
 
-        assert eventually(lambda: states() == {"a": "up", "b": "up"}, timeout_s=CONVERGES_S)
+        assert eventually(lambda: trusts() == {"a": "exact", "b": "exact"}, timeout_s=CONVERGES_S)
         process = psutil.Process(pair.b.pid)
         process.suspend()
         try:
-            assert eventually(lambda: states()["b"] != "up", timeout_s=CONVERGES_S)
-            assert states()["a"] == "up"
+            assert eventually(lambda: trusts()["b"] != "exact", timeout_s=CONVERGES_S)
+            assert trusts()["a"] == "exact"
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
-        assert eventually(lambda: states()["b"] == "up", timeout_s=CONVERGES_S)
+        assert eventually(lambda: trusts()["b"] == "exact", timeout_s=CONVERGES_S)
+        tops.close()
 
 
 class Terminal:
@@ -287,7 +283,7 @@ class Terminal:
         """Whether the last whole screen has no such text."""
         if select.select([self._fd], [], [], CONVERGES_S)[0]:
             self.seen += os.read(self._fd, 1 << 16)
-        screens = self.seen.split(b"kvstore top by")[1:-1]
+        screens = self.seen.split(b"kvstore top,")[1:-1]
         return bool(screens) and text not in screens[-1]
 
     def ends(self) -> int:

@@ -46,8 +46,8 @@ REQUESTS: dict[str, list[Message]] = {
         pb.RowsRequest(topic="prefix", filter=pb.Filter(prompt=PROMPT)),
         pb.RowsRequest(topic="engines", filter=pb.Filter(prompt=PROMPT)),
     ],
-    "Load": [pb.LoadRequest()],
-    "Nothing": [pb.LoadRequest()],
+    "State": [pb.StateRequest()],
+    "Nothing": [pb.StateRequest()],
 }
 HEADS = [b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /healthz HTTP/1.0\r\n\r\n"]
 

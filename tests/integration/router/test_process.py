@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
 import pytest
 from click.testing import CliRunner
 
 from kvstore.cli.route import route
-from kvstore.cli.top import UP, Tally
-from kvstore.cli.top_routers import RouterFigures, RouterPages, router_figures
 from kvstore.proto import router_pb2 as pb
 from kvstore.proto.router_pb2_grpc import RouterStub
 from kvstore.testing.process import Lab, RouterProcess
@@ -71,7 +68,11 @@ def is_ok(router: RouterProcess) -> bool:
 
 
 def cli(*arguments: str) -> str:
-    command = [sys.executable, "-m", "kvstore", "route", *arguments]
+    return kvstore("route", *arguments)
+
+
+def kvstore(*arguments: str) -> str:
+    command = [sys.executable, "-m", "kvstore", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -105,33 +106,20 @@ def test_an_equal_beginning_goes_to_the_same_worker(
         assert set(homes) == {"a", "b"}
 
 
-def test_top_has_a_figure_of_everything_that_a_router_counts(
-    workers: list[ScriptedWorker], tmp_path: Path
-) -> None:
+def test_top_shows_the_page_of_a_router(workers: list[ScriptedWorker], tmp_path: Path) -> None:
     with start(tmp_path, workers, "--worker", "c=http://127.0.0.1:1") as router:
-        pages, tally = RouterPages([router.metrics_url], None), Tally(router_figures)
-
-        def figures() -> RouterFigures:
-            (found,) = tally.take(pages.sample())
-            return found
-
-        try:
-            until(lambda: (found := figures()).state == UP and "c is down" in found.trouble)
-            for _ in range(3):
-                assert ask(port_of(router), ASK | {"stream": True, "prompt": LONG})[0] == 200
-            text = '_ttft_seconds_count{kind="achieved"} 3.0'
-            until(lambda: text in page(router, "metrics"))
-            found = figures()
-        finally:
-            pages.close()
-    known = {name for name, value in msgspec.structs.asdict(found).items() if value is not None}
-    unknown = {"hit_predicted_percent"}  # no index
-    assert set(RouterFigures.__struct_fields__) - known == unknown
-    assert (found.workers_serving, found.workers, found.parity) == (2, 3, "no-index")
-    assert found.trouble == "worker c is down (connection refused)"
-    assert (found.requests_per_s or 0) > 0
-    assert 0 < (found.ttft_s or 0) < 10
-    assert 0 < (found.hit_percent or 0) <= 100
+        until(lambda: 'kvstore_router_workers{state="down"} 1.0' in page(router, "metrics"))
+        for _ in range(3):
+            assert ask(port_of(router), ASK | {"stream": True, "prompt": LONG})[0] == 200
+        until(lambda: '_ttft_seconds_count{kind="achieved"} 3.0' in page(router, "metrics"))
+        lines = kvstore("top", "--once", "--page", router.metrics_url).splitlines()
+    rows = [line.split() for line in lines]
+    assert lines[0] == f"kvstore router at {router.metrics_url.split('/')[2]}"
+    assert lines[1] == "ok, but worker c is down (connection refused)"
+    assert ["requests", "0/s", "3"] in rows
+    assert [row[:4] for row in rows if row[:1] == ["c"]] == [["c", "down", "0", "0"]]
+    (header,) = (row for row in rows if row[:3] == ["prompt", "tokens", "cached"])
+    assert header == ["prompt", "tokens", "cached", "predicted", "TTFT", "predicted"]
 
 
 def test_an_adapter_that_an_engine_lists_is_served_though_none_runs(

@@ -24,7 +24,6 @@ from kvstore.config.settings import NodeSettings
 from kvstore.engine import Reason, SpaceReport, TierReport, UnservedReport
 from kvstore.tiers.file.config import FileConfig
 from kvstore.units import GIB, MIB
-from kvstore.wire.load import Load
 from tests.style.tree import ROOT
 
 OK, WARNING, ERROR, NOT_APPLICABLE = "ok", "warning", "error", "not applicable"
@@ -55,7 +54,7 @@ ANSWERS: dict[str, list[Any]] = {
     "unserved": [],
     "spaces": [],
     "requests": [],
-    "load": [Load()],
+    "state": [{"hits": {}, "misses": {}}],
 }
 FILE = FileConfig(directory=Path("/x"), capacity_bytes=GIB)
 
@@ -230,9 +229,14 @@ MISS = SimpleNamespace(outcome=Reason.EVICTED_FOR_STORES)
         (ERROR, "node", {}, _answers(unserved=[UNSERVED])),
         (ERROR, "node", {}, _answers(spaces=[SPACE])),
         (NOT_APPLICABLE, "hits", {}, _answers()),
-        (NOT_APPLICABLE, "hits", {}, _answers(load=[None])),
-        (OK, "hits", {}, _answers(load=[Load(blocks_hit=1)])),
-        (WARNING, "hits", {}, _answers(load=[Load(blocks_missed=4)], requests=[MISS])),
+        (NOT_APPLICABLE, "hits", {}, _answers(state=[{}])),
+        (OK, "hits", {}, _answers(state=[{"hits": {"dram": 1}, "misses": {}}])),
+        (
+            WARNING,
+            "hits",
+            {},
+            _answers(state=[{"hits": {}, "misses": {"other": 4}}], requests=[MISS]),
+        ),
     ],
 )
 def test_a_check_in_each_state(

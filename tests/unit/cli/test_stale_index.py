@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cli import look, top_screen
+from kvstore.cli import look, top
 from kvstore.cli.commands import as_json
 from kvstore.cli.main import main
 from kvstore.cli.tables import show
@@ -58,7 +58,7 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in
     def run(*arguments: str) -> str:
         where = ("--index", "h:1", "--insecure")
         monkeypatch.setattr(look, "index_client", client)
-        monkeypatch.setattr(top_screen, "index_client", client)
+        monkeypatch.setattr(top, "index_client", client)
         monkeypatch.setattr(sys, "argv", ["kvstore", *arguments, *where])
         main()
         out, err = capsys.readouterr()
@@ -70,14 +70,12 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in
 
 def test_top_by_a_stale_index_calls_nobody_gone(said: Said, index: Index) -> None:
     shown = said("top", "--once", "--interval", "0.5").splitlines()
-    assert shown[1] == STALE
+    assert shown[:2] == ["kvstore index at h:1", STALE]
     assert shown[-1].split()[:2] == ["n1", "unknown"]
-    found = json.loads(said("top", "--json", "--interval", "0.5"))
-    assert found["trouble"] == STALE
-    assert [(row["state"], row["index"]) for row in found["nodes"]] == [("unknown", "unknown")]
     index.trust = Trust.EXACT
-    found = json.loads(said("top", "--json", "--interval", "0.5"))
-    assert (found["trouble"], found["nodes"][0]["state"]) == ("", "gone")
+    (found,) = json.loads(said("top", "--json", "--interval", "0.5"))["processes"]
+    state = found["state"]
+    assert (state["health"]["text"], state["nodes"][0]["trust"]) == ("ok", "out")
 
 
 def test_nodes_by_a_stale_index_are_unknown(said: Said, index: Index) -> None:

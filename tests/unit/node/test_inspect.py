@@ -35,6 +35,7 @@ from kvstore.engine.why.searches import Search
 from kvstore.errors import NodeBusy, ProtocolError
 from kvstore.net import calls
 from kvstore.net.aio import LoopThread
+from kvstore.net.http import text_page
 from kvstore.node import inspect
 from kvstore.node.driver import Driver
 from kvstore.node.inspect import (
@@ -181,6 +182,10 @@ class SlowLoop:
         return []
 
 
+PAGES = {0: text_page(200, '{"role": "node"}')}
+"""The page of the node."""
+
+
 @pytest.fixture
 def loop() -> SlowLoop:
     return SlowLoop()
@@ -189,7 +194,7 @@ def loop() -> SlowLoop:
 @pytest.fixture
 def stub(tmp_path: Path, loop: SlowLoop) -> Iterator[InspectStub]:
     thread = LoopThread("test")
-    server = InspectServer(tmp_path / "node.sock", thread, cast("Driver", loop))
+    server = InspectServer(tmp_path / "node.sock", thread, cast("Driver", loop), lambda: PAGES[0])
     with grpc.insecure_channel(f"unix:{server.path}") as channel:
         yield InspectStub(channel)
     loop.let_go.set()
@@ -243,6 +248,17 @@ def test_a_call_waits_for_the_loop_no_longer_than_its_deadline(
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert loop.timeouts == [QUERY_TIMEOUT_S]
     assert QUERY_TIMEOUT_S < PATIENCE_S
+
+
+def test_the_page_is_given_or_why_there_is_none(
+    stub: InspectStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stub.State(pb.StateRequest(), timeout=PATIENCE_S).state == PAGES[0].body.decode()
+    monkeypatch.setitem(PAGES, 0, text_page(503, "the node is busy"))
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.State(pb.StateRequest(), timeout=PATIENCE_S)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caught.value.details() == "the node is busy"
 
 
 def test_too_long_a_request_and_too_much_metadata_are_refused(

@@ -54,7 +54,7 @@ def test_a_node_without_engines_has_all_sections(page: Page) -> None:
     assert (state["role"], state["health"]) == ("node", {"is_ok": True, "text": "ok"})
     assert [tier["tier"] for tier in state["tiers"]] == ["dram", "file", "hbm"]
     assert (state["requests"], state["savings"], state["unserved"]) == ([], [], [])
-    assert set(state["flows"]) == set(FLOWS)
+    assert set(state["flows"]) == {*FLOWS, "blocks_hit", "blocks_missed"}
     assert "transfers" not in state
     assert {row["hit_ratio"] for row in state["curve"]} == {None}
 
