@@ -5,7 +5,7 @@ Memory      memory that holds slots           tiers/dram.py, tiers/hbm.py, tests
                                               (reference)
 FileStore   blocks on a disk                  tiers/file/tier.py, tests/kit/memory_store.py
                                               (reference)
-Transport   from and to arenas of others      transport/{nixl,tcp,ucx}.py, transport/loopback.py
+Transport   from and to arenas of others      transport/{nixl,tcp,ucx}.py, tests/kit/loopback.py
                                               (reference)
 IndexStore  locations of blocks               stores/redis.py, stores/local.py (reference)
 CopyEngine  an engine's cache and slots       kernels/device.py, kernels/host.py (reference)

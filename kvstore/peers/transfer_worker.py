@@ -92,7 +92,6 @@ class TransferEnded(NamedTuple):
     good: bool
     """All bytes are there; not that they are right, or that they were served until the end."""
     reason: str = ""
-    took_ns: int = 0
 
 
 class Crowded(NamedTuple):
@@ -288,7 +287,7 @@ class TransferWorker:
             case Recycle(reason=reason):
                 self.kill(reason)
             case overdue:
-                for peer in {each.peer for each in overdue}:
+                for peer in overdue:
                     self.forget(peer)
         return events
 
@@ -330,8 +329,8 @@ class TransferWorker:
             case wire.Registered():
                 self._ready, self._has_served, self._refused = not self._killed, True, 0
                 return [Up(message)]
-            case wire.Done(transfer=transfer, took_ns=took_ns):
-                return self._end(transfer, good=True, took_ns=took_ns)
+            case wire.Done(transfer=transfer):
+                return self._end(transfer, good=True)
             case wire.Failed(transfer=transfer, reason=reason):
                 return self._end(transfer, good=False, reason=reason)
             case wire.Limbo(transfer=transfer):
@@ -346,8 +345,6 @@ class TransferWorker:
                 return [Unusable(reason)]
             case wire.Beat(refused=refused):
                 return self._count_refused(refused)
-            case wire.Connected():
-                pass
         return []
 
     def _count_refused(self, refused: int) -> list[TransferWorkerEvent]:
@@ -355,8 +352,6 @@ class TransferWorker:
         self.refused += refused - before
         return [Crowded(refused)] if refused.bit_length() > before.bit_length() else []
 
-    def _end(
-        self, transfer: int, *, good: bool, reason: str = "", took_ns: int = 0
-    ) -> list[TransferWorkerEvent]:
+    def _end(self, transfer: int, *, good: bool, reason: str = "") -> list[TransferWorkerEvent]:
         peer = self._watch.ended(transfer)
-        return [] if peer is None else [TransferEnded(transfer, peer, good, reason, took_ns)]
+        return [] if peer is None else [TransferEnded(transfer, peer, good, reason)]

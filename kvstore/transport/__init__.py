@@ -5,9 +5,8 @@ transfer_worker   the loop of that process: messages of the node â†’ transfers â
 reads       which part of which transfer is moved next (pure)
 window      how much may be under way from a peer (pure)
 watch       when a transfer worker must be killed (pure)
-pieces      neighbours joined, limits checked, cut into parts (pure)
+pieces      neighbours joined, limits checked, cut into parts; descriptors (pure)
 backends    a back end by its name
-loopback    the reference, within a process
 nixl tcp ucx      tcp_ends: the two ends of one of its connections
 guests      who of those that dial in may stay (pure)
 """

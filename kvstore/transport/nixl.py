@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 from kvstore.errors import ConfigError, TransportError
 from kvstore.installation import is_installed
 from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
-from kvstore.transport.loopback import open_descriptor
-from kvstore.transport.pieces import check_pieces
+from kvstore.transport.pieces import check_pieces, open_descriptor
 from kvstore.wire.transfer_worker import Descriptor, Direction, encode
 
 UNIT_BYTES: Final = 64 << 10

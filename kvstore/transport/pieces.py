@@ -1,4 +1,5 @@
-"""Pieces of a transfer: neighbours joined, limits checked, cut into parts. Pure.
+"""Pieces of a transfer: neighbours joined, limits checked, cut into parts; and descriptors of
+peers, which name the memory that pieces may lie in. Pure.
 
 local   0   4   8       32          one piece of 12 bytes and one of 4: neighbours in both arenas
 remote  64  68  72      76          are one, in whatever number they came
@@ -10,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import TransportError
-from kvstore.ports import Pieces
-from kvstore.wire.transfer_worker import Descriptor, Direction
+from kvstore.errors import ProtocolError, TransportError
+from kvstore.ports import Landing, Pieces
+from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor
 
 
 def make_pieces(local: object, remote: object, length: object) -> Pieces:
@@ -86,3 +87,28 @@ def cut(pieces: Pieces, limit_bytes: int) -> tuple[Pieces, Pieces]:
     tail.remote[0] += first
     tail.length[0] -= first
     return head, tail
+
+
+def described(
+    backend: str,
+    name: str,
+    size_bytes: int,
+    details: bytes,
+    landing: Landing | None,
+) -> Descriptor:
+    """Descriptor of a back end that counts by offsets."""
+    begin, landing_bytes = (landing.begin, len(landing.memory)) if landing else (0, 0)
+    return Descriptor(backend, name, size_bytes, 0, details, begin, landing_bytes)
+
+
+def open_descriptor(data: bytes, *, peer: str, backend: str) -> Descriptor:
+    """Raises TransportError when it is not one of that peer and back end."""
+    try:
+        found = decode_descriptor(data)
+    except ProtocolError:
+        raise TransportError(f"what {peer} calls its descriptor is none") from None
+    if found.backend != backend:
+        raise TransportError(f"{peer} moves by {found.backend!r}, this node by {backend!r}")
+    if found.name != peer:
+        raise TransportError(f"the descriptor of {peer} is that of {found.name!r}")
+    return found

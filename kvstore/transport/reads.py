@@ -42,15 +42,12 @@ class Post(NamedTuple):
 
 
 class _Transfer:
-    def __init__(
-        self, number: int, peer: str, rest: Pieces, direction: Direction, now_ns: int
-    ) -> None:
+    def __init__(self, number: int, peer: str, rest: Pieces, direction: Direction) -> None:
         self.number = number
         self.peer = peer
         self.direction = direction
         self.rest: Pieces | None = rest
         """None: nothing more of it is posted."""
-        self.begun_ns = now_ns
         self.posts = 0
         """Under way."""
         self.failed: str | None = None
@@ -98,28 +95,20 @@ class Reads:
         """Peers that have more to post, in the order of their turns: a transfer worker asks every
         100 µs, whoever it ever read from."""
         self._next_post = 1
-        self.read_bytes = 0
 
     @property
     def under_way(self) -> int:
         """Posts that have not ended."""
         return len(self._under_way)
 
-    @property
-    def window_bytes(self) -> int:
-        """The narrowest window; 0 without peers."""
-        return int(min((peer.window.size_bytes for peer in self._peers.values()), default=0))
-
-    def begin(
-        self, number: int, peer: str, pieces: Pieces, now_ns: int, direction: Direction
-    ) -> list[Told]:
+    def begin(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> list[Told]:
         """A transfer, whose pieces are joined and not empty unless it is."""
         if not len(pieces.length):
-            return [Done(number, 0)]
+            return [Done(number)]
         known = self._peers.setdefault(peer, _PeerReads())
         if not known.waiting:
             self._turns.append(peer)
-        known.waiting.append(_Transfer(number, peer, pieces, direction, now_ns))
+        known.waiting.append(_Transfer(number, peer, pieces, direction))
         return []
 
     def next_post(self, now_ns: int) -> Post | None:
@@ -145,22 +134,21 @@ class Reads:
         transfer.posts -= 1
         post.peer.under_way_bytes -= post.size_bytes
         if outcome.end is End.DONE:
-            self.read_bytes += post.size_bytes
             window.ended(
                 size_bytes=post.size_bytes,
                 queued_bytes=post.queued_bytes,
                 posted_ns=post.posted_ns,
                 now_ns=now_ns,
             )
-            return self._settle(transfer, now_ns)
+            return self._settle(transfer)
         window.failed(posted_ns=post.posted_ns, now_ns=now_ns)
         self._stop(transfer, outcome.reason)
         if outcome.end is End.UNKNOWN and not transfer.limbo:
             transfer.limbo = True
-            return [Limbo(transfer.number, outcome.reason[:REASON_CHARS_MAX])]
-        return self._settle(transfer, now_ns)
+            return [Limbo(transfer.number)]
+        return self._settle(transfer)
 
-    def forget(self, name: str, now_ns: int) -> list[Told]:
+    def forget(self, name: str) -> list[Told]:
         """Nothing more is posted to this peer; what is under way ends, or does not."""
         peer = self._peers.get(name)
         if peer is None:
@@ -168,7 +156,7 @@ class Reads:
         told: list[Told] = []
         for transfer in list(peer.waiting):
             self._stop(transfer, "the peer was forgotten")
-            told += self._settle(transfer, now_ns)
+            told += self._settle(transfer)
         del self._peers[name]
         return told
 
@@ -216,10 +204,10 @@ class Reads:
             self._has_posted(transfer)
             transfer.rest = None
 
-    def _settle(self, transfer: _Transfer, now_ns: int) -> list[Told]:
+    def _settle(self, transfer: _Transfer) -> list[Told]:
         """The outcome of the transfer, if all its posts have ended."""
         if transfer.posts or transfer.rest is not None or transfer.limbo:
             return []
         if transfer.failed is None:
-            return [Done(transfer.number, now_ns - transfer.begun_ns)]
+            return [Done(transfer.number)]
         return [Failed(transfer.number, transfer.failed[:REASON_CHARS_MAX])]

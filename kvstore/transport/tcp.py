@@ -31,8 +31,7 @@ from kvstore.errors import ConfigError, TransportError
 from kvstore.mailbox import Wake
 from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
 from kvstore.transport.guests import Guests
-from kvstore.transport.loopback import described, open_descriptor
-from kvstore.transport.pieces import check_pieces
+from kvstore.transport.pieces import check_pieces, described, open_descriptor
 from kvstore.transport.tcp_ends import (
     PIECES_MAX,
     Address,

@@ -25,7 +25,7 @@ from kvstore.arena import fill_page_tables, map_arena
 from kvstore.errors import AttachError, ConfigError, ProtocolError, TransportError
 from kvstore.ports import End, Landing, Outcome, Pieces, Transport, TransportMemory
 from kvstore.transport.backends import open_transport
-from kvstore.transport.pieces import check_within, joined
+from kvstore.transport.pieces import check_within
 from kvstore.transport.reads import Reads
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_S
@@ -172,7 +172,6 @@ class TransferWorkerLoop:
         self._ended = False
         self._tell(
             wire.Registered(
-                backend=begin.backend,
                 descriptor=transport.describe(),
                 ends_forgotten=transport.capabilities.ends_forgotten,
             )
@@ -234,7 +233,7 @@ class TransferWorkerLoop:
                 if message.last:
                     self._begin_transfer(self._parts.pop(transfer))
             case wire.Forget(peer=peer):
-                self._tell(*self._reads.forget(peer, self._now_ns()))
+                self._tell(*self._reads.forget(peer))
                 self._transport.forget(peer)
             case wire.Begin():
                 raise ProtocolError("a transfer worker begins once")
@@ -244,17 +243,13 @@ class TransferWorkerLoop:
             self._transport.connect(peer, descriptor)
         except TransportError as error:
             self._tell(wire.Unreachable(peer, str(error)[: wire.REASON_CHARS_MAX]))
-        else:
-            self._tell(wire.Connected(peer))
 
     def _begin_transfer(self, parts: list[wire.MovePieces]) -> None:
         first = parts[0]
-        pieces = joined(
-            Pieces(
-                _joined([part.local for part in parts]),
-                _joined([part.remote for part in parts]),
-                _joined([part.length for part in parts]),
-            )
+        pieces = Pieces(
+            _joined([part.local for part in parts]),
+            _joined([part.remote for part in parts]),
+            _joined([part.length for part in parts]),
         )
         try:
             # Of the whole, before its first part; what a peer has, the transport knows.
@@ -262,8 +257,8 @@ class TransferWorkerLoop:
         except TransportError as error:
             self._tell(wire.Failed(first.transfer, str(error)))
         else:
-            its = first.transfer, first.peer, pieces
-            self._tell(*self._reads.begin(*its, self._now_ns(), first.direction))
+            its = first.transfer, first.peer, pieces, first.direction
+            self._tell(*self._reads.begin(*its))
 
     # ── reads ────────────────────────────────────────────────────────────────────────────────────
 
@@ -289,8 +284,7 @@ class TransferWorkerLoop:
     def _beat(self) -> None:
         self._next_beat_ns = self._now_ns() + BEAT_NS
         if not self._outbox:  # otherwise it does not read, and beats say nothing to it
-            reads, refused = self._reads, self._transport.refused_count
-            self._tell(wire.Beat(reads.under_way, reads.read_bytes, reads.window_bytes, refused))
+            self._tell(wire.Beat(self._transport.refused_count))
 
     def _flush(self) -> None:
         while self._outbox:

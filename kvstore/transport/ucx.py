@@ -25,8 +25,7 @@ import xxhash
 
 from kvstore.errors import ConfigError, TransportError
 from kvstore.ports import End, Outcome, Pieces, TransportCapabilities, TransportMemory
-from kvstore.transport.loopback import open_descriptor
-from kvstore.transport.pieces import check_pieces, check_within
+from kvstore.transport.pieces import check_pieces, check_within, open_descriptor
 from kvstore.wire.transfer_worker import Descriptor, Direction, Words, array_of, encode, words
 
 CONTROL: Final = 1

@@ -32,13 +32,6 @@ LONG_NS: Final = 30 * NS_PER_S
 """A transfer worker that served for longer did not die of its start."""
 
 
-class Overdue(NamedTuple):
-    """A transfer is past its deadline: have its peer forgotten."""
-
-    transfer: int
-    peer: str
-
-
 class Recycle(NamedTuple):
     """Kill the transfer worker."""
 
@@ -97,22 +90,23 @@ class Watch:
         if transfer in self._transfers:
             self._transfers[transfer].limbo = True
 
-    def look(self, now_ns: int) -> list[Overdue] | Recycle:
-        """Actions that are due now."""
+    def look(self, now_ns: int) -> set[str] | Recycle:
+        """Actions that are due now: peers to have forgotten, since a transfer is past its deadline,
+        or the end of the transfer worker."""
         if now_ns - self._looked_ns > LOOK_LATE_NS:
             self._silent_at_ns = max(self._silent_at_ns, now_ns + SILENT_NS)
         self._looked_ns = now_ns
         if now_ns >= self._silent_at_ns:
             return Recycle("it is silent")
-        overdue = []
-        for number, each in self._transfers.items():
+        overdue = set()
+        for each in self._transfers.values():
             if now_ns < each.deadline_ns:
                 continue
             if each.overdue and now_ns >= each.deadline_ns + GRACE_NS:
                 return Recycle(f"a read from {each.peer} has no end")
             if not each.overdue:
                 each.overdue = True
-                overdue.append(Overdue(number, each.peer))
+                overdue.add(each.peer)
         if self.limbo_bytes > self._limbo_max:
             return Recycle("too many reads have no end")
         return overdue

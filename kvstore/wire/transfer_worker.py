@@ -5,7 +5,7 @@ datagram.
       │── Begin + arena ─────────────────────▶│   maps, opens the back end, registers once
       │◀──────────── Registered, or Unable ───│   Unable: it ends
       │── Connect(peer, descriptor) ─────────▶│
-      │◀──────── Connected, or Unreachable ───│
+      │◀──────── Unreachable, or nothing ─────│   only a transfer shows whether the peer lives
       │── Move(transfer, …), … last=True ────▶│   in parts, which arrive in order
       │◀──── Done, or Failed, or Limbo ───────│   exactly one; none of a peer that has stopped
       │── Forget(peer) ──────────────────────▶│   its transfers end, if the back end can see to it
@@ -110,7 +110,6 @@ class Forget(TransferWorkerMessage, frozen=True):
 class Registered(TransferWorkerMessage, frozen=True):
     """The arena is known to the back end."""
 
-    backend: Label
     descriptor: Blob
     """For transfer workers of other nodes."""
     ends_forgotten: bool
@@ -121,12 +120,6 @@ class Unable(TransferWorkerMessage, frozen=True):
     """This back end cannot be used here, which another start does not change by itself."""
 
     reason: Reason
-
-
-class Connected(TransferWorkerMessage, frozen=True):
-    """Answer to Connect: transfers may follow; only they show whether the peer lives."""
-
-    peer: Name
 
 
 class Unreachable(TransferWorkerMessage, frozen=True):
@@ -140,8 +133,6 @@ class Done(TransferWorkerMessage, frozen=True):
     """All bytes of a transfer are there, and nothing touches their places any more."""
 
     transfer: U64
-    took_ns: U64
-    """From the last part of its Move."""
 
 
 class Failed(TransferWorkerMessage, frozen=True):
@@ -155,22 +146,17 @@ class Limbo(TransferWorkerMessage, frozen=True):
     """Bytes are missing, and their places here may be in use until the transfer worker is dead."""
 
     transfer: U64
-    reason: Reason
 
 
 class Beat(TransferWorkerMessage, frozen=True):
-    """The transfer worker's loop turns. Counts since its start."""
+    """The transfer worker's loop turns."""
 
-    under_way: U64
-    read_bytes: U64
-    window_bytes: U64
-    """The narrowest of all peers; 0 without any."""
-    refused: U64 = 0
-    """Peers that would read from here and found no room."""
+    refused: U64
+    """Peers that would read from here and found no room, since its start."""
 
 
 FromNode = Begin | Connect | MovePieces | Forget
-FromTransferWorker = Registered | Unable | Connected | Unreachable | Done | Failed | Limbo | Beat
+FromTransferWorker = Registered | Unable | Unreachable | Done | Failed | Limbo | Beat
 
 
 class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.process import Lab
-from kvstore.transport.loopback import Hub
+from tests.kit.loopback import Hub
 from tests.kit.transport_checks import CHECKS, TransportChecks, TransportParty
 from tests.kit.transport_parties import LocalParty, TransferWorkerParty
 

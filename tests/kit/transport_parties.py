@@ -19,14 +19,17 @@ from kvstore.arena import Arena
 from kvstore.errors import TransportError
 from kvstore.peers.transfer_worker import TransferWorkerChild, TransferWorkerSettings
 from kvstore.ports import End, Landing, Pieces
-from kvstore.transport.loopback import Hub, Loopback
+from kvstore.transport.pieces import joined, make_pieces
 from kvstore.types import Incarnation
 from kvstore.wire import transfer_worker as wire
 from kvstore.wire.transfer_worker import Direction
+from tests.kit.loopback import Hub, Loopback
 from tests.kit.transport_checks import ARENA_BYTES, LANDING
 
 LIMIT_S: Final = 90.0
 """For anything to happen: a back end is loaded by a machine that is busy with other tests."""
+CONNECT: Final = 1 << 62
+"""Number of the transfer of nothing that follows a Connect: it is done when that was answered."""
 BEATS: Final = 4
 """So long nothing happens when nothing is to happen: more than enough for 32 MiB."""
 
@@ -116,7 +119,7 @@ class TransferWorkerParty:
         )
         self._ends: dict[int, End] = {}
         self._beats = 0
-        self._connected: dict[str, str] = {}
+        self._unreachable: dict[str, str] = {}
         self.registered: wire.Registered | None = None
         try:
             self._wait(lambda: self.registered is not None)
@@ -137,17 +140,19 @@ class TransferWorkerParty:
         return self.registered.descriptor
 
     def connect(self, peer: str, descriptor: bytes) -> None:
-        self._connected.pop(peer, None)
+        self._unreachable.pop(peer, None)
         self.child.say(wire.Connect(peer, descriptor))
-        self._wait(lambda: peer in self._connected)
-        if reason := self._connected[peer]:
+        self.read(CONNECT, peer, make_pieces([], [], []))
+        self._wait(lambda: CONNECT in self._ends)
+        del self._ends[CONNECT]
+        if reason := self._unreachable.get(peer):
             raise TransportError(reason)
 
     def read(self, number: int, peer: str, pieces: Pieces) -> None:
-        self.child.say(*wire.parts_of(number, peer, pieces, Direction.READ))
+        self.child.say(*wire.parts_of(number, peer, joined(pieces), Direction.READ))
 
     def write(self, number: int, peer: str, pieces: Pieces) -> None:
-        self.child.say(*wire.parts_of(number, peer, pieces, Direction.WRITE))
+        self.child.say(*wire.parts_of(number, peer, joined(pieces), Direction.WRITE))
 
     def forget(self, peer: str) -> None:
         self.child.say(wire.Forget(peer))
@@ -195,10 +200,8 @@ class TransferWorkerParty:
         match message:
             case wire.Registered():
                 self.registered = message
-            case wire.Connected(peer=peer):
-                self._connected[peer] = ""
             case wire.Unreachable(peer=peer, reason=reason):
-                self._connected[peer] = reason
+                self._unreachable[peer] = reason
             case wire.Beat():
                 self._beats += 1
             case wire.Unable(reason=reason):

@@ -83,7 +83,7 @@ class ScriptedTransferWorker:
 
 
 def up(descriptor: bytes, *, ends_reads: bool = True) -> Up:
-    return Up(Registered("memory", descriptor, ends_reads))
+    return Up(Registered(descriptor, ends_reads))
 
 
 PIECES = make_pieces([0], [0], [8])
@@ -204,7 +204,7 @@ def test_peers_that_found_no_room_are_said_at_the_first_and_when_they_doubled(
         host = TransferWorkerHost(scripted, MonotonicClock())  # type: ignore[arg-type]
         host.start()
         for refused in (0, 1, 1, 2, 3, 4):
-            for event in transfer_worker._take(Beat(0, 0, 0, refused)):
+            for event in transfer_worker._take(Beat(refused)):
                 scripted.say(event)
                 await scripted.taken.get()
         host.close()
@@ -212,7 +212,7 @@ def test_peers_that_found_no_room_are_said_at_the_first_and_when_they_doubled(
     try:
         asyncio.run(main())
         transfer_worker._take(up(b"another").registered)
-        transfer_worker._take(Beat(0, 0, 0, 1))
+        transfer_worker._take(Beat(1))
     finally:
         transfer_worker.close()
     said = [record.getMessage() for record in caplog.records if "refused peers" in record.message]
@@ -230,7 +230,7 @@ _SPEAKER = """if True:
 
 
 def test_messages_before_a_malformed_one_are_heard() -> None:
-    said = [encode(Done(7, took_ns=1)), b"not a message", encode(Done(8, took_ns=1))]
+    said = [encode(Done(7)), b"not a message", encode(Done(8))]
     settings = TransferWorkerSettings(backend="tcp", name="a")
     arena = os.memfd_create("arena")
     heard: list[object] = []
@@ -244,4 +244,4 @@ def test_messages_before_a_malformed_one_are_heard() -> None:
         child.close()
     finally:
         os.close(arena)
-    assert heard == [Done(7, took_ns=1)]
+    assert heard == [Done(7)]

@@ -73,10 +73,9 @@ def begin(
     reads: Reads,
     number: int,
     size_bytes: int,
-    now_ns: int,
     peer: str = "b",
     direction: Direction = Direction.READ,
 ) -> None:
     """A transfer in one piece."""
     pieces = make_pieces([0], [0], [size_bytes])
-    assert reads.begin(number, peer, pieces, now_ns, direction) == []
+    assert reads.begin(number, peer, pieces, direction) == []

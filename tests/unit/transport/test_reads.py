@@ -25,12 +25,12 @@ def _posts(reads: Reads, now_ns: int = 1) -> list[Post]:
 
 
 def test_nothing_is_done_at_once() -> None:
-    assert Reads().begin(1, "b", make_pieces([], [], []), 1, Direction.READ) == [Done(1, 0)]
+    assert Reads().begin(1, "b", make_pieces([], [], []), Direction.READ) == [Done(1)]
 
 
 def test_a_transfer_is_done_with_its_last_post() -> None:
     reads = Reads()
-    begin(reads, 1, BIG, 1)
+    begin(reads, 1, BIG)
     told: list[Told] = []
     moved = 0
     while posts := _posts(reads):
@@ -38,14 +38,14 @@ def test_a_transfer_is_done_with_its_last_post() -> None:
         for post in posts:
             moved += post.size_bytes
             told += reads.ended(Outcome(post.number, End.DONE), 2)
-    assert told == [Done(1, 1)]
-    assert moved == reads.read_bytes == BIG
+    assert told == [Done(1)]
+    assert moved == BIG
     assert reads.under_way == 0
 
 
 def test_one_that_failed_ends_when_nothing_of_it_is_under_way() -> None:
     reads = Reads()
-    begin(reads, 1, BIG, 1)
+    begin(reads, 1, BIG)
     first, *others = _posts(reads)
     assert others
     assert reads.ended(Outcome(first.number, End.FAILED, "why"), 2) == []
@@ -58,9 +58,9 @@ def test_one_that_failed_ends_when_nothing_of_it_is_under_way() -> None:
 @pytest.mark.parametrize("later", [End.DONE, End.FAILED, End.UNKNOWN])
 def test_limbo_is_told_once_and_is_for_ever(later: End) -> None:
     reads = Reads()
-    begin(reads, 1, BIG, 1)
+    begin(reads, 1, BIG)
     first, *others = _posts(reads)
-    assert reads.ended(Outcome(first.number, End.UNKNOWN, "why"), 2) == [Limbo(1, "why")]
+    assert reads.ended(Outcome(first.number, End.UNKNOWN, "why"), 2) == [Limbo(1)]
     for post in others:
         assert reads.ended(Outcome(post.number, later), 2) == []
     assert _posts(reads, 10**12) == []
@@ -68,8 +68,8 @@ def test_limbo_is_told_once_and_is_for_ever(later: End) -> None:
 
 def test_peers_do_not_wait_for_each_other() -> None:
     reads = Reads()
-    begin(reads, 1, BIG, 1, "b")
-    begin(reads, 2, BIG, 1, "c")
+    begin(reads, 1, BIG, "b")
+    begin(reads, 2, BIG, "c")
     posts = _posts(reads)
     assert {post.peer for post in posts[:2]} == {"b", "c"}
     for post in posts:
@@ -82,11 +82,11 @@ def test_peers_do_not_wait_for_each_other() -> None:
 def test_reads_go_before_writes_to_the_same_peer(*, paced: bool) -> None:
     """An engine waits for what is read; a push that began earlier runs beside a prefill."""
     reads = Reads(paced=paced)
-    begin(reads, 1, BIG, 1, direction=Direction.WRITE)
+    begin(reads, 1, BIG, direction=Direction.WRITE)
     under_way = _posts(reads)
     begun = len(under_way)
-    begin(reads, 2, BIG, 2, direction=Direction.WRITE)
-    begin(reads, 3, BIG, 3)
+    begin(reads, 2, BIG, direction=Direction.WRITE)
+    begin(reads, 3, BIG)
     order = []
     while under_way:
         order.append(post := under_way.pop(0))
@@ -103,9 +103,9 @@ def test_reads_go_before_writes_to_other_peers() -> None:
     """A transfer worker has one processor: whoever may post, reads are posted first, and windows
     are full."""
     reads = Reads()
-    begin(reads, 1, BIG, 1, "b", Direction.WRITE)
-    begin(reads, 2, BIG, 1, "c", Direction.WRITE)
-    begin(reads, 3, BIG, 1, "c", Direction.READ)
+    begin(reads, 1, BIG, "b", Direction.WRITE)
+    begin(reads, 2, BIG, "c", Direction.WRITE)
+    begin(reads, 3, BIG, "c", Direction.READ)
     posts = _posts(reads)
     assert posts[0].peer == "c"
     of_c = [post.direction for post in posts if post.peer == "c"]
@@ -117,17 +117,17 @@ def test_reads_go_before_writes_to_other_peers() -> None:
 
 def test_a_push_goes_on_when_nothing_is_read() -> None:
     reads = Reads()
-    begin(reads, 1, 5, 1, direction=Direction.WRITE)
-    begin(reads, 2, 5, 1)
+    begin(reads, 1, 5, direction=Direction.WRITE)
+    begin(reads, 2, 5)
     first, second = _posts(reads)
     assert (first.direction, second.direction) == (Direction.READ, Direction.WRITE)
 
 
 def test_reads_and_writes_share_the_window_of_their_peer() -> None:
     reads = Reads()
-    begin(reads, 1, BIG, 1, direction=Direction.WRITE)
+    begin(reads, 1, BIG, direction=Direction.WRITE)
     posts = _posts(reads)
-    begin(reads, 2, BIG, 2)
+    begin(reads, 2, BIG)
     assert _posts(reads, 2) == []
     reads.ended(Outcome(posts[0].number, End.DONE), 3)
     assert {post.direction for post in _posts(reads, 3)} == {Direction.READ}
@@ -145,57 +145,56 @@ def test_peers_without_more_to_post_are_not_looked_at(monkeypatch: pytest.Monkey
     monkeypatch.setattr(reads_module, "_PeerReads", Seen)
     reads = Reads()
     for number in range(100):
-        begin(reads, number, 5, 1, f"peer-{number}")
+        begin(reads, number, 5, f"peer-{number}")
     posts = _posts(reads)
     assert [post.peer for post in posts] == [f"peer-{number}" for number in range(100)]
     for post in posts:
         reads.ended(Outcome(post.number, End.DONE), 2)
-    begin(reads, 100, BIG, 3, "peer-7")
+    begin(reads, 100, BIG, "peer-7")
     looked.clear()
     assert _posts(reads, 3)
     reads.pause_ns(3)
     assert len(set(looked)) == 1
-    reads.forget("peer-7", 4)
+    reads.forget("peer-7")
     looked.clear()
     assert reads.next_post(4) is None
     assert reads.pause_ns(4) == 0
     assert not looked
-    assert reads.window_bytes
 
 
 def test_a_peer_whose_transfer_failed_takes_turns_again() -> None:
     reads = Reads()
-    begin(reads, 1, BIG, 1)
+    begin(reads, 1, BIG)
     first, *others = _posts(reads)
     reads.ended(Outcome(first.number, End.FAILED, "why"), 2)
     assert reads.next_post(10**12) is None
     for post in others:
         reads.ended(Outcome(post.number, End.DONE), 3)
-    begin(reads, 2, 5, 10**12)
-    begin(reads, 3, 5, 10**12, "c")
-    begin(reads, 4, 5, 10**12)
+    begin(reads, 2, 5)
+    begin(reads, 3, 5, "c")
+    begin(reads, 4, 5)
     assert [post.peer for post in _posts(reads, 10**12)] == ["b", "c", "b"]
 
 
 def test_a_forgotten_peer_gets_nothing_more_and_its_transfers_end() -> None:
     reads = Reads()
-    begin(reads, 1, BIG, 1)
+    begin(reads, 1, BIG)
     posts = _posts(reads)
-    begin(reads, 2, BIG, 1)
-    assert reads.forget("b", 2) == [Failed(2, "the peer was forgotten")]
+    begin(reads, 2, BIG)
+    assert reads.forget("b") == [Failed(2, "the peer was forgotten")]
     assert _posts(reads) == []
     told = [each for post in posts for each in reads.ended(Outcome(post.number, End.FAILED), 3)]
     assert told == [Failed(1, "the peer was forgotten")]
-    begin(reads, 3, 5, 4)
+    begin(reads, 3, 5)
     (post,) = _posts(reads)
-    assert reads.ended(Outcome(post.number, End.DONE), 5) == [Done(3, 1)]
+    assert reads.ended(Outcome(post.number, End.DONE), 5) == [Done(3)]
 
 
 def test_many_pieces_go_in_several_posts() -> None:
     reads = Reads(paced=False)
     count = 2 * PIECES_PER_POST_MAX + 1
     at = [64 * n for n in range(count)]
-    reads.begin(1, "b", make_pieces(at, at, [1] * count), 1, Direction.READ)
+    reads.begin(1, "b", make_pieces(at, at, [1] * count), Direction.READ)
     posts = _posts(reads)
     assert [len(post.pieces.length) for post in posts] == [4096, 4096, 1]
 
@@ -210,7 +209,7 @@ def test_all_bytes_are_read_once_in_any_order_of_ends(
     under_way: list[Post] = []
     told: list[Told] = []
     for number, (peer, size) in enumerate(transfers):
-        begin(reads, number, size, now_ns, peer)
+        begin(reads, number, size, peer)
     while True:
         now_ns = max(now_ns + 10**9, reads.pause_ns(now_ns))
         under_way += _posts(reads, now_ns)

@@ -22,7 +22,7 @@ LONG_NS = 10_000 * NS_PER_S
 
 def _carried_ns(link: Link, *, paced: bool) -> int:
     reads = Reads(paced=paced)
-    begin(reads, 1, GIB, link.now_ns)
+    begin(reads, 1, GIB)
     before_ns = link.now_ns
     return link.carry(reads, until_ns=LONG_NS)[1] - before_ns
 
@@ -47,11 +47,11 @@ def test_another_flow_is_given_way(other_mib: int) -> None:
             other_queue=lambda _: other_mib << 20 if busy[0] else 0,
         )
         reads = Reads(paced=paced)
-        begin(reads, 1, 64 << 20, link.now_ns)
+        begin(reads, 1, 64 << 20)
         link.carry(reads, until_ns=LONG_NS)  # what the link is like when nobody else is there
         busy[0] = True
         before = link.ours_bytes, link.others_bytes
-        begin(reads, 2, GIB, link.now_ns)
+        begin(reads, 2, GIB)
         link.carry(reads, until_ns=link.now_ns + 20 * NS_PER_S)
         ours, others = link.ours_bytes - before[0], link.others_bytes - before[1]
         return ours / (ours + others)
@@ -67,11 +67,11 @@ def test_a_busy_host_does_not_stop_a_read(delay_ms: int) -> None:
     """Each post waits for a processor, however little is under way."""
     link = Link(bytes_per_s=1e9, latency_ns=100_000)
     reads = Reads()
-    begin(reads, 1, 64 << 20, link.now_ns)
+    begin(reads, 1, 64 << 20)
     link.carry(reads, until_ns=LONG_NS)  # what the link is like when nothing else runs
     link.latency_ns += delay_ms * NS_PER_MS
     begins_ns = link.now_ns
-    begin(reads, 2, 256 << 20, begins_ns)
+    begin(reads, 2, 256 << 20)
     link.carry(reads, until_ns=LONG_NS)
     due_ns = SHARE * (256 << 20)  # at a byte a nanosecond
     assert link.now_ns - begins_ns <= 2 * due_ns
@@ -85,7 +85,7 @@ def test_it_comes_back_when_the_other_has_gone() -> None:
         other_queue=lambda now_ns: 8 << 20 if busy_ns[0] < now_ns < busy_ns[1] else 0,
     )
     reads = Reads()
-    begin(reads, 1, 100 * GIB, link.now_ns)
+    begin(reads, 1, 100 * GIB)
     link.carry(reads, until_ns=5 * NS_PER_S)
     before = link.ours_bytes
     link.carry(reads, until_ns=6 * NS_PER_S)

@@ -21,14 +21,13 @@ FROM_NODE = [
     wire.Forget("b"),
 ]
 FROM_MOVER = [
-    wire.Registered("nixl", b"d", ends_forgotten=True),
+    wire.Registered(b"d", ends_forgotten=True),
     wire.Unable("why"),
-    wire.Connected("b"),
     wire.Unreachable("b", "why"),
-    wire.Done(7, 12),
+    wire.Done(7),
     wire.Failed(7, "why"),
-    wire.Limbo(7, "why"),
-    wire.Beat(1, 2, 3),
+    wire.Limbo(7),
+    wire.Beat(3),
 ]
 
 

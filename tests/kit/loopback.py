@@ -11,10 +11,10 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import ProtocolError, TransportError
+from kvstore.errors import TransportError
 from kvstore.ports import End, Landing, Outcome, Pieces, TransportCapabilities
-from kvstore.transport.pieces import check_pieces
-from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor, encode
+from kvstore.transport.pieces import check_pieces, described, open_descriptor
+from kvstore.wire.transfer_worker import Descriptor, Direction, encode
 
 
 class Hub:
@@ -104,28 +104,3 @@ class Loopback:
     def close(self) -> None:
         self._hub.members.pop(self._place, None)
         self._moves.clear()
-
-
-def described(
-    backend: str,
-    name: str,
-    size_bytes: int,
-    details: bytes,
-    landing: Landing | None,
-) -> Descriptor:
-    """Descriptor of a back end that counts by offsets."""
-    begin, landing_bytes = (landing.begin, len(landing.memory)) if landing else (0, 0)
-    return Descriptor(backend, name, size_bytes, 0, details, begin, landing_bytes)
-
-
-def open_descriptor(data: bytes, *, peer: str, backend: str) -> Descriptor:
-    """Raises TransportError when it is not one of that peer and back end."""
-    try:
-        found = decode_descriptor(data)
-    except ProtocolError:
-        raise TransportError(f"what {peer} calls its descriptor is none") from None
-    if found.backend != backend:
-        raise TransportError(f"{peer} moves by {found.backend!r}, this node by {backend!r}")
-    if found.name != peer:
-        raise TransportError(f"the descriptor of {peer} is that of {found.name!r}")
-    return found
