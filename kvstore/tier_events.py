@@ -162,20 +162,12 @@ class FileLate(msgspec.Struct, frozen=True):
     job: int
 
 
-class FilePart(msgspec.Struct, frozen=True):
-    """Blocks of one scope in a segment."""
-
-    scope: Scope
-    keys: bytes
-    locations: bytes
-
-
 class FileReclaim(msgspec.Struct, frozen=True):
     """The tier needs the room of this segment: ReclaimFile answers. `parts` lists the records that
     no void covers; the engine knows whether a location is still in use for its key."""
 
     segment: int
-    parts: tuple[FilePart, ...]
+    parts: tuple[FileKnown, ...]
 
 
 class Scrubbed(msgspec.Struct, frozen=True):

@@ -21,8 +21,8 @@ from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import (
     Event,
     FileCommand,
+    FileKnown,
     FileMoved,
-    FilePart,
     FileRead,
     FileReclaim,
     FileWritten,
@@ -130,7 +130,7 @@ class Disk:
             return []
         oldest = self._segments[0]
         keys, places = b"".join(oldest.values()), _places(list(oldest))
-        part = FilePart(_SCOPE, keys, places)
+        part = FileKnown(_SCOPE, keys, places, b"")
         return [FileReclaim(1, (part,))]
 
 

@@ -42,7 +42,7 @@ from kvstore.tiers.file.segments.directory import (
     segment_number,
     segments_identity,
 )
-from kvstore.tiers.file.segments.disk import Disk, Pages, PosixDisk, opened, read_bytes
+from kvstore.tiers.file.segments.disk import Disk, Pages, PosixDisk, opened, read_bytes, sizes_in
 from kvstore.tiers.file.segments.recovery import Contents, read_contents, read_head
 from kvstore.tiers.file.verify import walk
 from kvstore.tiers.file.writer import Writer
@@ -223,7 +223,8 @@ def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None)
             locked = stack.enter_context(contextlib.closing(_lock(directory, posix)))
         report.node_runs = locked is None and _is_in_use(fd)
         _check_all(report, posix, fd, store_id, locked)
-    report.quarantine_files, report.quarantine_bytes = _aside(directory)
+    sizes = sizes_in(directory / "quarantine")
+    report.quarantine_files, report.quarantine_bytes = len(sizes), sum(sizes)
     return report
 
 
@@ -249,16 +250,6 @@ def _is_in_use(dir_fd: int) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-def _aside(directory: Path) -> tuple[int, int]:
-    """(files in quarantine, their bytes)."""
-    try:
-        with os.scandir(directory / "quarantine") as entries:
-            sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries]
-    except OSError:
-        return 0, 0
-    return len(sizes), sum(sizes)
 
 
 def _store_id(disk: Disk, dir_fd: int) -> bytes | None:

@@ -15,7 +15,6 @@ from kvstore.tier_events import (
     FileKnown as FileKnown,
     FileLate as FileLate,
     FileMoved as FileMoved,
-    FilePart as FilePart,
     FileRead as FileRead,
     FileReclaim as FileReclaim,
     FileWritten as FileWritten,

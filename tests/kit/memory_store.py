@@ -20,7 +20,6 @@ from kvstore.tier_events import (
     FileKnown,
     FileLate,
     FileMoved,
-    FilePart,
     FileRead,
     FileReclaim,
     FileTierEvent,
@@ -80,10 +79,7 @@ class MemoryStore:
         self._asked: int | None = None
         self.note = kept.note
         for segment in reversed(kept.segments):
-            self._outbox.put(
-                FileKnown(part.scope, part.keys, part.locations, _sums(segment, part))
-                for part in _parts(segment)
-            )
+            self._outbox.put(_parts(segment))
         self._outbox.put([RecoveryDone()])
 
     @property
@@ -223,15 +219,11 @@ def _covers(tenant: str | None, space: bytes | None, block: Block) -> bool:
     return Void(tenant, space, 0).covers(block.scope)
 
 
-def _parts(segment: dict[int, Block]) -> tuple[FilePart, ...]:
+def _parts(segment: dict[int, Block]) -> tuple[FileKnown, ...]:
     parts = []
     for scope in dict.fromkeys(block.scope for block in segment.values()):
         mine = {place: block for place, block in segment.items() if block.scope == scope}
         keys = b"".join(block.key for block in mine.values())
-        parts.append(FilePart(scope, keys, np.array(list(mine), np.uint64).tobytes()))
+        sums = b"".join(block.checksum for block in mine.values())
+        parts.append(FileKnown(scope, keys, np.array(list(mine), np.uint64).tobytes(), sums))
     return tuple(parts)
-
-
-def _sums(segment: dict[int, Block], part: FilePart) -> bytes:
-    places = np.frombuffer(part.locations, np.uint64).tolist()
-    return b"".join(segment[place].checksum for place in places)

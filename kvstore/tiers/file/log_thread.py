@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -42,41 +42,37 @@ _Job = WriteJob | VoidFile | ReclaimFile | CarryJob | bytes
 """Bytes: the note to keep."""
 
 
-class LogThread:
-    """Queue and body of that thread. `lock` is the tier's."""
+class Parts(NamedTuple):
+    """Parts of a tier that its threads share."""
 
-    def __init__(
-        self,
-        config: FileConfig,
-        clock: Clock,
-        disk: Disk,
-        directory: Directory,
-        catalog: Catalog,
-        *,
-        outbox: Outbox,
-        health: Health,
-        lock: threading.Condition,
-        number: int,
-        follows_closed: bool,
-    ) -> None:
-        self._config = config
-        self._clock = clock
-        self._catalog = catalog
-        self._directory = directory
-        self._outbox = outbox
-        self._health = health
-        self._lock = lock
-        size = config.segment_size
-        self._segment_bytes = size
+    config: FileConfig
+    clock: Clock
+    disk: Disk
+    directory: Directory
+    catalog: Catalog
+    outbox: Outbox
+    health: Health
+    lock: threading.Condition
+    """Of queues and jobs; notified when a job ends."""
+
+
+class LogThread:
+    """Queue and body of that thread."""
+
+    def __init__(self, parts: Parts, *, number: int, follows_closed: bool) -> None:
+        """`number`: of the first segment; `follows_closed`: whether the one before was closed."""
+        self._config, self._clock, self._lock = parts.config, parts.clock, parts.lock
+        self._directory, self._catalog = parts.directory, parts.catalog
+        self._outbox, self._health = parts.outbox, parts.health
+        self._segment_bytes = parts.config.segment_size
+        log = parts.directory, parts.catalog, parts.disk
         self._writer = Writer(
-            directory,
-            catalog,
-            disk,
-            segment_bytes=size,
+            *log,
+            segment_bytes=self._segment_bytes,
             number=number,
             follows_closed=follows_closed,
         )
-        self._reclaimer = Reclaimer(directory, catalog, disk, self._writer)
+        self._reclaimer = Reclaimer(*log, self._writer)
         self._queue: deque[WriteJob | VoidFile] = deque()
         self._control: deque[ReclaimFile | CarryJob] = deque()
         self._note: bytes | None = None

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.tier_events import FileEvent, FileGone, FileKnown, FileMoved, FilePart, FileReclaim
+from kvstore.tier_events import FileEvent, FileGone, FileKnown, FileMoved, FileReclaim
 from kvstore.tiers.file.reader import (
     RUN_BYTES_MAX,
     RUN_RECORDS_MAX,
@@ -39,7 +39,7 @@ class Reclaimer:
         self._catalog = catalog
         self._disk = disk
         self._writer = writer
-        self._asked: dict[int, list[FileKnown]] = {}
+        self._asked: dict[int, tuple[FileKnown, ...]] = {}
 
     def ask(self, segment: Segment, voids: Sequence[Void]) -> FileReclaim:
         """The question to the engine. A segment that cannot be read, though the disk can be, holds
@@ -50,10 +50,10 @@ class Reclaimer:
         """
         if (table := self._table(segment) or self._table(segment)) is None:  # it may just be back
             return FileReclaim(segment.number, ())
-        found = list(record_sets(table, segment.number, own_number=segment.number, voids=voids))
-        self._asked = {segment.number: found}
-        parts = tuple(FilePart(known.scope, known.keys, known.locations) for known in found)
-        return FileReclaim(segment.number, parts)
+        number = segment.number
+        parts = tuple(record_sets(table, number, own_number=number, voids=voids))
+        self._asked = {number: parts}
+        return FileReclaim(number, parts)
 
     def _table(self, segment: Segment) -> Table | None:
         """None: it cannot be read, though the disk can be."""
@@ -70,7 +70,7 @@ class Reclaimer:
         writer's first error, if there was one."""
         events: list[FileEvent] = []
         errors: list[OSError] = []
-        for records in self._asked.pop(segment.number, []):
+        for records in self._asked.pop(segment.number, ()):
             places = np.frombuffer(records.locations, np.uint64)
             rows = np.flatnonzero(np.isin(places, np.frombuffer(keep, np.uint64)))
             for chunk in self._chunks(records, rows):

@@ -21,14 +21,11 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.ports import Clock
 from kvstore.tier_events import FileGone, Scrubbed
 from kvstore.tiers.file.config import PASS_PAUSE_S, ScrubRate
-from kvstore.tiers.file.health import Health
-from kvstore.tiers.file.log_thread import LogThread
-from kvstore.tiers.file.outbox import Outbox
-from kvstore.tiers.file.segments.catalog import Catalog, Segment
-from kvstore.tiers.file.segments.disk import Disk, Pages, forget_cached
+from kvstore.tiers.file.log_thread import LogThread, Parts
+from kvstore.tiers.file.segments.catalog import Segment
+from kvstore.tiers.file.segments.disk import Pages, forget_cached
 from kvstore.tiers.file.segments.recovery import read_contents
 from kvstore.tiers.file.verify import Record, walk
 from kvstore.types import PAGE_BYTES, Tier
@@ -49,42 +46,28 @@ class Leaving(Exception):
 
 
 class Scrub:
-    """Body of the scrubbing thread. `lock` is the tier's, which is notified when jobs end."""
+    """Body of the scrubbing thread."""
 
     def __init__(
         self,
         rate: ScrubRate,
-        catalog: Catalog,
-        disk: Disk,
-        clock: Clock,
+        parts: Parts,
         log: LogThread,
         *,
-        outbox: Outbox,
-        health: Health,
-        lock: threading.Condition,
         leaving: threading.Event,
         is_wanted: Callable[[], bool],
-        direct: bool,
     ) -> None:
         """Args:
-        rate, catalog, disk, clock: how fast, what, with what.
+        rate: how fast.
+        parts: of the tier.
         log: what it appends to, what was cleared, whether all that was there at the start is known.
-        outbox, health, lock: of the tier.
         leaving: set when the tier is being closed.
         is_wanted: whether a read or write waits or runs; asked with the lock held.
-        direct: the segments are opened so that the page cache is no part of it.
         """
-        self._rate = rate
-        self._catalog = catalog
-        self._disk = disk
-        self._clock = clock
-        self._outbox = outbox
-        self._health = health
-        self._lock = lock
-        self._leaving = leaving
-        self._is_wanted = is_wanted
-        self._log = log
-        self._direct = direct
+        self._rate, self._log, self._leaving, self._is_wanted = rate, log, leaving, is_wanted
+        self._clock, self._disk, self._catalog = parts.clock, parts.disk, parts.catalog
+        self._outbox, self._health, self._lock = parts.outbox, parts.health, parts.lock
+        self._direct = parts.directory.direct
         self._buffer = Pages(PIECE_BYTES)
         self._known_bad: set[int] = set()
         self._blocks = 0

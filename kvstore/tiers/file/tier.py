@@ -47,7 +47,7 @@ from kvstore.tiers.file.jobs import (
     WriteJob,
     split,
 )
-from kvstore.tiers.file.log_thread import LogThread
+from kvstore.tiers.file.log_thread import LogThread, Parts
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.reader import Reader, ReadVerdict, RunResult
 from kvstore.tiers.file.scrub import Scrub
@@ -103,15 +103,10 @@ class FileTier:
         self._closing = False
         self._catalog = Catalog(disk, capacity_bytes=config.capacity_bytes, direct=directory.direct)
         self._restart = Restart(directory, self._catalog, disk, segment_bytes=config.segment_size)
+        its = self._catalog, self._outbox, self._health, self._lock
+        parts = Parts(config, clock, disk, directory, *its)
         self._log = LogThread(
-            config,
-            clock,
-            disk,
-            directory,
-            self._catalog,
-            outbox=self._outbox,
-            health=self._health,
-            lock=self._lock,
+            parts,
             number=self._restart.next_number,
             follows_closed=self._restart.newest_is_closed,
         )
@@ -132,7 +127,12 @@ class FileTier:
                 for r in readers
             ),
         ]
-        if (scrub := self._make_scrub(disk)) is not None:
+        if config.scrub is not None:
+            scrub = Scrub(
+                *(config.scrub, parts, self._log),
+                leaving=self._leaving,
+                is_wanted=self._is_wanted,
+            )
             self._threads.append(threading.Thread(target=scrub.run, name="file-scrub", daemon=True))
 
     @classmethod
@@ -311,22 +311,9 @@ class FileTier:
             segments_max=self._config.foreign_segments_max,
         )
 
-    def _make_scrub(self, disk: Disk) -> Scrub | None:
-        if self._config.scrub is None:
-            return None
-        return Scrub(
-            self._config.scrub,
-            self._catalog,
-            disk,
-            self._clock,
-            self._log,
-            outbox=self._outbox,
-            health=self._health,
-            lock=self._lock,
-            leaving=self._leaving,
-            is_wanted=lambda: bool(self._reads) or self._log.is_wanted,
-            direct=self._directory.direct,
-        )
+    def _is_wanted(self) -> bool:
+        """Whether a read or write waits or runs."""
+        return bool(self._reads) or self._log.is_wanted
 
     def expire(self) -> None:
         """Act on deadlines that have passed. The watching thread calls it; a test may too."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import astuple
 
-from kvstore.engine.events import Clear, FileGone, FileLate, FilePart, FileReclaim
+from kvstore.engine.events import Clear, FileGone, FileKnown, FileLate, FileReclaim
 from kvstore.engine.why import explain, findings, trail
 from kvstore.engine.why.explain import RequestReport
 from kvstore.engine.why.findings import RangeReport
@@ -333,7 +333,9 @@ def test_reclaimed_or_lost_on_disk() -> None:
     node.step(known(2, at=50))
     node.step(FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(2), places(50, 1)))
     node.step(
-        FileReclaim(1, (FilePart(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1), places(1, 1)),))
+        FileReclaim(
+            1, (FileKnown(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1), places(1, 1), b""),)
+        )
     )
     peer.lease(1, 1, 2)
     told(node, peer, blocks=2)

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from kvstore.engine.events import (
     Clear,
     FileGone,
-    FilePart,
+    FileKnown,
     FileRead,
     FileReclaim,
     FileWritten,
@@ -157,8 +157,11 @@ class DiskMachine(CountedMachine):
         names = [self.disk[at] for at in held]
         if len(set(names)) < len(names) or not held:
             return
-        part = FilePart(
-            Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*names), np.array(held, "<u8").tobytes()
+        part = FileKnown(
+            Scope("t", SPACE, WHOLE, BLOCK_BYTES),
+            keys(*names),
+            np.array(held, "<u8").tobytes(),
+            b"",
         )
         self.node.step(FileReclaim(1, (part,)))
         kept = np.frombuffer(self.node.reclaimed.pop().keep, "<u8").tolist()

@@ -10,7 +10,6 @@ from kvstore.engine.events import (
     FileCommand,
     FileGone,
     FileKnown,
-    FilePart,
     FileRead,
     FileReclaim,
     FileWritten,
@@ -518,7 +517,7 @@ def test_a_reclaimed_segment_keeps_what_was_asked_for() -> None:
     node, peer = on_disk_only(*range(1, 9))
     node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(3)))
     node.read_all()
-    part = FilePart(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*range(1, 9)), places(1, 8))
+    part = FileKnown(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*range(1, 9)), places(1, 8), b"")
     node.tick()
     node.tick(ms=700_000)
     node.step(FileReclaim(4, (part,)))
@@ -527,7 +526,7 @@ def test_a_reclaimed_segment_keeps_what_was_asked_for() -> None:
     assert (answer.segment, answer.keep) == (4, places(3, 1))
     assert node.blocks() == {short(3): "dram+file"}
     node.step(moved(3, old=3, new=77))
-    part = FilePart(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(3), places(77, 1))
+    part = FileKnown(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(3), places(77, 1), b"")
     node.step(FileReclaim(5, (part,)))
     assert node.reclaimed[-1].keep == b"", "nobody asked again"
     assert node.blocks() == {short(3): "dram"}
@@ -539,7 +538,9 @@ def test_a_record_that_is_not_the_blocks_any_more_is_not_kept() -> None:
     node.read_all()
     node.step(known(1, at=50), moved(1, old=1, new=60))
     node.step(
-        FileReclaim(1, (FilePart(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1), places(1, 1)),))
+        FileReclaim(
+            1, (FileKnown(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1), places(1, 1), b""),)
+        )
     )
     assert node.reclaimed[0].keep == b""
     assert node.blocks() == {short(1): "dram+file"}

@@ -9,7 +9,7 @@ from kvstore.engine import engine as engine_module
 from kvstore.engine.events import (
     Clear,
     Command,
-    FilePart,
+    FileKnown,
     FileReclaim,
     SwitchedOff,
     VoidFile,
@@ -244,7 +244,7 @@ def test_what_is_off_is_not_kept_when_its_segment_goes(monkeypatch: pytest.Monke
     node.read_all()
     compared(peer, 7, 0)
     assert node.blocks(), "not empty yet"
-    part = FilePart(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*range(1, 9)), places(1, 8))
+    part = FileKnown(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*range(1, 9)), places(1, 8), b"")
     node.step(FileReclaim(3, (part,)))
     assert [command.keep for command in node.reclaimed] == [b""]
 

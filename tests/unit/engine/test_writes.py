@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore.engine.events import Clear, FilePart, FileReclaim, FileWritten
+from kvstore.engine.events import Clear, FileKnown, FileReclaim, FileWritten
 from kvstore.engine.memory.policy.disk import NS_PER_DAY
 from kvstore.engine.why.report import NO_BUDGET, TierReport
 from kvstore.types import AdmissionMode
@@ -159,7 +159,9 @@ def test_loads_go_on_when_it_is_used_up() -> None:
 
 def reclaim(node: DiskNode, *numbers: int) -> bytes:
     """What is kept of a segment with these blocks, the first of which lies at 1."""
-    part = FilePart(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*numbers), places(1, len(numbers)))
+    part = FileKnown(
+        Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*numbers), places(1, len(numbers)), b""
+    )
     node.step(FileReclaim(4, (part,)))
     return node.reclaimed[-1].keep
 

@@ -20,7 +20,6 @@ from kvstore.tier_events import (
     FileKnown,
     FileLate,
     FileMoved,
-    FilePart,
     FileRead,
     FileReclaim,
     FileTierEvent,
@@ -128,7 +127,7 @@ def test_the_engine_hears_what_the_tier_says_to_it(tier: ScriptedTier, end: File
     short: list[FileTierEvent] = [FileWritten(1, PLACES), FileRead(2, b"\x01\x00"), FileLate(3)]
     moved = FileMoved(SCOPE, KEYS, PLACES, b"q" * 16)
     gone = FileGone(SCOPE, KEYS, PLACES)
-    reclaim = FileReclaim(4, (FilePart(SCOPE, KEYS, PLACES),))
+    reclaim = FileReclaim(4, (FileKnown(SCOPE, KEYS, PLACES, b""),))
     tier.say(*short, RecoveryDone(), known(SCOPE), moved, gone, reclaim)
     said = [list(end.read(0)) for _ in range(5)]
     assert said == [[*short, known(SCOPE)], [moved], [gone], [reclaim], []]

@@ -31,6 +31,7 @@ from kvstore.tiers.file.segments.disk import (
     opened,
     read_bytes,
     read_flags,
+    sizes_in,
     works_direct,
     write_all,
 )
@@ -388,14 +389,7 @@ class Directory:
 
     def aside_bytes(self) -> int:
         """Bytes on the disk in quarantine."""
-        total = 0
-        try:
-            with os.scandir(self.path / _ASIDE) as entries:
-                for entry in entries:
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-        except OSError:
-            return total
-        return total
+        return sum(sizes_in(self.path / _ASIDE))
 
     def remove(self, name: str) -> None:
         """Delete; one that vanished is no error."""

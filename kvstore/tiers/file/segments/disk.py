@@ -12,6 +12,7 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
@@ -169,6 +170,14 @@ def works_direct(disk: Disk, name: str, dir_fd: int) -> bool:
         if fd >= 0:
             os.close(fd)
         os.unlink(name, dir_fd=dir_fd)
+
+
+def sizes_in(directory: Path) -> list[int]:
+    """Bytes on the disk of each entry; as far as they can be looked at."""
+    sizes: list[int] = []
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        sizes.extend(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
+    return sizes
 
 
 def close_at_last(fd: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvstore.tier_events import FileGone, FileKnown, FileReclaim, RecoveryDone, Scrubbed
 from kvstore.tiers.file import scrub as scrub_module
 from kvstore.tiers.file.config import ScrubRate
+from kvstore.tiers.file.log_thread import Parts
 from kvstore.types import PAGE_BYTES
 from kvstore.units import KIB
 from tests.unit.tiers.file.kit import BLOCK_BYTES, PATIENCE_S, Driver, FaultyDisk, key, u64
@@ -211,18 +212,12 @@ def _by_hand(driver: Driver, disk: FaultyDisk, on_read: Callable[[], None]) -> s
             on_read()
             return super().preadv(fd, buffers, offset)
 
+    parts = Parts(
+        *(tier._config, driver.clock, Watched(), tier._directory, tier._catalog),
+        *(tier._outbox, tier._health, tier._lock),
+    )
     return scrub_module.Scrub(
-        FAST,
-        tier._catalog,
-        Watched(),
-        driver.clock,
-        tier._log,
-        outbox=tier._outbox,
-        health=tier._health,
-        lock=tier._lock,
-        leaving=threading.Event(),
-        is_wanted=lambda: bool(tier._reads) or tier._log.is_wanted,
-        direct=True,
+        *(FAST, parts, tier._log), leaving=threading.Event(), is_wanted=tier._is_wanted
     )
 
 
