@@ -31,12 +31,12 @@ from kvstore.tier_events import (
 from kvstore.types import ConnectionId, Shard, SpaceId, Tier
 from kvstore.wire.messages import EngineMessage, HelloRank, Message, Welcome
 from kvstore.wire.peers import (
+    Answer,
     PrepareReply,
     PrepareRequest,
     Pushed as Pushed,
     PushGrant,
     PushOver as PushOver,
-    PushWord,
 )
 
 # ── ahead ─────────────────────────────────────────────────────────────────────────────────────────
@@ -172,7 +172,7 @@ class Serve(msgspec.Struct, frozen=True):
 
 
 class ServingReturned(msgspec.Struct, frozen=True):
-    """The peer has read the blocks: ServingEnded says which were there until now."""
+    """The peer has read the blocks: GivenBack says which were there until now."""
 
     peer: int
     serving: int
@@ -364,27 +364,13 @@ class Fetch(msgspec.Struct, frozen=True):
     cause: int
 
 
-class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to Serve, at once or when the blocks on disk have come: the leading run in dram,
-    pinned until ServingReturned or the end of its time; possibly empty. Arrays are [n][S] of these
-    shards, which cover all layers and heads."""
+class AnswerPeer(msgspec.Struct, frozen=True):
+    """Say this to a peer: the answer to Serve, at once or when the blocks on disk have come, a run
+    in dram that is pinned until ServingReturned or the end of its time; the answer to
+    ServingReturned; or a word about its grant."""
 
     peer: int
-    serving: int
-    shards: tuple[Shard, ...] = ()
-    block_bytes: tuple[int, ...] = ()
-    slots: bytes = b""
-    generations: bytes = b""
-    checksums: bytes = b""
-    cause: int
-
-
-class ServingEnded(msgspec.Struct, frozen=True):
-    """Answer to ServingReturned: one bool per block, true where it did not change since Served."""
-
-    peer: int
-    serving: int
-    intact: bytes
+    its: Answer
     cause: int
 
 
@@ -443,18 +429,9 @@ class WritePush(msgspec.Struct, frozen=True, kw_only=True):
     cause: int
 
 
-class SayPush(msgspec.Struct, frozen=True):
-    """Say a word to a peer about its grant."""
-
-    peer: int
-    word: PushWord
-    cause: int
-
-
 LandCommand = AskPush | RevokePush | Land | RecycleTransferWorker | Staged
 """Commands about pushes to this node."""
-PushCommand = LandCommand | WritePush | SayPush
-PeerCommand = Locate | Fetch | Served | ServingEnded | PushCommand | BlocksPrepared
+PeerCommand = Locate | Fetch | AnswerPeer | LandCommand | WritePush | BlocksPrepared
 Command = (
     Send
     | Admit

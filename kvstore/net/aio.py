@@ -1,7 +1,7 @@
 """A thread with an asyncio loop for all gRPC between processes.
 
 One per process, because gRPC's asyncio side has one poller per process. Covers: the thread, work
-without an end, jitter. Does not cover: the work itself (`index`, `feed`).
+that no task awaits, work without an end, jitter. Does not cover: the work itself (`index`, `feed`).
 """
 
 from __future__ import annotations
@@ -58,6 +58,33 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+
+class Tasks:
+    """Work on a loop that no other task awaits."""
+
+    def __init__(self, bug: str) -> None:
+        """`bug`: the line of the log for an error that work lets out."""
+        self._bug = bug
+        self._running: set[asyncio.Task[None]] = set()
+
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """Cancel all that runs; these end soon."""
+        for task in self._running:
+            task.cancel()
+        return list(self._running)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s", self._bug, exc_info=error)
 
 
 async def resolved(host: str, port: int) -> list[str]:

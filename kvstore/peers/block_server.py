@@ -1,7 +1,7 @@
 """Serving fetches of other nodes: their sessions, and the engine's answers to their asks.
 
     peer ──Ask──▶ Session ──Serve, ServingReturned, PeerGone──▶ engine
-    peer ◀──Answer── Session ◀──────Served, ServingEnded──────── engine
+    peer ◀──Answer── Session ◀───────────AnswerPeer──────────── engine
 
 A session is one stream of one incarnation of a node, by the name in its certificate. A peer with
 more than ASKS_MAX asks without an answer is hung up on; one that does not take its answers is not
@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import grpc
 
-from kvstore.engine.events import PeerGone, Serve, Served, ServingEnded, ServingReturned
+from kvstore.engine.events import PeerGone, Serve, ServingReturned
 from kvstore.errors import ProtocolError
 from kvstore.net.calls import RefusedCall
 from kvstore.net.tls import peer_identities
@@ -179,15 +179,6 @@ class BlockServer:
         if session.unanswered > ASKS_MAX:
             raise ProtocolError(f"more than {ASKS_MAX} asks at a time")
         self._exchange.post(event)
-
-    def served(self, command: Served) -> None:
-        """The engine's answer to a Serve. Generations stay: GivenBack says if they changed."""
-        run = command.shards, command.block_bytes, command.slots, command.checksums
-        self.answer(command.peer, wire.ServeAnswer(command.serving, *run))
-
-    def serving_ended(self, command: ServingEnded) -> None:
-        """The engine's answer to a ServingReturned."""
-        self.answer(command.peer, wire.GivenBack(command.serving, command.intact))
 
     def answer(self, peer: int, answer: wire.Answer) -> None:
         """Say something to a peer, if it is there."""

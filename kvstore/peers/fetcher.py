@@ -17,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import grpc
@@ -36,12 +36,12 @@ from kvstore.peers.peer_session import Dial, PeerSession, SessionLost
 from kvstore.peers.transfer_worker_host import TransferWorkerHost
 from kvstore.ports import Clock, Pieces
 from kvstore.transport.backends import is_at
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_S
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.identity import Identity
-from kvstore.wire.peers import PeerHello, ServeAnswer, checksums_of
-from kvstore.wire.record import Scope
+from kvstore.wire.peers import PeerHello, ServeAnswer
+from kvstore.wire.record import scopes_of
 
 LOCATE_TIMEOUT_S: Final = 0.25
 MEMBERS_EVERY_S: Final = 1.0
@@ -142,18 +142,16 @@ class Fetcher:
         self._turns: WeakValueDictionary[str, _Turns] = WeakValueDictionary()
         self._askers = ThreadPoolExecutor(ASK_THREADS, thread_name_prefix="ask-index")
         self._verifiers = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="verify")
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = aio.Tasks("a bug in what asks other nodes")
         self._told: dict[str, str] = {}
 
     def start(self) -> None:
         """Begin to follow the members."""
-        self._run(self._follow_members())
+        self._tasks.run(self._follow_members())
 
     async def close(self) -> None:
         """Hang up on all peers. Fetches under way are not answered any more: the node ends."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
         for opening in list(self._sessions.values()):
             opening.cancel()
             (session,) = await asyncio.gather(opening, return_exceptions=True)
@@ -164,22 +162,11 @@ class Fetcher:
 
     def locate(self, command: Locate) -> None:
         """Answered by Located."""
-        self._run(self._locate(command))
+        self._tasks.run(self._locate(command))
 
     def fetch(self, command: Fetch) -> None:
         """Answered by Fetched."""
-        self._run(self._fetch(command))
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a bug in what asks other nodes", exc_info=error)
+        self._tasks.run(self._fetch(command))
 
     # ── where blocks are ─────────────────────────────────────────────────────────────────────────
 
@@ -316,14 +303,9 @@ class Fetcher:
         served = len(places)
         if not served:
             return Fetched(command.job, bytes(count), not_served=count)
-        targets = [
-            Scope(command.tenant, command.space, shard, size)
-            for shard, size in zip(command.shards, command.block_bytes, strict=True)
-        ]
-        sources = [
-            Scope(command.tenant, command.space, shard, size)
-            for shard, size in zip(answer.shards, answer.block_bytes, strict=True)
-        ]
+        space = command.tenant, command.space
+        targets = scopes_of(*space, command.shards, command.block_bytes)
+        sources = scopes_of(*space, answer.shards, answer.block_bytes)
         try:
             assembly = Assembly(sources, targets, head_bytes=command.head_bytes)
         except ValueError as error:
@@ -368,22 +350,12 @@ class Fetcher:
         command: Fetch,
         slots: NDArray[np.int64],
         answer: ServeAnswer,
-    ) -> list[Sequence[bytes] | None]:
+    ) -> list[list[bytes] | None]:
         """Checksums of our shards of each block, None: it is another; on a thread of its own."""
-        found: list[Sequence[bytes] | None] = []
-        sizes = [scope.block_bytes for scope in assembly.targets]
-        for number, row in enumerate(slots.tolist()):
-            at = number * KEY_BYTES
-            begins = [slot * PAGE_BYTES for slot in row]
-            # In their slots, which nobody else knows yet: a copy would cost more than the checksum.
-            views = [
-                self._memory[begin : begin + size].data
-                for begin, size in zip(begins, sizes, strict=True)
-            ]
-            key = BlockKey(command.keys[at : at + KEY_BYTES])
-            sums = checksums_of(answer.checksums, block=number, shards=len(answer.shards))
-            found.append(assembly.verify(key, views, sums))
-        return found
+        # In their slots, which nobody else knows yet: a copy would cost more than the checksum.
+        its = self._memory, command.keys, answer.checksums
+        begins = (slots * PAGE_BYTES).tolist()
+        return [assembly.verify_at(number, row, *its) for number, row in enumerate(begins)]
 
     def _judge(
         self,
@@ -417,7 +389,7 @@ class Fetcher:
         """Address of a member; empty: no member. Members that have just joined are looked for."""
         if node not in self._addresses and self.index is not None:
             if self._looking is None or self._looking.done():  # one for all that wait
-                self._looking = self._run(self._look())
+                self._looking = self._tasks.run(self._look())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOCATE_TIMEOUT_S):
                     await asyncio.shield(self._looking)
@@ -461,7 +433,7 @@ class Fetcher:
         del self._sessions[node]
         self._transfer_worker.forget(transfer_worker_name(node))
         if session is not None:
-            self._run(session.close())
+            self._tasks.run(session.close())
 
 
 def _title(node: str) -> str:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -36,15 +36,16 @@ from kvstore.engine.events import (
     Staged,
 )
 from kvstore.errors import ProtocolError
+from kvstore.net.aio import Tasks
 from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.peer_session import PeerSession, SessionLost
 from kvstore.peers.stages import SLOW_S, Stages
 from kvstore.peers.transfer_worker_host import TransferWorkerHost
 from kvstore.ports import Clock
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.assembly import Assembly
-from kvstore.wire.peers import Pushed, PushRevoke, PushWord, check_pushed, checksums_of
-from kvstore.wire.record import Scope
+from kvstore.wire.peers import Pushed, PushRevoke, PushWord, check_pushed
+from kvstore.wire.record import scopes_of
 
 ASK_TIMEOUT_S: Final = 2.0
 LAND_THREADS: Final = 2
@@ -90,13 +91,12 @@ class Lander:
         self.epoch = 0
         """Epoch of the transfer worker that serves; 0: there is none."""
         self._given: dict[int, _OpenGrant] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks("a bug in what takes pushes")
         self._threads = ThreadPoolExecutor(LAND_THREADS, thread_name_prefix="land")
 
     def close(self) -> None:
         """The node ends."""
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def transfer_worker_changed(self) -> None:
@@ -109,29 +109,19 @@ class Lander:
         match command:
             case AskPush(its=its):
                 given = self._given[its.grant] = _OpenGrant(command, self._clock.now_ns())
-                self._run(self._ask(given))
+                self._tasks.run(self._ask(given))
             case RevokePush(grant=grant) if grant in self._given:
                 given = self._given[grant]
                 given.is_revoked = True
                 if given.session is not None:
-                    self._run(self._revoke(given.session, grant))
+                    self._tasks.run(self._revoke(given.session, grant))
             case Land():
-                self._run(self._land(command))
+                self._tasks.run(self._land(command))
             case Staged(stage, node, took_ns, size_bytes):
                 self.stages.took(stage, took_ns, size_bytes, node=node)
             case RecycleTransferWorker(reason=reason):
                 _log.warning("the transfer worker is restarted: %s", reason)
                 self._transfer_worker.recycle(reason)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a bug in what takes pushes", exc_info=error)
 
     # ── grants ───────────────────────────────────────────────────────────────────────────────────
 
@@ -208,16 +198,9 @@ class Lander:
         nothing = Landed(
             command.job, bytes(count), bytes(count * len(command.shards) * CHECKSUM_BYTES)
         )
-        sources, targets = (
-            [
-                Scope(command.tenant, command.space, shard, size)
-                for shard, size in zip(shards, sizes, strict=True)
-            ]
-            for shards, sizes in (
-                (command.sources, command.source_bytes),
-                (command.shards, command.block_bytes),
-            )
-        )
+        space = command.tenant, command.space
+        sources = scopes_of(*space, command.sources, command.source_bytes)
+        targets = scopes_of(*space, command.shards, command.block_bytes)
         try:
             assembly = Assembly(sources, targets, head_bytes=command.head_bytes)
         except ValueError:
@@ -235,15 +218,9 @@ class Lander:
                 memory[to : to + length] = memory[begin : begin + length]
             copy_ns += now_ns() - at_ns
             # Block by block: the bytes of the copy are still in the processor's cache.
-            key = BlockKey(command.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
-            views = [
-                memory[at : at + size].data
-                for at, size in zip(row, command.block_bytes, strict=True)
-            ]
-            told = checksums_of(command.checksums, block=number, shards=len(command.sources))
-            made = assembly.verify(key, views, told)
+            made = assembly.verify_at(number, row, memory, command.keys, command.checksums)
             good[number] = made is not None
-            sums += b"".join(made or [bytes(len(views) * CHECKSUM_BYTES)])
+            sums += b"".join(made or [bytes(len(row) * CHECKSUM_BYTES)])
         size_bytes, verify_ns = count * size, now_ns() - begun_ns - copy_ns
         self.stages.took("land_copy", copy_ns, size_bytes)
         self.stages.took("land_verify", verify_ns, size_bytes)

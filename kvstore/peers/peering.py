@@ -19,18 +19,19 @@ from numpy.typing import NDArray
 from kvstore.client.index import IndexClient
 from kvstore.config.cluster import ClusterConfig, PeerConfig
 from kvstore.config.transports import PLAIN, PLAIN_NOTE
+from kvstore.config.values import joined
 from kvstore.engine.events import (
+    AnswerPeer,
     AskPush,
     BlocksPrepared,
     Fetch,
     Land,
     Locate,
     PeerCommand,
+    Pushed,
+    PushOver,
     RecycleTransferWorker,
     RevokePush,
-    SayPush,
-    Served,
-    ServingEnded,
     Staged,
     WritePush,
 )
@@ -153,8 +154,7 @@ class Peering:
         self._server = _server()
         handlers = self.block_server.handler(), self.preparer.handler()
         self._server.add_generic_rpc_handlers(handlers)
-        host = f"[{peers.host}]" if ":" in peers.host else peers.host
-        address = f"{host}:{peers.port}"
+        address = joined(peers.host, peers.port)
         try:
             if self._tls is None:
                 port = self._server.add_insecure_port(address)
@@ -162,7 +162,7 @@ class Peering:
                 port = self._server.add_secure_port(address, server_credentials(self._tls))
         except RuntimeError:
             raise ConfigError(cannot_listen("--peer-listen", address)) from None
-        return f"{host}:{port}"
+        return joined(peers.host, port)
 
     def _transfer_worker_changed(self) -> None:
         self.block_server.transfer_worker_changed()
@@ -205,16 +205,16 @@ class Peering:
                 self.fetcher.locate(command)
             case Fetch():
                 self.fetcher.fetch(command)
-            case Served():
-                self.block_server.served(command)
-            case ServingEnded():
-                self.block_server.serving_ended(command)
+            case AnswerPeer(peer, Pushed() | PushOver() as word):
+                self.pusher.say(peer, word)
+            case AnswerPeer(peer, answer):
+                self.block_server.answer(peer, answer)
             case BlocksPrepared():
                 self.preparer.prepared(command)
             case AskPush() | RevokePush() | Land() | RecycleTransferWorker() | Staged():
                 self.lander.carry_out(command)
-            case WritePush() | SayPush():
-                self.pusher.carry_out(command)
+            case WritePush():
+                self.pusher.write(command)
 
     @property
     def _timings(self) -> dict[str, Timings]:
@@ -293,8 +293,7 @@ def _options(cluster: ClusterConfig, peers: PeerConfig) -> dict[str, str]:
     options = dict(peers.transport.options)
     if not BACKENDS[peers.transport.name].capabilities.is_secure:
         return options
-    host = f"[{peers.host}]" if ":" in peers.host else peers.host
-    options["listen"] = f"{host}:{peers.transport.port}"
+    options["listen"] = joined(peers.host, peers.transport.port)
     if cluster.files is None:
         return options | {"insecure": "yes"}
     files = cluster.files

@@ -1,7 +1,7 @@
 """Pushes of this node to others: their grants, and writes into their landing memory.
 
     peer ──PushGrant, PushRevoke──▶ block_server ─▶ here ─▶ engine: PushAsked, PushRevoked
-    engine: WritePush ─▶ transfer worker writes ─▶ Written;  SayPush ─▶ peer
+    engine: WritePush ─▶ transfer worker writes ─▶ Written;  AnswerPeer ─▶ peer
 
 Rules. 1: a peer is written to where its certificate and membership say that it is: a descriptor of
 another machine is refused. 2: Written comes when the transfer worker says so, and not before.
@@ -11,10 +11,9 @@ Does not cover: which blocks, and when (`engine.moves.pushes`), the other end (`
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from typing import Final
 
 import numpy as np
 
@@ -22,11 +21,11 @@ from kvstore.engine.events import (
     PushAsked,
     PushEvent,
     PushRevoked,
-    SayPush,
     WritePush,
     Written,
 )
 from kvstore.errors import ProtocolError
+from kvstore.net.aio import Tasks
 from kvstore.peers.fetcher import transfer_worker_name
 from kvstore.peers.stages import SLOW_S, Stages
 from kvstore.peers.transfer_worker_host import TransferWorkerHost
@@ -70,7 +69,7 @@ class Pusher:
         self._post, self._transfer_worker, self._clock = post, transfer_worker, clock
         self._address_of, self._answer = address_of, answer
         self._taken: dict[tuple[int, int], _TakenGrant] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks("a bug in what pushes blocks")
 
     # ── of peers ─────────────────────────────────────────────────────────────────────────────────
 
@@ -80,7 +79,7 @@ class Pusher:
         if name in self._taken or sum(each == peer for each, _ in self._taken) >= GRANTS_MAX:
             raise ProtocolError("a grant that was given before, or too many of them")
         taken = self._taken[name] = _TakenGrant(node, grant)
-        self._run(self._ask(peer, taken))
+        self._tasks.run(self._ask(peer, taken))
 
     async def _ask(self, peer: int, taken: _TakenGrant) -> None:
         node, its, reason = taken.node, taken.its, ""
@@ -94,7 +93,7 @@ class Pusher:
         if self._taken.get((peer, its.grant)) is not taken:
             return  # its session has ended
         if reason:
-            self._say(peer, PushOver(its.grant, its.epoch, reason, is_quiet=True))
+            self.say(peer, PushOver(its.grant, its.epoch, reason, is_quiet=True))
             return
         taken.is_known = True
         self._post(PushAsked(peer, node, its))
@@ -113,15 +112,12 @@ class Pusher:
 
     # ── of the engine ────────────────────────────────────────────────────────────────────────────
 
-    def carry_out(self, command: WritePush | SayPush) -> None:
-        """An order of the engine."""
-        match command:
-            case WritePush():
-                self._run(self._write(command))
-            case SayPush(peer, word):
-                self._say(peer, word)
+    def write(self, command: WritePush) -> None:
+        """Answered by Written."""
+        self._tasks.run(self._write(command))
 
-    def _say(self, peer: int, word: PushWord) -> None:
+    def say(self, peer: int, word: PushWord) -> None:
+        """A word of the engine about a grant; none follows a PushOver."""
         taken = self._taken.get((peer, word.grant))
         if taken is None:
             return
@@ -163,17 +159,6 @@ class Pusher:
         self.stages.since("write", begun_ns, int(lengths.sum()), node=node)
         return ""
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a bug in what pushes blocks", exc_info=error)
-
     def close(self) -> None:
         """The node ends."""
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()

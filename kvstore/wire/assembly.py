@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey
 from kvstore.wire.checksum import checksum_of
 from kvstore.wire.layout import corners, layer_offsets, shared
+from kvstore.wire.peers import checksums_of
 from kvstore.wire.record import Scope, header
 
 
@@ -111,6 +112,31 @@ class Assembly:
             made.append(checksum_of(header(scope.prefix(), key), [payload]))
         assert all(len(checksum) == CHECKSUM_BYTES for checksum in made)
         return made
+
+    def verify_at(
+        self,
+        number: int,
+        begins: Sequence[int],
+        memory: NDArray[np.uint8],
+        keys: bytes,
+        checksums: bytes,
+    ) -> list[bytes] | None:
+        """The same for one of several blocks.
+
+        Args:
+            number: of the block among these.
+            begins: of its shards in `memory`, by target.
+            memory: an arena.
+            keys: of all the blocks.
+            checksums: as the peer sent them for all, [n][S].
+        """
+        views = [
+            memory[begin : begin + scope.block_bytes].data
+            for begin, scope in zip(begins, self.targets, strict=True)
+        ]
+        key = BlockKey(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+        sums = checksums_of(checksums, block=number, shards=len(self.sources))
+        return self.verify(key, views, sums)
 
 
 def _size(side: Sequence[Scope]) -> int:

@@ -28,6 +28,7 @@ that says another length than the text it has; a payload that would end outside 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -92,6 +93,14 @@ class Scope(msgspec.Struct, frozen=True):
             shard=self.shard,
             block_bytes=self.block_bytes,
         )
+
+
+def scopes_of(
+    tenant: str, space: bytes, shards: Sequence[Shard], block_bytes: Sequence[int]
+) -> list[Scope]:
+    """Scopes of one space: a shard and the size of a block in it each."""
+    sizes = zip(shards, block_bytes, strict=True)
+    return [Scope(tenant, space, shard, size) for shard, size in sizes]
 
 
 def payload_pages(block_bytes: int) -> int:

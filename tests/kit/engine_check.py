@@ -1,4 +1,5 @@
-"""Invariants of an engine between two steps. The cost grows with the size."""
+"""Invariants of an engine between two steps; those of moves are in `moves_check`. The cost grows
+with the size."""
 
 from __future__ import annotations
 
@@ -14,6 +15,15 @@ from kvstore.engine.moves.hbm import HbmCopies
 from kvstore.engine.sessions.owners import Owner, OwnerGroup
 from kvstore.engine.state import State
 from kvstore.types import Tier
+from tests.kit.moves_check import (
+    check_fetches,
+    check_grants,
+    check_hbm,
+    check_pushes,
+    peer_sessions,
+    pinned_words,
+    words_of,
+)
 
 
 def check_engine(engine: Engine) -> None:
@@ -23,11 +33,11 @@ def check_engine(engine: Engine) -> None:
     _check_slots(state)
     _check_blocks(state)
     _check_journal(state)
-    _check_leases(state, files, engine._servings.sessions() | pushes.sessions())
+    _check_leases(state, files, peer_sessions(engine._servings, pushes))
     _check_pins(state)
     _check_files(state, files)
-    pushes.check()
-    grants.check()
+    check_pushes(pushes)
+    check_grants(grants)
     _check_fetches(state, engine._fetches, grants)
     _check_owners(state)
     if engine._hbm is not None:
@@ -40,9 +50,9 @@ def _check_hbm(state: State, hbm: HbmCopies) -> None:
     slots, dram, residency = state.hbm, state.slots, state.residency
     assert slots is not None
     _check_slabs(slots)
-    hbm.check()
+    check_hbm(hbm)
     granted = np.flatnonzero(slots.state == SlotState.GRANTED)
-    copying = hbm.copying_words()
+    copying = words_of(hbm._jobs)
     assert len(np.unique(copying)) == len(copying), "two copies are made into one slot"
     assert set(granted.tolist()) == set(copying.tolist()), "a slot held for a copy nobody makes"
     assert not (slots.state == SlotState.QUARANTINED).any(), "nobody else writes to hbm"
@@ -159,7 +169,7 @@ def _check_leases(state: State, files: Files, peers: set[int]) -> None:
         assert session in sessions, "a lease outlived its session"
         for words, generations in lease.pieces:
             expected[words[state.slots.generation[words] == generations]] += 1
-    np.add.at(expected, files.writes.pinned_words(), 1)
+    np.add.at(expected, pinned_words(files.writes), 1)
     assert bool((expected == state.slots.leases).all()), "lease counts differ"
 
 
@@ -220,15 +230,15 @@ def _check_processes(state: State) -> None:
 
 def _check_files(state: State, files: Files) -> None:
     held = np.flatnonzero(state.slots.writer == FILE_WRITER)
-    reading = files.reading_words()
+    reading = words_of(files._reads)
     assert len(np.unique(reading)) == len(reading), "two reads into one slot"
     assert set(held.tolist()) == set(reading.tolist()), "a slot held for a read that nobody makes"
 
 
 def _check_fetches(state: State, fetches: Fetches, grants: Grants) -> None:
-    fetches.check()
+    check_fetches(fetches)
     held = np.flatnonzero(state.slots.writer == PEER_WRITER)
-    fetching = np.concatenate([fetches.fetching_words(), grants.landing_words()])
+    fetching = np.concatenate([words_of(fetches._fetching), words_of(grants._landings)])
     assert len(np.unique(fetching)) == len(fetching), "two fetches into one slot"
     assert set(held.tolist()) == set(fetching.tolist()), "a slot held for a fetch nobody makes"
 

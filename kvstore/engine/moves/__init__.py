@@ -8,10 +8,10 @@
 | `files`    | promotions from disk, places on disk            | keys → ReadFile, LeaseMore |
 | `writes`   | blocks that are written through to disk         | rows → WriteFile         |
 | `fetches`  | blocks from other nodes                         | keys → Locate, Fetch     |
-| `servings` | blocks that other nodes read here               | Serve → Served           |
+| `servings` | blocks that other nodes read here               | Serve → ServeAnswer      |
 | `hbm`      | copies of blocks in a GPU's memory              | leases → Promote, Shown  |
 | `transfers` | requests that engines here prefill for others | PushOpen, PushClose → patience |
-| `pushes`   | blocks that are written to other nodes          | PushAsked → WritePush, SayPush |
+| `pushes`   | blocks that are written to other nodes          | PushAsked → WritePush, Pushed  |
 | `grants`   | blocks that other nodes write here              | room → AskPush, Land     |
 | `expected` | limits and turns of these requests, their keys   | –                        |
 | `landing`  | room for these                                  | –                        |

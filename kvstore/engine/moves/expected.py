@@ -10,7 +10,7 @@ Does not cover: what becomes of them (`grants`), room itself (`landing`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -214,19 +214,6 @@ class Expectations:
     def __len__(self) -> int:
         return len(self.engines)
 
-    def check(self, ended: Collection[Expectation]) -> None:
-        """Raises AssertionError when the bookkeeping is broken; `ended`: not settled. For tests."""
-        counts, keys, waiting = Counter[int](), Counter[int](), list(self)
-        for its in [*waiting, *ended]:
-            counts[its.process] += 1
-            keys[its.process] += len(its.missing)
-            is_waiting = its in waiting
-            assert (its.reason is None) is is_waiting, "an expectation that has ended waits"
-            assert (its in self.agenda) is is_waiting, "an expectation that nobody looks at"
-            wants_room = is_waiting and not its.is_here and its.granted < len(its.missing)
-            assert (its in self.queue.of(its.lane)) is wants_room, "an expectation without a turn"
-        assert (counts, keys) == (self._counts, +self._keys), "what processes expect is miscounted"
-
 
 class GrantedRoom(msgspec.Struct, eq=False):
     """Extents for some blocks of an expectation."""
@@ -280,8 +267,3 @@ class ExpectedKeys:
 
     def __bool__(self) -> bool:
         return bool(self._counts)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ExpectedKeys) and self._counts == other._counts
-
-    __hash__ = None  # type: ignore[assignment]

@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
-from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import PEER_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows, each
 from kvstore.engine.moves.arrivals import Arrivals
@@ -366,29 +365,6 @@ class Fetches:
         """Mark fetches of cleared blocks, so that these do not come back."""
         for job in self._fetching.values():
             job.is_void |= job.asker.is_of(tenant, space)
-
-    # ── looking in ───────────────────────────────────────────────────────────────────────────────
-
-    def fetching_words(self) -> Words:
-        """Slots that are being fetched into."""
-        return self._fetching.words()
-
-    def check(self) -> None:
-        """Raises AssertionError when a bound or the bookkeeping is broken. For tests."""
-        assert len(self._locating) <= LOCATES_MAX
-        assert len(self._absent) <= ABSENT_MAX
-        self._fetching.check()
-        jobs = self._locating.keys() | dict(self._fetching.items()).keys()
-        for its in self._coming.values():
-            assert its.keys(), "scopes of nothing"
-            assert set(its.values()) <= jobs, "nobody brings a key"
-        told = Counter[str]()
-        for question in self._locating.values():
-            told[question.asker.engine] += len(question.keys)
-        for job in self._fetching.values():
-            told[job.asker.engine] += len(job.keys)
-        assert told == self._coming_of, "what engines are told of is miscounted"
-        assert self._coming_of.total() * COMING_BYTES <= COMING_BYTES_MAX
 
 
 def _longer_each_time(failures: int) -> int:

@@ -32,7 +32,6 @@ from kvstore.engine.events import (
     ReclaimFile,
     VoidFile,
 )
-from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import FILE_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals
@@ -312,12 +311,6 @@ class Files:
         """Void cleared blocks on disk, so that they do not come back with a restart."""
         if self.enabled:
             self._state.say(VoidFile(tenant=tenant, space=space, cause=self._state.cause))
-
-    # ── looking in ───────────────────────────────────────────────────────────────────────────────
-
-    def reading_words(self) -> Words:
-        """Slots that are being read into."""
-        return self._reads.words()
 
 
 def _is_newer(new: NDArray[np.uint64], old: NDArray[np.uint64]) -> NDArray[np.bool_]:

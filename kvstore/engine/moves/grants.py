@@ -33,7 +33,6 @@ from kvstore.engine.events import (
     RevokePush,
     Staged,
 )
-from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import PEER_WRITER
 from kvstore.engine.moves.expected import (
     Expectation,
@@ -317,22 +316,3 @@ class Grants:
         free = self._slab.free_pages
         pages = {"free": free, "granted": self._slab.page_count - free - limbo, "limbo": limbo}
         return {state: count * PAGE_BYTES for state, count in pages.items()}
-
-    def landing_words(self) -> Words:
-        """Slots that are being copied into."""
-        return self._landings.words()
-
-    def check(self) -> None:
-        """Raises AssertionError when a bound or the bookkeeping is broken. For tests."""
-        self._landings.check()
-        held, owed = [], Counter[str]()
-        for its in self._grants.values():
-            held.append((its.extents[~its.has_landed], its.pages))
-            owed[its.node] += len(held[-1][0]) * its.pages
-        for job in self._landings.values():
-            held.append((job.granted.extents[job.places], job.granted.pages))
-            owed[job.granted.node] += len(held[-1][0]) * job.granted.pages
-        self._slab.check(held + self._limbo)
-        assert +owed == self._pages_of, "what peers are granted is miscounted"
-        assert self._revoked.keys() <= self._grants.keys(), "an ended grant is answered for"
-        self._awaited.check()

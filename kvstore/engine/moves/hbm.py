@@ -152,16 +152,3 @@ class HbmCopies:
     def _demote(self, words: Words) -> None:
         self._state.counters.hbm_blocks_demoted += len(words)
         self._state.drop_copies(words)
-
-    def copying_words(self) -> Words:
-        """Slots of hbm that copies are being made into."""
-        return self._jobs.words()
-
-    def check(self) -> None:
-        """Raises AssertionError when the bookkeeping is broken. For tests."""
-        self._jobs.check()
-        assert self._jobs.moving_bytes <= max(
-            MOVING_BYTES_MAX, *(job.size_bytes for job in self._jobs.values()), 0
-        ), "more is in motion than may be"
-        copied = {word for job in self._jobs.values() for word in job.sources.tolist()}
-        assert set(np.flatnonzero(self._job_of).tolist()) <= copied, "a copy that nobody makes"

@@ -12,9 +12,6 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, ValuesView
 from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-
-from kvstore.engine.memory.policy.port import NONE, Words
 from kvstore.types import MOVING_SHARE
 
 
@@ -28,13 +25,8 @@ class Moving(Protocol):
     """Properties of every job."""
 
     @property
-    def words(self) -> Words:
-        """Slots that the transfer reads or writes."""
-        ...
-
-    @property
     def size_bytes(self) -> int:
-        """Size of these slots."""
+        """Size of the slots that the transfer reads or writes."""
         ...
 
 
@@ -80,15 +72,3 @@ class Jobs(Generic[J]):
     def values(self) -> ValuesView[J]:
         """All jobs."""
         return self._jobs.values()
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def words(self) -> Words:
-        """Slots of all jobs."""
-        held = [job.words for job in self._jobs.values()]
-        return np.concatenate(held) if held else NONE
-
-    def check(self) -> None:
-        """Raises AssertionError when the bookkeeping is broken. For tests."""
-        assert self.moving_bytes == sum(job.size_bytes for job in self._jobs.values())

@@ -96,19 +96,3 @@ class LandingSlab:
         end = self._end_of.pop(begin)
         del self._begin_of[end], self._bins[(end - begin).bit_length()][begin]
         return end
-
-    def check(self, held: list[tuple[Extents, int]]) -> None:
-        """Raises AssertionError unless these (extents, pages), each once, are what is taken."""
-        taken = np.zeros(self.page_count, dtype=np.int64)
-        for extents, pages in held:
-            at = (extents[:, None] - self._first + np.arange(pages)).reshape(-1)
-            np.add.at(taken, at, 1)
-        assert bool((taken <= 1).all()), "an extent has two owners"
-        assert bool(((taken == 1) == ~self._is_free).all()), "an extent of nobody is taken"
-        edges = np.flatnonzero(np.diff(self._is_free, prepend=False, append=False)).tolist()
-        runs = dict(zip(edges[::2], edges[1::2], strict=True))
-        assert runs == self._end_of, "the free runs are not the free pages"
-        assert {end: begin for begin, end in runs.items()} == self._begin_of
-        for n, its in enumerate(self._bins):
-            assert all((runs[begin] - begin).bit_length() == n for begin in its)
-        assert sum(map(len, self._bins)) == len(runs), "a free run is in no bin"

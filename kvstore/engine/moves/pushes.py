@@ -1,7 +1,7 @@
 """Blocks that this node writes to others, as they are sealed here (ADR 12).
 
-    PushAsked ─▶ the next key is in dram ─▶ pinned ─WritePush─▶ Written ─▶ SayPush: Pushed …
-                    └─ all were pushed, or nothing more will come ─▶ SayPush: PushOver
+    PushAsked ─▶ the next key is in dram ─▶ pinned ─WritePush─▶ Written ─▶ AnswerPeer: Pushed …
+                    └─ all were pushed, or nothing more will come ─▶ AnswerPeer: PushOver
 
 Rules. 1: blocks go in the order of the grant. 2: the last word of a grant comes when its last write
 has ended. 3: a block counts as pushed if its generation was the same after the write. 4: all is
@@ -21,12 +21,12 @@ import msgspec
 
 from kvstore.engine.agenda import LOOK_COST, LOOK_COST_MAX, Agenda, Groups
 from kvstore.engine.events import (
+    AnswerPeer,
     PeerGone,
     PushAsked,
     Pushed,
     PushOver,
     PushRevoked,
-    SayPush,
     WritePush,
     Written,
 )
@@ -143,7 +143,7 @@ class Pushes:
         state, its, name = self._state, event.its, (event.peer, event.its.grant)
         if name in self._asks or self._groups.count(event.peer) >= ASKS_MAX:
             over = PushOver(its.grant, its.epoch, "too many grants of one node", is_quiet=True)
-            state.say(SayPush(event.peer, over, state.cause))
+            state.say(AnswerPeer(event.peer, over, state.cause))
             return
         ask = self._asks[name] = _Ask(
             *name,
@@ -299,7 +299,7 @@ class Pushes:
             block_bytes=block_bytes,
             checksums=checksums,
         )
-        self._state.say(SayPush(ask.peer, word, self._state.cause))
+        self._state.say(AnswerPeer(ask.peer, word, self._state.cause))
 
     def revoked(self, event: PushRevoked) -> None:
         """The other node takes its grant back."""
@@ -371,7 +371,7 @@ class Pushes:
         self._state.counters.pushes_cut_short += bool(ask.reason)
         reason = ask.reason[:REASON_CHARS_MAX]
         over = PushOver(ask.grant, ask.epoch, reason, ask.is_quiet)
-        self._state.say(SayPush(ask.peer, over, self._state.cause))
+        self._state.say(AnswerPeer(ask.peer, over, self._state.cause))
         report = PushReport(
             side="prefill",
             node=ask.node,
@@ -384,17 +384,3 @@ class Pushes:
 
     def __len__(self) -> int:
         return len(self._asks)
-
-    def sessions(self) -> set[int]:
-        """Sessions that hold leases for writes."""
-        return {-write.ask.peer for write in self._writes.values()}
-
-    def check(self) -> None:
-        """Raises AssertionError when the bookkeeping is broken. For tests."""
-        jobs = [write.ask for write in self._writes.values()]
-        for name, ask in self._asks.items():
-            assert name == (ask.peer, ask.grant)
-            assert ask.jobs == sum(its is ask for its in jobs) <= JOBS_MAX, "writes are miscounted"
-            assert ask.reason is None or ask.jobs, "a grant that nobody ends"
-            assert (ask in self._agenda) is (ask.reason is None), "a grant that nobody looks at"
-        assert len(self._groups) == 2 * len(self._asks), "grants of peers are miscounted"

@@ -1,6 +1,6 @@
 """Blocks that another node reads here: pinned during the read, then checked for changes.
 
-    Serve ──pin the leading run──▶ Served … the peer reads … ServingReturned ─▶ ServingEnded(intact)
+    Serve ─pin the leading run─▶ ServeAnswer … the peer reads … ServingReturned ─▶ GivenBack(intact)
       └─ blocks on disk are promoted first, for WAIT_NS at most
 
 Rules. 1: a serving is a lease of a session of its own, negative, so that time ends it like any
@@ -18,7 +18,7 @@ from collections.abc import Collection
 import msgspec
 import numpy as np
 
-from kvstore.engine.events import PeerGone, Serve, Served, ServingEnded, ServingReturned
+from kvstore.engine.events import AnswerPeer, PeerGone, Serve, ServingReturned
 from kvstore.engine.memory.table import Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.files import REPEATED, Files
@@ -29,6 +29,7 @@ from kvstore.engine.state import State
 from kvstore.types import Shard, SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
+from kvstore.wire.peers import GivenBack, ServeAnswer
 
 # ── covers ────────────────────────────────────────────────────────────────────────────────────────
 # Sets of shards that make whole blocks: every layer and head exactly once.
@@ -207,21 +208,17 @@ class Servings:
             state.slots.touch(state.slots.pool_of(int(mine[0])), mine)
         state.counters.served_blocks += run.count
         state.counters.served_bytes += run.count * sum(asker.block_bytes)
-        state.say(
-            Served(
-                peer=peer,
-                serving=serving,
-                shards=asker.shards,
-                block_bytes=asker.block_bytes,
-                slots=state.slots.slots_of(words).astype("<u4").tobytes(),
-                generations=state.slots.generation[words].astype("<u8").tobytes(),
-                checksums=run.every_checksum(state).astype("<u8").tobytes(),
-                cause=state.cause,
-            )
+        answer = ServeAnswer(
+            serving,
+            asker.shards,
+            asker.block_bytes,
+            state.slots.slots_of(words).astype("<u4").tobytes(),
+            run.every_checksum(state).astype("<u8").tobytes(),
         )
+        state.say(AnswerPeer(peer, answer, state.cause))
 
     def _say_nothing(self, peer: int, serving: int) -> None:
-        self._state.say(Served(peer=peer, serving=serving, cause=self._state.cause))
+        self._state.say(AnswerPeer(peer, ServeAnswer(serving), self._state.cause))
 
     def _look(self, waiting: _Waiting) -> Keys:
         """Blocks came, or time passed: answer a serving that need not wait any longer. Returns the
@@ -251,7 +248,8 @@ class Servings:
             state.leases.release(-event.peer, [event.serving])
         state.credits_due |= state.slots.any_starved
         state.counters.served_blocks_changed += int((~intact).sum())
-        state.say(ServingEnded(event.peer, event.serving, intact.tobytes(), cause=state.cause))
+        answer = GivenBack(event.serving, intact.tobytes())
+        state.say(AnswerPeer(event.peer, answer, state.cause))
 
     def gone(self, event: PeerGone) -> None:
         """The peer reads no more, or drops the bytes that it read: end its servings."""
@@ -278,10 +276,6 @@ class Servings:
         for name in late:
             del self._servings[name]
         self._state.counters.servings_expired += len(late)
-
-    def sessions(self) -> set[int]:
-        """Sessions that hold leases for peers."""
-        return {-peer for peer, _ in self._servings}
 
 
 def _watch(name: tuple[int, int]) -> Name:

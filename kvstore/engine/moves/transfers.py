@@ -12,6 +12,7 @@ from collections import OrderedDict
 
 import msgspec
 
+from kvstore.engine.agenda import Groups
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.state import State
 from kvstore.types import SpaceId
@@ -54,7 +55,7 @@ class Transfers:
     def __init__(self, state: State) -> None:
         self._state = state
         self._transfers: OrderedDict[tuple[str, str], _Prefill] = OrderedDict()
-        self._names: dict[int, OrderedDict[tuple[str, str], None]] = {}
+        self._names = Groups[int, tuple[str, str]]()
         """By session, the same order."""
 
     def open(self, connection: Connection, message: PushOpen) -> None:
@@ -67,11 +68,11 @@ class Transfers:
         session = owner.open_session
         self._forget(name)
         self._transfers[name] = _Prefill(connection, session, addresses, message.node)
-        own = self._names.setdefault(session, OrderedDict())
-        own[name] = None
-        if len(own) > TRANSFERS_MAX:
+        if self._names.count(session) >= TRANSFERS_MAX:
+            own = self._names.of(session)
             closed = (each for each in own if self._transfers[each].closed_ns)
-            self._forget(next(closed, next(iter(own))))
+            self._forget(next(closed, own[0]))
+        self._names.add(session, name)
         if len(self._transfers) > ALL_MAX:
             for other, _ in sorted(self._transfers.items(), key=_worth)[: ALL_MAX // 4]:
                 self._forget(other)
@@ -79,10 +80,7 @@ class Transfers:
     def _forget(self, name: tuple[str, str]) -> None:
         its = self._transfers.pop(name, None)
         if its is not None:
-            own = self._names[its.session]
-            del own[name]
-            if not own:
-                del self._names[its.session]
+            self._names.remove(its.session, name)
 
     def close(self, connection: Connection, message: PushClose) -> None:
         """No more of its blocks will be sealed."""

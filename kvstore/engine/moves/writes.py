@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine.events import FileWritten, WriteFile
 from kvstore.engine.memory.policy.disk import DiskAdmission
-from kvstore.engine.memory.policy.port import NONE, Words, prints
+from kvstore.engine.memory.policy.port import Words, prints
 from kvstore.engine.memory.table import Rows
 from kvstore.engine.moves.jobs import Jobs, pieces
 from kvstore.engine.sessions.runs import has_repeats
@@ -140,12 +140,6 @@ class Writes:
         return state.residency.row_of_word[job.words[same]].astype(np.int64), locations[same]
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
-
-    def pinned_words(self) -> Words:
-        """Slots that are being written from, once per write, while their blocks stay."""
-        generation = self._state.slots.generation
-        held = [job.words[generation[job.words] == job.generations] for job in self._jobs.values()]
-        return np.concatenate(held) if held else NONE
 
     def budget_left_bytes(self) -> int | None:
         """Bytes that may be written now; None without a budget."""

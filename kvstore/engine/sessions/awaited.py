@@ -277,11 +277,3 @@ class Awaited:
         expect.is_called = True
         self.expects.agenda.put(expect, self._state.now_ns)
         return expect.missing[:0]
-
-    def check(self) -> None:
-        """Raises AssertionError when the bookkeeping is broken. For tests."""
-        self.expects.check(self._ended)
-        told = ExpectedKeys()
-        for its in [*self.expects, *self._ended]:
-            told.add(its.asker.scopes, its.missing[~its.has_come])
-        assert told == self._coming, "what is expected is miscounted"

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from kvstore.engine.events import (
+    AnswerPeer,
     AskPush,
     Event,
     Fetch,
@@ -41,9 +42,6 @@ from kvstore.engine.events import (
     PushOver,
     RecycleTransferWorker,
     RevokePush,
-    SayPush,
-    Served,
-    ServingEnded,
     Staged,
     WritePush,
     Written,
@@ -58,7 +56,7 @@ from kvstore.peers.pusher import Pusher
 from kvstore.types import KEY_BYTES, PAGE_BYTES, Incarnation, SlotId, SpaceId, Tier
 from kvstore.units import NS_PER_S
 from kvstore.wire.feed import Hello
-from kvstore.wire.peers import PeerHello, PushGrant, encode
+from kvstore.wire.peers import PeerHello, PushGrant, PushWord, ServeAnswer, encode
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
 from tests.sim.world.ground import Machine
@@ -290,19 +288,22 @@ class SimPeers:
             case Fetch():
                 self._begin_fetch(command)
                 self.loop.call_soon(self.fetcher.fetch, command)
-            case Served():
-                slots = np.frombuffer(command.slots, "<u4").tolist()
-                generations = np.frombuffer(command.generations, "<u8").tolist()
-                self.served.update(zip(slots, generations, strict=True))
-                self.loop.call_soon(self.block_server.served, command)
-            case ServingEnded():
-                self.loop.call_soon(self.block_server.serving_ended, command)
+            case AnswerPeer(peer, Pushed() | PushOver() as word):
+                self._check_pushed(peer, word)
+                self.loop.call_soon(self.pusher.say, peer, word)
+            case AnswerPeer(peer, answer):
+                if isinstance(answer, ServeAnswer):
+                    slots = np.frombuffer(answer.slots, "<u4").tolist()
+                    self.served.update(zip(slots, self._generations(slots), strict=True))
+                self.loop.call_soon(self.block_server.answer, peer, answer)
             case AskPush() | RevokePush() | Land() | RecycleTransferWorker() | Staged():
                 self._check_push(command)
                 self.loop.call_soon(self.lander.carry_out, command)
-            case WritePush() | SayPush():
-                self._check_pushed(command)
-                self.loop.call_soon(self.pusher.carry_out, command)
+            case WritePush():
+                slots = command.slots.tolist()
+                write = self.pushing[command.job] = Pushing(slots, self._generations(slots))
+                self._pushed[command.peer, command.grant, command.first] = write
+                self.loop.call_soon(self.pusher.write, command)
 
     def lie(self, tier: Tier, tenant: str, space: SpaceId, keys: bytes) -> None:
         """Say that these are here."""
@@ -382,18 +383,13 @@ class SimPeers:
         if mine & self.transfer_worker.written_to():
             raise Violation(f"{self.name} is told that grant {grant} is quiet, which is written to")
 
-    def _check_pushed(self, command: WritePush | SayPush) -> None:
+    def _check_pushed(self, peer: int, word: PushWord) -> None:
         """What is said to be pushed was the same block, in all shards, after its write (I5)."""
-        match command:
-            case WritePush(job=job, slots=slots):
-                write = Pushing(slots.tolist(), self._generations(slots.tolist()))
-                self.pushing[job] = write
-                self._pushed[command.peer, command.grant, command.first] = write
-            case SayPush(peer=peer, word=Pushed() as word) if word.checksums:
-                write = self._pushed[peer, word.grant, word.first]
-                count = len(word.checksums) // 16
-                if self._generations(write.slots[:count]) != write.generations[:count]:
-                    raise Violation(f"{self.name} says that it pushed a block that had left")
+        if isinstance(word, Pushed) and word.checksums:
+            write = self._pushed[peer, word.grant, word.first]
+            count = len(word.checksums) // 16
+            if self._generations(write.slots[:count]) != write.generations[:count]:
+                raise Violation(f"{self.name} says that it pushed a block that had left")
 
     def _generations(self, slots: list[int]) -> list[int]:
         return [self.memory.generation(SlotId(slot)) for slot in slots]

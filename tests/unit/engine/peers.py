@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.engine.events import (
+    AnswerPeer,
     Candidate,
     Command,
     Event,
@@ -14,10 +15,9 @@ from kvstore.engine.events import (
     Locate,
     Located,
     Serve,
-    Served,
-    ServingEnded,
     ServingReturned,
 )
+from kvstore.wire.peers import GivenBack, ServeAnswer
 from tests.unit.engine.disk import SPACE, DiskNode
 from tests.unit.engine.harness import checksum, key, keys
 
@@ -28,8 +28,7 @@ class PeerNode(DiskNode):
     def __init__(self, *, slots: int = 32, **config: Any) -> None:
         self.locates: list[Locate] = []
         self.fetches: list[Fetch] = []
-        self.served: list[Served] = []
-        self.servings_ended: list[ServingEnded] = []
+        self.answers: list[AnswerPeer] = []
         super().__init__(slots=slots, fetches=True, **config)
 
     def step(self, *events: Event) -> list[Command]:
@@ -41,13 +40,21 @@ class PeerNode(DiskNode):
                     self.locates.append(command)
                 case Fetch():
                     self.fetches.append(command)
-                case Served():
-                    self.served.append(command)
-                case ServingEnded():
-                    self.servings_ended.append(command)
+                case AnswerPeer():
+                    self.answers.append(command)
                 case _:
                     pass
         return commands
+
+    @property
+    def served(self) -> list[ServeAnswer]:
+        """All answers to those who asked for blocks."""
+        return [each.its for each in self.answers if isinstance(each.its, ServeAnswer)]
+
+    @property
+    def given_back(self) -> list[GivenBack]:
+        """All answers to those who have read blocks."""
+        return [each.its for each in self.answers if isinstance(each.its, GivenBack)]
 
     def locate(self, *candidates: tuple[str, int], is_known: bool = True) -> None:
         """The oldest question is answered: (node, blocks in its dram)."""
@@ -65,7 +72,7 @@ class PeerNode(DiskNode):
         )
         self.step(Fetched(fetch.job, bytes(flags), sums if any(flags) else b"", peer_failed))
 
-    def serve(self, serving: int, *numbers: int, peer: int = 1, tenant: str = "t") -> Served:
+    def serve(self, serving: int, *numbers: int, peer: int = 1, tenant: str = "t") -> ServeAnswer:
         """Another node asks for blocks that are in dram."""
         self.step(Serve(peer, serving, tenant, SPACE, keys(*numbers)))
         return self.served[-1]
@@ -73,7 +80,7 @@ class PeerNode(DiskNode):
     def give_back(self, serving: int, peer: int = 1) -> list[bool]:
         """Another node has read them. Returns which stayed."""
         self.step(ServingReturned(peer, serving))
-        return [bool(flag) for flag in self.servings_ended[-1].intact]
+        return [bool(flag) for flag in self.given_back[-1].intact]
 
 
 def number_of(raw: bytes) -> int:

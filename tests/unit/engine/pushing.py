@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.engine.events import (
+    AnswerPeer,
     AskPush,
     Command,
     Event,
@@ -25,11 +26,11 @@ from kvstore.engine.events import (
     LandingUp,
     PeerGone,
     PushAsked,
+    Pushed,
     PushOver,
     PushRevoked,
     RecycleTransferWorker,
     RevokePush,
-    SayPush,
     WritePush,
     Written,
 )
@@ -64,7 +65,7 @@ class PushNode(Node):
     def step(self, *events: Event) -> list[Command]:
         commands = super().step(*events)
         self.said += commands
-        kinds = (AskPush, RevokePush, Land, RecycleTransferWorker, WritePush, SayPush)
+        kinds = (AskPush, RevokePush, Land, RecycleTransferWorker, WritePush, AnswerPeer)
         self.commands.extend(each for each in commands if isinstance(each, kinds))
         return commands
 
@@ -184,7 +185,7 @@ class PushPair:
                 blocks = [(number, "t") for number in numbers]
                 flight = Flight(command.job, command.grant, epoch, pages[at], blocks)
                 self.flights[command.job] = flight
-            case SayPush(word=word):
+            case AnswerPeer(its=Pushed() | PushOver() as word):
                 self.to_d.append(word)
 
     def _of_d(self, command: Command) -> None:
@@ -282,7 +283,7 @@ class PushPair:
         assert not grants._grants
         assert not self.d.engine._awaited.expects
         assert not pushes._asks
-        assert not pushes.sessions()
+        assert not pushes._writes
 
 
 def opened(transfer: str = "r", **config: Any) -> PushPair:

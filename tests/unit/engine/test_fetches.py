@@ -32,6 +32,7 @@ from kvstore.wire.messages import (
     LeaseReply,
     Measured,
 )
+from tests.kit.moves_check import check_fetches
 from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import HALVES, WHOLE, Peer, checksum, key, keys, pairs
 from tests.unit.engine.peers import PeerNode
@@ -456,6 +457,6 @@ def test_what_an_engine_asks_for_takes_a_bounded_share_whatever_its_shards() -> 
         assert asked == ((number + 1) * KEYS_PER_DATAGRAM_MAX <= per_engine)
     fetches = node.engine._fetches
     assert sum(map(len, fetches._coming.values())) <= per_engine, "one entry a key, not a shard"
-    fetches.check()
+    check_fetches(fetches)
     commands = node.hear(Peer(node, "other", shards=HALVES).scheduler, Hint(1, keys(77)))
     assert any(isinstance(command, Locate) for command in commands), "another has its own share"

@@ -36,6 +36,7 @@ from kvstore.wire.messages import LeaseMore, LeaseRelease, LeaseReply
 from kvstore.wire.record import Scope
 from tests.amounts import amount
 from tests.kit import engine_check
+from tests.kit.moves_check import pinned_words
 from tests.steps import CountedMachine
 from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, moved
 from tests.unit.engine.harness import WHOLE, Peer, key, keys, pairs
@@ -280,9 +281,9 @@ def _trust_every_read(original: Callable[..., None]) -> Callable[..., None]:
 
 def _forget_the_pin(original: Callable[..., None]) -> Callable[..., None]:
     def sealed(self: Writes, *arguments: object, **names: object) -> None:
-        before = self.pinned_words()
+        before = pinned_words(self)
         original(self, *arguments, **names)
-        new = self.pinned_words()[len(before) :]
+        new = pinned_words(self)[len(before) :]
         self._state.slots.leases[new] -= 1
 
     return sealed

@@ -66,7 +66,7 @@ def test_a_read_ends_though_its_scope_was_forgotten(monkeypatch: pytest.MonkeyPa
     node.state.off["u", SPACE] = Off(None)
     node.step(FileRead(read.job, b"\x01"))
     assert node.engine.tiers()[0].blocks == 0
-    assert len(node.engine._files.reading_words()) == 0
+    assert not node.engine._files._reads.values()
 
 
 # ── to disk ──────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.engine.events import LandingUp, PushAsked, Pushed, PushOver, SayPush
+from kvstore.engine.events import AnswerPeer, LandingUp, PushAsked, Pushed, PushOver
 from kvstore.engine.moves import expected, transfers
 from kvstore.engine.moves.expected import STALLED_NS
 from kvstore.engine.moves.landing import LandingSlab
@@ -16,6 +16,7 @@ from kvstore.engine.sessions import awaited
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PushCancel, PushEnd, PushExpect, PushOpen
+from tests.kit.moves_check import check_slab
 from tests.unit.engine.harness import SMALL, Peer, keys, space
 from tests.unit.engine.pushing import PushPair, opened
 
@@ -96,7 +97,7 @@ def test_that_an_engine_computes_is_said_sometimes_and_of_what_is_open() -> None
     for number in range(100, 200):
         pair.store(number)
         pair.pump(after_ms=100)
-    words = [each.word for each in pair.p.said if isinstance(each, SayPush)]
+    words = [each.its for each in pair.p.said if isinstance(each, AnswerPeer)]
     assert len(words) == 100 * 100 // (NEWS_NS / NS_PER_MS)
     found = {(word.shards, word.checksums) for word in words if isinstance(word, Pushed)}
     assert found == {((), b"")}
@@ -226,7 +227,7 @@ def test_a_peer_with_more_than_its_share_takes_nothing() -> None:
     its = slab.take(6, 1)
     slab.free(others, 2)
     assert not len(slab.take(1, -2))
-    slab.check([(its, 6)])
+    check_slab(slab, [(its, 6)])
 
 
 def test_another_engine_can_name_as_many_transfers_as_it_likes(

@@ -7,11 +7,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.engine.events import Serve, Served
+from kvstore.engine.events import AnswerPeer, Serve
 from kvstore.engine.memory import journal_spaces
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.journal_spaces import SPACE_COUNT_MAX, SPACE_WORDS, SpaceTable
 from kvstore.types import PAGE_BYTES, Shard, SpaceId
+from kvstore.wire.peers import ServeAnswer
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import HALVES, SMALL, Peer, attached, keys
 from tests.unit.engine.mortal import MortalNode
@@ -34,8 +35,9 @@ def test_without_an_engine_what_was_kept_is_offered_and_served() -> None:
     reborn(node)
     assert node.offered == offered, "by the shards that its engine had"
     serve = Serve(peer=1, serving=1, tenant=tenant, space=SPACE, keys=keys(1, 2))
-    (served,) = [said for said in node.step(serve) if isinstance(said, Served)]
-    assert len(served.slots) == 4 * 2 * len(HALVES)
+    (said,) = [said for said in node.step(serve) if isinstance(said, AnswerPeer)]
+    assert isinstance(said.its, ServeAnswer)
+    assert len(said.its.slots) == 4 * 2 * len(HALVES)
 
 
 def test_it_is_scrubbed_and_explained_too() -> None:

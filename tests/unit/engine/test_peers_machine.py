@@ -17,16 +17,17 @@ from hypothesis import Phase
 from hypothesis.stateful import initialize, invariant, rule
 
 from kvstore.engine.events import (
+    AnswerPeer,
     Candidate,
     Fetched,
     Located,
     PeerGone,
     Serve,
-    Served,
     ServingReturned,
 )
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.servings import Servings
+from kvstore.wire.peers import GivenBack, ServeAnswer
 from tests.amounts import amount
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import checksum, keys
@@ -51,8 +52,8 @@ class PeersMachine(DiskMachine):
     def __init__(self) -> None:
         super().__init__()
         self.serving = 0
-        self.served: dict[tuple[int, int], Served] = {}
-        """Servings that were answered and not given back."""
+        self.served: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """Places of servings that were answered and not given back: slots and generations."""
         self.answered = 0
 
     def make_node(self, **config: Any) -> PeerNode:
@@ -102,11 +103,11 @@ class PeersMachine(DiskMachine):
         if not self.served:
             return
         name = sorted(self.served)[pick % len(self.served)]
-        served = self.served.pop(name)
+        places = self.served.pop(name)
         self.node.step(ServingReturned(*name))
-        intact = self.node.servings_ended.pop().intact
+        intact = self.node.given_back[-1].intact
         generations = self.node.state.slots.generation
-        for flag, slot, generation in zip(intact, *_places(served), strict=len(intact) > 0):
+        for flag, (slot, generation) in zip(intact, places, strict=len(intact) > 0):
             assert not flag or generations[slot // 16] == generation, "it did not stay"
 
     @rule(peer=st.sampled_from(PEERS))
@@ -125,15 +126,19 @@ class PeersMachine(DiskMachine):
     def listen(self) -> None:
         """Whoever is served blocks is served those that he asked for."""
         super().listen()
-        for served in self.node.served[self.answered :]:
-            if not served.slots:
+        generations = self.node.state.slots.generation
+        for answer in self.node.answers[self.answered :]:
+            served = answer.its
+            if not isinstance(served, ServeAnswer) or not served.slots:
                 continue
-            self.served[served.peer, served.serving] = served
-            for at, place in enumerate(zip(*_places(served), strict=True)):
+            slots = np.frombuffer(served.slots, "<u4").tolist()
+            places = [(slot, int(generations[slot // 16])) for slot in slots]
+            self.served[answer.peer, served.serving] = places
+            for at, place in enumerate(places):
                 number = self.arena.get(place)
                 assert number not in (None, GARBAGE), "served what is no block"
                 assert served.checksums[16 * at : 16 * at + 16] == checksum(number)
-        self.answered = len(self.node.served)
+        self.answered = len(self.node.answers)
 
     @invariant()
     def consistent(self) -> None:
@@ -156,11 +161,6 @@ class PeersMachine(DiskMachine):
         assert not self.node.engine._servings._waiting
 
 
-def _places(served: Served) -> tuple[list[int], list[int]]:
-    slots = np.frombuffer(served.slots, "<u4").tolist()
-    return slots, np.frombuffer(served.generations, "<u8").tolist()
-
-
 @pytest.mark.usefixtures("each_policy")
 def test_any_order_of_what_other_nodes_do_keeps_the_promises() -> None:
     verify_machine(40, machine=PeersMachine)
@@ -181,10 +181,8 @@ def _trust_every_fetch(original: Callable[..., None]) -> Callable[..., None]:
 def _always_intact(original: Callable[..., None]) -> Callable[..., None]:
     def returned(self: Servings, event: ServingReturned) -> None:
         original(self, event)
-        ended = self._state.commands[-1]
-        self._state.commands[-1] = type(ended)(  # type: ignore[call-arg]
-            peer=event.peer, serving=event.serving, intact=b"\x01" * 8, cause=0
-        )
+        answer = GivenBack(event.serving, b"\x01" * 8)
+        self._state.commands[-1] = AnswerPeer(event.peer, answer, cause=0)
 
     return returned
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import pytest
 
 from kvstore.engine.events import (
+    AnswerPeer,
     Command,
     Event,
     PeerGone,
@@ -18,7 +19,6 @@ from kvstore.engine.events import (
     Pushed,
     PushOver,
     PushRevoked,
-    SayPush,
     WritePush,
     Written,
 )
@@ -27,7 +27,7 @@ from kvstore.engine.moves.grants import LIMBO_NS
 from kvstore.engine.moves.pushes import ASKS_MAX
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import PushCancel, PushExpect, PushOpen
-from kvstore.wire.peers import PushWord
+from kvstore.wire.peers import Answer
 from tests.unit.engine.harness import WHOLE, Peer, checksum, keys
 from tests.unit.engine.pushing import PushNode, PushPair, opened, push_grant
 
@@ -39,13 +39,13 @@ def asked(peer: int, *numbers: int, grant: int = 7) -> PushAsked:
 
 def overs(commands: Iterable[Command]) -> list[tuple[int, str]]:
     """To whom a last word is said, and why."""
-    said = [each for each in commands if isinstance(each, SayPush)]
-    return [(each.peer, each.word.reason) for each in said if isinstance(each.word, PushOver)]
+    said = [each for each in commands if isinstance(each, AnswerPeer)]
+    return [(each.peer, each.its.reason) for each in said if isinstance(each.its, PushOver)]
 
 
-def words(commands: Iterable[Command]) -> list[type[PushWord]]:
+def words(commands: Iterable[Command]) -> list[type[Answer]]:
     """Kinds of the words that are said."""
-    return [type(each.word) for each in commands if isinstance(each, SayPush)]
+    return [type(each.its) for each in commands if isinstance(each, AnswerPeer)]
 
 
 # ── one shard of several ─────────────────────────────────────────────────────────────────────────
@@ -157,8 +157,8 @@ def test_grants_of_one_number_are_those_of_two_nodes() -> None:
     assert told(Written(jobs[2])) == [(2, "it was taken back")]
     assert told(Written(jobs[3])) == [], "nobody is there to hear it"
     assert told(Written(jobs[1])) == []
-    said = [each for each in node.said if isinstance(each, SayPush)]
-    assert [each.peer for each in said if isinstance(each.word, Pushed)] == [2, 1]
+    said = [each for each in node.said if isinstance(each, AnswerPeer)]
+    assert [each.peer for each in said if isinstance(each.its, Pushed)] == [2, 1]
     prefill.store(2)
     (job,) = [each.job for each in node.commands if isinstance(each, WritePush) and each.first == 1]
     assert told(Written(job)) == [(1, "")]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.engine.events import Clear, PeerGone, Serve, Served
+from kvstore.engine.events import Clear, PeerGone, Serve
 from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.servings import WAIT_NS, WAITING_MAX
 from kvstore.engine.state import Off
+from kvstore.wire.peers import ServeAnswer
 from tests.unit.engine.disk import SPACE, known
 from tests.unit.engine.harness import HALVES, WHOLE, Peer, attached, checksum, keys
 from tests.unit.engine.peers import PeerNode
@@ -26,11 +27,7 @@ def test_the_leading_run_is_served_with_what_proves_it() -> None:
     assert served.shards == (WHOLE,)
     assert served.block_bytes == (peer.rank_hello(0).groups[0].block_bytes,)
     assert served.checksums == checksum(1) + checksum(2)
-    assert (
-        len(np.frombuffer(served.slots, "<u4"))
-        == len(np.frombuffer(served.generations, "<u8"))
-        == 2
-    )
+    assert len(np.frombuffer(served.slots, "<u4")) == 2
     assert node.give_back(1) == [True, True]
     assert node.engine.counters.served_blocks == 2
     assert node.engine.counters.served_bytes == 2 * served.block_bytes[0]
@@ -70,12 +67,9 @@ def test_a_block_of_which_one_shard_was_cleared_meanwhile_did_not_stay(
     node, peer = attached(PeerNode(), shards=HALVES)
     peer.store(1, 2, 3)
     served = node.serve(1, 1, 2, 3)
-    slots, generations = (
-        np.frombuffer(served.slots, "<u4"),
-        np.frombuffer(served.generations, "<u8"),
-    )
-    at = 2 * (number - 1) + rank
-    peer.distrust((int(slots[at]), int(generations[at])), rank=rank)
+    slot = int(np.frombuffer(served.slots, "<u4")[2 * (number - 1) + rank])
+    (word,), _ = node.state.slots.words_of(np.array([slot], np.uint32))
+    peer.distrust((slot, int(node.state.slots.generation[word])), rank=rank)
     assert node.give_back(1) == [each != number for each in (1, 2, 3)]
     assert node.engine.counters.served_blocks_changed == 1
     assert not node.engine.leases()
@@ -164,13 +158,13 @@ def test_servings_of_a_peer_are_bounded() -> None:
     assert node.serve(1, 1, peer=2).slots, "another's share is its own"
 
 
-def asked(node: PeerNode, serving: int, *numbers: int, peer: int = 1) -> list[Served]:
+def asked(node: PeerNode, serving: int, *numbers: int, peer: int = 1) -> list[ServeAnswer]:
     """Another node asks; the answers so far to this serving."""
     node.step(Serve(peer, serving, "t", SPACE, keys(*numbers)))
     return answers(node, serving)
 
 
-def answers(node: PeerNode, serving: int) -> list[Served]:
+def answers(node: PeerNode, serving: int) -> list[ServeAnswer]:
     return [served for served in node.served if served.serving == serving]
 
 

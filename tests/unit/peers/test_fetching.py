@@ -13,8 +13,6 @@ import pytest
 from kvstore.engine.events import (
     Clear,
     PeerGone,
-    Served,
-    ServingEnded,
 )
 from kvstore.peers.block_server import ASKS_MAX
 from kvstore.transport.tcp_ends import Address
@@ -76,7 +74,7 @@ def test_a_flipped_bit_on_the_way_is_a_miss() -> None:
         two.index.holders["b"] = 2
 
         def flip() -> None:
-            served = next(c for c in two.b.asked if isinstance(c, Served))
+            served = two.b.served()[0]
             second = int(np.frombuffer(served.slots, "<u4")[1])
             two.b.memory[second * PAGE_BYTES + 100] ^= 4
 
@@ -128,22 +126,25 @@ def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
         looked: list[BlockKey] = []
-        verify, answer = Assembly.verify, two.b.block_server.serving_ended
+        verify, answer = Assembly.verify, two.b.block_server.answer
         late: set[asyncio.Task[None]] = set()
 
         def look(self: Assembly, key: BlockKey, *its: Any) -> list[bytes] | None:
             looked.append(key)
             return verify(self, key, *its)
 
-        async def after_that(command: ServingEnded) -> None:
+        async def after_that(peer: int, its: wire.Answer) -> None:
             await two.until(lambda: bool(looked), "the block is verified")
-            answer(command)
+            answer(peer, its)
 
-        def ended(command: ServingEnded) -> None:
-            late.add(asyncio.get_running_loop().create_task(after_that(command)))
+        def ended(peer: int, its: wire.Answer) -> None:
+            if isinstance(its, wire.GivenBack):
+                late.add(asyncio.get_running_loop().create_task(after_that(peer, its)))
+            else:
+                answer(peer, its)
 
         monkeypatch.setattr(Assembly, "verify", look)
-        monkeypatch.setattr(two.b.block_server, "serving_ended", ended)
+        monkeypatch.setattr(two.b.block_server, "answer", ended)
         more = await two.lease(Stored(two.a, "ea"), 1, 1)
         assert more.from_peer == 1
         await asyncio.gather(*late)
@@ -209,7 +210,7 @@ def test_somebody_else_at_the_address_is_not_read_from() -> None:
         await two.knows("c")
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
-        assert not any(isinstance(c, Served) for c in two.b.asked)
+        assert not two.b.served()
 
     run(body)
 
@@ -222,7 +223,7 @@ def test_a_peer_that_sends_this_node_elsewhere_is_not_dialled() -> None:
         two.b.transfer_worker.descriptor = encode(Descriptor("tcp", "b", 1 << 20, 0, address))
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
-        assert not any(isinstance(c, Served) for c in two.b.asked)
+        assert not two.b.served()
 
     run(body)
 
@@ -526,11 +527,13 @@ def lies() -> dict[str, wire.ServeAnswer]:
 @pytest.mark.parametrize("lie", lies().values(), ids=lies().keys())
 def test_a_peer_that_lies_costs_a_miss(lie: wire.ServeAnswer) -> None:
     async def body(two: Two) -> None:
-        def served(command: Served) -> None:
-            answer = msgspec.structs.replace(lie, serving=command.serving)
-            two.b.block_server.answer(command.peer, answer)
+        say = two.b.block_server.answer
 
-        two.b.block_server.served = served  # type: ignore[method-assign]
+        def served(peer: int, answer: wire.Answer) -> None:
+            assert isinstance(answer, wire.ServeAnswer | wire.GivenBack)
+            say(peer, msgspec.structs.replace(lie, serving=answer.serving))
+
+        two.b.block_server.answer = served  # type: ignore[method-assign]
         two.index.holders["b"] = 1
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
@@ -547,10 +550,13 @@ def test_who_takes_other_blocks_back_is_hung_up_on(intact: bytes) -> None:
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
 
-        def ended(command: ServingEnded) -> None:
-            two.b.block_server.answer(command.peer, wire.GivenBack(command.serving, intact))
+        say = two.b.block_server.answer
 
-        two.b.block_server.serving_ended = ended  # type: ignore[method-assign]
+        def ended(peer: int, answer: wire.Answer) -> None:
+            is_end = isinstance(answer, wire.GivenBack)
+            say(peer, msgspec.structs.replace(answer, intact=intact) if is_end else answer)
+
+        two.b.block_server.answer = ended  # type: ignore[method-assign]
         assert (await two.lease(Stored(two.a, "ea"), 1, 1)).slots == b""
         assert "other blocks than were served" in two.a.fetcher._told["node b"]
 

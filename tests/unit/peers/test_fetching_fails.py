@@ -7,9 +7,6 @@ import asyncio
 import grpc
 import pytest
 
-from kvstore.engine.events import (
-    Served,
-)
 from kvstore.errors import ProtocolError
 from kvstore.peers.peer_session import PeerSession, SessionLost
 from kvstore.types import Incarnation, Shard
@@ -112,7 +109,7 @@ def test_slots_stay_the_fetchs_until_the_transfer_has_ended() -> None:
         gate = two.a.transfer_worker.gate = asyncio.Event()
         engine = Stored(two.a, "ea")
         engine.hint(1)
-        await two.until(lambda: any(isinstance(c, Served) for c in two.b.asked), "b serves")
+        await two.until(lambda: bool(two.b.served()), "b serves")
         two.a.end(engine.scheduler, *engine.ranks)
         assert len(two.a.state.slots.of_writer(-2)) == 1
         assert len(two.b.engine.leases()) == 1

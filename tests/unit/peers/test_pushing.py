@@ -12,7 +12,7 @@ import grpc
 import msgspec
 import pytest
 
-from kvstore.engine.events import AskPush, Land, PushRevoked, SayPush, WritePush
+from kvstore.engine.events import AskPush, Land, PushRevoked, WritePush
 from kvstore.node.node import MonotonicClock
 from kvstore.peers import block_server
 from kvstore.peers.pusher import GRANTS_MAX, Pusher, _TakenGrant
@@ -224,10 +224,6 @@ def test_grants_of_one_number_are_those_of_two_peers() -> None:
         def answer(peer: int, told: wire.PushWord) -> None:
             answers.append((peer, told.epoch))
 
-        def said(peer: int) -> SayPush:
-            word = wire.Pushed(grant=7, epoch=10 * peer, first=0)
-            return SayPush(peer, word, cause=0)
-
         pusher = Pusher(
             posted.append,
             transfer_worker=transfer_worker,  # type: ignore[arg-type]
@@ -238,15 +234,15 @@ def test_grants_of_one_number_are_those_of_two_peers() -> None:
         for peer in (1, 2, 3):
             grant = push_grant(7, keys(1), epoch=10 * peer, descriptor=transfer_worker.descriptor)
             pusher.asked(peer, f"d{peer}", grant)
-        await asyncio.gather(*pusher._tasks)
+        await asyncio.gather(*pusher._tasks._running)
         assert [event.peer for event in posted] == [1, 2, 3]
         pusher.revoked(2, 7)
         assert posted[3:] == [PushRevoked(2, 7)]
         pusher.gone(1)
         over = wire.PushOver(7, 30, "it was taken back", is_quiet=True)
-        pusher.carry_out(SayPush(3, over, cause=0))
+        pusher.say(3, over)
         for peer in (1, 2, 3):
-            pusher.carry_out(said(peer))
+            pusher.say(peer, wire.Pushed(grant=7, epoch=10 * peer, first=0))
         assert answers == [(3, 30), (2, 20)]
 
     asyncio.run(body())
@@ -328,7 +324,7 @@ def test_a_word_whose_arrays_do_not_fit_ends_its_grant_and_not_the_session(
         two.b.block_server.answer(next(iter(two.b.block_server.sessions)), word)
         await two.until(lambda: asked.grant not in two.a.lander._given, "the grant is over")
         assert not session.lost
-        assert two.a.engine.landing_bytes()[("limbo",)] > 0
+        await two.until(lambda: two.a.engine.landing_bytes()[("limbo",)] > 0, "limbo")
 
     pushing(body)
 

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.client.index import IndexUnavailable, Members
 from kvstore.engine.events import (
+    AnswerPeer,
     AskPush,
     Command,
     Event,
@@ -23,9 +24,6 @@ from kvstore.engine.events import (
     PeerCommand,
     RecycleTransferWorker,
     RevokePush,
-    SayPush,
-    Served,
-    ServingEnded,
     Staged,
     WritePush,
 )
@@ -43,7 +41,7 @@ from kvstore.ports import Pieces
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import LeaseMore, LeaseRelease, PushEnd, PushExpect
-from kvstore.wire.peers import PEERS, PeerHello
+from kvstore.wire.peers import PEERS, PeerHello, Pushed, PushOver, ServeAnswer
 from kvstore.wire.record import Scope, header
 from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descriptor, encode
 from tests.unit.engine.disk import SPACE
@@ -223,14 +221,19 @@ class Together(Node):
                 self.fetcher.locate(command)
             case Fetch():
                 self.fetcher.fetch(command)
-            case Served():
-                self.block_server.served(command)
-            case ServingEnded():
-                self.block_server.serving_ended(command)
+            case AnswerPeer(peer, Pushed() | PushOver() as word):
+                self.pusher.say(peer, word)
+            case AnswerPeer(peer, answer):
+                self.block_server.answer(peer, answer)
             case AskPush() | RevokePush() | Land() | RecycleTransferWorker() | Staged():
                 self.lander.carry_out(command)
-            case WritePush() | SayPush():
-                self.pusher.carry_out(command)
+            case WritePush():
+                self.pusher.write(command)
+
+    def served(self) -> list[ServeAnswer]:
+        """All that its engine has answered to those who asked for blocks."""
+        said = [each.its for each in self.asked if isinstance(each, AnswerPeer)]
+        return [each for each in said if isinstance(each, ServeAnswer)]
 
     def step(self, *events: Event) -> list[Command]:
         commands = super().step(*events)

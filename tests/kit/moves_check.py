@@ -1,0 +1,155 @@
+"""Invariants of blocks that move, between two steps of an engine; and slots and sessions that moves
+hold. `engine_check` has all others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from kvstore.engine.memory.policy.port import NONE, Words
+from kvstore.engine.moves.expected import Expectation, Expectations, ExpectedKeys
+from kvstore.engine.moves.fetches import (
+    ABSENT_MAX,
+    COMING_BYTES,
+    COMING_BYTES_MAX,
+    LOCATES_MAX,
+    Fetches,
+)
+from kvstore.engine.moves.grants import Grants
+from kvstore.engine.moves.hbm import MOVING_BYTES_MAX, HbmCopies
+from kvstore.engine.moves.jobs import Jobs
+from kvstore.engine.moves.landing import Extents, LandingSlab
+from kvstore.engine.moves.pushes import JOBS_MAX, Pushes
+from kvstore.engine.moves.servings import Servings
+from kvstore.engine.moves.writes import Writes
+from kvstore.engine.sessions.awaited import Awaited
+
+
+def words_of(jobs: Jobs[Any]) -> Words:
+    """Slots of all jobs."""
+    held = [job.words for job in jobs.values()]
+    return np.concatenate(held) if held else NONE
+
+
+def pinned_words(writes: Writes) -> Words:
+    """Slots that are being written from, once per write, while their blocks stay."""
+    generation = writes._state.slots.generation
+    jobs = writes._jobs.values()
+    held = [job.words[generation[job.words] == job.generations] for job in jobs]
+    return np.concatenate(held) if held else NONE
+
+
+def peer_sessions(servings: Servings, pushes: Pushes) -> set[int]:
+    """Sessions that hold leases for peers."""
+    served = {-peer for peer, _ in servings._servings}
+    return served | {-write.ask.peer for write in pushes._writes.values()}
+
+
+def check_jobs(jobs: Jobs[Any]) -> None:
+    """What is in motion is counted."""
+    assert jobs.moving_bytes == sum(job.size_bytes for job in jobs.values())
+
+
+def check_fetches(fetches: Fetches) -> None:
+    """Questions and fetches are bounded, and each key on its way has one that brings it."""
+    assert len(fetches._locating) <= LOCATES_MAX
+    assert len(fetches._absent) <= ABSENT_MAX
+    check_jobs(fetches._fetching)
+    jobs = fetches._locating.keys() | dict(fetches._fetching.items()).keys()
+    for its in fetches._coming.values():
+        assert its.keys(), "scopes of nothing"
+        assert set(its.values()) <= jobs, "nobody brings a key"
+    told = Counter[str]()
+    for question in fetches._locating.values():
+        told[question.asker.engine] += len(question.keys)
+    for job in fetches._fetching.values():
+        told[job.asker.engine] += len(job.keys)
+    assert told == fetches._coming_of, "what engines are told of is miscounted"
+    assert fetches._coming_of.total() * COMING_BYTES <= COMING_BYTES_MAX
+
+
+def check_hbm(hbm: HbmCopies) -> None:
+    """Copies are bounded, and each has its job."""
+    jobs = hbm._jobs
+    check_jobs(jobs)
+    assert jobs.moving_bytes <= max(
+        MOVING_BYTES_MAX, *(job.size_bytes for job in jobs.values()), 0
+    ), "more is in motion than may be"
+    copied = {word for job in jobs.values() for word in job.sources.tolist()}
+    assert set(np.flatnonzero(hbm._job_of).tolist()) <= copied, "a copy that nobody makes"
+
+
+# ── pushes ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_pushes(pushes: Pushes) -> None:
+    """Grants of other nodes."""
+    jobs = [write.ask for write in pushes._writes.values()]
+    for name, ask in pushes._asks.items():
+        assert name == (ask.peer, ask.grant)
+        assert ask.jobs == sum(its is ask for its in jobs) <= JOBS_MAX, "writes are miscounted"
+        assert ask.reason is None or ask.jobs, "a grant that nobody ends"
+        assert (ask in pushes._agenda) is (ask.reason is None), "a grant that nobody looks at"
+    assert len(pushes._groups) == 2 * len(pushes._asks), "grants of peers are miscounted"
+
+
+def check_grants(grants: Grants) -> None:
+    """Each extent of the landing slab has one owner, and what is expected is counted."""
+    check_jobs(grants._landings)
+    held, owed = [], Counter[str]()
+    for its in grants._grants.values():
+        held.append((its.extents[~its.has_landed], its.pages))
+        owed[its.node] += len(held[-1][0]) * its.pages
+    for job in grants._landings.values():
+        held.append((job.granted.extents[job.places], job.granted.pages))
+        owed[job.granted.node] += len(held[-1][0]) * job.granted.pages
+    check_slab(grants._slab, held + grants._limbo)
+    assert +owed == grants._pages_of, "what peers are granted is miscounted"
+    assert grants._revoked.keys() <= grants._grants.keys(), "an ended grant is answered for"
+    check_awaited(grants._awaited)
+
+
+def check_awaited(awaited: Awaited) -> None:
+    """What requests expect of prefill nodes."""
+    _check_expectations(awaited.expects, awaited._ended)
+    told = ExpectedKeys()
+    for its in [*awaited.expects, *awaited._ended]:
+        told.add(its.asker.scopes, its.missing[~its.has_come])
+    assert told._counts == awaited._coming._counts, "what is expected is miscounted"
+
+
+def _check_expectations(expects: Expectations, ended: Collection[Expectation]) -> None:
+    """`ended`: not settled."""
+    counts, keys, waiting = Counter[int](), Counter[int](), list(expects)
+    for its in [*waiting, *ended]:
+        counts[its.process] += 1
+        keys[its.process] += len(its.missing)
+        is_waiting = its in waiting
+        assert (its.reason is None) is is_waiting, "an expectation that has ended waits"
+        assert (its in expects.agenda) is is_waiting, "an expectation that nobody looks at"
+        wants_room = is_waiting and not its.is_here and its.granted < len(its.missing)
+        has_turn = its in expects.queue.of(its.lane)
+        assert has_turn is wants_room, "an expectation without a turn"
+    counted = (expects._counts, +expects._keys)
+    assert (counts, keys) == counted, "what processes expect is miscounted"
+
+
+def check_slab(slab: LandingSlab, held: list[tuple[Extents, int]]) -> None:
+    """These (extents, pages), each once, are what is taken of the landing slab."""
+    taken = np.zeros(slab.page_count, dtype=np.int64)
+    for extents, pages in held:
+        at = (extents[:, None] - slab._first + np.arange(pages)).reshape(-1)
+        np.add.at(taken, at, 1)
+    assert bool((taken <= 1).all()), "an extent has two owners"
+    assert bool(((taken == 1) == ~slab._is_free).all()), "an extent of nobody is taken"
+    edges = np.flatnonzero(np.diff(slab._is_free, prepend=False, append=False)).tolist()
+    runs = dict(zip(edges[::2], edges[1::2], strict=True))
+    assert runs == slab._end_of, "the free runs are not the free pages"
+    assert {end: begin for begin, end in runs.items()} == slab._begin_of
+    for n, begins in enumerate(slab._bins):
+        assert all((runs[begin] - begin).bit_length() == n for begin in begins)
+    assert sum(map(len, slab._bins)) == len(runs), "a free run is in no bin"
