@@ -14,7 +14,7 @@ from kvstore.client.core.copies import (
     Outcome,
     StoreBlock,
 )
-from kvstore.client.core.plan import RankReport, refuse
+from kvstore.client.core.plan import refuse
 from kvstore.client.core.rank import RankCore
 from kvstore.errors import ProtocolError
 from kvstore.types import Shard
@@ -142,19 +142,6 @@ def test_a_group_that_the_rank_does_not_have_ends_the_job() -> None:
         core.received(Quiesce(6))
 
 
-def test_load_is_reported_whole() -> None:
-    core = serving()
-    core.submit(plan(load(5, 3, 4)))
-    run(core)
-    report = core.take_report()
-    (result,) = report.loads
-    assert (result.request, result.lease, result.loaded_blocks) == ("r1", 1, 4)
-    assert (result.failed_block_ids, result.reason) == ((), "")
-    assert (result.bytes_moved, result.duration_ns) == (4 * 4096, 40)
-    assert (report.rank, report.session) == (1, 5)
-    assert core.take_report() == RankReport(rank=1, session=5)
-
-
 @pytest.mark.parametrize("outcome", [CopyVoid("gone"), Mismatch()])
 def test_a_bad_block_fails_the_load_from_there_on(outcome: Outcome) -> None:
     core = serving()
@@ -187,15 +174,6 @@ def test_what_was_verified_is_told_block_by_block() -> None:
     ]
 
 
-def test_of_a_load_that_fails_what_was_verified_before_is_told() -> None:
-    core = serving()
-    core.submit(plan(load(5, 0, 3, checksums=SUM * 6)))
-    run(core, lambda copy: CopyVoid() if copy.block_id == 1 else Copied(SUM, 10))
-    (said,) = core.take_outbox()
-    assert isinstance(said, Verified)
-    assert len(slots_array(said.slots)) == 1
-
-
 def test_store_seals_what_was_copied_and_drops_the_rest() -> None:
     core = serving()
     core.submit(plan(store(5, 0, 3)))
@@ -223,25 +201,6 @@ def test_seals_are_split_to_fit_a_datagram() -> None:
     assert sizes == [KEYS_PER_DATAGRAM_MAX, 1]
 
 
-@pytest.mark.parametrize("session", [0, 4, 6])
-def test_plans_of_another_session_are_not_obeyed(session: int) -> None:
-    core = serving()
-    core.submit(plan(load(session, 0, 2), store(session, 5, 3)))
-    assert core.next_copy() is None
-    assert core.take_outbox() == []
-    report = core.take_report()
-    assert report.loads[0].failed_block_ids == (0, 1)
-    assert report.loads[0].reason
-    assert (report.store_jobs_done, report.blocks_dropped) == ((1,), 3)
-
-
-def test_a_rank_that_serves_no_session_obeys_no_plan_of_session_zero() -> None:
-    core = RankCore(CONFIG)
-    core.submit(plan(load(0, 0, 1), store(0, 5, 1)))
-    assert core.next_copy() is None
-    assert core.take_report().loads[0].failed_block_ids == (0,)
-
-
 def test_quiesce_waits_for_the_copy_in_flight_only() -> None:
     core = serving()
     core.submit(plan(load(5, 0, 3), load(5, 10, 1, lease=2), store(5, 20, 2)))
@@ -259,19 +218,6 @@ def test_quiesce_waits_for_the_copy_in_flight_only() -> None:
     assert core.session == 6
 
 
-def test_a_store_in_flight_over_a_session_change_is_not_sealed() -> None:
-    core = serving()
-    core.submit(plan(store(5, 0, 2)))
-    (copy,) = begun(core)
-    core.received(Quiesce(6, columns=(ShardColumn(COLUMN),)))
-    assert core.reading.keys() == {0, 1}
-    core.finished(copy, Copied(SUM))
-    assert core.take_outbox() == [Quiet(6)]
-    assert core.reading.keys() == set()
-    report = core.take_report()
-    assert (report.store_jobs_done, report.blocks_sealed, report.blocks_dropped) == ((1,), 0, 2)
-
-
 def test_loads_need_no_socket_stores_do() -> None:
     core = serving()
     core.submit(plan(load(5, 0, 2), store(5, 20, 2)))
@@ -282,36 +228,6 @@ def test_loads_need_no_socket_stores_do() -> None:
     assert [r.failed_block_ids for r in report.loads] == [(), ()]
     assert sorted(report.store_jobs_done) == [1, 2]
     assert (report.session, report.blocks_dropped) == (0, 3)
-    assert core.take_outbox() == []
-
-
-def test_attaching_anew_ends_what_the_old_mapping_served() -> None:
-    core = serving()
-    core.submit(plan(load(5, 0, 2)))
-    core.disconnected()
-    core.hello()
-    core.connected(WELCOME)
-    assert core.next_copy() is None
-    assert core.take_report().loads[0].failed_block_ids == (0, 1)
-    core.submit(plan(load(5, 0, 2)))
-    assert core.next_copy() is None
-    assert core.take_report().loads[0].failed_block_ids == (0, 1)
-
-
-def test_a_disconnected_mismatch_distrusts_nobody() -> None:
-    core = serving()
-    core.submit(plan(load(5, 0, 1)))
-    core.disconnected()
-    run(core, lambda _: Mismatch())
-    assert core.take_outbox() == []
-
-
-def test_what_was_not_sent_dies_with_the_socket() -> None:
-    core = serving()
-    core.submit(plan(store(5, 0, 1)))
-    run(core)
-    core.disconnected()
-    core.connected(WELCOME)
     assert core.take_outbox() == []
 
 
@@ -357,30 +273,6 @@ def test_the_column_is_the_nodes_word_whatever_the_rank_number(column: int) -> N
     assert [copy.checksum for copy in loads] == [bytes([c + column]) * 16 for c in (1, 3)]
 
 
-def test_a_replica_loads_but_stores_and_seals_nothing() -> None:
-    core = serving(column=0, writes=False)
-    core.submit(plan(store(5, 0, 3), load(5, 10, 2)))
-    assert core.reading.keys() == frozenset()
-    assert not core.fence((0, 1, 2))
-    assert [type(copy) for copy in run(core)] == [LoadBlock, LoadBlock]
-    report = core.take_report()
-    assert (report.store_jobs_done, report.blocks_sealed, report.blocks_dropped) == ((1,), 0, 0)
-    assert report.loads[0].failed_block_ids == ()
-    assert core.take_outbox() == []
-
-
-def test_column_and_role_are_those_of_the_session_not_of_the_one_asked_for() -> None:
-    core = serving(column=1)
-    core.submit(plan(store(5, 0, 1)))
-    (copy,) = begun(core)
-    core.received(Quiesce(6, columns=(ShardColumn(0, writes=False),)))
-    core.finished(copy, Copied(SUM))
-    core.submit(plan(load(6, 4, 1), store(6, 8, 1, job=2)))
-    assert [copy.slot for copy in run(core)] == [16 * 8]
-    assert core.take_report().store_jobs_done == (1, 2)
-    assert core.take_outbox() == [Quiet(6)]
-
-
 def test_malformed_arrays_fail_the_load_and_drop_the_store() -> None:
     core = serving()
     good = load(5, 0, 2)
@@ -400,13 +292,6 @@ def test_malformed_arrays_fail_the_load_and_drop_the_store() -> None:
     assert core.next_copy() is None
 
 
-def test_empty_jobs_end_at_once() -> None:
-    core = serving()
-    core.submit(plan(load(5, 0, 0), store(5, 0, 0)))
-    report = core.take_report()
-    assert (report.loads[0].reason, report.store_jobs_done) == ("", (1,))
-
-
 def test_a_fenced_store_overtakes_and_its_fence_ends_with_the_copy() -> None:
     core = serving()
     core.submit(plan(store(5, 0, 1, job=1), store(5, 10, 2, job=2), load(5, 30, 1)))
@@ -419,38 +304,6 @@ def test_a_fenced_store_overtakes_and_its_fence_ends_with_the_copy() -> None:
         core.finished(copy, Copied(SUM))
     assert order == [10, 11]
     assert [copy.block_id for copy in run(core)] == [30, 0]
-
-
-def test_a_fence_given_up_spoils_the_copy_in_flight_that_reads_it() -> None:
-    core = serving()
-    core.submit(plan(store(5, 0, 3, job=1), store(5, 10, 2, job=2)))
-    (copy,) = begun(core)
-    core.give_up((0, 11))
-    assert core.reading.keys() == {0, 1, 2}
-    assert [type(m) for m in core.take_outbox()] == [Drop]  # job 2, whole
-    core.finished(copy, Copied(SUM))
-    assert not core.fence((0, 1, 2, 10, 11))
-    (drop,) = core.take_outbox()  # the block may have been overwritten while it was read
-    assert isinstance(drop, Drop)
-    assert len(drop.slots) == 3 * 4
-    report = core.take_report()
-    assert sorted(report.store_jobs_done) == [1, 2]
-    assert (report.blocks_sealed, report.blocks_dropped) == (0, 5)
-    core.submit(plan(store(5, 0, 1, job=3)))
-    run(core)
-    assert [type(m) for m in core.take_outbox()] == [Seal]
-
-
-def test_a_fence_given_up_leaves_other_copies_and_later_ones_alone() -> None:
-    core = serving()
-    core.submit(plan(store(5, 0, 2)))
-    (first,) = begun(core)
-    core.give_up((1,))
-    core.finished(first, Copied(SUM))
-    assert [type(m) for m in core.take_outbox()] == [Seal, Drop]
-    core.submit(plan(store(5, 1, 1, job=2)))
-    run(core)
-    assert [type(m) for m in core.take_outbox()] == [Seal]
 
 
 def test_retired_it_ends_what_there_is_and_what_comes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from kvstore.client.core.copies import (
     CompareBlock,
@@ -13,12 +12,10 @@ from kvstore.client.core.copies import (
     CopyVoid,
     Mismatch,
     Outcome,
-    StoreBlock,
 )
 from kvstore.client.core.plan import CompareResult, StepPlan, StoreJob, refuse
 from kvstore.client.core.rank import RankCore
-from kvstore.wire.messages import Distrust, Quiesce
-from kvstore.wire.space import ShardColumn
+from kvstore.wire.messages import Distrust
 from tests.unit.client.rank_kit import SUM, begun, load, plan, run, serving, store
 
 
@@ -59,14 +56,6 @@ def test_what_says_nothing_does_not_count_and_damage_is_told() -> None:
     assert told == Distrust((16 * 3).to_bytes(4, "little"), (16 * 3 + 1).to_bytes(8, "little"))
 
 
-def test_a_replica_compares_though_it_does_not_write() -> None:
-    core = serving(writes=False)
-    core.submit(plan(compare(5, 0, 1), store(5, 5, 1)))
-    copies = run_comparing(core, CopyCompared(0.0, False))
-    assert [type(copy) for copy in copies] == [CompareBlock]
-    assert sorted(core.take_report().store_jobs_done) == [1, 9]
-
-
 def test_a_block_that_is_overwritten_meanwhile_is_not_compared() -> None:
     core = serving()
     core.submit(plan(compare(5, 0, 3)))
@@ -77,32 +66,6 @@ def test_a_block_that_is_overwritten_meanwhile_is_not_compared() -> None:
     core.finished(copy, CopyCompared(1.4, True))
     assert core.take_report().compared == (CompareResult(9, 0, (), 0.0),), "the block was spoiled"
     assert core.reading.keys() == frozenset()
-
-
-def test_fenced_comparisons_overtake_stores() -> None:
-    core = serving()
-    core.submit(plan(store(5, 0, 2), compare(5, 10, 1)))
-    assert core.fence([10])
-    copies = run_comparing(core, CopyCompared(0.0, False))
-    assert [type(copy) for copy in copies] == [CompareBlock, StoreBlock, StoreBlock]
-
-
-@pytest.mark.parametrize("way", ["session", "queued", "socket"])
-def test_every_comparison_ends_once(way: str) -> None:
-    core = serving()
-    if way == "session":
-        core.submit(plan(compare(4, 0, 2)))
-    else:
-        core.submit(plan(compare(5, 0, 2)))
-        if way == "queued":
-            core.received(Quiesce(6, columns=(ShardColumn(0),)))
-        else:
-            core.disconnected()
-    report = core.take_report()
-    assert report.store_jobs_done == (9,)
-    assert report.blocks_dropped == 0
-    assert [c for c in report.compared if c.compared] == []
-    assert core.next_copy() is None
 
 
 def test_a_rank_without_a_cache_ends_it_at_once() -> None:
