@@ -153,61 +153,6 @@ def test_a_block_that_leaves_dram_takes_its_copy_with_it(node: SlabNode, peer: P
     assert (node.pages, node.copies) == ({}, 0)
 
 
-def test_a_copy_of_a_block_that_left_meanwhile_is_not_shown(node: SlabNode, peer: Peer) -> None:
-    leased(peer, 1, 1)
-    leased(peer, 2, 1)
-    node.step(Clear(None, None))
-    order = node.copying[0]
-    assert not node.lost, "the device may still write there"
-    node.end()
-    assert (node.pages, node.lost) == ({}, order.targets.tolist())
-
-
-def sealed_again(peer: Peer, place: tuple[int, int], *, by: int) -> None:
-    """The block in a slot leaves, and this one comes into it."""
-    peer.distrust(place)
-    others = iter(range(100, 120))
-    while not (there := [each for each in peer.unused() if each[0] == place[0]]):
-        peer.seal(next(others))
-    peer.seal(by, places=there)
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("is_same", [True, False])
-def test_a_slot_that_is_sealed_again_while_it_is_copied_has_no_copy(
-    node: SlabNode, number: int, *, is_same: bool
-) -> None:
-    """Whatever is in it now, and whichever blocks of the job stayed: their copies are shown."""
-    peer = Peer(node, gpu=GPU)
-    places = {each: peer.seal(each)[0] for each in (1, 2, 3)}
-    leased(peer, 1, 1, 2, 3)
-    leased(peer, 2, 1, 2, 3)
-    (order,) = node.copying
-    sealed_again(peer, places[number], by=number if is_same else 9)
-    node.end()
-    stayed = dict(zip(order.slots.tolist(), order.targets.tolist(), strict=True))
-    gone = stayed.pop(places[number][0])
-    assert node.pages == stayed
-    assert node.lost == [gone]
-
-
-def test_a_slot_that_is_sealed_again_is_copied_when_the_copy_before_has_ended(
-    node: SlabNode,
-) -> None:
-    peer = Peer(node, gpu=GPU)
-    (place,) = peer.seal(1)
-    leased(peer, 1, 1)
-    leased(peer, 2, 1)
-    sealed_again(peer, place, by=9)
-    leased(peer, 3, 9)
-    leased(peer, 4, 9)
-    assert len(node.copying) == 1, "one copy of a slot at a time"
-    node.end()
-    leased(peer, 5, 9)
-    order = node.end()
-    assert node.pages == {place[0]: int(order.targets[0])}
-
-
 def test_a_copy_that_is_not_good_is_not_shown_and_is_tried_again(
     node: SlabNode, peer: Peer
 ) -> None:
@@ -245,18 +190,6 @@ def test_what_is_in_motion_is_bounded(
     node.end()
     leased(peer, 3, 1, 2, 3)
     assert len(node.copying) == 2
-
-
-def test_blocks_of_two_sizes_share_the_slab(node: SlabNode, peer: Peer) -> None:
-    large = Peer(node, "large", space=space("large"), gpu=GPU)
-    large.store(1)
-    for each in (peer, large):
-        leased(each, 1, 1)
-        leased(each, 2, 1)
-        node.end()
-    assert len(node.pages) == 2
-    assert node.state.hbm is not None
-    assert sorted(node.state.hbm.pools) == [SLOT_BYTES_MIN, 3 * SLOT_BYTES_MIN]
 
 
 def test_without_hbm_nothing_is_copied_and_no_order_is_known() -> None:
