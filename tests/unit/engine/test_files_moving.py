@@ -12,7 +12,6 @@ from kvstore.engine.events import (
     FileKnown,
     FileRead,
     FileReclaim,
-    FileWritten,
     VoidFile,
 )
 from kvstore.engine.memory import residency as residency_module
@@ -92,23 +91,6 @@ def test_a_node_without_a_file_tier_writes_nothing() -> None:
     commands = node.step(peer.sealed(1))
     commands += node.step(Clear(None, None))
     assert not any(isinstance(command, FileCommand) for command in commands)
-
-
-def test_a_slot_that_is_being_written_is_not_evicted() -> None:
-    node, peer = attached(DiskNode(slots=8))
-    peer.seal(1)
-    (first,) = node.writes
-    for number in range(100, 130):
-        if peer.unused():
-            peer.seal(number)
-    assert node.blocks()[short(1)] == "dram"
-    node.step(FileWritten(first.job, places(7, 1)))
-    node.writes.remove(first)
-    for number in range(200, 230):
-        node.write_all()
-        if peer.unused():
-            peer.seal(number)
-    assert node.blocks()[short(1)] == "file"
 
 
 def test_what_failed_to_be_written_is_in_dram_only() -> None:
@@ -199,16 +181,6 @@ def test_a_lease_of_what_is_on_disk_grows_when_it_comes() -> None:
     assert node.engine.tiers()[0].slots_leased == 0
 
 
-def test_what_is_in_dram_is_answered_at_once_and_the_rest_follows() -> None:
-    node, peer = on_disk_only(2, 4)
-    peer.seal(1, 3)
-    node.write_all()
-    reply = peer.lease(1, 1, 2, 3, 4, 5)
-    assert (len(pairs(reply)), reply.promoting) == (1, 3)
-    node.read_all()
-    assert len(pairs(more(node, peer))) == 3
-
-
 def test_a_hint_starts_the_promotion_and_the_lease_joins_it() -> None:
     node, peer = on_disk_only(1, 2)
     assert peer.hint(1, 2) == [True, True]
@@ -217,17 +189,6 @@ def test_a_hint_starts_the_promotion_and_the_lease_joins_it() -> None:
     assert len(node.reads) == 1, "the same blocks are not read twice"
     node.read_all()
     assert len(pairs(more(node, peer))) == 2
-
-
-def test_a_promotion_comes_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files_module, "READ_BYTES", 2 * SLOT_BYTES_MIN)
-    node, peer = on_disk_only(1, 2, 3, 4)
-    assert peer.lease(1, 1, 2, 3, 4).promoting == 4
-    first, second = node.reads
-    node.answer(second)
-    assert node.count(peer.scheduler, LeaseMore) == 0, "nothing before the first is of use"
-    node.answer(first)
-    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (4, 0)
 
 
 def test_a_lease_asks_for_more_whenever_some_of_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,29 +249,6 @@ def test_a_read_that_failed_is_not_repeated_for_the_lease_that_waited(
     assert node.reads == [second]
 
 
-def test_a_lease_grows_by_what_comes_first_and_hears_when_no_more_comes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(files_module, "READ_BYTES", 2 * SLOT_BYTES_MIN)
-    node, peer = on_disk_only(1, 2, 3, 4)
-    peer.lease(1, 1, 2, 3, 4)
-    first, second = node.reads
-    node.answer(first)
-    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (2, 2)
-    node.answer(second, [False, True])
-    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (0, 0)
-    assert node.blocks() == {
-        short(1): "dram+file",
-        short(2): "dram+file",
-        short(3): "file",
-        short(4): "dram+file",
-    }
-    assert (node.engine.counters.file_blocks_read, node.engine.counters.file_blocks_unread) == (
-        3,
-        1,
-    )
-
-
 def test_a_late_read_frees_the_waiting_at_once_and_the_slots_when_it_ends() -> None:
     node, peer = on_disk_only(1)
     peer.lease(1, 1)
@@ -369,69 +307,6 @@ def test_a_read_that_nobody_waited_for_makes_the_disk_no_slower() -> None:
         node.now_ns += number * 10**8
         node.read_all()
         assert (pace.measured_ns_per_mib > before) is is_awaited
-
-
-def test_a_lease_that_was_released_hears_no_more() -> None:
-    node, peer = on_disk_only(1)
-    peer.lease(1, 1)
-    node.hear(peer.scheduler, LeaseRelease([1]))
-    node.read_all()
-    assert node.count(peer.scheduler, LeaseMore) == 0
-    assert node.engine.tiers()[0].slots_leased == 0
-
-
-def test_a_full_dram_promotes_into_what_was_used_longest_ago() -> None:
-    node, peer = on_disk_only(1, 2, slots=16)
-    for number in range(100, 130):
-        peer.seal(number)
-        node.write_all()
-    peer.lease(1, 1, 2)
-    node.read_all()
-    assert {node.blocks()[short(n)] for n in (1, 2)} == {"dram+file"}
-
-
-def test_a_dram_full_of_leases_promotes_nothing_and_says_so() -> None:
-    node, peer = on_disk_only(1, slots=8)
-    held = []
-    for number in range(100, 140):
-        if not peer.unused():
-            break
-        peer.seal(number)
-        node.write_all()
-        held.append(number)
-        peer.lease(number, number)
-    reply = peer.lease(1, 1)
-    assert (reply.slots, reply.promoting) == (b"", 0)
-    assert node.reads == []
-
-
-def test_a_read_that_brings_nothing_is_a_miss_and_what_is_on_disk_stays() -> None:
-    node, peer = on_disk_only(1)
-    peer.lease(1, 1)
-    node.answer(node.reads[0], [False])
-    assert (more(node, peer).slots, more(node, peer).promoting) == (b"", 0)
-    assert node.blocks() == {short(1): "file"}
-    peer.lease(2, 1)
-    node.read_all()
-    assert node.blocks() == {short(1): "dram+file"}
-
-
-def test_every_shard_must_come() -> None:
-    node, peer = attached(DiskNode(), shards=HALVES)
-    peer.store(1)
-    writes = list(node.writes)
-    assert {write.scope.shard for write in writes} == set(HALVES)
-    node.write_all()
-    for number in range(100, 130):
-        peer.store(number)
-        node.write_all()
-    reply = peer.lease(1, 1)
-    assert reply.promoting == 1
-    first, second = node.reads
-    node.answer(first)
-    assert node.count(peer.scheduler, LeaseMore) == 0
-    node.answer(second)
-    assert len(pairs(more(node, peer))) == 2
 
 
 def test_the_estimate_follows_what_the_disk_does() -> None:
@@ -530,20 +405,6 @@ def test_a_reclaimed_segment_keeps_what_was_asked_for() -> None:
     node.step(FileReclaim(5, (part,)))
     assert node.reclaimed[-1].keep == b"", "nobody asked again"
     assert node.blocks() == {short(3): "dram"}
-
-
-def test_a_record_that_is_not_the_blocks_any_more_is_not_kept() -> None:
-    node, peer = on_disk_only(1)
-    peer.hint(1)
-    node.read_all()
-    node.step(known(1, at=50), moved(1, old=1, new=60))
-    node.step(
-        FileReclaim(
-            1, (FileKnown(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1), places(1, 1), b""),)
-        )
-    )
-    assert node.reclaimed[0].keep == b""
-    assert node.blocks() == {short(1): "dram+file"}
 
 
 def test_of_two_places_the_later_written_one_counts() -> None:
