@@ -35,19 +35,6 @@ def test_with_the_next_beat_the_cache_is_on_again_and_nothing_was_given_up(
     assert "back" in notice
 
 
-def test_what_is_not_open_is_not_said_to_be_off_or_on_by_a_heartbeat(node: ScriptedNode) -> None:
-    node.attach()
-    attachment, beat = node.core.attachment, node.now_ns
-    assert not lost(node, beat)
-    node.give(m.SessionClosed(session=node.session, reason="a rank left"))
-    node.core.take_notices()
-    node.wait(300)
-    assert lost(node, beat)
-    assert not lost(node, node.now_ns)
-    assert attachment.state is AttachState.WAITING
-    assert node.core.take_notices() == []
-
-
 def test_a_node_that_stays_silent_is_left(node: ScriptedNode) -> None:
     node.attach()
     beat = node.now_ns
@@ -66,18 +53,6 @@ def test_a_node_that_comes_and_goes_is_told_of_rarely(node: ScriptedNode) -> Non
         assert lost(node, beat)
     # 18 s: twice that it is away, and twice that it is back.
     assert len(node.core.take_notices()) <= 4
-
-
-def test_silence_of_one_connection_is_not_that_of_the_next(node: ScriptedNode) -> None:
-    node.attach()
-    beat = node.now_ns
-    assert not lost(node, beat)
-    node.wait(300)
-    assert lost(node, beat)
-    node.core.attachment.disconnected(node.now_ns, "gone")
-    node.wait(1000)
-    node.attach()
-    assert node.core.attachment.is_open
 
 
 def test_an_absent_socket_is_noticed_once_and_retried_with_back_off(node: ScriptedNode) -> None:

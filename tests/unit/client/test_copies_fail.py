@@ -42,31 +42,6 @@ def test_three_failed_loads_open_it_though_every_question_was_answered(node: Scr
     assert node.core.stats.take()["breaker_openings"] == 1
 
 
-def test_loads_that_succeed_between_failures_keep_it_closed(node: ScriptedNode) -> None:
-    node.attach()
-    for i in range(6):
-        fail(node, f"r{i}")
-        if i % 2:
-            ended(node, f"g{i}", begin(node, f"g{i}"))
-    assert is_serving(node.core)
-
-
-def test_one_load_is_the_probe_and_its_end_decides(node: ScriptedNode) -> None:
-    node.attach()
-    for i in range(3):
-        fail(node, f"r{i}")
-    node.wait(1001)
-    lease = begin(node, "probe")
-    assert answer(node, "other") == Miss("breaker open"), "one at a time"
-    ended(node, "probe", lease, failed=(1, 2, 3))
-    node.wait(1999)
-    assert answer(node, "early") == Miss("breaker open"), "the wait doubled"
-    node.wait(2)
-    ended(node, "again", begin(node, "again"))
-    assert is_serving(node.core)
-    assert answer(node, "after") == HIT
-
-
 def test_both_breakers_must_agree_and_neither_loses_its_probe(node: ScriptedNode) -> None:
     node.attach()
     for i in range(3):

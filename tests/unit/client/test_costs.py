@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvstore.client.core.config import SchedulerConfig
@@ -72,23 +71,6 @@ def test_what_is_in_dram_is_loaded_when_copying_takes_less_than_computing(
     assert bool(node.of(m.LeaseAsk)) == isinstance(outcome, Hit), "else nobody is asked"
 
 
-def test_an_engine_that_has_computed_no_prompt_loads() -> None:
-    """As one that decodes what is pushed to it: it would compute a prompt, having only a guess."""
-    node, keys = attached(load_ns=COMPUTE_NS + 1, computed=False), chain("p", 10)
-    node.keys = set(keys)
-    assert asks(node, "r", keys) == Hit(10 * BLOCK_TOKENS)
-    step(node, ns_per_token=COMPUTE_NS)
-    assert asks(node, "q", keys) == Miss("cost gate"), "it is as slow as it was guessed to be"
-
-
-def test_one_or_two_slow_copies_say_nothing() -> None:
-    node, keys = attached(), chain("p", 10)
-    node.keys = set(keys)
-    for _ in range(2):
-        node.core.reported(report(1, 1000 * COMPUTE_NS), node.now_ns)
-    assert asks(node, "r", keys) == Hit(10 * BLOCK_TOKENS)
-
-
 def test_now_and_then_a_little_is_loaded_to_see_whether_it_pays_by_now() -> None:
     node, keys = attached(load_ns=2 * COMPUTE_NS), chain("p", 50)
     node.keys = set(keys)
@@ -104,19 +86,6 @@ def test_a_request_for_which_a_probe_is_dear_makes_none() -> None:
     node, keys = attached(load_ns=2 * COMPUTE_NS), chain("p", 49)
     node.keys = set(keys)
     assert {asks(node, f"r{i}", keys) for i in range(2 * PROBE_EVERY)} == {Miss("cost gate")}
-
-
-def test_a_probe_waits_for_no_disk() -> None:
-    node, keys = attached(load_ns=2 * COMPUTE_NS), chain("p", 50)
-
-    def slow(ask: m.LeaseAsk) -> m.LeaseReply:
-        return msgspec.structs.replace(
-            ScriptedNode.lease_reply(node, ask), promoting=50, promoting_ms=1
-        )
-
-    node.lease_reply = slow  # type: ignore[method-assign]
-    outcomes = [asks(node, f"r{i}", keys) for i in range(PROBE_EVERY)]
-    assert outcomes[-1] == Miss("cost gate")
 
 
 # ── disk ─────────────────────────────────────────────────────────────────────────────────────────

@@ -45,32 +45,6 @@ def test_a_held_prefix_is_a_hit_and_the_answer_repeats(node: ScriptedNode) -> No
     assert node.core.lookups.leases_open == 1
 
 
-def test_a_second_answer_to_one_question_changes_nothing(node: ScriptedNode) -> None:
-    keys = node.holding(5)
-    node.arrive("r", keys)
-    node.match("r")
-    (question,) = (each for each in node.exchange() if isinstance(each, m.LeaseAsk))
-    node.keys = set(keys[:1])
-    node.give(node.lease_reply(question))
-    assert node.match("r") == Hit(5 * BLOCK_TOKENS)
-    job = node.load("r", [1, 2, 3, 4, 5], 5)
-    assert len(job.block_ids) == 5
-
-
-def test_only_blocks_beyond_the_engines_own_hit_are_asked_for_and_loaded(
-    node: ScriptedNode,
-) -> None:
-    keys = node.holding(5)
-    node.look_up("r", keys, local=2)
-    assert node.match("r", local=2) == Hit(3 * BLOCK_TOKENS)
-    (lease,) = node.of(m.LeaseAsk)
-    assert isinstance(lease, m.LeaseAsk)
-    assert lease.keys == b"".join(keys[2:])
-    job = node.load("r", [10, 11, 12, 13, 14, 15], 3)
-    assert job.block_ids == (12, 13, 14)
-    assert job.keys == b"".join(keys[2:])
-
-
 def test_with_drafts_a_hit_leaves_its_last_block_out() -> None:
     node = ScriptedNode(lookahead_tokens=1)
     keys = node.holding(5, 4)
@@ -91,15 +65,6 @@ def test_the_engines_own_hit_may_grow_between_two_questions(node: ScriptedNode) 
     # The lease began at block 0: the job must skip the two slots the engine needs no more.
     assert m.slots_array(job.slots).tolist() == [32, 48, 64, 80]
     assert job.keys == b"".join(keys[2:])
-
-
-def test_a_shrunken_own_hit_asks_again(node: ScriptedNode) -> None:
-    keys = node.holding(6)
-    node.look_up("r", keys, local=3)
-    assert node.match("r", local=1) is PENDING
-    node.exchange()
-    assert node.match("r", local=1) == Hit(5 * BLOCK_TOKENS)
-    assert node.core.lookups.leases_open == 1
 
 
 def test_after_the_deadline_the_answer_is_zero_for_good_and_the_late_lease_goes_back(
@@ -142,25 +107,6 @@ def test_three_deadlines_open_the_breaker_and_a_probe_closes_it(node: ScriptedNo
     assert is_serving(node.core)
 
 
-def test_tiny_hits_are_computed_and_their_lease_goes_back() -> None:
-    node = ScriptedNode(min_load_tokens=2 * BLOCK_TOKENS)
-    keys = node.holding(4, 1)
-    node.look_up("r", keys)
-    assert node.match("r") == Miss("cost gate")
-    assert node.core.lookups.leases_open == 0
-    assert any(isinstance(s, m.LeaseRelease) for s in node.exchange())
-    node.keys = set(keys[:2])
-    node.look_up("s", keys)
-    assert node.match("s") == Hit(2 * BLOCK_TOKENS), "just long enough"
-
-
-def test_a_prompt_shorter_than_a_block_asks_nothing(node: ScriptedNode) -> None:
-    node.attach()
-    node.arrive("r", [])
-    assert node.match("r") == Miss("no full block")
-    assert node.core.take_outbox() == []
-
-
 def test_lookups_that_end_without_a_load_give_the_lease_back(node: ScriptedNode) -> None:
     keys = node.holding(4)
     for i, way in enumerate(("computed", "aborted")):
@@ -180,16 +126,6 @@ def test_an_aborted_load_keeps_its_lease_until_the_rank_reports(node: ScriptedNo
     node.core.finished("r")
     assert node.core.lookups.leases_open == 1
     ended(node, "r", job.lease)
-    assert node.core.lookups.leases_open == 0
-
-
-def test_a_failed_load_answers_zero_for_ever(node: ScriptedNode) -> None:
-    keys = node.holding(3)
-    node.look_up("r", keys)
-    job = node.load("r", [1, 2, 3], 3)
-    ended(node, "r", job.lease, failed=(1, 2, 3))
-    for _ in range(2):
-        assert node.match("r") == Miss("load failed")
     assert node.core.lookups.leases_open == 0
 
 
@@ -235,15 +171,6 @@ def test_what_should_be_verified_and_cannot_be_is_computed(sent: bytes) -> None:
     assert node.match("r") == Miss("load failed")
     assert node.core.take_outbox() == [m.LeaseRelease(leases=[question.lease])]
     assert node.core.lookups.leases_open == 0
-
-
-def test_the_node_is_told_at_once_what_will_be_asked_for(node: ScriptedNode) -> None:
-    keys = node.holding(3, 0)
-    node.core.take_outbox()
-    node.arrive("r", keys)
-    (hint,) = node.core.take_outbox()
-    assert isinstance(hint, m.Hint)
-    assert hint.keys == b"".join(keys)
 
 
 def test_a_request_that_waits_for_longer_than_leases_are_renewed_asks_again(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.client.core.hits import PENDING, Hit, Miss
-from kvstore.client.core.pace import SAMPLES, STEP_TOKENS_MIN, STEPS_MAX, Pace
+from kvstore.client.core.pace import SAMPLES, STEP_TOKENS_MIN, Pace
 from kvstore.client.core.plan import RankReport
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
@@ -130,59 +130,12 @@ def test_a_node_that_promises_more_than_was_asked_for_holds_nobody_longer(
     assert isinstance(node.ask(), Miss)
 
 
-@pytest.mark.parametrize(("estimate_ms", "waits"), [(127, True), (128, False)])
-def test_nobody_waits_for_what_takes_longer_than_computing(
-    estimate_ms: int, *, waits: bool
-) -> None:
-    keys = chain("p", 10)
-    node = waiting(keys, promoting_ms=estimate_ms)
-    assert node.ask() == (PENDING if waits else Miss("cost gate"))
-
-
-def test_the_end_of_a_promotion_that_failed_ends_the_wait() -> None:
-    keys = chain("p", 10)
-    node = waiting(keys, held=2)
-    node.bring(0)
-    assert node.ask() == Hit(2 * BLOCK_TOKENS)
-
-
-def test_a_request_that_ends_while_it_waits_gives_its_lease_back() -> None:
-    keys = chain("p", 10)
-    node = waiting(keys)
-    node.core.finished("r")
-    node.exchange()
-    assert node.of(m.LeaseRelease) == [m.LeaseRelease([1])]
-    node.bring(10)
-    assert node.core.lookups.leases_open == 0
-
-
-def test_a_lease_is_renewed_while_it_waits() -> None:
-    keys = chain("p", 1000)
-    node = waiting(keys)
-    node.wait(400)
-    node.core.plan((), node.now_ns)
-    node.exchange()
-    assert node.of(m.LeaseRenew) == [m.LeaseRenew([1])]
-
-
 def test_a_session_that_ends_takes_the_wait_with_it() -> None:
     keys = chain("p", 10)
     node = waiting(keys)
     node.give(m.SessionClosed(session=node.session, reason="gone"))
     assert node.ask() is PENDING or isinstance(node.ask(), Miss)
     assert node.core.lookups.leases_open == 0
-
-
-def test_checksums_come_with_what_comes_later() -> None:
-    keys = chain("p", 4)
-    node = waiting(keys, held=2, verify_every=1)
-    node.bring(2)
-    assert node.ask() == Hit(4 * BLOCK_TOKENS)
-    node.core.allocated(
-        "r", tables=(range(4),), external_tokens=4 * BLOCK_TOKENS, now_ns=node.now_ns
-    )
-    (job,) = node.core.plan((), node.now_ns).loads
-    assert len(job.checksums) == 4 * 16
 
 
 # ── pace ─────────────────────────────────────────────────────────────────────────────────────────
@@ -219,16 +172,6 @@ def test_a_step_that_is_planned_while_another_runs_begins_with_that_ones_end() -
     assert not pace.reported(first, 51 * tokens), "by another rank"
     assert pace.reported(second, 100 * tokens)
     assert pace.ns_per_token == 50
-
-
-def test_a_step_whose_report_is_lost_gives_no_measurement_and_is_forgotten() -> None:
-    pace, tokens = Pace(7), STEP_TOKENS_MIN
-    lost = [pace.planned(tokens, 0) for _ in range(10 * STEPS_MAX)]
-    assert not pace.reported(lost[0], tokens)
-    last = pace.planned(tokens, 100 * tokens)
-    assert pace.reported(last, 105 * tokens)
-    assert not pace.reported(lost[-1], 106 * tokens)
-    assert pace.ns_per_token == 5
 
 
 def test_steps_of_the_engine_set_the_pace() -> None:

@@ -147,15 +147,6 @@ def test_a_preemption_is_said_and_that_it_goes_on(node: PushNode) -> None:
     assert node.words() == [PushClose("t", "preempted")]
 
 
-def test_requests_that_share_a_transfer_close_it_together(node: PushNode) -> None:
-    node.prefill("p1")
-    node.prefill("p2")
-    node.core.finished("p1", "aborted")
-    assert node.words() == [PushOpen("t")]
-    node.core.finished("p2")
-    assert node.words() == [PushClose("t")]
-
-
 def test_a_request_that_is_left_out_is_refused_to_decode(node: PushNode) -> None:
     node.core.pushes.refuse(PrefillPart("t", "t"), "not stored: adapter")
     assert node.words() == [PushClose("t", "not stored: adapter")]
@@ -171,17 +162,6 @@ def test_transfers_are_opened_again_in_another_session(node: PushNode) -> None:
     node.wait(60_000)
     node.attach()
     assert node.words() == [PushOpen("t1")]
-
-
-def test_a_node_without_pushes_hears_nothing_of_them() -> None:
-    node = PushNode()
-    node.core.attachment.node = ""
-    node.prefill()
-    node.decode()
-    node.core.finished("p")
-    assert node.core.pushes.answer("p", 1) is None
-    assert isinstance(node.ask(), Miss)
-    assert node.words() == []
 
 
 # ── decode ───────────────────────────────────────────────────────────────────────────────────────
@@ -306,14 +286,6 @@ def test_a_request_of_another_session_does_not_prolong_a_wait_of_the_last(node: 
     node.decode("d2", "t2", chain("y", 4))
     assert isinstance(node.ask("d1"), Miss)
     assert node.ask("d2") is PENDING
-
-
-def test_blocks_that_the_engine_has_itself_are_not_waited_for(node: PushNode) -> None:
-    node.decode()
-    node.words()
-    assert isinstance(node.ask(local=4 * BLOCK_TOKENS), Miss)
-    node.admit()
-    assert node.words() == [PushCancel("t")]
 
 
 def test_an_abort_cancels(node: PushNode) -> None:

@@ -262,17 +262,6 @@ def test_refused_is_kept_until_welcome() -> None:
     assert core.refused is None
 
 
-@pytest.mark.parametrize("column", [0, 1])
-def test_the_column_is_the_nodes_word_whatever_the_rank_number(column: int) -> None:
-    core = serving(column=column)
-    checksums = b"".join(bytes([c]) * 16 for c in (1, 2, 3, 4))
-    core.submit(plan(load(5, 0, 2, checksums=checksums), store(5, 10, 1)))
-    copies = run(core, lambda copy: Copied(SUM))
-    assert [copy.slot for copy in copies] == [16 * (c + column) for c in (0, 2, 20)]
-    loads = [copy for copy in copies if isinstance(copy, LoadBlock)]
-    assert [copy.checksum for copy in loads] == [bytes([c + column]) * 16 for c in (1, 3)]
-
-
 def test_malformed_arrays_fail_the_load_and_drop_the_store() -> None:
     core = serving()
     good = load(5, 0, 2)

@@ -36,15 +36,6 @@ def sealed(core: RankCore) -> tuple[int, int]:
     return seals, drops
 
 
-def test_what_ended_before_blocks_were_named_counts_when_they_are(core: RankCore) -> None:
-    core.submit(plan(store(5, 0, 3)))
-    end(core, 3)
-    assert (core.take_outbox(), core.take_report().store_jobs_done) == ([], ())
-    core.settle(())
-    assert sealed(core) == (3, 0)
-    assert core.take_report().store_jobs_done == (1,)
-
-
 def test_what_was_read_from_an_overwritten_block_never_counts(core: RankCore) -> None:
     """It had zeros, perhaps, and the checksum is theirs."""
     core.submit(plan(store(5, 0, 3)))
@@ -91,10 +82,3 @@ def test_values_of_an_overwritten_block_are_no_evidence(core: RankCore) -> None:
     core.settle((1,))
     (result,) = core.take_report().compared
     assert (result.compared, result.diverged) == (0, ())
-
-
-def test_others_seal_at_once() -> None:
-    core = serving(copies_max=8)
-    core.submit(plan(store(5, 0, 3)))
-    end(core, 3)
-    assert sealed(core) == (3, 0)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import pytest
-
 from kvstore.client.core.plan import CompareResult, RankReport, StoreJob
 from kvstore.client.core.scheduler import PENDING, Hit, Miss
-from kvstore.client.core.shadow import BLOCKS_MAX
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
 
@@ -102,15 +98,6 @@ def test_every_nth_hit_is_computed_whatever_misses_come_between() -> None:
     assert answers == [hit, hit, SHADOW] * 3
 
 
-def test_by_default_nothing_is_computed_for_that() -> None:
-    node = ScriptedNode()
-    node.attach()
-    for i in range(50):
-        keys = chain(f"k{i}", 3)
-        node.keys = set(keys)
-        assert lookup(node, f"r{i}", keys) == Hit(3 * BLOCK_TOKENS)
-
-
 def test_of_hits_at_the_same_time_one_is_chosen() -> None:
     node = ScriptedNode(shadow_every=2)
     node.attach()
@@ -126,16 +113,6 @@ def test_of_hits_at_the_same_time_one_is_chosen() -> None:
     assert answers.count(SHADOW) == 1
 
 
-def test_it_asks_for_checksums_and_repeats_its_answer() -> None:
-    node, _ = shadowed()
-    (asked,) = node.of(m.LeaseAsk)
-    assert isinstance(asked, m.LeaseAsk)
-    assert asked.with_checksums
-    assert [node.match("r") for _ in range(3)] == [SHADOW] * 3
-    assert node.core.lookups.leases_open == 1
-    assert node.core.stats.take()["misses:shadow check"] == 1
-
-
 # ── what ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -149,36 +126,6 @@ def test_blocks_are_compared_in_the_step_that_completes_them() -> None:
     assert m.slots_array(job.slots).tolist() == [16, 32, 48]
     assert m.generations_array(job.generations).tolist() == [5, 5, 5]
     assert len(job.checksums) == 3 * 16
-
-
-def test_behind_the_engines_own_hit_the_slots_are_counted_from_there() -> None:
-    node, keys = shadowed(5, local=2)
-    (job,) = compute(node, keys, 5)
-    assert job.block_ids == (102, 103, 104)
-    assert m.slots_array(job.slots).tolist() == [0, 16, 32]
-
-
-def test_of_a_long_prompt_some_blocks_are_compared_all_over_it() -> None:
-    node, keys = shadowed(10 * BLOCKS_MAX)
-    jobs = compute(node, keys, 10 * BLOCKS_MAX)
-    (job,) = jobs
-    assert len(job.block_ids) == BLOCKS_MAX
-    assert set(np.diff(job.block_ids).tolist()) == {10}
-
-
-def test_what_is_compared_is_fenced_like_a_store() -> None:
-    node, keys = shadowed()
-    (job,) = compute(node, keys, 4)
-    assert node.core.plan((103, 7), node.now_ns).fence_blocks == (103,)
-    done(node, job)
-    assert node.core.plan((103, 7), node.now_ns).fence_blocks == ()
-
-
-def test_nothing_is_stored_again_and_nothing_needs_a_credit() -> None:
-    node, keys = shadowed()
-    assert not node.core.attachment.credits[0]
-    assert len(compute(node, keys, 4)) == 1
-    assert "store_blocks_without_credit" not in node.core.stats.take()
 
 
 # ── the verdict ──────────────────────────────────────────────────────────────────────────────────
@@ -197,23 +144,6 @@ def test_the_node_hears_what_was_compared_and_gets_its_lease_back() -> None:
     assert any(isinstance(s, m.LeaseRelease) for s in node.sent)
     counts = node.core.stats.take()
     assert (counts["shadow_blocks"], counts["shadow_blocks_diverged"]) == (4, 1)
-
-
-def test_any_rank_that_differs_counts_and_the_word_waits_for_all() -> None:
-    node, keys = shadowed(3, rank_count=2)
-    (job,) = compute(node, keys, 3)
-    done(node, job, 2, rank=1, worst=2.0)
-    assert verdicts(node) == []
-    done(node, job, rank=0, compared=1)
-    assert verdicts(node) == [(1, [2], 2_000_000)]
-
-
-def test_what_could_not_be_compared_is_no_verdict() -> None:
-    node, keys = shadowed(3)
-    (job,) = compute(node, keys, 3)
-    done(node, job, compared=0)
-    assert verdicts(node) == []
-    assert node.core.lookups.leases_open == 0
 
 
 # ── ends ─────────────────────────────────────────────────────────────────────────────────────────
@@ -242,22 +172,3 @@ def test_after_a_new_session_nothing_of_the_old_one_is_compared() -> None:
     done(node, job, 1)
     assert verdicts(node) == []
     assert node.core.lookups.leases_open == 0
-
-
-def test_a_preempted_request_goes_on_where_it_was() -> None:
-    node, keys = shadowed()
-    (first,) = compute(node, keys, 2)
-    done(node, first)
-    assert node.match("r") == SHADOW  # it is admitted again
-    node.allocate("r", [], 0)
-    assert compute(node, keys, 1) == []
-    (job,) = compute(node, keys, 4)
-    assert job.block_ids == (102, 103)
-
-
-@pytest.mark.parametrize("count", [3, 200])
-def test_its_story_says_why_it_was_computed(count: int) -> None:
-    node, _ = shadowed(count)
-    node.core.finished("r")
-    (story,) = [s for s in node.exchange() if isinstance(s, m.Story)]
-    assert story.outcome == "shadow check"

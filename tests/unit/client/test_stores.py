@@ -123,15 +123,6 @@ def test_what_the_node_lost_since_is_stored_again(node: ScriptedNode) -> None:
     assert job.keys == b"".join(keys[1:])
 
 
-def test_loaded_and_known_blocks_are_not_stored_again(node: ScriptedNode) -> None:
-    keys = chain("a", 4)
-    node.keys = set(keys[:2])
-    node.attach(credits=10)
-    begin(node, "r", keys)
-    job = stored(node, "r", computed=4 * BLOCK_TOKENS)
-    assert job.keys == b"".join(keys[2:])
-
-
 def test_nothing_is_stored_while_the_requests_load_runs(node: ScriptedNode) -> None:
     keys = chain("a", 4)
     node.keys = set(keys[:3])
@@ -147,14 +138,6 @@ def test_nothing_is_stored_while_the_requests_load_runs(node: ScriptedNode) -> N
         now_ns=node.now_ns,
     )
     assert node.core.settled_tokens("r", computed_tokens=512, known_tokens=512) == 0
-
-
-def test_only_the_prompt_is_stored_when_asked_so() -> None:
-    node = ScriptedNode(store="prompt")
-    keys = node.holding(4, 0, credits=10)
-    node.core.new_request("r", keys[:2], prompt_tokens=2 * BLOCK_TOKENS + 9, now_ns=node.now_ns)
-    job = stored(node, "r", computed=4 * BLOCK_TOKENS)
-    assert job.keys == b"".join(keys[:2])
 
 
 def test_nothing_is_stored_when_asked_so() -> None:
@@ -272,21 +255,6 @@ def test_what_an_engine_holds_over_a_reset_is_not_stored(node: ScriptedNode) -> 
     begin(node, "fresh", fresh)
     job = stored(node, "fresh", computed=3 * BLOCK_TOKENS)
     assert len(job.block_ids) == 3
-
-
-def test_what_is_computed_after_a_reset_that_emptied_the_engine_is_stored(
-    node: ScriptedNode,
-) -> None:
-    waiting, reader = chain("a", 3), chain("b", 3)
-    node.attach(credits=10)
-    node.core.new_weights("w0", node.now_ns, emptied=False)
-    node.attach()
-    begin(node, "waiting", waiting)
-    reattach(node, emptied=True)
-    begin(node, "reader", reader, local=1)
-    for name in ("waiting", "reader"):
-        job = stored(node, name, computed=3 * BLOCK_TOKENS)
-        assert len(job.block_ids) == 3
 
 
 def test_blocks_beyond_the_hint_that_were_loaded_are_not_stored_again(node: ScriptedNode) -> None:

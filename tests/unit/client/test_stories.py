@@ -135,20 +135,6 @@ def test_what_comes_while_it_waits_is_from_disk_too() -> None:
     assert (story.file_tokens, story.promotion_ns) == (2 * BLOCK_TOKENS, 4 * NS_PER_MS)
 
 
-def test_a_load_that_fails_keeps_what_was_loaded_and_the_reason() -> None:
-    node, keys = Disk(), chain("a", 3)
-    node.keys = set(keys)
-    node.from_file = 3
-    node.attach()
-    node.look_up("r", keys)
-    node.match("r")
-    lease = load(node, "r", 3)
-    report(node, "r", lease, loaded_blocks=1, failed_block_ids=(1, 2), reason="w" * 300)
-    story = finish(node, "r")
-    assert (story.loaded_tokens, story.file_tokens) == (BLOCK_TOKENS, BLOCK_TOKENS)
-    assert (story.outcome, story.detail) == ("load failed", "w" * 255)
-
-
 def test_a_request_of_one_step_has_its_first_token_at_the_end_of_that_step(
     node: ScriptedNode,
 ) -> None:
@@ -159,14 +145,6 @@ def test_a_request_of_one_step_has_its_first_token_at_the_end_of_that_step(
     story = node.core.finished("r", now_ns=node.now_ns + 70 * 10**6)
     assert story is not None
     assert story.first_token_ns == 70 * 10**6
-
-
-def test_nothing_is_kept_of_a_request_that_ended(node: ScriptedNode) -> None:
-    node.attach()
-    node.arrive("r", chain("a", 3))
-    finish(node, "r")
-    assert not node.core.requests
-    assert not node.core._by_tag
 
 
 def test_reasons_of_misses(node: ScriptedNode) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.client.core.hits import PENDING, Hit, Miss, PromptKeys
-from kvstore.client.core.plan import CompareResult, LoadJob, LoadResult, RankReport, StoreJob
+from kvstore.client.core.plan import LoadJob, LoadResult, RankReport, StoreJob
 from kvstore.connector.prompts import tail_key
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PushEnd, PushExpect
@@ -108,39 +108,6 @@ def test_a_prefill_stores_the_tail_with_the_step_that_completes_the_prompt(node:
     assert (job.keys, job.block_ids) == (TAIL, (103,))
 
 
-def test_it_is_stored_once_and_nothing_behind_it(node: PushNode) -> None:
-    arrive(node, prefill_part())
-    job = stored(node, PROMPT_TOKENS)
-    assert split(job.keys) == [*KEYS, TAIL]
-    # Its answer goes on, against the order: the next block is whole.
-    assert step(node, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS, keys=chain("x", 5)) is None
-
-
-def test_without_a_credit_the_tail_is_stored_later(node: PushNode) -> None:
-    credits = node.core.attachment.credits[0]
-    while len(credits) > len(KEYS):
-        credits.pop()
-    arrive(node, prefill_part())
-    job = stored(node, PROMPT_TOKENS)
-    assert split(job.keys) == KEYS
-    node.grant(1, first_slot=3200)
-    job = stored(node, PROMPT_TOKENS + 1, PROMPT_TOKENS + 1)
-    assert job.keys == TAIL
-
-
-def test_a_tail_that_the_node_has_is_not_stored_again(node: PushNode) -> None:
-    node.keys = {*KEYS, TAIL}
-    arrive(node, prefill_part())
-    assert step(node, PROMPT_TOKENS) is None
-
-
-def test_a_prefill_looks_up_whole_blocks_only(node: PushNode) -> None:
-    node.keys = {*KEYS, TAIL}
-    arrive(node, prefill_part())
-    assert asked(node) == Hit(3 * BLOCK_TOKENS)
-    assert isinstance(asked(node, local=3), Miss), "it computes a token in any case"
-
-
 # ── decode ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -157,14 +124,6 @@ def test_a_decode_request_expects_the_tail_and_loads_all_of_its_prompt(node: Pus
     assert job.block_ids == (100, 101, 102, 103)
 
 
-def test_without_the_tail_it_computes_the_tail(node: PushNode) -> None:
-    arrive(node, decode_part())
-    node.keys = set(KEYS)
-    node.give(PushEnd("t", blocks=3, reason="1 not here"))
-    assert asked(node) == Hit(3 * BLOCK_TOKENS)
-    assert split(loaded(node, 3 * BLOCK_TOKENS).keys) == KEYS
-
-
 def test_a_tail_behind_a_gap_is_not_loaded(node: PushNode) -> None:
     arrive(node, decode_part())
     node.keys = {KEYS[0], TAIL}
@@ -178,12 +137,6 @@ def test_behind_the_engines_own_blocks_the_tail_alone_is_loaded() -> None:
     assert asked(node, local=3) == Hit(83)
     job = loaded(node, 83)
     assert (job.keys, job.block_ids) == (TAIL, (103,))
-
-
-def test_a_tail_that_is_too_short_is_computed() -> None:
-    node = PushNode(min_load_tokens=100)
-    all_comes(node)
-    assert asked(node, local=3) == Miss("cost gate")
 
 
 def test_its_answer_is_stored_under_the_keys_of_whole_blocks(node: PushNode) -> None:
@@ -217,20 +170,6 @@ def test_a_request_that_was_preempted_looks_up_the_whole_block_of_its_answer(
     whole = chain("x", 4)
     node.keys = {*whole, TAIL}
     assert asked(node, keys=whole) == Hit(4 * BLOCK_TOKENS)
-
-
-def test_a_shadow_check_leaves_the_tail_out() -> None:
-    """What follows the prompt in that block is this request's own answer."""
-    node = PushNode(shadow_every=1)
-    all_comes(node)
-    assert asked(node) == Miss("shadow check")
-    node.admit("r")
-    compared = stored(node, 4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS + 1, keys=chain("x", 4))
-    assert (compared.compare, split(compared.keys)) == (True, KEYS)
-    done = CompareResult(compared.job, 3, (), 0.0)
-    report = RankReport(0, session=node.session, store_jobs_done=(compared.job,), compared=(done,))
-    node.core.reported(report, node.now_ns)
-    assert node.core.lookups.leases_open == 0
 
 
 # ── none ─────────────────────────────────────────────────────────────────────────────────────────
@@ -324,26 +263,6 @@ def test_nobody_waits_for_nor_asks_for_a_tail_that_is_not_worth_a_load(node: Pus
     arrive(node, decode_part())
     assert asked(node, local=3) == Miss("cost gate")
     assert not node.of(m.LeaseAsk)
-
-
-def test_a_tail_that_is_worth_a_load_is_waited_for() -> None:
-    node = PushNode(min_load_tokens=16)
-    arrive(node, decode_part())
-    assert asked(node, local=3) == PENDING
-    assert not node.of(m.LeaseAsk)
-
-
-def test_a_tail_that_cannot_be_loaded_makes_no_other_block_be_stored_again() -> None:
-    node = PushNode(min_load_tokens=16)
-    node.keys = set(KEYS)
-    arrive(node, decode_part())
-    node.keys.add(TAIL)
-    node.give(PushEnd("t", blocks=4))
-    assert asked(node, local=3) == Hit(83)
-    job = loaded(node, 83)
-    result = ended(job, failed=job.block_ids)
-    node.core.reported(RankReport(0, node.session, loads=(result,)), node.now_ns)
-    assert step(node, PROMPT_TOKENS) is None
 
 
 def test_a_shadow_check_leaves_the_tail_out_after_a_preemption() -> None:

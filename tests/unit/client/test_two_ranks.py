@@ -7,7 +7,6 @@ import pytest
 from kvstore.client.core.plan import LoadResult, RankReport
 from kvstore.client.core.scheduler import Hit, Miss
 from kvstore.wire import messages as m
-from tests.kit.cores import is_serving
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
 from tests.unit.client.test_stores import begin, step
 
@@ -66,19 +65,6 @@ def test_a_load_that_fails_on_one_rank_has_failed(
     story = node.core.finished("r")
     assert story is not None
     assert story.loaded_tokens == min(loaded) * BLOCK_TOKENS
-
-
-def test_a_load_that_fails_on_every_rank_counts_once_for_the_breaker() -> None:
-    node = ScriptedNode(rank_count=4)
-    node.attach()
-    leases = {request: under_load(node, request) for request in "abc"}
-    for rank in range(4):
-        ended(node, rank, "a", leases["a"], 0)
-    assert is_serving(node.core), "one failure of three"
-    ended(node, 0, "b", leases["b"], 0)
-    assert is_serving(node.core)
-    ended(node, 3, "c", leases["c"], 0)
-    assert not is_serving(node.core)
 
 
 def test_a_stored_block_is_fenced_until_the_rank_that_does_not_write_said_so_too(

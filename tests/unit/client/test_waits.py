@@ -31,13 +31,6 @@ def odds(*ratios: float) -> Odds:
 # ── what is expected ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_wait_is_not_begun_when_its_mean_is_longer_than_computing() -> None:
-    assert odds().patience_ns(99, 100) > 0
-    assert odds().patience_ns(100, 100) == 0
-    assert odds(*[4.0] * 8).patience_ns(40, 100) == 0, "the mean is 2.5 times the estimate"
-    assert odds(*[0.2] * 8).patience_ns(150, 100) > 0
-
-
 def test_a_wait_that_outlasts_all_others_may_take_as_long_again() -> None:
     assert odds().patience_ns(10, 100) == 100
     assert odds(0.5, 1.5).patience_ns(10, 100) == 100

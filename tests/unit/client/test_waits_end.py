@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.client.core.attachment import AttachState
-from kvstore.client.core.scheduler import PENDING, Hit, Miss
+from kvstore.client.core.scheduler import PENDING, Miss
 from kvstore.wire import messages as m
-from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+from tests.unit.client.conftest import ScriptedNode, chain
 
 STEP_MS = 5
 LONGEST_MS = 250 + 2000 + 250 + 250
@@ -73,16 +73,3 @@ def test_a_second_welcome_is_no_welcome(node: ScriptedNode) -> None:
     )
     assert node.give(again) == "the node welcomed twice"
     assert node.core.attachment.incarnation == 7
-
-
-def test_waiting_for_room_in_the_engine_is_not_waiting_for_the_node(node: ScriptedNode) -> None:
-    keys = node.holding(4)
-    node.look_up("r", keys)
-    for _ in range(4):
-        assert node.match("r") == Hit(4 * BLOCK_TOKENS)
-        node.wait(1000)
-    node.give(m.SessionClosed(session=node.session, reason="a rank left"))
-    open_another(node)
-    assert node.match("r") is PENDING, "the first wait was over with its answer"
-    node.exchange()
-    assert node.match("r") == Hit(4 * BLOCK_TOKENS)

@@ -99,19 +99,6 @@ def held(keys: list[bytes], *windows: int) -> set[bytes]:
     return {*keys, *(named(keys[at], 1) for at in windows)}
 
 
-def test_a_hit_takes_of_a_window_only_what_it_reaches(node: ScriptedNode) -> None:
-    keys = begun(node, 0, 1, 2, 3, 4, 5)
-    assert match(node) == Hit(6 * BLOCK_TOKENS)
-    assert asked(node, 0) == [keys]
-    assert asked(node, 1) == [keys[4:]]
-    first, second = load(node, 6 * BLOCK_TOKENS)
-    assert (first.group, first.block_ids, first.keys) == (0, tuple(range(100, 106)), b"".join(keys))
-    assert (second.group, second.block_ids) == (1, (204, 205))
-    assert second.keys == b"".join(keys[4:])
-    assert len(m.slots_array(second.slots)) == 2
-    assert {first.lease, second.lease} == {a.lease for a in node.of(m.LeaseAsk)}  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(
     ("windows", "blocks"),
     [
@@ -136,12 +123,6 @@ def test_a_hit_ends_where_every_group_can_serve_it(
     assert (story.outcome, story.detail) == cut
     node.exchange()
     assert node.core.lookups.leases_open == 0
-
-
-def test_a_hit_ends_before_the_last_token_of_the_prompt(node: ScriptedNode) -> None:
-    keys = begun(node, *range(6))
-    assert match(node, most=5) == Hit(5 * BLOCK_TOKENS)
-    assert asked(node, 1) == [keys[3:5]]
 
 
 def test_what_the_engine_has_itself_is_not_asked_for(node: ScriptedNode) -> None:
@@ -219,17 +200,6 @@ def test_an_answer_behind_a_gap_is_none() -> None:
     assert np.flatnonzero(present.resized(1, 40)).tolist() == [0]
 
 
-def test_an_answer_that_does_not_come_is_not_waited_for(node: ScriptedNode) -> None:
-    begun(node, *range(6))
-    node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
-    node.exchange()
-    node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
-    node.core.take_outbox()  # the question about the window is lost
-    node.wait(1000)
-    assert match(node) == Miss("deadline")
-    assert node.core.lookups.leases_open == 0
-
-
 def test_a_window_on_disk_is_waited_for_as_a_whole(node: ScriptedNode) -> None:
     node = make(prefill_ns_per_token=10_000_000)
     begun(node, *range(6))
@@ -248,24 +218,6 @@ def test_a_window_on_disk_is_waited_for_as_a_whole(node: ScriptedNode) -> None:
     )
     assert match(node) == Hit(6 * BLOCK_TOKENS)
     assert [len(job.block_ids) for job in load(node, 6 * BLOCK_TOKENS)] == [6, 2]
-
-
-def test_a_window_that_does_not_come_from_disk_makes_the_hit_shorter() -> None:
-    node = make(prefill_ns_per_token=1_000_000)  # half of computing six blocks is 384 ms
-    keys = begun(node, *range(6))
-    node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
-    node.exchange()
-    node.core.match("r", local_tokens=0, tokens_max=10**6, now_ns=node.now_ns)
-    (ask,) = [a for a in node.core.take_outbox() if isinstance(a, m.LeaseAsk)]
-    node.give(
-        m.LeaseReply(
-            lease=ask.lease, ttl_ms=900, slots=b"", generations=b"", promoting=2, promoting_ms=5
-        )
-    )
-    assert match(node) is PENDING
-    node.wait(500)
-    node.keys -= {named(keys[5], 1), named(keys[4], 1)}
-    assert match(node) == Hit(4 * BLOCK_TOKENS)
 
 
 def test_a_request_ends_when_all_its_loads_have_and_fails_whole(node: ScriptedNode) -> None:
