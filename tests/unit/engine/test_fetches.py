@@ -33,7 +33,7 @@ from kvstore.wire.messages import (
     Measured,
 )
 from tests.kit.moves_check import check_fetches
-from tests.unit.engine.disk import SPACE, DiskNode, known
+from tests.unit.engine.disk import SPACE, DiskNode
 from tests.unit.engine.harness import HALVES, WHOLE, Peer, checksum, key, keys, pairs
 from tests.unit.engine.peers import PeerNode
 
@@ -140,18 +140,6 @@ def test_an_index_that_is_away_is_left_alone_for_a_while_and_longer_each_time() 
     assert len(node.locates) == 1, "it answers again: what was before does not count"
 
 
-def test_who_asks_for_what_is_coming_waits_for_the_same_fetch() -> None:
-    node, peer = attached()
-    other = Peer(node, "f")
-    peer.lease(1, 1, 2)
-    node.locate(("far", 2))
-    assert other.lease(1, 1, 2).promoting == 2
-    assert len(node.fetches) == 1
-    node.arrive()
-    assert len(pairs(more(node, peer))) == len(pairs(more(node, other))) == 2
-    assert (more(node, peer).from_peer, more(node, other).from_peer) == (2, 0), "told once"
-
-
 def test_a_step_looks_at_some_who_wait_and_the_next_ones_at_the_others() -> None:
     node, peer = attached(lease_count_max=4 * LOOKS_PER_STEP)
     leases = range(1, 2 * LOOKS_PER_STEP + 2)
@@ -171,31 +159,6 @@ def test_a_step_looks_at_some_who_wait_and_the_next_ones_at_the_others() -> None
     assert {each.lease for each in told_of(node, peer)} == set(leases)
 
 
-def test_what_is_in_dram_is_leased_and_only_the_rest_fetched() -> None:
-    node, peer = attached()
-    peer.store(1, 2)
-    reply = peer.lease(1, 1, 2, 3, 4)
-    assert len(pairs(reply)) == 2
-    assert reply.promoting == 2
-    assert node.locates[0].keys == keys(3, 4)
-    node.locate(("far", 2))
-    node.arrive([True, False])
-    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (1, 0)
-
-
-def test_what_is_on_disk_comes_from_there_and_what_is_behind_from_the_other_node() -> None:
-    node, peer = attached()
-    node.step(known(1, 2))
-    assert peer.lease(1, 1, 2, 3).promoting == 3
-    assert node.locates[0].keys == keys(3)
-    node.locate(("far", 1))
-    node.arrive()
-    assert not node.count(peer.scheduler, LeaseMore), "the first is not there yet"
-    node.read_all()
-    told = more(node, peer)
-    assert (len(pairs(told)), told.from_file, told.from_peer) == (3, 2, 1)
-
-
 def test_what_was_stored_here_meanwhile_is_not_fetched_and_not_replaced() -> None:
     node, peer = attached()
     peer.hint(1, 2, 3)
@@ -207,19 +170,6 @@ def test_what_was_stored_here_meanwhile_is_not_fetched_and_not_replaced() -> Non
     node.arrive()
     assert node.blocks().keys() == {short(1), short(2), short(3)}
     assert [s for s, _ in pairs(peer.lease(1, 2))] == [slot]
-
-
-def test_all_ranks_shards_come_together() -> None:
-    node = PeerNode()
-    peer = Peer(node, shards=HALVES)
-    assert peer.lease(1, 1, 2).promoting == 2
-    node.locate(("far", 2))
-    (fetch,) = node.fetches
-    assert fetch.shards == HALVES
-    assert len(fetch.slots) == 4
-    node.arrive()
-    told = more(node, peer)
-    assert [slot for slot, _ in pairs(told)] == fetch.slots.tolist(), "[n][S], shard minor"
 
 
 def test_a_shard_that_is_here_keeps_its_copy() -> None:

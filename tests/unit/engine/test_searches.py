@@ -89,15 +89,6 @@ def test_two_nodes_and_a_disk_are_told_apart() -> None:
     ]
 
 
-def test_nobody_has_it_also_for_who_asks_right_after() -> None:
-    node, peer = attached()
-    peer.hint(1, 2)
-    node.locate()
-    peer.lease(1, 1, 2)
-    assert end(node, peer, blocks=2) == [(0, 2, "", Reason.NEVER_STORED, "", Reason.NOBODY_HAS_IT)]
-    assert text(node).endswith("; no other node is known to hold it")
-
-
 def test_an_index_that_does_not_answer_is_named() -> None:
     node, peer = attached()
     peer.lease(1, 1)
@@ -246,17 +237,6 @@ def test_the_first_of_several_fetches_is_not_the_end(monkeypatch: pytest.MonkeyP
     assert end(node, peer, blocks=4, loaded=4) == [
         (0, 4, "peer", Reason.NONE, "far", Reason.FETCHED)
     ]
-
-
-def test_what_comes_later_than_the_request_waits_says_so() -> None:
-    node, peer = attached()
-    peer.lease(1, 1, 2)
-    node.locate(("far", 2))
-    node.hear(peer.scheduler, LeaseRelease(leases=[1]))
-    node.arrive()
-    rows = end(node, peer, blocks=2)
-    assert rows == [(0, 2, "", Reason.TOO_LATE, "far", Reason.FETCHED)]
-    assert "longer than the request waited" in text(node)
 
 
 def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() -> None:

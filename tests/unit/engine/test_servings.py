@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvstore.engine.events import Clear, PeerGone, Serve
-from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.servings import WAIT_NS, WAITING_MAX
 from kvstore.engine.state import Off
 from kvstore.wire.peers import ServeAnswer
@@ -190,29 +189,6 @@ def test_a_disk_that_is_slow_is_not_waited_for() -> None:
     assert served.checksums == checksum(1)
     node.read_all()
     assert node.give_back(1) == [True]
-
-
-@pytest.mark.parametrize("numbers", [(1,), ()])
-def test_a_disk_that_fails_ends_the_wait(numbers: tuple[int, ...]) -> None:
-    """What is in dram is served; nothing, where all was on disk."""
-    node, _ = stored(*numbers)
-    node.step(known(2))
-    asked(node, 1, *numbers, 2)
-    node.answer(node.reads[0], [False])
-    (served,) = answers(node, 1)
-    assert served.checksums == b"".join(map(checksum, numbers))
-    assert bool(served.slots) == bool(numbers)
-    assert node.give_back(1) == [True] * len(numbers)
-
-
-def test_a_disk_without_room_to_read_now_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    node, _ = stored(1)
-    node.step(known(2))
-    monkeypatch.setattr(Files, "promote", lambda *_, **__: 0)
-    (served,) = asked(node, 1, 1, 2)
-    assert served.checksums == checksum(1)
-    (nothing,) = asked(node, 2, 2)
-    assert nothing.slots == b""
 
 
 def test_a_peer_that_is_gone_is_not_answered() -> None:
