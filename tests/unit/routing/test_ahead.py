@@ -122,13 +122,6 @@ def test_a_long_prompt_comes_in_parts_of_what_one_message_holds() -> None:
     assert b"".join(part.keys for part in parts) == its.keys[: 4 * 32 * KEYS_PER_DATAGRAM_MAX]
 
 
-def test_those_behind_others_are_prepared_too() -> None:
-    core = held_core()
-    prepares(core, request("first"), None)
-    [prepare] = prepares(core, request("r"), answer(dram(0, 0, file=100)))
-    assert prepare.request_id == "r"
-
-
 def test_a_request_that_is_held_again_was_prepared_before() -> None:
     core = held_core(spec(0), spec(1))
     assert len(prepares(core, request("r"), answer(dram(2, 100)))) == 1

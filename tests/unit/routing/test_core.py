@@ -121,21 +121,6 @@ def test_the_budget_of_attempts_grows_with_requests() -> None:
     rejected(turn(core, fail("a1"))[0])
 
 
-def test_a_worker_that_left_takes_nothing_with_it() -> None:
-    core = core_of(spec(0), spec(1), spec(2))
-    names = {n: routed(arrive(core, request(f"r{n}"))).worker for n in range(6)}
-    core.step(WorkerLeft("w0"), S)
-    core.check()
-    for n, worker in names.items():
-        if worker == "w0":
-            [again] = turn(core, fail(f"r{n}", Failure.BROKEN))
-            assert routed(again).worker != "w0"
-        core.step(FirstToken(f"r{n}"), S)
-        core.step(RequestEnded(f"r{n}", Ending.DONE), S)
-    core.check()
-    assert not core.open
-
-
 def test_other_routers_count() -> None:
     core = core_of(spec(0), spec(1))
     core.step(Shared("other", (SharedLoad("w0", 200_000, 30), SharedLoad("gone", 1, 1))), S)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvstore.routing.core import RouterCore
-from kvstore.routing.decide import replay
 from kvstore.routing.events import (
     Arrived,
     Ending,
@@ -100,13 +99,6 @@ def test_the_mildest_flaw_is_tried_first_and_the_next_one_after_it(mild: str, ba
     again = routed(turn(core, fail("r", Failure.CONNECT))[0])
     assert (again.worker, again.receipt.filtered) == ("w0", {"w1": "failed-before"})
     assert rejected(turn(core, fail("r", Failure.CONNECT))[0]).status == 503
-
-
-def test_a_receipt_of_a_last_resort_replays() -> None:
-    core = flawed("down", "down")
-    receipt = routed(arrive(core, special("r"), answer(hbm(1, 512)))).receipt
-    assert receipt.chosen == "w1"
-    assert replay(receipt, core.policy) == receipt
 
 
 @pytest.mark.parametrize("flaw", FLAWS)

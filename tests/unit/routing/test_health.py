@@ -230,17 +230,6 @@ def test_lateness_of_a_probe_that_never_ends_does_not_make_a_worker_down() -> No
     assert core.fleet.workers[0].health.is_up
 
 
-@pytest.mark.parametrize("result", [REFUSED, UNWELL, SILENT])
-def test_a_worker_that_is_down_gets_nothing_while_another_is_up(result: ProbeResult) -> None:
-    core = core_of(spec(0), spec(1))
-    core.step(Probed("w0", result, "why"), S)
-    for n in range(6):
-        sent = routed(arrive(core, request(f"r{n}"), answer(hbm(0, 256))))
-        assert (sent.worker, sent.receipt.filtered) == ("w1", {"w0": "down"})
-    comes_back(core, "w0")
-    assert routed(arrive(core, request("x"), answer(hbm(0, 256)))).worker == "w0"
-
-
 def test_a_worker_that_nobody_has_reached_yet_gets_requests() -> None:
     core = RouterCore(RoutingPolicy(), seed=1)
     core.step(Joined(spec(0)), 0)

@@ -74,17 +74,6 @@ def test_a_late_request_gets_a_second_worker_and_the_first_answer_counts() -> No
     assert said.ttft_s == 1.0
 
 
-def test_the_first_worker_may_still_win() -> None:
-    core = racing()
-    first = routed(arrive(core, pure("r")))
-    second = raced(core)
-    core.step(RaceOver("r", second.worker), 2 * S)
-    core.step(FirstToken("r"), 2 * S)
-    core.check()
-    assert [flight.worker for flight in core.fleet.flights.values()] == [first.worker]
-    assert core.step(Late("r"), 2 * S) == []
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_race_outlives_the_failure_of_one(is_first: bool) -> None:
     core = racing(3)
@@ -118,16 +107,6 @@ def test_the_end_of_a_race_says_nothing_about_a_worker_that_was_only_tried(
     assert breaker.is_open
 
 
-def test_an_abort_ends_both() -> None:
-    core = racing()
-    routed(arrive(core, pure("r")))
-    raced(core)
-    core.step(RequestEnded("r", Ending.ABORTED), 2 * S)
-    core.check()
-    assert not core.fleet.flights
-    assert core.step(RaceOver("r", "w0"), 2 * S) == []
-
-
 def test_no_race_with_side_effects_or_without_another_worker_or_with_a_remote_prefill() -> None:
     assert not routed(arrive(racing(), request("a", 160))).may_race
     assert not routed(arrive(racing(1), pure("a"))).may_race
@@ -143,16 +122,6 @@ def test_whether_there_is_another_worker_is_what_is_known_now() -> None:
     assert not routed(arrive(core, pure("a"))).may_race
     comes_back(core, "w0")
     assert routed(arrive(core, pure("b"))).may_race
-
-
-@pytest.mark.parametrize("is_down", [True, False])
-def test_no_race_to_a_worker_that_is_only_a_last_resort(is_down: bool) -> None:
-    core = racing()
-    first = routed(arrive(core, pure("r")))
-    other = "w1" if first.worker == "w0" else "w0"
-    if is_down:
-        goes_down(core, other)
-    assert len(turn(core, Late("r"), 2 * S)) == (not is_down)
 
 
 def test_by_default_a_request_is_late_after_the_longest_of_three_times() -> None:

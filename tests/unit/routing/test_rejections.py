@@ -110,18 +110,3 @@ def test_a_request_that_every_attempt_failed_has_one_receipt_with_its_last_worke
     receipt = only_receipt(core)
     assert (receipt.chosen, receipt.outcome.rejected) == ("w0", "rejected-attempts")
     assert receipt.outcome.attempts == 1
-
-
-def test_a_dry_run_is_rejected_as_the_request_would_be() -> None:
-    core = core_of(spec(0), policy=SLOW)
-    dry = core.explain(too_long("r"), None, S)
-    assert (dry.chosen, dry.outcome.rejected) == ("", "rejected-objective")
-    assert not core.take_drafts()
-    rejected(arrive(core, too_long("r")))
-    assert only_receipt(core) == dry
-
-
-def test_who_is_routed_has_no_reason_of_a_rejection() -> None:
-    core = core_of(spec(0))
-    receipt = routed(arrive(core, request("r"))).receipt
-    assert (receipt.chosen, receipt.outcome.rejected, receipt.objective_s) == ("w0", "", 0.0)

@@ -81,17 +81,6 @@ def test_a_prefiller_on_the_same_node_is_nearer() -> None:
         core.step(FirstToken(f"r{n}"), (n + 1) * 20 * S + MS)
 
 
-def test_a_failing_prefiller_is_replaced_and_then_done_without() -> None:
-    core = pd()
-    first = routed(arrive(core, request("r")))
-    [again] = turn(core, fail("r", leg=Leg.PREFILL))
-    assert {first.prefill_worker, routed(again).prefill_worker} == {"w10", "w11"}
-    [last] = turn(core, fail("r", leg=Leg.PREFILL))
-    assert routed(last).prefill_worker is None
-    assert routed(last).receipt.split_reason == "fell-back"
-    assert "prefill-local" in routed(last).receipt.degraded
-
-
 @pytest.mark.parametrize("failure", list(Failure))
 def test_prefillers_that_fail_take_no_attempts_from_decoders(failure: Failure) -> None:
     core = pd(prefillers=2)

@@ -177,23 +177,6 @@ def test_a_full_room_displaces_the_newest_of_the_lowest_class() -> None:
     assert drain(core, 3) == ["i", "b0", "b1"]
 
 
-def test_a_full_room_displaces_the_least_urgent_of_the_lowest_class() -> None:
-    core = full(limits={"queue_max": 1, "held_max": 3})
-    for name, priority in (("b0", 0), ("b1", 5), ("b2", -5)):
-        arrive(core, request(name, service="batch", priority=priority))
-    evicted = [turn(core, Arrived(request(f"i{n}")))[0].request_id for n in range(3)]
-    assert evicted == ["b1", "b0", "b2"]
-
-
-def test_a_held_request_expires() -> None:
-    core = full(classes={"inline": {"rank": 0, "ttl_s": 2}})
-    arrive(core, request("r"))
-    assert core.step(RouteTick(), 2 * S) == []
-    [expired] = turn(core, RouteTick(), 3 * S + 1)
-    assert rejected(expired).reason == "rejected-ttl-expired"
-    assert "r" not in core.open
-
-
 def test_the_default_class_waits_without_end_and_without_a_bound() -> None:
     core = core_of(spec(0), policy=parse({"limits": {"queue_max": 1}}))
     routed(arrive(core, request("first")))
