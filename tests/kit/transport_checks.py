@@ -128,7 +128,7 @@ class TransportChecks:
     def _scattered(self, a: TransportParty, b: TransportParty, *, unit: int, count: int) -> None:
         expected = a.arena.copy()
         slots = len(a.arena) // unit
-        to, at = (self._random.permutation(slots)[:count] * unit for _ in range(2))
+        to, at = (self._random.choice(slots, count, replace=False) * unit for _ in range(2))
         length = np.full(count, unit)
         for place, source in zip(to, at, strict=True):
             expected[place : place + unit] = b.arena[source : source + unit]
@@ -184,8 +184,8 @@ class TransportChecks:
         with self._parties("a", "b") as (a, b):
             of_a, expected = a.arena.copy(), b.arena.copy()
             slots = (LANDING.stop - LANDING.start) // 4096
-            at = self._random.permutation(slots)[:100] * 4096
-            to = LANDING.start + self._random.permutation(slots)[:100] * 4096
+            at = self._random.choice(slots, 100, replace=False) * 4096
+            to = LANDING.start + self._random.choice(slots, 100, replace=False) * 4096
             for source, place in zip(at, to, strict=True):
                 expected[place : place + 4096] = of_a[source : source + 4096]
             a.write(1, "b", make_pieces(at, to, np.full(100, 4096)))
