@@ -1,9 +1,9 @@
 """Tests in several processes (`pytest -n N`): who stays together, who runs alone, and the summary.
 
 Every process has fixtures of its own. What shares one that is dear stays in one process: the tests
-of the engine that all share, those of a class or a module with a fixture of that scope, and modules
-of unit tests. The longest groups begin first, by the time limits of what is marked `slow` in them;
-the others fill the gaps at the end.
+of the engine that all share, those of a class or a module with a fixture of that scope, modules of
+unit tests, and unit tests that import vLLM. The longest groups begin first, by the time limits of
+what is marked `slow` in them; the others fill the gaps at the end.
 
 A test marked `alone` measures time or processor: it waits until all others pause. A lock on a file
 does it, which every test takes shared and such a test takes exclusively.
@@ -35,6 +35,8 @@ LONGEST: Final = 40
 SHARED_ENGINES: Final = ("plain", "reference")
 """Session fixtures with an engine: one of each in a run, not one in each process."""
 SHARED: Final = "engine"
+IMPORTING: Final = "tests/unit/connector/"
+"""Tests that import vLLM, which takes a process as long as all of them: one process does."""
 GROUPS: Final = "groups.json"
 COVERED_BY: Final = "covered."
 _TIMEOUT_S: Final = 300.0
@@ -118,6 +120,8 @@ def _group(item: pytest.Item) -> str:
     if isinstance(item, pytest.Function):
         scopes = {found[-1].scope for found in item._fixtureinfo.name2fixturedefs.values()}
     suffix = "-alone" if is_alone(item) else ""
+    if module.startswith(IMPORTING):
+        return IMPORTING + suffix
     if "module" in scopes or module.startswith("tests/unit/"):
         return module + suffix
     if "class" in scopes:

@@ -5,12 +5,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore.obs.logs import RateLimit
 from tests.unit.connector.scripted_node import ScriptedNode, node_at
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """On a busy machine vLLM takes minutes to import: not within the time limit of a test."""
+    if item.path.parent == Path(__file__).parent and find_spec("vllm") is not None:
+        import_module("vllm.v1.request")
+    return (yield)
 
 
 @pytest.fixture(autouse=True)

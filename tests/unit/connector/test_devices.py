@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from kvstore.connector import devices
 from kvstore.connector.checks import NotServed
@@ -97,6 +96,8 @@ def test_caches_on_other_devices_are_not_served(kinds: list[str], said: str) -> 
 
 
 def test_what_pytorch_for_amd_calls_cuda_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
     monkeypatch.setattr(torch.version, "hip", "7.1")
     caches: Any = {"layers.0": SimpleNamespace(device=SimpleNamespace(type="cuda"))}
     found = device_of(caches)

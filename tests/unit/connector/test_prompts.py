@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
-from vllm.multimodal.processing.inputs import ProcessorInputs
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.request import Request
 
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.connector.config import ConnectorConfig
@@ -21,7 +14,11 @@ from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.engine.why.reasons import reason_of
 from kvstore.obs.reasons import TEXTS
 from kvstore.wire import messages as m
+from tests.unit.connector.real_requests import real_request
 from tests.unit.connector.test_scheduler_side import BLOCK_TOKENS, FullSocket, stories
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 CONFIG = ConnectorConfig(socket="/nowhere")
 CORE = SchedulerConfig(
@@ -39,6 +36,9 @@ def link(monkeypatch: pytest.MonkeyPatch) -> FullSocket:
 
 def identifier(image: Any, uuid: str | None, *, algorithm: Any = "blake3", **inputs: Any) -> str:
     """How vllm names an image."""
+    from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+
     items = MultiModalDataItems({"image": ImageProcessorItems([image])})
     made = ProcessorInputs([1], items, {"image": [uuid]}, **inputs)
     return str(made.get_mm_hashes("a/model", algorithm)["image"][0])
@@ -46,21 +46,15 @@ def identifier(image: Any, uuid: str | None, *, algorithm: Any = "blake3", **inp
 
 def request(number: int, *identifiers: str) -> Request:
     """A prompt of 8 blocks with these images, one in each block."""
-    init_none_hash(sha256_cbor)
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
     features = [
         MultiModalFeatureSpec(
             None, "image", name, PlaceholderRange(offset=at * BLOCK_TOKENS, length=4), name
         )
         for at, name in enumerate(identifiers)
     ]
-    return Request(
-        request_id=f"r{number}",
-        prompt_token_ids=[1] * 8 * BLOCK_TOKENS,
-        sampling_params=SamplingParams(max_tokens=1),
-        pooling_params=None,
-        mm_features=features,
-        block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
-    )
+    return real_request(f"r{number}", [1] * 8 * BLOCK_TOKENS, mm_features=features)
 
 
 def test_two_images_with_one_uuid_have_one_key() -> None:

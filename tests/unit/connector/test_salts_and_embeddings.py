@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.request import Request
 
 from kvstore.connector.prompts import why_left_out
 from kvstore.index.chain import block_keys
+from tests.unit.connector.real_requests import real_request
 from tests.unit.connector.test_scheduler_side import BLOCK_TOKENS
 
 pytestmark = pytest.mark.engine
@@ -23,15 +19,7 @@ TOKENS = list(range(3 * BLOCK_TOKENS))
 def keys(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[bytes]:
     """Of a request of three blocks, which is not left out."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    init_none_hash(sha256_cbor)
-    made = Request(
-        request_id="r",
-        prompt_token_ids=None if "prompt_embeds" in settings else TOKENS,
-        sampling_params=SamplingParams(max_tokens=1),
-        pooling_params=None,
-        block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
-        **settings,
-    )
+    made = real_request("r", None if "prompt_embeds" in settings else TOKENS, **settings)
     assert why_left_out(made, "hashed") == ""
     return list(made.block_hashes)
 
@@ -49,6 +37,8 @@ def test_a_salt_is_in_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_embeddings_are_in_the_keys_from_the_block_on_that_differs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    import torch
+
     same, other = (torch.ones(len(TOKENS), 4) for _ in range(2))
     other[BLOCK_TOKENS + 1, 2] = 2
     found = [keys(monkeypatch, prompt_embeds=each) for each in (same, same.clone(), other)]

@@ -13,11 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm
 
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
 from kvstore.connector.config import ConnectorConfig
-from kvstore.connector.vllm import KVStoreConnector, KVStoreMetadata
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.wire.messages import Drop, Seal, slots_array
 from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode
@@ -118,6 +116,8 @@ def test_loads_begin_before_the_forward_and_once(
 )
 def test_a_step_with_tokens_is_not_idle(context: Any, kwargs: Any, expected: bool) -> None:
     """An idle one waits for loads."""
+    from kvstore.connector.vllm import KVStoreConnector, KVStoreMetadata
+
     connector: Any = object.__new__(KVStoreConnector)
     connector.is_off, connector._errors = False, 0
     connector._worker = SimpleNamespace(start_load_kv=lambda plan: None)
@@ -128,6 +128,8 @@ def test_a_step_with_tokens_is_not_idle(context: Any, kwargs: Any, expected: boo
 
 def test_the_order_is_that_of_the_engine() -> None:
     """If another version names blocks before it overwrites them, stores need not wait."""
+    import vllm
+
     folder = Path(vllm.__file__).parent
     source = (folder / "v1" / "worker" / "gpu" / "model_runner.py").read_text()
     execute = source[source.index("    def execute_model(") :]

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.request import Request, RequestStatus
 
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.pushes import WATCH_SHARE
@@ -18,7 +14,11 @@ from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
 from kvstore.wire.messages import PushCancel, PushClose, PushEnd, PushExpect, PushOpen
+from tests.unit.connector.real_requests import real_request
 from tests.unit.connector.test_scheduler_side import BLOCK_TOKENS, FullSocket, output
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 CORE = SchedulerConfig(
     engine_id="engine-p",
@@ -46,19 +46,18 @@ class Fixture:
         self.side = SchedulerSide(ConnectorConfig(socket="/nowhere"), CORE)
 
     def arrive(self, params: Any, images: Any = ()) -> Request:
-        init_none_hash(sha256_cbor)
-        found = Request(
-            request_id="cmpl-77-0-0123abcd",
-            prompt_token_ids=list(range(4 * BLOCK_TOKENS + 1)),
-            sampling_params=SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}),
-            pooling_params=None,
-            block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
+        found = real_request(
+            "cmpl-77-0-0123abcd",
+            list(range(4 * BLOCK_TOKENS + 1)),
+            extra={"kv_transfer_params": params},
         )
         found.mm_features = list(images)
         self.side.on_new_request(found)
         return found
 
     def end(self, request: Request, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
+        from vllm.v1.request import RequestStatus
+
         request.status = RequestStatus[status]
         return self.side.request_finished(request)
 
