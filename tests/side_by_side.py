@@ -32,8 +32,8 @@ from tests.amounts import COVERED
 from tests.steps import STEPS
 
 LONGEST: Final = 40
-SHARED_ENGINES: Final = ("plain", "reference")
-"""Session fixtures with an engine: one of each in a run, not one in each process."""
+SHARED_ENGINE: Final = "plain"
+"""Session fixture with an engine: one in a run, not one in each process."""
 SHARED: Final = "engine"
 IMPORTING: Final = "tests/unit/connector/"
 """Tests that import vLLM, which takes a process as long as all of them: one process does."""
@@ -113,7 +113,7 @@ class Scheduler(LoadScopeScheduling):
 
 
 def _group(item: pytest.Item) -> str:
-    if _is_of_a_shared_engine(item):
+    if SHARED_ENGINE in getattr(item, "fixturenames", ()):
         return SHARED
     module = item.nodeid.split("::")[0]
     scopes = set()
@@ -127,10 +127,6 @@ def _group(item: pytest.Item) -> str:
     if "class" in scopes:
         return item.nodeid.rsplit("::", 1)[0] + suffix
     return item.nodeid
-
-
-def _is_of_a_shared_engine(item: pytest.Item) -> bool:
-    return not set(SHARED_ENGINES).isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def is_alone(item: pytest.Item) -> bool:
