@@ -269,7 +269,7 @@ def test_whatever_is_written_is_paid_for() -> None:
 
 @pytest.mark.slow
 def test_many_orders_of_stores_lookups_and_disk_keep_the_promises() -> None:
-    verify_machine(amount(80, nightly=500))
+    verify_machine(amount(40, nightly=500))
 
 
 def _trust_every_read(original: Callable[..., None]) -> Callable[..., None]:

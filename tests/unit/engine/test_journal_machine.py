@@ -153,7 +153,7 @@ def test_whenever_the_process_dies_another_goes_on() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_many_deaths() -> None:
-    verify_machine(examples=amount(60, nightly=150), steps=50)
+    verify_machine(examples=amount(30, nightly=150), steps=50)
 
 
 # ── the machine can see ──────────────────────────────────────────────────────────────────────────

@@ -460,7 +460,7 @@ def test_any_order_of_events_keeps_the_promises() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_many_orders_of_events_keep_the_promises() -> None:
-    verify_machine(examples=amount(60, nightly=250), steps=80)
+    verify_machine(examples=amount(30, nightly=250), steps=80)
 
 
 def test_pins_without_bounds_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

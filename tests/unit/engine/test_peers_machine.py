@@ -168,7 +168,7 @@ def test_any_order_of_what_other_nodes_do_keeps_the_promises() -> None:
 
 @pytest.mark.slow
 def test_many_orders_of_what_other_nodes_do_keep_the_promises() -> None:
-    verify_machine(amount(80, nightly=500), machine=PeersMachine)
+    verify_machine(amount(40, nightly=500), machine=PeersMachine)
 
 
 def _trust_every_fetch(original: Callable[..., None]) -> Callable[..., None]:
