@@ -23,15 +23,15 @@ from tests.sim.world.shrink import Case, shrink
 from tests.sim.world.world import folded
 
 STEPS = 1000
-FEW = range(1, 16)
+FEW = range(1, amount(9, nightly=16))
 MANY_FROM = 1009
-MANY_EACH = amount(40, nightly=260)
-EVENTS_MIN = amount(60_000, nightly=400_000)
+MANY_EACH = amount(20, nightly=260)
+EVENTS_MIN = amount(30_000, nightly=400_000)
 TIMES_MIN = amount(3, nightly=30)
 BETWEEN_NODES_MIN = amount(1, nightly=2)
 MANY_STEPS = 700
 """Two processes run so many seeds each."""
-REPEATED = range(6, 16)
+REPEATED = range(6, amount(10, nightly=16))
 
 
 def cases(seeds: Iterable[int]) -> list[Case]:
