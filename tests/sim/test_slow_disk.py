@@ -24,7 +24,7 @@ SURPRISED = 1 + 1 / ADVANCE_SHARE + 0.05
 """The first request on a disk that became slow, without a balance."""
 WORST = 2.05
 FACTORS = (1, 10, 100, 1000)
-FEW, MANY = range(1, 13), range(13, amount(24, nightly=101))
+FEW, MANY = range(1, 13), range(13, amount(18, nightly=101))
 
 
 def setting(rng: random.Random, **changes: int) -> Setting:
