@@ -52,6 +52,15 @@ IMPORTED: Final = [
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
+    # What vLLM imports late: its own routes, kinds of quantization, and the connector.
+    "vllm.entrypoints.openai.responses.api_router",
+    "vllm.entrypoints.rl.online.api_router",
+    "vllm.entrypoints.scale_out.render.api_router",
+    "vllm.entrypoints.serve.profile.api_router",
+    "vllm.entrypoints.serve.tokenize.api_router",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.core.sched.scheduler",
+    "kvstore.connector.vllm",
 ]
 
 
@@ -75,7 +84,8 @@ class EngineNursery:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 # A forked child of a process with threads would wait for locks that nobody holds.
-                env={**self._environment, "OPENBLAS_NUM_THREADS": "1"},
+                # And a second thread of an engine takes a fifth more of the processor.
+                env={**self._environment, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             )
 
     def start(self, config: EngineConfig, *, log: Path, warm: bool = True) -> EngineServer:
