@@ -19,6 +19,7 @@ import pytest
 from kvstore.demo.engine import Completion
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
+from tests.amounts import amount
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
@@ -32,7 +33,8 @@ from tests.kit.gauges import starved_s
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SEED = 60
-REQUESTS = 60
+REQUESTS = amount(30, nightly=60)
+"""Of a round."""
 PROMPTS = 12
 LATE_S = 1.5
 HURT_MIN = 4

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.demo.engine import Completion
 from kvstore.demo.workload import Encode, text_tokens
+from tests.amounts import amount
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     blocks_in_dram,
@@ -21,7 +22,7 @@ from tests.kit.engines import EngineServer, complete_many
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 11
-PROMPTS = 100
+PROMPTS = amount(30, nightly=100)
 CONCURRENCY = 4
 
 

@@ -1,7 +1,7 @@
 """The router with its defaults before two real engines that are slow: all that is asked is served.
 
-A prompt of 2,500 tokens takes an engine seconds, and 24 at once wait for many times that. Cases of
-engines that fail, and of latency: `tests/sim/test_serving_first.py`, in virtual time.
+A prompt of 2,500 tokens takes an engine seconds, and a dozen at once wait for many times that.
+Cases of engines that fail, and of latency: `tests/sim/test_serving_first.py`, in virtual time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import pytest
 
 from kvstore.demo.engine_config import SERVED_NAME
 from kvstore.testing.process import RouterProcess
+from tests.amounts import amount
 from tests.integration.engine.nursery import EngineNursery
 from tests.kit.engines import EngineConfig
 from tests.kit.router_thread import ask
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PROMPTS = 24
+PROMPTS = amount(12, nightly=24)
 PROMPT_TOKENS = 2500
 SEED = 20261127
 

@@ -43,6 +43,9 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 LOADED_BYTES = "vllm:kvstore_load_bytes_total"
 OWN_ERRORS = "vllm:kvstore_connector_errors_total"
 ABANDONED_MAX = 8
+ABANDONED = amount(48, nightly=96)
+WAITS_S = (0.0, 0.01, 0.03, 0.1, 0.3)
+"""Until a request is given up."""
 
 
 def test_bfloat16_tokens_are_those_of_the_engines_own_hit_of_the_same_length(
@@ -50,7 +53,10 @@ def test_bfloat16_tokens_are_those_of_the_engines_own_hit_of_the_same_length(
 ) -> None:
     """Against a full recompute even vLLM's own hit differs now and then in this type."""
     rng = random.Random(SEED + 10)
-    lengths = [rng.randint(1, 5) * BLOCK_TOKENS + rng.randint(1, 100) for _ in range(60)]
+    lengths = [
+        rng.randint(1, 5) * BLOCK_TOKENS + rng.randint(1, 100)
+        for _ in range(amount(24, nightly=60))
+    ]
     prompts = [text_tokens(rng, encode, length) for length in lengths]
     with NodeProcess.start(tmp_path, dram="256MiB") as node:
         config = EngineConfig(
@@ -140,7 +146,7 @@ def _abandon_some(engine: EngineServer, prompts: Sequence[tuple[int, ...]]) -> N
     rng = random.Random(SEED + 11)
     engine.warm_up()  # counts travel with answers
     loaded = engine.metrics()[LOADED_BYTES]
-    jobs = [(rng.choice(prompts[:60]), rng.choice((0.0, 0.01, 0.03, 0.1, 0.3))) for _ in range(96)]
+    jobs = [(rng.choice(prompts[:60]), rng.choice(WAITS_S)) for _ in range(ABANDONED)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda job: _abandon(engine, job[0], after_s=job[1]), jobs))
     engine.warm_up()
