@@ -37,11 +37,17 @@ from tests.kit.hybrid_models import STATE_BLOCK_TOKENS, build_hybrid
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEMS = amount(4, nightly=30)
+STEMS = amount(2, nightly=30)
+STEM_TOKENS = amount(STATE_BLOCK_TOKENS, nightly=20), amount(2, nightly=4) * STATE_BLOCK_TOKENS
+"""Shortest and longest: at least a block where they are few, so that each can be hit."""
 PROMPTS_PER_STEM = 4
-FEW = amount(2, nightly=3) * PROMPTS_PER_STEM
-FEW_BLOCKS = 44
+FEW = amount(1, nightly=3) * PROMPTS_PER_STEM
+HURT = amount(2, nightly=3) * PROMPTS_PER_STEM
+"""Prompts of which the node is hurt, again and again."""
+FEW_BLOCKS = amount(30, nightly=44)
 """Of all groups together: too few for as many requests as run at once."""
+FEW_TOKENS = amount(1536, nightly=2560)
+"""Of the longest request of an engine that has so few."""
 OWN_ERRORS = "vllm:kvstore_connector_errors_total"
 
 
@@ -87,7 +93,7 @@ def recurrent(
     source = random.Random(SEED)
     prompts = []
     for _ in range(STEMS):
-        stem = text_tokens(source, encode, source.randrange(20, 4 * STATE_BLOCK_TOKENS))
+        stem = text_tokens(source, encode, source.randrange(*STEM_TOKENS))
         for _ in range(PROMPTS_PER_STEM):
             tail = text_tokens(source, encode, source.randrange(1, STATE_BLOCK_TOKENS))
             prompts.append((*stem, *tail))
@@ -122,7 +128,7 @@ def test_hits_and_tokens_are_those_of_the_engines_own_cache(
 def test_states_stored_amid_preemption_are_those_of_their_keys(
     vllm: EngineNursery, recurrent: Recurrent, node: NodeProcess, tmp_path: Path
 ) -> None:
-    config = recurrent.served(node.socket, kv_blocks=FEW_BLOCKS, max_model_len=2560)
+    config = recurrent.served(node.socket, kv_blocks=FEW_BLOCKS, max_model_len=FEW_TOKENS)
     with vllm.start(config, log=tmp_path / "few.log") as engine:
         for _ in range(2):
             complete_many(engine, recurrent.prompts, max_tokens=ANSWER_TOKENS, concurrency=16)
@@ -147,8 +153,9 @@ def test_a_node_that_is_killed_or_stopped_and_damaged_states_change_no_answer(
     vllm: EngineNursery, recurrent: Recurrent, tmp_path: Path
 ) -> None:
     config = recurrent.served(tmp_path / "node.sock")
-    few = slice(FEW)
-    prompts, own, computed = recurrent.prompts[few], recurrent.answers[few], recurrent.computed[few]
+    hurt = slice(HURT)
+    prompts, own = recurrent.prompts[hurt], recurrent.answers[hurt]
+    computed = recurrent.computed[hurt]
 
     def check(answers: list[Answer]) -> None:
         # A load that failed is computed: the answer is that of one way or of the other.
@@ -156,6 +163,13 @@ def test_a_node_that_is_killed_or_stopped_and_damaged_states_change_no_answer(
             assert answer.tokens in (own[at].tokens, computed[at].tokens), at
 
     with vllm.start(config, log=tmp_path / "engine.log") as engine, ThreadPoolExecutor(1) as pool:
+
+        def damage_is_met() -> bool:
+            if engine.metrics().get("vllm:kvstore_load_failures_total"):
+                return True
+            check(ask(engine, prompts, forget=True))
+            return False
+
         for fault in (NodeProcess.kill, NodeProcess.pause, damage):
             with node_for(engine, tmp_path) as node:
                 for _ in range(2):
@@ -169,7 +183,9 @@ def test_a_node_that_is_killed_or_stopped_and_damaged_states_change_no_answer(
                 if fault is NodeProcess.pause:
                     node.resume()
                 check(ask(engine, prompts, forget=True))
-        assert engine.metrics()["vllm:kvstore_load_failures_total"] > 0, "damage was met"
+                if fault is damage:
+                    # A busy machine computes what it does not find in time.
+                    wait_until(damage_is_met, "damage was met", seconds=240)
         assert not engine.metrics().get(OWN_ERRORS)
 
 
