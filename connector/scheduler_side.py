@@ -388,8 +388,11 @@ class SchedulerSide:
             if request is None:
                 continue
             computed = request.num_computed_tokens + scheduled
+            entry = self._core.requests[request_id]
+            if entry.left_tokens:
+                self._core.scheduled(entry, computed_tokens=computed)
             # Most steps complete no block of a request.
-            if computed >= self._core.requests[request_id].due_tokens and state is not None:
+            if computed >= entry.due_tokens and state is not None:
                 self._store(request, computed, state)
         self._unreturned = plan = self._core.plan(
             _new_blocks(output, self._table_tokens),

@@ -1,16 +1,17 @@
 """One engine on one node whose disk changes its pace, in virtual time.
 
 Real: the node's core, the scheduler's core, a rank's core. Simulated: a disk that serves one read
-after the other, an engine that computes one request at a time, the copies, the clock. All blocks of
+after the other, an engine that computes requests in turn, the copies, the clock. All blocks of
 every prompt are on disk and none in dram, so each request is a decision: wait or compute.
 
-`Story.ratio` is the time of a request over the time of computing it: what a cache may not make
-worse.
+`Story.ratio` is the time of a request over the time of computing it, and those that came before it:
+what a cache may not make worse.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.hits import PENDING, Hit
-from kvstore.client.core.plan import LoadResult, RankReport, StepPlan
+from kvstore.client.core.plan import LoadJob, LoadResult, RankReport
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine, EngineConfig
@@ -53,6 +54,7 @@ POLL_NS = NS_PER_MS // 2
 HOP_NS = NS_PER_MS // 20
 READ_DEADLINE_NS = 2000 * NS_PER_MS
 STEP_TOKENS_MAX = 2048
+ARENA_SLABS = 1024
 SCHEDULER, RANK = ConnectionId(1), ConnectionId(2)
 
 
@@ -108,6 +110,16 @@ class Story(msgspec.Struct, frozen=True):
         return self.took_ns / self.computing_ns
 
 
+class _Request(msgspec.Struct):
+    name: str
+    blocks: int
+    left: int
+    """Tokens that are to be computed."""
+    loaded: int = 0
+    ended_ns: int = 0
+    """When its prefill was done."""
+
+
 class Disk:
     """Serves reads in order. `factor` may change at any time; what waits is served at the new."""
 
@@ -149,7 +161,7 @@ class Disk:
 
 
 class SlowDiskWorld:
-    """See the module. `run` is the only thing to call but `disk.factor`."""
+    """See the module. `run` and `run_together` are the only things to call but `disk.factor`."""
 
     def __init__(self, setting: Setting, *, seed: int) -> None:
         self.setting = setting
@@ -164,9 +176,9 @@ class SlowDiskWorld:
         self.node = Engine(
             EngineConfig(
                 incarnation=1,
-                arena_bytes=128 * slab,
+                arena_bytes=ARENA_SLABS * slab,
                 slab_bytes=slab,
-                generation_bytes=128 * slab // SLOT_BYTES_MIN * 8,
+                generation_bytes=ARENA_SLABS * slab // SLOT_BYTES_MIN * 8,
                 block_count_max=1 << 20,
                 file_bytes=1 << 40,
                 learned=setting.learned,
@@ -195,7 +207,7 @@ class SlowDiskWorld:
         )
         self._inbox: list[Message] = []
         self._requests = 0
-        self._feed([Ready(128 * slab)])
+        self._feed([Ready(ARENA_SLABS * slab)])
         self.core.attachment.connected(self.now_ns)
         self._feed([Received(SCHEDULER, self.core.attachment.hello())])
         self._feed([Received(RANK, self.rank.hello())])
@@ -252,52 +264,100 @@ class SlowDiskWorld:
 
     def run(self, blocks: int) -> Story:
         """A request for a prompt that is on disk and nowhere else, until its prefill is done."""
+        (story,) = self.run_together([blocks])
+        return story
+
+    def run_together(self, sizes: Sequence[int]) -> list[Story]:
+        """Requests that come at once, as many as `sizes`, until all their prefills are done. Blocks
+        of each prompt are on disk and nowhere else. Without a cache they are computed in turn."""
+        begin_ns, factor = self.now_ns, self.disk.factor
+        requests = [self._arrive(blocks) for blocks in sizes]
+        self._exchange()
+        waiting, computing = list(requests), list[_Request]()
+        while waiting or computing:
+            self._step(waiting, computing)
+            for request in [its for its in computing if not its.left]:
+                request.ended_ns = self.now_ns
+                computing.remove(request)
+                self.core.finished(request.name)
+        self._exchange()
+        computed_ns = self._computing_ns([request.blocks * TOKENS + 1 for request in requests])
+        return [
+            Story(
+                *(factor, request.blocks, request.loaded // TOKENS),
+                *(request.ended_ns - begin_ns, computing_ns),
+            )
+            for request, computing_ns in zip(requests, computed_ns, strict=True)
+        ]
+
+    def _computing_ns(self, prompts: Sequence[int]) -> list[int]:
+        """When each of these prompts would be done by computing them all, in steps as they are."""
+        ended, computed = [], 0
+        for tokens in itertools.accumulate(prompts):
+            if tokens > computed:  # its last step has as many of the next prompts as it takes
+                steps = -(-(tokens - computed) // STEP_TOKENS_MAX)
+                computed = min(computed + steps * STEP_TOKENS_MAX, sum(prompts))
+            ended.append(computed * self.setting.compute_ns)
+        return ended
+
+    def _arrive(self, blocks: int) -> _Request:
         self._requests += 1
         name = f"r{self._requests}"
         keys = [hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(blocks)]
         places = np.arange(1, blocks + 1, dtype="<u8") + (self._requests << 20)
-        sums = bytes(16 * blocks)
-        shard_keys = b"".join(keys)
-        self._feed([FileKnown(self._scope, shard_keys, places.tobytes(), sums)])
+        known = FileKnown(self._scope, b"".join(keys), places.tobytes(), bytes(16 * blocks))
+        self._feed([known])
         tokens = blocks * TOKENS + 1
-        begin_ns, factor = self.now_ns, self.disk.factor
         self.core.new_request(name, keys, prompt_tokens=tokens, now_ns=self.now_ns)
-        self._exchange()
-        outcome = self.core.match(name, local_tokens=0, now_ns=self.now_ns)
-        while outcome is PENDING:
-            self._exchange()
-            outcome = self.core.match(name, local_tokens=0, now_ns=self.now_ns)
-            if outcome is PENDING:
-                self.now_ns += POLL_NS
-        loaded = outcome.tokens if isinstance(outcome, Hit) else 0
-        self.core.allocated(
-            name, tables=(range(blocks + 1),), external_tokens=loaded, now_ns=self.now_ns
-        )
-        if loaded:
-            self._load(self.core.plan((), self.now_ns))
-        self._compute(tokens - loaded)
-        self.core.finished(name)
-        self._exchange()
-        computing_ns = tokens * self.setting.compute_ns
-        took_ns = self.now_ns - begin_ns
-        return Story(factor, blocks, loaded // TOKENS, took_ns, computing_ns)
+        return _Request(name, blocks, left=tokens)
 
-    def _load(self, plan: StepPlan) -> None:
-        (job,) = plan.loads
+    def _admit(self, request: _Request, tokens: int) -> None:
+        tables = (range(request.blocks + 1),)
+        self.core.allocated(request.name, tables=tables, external_tokens=tokens, now_ns=self.now_ns)
+        request.loaded, request.left = tokens, request.left - tokens
+
+    def _step(self, waiting: list[_Request], computing: list[_Request]) -> None:
+        """One step of the engine, as vLLM plans it: as many tokens as it takes of those that it
+        computes already, then of those that wait, in turn; a load takes no token of this step."""
+        room = STEP_TOKENS_MAX
+        for request in computing:
+            room -= self._schedule(request, room)
+        for request in list(waiting):
+            if not room:
+                break
+            outcome = self.core.match(request.name, local_tokens=0, now_ns=self.now_ns)
+            if outcome is PENDING:
+                continue
+            waiting.remove(request)
+            self._admit(request, outcome.tokens if isinstance(outcome, Hit) else 0)
+            computing.append(request)
+            if not request.loaded:
+                room -= self._schedule(request, room)
+        tokens = STEP_TOKENS_MAX - room
+        plan = self.core.plan((), self.now_ns, computed_tokens=tokens)
+        for job in plan.loads:
+            self._load(job)
+        end_ns = self.now_ns + tokens * self.setting.compute_ns
+        self.pause(10**9, until=lambda: self.now_ns + 6 * NS_PER_MS > end_ns)
+        self.now_ns = max(self.now_ns, end_ns)
+        if tokens:
+            session = self.core.attachment.session
+            self.core.reported(RankReport(rank=0, session=session, step=plan.step), self.now_ns)
+        else:
+            self._exchange()
+            self.now_ns += POLL_NS
+
+    def _schedule(self, request: _Request, room: int) -> int:
+        """Returns the tokens that this step computes of the request."""
+        scheduled = min(room, request.left)
+        request.left -= scheduled
+        entry = self.core.requests[request.name]
+        self.core.scheduled(entry, computed_tokens=entry.prompt_tokens - request.left)
+        return scheduled
+
+    def _load(self, job: LoadJob) -> None:
         duration_ns = len(job.block_ids) * TOKENS * self.setting.load_ns
         self.now_ns += duration_ns
         result = LoadResult(job.request, job.lease, len(job.block_ids), (), 0, duration_ns)
         report = RankReport(rank=0, session=self.core.attachment.session, loads=(result,))
         self.core.reported(report, self.now_ns)
-
-    def _compute(self, tokens: int) -> None:
-        while tokens:
-            step = min(tokens, STEP_TOKENS_MAX)
-            plan = self.core.plan((), self.now_ns, computed_tokens=step)
-            end_ns = self.now_ns + step * self.setting.compute_ns
-            self.pause(10**9, until=lambda end_ns=end_ns: self.now_ns + 6 * NS_PER_MS > end_ns)  # type: ignore[misc]
-            self.now_ns = max(self.now_ns, end_ns)
-            session = self.core.attachment.session
-            report = RankReport(rank=0, session=session, step=plan.step)
-            self.core.reported(report, self.now_ns)
-            tokens -= step

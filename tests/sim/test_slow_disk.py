@@ -6,6 +6,7 @@ what it saves; and no request takes more than twice as long as computing it.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ import pytest
 
 from kvstore.client.core import costs
 from kvstore.client.core.pace import LOADS_MIN
-from kvstore.client.core.waits import ADVANCE_SHARE, Odds, WaitAccount
+from kvstore.client.core.waits import ADVANCE_SHARE, BlockWait, Odds, WaitAccount
 from kvstore.engine.moves.pace import READS, ReadPace
 from kvstore.units import KIB, MIB, NS_PER_MS
 from tests.amounts import amount
@@ -24,7 +25,8 @@ SURPRISED = 1 + 1 / ADVANCE_SHARE + 0.05
 """The first request on a disk that became slow, without a balance."""
 WORST = 2.05
 FACTORS = (1, 10, 100, 1000)
-FEW, MANY = range(1, 13), range(13, amount(18, nightly=101))
+LOOKS_AT_QUEUE = BlockWait.look_at_queue
+FEW, MANY = range(1, 13), range(13, amount(24, nightly=101))
 
 
 def setting(rng: random.Random, **changes: int) -> Setting:
@@ -165,6 +167,28 @@ def test_memory_slower_than_computing_is_left_alone() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("factor", "together", "at_most"), [(1, 16, 0.05), (4, 16, 0.3), (10, 16, 0.7), (30, 4, 0.7)]
+)
+def test_of_requests_that_come_together_those_are_loaded_that_come_before_their_turn(
+    factor: int, together: int, at_most: float
+) -> None:
+    """All of them are loaded sooner than they would be computed one after the other, and reading
+    them takes less than computing them."""
+    world = typical()
+    for _ in range(4):
+        world.run(25)
+    world.disk.factor = factor
+    took = computing = lost = 0
+    for _ in range(5):
+        for told in world.run_together([8] * together):
+            took, computing = took + told.took_ns, computing + told.computing_ns
+            lost += max(0, told.took_ns - told.computing_ns)
+        world.pause(2000)
+    assert took <= at_most * computing
+    assert lost <= (ALLOWED - 1) * computing
+
+
 # ── broken on purpose ────────────────────────────────────────────────────────────────────────────
 
 
@@ -181,6 +205,17 @@ def risks_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitAccount, "risk_ns", lambda _, saving_ns: saving_ns)
 
 
+def sees_no_queue(patch: pytest.MonkeyPatch) -> None:
+    """A load is compared with computing its own prompt alone."""
+    patch.setattr(costs.Costs, "queued_ns", lambda *_: 0.0)
+    patch.setattr(BlockWait, "look_at_queue", functools.partialmethod(_alone))
+
+
+def _alone(wait: BlockWait, _queued_ns: float, now_ns: int) -> None:
+    wait._queue_ns_max = 0.0
+    LOOKS_AT_QUEUE(wait, 0.0, now_ns)
+
+
 def waits_for_all(patch: pytest.MonkeyPatch) -> None:
     """A request waits for its blocks however long that takes."""
     patch.setattr(Odds, "patience_ns", lambda *_: 3000 * NS_PER_MS)
@@ -194,6 +229,14 @@ def test_what_is_broken_is_noticed(
     change(monkeypatch)
     with pytest.raises(AssertionError):
         [check(seed) for seed in FEW]
+
+
+def test_a_queue_that_is_not_seen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sees_no_queue(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_of_requests_that_come_together_those_are_loaded_that_come_before_their_turn(
+            10, 16, 0.7
+        )
 
 
 def test_the_account_holds_whatever_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,11 @@ class Costs:
         self.load = LoadPace()
         self._accounts: dict[str, WaitAccount] = {}
         """Accounts of waits, by the node that blocks come from; empty: the disk."""
+        self.queued_tokens = 0
+        """Tokens left to compute of requests that do not wait for blocks: a request that comes now
+        is computed after them."""
+        self.waiting_tokens = 0
+        """Tokens left to compute of requests that wait for blocks, if none came."""
         self._refusals = 0
         self._untold = 0
 
@@ -112,6 +117,10 @@ class Costs:
         """Time to compute so many tokens, as far as anybody waits for it."""
         return min(tokens * self.compute.ns_per_token, self._weighed_ns_max)
 
+    def queued_ns(self, now_ns: int) -> float:
+        """Time until the engine has computed what it has to without this request."""
+        return self.computing_ns(self.queued_tokens) + self.compute.in_flight_ns(now_ns)
+
     def saving_ns(self, tokens: int) -> float:
         """Time by which loading so many tokens from dram is quicker than computing them."""
         gain_ns = max(0.0, self.compute.ns_per_token - self.load.ns_per_token)
@@ -134,13 +143,19 @@ class Costs:
         """A wait for so many tokens that come from a source; None: computing them is quicker.
         `lost_ns`: by earlier waits of the request; `is_first`: none was weighed for this lookup."""
         account = self._account(source)
-        saving_ns = self.saving_ns(tokens)
+        saving_ns, queued_ns = self.saving_ns(tokens), self.queued_ns(now_ns)
+        queue_ns_max = queued_ns + self.computing_ns(self.waiting_tokens)
         if is_first:
-            account.weighed(self.computing_ns(tokens), now_ns)
+            account.weighed(queue_ns_max + self.computing_ns(tokens), now_ns)
         elif account.balance_ns < 0:
             return None  # what it may lose in debt is earned once a lookup
-        if account.may_wait(estimate_ns, saving_ns):
-            return BlockWait(account, saving_ns, estimate_ns, now_ns, lost_ns=lost_ns)
+        if account.may_wait(estimate_ns, saving_ns, queued_ns):
+            return BlockWait(
+                *(account, saving_ns, estimate_ns, now_ns),
+                lost_ns=lost_ns,
+                queued_ns=queued_ns,
+                queue_ns_max=queue_ns_max,
+            )
         account.odds.forget()
         return None
 

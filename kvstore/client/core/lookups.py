@@ -117,7 +117,31 @@ class EngineLookups:
             outcome = self._held(request, tokens_max, now_ns)
         if outcome is not PENDING:
             request.waiting_since_ns = 0
+            hit_tokens = outcome.tokens if isinstance(outcome, Hit) else 0
+            self.queue(request, request.prompt_tokens - request.local_tokens - hit_tokens)
+        elif request.stage is not LookupStage.PROMOTING:
+            self.queue(request, 0)
         return outcome
+
+    def queue(self, request: Request, tokens: int) -> None:
+        """So many tokens of the request are left to compute, now or in its turn, or after its wait
+        if no block comes."""
+        costs = self._costs
+        if request.is_queued:
+            costs.queued_tokens -= request.left_tokens
+        else:
+            costs.waiting_tokens -= request.left_tokens
+        request.left_tokens = max(0, tokens)
+        request.is_queued = request.wait is None
+        if request.is_queued:
+            costs.queued_tokens += request.left_tokens
+        else:
+            costs.waiting_tokens += request.left_tokens
+
+    def _queue_rest(self, request: Request) -> None:
+        """Of the request, what its leases do not cover."""
+        found = (request.first_block + request.found_blocks) * self._sizes[0]
+        self.queue(request, request.prompt_tokens - found)
 
     def _match(self, request: Request, now_ns: int, *, may_ask: bool) -> Outcome:
         if request.failed:
@@ -149,10 +173,13 @@ class EngineLookups:
             return self._give_up(request, now_ns)
         if request.stage is LookupStage.PROMOTING:
             assert request.wait is not None
+            queued_ns = self._costs.queued_ns(now_ns)
+            if now_ns >= request.wait.until_ns:
+                request.wait.look_at_queue(queued_ns, now_ns)
             if now_ns < request.wait.until_ns:
                 return PENDING
             self._stats.add("promotions_given_up")
-            request.end_wait(now_ns)
+            request.end_wait(queued_ns, now_ns)
             request.miss_reason = "promotion deadline"
             for part in request.parts:
                 part.promoting = 0
@@ -263,6 +290,7 @@ class EngineLookups:
             request.stage, request.waited = LookupStage.PROMOTING, True
         elif any(part.promoting for part in request.parts):
             request.miss_reason = "cost gate"
+        self._queue_rest(request)
 
     def grew(self, more: LeaseMore, now_ns: int) -> None:
         """More blocks of a lease have come to dram, or none will."""
@@ -294,9 +322,11 @@ class EngineLookups:
             is_short = short_parts(request)
             came = 0 if is_short else request.plan.tokens - request.first_block * self._sizes[0]
         coming = coming_tokens(request)
-        wait.arrived(self._costs.saving_ns(came), self._costs.saving_ns(coming), now_ns)
+        queued_ns = self._costs.queued_ns(now_ns)
+        wait.arrived(self._costs.saving_ns(came), self._costs.saving_ns(coming), queued_ns, now_ns)
         if not coming:
-            request.end_wait(now_ns)
+            request.end_wait(queued_ns, now_ns)
+            self._queue_rest(request)
 
     def _worth_waiting(self, request: Request, now_ns: int) -> BlockWait | None:
         """A wait for the blocks on their way, if there are any and computing takes longer."""

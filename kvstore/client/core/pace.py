@@ -64,6 +64,14 @@ class Pace:
                 return True
         return False
 
+    def in_flight_ns(self, now_ns: int) -> float:
+        """Estimated time until the steps that were planned and not reported have ended."""
+        if not self._steps:
+            return 0.0
+        begin_ns = max(self._steps[0][2], self._ended_ns)
+        tokens = sum(tokens for _, tokens, _ in self._steps)
+        return max(0.0, tokens * self.ns_per_token - (now_ns - begin_ns))
+
     def told(self, guess_ns: int) -> None:
         """Take another engine's measurement: a better guess."""
         self._guess_ns, self.is_known = guess_ns, True

@@ -106,6 +106,11 @@ class Request:
     be seen."""
     local_tokens: int = 0
     """The engine's own, when it last asked."""
+    left_tokens: int = 0
+    """Tokens of its prompt left to compute, as far as they are counted in the queue; 0 before the
+    node has answered."""
+    is_queued: bool = False
+    """Whether it computes them now or in its turn; otherwise it waits for blocks."""
     loaded_tokens: int = 0
     file_tokens: int = 0
     """Loaded tokens that came from disk for it."""
@@ -243,10 +248,10 @@ class Request:
         """Blocks found of the first group that came from another node for this request."""
         return sum(part.peer_blocks for part in self.parts if not part.group)
 
-    def end_wait(self, now_ns: int) -> None:
-        """Blocks came, or it took too long: take what is there."""
+    def end_wait(self, queued_ns: float, now_ns: int) -> None:
+        """Blocks came, or it took too long: take what is there, behind so much computing."""
         assert self.wait is not None
-        self.lost_ns += self.wait.ended(now_ns)
+        self.lost_ns += self.wait.ended(queued_ns, now_ns)
         self.wait, self.stage = None, LookupStage.HELD
 
     def may_outlive_leases(self, now_ns: int) -> bool:

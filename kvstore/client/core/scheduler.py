@@ -246,6 +246,11 @@ class SchedulerCore:
         """The engine plans a step: first tokens that it knows by now came before this."""
         self._now_ns = now_ns
 
+    def scheduled(self, request: Request, *, computed_tokens: int) -> None:
+        """The engine will have computed so many tokens of the request after this step. To be called
+        while it has `left_tokens`."""
+        self.lookups.queue(request, request.prompt_tokens - computed_tokens)
+
     def settled_tokens(self, request: str, *, computed_tokens: int, known_tokens: int) -> int:
         """Tokens of the request that will be computed and verified after this step, or 0 when
         nothing is left to store or compare: the cheap question asked for every running request.
@@ -325,6 +330,7 @@ class SchedulerCore:
         if entry is None:
             return None
         del self._by_tag[entry.tag]
+        self.lookups.queue(entry, 0)
         self.pushes.finished(entry, why_early, self._now_ns)
         if entry.stage in WAITING_STAGES:
             self.lookups.release(entry)

@@ -7,11 +7,19 @@ The rest of a wait is expected from the estimate and from how earlier waits comp
 those that took longer than this one so far, the mean of what they took beyond. Without any such, it
 is expected to take as long again (the waiting time of Lindy's law, as for a heavy tail).
 
-Expectations err, so each source has an account. A load that is weighed earns VAIN_SHARE of its
-compute time; a wait that took longer than computing its blocks spends the difference. In debt, a
-wait risks only its own earnings; otherwise an advance of half its saving, and its part of the
-balance. So the time lost to waits stays within that share of the compute time, over some minutes,
-but for the advance to the first request that meets a source which has become slow.
+A request that computes has its turn after those before it. So a wait is compared with the time that
+these take and the request's own: while the engine computes others, it delays nothing. A wait that
+has come to its end looks at the queue once more, since another one may have given up meanwhile,
+which computes now. Of requests that come together as many are loaded as come sooner than their turn
+to be computed would have ended, and the first of them is the first to give up. Later requests are
+not counted, or they would pass this one for ever.
+
+Expectations err, so each source has an account. A load that is weighed earns VAIN_SHARE of the time
+to compute its request in its turn; a wait after which this would have been sooner spends the
+difference. In debt, a wait risks only its own earnings; otherwise an advance of half its saving,
+and its part of the balance. So the time lost to waits stays within that share of the compute time,
+over some minutes, but for the advance to the first request that meets a source which has become
+slow.
 
 No wait loses more than computing takes, as with ski rental (Karlin et al., 1988).
 Pure. Does not cover: the estimate (`kvstore.engine.moves.pace`).
@@ -88,11 +96,12 @@ class WaitAccount:
             return saving_ns / VAIN_SHARE
         return min(saving_ns, saving_ns / ADVANCE_SHARE + self.balance_ns / (self.waiting + 1))
 
-    def may_wait(self, estimate_ns: float, saving_ns: float) -> bool:
-        """Whether a wait is worth beginning. In debt it has to be expected to end within what it
-        may lose: what is declined pays the debt back, what is lost every time never would."""
+    def may_wait(self, estimate_ns: float, saving_ns: float, queued_ns: float = 0.0) -> bool:
+        """Whether a wait is worth beginning, behind a queue of so much computing. In debt it has to
+        be expected to end within what it may lose: what is declined pays the debt back, what is
+        lost every time never would."""
         worth_ns = saving_ns if self.balance_ns >= 0 else self.risk_ns(saving_ns)
-        return self.odds.patience_ns(estimate_ns, worth_ns) > 0
+        return self.odds.patience_ns(estimate_ns, worth_ns + queued_ns) > 0
 
 
 class BlockWait:
@@ -104,6 +113,7 @@ class BlockWait:
         "_begun_ns",
         "_estimate_ns",
         "_left_ns",
+        "_queue_ns_max",
         "_risk_ns",
         "_saved_ns",
         "_saving_ns",
@@ -118,35 +128,54 @@ class BlockWait:
         now_ns: int,
         *,
         lost_ns: float = 0.0,
+        queued_ns: float = 0.0,
+        queue_ns_max: float = 0.0,
     ) -> None:
-        """For blocks that save `saving_ns` of computing and take about `estimate_ns`. `lost_ns`: by
-        earlier waits of the same request."""
+        """For blocks that save `saving_ns` of computing and take about `estimate_ns`.
+
+        Args:
+            account: of their source.
+            saving_ns, estimate_ns, now_ns: see above.
+            lost_ns: by earlier waits of the same request.
+            queued_ns: of computing that comes before its own.
+            queue_ns_max: the same if none of those that wait now got a block.
+        """
         self._account = account
         self._begun_ns = self._arrived_ns = now_ns
         self._saving_ns, self._estimate_ns = saving_ns, estimate_ns
         self._risk_ns = min(account.risk_ns(saving_ns), max(0.0, saving_ns - lost_ns))
         self._saved_ns, self._left_ns = 0.0, saving_ns
+        self._queue_ns_max = queue_ns_max
         self.until_ns = now_ns
         """End of the wait if nothing arrives before."""
-        self.arrived(0, saving_ns, now_ns)
+        self.look_at_queue(queued_ns, now_ns)
         account.waiting += 1
 
-    def arrived(self, came_ns: float, left_ns: float, now_ns: int) -> None:
+    def arrived(self, came_ns: float, left_ns: float, queued_ns: float, now_ns: int) -> None:
         """Blocks arrived that save `came_ns`; those still on their way save `left_ns`."""
         self._saved_ns += came_ns
         self._left_ns, self._arrived_ns = left_ns, now_ns
-        patience_ns = self._account.odds.patience_ns(self._expected_ns(left_ns), left_ns)
-        end_ns = self._begun_ns + self._risk_ns + self._saved_ns
-        self.until_ns = int(min(now_ns + patience_ns, end_ns))
+        self.look_at_queue(queued_ns, now_ns)
 
-    def ended(self, now_ns: int) -> float:
+    def look_at_queue(self, queued_ns: float, now_ns: int) -> None:
+        """So much computing comes before its own: set the end of the wait anew."""
+        turn_ns = self._begun_ns + self._queue_ns_max
+        queued_ns = max(0.0, min(queued_ns, turn_ns - now_ns))
+        expected_ns = self._expected_ns(self._left_ns)
+        patience_ns = self._account.odds.patience_ns(expected_ns, self._left_ns + queued_ns)
+        end_ns = turn_ns + self._risk_ns + self._saved_ns
+        self.until_ns = int(min(self._arrived_ns + patience_ns, end_ns))
+
+    def ended(self, queued_ns: float, now_ns: int) -> float:
         """The wait is over: all blocks came, or the rest is computed. Returns what it lost."""
         took_ns = now_ns - self._begun_ns
-        expected_ns = self._expected_ns(self._saved_ns + self._left_ns)
+        # Where none will come any more, nothing is left, and all were expected.
+        expected_ns = self._expected_ns(self._saved_ns + self._left_ns or self._saving_ns)
         # The rest would have taken as long again, as far as is known.
         rest_ns = now_ns - self._arrived_ns if self._left_ns else 0
         self._account.odds.ended((took_ns + rest_ns) / max(expected_ns, NS_PER_MS))
-        lost_ns = max(0.0, took_ns - self._saved_ns)
+        queued_ns = min(queued_ns, self._queue_ns_max)
+        lost_ns = max(0.0, took_ns + queued_ns - self._queue_ns_max - self._saved_ns)
         self._account.balance_ns -= lost_ns
         self.dropped()
         return lost_ns

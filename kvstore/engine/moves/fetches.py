@@ -63,6 +63,9 @@ AVOID_FIRST_NS, AVOID_MOST_NS = NS_PER_S, 30 * NS_PER_S
 UNANSWERED_MAX times in a row."""
 UNANSWERED_MAX = 3
 PEERS_MAX = 1024
+FORGET_NS = 10 * NS_PER_S
+"""A peer that fetches do not pay from is measured again: its slowest sample is forgotten after so
+long, then the next one."""
 
 
 class _Locating(msgspec.Struct, frozen=True):
@@ -82,6 +85,8 @@ class _PeerPace(msgspec.Struct):
     """Measured pace and failures of another node."""
 
     pace: ReadPace = msgspec.field(default_factory=ReadPace)
+    measured_ns: int = 0
+    """When a fetch ended last, or a sample was forgotten."""
     failures: int = 0
     """In a row."""
     avoid_until_ns: int = 0
@@ -169,10 +174,14 @@ class Fetches:
 
     def _brought_by(self, scope: int, key: bytes) -> tuple[int, int]:
         """The question or fetch that brings this key of a scope, and the key's place in it."""
-        number = next(its[key] for its in self._with([scope]).values() if key in its)
+        number = self._bringer(scope, key)
         job = self._locating.get(number) or self._fetching.get(number)
         assert job is not None, "nobody brings a key"
         return number, next(n for n, its in enumerate(each(job.keys)) if its == key)
+
+    def _bringer(self, scope: int, key: bytes) -> int:
+        """Number of the question or fetch that brings this key of a scope."""
+        return next(its[key] for its in self._with([scope]).values() if key in its)
 
     def _with(self, scopes: Sequence[int]) -> dict[tuple[int, ...], dict[bytes, int]]:
         """Keys on their way in any of these scopes."""
@@ -205,16 +214,21 @@ class Fetches:
         if not self._coming_of[asker.engine]:
             del self._coming_of[asker.engine]
 
-    def estimate(self, asker: Asker, wanted: Wanted) -> tuple[int, str]:
-        """Estimated time in ms for the wanted blocks to come, and the peer that they come from; `*`
-        while the index is asked, and the quickest peer that does not fail may be it."""
-        size = wanted.coming * sum(asker.slot_sizes)
+    def estimate(self, asker: Asker, keys: Keys, wanted: Wanted) -> tuple[int, str]:
+        """Estimated time in ms for the wanted ones of these keys to come, after what was asked for
+        before them, and the peer that they come from; `*` while the index is asked, and the
+        quickest peer that does not fail may be it."""
         now_ns = self._state.now_ns
-        job = self._fetching.get(wanted.number)
-        peers = self._peers.values() if job is None else [self._peer(job.node)]
-        paces = [peer.pace.ns_per_byte(now_ns) for peer in peers if not peer.failures]
-        estimate_ms = LOCATE_MS + int(size * min(paces, default=NS_PER_BYTE_GUESS) / NS_PER_MS)
-        return estimate_ms, "*" if job is None else job.node
+        number = self._bringer(asker.scopes[0], keys[wanted.coming - 1].tobytes())
+        job = self._fetching.get(number)
+        if job is not None:
+            return LOCATE_MS + self._peer(job.node).pace.estimate_ms(number, now_ns), job.node
+        asked = [len(its.keys) for other, its in self._locating.items() if other <= number]
+        size = sum(asked) * sum(asker.slot_sizes)
+        paces = [peer.pace for peer in self._peers.values() if not peer.failures]
+        times_ns = [(size + pace.begun_bytes) * pace.ns_per_byte(now_ns) for pace in paces]
+        estimate_ns = min(times_ns, default=size * NS_PER_BYTE_GUESS)
+        return LOCATE_MS + int(estimate_ns / NS_PER_MS), "*"
 
     # ── what the index knows ─────────────────────────────────────────────────────────────────────
 
@@ -270,8 +284,12 @@ class Fetches:
                 continue
             ns_per_byte = peer.pace.ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
             cost_ns = ns_per_byte * sum(asker.block_bytes)
-            if compute_ns and cost_ns * GAIN > compute_ns and not state.config.fetches_always:
+            is_dear = bool(compute_ns) and cost_ns * GAIN > compute_ns
+            if is_dear and not state.config.fetches_always:
                 judged(Reason.FETCH_COST, candidate, cost_ns, compute_ns)
+                if peer and state.now_ns - peer.measured_ns >= FORGET_NS:
+                    peer.pace.forget_slowest()
+                    peer.measured_ns = state.now_ns
                 continue
             # Nothing is known of computing: the longest run is the best, the quickest of equals.
             worth_ns = max(compute_ns - cost_ns, 1.0) if compute_ns else 1.0 + 1.0 / (1.0 + cost_ns)
@@ -354,6 +372,7 @@ class Fetches:
         peer = self._peer(job.node)
         good = any(event.good)
         peer.pace.ended(event.job, self._state.now_ns, counts=good)
+        peer.measured_ns = self._state.now_ns
         if good:
             peer.failures = peer.avoid_until_ns = 0
         elif event.peer_failed and self._state.now_ns >= peer.avoid_until_ns:

@@ -217,6 +217,11 @@ class Files:
             self.pace.late(event.job)
             self._arrivals.settle_keys(job.keys)
 
+    def estimate_ms(self, asker: Asker, keys: Keys) -> int:
+        """Estimated time for those of these keys to come that are being read."""
+        rows = self._state.residency.find_all(asker.scopes, keys)
+        return self.pace.estimate_ms(int(self._reading[rows].max()), self._state.now_ns)
+
     def _no_more_reading(self, number: int, job: _Read) -> None:
         mine = job.rows[self._reading[job.rows] == number]
         self._reading[mine] = 0

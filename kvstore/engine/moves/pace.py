@@ -77,12 +77,14 @@ NS_PER_BYTE_GUESS = 1.0
 
 
 class _TimedRead:
-    __slots__ = ("ahead_bytes", "begin_ns", "size_bytes")
+    __slots__ = ("ahead_bytes", "asked_bytes", "begin_ns", "size_bytes")
 
-    def __init__(self, size_bytes: int, ahead_bytes: int, begin_ns: int) -> None:
+    def __init__(self, size_bytes: int, ahead_bytes: int, asked_bytes: int, begin_ns: int) -> None:
         self.size_bytes = size_bytes
         self.ahead_bytes = max(ahead_bytes, SMALL_READ_BYTES)
         """Bytes that the disk has to read until this read is done, its own included."""
+        self.asked_bytes = asked_bytes
+        """Bytes of all reads so far, this one included."""
         self.begin_ns = begin_ns
 
 
@@ -98,6 +100,8 @@ class ReadPace:
         """Reads that may never end."""
         self.begun_bytes = 0
         """Bytes under way, without late reads."""
+        self._asked_bytes = 0
+        """Bytes of all reads so far."""
 
     @property
     def measured_ns_per_mib(self) -> int:
@@ -111,7 +115,8 @@ class ReadPace:
     def begun(self, job: int, size_bytes: int, now_ns: int) -> None:
         """A read was asked of the disk."""
         self.begun_bytes += size_bytes
-        self._reads[job] = _TimedRead(size_bytes, self.begun_bytes, now_ns)
+        self._asked_bytes += size_bytes
+        self._reads[job] = _TimedRead(size_bytes, self.begun_bytes, self._asked_bytes, now_ns)
 
     def late(self, job: int) -> None:
         """Nobody waits any longer for a read: it says something again when it ends."""
@@ -134,10 +139,20 @@ class ReadPace:
             ):
                 self._samples.append(sample)
 
-    def estimate_ms(self, now_ns: int) -> int:
-        """How long the reads under way will take."""
-        samples = [*self._learned(), *self._so_far(now_ns)]
-        return int(_expected_ns(samples, max(self.begun_bytes, SMALL_READ_BYTES)) / NS_PER_MS) + 1
+    def forget_slowest(self) -> None:
+        """The place is not read from because it was slow: what is never tried would stay so."""
+        if self._samples:
+            self._samples.remove(max(self._samples, key=lambda sample: sample[1] / sample[0]))
+
+    def estimate_ms(self, job: int, now_ns: int) -> int:
+        """How long this read will take, after those that were asked for before it; all reads that
+        are under way, if it is none of them."""
+        samples, size = [*self._learned(), *self._so_far(now_ns)], self.begun_bytes
+        if (read := self._reads.get(job)) is not None:
+            # Reads end in about their order: those that ended were asked for before it.
+            ended_bytes = self._asked_bytes - self.begun_bytes
+            size = max(read.size_bytes, read.asked_bytes - ended_bytes)
+        return int(_expected_ns(samples, max(size, SMALL_READ_BYTES)) / NS_PER_MS) + 1
 
     def _learned(self) -> list[tuple[int, float]]:
         return list(self._samples) or [self._guess]

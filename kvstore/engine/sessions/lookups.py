@@ -142,12 +142,12 @@ class Lookups:
         if promoting == REPEATED:
             return REPEATED, estimate, Wanted()
         if promoting:
-            estimate = self._files.pace.estimate_ms(self._state.now_ns), ""
+            estimate = self._files.estimate_ms(asker, keys[:promoting]), ""
         # What is pushed is not asked for elsewhere.
         promoting += self._awaited.run(asker, keys[promoting:]) if promoting else pushed
         wanted = self._fetches.want(asker, keys[promoting:])
         if wanted.coming:
-            estimate = max(estimate, self._fetches.estimate(asker, wanted))
+            estimate = max(estimate, self._fetches.estimate(asker, keys[promoting:], wanted))
         return promoting + wanted.coming, estimate, wanted
 
     def _refuse(self, connection: Connection, ask: LeaseAsk, asker: Asker) -> str:

@@ -238,6 +238,8 @@ class SimEngine:
         self._schedule_waiting(new_blocks, scheduled)
         self.core.begin_step(self.now_ns)
         for request, count in scheduled:
+            if (entry := self.core.requests[request.name]).left_tokens:
+                self.core.scheduled(entry, computed_tokens=request.computed + count)
             settled = self.core.settled_tokens(
                 request.name,
                 computed_tokens=request.computed + count,
@@ -250,6 +252,7 @@ class SimEngine:
                 ]
                 self.core.fill(request.name, tables=tables, settled_tokens=settled)
         self._check_loading_is_not_stored()
+        self._check_queue()
         plan = self.core.plan(new_blocks, self.now_ns)
         self.poll_scheduler()
         self._execute(plan, scheduled)
@@ -263,6 +266,15 @@ class SimEngine:
                     request.name, computed_tokens=tokens, known_tokens=tokens
                 ):
                     raise Violation(f"{self.name}: {request.name} is stored while it loads")
+
+    def _check_queue(self) -> None:
+        """What is left to compute is what the requests under way have left, and never negative."""
+        left = dict.fromkeys((True, False), 0)
+        for entry in self.core.requests.values():
+            left[entry.is_queued] += entry.left_tokens
+        costs = self.core.costs
+        if (costs.queued_tokens, costs.waiting_tokens) != (left[True], left[False]):
+            raise Violation(f"{self.name}: the queue is miscounted: {left}, {vars(costs)}")
 
     def _schedule_running(
         self, new_blocks: list[int], scheduled: list[tuple[SimRequest, int]]

@@ -117,13 +117,13 @@ def test_each_source_has_an_account_of_its_own() -> None:
     made = costs(0)
     slow = made.wait("n1", 1000, 10_000_000, 0)
     assert slow is not None
-    slow.ended(54_000_000)
+    slow.ended(0, 54_000_000)
     assert made.wait("n1", 1000, 10_000_000, 0) is None, "4 % of 100 ms are its own: paid back"
     assert made.wait("n1", 1000, 1_000_000, 0).until_ns == 4_000_000  # type: ignore[union-attr]
     assert made.wait("n2", 1000, 10_000_000, 0).until_ns > 50_000_000  # type: ignore[union-attr]
     for number in range(2 * SOURCES_MAX):
         if (wait := made.wait(f"other{number}", 1000, 10_000_000, 0)) is not None:
-            wait.ended(54_000_000)
+            wait.ended(0, 54_000_000)
     assert made.wait("n1", 1000, 10_000_000, 0) is None, "debts are not forgotten"
     assert made.wait("yet another", 1000, 10_000_000, 0) is None, "nor those of many sources"
 
@@ -134,7 +134,7 @@ def test_a_source_that_owes_nothing_gives_way_to_a_new_one() -> None:
         wait = made.wait(f"n{number}", 1000, 10_000_000, 0)
         assert wait is not None
         if number == SOURCES_MAX:
-            wait.ended(54_000_000)
+            wait.ended(0, 54_000_000)
         else:
             wait.dropped()
     assert made.wait(f"n{SOURCES_MAX}", 1000, 10_000_000, 0) is None, "its debt stays"
@@ -151,7 +151,7 @@ def test_a_lookup_weighs_and_owes_once_however_many_waits_it_has() -> None:
     made = costs(0)
     first = made.wait("", 1000, 10_000_000, 0)
     assert first is not None
-    lost_ns = first.ended(54_000_000)
+    lost_ns = first.ended(0, 54_000_000)
     assert lost_ns == 54_000_000
     assert made.wait("", 1000, 1_000_000, 0, is_first=False) is None, "the account is in debt"
     made = costs(0)

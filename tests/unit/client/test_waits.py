@@ -61,7 +61,7 @@ def test_half_of_the_saving_is_lent_and_a_debt_leaves_the_own_share() -> None:
     account.weighed(100, 0)
     first = BlockWait(account, 100, 10, 0)
     assert first.until_ns == 54, "half, and 4 %"
-    first.ended(54)
+    first.ended(0, 54)
     account.weighed(100, 0)
     assert account.balance_ns == pytest.approx(-46)
     assert BlockWait(account, 100, 1, 0).until_ns == 4
@@ -91,9 +91,9 @@ def test_what_arrives_prolongs_a_wait_and_what_it_saved_is_no_loss() -> None:
     account.weighed(0, 0)
     wait = BlockWait(account, 1000, 800, 0)
     assert wait.until_ns == 500
-    wait.arrived(400, 600, 450)
+    wait.arrived(400, 600, 0, 450)
     assert wait.until_ns == 900, "half of its saving, and what it saved by now"
-    wait.ended(900)
+    wait.ended(0, 900)
     assert account.balance_ns == -500
 
 
@@ -108,9 +108,53 @@ def test_what_did_not_come_is_taken_to_need_as_long_again(
     monkeypatch.setattr(account.odds, "ended", seen.append)
     wait = BlockWait(account, 1000 * MS, 10 * MS, 0)
     if came:
-        wait.arrived(came * MS, left * MS, 10 * MS)
-    wait.ended(20 * MS)
+        wait.arrived(came * MS, left * MS, 0, 10 * MS)
+    wait.ended(0, 20 * MS)
     assert seen == [pytest.approx(ratio)]
+
+
+# ── requests that come together ──────────────────────────────────────────────────────────────────
+
+
+def test_while_others_are_computed_a_wait_costs_nothing() -> None:
+    account = WaitAccount()
+    assert not account.may_wait(estimate_ns=150, saving_ns=100)
+    assert account.may_wait(estimate_ns=150, saving_ns=100, queued_ns=100)
+    wait = BlockWait(account, 100, 150, 0, queued_ns=200, queue_ns_max=200)
+    assert wait.until_ns == 250, "its turn, and half of its saving"
+    wait.ended(0, 200)
+    assert account.balance_ns == 0
+
+
+def test_a_wait_that_came_to_its_end_looks_who_has_begun_to_compute() -> None:
+    account = WaitAccount()
+    account.balance_ns = 1000.0
+    wait = BlockWait(account, 100, 10, 0, queue_ns_max=300)
+    assert wait.until_ns == 100, "nobody computes, so it would be the next one"
+    wait.look_at_queue(100, 100)
+    assert wait.until_ns == 200, "the one before it gave up"
+    wait.look_at_queue(0, 200)
+    assert wait.until_ns < 200
+    assert wait.ended(0, 200) == 0, "it is done no later than in its turn"
+
+
+def test_those_who_come_later_do_not_pass_it_for_ever() -> None:
+    account = WaitAccount()
+    wait = BlockWait(account, 100, 10, 0, queued_ns=50, queue_ns_max=50)
+    for now_ns in range(0, 1000, 10):
+        wait.look_at_queue(10_000, now_ns)
+    assert wait.until_ns <= 50 + 100
+    assert wait.ended(10_000, 150) == 150, "they are in front of it now"
+
+
+def test_what_is_late_was_expected_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node says that no block will come any more: nothing is left, and none came."""
+    account, seen = WaitAccount(), list[float]()
+    monkeypatch.setattr(account.odds, "ended", seen.append)
+    wait = BlockWait(account, 1000 * MS, 500 * MS, 0)
+    wait.arrived(0, 0, 0, 2000 * MS)
+    wait.ended(0, 2000 * MS)
+    assert seen == [4.0]
 
 
 requests = st.lists(
@@ -142,8 +186,8 @@ def test_waits_in_vain_stay_within_their_share_but_for_what_was_lent(
             took_ns = min(end_ns, wait.until_ns) - now_ns
             came = compute_ns if end_ns <= wait.until_ns else 0
             if came:
-                wait.arrived(came, 0, end_ns)
-            wait.ended(now_ns + took_ns)
+                wait.arrived(came, 0, 0, end_ns)
+            wait.ended(0, now_ns + took_ns)
             assert took_ns <= compute_ns + 1
             lost += max(0, took_ns - came)
         else:

@@ -225,6 +225,38 @@ def test_nothing_is_fetched_that_is_computed_as_quickly() -> None:
     assert node.fetches[0].node == "new"
 
 
+def test_a_peer_that_was_slow_is_tried_again_by_and_by() -> None:
+    """It was slow when many asked at once: not asked any more, it would be taken for slow for
+    ever."""
+    node, peer = attached()
+    node.hear(peer.scheduler, Measured(compute_ns_per_token=1_000_000, load_ns_per_token=10))
+    for number in (1, 2):
+        peer.hint(number)
+        node.locate(("slow", 1))
+    node.now_ns += 10**11
+    node.arrive()
+    node.arrive()
+    asked = 0
+    for seconds in range(60):
+        peer.hint(100 + seconds)
+        node.locate(("slow", 1))
+        if node.fetches:
+            asked += 1
+            node.now_ns += 10**11
+            node.arrive()
+        node.tick(1000)
+    assert 2 <= asked <= 5, "about one fetch in as many seconds as a sample is remembered"
+
+
+def test_the_estimate_is_that_of_the_own_blocks_and_of_those_asked_for_before() -> None:
+    node, peer = attached()
+    first = peer.lease(1, *range(1, 9)).promoting_ms
+    second = peer.lease(2, *range(11, 19)).promoting_ms
+    assert second - 2 == pytest.approx(2 * (first - 2), abs=1)
+    node.locate(("far", 8))
+    assert peer.lease(3, *range(1, 9)).promoting_ms == pytest.approx(first, abs=1)
+
+
 def test_whoever_wants_it_fetches_what_is_computed_as_quickly_too() -> None:
     node, peer = attached(fetches_always=True)
     node.hear(peer.scheduler, Measured(compute_ns_per_token=1, load_ns_per_token=1))

@@ -127,16 +127,16 @@ def test_a_read_behind_others_is_not_taken_for_slow() -> None:
     assert pace.ns_per_byte(0) == pytest.approx(1e6 / MIB)
     pace.begun(9, 50 * MIB, 0)
     pace.begun(10, 50 * MIB, 0)
-    assert pace.estimate_ms(0) == 101
+    assert pace.estimate_ms(0, 0) == 101
 
 
 def test_a_shorter_read_is_not_taken_to_be_quicker_in_proportion() -> None:
     pace = ReadPace()
     read(pace, 1, 100, 1000)
     pace.begun(2, MIB, 0)
-    assert pace.estimate_ms(0) == 101
+    assert pace.estimate_ms(0, 0) == 101
     pace.begun(3, 399 * MIB, 0)
-    assert pace.estimate_ms(0) == 4001
+    assert pace.estimate_ms(0, 0) == 4001
 
 
 def test_a_short_read_is_mostly_latency() -> None:
@@ -145,7 +145,7 @@ def test_a_short_read_is_mostly_latency() -> None:
     pace.ended(1, 10**6, counts=True)
     assert pace.ns_per_byte(0) == pytest.approx(4e6 / MIB)
     pace.begun(2, 4096, 0)
-    assert pace.estimate_ms(0) == 2
+    assert pace.estimate_ms(0, 0) == 2
 
 
 def test_a_read_that_was_refused_says_nothing_of_the_disk() -> None:
@@ -158,19 +158,19 @@ def test_a_read_that_was_refused_says_nothing_of_the_disk() -> None:
 def test_a_read_under_way_counts_with_the_time_it_has_taken() -> None:
     pace = ReadPace(10**6)
     pace.begun(1, 10 * MIB, 0)
-    assert pace.estimate_ms(0) == 11
-    assert pace.estimate_ms(5 * 10**6) == 11
-    assert pace.estimate_ms(24 * 10**6) == 39, "14 ms late: it may take as long again"
+    assert pace.estimate_ms(0, 0) == 11
+    assert pace.estimate_ms(0, 5 * 10**6) == 11
+    assert pace.estimate_ms(0, 24 * 10**6) == 39, "14 ms late: it may take as long again"
     assert pace.ns_per_byte(55 * 10**6) == pytest.approx(1e7 / MIB)
 
 
 def test_a_late_read_says_nothing_until_it_ends() -> None:
     pace = ReadPace(10**6)
     pace.begun(1, 10 * MIB, 0)
-    assert pace.estimate_ms(10**9) > 1000
+    assert pace.estimate_ms(0, 10**9) > 1000
     pace.late(1)
     pace.begun(2, 10 * MIB, 10**9)
-    assert (pace.estimate_ms(10**9), pace.begun_bytes) == (11, 10 * MIB)
+    assert (pace.estimate_ms(0, 10**9), pace.begun_bytes) == (11, 10 * MIB)
     pace.ended(1, 2 * 10**9, counts=True)
     assert (pace.measured_ns_per_mib, pace.begun_bytes) == (2 * 10**8, 10 * MIB)
 
@@ -184,3 +184,24 @@ def test_a_read_that_nobody_waited_for_counts_if_it_was_quicker() -> None:
     pace.begun(6, MIB, 0)
     pace.ended(6, 10**6, counts=True, was_awaited=False)
     assert pace.measured_ns_per_mib == 15 * 10**6, "the first one is forgotten"
+
+
+def test_what_is_asked_for_later_does_not_delay_a_read() -> None:
+    pace = ReadPace(1_000_000)  # a millisecond for a MiB
+    for job in (1, 2, 3):
+        pace.begun(job, 100 * MIB, 0)
+    assert [pace.estimate_ms(job, 0) for job in (1, 2, 3, 0)] == [101, 201, 301, 301]
+    pace.ended(1, 10**8, counts=True)
+    assert pace.estimate_ms(2, 10**8) == 101
+
+
+def test_the_slowest_read_is_forgotten_first() -> None:
+    pace = ReadPace()
+    for job, ms in enumerate((10, 40, 20), 1):
+        pace.begun(job, 10 * MIB, 0)
+        pace.ended(job, ms * 10**6, counts=True)
+    found = []
+    while pace.measured_ns_per_mib:
+        found.append(pace.measured_ns_per_mib)
+        pace.forget_slowest()
+    assert found == [4 * 10**6, 2 * 10**6, 10**6]
