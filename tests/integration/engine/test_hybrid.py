@@ -168,7 +168,8 @@ def test_with_few_blocks_and_preemption_tokens_stay_equal(
 def test_a_node_that_is_killed_or_stopped_and_damaged_bytes_change_no_answer(
     engine: EngineServer, hybrid: Hybrid, tmp_path: Path
 ) -> None:
-    flags = ["--file", f"{tmp_path / 'files'}:1GiB"]
+    # Loads shall find the damage, not the scrub, which would drop it first.
+    flags = ["--file", f"{tmp_path / 'files'}:1GiB", "--scrub", "off"]
     with ThreadPoolExecutor(1) as pool:
         for fault in (NodeProcess.kill, NodeProcess.pause, damage):
             with node_for(engine, tmp_path, flags=flags) as node:

@@ -171,7 +171,8 @@ def test_a_node_that_is_killed_or_stopped_and_damaged_states_change_no_answer(
             return False
 
         for fault in (NodeProcess.kill, NodeProcess.pause, damage):
-            with node_for(engine, tmp_path) as node:
+            # Loads shall find the damage, not the scrub, which would drop it first.
+            with node_for(engine, tmp_path, flags=("--scrub", "off")) as node:
                 for _ in range(2):
                     check(ask(engine, prompts, forget=False))
                 before = hits(engine)
