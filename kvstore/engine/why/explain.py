@@ -35,6 +35,11 @@ fit no message."""
 TOKENS_MAX: Final = 1 << 32
 """Bound of tokens and blocks."""
 _TEXTS: Final = {"request", "outcome", "detail", "transfer", "session", "leases", "traceparent"}
+_NOT_WAITED_FOR: Final = {
+    Reason.PROMOTION_DEADLINE: Reason.PROMOTION_COST,
+    Reason.TOO_LATE: Reason.WAIT_COST,
+}
+"""What a reason of blocks that came too late is where the request never waited."""
 _TIMES: Final = ("queued", "lookup", "promotion", "load", "first_token", "saved")
 _COUNTS: Final = {
     name: COUNT_MAX if name.endswith("_ns") else TOKENS_MAX
@@ -263,8 +268,8 @@ def _of_request(story: Story, row: RangeReport, *, served: int) -> RangeReport:
         return row if is_loaded else RangeReport(row.first_block, row.blocks, "dram", reason)
     if is_loaded:
         return RangeReport(row.first_block, row.blocks)  # by an earlier lookup, before a preemption
-    if row.reason is Reason.PROMOTION_DEADLINE and not story.promotion_ns:
-        return msgspec.structs.replace(row, reason=Reason.PROMOTION_COST)
+    if not story.promotion_ns and row.reason in _NOT_WAITED_FOR:
+        return msgspec.structs.replace(row, reason=_NOT_WAITED_FOR[row.reason])
     return row
 
 

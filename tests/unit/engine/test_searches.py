@@ -229,7 +229,7 @@ def test_the_first_of_several_fetches_is_not_the_end(monkeypatch: pytest.MonkeyP
     peer.lease(1, 1, 2, 3, 4)
     node.locate(("far", 4))
     node.arrive()
-    assert end(node, peer, blocks=4, loaded=2) == [
+    assert end(node, peer, blocks=4, loaded=2, promotion_ns=1) == [
         (0, 2, "peer", Reason.NONE, "far", Reason.ON_ITS_WAY),
         (2, 2, "", Reason.TOO_LATE, "far", Reason.ON_ITS_WAY),
     ]
@@ -239,12 +239,23 @@ def test_the_first_of_several_fetches_is_not_the_end(monkeypatch: pytest.MonkeyP
     ]
 
 
+def test_who_did_not_wait_was_not_too_late_but_quicker() -> None:
+    node, peer = attached()
+    peer.lease(1, 1, 2)
+    node.locate(("far", 2))
+    node.hear(peer.scheduler, LeaseRelease(leases=[1]))
+    node.arrive()
+    assert end(node, peer, blocks=2) == [(0, 2, "", Reason.WAIT_COST, "far", Reason.FETCHED)]
+    assert text(node, 0).startswith("fetched; computing it was estimated to be faster than waiting")
+    assert "2 of 2 blocks came from node far in" in text(node, 0)
+
+
 def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() -> None:
     node, peer = attached()
     peer.lease(1, 1, 2, 3, 4)
     node.locate(("far", 3))
     peer.lease(2, 3, 4, 5)
-    assert end(node, peer, blocks=3, leases=[2]) == [
+    assert end(node, peer, blocks=3, leases=[2], promotion_ns=1) == [
         (0, 1, "", Reason.TOO_LATE, "far", Reason.ON_ITS_WAY),
         (1, 1, "", Reason.NEVER_STORED, "", Reason.NOBODY_HAS_IT),
         (2, 1, "", Reason.NEVER_STORED, "", Reason.NONE),
