@@ -5,10 +5,10 @@
     /state.json ────── HTTP ─┘
 
 All processes are asked at once, each for ANSWER_S at most: one that is silent, or has no such page,
-is one sentence, below which its last state stays. Nodes publish their loads to the index, which so
-has a row for each node and the sums of all. The terminal is
-drawn again and again, and left as it was: every end (q, ctrl-C, SIGTERM, SIGHUP, an error) restores
-the previous screen and the settings of the keyboard. Does not cover: the layout (`top_view`).
+is one sentence, below which its last state stays. Nodes publish their loads to the index, so its
+state has a row for each node and the sums of all. The terminal is drawn again and again, and left
+as it was: every end (q, ctrl-C, SIGTERM, SIGHUP, an error) restores the previous screen and the
+settings of the keyboard. Does not cover: the layout (`top_view`).
 """
 
 from __future__ import annotations

@@ -41,11 +41,9 @@ class Costs:
         self.load = LoadPace()
         self._accounts: dict[str, WaitAccount] = {}
         """Accounts of waits, by the node that blocks come from; empty: the disk."""
-        self.queued_tokens = 0
-        """Tokens left to compute of requests that do not wait for blocks: a request that comes now
-        is computed after them."""
-        self.waiting_tokens = 0
-        """Tokens left to compute of requests that wait for blocks, if none came."""
+        self.left_tokens = {True: 0, False: 0}
+        """Tokens left to compute: of requests that do not wait for blocks (True), after which one
+        that comes now is computed; and of those that wait, if no block came."""
         self._refusals = 0
         self._untold = 0
 
@@ -119,7 +117,7 @@ class Costs:
 
     def queued_ns(self, now_ns: int) -> float:
         """Time until the engine has computed what it has to without this request."""
-        return self.computing_ns(self.queued_tokens) + self.compute.in_flight_ns(now_ns)
+        return self.computing_ns(self.left_tokens[True]) + self.compute.in_flight_ns(now_ns)
 
     def saving_ns(self, tokens: int) -> float:
         """Time by which loading so many tokens from dram is quicker than computing them."""
@@ -144,7 +142,7 @@ class Costs:
         `lost_ns`: by earlier waits of the request; `is_first`: none was weighed for this lookup."""
         account = self._account(source)
         saving_ns, queued_ns = self.saving_ns(tokens), self.queued_ns(now_ns)
-        queue_ns_max = queued_ns + self.computing_ns(self.waiting_tokens)
+        queue_ns_max = queued_ns + self.computing_ns(self.left_tokens[False])
         if is_first:
             account.weighed(queue_ns_max + self.computing_ns(tokens), now_ns)
         elif account.balance_ns < 0:

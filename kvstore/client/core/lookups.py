@@ -126,17 +126,10 @@ class EngineLookups:
     def queue(self, request: Request, tokens: int) -> None:
         """So many tokens of the request are left to compute, now or in its turn, or after its wait
         if no block comes."""
-        costs = self._costs
-        if request.is_queued:
-            costs.queued_tokens -= request.left_tokens
-        else:
-            costs.waiting_tokens -= request.left_tokens
-        request.left_tokens = max(0, tokens)
-        request.is_queued = request.wait is None
-        if request.is_queued:
-            costs.queued_tokens += request.left_tokens
-        else:
-            costs.waiting_tokens += request.left_tokens
+        left_tokens = self._costs.left_tokens
+        left_tokens[request.is_queued] -= request.left_tokens
+        request.left_tokens, request.is_queued = max(0, tokens), request.wait is None
+        left_tokens[request.is_queued] += request.left_tokens
 
     def _queue_rest(self, request: Request) -> None:
         """Of the request, what its leases do not cover."""

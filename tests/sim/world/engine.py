@@ -272,9 +272,9 @@ class SimEngine:
         left = dict.fromkeys((True, False), 0)
         for entry in self.core.requests.values():
             left[entry.is_queued] += entry.left_tokens
-        costs = self.core.costs
-        if (costs.queued_tokens, costs.waiting_tokens) != (left[True], left[False]):
-            raise Violation(f"{self.name}: the queue is miscounted: {left}, {vars(costs)}")
+        counted = self.core.costs.left_tokens
+        if counted != left:
+            raise Violation(f"{self.name}: the queue is miscounted: {counted}, not {left}")
 
     def _schedule_running(
         self, new_blocks: list[int], scheduled: list[tuple[SimRequest, int]]
