@@ -52,7 +52,7 @@ def _size(text: str) -> int:
 _option: Final = partial(click.option, show_default=True)
 _size_option: Final = partial(_option, type=_size, metavar="SIZE")
 _COUNT: Final = click.IntRange(1, 1 << 30)
-_RATE: Final = Number(0, 1e9, min_open=True)
+_RATE: Final = Number(1e-6, 1e9)
 _SHARE: Final = Number(0, 1)
 _TIME: Final = Number(0)
 
@@ -76,7 +76,7 @@ _TIME: Final = Number(0)
 @_size_option("--dram-rate", help="Bytes/s of loads of one rank; default 80 % of PCIe.")
 @_size_option("--disk-rate", default="6GB", help="Bytes/s.")
 @_size_option("--network", default="50GB", help="Bytes/s between two nodes; 50GB are 400 Gbit/s.")
-@_option("--mfu", type=Number(0, 1, min_open=True), default=0.5,
+@_option("--mfu", type=Number(1e-6, 1), default=0.5,
          help="Share of FLOP/s that prefill reaches.")  # fmt: skip
 @_option("--token-us", type=_TIME, default=0.0, help="Per prompt token, measured; 0: by FLOP/s.")
 @_option("--overhead-ms", type=_TIME, default=5.0, help="Time beside computing and loading.")

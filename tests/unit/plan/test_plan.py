@@ -238,6 +238,15 @@ def test_what_is_no_number_is_refused(tmp_path: Path, option: str, value: str) -
     assert option in result.output + str(result.exception)
 
 
+@pytest.mark.parametrize("option", ["flops", "mfu", "requests-per-s"])
+def test_what_is_nearly_nothing_is_refused(tmp_path: Path, option: str) -> None:
+    """Quotients of it are no numbers."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    result = CliRunner().invoke(cli, ["plan", str(tmp_path), f"--{option}", "5e-324"])
+    assert result.exit_code == 2
+    assert "is not in the range 1e-06" in result.output + str(result.exception)
+
+
 @pytest.mark.parametrize("flags", [("top", "--interval"), ("inspect", "savings", "--gpu-hour")])
 def test_no_number_is_refused_elsewhere_too(flags: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli, [*flags, "nan"], standalone_mode=False)
