@@ -4,10 +4,15 @@ with the size."""
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.engine.engine import Engine
+from kvstore.engine.memory import journal as journal_module
+from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.pins import PROCESS_PART
+from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER, Slots, SlotState
+from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.grants import Grants
@@ -153,13 +158,27 @@ def _check_journal(state: State) -> None:
     scopes = residency.table.scopes[rows]
     for scope in np.unique(scopes).tolist():
         its = scopes == scope
-        assert journal.is_published(
+        assert is_published(
+            journal,
             sealed[its],
             scope,
             residency.table.keys[rows[its]],
             residency.checksum[rows[its]],
         ), "the journal tells of another block"
     assert not residency.unverified[slots.state != SlotState.SEALED].any(), "a mark without a block"
+
+
+def is_published(
+    journal: Journal, words: Words, scope: int, keys: Keys, checksums: NDArray[np.uint64]
+) -> bool:
+    """Whether the rows of these slots are valid, and have this content."""
+    id, rows = journal._ids.get(scope, 0), journal._rows[words]
+    return not id or bool(
+        (rows[:, journal_module._CHECK_AT] == journal_module._checks(words, rows)).all()
+        and (rows[:, :4] == keys).all()
+        and (rows[:, 4:6] == checksums).all()
+        and (rows[:, journal_module._SCOPE_AT] == id).all()
+    )
 
 
 def _check_leases(state: State, files: Files, peers: set[int]) -> None:
@@ -212,9 +231,10 @@ def _check_pins(state: State) -> None:
 def _check_processes(state: State) -> None:
     slots, quotas = state.slots, state.slots.quotas
     pins, total = slots.pins, [0] * len(quotas.share)
-    connections = []
-    for number, (its, held) in pins.processes.by_process().items():
-        connections += its
+    connections = list[int]()
+    for number, process in pins.processes._processes.items():
+        its = [each for each, owner in pins.processes._of.items() if owner == number]
+        connections, held = connections + its, process.held
         counted = dict.fromkeys(range(len(total)), 0)
         counted |= slots.weigh(np.concatenate([slots.of_writer(each) for each in its]))
         assert list(counted.values()) == held, "what a process may write is miscounted"

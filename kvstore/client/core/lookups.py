@@ -167,9 +167,7 @@ class EngineLookups:
         if request.stage is LookupStage.PROMOTING:
             assert request.wait is not None
             queued_ns = self._costs.queued_ns(now_ns)
-            if now_ns >= request.wait.until_ns:
-                request.wait.look_at_queue(queued_ns, now_ns)
-            if now_ns < request.wait.until_ns:
+            if not request.wait.is_over(queued_ns, now_ns):
                 return PENDING
             self._stats.add("promotions_given_up")
             request.end_wait(queued_ns, now_ns)

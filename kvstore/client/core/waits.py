@@ -39,6 +39,8 @@ ADVANCE_SHARE = 2
 """Out of debt, a wait may lose one part in so many of its saving in advance."""
 MEMORY_NS = 120 * NS_PER_S
 """A balance, or a debt, fades to a third in so long."""
+SOONER = 7 / 8
+"""A queue that ends in less than this part of the time that was expected is looked at again."""
 ODDS_MAX = 32
 """Waits that are remembered."""
 FIRST_ODDS = (0.25, 0.5, 0.5, 0.75, 1.0, 1.0, 1.5, 2.5)
@@ -117,6 +119,7 @@ class BlockWait:
         "_risk_ns",
         "_saved_ns",
         "_saving_ns",
+        "_sooner_ns",
         "until_ns",
     )
 
@@ -157,10 +160,18 @@ class BlockWait:
         self._left_ns, self._arrived_ns = left_ns, now_ns
         self.look_at_queue(queued_ns, now_ns)
 
+    def is_over(self, queued_ns: float, now_ns: int) -> bool:
+        """Whether the request computes what has not come. `queued_ns`: of computing that comes
+        before its own by now, which may take less time than was expected."""
+        if now_ns >= self.until_ns or now_ns + queued_ns < self._sooner_ns:
+            self.look_at_queue(queued_ns, now_ns)
+        return now_ns >= self.until_ns
+
     def look_at_queue(self, queued_ns: float, now_ns: int) -> None:
         """So much computing comes before its own: set the end of the wait anew."""
         turn_ns = self._begun_ns + self._queue_ns_max
         queued_ns = max(0.0, min(queued_ns, turn_ns - now_ns))
+        self._sooner_ns = now_ns + queued_ns * SOONER
         expected_ns = self._expected_ns(self._left_ns)
         patience_ns = self._account.odds.patience_ns(expected_ns, self._left_ns + queued_ns)
         end_ns = turn_ns + self._risk_ns + self._saved_ns

@@ -338,17 +338,6 @@ class Journal:
 
     # ── for checks ───────────────────────────────────────────────────────────────────────────────
 
-    def is_published(self, words: Words, scope: int, keys: Keys, checksums: Rows) -> bool:
-        """Whether the rows of these slots are valid, and have this content."""
-        id = self._ids.get(scope, 0)
-        rows = self._rows[words]
-        return not id or bool(
-            (rows[:, _CHECK_AT] == _checks(words, rows)).all()
-            and (rows[:, :4] == keys).all()
-            and (rows[:, 4:6] == checksums).all()
-            and (rows[:, _SCOPE_AT] == id).all()
-        )
-
     def published(self) -> Words:
         """Slots whose row is not taken back."""
         return np.flatnonzero(self._rows[:, _CHECK_AT])

@@ -112,16 +112,6 @@ class Processes:
         # What is left of a block is one, and nobody is kept from a first one.
         return max(0 if held else block_bytes, limit - held + block_bytes - 1, 0)
 
-    def by_process(self) -> dict[int, tuple[list[int], list[int]]]:
-        """Process → its connections and writable bytes: for `check`."""
-        connections: dict[int, list[int]] = {number: [] for number in self._processes}
-        for connection, number in self._of.items():
-            connections[number].append(connection)
-        return {
-            number: (connections[number], process.held)
-            for number, process in self._processes.items()
-        }
-
 
 # ── pins ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -138,6 +138,16 @@ def test_a_wait_that_came_to_its_end_looks_who_has_begun_to_compute() -> None:
     assert wait.ended(0, 200) == 0, "it is done no later than in its turn"
 
 
+def test_a_queue_that_is_computed_sooner_than_expected_ends_the_wait() -> None:
+    """Its steps are larger, or a request before it was aborted: the engine has nothing to do."""
+    account = WaitAccount()
+    wait = BlockWait(account, 100, 450, 0, queued_ns=1000, queue_ns_max=1000)
+    assert wait.until_ns > 1000
+    assert not wait.is_over(500, 500)
+    assert wait.until_ns > 1000, "as expected"
+    assert wait.is_over(0, 600), "its rest is expected to take longer than computing it"
+
+
 def test_those_who_come_later_do_not_pass_it_for_ever() -> None:
     account = WaitAccount()
     wait = BlockWait(account, 100, 10, 0, queued_ns=50, queue_ns_max=50)

@@ -16,6 +16,7 @@ from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, Sh
 from kvstore.wire.messages import Grant, Quiesce, Quiet, Verified
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
+from tests.kit.engine_check import is_published
 from tests.sim.world.tape import tape
 from tests.unit.engine.disk import BLOCK_BYTES
 from tests.unit.engine.harness import (
@@ -241,7 +242,7 @@ def test_scopes_without_room_are_not_kept_until_there_is_some() -> None:
     journal.publish(np.array([0]), 1, ("a", SPACE, WHOLE), block, sums)
     journal.publish(np.array([1]), 2, ("b", SPACE, WHOLE), block, sums)
     assert journal.published().tolist() == [0]
-    assert journal.is_published(np.array([1]), 2, block, sums), "nothing is expected of it"
+    assert is_published(journal, np.array([1]), 2, block, sums), "nothing is expected of it"
     journal.retract(np.array([0]))
     journal.forget_scope(1)
     journal.publish(np.array([1]), 2, ("b", SPACE, WHOLE), block, sums)
