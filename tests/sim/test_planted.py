@@ -25,7 +25,7 @@ SOONER = {
     planted.double_unpin: 5,
     planted.stale_index_after_same_address_restart: 2,
     planted.stale_sessions_after_same_address_restart: 55,
-    planted.stale_index_answers_believed: 4,
+    planted.stale_index_answers_believed: 36,
     planted.stale_index_keeps_what_was_there_before_a_restart: 16,
     planted.ghost_endpoint_of_a_peer: 4,
     planted.identity_put_aside_too_early: 78,
@@ -42,7 +42,6 @@ SOONER = {
     planted_pushes.one_shard_of_several_looked_at: 124,
     planted_pushes.last_word_of_another_session: 172,
     planted_pushes.last_word_of_an_older_epoch: 4,
-    planted_pushes.room_is_made_before_what_is_written_is_pinned: 164,
     planted.granted_slots_are_free_after_a_restart: 17,
     planted.load_targets_not_fenced: 73,
     planted.quota_rounded_up: 219,
@@ -56,6 +55,8 @@ SOONER = {
     planted_hbm.first_slot_of_hbm_taken_for_none: 5,
 }
 """Seeds at which it was noticed once, tried first: whatever changes in the product moves them."""
+RARE = (planted_pushes.room_is_made_before_what_is_written_is_pinned,)
+"""Not met in 350 seeds: `test_planted_pushes` has a fast test that notices it."""
 
 
 def notices(seed: int, faults: Collection[str] = (), *, calm: bool = False) -> bool:
@@ -80,7 +81,7 @@ def notices(seed: int, faults: Collection[str] = (), *, calm: bool = False) -> b
         *planted_hbm.ON_GPUS,
         *planted.GROUPED,
         *planted.SHARED,
-        *planted_pushes.PUSHED,
+        *(plant for plant in planted_pushes.PUSHED if plant not in RARE),
     ],
     ids=lambda plant: plant.__name__,
 )
