@@ -132,7 +132,7 @@ class EngineLookups:
         left_tokens[request.is_queued] += request.left_tokens
 
     def _queue_rest(self, request: Request) -> None:
-        """Of the request, what its leases do not cover."""
+        """The request's tokens that its leases do not cover are left to compute."""
         found = (request.first_block + request.found_blocks) * self._sizes[0]
         self.queue(request, request.prompt_tokens - found)
 

@@ -10,9 +10,9 @@ is expected to take as long again (the waiting time of Lindy's law, as for a hea
 A request that computes has its turn after those before it. So a wait is compared with the time that
 these take and the request's own: while the engine computes others, it delays nothing. A wait that
 has come to its end looks at the queue once more, since another one may have given up meanwhile,
-which computes now. Of requests that come together as many are loaded as come sooner than their turn
-to be computed would have ended, and the first of them is the first to give up. Later requests are
-not counted, or they would pass this one for ever.
+which computes now. Requests that come together are loaded as far as their blocks come sooner than
+their turn to be computed would have ended, and the first of them is the first to give up. Later
+requests are not counted, or they would pass this one for ever.
 
 Expectations err, so each source has an account. A load that is weighed earns VAIN_SHARE of the time
 to compute its request in its turn; a wait after which this would have been sooner spends the

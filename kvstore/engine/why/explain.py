@@ -39,7 +39,7 @@ _NOT_WAITED_FOR: Final = {
     Reason.PROMOTION_DEADLINE: Reason.PROMOTION_COST,
     Reason.TOO_LATE: Reason.WAIT_COST,
 }
-"""What a reason of blocks that came too late is where the request never waited."""
+"""Reason for blocks that came too late → reason if the request never waited."""
 _TIMES: Final = ("queued", "lookup", "promotion", "load", "first_token", "saved")
 _COUNTS: Final = {
     name: COUNT_MAX if name.endswith("_ns") else TOKENS_MAX

@@ -53,7 +53,7 @@ class Parts(NamedTuple):
     outbox: Outbox
     health: Health
     lock: threading.Condition
-    """Of queues and jobs; notified when a job ends."""
+    """Guards queues and jobs; notified when a job ends."""
 
 
 class LogThread:
