@@ -212,7 +212,7 @@ def sees_no_queue(patch: pytest.MonkeyPatch) -> None:
 
 
 def _alone(wait: BlockWait, _queued_ns: float, now_ns: int) -> None:
-    wait._queue_ns_max = 0.0
+    wait.queue_ns_max = 0.0
     LOOKS_AT_QUEUE(wait, 0.0, now_ns)
 
 

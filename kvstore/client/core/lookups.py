@@ -245,7 +245,7 @@ class EngineLookups:
         """Whether a request may ask no more: the end of a row of waits, of which each has its own
         end, as with a node whose sessions come and go."""
         limit_ns = self._costs.answer_ns(wanted_tokens) + self._costs.computing_ns(wanted_tokens)
-        limit_ns += self._config.heartbeat_timeout_ms * NS_PER_MS
+        limit_ns += self._config.heartbeat_timeout_ms * NS_PER_MS + request.queue_ns_max
         return 0 < request.waiting_since_ns < now_ns - limit_ns
 
     def _give_up(self, request: Request, now_ns: int) -> Miss:
@@ -279,6 +279,7 @@ class EngineLookups:
         request.wait = self._worth_waiting(request, now_ns)
         if request.wait is not None:
             request.stage, request.waited = LookupStage.PROMOTING, True
+            request.queue_ns_max = max(request.queue_ns_max, request.wait.queue_ns_max)
         elif any(part.promoting for part in request.parts):
             request.miss_reason = "cost gate"
         self._queue_rest(request)
@@ -331,9 +332,8 @@ class EngineLookups:
         )
         estimate_ns = estimate_ms * NS_PER_MS
         is_first, request.has_weighed = not request.has_weighed, True
-        lost_ns = request.lost_ns
         return self._costs.wait(
-            source, coming, estimate_ns, now_ns, lost_ns=lost_ns, is_first=is_first
+            source, coming, estimate_ns, now_ns, lost_ns=request.lost_ns, is_first=is_first
         )
 
     def start_load(

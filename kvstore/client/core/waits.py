@@ -115,11 +115,11 @@ class BlockWait:
         "_begun_ns",
         "_estimate_ns",
         "_left_ns",
-        "_queue_ns_max",
         "_risk_ns",
         "_saved_ns",
         "_saving_ns",
         "_sooner_ns",
+        "queue_ns_max",
         "until_ns",
     )
 
@@ -148,7 +148,7 @@ class BlockWait:
         self._saving_ns, self._estimate_ns = saving_ns, estimate_ns
         self._risk_ns = min(account.risk_ns(saving_ns), max(0.0, saving_ns - lost_ns))
         self._saved_ns, self._left_ns = 0.0, saving_ns
-        self._queue_ns_max = queue_ns_max
+        self.queue_ns_max = queue_ns_max
         self.until_ns = now_ns
         """End of the wait if nothing arrives before."""
         self.look_at_queue(queued_ns, now_ns)
@@ -169,7 +169,7 @@ class BlockWait:
 
     def look_at_queue(self, queued_ns: float, now_ns: int) -> None:
         """So much computing comes before its own: set the end of the wait anew."""
-        turn_ns = self._begun_ns + self._queue_ns_max
+        turn_ns = self._begun_ns + self.queue_ns_max
         queued_ns = max(0.0, min(queued_ns, turn_ns - now_ns))
         self._sooner_ns = now_ns + queued_ns * SOONER
         expected_ns = self._expected_ns(self._left_ns)
@@ -185,8 +185,8 @@ class BlockWait:
         # The rest would have taken as long again, as far as is known.
         rest_ns = now_ns - self._arrived_ns if self._left_ns else 0
         self._account.odds.ended((took_ns + rest_ns) / max(expected_ns, NS_PER_MS))
-        queued_ns = min(queued_ns, self._queue_ns_max)
-        lost_ns = max(0.0, took_ns + queued_ns - self._queue_ns_max - self._saved_ns)
+        queued_ns = min(queued_ns, self.queue_ns_max)
+        lost_ns = max(0.0, took_ns + queued_ns - self.queue_ns_max - self._saved_ns)
         self._account.balance_ns -= lost_ns
         self.dropped()
         return lost_ns

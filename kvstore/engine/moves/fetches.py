@@ -40,6 +40,7 @@ from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 
 LOCATES_MAX = 256
+"""Questions to the index under way."""
 AHEAD_LOCATES_MAX = 32
 """With more under way nothing is asked ahead: questions of engines would wait behind these."""
 COMING_BYTES = 192
@@ -47,7 +48,6 @@ COMING_BYTES = 192
 COMING_BYTES_MAX = 32 * MIB
 COMING_BYTES_PER_ENGINE = 4 * MIB
 """Ten questions of 2,048 keys."""
-"""Questions to the index under way."""
 LOCATE_MS = 2
 """Estimated time of a question to the index."""
 ABSENT_NS = NS_PER_S
@@ -284,8 +284,7 @@ class Fetches:
                 continue
             ns_per_byte = peer.pace.ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
             cost_ns = ns_per_byte * sum(asker.block_bytes)
-            is_dear = bool(compute_ns) and cost_ns * GAIN > compute_ns
-            if is_dear and not state.config.fetches_always:
+            if compute_ns and cost_ns * GAIN > compute_ns and not state.config.fetches_always:
                 judged(Reason.FETCH_COST, candidate, cost_ns, compute_ns)
                 if peer and state.now_ns - peer.measured_ns >= FORGET_NS:
                     peer.pace.forget_slowest()

@@ -138,6 +138,27 @@ def test_a_session_that_ends_takes_the_wait_with_it() -> None:
     assert node.core.lookups.leases_open == 0
 
 
+def test_a_wait_in_its_turn_is_no_reason_to_ask_no_more() -> None:
+    """A node that is upgraded meanwhile has answered in time, so it is asked again."""
+    node = SlowDisk(coming=0)
+    node.attach()
+    step = node.core.costs.compute.planned(1000, node.now_ns)
+    node.core.costs.reported(step, node.now_ns + 1000 * COMPUTE_NS_PER_TOKEN)
+    node.look_up("before it", chain("q", 800))
+    assert isinstance(node.match("before it"), Miss), "ten seconds of computing"
+    node.coming, node.promoting_ms = 10, 8000
+    node.look_up("r", chain("p", 10))
+    assert node.match("r") is PENDING
+    node.wait(5000)
+    assert node.match("r") is PENDING
+    node.give(m.SessionClosed(session=node.session, reason="upgraded"))
+    node.session += 1
+    node.give(m.SessionOpen(session=node.session, shard_counts=(1,)))
+    assert node.match("r") is PENDING
+    node.exchange()
+    assert node.core.requests["r"].wait is not None, "it was asked again"
+
+
 # ── pace ─────────────────────────────────────────────────────────────────────────────────────────
 
 
