@@ -131,10 +131,9 @@ def test_a_wait_that_came_to_its_end_looks_who_has_begun_to_compute() -> None:
     account.balance_ns = 1000.0
     wait = BlockWait(account, 100, 10, 0, queue_ns_max=300)
     assert wait.until_ns == 100, "nobody computes, so it would be the next one"
-    wait.look_at_queue(100, 100)
+    assert not wait.is_over(100, 100)
     assert wait.until_ns == 200, "the one before it gave up"
-    wait.look_at_queue(0, 200)
-    assert wait.until_ns < 200
+    assert wait.is_over(0, 200)
     assert wait.ended(0, 200) == 0, "it is done no later than in its turn"
 
 
@@ -155,6 +154,8 @@ def test_those_who_come_later_do_not_pass_it_for_ever() -> None:
         wait.look_at_queue(10_000, now_ns)
     assert wait.until_ns <= 50 + 100
     assert wait.ended(10_000, 150) == 150, "they are in front of it now"
+    slow = BlockWait(WaitAccount(), 100, 450, 0, queued_ns=50, queue_ns_max=50)
+    assert slow.is_over(10_000, 60), "its turn is over, and the rest takes long"
 
 
 def test_what_is_late_was_expected_whole(monkeypatch: pytest.MonkeyPatch) -> None:

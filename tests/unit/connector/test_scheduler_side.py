@@ -435,6 +435,20 @@ def test_nothing_is_stored_or_loaded_once_an_adapters_files_changed(
     side.build_plan(output(scheduled={"r1": 8 * BLOCK_TOKENS}, state=state))
 
 
+def test_what_a_step_computes_of_a_prompt_is_left_no_more(
+    make_side: Callable[[FullSocket], SchedulerSide],
+) -> None:
+    side, one = make_side(FullSocket(room=100)), request(1, 8)
+    side.on_new_request(one)
+    entry = side._core.requests["r1"]
+    side._core.lookups.queue(entry, 8 * BLOCK_TOKENS)
+    side.build_plan(output(scheduled={"r1": 3 * BLOCK_TOKENS}))
+    assert entry.left_tokens == 5 * BLOCK_TOKENS
+    one.num_computed_tokens = 3 * BLOCK_TOKENS
+    side.build_plan(output(scheduled={"r1": 5 * BLOCK_TOKENS}))
+    assert side._core.costs.left_tokens == {True: 0, False: 0}
+
+
 def test_the_first_token_is_there_once_the_step_that_computed_it_is_over(
     make_side: Callable[[FullSocket], SchedulerSide], clock: SimpleNamespace
 ) -> None:

@@ -323,6 +323,16 @@ def test_the_estimate_follows_what_the_disk_does() -> None:
         assert (after > 100 * quick) == (number < 2 + READS), "slow once, slow for a few reads"
 
 
+def test_the_estimate_is_that_of_the_own_reads_and_of_those_before() -> None:
+    node, peer = on_disk_only(*range(1, 29), slots=64)
+    node.engine._files.pace = ReadPace(5 * 10**7)  # 50 ms a MiB
+    first, second = range(1, 9), range(11, 19)
+    begun = [peer.lease(number, *its).promoting_ms for number, its in ((1, first), (2, second))]
+    assert begun[0] < begun[1]
+    assert peer.lease(3, *first).promoting_ms == begun[0], "what is asked for later comes later"
+    node.read_all()
+
+
 def test_a_read_that_takes_longer_than_it_should_is_expected_to_take_as_long_again() -> None:
     node, peer = on_disk_only(*range(1, 9))
     assert peer.lease(1, 1).promoting_ms < 10
