@@ -150,7 +150,7 @@ class Request:
     has_weighed: bool = False
     """Whether blocks on their way were weighed against computing since it was asked."""
     queue_ns_max: float = 0.0
-    """Of its waits, the most computing that came before its own."""
+    """The most computing that came before its own while it waited."""
     lost_ns: float = 0.0
     """Time that its waits took beyond what they saved."""
     failed: str = ""
