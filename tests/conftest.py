@@ -15,7 +15,9 @@ import pytest
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
+from kvstore.testing import tied
 from tests import side_by_side
+from tests.amounts import IS_NIGHTLY
 from tests.integration.engine.fixtures import (
     encode,
     medium_model,
@@ -26,6 +28,7 @@ from tests.integration.engine.fixtures import (
     vllm,
 )
 from tests.kit.logs import warnings_since
+from tests.kit.nursery import Nursery
 from tests.leaks import Baseline, prepare
 
 __all__ = [
@@ -98,6 +101,29 @@ def pytest_runtest_makereport(
         since = datetime.fromtimestamp(call.start - EARLIER_S)
         report.sections += list(warnings_since(paths.getbasetemp(), since))
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_commands(request: pytest.FixtureRequest) -> Iterator[Nursery | None]:
+    """Commands of kvstore are forked, but in `make nightly`."""
+    paths = {part for item in request.session.items for part in item.path.parts}
+    if IS_NIGHTLY or not paths.intersection(_LEAK_CHECKED):
+        yield None
+        return
+    with Nursery() as nursery:
+        yield nursery
+
+
+@pytest.fixture(autouse=True)
+def by_exec(
+    request: pytest.FixtureRequest,
+    forked_commands: Nursery | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What measures time or is about processes has those that users have."""
+    marks = map(request.node.get_closest_marker, ("alone", "by_exec"))
+    if forked_commands is not None and any(marks):
+        monkeypatch.setattr("kvstore.testing.process.launch", tied.popen)
 
 
 @pytest.fixture(autouse=True)

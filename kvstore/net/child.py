@@ -59,7 +59,8 @@ def spawn(program: Sequence[str], environment: Mapping[str, str] | None = None) 
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, **(environment or {})},
+                # Nothing of ours multiplies matrices, and numpy would start a thread for each core.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **(environment or {})},
             )
         except OSError:
             ours.close()

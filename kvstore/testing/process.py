@@ -34,6 +34,8 @@ from kvstore.wire.identity import Identity, Role
 
 READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
+launch: Callable[..., subprocess.Popen[str]] = tied.popen
+"""Starts a command; our own tests fork instead (`tests/kit/nursery.py`)."""
 
 
 class NodeFailed(Exception):
@@ -59,7 +61,7 @@ def start_ready(
         NodeFailed: it exited, said something else, or was not ready in time.
     """
     with log.open("a", encoding="utf-8") as stderr:
-        process = tied.popen(
+        process = launch(
             [str(python), *arguments],
             stdout=subprocess.PIPE,
             stderr=stderr,

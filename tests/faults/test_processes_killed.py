@@ -18,7 +18,12 @@ from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, inspect, wait_until
 from tests.kit.engines import EngineConfig, complete_many, scheduler_pid, server_pid, worker_pids
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.by_exec,
+    pytest.mark.timeout(300),
+]
 
 SEED = 9
 

@@ -30,7 +30,7 @@ from kvstore.units import NS_PER_S
 from kvstore.wire.messages import Story
 from tests.integration.node.conftest import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.by_exec]
 
 
 def get(url: str) -> tuple[int, str]:

@@ -30,7 +30,7 @@ from tests.integration.node.conftest import eventually
 from tests.integration.node.test_attach import attach_and_hold
 from tests.integration.node.test_process import get, page, sample
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.by_exec, pytest.mark.timeout(300)]
 
 SEED = 18
 

@@ -1,0 +1,88 @@
+"""A node that is forked from the nursery is one that was started by exec, but for its begin."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvstore.testing import process, tied
+from kvstore.testing.process import NodeFailed, NodeProcess
+from tests.kit.nursery import ROOT, Forked
+
+KEPT = ("SigBlk", "SigIgn", "SigCgt", "CapEff", "NoNewPrivs", "Umask")
+"""Of /proc/PID/status, what a process has from the one that made it."""
+OWNER = """\
+import os, sys, time
+from pathlib import Path
+from kvstore.testing.process import NodeProcess
+from tests import leaks
+from tests.kit.nursery import Nursery
+leaks.prepare()
+with Nursery():
+    node = NodeProcess.start(Path(sys.argv[1]))
+    print(node.supervisor_pid, node.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def _made_of(pid: int) -> dict[str, object]:
+    status = Path(f"/proc/{pid}/status").read_text()
+    folder = Path(f"/proc/{pid}/fd")
+    kinds = Counter(re.sub(r"\d{2,}", "N", os.readlink(fd)) for fd in folder.iterdir())
+    return {
+        "status": {name: re.findall(rf"^{name}:\s*(.*)$", status, re.MULTILINE) for name in KEPT},
+        "descriptors": kinds,
+        "limits": Path(f"/proc/{pid}/limits").read_text(),
+        "leads its session": os.getsid(pid) == pid,
+        "directory": os.readlink(f"/proc/{pid}/cwd"),
+        # Not how many: gRPC starts them as it needs them.
+        "threads": {path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/comm")},
+    }
+
+
+def test_forked_processes_are_made_of_what_those_by_exec_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with NodeProcess.start(tmp_path) as node:
+        assert isinstance(node.process, Forked)
+        forked = [_made_of(pid) for pid in (node.supervisor_pid, node.pid)]
+        assert node.stop() == 0
+    monkeypatch.setattr(process, "launch", tied.popen)
+    with NodeProcess.start(tmp_path) as node:
+        assert not isinstance(node.process, Forked)
+        assert [_made_of(pid) for pid in (node.supervisor_pid, node.pid)] == forked
+
+
+def test_a_forked_command_that_refuses_says_so_and_its_status_is_seen(tmp_path: Path) -> None:
+    with pytest.raises(NodeFailed, match="dram") as failed:
+        NodeProcess.start(tmp_path, dram="lots")
+    assert failed.value.code == 2
+    with NodeProcess.start(tmp_path) as node:
+        assert node.kill() == -signal.SIGKILL
+
+
+def test_variables_of_its_own_are_by_exec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    with NodeProcess.start(tmp_path) as node:
+        assert not isinstance(node.process, Forked)
+
+
+def test_nothing_forked_survives_the_tests_that_are_killed(tmp_path: Path) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    with owner:
+        assert owner.stdout is not None
+        made = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+        owner.kill()
+    assert len(made) == 2
+    _, alive = psutil.wait_procs(made, 30)
+    assert alive == []

@@ -1,0 +1,245 @@
+"""kvstore's own commands, forked from one process that has imported them: a start of a node takes
+0.14 s of processor, not 0.95.
+
+    python -m tests.kit.nursery DOOR PARENT     forks a command for each order that comes through
+                                                this descriptor
+
+What a user starts by three exec's (command line, supervisor, node process) is forked here, and all
+else is the command's own code with its own arguments: it is a child of the tests' process, has a
+session, descriptors and signals as after an exec, and ends with the tests. A command with
+variables, limits or a network of its own is started by exec, and so are those of tests marked
+`by_exec` or `alone`, and all in `make nightly`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NoReturn, Self
+
+import msgspec
+
+from kvstore.net.child import Spawned, pair
+from kvstore.net.harden import die_with
+from kvstore.testing import process, tied
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+ORDER_BYTES_MAX: Final = 64 << 10
+COMMAND: Final = ["-m", "kvstore.cli.main"]
+IMPORTED: Final = (
+    "kvstore.cli.main",
+    "kvstore.config.cluster",
+    "kvstore.config.node",
+    "kvstore.config.router",
+    "kvstore.indexer.replica",
+    "kvstore.node.node",
+    "kvstore.node.process",
+    "kvstore.node.publish",
+    "kvstore.peers.member",
+    "kvstore.router.process",
+    "kvstore.supervisor.begin",
+    "kvstore.supervisor.supervisor",
+)
+
+
+class Order(msgspec.Struct):
+    """One command; descriptors of its stdin, stdout and stderr come along."""
+
+    arguments: list[str]
+    directory: str
+    environment: dict[str, str]
+
+
+# ── in the tests' process ─────────────────────────────────────────────────────────────────────────
+
+
+class Forked(subprocess.Popen[str]):
+    """A process that was not started here, but is a child of this one."""
+
+    def __init__(self, command: Sequence[str], pid: int, stdout: int) -> None:
+        self._child_created, self._waitpid_lock = False, threading.Lock()
+        self.args, self.pid, self.returncode = command, pid, None
+        self.stdin = self.stderr = None
+        self.stdout = os.fdopen(stdout, "r", buffering=1, encoding="utf-8")
+        self._child_created = True
+
+
+class Nursery:
+    """Starts commands of kvstore; of one process of the tests, which is a subreaper."""
+
+    def __init__(self) -> None:
+        self._lock, self._place = threading.Lock(), _place(os.environ)
+        self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = tied.popen(
+                [
+                    *(sys.executable, "-m", "tests.kit.nursery"),
+                    *(str(theirs.fileno()), str(os.getpid())),
+                ],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # A forked child of a process with threads would wait for locks that nobody holds.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            )
+        self._door.recv(1)  # it has imported all
+        process.launch = self.popen
+
+    def popen(self, command: list[str], **options: Any) -> subprocess.Popen[Any]:
+        """As `tied.popen`, by fork where that makes no difference."""
+        is_ours = command[:3] == [sys.executable, *COMMAND]
+        if not is_ours or _place(options["env"]) != self._place:
+            return tied.popen(command, **options)
+        order = msgspec.json.encode(Order(command[3:], os.getcwd(), options["env"]))
+        out, its_out = os.pipe()
+        with open(os.devnull) as nothing:
+            files = [nothing.fileno(), its_out, options["stderr"].fileno()]
+            with self._lock:
+                socket.send_fds(self._door, [order], files)
+                pid = int.from_bytes(self._door.recv(4), "little")
+        os.close(its_out)
+        return Forked(command, pid, out)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        process.launch = tied.popen
+        self._door.close()
+        self._process.wait(60)
+
+
+def _place(environment: Mapping[str, str]) -> tuple[object, ...]:
+    """What a process would have from this one, and a forked one has from the nursery."""
+    changing = ("PYTEST_", "PYTHONUNBUFFERED", "PYTHONSAFEPATH")
+    lasting = {name: text for name, text in environment.items() if not name.startswith(changing)}
+    limits = [resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)]
+    return lasting, limits, os.readlink("/proc/thread-self/ns/net")
+
+
+# ── in the nursery ────────────────────────────────────────────────────────────────────────────────
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Command line without the program's name."""
+    parent = int(arguments[1])
+    for name in IMPORTED:
+        import_module(name)
+    supervisor = import_module("kvstore.supervisor.supervisor")
+    supervisor.Supervisor.__init__.__kwdefaults__["spawn"] = _fork_node_process
+    os.execv = functools.partial(_become, supervisor.main)
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=int(arguments[0])) as door:
+        door.send(b"!")
+        while True:
+            data, files, _, _ = socket.recv_fds(door, ORDER_BYTES_MAX, 3)
+            if not data:
+                return
+            order = msgspec.json.decode(data, type=Order)
+            said, says = os.pipe()
+            between = os.fork()
+            if between == 0:  # ends at once: its child becomes one of the tests' process
+                if pid := os.fork():
+                    os.write(says, pid.to_bytes(4, "little"))
+                    os._exit(0)
+                _leave_only([0, 1, 2, *files])
+                _end_with(functools.partial(_run, order, files, parent))
+            os.waitpid(between, 0)
+            door.send(os.read(said, 4))
+            for fd in (said, says, *files):
+                os.close(fd)
+
+
+def _run(order: Order, files: list[int], parent: int) -> None:
+    """The command, in a process of its own."""
+    while os.getppid() != parent:
+        os.sched_yield()
+    die_with(parent)
+    for number, fd in enumerate(files):
+        os.dup2(fd, number)
+    _leave_only([0, 1, 2])
+    os.chdir(order.directory)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    sys.argv = ["kvstore", *order.arguments]
+    import_module("kvstore.cli.main").main()
+
+
+def _become(supervise: Callable[[list[str]], int], _: str, command: list[str]) -> NoReturn:
+    """In place of exec: the supervisor's module, whose arguments follow its name."""
+    assert command[1:4] == ["-P", "-m", "kvstore.supervisor.supervisor"], command
+    sys.exit(supervise(command[4:]))
+
+
+def _fork_node_process() -> Spawned:
+    """What `kvstore.net.child.spawn` does by exec."""
+    parent, (ours, its) = os.getpid(), pair()
+    pid = os.fork()
+    if pid == 0:
+        _end_with(functools.partial(_be_node_process, its, parent))
+    its.close()
+    return Spawned(pid, functools.partial(_wait, pid), ours)
+
+
+def _be_node_process(its: socket.socket, parent: int) -> int:
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _leave_only([0, 1, 2, its.fileno()])
+    status: int = import_module("kvstore.node.process").main([str(its.detach()), str(parent)])
+    return status
+
+
+def _wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _leave_only(files: Sequence[int]) -> None:
+    """Close all other descriptors."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in files:
+            with contextlib.suppress(OSError):  # that of the listing
+                os.close(int(name))
+
+
+def _end_with(work: Callable[[], int | None]) -> NoReturn:
+    """Do the work, then what the interpreter does at its end; never returns."""
+    status: Any = 1
+    try:
+        status = work()
+    except SystemExit as end:
+        status = end.code
+    except BaseException:  # noqa: BLE001 -- said where the interpreter would say it
+        sys.excepthook(*sys.exc_info())
+    finally:
+        if isinstance(status, str):
+            sys.stderr.write(f"{status}\n")
+            status = 1
+        vars(threading)["_shutdown"]()
+        vars(atexit)["_run_exitfuncs"]()
+        os._exit(status or 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
