@@ -55,7 +55,7 @@ from kvstore.wire.messages import (
     generations_array,
     slots_array,
 )
-from kvstore.wire.record import header, header_prefix
+from kvstore.wire.record import Scope, header
 from kvstore.wire.space import Group, ShardColumn, Space, fingerprint
 
 BLOCK_TOKENS: Final = 16
@@ -178,12 +178,12 @@ class RawEngine:
         self._places = [_places(shard, block_bytes) for shard in shards]
         """By column."""
         self._prefixes = [
-            header_prefix(
+            Scope(
                 tenant=tenant,
                 space=fingerprint(self._space, weights_epoch=""),
                 shard=shard,
                 block_bytes=self.block_bytes,
-            )
+            ).prefix()
             for shard in shards
         ]
 

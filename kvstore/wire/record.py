@@ -33,8 +33,9 @@ from typing import Final
 
 import msgspec
 import xxhash
+from msgspec.structs import astuple
 
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, Shard, SpaceId
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, Shard
 from kvstore.wire.bounds import U64, BlockBytes, Checksum, Key, Name
 
 MAGIC = b"KVSB"
@@ -52,25 +53,6 @@ _HAS_TENANT, _HAS_SPACE = 1, 2
 _NO_KEY, _NO_CHECKSUM = bytes(KEY_BYTES), bytes(CHECKSUM_BYTES)
 
 
-def header_prefix(*, tenant: str, space: SpaceId, shard: Shard, block_bytes: int) -> bytes:
-    """The part of the header that all blocks of one rank share; the tenant's name comes last."""
-    name = tenant.encode()
-    assert len(name) <= 255, "the attach protocol limits tenant names"
-    assert len(space) == 32
-    fixed = _PREFIX.pack(
-        MAGIC,
-        RECORD_VERSION,
-        len(name),
-        space,
-        shard.layer_begin,
-        shard.layer_end,
-        shard.head_begin,
-        shard.head_end,
-        block_bytes,
-    )
-    return fixed + name
-
-
 def header(prefix: bytes, key: BlockKey) -> bytes:
     """Bytes that a block's checksum covers beside its payload."""
     assert len(key) == KEY_BYTES
@@ -86,13 +68,12 @@ class Scope(msgspec.Struct, frozen=True):
     block_bytes: BlockBytes
 
     def prefix(self) -> bytes:
-        """The `header_prefix` of these blocks."""
-        return header_prefix(
-            tenant=self.tenant,
-            space=SpaceId(self.space),
-            shard=self.shard,
-            block_bytes=self.block_bytes,
-        )
+        """The part of the header that all these blocks share; the tenant's name comes last."""
+        name = self.tenant.encode()
+        assert len(name) <= 255, "the attach protocol limits tenant names"
+        assert len(self.space) == 32
+        begin = MAGIC, RECORD_VERSION, len(name), self.space
+        return _PREFIX.pack(*begin, *astuple(self.shard), self.block_bytes) + name
 
 
 def scopes_of(

@@ -26,7 +26,7 @@ from kvstore.types import KEY_BYTES, PAGE_BYTES, SLOT_BYTES_MIN, BlockKey, Shard
 from kvstore.units import NS_PER_S
 from kvstore.wire.checksum import checksum_of
 from kvstore.wire.messages import EngineMessage, Hint, LeaseAsk, LeaseRelease, encode
-from kvstore.wire.record import header, header_prefix
+from kvstore.wire.record import Scope, header
 from kvstore.wire.space import fingerprint
 from tests.amounts import amount, covered
 from tests.faults.mutate import no_growth
@@ -57,12 +57,12 @@ class Address(NamedTuple):
 
     def header(self) -> bytes:
         """What its checksum covers before its bytes."""
-        prefix = header_prefix(
+        prefix = Scope(
             tenant=self.tenant,
             space=SpaceId(self.space),
             shard=self.shard,
             block_bytes=self.block_bytes,
-        )
+        ).prefix()
         return header(prefix, BlockKey(self.key))
 
 

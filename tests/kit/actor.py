@@ -51,7 +51,7 @@ from kvstore.wire.messages import (
     generations_array,
     slots_array,
 )
-from kvstore.wire.record import header, header_prefix
+from kvstore.wire.record import Scope, header
 from kvstore.wire.space import ShardColumn, fingerprint
 
 ORDER_BYTES_MAX: Final = 192 << 10
@@ -298,12 +298,12 @@ class Actor:
                 assert isinstance(self._hello, HelloRank)
                 self._session, self._column = session, column
                 (group,) = self._hello.groups
-                self._checksum_prefix = header_prefix(
+                self._checksum_prefix = Scope(
                     tenant=self._hello.tenant,
                     space=fingerprint(group.space, weights_epoch=message.weights_epoch),
                     shard=group.shard,
                     block_bytes=group.block_bytes,
-                )
+                ).prefix()
                 self._link.send(Quiet(session=session))
             case SessionOpen(session=session, shard_counts=(shards,)):
                 self._session, self._shards, self._failure = session, shards, ""

@@ -64,7 +64,7 @@ from kvstore.wire.messages import (
     Refused,
     Welcome,
 )
-from kvstore.wire.record import header_prefix
+from kvstore.wire.record import Scope
 from kvstore.wire.space import Group, fingerprint
 
 SESSION_OVER = "the session of this plan is over"
@@ -480,12 +480,12 @@ class RankCore:
             RankColumn(
                 column.number,
                 column.writes,
-                header_prefix(
+                Scope(
                     tenant=self._config.tenant,
                     space=fingerprint(group.space, weights_epoch=self._quiesce.weights_epoch),
                     shard=group.shard,
                     block_bytes=group.block_bytes,
-                ),
+                ).prefix(),
             )
             for group, column in zip(self._config.groups, self._quiesce.columns, strict=True)
         )

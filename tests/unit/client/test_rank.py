@@ -34,7 +34,7 @@ from kvstore.wire.messages import (
     generations_array,
     slots_array,
 )
-from kvstore.wire.record import header, header_prefix
+from kvstore.wire.record import Scope, header
 from kvstore.wire.space import Group, ShardColumn, fingerprint
 from tests.unit.client.rank_kit import (
     COLUMN,
@@ -60,12 +60,12 @@ def test_loads_run_before_stores_and_take_this_ranks_column() -> None:
     assert isinstance(first, LoadBlock)
     assert (first.block_id, first.slot, first.generation) == (20, 16 * 41, 16 * 41 + 1)
     assert first.checksum == b"x" * 16
-    prefix = header_prefix(
+    prefix = Scope(
         tenant="t",
         space=fingerprint(SPACE, weights_epoch=""),
         shard=CONFIG.groups[0].shard,
         block_bytes=4096,
-    )
+    ).prefix()
     assert first.header == header(prefix, first.key)
 
 

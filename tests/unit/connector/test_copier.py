@@ -24,7 +24,7 @@ from kvstore.obs.logs import RECORDS_PER_PERIOD_MAX
 from kvstore.ports import BlockCopy, CopyEngine
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.messages import Distrust, Drop, Pinned, Quiesce, Quiet, Refused, Seal
-from kvstore.wire.record import header, header_prefix
+from kvstore.wire.record import Scope, header
 from kvstore.wire.space import Group, Space, fingerprint
 from tests.kit.copy_parties import BOTH_KINDS, device_copies, host_copies
 from tests.kit.simulated_device import SimulatedDevice, simulated_copies
@@ -61,12 +61,12 @@ CONFIG = RankConfig(
     process="p",
     groups=(Group(SPACE, Shard(0, LAYERS, 0, 2), BLOCK),),
 )
-PREFIX = header_prefix(
+PREFIX = Scope(
     tenant="t",
     space=fingerprint(SPACE, weights_epoch=""),
     shard=CONFIG.groups[0].shard,
     block_bytes=BLOCK,
-)
+).prefix()
 
 
 def key(number: int) -> bytes:

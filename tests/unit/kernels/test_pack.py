@@ -15,7 +15,7 @@ from kvstore.kernels import pack, reference
 from kvstore.kernels.pack import COPY_BYTES, PagedCache
 from kvstore.kernels.reference import Bytes
 from kvstore.types import BlockKey, Shard, SpaceId
-from kvstore.wire.record import header, header_prefix
+from kvstore.wire.record import Scope, header
 
 HEADER = b"a header of some length"
 
@@ -121,9 +121,9 @@ def _root(array: Bytes) -> Bytes:
 
 def test_the_checksum_covers_header_then_payload() -> None:
     layers = Lie(3, 2, 300, 0, "layers").build(1)
-    prefix = header_prefix(
+    prefix = Scope(
         tenant="t", space=SpaceId(bytes(32)), shard=Shard(0, 3, 0, 1), block_bytes=900
-    )
+    ).prefix()
     slot = np.zeros(900, np.uint8)
     sums = {
         PagedCache(layers).store(1, slot, header(prefix, BlockKey(bytes([n]) * 32)))
