@@ -1,6 +1,7 @@
 """State machines whose steps are counted, so that a run can say how many it took.
 
     class MyMachine(CountedMachine): …
+    verify_machine(MyMachine, examples=50, steps=40)
 
 `pytest --steps-min N` fails a run that took fewer (`tests/conftest.py`).
 """
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hypothesis.stateful import RuleBasedStateMachine, invariant
+import hypothesis
+from hypothesis.stateful import RuleBasedStateMachine, invariant, run_state_machine_as_test
 
 from tests.amounts import covered
 
@@ -30,3 +32,36 @@ class CountedMachine(RuleBasedStateMachine):
         if self._has_begun and self.is_counted:
             covered(STEPS, 1)
         self._has_begun = True
+
+
+def verify_machine(
+    machine: type[RuleBasedStateMachine],
+    *,
+    examples: int,
+    steps: int = 40,
+    broken_seed: int | None = None,
+) -> None:
+    """Run this many examples of so many steps.
+
+    Args:
+        machine: its rules and invariants.
+        examples: at most; it ends with the first that fails.
+        steps: of an example.
+        broken_seed: something is broken on purpose, and from this seed it is noticed soon; where
+            the code has changed since, perhaps later.
+    """
+    phases = set(hypothesis.Phase)
+    if broken_seed is not None:
+        machine = type(machine.__name__, (machine,), {"is_counted": False})
+        machine = hypothesis.seed(broken_seed)(machine)
+        phases = {hypothesis.Phase.generate}
+    run_state_machine_as_test(
+        machine,
+        settings=hypothesis.settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            phases=phases,
+            report_multiple_bugs=False,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        ),
+    )

@@ -10,14 +10,14 @@ Always true:
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
 
 from kvstore.engine.events import Clear, StoryTold
 from kvstore.engine.why import explain, findings, trail
 from kvstore.engine.why.reasons import Reason
 from kvstore.wire.messages import LeaseRelease, Story
-from tests.steps import CountedMachine
+from tests.steps import CountedMachine, verify_machine
 from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import TOKENS, Peer, key
 
@@ -133,10 +133,4 @@ def test_what_is_told_is_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail, "FINDINGS_MAX", FINDINGS)
     monkeypatch.setattr(trail, "PENDING_KEYS_MAX", PENDING)
     monkeypatch.setattr(findings, "RANGES_MAX", 4)
-    verify_machine(examples=50, steps=30)
-
-
-def verify_machine(*, examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
-    )
+    verify_machine(Machine, examples=50, steps=30)

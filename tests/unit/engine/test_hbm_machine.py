@@ -13,8 +13,7 @@ from unittest import mock
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, rule
 
 from kvstore.engine.events import Clear, Promoted
 from kvstore.engine.memory.policy.port import Words
@@ -25,7 +24,7 @@ from kvstore.types import PAGES_PER_GENERATION
 from kvstore.wire.layout import shard_bytes, slot_bytes
 from kvstore.wire.messages import LeaseRelease
 from tests.amounts import amount
-from tests.steps import CountedMachine
+from tests.steps import CountedMachine, verify_machine
 from tests.unit.engine.harness import Peer, key, pairs, space
 from tests.unit.engine.slab import GPU, SlabNode
 
@@ -191,17 +190,8 @@ class HbmMachine(CountedMachine):
         assert not self.node.state.hbm.state.any()
 
 
-def verify_machine(examples: int, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
-    run_state_machine_as_test(
-        HbmMachine,
-        settings=settings(
-            max_examples=examples, stateful_step_count=50, phases=phases, report_multiple_bugs=False
-        ),
-    )
-
-
 def test_any_order_keeps_places_and_blocks_together() -> None:
-    verify_machine(amount(25, nightly=1500))
+    verify_machine(HbmMachine, examples=amount(25, nightly=1500), steps=50)
 
 
 # ── broken on purpose ────────────────────────────────────────────────────────────────────────────
@@ -314,7 +304,6 @@ def test_broken_copies_are_noticed(
     broken = breaks(getattr(kind, method))
     with (
         mock.patch.object(kind, method, broken),
-        mock.patch.object(HbmMachine, "is_counted", new=False),
         pytest.raises(AssertionError),
     ):
-        verify_machine(400, (Phase.generate,))
+        verify_machine(HbmMachine, examples=400, steps=50, broken_seed=0)

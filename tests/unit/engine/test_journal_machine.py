@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import Phase, strategies as st
-from hypothesis.stateful import rule, run_state_machine_as_test
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.memory.journal import Journal, JournalContents
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.layout import shard_bytes, slot_bytes
 from tests.amounts import amount
+from tests.steps import verify_machine
 from tests.unit.engine.harness import Node, keys
 from tests.unit.engine.machine_owner import Content, Owner, Place
 from tests.unit.engine.mortal import Died, MortalNode
@@ -133,27 +133,14 @@ class MortalMachine(Machine):
         return found
 
 
-def verify_machine(*, examples: int, steps: int, shrink: bool = True) -> None:
-    phases = set(hypothesis.Phase) - (set() if shrink else {Phase.shrink, Phase.explain})
-    run_state_machine_as_test(
-        MortalMachine,
-        settings=hypothesis.settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            phases=phases,
-            suppress_health_check=list(hypothesis.HealthCheck),
-        ),
-    )
-
-
 def test_whenever_the_process_dies_another_goes_on() -> None:
-    verify_machine(examples=30, steps=30)
+    verify_machine(MortalMachine, examples=30, steps=30)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_many_deaths() -> None:
-    verify_machine(examples=amount(30, nightly=150), steps=50)
+    verify_machine(MortalMachine, examples=amount(30, nightly=150), steps=50)
 
 
 # ── the machine can see ──────────────────────────────────────────────────────────────────────────
@@ -189,4 +176,4 @@ def test_a_broken_journal_is_noticed(
     broken(monkeypatch)
     monkeypatch.setattr("tests.kit.engine_check.check_engine", lambda _: None)
     with pytest.raises(AssertionError, match=r"granted w|published|leased|went und|another st"):
-        verify_machine(examples=300, steps=50, shrink=False)
+        verify_machine(MortalMachine, examples=300, steps=50, broken_seed=0)

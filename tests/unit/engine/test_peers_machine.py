@@ -13,7 +13,6 @@ from unittest import mock
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import Phase
 from hypothesis.stateful import initialize, invariant, rule
 
 from kvstore.engine.events import (
@@ -29,6 +28,7 @@ from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.servings import Servings
 from kvstore.wire.peers import GivenBack, ServeAnswer
 from tests.amounts import amount
+from tests.steps import verify_machine
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import checksum, keys
 from tests.unit.engine.peers import PeerNode
@@ -37,7 +37,6 @@ from tests.unit.engine.test_files_machine import (
     KEY_OF,
     DiskMachine,
     numbers,
-    verify_machine,
 )
 
 GARBAGE = -1
@@ -163,12 +162,12 @@ class PeersMachine(DiskMachine):
 
 @pytest.mark.usefixtures("each_policy")
 def test_any_order_of_what_other_nodes_do_keeps_the_promises() -> None:
-    verify_machine(40, machine=PeersMachine)
+    verify_machine(PeersMachine, examples=40)
 
 
 @pytest.mark.slow
 def test_many_orders_of_what_other_nodes_do_keep_the_promises() -> None:
-    verify_machine(amount(40, nightly=500), machine=PeersMachine)
+    verify_machine(PeersMachine, examples=amount(40, nightly=500))
 
 
 def _trust_every_fetch(original: Callable[..., None]) -> Callable[..., None]:
@@ -188,20 +187,18 @@ def _always_intact(original: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "method", "breaks"),
+    ("kind", "method", "breaks", "seed"),
     [
-        (Fetches, "fetched", _trust_every_fetch),
-        (Servings, "returned", _always_intact),
+        (Fetches, "fetched", _trust_every_fetch, 14),
+        (Servings, "returned", _always_intact, 0),
     ],
 )
 def test_a_broken_side_of_peers_is_noticed(
-    kind: type, method: str, breaks: Callable[[Callable[..., None]], Callable[..., None]]
+    kind: type, method: str, breaks: Callable[[Callable[..., None]], Callable[..., None]], seed: int
 ) -> None:
     broken = breaks(getattr(kind, method))
     with (
         mock.patch.object(kind, method, broken),
-        mock.patch.object(PeersMachine, "is_counted", new=False),
         pytest.raises((AssertionError, ValueError)),
     ):
-        # It ends with the first that is noticed: a hundred lives or so.
-        verify_machine(3000, phases=(Phase.generate,), machine=PeersMachine)
+        verify_machine(PeersMachine, examples=3000, broken_seed=seed)

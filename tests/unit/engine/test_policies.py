@@ -8,14 +8,15 @@ import pytest
 from kvstore.engine.memory.policy.choose import POLICIES, maker
 from kvstore.engine.memory.policy.port import Mask, Words
 from kvstore.errors import ConfigError
+from tests.steps import verify_machine
 from tests.unit.engine.disk import DiskNode, known
 from tests.unit.engine.harness import Node, attached, key
-from tests.unit.engine.test_machine import verify_machine
+from tests.unit.engine.test_machine import Machine
 
 
 @pytest.mark.usefixtures("each_policy")
 def test_any_order_of_events_keeps_the_promises() -> None:
-    verify_machine(examples=25, steps=50)
+    verify_machine(Machine, examples=25, steps=50)
 
 
 def survivors(policy: str) -> set[int]:
