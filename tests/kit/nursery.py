@@ -6,9 +6,9 @@
 
 What a user starts by three exec's (command line, supervisor, node process) is forked here, and all
 else is the command's own code with its own arguments: it is a child of the tests' process, has a
-session, descriptors and signals as after an exec, and ends with the tests. A command with
-variables, limits or a network of its own is started by exec, and so are those of tests marked
-`by_exec` or `alone`, and all in `make nightly`.
+session, descriptors and signals as after an exec, and ends with the tests. A command with limits,
+a network or early variables (`EARLY`) of its own is started by exec, and so are those of tests
+marked `by_exec` or `alone`, and all in `make nightly`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from kvstore.testing import process, tied
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 ORDER_BYTES_MAX: Final = 64 << 10
+EARLY: Final = ("PYTHON", "LD_PRELOAD", "NUMBA_", "OMP_", "OPENBLAS_", "OTEL_")
+"""Variables that begin so are read when Python starts or a module is imported."""
 COMMAND: Final = ["-m", "kvstore.cli.main"]
 IMPORTED: Final = (
     "kvstore.cli.main",
@@ -128,11 +130,15 @@ class Nursery:
 
 
 def _place(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """What a process would have from this one, and a forked one has from the nursery."""
-    changing = ("PYTEST_", "PYTHONUNBUFFERED", "PYTHONSAFEPATH")
-    lasting = {name: text for name, text in environment.items() if not name.startswith(changing)}
+    """What a process has from the one that made it, or reads before its code runs: it is the
+    nursery's in a forked command. All other variables are those of its order."""
+    early = {
+        name: text
+        for name, text in environment.items()
+        if name.startswith(EARLY) and name not in ("PYTHONUNBUFFERED", "PYTHONSAFEPATH")
+    }
     limits = [resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)]
-    return lasting, limits, os.readlink("/proc/thread-self/ns/net")
+    return early, limits, os.readlink("/proc/thread-self/ns/net")
 
 
 # ── in the nursery ────────────────────────────────────────────────────────────────────────────────
@@ -140,9 +146,10 @@ def _place(environment: Mapping[str, str]) -> tuple[object, ...]:
 
 def main(arguments: Sequence[str]) -> None:
     """Command line without the program's name."""
-    parent = int(arguments[1])
+    parent, given = int(arguments[1]), set(os.environ)
     for name in IMPORTED:
         import_module(name)
+    added = {name: os.environ[name] for name in os.environ if name not in given}
     supervisor = import_module("kvstore.supervisor.supervisor")
     supervisor.Supervisor.__init__.__kwdefaults__["spawn"] = _fork_node_process
     os.execv = functools.partial(_become, supervisor.main)
@@ -155,6 +162,7 @@ def main(arguments: Sequence[str]) -> None:
             if not data:
                 return
             order = msgspec.json.decode(data, type=Order)
+            order.environment = added | order.environment
             said, says = os.pipe()
             between = os.fork()
             if between == 0:  # ends at once: its child becomes one of the tests' process

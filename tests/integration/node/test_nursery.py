@@ -69,7 +69,12 @@ def test_a_forked_command_that_refuses_says_so_and_its_status_is_seen(tmp_path: 
         assert node.kill() == -signal.SIGKILL
 
 
-def test_variables_of_its_own_are_by_exec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_are_read_early_need_exec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/nowhere")  # as importing vLLM leaves it
+    with NodeProcess.start(tmp_path) as node:
+        assert isinstance(node.process, Forked)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     with NodeProcess.start(tmp_path) as node:
         assert not isinstance(node.process, Forked)

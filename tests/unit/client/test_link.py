@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import socket
@@ -293,6 +294,7 @@ def test_memory_that_is_not_as_announced_ends_the_link(
     arena_fd, page_fd = node.arena.arena_fd, node.arena.generation_fd
     open_fd = os.memfd_create("open", os.MFD_ALLOW_SEALING)
     os.ftruncate(open_fd, node.arena.generation_bytes)
+    gc.collect()  # what earlier tests left is closed now, not in between
     before = open_descriptors()
     if case == "late":  # a second Welcome must not bring new memory in
         node.welcome(descriptors=[page_fd])
