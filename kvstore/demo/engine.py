@@ -34,7 +34,6 @@ from kvstore.demo.completions import (
 from kvstore.demo.engine_config import ServerConfig
 from kvstore.testing import tied
 
-READY_TIMEOUT_S: Final = 300.0
 """A start takes 12 s on a quiet machine, and all of ten times that on a busy one."""
 STOP_TIMEOUT_S: Final = 20.0
 POLL_S: Final = 0.05
@@ -83,24 +82,11 @@ class VllmServer(CompletionClient):
         self._guard = guard
 
     @classmethod
-    def start(
-        cls,
-        config: ServerConfig,
-        *,
-        log: Path,
-        warm: bool = True,
-        launch: Callable[[ServerConfig, Path], psutil.Process] = launch,
-    ) -> Self:
-        """Start a server and wait until it answers; `log` receives its output.
-
-        Raises:
-            EngineError: it ended or was not ready in time; has the last error of the log.
-        """
+    def start(cls, config: ServerConfig, *, log: Path, warm: bool = True) -> Self:
+        """Start a server and wait until it answers, as `await_ready`; `log` receives its output."""
         engine = cls(config, launch(config, log), log)
         try:
-            engine._wait_ready(time.monotonic() + READY_TIMEOUT_S)
-            if warm:
-                engine.warm_up()
+            engine.await_ready(warm=warm)
         except BaseException:
             engine.kill()
             raise
@@ -114,12 +100,29 @@ class VllmServer(CompletionClient):
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _wait_ready(self, deadline: float) -> None:
+    def await_ready(
+        self, *, warm: bool = True, waiting: Callable[[], object] = lambda: None
+    ) -> None:
+        """Wait until it answers, without a limit: a model may have to be downloaded and compiled.
+
+        Args:
+            warm: `warm_up` then.
+            waiting: called now and again meanwhile.
+
+        Raises:
+            EngineError: it ended; has the last error of the log.
+        """
         while not self._is_healthy():
+            waiting()
             if self.wait(POLL_S):
                 raise EngineError(f"vLLM ended while starting: {self.last_error()}")
-            if time.monotonic() > deadline:
-                raise EngineError(f"vLLM was not ready in time: {self.last_error()}")
+        if warm:
+            self.warm_up()
+
+    def last_line(self) -> str:
+        """The end of its log, also of a progress bar."""
+        lines = self.log.read_bytes()[-400:].decode(errors="replace").splitlines()
+        return lines[-1].strip() if lines else ""
 
     def _is_healthy(self) -> bool:
         server = self.server()

@@ -22,12 +22,15 @@ import string
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
 
 from kvstore.demo.engine import VllmServer, launch
 from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
@@ -45,12 +48,9 @@ _RENDERS: Final = "--enable-scale-out"
 
 
 def engine_names(count: int) -> Iterator[str]:
-    """a, b, … z, then aa, ab, …"""
-    letters = string.ascii_lowercase
-    words = (
-        "".join(word) for n in itertools.count(1) for word in itertools.product(letters, repeat=n)
-    )
-    return itertools.islice(words, count)
+    """a, b, … z, then a1, b1, …"""
+    names = (f"{x}{n or ''}" for n in itertools.count() for x in string.ascii_lowercase)
+    return itertools.islice(names, count)
 
 
 def gpus_of_engines(count: int, gpus: Sequence[str]) -> list[str]:
@@ -130,19 +130,22 @@ def refuse_taken_port(port: int) -> None:
 
 
 def start_engines(
-    stack: ExitStack, configs: Sequence[ServerConfig], logs: Path
+    console: Console, stack: ExitStack, configs: Sequence[ServerConfig], logs: Path
 ) -> dict[str, VllmServer]:
-    """Start all of them side by side; they end with `stack`. Raises EngineError: one does not."""
-    started = []
+    """Start all of them side by side and show the logs' last lines until they answer; they end with
+    `stack`. Raises EngineError: one does not start."""
+    engines = {}
     for name, config in zip(engine_names(len(configs)), configs, strict=True):
         log = logs / f"engine-{name}.log"
-        guard = launch(config, log)
-        stack.enter_context(VllmServer(config, guard, log))
-        started.append((name, config, log, guard))
-    return {
-        name: VllmServer.start(config, log=log, launch=lambda *_, guard=guard: guard)
-        for name, config, log, guard in started
-    }
+        engines[name] = stack.enter_context(VllmServer(config, launch(config, log), log))
+    with console.status("") as status:
+        for name, engine in engines.items():
+            engine.await_ready(waiting=partial(_show_start, status, name, engine))
+    return engines
+
+
+def _show_start(status: Status, name: str, engine: VllmServer) -> None:
+    status.update(escape(f"engine {name}: {engine.last_line()[:100]}"))
 
 
 def watch(
@@ -186,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(
                 f"{len(configs)} engines: starting, for a minute or more", highlight=False
             )
-            engines = start_engines(stack, configs, work)
+            engines = start_engines(console, stack, configs, work)
             workers = [
                 f"--worker={name}=http://127.0.0.1:{engine.port},node={NODE}"
                 for name, engine in engines.items()

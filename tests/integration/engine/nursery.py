@@ -37,12 +37,13 @@ import psutil
 sys.path.append(str(Path(__file__).resolve().parents[3]))  # tests/ is not installed
 
 from kvstore.demo import guard
-from kvstore.demo.engine import READY_TIMEOUT_S, EngineError, launch
+from kvstore.demo.engine import EngineError, launch
 from kvstore.demo.engine_config import ServerConfig
 from kvstore.testing import tied
 from tests.kit.engines import EngineConfig, EngineServer
 
 ORDER_BYTES_MAX: Final = 64 << 10
+READY_TIMEOUT_S: Final = 300.0
 POLL_S: Final = 0.0005
 IMPORTED: Final = [
     "vllm.entrypoints.openai.api_server",
@@ -93,7 +94,13 @@ class EngineNursery:
         # vLLM reads its own variables when it needs them; others are read at import.
         is_late = all(name.startswith("VLLM_") for name in config.environment)
         how = self._launch if is_late else launch
-        return EngineServer.start(config, log=log, warm=warm, launch=how)
+        engine = EngineServer(config, how(config, log), log)
+        try:
+            engine.await_ready(warm=warm)
+        except BaseException:
+            engine.kill()
+            raise
+        return engine
 
     def _launch(self, config: ServerConfig, log: Path) -> psutil.Process:
         arguments = config.command()[3:]

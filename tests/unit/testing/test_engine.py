@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from kvstore.demo.engine import EngineError, VllmServer
+from kvstore.demo.engine import EngineError, VllmServer, launch
 from kvstore.demo.engine_config import SERVED_NAME
 from tests.kit.engines import EngineConfig, EngineServer
 
@@ -146,15 +146,22 @@ def test_a_server_that_ends_at_once_is_reported_with_its_log(
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
-def test_a_server_that_never_listens_is_killed(
+def test_a_server_that_is_slow_is_waited_for_until_the_user_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"
+    code = "import os, signal; print('pid', os.getpid(), end='\\r', flush=True); signal.pause()"
     monkeypatch.setattr(EngineConfig, "command", lambda _: [sys.executable, "-c", code])
-    monkeypatch.setattr("kvstore.demo.engine.READY_TIMEOUT_S", 1.0)
-    with pytest.raises(EngineError, match=r"not ready in time: pid (\d+)") as error:
-        VllmServer.start(EngineConfig(model=tmp_path), log=tmp_path / "log")
-    pid = int(str(error.value).split("pid ")[1].split()[0])
+    config, log = EngineConfig(model=tmp_path), tmp_path / "log"
+    with VllmServer(config, launch(config, log), log) as engine:
+
+        def interrupt() -> None:
+            if engine.last_line().startswith("pid"):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.await_ready(waiting=interrupt)
+        pid = int(engine.last_line().split()[1])
+        os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -9,13 +9,15 @@ import io
 import os
 import shlex
 import socket
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from kvstore.cli.main import cli
 from kvstore.demo import up
@@ -105,7 +107,7 @@ def test_a_model_of_the_users_runs_as_vllm_would_by_itself(
 
 def test_the_27th_engine_has_a_name() -> None:
     names = list(up.engine_names(28))
-    assert (names[0], names[25:]) == ("a", ["z", "aa", "ab"])
+    assert (names[0], names[25:]) == ("a", ["z", "a1", "b1"])
 
 
 def test_the_commands_to_try_are_those_of_the_program(tmp_path: Path) -> None:
@@ -177,17 +179,21 @@ def test_the_end_of_the_router_ends_all() -> None:
 def test_engines_that_have_started_end_with_one_that_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped: list[str] = []
+    stopped, shown = list[str](), list[str]()
+    status = SimpleNamespace(update=shown.append)
+    console: Any = SimpleNamespace(status=lambda _: nullcontext(status))
 
     class Server:
         def __init__(self, _config: object, guard: str, _log: Path) -> None:
             self._guard = guard
 
-        @classmethod
-        def start(cls, config: object, *, log: Path, launch: Any) -> Server:
-            if log.name == "engine-b.log":
+        def last_line(self) -> str:
+            return f"Loading [/weights] of {self._guard}"
+
+        def await_ready(self, *, waiting: Callable[[], object]) -> None:
+            waiting()
+            if self._guard == "engine-b.log":
                 raise EngineError("b has no memory")
-            return cls(config, launch(config, log), log)
 
         def __enter__(self) -> Self:
             return self
@@ -198,5 +204,7 @@ def test_engines_that_have_started_end_with_one_that_does_not(
     monkeypatch.setattr(up, "VllmServer", Server)
     monkeypatch.setattr(up, "launch", lambda _, log: log.name)
     with pytest.raises(EngineError, match="b has no memory"), ExitStack() as stack:
-        up.start_engines(stack, ["config"] * 3, tmp_path)  # type: ignore[list-item]
+        up.start_engines(console, stack, ["config"] * 3, tmp_path)  # type: ignore[list-item]
+    shown = [Text.from_markup(text).plain for text in shown]
+    assert shown == [f"engine {name}: Loading [/weights] of engine-{name}.log" for name in "ab"]
     assert sorted(stopped) == ["engine-a.log", "engine-b.log", "engine-c.log"]
