@@ -31,7 +31,7 @@ PEM_BYTES_MAX: Final = 1 << 20
 
 
 def load(files: TlsFiles) -> Tls:
-    """Read and check. Raises ConfigError."""
+    """Read and check the three files of a component. Raises ConfigError."""
     ca, authorities = _pem("--ca", files.ca)
     cert, chain, key = _pair("--cert", files.cert, "--key", files.key)
     own = chain[0]

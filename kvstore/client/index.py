@@ -38,15 +38,16 @@ DEFAULT_TIMEOUT_S: Final = 1.0
 RECONNECT_MIN_MS: Final = 100
 RECONNECT_MAX_MS: Final = 1000
 CONNECT_TIMEOUT_MS: Final = 2000
-"""A handshake with a busy machine takes half a second."""
+"""Time allowed for an attempt to connect: a handshake with a busy machine takes half a second."""
 PING_MS: Final = 2000
 """Silence of a replica before a ping; a replica allows one a second."""
 PING_TIMEOUT_MS: Final = 2000
-"""A replica without an answer for so long is unreachable: no watcher or feed waits for it."""
+"""A replica that leaves a ping unanswered this long is unreachable: watchers and feeds leave it."""
 PAUSE_MIN_S: Final = 0.01
-"""First back-off after every replica has refused: this client has too many calls at a time …"""
+"""First back-off after every replica has refused, since this client has too many calls at a time;
+each further one is twice as long."""
 PAUSE_MAX_S: Final = 0.2
-"""… and the longest; each is twice the one before."""
+"""Longest of these back-offs."""
 _ELSEWHERE: Final = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -70,7 +71,7 @@ class Members(NamedTuple):
     """The nodes that a replica knows."""
 
     trust: Trust
-    """CATCHING_UP: there may be more."""
+    """Trust of the list; CATCHING_UP: there may be more nodes."""
     nodes: list[Member]
 
 
@@ -252,7 +253,8 @@ class IndexClient:
     def _ask_each(
         self, call: Callable[[IndexStub], Callable[..., _R]], request: Any, deadline_s: float
     ) -> tuple[_R | None, grpc.RpcError | None]:
-        """The first answer; or why there is none, which is that a replica refused if one did."""
+        """Ask each replica once. Returns (first answer, None), or (None, error) without any; the
+        error is RESOURCE_EXHAUSTED if one replica refused for it."""
         first, count = self._first, len(self._stubs)
         told: grpc.RpcError | None = None
         for turn in range(count):
@@ -296,7 +298,8 @@ def aio_channel(
 
 
 def channel_options(name: str = ANY_INDEX) -> list[tuple[str, Any]]:
-    """Options of every channel to the index; `name`: in the certificate of another server."""
+    """Options of every channel to the index. `name`: name in the server's certificate, if it is
+    another kind of server."""
     return [
         # Addresses are not in certificates; that it is an index is.
         ("grpc.ssl_target_name_override", name),

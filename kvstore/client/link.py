@@ -64,7 +64,7 @@ class Link:
         self.arena: ArenaView | None = None
         self.generations: GenerationView | None = None
         self.places: GenerationView | None = None
-        """Words as of `kvstore.wire.layout`, by slot."""
+        """Page of places in the slab: a word for each slot of dram (`kvstore.wire.layout`)."""
         self.slab: Slab | None = None
         _links.add(self)
 

@@ -39,7 +39,7 @@ class Tls(NamedTuple):
     """Contents of the files, checked."""
 
     ca: bytes
-    """Empty: of clients that show no certificates."""
+    """CA of the other side's certificates, PEM; empty: clients need none."""
     cert: bytes
     key: bytes
     identities: frozenset[Identity]

@@ -96,8 +96,8 @@ class Attachment:
         return self._dial.silent_since_ns > 0
 
     def is_coming(self, now_ns: int, within_ns: int) -> bool:
-        """Whether the node's silence, or its handshake, began so recently that it may answer at any
-        moment."""
+        """Whether the node's silence, or its handshake, began less than `within_ns` ago, so that it
+        may answer at any moment."""
         match self.state:
             case AttachState.DOWN:
                 return False

@@ -33,7 +33,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden states: a block is stored when they are known, and a hit leaves its last block out."""
     label: str = ""
     data_rank: int = 0
-    """Data-parallel."""
+    """Data-parallel rank of the engine."""
     events: str = ""
     """Endpoint at which the node reads the engine's KV events; empty: none."""
     events_replay: str = ""

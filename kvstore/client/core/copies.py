@@ -44,10 +44,10 @@ class SlotBlock(msgspec.Struct, frozen=True):
     header: bytes
     """Bytes before the payload that the checksum covers (`kvstore.wire.record`)."""
     checksum: bytes | None = None
-    """16 bytes to compare with, or None: the bytes crossed no medium and no restart of the node,
-    do not verify."""
+    """16 bytes to compare with; None: no check, since the bytes crossed no medium and no restart
+    of the node."""
     after: int = 0
-    """The copy engine's mark that it must not overtake; 0: none."""
+    """Mark of engine work (`ports.CopyEngine.mark`) that must be done before the copy; 0: none."""
 
 
 class LoadBlock(SlotBlock, frozen=True):
@@ -105,7 +105,8 @@ class RankColumn(msgspec.Struct, frozen=True):
 
 
 class Job:
-    """One job under way. Blocks before `next` were handed out in order; their copies end in any."""
+    """One job under way. Blocks before index `next` were handed out in order; their copies end in
+    any order."""
 
     __slots__ = (
         "abandoned",
@@ -123,7 +124,7 @@ class Job:
     def __init__(self, plan: LoadJob | StoreJob, its: RankColumn, after: int) -> None:
         self.plan = plan
         self.after = after
-        """The copy engine's mark that no copy of it may overtake."""
+        """Mark of engine work that must be done before any copy of the job; 0: none."""
         self.next = 0
         self.in_flight: set[int] = set()
         """Indexes of blocks whose copy has not ended."""
@@ -173,7 +174,7 @@ class Job:
         return index
 
     def places(self, indexes: Iterable[int]) -> tuple[bytes, bytes]:
-        """Slots and generations of these blocks, as they travel."""
+        """Slots (u32 each) and generations (u64 each) of these blocks, as datagrams have them."""
         places = [(self.slots[i], self.generations[i]) for i in indexes]
         return _u32(slot for slot, _ in places), _u64(generation for _, generation in places)
 
@@ -234,13 +235,14 @@ class RunningStore(Job):
         """Checksum by index of the blocks that were copied."""
 
     def forget(self, blocks: frozenset[int]) -> None:
-        """Bytes read from these blocks may be another request's."""
+        """Drop the checksums of copies from these engine blocks, so that they are not sealed: the
+        bytes may have been another request's."""
         for index in [i for i in self.sealed if self.plan.block_ids[i] in blocks]:
             del self.sealed[index]
 
 
 class RunningCheck(Job):
-    """Engine blocks beside slots; nothing is written anywhere."""
+    """Compares engine blocks with slots; writes nothing."""
 
     __slots__ = ("compared", "diverged", "worst")
     kind = CompareBlock
@@ -253,7 +255,8 @@ class RunningCheck(Job):
         self.worst = 0.0
 
     def forget(self, blocks: frozenset[int]) -> None:
-        """Values read from these blocks may be another request's: then none counts."""
+        """Reset the result if the job reads one of these engine blocks: the values may have been
+        another request's."""
         if not blocks.isdisjoint(self.plan.block_ids):
             self.compared, self.diverged, self.worst = 0, [], 0.0
 
@@ -274,7 +277,7 @@ class RunningCheck(Job):
 
 
 def seals(job: RunningStore, indexes: list[int]) -> Iterator[Seal]:
-    """These blocks of a job are complete."""
+    """Messages that seal the blocks of a job at `indexes`, which are complete."""
     for batch in _batches(indexes):
         slots, generations = job.places(batch)
         yield Seal(
@@ -288,19 +291,19 @@ def seals(job: RunningStore, indexes: list[int]) -> Iterator[Seal]:
 
 
 def drops(job: RunningStore, indexes: list[int]) -> Iterator[Drop]:
-    """The slots of these blocks were not written."""
+    """Messages that drop the blocks of a job at `indexes`, whose slots were not written."""
     for batch in _batches(indexes):
         yield Drop(job.plan.session, *job.places(batch), group=job.plan.group)
 
 
 def verified(job: RunningLoad) -> Iterator[Verified]:
-    """The bytes of these blocks are those that were stored."""
+    """Messages that report the blocks of a load whose bytes are those that were stored."""
     for batch in _batches(job.verified()):
         yield Verified(*job.places(batch))
 
 
 def distrust(job: Job, index: int) -> Distrust:
-    """The bytes of this block are damaged."""
+    """The message that reports the bytes of a job's block as damaged."""
     return Distrust(*job.places([index]))
 
 

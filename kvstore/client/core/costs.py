@@ -20,14 +20,14 @@ from kvstore.wire.learned import COMPUTE_NS_MAX, COMPUTE_NS_MIN, LOAD_NS_MAX, LO
 from kvstore.wire.messages import Measured, SessionOpen
 
 PROBE_EVERY = 16
-"""While loads do not pay, one request in so many loads a little, to measure again."""
+"""While loads do not pay, one request in PROBE_EVERY makes a short load, to measure again."""
 SOURCES_MAX = 64
-"""Sources that have an account of waits of their own; where all of them are in debt, all others
-have one together."""
+"""Most sources with an account of waits of their own; while all of these are in debt, all other
+sources share one account."""
 _MORE_SOURCES = "+"
 TOLD_NS_MAX = 2 * NS_PER_S
-"""Until this engine has measured itself, no wait is weighed against more: the pace of another one
-may be wrong here."""
+"""Longest time to compute that a wait is weighed against until this engine has measured its own
+pace: the pace of another engine may be wrong here."""
 TELL_EVERY = 32
 """Steps measured between two reports to the node."""
 
@@ -42,8 +42,8 @@ class Costs:
         self._accounts: dict[str, WaitAccount] = {}
         """Accounts of waits, by the node that blocks come from; empty: the disk."""
         self.left_tokens = {True: 0, False: 0}
-        """Tokens left to compute: of requests that do not wait for blocks (True), after which one
-        that comes now is computed; and of those that wait, if no block came."""
+        """Tokens left to compute. True: by requests that do not wait for blocks; a request that
+        comes now is computed after them. False: by requests that wait, if no block comes."""
         self._refusals = 0
         self._untold = 0
 
@@ -67,8 +67,8 @@ class Costs:
         return Measured(self.compute.measured_ns, self.load.measured_ns)
 
     def saved_ns(self, tokens: int) -> int:
-        """Estimated time to compute so many tokens; 0 while no pace is known: a guess saves
-        nothing."""
+        """Estimated time to compute `tokens` tokens; 0 until a pace was measured, since a guess is
+        no saving."""
         return round(tokens * self.compute.ns_per_token) if self.compute.is_known else 0
 
     # ── decisions ────────────────────────────────────────────────────────────────────────────────
@@ -80,12 +80,12 @@ class Costs:
         return not self.compute.is_known or self.load.ns_per_token <= self.compute.ns_per_token
 
     def is_worth(self, tokens: int) -> bool:
-        """Whether a load of so many tokens pays."""
+        """Whether a load of `tokens` tokens pays."""
         return self.loads_pay and tokens >= max(self._config.min_load_tokens, 1)
 
     def may_probe(self, wanted_tokens: int) -> bool:
-        """Loads do not pay: whether this request, which wants so many tokens, makes the shortest
-        load, if that costs next to nothing beside its computing."""
+        """Whether this request makes the shortest load although loads do not pay, to measure again:
+        one in PROBE_EVERY, if the load costs next to nothing beside computing `wanted_tokens`."""
         self._refusals += 1
         cost_ns = self.load.ns_per_token * self.least_tokens
         return (
@@ -100,7 +100,7 @@ class Costs:
         return max(blocks, 1) * self._config.block_tokens
 
     def answer_ns(self, wanted_tokens: int) -> int:
-        """How long a request that wants so many tokens waits for the node, or for its answer.
+        """How long a request that wants `wanted_tokens` waits for the node, or for its answer.
 
         A share of the time to compute them: twenty milliseconds saved are not worth seconds of
         computing on a machine whose node did not get to run just then. At most the heartbeat
@@ -112,11 +112,13 @@ class Costs:
         return max(least_ns, min(share_ns, most_ns))
 
     def computing_ns(self, tokens: int) -> float:
-        """Time to compute so many tokens, as far as anybody waits for it."""
+        """Estimated time to compute `tokens` tokens, at most TOLD_NS_MAX until this engine has
+        measured its own pace."""
         return min(tokens * self.compute.ns_per_token, self._weighed_ns_max)
 
     def queued_ns(self, now_ns: int) -> float:
-        """Time until the engine has computed what it has to without this request."""
+        """Estimated time until the engine has computed the queued requests and the running steps,
+        and can begin with another request."""
         return self.computing_ns(self.left_tokens[True]) + self.compute.in_flight_ns(now_ns)
 
     def saving_ns(self, tokens: int) -> float:
@@ -138,8 +140,9 @@ class Costs:
         lost_ns: float = 0.0,
         is_first: bool = True,
     ) -> BlockWait | None:
-        """A wait for so many tokens that come from a source; None: computing them is quicker.
-        `lost_ns`: by earlier waits of the request; `is_first`: none was weighed for this lookup."""
+        """Begin a wait for `tokens` that come from `source` in about `estimate_ns`; None: computing
+        them is expected to be quicker. `lost_ns`: time lost by earlier waits of the request;
+        `is_first`: no wait was weighed for this lookup before."""
         account = self._account(source)
         saving_ns, queued_ns = self.saving_ns(tokens), self.queued_ns(now_ns)
         queue_ns_max = queued_ns + self.computing_ns(self.left_tokens[False])

@@ -27,7 +27,7 @@ class Pending(msgspec.Struct, frozen=True):
 
 
 class Hit(msgspec.Struct, frozen=True):
-    """So many tokens beyond the prefix-cache hit can be loaded."""
+    """`tokens` tokens beyond the prefix-cache hit can be loaded."""
 
     tokens: int
 
@@ -66,7 +66,7 @@ class HitRules(Protocol):
 
 
 class DerivedKeys(Sequence[bytes]):
-    """Keys that are made of others when they are asked for."""
+    """A sequence of keys that takes each from other keys when it is read."""
 
     @abstractmethod
     def _at(self, at: int) -> bytes: ...
@@ -126,7 +126,7 @@ class Presence:
 
     def update_from_answer(self, group: int, first_block: int, bits: bytes) -> None:
         """Take the node's flags of the blocks from `first_block` on, padded to whole bytes. An
-        answer about block 0 replaces all before it; one that leaves a gap is ignored."""
+        answer about block 0 replaces all earlier answers; one that leaves a gap is ignored."""
         flags = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").astype(np.bool_)
         before = self._masks.get(group)
         if not first_block:
@@ -135,7 +135,7 @@ class Presence:
             self._masks[group] = np.concatenate([before[:first_block], flags])
 
     def get(self, group: int) -> Mask | None:
-        """None: the node has not answered."""
+        """Flags of the blocks of a group; None: the node has not answered."""
         return self._masks.get(group)
 
     def resized(self, group: int, count: int) -> Mask:
@@ -146,16 +146,17 @@ class Presence:
         return sized
 
     def mark_absent(self, group: int, first_block: int, end_block: int | None = None) -> None:
-        """Blocks that are not there after all; `end_block` None: nor any behind them."""
+        """Clear the flags of blocks [first_block, end_block), which turned out to be absent;
+        `end_block` None: to the end."""
         if group in self._masks:
             self._masks[group][first_block:end_block] = False
 
     def mark_present(self, group: int, blocks: range) -> None:
-        """Blocks that are leased: they came after the answer, from another node or from disk. The
-        answer is not lengthened: blocks behind it are neither there nor absent."""
+        """Set the flags of leased blocks, which came after the answer, from another node or from
+        disk. Blocks beyond the end of the answer stay unknown."""
         if group in self._masks and blocks:
             self._masks[group][blocks.start : blocks.stop] = True
 
     def clear(self) -> None:
-        """The node may have lost everything."""
+        """Forget all answers: the node may have lost everything."""
         self._masks.clear()

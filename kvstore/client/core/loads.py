@@ -20,7 +20,7 @@ from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, Hint, LeaseMore, LeaseR
 
 
 def keys_per_ask(shards: int) -> int:
-    """Most keys of one LeaseAsk, whose answer has so many shards for each."""
+    """Most keys of one LeaseAsk, whose answer has `shards` slots for each key."""
     return max(1, KEYS_PER_DATAGRAM_MAX // shards)
 
 
@@ -106,7 +106,7 @@ def joined_checksums(replies: Sequence[LeaseReply | LeaseMore]) -> bytes:
 def surveys(
     config: SchedulerConfig, request: Request, shard_counts: Sequence[int]
 ) -> Iterator[Hint]:
-    """The hints that ask which blocks of these groups the node knows."""
+    """The hints that ask which blocks of the groups beside the first the node knows."""
     for group in range(1, len(config.block_sizes)):
         names = block_keys(request.sought, config.keys_per_block(group))
         size = max(8, KEYS_PER_DATAGRAM_MAX // shard_counts[group] // 8 * 8)
@@ -115,7 +115,7 @@ def surveys(
 
 
 def short_parts(request: Request) -> list[LookupPart]:
-    """Questions about these groups of which not all blocks are leased."""
+    """Questions about the groups beside the first of which not all blocks are leased."""
     return [part for part in request.parts if part.group and part.is_short]
 
 

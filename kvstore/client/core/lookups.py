@@ -57,9 +57,10 @@ from kvstore.wire.messages import (
 )
 
 ROUNDS_MAX = 3
-"""Plans of one lookup: each is shorter, since blocks were missing that the node had known."""
+"""Most plans of one lookup: each is shorter than the one before, of which blocks were missing that
+the node had known."""
 HINT_NS_MAX = 50 * NS_PER_MS
-"""Answers to the hints of a request are good for so long."""
+"""Time for which the answers to the hints of a request are good."""
 SHADOW_CHECK = "shadow check"
 """Why a hit that is computed to be compared is a miss."""
 
@@ -124,15 +125,15 @@ class EngineLookups:
         return outcome
 
     def queue(self, request: Request, tokens: int) -> None:
-        """So many tokens of the request are left to compute, now or in its turn, or after its wait
-        if no block comes."""
+        """Count `tokens` of the request as left to compute, now or in its turn; while it waits for
+        blocks, as left if none comes. Replaces its earlier count."""
         left_tokens = self._costs.left_tokens
         left_tokens[request.is_queued] -= request.left_tokens
         request.left_tokens, request.is_queued = max(0, tokens), request.wait is None
         left_tokens[request.is_queued] += request.left_tokens
 
     def _queue_rest(self, request: Request) -> None:
-        """The request's tokens that its leases do not cover are left to compute."""
+        """Count the request's tokens that its leases do not cover as left to compute."""
         found = (request.first_block + request.found_blocks) * self._sizes[0]
         self.queue(request, request.prompt_tokens - found)
 
@@ -178,7 +179,8 @@ class EngineLookups:
         return PENDING
 
     def _held(self, request: Request, tokens_max: int, now_ns: int) -> Outcome:
-        """The answer, once the node has given its own."""
+        """The answer to the engine, once the node has answered; PENDING: the node was asked about
+        further KV cache groups."""
         replies = [part.reply for part in request.parts if part.reply]
         if request.is_verified and not all_sent(replies):
             self.release(request)
@@ -216,7 +218,8 @@ class EngineLookups:
     def _plan(
         self, rules: HitRules, request: Request, tokens_max: int, now_ns: int
     ) -> HitPlan | None:
-        """The hit that is leased in all groups, maybe none; None: its blocks are asked for."""
+        """The hit whose blocks are leased in all groups, maybe of 0 tokens; None: the node has just
+        been asked for its blocks."""
         short = short_parts(request)
         if request.plan is not None and not short:
             return request.plan
@@ -242,8 +245,8 @@ class EngineLookups:
         return None
 
     def _has_waited_long(self, request: Request, wanted_tokens: int, now_ns: int) -> bool:
-        """Whether a request may ask no more: the end of a row of waits, of which each has its own
-        end, as with a node whose sessions come and go."""
+        """Whether a request has waited too long to ask again. Each wait has a limit of its own;
+        this one ends a row of waits, as with a node whose sessions come and go."""
         limit_ns = self._costs.answer_ns(wanted_tokens) + self._costs.computing_ns(wanted_tokens)
         limit_ns += self._config.heartbeat_timeout_ms * NS_PER_MS + request.queue_ns_max
         return 0 < request.waiting_since_ns < now_ns - limit_ns
@@ -256,7 +259,8 @@ class EngineLookups:
         return self._miss(request, request.failed)
 
     def replied(self, reply: LeaseReply, now_ns: int) -> None:
-        """The node's answer to a LeaseAsk; late ones are given back. Only the first counts."""
+        """Take the node's answer to a LeaseAsk; only the first one counts. The lease of a late
+        answer is released."""
         entry = self._by_lease.get(reply.lease)
         if entry is None:
             if reply.slots:
@@ -285,7 +289,7 @@ class EngineLookups:
         self._queue_rest(request)
 
     def grew(self, more: LeaseMore, now_ns: int) -> None:
-        """More blocks of a lease have come to dram, or none will."""
+        """Take a LeaseMore: more blocks of a lease have come to dram, or no more will."""
         entry = self._by_lease.get(more.lease)
         if entry is None or (reply := entry[1].reply) is None:
             return
@@ -306,7 +310,7 @@ class EngineLookups:
             self._look(request, request.wait, now_ns)
 
     def _look(self, request: Request, wait: BlockWait, now_ns: int) -> None:
-        """Blocks of a lookup that waits have come, or none will."""
+        """Update the wait of a lookup after a LeaseMore; end it if no more blocks are coming."""
         found = request.found_blocks
         request.found_blocks = leading_blocks(request.parts)
         came = (request.found_blocks - found) * self._sizes[0]
@@ -359,7 +363,7 @@ class EngineLookups:
         return jobs
 
     def reported(self, result: LoadResult, now_ns: int) -> bool:
-        """One rank's result. Whether all ranks have reported now."""
+        """Take one rank's result of a load. Returns whether all ranks have reported now."""
         entry = self._by_lease.get(result.lease)
         if entry is None or entry[0].stage is not LookupStage.LOADING:
             return False
@@ -478,7 +482,8 @@ class EngineLookups:
 
     @staticmethod
     def _is_due(since: int, every: int) -> bool:
-        """Whether the next one is the `every`-th; 0: never."""
+        """Whether the next one, `since` others after the last that was due, is the `every`-th; with
+        0 none is."""
         return 0 < every <= since + 1
 
     def _miss(self, request: Request, reason: str) -> Miss:

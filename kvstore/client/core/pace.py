@@ -12,7 +12,7 @@ from collections import deque
 from statistics import median
 
 STEP_TOKENS_MIN = 256
-"""Shorter steps are mostly overhead and decoding."""
+"""Fewest tokens of a step that is timed: shorter ones are mostly overhead and decoding."""
 STEPS_MAX = 32
 """Steps that have been planned and not reported; no engine plans as far ahead."""
 SAMPLES = 15
@@ -22,11 +22,11 @@ LOADS_MIN = 3
 
 SOURCE_EVERY = 1024
 SOURCE_TRIED = 32
-"""Loads in a row that take the other source, among so many: enough for whole batches."""
+"""Loads in a row, of each SOURCE_EVERY, that try the other source: enough for whole batches."""
 SOURCE_MEMORY = 256
 """Loads after which an old one counts for a third."""
 SOURCE_GAIN = 0.9
-"""Share of the time of the one in use that the other one has to take at most."""
+"""The other source takes over if it needs less than this share of the time of the one in use."""
 
 
 class Pace:
@@ -38,15 +38,15 @@ class Pace:
         self.is_known = False
         """Whether this engine, or another of its space, has measured."""
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=STEPS_MAX)
-        """Number, tokens and plan's time of each that is not reported, in order."""
+        """(number, tokens, time of the plan) of each step that is not reported yet, in order."""
         self._last = 0
         """Number of the last step."""
         self._ended_ns = 0
         """When a step was reported the last time."""
 
     def planned(self, tokens: int, now_ns: int) -> int:
-        """A step that computes so many tokens begins. Returns the number by which ranks report it;
-        0: it is too short to say anything."""
+        """Count a planned step that computes `tokens` tokens. Returns the number by which ranks
+        report it; 0: it is too short to be timed."""
         if tokens < STEP_TOKENS_MIN:
             return 0
         self._last += 1
@@ -78,12 +78,12 @@ class Pace:
 
     @property
     def measured_ns(self) -> int:
-        """0: not yet."""
+        """Measured nanoseconds per token; 0: none yet."""
         return round(median(self._samples)) if self._samples else 0
 
     @property
     def ns_per_token(self) -> float:
-        """The estimate."""
+        """The measured value, or the guess before there is one."""
         return median(self._samples) if self._samples else float(self._guess_ns)
 
 
@@ -95,7 +95,7 @@ class LoadPace:
         self._guess_ns = 0
 
     def loaded(self, tokens: int, duration_ns: int) -> None:
-        """A rank copied so many tokens."""
+        """Count a rank's copy of `tokens` tokens, which took `duration_ns`."""
         if tokens > 0:
             self._samples.append(duration_ns / tokens)
 
@@ -105,17 +105,17 @@ class LoadPace:
 
     @property
     def measured_ns(self) -> int:
-        """0: not yet."""
+        """Measured nanoseconds per token; 0: none before LOADS_MIN loads."""
         return round(median(self._samples)) if len(self._samples) >= LOADS_MIN else 0
 
     @property
     def ns_per_token(self) -> float:
-        """The estimate."""
+        """The measured value, or the guess before there is one."""
         return self.measured_ns or float(self._guess_ns)
 
 
 class SourcePace:
-    """Whether verified loads come from hbm or from dram."""
+    """Choice between hbm and dram as the source of verified loads, by their measured times."""
 
     def __init__(self) -> None:
         self._spent_ns = {True: 0.0, False: 0.0}
@@ -133,8 +133,8 @@ class SourcePace:
         return self._prefers_hbm != is_tried
 
     def ended(self, duration_ns: int, size_bytes: int, *, is_hbm: bool) -> None:
-        """A load of that size was served for that time, its part of its batch's. Batches that are
-        seen to end together say nothing one by one: sums are compared."""
+        """Count a load of `size_bytes` that took `duration_ns`, its share of its batch's time. Only
+        sums are compared: loads of a batch are seen to end together, so one alone says nothing."""
         fade = 1 - 1 / SOURCE_MEMORY
         self._spent_ns[is_hbm] = fade * self._spent_ns[is_hbm] + duration_ns
         self._bytes[is_hbm] = fade * self._bytes[is_hbm] + size_bytes

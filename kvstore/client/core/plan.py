@@ -74,7 +74,7 @@ class LoadResult(msgspec.Struct, frozen=True):
     lease: int
     loaded_blocks: int
     failed_block_ids: tuple[int, ...]
-    """Empty when all is well. From the first bad block on; its reason is in `reason`."""
+    """Blocks from the first bad one on, which failed for `reason`; empty when all is well."""
     bytes_moved: int
     duration_ns: int
     reason: str = ""
@@ -106,7 +106,7 @@ class RankReport(msgspec.Struct, frozen=True):
     store_bytes: int = 0
     store_ns: int = 0
     fence_ns: int = 0
-    """The engine's thread waited for stores whose blocks it needed."""
+    """Time for which the engine's thread waited for stores whose blocks it needed."""
     compared: tuple[CompareResult, ...] = ()
     """Results of comparisons among `store_jobs_done`."""
     step: int = 0
@@ -114,7 +114,8 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:
-    """How a plan ends on a rank that has no cache to serve: at once, with nothing done."""
+    """The report of a rank without a cache to serve: all jobs of the plan end at once, with nothing
+    done."""
     return RankReport(
         rank=rank,
         session=0,
@@ -136,8 +137,8 @@ def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:
 
 
 class SchedulerStats:
-    """Only additions; `take` empties it. Names are the metric names without prefix, then a label's
-    value behind a colon, if there is one; `_ns` becomes `_seconds`."""
+    """Counts since the last `take`. Names are the metric names without prefix, then a label's value
+    behind a colon, if there is one; `_ns` becomes `_seconds`."""
 
     __slots__ = ("_counts",)
 

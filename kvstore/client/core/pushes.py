@@ -74,7 +74,7 @@ class EnginePushes:
     # ── prefill ──────────────────────────────────────────────────────────────────────────────────
 
     def open(self, request: Request) -> None:
-        """A request arrives whose blocks other nodes may be sent."""
+        """A request arrives that is prefilled for other nodes: open its transfer."""
         self._stats.add("pushes_opened")
         self._open(request.transfer_id)
         self._producing[request.id] = request
@@ -107,11 +107,12 @@ class EnginePushes:
             self._say(PushClose(transfer, reason))
 
     def refuse(self, produced: PrefillPart, reason: str) -> None:
-        """A request arrives whose blocks are not stored."""
+        """Close the transfer of a request that arrives and whose blocks are not stored."""
         self._close(produced.transfer, reason)
 
     def preempted(self, request: str) -> None:
-        """The request lost its blocks; those that were stored stay."""
+        """The engine preempted the request, which loses its blocks: close its transfer. Blocks that
+        were stored stay."""
         entry = self._producing.get(request)
         if entry is not None and not entry.is_paused:
             entry.is_paused = True
@@ -151,7 +152,8 @@ class EnginePushes:
     # ── decode ───────────────────────────────────────────────────────────────────────────────────
 
     def expect(self, request: Request, node: str, now_ns: int) -> None:
-        """A request arrives whose blocks this node sends. Before its hints."""
+        """A request arrives whose blocks `node` pushes: send PushExpects, and hold its lookup back
+        until they end. Called before its hints are sent."""
         keys = request.sought
         if not (self.node and keys and node):
             return
@@ -186,8 +188,9 @@ class EnginePushes:
                 )
 
     def _wanted(self, key_count: int, tokens_max: int) -> list[range]:
-        """Blocks of each group that the longest hit needs. Others may not be stored there, as of
-        recurrent states all but the last; and what lies behind a gap is not pushed."""
+        """Blocks of each group that the longest hit of at most `tokens_max` tokens needs. Others
+        may not be stored on the other node (of recurrent states only the last one is), and blocks
+        behind a gap are not pushed."""
         sizes, plan = self._config.block_sizes, None
         counts = [key_count // self._config.keys_per_block(at) for at in range(len(sizes))]
         tokens = counts[0] * sizes[0]
@@ -209,7 +212,7 @@ class EnginePushes:
         return min(waited_ns // WATCH_SHARE, WATCH_NS_MAX)
 
     def ended(self, end: PushEnd) -> None:
-        """Blocks that were expected are here, or will not come."""
+        """Take a PushEnd: blocks that were expected are here, or will not come."""
         for request, waiting in list(self._waiting.items()):
             if waiting.transfer_id != end.transfer:
                 continue
@@ -222,7 +225,7 @@ class EnginePushes:
                 del self._waiting[request]
 
     def admitted(self, request: Request, now_ns: int) -> None:
-        """The engine computes what it has not loaded; nobody waits any longer."""
+        """The engine admitted the request, and computes what it has not loaded: end its wait."""
         if request.id in self._waiting and now_ns >= request.pushed_until_ns:
             self._stats.add("pushes_given_up")
             request.detail = "push: deadline"

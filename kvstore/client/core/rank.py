@@ -96,18 +96,18 @@ class RankCore:
         self._config = config
         self._is_fenced_late = is_fenced_late
         self._unsettled: list[RunningStore | RunningCheck] = []
-        """Stores that are over and do not count yet."""
+        """Stores whose copies have ended, but which are sealed only in the next `settle`."""
         self._copies_max = copies_max
         self._attached = False
         self._session = 0
         self._columns: tuple[RankColumn, ...] = ()
-        """By group, of the session."""
+        """This rank's part in the session, by KV cache group."""
         self._quiesce: Quiesce | None = None
         """Received while copies were in flight; answered when they end."""
         self._loads: deque[RunningLoad] = deque()
         self._stores: deque[RunningStore | RunningCheck] = deque()
         self._in_flight: dict[int, tuple[Copy, RunningJob, int]] = {}
-        """By identity: each copy with its job and its index there."""
+        """By `id` of a copy: the copy, its job and its index there."""
         self.reading: Counter[int] = Counter()
         """Engine blocks that a queued or running store has yet to read."""
         self._fenced: frozenset[int] = frozenset()
@@ -143,7 +143,7 @@ class RankCore:
         return HelloRank(protocol=PROTOCOL_VERSION, **msgspec.structs.asdict(self._config))
 
     def connected(self, welcome: Welcome) -> None:
-        """The node answered; from here on the driver's mapping is the one that came with it.
+        """Take the node's Welcome; from here on copies use the mapping that came with it.
 
         Raises:
             ProtocolError: the node speaks another version; close the connection.
@@ -226,8 +226,8 @@ class RankCore:
 
     @property
     def _is_full_of_stores(self) -> bool:
-        """Loads that come find places, where there are several: stores may have to wait for the
-        engine's whole step."""
+        """Whether stores have all the places that they may have. Half of the places (rounded down)
+        are kept for loads, since a store may have to wait for the engine's whole step."""
         stores = sum(not isinstance(job, RunningLoad) for _, job, _ in self._in_flight.values())
         return stores >= self._copies_max - self._copies_max // 2
 
@@ -255,7 +255,7 @@ class RankCore:
 
     @property
     def has_loaded_request(self) -> bool:
-        """All loads of a request have ended, and the last end waits to be reported."""
+        """Whether all loads of some request have ended, and the last end waits to be reported."""
         running = {job.plan.request for job in self._loads}
         return any(result.request not in running for result in self._load_results)
 
@@ -284,8 +284,8 @@ class RankCore:
             self._abandon(job, "fenced off")
 
     def settle(self, block_ids: Collection[int]) -> None:
-        """The engine overwrites these blocks, perhaps since a moment ago: nothing that was read
-        from one counts. The other stores that are over do."""
+        """The engine overwrites these blocks, perhaps since a moment ago: discard what was read
+        from them, and end (seal or drop) the stores whose copies are over."""
         self.give_up(block_ids)
         fenced = frozenset(block_ids)
         over, self._unsettled = self._unsettled, []

@@ -49,7 +49,8 @@ class LookupPart:
     promoting: int = 0
     """Blocks behind those of the reply that are on their way to dram."""
     is_closed: bool = False
-    """Blocks came that nobody waited for: what follows them does not follow the reply's."""
+    """A LeaseMore came that nobody waited for, and was ignored: later ones do not continue the
+    blocks of the reply."""
     file_blocks: int = 0
     """Blocks found that came from disk for this request."""
     peer_blocks: int = 0
@@ -74,8 +75,8 @@ class LookupPart:
         return self.found_blocks < self.count
 
     def expect(self, promoting: int) -> None:
-        """So many more are on their way, says the node; no more than were asked for are waited for,
-        nor longer than these take to compute."""
+        """Note that `promoting` more blocks are on their way, as the node says. Capped at the
+        blocks asked for, so that no wait is longer than their computing."""
         self.promoting = min(promoting, max(0, self.count - self.found_blocks))
 
 
@@ -105,19 +106,19 @@ class Request:
     """Tokens at which the next block is complete, of any KV cache group, or the first token is to
     be seen."""
     local_tokens: int = 0
-    """The engine's own, when it last asked."""
+    """Tokens in the engine's own cache when it last asked."""
     left_tokens: int = 0
     """Tokens of its prompt left to compute, as far as they are counted in the queue; 0 before the
     node has answered."""
     is_queued: bool = False
-    """Whether it computes them now or in its turn; otherwise it waits for blocks."""
+    """Whether `left_tokens` are computed now or in turn; False: the request waits for blocks."""
     loaded_tokens: int = 0
     file_tokens: int = 0
     """Loaded tokens that came from disk for it."""
     peer_tokens: int = 0
     answer: Outcome | None = None
     answered_ns: int = 0
-    """First answer after the last question to the node."""
+    """When the engine got its first answer after the last question to the node."""
     first_token_ns: int = 0
     """When the engine was first seen to have a token of its answer; 0: not yet."""
     admitted_ns: int = 0
@@ -127,7 +128,7 @@ class Request:
     is_old: bool = False
     """Its blocks, or some before them, are of before a reset: none is stored."""
     present: Presence = field(default_factory=Presence)
-    """From the node's answers to hints."""
+    """Blocks that the node has, by its answers to hints."""
 
     # ── lookup and load ──────────────────────────────────────────────────────────────────────────
 
@@ -135,7 +136,7 @@ class Request:
     hinted_ns: int = 0
     """When the node was sent hints that name all blocks of the request."""
     hinted_session: int = 0
-    """In which session; 0: it was not."""
+    """Session of these hints; 0: none were sent."""
     detail: str = ""
     """A rank's reason for a load that failed."""
     asked_leases: list[int] = field(default_factory=list)
@@ -144,9 +145,9 @@ class Request:
     replied_at_ns: int = 0
     """When the last question was answered in full; 0 while it is not."""
     wait: BlockWait | None = None
-    """For blocks that are on their way."""
+    """The wait for blocks that are on their way; None: there is none."""
     waited: bool = False
-    """Whether the last question led to one."""
+    """Whether the last question led to a wait."""
     has_weighed: bool = False
     """Whether blocks on their way were weighed against computing since it was asked."""
     queue_ns_max: float = 0.0
@@ -182,7 +183,7 @@ class Request:
     was another."""
     parts: list[LookupPart] = field(default_factory=list)
     load_jobs: int = 0
-    """Under way: one for each KV cache group."""
+    """Load jobs under way, one for each KV cache group."""
     load_reports: int = 0
     miss_reason: str = ""
 
@@ -207,7 +208,7 @@ class Request:
 
     @property
     def transfer_id(self) -> str:
-        """Empty: it has no part in a transfer."""
+        """Id of the transfer that the request has a part in; empty: none."""
         return self.transfer.transfer if self.transfer is not None else ""
 
     @property
@@ -251,7 +252,8 @@ class Request:
         return sum(part.peer_blocks for part in self.parts if not part.group)
 
     def end_wait(self, queued_ns: float, now_ns: int) -> None:
-        """Blocks came, or it took too long: take what is there, behind so much computing."""
+        """End the wait with the blocks that came; `queued_ns` of computing comes before the
+        request's own."""
         assert self.wait is not None
         self.lost_ns += self.wait.ended(queued_ns, now_ns)
         self.wait, self.stage = None, LookupStage.HELD
@@ -262,7 +264,8 @@ class Request:
         return any(p.reply and age_ns > (LEASE_LIVES_MAX - 1) * p.ttl_ns for p in self.parts)
 
     def cut_load(self, tokens: int) -> None:
-        """No more than so many tokens were loaded."""
+        """Lower the count of loaded tokens to at most `tokens`, and those from disk and other nodes
+        with it."""
         self.loaded_tokens = min(self.loaded_tokens, tokens)
         self.file_tokens = min(self.file_tokens, self.loaded_tokens)
         self.peer_tokens = min(self.peer_tokens, self.loaded_tokens - self.file_tokens)
@@ -297,5 +300,5 @@ class Request:
 
 
 def cut_name(request: str) -> str:
-    """A request's id as it may travel: users choose theirs."""
+    """A request's id, cut to REQUEST_BYTES_MAX bytes of UTF-8: users choose ids, of any length."""
     return request.encode("utf-8", "replace")[:REQUEST_BYTES_MAX].decode("utf-8", "ignore") or "?"

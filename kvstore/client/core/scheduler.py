@@ -243,12 +243,13 @@ class SchedulerCore:
             self.lookups.release(entry)
 
     def begin_step(self, now_ns: int) -> None:
-        """The engine plans a step: first tokens that it knows by now came before this."""
+        """Note when the engine begins to plan a step: the time of first tokens that it knows by
+        now."""
         self._now_ns = now_ns
 
     def scheduled(self, request: Request, *, computed_tokens: int) -> None:
-        """The engine will have computed so many tokens of the request after this step. To be called
-        while it has `left_tokens`."""
+        """After this step the engine will have computed `computed_tokens` of the request: update
+        its count of tokens left. To be called while it has `left_tokens`."""
         self.lookups.queue(request, request.prompt_tokens - computed_tokens)
 
     def settled_tokens(self, request: str, *, computed_tokens: int, known_tokens: int) -> int:
@@ -311,7 +312,7 @@ class SchedulerCore:
     def left_out(
         self, request: str, *, prompt_tokens: int, reason: str, now_ns: int, traceparent: str = ""
     ) -> None:
-        """A request that bypasses the cache, and why: only its story is sent."""
+        """Send the story of a request that bypasses the cache for `reason`; do nothing else."""
         self._now_ns = now_ns
         self._tell(
             Story(
@@ -323,8 +324,8 @@ class SchedulerCore:
         )
 
     def finished(self, request: str, why_early: str = "", now_ns: int = 0) -> Story | None:
-        """The request ended, in whatever way; `why_early`: not as it should. A running load ends by
-        its ranks' reports."""
+        """The request ended; `why_early` is the reason if it did so early (aborted, failed).
+        Returns its story, None if it is unknown. A running load ends by its ranks' reports."""
         self._now_ns = max(self._now_ns, now_ns)  # its only step may have begun long ago
         entry = self.requests.pop(request, None)
         if entry is None:
@@ -387,8 +388,8 @@ class SchedulerCore:
         return StepPlan(self._take_loads(), stores, fence, step)
 
     def rescue_plan(self) -> StepPlan:
-        """The loads that the engine waits for, for a caller that can go on no longer. No later plan
-        can fence: every copy that may still run is waited for, or abandoned, now."""
+        """The last plan of a caller that cannot go on: the loads that the engine waits for, and a
+        fence of all blocks whose copy may still run, since no later plan can fence them."""
         return StepPlan(loads=self._take_loads(), fence_blocks=self._stores.source_blocks())
 
     def _take_loads(self) -> tuple[LoadJob, ...]:

@@ -146,7 +146,7 @@ class Shadows:
             job.worst = max(job.worst, result.worst)
 
     def finished(self, number: int) -> None:
-        """No rank compares this job's blocks any more."""
+        """All ranks have ended this job: report its result to the node."""
         job = self._jobs.pop(number, None)
         if job is None:
             return
@@ -167,7 +167,8 @@ class Shadows:
         self._end_if_done(job.request)
 
     def ended(self, request: Request) -> None:
-        """The request is over: running comparisons still end, under generations alone."""
+        """The request is over: release its leases. Comparisons under way still end, protected by
+        generations alone."""
         if request.stage is LookupStage.SHADOW:
             self._lookups.release(request)
 

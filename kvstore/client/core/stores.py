@@ -63,7 +63,8 @@ class EngineStores:
         self._comparing: list[StoreJob] = []
 
     def next_sequence(self) -> int:
-        """The place, among all stores, of a hint that is sent now."""
+        """Number of a hint that is sent now, counted with stores: keys stored after it have higher
+        numbers."""
         self._sequence += 1
         return self._sequence
 

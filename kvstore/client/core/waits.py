@@ -33,14 +33,15 @@ from collections import deque
 from kvstore.units import NS_PER_MS, NS_PER_S
 
 VAIN_SHARE = 25
-"""One part in so many of the compute time may be waited in vain: 4 %, which leaves the rest of 5 %
-to all other costs of a lookup."""
+"""1 / VAIN_SHARE of the compute time may be waited in vain: 4 %, which leaves the rest of 5 % to
+all other costs of a lookup."""
 ADVANCE_SHARE = 2
-"""Out of debt, a wait may lose one part in so many of its saving in advance."""
+"""Without a debt, a wait may lose 1 / ADVANCE_SHARE of its saving in advance."""
 MEMORY_NS = 120 * NS_PER_S
-"""A balance, or a debt, fades to a third in so long."""
+"""Time in which a balance, or a debt, fades to a third."""
 SOONER = 7 / 8
-"""A queue that ends in less than this part of the time that was expected is looked at again."""
+"""The end of a wait is set anew when the queue will end in less than this share of the time that
+was expected."""
 ODDS_MAX = 32
 """Waits that are remembered."""
 FIRST_ODDS = (0.25, 0.5, 0.5, 0.75, 1.0, 1.0, 1.5, 2.5)
@@ -48,7 +49,7 @@ FIRST_ODDS = (0.25, 0.5, 0.5, 0.75, 1.0, 1.0, 1.5, 2.5)
 
 
 class Odds:
-    """How long waits took, in parts of their estimate."""
+    """How long earlier waits took, each as a ratio to its estimate."""
 
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(FIRST_ODDS, maxlen=ODDS_MAX)
@@ -58,8 +59,8 @@ class Odds:
         self._ratios.append(ratio)
 
     def forget(self) -> None:
-        """A load was not waited for. The worst wait is taken for chance: what is never tried would
-        stay as bad as it was."""
+        """A load was not waited for: replace the longest wait that is remembered by one that took
+        as long as estimated. A source that is never tried would stay as bad as it was."""
         self._ratios.remove(max(self._ratios))
         self._ratios.append(1.0)
 
@@ -78,7 +79,7 @@ class Odds:
 
 
 class WaitAccount:
-    """Time that waits for one source may lose, and lost."""
+    """Account of one source of blocks: time that waits for it may lose, and time that they lost."""
 
     def __init__(self) -> None:
         self.odds = Odds()
@@ -87,21 +88,22 @@ class WaitAccount:
         self._faded_ns = 0
 
     def weighed(self, compute_ns: float, now_ns: int) -> None:
-        """A load was weighed against computing, whatever came of it."""
+        """Credit the account with its share of `compute_ns`: a load was weighed against computing
+        for so long, whatever was decided."""
         self.balance_ns *= math.exp((self._faded_ns - now_ns) / MEMORY_NS)
         self._faded_ns = now_ns
         self.balance_ns += compute_ns / VAIN_SHARE
 
     def risk_ns(self, saving_ns: float) -> float:
-        """How much a wait that may save so much may lose."""
+        """Longest time that a wait may lose which may save `saving_ns`."""
         if self.balance_ns < 0:
             return saving_ns / VAIN_SHARE
         return min(saving_ns, saving_ns / ADVANCE_SHARE + self.balance_ns / (self.waiting + 1))
 
     def may_wait(self, estimate_ns: float, saving_ns: float, queued_ns: float = 0.0) -> bool:
-        """Whether a wait is worth beginning, behind a queue of so much computing. In debt it has to
-        be expected to end within what it may lose: what is declined pays the debt back, what is
-        lost every time never would."""
+        """Whether to begin a wait of about `estimate_ns` that saves `saving_ns`, while `queued_ns`
+        of other computing comes first. In debt it has to be expected to end within what it may
+        lose: waits that are declined pay the debt back, waits that lose every time never would."""
         worth_ns = saving_ns if self.balance_ns >= 0 else self.risk_ns(saving_ns)
         return self.odds.patience_ns(estimate_ns, worth_ns + queued_ns) > 0
 
@@ -161,14 +163,14 @@ class BlockWait:
         self.look_at_queue(queued_ns, now_ns)
 
     def is_over(self, queued_ns: float, now_ns: int) -> bool:
-        """Whether the request computes what has not come. `queued_ns`: of computing that comes
-        before its own by now, which may take less time than was expected."""
+        """Whether the wait is over, so that the request computes the blocks that have not come.
+        `queued_ns`: time for the computing that still comes before the request's own."""
         if now_ns >= self.until_ns or now_ns + queued_ns < self._sooner_ns:
             self.look_at_queue(queued_ns, now_ns)
         return now_ns >= self.until_ns
 
     def look_at_queue(self, queued_ns: float, now_ns: int) -> None:
-        """So much computing comes before its own: set the end of the wait anew."""
+        """Set the end of the wait anew: `queued_ns` of computing comes before the request's own."""
         turn_ns = self._begun_ns + self.queue_ns_max
         queued_ns = max(0.0, min(queued_ns, turn_ns - now_ns))
         self._sooner_ns = now_ns + queued_ns * SOONER
@@ -178,7 +180,8 @@ class BlockWait:
         self.until_ns = int(min(self._arrived_ns + patience_ns, end_ns))
 
     def ended(self, queued_ns: float, now_ns: int) -> float:
-        """The wait is over: all blocks came, or the rest is computed. Returns what it lost."""
+        """The wait is over: all blocks came, or the rest is computed. Charges the account with the
+        time lost, in ns, and returns it."""
         took_ns = now_ns - self._begun_ns
         # Where none will come any more, nothing is left, and all were expected.
         expected_ns = self._expected_ns(self._saved_ns + self._left_ns or self._saving_ns)
@@ -192,9 +195,10 @@ class BlockWait:
         return lost_ns
 
     def dropped(self) -> None:
-        """Its request is gone, which says nothing about its source."""
+        """Stop counting this wait; called alone if its request is gone, which says nothing about
+        the source."""
         self._account.waiting -= 1
 
     def _expected_ns(self, saving_ns: float) -> float:
-        """Estimated time for blocks that save so much."""
+        """Estimated time until blocks have come that save `saving_ns`."""
         return self._estimate_ns * saving_ns / self._saving_ns
