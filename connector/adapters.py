@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 ADAPTERS_MAX: Final = 16_384
-"""Adapters of one engine: what is known of one is never forgotten, since its files may change."""
+"""Most adapters of one engine: the state of each is kept for good, since its files may change."""
 READ_NS_MAX: Final = 500 * NS_PER_MS
 """Longest wait for a digest; requests are computed from then on, until it is there."""
 LOOK_NS: Final = 50 * NS_PER_MS
-"""Files of an adapter are looked at so often at the most."""
+"""Shortest time between two looks at the files of an adapter."""
 LOOK_NS_MAX: Final = NS_PER_S
-"""A look that takes longer leaves the adapter's state unknown for as long."""
+"""Longest look at an adapter's files: from then until it ends, its requests are computed."""
 
 Stamp = tuple[tuple[str, int, int, int], ...]
 """Name, inode, size and time of the last change of each file."""
@@ -56,7 +56,8 @@ _TOO_MANY: Final = NotServed(f"there are more than {ADAPTERS_MAX} adapters")
 
 
 class AdapterKeys(DerivedKeys):
-    """A request's keys with an adapter, made when they are asked for."""
+    """Keys of a request with an adapter: vLLM's keys, each hashed with the adapter's digest when it
+    is read."""
 
     def __init__(self, request: Request, digest: bytes) -> None:
         """`digest`: of the adapter. `request` goes on making its own keys."""
@@ -84,14 +85,15 @@ class _Adapter:
     def __init__(self, path: str, reading: Future[_Files | NotServed], now_ns: int) -> None:
         self.path, self.reading = path, reading
         self.looked_ns = now_ns
-        """When it was begun to read, or to look at."""
+        """When the last read of its files, or look at them, began."""
         self.look: Future[Stamp] | None = None
-        """Under way."""
+        """The look at its files that is under way; None: there is none."""
         self.is_changed = False
 
 
 class _Reader:
-    """A thread for files. A daemon: one that a disk keeps for ever does not keep the process."""
+    """A thread that reads files. A daemon thread: one that hangs in a disk does not keep the
+    process from ending."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
@@ -127,7 +129,8 @@ class Adapters:
         """By the engine's number of the adapter."""
 
     def look(self, adapter: LoRARequest, now_ns: int) -> bytes | NotServed | None:
-        """The adapter's digest; None: it is being read, ask again."""
+        """The adapter's digest; None: it is being read, ask again; NotServed: the requests of this
+        adapter are computed."""
         found = self._found.get(adapter.lora_int_id)
         if found is None:
             if len(self._found) >= ADAPTERS_MAX:
@@ -181,7 +184,8 @@ def _say(adapter: LoRARequest, reason: str) -> None:
 
 
 def _read(adapter: LoRARequest, dtype: str) -> _Files | NotServed:
-    """Its digest, and the state of its files before: a change while they are read is seen later."""
+    """The adapter's digest, and the stamp of its files from before they were read, so that a change
+    meanwhile is noticed by a later look."""
     path = Path(adapter.lora_path)
     try:
         stamp = _stamp(path)
@@ -199,7 +203,8 @@ def _read(adapter: LoRARequest, dtype: str) -> _Files | NotServed:
 
 
 def _stamp(path: Path) -> Stamp:
-    """Empty without such a folder, as of an adapter in the hub's cache, whose files stay."""
+    """State of the files in a folder, to compare with a later one; empty without such a folder, as
+    for an adapter in the hub's cache, whose files stay."""
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
         stats: list[Any] = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]

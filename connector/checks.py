@@ -67,8 +67,8 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None)
 
 
 def _check_images(vllm_config: VllmConfig) -> None:
-    """A key names an image by its identifier. Without either cache the engine numbers images
-    instead: the first of another user would be found under the key of this one's."""
+    """Refuse images where both caches that make the engine hash them are off: a key names an image
+    by its identifier, and without a hash this is a number, the same for another user's image."""
     images = vllm_config.model_config.multimodal_config
     if (
         images is not None

@@ -65,9 +65,9 @@ logger.addFilter(RateLimit())  # two engines with one id would detach each other
 
 TICK_S = 0.1
 POPULATE_BYTES = 16 << 20
-"""Mapped ahead of use per idle turn: a few milliseconds at most."""
+"""Bytes of the arena mapped ahead of use per idle turn: a few milliseconds at most."""
 UNDER_WAY_S = 0.000_1
-"""Between two looks at copies that are under way."""
+"""Pause between two looks at copies that are under way."""
 FROM_DRAM_ALONE = "kvstore: blocks are loaded from dram alone: %s"
 DRAIN_S_MAX = 60.0
 """How long the thread waits for copies under way before it ends: they may be behind forwards of the
@@ -97,7 +97,7 @@ class Copier:
         self._copies = copies
         self._under_way: dict[int, Copy] = {}
         self._clearing: dict[int, Outcome] = {}
-        """Loads of no use whose blocks are being cleared: how they ended."""
+        """Outcomes of failed loads, by number, whose blocks are being cleared."""
         self._places: GenerationView | None = None
         """Page of places of the slab, while loads may use it."""
         self._slab_bytes = 0
@@ -169,7 +169,7 @@ class Copier:
         poller.poll(TICK_S * 1000)
 
     def _say(self, notice: str) -> None:
-        """One log line a change, not one an attempt."""
+        """Log a notice that differs from the last one: one line a change, not one an attempt."""
         if notice != self._notice:
             self._notice = notice
             logger.info("kvstore: %s", notice)
@@ -244,7 +244,8 @@ class Copier:
         self._say("attached")
 
     def _take_slab(self) -> None:
-        """Without the core's lock, which the engine's thread takes, too: calls may take seconds."""
+        """Map the node's slab, if there is one, for loads. Called without the core's lock, which
+        the engine's thread takes, too, since mapping may take seconds."""
         assert self._link is not None
         slab = self._link.slab
         trouble = self._copies.map_slab(slab)
@@ -262,7 +263,8 @@ class Copier:
             self._unsent.popleft()
 
     def _report_pins(self) -> None:
-        """Pinned memory, for the node's operator; in one message while another is unsent."""
+        """Report pinned memory to the node, for its operator, when it has changed and no message is
+        unsent. Log changes of the copy engine's trouble."""
         trouble = self._copies.trouble
         pinned = Pinned(self._copies.pinned_bytes, trouble[:UNSERVED_LENGTH_MAX])
         if pinned != self._reported and self._dial.state is DialState.WELCOMED and not self._unsent:
@@ -357,7 +359,8 @@ class Copier:
         return int(word) if is_inside else 0
 
     def _is_from_dram_now(self, copy: Copy, end: CopyEnd) -> bool:
-        """Whether a load from the slab came to nothing, and was ordered again."""
+        """Whether a load that ended came from the slab, was of no use, and has been ordered again
+        from dram."""
         place = self._from_slab.pop(end.number, 0)
         if not place or not isinstance(copy, LoadBlock):
             return False
@@ -374,7 +377,7 @@ class Copier:
         return True
 
     def _leave_slab(self) -> None:
-        """Hold memory of a node that is gone no longer than copies need it."""
+        """Unmap the slab of a node that is gone, once no copy is under way."""
         if self._slab_bytes and not self._under_way:
             self._copies.map_slab(None)
             self._slab_bytes = 0

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 PROOF_S_MAX: Final = 10.0
 """Longest copy of the proof: the first ones of a process load the driver's code."""
 BUSY_CYCLES: Final = 50_000_000
-"""Some 30 ms of a GPU: a store that does not wait for the engine's stream reads old bytes."""
+"""Work put on the engine's stream before a write, some 30 ms of a GPU: a store that does not wait
+for the stream reads old bytes."""
 _HEADER: Final = b"proof"
 
 
@@ -262,7 +263,7 @@ class _Proof:
         return b"".join(page.cpu().numpy().tobytes() for page in self._pages(block))
 
     def _write(self, block: int, data: bytes) -> None:
-        """On the engine's stream, behind work that takes a while."""
+        """Write a block on the engine's stream, behind work that takes a while."""
         import torch
 
         pages = self._pages(block)

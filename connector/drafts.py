@@ -49,7 +49,7 @@ def lookahead_tokens(vllm_config: VllmConfig) -> int:
 
 
 def draft_layers(vllm_config: VllmConfig, names: Sequence[str]) -> frozenset[str] | NotServed:
-    """The draft model's among the layers that own memory; empty without such a model."""
+    """The draft model's layers among `names`, those that own memory; empty without such a model."""
     speculative = vllm_config.speculative_config
     if speculative is None or not has_cache(vllm_config):
         return frozenset()
@@ -63,7 +63,8 @@ def draft_layers(vllm_config: VllmConfig, names: Sequence[str]) -> frozenset[str
 
 
 def _is_drafts(name: str, layer_end: int) -> bool:
-    """Draft layers have a prefix of their own, or are numbered behind the model's."""
+    """Whether the layer of this name is the draft model's: these have a prefix of their own, or are
+    numbered from `layer_end` on, behind the model's."""
     if name.startswith("draft_model.") or "mtp" in name:
         return True
     number = re.search(r"\d+", name)

@@ -32,7 +32,7 @@ def is_full(group: KVCacheGroupSpec) -> bool:
 
 
 def kind_of(group: KVCacheGroupSpec) -> str:
-    """For people."""
+    """The group's kind of attention, as people read it."""
     spec: Any = specs_of(group)[0]
     if is_full(group):
         return FULL_ATTENTION
@@ -79,7 +79,7 @@ class EngineGroups:
         self.names = tuple(
             f"KV cache group {number}, {kind_of(groups[number])}" for number in self.served
         )
-        """For people, by group that is served."""
+        """Names for people, by group that is served."""
         self.are_several = len(groups) > 1
         self._states = [at for at, number in enumerate(self.served) if is_state(groups[number])]
         stable = {number for at, number in enumerate(self.served) if at not in self._states}
@@ -87,7 +87,8 @@ class EngineGroups:
             int(group.kv_cache_spec.block_size) if number in stable else 0
             for number, group in enumerate(groups)
         )
-        """Tokens of a block by the engine's groups; 0: blocks that no token has for itself."""
+        """Tokens of a block, by the engine's groups; 0: its blocks do not stand for certain tokens
+        (recurrent states), or have no keys."""
         alignment, self.key_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self.rules = None
         if len(self.served) > 1:
@@ -135,7 +136,7 @@ class EngineRules:
         alignment: int,
         key_tokens: int,
     ) -> None:
-        """`alignment`: hits are multiples of so many tokens."""
+        """`alignment`: number of tokens that every hit is a multiple of."""
         from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 
         self._served, self._key_tokens, self._alignment = served, key_tokens, alignment
@@ -189,7 +190,8 @@ class EngineRules:
 
 
 class _KnownBlocks:
-    """In place of vLLM's block pool. A "hash" is the number of a key in the prompt."""
+    """Stands in for vLLM's block pool, so that its coordinator finds hits in what the node has. A
+    "hash" is the number of a key in the prompt."""
 
     null_block = _NO_BLOCK
 
@@ -208,7 +210,7 @@ class _KnownBlocks:
 
 
 def _first(blocks: Sequence[object], end: int) -> int:
-    """The first of the blocks up to `end` that are needed without a gap."""
+    """Index of the first block of the run, without a gap, of needed blocks that ends at `end`."""
     first = end
     while first > 0 and blocks[first - 1] is _BLOCK:
         first -= 1

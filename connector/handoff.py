@@ -19,7 +19,7 @@ from kvstore.client.core.rank import RankCore
 from kvstore.mailbox import Wake
 
 SELECT_FD_END = 1024
-"""From here on descriptors are too large for select, the only clock that is finer."""
+"""Descriptors from here on are too large for `select`, which alone can wait less than 1 ms."""
 
 
 class Handoff:
@@ -38,7 +38,8 @@ class Handoff:
     # ── engine's thread ──────────────────────────────────────────────────────────────────────────
 
     def submit(self, plan: StepPlan, after: int = 0) -> None:
-        """Queue a step's jobs, which must not overtake this mark, and wake the copy thread."""
+        """Queue a step's jobs and wake the copy thread. `after`: mark of the engine's work that
+        must be done before their copies (`CopyEngine.mark`)."""
         with self._lock:
             self._core.submit(plan, after)
         self._wake.set()
@@ -116,9 +117,10 @@ class Handoff:
         self.clear_wake()
 
     def clear_wake(self) -> None:
-        """Before looking for work, so that no wake is lost."""
+        """End the wake; called before looking for work, so that no wake is lost."""
         self._wake.clear()
 
     def close(self) -> None:
-        """After the copy thread's end, called by the thread that saw it end."""
+        """Close the wake's descriptor: after the copy thread's end, by the thread that saw it
+        end."""
         self._wake.close()

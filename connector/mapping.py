@@ -63,7 +63,7 @@ request's options, but not of these."""
 
 
 LAYOUTS = ("LBHNC", "BLHNC", "LBNHC", "BLNHC")
-"""Those in which a block of a layer is one run of bytes."""
+"""KV cache layouts in which a block of a layer is one run of bytes."""
 
 
 class RankPart(msgspec.Struct, frozen=True):
@@ -99,8 +99,8 @@ def layers_in_order(kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def page_order(caches: Iterable[torch.Tensor], block_count: int) -> str:
-    """Order of the bytes of a page in any of these caches, of which `devices.cache_pages` made
-    pages, that is not [head][token][content]; empty if all are in that order."""
+    """Orders of the bytes of a page that caches have other than [head][token][content], as one
+    text; empty if all have that one. `devices.cache_pages` must have found pages in the caches."""
     orders: dict[str, None] = {}
     for cache in caches:
         if cache.shape[1] > 1 and cache.shape[0] != block_count:
@@ -283,8 +283,8 @@ def part_of(
 
 
 def _as_one_head(part: RankPart) -> RankPart:
-    """The same part, of bytes in which heads have no places of their own: ranks of another parallel
-    size have another space."""
+    """The part with its heads counted as one, for bytes in which heads have no places of their own.
+    Ranks of another parallel size then have another space."""
     begin, end = part.shard.head_begin, part.shard.head_end
     held = end - begin
     shard = msgspec.structs.replace(

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 Images = Literal["hashed", "none"]
 
 _DOMAIN: Final = b"kvstore prompt tail 1 "
-"""Keys of vLLM are digests of CBOR, which never begins like this."""
+"""Begin of the bytes that a tail's key is a digest of: vLLM's keys are digests of CBOR, which never
+begins like this."""
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
-"""blake3 and sha256, and sha512."""
+"""Hex digests of blake3 and sha256, and of sha512."""
 
 
 def why_left_out(request: Request, images: Images) -> str:
@@ -57,12 +58,12 @@ def tail_key(
     transfer: PrefillPart | DecodePart | None,
     block_tokens: int,
 ) -> bytes:
-    """Key of the prompt's tail; empty: it has none. `keys`: of its whole blocks. `block_tokens` 0:
-    no prompt of the engine has one.
+    """Key of the prompt's tail; empty: it has none. `keys`: of its whole blocks. `block_tokens`:
+    tokens of a block; 0: no prompt of the engine has a tail.
 
-    None has a tail: a prompt shorter than a block (the salt is in the key of the first one), with
-    images or embeddings (which its tokens do not name), or whose prefill engine goes on to decode
-    and writes into the same block. A tail of one token is computed in any case.
+    Prompts without a tail: those shorter than a block (the salt is in the key of the first one),
+    with images or embeddings (which their tokens do not name), or whose prefill engine goes on to
+    decode and writes into the same block. A tail of one token is computed in any case.
     """
     if transfer is None or not block_tokens:
         return b""

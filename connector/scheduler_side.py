@@ -49,18 +49,18 @@ request_logger = logging.getLogger("vllm.kvstore.requests")
 
 _SPIN_NS_PER_STEP = 300_000
 _SPIN_NS_IDLE = 3_000_000
-"""The same while the engine has nothing to compute, where a step more costs 1 to 2 ms."""
+"""Longest watch in a step while the engine has nothing to compute: a step more costs 1 to 2 ms."""
 _KEYS_ASKED_PER_STEP = 4096
 """Keys of lookups begun in one step: joining and sending so many takes its thread up to 2 ms."""
 _UNREAD_NS_MAX = 250_000_000
-"""A node that takes nothing from a full socket for so long is as good as stopped."""
+"""A node that takes nothing from a full socket for this long is as good as stopped."""
 _ENDED_EARLY = {
     "FINISHED_ABORTED": "aborted",
     "FINISHED_IGNORED": "too long",
     "FINISHED_ERROR": "failed",
 }
 _IDLE_NS = 100_000_000
-"""An engine that has not looked at the socket for so long is idle, or in a long step."""
+"""An engine that has not looked at the socket for this long is idle, or in a long step."""
 
 
 class SchedulerSide:
@@ -173,7 +173,8 @@ class SchedulerSide:
         self._core.attachment.disconnected(now_ns, reason)
 
     def _watch(self, watch_ns: int) -> None:
-        """Wait for the answer to a question just asked."""
+        """Wait up to `watch_ns` for a message of the node, such as the answer to a question just
+        asked, and take it."""
         if self._link is None or self._link.fileno() >= SELECT_FD_END:
             self._watched_ns += watch_ns
             return
@@ -184,7 +185,7 @@ class SchedulerSide:
 
     @property
     def _is_idle(self) -> bool:
-        """Nobody waits for the next step but the requests that it would begin."""
+        """Whether only requests that the next step would begin wait for that step."""
         return not (self._computing or self._in_lockstep)
 
     def _watch_left_ns(self, request_id: str) -> int:
@@ -196,7 +197,7 @@ class SchedulerSide:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     def on_new_request(self, request: Request) -> None:
-        """Hint the node."""
+        """Hint the node about a new request."""
         self.poll()
         self._begin(request)
 
@@ -235,7 +236,8 @@ class SchedulerSide:
         return True
 
     def _transfer(self, request: Request) -> PrefillPart | DecodePart | None:
-        """Its part in a transfer; parameters come from clients, so broken ones only count."""
+        """The request's part in a transfer, if any. Its parameters come from clients: broken ones
+        are counted, logged and ignored."""
         try:
             return read_transfer(request.kv_transfer_params, request.request_id)
         except ProtocolError as error:
@@ -254,7 +256,8 @@ class SchedulerSide:
         self._flush(now_ns)
 
     def _is_left_out(self, request: Request) -> bool:
-        """A session may get images after its first prompt, and the files of an adapter change."""
+        """Whether the request must bypass the cache by now: a session may get images after its
+        first prompt, and the files of an adapter may change."""
         if why_left_out(request, self._config.images):
             return True
         adapter = request.lora_request
@@ -420,7 +423,8 @@ class SchedulerSide:
             self._core.fill(request_id, tables=tables, settled_tokens=settled)
 
     def rescue_plan(self) -> StepPlan:
-        """After an error of ours: loads that the engine waits for must still reach the ranks."""
+        """The plan to send after an error of ours: loads that the engine waits for must still reach
+        the ranks."""
         plan = self._unreturned or self._core.rescue_plan()
         if self._promised is not None:
             plan = msgspec.structs.replace(plan, loads=(*plan.loads, self._promised))
@@ -439,7 +443,7 @@ class SchedulerSide:
         return self._core.has_pending_work(time.monotonic_ns())
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """The engine's own blocks: whether a reset emptied them."""
+        """Keep the pool of the engine's own blocks, which shows whether a reset emptied it."""
         self._pool = pool
 
     def reset(self, epoch: str) -> bool:
@@ -461,7 +465,7 @@ class SchedulerSide:
         return self._core.stats.take()
 
     def cannot_be_served(self, reason: str) -> None:
-        """A rank's cache cannot be shared."""
+        """A rank's cache cannot be shared: log the reason and report it to the node."""
         self._core.attachment.cannot_be_served(reason)
         self.poll()
 

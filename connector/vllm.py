@@ -181,7 +181,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     _attached: ClassVar[weakref.WeakValueDictionary[Any, KVStoreConnector]] = (
         weakref.WeakValueDictionary()
     )
-    """By the identity at the node, which would drop each of two for the other."""
+    """Connectors of this process, by their identity at the node, which would detach each of two
+    with the same identity for the other."""
     _identity: object = None
 
     def _detach(self, unserved: str = "") -> None:
@@ -195,7 +196,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A best-effort cache: a dropped store is a future miss."""
+        """False: the cache is best effort, and a dropped store is a future miss."""
         return False
 
     @property
@@ -300,12 +301,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda self: None)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """The engine's own blocks exist."""
+        """Take the pool of the engine's own blocks, once it exists."""
         self._in_scheduler.bind_block_pool(gpu_block_pool)
 
     @_guarded(lambda self: True)  # a cache that is off serves nothing, old or new
     def reset_cache(self) -> bool | None:
-        """Nothing stored before is served again to this engine; False: it holds some itself."""
+        """Serve this engine nothing more that was stored before. Returns False if its own cache
+        still holds blocks of before."""
         return self._in_scheduler.reset(secrets.token_hex(8))
 
     # ── worker side, in the order of a step ──────────────────────────────────────────────────────

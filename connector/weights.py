@@ -133,7 +133,8 @@ def digest_path(path: Path) -> WeightsDigest | NotServed:
 
 
 class _Hasher:
-    """Named parts, each with its length, so that no two lists of parts look alike."""
+    """Digest of named parts, each hashed with its length, so that no two lists of parts look
+    alike."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256(b"kvstore weights 1")

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvstore.rank")
 
 FENCE_S_MAX = 0.1
-"""A fenced store overtakes all others and takes about 0.3 ms a block."""
+"""Longest wait for fenced stores, which overtake all others and take about 0.3 ms a block."""
 STALL_NS_MIN = 100_000
-"""A fence that nothing is behind takes some 10 us."""
+"""Shortest wait at a fence that is reported: one without stores to wait for takes some 10 us."""
 IDLE_WAIT_S_MAX = 0.005
 SHUTDOWN_S_MAX = 2.0
 
@@ -79,7 +79,7 @@ class WorkerSide:
         """Why there is no handoff."""
         self._nothing = RankReport(rank=self._rank, session=0)
         self._refused = self._nothing
-        """Plans that came while there was no handoff."""
+        """Results (all failed) of plans that came while there was no handoff."""
         self._report = self._nothing
         """Returned by `get_finished`, not yet reported to the scheduler."""
         self._load_errors: set[int] = set()
@@ -255,7 +255,7 @@ class WorkerSide:
         return {load.request for load in report.loads if self._load_ended(load)}
 
     def _load_ended(self, load: LoadResult) -> bool:
-        """Whether it was the last one of its request."""
+        """Take the result of a load. Returns whether it was the last one of its request."""
         if load.failed_block_ids and self._has_groups:
             self._failed.add(load.request)
         elif load.failed_block_ids:
