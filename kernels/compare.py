@@ -31,7 +31,7 @@ _Floats = NDArray[np.float32]
 
 
 def _of_bfloat16(page: Bytes) -> _Floats:
-    """A bfloat16 is the upper half of a float32."""
+    """Values of a page of bfloat16, each of which is the upper half of a float32."""
     return (page.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
@@ -43,7 +43,7 @@ _READERS: Final[dict[str, Callable[[Bytes], _Floats]]] = {
 
 
 def error_of(computed: list[Bytes], cached: list[Bytes], *, values: str) -> float:
-    """The error of a block: of its layers the worst.
+    """The error of a block, which is that of its worst layer.
 
     Args:
         computed: per layer, the page in the engine's cache, contiguous [page_bytes] u8.

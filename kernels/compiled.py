@@ -75,10 +75,10 @@ def cubin(source: str, arch: str, *, folder: Path | None = None) -> bytes:
 
 
 def nvrtc() -> Any:
-    """The bindings of the compiler, which is there.
+    """The Python bindings of NVRTC, whose library was found.
 
     Raises:
-        DeviceError: it is not.
+        DeviceError: the bindings or the library are missing.
     """
     try:
         from cuda.bindings import nvrtc as found
@@ -180,7 +180,7 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def _read(place: int, name: str, key: bytes) -> bytes | None:
-    """The machine code of a kept file, if that is what it is."""
+    """The machine code of a kept file; None: it is missing, damaged, or others can reach it."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(os.open(name, flags, dir_fd=place), "rb") as file:
@@ -195,7 +195,7 @@ def _read(place: int, name: str, key: bytes) -> bytes | None:
 
 
 def _write(place: int, name: str, key: bytes, code: bytes) -> None:
-    """Keep it: whole or not at all. No room is no error."""
+    """Keep machine code in a file, whole or not at all. Errors, such as no room, are ignored."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     partial = f"{name}.{secrets.token_hex(4)}"
     with contextlib.suppress(OSError):

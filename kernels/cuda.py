@@ -35,7 +35,7 @@ from kvstore.kernels.port import HANDLE_BYTES, DeviceError
 _PIN_FLAGS: Final = 1 | 2
 """cudaHostRegisterPortable, Mapped: for every context of the process, and for kernels."""
 LEGACY_STREAM: Final = 1
-"""PyTorch's default stream by its name: as 0 it might mean one of the bindings' for each thread."""
+"""Handle of PyTorch's default stream: 0 could mean the bindings' own default stream of a thread."""
 OTHER_ADDRESSES: Final = (
     "this system gives pinned memory of the host other addresses on the device (Windows Subsystem "
     "for Linux?), which kvstore does not support"
@@ -175,9 +175,9 @@ class CudaDevice:
         return self._check(function, function(*arguments))
 
     def _choose(self) -> None:
-        """The runtime keeps one device for each thread. While the engine captures a graph, a call
-        of another thread that allocates, pins or asks for an event would fail, and end the capture:
-        unless that thread has said that it has no part in it."""
+        """Choose the device in this thread, as the runtime keeps one for each, and in threads other
+        than the engine's leave graph captures: while the engine captures a graph, a call of theirs
+        that allocates, pins or asks for an event would fail, and end the capture."""
         if getattr(self._thread, "has_chosen", False):
             return
         runtime = self._runtime
@@ -270,11 +270,12 @@ class CudaDevice:
         digests(self.launcher(stream), payloads, size, sums=sums, found=found)
 
     def launcher(self, stream: int) -> Launch:
-        """Launches on a stream."""
+        """The function that launches kernels on a stream."""
         return functools.partial(self.kernels().launch, stream)
 
     def kernels(self) -> CudaKernels:
-        """Those of the device, which this thread has chosen."""
+        """The kernels for this device, made at the first call; chooses the device in this
+        thread."""
         self._choose()
         if self._kernels is None:
             major, minor = (
@@ -312,7 +313,7 @@ class CudaDevice:
 
     @property
     def name(self) -> str:
-        """The UUID: of a part of a GPU (MIG) its own, which its PCI address is not."""
+        """UUID of the GPU, or of the part of one (MIG) that this is: parts share a PCI address."""
         device = _driver_call(self._driver, "cuDeviceGet", self._ordinal)
         return str(uuid.UUID(bytes=_driver_call(self._driver, "cuDeviceGetUuid", device).bytes))
 

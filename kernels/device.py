@@ -53,11 +53,11 @@ from kvstore.wire.layout import Slab
 
 DOMAIN: Final = "kvstore"
 Range = Callable[[], object]
-"""Ends a range."""
+"""A function that ends a range."""
 
 
 def begin_range(name: str) -> Range:
-    """A range that has begun."""
+    """Begin a range with this name. Returns the function that ends it."""
     if _nvtx is None:
         return _nothing
     nvtx, begun = _nvtx, _nvtx.start_range(message=name, domain=DOMAIN)
@@ -104,9 +104,9 @@ class CopyFlight:
     def __init__(self, copy: BlockCopy, ordered_ns: int) -> None:
         self.copy, self.ordered_ns = copy, ordered_ns
         self.staging: PinnedPart | None = None
-        """In place of the slot."""
+        """Memory that takes the place of the slot; None: the slot is used."""
         self.digests: PinnedPart | None = None
-        """Where the device leaves those of the pages."""
+        """Memory in which the device leaves the digests of the pages; None: it makes none."""
 
     @property
     def is_hashed(self) -> bool:
@@ -115,7 +115,7 @@ class CopyFlight:
 
 
 class FlightBatch:
-    """Like copies, which were given to a stream in one go and end with one event."""
+    """Copies of one kind (`kind_of`), given to a stream in one go; they end with one event."""
 
     __slots__ = ("after", "begun_ns", "end_range", "event", "flights", "reason")
 
@@ -124,7 +124,8 @@ class FlightBatch:
         self.after = flights[0].copy.after
         """Mark that it waits for; 0: none, or one that has passed."""
         self.begun_ns = begun_ns
-        """When it was last seen waiting: the engine's forward is no time of a copy."""
+        """When it was given, or last seen waiting for its mark: the engine's forward before that is
+        no time of a copy."""
         self.end_range: Range = begin_range(flights[0].copy.way.value)
         self.event = -1
         self.reason = ""
@@ -132,7 +133,7 @@ class FlightBatch:
 
 
 def kind_of(flight: CopyFlight) -> tuple[CopyWay, int, bool, bool, int]:
-    """Copies that are alike in this are given to the device in one go."""
+    """Properties of a copy; copies that are alike in them are given to the device in one go."""
     copy = flight.copy
     return copy.way, copy.group, copy.slab_begin >= 0, copy.is_verified, copy.after
 
@@ -143,10 +144,10 @@ class CopyDirection:
     def __init__(self, streams: Sequence[int]) -> None:
         self.batches: dict[int, deque[FlightBatch]] = {stream: deque() for stream in streams}
         self.served_ns = 0
-        """Until when its time has been accounted for."""
+        """End of the time that has been charged to batches of this direction."""
 
     def next_stream(self) -> int:
-        """The one with less to do."""
+        """The stream with fewer batches under way."""
         return min(self.batches, key=lambda stream: len(self.batches[stream]))
 
 
@@ -162,7 +163,7 @@ class OwnMemory:
         parts = np.split(memory, np.cumsum(sizes)[:-1])
         places = [PinnedPart(int(part.ctypes.data), part) for part in parts]
         self.staging, self.digests = places[:STAGED_MAX], places[STAGED_MAX:]
-        """Free ones."""
+        """Parts that no copy holds."""
 
 
 # ── device ────────────────────────────────────────────────────────────────────────────────────────
@@ -209,7 +210,7 @@ class DeviceCopies:
         self._ordered: list[CopyFlight] = []
         """Copies to be given to the device by the next `ended`, or that wait for memory."""
         self._events: deque[int] = deque()
-        """Free ones."""
+        """Events that are free for use."""
         self._ends: list[CopyEnd] = []
         self._memory: Bytes | None = None
         self._pins: PinnedChunks | None = None
@@ -329,7 +330,7 @@ class DeviceCopies:
             return mark not in self._marks
 
     def _forget_passed(self) -> None:
-        """Their events are free again."""
+        """Forget the marks that have passed, whose events are free again."""
         for mark, event in list(self._marks.items()):
             if not self._device.has_happened(event):
                 return
@@ -370,7 +371,8 @@ class DeviceCopies:
                 self._begin(flights[at : at + most])
 
     def _is_ready(self, flight: CopyFlight) -> bool:
-        """Whether the device can copy now. Others are ordered again, or have ended."""
+        """Whether the device can do this copy now; takes the memory that it needs. If not, the copy
+        is ordered again, or has ended with a reason."""
         copy = flight.copy
         if copy.way is CopyWay.STORE and not self._is_pinned(copy):
             assert self._pins is not None
@@ -475,7 +477,7 @@ class DeviceCopies:
         return ends
 
     def _take_batch(self, batches: deque[FlightBatch], direction: CopyDirection) -> bool:
-        """Report the first one, if it has ended."""
+        """Report the first batch, if it has ended. Returns whether it had."""
         batch = batches[0]
         try:
             if not self._device.has_happened(batch.event):

@@ -37,7 +37,7 @@ class HostCopies:
         self._memory = memory
 
     def pin_ahead(self, end: int) -> None:
-        """A CPU needs none."""
+        """Does nothing: a CPU copies memory that is not pinned."""
 
     def map_slab(self, slab: Slab | None) -> str:
         return "the cache is on no GPU" if slab is not None else ""

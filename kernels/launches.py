@@ -31,9 +31,9 @@ BLOCKS_MAX: Final = 1024
 """Blocks of the other grids, whose threads take what is left in turns."""
 PIECES_MAX: Final = 160
 MANY_MAX: Final = 1360
-"""Pieces of a launch, and of one that moves several blocks."""
+"""Most pieces of a launch: PIECES_MAX of `move_pieces`, MANY_MAX of `move_many`."""
 PAYLOADS_MAX: Final = 256
-"""Payloads of a launch."""
+"""Most payloads of a launch."""
 
 Addresses = NDArray[np.uint64]
 
@@ -54,7 +54,7 @@ MOVE_MANY: Final = Kernel("move", "move_many")
 DIGESTS: Final = tuple(
     Kernel("checksum", name) for name in ("sum_stripes", "chain_blocks", "finish_pieces")
 )
-"""Those that `digests` launches, one after the other."""
+"""Kernels that `digests` launches, one after the other."""
 _SUM, _CHAIN, _FINISH = DIGESTS
 KERNELS: Final = (MOVE_PIECES, MOVE_MANY, *DIGESTS)
 
@@ -71,12 +71,14 @@ def _number(value: int) -> ctypes.c_uint64:
 
 
 def _row(count: int) -> tuple[int, int]:
-    """A grid of one row, for so many things of one thread each."""
+    """(blocks, rows) of a grid of one row with at least `count` threads, unless BLOCKS_MAX is
+    less."""
     return max(1, min(BLOCKS_MAX, -(-count // THREADS))), 1
 
 
 def _rows(rows: int, length: int, blocks_max: int) -> tuple[int, int]:
-    """A grid of at most so many blocks for rows of so many elements."""
+    """(blocks of a row, rows) of a grid of at most `blocks_max` blocks, for `rows` rows of `length`
+    elements."""
     high = max(1, min(rows, blocks_max))
     return max(1, min(blocks_max // high, -(-length // THREADS))), high
 
@@ -106,7 +108,7 @@ def moved(
 
 
 def sums_bytes(count: int, size: int) -> int:
-    """Bytes of the scratch that `digests` needs for so many payloads of that size."""
+    """Bytes of the scratch that `digests` needs for `count` payloads of `size` bytes."""
     return min(count, PAYLOADS_MAX) * -(-size // 1024) * 64
 
 

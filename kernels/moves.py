@@ -39,7 +39,7 @@ BATCH_MAX: Final = 16
 ROOM_BYTES: Final = 32 << 20
 """Payload of a room, unless one block is larger: at 50 GB/s 0.6 ms, long against a call's cost."""
 ALIGNMENT: Final = 256
-"""Parts of a room begin at multiples; kernels ask for 16."""
+"""Parts of a room begin at multiples of this many bytes; kernels ask for 16."""
 NO_ROOM: Final = "the device has no memory left for that"
 
 
@@ -54,7 +54,7 @@ class _Room(NamedTuple):
 
 
 class BlockMoves:
-    """Gives a device's streams what moves and hashes blocks. Nothing here waits."""
+    """Gives a device's streams the copies and kernels that move and hash blocks. Never waits."""
 
     def __init__(
         self,
@@ -122,7 +122,8 @@ class BlockMoves:
     def load(
         self, stream: int, group: int, pages: Addresses, slots: Addresses, digests: Addresses
     ) -> None:
-        """The other way round. Digests are those of the pages afterwards."""
+        """Move blocks from the memory of slots into pages; arguments as of `store`. Digests are
+        those of the pages afterwards."""
         if not self.is_staged or pages.shape[1] == 1:
             self._copy_pieces(stream, group, pages, slots, is_store=False)
         else:
@@ -164,7 +165,7 @@ class BlockMoves:
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     def _payloads(self, stream: int, group: int, count: int) -> Addresses:
-        """Places of so many blocks in the stream's room."""
+        """Addresses of `count` blocks in the stream's room."""
         layout = self._layouts[group]
         assert count <= layout.block_count, f"{count} blocks in one go"
         step = np.uint64(layout.block_bytes)

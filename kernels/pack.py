@@ -32,7 +32,7 @@ from kvstore.kernels.reference import Bytes
 from kvstore.wire.checksum import checksum_of
 
 COPY_BYTES = 256 << 10
-"""Copied and hashed in one go: fits the second-level cache of every server core, with room."""
+"""Bytes copied and hashed in one go: fits the second-level cache of any server core, with room."""
 
 _Piece = tuple[NDArray[np.uint8], int, int]
 """View [block_count, pages, bytes] of the cache, and its begin and end in a slot."""
@@ -115,7 +115,8 @@ class PagedCache:
         return error_of(computed, cached, values=self.values)
 
     def _copied(self, block: int, slot: Bytes, *, is_store: bool) -> Iterator[memoryview]:
-        """The pages of a block in order, which may lie apart, each piece once it is copied."""
+        """Copy a block piece by piece. Yields the bytes of its pages in the cache, in order, each
+        once its piece is copied."""
         for pages, begin, end in self._pieces:
             own = pages[block]
             held = slot[begin:end].reshape(own.shape)

@@ -26,7 +26,7 @@ CHUNK_BYTES: Final = 64 << 20
 """Pinned in one go: some 6 ms, in which launches of the engine may wait for the driver's locks."""
 AGAIN_S: Final = 1.0
 AGAIN_S_MAX: Final = 60.0
-"""Until what could not be pinned is tried again: at first, and at most."""
+"""Time until memory that could not be pinned is tried again: AGAIN_S at first, and this at most."""
 NOT_PINNED: Final = (
     "memory cannot be pinned, so blocks are loaded and not stored: raise the memlock limit of the "
     "engine's process (ulimit -l unlimited) and start it again ({})"
@@ -103,7 +103,8 @@ class PinnedChunks:
         return next(iter(list(self._failed.values())), "")
 
     def has(self, begin: int, end: int) -> bool:
-        """Whether these bytes are pinned. If not, they soon are, or there is `trouble_of`."""
+        """Whether bytes [begin, end) of the memory are pinned. If not, the thread is asked to pin
+        them; if it cannot, `trouble_of` says why."""
         if (
             begin // CHUNK_BYTES == (end - 1) // CHUNK_BYTES
             and begin // CHUNK_BYTES in self._pinned

@@ -14,11 +14,12 @@ HANDLE_BYTES: Final = 64
 
 
 class SharedMemory(Protocol):
-    """Calls may wait. Every method raises DeviceError."""
+    """Memory of a device, which processes can share. Calls may wait. Every method raises
+    DeviceError."""
 
     @property
     def name(self) -> str:
-        """The same in every process of the machine, and that of no other device."""
+        """Name of the device: the same in every process of the machine, and of no other device."""
         ...
 
     def allocate(self, size_bytes: int) -> int:
