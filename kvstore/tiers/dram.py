@@ -135,7 +135,7 @@ class DramTier:
             self.look()
 
     def look(self) -> None:
-        """Whether all pages still exist; others are taken for lost ones."""
+        """Check that all pages still exist, and take others for lost ones if there is room."""
         lost_bytes = self._ready_bytes - self._arena.taken_bytes
         if lost_bytes <= 0:
             return

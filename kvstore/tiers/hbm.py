@@ -50,7 +50,7 @@ from kvstore.wire.checksum import checksum_of
 from kvstore.wire.layout import Slab, place_words
 
 STAGING_BYTES: Final = 4 * MIB
-"""At first; it grows to twice a batch."""
+"""Size of staging memory at first; it grows to twice a batch."""
 BATCH_MAX: Final = 8
 BATCH_BYTES: Final = 16 * MIB
 """Blocks that are promoted in one go, unless one is larger: each costs two turns of the device."""
@@ -65,7 +65,7 @@ _ADVICE: Final = {
     "cudaErrorNoDevice": "no GPU is visible: start the container with the NVIDIA runtime",
     "cudaErrorInvalidDevice": "there is no such GPU: choose another with --hbm SIZE,gpu=N",
 }
-"""By an error of CUDA, which itself names no way to mend it."""
+"""Ways to mend an error, by the name of CUDA's error, which itself names none."""
 _HEARTBEAT, _HEADER_WORDS = 3, PAGE_BYTES // 8
 
 _log = logging.getLogger(__name__)
@@ -93,7 +93,8 @@ class HbmTier:
         self._dram = dram
         self.capacity_bytes = self.ready_bytes = capacity_bytes
         self._pause = threading.Event()
-        """Never set: a device says nothing by itself."""
+        """Never set, only waited for between looks at the device, which signals nothing by
+        itself."""
         self._stream, self._event = device.stream(is_urgent=False), device.event()
         self._staging = np.empty(0, np.uint8)
         self._lock = threading.Lock()
@@ -117,7 +118,7 @@ class HbmTier:
         self._shown_at = np.full(count, -1, np.int64)
         """Word of dram in whose place each slot is shown."""
         self.trouble = ""
-        """Why the device is used no more."""
+        """Why the device is no longer used; empty: it is."""
         self._orders: queue.SimpleQueue[Promote | None] = queue.SimpleQueue()
         self._events = Mailbox[Promoted]()
         self._closing = self._closed = False
@@ -136,7 +137,8 @@ class HbmTier:
         self._generations[words] = values
 
     def show(self, dram_slots: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies of these blocks of dram lie in these slots, until their generations are raised."""
+        """Publish that `slots` hold copies of the blocks in `dram_slots`, until their generations
+        are raised."""
         words, at = self._words(slots), np.asarray(dram_slots, np.int64) // PAGES_PER_GENERATION
         assert (self._shown_at[words] < 0).all(), "a slot is shown twice"
         assert (self._places[at] == 0).all(), "a block has two copies"
@@ -212,7 +214,8 @@ class HbmTier:
             self._events.put(Promoted(order.job, good, self.trouble))
 
     def _promoted(self, order: Promote, begin: int, end: int) -> Iterator[bool]:
-        """Which of these blocks are here, byte by byte."""
+        """Copy blocks [begin, end) of an order here. Yields for each whether it is here, byte by
+        byte."""
         prefix, size = order.scope.prefix(), order.scope.block_bytes
         sources, targets = order.slots[begin:end].tolist(), order.targets[begin:end]
         found = None if self._closing else self._promote(sources, targets, size)
@@ -227,7 +230,8 @@ class HbmTier:
     def _promote(
         self, sources: Sequence[int], targets: NDArray[np.uint32], size: int
     ) -> memoryview | None:
-        """The bytes of blocks, read back from the slab. Nobody reads their slots there yet."""
+        """Copy blocks of `size` bytes from slots of dram into slots of the slab, which nobody reads
+        yet. Returns their bytes, read back from the slab; None: the device failed."""
         whole = len(sources) * size
         with self._lock:
             if self.trouble:
@@ -252,7 +256,7 @@ class HbmTier:
     # ── the device ───────────────────────────────────────────────────────────────────────────────
 
     def _stage(self, size_bytes: int) -> None:
-        """Have so much staging memory."""
+        """Make staging memory at least `size_bytes` large."""
         if len(self._staging) < size_bytes:
             if len(self._staging):
                 before, self._staging = self._staging, np.empty(0, np.uint8)
@@ -329,7 +333,7 @@ def open_hbm(
 
 
 def _make_page(size_bytes: int, incarnation: Incarnation) -> tuple[int, NDArray[np.uint64]]:
-    """A page of places without any, sealed, and this process's mapping of it."""
+    """(descriptor, mapping as u64) of a new page of places, sealed, with no place in it."""
     fd = os.memfd_create("kvstore-places", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size_bytes)
     words = np.frombuffer(mmap.mmap(fd, size_bytes), np.uint64)

@@ -48,7 +48,7 @@ AUTO: Final = ScrubRate(AUTO_BYTES_PER_S_MAX, daily=True)
 SEGMENT_BYTES_MAX = 128 * MIB
 SEGMENT_BYTES_MIN = 256 * KIB
 SEGMENTS_MIN = 8
-"""A small capacity is cut into so many segments, so that reclaiming one costs little."""
+"""A small capacity is cut into this many segments, so that reclaiming one costs little."""
 CAPACITY_BYTES_MIN = SEGMENTS_MIN * SEGMENT_BYTES_MIN
 NODE_CHARACTERS_MAX = 128
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -78,7 +78,7 @@ class FileConfig:
     read_deadline_ms: int = 2_000
     write_deadline_ms: int = 10_000
     close_deadline_ms: int = 10_000
-    """An orderly end waits so long for queued writes and a hung disk."""
+    """Longest wait of an orderly end for queued writes and a hung disk."""
     queued_bytes_max: int = 256 * MIB
     """Slots pinned by writes that wait or run; the same again for reads."""
     queued_jobs_max: int = 1_024

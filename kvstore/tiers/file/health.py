@@ -27,7 +27,8 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Health:
-    """Fed with what I/O came to; answers what may be tried."""
+    """Takes the outcomes of I/O, for which it returns events to the driver; answers whether reads
+    and writes may be tried."""
 
     def __init__(self, config: FileConfig) -> None:
         def breaker(deadline_ms: int) -> Breaker:
@@ -103,7 +104,7 @@ class Health:
         return events + self.read()
 
     def room_again(self) -> list[FileTierEvent]:
-        """A segment was deleted."""
+        """A segment was deleted, so there is room again."""
         if not self._room.succeeded() or self._writes.is_open:
             return []
         return [Resumed(writes_only=True)]
@@ -117,7 +118,8 @@ class Health:
 
     @staticmethod
     def _says_nothing(now_ns: int, *breakers: Breaker) -> list[FileTierEvent]:
-        """A probe that did not come to the disk is answered all the same: another will be sent."""
+        """An error that says nothing about the disk: count a probe as failed all the same, so that
+        another one is sent."""
         for breaker in breakers:
             if breaker.is_open:
                 breaker.failed(now_ns)

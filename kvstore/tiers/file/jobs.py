@@ -26,7 +26,7 @@ _PAGE_MASK: Final = (1 << PAGE_SHIFT) - 1
 
 @dataclass(slots=True, eq=False)
 class ReadJob:
-    """`good` has a byte per block."""
+    """A ReadFile that waits or runs. `good`: a byte per block, 1 once it was read and is intact."""
 
     order: ReadFile
     deadline_ns: int
@@ -38,7 +38,8 @@ class ReadJob:
 
 @dataclass(slots=True, eq=False)
 class RecordRun:
-    """Neighbours of one read. `indices` are those of the job's blocks."""
+    """Records of one read that lie side by side in segment `number`. `indices`: of these blocks in
+    the job's order."""
 
     job: ReadJob
     number: int
@@ -48,7 +49,8 @@ class RecordRun:
 
 @dataclass(slots=True, eq=False)
 class WriteJob:
-    """`places` grows as runs are written."""
+    """A WriteFile that waits or runs. `places`: locations of its leading blocks, those written so
+    far."""
 
     job: int
     batch: RecordBatch
@@ -61,7 +63,7 @@ class WriteJob:
 
 @dataclass(slots=True, eq=False)
 class CarryJob:
-    """Recovery is over; these voids were found."""
+    """Recovery is over, and found these voids, which new segments have to repeat."""
 
     voids: tuple[Void, ...]
 

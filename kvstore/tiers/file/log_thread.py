@@ -57,7 +57,7 @@ class Parts(NamedTuple):
 
 
 class LogThread:
-    """Queue and body of that thread."""
+    """Queue and body of the thread that owns the end of the log."""
 
     def __init__(self, parts: Parts, *, number: int, follows_closed: bool) -> None:
         """`number`: of the first segment; `follows_closed`: whether the one before was closed."""
@@ -76,7 +76,7 @@ class LogThread:
         self._queue: deque[WriteJob | VoidFile] = deque()
         self._control: deque[ReclaimFile | CarryJob] = deque()
         self._note: bytes | None = None
-        """The last one given; it waits for nothing but the thread."""
+        """The last note given, until the thread takes it, ahead of all queued writes."""
         self._jobs: dict[int, WriteJob] = {}
         self._queued_bytes = 0
         self._asked: int | None = None
@@ -92,7 +92,7 @@ class LogThread:
     # ── called with the lock held ────────────────────────────────────────────────────────────────
 
     def submit(self, job: WriteJob, now_ns: int) -> bool:
-        """Queue a write, or refuse it."""
+        """Queue a write. False: it is refused."""
         if self._is_closing or len(self._jobs) >= self._config.queued_jobs_max:
             return False
         if self._queued_bytes + job.taken_bytes > self._config.queued_bytes_max:
@@ -145,8 +145,8 @@ class LogThread:
         self._lock.notify_all()
 
     def due(self, now_ns: int) -> list[tuple[str, int]]:
-        """Shared mode: name and size of what was hidden long enough ago. The caller deletes each,
-        without the lock, and says so (`purged`)."""
+        """Shared mode: (name, bytes) of reclaimed segments that were hidden long enough ago. The
+        caller deletes each, without the lock, and then calls `purged`."""
         due = []
         while self._hidden and self._hidden[0][0] <= now_ns:
             _, name, taken_bytes = self._hidden.popleft()
@@ -164,7 +164,8 @@ class LogThread:
         self._close_by_ns = now_ns + self._config.close_deadline_ms * NS_PER_MS // 2
 
     def expire(self, now_ns: int) -> None:
-        """End what has not begun in time; say so of what has."""
+        """Act on deadlines that have passed: end writes that have not begun, report those that run
+        as late."""
         for job in [job for job in self._jobs.values() if job.deadline_ns <= now_ns]:
             if job.running and not job.late:
                 job.late = True
@@ -234,7 +235,8 @@ class LogThread:
         return isinstance(job, WriteJob) and room_may_come
 
     def _drain(self) -> VoidFile | None:
-        """At the end: writes that cannot be written end, voids still are."""
+        """At the end: end queued writes unwritten up to the next void, which is returned to be
+        written; None: nothing is left."""
         while self._queue:
             job = self._queue.popleft()
             if isinstance(job, VoidFile):

@@ -39,10 +39,10 @@ class Outbox:
             self._add(list(events))
 
     def known(self, event: FileKnown, *, own: bool) -> bool:
-        """Hand over, waiting for the driver if need be. False: closed, stop.
+        """Hand over blocks that were found, waiting for the driver if need be. False: closed, stop.
 
-        Records of this node are left out when a void came after recovery had begun: it covers all
-        that recovery finds.
+        With `own`, records of this node, they are left out if a void that came after recovery had
+        begun covers them: it covers all that recovery finds.
         """
         with self._lock:
             self._lock.wait_for(lambda: self._is_closed or self._known_count < KNOWN_MAX)
@@ -53,7 +53,8 @@ class Outbox:
             return True
 
     def void(self, void: Void) -> None:
-        """Nothing that it covers is announced any more, not even what waits to be taken."""
+        """Drop the `FileKnown` events that this void covers: those that wait to be taken, and those
+        that recovery has yet to find."""
         with self._lock:
             if self._is_recovering:
                 self._voids.append(void)
@@ -89,7 +90,7 @@ class Outbox:
             yield event
 
     def stop(self) -> None:
-        """Nobody waits in `known` any more."""
+        """End all waits in `known`, which returns False from now on."""
         with self._lock:
             self._is_closed = True
             self._lock.notify_all()

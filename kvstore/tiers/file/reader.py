@@ -42,7 +42,7 @@ class ReadVerdict(enum.Enum):
     DAMAGED = 2
     """Read, but not what was stored there; or the medium has a hole in it."""
     UNREAD = 3
-    """The segment is not there."""
+    """Not read: the segment is not there, or the call failed."""
 
 
 class WantedBlock(msgspec.Struct, frozen=True):

@@ -32,7 +32,7 @@ _PAGE_MASK = (1 << PAGE_SHIFT) - 1
 
 
 class Reclaimer:
-    """One segment at a time."""
+    """Reclaims one segment at a time: asks which records to keep, then moves them."""
 
     def __init__(self, directory: Directory, catalog: Catalog, disk: Disk, writer: Writer) -> None:
         self._directory = directory
@@ -42,8 +42,8 @@ class Reclaimer:
         self._asked: dict[int, tuple[FileKnown, ...]] = {}
 
     def ask(self, segment: Segment, voids: Sequence[Void]) -> FileReclaim:
-        """The question to the engine. A segment that cannot be read, though the disk can be, holds
-        nothing.
+        """The question to the engine which of the segment's records to keep. A segment that cannot
+        be read, though the disk can be, counts as empty.
 
         Raises:
             OSError: the disk cannot be read now, so nothing is known of the segment.
@@ -56,7 +56,7 @@ class Reclaimer:
         return FileReclaim(number, parts)
 
     def _table(self, segment: Segment) -> Table | None:
-        """None: it cannot be read, though the disk can be."""
+        """Table of the segment; None: it cannot be read, though the disk can be."""
         try:
             with self._catalog.reading(segment) as fd:
                 return read_contents(self._disk, fd, segment.taken_bytes, segment.head).table

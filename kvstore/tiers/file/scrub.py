@@ -35,7 +35,7 @@ from kvstore.wire.segment import Table, place_of
 PIECE_BYTES: Final = MIB
 """A load waits for no more than this of the scrub: half a millisecond of an NVMe disk."""
 TELL_BYTES: Final = 64 * MIB
-"""So much is verified between two words of progress."""
+"""Bytes verified between two reports of progress."""
 KNOWN_BAD_MAX: Final = 65_536
 YIELD_S: Final = 0.2
 """How often a scrub that waits for others looks whether the breaker has closed."""
@@ -60,7 +60,7 @@ class Scrub:
         """Args:
         rate: how fast.
         parts: of the tier.
-        log: what it appends to, what was cleared, whether all that was there at the start is known.
+        log: knows the open segment's records, the voids, and whether recovery is over.
         leaving: set when the tier is being closed.
         is_wanted: whether a read or write waits or runs; asked with the lock held.
         """
@@ -144,7 +144,7 @@ class Scrub:
         self._blocks = self._bytes = 0
 
     def _failed(self, error: OSError) -> bool:
-        """Whether it is the record's fault."""
+        """Count an error of the disk. Returns whether it is the record's fault (EIO)."""
         with self._lock:
             self._outbox.put(self._health.failed_reading(self._clock.now_ns(), error))
         return error.errno == errno.EIO
@@ -152,7 +152,7 @@ class Scrub:
     # ── turns ────────────────────────────────────────────────────────────────────────────────────
 
     def _take_turn(self, size_bytes: int) -> None:
-        """Wait until so much may be read, and nobody else wants the disk. Raises Leaving."""
+        """Wait until `size_bytes` may be read, and nobody else wants the disk. Raises Leaving."""
         self._wait(self._rate.seconds(size_bytes, held_bytes=self._catalog.taken_bytes))
         with self._lock:
             while not self._leaving.is_set() and (self._is_wanted() or not self._health.is_well):

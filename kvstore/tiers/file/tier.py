@@ -64,10 +64,11 @@ from kvstore.wire.record import Void, payload_pages
 WATCH_S: Final = 0.05
 """How late a deadline is noticed at most."""
 LOOK_PAUSES: Final = 10
-"""After a look at other nodes' directories, a pause of at least so many times as long as it took:
-where there are very many segments, all nodes would look at them without end."""
+"""The pause after a look at other nodes' directories is at least this many times as long as the
+look: where there are very many segments, all nodes would look at them without end."""
 LOOK_PAUSE_MAX_S: Final = 60.0
-"""A look that a disk or the machine held up for an hour says nothing about the next one."""
+"""Longest pause by that rule: a look that a disk or the machine held up for an hour says nothing
+about the next one."""
 _ANYTHING_OLDER: Final = (1 << 63) - 1
 
 _BUG: Final = OSError(errno.EIO, "a bug in the disk tier")
@@ -187,7 +188,7 @@ class FileTier:
 
     @property
     def taken_bytes(self) -> int:
-        """The open segment is counted whole."""
+        """Bytes in use, of the capacity; the open segment is counted whole."""
         return self._catalog.taken_bytes
 
     @property
@@ -357,7 +358,7 @@ class FileTier:
             took_ns = self._look_once()
 
     def _look_once(self) -> int:
-        """How long a look took."""
+        """Look at other nodes' directories once. Returns how long it took, in ns."""
         begin_ns = self._clock.now_ns()
         self.look_at_peers()
         return self._clock.now_ns() - begin_ns
@@ -407,7 +408,8 @@ class FileTier:
             self._end_if_done(job)
 
     def _late(self, job: ReadJob, now_ns: int) -> None:
-        """Take back what has not begun; the rest is in the kernel's hands."""
+        """Act on a read that is late: take back its runs that have not begun; the others are in the
+        kernel's hands."""
         waiting = [run for run in self._runs if run.job is job]
         if waiting:
             self._runs = deque(run for run in self._runs if run.job is not job)
@@ -429,7 +431,7 @@ class FileTier:
             self._lock.notify_all()
 
     def _check(self, order: WriteFile | ReadFile) -> int:
-        """Bytes that its slots take."""
+        """Assert that an order makes sense. Returns the bytes that its slots take."""
         count = len(order.slots)
         assert len(order.keys) == count * KEY_BYTES
         assert order.scope.block_bytes > 0
@@ -440,5 +442,5 @@ class FileTier:
 
 
 def look_pause_s(poll_s: float, took_ns: int) -> float:
-    """From a look at other nodes' directories to the next one."""
+    """Pause from a look at other nodes' directories, which took `took_ns`, to the next one."""
     return max(poll_s, min(LOOK_PAUSES * took_ns / NS_PER_S, LOOK_PAUSE_MAX_S))

@@ -108,7 +108,8 @@ class _OpenSegment:
         self.synced_records = 0
 
     def fits(self, scope: Scope, count: int, *, spare_voids: int = 0) -> bool:
-        """Whether so many records more and the footer find room."""
+        """Whether `count` more records of a scope, `spare_voids` more voids and the footer have
+        room in the segment."""
         footer_bytes = footer_bytes_max(
             record_count=len(self.found.pages) + count,
             scope_count=len(self.found.scopes) + 1,
@@ -155,7 +156,7 @@ class Writer:
 
     @property
     def voids(self) -> tuple[Void, ...]:
-        """Those that may still cover something, oldest first."""
+        """Voids that may still cover something, oldest first."""
         return tuple(self._voids)
 
     def table_of(self, number: int) -> Table | None:
@@ -204,7 +205,8 @@ class Writer:
 
     @contextlib.contextmanager
     def _attempt(self) -> Iterator[AppendOutcome]:
-        """The outcome for the block; after a failure the open segment is left as it is."""
+        """The outcome that the `with` block fills in. An OSError in the block goes into it, and the
+        open segment is abandoned."""
         outcome = AppendOutcome([])
         try:
             yield outcome

@@ -25,7 +25,7 @@ from kvstore.wire.segment import SegmentHead
 FOREIGN_BASE: Final = 1 << 31
 """Numbers from here on are segments of other nodes."""
 FIXED_BYTES: Final = 36 * PAGE_BYTES
-"""Identity, lock, probe, and the node's note, old and new."""
+"""Room taken by identity, lock, probe, and the node's note, old and new."""
 _OPEN_MAX: Final = 256
 
 
@@ -80,7 +80,7 @@ class Catalog:
             self._unread = dict(sizes)
 
     def drop_expected(self, number: int) -> None:
-        """Recovery looked at it and it is gone."""
+        """Stop counting a file that recovery looked at, and that is gone."""
         with self._lock:
             self._unread.pop(number, None)
 

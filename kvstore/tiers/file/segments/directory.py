@@ -122,7 +122,7 @@ def cannot_be_read(path: Path, error: OSError) -> ConfigError:
 
 
 def open_directory(config: FileConfig, disk: Disk, lock_fd: int) -> Directory:
-    """The node's own.
+    """Open the node's own directory, and make it if need be.
 
     Args:
         config, disk: where and how.
@@ -228,7 +228,8 @@ class Directory:
         _log.warning("%s was removed, with its blocks, and is made again", self.path)
 
     def _make_aside(self) -> None:
-        """Without it nothing is put aside: a full disk can do without until the next start."""
+        """Make the quarantine. A full disk can do without until the next start: files that should
+        go there stay where they are."""
         if stat.S_ISDIR(mode := self._mode(_ASIDE)):
             return
         if mode:
@@ -240,7 +241,7 @@ class Directory:
                 raise
 
     def _is_lock(self, fd: int) -> bool:
-        """Whether this is the lock file that lies here now."""
+        """Whether `fd` is the lock file that lies here now."""
         if fd < 0:
             return False
         try:
@@ -286,9 +287,9 @@ class Directory:
         return self._new_identity("damaged", keep_bytes=PAGE_BYTES)
 
     def _new_identity(self, reason: str, *, keep_bytes: int) -> bytes:
-        """Write one: that of the segments, if there are any that agree. The old one, if there is a
-        reason to have another, goes once that is safe: without any, this directory would look like
-        a stranger's for ever."""
+        """Write a store id, and return it: that of the segments, if they agree, or a new one. With
+        a `reason` the old page is put aside, but only once the new one is durable: without any,
+        this directory would look like a stranger's for ever."""
         found = segments_identity(self._disk, self.fd)
         if found is not None:
             _log.warning(
@@ -392,7 +393,7 @@ class Directory:
         return sum(sizes_in(self.path / _ASIDE))
 
     def remove(self, name: str) -> None:
-        """Delete; one that vanished is no error."""
+        """Delete a file; one that vanished is no error."""
         try:
             os.unlink(name, dir_fd=self.fd)
         except FileNotFoundError:
@@ -410,7 +411,7 @@ class Directory:
         return hidden
 
     def sync(self) -> None:
-        """Make names durable. Raises OSError."""
+        """Make the names in the directory durable (fsync). Raises OSError."""
         self._disk.fsync(self.fd)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from kvstore.types import PAGE_BYTES
 
 IOVECS_MAX: Final = 1_024
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-"""No bytes, or no files more: not fatal, for what is there can be read."""
+"""Errors for want of room for bytes or files: not fatal, since what is there can be read."""
 _SAFE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
@@ -39,7 +39,7 @@ class Disk(Protocol):
 
 
 class PosixDisk:
-    """The real one. Every call runs without the GIL."""
+    """The system's own calls. Every call runs without the GIL."""
 
     def open(self, name: str, flags: int, dir_fd: int) -> int:
         return os.open(name, flags | _SAFE, 0o600, dir_fd=dir_fd)
@@ -90,7 +90,7 @@ def read_flags(*, direct: bool) -> int:
 
 @contextlib.contextmanager
 def opened(disk: Disk, name: str, flags: int, dir_fd: int) -> Iterator[tuple[int, int]]:
-    """The same as long as the block runs."""
+    """As `open_regular`, with the file open as long as the block runs."""
     fd, size = open_regular(disk, name, flags, dir_fd)
     try:
         yield fd, size

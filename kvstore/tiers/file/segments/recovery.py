@@ -147,7 +147,7 @@ class Contents(NamedTuple):
 
     table: Table
     end_page: int
-    """Behind the last record."""
+    """Page behind the last record."""
     is_closed: bool = True
     skipped_pages: int = 0
     """Pages between records that are none."""

@@ -28,16 +28,16 @@ from kvstore.wire.record import Void
 from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead
 
 PAUSES_S: Final = (0.1, 0.4, 1.5)
-"""Between attempts to read one segment."""
+"""Pauses between attempts to read one segment."""
 DISK_PAUSE_S: Final = 5.0
-"""Between attempts to read anything at all."""
+"""Pause between attempts while nothing at all can be read."""
 
 _Announce = Callable[[FileKnown], bool]
 _log = logging.getLogger(__name__)
 
 
 class Restart:
-    """Finds again what is there. One thread."""
+    """Finds the segments that the directory held before, and their blocks. One thread uses it."""
 
     def __init__(
         self, directory: Directory, catalog: Catalog, disk: Disk, *, segment_bytes: int

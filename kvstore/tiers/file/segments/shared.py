@@ -36,7 +36,7 @@ from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead
 _Announce = Callable[[FileKnown], bool]
 _Vanished = Callable[[list[FileGone]], None]
 _AT_CWD: Final = -100
-"""As openat(2) has it: a path as any other."""
+"""AT_FDCWD of openat(2): the path is not relative to a directory's descriptor."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,8 @@ class Peers:
         self._next_number = FOREIGN_BASE
 
     def look(self, announce: _Announce, vanished: _Vanished) -> bool:
-        """One look at all of them. False: stopped."""
+        """Look once at all other nodes' segments: announce new blocks, and those that vanished.
+        False: `announce` returned False, stop."""
         try:
             names = sorted(os.listdir(self._parent))
         except OSError:
