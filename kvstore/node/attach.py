@@ -150,7 +150,7 @@ class Attach:
         return found
 
     def owner(self, fd: int) -> ConnectionId | None:
-        """Whose descriptor this is; None for what belongs to the node itself or is gone."""
+        """Connection that a descriptor belongs to; None: the node itself, or it is gone."""
         source = self._sources.get(fd)
         return None if source is None else source.connection
 
@@ -159,7 +159,7 @@ class Attach:
         return self._sources.get(fd)
 
     def charge(self, fd: int, party: Party, duration_ns: int) -> None:
-        """To serve this descriptor took so long."""
+        """Note that serving this descriptor took `duration_ns` of its party's time (`turns`)."""
         self._turns.charge(fd, party, duration_ns)
 
     def read(self, fd: int, mask: int) -> Iterable[Event]:
@@ -245,7 +245,8 @@ class Attach:
             self._unregister(number)
 
     def adopt(self, number: ConnectionId, pidfd: int) -> None:
-        """A rank of an earlier process: its socket has ended, its process is watched."""
+        """Watch the process of a rank that attached to an earlier node process; its socket has
+        ended."""
         connection = AttachSocket(number, None, deadline_ns=0)
         connection.pidfd = pidfd
         self._registered.add(number)
@@ -253,7 +254,7 @@ class Attach:
         self.watch(pidfd, TurnSource(TURN_PROCESS, number, lambda _: self._exited(connection)))
 
     def _let_go(self, connection: AttachSocket) -> None:
-        """Watch its process no more."""
+        """Stop watching the process of a connection."""
         if connection.pidfd is not None:
             self._forget(connection.pidfd)
             os.close(connection.pidfd)
@@ -397,7 +398,8 @@ class Attach:
         return [Received(number, hello, process)]
 
     def _remember(self, number: ConnectionId, hello: bytes, pidfd: int) -> None:
-        """Before the engine hears of a rank: what it is granted must outlive this process."""
+        """Register a rank before the engine hears of it, since its grants must outlive this
+        process. Raises ProtocolError: that is impossible."""
         if not self._register(number, hello, pidfd):
             raise ProtocolError("the node's supervisor does not read")
         self._registered.add(number)
@@ -453,7 +455,7 @@ class Attach:
         yield Ended(number)
 
     def _was_read(self, connection: AttachSocket) -> None:
-        """All that it had sent when the round began."""
+        """Note that a rank was read to the end of what it had sent when the round began."""
         if connection.owner is not None and connection.owner in self._unread:
             self._unread[connection.owner].discard(connection.number)
 
@@ -488,7 +490,7 @@ class Attach:
         self._epoll.modify(sock, select.EPOLLIN)
 
     def _forget(self, fd: int) -> None:
-        """Before it is closed, which must happen in any case."""
+        """Stop watching a descriptor, before it is closed; never fails."""
         if self._sources.pop(fd, None) is not None:
             with contextlib.suppress(OSError):
                 self._epoll.unregister(fd)

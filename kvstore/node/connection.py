@@ -91,7 +91,8 @@ class AttachSocket:
         self.owner: OwnerKey | None = None
         """The engine that it is a process of."""
         self.left_when_exited = RANK_COUNT_MAX
-        """So many datagrams are still read once its process is gone: others may hold the socket."""
+        """Datagrams still to be read at most once its process is gone: others may hold the
+        socket."""
 
     @property
     def introduced(self) -> bool:

@@ -45,21 +45,22 @@ BEAT_NS: Final = 20 * NS_PER_MS
 """Engines call a heartbeat older than 250 ms dead; the protocol asks for one every 50 ms."""
 TICK_NS: Final = 100 * NS_PER_MS
 REMEMBER_NS: Final = 60 * NS_PER_S
-"""How often what was learned is kept, the first of an engine at once; a killed node loses no more
-than that."""
+"""Interval at which measurements are kept for the next start, the first of an engine at once; a
+killed node loses no more than that."""
 STEP_NS: Final = 2 * NS_PER_MS
 """No further event is taken into a step of this age."""
 KIND_NS: Final = 4 * NS_PER_MS
-"""No further source of a kind is served in a round after so long."""
+"""Time in a round after which no further source of the same kind is served."""
 SPIN_NS: Final = 50_000
-"""So long after a datagram the loop looks for the next one before it sleeps: a hint is followed by
-a lookup, and waking up costs a lookup a quarter of its time."""
+"""Time after a datagram for which the loop looks for the next one before it sleeps: a hint is
+followed by a lookup, and waking up costs a lookup a quarter of its time."""
 QUERY_COUNT_MAX: Final = 64
 RECOVERIES_MAX: Final = 4
 """Failures one after the other, each in the work that the one before left. Then the node ends: its
 commitments are no longer known."""
 GAP_NS, GAPS = 5 * NS_PER_S, 12
-"""The largest gap between two heartbeats is kept for so many intervals of so long: a minute."""
+"""The largest gap between two heartbeats is kept for each of the last GAPS intervals of GAP_NS: for
+a minute."""
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class DriverCounters:
         self._gaps: deque[tuple[int, int]] = deque(maxlen=GAPS)
 
     def beat(self, gap_ns: int, now_ns: int) -> None:
-        """A heartbeat, so long after the one before."""
+        """Count a heartbeat at `now_ns`, `gap_ns` after the one before."""
         if not self._gaps or now_ns - self._gaps[-1][0] >= GAP_NS:
             self._gaps.append((now_ns, 0))
         begin_ns, most_ns = self._gaps[-1]
@@ -101,7 +102,7 @@ class _Query(NamedTuple):
     future: concurrent.futures.Future[object]
     call: Callable[[], object]
     steps: bool
-    """Whether it steps the engine; where not, its failure is that of who asked."""
+    """Whether it steps the engine: a failure is then the node's, else only the caller's."""
 
 
 class Driver:
@@ -168,7 +169,7 @@ class Driver:
 
         Raises:
             NodeBusy: it was not taken within `timeout_s`, or it is not known whether it was.
-            NodeFailed: the step failed.
+            StepFailed: the step failed.
         """
         try:
             self._on_loop(lambda: self._step([event]), timeout_s, steps=True)
@@ -217,14 +218,14 @@ class Driver:
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, adopt: Adopt | None) -> None:
-        """Before `run`: go on with what an earlier process left. The engine knows the time then,
-        which it may be asked about before anything happens."""
+        """Step the engine before `run`: memory is ready, and what an earlier process left goes on.
+        The engine gets the time by this, which queries may need before any other event."""
         self._ready_bytes = self._tier.ready_bytes
         ready = Ready(self._ready_bytes)
         self._step([ready] if adopt is None else [ready, adopt])
 
     def run(self, place: ThreadPriority | None = None) -> None:
-        """Serve until `stop`; `place` is the calling thread's.
+        """Serve until `stop`. `place`: priority of the calling thread.
 
         Raises:
             Poisoned: the tier and the engine disagree; no engine may trust this node any more.
@@ -248,7 +249,7 @@ class Driver:
             raise Poisoned("generations could not be published")
 
     def _sleep(self, wait_ns: int) -> Sequence[tuple[int, int]]:
-        """Until something is ready, or so long."""
+        """Wait until something is ready, at most `wait_ns`. Returns it as `Attach.ready` does."""
         if wait_ns <= 0:
             return self._attach.ready(0)
         begin_ns = self._clock.now_ns()
@@ -365,7 +366,8 @@ class Driver:
         return []
 
     def _recover(self, error: Exception, owner: ConnectionId | None) -> None:
-        """A bug costs one connection, not the node, and never a wrong byte."""
+        """Go on after an error in a step: carry out the commands that it left, and hang up on
+        `owner`. A bug costs one connection, not the node, and never a wrong byte."""
         for _ in range(RECOVERIES_MAX):
             self._failed(error)
             if isinstance(error, Poisoned):

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _ABOUT_PLACES: Final = (RaiseGenerations, Shown)
-"""Carried out first, in order."""
+"""Commands that publish generations and places: they are carried out first, in order."""
 
 
 class Poisoned(Exception):

@@ -42,10 +42,10 @@ from kvstore.wire.learned import (
 
 LOCATION_BYTES = 8
 FILE_ROW_BYTES = 256 * KIB
-"""One row of metadata for so much of the disk tier. Blocks of models that serve are larger; with
+"""Bytes of the disk tier for each row of metadata. Blocks of models that serve are larger; with
 smaller ones a part of the tier stays unused."""
 SPENT_SHARE = 64
-"""One part in so many of a day's budget is written before that is kept: what a kill loses."""
+"""Bytes written are kept after each 1 / SPENT_SHARE of a day's budget: a kill loses no more."""
 TOLD_NS = 86_400 * NS_PER_S
 """Interval between two reports that the budget is used up."""
 _log = logging.getLogger(__name__)
@@ -74,13 +74,13 @@ class FileEnd:
         self._wall_s = wall_s
         self._on_hang = on_hang
         self._late_jobs: set[int] = set()
-        """Nobody waits for them any more; the disk has not let go of them."""
+        """Jobs that were reported as late and have not ended: nobody waits for them any more."""
         self._over_budget_blocks = 0
         self._told_ns: int | None = None
         self.learned = _learned(tier.note)
-        """By an earlier start, as it is kept now."""
+        """Measurements and spent budget, as they are kept for the next start now."""
         self._trouble: dict[bool, str] = {}
-        """By whether it is about writes only."""
+        """Reasons why orders are refused, by whether only writes are."""
         self._scrub_log = PassLog("disk")
         self._found_blocks = 0
         """Blocks that the tier reported until recovery was complete."""
@@ -172,12 +172,13 @@ class FileEnd:
 
     @property
     def breakers(self) -> tuple[str, str]:
-        """State of those of reads and of writes."""
+        """States of the circuit breakers for reads and for writes."""
         reads, writes = self._tier.breakers
         return reads.value, writes.value
 
     def wait_for_voids(self, timeout_s: float) -> bool:
-        """Whether cleared blocks stay so after a restart; from any thread."""
+        """Wait, at most `timeout_s`, until all voids so far are on the disk: whether cleared blocks
+        stay so after a restart. From any thread."""
         return self._tier.wait_for_voids(timeout_s)
 
     @property
@@ -190,7 +191,7 @@ class FileEnd:
         return self._tier.fileno()
 
     def carry_out(self, command: FileCommand) -> list[FileEvent]:
-        """Give the tier its order. A command that the tier refuses ends here and now."""
+        """Give the tier its order. Returns the end of a command that the tier refuses."""
         if self._tier.submit(command):
             return []
         assert isinstance(command, WriteFile | ReadFile)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 THREAD_COUNT: Final = 2
 CALL_COUNT_MAX: Final = 8
-"""Answered, or waiting for a thread."""
+"""Most calls that are being answered, or wait for a thread."""
 IDLE_MS: Final = 10_000
 START_TIMEOUT_S: Final = 5.0
 CLOSE_TIMEOUT_S: Final = 0.5
@@ -50,7 +50,7 @@ class SpaceUnknown(RefusedCall):
 
 
 class InspectService(InspectServicer):
-    """Asks the loop; knows nothing itself."""
+    """Answers calls by asking the node's loop; has no state of its own."""
 
     def __init__(
         self, driver: Driver, state: Callable[[], Page], member: ClusterMember | None = None

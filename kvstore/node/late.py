@@ -32,7 +32,8 @@ from kvstore.wire.record import Void
 RETRY_S: Final = 10.0
 CLOSE_TIMEOUT_S: Final = 5.0
 VOIDS_MAX: Final = 1024
-"""More become one that covers everything: a cache may forget."""
+"""Most voids kept until the tier opens; more become one that covers everything: a cache may
+forget."""
 _ANYTHING_OLDER: Final = (1 << 63) - 1
 
 
@@ -47,7 +48,8 @@ class LateTier:
         *,
         retry_s: float = RETRY_S,
     ) -> None:
-        """`open_tier` raises ConfigError while the directory cannot be had; `why` it could not."""
+        """`open_tier` raises ConfigError while the directory cannot be had. `why`: the reason at
+        the first attempt."""
         self.path = path
         self._open, self._retry_s = open_tier, retry_s
         self._tier: FileTier | None = None

@@ -97,10 +97,10 @@ class NodeCollector(Collector):
         self._tier = tier
         self._info = (version, f"{incarnation:016x}")
         self.away_ns = 0
-        """From the end of the process before until this one served."""
+        """Time from the end of the process before until this one served."""
 
     def collect(self) -> Iterator[Family]:
-        """Metrics of parts that this node lacks are named, without a value.
+        """All metrics of the node; those of parts that it lacks are named, without a value.
 
         Raises NodeBusy when the loop does not answer.
         """

@@ -27,7 +27,8 @@ class PassLog:
         self._first_bad = b""
 
     def add(self, blocks: int, size_bytes: int, *, bad: int, bad_key: bytes, ended: bool) -> None:
-        """So much was verified, and with `ended` that was all."""
+        """Count verified blocks, of which `bad` were damaged, the first one `bad_key`; `ended`: the
+        pass is over."""
         self._blocks += blocks
         self._bytes += size_bytes
         if bad and not self._bad:

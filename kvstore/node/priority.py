@@ -47,7 +47,8 @@ class ThreadPriority:
         self._looked_ns, self._slept_ns = now_ns, 0
 
     def look(self, now_ns: int, slept_ns: int) -> None:
-        """`slept_ns`: since the thread began. To be called now and then, by the thread."""
+        """Give the real-time place up, or ask for it again, by the share of time slept. Called now
+        and then by the thread. `slept_ns`: time slept since it began."""
         if not self._may_be or now_ns - self._looked_ns < LOOK_NS:
             return
         part = (slept_ns - self._slept_ns) / (now_ns - self._looked_ns)
@@ -60,7 +61,8 @@ class ThreadPriority:
 
 
 def _be_first() -> bool:
-    """False: real-time is refused."""
+    """Ask for the least real-time place. False: it is refused, and a better nice value was asked
+    for."""
     try:
         least = os.sched_param(os.sched_get_priority_min(os.SCHED_RR))
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, least)

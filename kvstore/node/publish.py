@@ -51,7 +51,7 @@ REPLY_BATCHES_MAX: Final = 64
 """Batches of a replay that wait for one slow reader."""
 REQUEST_BYTES_MAX: Final = 256
 REPLAY_COUNT_MAX: Final = 4
-"""At once; other requests wait their turn."""
+"""Most replays and snapshots sent at once; other requests wait their turn."""
 ASKED_COUNT_MAX: Final = 64
 """Clients whose requests were read and wait; those of others wait in ZeroMQ's queues."""
 REPLAY_STUCK_NS: Final = 5 * NS_PER_S
@@ -229,7 +229,7 @@ class Publisher:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _batches(self, changes: Iterable[Changed]) -> Iterator[_Batch]:
-        """In order; a batch is of one model, because its topic names it."""
+        """Batches of these changes, in order; each is of one model, because its topic names it."""
         events: list[wire.KVEvent] = []
         label, count = "", 0
         for change in changes:
@@ -274,7 +274,7 @@ class Publisher:
                 self.counters.requests_refused += 1
 
     def _begin(self) -> None:
-        """Begin to answer who waits, as far as there is room."""
+        """Begin to answer clients that wait, as far as there is room."""
         for client, request in list(self._asked.items()):
             if len(self._replies) >= (1 if request.again else REPLAY_COUNT_MAX):
                 continue

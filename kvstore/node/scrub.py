@@ -29,10 +29,10 @@ from kvstore.wire.checksum import checksum_of
 
 ASK_TIMEOUT_S: Final = 2.0
 BUSY_PAUSE_S: Final = 1.0
-"""After a node that was busy or failed."""
+"""Pause after the loop was busy, or failed."""
 IDLE_PAUSE_S: Final = 0.05
-"""After a list without blocks: of an arena that is all but empty, or of spaces that no engine has
-named yet, there are thousands in a row."""
+"""Pause after a list without blocks: of an arena that is all but empty, or of spaces that no engine
+has named yet, there are thousands in a row."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class DramScrub:
         self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
 
     def start(self) -> None:
-        """Once."""
+        """Start the thread. Once."""
         self._thread.start()
 
     def close(self) -> None:
@@ -77,11 +77,12 @@ class DramScrub:
                     self._leaving.wait(PASS_PAUSE_S)
 
     def look(self, first_word: int) -> int:
-        """Verify the next few blocks; where to go on, 0 at the end of a pass.
+        """Verify the next few blocks, from `first_word` of the arena on. Returns the word to go on
+        from, 0 at the end of a pass.
 
         Raises:
             NodeBusy: the loop has other things to do; look again from the same word.
-            NodeFailed: it could not take what was found; the same.
+            StepFailed: it could not take what was found; the same.
         """
         batch = self._driver.query(
             lambda engine: engine.sealed(first_word), timeout_s=ASK_TIMEOUT_S
@@ -116,7 +117,8 @@ class DramScrub:
         return batch.next_word
 
     def _is_good(self, batch: Sealed, row: int, block_bytes: int, prefixes: list[bytes]) -> bool:
-        """True too where nothing can be said: the slot was given to another block meanwhile."""
+        """Whether a block matches its checksum. True, too, if its slot was given to another block
+        meanwhile: then nothing can be said."""
         slot = SlotId(int(batch.slots[row]))
         key = batch.keys[row].tobytes()
         if len(self._buffer) < block_bytes:

@@ -64,7 +64,7 @@ class NodeTraces(Traces[StoryTold]):
 
 
 def _steps(ended: StoryTold) -> Iterator[tuple[str, int, int, Attributes]]:
-    """Name, begin since the request's arrival, duration, attributes."""
+    """(name, begin since the request's arrival, duration, attributes) of each step; times in ns."""
     story, row = ended.story, ended.row
     for push in row.pushes:
         if push.side == "decode":  # expected since its arrival
@@ -91,7 +91,7 @@ def _from_node(node: str, blocks: int) -> Attributes:
 
 
 def _moved(ended: StoryTold, tokens: dict[str, int]) -> Attributes:
-    """`tokens`: by the tier that they came from."""
+    """Attributes of a step that moved `tokens`, given by the tier that they came from."""
     blocks = sum(tokens.values()) // max(ended.row.block_tokens, 1)
     return {
         "kvstore.tier": ",".join(sorted(tier for tier, count in tokens.items() if count)),

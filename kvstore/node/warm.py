@@ -25,8 +25,8 @@ from kvstore.units import format_size
 from kvstore.wire.messages import HelloRank, decode_from_engine
 
 HOLDERS_WAIT_S: Final = 30.0
-"""For transfer workers of the process before: the kernel takes less to unmap 1 TiB of small pages
-twice."""
+"""Longest wait for the end of transfer workers of the process before: the kernel takes less to
+unmap 1 TiB of small pages twice."""
 GENERATIONS_PER_LIFE: Final = 1 << 40
 """Each process has its own generations: a reader of an earlier one finds its copy void."""
 _ARENA, _JOURNAL, _HOLDERS = "arena", "journal", "holders"
@@ -108,8 +108,9 @@ def _new_journal(config: NodeConfig, handover: Handover) -> Journal:
 
 
 def _wait_for_transfer_workers(holders_fd: int) -> None:
-    """The transfer worker of the process before was killed with it, and may be in the kernel still,
-    writing: its slots are taken for free."""
+    """Wait for the end of the transfer worker of the process before, which was killed with it and
+    may still write, in the kernel, to slots that are taken for free. Raises JournalUnusable: it has
+    not ended in time."""
     ended = wait_for_holders(holders_fd, timeout_s=HOLDERS_WAIT_S)
     os.close(holders_fd)
     if not ended:
@@ -120,7 +121,8 @@ def _wait_for_transfer_workers(holders_fd: int) -> None:
 
 
 def _examine(config: NodeConfig, handover: Handover) -> tuple[Journal, Adopt]:
-    """Raises JournalUnusable, ProtocolError, OSError."""
+    """The journal that the supervisor holds, and the state in it to go on with. Raises
+    JournalUnusable, ProtocolError, OSError: it cannot be used."""
     if set(handover.memory) != {_ARENA, _JOURNAL, _HOLDERS}:
         raise JournalUnusable("a part of it was never kept")
     _wait_for_transfer_workers(handover.memory.pop(_HOLDERS))
