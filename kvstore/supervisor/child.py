@@ -34,7 +34,7 @@ class Process(Child):
         self.asked_to_end = 0
         """The signal that was sent for it; 0: none."""
         self.disk_hangs = False
-        """Its last report."""
+        """Whether the disk tier hangs, by the last report of the process."""
 
     @property
     def is_mute(self) -> bool:
@@ -50,6 +50,6 @@ class Process(Child):
         return self.serving_since_ns != 0 or not never_served
 
     def kill(self) -> None:
-        """At once, if it is not in the kernel for good."""
+        """Send SIGKILL, which ends the process at once unless it hangs in the kernel."""
         self.was_killed = True
         self.signal(signal.SIGKILL)

@@ -91,7 +91,8 @@ class BeginServing(Control, tag="Begin", frozen=True):
 
 
 class Begun(Control, frozen=True):
-    """The process goes on: the limit for a standby that was swapped out ends here."""
+    """The node process has received everything and goes on: from here the longer limit of a start
+    applies, and not that for the answer of a standby, which may be swapped out."""
 
 
 class DiskHangs(Control, frozen=True):
@@ -167,7 +168,8 @@ from_supervisor: Final = msgspec.msgpack.Decoder(FromSupervisor)
 
 
 def send(sock: socket.socket, message: Control, fd: int | None = None, *, flags: int = 0) -> None:
-    """Raises OSError; BlockingIOError when `flags` say not to wait and there is no room."""
+    """Send a message, with a descriptor or none. Raises OSError; BlockingIOError when `flags` say
+    not to wait and there is no room."""
     # Not `socket.send_fds` and `recv_fds`: in Python 3.11 they forget the flags.
     passed = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
     sock.sendmsg([_encoder.encode(message)], passed, flags | socket.MSG_NOSIGNAL)

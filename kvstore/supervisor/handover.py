@@ -146,7 +146,7 @@ class Handover:
         self.writers.clear()
 
     def drop(self) -> None:
-        """Memory of earlier processes is of no use."""
+        """Let memory of earlier processes go, here and in the supervisor: it is of no use."""
         self.forget()
         self._say(control.DropKept())
 
@@ -161,7 +161,7 @@ class Handover:
         self._say(control.Keep(name), fd)
 
     def serving(self, serving: control.Serving) -> None:
-        """Engines can attach."""
+        """Report that engines can attach."""
         self._say(serving)
 
     def _say(self, message: control.Control, fd: int | None = None) -> None:
@@ -196,13 +196,13 @@ class Handover:
         return True
 
     def disk_hangs(self, hangs: bool) -> None:
-        """The disk tier hangs, or answers again."""
+        """Report whether the disk tier hangs."""
         # Unsaid, an upgrade ends this process as it would without.
         with contextlib.suppress(OSError):
             control.send(self._socket, control.DiskHangs(hangs), flags=socket.MSG_DONTWAIT)
 
     def released(self, number: int) -> None:
-        """No slot depends on this rank any more."""
+        """Report that no slot depends on this rank any more, and what could not be sent before."""
         self._unsaid.append(number)
         try:
             while self._unsaid:

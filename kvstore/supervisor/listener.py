@@ -110,7 +110,7 @@ class Listener(Door):
 
 
 def listening_socket(path: Path, *, mode: int, backlog: int) -> socket.socket:
-    """In the place of a dead node's.
+    """A listening socket at `path`, in the place of a dead node's.
 
     Raises:
         ConfigError: another file is in its place, or it cannot be made.
@@ -132,7 +132,7 @@ def listening_socket(path: Path, *, mode: int, backlog: int) -> socket.socket:
 
 
 def _refuse_foreign(directory: Path) -> None:
-    """The owner of a directory may replace every file in it, and with the socket the node.
+    """Refuse a directory of another user, who may replace every file in it, and so the node.
 
     Raises:
         ConfigError: its owner is neither this user nor root.
@@ -146,7 +146,7 @@ def _refuse_foreign(directory: Path) -> None:
 
 
 def _warn_of_others(directory: Path) -> None:
-    """A user that may rename a directory on the way may replace the socket, too."""
+    """Log other users that may rename a directory on the way, and so replace the socket, too."""
     for place in (directory, *directory.parents):
         found = place.stat()
         if found.st_uid not in (0, os.geteuid()):
@@ -171,7 +171,7 @@ def remove_socket_file(path: Path) -> None:
 
 
 def refuse_what_is_not_ours(path: Path, *, option: str) -> None:
-    """A socket may only replace a socket without a listener.
+    """Refuse a path with anything but nothing or a socket without a listener.
 
     Raises:
         ConfigError: another file is in its place; names the option to change.
@@ -192,7 +192,7 @@ def refuse_what_is_not_ours(path: Path, *, option: str) -> None:
 
 
 def _lock(lock_path: Path, path: Path) -> int:
-    """An exclusive lock for the life of this process."""
+    """Descriptor of an exclusive lock for the life of this process. Raises ConfigError."""
     while True:
         try:
             fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -23,7 +23,7 @@ SOON_NS: Final = 30 * NS_PER_S
 DEATHS_MAX: Final = 8
 """Deaths in a row, each soon after its start."""
 WARM_ATTEMPTS_MAX: Final = 2
-"""Processes in a row that never served."""
+"""Processes in a row that never served, after which the next one begins without memory."""
 REFUSAL_PAUSES_NS: Final = tuple(NS_PER_S * seconds for seconds in (1, 2, 5, 10, 30))
 """Pauses after refused starts."""
 PAUSES_NS: Final = (0, 0, NS_PER_S // 10, NS_PER_S // 2, NS_PER_S, 2 * NS_PER_S, 5 * NS_PER_S)

@@ -49,17 +49,17 @@ from kvstore.units import NS_PER_S, format_size
 EXIT_GAVE_UP: Final = 70
 """EX_SOFTWARE: a bug of ours; a pod or unit may start the node again."""
 STOP_LIMIT_NS: Final = 12 * NS_PER_S
-"""For an orderly end, disk tier included."""
+"""Limit of an orderly end, disk tier included."""
 START_LIMIT_NS: Final = 60 * NS_PER_S
-"""For a later process until it serves; the first one has no limit."""
+"""Limit of a start, for a later process until it serves; the first one has none."""
 ANSWER_LIMIT_NS: Final = 5 * NS_PER_S
-"""For a standby, from its turn to its `Begun`."""
+"""Limit for a standby's answer, from its turn to its `Begun`."""
 STANDBY_AFTER_NS: Final = 2 * NS_PER_S
 """Service of a process before its standby is loaded: a start has better things to do."""
 LOOK_NS: Final = NS_PER_S
 STILL_LOOKS_MAX: Final = 10
-"""Looks at an unchanged heartbeat. Looks, not seconds: there are none while the machine is
-suspended, or this process is stopped with its node."""
+"""Looks at an unchanged heartbeat after which the process is killed. Looks, not seconds: there are
+none while the machine is suspended, or this process is stopped with its node."""
 
 HANGS: Final = (
     "the disk tier hangs, and a process that waits for it cannot be ended: nothing was upgraded;"
@@ -97,7 +97,7 @@ class Supervisor:
         """All living ones."""
         self._process: Process | None = None
         self._standby: Process | None = None
-        """Takes over when the process has ended."""
+        """The process that takes over when `_process` has ended; None: there is none yet."""
         self._upgrading = False
         self._begin_at_ns = 0
         """Time to begin another process; 0: not now."""
@@ -186,7 +186,8 @@ class Supervisor:
                 self._standby_at_ns = now_ns + START_LIMIT_NS
 
     def _look(self, now_ns: int) -> None:
-        """At the heartbeat. A late look does not count: this process was stopped itself."""
+        """Look at the node's heartbeat, and kill a process whose heartbeat stands still. A late
+        look does not count: this process was stopped itself."""
         beat, in_time = self._store.heartbeat(), now_ns - self._look_ns < 3 * LOOK_NS
         stands = beat == self._beat and in_time
         self._still = self._still + 1 if stands else 0
@@ -235,7 +236,7 @@ class Supervisor:
         return self._process is not None and self._process.serving_since_ns != 0
 
     def _new_process(self) -> Process | None:
-        """None: no room on the machine."""
+        """Start a node process, and watch it; None: the machine has no room for it."""
         try:
             process = Process(self._spawn())
         except OSError as error:
@@ -314,7 +315,7 @@ class Supervisor:
                     self._new_code_is_loaded(process, message)
 
     def _say(self, process: Process, message: control.Control, fd: int | None = None) -> None:
-        """The process waits for this. One that does not read is killed."""
+        """Send a message that the process waits for. A process that does not read is killed."""
         try:
             control.send(process.socket, message, fd)
         except OSError:

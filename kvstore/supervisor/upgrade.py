@@ -60,7 +60,8 @@ class UpgradeDoor:
         self._socket = listening_socket(self.path, mode=0o600, backlog=4)
 
     def listen(self, selector: selectors.BaseSelector) -> None:
-        """To be called now and again: listening pauses while descriptors are used up."""
+        """Watch for requests. To be called now and again, since listening pauses while descriptors
+        are used up."""
         with contextlib.suppress(KeyError, OSError):  # it listens; or there is no room for that
             selector.register(self._socket, selectors.EVENT_READ, lambda: self._read(selector))
 
@@ -85,7 +86,8 @@ class UpgradeDoor:
             asker.close()  # it did not wait for us: nobody wants an upgrade any more
 
     def answer(self, text: str, *, done: bool) -> None:
-        """The requested upgrade, if any, has happened, or will not."""
+        """Send its outcome to the request under way, if there is one: the upgrade has happened, or
+        will not."""
         if self._waiting is not None:
             _answer(self._waiting, UpgradeReport(done, text))
             self._waiting = None
