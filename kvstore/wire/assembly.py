@@ -33,7 +33,8 @@ class Assembly:
     def __init__(
         self, sources: Sequence[Scope], targets: Sequence[Scope], *, head_bytes: Sequence[int]
     ) -> None:
-        """Cheap, whatever a peer says: it is not taken off the loop.
+        """Check the shards, and find the runs that both sides share. Cheap, whatever a peer says:
+        it is not taken off the loop.
 
         Args:
             sources, targets: shards of the peer, and ours.
@@ -64,7 +65,8 @@ class Assembly:
 
     @cached_property
     def _ranges(self) -> list[tuple[int, int, int, int]]:
-        """(source, target, offset, length) of each run, when blocks are looked at."""
+        """(source, target, offset in the target, length) of each run, made when the first block is
+        verified."""
         runs = self.runs
         parts = (runs.sources, runs.targets, runs.target_offsets, runs.lengths)
         return list(zip(*(part.tolist() for part in parts), strict=True))
@@ -121,7 +123,7 @@ class Assembly:
         keys: bytes,
         checksums: bytes,
     ) -> list[bytes] | None:
-        """The same for one of several blocks.
+        """As `verify`, for one of several blocks in an arena.
 
         Args:
             number: of the block among these.

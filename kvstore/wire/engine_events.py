@@ -28,11 +28,11 @@ PAYLOAD_BYTES_MAX: Final = 4 << 20
 """A step of half a million tokens; what is longer is not read."""
 SEQUENCE_BYTES: Final = 8
 END: Final = b"\xff" * SEQUENCE_BYTES
-"""In the place of a number: that was all of a replay."""
+"""Stands in the place of a sequence number at the end of a replay."""
 
 Hash = Word | Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 _AsMany = msgspec.Meta(max_length=PAYLOAD_BYTES_MAX)
-"""As a payload has room for."""
+"""Bound of lists: no payload has room for more elements."""
 
 
 class EngineStored(msgspec.Struct, frozen=True, tag="BlockStored"):
@@ -74,7 +74,7 @@ _text = msgspec.msgpack.Decoder(str)
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """One message."""
+    """The events of one message that are known here, and the data-parallel rank of its engine."""
 
     events: Annotated[list[EngineEvent], _AsMany]
     rank: Small

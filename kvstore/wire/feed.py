@@ -53,7 +53,7 @@ class _BlocksChanged(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     keys: ChangedKeys
     """32 bytes each, in chain order where there is one."""
     engine: Label = ""
-    """Whose memory; empty: the node's own."""
+    """Engine whose memory it is about; empty: the node's own."""
     rank: U32 = 0
 
 
@@ -76,7 +76,7 @@ Change = Stored | Removed | Left
 
 
 class OfStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all words of a node."""
+    """Base of all messages of a node."""
 
     node: Name
     """The name in the certificate that opened the stream."""
@@ -105,7 +105,7 @@ class Delta(_Numbered, frozen=True, tag=True):
 
 
 class FeedBeat(_Numbered, frozen=True, tag="Beat"):
-    """The node lives."""
+    """Heartbeat of the node."""
 
     load: Load | None = None
     """None: as published before."""
@@ -123,7 +123,7 @@ class Registry(OfStream, frozen=True, tag=True):
     """All engines that the node serves now. Earlier registries are void."""
 
     engines: Annotated[tuple[EngineEntry, ...], Meta(max_length=MESSAGE_BYTES_MAX)]
-    """ENGINES_MAX, and REGISTRY_BYTES_MAX; more are refused by themselves."""
+    """At most ENGINES_MAX, in REGISTRY_BYTES_MAX; more are refused, but not the node's blocks."""
 
 
 Word = Delta | FeedBeat | SnapshotPart | Registry
@@ -150,12 +150,12 @@ _tags = msgspec.msgpack.Decoder(_Tagged)
 
 
 def encode(message: OfStream | FeedOrder) -> bytes:
-    """As it travels."""
+    """The bytes of a message."""
     return _encoder.encode(message)
 
 
 def decode_order(data: bytes) -> FeedOrder:
-    """Raises ProtocolError."""
+    """An order of a replica. Raises ProtocolError."""
     return decoded(_orders, data, "order")
 
 

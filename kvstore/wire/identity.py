@@ -26,13 +26,13 @@ class Identity(NamedTuple):
 
 
 def is_name(text: str) -> bool:
-    """Whether a component can be called so."""
+    """Whether a component can have this name."""
     return _NAME.fullmatch(text) is not None and ".." not in text
 
 
 def identities_of(names: Iterable[tuple[str, str]]) -> frozenset[Identity]:
-    """Those of a certificate with these alternative names, each after its kind: `ssl` calls the one
-    that counts "DNS". An authority that lets people choose URIs and e-mail addresses has not looked
-    for names of components in them."""
+    """Identities of a certificate with these (kind, alternative name), as `ssl` lists them. Only
+    names of kind "DNS" count: an authority that lets people choose URIs and e-mail addresses has
+    not looked for names of components in them."""
     found = (_IDENTITY.fullmatch(name.lower()) for kind, name in names if kind == "DNS")
     return frozenset(Identity(match[2], match[1]) for match in found if match)  # type: ignore[arg-type]

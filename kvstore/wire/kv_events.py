@@ -87,7 +87,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Nothing that this publisher said before counts."""
+    """All earlier events of this publisher are void."""
 
     kvstore: PublisherName
     ownership: Label = OWNERSHIP

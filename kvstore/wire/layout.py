@@ -80,7 +80,7 @@ class Runs(NamedTuple):
     sources: NDArray[np.int64]
     """Number of the shard that they come from, ascending."""
     targets: NDArray[np.int64]
-    """… and into which they go."""
+    """Number of the shard that they go into."""
     source_offsets: NDArray[np.int64]
     """In the bytes of the shard, ascending within a source."""
     target_offsets: NDArray[np.int64]
@@ -131,13 +131,14 @@ def shared(
 
 
 class Slab(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """In a Welcome to a rank on its GPU. The page of places comes with it, behind the others."""
+    """A node's slab of GPU memory, in the Welcome to a rank on the same GPU. The descriptor of the
+    page of places comes with it, behind the others."""
 
     gpu: Label
     """As in HelloRank."""
     size_bytes: U64
     handle: Annotated[bytes, msgspec.Meta(max_length=64)]
-    """By which devices map it."""
+    """Handle by which another process maps the slab."""
 
 
 def place_words(slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -148,5 +149,5 @@ def place_words(slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> N
 
 
 def begin_of(word: int) -> int:
-    """Offset in the slab; -1: there is no copy."""
+    """Offset in the slab of the place that a word names; -1: there is no copy."""
     return ((word & _PAGE_MASK) - 1) * PAGE_BYTES if word else -1

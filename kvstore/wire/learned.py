@@ -82,7 +82,8 @@ def clamp(value: int, low: int, high: int) -> int:
 
 
 def within_bounds(learned: Learned) -> Learned:
-    """With every number in its bounds and no more spaces than there may be, the first ones."""
+    """The measurements with every number moved into its bounds, and of the first SPACES_MAX spaces
+    only."""
     return Learned(
         clamp(learned.disk_ns_per_mib, DISK_NS_PER_MIB_MIN, DISK_NS_PER_MIB_MAX),
         tuple(

@@ -30,20 +30,21 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     file_bytes: U64 = 0
     file_used_bytes: U64 = 0
     blocks_hit: U64 = 0
-    """Since it began, here and below, but for those at the end."""
+    """Blocks found by lookups since the node process began; from there count all fields down to
+    `fetch_p99_us`."""
     blocks_missed: U64 = 0
     stored_bytes: U64 = 0
     leased_bytes: U64 = 0
-    """To engines, which load them."""
+    """Bytes leased to engines, which load them."""
     fetched_bytes: U64 = 0
-    """From other nodes."""
+    """Bytes fetched from other nodes."""
     served_bytes: U64 = 0
-    """To other nodes."""
+    """Bytes served to other nodes."""
     fetch_p50_us: U64 = 0
     """Median of all fetches."""
     fetch_p99_us: U64 = 0
     leases: U64 = 0
-    """Now, as the rest."""
+    """Leases at this moment, as are the fields down to `replicas_reached`."""
     engines: U64 = 0
     slots_quarantined: U64 = 0
     replicas: U64 = 0
@@ -52,7 +53,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     saved_ms: U64 = 0
     """Estimated time to compute all loaded tokens, since it began."""
     waited_ms: U64 = 0
-    """Waited for them, and in vain, since it began."""
+    """Time that requests waited for them, and in vain, since it began."""
 
 
 class EngineEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -63,12 +64,12 @@ class EngineEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     space: WholeSpace
     model: Label = ""
     rank: Small = 0
-    """Data-parallel."""
+    """Data-parallel rank of the engine."""
     role: Label = ""
     address: Label = ""
     """URL of the engine's HTTP server (`is_base_url`)."""
     queue: U32 | None = None
-    """Requests that wait."""
+    """Requests that wait in the engine."""
 
 
 def is_base_url(text: str) -> bool:

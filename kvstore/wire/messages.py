@@ -68,7 +68,8 @@ from kvstore.wire.traces import TraceText
 # Datagrams of engines for the operator of a node: nothing is decided by them, none is answered.
 
 ASKS_PER_LOOKUP_MAX: Final = 8
-"""Blocks behind the first 16,384 of a prompt are computed: asking would hold up the scheduler."""
+"""Most LeaseAsks of a lookup. Blocks behind the first 16,384 of a prompt are computed: asking would
+hold up the scheduler."""
 UNSERVED_LENGTH_MAX: Final = 255
 
 
@@ -95,12 +96,12 @@ class Story(Message, frozen=True):
     request: Name
     """The engine's id of it, cut to REQUEST_BYTES_MAX."""
     age_ns: U64 = 0
-    """Since it ended."""
+    """Time since the request ended."""
     prompt_tokens: U64 = 0
     local_tokens: U64 = 0
     """Tokens of the prompt in the engine's own cache."""
     loaded_tokens: U64 = 0
-    """Behind those, from the node."""
+    """Tokens behind those that were loaded from the node."""
     file_tokens: U64 = 0
     """Loaded tokens that came from disk for this request."""
     peer_tokens: U64 = 0
@@ -115,19 +116,20 @@ class Story(Message, frozen=True):
     first_block: U64 = 0
     """Number in the prompt of the first block of these LeaseAsks."""
     queued_ns: U64 = 0
-    """From its arrival to the first question."""
+    """Time from the request's arrival to the first question to the node."""
     lookup_ns: U64 = 0
-    """From there to the node's answer."""
+    """Time from the first question to the node's answer."""
     promotion_ns: U64 = 0
-    """From there on: waited for blocks from disk or another node."""
+    """Wait after the node's answer for blocks from disk or another node."""
     load_ns: U64 = 0
-    """Copying, on the slowest rank."""
+    """Time of copying, on the slowest rank."""
     saved_ns: U64 = 0
-    """Computing the loaded tokens, by the engine's measured pace; 0: none was measured."""
+    """Estimated time to compute the loaded tokens, by the engine's measured pace; 0: none was
+    measured."""
     stored_blocks: U64 = 0
     """Leading blocks that were stored, or known to be."""
     first_token_ns: U64 = 0
-    """From its arrival; 0: none was sampled."""
+    """Time from the request's arrival to its first token; 0: none was sampled."""
     transfer: Label = ""
     """Name of its transfer, if it has one."""
     admitted_ns: U64 = 0
@@ -145,7 +147,7 @@ DeadlineMs = Annotated[int, Meta(ge=1, le=600_000)]
 
 class PushOpen(Message, frozen=True):
     """Prefill scheduler: blocks of this transfer are being computed; decode nodes may be sent them,
-    as they are sealed, until PushClose. Again: it goes on after a preemption."""
+    as they are sealed, until PushClose. Sent again when it goes on after a preemption."""
 
     transfer: Name
     """Both legs of a request have the same, by which they find each other (ADR 12)."""
@@ -171,7 +173,7 @@ class PushExpect(Message, frozen=True):
     """Prefill node, by its name; its address comes from membership."""
     keys: KeyArray
     deadline_ms: DeadlineMs
-    """From now on: nothing is waited for any longer."""
+    """Longest wait for the blocks, from now on."""
     group: GroupIndex = 0
     first_block: U64 = 0
     """Number in the prompt of the first of these blocks."""
@@ -191,7 +193,7 @@ class PushEnd(Message, frozen=True):
     first_block: U64 = 0
     """As in the PushExpect."""
     blocks: U64 = 0
-    """So many of its keys are here now, in any tier."""
+    """Number of its keys whose blocks are here now, in any tier."""
     reason: Sentence = ""
     """Why not all of them."""
 
@@ -205,12 +207,12 @@ HELLO_BYTES_MAX: Final = 48 << 10
 """A rank's Hello is passed on to the node's supervisor, in a datagram of `supervisor.control`."""
 LEASES_PER_DATAGRAM_MAX: Final = 4096
 LEASE_LIVES_MAX: Final = 6
-"""So many times its `ttl_ms` a lease is kept by renewing it."""
+"""Renewed or not, a lease ends after this many times its `ttl_ms`."""
 ERROR_CHARS_MAX, REQUEST_BYTES_MAX = 200, 255
 RANKS_MAX: Final = 1024
 """Most ranks of one engine, and so most shards."""
 PUSHED: Final = "(pushed)"
-"""In place of a node that blocks come from: they are pushed, and come when they are computed."""
+"""Given as the node that blocks come from if they are pushed: they come when they are computed."""
 
 SlotArray = Annotated[bytes, msgspec.Meta(max_length=4 * KEYS_PER_DATAGRAM_MAX)]
 GenerationArray = Annotated[bytes, msgspec.Meta(max_length=8 * KEYS_PER_DATAGRAM_MAX)]
@@ -237,7 +239,7 @@ class HelloScheduler(Message, frozen=True):
     label: Label = ""
     """Model name for `kvstore inspect`; no part of any address."""
     data_rank: Small = 0
-    """Data-parallel."""
+    """Data-parallel rank of the engine."""
     events: Label = ""
     """Where it publishes KV events, as ZeroMQ spells it; empty: it does not, or not for us."""
     events_replay: Label = ""
@@ -260,7 +262,7 @@ class HelloRank(Message, frozen=True, omit_defaults=True):
     rank: Small
     process: Name
     groups: Annotated[tuple[Group, ...], PER_GROUP]
-    """The same number, in the same order, on every rank."""
+    """KV cache groups: the same number, in the same order, on every rank."""
     gpu: Label = ""
     """GPU with its cache, as every process of the machine calls it; empty: none."""
 
@@ -316,7 +318,7 @@ class Compared(Message, frozen=True):
     session: U64
     lease: U64
     blocks: U64
-    """So many were compared."""
+    """Number of blocks compared."""
     diverged: Annotated[bytes, msgspec.Meta(max_length=4 * KEYS_PER_DATAGRAM_MAX)] = b""
     """Which of the lease's blocks hold other values, u32 each, in chain order."""
     error_ppm: U64 = 0
@@ -361,7 +363,8 @@ class Verified(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True, omit_defaults=True):
-    """Ancillary data: [generation page] to a scheduler, [arena, generation page] to a rank."""
+    """Answer to a Hello that is accepted. Ancillary data: [generation page] to a scheduler, [arena,
+    generation page] to a rank, with `hbm` the page of places behind them."""
 
     protocol: Small
     incarnation: U64
@@ -430,13 +433,13 @@ class LeaseReply(Message, frozen=True):
     checksums: ChecksumArray = b""
     """[n][S] too, or none. A load verifies blocks that have one; 16 bytes 0: not needed."""
     promoting: U64 = 0
-    """So many blocks behind these are on their way to dram: LeaseMore brings them."""
+    """Number of blocks behind these that are on their way to dram: LeaseMore brings them."""
     promoting_ms: U64 = 0
     """Estimate of how long that takes."""
     from_file: U64 = 0
-    """So many of the leased blocks came from disk, and nobody has leased them since."""
+    """Number of the leased blocks that came from disk, and that nobody has leased since."""
     from_peer: U64 = 0
-    """The same of another node."""
+    """The same number for blocks from another node."""
     promoting_from: Label = ""
     """Name of the other node that they come from; `*` while that is open; PUSHED; empty: disk."""
 
@@ -449,7 +452,7 @@ class LeaseMore(Message, frozen=True):
     generations: GenerationArray
     checksums: ChecksumArray = b""
     promoting: U64 = 0
-    """So many more are on their way; 0: this was the last."""
+    """Number of blocks that are still on their way; 0: this was the last message."""
     from_file: U64 = 0
     """As in LeaseReply."""
     from_peer: U64 = 0
@@ -562,7 +565,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_M], datagram: bytes | memoryview) 
 def decoded(
     decoder: msgspec.msgpack.Decoder[_M], data: bytes | memoryview, what: str = "message"
 ) -> _M:
-    """Raises ProtocolError: it is malformed."""
+    """Decode a message. `what`: its name in errors. Raises ProtocolError: it is malformed."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -571,7 +574,7 @@ def decoded(
 
 
 def elements(array: bytes, size: int, name: str) -> int:
-    """Number of them in an array. Raises ProtocolError."""
+    """Number of elements of `size` bytes in an array. Raises ProtocolError: one is cut off."""
     count, rest = divmod(len(array), size)
     if rest:
         raise ProtocolError(f"{name}: {len(array)} bytes are no multiple of {size}")
@@ -579,7 +582,7 @@ def elements(array: bytes, size: int, name: str) -> int:
 
 
 def same(expected: int, count: int, name: str) -> None:
-    """Raises ProtocolError."""
+    """Check the number of an array's elements. Raises ProtocolError: it is not the expected one."""
     if count != expected:
         raise ProtocolError(f"{name}: {count} elements where {expected} were announced")
 

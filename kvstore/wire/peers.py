@@ -78,7 +78,8 @@ class PeerMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
 
 
 class PeerHello(PeerMessage, frozen=True):
-    """One start of a node, which its certificate names."""
+    """First message of a Session: the node that asks, as its certificate names it, and its
+    start."""
 
     node: Name
     incarnation: Started
@@ -200,7 +201,8 @@ class PrepareRequest(PeerMessage, frozen=True):
 
 
 class PrepareReply(PeerMessage, frozen=True):
-    """Leading blocks by their place when the request came. The rest stays where it is."""
+    """Numbers of leading blocks, by where they were when the request came. The rest stays where it
+    is."""
 
     dram: U32 = 0
     reading: U32 = 0
@@ -223,12 +225,12 @@ _replies = msgspec.msgpack.Decoder(PrepareReply)
 
 
 def encode(message: PeerMessage) -> bytes:
-    """As it travels."""
+    """The bytes of a message."""
     return _encoder.encode(message)
 
 
 def decode_ask(data: bytes) -> Ask:
-    """Raises ProtocolError."""
+    """A message of a node that asks. Raises ProtocolError."""
     ask = decoded(_asks, data)
     match ask:
         case PeerHello(node=node):
@@ -243,12 +245,12 @@ def decode_ask(data: bytes) -> Ask:
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Raises ProtocolError."""
+    """A message of a node that holds blocks. Raises ProtocolError."""
     return decoded(_answers, data)
 
 
 def decode_request(data: bytes) -> PrepareRequest:
-    """Raises ProtocolError."""
+    """A request of a router. Raises ProtocolError."""
     request = decoded(_requests, data)
     _count_keys(request)
     _check_name(request.engine)
@@ -256,7 +258,7 @@ def decode_request(data: bytes) -> PrepareRequest:
 
 
 def decode_reply(data: bytes) -> PrepareReply:
-    """Raises ProtocolError."""
+    """The reply to a router's request. Raises ProtocolError."""
     return decoded(_replies, data)
 
 
@@ -266,19 +268,20 @@ def _check_name(name: str) -> None:
 
 
 def _count_keys(message: ServeAsk | PushGrant | PrepareRequest) -> int:
-    """Number of its keys, and a look at the name of its tenant."""
+    """Number of keys in a message. Checks the name of its tenant, too. Raises ProtocolError."""
     _check_name(message.tenant)
     return elements(message.keys, KEY_BYTES, "keys")
 
 
 def check_served(answer: ServeAnswer, *, asked: int) -> None:
-    """Whether it answers a ServeAsk of so many keys. Raises ProtocolError."""
+    """Check the arrays of an answer to a ServeAsk of `asked` keys. Raises ProtocolError: they do
+    not fit."""
     cells = _count_blocks(answer, count_max=asked) * len(answer.shards)
     same(cells, elements(answer.slots, 4, "slots"), "slots")
 
 
 def check_pushed(word: Pushed) -> None:
-    """Raises ProtocolError."""
+    """Check the arrays of a message about pushed blocks. Raises ProtocolError: they do not fit."""
     if bool(_count_blocks(word, count_max=KEYS_PER_DATAGRAM_MAX)) != bool(word.shards):
         raise ProtocolError("shards of no block")
 
@@ -303,6 +306,6 @@ def intact_of(answer: GivenBack, *, count: int) -> NDArray[np.bool_]:
 
 
 def checksums_of(checksums: bytes, *, block: int, shards: int) -> list[bytes]:
-    """Those of one block in an array [n][S]."""
+    """Checksums of one block, by shard, out of an array [n][S]. `block`: its number."""
     ats = range(block * shards * CHECKSUM_BYTES, (block + 1) * shards * CHECKSUM_BYTES)
     return [checksums[at : at + CHECKSUM_BYTES] for at in ats[::CHECKSUM_BYTES]]

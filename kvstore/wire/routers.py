@@ -28,18 +28,18 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     address: Url
     rank: U32
-    """Data-parallel."""
+    """Data-parallel rank of the engine."""
     prefill_tokens: U64
-    """Uncached, of requests before their first token."""
+    """Uncached prompt tokens of requests before their first token."""
     streams: U32
-    """Requests after it."""
+    """Requests after their first token."""
 
 
 class RouterLoads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of a router; replaces what it said before."""
+    """Requests of one router at all engines; replaces its earlier messages."""
 
     router: Name
-    """Drawn at its start."""
+    """Name that the router drew at its start."""
     loads: Annotated[tuple[EngineLoad, ...], Meta(max_length=1 << 16)]
 
 
@@ -48,10 +48,10 @@ _decoder = msgspec.msgpack.Decoder(RouterLoads)
 
 
 def encode(loads: RouterLoads) -> bytes:
-    """As it travels."""
+    """The bytes of a message."""
     return _encoder.encode(loads)
 
 
 def decode(data: bytes) -> RouterLoads:
-    """Raises ProtocolError."""
+    """The message in these bytes. Raises ProtocolError."""
     return decoded(_decoder, data, "loads")

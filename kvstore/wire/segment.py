@@ -54,7 +54,7 @@ PAGE_SHIFT: Final = 32
 SEGMENT_BYTES_LIMIT: Final = 1 << 30
 """A file longer than this is no segment of ours, whatever it says."""
 _AsMany = msgspec.Meta(max_length=SEGMENT_BYTES_LIMIT // PAGE_BYTES)
-"""As a file has pages."""
+"""Bound of lists: no file has pages for more elements."""
 ID_BYTES: Final = 16
 
 _HEAD = struct.Struct("<4sHH16s16sI")
@@ -66,7 +66,8 @@ _ROW_BYTES: Final = 8 + KEY_BYTES + CHECKSUM_BYTES
 
 
 def place_of(number: int, page: int) -> int:
-    """Where a record is: never 0, since page 0 is the segment's header."""
+    """Location of the record at a page of segment `number`: never 0, since page 0 is the segment's
+    header."""
     return number << PAGE_SHIFT | page
 
 
@@ -133,7 +134,7 @@ def parse_segment_page(page: bytes) -> SegmentHead | None:
 
 
 def footer_bytes_max(*, record_count: int, scope_count: int, void_count: int) -> int:
-    """Most bytes of a footer with so many entries, its trailer included."""
+    """Most bytes of a footer with these numbers of entries, its trailer included."""
     table = record_count * _ROW_BYTES + scope_count * 512 + void_count * PAGE_BYTES
     return -(-table // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
 
@@ -263,7 +264,7 @@ def _parse_scopes(body: bytes, count: int) -> tuple[Scope, ...] | None:
 
 
 def _fits(table: Table, end_page: int) -> bool:
-    """Records in order, none overlapping the next or the table."""
+    """Whether the records are in order, and none overlaps the next one or the table."""
     if not len(table.pages):
         return True
     if int(table.scope_of.max()) >= len(table.scopes):

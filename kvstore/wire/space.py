@@ -62,7 +62,7 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def name_group(kind: str, digest: str) -> str:
-    """For `Space.group`."""
+    """`Space.group` of a KV cache group with this kind and digest (hex)."""
     return f"{kind}{_BEHIND_KIND}{digest}"
 
 

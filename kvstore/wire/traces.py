@@ -39,7 +39,7 @@ class TraceParent(NamedTuple):
 
 
 def parse_traceparent(text: str) -> TraceParent | None:
-    """None: the text is broken."""
+    """The trace and span in a header's text; None: it is broken."""
     found = _FORM.fullmatch(text)
     if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
         return None

@@ -99,7 +99,7 @@ class MovePieces(TransferWorkerMessage, tag="Move", frozen=True):
 
 
 class Forget(TransferWorkerMessage, frozen=True):
-    """Nothing more from this peer, which may be connected again."""
+    """End all transfers with this peer, which may be connected again."""
 
     peer: Name
 
@@ -149,7 +149,7 @@ class Limbo(TransferWorkerMessage, frozen=True):
 
 
 class Beat(TransferWorkerMessage, frozen=True):
-    """The transfer worker's loop turns."""
+    """Heartbeat of the transfer worker's loop."""
 
     refused: U64
     """Peers that would read from here and found no room, since its start."""
@@ -189,12 +189,12 @@ _descriptor = msgspec.msgpack.Decoder(Descriptor)
 
 
 def encode(message: TransferWorkerMessage | Descriptor) -> bytes:
-    """One datagram, or what a peer is given."""
+    """The bytes of a datagram, or of the descriptor that a peer is given."""
     return _encoder.encode(message)
 
 
 def decode_from_node(data: bytes) -> FromNode:
-    """Raises ProtocolError."""
+    """A datagram of the node process. Raises ProtocolError."""
     message = _decode(_from_node, data)
     if isinstance(message, MovePieces):
         if not len(message.local) == len(message.remote) == len(message.length):
@@ -205,12 +205,12 @@ def decode_from_node(data: bytes) -> FromNode:
 
 
 def decode_from_transfer_worker(data: bytes) -> FromTransferWorker:
-    """Raises ProtocolError."""
+    """A datagram of the transfer worker. Raises ProtocolError."""
     return _decode(_from_transfer_worker, data)
 
 
 def decode_descriptor(data: bytes) -> Descriptor:
-    """Raises ProtocolError."""
+    """The descriptor in these bytes. Raises ProtocolError."""
     return _decode(_descriptor, data)
 
 
@@ -235,7 +235,7 @@ def parts_of(
 
 
 def words(array: NDArray[np.uint64]) -> bytes:
-    """As it travels."""
+    """The bytes of an array in a datagram."""
     return array.astype("<u8", copy=False).tobytes()
 
 
