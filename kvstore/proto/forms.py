@@ -58,7 +58,7 @@ def engine_rows(engines: Sequence[EngineEntry]) -> list[pb.Engine]:
 
 
 def check_match(request: pb.MatchRequest) -> None:
-    """Raises ProtocolError."""
+    """Check a question to the index. Raises ProtocolError: it is broken."""
     _check_name(request.tenant)
     if len(request.space) != KEY_BYTES:
         raise ProtocolError(f"a space has {KEY_BYTES} bytes")
@@ -129,10 +129,10 @@ def load_of(message: pb.Node) -> Load | None:
 
 
 def trust_number(trust: Trust | None) -> pb.Trust:
-    """None: out."""
+    """A trust as messages have it; None: out."""
     return _OUT if trust is None else _TRUSTS[trust]
 
 
 def trust_of(number: int) -> Trust | None:
-    """None: out, or unknown."""
+    """The trust in a message; None: out, or unknown."""
     return _OF_TRUST.get(number)

@@ -32,9 +32,9 @@ class MemberReport(msgspec.Struct, frozen=True):
     """Address for peers."""
     incarnation: str
     sequence: int | None
-    """Sequence number of the last update …"""
+    """Sequence number of the last update; None: not known."""
     engines: int | None = None
-    """… and number of engines that the node serves. None: not known."""
+    """Number of engines that the node serves; None: not known."""
     models: str = ""
     """Models of these engines."""
 
@@ -60,7 +60,7 @@ class MemoryReport(msgspec.Struct, frozen=True):
 
     engine: str
     rank: int
-    """Data-parallel."""
+    """Data-parallel rank of the engine."""
     space: str
     tenant: str
     state: str
