@@ -224,7 +224,8 @@ class Arena:
 
 
 def _make_arena(arena_bytes: int) -> tuple[int, _Mapping, bool]:
-    """A sealed memfd of that size and its mapping; from the huge page pool if it has room."""
+    """(descriptor, mapping, whether it may have huge pages) of a new sealed memfd of that size;
+    from the huge page pool if it has room."""
     free_bytes, page_bytes = huge_page_pool()
     if page_bytes and arena_bytes % page_bytes == 0 and free_bytes >= arena_bytes:
         try:
@@ -236,7 +237,7 @@ def _make_arena(arena_bytes: int) -> tuple[int, _Mapping, bool]:
 
 
 def _take_arena(fd: int, arena_bytes: int) -> tuple[int, _Mapping, bool]:
-    """The arena of an earlier process."""
+    """Map the arena of an earlier process; returns the same as `_make_arena`."""
     status = os.fstat(fd)
     assert status.st_size == arena_bytes, "the arena that was held has another size"
     mapping = _Mapping(fd, arena_bytes, writable=True)
@@ -244,7 +245,7 @@ def _take_arena(fd: int, arena_bytes: int) -> tuple[int, _Mapping, bool]:
 
 
 def _ask_for_huge_pages(mapping: _Mapping) -> bool:
-    """Have the kernel use them where it can. False: it will not."""
+    """Ask the kernel for transparent huge pages in this mapping. False: it will not use any."""
     try:
         mapping.advise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without transparent huge pages

@@ -97,7 +97,8 @@ class Breaker:
         self._doublings = self._probe_due_ns = 0
 
     def begun(self) -> None:
-        """The probe goes well so far: closed, and the next failure opens it again, for longer."""
+        """The probe goes well so far: close the breaker, but let the next failure open it again,
+        for longer."""
         if self.is_open:
             self._probe_is_out = False
             self._failures = self._failures_max - 1

@@ -34,7 +34,7 @@ def lacking(what: str, package: str, extras: str) -> str:
 
 
 def pip_install(extras: str) -> str:
-    """The command, for the end of a sentence about what is missing."""
+    """The `pip install` command that adds `extras` to this installation, to end a sentence with."""
     clone = Path(__file__).resolve().parents[1]
     if (clone / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{clone}[{extras}]')}"

@@ -21,20 +21,20 @@ _T = TypeVar("_T")
 
 
 class Wake:
-    """A descriptor that is readable from `set` to the next `clear`. After `close` nothing happens,
-    so that a thread that is late wakes nobody who got the descriptor's number."""
+    """A descriptor that is readable from `set` to the next `clear`. After `close` both do nothing,
+    so that a late thread does not write to another file that got the descriptor's number."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.RLock()
-        """A signal's handler may set what its thread is setting."""
+        """Reentrant: a signal's handler may call `set` while its thread is in `set`."""
 
     def fileno(self) -> int:
-        """-1 once it is closed."""
+        """The descriptor to wait on; -1 once closed."""
         return self._fd
 
     def set(self) -> None:
-        """Safe in a signal handler."""
+        """Make the descriptor readable. Safe in a signal handler."""
         with self._lock:
             while self._fd >= 0:
                 # Python tries every call again that a signal interrupted, but not this one.
@@ -43,13 +43,13 @@ class Wake:
                     return
 
     def clear(self) -> None:
-        """Before looking for work, so that no wake is lost."""
+        """End the readable state; called before looking for work, so that no wake is lost."""
         with self._lock, contextlib.suppress(BlockingIOError):
             if self._fd >= 0:
                 os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptor. Idempotent."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -65,7 +65,8 @@ class Mailbox(Generic[_T]):
         self._lock = threading.Lock()
         self._wake = Wake()
         self.has_ended = False
-        """Nothing is put any more: to be looked at before each wait."""
+        """Whether `end` was called, so that nothing more comes; the loop checks this before each
+        wait."""
 
     def fileno(self) -> int:
         """Readable while messages wait, and once when it ends."""
@@ -74,7 +75,8 @@ class Mailbox(Generic[_T]):
     # ── of any thread ────────────────────────────────────────────────────────────────────────────
 
     def put(self, message: _T) -> bool:
-        """False: it has ended, or `count_max` messages wait."""
+        """Add a message. False: it was not added, because the mailbox has ended or `count_max`
+        messages wait."""
         with self._lock:
             if self.has_ended or len(self._waiting) >= self._count_max:
                 return False
@@ -90,8 +92,8 @@ class Mailbox(Generic[_T]):
     # ── of the loop's thread ─────────────────────────────────────────────────────────────────────
 
     def take(self) -> Iterator[_T]:
-        """Messages that wait, each when it is asked for: neither a caller that stops early nor a
-        call that fails loses one."""
+        """Take waiting messages one by one, each when the iterator reaches it: neither a caller
+        that stops early nor a call that fails loses one."""
         while True:
             with self._lock:
                 if len(self._waiting) <= 1:

@@ -124,8 +124,8 @@ class FileStore(Protocol):
         ...
 
     def wait_for_voids(self, timeout_s: float) -> bool:
-        """Whether all voids so far are on the disk, waiting no longer than that. The one call that
-        waits, and the one that may come from any thread."""
+        """Wait, at most `timeout_s`, until all voids so far are on the disk. Returns whether they
+        are. The one call that waits, and the one that may come from any thread."""
         ...
 
     def keep_note(self, note: bytes) -> None:
@@ -161,7 +161,7 @@ class TransportMemory(NamedTuple):
     """A node's memory, as a back end gets it."""
 
     arena: NDArray[np.uint8]
-    """Moved into and out of by this node alone."""
+    """The arena, writable: this node alone moves bytes into and out of it."""
     source: NDArray[np.uint8]
     """The same bytes, for peers to read, in a mapping that cannot be written through."""
     landing: Landing | None = None
@@ -203,7 +203,8 @@ class TransportCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Options of an operator, and the form of each value; a name that ends in OPTION stands for all
     that begin like it."""
     modules: tuple[str, ...] = ()
-    """Those of other packages: one of them suffices, and the extra has the back end's name."""
+    """Modules of other packages, of which the back end needs one; pip's extra that installs it has
+    the back end's name."""
 
 
 class Transport(Protocol):
@@ -255,7 +256,7 @@ class Transport(Protocol):
         ...
 
     def poll(self) -> list[Outcome]:
-        """Work that is due, and the transfers that ended since."""
+        """Do the work that is due. Returns the transfers that ended since the last call."""
         ...
 
     def fileno(self) -> int:
@@ -281,7 +282,7 @@ class CopyWay(enum.Enum):
     LOAD = "load"
     """Slot → engine block."""
     COMPARE = "compare"
-    """Nothing is written; how far the values in the two are apart."""
+    """Writes nothing; measures how far the values in engine block and slot are apart."""
     CLEAR = "clear"
     """The engine block is filled with zeros; there is no slot."""
 
@@ -302,7 +303,7 @@ class BlockCopy(NamedTuple):
     is_verified: bool = True
     """Whether the checksum of a load is wanted."""
     after: int = 0
-    """The mark that it must not overtake; 0: none."""
+    """Mark of engine work (`CopyEngine.mark`) that must be done before the copy; 0: none."""
     slab_begin: int = -1
     """Offset in the node's slab from which a load takes its bytes, not from the slot; -1: none."""
 
@@ -320,7 +321,7 @@ class CopyEnd(NamedTuple):
     """The values compared are of another block, model or prompt: another order of computing does
     not explain them."""
     duration_ns: int = 0
-    """Time for which it was served; that of copies before it is not counted twice."""
+    """Time spent on this copy, without the time spent on copies before it."""
     reason: str = ""
     """Why it failed, if it did. The block of such a load holds nothing of use."""
 
@@ -372,8 +373,8 @@ class CopyEngine(Protocol):
         ...
 
     def mark(self) -> int:
-        """A name, more than 0, for all that the engine has given its device to do so far; 0 if
-        that has been done."""
+        """A number above 0 that stands for all work which the engine has given its device so far
+        (`BlockCopy.after`); 0 if the device has done it all."""
         ...
 
     def begin(self, copy: BlockCopy) -> None:

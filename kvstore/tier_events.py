@@ -45,13 +45,13 @@ class ReadFile(msgspec.Struct, frozen=True):
     locations: bytes
     slots: Any
     checksums: bytes
-    """Empty: those in the records."""
+    """To verify with; empty: those in the records."""
     cause: int
 
 
 class VoidFile(msgspec.Struct, frozen=True):
-    """Blocks written so far for this tenant, space or both, with (None, None) all blocks, are gone
-    for good."""
+    """Void for good all blocks written so far for this tenant, space or both; (None, None): all
+    blocks."""
 
     tenant: str | None
     space: bytes | None
@@ -59,7 +59,7 @@ class VoidFile(msgspec.Struct, frozen=True):
 
 
 class ReclaimFile(msgspec.Struct, frozen=True):
-    """Give this segment up; the records at `keep` (u64 each) are moved first."""
+    """Free this segment, after the records at the locations `keep` (u64 each) were moved."""
 
     segment: int
     keep: bytes
@@ -67,7 +67,8 @@ class ReclaimFile(msgspec.Struct, frozen=True):
 
 
 class RaiseGenerations(msgspec.Struct, frozen=True):
-    """Publish before any later command. `slots` u32 [n], `generations` u64 [n]."""
+    """Publish new generations of slots, before any later command is carried out. `slots` u32 [n],
+    `generations` u64 [n]."""
 
     slots: Any
     generations: Any
@@ -76,8 +77,8 @@ class RaiseGenerations(msgspec.Struct, frozen=True):
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """Publish, in one order with RaiseGenerations: slots of hbm hold copies of slots of dram, until
-    their generations are raised. `slots` and `targets` u32 [n]."""
+    """Publish, in one order with RaiseGenerations, that slots of hbm (`targets`, u32 [n]) hold
+    copies of slots of dram (`slots`, u32 [n]), until their generations are raised."""
 
     slots: Any
     targets: Any
@@ -103,7 +104,7 @@ class Promoted(msgspec.Struct, frozen=True):
     job: int
     good: bytes
     trouble: str = ""
-    """Why the device is used no more: nothing in hbm counts."""
+    """Why the device is no longer used, which voids all copies in hbm; empty: it is used."""
 
 
 FileCommand = WriteFile | ReadFile | VoidFile | ReclaimFile
@@ -120,7 +121,7 @@ class FileKnown(msgspec.Struct, frozen=True):
 
 
 class FileMoved(msgspec.Struct, frozen=True):
-    """Blocks that a reclaimed segment kept have other places now; the old ones are void."""
+    """Blocks kept from a reclaimed segment have new locations; their old ones are void."""
 
     scope: Scope
     keys: bytes
@@ -185,7 +186,7 @@ class Scrubbed(msgspec.Struct, frozen=True):
     slots: bytes = b""
     generations: bytes = b""
     pass_ended: bool = False
-    """Everything that the tier held was looked at once more."""
+    """The scrub has completed a pass over all that the tier holds."""
 
 
 class RecoveryDone(msgspec.Struct, frozen=True):
@@ -193,7 +194,8 @@ class RecoveryDone(msgspec.Struct, frozen=True):
 
 
 class Suspended(msgspec.Struct, frozen=True):
-    """Orders are refused at once from now on, but for one probe at a time: keep asking."""
+    """The disk tier refuses orders at once from now on, but for one probe at a time: its driver
+    goes on submitting, so that there are probes."""
 
     reason: str
     writes_only: bool
@@ -208,6 +210,6 @@ class Resumed(msgspec.Struct, frozen=True):
 FileEvent = (
     FileKnown | FileMoved | FileGone | FileWritten | FileRead | FileLate | FileReclaim | Scrubbed
 )
-"""For the engine."""
+"""Events of a disk tier for the engine."""
 FileTierEvent = FileEvent | RecoveryDone | Suspended | Resumed
 """All events of a disk tier; those beyond FileEvent are for its driver."""

@@ -18,7 +18,7 @@ PAGE_BYTES = 4096
 SLOT_BYTES_MIN = 64 << 10
 """Smallest slot: one generation word per this many bytes of arena."""
 MOVING_SHARE = 4
-"""One part in so many of the arena may be in motion by each kind of job."""
+"""Each kind of job may have at most 1 / MOVING_SHARE of the arena in motion."""
 QUOTA_COUNT_MAX = 64
 PAGES_PER_GENERATION = SLOT_BYTES_MIN // PAGE_BYTES
 
@@ -65,7 +65,7 @@ class Tier(enum.IntEnum):
 
     @property
     def title(self) -> str:
-        """As people read it."""
+        """Name of the tier in texts for people, such as `the dram tier`."""
         return "the disk tier" if self is Tier.FILE else f"the {self.name.lower()} tier"
 
 

@@ -25,7 +25,7 @@ KIND_NAMES: Final = {
     "null": "empty",
 }
 _WANTED: Final = {"float": "a number"}
-"""Names of kinds that take others, too."""
+"""Names of kinds that accept values of other kinds, too: a float may be a whole number."""
 _NO_ADDRESS: Final = {
     errno.EADDRINUSE: "the address is in use",
     errno.EADDRNOTAVAIL: "the address is not of this machine",
@@ -36,8 +36,8 @@ _AT_LEAST: Final = {">=": "at least", ">": "more than", "<=": "at most", "<": "l
 
 
 def printable(text: str) -> str:
-    """Engines and nodes choose their names and users the ids of requests; terminals obey some
-    characters."""
+    """The text with `?` for characters that are not printable: engines, nodes and users choose
+    their names and ids, and terminals obey control characters."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -51,15 +51,15 @@ def cannot_listen(option: str, address: str, error: OSError | None = None) -> st
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question to put behind a sentence about an unknown word; empty: no known one is near. The
-    dashes of flags make none near."""
+    """A question to put behind a sentence about an unknown word; empty: no known one is near.
+    Leading dashes of flags are not compared."""
     names = {each.lstrip("-"): each for each in known}
     near = difflib.get_close_matches(word.lstrip("-"), names, n=1)
     return f": did you mean {names[near[0]]!r}?" if near else ""
 
 
 def why_not(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
-    """One clause: the key of `kind`, and the error in its value."""
+    """One clause about an error in settings of this `kind`: the key, and what is wrong with it."""
     text, _, place = str(error).partition(" - at `$.")
     key = _named(place.rstrip("`"))
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
@@ -86,7 +86,8 @@ def why_not(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
 
 
 def _named(key: str) -> str:
-    """A key; of a value in a mapping, whose key msgspec does not name, that of the mapping."""
+    """The key as a clause names it. msgspec does not name the key of a value in a mapping: this is
+    `a value of` the mapping."""
     return f"a value of {key.removesuffix('[...]')}" if key.endswith("[...]") else key
 
 
