@@ -126,7 +126,7 @@ class Adapters:
         self._dtype = dtype
         self._reader = _Reader()
         self._found: dict[int, _Adapter] = {}
-        """By the engine's number of the adapter."""
+        """Adapters seen so far, by the engine's number of each."""
 
     def look(self, adapter: LoRARequest, now_ns: int) -> bytes | NotServed | None:
         """The adapter's digest; None: it is being read, ask again; NotServed: the requests of this

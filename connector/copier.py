@@ -125,7 +125,7 @@ class Copier:
         self._thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """True when the thread has ended."""
+        """Wait, at most `timeout_s`, for the end of the thread. True: it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -333,7 +333,7 @@ class Copier:
         return True
 
     def _order(self, number: int, copy: Copy, *, place: int) -> None:
-        """Begin a copy, a load with a place from the slab."""
+        """Begin a copy. A load with a `place`, not 0, takes its bytes from the slab."""
         if place:
             self._from_slab[number] = place
         self._copies.begin(

@@ -51,7 +51,7 @@ _SPIN_NS_PER_STEP = 300_000
 _SPIN_NS_IDLE = 3_000_000
 """Longest watch in a step while the engine has nothing to compute: a step more costs 1 to 2 ms."""
 _KEYS_ASKED_PER_STEP = 4096
-"""Keys of lookups begun in one step: joining and sending so many takes its thread up to 2 ms."""
+"""Most keys of lookups begun in one step: joining and sending them takes its thread up to 2 ms."""
 _UNREAD_NS_MAX = 250_000_000
 """A node that takes nothing from a full socket for this long is as good as stopped."""
 _ENDED_EARLY = {
@@ -75,7 +75,8 @@ class SchedulerSide:
         adapter_dtype: str = "",
         in_lockstep: bool = False,
     ) -> None:
-        """`groups` None: there is one. `in_lockstep`: others wait for each step of this engine."""
+        """`groups` None: there is one KV cache group. `in_lockstep`: other data-parallel ranks wait
+        for each step of this engine."""
         self._config = config
         self._groups = groups if groups is not None and groups.are_several else None
         self._tail_block_tokens = core_config.block_tokens if self._groups is None else 0

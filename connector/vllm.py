@@ -96,7 +96,8 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
 def _guarded(
     fallback: Callable[[KVStoreConnector], Any], *, also_when_off: bool = False
 ) -> Callable[[F], F]:
-    """No error of ours leaves the method: it counts, the cache goes off, `fallback` answers.
+    """Decorator: no error of ours leaves the method. The error is counted, the cache is turned off,
+    and `fallback` makes the result.
 
     `also_when_off`: the method is called even when the cache is off, since loads that the engine
     waits for must still end; after a shutdown the rank's half fails every load, once each.
@@ -339,12 +340,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._in_worker.start_load_kv(metadata.plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole requests, never layers."""
+        """Does nothing: loads are of whole requests, never of layers."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Stores are whole blocks, after the forward."""
+        """Does nothing: stores are of whole blocks, after the forward."""
 
     @_guarded(lambda self: None)
     def wait_for_save(self) -> None:

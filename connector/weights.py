@@ -26,7 +26,7 @@ WHOLE_BYTES_MAX = 4 * PIECE_BYTES
 """Tensors up to this size are read whole: norms, biases, scales."""
 PIECES_PER_TENSOR_MAX = 8
 PIECES_MAX = 16384
-"""Limit per file, unless one piece per tensor is more: 64 MiB."""
+"""Most pieces of a file, 64 MiB, unless it has more tensors, of which each has a piece."""
 HEADER_BYTES_MAX = 100_000_000
 """The limit of the safetensors format itself."""
 
@@ -40,7 +40,7 @@ _CONFIG_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""The last three configure preprocessing of images."""
+"""Configuration files that are part of a digest; the last three are about images."""
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _FILE_FORMATS = frozenset(
     {

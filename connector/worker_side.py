@@ -277,7 +277,8 @@ class WorkerSide:
         return errors
 
     def failed_requests(self, finished: set[str]) -> set[str]:
-        """Those of the requests that `get_finished` just named of which nothing is valid."""
+        """Requests among `finished`, which `get_finished` just named, of whose load nothing is
+        valid."""
         failed = self._failed & finished
         self._failed -= failed
         return failed

@@ -172,7 +172,7 @@ PIN_NS_MAX: Final = 1_000_000_000
 """How long a store waits for its slot to be pinned. Nobody else can end that wait: the pages of a
 node that died while it grew never arrive."""
 NO_MARK: Final = -1
-"""The engine's stream could not be marked: copies behind it fail."""
+"""Mark that `mark` returns if the engine's stream could not be marked: copies behind it fail."""
 NOT_PINNED_IN_TIME: Final = "the memory of its slot was not pinned in time"
 PIECE_BY_PIECE: Final = (
     "kvstore: blocks are copied piece by piece and hashed by the host, which is slower: %s"
@@ -223,7 +223,7 @@ class DeviceCopies:
         self._closed = False
 
     def _begin_with(self, *, by_pieces: bool) -> None:
-        """Streams, rooms and pinned memory."""
+        """Make streams, rooms and pinned memory."""
         device, caches = self._device, self._caches
         stores, loads = (
             CopyDirection([device.stream(is_urgent=is_urgent) for _ in range(2)])
@@ -435,7 +435,7 @@ class DeviceCopies:
         return self._memory[copy.begin : copy.begin + self.block_bytes(copy.group)]
 
     def _source(self, flight: CopyFlight) -> Bytes:
-        """The host's end of a copy."""
+        """The host's end of a copy: the slot, or the staging memory in its place."""
         if flight.staging is None:
             return self._slot(flight.copy)
         return flight.staging.data[: self.block_bytes(flight.copy.group)]

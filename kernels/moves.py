@@ -136,7 +136,7 @@ class BlockMoves:
     def load_within(
         self, stream: int, group: int, pages: Addresses, places: Addresses, digests: Addresses
     ) -> None:
-        """As `load`, from [block] addresses in the device's memory."""
+        """As `load`, but from `places`: [block] addresses in the device's memory."""
         sources = places[:, None] + self._caches[group].offsets
         if self.is_staged:
             self._move(stream, group, pages, sources)

@@ -19,7 +19,7 @@ _DOUBLINGS_MAX = 5
 
 
 class BreakerState(enum.Enum):
-    """Requests allowed: all, none, or one probe."""
+    """State of a breaker: all requests pass, one probe is out, or none passes."""
 
     CLOSED = "closed"
     HALF_OPEN = "half-open"

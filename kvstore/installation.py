@@ -29,7 +29,8 @@ def is_installed(module: str) -> bool:
 
 
 def lacking(what: str, package: str, extras: str) -> str:
-    """The sentence about a part of the program whose package is missing."""
+    """The sentence that says that `what` needs the missing `package`, with the command that
+    installs `extras`."""
     return f"{what} needs {package}, not installed here: {pip_install(extras)}"
 
 

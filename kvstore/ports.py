@@ -200,8 +200,8 @@ class TransportCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """With certificates, peers are authenticated and bytes encrypted; the back end takes the
     address and the files that the node has for its peers."""
     options: Mapping[str, str]
-    """Options of an operator, and the form of each value; a name that ends in OPTION stands for all
-    that begin like it."""
+    """Options that an operator may set, and the form of each value; a name that ends in OPTION
+    stands for all names with the same beginning."""
     modules: tuple[str, ...] = ()
     """Modules of other packages, of which the back end needs one; pip's extra that installs it has
     the back end's name."""
@@ -229,8 +229,8 @@ class Transport(Protocol):
 
     @staticmethod
     def is_at(details: bytes, host: str) -> bool:
-        """Whether the details of a descriptor name no other machine than `host`, as far as they
-        name any."""
+        """Whether the details of a descriptor name the machine `host` and no other; True for a back
+        end that cannot see that."""
         ...
 
     def describe(self) -> bytes:
@@ -260,8 +260,8 @@ class Transport(Protocol):
         ...
 
     def fileno(self) -> int:
-        """Readable when `poll` has something to do; -1: there is no such descriptor, it must be
-        called again and again while transfers are under way."""
+        """Readable when `poll` has something to do; -1: there is no such descriptor, and `poll`
+        must be called again and again while transfers are under way."""
         ...
 
     def forget(self, peer: str) -> None:

@@ -32,7 +32,7 @@ class WriteFile(msgspec.Struct, frozen=True):
     keys: bytes
     slots: Any
     checksums: bytes
-    """As made by the rank that stored the block."""
+    """Checksums as made by the rank that stored the block."""
     cause: int
 
 
@@ -45,7 +45,7 @@ class ReadFile(msgspec.Struct, frozen=True):
     locations: bytes
     slots: Any
     checksums: bytes
-    """To verify with; empty: those in the records."""
+    """Checksums to verify with; empty: those in the records."""
     cause: int
 
 

@@ -34,7 +34,7 @@ from kvstore.wire.messages import (
 )
 
 SEND_BUFFER_BYTES = 1 << 20
-"""Asked for, so that a few of the largest datagrams fit; the kernel may give less."""
+"""Send buffer asked for, so that a few of the largest datagrams fit; the kernel may give less."""
 RECEIVE_COUNT_MAX = 256
 """Datagrams taken by one `receive`; the rest waits for the next call."""
 _DESCRIPTORS_MAX = 8

@@ -77,7 +77,7 @@ class Sent(enum.Enum):
     """Outcome of sending a datagram."""
 
     DONE = enum.auto()
-    """With the kernel, or queued in the outbox."""
+    """The datagram is with the kernel, or queued in the outbox."""
     OVERFLOW = enum.auto()
     """Not sent: the peer does not read and its outbox is full, or the kernel refuses."""
     GONE = enum.auto()
@@ -121,7 +121,7 @@ class Attach:
         self._unread: dict[OwnerKey, set[ConnectionId]] = {}
         """Ranks of an engine that were ready when the round began and are not read to the end."""
         self._connections: dict[ConnectionId, AttachSocket] = {}
-        """Everyone with an open socket or a pidfd that the engine still needs."""
+        """All connections with an open socket, or with a pidfd that the engine still needs."""
         self._socket_count = 0
         self._next_number = first_number
         self._buffer = bytearray(DATAGRAM_BYTES_MAX + 1)

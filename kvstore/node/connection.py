@@ -22,7 +22,7 @@ from kvstore.units import NS_PER_S
 
 TOLD_NS: Final = 30 * NS_PER_S
 SILENT: Final = "late"
-"""The kind that is no engine: it connected and said nothing."""
+"""Kind of refusal of a process that connected and sent nothing: it is no engine."""
 
 
 class RefusalCounts(dict[str, int]):
@@ -84,7 +84,7 @@ class AttachSocket:
         self.engine = ""
         """The engine of a scheduler, as much of its id as is logged."""
         self.deadline_ns = deadline_ns
-        """By when it must have introduced itself."""
+        """Time by which it must have introduced itself."""
         self.outbox: deque[bytes] = deque()
         self.outbox_bytes = 0
         self.party = party

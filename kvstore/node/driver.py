@@ -293,7 +293,8 @@ class Driver:
             event = next(events, None) if self._beat_if_due() < end_ns else None
 
     def _tick(self, now_ns: int) -> None:
-        """Events caused by time alone: another place that catches everything."""
+        """Step the engine with events that time alone causes: another place that catches
+        everything."""
         self._tick_ns = now_ns
         try:
             self._attach.expire(now_ns)

@@ -57,7 +57,7 @@ class BatchOutcome(NamedTuple):
     """Outcome of one batch of commands."""
 
     events: list[Event]
-    """For the engine's next step."""
+    """Events that follow, such as failures, for the engine's next step."""
     cleared_blocks: int
 
 
@@ -92,7 +92,7 @@ class Executor:
         self._generation_fd = generation_fd
 
     def carry_out(self, commands: Sequence[Command]) -> BatchOutcome:
-        """Do all of it. Never raises for a peer that is slow or gone.
+        """Carry out all commands. Never raises for a peer that is slow or gone.
 
         Raises:
             Poisoned: the tier refused to raise a generation.

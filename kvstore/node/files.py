@@ -55,7 +55,7 @@ class FileEnd:
     """The driver's end of one disk tier. One thread.
 
     Args:
-        tier: which.
+        tier: the disk tier.
         day_bytes: what may be written to it in a day; 0: any amount.
         wall_s: seconds of the wall clock: the only one that goes on while no node runs.
         on_hang: called when jobs have become late and have not ended, and when all have.
@@ -92,7 +92,8 @@ class FileEnd:
         return still_spent(self.learned.spent, day_bytes=self._day_bytes, now_s=now_s)
 
     def remember(self, learned: Learned, spent_bytes: int) -> None:
-        """Keep this for the next start, if it is news."""
+        """Keep measurements and the spent part of the budget for the next start, if they are
+        new."""
         spent = self.learned.spent
         if spent_bytes != spent.size_bytes:
             spent = Spent(spent_bytes, int(self._wall_s()))

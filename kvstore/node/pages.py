@@ -58,7 +58,7 @@ NOT_WRITTEN: Final = {
     "file_blocks_over_budget": "budget",
     "file_writes_dropped": "disk",
 }
-"""Counter → reason."""
+"""Counter → reason, of blocks that are not written to disk."""
 STORED: Final = "stored_bytes"
 """Counter that has labels, and so is in the ledger, too."""
 BREAKER_LEVELS: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}

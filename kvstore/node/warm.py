@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class NodeMemory(NamedTuple):
-    """All that a node process needs."""
+    """Memory of a node process, and what it takes over from the process before."""
 
     arena: Arena
     journal: Journal
@@ -51,7 +51,7 @@ def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover
     """The memory that the supervisor holds if it can be used, else new memory, which it holds then.
 
     Raises:
-        ConfigError: there is not as much.
+        ConfigError: the machine does not have as much memory.
         SupervisorGone: it ended.
     """
     first_generation = 1 + handover.begin.life * GENERATIONS_PER_LIFE

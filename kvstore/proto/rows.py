@@ -13,7 +13,7 @@ from kvstore.index.feed import Trust
 from kvstore.index.index import Member
 
 UNKNOWN: Final = "unknown"
-"""Trust in a node, if the index itself is stale."""
+"""Shown as the trust in a node, if the index itself is stale."""
 INDEX_IS_STALE: Final = "the index is stale"
 _LOADS: Final = (
     *("dram_bytes", "dram_used_bytes", "file_bytes", "file_used_bytes"),
@@ -100,7 +100,7 @@ _R = TypeVar("_R", bound=Row)
 
 
 def encode_rows(rows: Sequence[Row]) -> str:
-    """JSON: a list of objects."""
+    """Rows as JSON: a list of objects."""
     return msgspec.json.encode(rows).decode()
 
 

@@ -29,12 +29,12 @@ CONTROL_VERSION: Final = 2
 """Code of another version cannot serve under a running supervisor."""
 METRICS, STORE = "metrics", "store"
 PLACES: Final = frozenset({METRICS, STORE})
-"""Held even when memory is dropped: a listening socket and a lock that no other program is to get
-while one process follows another."""
+"""Descriptors held even when memory is dropped: a listening socket and a lock that no other program
+is to get while one process follows another."""
 EXIT_REFUSED: Final = 2
 """Status of a process that cannot start and has logged why: a port, a directory, a flag."""
 DATAGRAM_BYTES_MAX: Final = 64 << 10
-"""With room for the longest Hello of a rank (`wire.messages.HELLO_BYTES_MAX`)."""
+"""Longest datagram: with room for the longest Hello of a rank (`wire.messages.HELLO_BYTES_MAX`)."""
 _ANCILLARY_BYTES: Final = socket.CMSG_LEN(4)
 
 

@@ -34,7 +34,7 @@ class Again(NamedTuple):
 
     pause_ns: int
     keep: bool
-    """With the memory of the previous process."""
+    """Whether it gets the memory of the previous process."""
 
 
 class GiveUp(NamedTuple):

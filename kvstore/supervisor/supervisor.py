@@ -87,7 +87,7 @@ class Supervisor:
         """Make the sockets.
 
         Raises:
-            ConfigError: impossible.
+            ConfigError: they cannot be made.
         """
         self._start, self._spawn = start, spawn
         self._selector = selectors.DefaultSelector()
@@ -248,7 +248,7 @@ class Supervisor:
         return process
 
     def _begin_process(self) -> None:
-        """The standby, or a new one, is the node's process from now on."""
+        """Make the standby, or a new process, the node's process."""
         process, self._standby = self._standby or self._new_process(), None
         self._process = process
         if process is None:

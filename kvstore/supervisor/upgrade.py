@@ -106,7 +106,7 @@ def _answer(asker: socket.socket, answer: UpgradeReport) -> None:
 
 
 def _send(asker: socket.socket, data: bytes) -> bool:
-    """False: the caller has gone meanwhile."""
+    """Send data to the process that asked. False: it has gone meanwhile."""
     try:
         asker.send(data, socket.MSG_NOSIGNAL)
     except OSError:

@@ -57,7 +57,7 @@ BATCH_BYTES: Final = 16 * MIB
 LOOK_S: Final = 0.000_1
 ROOM_LOOK_S: Final = 0.1
 DEVICE_S_MAX: Final = 10.0
-"""A copy of one block that takes longer will not end."""
+"""Longest wait for the end of copies: one that takes longer will not end."""
 NO_ROOM: Final = "it has no room for that: choose a smaller --hbm or --gpu-memory-utilization"
 _ADVICE: Final = {
     "cudaErrorInsufficientDriver": "no NVIDIA driver for CUDA 13 is found: install one, or start"
@@ -98,7 +98,7 @@ class HbmTier:
         self._stream, self._event = device.stream(is_urgent=False), device.event()
         self._staging = np.empty(0, np.uint8)
         self._lock = threading.Lock()
-        """Over staging memory and the order of copies."""
+        """Guards staging memory and the order of copies."""
         self._address = 0
         try:
             self._address = self._allocate(room_s_max)
@@ -116,7 +116,7 @@ class HbmTier:
         count = capacity_bytes // SLOT_BYTES_MIN
         self._generations = np.ones(count, np.uint64)
         self._shown_at = np.full(count, -1, np.int64)
-        """Word of dram in whose place each slot is shown."""
+        """Number of the word, in the page of places, that shows each slot; -1: none does."""
         self.trouble = ""
         """Why the device is no longer used; empty: it is."""
         self._orders: queue.SimpleQueue[Promote | None] = queue.SimpleQueue()
@@ -287,7 +287,8 @@ class HbmTier:
         self._device.copy(self._stream, targets, sources, np.full(len(targets), size, np.uint64))
 
     def _finish(self) -> None:
-        """Wait for all that was ordered."""
+        """Wait for the end of all copies that were ordered. Raises DeviceError: it takes longer
+        than DEVICE_S_MAX."""
         self._device.record(self._event, self._stream)
         end_s = time.monotonic() + DEVICE_S_MAX
         while not self._device.has_happened(self._event):

@@ -25,7 +25,7 @@ from kvstore.wire.bounds import I64, U32, Label, Sentence, Small, Word
 OWN_MEDIA: Final = (None, "GPU")
 """Media of the engine's own memory; its connectors publish events for their own media."""
 PAYLOAD_BYTES_MAX: Final = 4 << 20
-"""A step of half a million tokens; what is longer is not read."""
+"""Longest payload that is read: a step of half a million tokens."""
 SEQUENCE_BYTES: Final = 8
 END: Final = b"\xff" * SEQUENCE_BYTES
 """Stands in the place of a sequence number at the end of a replay."""

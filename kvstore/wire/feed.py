@@ -32,9 +32,9 @@ FEEDS: Final = "kvstore.feed.v2.Feeds"
 """Service of replicas for nodes: `Feed`, a stream both ways."""
 MESSAGE_BYTES_MAX: Final = 1 << 20
 KEYS_MAX: Final = 16_384
-"""Limit of one change, and of one question."""
+"""Most keys of one change, and of one question."""
 CHANGES_MAX: Final = 4096
-"""Limit of one message: a replica answers no call while it applies one."""
+"""Most changes of one message: a replica answers no call while it applies one."""
 ENGINES_MAX: Final = 64
 REGISTRY_BYTES_MAX: Final = 4096
 """Limit of the engines of one node, encoded."""
@@ -108,7 +108,7 @@ class FeedBeat(_Numbered, frozen=True, tag="Beat"):
     """Heartbeat of the node."""
 
     load: Load | None = None
-    """None: as published before."""
+    """Load of the node; None: as published before."""
 
 
 class SnapshotPart(_Numbered, frozen=True, tag="Part"):

@@ -48,7 +48,7 @@ class PublisherName(msgspec.Struct, frozen=True):
 
 
 class EventOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose blocks an event is about, and which."""
+    """Node, tenant, space and shard of the blocks of an event, and their keys."""
 
     node: Name
     incarnation: Hex64

@@ -82,7 +82,7 @@ class Runs(NamedTuple):
     targets: NDArray[np.int64]
     """Number of the shard that they go into."""
     source_offsets: NDArray[np.int64]
-    """In the bytes of the shard, ascending within a source."""
+    """Begin of the run in the bytes of the source shard, ascending within a source."""
     target_offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
 

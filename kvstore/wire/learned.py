@@ -35,7 +35,7 @@ COMPUTE_NS_MIN, COMPUTE_NS_MAX = 1_000, 100_000_000
 LOAD_NS_MIN, LOAD_NS_MAX = 1, 100_000_000
 """Bounds per token copied from dram."""
 DISK_NS_PER_MIB_MIN, DISK_NS_PER_MIB_MAX = 10_000, 10**12
-"""100 GB/s, and 1 kB/s."""
+"""Bounds per MiB read from disk: 100 GB/s, and 1 kB/s."""
 
 Hex = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
 
@@ -58,7 +58,7 @@ class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Learned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of it; 0 and empty: nothing yet."""
+    """All measurements of a node; 0 and empty: none yet."""
 
     disk_ns_per_mib: I64 = 0
     spaces: Annotated[tuple[SpacePace, ...], msgspec.Meta(max_length=LEARNED_BYTES_MAX)] = ()

@@ -133,9 +133,9 @@ class Story(Message, frozen=True):
     transfer: Label = ""
     """Name of its transfer, if it has one."""
     admitted_ns: U64 = 0
-    """From its arrival until its load was planned; 0: it had none."""
+    """Time from the request's arrival until its load was planned; 0: it had none."""
     total_ns: U64 = 0
-    """From its arrival to its end."""
+    """Time from the request's arrival to its end."""
     traceparent: TraceText = ""
 
 
@@ -150,7 +150,8 @@ class PushOpen(Message, frozen=True):
     as they are sealed, until PushClose. Sent again when it goes on after a preemption."""
 
     transfer: Name
-    """Both legs of a request have the same, by which they find each other (ADR 12)."""
+    """Name of the transfer, the same for both legs of a request, which find each other by it
+    (ADR 12)."""
     node: Label = ""
     """Decode node, if it is known: no other waits for this transfer."""
 
@@ -204,7 +205,8 @@ PROTOCOL_VERSION: Final = 2
 DATAGRAM_BYTES_MAX: Final = 160 << 10
 """Room for the largest datagram: 2,048 keys with slots, generations and checksums are 120 KiB."""
 HELLO_BYTES_MAX: Final = 48 << 10
-"""A rank's Hello is passed on to the node's supervisor, in a datagram of `supervisor.control`."""
+"""Longest Hello: a rank's is passed on to the node's supervisor, in a datagram of
+`supervisor.control`."""
 LEASES_PER_DATAGRAM_MAX: Final = 4096
 LEASE_LIVES_MAX: Final = 6
 """Renewed or not, a lease ends after this many times its `ttl_ms`."""
@@ -399,7 +401,7 @@ class SessionOpen(Message, frozen=True):
     shard_counts: Annotated[tuple[ShardCount, ...], PER_GROUP]
     """S by group: distinct shards, of which there may be fewer than ranks."""
     compute_ns_per_token: U64 = 0
-    """As earlier engines of this space measured it; 0: unknown."""
+    """Cost of computing a token, as earlier engines of this space measured it; 0: unknown."""
     load_ns_per_token: U64 = 0
     node: Label = ""
     """Name of this node, by which pushes find it; empty: it serves none."""

@@ -59,7 +59,7 @@ MESSAGE_BYTES_MAX: Final = 1 << 20
 SomeKeys = Annotated[
     bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * KEYS_PER_DATAGRAM_MAX)
 ]
-"""In chain order."""
+"""Keys of 32 bytes each, in chain order."""
 PayloadBytes = Annotated[int, Meta(ge=1, le=PAYLOAD_BYTES_MAX)]
 Shards = Annotated[tuple[Shard, ...], Meta(max_length=RANKS_MAX)]
 """Those of the holder: a shard is what at least one rank has."""
@@ -71,7 +71,7 @@ Flags = Annotated[bytes, Meta(max_length=KEYS_PER_DATAGRAM_MAX)]
 
 
 class PeerMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all of them; the tag is the class name."""
+    """Base of all messages; the tag is the class name."""
 
 
 # ── asks ─────────────────────────────────────────────────────────────────────────────────────────
@@ -117,9 +117,9 @@ class PushGrant(PeerMessage, frozen=True, kw_only=True):
     block_bytes: PayloadBytes
     """All shards together."""
     deadline_ms: DeadlineMs
-    """From now on."""
+    """Deadline of the grant, from now on."""
     descriptor: Blob = b""
-    """As in PeerWelcome, to write there."""
+    """Descriptor of the asker's transfer worker, by which that of the receiver writes there."""
 
 
 class PushRevoke(PeerMessage, frozen=True):
@@ -137,7 +137,7 @@ class PeerWelcome(PeerMessage, frozen=True):
     node: Name
     incarnation: Started
     descriptor: Blob
-    """As its transfer worker is described to that of the asker; empty: there is none now."""
+    """Descriptor of its transfer worker, for that of the asker; empty: there is none now."""
 
 
 class ServeAnswer(PeerMessage, frozen=True):
@@ -177,7 +177,8 @@ class Pushed(PeerMessage, frozen=True, kw_only=True):
 
 
 class PushOver(PeerMessage, frozen=True):
-    """Nothing more is written for a grant; or, if nobody said so, its session is lost."""
+    """The end of a grant: no further write is begun. If its session is lost first, the asker makes
+    this itself."""
 
     grant: U64
     epoch: U64

@@ -16,7 +16,7 @@ from kvstore.types import Shard, SpaceId
 from kvstore.wire.bounds import BlockBytes, Count, Label, Small, Tokens
 
 SIZED_LAYERS_MAX: Final = 1024
-"""Layers of a model whose layers differ in size."""
+"""Most layers of a model whose layers differ in size."""
 
 FULL_ATTENTION: Final = "full attention"
 """Kind of a group of which a leading run of blocks is what an engine can begin with."""

@@ -111,7 +111,7 @@ class Registered(TransferWorkerMessage, frozen=True):
     """The arena is known to the back end."""
 
     descriptor: Blob
-    """For transfer workers of other nodes."""
+    """Encoded `Descriptor`, for transfer workers of other nodes."""
     ends_forgotten: bool
     """The back end ends the reads of a peer that it forgets."""
 
@@ -170,7 +170,7 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base: U64
     """Address of its first byte in the transfer worker, where the back end counts by addresses."""
     details: Blob
-    """As the back end makes it."""
+    """Further data, in a form of the back end's own."""
     landing_begin: U64 = 0
     """Offset in the arena."""
     landing_bytes: U64 = 0

@@ -24,7 +24,7 @@ from kvstore.errors import ProtocolError
 from kvstore.wire.bounds import NAME_BYTES_MAX, Label, Name
 
 NAME_CHARS_MAX: Final = 200
-"""ASCII, so that it is as long in bytes; a prompt's number goes behind it."""
+"""Longest name that a proxy may give, in ASCII; a prompt's number goes behind it."""
 _SUFFIX: Final = re.compile(r"-[0-9a-f]{8}$")
 _CHILD: Final = re.compile(r"^\d+_")
 """Prefix of one of several answers to a prompt."""

@@ -65,7 +65,7 @@ class Attachment:
         self._dial = Dial(config.heartbeat_timeout_ms)
         self.session = 0
         self.shard_counts: tuple[int, ...] = (1,)
-        """By KV cache group."""
+        """Distinct shards of a block, by KV cache group."""
         self.incarnation = 0
         self.node = ""
         """Name of the node, if it serves pushes."""
@@ -73,7 +73,7 @@ class Attachment:
         self.unserved = ""
         """Why no session can open, as reported by the ranks."""
         self.credits: defaultdict[int, deque[Credit]] = defaultdict(deque)
-        """By KV cache group."""
+        """Credits that are left, by KV cache group."""
         self.outbox: list[Message] = []
         self.notices: list[str] = []
         self._away_noticed = False

@@ -42,8 +42,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     role: str = ""
     """`prefill`, `decode` or `both`, for routers."""
     lookup_deadline_ms: int = 20
-    """From the first question for a request to the answer 0; longer where computing takes long
-    (`kvstore.client.core.costs`)."""
+    """Time from the first question for a request until it is answered 0; longer where computing
+    takes long (`kvstore.client.core.costs`)."""
     heartbeat_timeout_ms: int = 250
     push_deadline_ms: int = 60_000
     """Longest wait for blocks that a prefill node sends."""

@@ -122,7 +122,7 @@ class Costs:
         return self.computing_ns(self.left_tokens[True]) + self.compute.in_flight_ns(now_ns)
 
     def saving_ns(self, tokens: int) -> float:
-        """Time by which loading so many tokens from dram is quicker than computing them."""
+        """Time by which loading `tokens` tokens from dram is quicker than computing them."""
         gain_ns = max(0.0, self.compute.ns_per_token - self.load.ns_per_token)
         return min(tokens * gain_ns, self._weighed_ns_max)
 

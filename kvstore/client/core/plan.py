@@ -47,7 +47,7 @@ class StoreJob(msgspec.Struct, frozen=True):
     checksums: bytes = b""
     """To compare: [n][S] of 16 bytes, so that damaged bytes are not taken for another block."""
     group: int = 0
-    """As in LoadJob."""
+    """KV cache group of all blocks of the job."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):

@@ -54,7 +54,7 @@ class LookupPart:
     file_blocks: int = 0
     """Blocks found that came from disk for this request."""
     peer_blocks: int = 0
-    """The same from another node."""
+    """Blocks found that came from another node for this request."""
     reply: LeaseReply | None = None
     renew_at_ns: int = 0
     ttl_ns: int = 0
@@ -86,7 +86,7 @@ class Request:
 
     id: str
     tag: int
-    """Number in hints."""
+    """Number of the request in hints and their replies."""
     keys: Sequence[bytes]
     """Keys of its whole blocks; the engine adds to them."""
     prompt_tokens: int
@@ -161,13 +161,13 @@ class Request:
     """First block of the last question."""
     found_blocks: int = 0
     end_tokens: int = 0
-    """End of the prompt, where its tail is looked up, too; 0: it is not."""
+    """Tokens of the prompt if its tail is looked up, too; 0: it is not."""
     is_probe: bool = False
     """Loads do not pay: this is the shortest load, to measure."""
     is_shadow: bool = False
     """If it is a hit, it may be computed and compared."""
     is_trial: bool = False
-    """Loads failed: the load of this request, if it has any, is the probe."""
+    """Loads failed before: the load of this request, if it has one, is the breaker's probe."""
     is_verified: bool = False
     """Every block of its load is compared with its checksum."""
     asked_at_ns: int = 0
@@ -213,7 +213,7 @@ class Request:
 
     @property
     def tail_tokens(self) -> int:
-        """End of the prompt, where its tail is stored, too; 0: it is not."""
+        """Tokens of the prompt if its tail is stored, too; 0: it is not."""
         return self.prompt_tokens if self.tail and isinstance(self.transfer, PrefillPart) else 0
 
     @property
@@ -271,7 +271,7 @@ class Request:
         self.peer_tokens = min(self.peer_tokens, self.loaded_tokens - self.file_tokens)
 
     def story(self, saved_ns: int, now_ns: int) -> Story:
-        """The story of the request, which ends now and whose load saved so much computing."""
+        """The story of the request, which ends now and whose load saved `saved_ns` of computing."""
         asked, answered, replied = self.asked_at_ns, self.answered_ns, self.replied_at_ns
         return Story(
             request=cut_name(self.id),

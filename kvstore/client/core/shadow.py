@@ -27,7 +27,8 @@ from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire.messages import Compared
 
 BLOCKS_MAX: Final = 64
-"""Compared per lease, spread over all of it: an error in a prefix affects most of its blocks."""
+"""Most blocks compared per lease, spread over all of it: an error in a prefix affects most of its
+blocks."""
 PPM: Final = 1_000_000
 
 

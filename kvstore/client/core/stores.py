@@ -164,7 +164,7 @@ class EngineStores:
         generations: bytes,
         checksums: bytes,
     ) -> int:
-        """With this step's jobs: read these blocks of a group, complete by then, beside slots.
+        """Plan a comparison of blocks of a group with slots, after this step, which completes them.
         Returns the job's number; it ends like a store, and its blocks are fenced like a store's."""
         self._comparing.append(
             StoreJob(

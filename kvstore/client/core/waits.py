@@ -65,8 +65,9 @@ class Odds:
         self._ratios.append(1.0)
 
     def patience_ns(self, estimate_ns: float, worth_ns: float) -> float:
-        """How long to wait, from the last arrival on, for blocks whose computing takes `worth_ns`:
-        until the expected rest is longer than that; 0: not at all."""
+        """How long to wait, from the last arrival on, for blocks that take about `estimate_ns` to
+        come and `worth_ns` to compute: until the rest of the wait is expected to be longer than
+        that; 0: not at all."""
         times = sorted(ratio * estimate_ns for ratio in self._ratios)
         beyond = sum(times)
         passed = 0.0

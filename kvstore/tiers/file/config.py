@@ -17,9 +17,11 @@ from kvstore.units import KIB, MIB, format_size
 # Does not cover: reads and verification (`kvstore.tiers.file.scrub`, `kvstore.node.scrub`).
 
 AUTO_BYTES_PER_S_MAX: Final = 32 * MIB
-"""One per cent of an NVMe disk's bandwidth, a third of a per cent of one core's hashing."""
+"""Highest rate of a daily scrub: one per cent of an NVMe disk's bandwidth, a third of a per cent of
+one core's hashing."""
 AUTO_BYTES_PER_S_MIN: Final = MIB
-"""A small tier is read more often than once a day: cheap, and damage is found sooner."""
+"""Lowest rate of a daily scrub: a small tier is read more often than once a day, which is cheap,
+and damage is found sooner."""
 DAY_S: Final = 86_400.0
 PASS_PAUSE_S: Final = 1.0
 """Pause between two passes, also over an empty tier."""
@@ -89,7 +91,8 @@ class FileConfig:
     poll_interval_ms: int = 3_000
     """Shared mode: how often other nodes' segments are looked for."""
     grace_ms: int = 10_000
-    """Shared mode: a deleted segment stays readable for whoever has just found it."""
+    """Shared mode: time for which a deleted segment stays readable, for nodes that have just found
+    it."""
     foreign_segments_max: int = 65_536
     scrub: ScrubRate | None = None
     """How fast records are read and verified in the background; None: not at all."""

@@ -46,7 +46,7 @@ class Health:
 
     @property
     def is_well(self) -> bool:
-        """Whether reads are served as ever."""
+        """Whether the breaker of reads is closed."""
         return not self._reads.is_open
 
     @property

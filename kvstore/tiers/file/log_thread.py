@@ -127,7 +127,8 @@ class LogThread:
         self._lock.notify_all()
 
     def wait_for_voids(self, timeout_s: float) -> bool:
-        """Whether within this time all voids so far are on the disk."""
+        """Wait, at most `timeout_s`, until all voids so far are on the disk. Returns whether they
+        are."""
         done = self._lock.wait_for(lambda: not self._voids_waiting, timeout_s)
         return done and self._writer.voids_are_durable
 

@@ -54,7 +54,7 @@ class Outbox:
 
     def void(self, void: Void) -> None:
         """Drop the `FileKnown` events that this void covers: those that wait to be taken, and those
-        that recovery has yet to find."""
+        of this node that recovery has yet to find."""
         with self._lock:
             if self._is_recovering:
                 self._voids.append(void)

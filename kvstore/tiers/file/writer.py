@@ -59,11 +59,11 @@ from kvstore.wire.segment import (
 )
 
 RUN_BYTES_MAX: Final = 8 * MIB
-"""Written in one call: long enough for any disk, short enough for the deadline."""
+"""Most bytes written in one call: long enough for any disk, short enough for the deadline."""
 RUN_RECORDS_MAX: Final = 256
 VOIDS_MAX: Final = 64
-"""Limit of voids that new segments repeat; a second one is an eighth of a segment. Beyond either,
-one void of all blocks replaces them: clearing too much costs hits only."""
+"""Most voids that new segments repeat; with the footer they also take at most an eighth of a
+segment. Beyond either, one void of all blocks replaces them: clearing too much costs hits only."""
 
 
 class SyncFailed(OSError):
@@ -120,7 +120,7 @@ class _OpenSegment:
 
 
 class Writer:
-    """Appends to one directory."""
+    """Appends records to the segments of one directory."""
 
     def __init__(
         self,
@@ -350,7 +350,8 @@ class Writer:
         return outcome
 
     def carry(self, voids: Sequence[Void]) -> None:
-        """Voids that new segments repeat from now on; one with the same filter replaces older."""
+        """Have new segments repeat these voids from now on; each replaces older ones that it
+        covers."""
         for void in voids:
             self._voids = [
                 old

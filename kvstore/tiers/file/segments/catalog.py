@@ -185,7 +185,7 @@ class Catalog:
         return idle
 
     def close(self) -> None:
-        """Close what nobody reads from."""
+        """Close the descriptors that nobody reads from; the last readers close the others."""
         with self._lock:
             idle = self._retire(self._open.values())
             self._open.clear()

@@ -96,7 +96,7 @@ def parts_of(directory: Path) -> list[Path]:
 
 
 def refuse_other_mode(directory: Path, *, shared: bool) -> None:
-    """A directory belongs to one node or is shared, never both.
+    """Refuse a directory of the other mode: it belongs to one node or is shared, never both.
 
     Raises:
         ConfigError: it was made for the other.
@@ -213,8 +213,8 @@ class Directory:
         """Take the place of a directory that is not whole, with its lock and identity.
 
         Raises:
-            OSError: that fails, or would be on another file system: the disk is not mounted. Says
-                so, and has no number.
+            OSError: that fails, or would be on another file system: the disk is not mounted. Its
+                text says so, and it has no errno.
         """
         try:
             place = self.path if self.path.exists() else self.path.parent

@@ -162,7 +162,8 @@ def read_contents(
     first_page: int = 1,
     search: bool = True,
 ) -> Contents:
-    """By the footer, if there is one that can be trusted, else record by record as `scan` does.
+    """The content of a segment: by its footer, if it has one that can be trusted, else record by
+    record as `scan` finds them.
 
     Raises:
         OSError: the medium failed.

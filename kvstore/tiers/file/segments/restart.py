@@ -95,7 +95,7 @@ class Restart:
 
         Args:
             announce: takes the events; False: stop.
-            leaving: waits so many seconds; True: stop.
+            leaving: waits the given seconds; True: stop.
         """
         return all(
             self._recover_patiently(number, announce, leaving)
