@@ -26,13 +26,16 @@ class NewRequests:
         """Requests so far: the number of the last one."""
 
     def forget_models(self) -> None:
-        """Workers have joined or left, or the policy is another one."""
+        """Make the map of models anew for the next request: workers have joined or left, or the
+        policy is another one.
+        """
         self._models = None
 
     @property
     def models(self) -> ModelMap:
-        """Names of models, by the policy and the workers of now. Made anew when a request asks: a
-        thousand workers may join or leave in one turn."""
+        """Names of models by the current policy and workers. Made when a request asks for it: a
+        thousand workers may join or leave in one turn.
+        """
         if self._models is None:
             self._models = ModelMap(
                 self._fleet.policy, (state.spec for state in self._fleet.workers)
@@ -42,7 +45,9 @@ class NewRequests:
     def opened(
         self, request: RouteRequest, prefix: PrefixAnswer | None, now_ns: int
     ) -> OpenRequest | Rejected:
-        """A request, ready to be placed; or its rejection."""
+        """The request with its model, pool, class and expected output, ready to be placed; Rejected
+        if no model has its name.
+        """
         stay = self._stays.find(request, now_ns)
         try:
             side = self.models.resolve(
@@ -65,7 +70,9 @@ class NewRequests:
         return opened
 
     def service_of(self, request: RouteRequest) -> str:
-        """Class of a request: more urgent ones than the default are for tenants they name."""
+        """Class of service of a request: the one that it names, or the default if there is no such
+        class, or if it is more urgent than the default and not open to the tenant.
+        """
         policy = self._fleet.policy
         classes, default = policy.classes, policy.default_class
         named = classes.get(request.service)

@@ -44,13 +44,17 @@ from kvstore.routing.workers.pressure import Gauges
 from kvstore.units import NS_PER_S
 
 _HEADS_MAX: Final = 4
-"""Heads of the waiting room that one event tries to place."""
+"""Most held requests of a pool that are tried until one can be placed."""
 PREFILLS_MAX: Final = 3
-"""Remote prefills that are tried for one request."""
+"""Attempts of one request with a remote prefill; afterwards its decoder computes the prompt."""
 RETRY_SHARE, RETRY_BURST = 0.2, 256.0
-"""Budget of attempts after a worker's own fault, by requests that arrive, and at most."""
+"""Budget of attempts after a worker's own fault (`Failure.STATUS`): each request that arrives adds
+RETRY_SHARE, up to RETRY_BURST.
+"""
 SLOW_NS: Final = 120 * NS_PER_S
-"""So long after its arrival a request goes back to workers that were silent, where none is left."""
+"""Time after its arrival for which a request may go back to workers that were silent, if no other
+worker is left.
+"""
 
 
 class RouterCore:
@@ -103,7 +107,7 @@ class RouterCore:
         }
 
     def step(self, event: its.RouteEvent, now_ns: int) -> list[RouteCommand]:
-        """Take in an event; commands about this request and others, in order."""
+        """Apply an event. Returns commands about its request and others, in order."""
         if now_ns >= self.planner.due_ns:
             self.planner.plan(now_ns)
         self.fleet.pass_time(now_ns)
@@ -118,7 +122,9 @@ class RouterCore:
         return commands
 
     def adopt(self, policy: RoutingPolicy, now_ns: int) -> list[RouteCommand]:
-        """Go on under another policy; held requests are judged by it."""
+        """Use another policy from now on, also for held requests. Returns the commands
+        that follow.
+        """
         self.policy = policy
         self.fleet.adopt(policy)
         self.placer.adopt(policy)
@@ -169,7 +175,9 @@ class RouterCore:
         return commands + self.ahead.arrived(opened, now_ns)
 
     def _attempt(self, opened: OpenRequest, now_ns: int) -> list[RouteCommand]:
-        """Place a request that is not held: routed, held or rejected."""
+        """Route, hold or reject a request that is not held; an exception in it rejects
+        the request.
+        """
         try:
             return self._try(opened, now_ns)
         except Exception:
@@ -185,7 +193,9 @@ class RouterCore:
         return [self._reject(opened, found.reason, now_ns, predicted_s=found.predicted_s)]
 
     def _admit(self, opened: OpenRequest, now_ns: int) -> Placement | its.Blocked | its.Unplaced:
-        """The fate of a request that is not held, which stays as it is. Blocked: to be held."""
+        """Decide about a request that is not held, without sending or holding it: its placement,
+        Blocked if it is to be held, Unplaced if it is to be rejected.
+        """
         service, pool = self.policy.classes[opened.service], opened.pool
         placed: Placement | its.Blocked = its.Blocked.LOAD
         ahead = 0
@@ -275,12 +285,12 @@ class RouterCore:
         return Rejected(name, reason.status, reason, retry_s, (), predicted_s, objective_s)
 
     def _fault(self, opened: OpenRequest, now_ns: int) -> Rejected:
-        """Reject a request: placing it raised."""
+        """Reject a request because placing it raised; the command has the traceback."""
         rejected = self._reject(opened, RejectReason.FAULT, now_ns)
         return msgspec.structs.replace(rejected, fault=traceback.format_exc())
 
     def _close(self, opened: OpenRequest, end: Ending, now_ns: int, *, rejected: str = "") -> None:
-        """Take a request out of every table."""
+        """Take a request that is over out of every table, and keep the draft of its receipt."""
         name = opened.request_id
         del self.open[name]
         self.blame.unserved(opened, now_ns)
@@ -439,7 +449,9 @@ class RouterCore:
         raise LookupError("it would wait for room")
 
     def take_drafts(self) -> list[ReceiptDraft]:
-        """Drafts of requests that ended since the last call; the oldest are dropped."""
+        """Drafts of requests that ended since the last call; beyond RECEIPTS_MAX the oldest are
+        dropped.
+        """
         drafts = list(self._receipts)
         self._receipts.clear()
         return drafts
@@ -449,7 +461,7 @@ class RouterCore:
         return self.fleet.loads()
 
     def desired_replicas(self, pool: str, role: WorkerRole, now_ns: int) -> int:
-        """Workers of a role that a pool needs."""
+        """Number of workers of a role that a pool needs."""
         held = sum(entry.pool == pool for entry in self.room.entries.values())
         return self.gauges.desired_replicas(pool, role, held, now_ns)
 
@@ -471,5 +483,7 @@ class RouterCore:
 
 
 def _nobody(opened: OpenRequest) -> RejectReason:
-    """Reason where no worker may take a request, now or later."""
+    """Reason of a rejection because no worker may take the request, now or later: ATTEMPTS if one
+    got it already, else NO_ENDPOINTS.
+    """
     return RejectReason.ATTEMPTS if opened.was_sent else RejectReason.NO_ENDPOINTS

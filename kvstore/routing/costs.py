@@ -37,8 +37,9 @@ TRUSTED: Final = {
 """Expected share of a prefix length that is really there, by its source."""
 TRUST_FACTORS: Final = np.array([TRUSTED[trust] for trust in TRUSTS])
 CONGESTION_MAX: Final = 4.0
-"""Most that a second of compute counts for others, by queue and by cache: both formulas have a
-pole."""
+"""Upper bound of both factors in `others_per_s`, congestion and reuse: both formulas have
+a pole.
+"""
 
 
 class Term(enum.IntEnum):
@@ -66,7 +67,9 @@ class Costed(msgspec.Struct):
 
 
 def compute_s(uncached: Floats, prompt_tokens: int, speed: float, costs: PolicyCosts) -> Floats:
-    """Prefill of the last `uncached` tokens of a prompt: each attends to all before it."""
+    """Seconds to prefill the last `uncached` tokens of a prompt at `speed` tokens/s: each attends
+    to all before it.
+    """
     context = prompt_tokens - uncached / 2
     return uncached / speed * (1 + context / costs.attention_tokens)
 
@@ -117,8 +120,9 @@ def terms(
 
 
 def _ways(columns: Floats, costs: PolicyCosts) -> tuple[Floats, Floats]:
-    """Leading tokens and seconds of their load (4 × workers): hbm, dram, file, another node;
-    the first alone, if no tier has anything."""
+    """(leading tokens, seconds to load them), each 4 × workers: from hbm, dram, file, another node.
+    Only the first row if no tier has anything.
+    """
     own = columns[FeatureColumn.HBM : FeatureColumn.REMOTE + 1]
     if not np.count_nonzero(own[1:]):
         return own[:1], np.zeros((1, own.shape[1]))
@@ -145,8 +149,9 @@ def _hot(
     costs: PolicyCosts,
     limits: PolicyLimits,
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Hot-spot guard, for this request alone: waiting there takes much longer than waiting
-    elsewhere and computing the whole prompt."""
+    """Hot-spot guard: mask of the workers where waiting takes much longer than waiting elsewhere
+    and computing the whole prompt. Their prefixes do not count, for this request alone.
+    """
     mean = (queue.sum() - queue) / max(1, len(queue) - 1)  # of the others
     whole = compute_s(np.full_like(queue, prompt_tokens), prompt_tokens, speed, costs)
     return np.asarray((queue > limits.hot_factor * mean) & (queue > mean + whole))

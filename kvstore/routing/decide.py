@@ -26,12 +26,14 @@ from kvstore.routing.workers.rows import Floats
 ADAPTER_S: Final = 0.2
 """Load of a LoRA adapter that a worker does not have."""
 NEAR_S: Final = 0.005
-"""A worker whose cost exceeds the best by less is as good."""
+"""Workers whose cost exceeds the best one by less are as good."""
 _MASK: Final = (1 << 64) - 1
 _SESSION_LOAD_MAX: Final = 1.25
-"""Bounded load: a session leaves a worker that has so many times the mean, for that request."""
+"""Bounded load: a request of a session goes elsewhere if the session's worker has this many times
+the mean number of requests.
+"""
 _SESSION_FREE: Final = 8
-"""So few requests at a worker never make a session leave."""
+"""A session never leaves a worker with fewer requests than this."""
 
 
 def mix(value: int) -> int:
@@ -48,20 +50,23 @@ def requests_in_flight(columns: Floats) -> Floats:
 
 
 def least_load(columns: Floats, _case: Case) -> dict[str, Floats]:
-    """Fewest requests in flight: blind to caches."""
+    """Policy `least-load`: requests in flight at each worker, whatever its caches hold."""
     return {"requests": requests_in_flight(columns)}
 
 
 def round_robin(columns: Floats, case: Case) -> dict[str, Floats]:
-    """By turns; the number of the decision is whose turn it is."""
+    """Policy `round-robin`: turns until each worker is next, counted from the number of the
+    decision.
+    """
     count = columns.shape[1]
     turn = np.argsort(np.argsort(columns[FeatureColumn.POSITION]))
     return {"turn": np.asarray((turn - case.number) % count, dtype=np.float64)}
 
 
 def session(columns: Floats, case: Case) -> dict[str, Floats]:
-    """The worker that it was at, else the highest hash of (session, worker) first; past workers
-    with more than their share."""
+    """Policy `session`: first the worker of the session's last request, then by hash of (session,
+    worker). A worker over its bounded load comes after all others.
+    """
     positions = columns[FeatureColumn.POSITION].astype(int).tolist()
     hashes = [mix(case.session_hash ^ mix(position + 1)) / _MASK for position in positions]
     requests = requests_in_flight(columns)
@@ -75,34 +80,37 @@ SCORERS: Final[dict[str, Callable[[Floats, Case], dict[str, Floats]]]] = {
     "round-robin": round_robin,
     "session": session,
 }
-"""The other policies: counts and hashes; lower is better. They are a refuge where the measures of
-`cost` mislead. Scorers of other routers are in `bench/routing/baselines.py`."""
+"""Scorers of the policies other than `cost`: (columns, case) → named scores by worker, made of
+counts and hashes; lower is better. They are a refuge where the measures of `cost` mislead. Scorers
+of other routers are in `bench/routing/baselines.py`.
+"""
 
 
 class RouteVerdict(msgspec.Struct):
-    """A request at each of some workers: the input, the order, and its numbers. `order` is empty
-    when nobody can take the request."""
+    """Result of `decide` for one request: its input, the order of the workers, and numbers of each.
+    `order` is empty if no worker can take the request.
+    """
 
     features: Features
     case: Case
     weights: Floats
     order: list[int]
-    """Places of the candidates, the chosen first, then by score."""
+    """Places of the candidates in `features.workers`: the chosen one first, then by score."""
     codes: npt.NDArray[np.intp]
     scores: Floats
     terms: dict[str, Floats]
     ttft_s: Floats
-    """Predicted at each worker, by policy `cost` whatever the policy."""
+    """TTFT predicted at each worker by the terms of policy `cost`, whichever policy decides."""
     work_s: Floats
-    """Prefill that the request brings."""
+    """Seconds of prefill that the request brings to each worker."""
     uncached: Floats
     raw: Floats
-    """(learned terms, workers), without weights: what is learned from."""
+    """(learned terms, workers), in seconds before weights are applied: input of learning."""
 
 
 def decide(features: Features, case: Case, policy: RoutingPolicy, weights: Floats) -> RouteVerdict:
-    """Args:
-    weights: (learned terms, workers).
+    """Filter and score the workers for a request, and choose one. `weights`: (learned terms,
+    workers).
     """
     columns = features.columns
     codes = dropped(columns, policy.limits, need_tokens=case.prompt_tokens + case.output_tokens)
@@ -184,7 +192,7 @@ def case_of(receipt: Receipt) -> Case:
 
 
 def replay(receipt: Receipt, policy: RoutingPolicy) -> Receipt:
-    """The decision that `policy` would have made of what was known then."""
+    """The receipt with the decision that `policy` would have made from the same features."""
     features = features_of(receipt)
     weights = np.array(receipt.weights or np.ones((LEARNED, len(receipt.workers))))
     verdict = decide(features, case_of(receipt), policy, weights)
@@ -204,6 +212,6 @@ def replay(receipt: Receipt, policy: RoutingPolicy) -> Receipt:
 
 
 def fallbacks(verdict: RouteVerdict, policy: RoutingPolicy) -> tuple[str, ...]:
-    """The next best."""
+    """Names of the next best workers after the chosen one, at most `fallback_count`."""
     rest = verdict.order[1 : 1 + policy.choice.fallback_count]
     return tuple(verdict.features.workers[place] for place in rest)

@@ -51,13 +51,13 @@ class Failure(enum.StrEnum):
     """
 
     CONNECT = "connect"
-    """Nothing was sent."""
+    """The connection failed: nothing was sent."""
     SILENT = "silent"
-    """Given up: the worker is silent (`AbandonWorker`)."""
+    """The attempt was given up because the worker is silent (`AbandonWorker`)."""
     BUSY = "busy"
     """429, or 503 with Retry-After: load."""
     REFUSED = "refused"
-    """A status for which the request may be the cause, or that others may not give."""
+    """A status that the request may have caused, or that other workers may not answer."""
     STATUS = "status"
     """5xx, or another status that no request causes: the engine is at fault."""
     ERROR = "error"
@@ -67,13 +67,13 @@ class Failure(enum.StrEnum):
 
 
 class Lack(enum.StrEnum):
-    """The thing that the worker does not have, by its REFUSED."""
+    """The thing that a worker lacks for a request, as its error response says (REFUSED)."""
 
     MODEL = "model"
     CONTEXT = "context"
-    """Room for so many tokens."""
+    """Context for so many tokens."""
     LIMIT = "limit"
-    """Leave for so many media in one prompt, or for those of their kind."""
+    """Permission for so many media in one prompt, or for media of that kind."""
     MEDIA = "media"
     """A model that takes images, audio or video."""
 
@@ -103,11 +103,13 @@ class WorkerLeft(msgspec.Struct, frozen=True, tag=True):
 
 
 class Judged(msgspec.Struct, frozen=True, tag=True):
-    """Keys of a probe prompt were compared at a worker."""
+    """Parity check of a worker: its engine's keys of a probe prompt were compared with the
+    router's.
+    """
 
     worker: str
     is_parity_red: bool
-    """They differ, or were not compared yet: routed by load only."""
+    """The keys differ, or were not compared yet: the worker is chosen by load only."""
 
 
 class Probed(msgspec.Struct, frozen=True, tag=True):
@@ -118,7 +120,7 @@ class Probed(msgspec.Struct, frozen=True, tag=True):
     why: str = ""
     """One clause for operators."""
     late_s: float = 0.0
-    """Beyond the time in which a probe is expected."""
+    """Seconds beyond the time in which an answer is expected."""
 
 
 class Scraped(msgspec.Struct, frozen=True, tag=True):
@@ -138,16 +140,18 @@ class Shared(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrepareAnswered(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a Prepare, always: leading blocks by their place at the node."""
+    """Answer to a Prepare, which always gets one: numbers of leading blocks by their place at the
+    node.
+    """
 
     number: int
     dram: int = 0
     reading: int = 0
-    """On their way from disk."""
+    """Blocks on their way from disk."""
     sought: int = 0
-    """Asked of other nodes."""
+    """Blocks asked of other nodes."""
     trouble: str = ""
-    """Why nothing was begun."""
+    """Reason if nothing was begun; else empty."""
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
@@ -158,7 +162,7 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestEvent(msgspec.Struct, frozen=True, tag=True):
-    """About a request under way; ignored where it has ended."""
+    """Base of the events about a request under way; ignored if the request has ended."""
 
     request_id: str
 
@@ -167,15 +171,15 @@ class PrefillDone(RequestEvent, frozen=True, tag=True):
     """The remote prefill leg is over, and the request goes on where it is decoded."""
 
     failure: Failure | None = None
-    """Why nothing came of it; None: its blocks were pushed or can be fetched."""
+    """Why the prefill leg failed; None: its blocks were pushed or can be fetched."""
     why: str = ""
 
 
 class FirstToken(RequestEvent, frozen=True, tag=True):
-    """First byte of the answer to the client: achieved TTFT, learned from."""
+    """The first byte of the answer came for the client. The core learns from the achieved TTFT."""
 
     served_by: str = ""
-    """As of `RequestEnded`."""
+    """Worker that serves the request, as in `RequestEnded`."""
 
 
 class Late(RequestEvent, frozen=True, tag=True):
@@ -194,7 +198,9 @@ class RaceOver(RequestEvent, frozen=True, tag=True):
 
 
 class LegFailed(RequestEvent, frozen=True, tag=True):
-    """Answered by `Routed` (elsewhere, or local prefill) or `Rejected`."""
+    """A leg of a request failed. Answered by `Routed` (elsewhere, or local prefill) or `Rejected`;
+    nothing if the request is held again.
+    """
 
     leg: Leg
     failure: Failure
@@ -203,9 +209,11 @@ class LegFailed(RequestEvent, frozen=True, tag=True):
     why: str = ""
     """One clause for operators."""
     lack: Lack | None = None
-    """With REFUSED."""
+    """The thing that the worker lacks; only with REFUSED."""
     is_claim: bool = False
-    """A caller says so: it counts for this request only."""
+    """A caller reports the failure, and the router has not seen it: it counts for this request
+    only.
+    """
 
 
 class RequestEnded(RequestEvent, frozen=True, tag=True):
@@ -273,7 +281,9 @@ class HintAnswer(msgspec.Struct, frozen=True, kw_only=True):
     pinned_s: float = 0.0
     pinned_tokens: int = 0
     refused: str = ""
-    """Word for why nothing is pinned; empty: it is, or was not wanted."""
+    """Word for the reason why nothing is pinned; empty: the prompt is pinned, or no pin
+    was wanted.
+    """
     ends_session: bool = False
 
 
@@ -282,11 +292,13 @@ class Routed(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     worker: str
-    """Decode leg, or the whole request."""
+    """Worker of the decode leg, or of the whole request."""
     model: str
     """Name to write into the body: served model or adapter."""
     prefill_worker: str | None
-    """None: local prefill. Sent at the same time as the decode leg (grant first)."""
+    """Worker of the prefill leg, sent at the same time as the decode leg (grant first); None: local
+    prefill.
+    """
     fallbacks: tuple[str, ...]
     """Next best workers, for Envoy's list."""
     attempt: int
@@ -297,11 +309,11 @@ class Routed(msgspec.Struct, frozen=True, tag=True):
     may_race: bool
     draft: ReceiptDraft
     hints: HintAnswer | None = None
-    """None: the client gave none."""
+    """Answer to the client's hints; None: it gave none."""
 
     @property
     def receipt(self) -> Receipt:
-        """Made for each reader."""
+        """The receipt of the decision, made anew from the draft for each reader."""
         return self.draft.receipt()
 
 
@@ -315,14 +327,15 @@ class Raced(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbandonWorker(msgspec.Struct, frozen=True, tag=True):
-    """The worker is silent, and another one that may serve its requests is not: end those that have
-    no first byte yet, with `Failure.SILENT`. Once for each `ProbeResult.SILENT`."""
+    """The worker is silent, and another one that may serve its requests is not: end its requests
+    that have no first byte yet, with `Failure.SILENT`. Once for each `ProbeResult.SILENT`.
+    """
 
     worker: str
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """Final: answer the client with it."""
+    """The request is rejected for good: answer the client with this error."""
 
     request_id: str
     status: int
@@ -331,9 +344,9 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     """A word for the metric and `x-kvstore-dropped-reason`: `RejectReason` values."""
     retry_after_s: float | None
     known_models: tuple[str, ...]
-    """With 400 and 404."""
+    """Names of the models that there are; with 400 and 404."""
     predicted_s: float = 0.0
-    """With OBJECTIVE: the TTFT, and below what it may be."""
+    """With OBJECTIVE: the predicted TTFT; `objective_s` is the limit that it breaks."""
     objective_s: float = 0.0
     fault: str = ""
     """With FAULT: the traceback, for the log."""
@@ -361,7 +374,7 @@ class RejectReason(enum.StrEnum):
 
     @property
     def status(self) -> int:
-        """Status of the answer."""
+        """HTTP status of the answer."""
         return _STATUS.get(self, 429)
 
 
@@ -369,7 +382,7 @@ class Blocked(enum.Enum):
     """Why there is no placement."""
 
     LOAD = "load"
-    """Waiting can help."""
+    """All workers that fit have too much load now: waiting can help."""
     LANES = "lanes"
     """The remote prefill waits for a prefiller."""
     NO_WORKERS = "no workers"
@@ -380,7 +393,7 @@ class Unplaced(NamedTuple):
 
     reason: RejectReason
     predicted_s: float = 0.0
-    """With OBJECTIVE."""
+    """Predicted TTFT; with OBJECTIVE."""
 
 
 _STATUS: Final = {

@@ -33,44 +33,50 @@ class FeatureColumn(enum.IntEnum):
     """Columns, with their names in receipts."""
 
     QUEUE_S = 0
-    """Prefill ahead, own and others'."""
+    """Seconds of prefill ahead at the worker, of own requests and of others."""
     QUEUED = 1
     """Requests before their first token."""
     STREAMS = 2
     MEMORY = 3
-    """Share of the KV cache in use, with what requests need that were sent since its report."""
+    """Share of the KV cache in use by the engine's last report, with the need of requests sent
+    since.
+    """
     MEMORY_TOKENS = 4
-    """0: not known."""
+    """Tokens that the KV cache holds; 0: not known."""
     HBM = 5
-    """Leading tokens in the engine's memory, …"""
+    """Leading tokens in the engine's memory."""
     DRAM = 6
-    """… in the tiers of its node, this one or a faster, …"""
+    """Leading tokens in dram of the worker's node; FILE: on its disk or in its dram."""
     FILE = 7
     REMOTE = 8
-    """… in dram of another node."""
+    """Leading tokens in dram of another node."""
     TRUST = 9
-    """Place in `TRUSTS`."""
+    """Trust in the four lengths above, as a place in `TRUSTS`."""
     HIT_RATIO = 10
     UNFIT = 11
-    """0, or the place in `filters.Dropped` of what no policy changes."""
+    """0, or the place in `filters.Dropped` of the reason why the worker does not fit, under any
+    policy.
+    """
     IDLE_S = 12
-    """Since a request was sent there."""
+    """Seconds since a request was sent there."""
     POSITION = 13
-    """Row: what `round-robin` and `session` go by."""
+    """Row of the worker in the fleet, by which `round-robin` and `session` go."""
     WARM = 14
-    """1: adapter is loaded."""
+    """1: the request's LoRA adapter is loaded, or it has none."""
     YOUNG = 15
-    """Streams that have just begun, and the one that is about to."""
+    """Streams that have just begun, fading with time, and 1 for one that is about to."""
     LINK = 16
     """Bytes/s to the other leg's worker; 0: there is none, or it is on the same node."""
     FETCH_RATIO = 17
-    """As HIT_RATIO, of what only another node has."""
+    """Observed over predicted tokens, for those that only another node has; HIT_RATIO is for the
+    rest.
+    """
     STAYS = 18
-    """1: the last request of its session was there."""
+    """1: the last request of the session was there."""
     WAITING = 19
     """Requests in the engine's own queue."""
     LATE_S = 20
-    """Lateness of its probe."""
+    """Seconds by which the worker's last probe was late."""
 
 
 class Features(msgspec.Struct):
@@ -88,12 +94,16 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     seed: int
     session_hash: int = 0
-    """0: no session; its worker is by hash of the first block then."""
+    """Hash of the session or, without one, of the first key; 0: neither. Policy `session` goes by
+    it.
+    """
     pressure: float = 0.0
 
 
 def load_columns(fleet: Fleet, crew: Crew, now_ns: int) -> Floats:
-    """Features without those of a request."""
+    """Load of each worker of a crew, as columns of Features; those that depend on the request are
+    at their defaults.
+    """
     part = fleet.columns.take(crew.rows, axis=1)
     costs = fleet.policy.costs
     columns = (crew.base if crew.base is not None else _base(crew, part)).copy()
@@ -127,8 +137,10 @@ def load_columns(fleet: Fleet, crew: Crew, now_ns: int) -> Floats:
 
 
 def _waiting(part: Floats, now_ns: int) -> Floats:
-    """Old counts halve each STALE_S, down to nobody: else a request that does not fit into
-    memory would wait for ever for an engine whose metrics cannot be read any more."""
+    """Requests in each engine's own queue. A count older than STALE_S halves each STALE_S, down to
+    0: else a request that does not fit into memory would wait for ever for an engine whose metrics
+    cannot be read any more.
+    """
     waiting: Floats = part[FleetColumn.WAITING]
     if not np.count_nonzero(waiting):
         return waiting
@@ -137,7 +149,9 @@ def _waiting(part: Floats, now_ns: int) -> Floats:
 
 
 def _base(crew: Crew, part: Floats) -> Floats:
-    """Columns that only another description of a worker changes."""
+    """Columns that change only with the description of a worker. Keeps them in `crew.base`, and the
+    size of each KV cache in `crew.room`.
+    """
     base = crew.base = np.zeros((len(FeatureColumn), len(crew.rows)))
     memory = base[FeatureColumn.MEMORY_TOKENS] = part[FleetColumn.MEMORY_TOKENS]
     base[FeatureColumn.POSITION] = crew.rows
@@ -157,7 +171,7 @@ class PrefixColumns:
         self._row_of_engine: dict[tuple[str, str, int], int] = {}
         self._rows_of_node: dict[str, list[int]] = {}
         self._is_followed: list[bool] = []
-        """By row: whether the index knows its memory."""
+        """By row: whether the index follows the worker's engine or node."""
         self._has_strangers = False
 
     def _places(self) -> None:
@@ -184,7 +198,7 @@ class PrefixColumns:
         prefix: PrefixAnswer | None,
         now_ns: int,
     ) -> None:
-        """Write columns HBM to TRUST."""
+        """Write columns HBM to TRUST of the workers at `rows`."""
         if not request.keys:
             return
         self._places()
@@ -223,8 +237,9 @@ class PrefixColumns:
         *,
         has_index: bool,
     ) -> None:
-        """All that was sent to workers that nobody follows; to others, what the index cannot know
-        yet."""
+        """Raise `hbm` (leading blocks by row) to all that was sent, at workers that the index does
+        not follow; at others, to blocks sent so lately that the index cannot know them.
+        """
         row_of = self._fleet.row_of
         if has_index:
             young = self._sent(request, now_ns, young_only=True)
@@ -240,7 +255,9 @@ class PrefixColumns:
                     hbm[row], trust[row] = blocks, _APPROXIMATE
 
     def _sent(self, request: RouteRequest, now_ns: int, *, young_only: bool) -> dict[str, int]:
-        """By worker: leading blocks of this request's prompts that it was sent before, in sum."""
+        """Worker → leading blocks of this request's prompts that it was sent before, summed over
+        the prompts.
+        """
         found: dict[str, int] = {}
         for keys in request.chains:
             sent = self._tree.match(keys, now_ns, step=request.key_step, young_only=young_only)

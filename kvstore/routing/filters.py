@@ -33,15 +33,15 @@ class Dropped(enum.StrEnum):
     FAILED = "failed-before"
     """An earlier attempt of this request failed there."""
     MEDIA = "media"
-    """By its word the model takes no images, audio or video."""
+    """The engine has said that the model takes no images, audio or video."""
     CONTEXT = "context"
     """Prompt and output are longer than its context."""
     BREAKER = "breaker"
-    """Its requests failed."""
+    """Requests failed there: its circuit breaker is open."""
     TERMINATING = "terminating"
     DOWN = "down"
     RESTS = "rests"
-    """Full a moment ago, by its own word."""
+    """The engine said a moment ago that it is full."""
     QUEUE = "queue"
     RUNNING = "running"
     MEMORY = "memory"
@@ -52,7 +52,7 @@ class Dropped(enum.StrEnum):
 DROPS: Final = tuple(Dropped)
 _CODE: Final = {drop: code for code, drop in enumerate(DROPS)}
 _OF_THE_MOMENT: Final = _CODE[Dropped.QUEUE]
-"""From here on waiting can help."""
+"""Codes from this one on are about load: waiting can help."""
 LANE: Final = _CODE[Dropped.LANE]
 LAST_RESORTS: Final = tuple(
     _CODE[drop]
@@ -64,7 +64,7 @@ LAST_RESORTS: Final = tuple(
 
 
 def unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> int:
-    """Code of the reason, 0: none. Column UNFIT."""
+    """Code of the reason why a worker does not fit a request, 0: none. Column UNFIT."""
     return _CODE[_unfit(state, opened, now_ns)]
 
 
@@ -96,12 +96,12 @@ def _unfit(state: WorkerState, opened: OpenRequest, now_ns: int) -> Dropped:
 
 
 def warmth(state: WorkerState, adapter: str) -> float:
-    """Column WARM."""
+    """1: the adapter is loaded, or none is needed; else 0. Column WARM."""
     return float(not adapter or adapter in state.adapters)
 
 
 def dropped(columns: Floats, limits: PolicyLimits, *, need_tokens: int) -> npt.NDArray[np.intp]:
-    """Code for each worker, 0: it can take the request."""
+    """Code of the filter that drops each worker (place in DROPS), 0: it can take the request."""
     codes: npt.NDArray[np.intp] = columns[FeatureColumn.UNFIT].astype(np.intp)
     waiting, queued = columns[FeatureColumn.WAITING], columns[FeatureColumn.QUEUED]
     masks = []
@@ -123,7 +123,7 @@ def dropped(columns: Floats, limits: PolicyLimits, *, need_tokens: int) -> npt.N
 
 
 def dropped_names(workers: list[str], codes: npt.NDArray[np.intp]) -> dict[str, str]:
-    """Worker → word of the filter."""
+    """Worker → word of the filter that drops it; workers that can take the request are left out."""
     if not np.count_nonzero(codes):
         return {}
     return {workers[place]: DROPS[codes[place]].value for place in np.flatnonzero(codes).tolist()}

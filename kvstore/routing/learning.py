@@ -27,27 +27,27 @@ LEAST, MOST = 0.25, 4.0
 _CLIP: Final = 2.0
 _SMOOTH: Final = 0.05
 _WHOLE_TOKENS: Final = 1000
-"""A prediction of fewer tokens counts less."""
+"""Observations with a prediction of fewer tokens count less, in proportion."""
 _LEAST_S: Final = 1e-9
 _OUTPUT_TOKENS: Final = 256.0
-"""Before an answer was seen."""
+"""Expected tokens of an answer before any was seen."""
 _OUTPUT_TOKENS_MAX: Final = 1 << 20
 _MODELS_MAX: Final = 1000
 
 
 class TermWeights:
-    """Weights by worker name: arrays of as many as terms are learned, 1 at the start."""
+    """Learned weights of the terms by worker: one for each learned term, 1 at the start."""
 
     def __init__(self, settings: PolicyLearning) -> None:
         self.settings = settings
         self._place: dict[str, int] = {}
         self._all: Floats = np.ones((LEARNED, 0))
-        """A column for each worker."""
+        """Weights (learned terms, workers)."""
         self._last: tuple[list[str], npt.NDArray[np.intp]] = [], np.zeros(0, dtype=np.intp)
         """Workers that were asked for last, and their columns."""
 
     def of(self, workers: list[str]) -> Floats:
-        """Shape (learned terms, workers)."""
+        """Weights of these workers: (learned terms, workers)."""
         known, columns = self._last
         if known is not workers:  # a crew's list of names is the same until the crew changes
             columns = np.array([self._column(name) for name in workers], dtype=np.intp)
@@ -55,7 +55,7 @@ class TermWeights:
         return self._all.take(columns, axis=1)
 
     def _column(self, worker: str) -> int:
-        """Its column; a new worker starts with the mean."""
+        """Column of a worker; a new worker starts with the mean of all."""
         if worker not in self._place:
             known = self._all.shape[1] > 0
             mean = self._all.mean(axis=1, keepdims=True) if known else np.ones((LEARNED, 1))
@@ -64,8 +64,9 @@ class TermWeights:
         return self._place[worker]
 
     def learn(self, worker: str, raw: Floats, achieved_s: float) -> float:
-        """One step. Args: `raw`: terms without weights at the worker. Returns the relative error of
-        the prediction."""
+        """Move the weights of a worker by one step. `raw`: its terms without weights. Returns the
+        relative error of the prediction.
+        """
         column = self._column(worker)
         weights = self._all[:, column]
         predicted = float(raw @ weights)
@@ -80,7 +81,7 @@ class TermWeights:
         return error
 
     def forget(self, worker: str) -> None:
-        """A worker is gone."""
+        """Drop the weights of a worker that is gone."""
         column = self._place.pop(worker, None)
         if column is not None:
             self._last = [], self._last[1]
@@ -101,12 +102,14 @@ class OutputLengths:
         self._means = OrderedDict[str, float]()
 
     def expected(self, model: str, most: int | None) -> int:
-        """Args: `most`: limit of the client; None: it gave none."""
+        """Tokens that an answer will probably have. `most`: limit of the client; None: it gave
+        none.
+        """
         mean = self._means.get(model, _OUTPUT_TOKENS)
         return round(mean if most is None else min(mean, most))
 
     def learn(self, model: str, tokens: int) -> None:
-        """An answer had so many."""
+        """Take the tokens of an answer into the mean of its model."""
         before = self._means.get(model, _OUTPUT_TOKENS)
         self._means[model] = before + _SMOOTH * (min(tokens, _OUTPUT_TOKENS_MAX) - before)
         self._means.move_to_end(model)
@@ -115,7 +118,9 @@ class OutputLengths:
 
 
 def smoothed_ratio(before: float, predicted: float, observed: float) -> float:
-    """Cached tokens observed over predicted, smoothed; a prediction of nothing changes nothing."""
+    """The smoothed ratio after one more observation: `before` moves towards observed ÷ predicted
+    cached tokens. A prediction of less than a token changes nothing.
+    """
     if predicted < 1:
         return before
     rate = _SMOOTH * min(1.0, predicted / _WHOLE_TOKENS)

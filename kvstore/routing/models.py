@@ -41,11 +41,14 @@ class ModelUnknown(Exception):
 
 
 class ModelMap:
-    """Names by one policy and one set of workers."""
+    """Names of models that clients may use, with their pools, by one policy and one set
+    of workers.
+    """
 
     def __init__(self, policy: RoutingPolicy, workers: Iterable[WorkerSpec] = ()) -> None:
-        """Args: `workers`: their models and adapters count when the policy names no models, and the
-        pools that serve a model when its rule names none."""
+        """`workers`: their models and adapters count if the policy names no models; and a rule that
+        names no pools has the pools of the workers that serve its model.
+        """
         self._rules: dict[str, tuple[str, str, tuple[ModelPool, ...]]] = {}
         """Name → (base, adapter, pools)."""
         pools_of: dict[tuple[str, str], dict[str, None]] = {}
@@ -76,12 +79,15 @@ class ModelMap:
         return tuple(sorted(self._rules))
 
     def served(self, name: str) -> list[str]:
-        """Names of a client's model at the workers of its pools; of an adapter its base's."""
+        """Names of a client's model at the workers of its pools; for an adapter, those of its base
+        model.
+        """
         base, _, pools = self._rules.get(name, (name, "", ()))
         return [pool.served or base for pool in pools] or [base]
 
     def resolve(self, name: str, *, session: str, request_id: str, stays_in: str = "") -> ModelSide:
-        """`name`: empty, it is the only model. `stays_in`: pool of the session's last request.
+        """Pool and model for a request. `name`: empty for the only model. `stays_in`: pool of the
+        session's last request.
 
         Raises:
             ModelUnknown: no rule has the name.

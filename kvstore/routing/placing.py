@@ -78,7 +78,7 @@ def _local(opened: OpenRequest, verdict: RouteVerdict, reason: SplitReason) -> P
 
 
 def _idle(verdict: RouteVerdict) -> int | None:
-    """The best worker without any request; None: all have some."""
+    """Place of the best worker without any request; None: all have some."""
     columns = verdict.features.columns
     busy = columns[FeatureColumn.QUEUED] + columns[FeatureColumn.STREAMS]
     busy += columns[FeatureColumn.QUEUE_S]  # other routers say tokens, not requests
@@ -97,7 +97,9 @@ def _remote(placed: Placement, legs: RouteVerdict) -> Placement:
 
 
 def kept(verdict: RouteVerdict, count_max: int) -> list[int] | slice:
-    """Places of the workers that a receipt has: all in their order, or the best ones."""
+    """Places of the workers that a receipt has: all in their order (a slice), or the best
+    `count_max`.
+    """
     if len(verdict.features.workers) <= count_max:
         return slice(None)
     return sorted((verdict.order or range(count_max))[:count_max])
@@ -113,11 +115,11 @@ class Placer:
         self.splits: dict[str, PrefillSplit] = {}
         self.lanes: dict[str, PrefillLanes] = {}
         self.utilisation = 0.0
-        """Share of workers that compute, as arrivals see it; smoothed."""
+        """Share of workers with queued requests, as arriving requests find it; smoothed."""
         self.hit_share = 0.0
-        """Share of prompt tokens; smoothed."""
+        """Share of prompt tokens that are expected to be cached; smoothed."""
         self._full: dict[str, tuple[int, float]] = {}
-        """Pool → when, saturation."""
+        """Pool → (when it was measured in ns, saturation)."""
         self._seen_ns: dict[str, dict[int, int]] = {}
         """Pool → class rank → when a request of it was sent last."""
         self.tree = tree
@@ -126,14 +128,14 @@ class Placer:
         self.adopt(fleet.policy)
 
     def adopt(self, policy: RoutingPolicy) -> None:
-        """Go on under another policy, which the fleet has."""
+        """Use another policy from now on, which the fleet has already."""
         self.policy_hash = policy_hash(policy)
         self.weights.settings = policy.learning
         for split in self.splits.values():
             split.settings = policy.split
 
     def split_of(self, pool: str) -> tuple[PrefillSplit, PrefillLanes]:
-        """Thresholds and queue of a pool."""
+        """(thresholds, queue) of a pool's remote prefills."""
         if pool not in self.splits:
             self.splits[pool] = PrefillSplit(self.fleet.policy.split)
             self.lanes.setdefault(pool, PrefillLanes())
@@ -160,7 +162,9 @@ class Placer:
         return Features(crew.names, columns)
 
     def queue(self, opened: OpenRequest, now_ns: int) -> None:
-        """Into the lanes, by the prompt's length less what was hit at the last judgement."""
+        """Put a request into the lanes of its pool, by the tokens that were uncached at the last
+        judgement.
+        """
         _, lanes = self.split_of(opened.pool)
         request = opened.request
         uncached = opened.uncached or request.prompt_tokens
@@ -168,7 +172,7 @@ class Placer:
         lanes.add(LaneEntry(request.request_id, uncached, priority, now_ns, opened.number))
 
     def judge(self, opened: OpenRequest, now_ns: int) -> None:
-        """Note where the request would likely go."""
+        """Note the worker that the request would likely go to now, as `likely_worker`."""
         crew = self.fleet.crew(opened.pool, prefill=False)
         if crew.states:
             order = self._weigh(opened, crew, now_ns).order
@@ -248,8 +252,9 @@ class Placer:
     def _saturation(
         self, opened: OpenRequest, columns: Floats, bound: float | None, now_ns: int
     ) -> float:
-        """Saturation at this moment for a class with a bound, else some milliseconds ago, since
-        only the ladder reads it then."""
+        """Saturation of the request's pool: of this moment for a class with a bound, else up to 20
+        ms old, since only the degradation ladder reads it then.
+        """
         at_ns, value = self._full.get(opened.pool, (-_FRESH_NS, 0.0))
         if bound is not None or now_ns - at_ns >= _FRESH_NS:
             value = saturation(columns, self.fleet.policy.limits).value
@@ -257,7 +262,9 @@ class Placer:
         return value
 
     def _backlog_s(self, opened: OpenRequest, now_ns: int) -> float:
-        """Prefill ahead that a request of the class may have at its worker; infinite: any."""
+        """Seconds of prefill that may be ahead of a request of this class at its worker; infinite:
+        any.
+        """
         service = self.fleet.policy.classes[opened.service]
         since_ns = now_ns - int(URGENT_S * NS_PER_S)
         seen = self._seen_ns.get(opened.pool, {})
@@ -284,7 +291,7 @@ class Placer:
         now_ns: int,
         predicted_s: float = 0.0,
     ) -> ReceiptDraft:
-        """`placed` None: the request is rejected; `predicted_s` is why, or 0."""
+        """Draft of the receipt. `placed` None: rejected because of `predicted_s`, or 0."""
         features, case = verdict.features, verdict.case
         request, prefix = opened.request, opened.prefix
         held_s = (now_ns - opened.arrived_ns) / NS_PER_S if opened.was_held else 0.0
@@ -333,7 +340,7 @@ class Placer:
         )
 
     def _trust(self, opened: OpenRequest, features: Features, place: int) -> PrefixTrust:
-        """Trust in what was known of the worker's prefixes, be it that it has none."""
+        """Trust in the prefix length that was known of the worker, also if that is 0."""
         request, prefix, worker = opened.request, opened.prefix, features.workers[place]
         trust = TRUSTS[int(features.columns[FeatureColumn.TRUST, place])]
         state = self.fleet.workers[self.fleet.row_of[worker]]
@@ -346,21 +353,23 @@ class Placer:
         return prefix.trust
 
     def sent(self, opened: OpenRequest, placed: Placement, now_ns: int) -> None:
-        """Note a decision: only requests that are sent make less urgent ones yield."""
+        """Note a request that is sent: only those make less urgent ones yield."""
         share = placed.hit_tokens / max(1, opened.request.prompt_tokens)
         self.hit_share += _SMOOTH * (share - self.hit_share)
         rank = self.fleet.policy.classes[opened.service].rank
         self._seen_ns.setdefault(opened.pool, {})[rank] = now_ns
 
     def withdraw(self, request: RouteRequest, placed: Placement) -> None:
-        """Forget that a request, of which a leg failed, was sent: both legs are void."""
+        """Take a request out of the tree at both workers of an attempt: a leg failed, so both are
+        void.
+        """
         kept = 0.0 if request.parts else placed.hit_tokens / request.block_tokens
         for worker in filter(None, (placed.worker, placed.prefill_worker)):
             for keys in request.chains:
                 self.tree.withdraw(keys, worker, step=request.key_step, after_blocks=kept)
 
     def sample_utilisation(self, opened: OpenRequest) -> None:
-        """Note what an arrival finds."""
+        """Take the share of busy workers that an arriving request finds into `utilisation`."""
         rows = self.fleet.crew(opened.pool, prefill=False).rows
         if rows.size:
             busy = int(np.count_nonzero(self.fleet.columns[FleetColumn.QUEUED].take(rows)))
@@ -386,7 +395,9 @@ class Placer:
     def _where(
         self, opened: OpenRequest, verdict: RouteVerdict, now_ns: int
     ) -> tuple[SplitReason, Features | Literal[Blocked.LANES] | None]:
-        """Local or remote; a remote one with its prefillers, or blocked if none may take it now."""
+        """(reason, prefillers): local with None, remote with its prefillers, or with Blocked.LANES
+        if none of them may take it now.
+        """
         pool, settings, request = opened.pool, self.fleet.policy.split, opened.request
         crew = self.fleet.crew(pool, prefill=True)
         if not crew.states:

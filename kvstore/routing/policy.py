@@ -309,7 +309,9 @@ def _not_finite(value: object, place: str = "") -> str:
 
 
 def _parts(mapping: dict[str, Any]) -> Iterator[_Part]:
-    """Structs inside, innermost first, so that an error names its place."""
+    """(place, value, kind) of the structs inside, innermost first, so that an error names its
+    place.
+    """
     for section, kind in _SECTIONS.items():
         if section in mapping:
             yield section, mapping[section], kind
@@ -323,7 +325,7 @@ def _parts(mapping: dict[str, Any]) -> Iterator[_Part]:
 
 
 def _faults(policy: RoutingPolicy) -> Iterator[str]:
-    """Values that fit by themselves and not together."""
+    """One sentence for each conflict between values that are valid by themselves."""
     if policy.default_class not in policy.classes:
         known = ", ".join(policy.classes)
         yield f"default_class {policy.default_class!r} is no class: write one of {known}"

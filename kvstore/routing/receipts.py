@@ -125,7 +125,7 @@ class ReceiptDraft(msgspec.Struct, frozen=True):
     """Parts of a receipt. The arrays never change any more."""
 
     plain: Receipt
-    """All of it but the tables."""
+    """The receipt without its tables."""
     workers: list[str]
     columns: Floats
     terms: dict[str, Floats]
@@ -134,7 +134,7 @@ class ReceiptDraft(msgspec.Struct, frozen=True):
     cached: Floats
 
     def receipt(self) -> Receipt:
-        """Made anew by each call."""
+        """The receipt, made anew by each call."""
         return msgspec.structs.replace(
             self.plain,
             workers=tuple(self.workers),
@@ -146,10 +146,10 @@ class ReceiptDraft(msgspec.Struct, frozen=True):
         )
 
     def ended(self, outcome: RouteOutcome) -> ReceiptDraft:
-        """With what followed."""
+        """The draft with the outcome of its request."""
         plain = msgspec.structs.replace(self.plain, outcome=outcome)
         return msgspec.structs.replace(self, plain=plain)
 
     def feature(self, column: FeatureColumn, worker: str) -> float:
-        """A number that the decision went by."""
+        """Value of a feature at a worker, as the decision used it."""
         return float(self.columns[column, self.workers.index(worker)])

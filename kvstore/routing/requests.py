@@ -29,42 +29,46 @@ class OpenRequest(msgspec.Struct):
     slow: set[str] = msgspec.field(default_factory=set)
     """Those of them that were silent: tried again when nobody else is left."""
     suspects: list[tuple[str, str]] = msgspec.field(default_factory=list)
-    """Workers that failed where the request may be the cause, with the reason …"""
+    """(worker, reason) of failures that the request may have caused."""
     decode_suspects: int = 0
-    """… and how often that was no prefiller."""
+    """Failures ERROR and BROKEN of workers that were not its prefiller."""
     is_elsewhere: bool = False
     """A gateway sent it to another worker than the chosen one."""
     was_sent: bool = False
     """A worker got it, and failed."""
     refusals: int = 0
-    """Workers that refused it."""
+    """Number of refusals by workers."""
     output_tokens_expected: int = 0
     is_held: bool = False
     was_held: bool = False
     routed_ns: int = 0
     placement: Placement | None = None
     flight: str = ""
-    """Under which `placement` is counted at its worker."""
+    """Id of the flight under which `placement` is counted at its worker."""
     race: Placement | None = None
     """The second attempt of a race, beside `placement`."""
     is_late: bool = False
     is_local: bool = False
-    """Prefillers failed so often that its decoder computes."""
+    """Prefillers failed so often that its decoder computes the prompt."""
     last_resort: int = 0
-    """No worker was fit at the last judgement: place of the reason in `LAST_RESORTS`, from 1."""
+    """Place in `LAST_RESORTS`, from 1, of the reason that was overlooked at the last judgement,
+    since no worker was fit; 0: none was.
+    """
     has_begun: bool = False
     uncached: float = 0.0
-    """Tokens of a remote prefill that waits."""
+    """Uncached tokens of its remote prefill, while that waits in the lanes."""
     stays_at: str = ""
     """Worker of its session's last request; empty: none, or too long ago."""
     is_prepared: bool = False
     """Its node was asked to bring blocks, or has nothing to bring."""
     likely_worker: str | None = None
-    """While it is held: the best one at the last try, for promotion or a fetch ahead of time."""
+    """Best worker at the last try, while the request is held; for promotion or a fetch ahead of
+    time.
+    """
     expires_ns: int | None = None
     """End of its time to live, once it was held; None: never."""
     outcome: RouteOutcome = msgspec.field(default_factory=RouteOutcome)
-    """For its receipt."""
+    """Outcome for its receipt, filled in until the request ends."""
 
     @property
     def request_id(self) -> str:
@@ -76,25 +80,29 @@ class OpenRequest(msgspec.Struct):
 
 
 class Placement(msgspec.Struct):
-    """Result of an attempt."""
+    """Result of an attempt: worker, prefiller, and the predictions for them."""
 
     worker: str
     prefill_worker: str
     reason: SplitReason
     work_s: float
-    """Prefill that it brings, to the prefiller or the worker."""
+    """Seconds of prefill that the request brings to the prefiller or, without one, to the
+    worker.
+    """
     need_tokens: int
     uncached: float
     hit_tokens: float
-    """Predicted."""
+    """Prompt tokens that are predicted to be cached."""
     offered: tuple[float, float]
-    """Tokens that its own tiers have, and further ones of other nodes; trusted, but no ratios."""
+    """Tokens that the worker's own tiers have, and further ones of other nodes; times the trust in
+    them, without learned ratios.
+    """
     predicted_s: float
-    """From now."""
+    """Predicted TTFT, in seconds from the decision."""
     local_s: float
-    """Predicted for a local prefill."""
+    """Predicted TTFT of a local prefill."""
     raw: Floats
-    """Terms at the worker that computes, to learn from."""
+    """Terms without weights at the worker that computes, to learn from."""
     has_others: bool
     """Whether another worker could take the request."""
     draft: ReceiptDraft | None = None

@@ -34,11 +34,14 @@ from kvstore.routing.policy import PolicySplit
 from kvstore.units import NS_PER_S
 
 _UP, _DOWN = 1.05, 0.98
-"""Slow down: a remote prefill that does not pay costs two workers."""
+"""Factors of the threshold after a remote prefill that did not pay, and after one that did. Slow
+down: a remote prefill that does not pay costs two workers.
+"""
 
 PREFILLER_REQUESTS_MAX: Final = 4
-"""At a prefiller at once: one that is computed, the others hide the way there. Late binding: what
-waits here can still be overtaken, what waits there cannot."""
+"""Most requests at a prefiller at once: one is computed, the others hide the way there. The rest
+wait in the router, where they can still be overtaken.
+"""
 
 
 BUCKET_TOKENS: Final = (512, 2048, 8192, 32768)
@@ -47,9 +50,9 @@ AGING_S: Final = 1.0
 """Waiting time after which a prompt moves to the next shorter bucket."""
 LEARNED_LEAST: Final = 64.0
 _SLACK: Final = 100
-"""Entries of a heap that are gone; more, and more than half, are swept out."""
+"""A heap is swept when more than half of its entries, and more than this, are gone."""
 _LONG_BUCKET: Final = 3
-"""By default more than 8,192 tokens: a prefill that others notice."""
+"""First bucket of long prompts, by default more than 8,192 tokens, whose prefill others notice."""
 
 
 class SplitReason(enum.StrEnum):
@@ -57,13 +60,13 @@ class SplitReason(enum.StrEnum):
 
     NO_PREFILLERS = "no-prefillers"
     OFF = "off"
-    """By policy or by the request."""
+    """Remote prefill is off, by policy or for the request."""
     SHORT = "short"
     LONG = "long"
     BUSY_DECODE = "busy-decode"
     PREFILL_QUEUE = "prefill-queue"
     FELL_BACK = "fell-back"
-    """Every prefiller failed for this request."""
+    """Every prefiller failed or does not fit this request, or the chosen worker is one itself."""
 
     @property
     def is_remote(self) -> bool:
@@ -79,8 +82,9 @@ class PrefillSplit:
         self.uncached_min = float(settings.uncached_min)
 
     def where(self, *, uncached: float, streams: float, prefill_queue: float) -> SplitReason:
-        """See the table. Args: `prefill_queue`: requests at the least loaded prefiller and those
-        that wait for one, a prefiller's share."""
+        """Local or remote, by the table of the module. `prefill_queue`: requests at the least
+        loaded prefiller and, of those that wait for one, a prefiller's share.
+        """
         settings = self.settings
         busy_min = self.uncached_min * settings.busy_uncached_min / settings.uncached_min
         is_busy = streams >= settings.busy_streams and uncached >= busy_min
@@ -91,8 +95,9 @@ class PrefillSplit:
         return SplitReason.LONG if uncached >= self.uncached_min else SplitReason.BUSY_DECODE
 
     def learn(self, *, uncached: float, remote_s: float, local_s: float) -> None:
-        """A remote prefill took `remote_s`, where a local one would have taken `local_s`. Long
-        prompts say nothing about the threshold."""
+        """Adapt the threshold: a remote prefill took `remote_s`, where a local one was predicted to
+        take `local_s`. Long prompts are ignored, as they say nothing about the threshold.
+        """
         settings = self.settings
         if not settings.is_learned or uncached > 4 * self.uncached_min:
             return
@@ -111,13 +116,13 @@ class LaneEntry(msgspec.Struct, frozen=True):
 
 
 class PrefillLanes:
-    """Queue of one pool."""
+    """Queue of one pool's remote prefills, in lanes by length."""
 
     def __init__(self) -> None:
         self._lanes: list[list[tuple[int, int, LaneEntry]]] = [
             [] for _ in range(len(BUCKET_TOKENS) + 1)
         ]
-        """Heaps by (priority, number): the shortest first."""
+        """A heap by (priority, number) for each bucket, shortest prompts first."""
         self._waiting: dict[str, LaneEntry] = {}
 
     def __len__(self) -> int:
@@ -127,7 +132,7 @@ class PrefillLanes:
         return request_id in self._waiting
 
     def bucket(self, uncached: float) -> int:
-        """0: the short lane."""
+        """Bucket of a prompt by its uncached tokens; 0: the shortest."""
         return bisect.bisect_left(BUCKET_TOKENS, uncached)
 
     def add(self, entry: LaneEntry) -> None:
@@ -141,15 +146,17 @@ class PrefillLanes:
         heapq.heappush(heap, (entry.priority, entry.number, entry))
 
     def remove(self, request_id: str) -> bool:
-        """Aborted or served otherwise. Whether it was here."""
+        """Remove a request that was aborted or served otherwise. Returns whether it was queued."""
         return self._waiting.pop(request_id, None) is not None
 
     def uncached(self) -> float:
-        """Tokens that all of them will compute."""
+        """Uncached tokens of all queued prompts together."""
         return sum(entry.uncached for entry in self._waiting.values())
 
     def order(self, now_ns: int) -> list[LaneEntry]:
-        """Heads of the lanes, by bucket less aging."""
+        """First entry of each lane, in the order in which they are due: by bucket less aging, then
+        by arrival.
+        """
         heads = []
         for bucket, heap in enumerate(self._lanes):
             while heap and heap[0][2].request_id not in self._waiting:

@@ -26,7 +26,9 @@ _YOUNG_NS: Final = 10_000_000_000
 """So long after it was sent, a block counts as there although the index does not show it: longer
 than a delta and most queues take."""
 _FINE_STEPS: Final = 64
-"""Beyond so many steps, every fourth: a hit of 8,192 tokens is worth the same give or take 512."""
+"""Steps of a prompt that are all remembered; beyond them, every fourth is: a hit of 8,192 tokens is
+worth the same give or take 512.
+"""
 
 _ALL, _YOUNG, _STAMP, _CLEAN = range(4)
 
@@ -38,9 +40,10 @@ class ApproximateTree:
     def __init__(self, *, blocks_max: int) -> None:
         self.blocks_max = blocks_max
         self._blocks: OrderedDict[int, list[int]] = OrderedDict()
-        """First 8 bytes of a key → bits of workers, of those sent it within `_YOUNG_NS`, when, and
-        how many workers that left are taken out. Two keys with equal bytes cost a wrong guess, no
-        more."""
+        """First 8 bytes of a key → [bits of workers that were sent it, bits of those that were sent
+        it within `_YOUNG_NS`, time of the last, number of departures already taken out]. Two keys
+        with equal bytes cost a wrong guess, no more.
+        """
         self._last: tuple[bytes, int, tuple[list[int], list[int]]] = b"", 0, ([], [])
         self._bit_of: dict[str, int] = {}
         self._worker_of: dict[int, str] = {}
@@ -70,7 +73,9 @@ class ApproximateTree:
             blocks.popitem(last=False)
 
     def withdraw(self, keys: bytes, worker: str, *, step: int, after_blocks: float) -> None:
-        """A request came to nothing: the worker has no more than so many blocks of it."""
+        """A request came to nothing: the worker has no more than `after_blocks` leading blocks of
+        it.
+        """
         if worker not in self._bit_of:
             return
         keep = ~(1 << self._bit_of[worker])
@@ -84,7 +89,7 @@ class ApproximateTree:
                     del self._blocks[key]
 
     def match(self, keys: bytes, now_ns: int, *, step: int, young_only: bool) -> dict[str, int]:
-        """Leading blocks that each worker was sent; `young_only`: lately."""
+        """Worker → leading blocks of `keys` that it was sent; `young_only`: within `_YOUNG_NS`."""
         found: dict[str, int] = {}
         blocks, running, depth = self._blocks, -1, 0
         for key, end in zip(*self._picked(keys, step), strict=True):
@@ -125,7 +130,7 @@ class ApproximateTree:
         return number
 
     def forget(self, worker: str) -> None:
-        """A worker is gone or empty."""
+        """Forget what was sent to a worker that is gone or empty."""
         number = self._bit_of.pop(worker, None)
         if number is None:
             return
@@ -149,8 +154,9 @@ class ApproximateTree:
         entry[_CLEAN] = self._departures
 
     def _picked(self, keys: bytes, step: int) -> tuple[list[int], list[int]]:
-        """First 8 bytes of the remembered keys, as numbers, and the blocks that each speaks for.
-        A request is looked for and sent within one turn: the last answer is kept."""
+        """(first 8 bytes of each remembered key, as a number; leading blocks that each stands for).
+        The last answer is kept, since a request is looked up and sent within one turn.
+        """
         known, by, picked = self._last
         if known is not keys or by != step:
             at, ends = _places(len(keys) // KEY_BYTES, step)
@@ -172,7 +178,7 @@ class ApproximateTree:
 
 @functools.lru_cache(maxsize=1024)
 def _places(count: int, step: int) -> tuple[npt.NDArray[np.intp], list[int]]:
-    """Keys to remember out of so many, and the blocks that each speaks for."""
+    """(places of the keys to remember out of `count`, leading blocks that each stands for)."""
     fine = step * _FINE_STEPS
     ends = [*range(step, min(count, fine) + 1, step), *range(fine + 4 * step, count + 1, 4 * step)]
     return np.array(ends, dtype=np.intp) - 1, ends

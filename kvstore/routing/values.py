@@ -22,11 +22,11 @@ class WorkerRole(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     ANY = "any"
-    """As the planner says: `prefill` or `both`."""
+    """The planner chooses: `prefill` or `both`."""
 
 
 class PrefixTrust(enum.StrEnum):
-    """Trust in prefix lengths, by their source. `PolicyCosts.trust` says what each is worth."""
+    """Trust in prefix lengths, by their source. `costs.TRUSTED` has the weight of each."""
 
     EXACT = "exact"
     CATCHING_UP = "catching-up"
@@ -71,8 +71,9 @@ class WorkerWord(enum.StrEnum):
 
 
 STEP_TOKENS: Final = 128
-"""With shorter blocks, one key in so many tokens is remembered; the chain makes it speak for those
-before it."""
+"""With shorter blocks, one key in so many tokens is remembered; as keys are chained, it stands for
+those before it.
+"""
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,9 +90,13 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int = 16
     """Tokens of the block of a key."""
     is_of_bytes: bool = False
-    """Its keys are of the bytes of its text, and its tokens estimated."""
+    """Nobody rendered the prompt: its keys are of the bytes of its text, and its tokens are
+    estimated.
+    """
     parts: tuple[int, ...] = ()
-    """Keys of each of several prompts, whose chains stand one behind the other; empty: one."""
+    """Number of keys of each prompt, if there are several, whose chains follow each other in
+    `keys`; empty: one prompt.
+    """
     output_tokens_max: int | None = None
     """Bound of the client; None: it gave none."""
     is_streamed: bool = True
@@ -110,7 +115,9 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     has_side_effects: bool = True
     """Racing two workers needs False."""
     pin_s: float = 0.0
-    """The client wants its prompt's blocks kept for so long; 0: no; below: no number of seconds."""
+    """Seconds for which the client wants its prompt's blocks kept; 0: no pin; negative: the client
+    gave no valid number.
+    """
     ends_session: bool = False
     """The client says that no request of the session follows."""
     is_bound_to_one: bool = False
@@ -122,7 +129,9 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key_step(self) -> int:
-        """One key in so many is remembered; never by an estimate, which changes."""
+        """One key in so many is remembered in the tree. All are if keys are of bytes: then
+        `block_tokens` is an estimate, which changes.
+        """
         return 1 if self.is_of_bytes else max(1, STEP_TOKENS // self.block_tokens)
 
     @property
@@ -187,7 +196,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Finishes its requests, and gets new ones where no other worker can take them."""
 
     def context_of(self, model: str) -> float:
-        """Infinite where it is not known."""
+        """Longest prompt with its output of a model, in tokens; infinite if it is not known."""
         return self.context_tokens.get(model, math.inf)
 
 
@@ -206,6 +215,6 @@ class SharedLoad(msgspec.Struct, frozen=True):
 
     worker: str
     prefill_tokens: int = 0
-    """Uncached, before their first token."""
+    """Uncached tokens of requests before their first token."""
     streams: int = 0
-    """After it."""
+    """Requests after their first token."""

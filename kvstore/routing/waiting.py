@@ -26,7 +26,7 @@ _RETRY_S_MAX: Final = 60
 TENANTS_MAX: Final = 4096
 """Tenants whose tokens are remembered; the one that was routed longest ago is forgotten."""
 _SLACK: Final = 1000
-"""Entries of a heap that are gone; more, and more than half, are swept out."""
+"""A heap is swept when more than half of its entries, and more than this, are gone."""
 
 
 _Lane = tuple[str, int, str]
@@ -89,7 +89,7 @@ class WaitingRoom:
         return displaced
 
     def remove(self, request_id: str) -> OpenRequest | None:
-        """Routed, rejected or aborted; no error if it is not here."""
+        """Remove a request that was routed, rejected or aborted; None if it is not here."""
         entry = self.entries.pop(request_id, None)
         if entry is not None:
             self._by_class[entry.service] -= 1
@@ -99,12 +99,14 @@ class WaitingRoom:
         return entry
 
     def move(self, request_id: str) -> None:
-        """From now on its turn is decided elsewhere."""
+        """From now on the turn of this request is decided elsewhere (`split.PrefillLanes`)."""
         self._elsewhere.add(request_id)
         self._trim(self.entries[request_id])
 
     def _trim(self, entry: OpenRequest) -> None:
-        """Heads of a lane that are not queued in it any more."""
+        """Drop the heads of an entry's lane that are not queued in it any more; an empty
+        lane goes.
+        """
         lane = self._lane(entry)
         heap = self._lanes.get(lane, [])
         while heap and not self._is_queued(heap[0][2]):
@@ -136,11 +138,11 @@ class WaitingRoom:
                 yield rank, self.entries[heap[0][2]]
 
     def pools(self) -> list[str]:
-        """Pools that somebody waits for."""
+        """Pools with held requests."""
         return [pool for pool, count in self._by_pool.items() if count]
 
     def ahead(self, pool: str, rank: int) -> int:
-        """Held requests of a pool with this rank or a more urgent one."""
+        """Number of held requests of a pool with this rank or a more urgent one."""
         classes = self.policy.classes
         return sum(
             1 for e in self.entries.values() if e.pool == pool and classes[e.service].rank <= rank
@@ -151,7 +153,7 @@ class WaitingRoom:
         return any(p == pool and its <= rank for p, its, _ in self._lanes)
 
     def expired(self, now_ns: int) -> list[OpenRequest]:
-        """Those whose time to live is over; they are not here any more."""
+        """Remove the requests whose time to live is over, and return them."""
         over = []
         while self._expiry and self._expiry[0][0] <= now_ns:
             entry = self.remove(heapq.heappop(self._expiry)[1])
@@ -160,20 +162,21 @@ class WaitingRoom:
         return over
 
     def rate_per_s(self, now_ns: int) -> float:
-        """Requests that leave the room for a worker; 0: none lately."""
+        """Held requests per second that are routed, lately; 0: not known."""
         if len(self._taken_ns) < 2:
             return 0.0
         span_s = max(1e-3, (now_ns - self._taken_ns[0]) / NS_PER_S)
         return len(self._taken_ns) / span_s
 
     def wait_s(self, ahead: int, now_ns: int) -> float:
-        """Expected time in the room."""
+        """Expected seconds in the room behind `ahead` requests; 0 if the rate is not known."""
         rate = self.rate_per_s(now_ns)
         return ahead / rate if rate else 0.0
 
     def retry_after_s(self, ahead: int, excess_s: float, now_ns: int) -> float:
-        """Whole seconds after which the request would fit: from the drain rate, or what it was
-        over its objective."""
+        """Whole seconds, 1 to 60, after which the request would fit: from the drain rate, or the
+        time by which it exceeds its objective.
+        """
         return float(
             min(_RETRY_S_MAX, max(1, math.ceil(max(self.wait_s(ahead, now_ns), excess_s))))
         )

@@ -57,13 +57,15 @@ class Stays:
         return len(self._stays)
 
     def find(self, request: RouteRequest, now_ns: int) -> Stay | None:
-        """None: it has none, or was silent for too long."""
+        """Stay of the request's session; None: the session has none, or its last request was more
+        than `session_ttl_s` ago.
+        """
         stay = self._stays.get(session_name(request))
         ttl_ns = self._fleet.policy.session_ttl_s * NS_PER_S
         return stay if stay is not None and now_ns - stay.at_ns < ttl_ns else None
 
     def keep(self, request: RouteRequest, pool: str, worker: str, now_ns: int) -> None:
-        """A request of a session goes to a worker, or ended there."""
+        """Note that a request of a session goes to this worker of this pool, or ended there now."""
         name = session_name(request)
         if not name:
             return
@@ -73,21 +75,23 @@ class Stays:
             self._stays.popitem(last=False)
 
     def home(self, before: str, chosen: str, failed: Collection[str]) -> str:
-        """Worker that a session stays at, of the one before and the one chosen now: the former,
-        where policies go by it and it only was too busy."""
+        """Worker that a session stays at: `before`, the one of its last request, with policy
+        `session`, if it is up and no attempt failed there; else `chosen`, the worker of this
+        request.
+        """
         row = self._fleet.row_of.get(before)
         if row is None or before in failed or self._fleet.policy.policy != "session":
             return chosen
         return before if self._fleet.workers[row].health.is_up else chosen
 
     def touch(self, request: RouteRequest, now_ns: int) -> None:
-        """A request of a session ended."""
+        """A request of a session ended: its stay lasts `session_ttl_s` from now."""
         stay = self.find(request, now_ns)
         if stay is not None:
             self.keep(request, stay.pool, stay.worker, now_ns)
 
     def end(self, request: RouteRequest) -> None:
-        """The session is over, says its client."""
+        """The client says that its session is over: forget the stay."""
         self._stays.pop(session_name(request), None)
 
     def check(self) -> None:
@@ -107,13 +111,13 @@ def session_name(request: RouteRequest) -> bytes:
 
 PINS_MAX: Final = 1024
 DUE_MAX: Final = 8
-"""Pins touched at a time; the next tick goes on."""
+"""Most pins that one tick touches; the next tick goes on with the rest."""
 PinName = tuple[str, bytes]
-"""Tenant, and session or last key."""
+"""(tenant, name of the session; without a session, the last key of the prompt)."""
 
 
 class Pin(msgspec.Struct):
-    """One in effect."""
+    """A pin in effect: keys of one prompt, touched at a worker's node until `until_ns`."""
 
     name: PinName
     worker: str
@@ -124,7 +128,7 @@ class Pin(msgspec.Struct):
 
 
 class PromptPins:
-    """See the module. In the order in which they are due."""
+    """All pins in effect, in the order in which they are due; see the module."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -137,7 +141,9 @@ class PromptPins:
     def take(
         self, request: RouteRequest, worker: str, now_ns: int, *, has_index: bool
     ) -> HintAnswer:
-        """A request that wants its prompt pinned goes to a worker."""
+        """Pin the prompt of a request that goes to `worker`. Returns for how long and how many
+        tokens, or the reason why not.
+        """
         settings = self._fleet.policy.ahead
         keys = request.keys[: KEYS_MAX * KEY_BYTES]
         name = (request.tenant, session_name(request) or keys[-KEY_BYTES:])

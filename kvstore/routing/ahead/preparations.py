@@ -35,13 +35,14 @@ from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX as KEYS_MAX
 
 PARTS_MAX: Final = 4
-"""Preparations of one request, one behind the other."""
+"""Most preparations for one request, each of the KEYS_MAX keys that follow."""
 HEAT_MAX: Final = 4096
 LOOK_NS: Final = NS_PER_S
-"""A hot prefix is looked at again after this …"""
+"""Time after which a hot prefix is looked at again if no copy was asked for."""
 REST_NS: Final = 10 * NS_PER_S
-"""… and after this, when it was copied: until the index shows the copy. A node that refused one
-rests for as long."""
+"""Time after which a hot prefix is looked at again once a copy was asked for, so that the index can
+show the copy. A node that refused a copy gets no other one for as long.
+"""
 COPY_S_MIN: Final = 1.0
 
 
@@ -51,7 +52,7 @@ class _Heat(msgspec.Struct):
     count: float
     at_ns: int
     rest_ns: int = 0
-    """Not looked at until then."""
+    """No copy of the prefix is considered before this time."""
 
 
 class Ahead:
@@ -62,10 +63,10 @@ class Ahead:
         self.pins = PromptPins(fleet)
         self._numbers = itertools.count(1)
         self._open: dict[int, tuple[Prepare, str]] = {}
-        """Preparations without an answer, with their nodes."""
+        """Number of each preparation without an answer → the command and its node."""
         self._heat: OrderedDict[bytes, _Heat] = OrderedDict()
         self._copies: list[int] = []
-        """When each is over, by the estimate."""
+        """Estimated end of each copy under way, in ns."""
         self._room_bytes = 0.0
         self._room_ns = 0
         self._rests: dict[str, int] = {}
@@ -74,12 +75,16 @@ class Ahead:
     # ── a request that waits ─────────────────────────────────────────────────────────────────────
 
     def may_help(self, opened: OpenRequest) -> bool:
-        """Whether it is worth knowing where a held request is likely to go."""
+        """Whether a preparation is possible for a held request: prefetch is on, the index answered
+        for its only prompt, and none was tried yet.
+        """
         is_one = opened.prefix is not None and not opened.request.parts
         return self._fleet.policy.ahead.is_on and is_one and not opened.is_prepared
 
     def waits(self, opened: OpenRequest) -> list[Prepare]:
-        """A request is held: what its likely worker's node should bring."""
+        """A request is held: preparations of the blocks that the node of its likely worker should
+        bring to dram; empty: none.
+        """
         row = self._fleet.row_of.get(opened.likely_worker or "")
         if row is None or not self.may_help(opened):
             return []
@@ -109,7 +114,9 @@ class Ahead:
         return made
 
     def prepared(self, event: PrepareAnswered, now_ns: int) -> tuple[str, Preparation]:
-        """A node answered, or did not: the request, and what its receipt says."""
+        """Take in the answer to a Prepare, or its failure. Returns the request's id and the entry
+        for its receipt.
+        """
         command, node = self._open.pop(event.number)
         if event.trouble and command.reason is PrepareReason.HOT:
             self._rests = {each: at for each, at in self._rests.items() if at > now_ns}
@@ -127,7 +134,9 @@ class Ahead:
     # ── pins ─────────────────────────────────────────────────────────────────────────────────────
 
     def hints(self, opened: OpenRequest, worker: str, now_ns: int) -> HintAnswer | None:
-        """A request goes to a worker: the answer to its client's hints."""
+        """Answer to the hints (pin, end of session) of a request that goes to `worker`; None: the
+        client gave none.
+        """
         request = opened.request
         if not request.pin_s and not request.ends_session:
             return None
@@ -139,7 +148,9 @@ class Ahead:
         return msgspec.structs.replace(answer, ends_session=ends)
 
     def due(self, now_ns: int) -> list[Prepare]:
-        """Pins whose blocks are to be touched again."""
+        """Preparations for the pins whose blocks are to be touched now; pins of workers that left
+        are dropped.
+        """
         made: list[Prepare] = []
         for pin in self.pins.due(now_ns):
             row = self._fleet.row_of.get(pin.worker)
@@ -153,7 +164,9 @@ class Ahead:
     # ── a prefix that is hot ─────────────────────────────────────────────────────────────────────
 
     def arrived(self, opened: OpenRequest, now_ns: int) -> list[Prepare]:
-        """Count a request; a copy of its prefix, when that is hot and its holders are saturated."""
+        """Count a request for its prefix. Returns preparations of one more copy if the prefix is
+        hot and all workers that have it are saturated.
+        """
         prefix, request = opened.prefix, opened.request
         if (
             not self._fleet.policy.ahead.is_on
@@ -178,8 +191,9 @@ class Ahead:
     def _hottest(
         self, keys: bytes, cached: int, block_tokens: int, now_ns: int
     ) -> tuple[int, _Heat] | None:
-        """Count leading runs of some lengths, as far as they are cached anywhere; the longest one
-        that is hot."""
+        """Count a request for its leading runs of some lengths (`_lengths`), of at most `cached`
+        blocks. Returns (blocks, heat) of the longest one that is hot; None: none is.
+        """
         settings, found = self._fleet.policy.ahead, None
         least = -(-settings.tokens_min // block_tokens)
         for blocks in _lengths(least, min(cached, len(keys) // KEY_BYTES)):
@@ -199,8 +213,9 @@ class Ahead:
     def _target(
         self, opened: OpenRequest, prefix: PrefixAnswer, blocks: int, now_ns: int
     ) -> WorkerSpec | None:
-        """The least loaded worker that could take requests for the prefix, had its node a copy;
-        None: a holder is not saturated, or nobody has room."""
+        """The least loaded worker that could take requests for the prefix if its node had a copy;
+        None: a worker whose node has the prefix is not saturated, or no other worker has room.
+        """
         pool, limits = opened.pool, self._fleet.policy.limits
         crew = self._fleet.crew(pool, prefill=True)
         if not crew.states or not self._fleet.policy.split.is_on:
@@ -226,7 +241,9 @@ class Ahead:
         return is_fine and serves and self._rests.get(spec.node, 0) <= now_ns
 
     def _may_copy(self, tokens: int, now_ns: int) -> bool:
-        """Within the budget, which the copy is charged to."""
+        """Whether a copy of so many tokens is within the budget (`copies_max`, `copy_bytes_per_s`),
+        to which it is charged then.
+        """
         settings, costs = self._fleet.policy.ahead, self._fleet.policy.costs
         self._copies = [end_ns for end_ns in self._copies if end_ns > now_ns]
         more = (now_ns - self._room_ns) / NS_PER_S * settings.copy_bytes_per_s

@@ -43,7 +43,9 @@ class Blame:
     def failed(
         self, opened: OpenRequest, worker: str, event: LegFailed | RaceOver, now_ns: int
     ) -> None:
-        """A worker failed at a request, which is not sent there again."""
+        """Note that a worker failed at a request, which is not sent there again, and judge whose
+        fault it is.
+        """
         failure = event.failure
         assert failure is not None
         opened.failed.add(worker)
@@ -81,7 +83,7 @@ class Blame:
             self._fleet.record_no_fault(worker, now_ns, is_full=failure is Failure.BUSY)
 
     def prefilled(self, opened: OpenRequest, event: PrefillDone, now_ns: int) -> None:
-        """A remote prefill is over, and its request goes on."""
+        """A remote prefill is over, and its request goes on: judge the prefiller."""
         assert opened.placement is not None
         worker = opened.placement.prefill_worker
         if event.failure is None:
@@ -90,7 +92,9 @@ class Blame:
             self._count(opened, worker, event.failure, event.why, now_ns)
 
     def begun(self, opened: OpenRequest, event: FirstToken, now_ns: int) -> None:
-        """The first byte of a response, of another worker where a gateway chose it."""
+        """The first byte of a response came, from another worker than the chosen one if a gateway
+        chose it.
+        """
         why = "the gateway went elsewhere"
         self._served(opened, event.served_by, why, now_ns, is_whole=False)
 
@@ -110,7 +114,9 @@ class Blame:
     def _served(
         self, opened: OpenRequest, served_by: str, why: str, now_ns: int, *, is_whole: bool
     ) -> None:
-        """A worker answers a request: the failures before were those of their workers."""
+        """A worker answers a request: earlier failures of the request were the fault of their
+        workers.
+        """
         if opened.placement is None:
             return
         chosen = opened.placement.worker
@@ -124,7 +130,9 @@ class Blame:
         opened.suspects.clear()
 
     def unserved(self, opened: OpenRequest, now_ns: int) -> None:
-        """A request is over, and nobody has answered it."""
+        """A request is over without an answer. A single suspect is judged by `failed_unproven`;
+        several are cleared, since the request is the likely cause.
+        """
         if len(opened.suspects) == 1 and opened.decode_suspects:
             self._fleet.failed_unproven(*opened.suspects[0], now_ns)
         else:

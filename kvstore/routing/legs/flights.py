@@ -74,7 +74,7 @@ class Legs:
         outcome.race_winner, outcome.race_loser = left.worker, gone.worker
 
     def began(self, opened: OpenRequest, now_ns: int) -> None:
-        """First token: the prompt is computed, wherever that was."""
+        """The first token came: the prefill leg is over, and the decode leg streams."""
         self.prefilled(opened, now_ns)
         self._fleet.began(opened.flight, now_ns)
 
@@ -83,7 +83,9 @@ class Legs:
         self._fleet.ended(opened.request_id + _PREFILL, now_ns)
 
     def learn_hits(self, opened: OpenRequest, served_by: str) -> None:
-        """A request is over: the cached tokens that its worker had, beside those predicted."""
+        """A request is over: learn how the cached tokens that its worker reported compare with
+        those predicted.
+        """
         placed = opened.placement
         row = None if placed is None else self._fleet.row_of.get(placed.worker)
         cached = opened.outcome.cached_tokens
@@ -96,7 +98,7 @@ class Legs:
             ratios[1] = smoothed_ratio(ratios[1], far, cached - near)
 
     def ended(self, opened: OpenRequest, now_ns: int) -> None:
-        """All legs are over."""
+        """End all legs of a request."""
         for flight in self._flights(opened):
             self._fleet.ended(flight, now_ns)
         if opened.race is not None:
@@ -104,7 +106,7 @@ class Legs:
             opened.race = None
 
     def has_flights(self, opened: OpenRequest) -> bool:
-        """Whether it is at a worker."""
+        """Whether a leg of the request is at a worker."""
         return not self._fleet.flights.keys().isdisjoint(self._flights(opened))
 
     @staticmethod
@@ -123,7 +125,7 @@ class Legs:
 
 
 def _decode_leg(opened: OpenRequest, placed: Placement, now_ns: int) -> Flight:
-    """After a remote prefill it has no work before its first token."""
+    """Flight of the decode leg. After a remote prefill it has no work before its first token."""
     begins_ns = None
     if not opened.request.is_streamed:
         begins_ns = now_ns + int(placed.predicted_s * NS_PER_S)

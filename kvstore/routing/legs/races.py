@@ -33,11 +33,11 @@ QUANTILE: Final = 0.95
 is learned."""
 _PREFILL: Final = "\0prefill"
 _START: Final = 4.0
-"""Achieved over predicted TTFT that counts as late, before anything is learned …"""
+"""Ratio of achieved to predicted TTFT above which a request is late, before anything is learned."""
 _MOST: Final = 64.0
-"""… and at most; at least 1."""
+"""Largest value of that ratio; the least is 1."""
 _STEP: Final = 0.1
-"""Step of the logarithm for one observation."""
+"""Step of the ratio's logarithm for one observation."""
 
 
 class Races:
@@ -50,12 +50,14 @@ class Races:
         """Class, with or without remote prefill → quantile."""
 
     def arrived(self) -> None:
-        """A request more."""
+        """Add the share of one more request to the budget."""
         settings = self._fleet.policy.races
         self._left = min(settings.burst, self._left + settings.share)
 
     def late_after_s(self, opened: OpenRequest, placed: Placement) -> float:
-        """Time without a first byte, or without a remote prefill, after which it is late."""
+        """Seconds without a first byte, or without the end of a remote prefill, after which a
+        request is late.
+        """
         settings = self._fleet.policy.races
         quantile_s = self._late_ratio(opened, placed) * placed.predicted_s
         if settings.is_on and not placed.prefill_worker:
@@ -64,13 +66,15 @@ class Races:
 
     @staticmethod
     def may_race(opened: OpenRequest, placed: Placement) -> bool:
-        """Whether a second worker may begin with it, too, when it is late."""
+        """Whether a second worker may begin with the request, too, when it is late."""
         was_raced = opened.outcome.raced_s is not None
         is_bound = opened.request.has_side_effects or was_raced or placed.prefill_worker
         return placed.has_others and not is_bound
 
     def second(self, opened: OpenRequest, placer: Placer, now_ns: int) -> Placement | None:
-        """Attempt beside the one that is late; None: there is none. Counted against the budget."""
+        """Placement of a second attempt beside the late one, counted against the budget; None: no
+        race.
+        """
         first = opened.placement
         if first is None or opened.is_held or opened.has_begun:
             return None
@@ -92,7 +96,7 @@ class Races:
         return found
 
     def learn(self, opened: OpenRequest, placed: Placement, achieved_s: float) -> None:
-        """The first byte came, `achieved_s` after the attempt began."""
+        """Learn from a first byte that came `achieved_s` after the attempt began."""
         if not opened.is_late and placed.predicted_s > 0:
             limit_s = self._late_ratio(opened, placed) * placed.predicted_s
             self._learn(opened, placed, is_late=achieved_s > limit_s)
@@ -101,8 +105,9 @@ class Races:
         return self._late_ratios.get(_name(opened, placed), _START)
 
     def _learn(self, opened: OpenRequest, placed: Placement, *, is_late: bool) -> None:
-        """A step up for one that is late and many small ones down for the others meet at the
-        quantile."""
+        """Move the late ratio a step up for a late request, or a much smaller one down for others:
+        both balance at QUANTILE.
+        """
         step = _STEP * (QUANTILE - (not is_late))
         ratio = self._late_ratio(opened, placed) * math.exp(step)
         self._late_ratios[_name(opened, placed)] = min(max(ratio, 1.0), _MOST)

@@ -36,9 +36,9 @@ from kvstore.routing.workers.rows import FleetColumn, WorkerState
 from kvstore.units import NS_PER_S
 
 PREFILL_HIGH_S: Final = 1.0
-"""Prefill ahead at a prefiller, from which prefillers are too few, …"""
+"""Seconds of prefill ahead at a prefiller from which there are too few prefillers."""
 PREFILL_LOW_S: Final = 0.25
-"""… and up to which one can change its role."""
+"""Seconds of prefill ahead up to which a prefiller can change its role."""
 SPARE: Final = 0.8
 """Highest load of a role's remaining workers after a change."""
 _EVERY_NS: Final = NS_PER_S // 2
@@ -47,7 +47,7 @@ _MISSED: Final = 0.05
 _SAMPLES_MIN: Final = 5.0
 _DOUBLINGS_MAX: Final = 3
 _SOON: Final = 2
-"""A change to the other role within so many cool-downs takes back the last one."""
+"""A change to the other role within this many cool-downs takes back the last one."""
 
 
 class MissedShare:
@@ -57,12 +57,12 @@ class MissedShare:
         self._missed = self._all = 0.0
 
     def add(self, *, is_missed: bool) -> None:
-        """One request."""
+        """Count a request."""
         self._missed += is_missed
         self._all += 1
 
     def decay(self, factor: float) -> None:
-        """Time passed."""
+        """Multiply the counts by `factor`, since time passed."""
         self._missed *= factor
         self._all *= factor
 
@@ -76,20 +76,20 @@ class PoolPlan:
 
     def __init__(self, now_ns: int) -> None:
         self.prefill_s = 0.0
-        """Prefill ahead of a request at the prefillers and in their lanes, smoothed."""
+        """Seconds of prefill ahead of a request at the prefillers and in their lanes, smoothed."""
         self.work_rate = 0.0
-        """Seconds of remote prefill that come a second, smoothed."""
+        """Seconds of remote prefill that arrive per second, smoothed."""
         self.streams = 0.0
-        """At a worker that decodes, smoothed."""
+        """Streams per worker that decodes, smoothed."""
         self.late_first, self.slow_tokens = MissedShare(), MissedShare()
         self.local_rate = 0.0
-        """The same of prefill at workers that decode, for each of them."""
+        """Seconds of local prefill that arrive per second at each worker that decodes, smoothed."""
         self.work_s = self.local_s = 0.0
-        """Remote and local prefill that came since the last look."""
+        """Seconds of remote and of local prefill that were sent since the last look."""
         self.starved: WorkerRole | None = None
         self.since_ns = self.changed_ns = now_ns
         self.last: WorkerRole | None = None
-        """Role of the last worker that changed."""
+        """Role that the last changed worker was given."""
         self.doublings = 0
 
 
@@ -104,21 +104,23 @@ class Planner:
         self._pools: dict[str, PoolPlan] = {}
 
     def first_token(self, pool: str, arrived_ns: int, now_ns: int) -> None:
-        """A request got its first token."""
+        """A request got its first token: count whether its TTFT missed the objective."""
         plan = self._pools.get(pool)
         if plan is not None and arrived_ns >= plan.changed_ns:
             ttft_s = (now_ns - arrived_ns) / NS_PER_S
             plan.late_first.add(is_missed=ttft_s > self._fleet.policy.planner.ttft_s)
 
     def ended(self, pool: str, began_ns: int, now_ns: int, output_tokens: int) -> None:
-        """A request got its last token. Args: `began_ns`: its first one."""
+        """A request got its last token, its first one at `began_ns`: count whether its time per
+        token missed the objective.
+        """
         plan = self._pools.get(pool)
         if plan is not None and output_tokens > 1 and began_ns >= plan.changed_ns:
             itl_s = (now_ns - began_ns) / NS_PER_S / (output_tokens - 1)
             plan.slow_tokens.add(is_missed=itl_s > self._fleet.policy.planner.itl_s)
 
     def prefill_sent(self, pool: str, work_s: float, *, is_remote: bool) -> None:
-        """A prefill was sent."""
+        """Add a prefill of `work_s` seconds that was sent."""
         if (plan := self._pools.get(pool)) is not None:
             plan.work_s += work_s * is_remote
             plan.local_s += work_s * (not is_remote)

@@ -40,7 +40,7 @@ _ROWS_MIN: Final = 16
 
 
 class Fleet:
-    """All workers."""
+    """All workers: a row of numbers and the state of each, and the flights there."""
 
     def __init__(self, policy: RoutingPolicy) -> None:
         self.policy = policy
@@ -56,9 +56,11 @@ class Fleet:
         self.doubtful: set[str] = set()
         """Workers that are not fine, whose keys differ, or that failed since they last answered."""
         self._news: dict[str, None] = {}
-        """Workers whose word may have changed."""
+        """Workers whose state for operators may have changed since `take_changes`."""
         self._quiet: list[tuple[int, str]] = []
-        """Heap of (predicted first token, flight), where the first token is not seen."""
+        """Heap of (predicted first token in ns, flight), for responses that hide the
+        first token.
+        """
         self.version = 0
         """Counts joins and departures: what depends on rows is made anew."""
 
@@ -84,7 +86,7 @@ class Fleet:
         self._changed()
 
     def adopt(self, policy: RoutingPolicy) -> None:
-        """Go on under another policy."""
+        """Use another policy from now on."""
         self.policy = policy
         for state in self.workers:
             self._drain(state)
@@ -95,14 +97,14 @@ class Fleet:
         self._doubt(state)
 
     def assign(self, worker: str, role: WorkerRole) -> None:
-        """Another role for a flexible worker, from the next decision on."""
+        """Give a flexible worker another role, from the next decision on."""
         state = self.workers[self.row_of[worker]]
         assert state.spec.role is WorkerRole.ANY, "an operator fixed it"
         state.role = role
         self._changed()
 
     def leave(self, worker: str) -> list[str]:
-        """Forget a worker; flights that were there."""
+        """Forget a worker. Returns the flights that were there, which are ended."""
         row = self.row_of.pop(worker, None)
         if row is None:
             return []
@@ -127,7 +129,7 @@ class Fleet:
     # Health
 
     def state(self, worker: str) -> WorkerState | None:
-        """None: it has left."""
+        """State of a worker; None: it has left."""
         row = self.row_of.get(worker)
         return None if row is None else self.workers[row]
 
@@ -138,13 +140,15 @@ class Fleet:
         return [s.spec.worker for s in self.workers if s.spec.context_of(model) <= most < math.inf]
 
     def judged(self, worker: str, *, is_red: bool) -> None:
-        """By a comparison of keys; ignored for a worker that is not there."""
+        """Take in the result of a parity check; `is_red`: the keys differ. Ignored for a worker
+        that is not there.
+        """
         if (state := self.state(worker)) is not None:
             state.is_red = is_red
             self._doubt(state)
 
     def probed(self, worker: str, result: ProbeResult, why: str, late_s: float) -> None:
-        """A probe's result; ignored for a worker that is not there."""
+        """Take in a probe's result; ignored for a worker that is not there."""
         if (row := self.row_of.get(worker)) is not None:
             state = self.workers[row]
             if state.health.is_down and result is ProbeResult.ANSWERED:
@@ -154,20 +158,22 @@ class Fleet:
             self._doubt(state)
 
     def failed(self, worker: str, why: str, now_ns: int) -> None:
-        """A fault that is a worker's own; no error if it has left."""
+        """Count a fault that is a worker's own; no error if it has left."""
         if (state := self.state(worker)) is not None:
             state.health.failed(why, now_ns)
             self.doubtful.add(worker)
             self._news[worker] = None
 
     def count_failure(self, worker: str) -> None:
-        """An attempt failed there, whoever is to blame."""
+        """Count an attempt that failed at a worker, whoever is to blame."""
         if (state := self.state(worker)) is not None:
             state.failure_count += 1
 
     def failed_unproven(self, worker: str, why: str, now_ns: int) -> None:
-        """A fault that may be the request's: counted where another worker of the pool has answered
-        since this one answered, or was suspected, last: a row of such requests counts once."""
+        """A fault that may be the request's. Counted only if another worker of the pool has
+        answered since this one answered, or was suspected, last: a row of such requests counts
+        once.
+        """
         if (state := self.state(worker)) is not None:
             its = state.health
             others = (s.health for s in self.workers if s.spec.pool == state.spec.pool)
@@ -179,8 +185,9 @@ class Fleet:
                 self._doubt(state)
 
     def record_no_fault(self, worker: str, now_ns: int, *, is_full: bool = False) -> None:
-        """A worker refused a request, or it was ended, which is no fault; no error if it has
-        left."""
+        """A worker refused a request, or the request was ended there: no fault. `is_full`: because
+        the worker is full. No error if it has left.
+        """
         if (state := self.state(worker)) is not None:
             if is_full:
                 state.health.mark_full(now_ns)
@@ -189,7 +196,9 @@ class Fleet:
             self._doubt(state)
 
     def answered(self, worker: str, now_ns: int, *, is_whole: bool) -> None:
-        """A worker answered, or has begun to; no error if it has left."""
+        """A worker answered a whole request (`is_whole`), or has begun to; no error if it
+        has left.
+        """
         if (state := self.state(worker)) is not None:
             is_news = worker in self.doubtful or not state.health.was_reached
             if is_whole:
@@ -207,7 +216,7 @@ class Fleet:
             self.doubtful.add(state.spec.worker)
 
     def take_changes(self) -> list[StateChange]:
-        """Words of workers that changed since the last call."""
+        """New states of workers that changed since the last call."""
         if not self._news:
             return []
         news, self._news = self._news, {}
@@ -250,12 +259,12 @@ class Fleet:
         return {state.spec.worker: state.role for state in flexible}
 
     def flexible(self, pool: str) -> Crew:
-        """Prefillers that an operator did not fix."""
+        """Workers of a pool that the planner made prefillers, and no operator."""
         every = self.crew(pool, prefill=True).rows.tolist()
         return Crew([n for n in every if self.workers[n].spec.role is WorkerRole.ANY], self.workers)
 
     def sent(self, name: str, flight: Flight) -> None:
-        """A request is on its way to a worker."""
+        """Count a flight, with this id, at the worker that it is sent to."""
         assert name not in self.flights
         worker, now_ns = flight.worker, flight.sent_ns
         row = self.row_of[worker]
@@ -280,7 +289,7 @@ class Fleet:
         column[FleetColumn.SENT_NS] = now_ns
 
     def pass_time(self, now_ns: int) -> None:
-        """Flights whose predicted first token is over."""
+        """Count flights whose predicted first token is due as begun."""
         while self._quiet and self._quiet[0][0] <= now_ns:
             begins_ns, name = heapq.heappop(self._quiet)
             flight = self.flights.get(name)
@@ -288,7 +297,7 @@ class Fleet:
                 self.began(name, now_ns)
 
     def began(self, flight_id: str, now_ns: int) -> None:
-        """First token: its prefill is done."""
+        """A flight got its first token: its prefill is done, and it streams."""
         flight = self.flights.get(flight_id)
         if flight is None or flight.has_begun:
             return
@@ -303,7 +312,7 @@ class Fleet:
         column[FleetColumn.WAITING] = max(0.0, column[FleetColumn.WAITING] - 1)
 
     def ended(self, flight_id: str, now_ns: int) -> None:
-        """The request is not at the worker any more; no error if it never was."""
+        """A flight is not at its worker any more; no error if it never was."""
         flight = self.flights.pop(flight_id, None)
         row = None if flight is None else self.row_of.get(flight.worker)
         if flight is None or row is None:

@@ -30,7 +30,7 @@ from kvstore.units import NS_PER_S
 FAULTS_MAX: Final = 3
 COOLDOWN_MS: Final = 1000
 REST_NS: Final = NS_PER_S // 4
-"""A worker that is full by its own word gets no request for so long."""
+"""Time for which a worker gets no request after it said that it is full."""
 
 
 class WorkerHealth:
@@ -40,24 +40,26 @@ class WorkerHealth:
         self.breaker = Breaker(failures_max=FAULTS_MAX, cooldown_ms=COOLDOWN_MS)
         self.is_down = False
         self.is_silent = False
-        """Why it is down."""
+        """The worker is down because it is silent."""
         self.is_draining = self.is_terminating = False
-        """By the policy, and by discovery."""
+        """Gets no new requests: draining by the policy, terminating by discovery."""
         self.was_reached = False
         """Its engine has answered a probe or a request."""
         self.late_s = 0.0
-        """Lateness of the last probe; 0: it was in time."""
+        """Seconds by which the last probe was late; 0: it was in time."""
         self.rests_until_ns = 0
-        """Full, by its own word; 0: it got a request since then."""
+        """Time until which it gets no request since it said that it is full; 0: it got one since
+        then.
+        """
         self.succeeded_ns = -1
-        """When it answered a whole request last …"""
+        """Time of its last answer to a whole request."""
         self.suspected_ns = -1
-        """… and when one failed there that may be the cause."""
+        """Time of the last failure there that the request may have caused."""
         self.probe_trouble = self.fault = ""
-        """Why it is down, and the last fault that counted; empty: none."""
+        """Why it is down, and its last fault that counted; empty: none."""
 
     def probed(self, result: ProbeResult, why: str, late_s: float) -> None:
-        """A probe ended, or is late by so much."""
+        """Take in the result of a probe, or that it is late by `late_s` seconds."""
         if result in (ProbeResult.ANSWERED, ProbeResult.LATE):
             self.late_s = late_s
         if result is ProbeResult.LATE:
@@ -71,12 +73,12 @@ class WorkerHealth:
                 self.breaker.end_cooldown()
 
     def failed(self, why: str, now_ns: int) -> None:
-        """A fault that is the worker's own."""
+        """Count a fault that is the worker's own."""
         self.fault = why
         self.breaker.failed(now_ns)
 
     def mark_full(self, now_ns: int) -> None:
-        """The worker said that it is full."""
+        """The worker said that it is full: it gets no request for REST_NS."""
         self.breaker.return_probe()
         self.rests_until_ns = now_ns + REST_NS
 
@@ -98,7 +100,7 @@ class WorkerHealth:
 
     @property
     def is_up(self) -> bool:
-        """Whether its probes are answered, and requests may go there."""
+        """Whether it is neither down nor draining nor terminating."""
         return not (self.is_down or self.is_draining or self.is_terminating)
 
     @property

@@ -23,7 +23,7 @@ from kvstore.routing.workers.rows import Floats
 from kvstore.units import NS_PER_S
 
 SATURATED_S: Final = 2.0
-"""Prefill ahead at a worker that counts as saturated."""
+"""Seconds of prefill ahead from which a worker counts as saturated."""
 _TARGET: Final = 0.8
 """Utilisation that replicas are made for."""
 _SPARE: Final = 0.9
@@ -88,7 +88,7 @@ def saturation(columns: Floats, limits: PolicyLimits) -> Saturation:
 
 
 def rungs(trust: PrefixTrust, *, value: float, is_held: bool, attempt: int) -> list[Rung]:
-    """In effect for a request, from the mildest on."""
+    """Rungs in effect for a request, from the mildest on. `value`: saturation of its pool."""
     found = []
     if trust is PrefixTrust.STALE:
         found.append(Rung.PREFIX_STALE)
@@ -113,12 +113,12 @@ class WorkRate:
         self._at_ns = 0
 
     def add(self, work_s: float, now_ns: int) -> None:
-        """A request brought work."""
+        """Add the seconds of prefill that a request brought."""
         self._rate = self.value(now_ns) + work_s / _WINDOW_S
         self._at_ns = now_ns
 
     def value(self, now_ns: int) -> float:
-        """Smoothed over half a minute."""
+        """Rate at `now_ns`, smoothed over half a minute."""
         return self._rate * math.exp(-max(0, now_ns - self._at_ns) / NS_PER_S / _WINDOW_S)
 
 

@@ -21,7 +21,9 @@ Floats = npt.NDArray[np.float64]
 STALE_S: Final = 2.0
 """Scraped numbers older than this decay to the pool's mean, by half each STALE_S."""
 YOUNG_S: Final = 0.5
-"""A stream has some dozens of tokens by then, over which a pause spreads."""
+"""Time in which a stream ceases to be young: by then it has some dozens of tokens, over which a
+pause spreads.
+"""
 _MODELS_MAX: Final = 1000
 
 
@@ -35,29 +37,29 @@ class FleetColumn(enum.IntEnum):
     WORK_S = 2
     """Prefill of those that are queued, in seconds."""
     HEAD_S = 3
-    """The first in the queue alone: the one that is computed now."""
+    """Prefill of the first in the queue alone, which is computed now, in seconds."""
     HEAD_NS = 4
-    """Since then."""
+    """When that became the first."""
     YOUNG_NS = 5
-    """When `YOUNG` was so."""
+    """When `YOUNG` had its value."""
     SENT_NS = 6
-    """`NEVER_NS`: nothing was."""
+    """When a request was last sent; `NEVER_NS`: none was."""
     SCRAPED_NS = 7
-    """Less than 0: never."""
+    """When numbers were last scraped; less than 0: never."""
     YOUNG = 8
-    """Streams whose first token was lately: decays with `YOUNG_S`."""
+    """Streams whose first token was lately; decays with time constant `YOUNG_S`."""
     NEED_TOKENS = 9
-    """KV cache that own requests need which its last report of use does not know."""
+    """Tokens of KV cache that own requests need beyond the engine's last report of use."""
     OTHER_QUEUED = 10
-    """By scraping: requests of others."""
+    """Requests of others by scraping: queued; OTHER_STREAMS: running."""
     OTHER_STREAMS = 11
     USED = 12
     """Share of the KV cache in use, by its last report; 0: it gives none."""
     SHARED_TOKENS = 13
-    """By exchange: requests of other routers."""
+    """Load of other routers, as they report it: uncached tokens; SHARED_STREAMS: streams."""
     SHARED_STREAMS = 14
     MEMORY_TOKENS = 15
-    """As described; 0: not known."""
+    """Tokens that the KV cache holds, as described; 0: not known."""
     HIT_RATIO = 16
     """Cached tokens observed over predicted, smoothed; 1 at the start."""
     FETCH_RATIO = 17
@@ -65,7 +67,7 @@ class FleetColumn(enum.IntEnum):
     WAITING = 18
     """Requests in the engine's own queue: by its last report, less own ones that began or ended."""
     LATE_S = 19
-    """Lateness of its probe."""
+    """Seconds by which its last probe was late."""
 
 
 NEVER_NS: Final = -1e15
@@ -73,25 +75,27 @@ AGES: Final = slice(FleetColumn.HEAD_NS, FleetColumn.SCRAPED_NS)
 
 
 class Flight(msgspec.Struct):
-    """A request at a worker."""
+    """A leg of a request at a worker, and the load that it brings there."""
 
     worker: str
     work_s: float
     tokens: int
     sent_ns: int
     uncached: float = 0.0
-    """Tokens that it computes before its first one."""
+    """Uncached tokens that the worker computes before the first one."""
     begins_ns: int | None = None
-    """Predicted first token, where it is not seen: the response comes whole."""
+    """Predicted time of the first token, if the response comes whole and hides it; None:
+    streamed.
+    """
     has_begun: bool = False
 
     def is_quiet_before(self, asked_ns: int) -> bool:
-        """Whether it was sent before, and its first token is not seen."""
+        """Whether it was sent before `asked_ns`, and its first token is not seen."""
         return self.begins_ns is not None and self.sent_ns < asked_ns
 
 
 class StateChange(NamedTuple):
-    """Another word for a worker, or another reason."""
+    """A worker has another state for operators, or another reason for it."""
 
     worker: str
     word: WorkerWord
@@ -104,7 +108,7 @@ class WorkerState:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.role = begin_as(spec.role)
-        """In effect; of a flexible worker, the planner's."""
+        """Role in effect; for a flexible worker, the planner's choice."""
         self.health = WorkerHealth()
         self.is_red = False
         """Its keys differ from the router's."""
@@ -116,9 +120,9 @@ class WorkerState:
         self.request_count = self.failure_count = 0
         """Attempts that were sent there, and that failed there."""
         self.left_ns = deque[int](maxlen=1024)
-        """When own requests ended, since the last page of metrics was asked for."""
+        """When own requests ended, in ns, since the last page of metrics was asked for."""
         self.reported_ns = -1
-        """When the engine reported its use of memory last."""
+        """When the engine last reported its use of memory, in ns."""
         self.said = StateChange(spec.worker, WorkerWord.NEW, "")
 
 
@@ -136,13 +140,15 @@ def begin_as(role: WorkerRole) -> WorkerRole:
 
 
 class CrewFit(NamedTuple):
-    """A model at the workers of a crew."""
+    """Fit of a model to the workers of a crew."""
 
     all_serve: bool
     least_tokens: float
-    """Shortest and …"""
+    """Shortest context of the workers, in tokens, prompt and output together; infinite:
+    not known.
+    """
     most_tokens: float
-    """… longest context, prompt and output together; infinite: not known."""
+    """Longest context, in the same way."""
 
 
 class Crew:
@@ -155,12 +161,14 @@ class Crew:
         self.place_of = {name: place for place, name in enumerate(self.names)}
         self._fits: dict[str, CrewFit] = {}
         self.base: Floats | None = None
-        """Features that are the same for all requests (`features.load_columns`), …"""
+        """Features that are the same for all requests (`features.load_columns`); None: not made
+        yet.
+        """
         self.room: Floats = np.zeros(0)
-        """… and tokens of each KV cache; not known: infinite."""
+        """Tokens of each worker's KV cache; infinite: not known."""
 
     def fit(self, model: str) -> CrewFit:
-        """By the workers' descriptions."""
+        """Fit of a model, by the workers' descriptions."""
         found = self._fits.get(model)
         if found is None:
             specs = [state.spec for state in self.states]
