@@ -37,11 +37,11 @@ from kvstore.wire.peers import AHEAD, PrepareReply, PrepareRequest, decode_reply
 DEADLINE_S: Final = 1.0
 CALLS_MAX: Final = 8
 PLACES_MAX: Final = 4
-"""Spaces of one worker."""
+"""Most spaces of one worker that are tried for a preparation."""
 FAILURES_MAX: Final = 3
 COOLDOWN_MS: Final = 2000
 KEEPALIVE_MS: Final = 10_000
-"""Nodes hang up on pings that come more than twice as often."""
+"""Longer than half the pause that a node demands between pings, below which it hangs up."""
 _NO_PREPARE: Final = "it is of a version without preparations"
 _FULL: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -57,11 +57,11 @@ class _NodeChannel:
         self.breaker = Breaker(failures_max=FAILURES_MAX, cooldown_ms=COOLDOWN_MS)
         self.calls = 0
         self.trouble = ""
-        """Why it gets no calls; empty: it does."""
+        """Reason why the node gets no calls; empty: it gets them."""
 
 
 class Preparations:
-    """On the router's loop."""
+    """Carries out Prepare commands of the core; on the router's loop. See the module."""
 
     def __init__(
         self,
@@ -78,13 +78,15 @@ class Preparations:
         self._nodes: dict[str, _NodeChannel] = {}
         self._calls = set[asyncio.Task[None]]()
         self.counts = Counter[tuple[str, str]]()
-        """Preparations by reason and result."""
+        """Preparations by (reason, result)."""
         self.blocks = Counter[tuple[str, str]]()
-        """Blocks that were begun, by reason and where they come from."""
+        """Blocks whose move to dram was begun, by (reason, `file` or `node` that they
+        come from).
+        """
 
     @property
     def trouble(self) -> str:
-        """Nodes that get no calls, in one sentence; empty: all do."""
+        """Nodes that get no calls and the reason, in one sentence; empty: all nodes get calls."""
         return "; ".join(
             f"nothing is brought ahead at node {name}: {node.trouble}"
             for name, node in sorted(self._nodes.items())
@@ -92,7 +94,9 @@ class Preparations:
         )
 
     def begin(self, command: Prepare) -> None:
-        """Say it to the worker's node; the core gets its answer later, in any case."""
+        """Ask the worker's node to carry out a command; the core gets a PrepareAnswered later, in
+        any case.
+        """
         task = asyncio.get_running_loop().create_task(self._carry_out(command))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
@@ -144,7 +148,9 @@ class Preparations:
         return _result(said), said
 
     async def _call(self, worker: Worker, node: _NodeChannel, keys: bytes) -> PrepareReply:
-        """Raises AioRpcError, ProtocolError, TimeoutError."""
+        """Ask a node for each space of a worker. Returns the last reply that found blocks, else the
+        first one. Raises AioRpcError, ProtocolError, TimeoutError.
+        """
         whole = PrepareReply(refused="its space is not known")
         async with asyncio.timeout(DEADLINE_S):
             for tenant, space in self._spaces.of(worker)[:PLACES_MAX]:
@@ -155,7 +161,7 @@ class Preparations:
         return whole
 
     def _node(self, name: str) -> _NodeChannel | None:
-        """The node at its address of now; None: the index has none."""
+        """Channel to a node at the address that the index has now; None: it has none."""
         for gone in [each for each in self._nodes if each not in self._index.addresses]:
             self._forget(gone)
         address = self._index.addresses.get(name, "")
@@ -176,7 +182,7 @@ class Preparations:
         closing.add_done_callback(self._calls.discard)
 
     async def close(self) -> None:
-        """End all calls."""
+        """End all calls, and close the channels."""
         for task in self._calls:
             task.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)

@@ -35,7 +35,7 @@ from kvstore.routing.events import (
 from kvstore.routing.policy import RoutingPolicy
 
 TICK_S: Final = 0.01
-"""While requests are held."""
+"""Pause between two ticks while requests are held."""
 IDLE_TICK_S: Final = 0.25
 _log = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ class Dispatcher:
     """See the module."""
 
     def __init__(self, core: RouterCore, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """`clock`: nanoseconds, of all events."""
+        """`clock`: nanoseconds, the time of all events."""
         self.core, self.clock = core, clock
         self.handlers: dict[type, Callable[[Any], None]] = {}
-        """Takers of commands that are not about the request of a caller."""
+        """Handlers by type of the commands that answer no request of a caller."""
         self._waiting: dict[str, asyncio.Future[Routed | Rejected]] = {}
 
     @property
@@ -55,21 +55,25 @@ class Dispatcher:
         return len(self._waiting)
 
     def note(self, event: RouteEvent) -> None:
-        """An event whose answer, if any, is for others."""
+        """Apply an event whose answers, if any, are for requests other than the caller's."""
         self._deliver(self.core.step(event, self.clock()), "")
 
     def adopt(self, policy: RoutingPolicy) -> None:
-        """Go on under another policy."""
+        """Use another policy from now on."""
         self._deliver(self.core.adopt(policy, self.clock()), "")
 
     def late(self, request_id: str) -> Raced | None:
-        """No first byte yet: a second worker, or none."""
+        """A request has no first byte yet. Returns the second worker for it; None: it goes on
+        alone.
+        """
         commands = self.core.step(Late(request_id), self.clock())
         self._deliver((each for each in commands if not isinstance(each, Raced)), "")
         return next((command for command in commands if isinstance(command, Raced)), None)
 
     async def ask(self, event: Arrived | LegFailed) -> Routed | Rejected:
-        """The next decision about a request, waited for while it is held."""
+        """Apply an event. Returns the next decision about its request, waiting while that
+        is held.
+        """
         its = event.request if isinstance(event, Arrived) else event
         request_id = its.request_id
         found = self._deliver(self.core.step(event, self.clock()), request_id)
@@ -89,7 +93,9 @@ class Dispatcher:
     def _deliver(
         self, commands: Iterable[RouteCommand], request_id: str
     ) -> Routed | Rejected | None:
-        """Returns the answer to this request, whose own task is running; wakes the others."""
+        """Wake the requests that commands answer, and run handlers. Returns the answer to
+        `request_id`, whose own task is running; None: there is none yet.
+        """
         found = None
         for command in commands:
             if not isinstance(command, Routed | Rejected):
@@ -110,6 +116,6 @@ class Dispatcher:
         return found
 
     async def tick(self) -> None:
-        """Once; its caller repeats it."""
+        """One tick of the core and the pause after it; the caller repeats it."""
         self.note(RouteTick())
         await asyncio.sleep(TICK_S if self._waiting else IDLE_TICK_S)

@@ -40,14 +40,16 @@ BEAT_S: Final = 1.0
 SILENCE_S: Final = 3.0
 RETRY_S: Final = 3.0
 PEERS_MAX: Final = 64
-"""In each direction."""
+"""Most routers that are followed, and most that follow this one."""
 _NO_LOADS: Final = "it is no router, or one of another version of kvstore"
 
 _log = logging.getLogger(__name__)
 
 
 class LoadExchange:
-    """See the module; `once` is repeated by its owner, on whose loop all of it runs."""
+    """Exchange of loads with other routers; `once` is repeated by its owner, on whose loop all of
+    it runs.
+    """
 
     pause_s: Final = PERIOD_S
 
@@ -71,19 +73,19 @@ class LoadExchange:
         self._credentials = tls.channel_credentials() if tls is not None and places else None
         self._options = channel_options(f"{tls.name_as('client')}.client.kvstore" if tls else "")
         self._known: dict[tuple[str, int], frozenset[str]] = {}
-        """Addresses of each place."""
+        """(host, port) of each place → the addresses that it resolves to."""
         self._own = set[str]()
-        """Addresses that lead back here."""
+        """Addresses that lead back to this router."""
         self._follows: dict[str, asyncio.Task[None]] = {}
         self._routers: dict[str, str] = {}
         """Address → name of the router that is followed there."""
         self._troubles: dict[str, str] = {}
-        """Address → why its router's loads are not known."""
+        """Address → reason why its router's loads are not known."""
         self._unresolved: dict[str, str] = {}
         self._report = RouterLoads(name, ())
         self._made_s = 0.0
         self.listener_count = 0
-        """Streams of `reports`."""
+        """Number of `reports` streams that are open."""
         self._is_closed = False
 
     @property
@@ -93,7 +95,9 @@ class LoadExchange:
 
     @property
     def trouble(self) -> str:
-        """Routers whose loads are not known, in one sentence; empty: all are."""
+        """Routers whose loads are not known and the reason, in one sentence; empty: all
+        are known.
+        """
         return "; ".join(
             f"loads of the router at {address} are not counted: {why}"
             for address, why in sorted({**self._troubles, **self._unresolved}.items())
@@ -102,10 +106,11 @@ class LoadExchange:
     # ── to the others ────────────────────────────────────────────────────────────────────────────
 
     async def reports(self) -> AsyncGenerator[RouterLoads]:
-        """All that this router has in flight: now, when it changes, each BEAT_S; until `close`.
+        """Reports of all that this router has in flight: at once, at each change, and each BEAT_S;
+        until `close`.
 
         Raises:
-            KVStoreError: PEERS_MAX listen already: each costs a part of the loop.
+            KVStoreError: PEERS_MAX streams are open already; each costs a part of the loop.
         """
         if self.listener_count >= PEERS_MAX:
             raise KVStoreError(f"{PEERS_MAX} others ask for the loads of this router already")
@@ -122,7 +127,7 @@ class LoadExchange:
             self.listener_count -= 1
 
     def _loads(self) -> RouterLoads:
-        """Made once for all who ask at the same time."""
+        """Current report, made at most once in REPORT_S, for all streams together."""
         now_s = time.monotonic()
         if now_s - self._made_s >= REPORT_S:
             self._made_s = now_s
@@ -139,7 +144,7 @@ class LoadExchange:
     # ── from the others ──────────────────────────────────────────────────────────────────────────
 
     async def once(self) -> None:
-        """Follow each address that is not followed; leave those that are gone."""
+        """Resolve all places, follow new addresses, and leave those that are gone."""
         await asyncio.gather(*map(self._resolve, self._places))
         if self._is_closed:
             return
@@ -152,7 +157,7 @@ class LoadExchange:
                 self._follows[address] = asyncio.create_task(self._follow(address))
 
     async def _resolve(self, place: tuple[str, int]) -> None:
-        """A name that has no answer keeps its addresses."""
+        """Resolve a place; one without an answer keeps its addresses."""
         try:
             self._known[place] = frozenset(await resolved(*place))
         except OSError as error:
@@ -161,7 +166,9 @@ class LoadExchange:
             self._unresolved.pop(joined(*place), None)
 
     async def _follow(self, address: str) -> None:
-        """Until the stream ends and a while after it; then `once` begins it again."""
+        """Follow the router at an address until the stream ends, and pause; then `once` begins it
+        again.
+        """
         why = "it has ended"
         async with aio_channel(address, self._credentials, self._options) as channel:
             call = channel.unary_stream(f"/{LOADS}/Loads", bytes, bytes)(b"")
@@ -186,7 +193,9 @@ class LoadExchange:
         await asyncio.sleep(RETRY_S)  # or loads of one that is stuck would count nearly always
 
     def _heard(self, address: str, report: RouterLoads) -> bool:
-        """Whether to go on: not with this router itself, nor with one followed elsewhere."""
+        """Take a report from an address. Returns whether to go on: not if it is this router itself,
+        or one that is followed elsewhere.
+        """
         if report.router == self._name:
             self._own.add(address)
             return False
@@ -212,7 +221,7 @@ class LoadExchange:
         troubles[address] = why
 
     async def close(self) -> None:
-        """Follow nobody, and report to nobody."""
+        """Follow no router any more, and end the reports to others."""
         self._is_closed = True
         for task in self._follows.values():
             task.cancel()

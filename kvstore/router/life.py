@@ -23,14 +23,16 @@ from kvstore.routing.events import (
 
 
 class RoutedLife:
-    """One request. `routed`: the last decision, as long as the core waits for a word about it."""
+    """One request. `routed`: the last decision, while the core waits for its result; None: it does
+    not.
+    """
 
     def __init__(self, dispatcher: Dispatcher, workers: Workers) -> None:
         self._dispatcher, self._workers = dispatcher, workers
         self.routed: Routed | None = None
 
     async def enter(self, asked: Arrived) -> Routed | Rejected:
-        """The request arrives."""
+        """The request arrives. Returns the decision of the core."""
         decision = await self._dispatcher.ask(asked)
         reason = decision.reason if isinstance(decision, Rejected) else None
         if reason is RejectReason.MODEL_UNKNOWN and not self._dispatcher.core.policy.models:
@@ -39,7 +41,7 @@ class RoutedLife:
         return self._decided(decision)
 
     async def failed(self, failed: LegFailed) -> Routed | Rejected:
-        """A leg of it failed."""
+        """A leg of the request failed. Returns the next decision."""
         self.routed = None
         return self._decided(await self._dispatcher.ask(failed))
 
@@ -53,7 +55,7 @@ class RoutedLife:
         return None if self.routed is None else self._workers.get(self.routed.worker)
 
     def first(self, served_by: str = "") -> None:
-        """The first byte of a streamed response, of another worker where a gateway chose it."""
+        """The first byte of a streamed response came, from another worker if a gateway chose it."""
         if self.routed is not None:
             self._dispatcher.note(FirstToken(self.routed.request_id, served_by))
 

@@ -48,13 +48,13 @@ _OF_WORKERS: Final = {
     "prompt_tokens_total": "prompt_tokens",
 }
 _REJECTED: Final = ("rejected-", "evicted-")
-"""Beginnings of outcomes that are reasons of a rejection."""
+"""Prefixes of outcomes that are reasons of a rejection."""
 NAMED_MAX: Final = 3
 UNREACHED: Final = "never reached yet"
 _WORST_FIRST: Final = ("down", "open", "half-open", "draining", "late", "load-only", "new")
 STATES: Final = ("up", *reversed(_WORST_FIRST))
 _DECIDED: Final = ("number", "model", "tenant", "chosen", "prompt_tokens", "held_s", "predicted_s")
-"""Fields of a receipt in the page's list, and those of its outcome."""
+"""Fields of a receipt that the page's list shows."""
 _FOLLOWED: Final = ("ttft_s", "cached_tokens", "end", "rejected")
 
 
@@ -65,7 +65,7 @@ class RouterCollector(Collector):
         self._router, self._loop = router, loop
 
     def collect(self) -> Iterator[Family]:
-        """Raises TimeoutError when the loop does not answer."""
+        """All metrics. Raises TimeoutError when the loop does not answer."""
         yield from _on(self._loop, lambda: list(_families(self._router)))
 
     def describe(self) -> list[Family]:
@@ -157,7 +157,7 @@ def _pressure(core: RouterCore, pools: Iterable[str], now_ns: int) -> Iterator[F
 
 
 def health_of(router: Router) -> Page:
-    """On the loop."""
+    """Page of /healthz. Call it on the loop."""
     workers = list(router.workers)
     notes = [*filter(None, [router.refused_policy]), *router.pools.notes]
     states = [(worker, worker.state) for worker in workers]
@@ -221,7 +221,7 @@ def _because(why: str) -> str:
 
 
 def _state(router: Router) -> dict[str, Any]:
-    """Sections of the page. On the loop."""
+    """Sections of the page as JSON values. Call it on the loop."""
     core, workers, now_ns = router.core, list(router.workers), router.dispatcher.clock()
     sums = {name: sum(getattr(w, field) for w in workers) for name, field in _OF_WORKERS.items()}
     p50_ms = {name: its.percentile_ns(50) / NS_PER_MS for name, its in router.ttfts.items()}
@@ -258,7 +258,9 @@ def _decision(draft: ReceiptDraft, now_ns: int) -> dict[str, Any]:
 
 
 def _story(router: Router, number: int) -> dict[str, Any] | None:
-    """A decision, with the workers that it chose among. On the loop."""
+    """A decision with the workers that it chose among, as JSON values; None: it is not kept. Call
+    it on the loop.
+    """
     found = next((each for each in router.decided if each.plain.number == number), None)
     if found is None:
         return None

@@ -53,7 +53,7 @@ Context = grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]
 
 
 class Picker:
-    """Processes streams; on the router's loop. Counts requests by what became of them."""
+    """Processes streams of Envoy; on the router's loop. `counts`: requests by outcome."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Picker:
         self.counts = Counter[str]()
 
     async def process(self, _: object, context: Context) -> None:
-        """One HTTP request of Envoy."""
+        """Serve one stream, which is one HTTP request of Envoy."""
         stream = _Stream(self)
         try:
             await stream.run(context)
@@ -76,8 +76,10 @@ class Picker:
             stream.close()
 
     def any_worker(self, subset: tuple[str, ...] | None, path: str) -> Worker | None:
-        """For a request without a body: the one that keeps the stored response of its path, or the
-        least busy one, among those that answer if any does."""
+        """Worker for a request without a body: the one that keeps the stored response of its path,
+        or the least busy one, among those that answer if any does. None: no worker is in the
+        subset.
+        """
         able = [
             worker
             for worker in self.workers
@@ -98,7 +100,7 @@ class Picker:
 
 
 class _Stream:
-    """State of one request."""
+    """State of one request and its stream."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
@@ -108,7 +110,7 @@ class _Stream:
         self._pieces: list[bytes] = []
         self._size = 0
         self._is_over = False
-        """The request is: nothing of it may follow."""
+        """The request's last part has come: no other part may follow."""
         self._status = 0
         self._is_streamed = self._has_begun = False
         self._served = ""
@@ -129,7 +131,7 @@ class _Stream:
                 await context.write(self._answered(kind, message))
 
     async def _request(self, kind: str, message: pb.ProcessingRequest, context: Context) -> bool:
-        """A part of the request. False: the stream is over."""
+        """Take a part of the request. Returns False if the stream is over."""
         if kind == "request_headers":
             self._headers = _headers(message.request_headers.headers)
             self._subset = _subset(message.metadata_context)
@@ -145,7 +147,9 @@ class _Stream:
         return True
 
     async def _body(self, body: pb.HttpBody, context: Context) -> bool:
-        """A piece of it. False: there is no room for it, and the stream is over."""
+        """Take a piece of the body. Returns False if there is no room for it, and the stream is
+        over.
+        """
         bodies = self._picker.bodies
         self._pieces.append(body.body)
         self._size += len(body.body)
@@ -209,7 +213,7 @@ class _Stream:
 
     @property
     def _served_by(self) -> str:
-        """Name of the worker that Envoy chose in the place of the router's; empty: it did not."""
+        """Name of the worker that Envoy chose instead of the router's; empty: it chose none."""
         worker = self._life.worker
         if not self._served or (worker is not None and worker.url.authority == self._served):
             return ""
@@ -234,7 +238,7 @@ class _Stream:
         return _ANSWER_TRAILERS_SEEN
 
     def close(self) -> None:
-        """The stream is over, and so is the request."""
+        """The stream is over, and so is the request: report its end to the core."""
         picker, routed = self._picker, self._life.routed
         picker.bodies.release(self._size)
         self._size = 0
@@ -299,8 +303,9 @@ def _set(pairs: Iterable[tuple[str, str]]) -> pb.HeaderMutation:
 
 @functools.lru_cache(maxsize=1024)
 def chosen(destination: str, length: int | None) -> pb.ProcessingResponse:
-    """Endpoints with commas between them, best first. `length`: of a body that was edited; None: it
-    was not. To be read only: the next request may get the same."""
+    """Response that names endpoints (`destination`), separated by commas, best first. `length`: of
+    an edited body; None: not edited. Cached, so it must not be changed.
+    """
     pairs = [(DESTINATION, destination)]
     if length is not None:
         pairs.append(("content-length", str(length)))
@@ -313,7 +318,7 @@ def chosen(destination: str, length: int | None) -> pb.ProcessingResponse:
 
 
 def pieces(body: bytes) -> Iterable[pb.ProcessingResponse]:
-    """The body of a request, as Envoy takes it."""
+    """Responses that carry the body of a request in pieces, as Envoy takes it."""
     for begin in range(0, max(1, len(body)), PIECE_BYTES):
         end = begin + PIECE_BYTES
         streamed = pb.StreamedBodyResponse(body=body[begin:end], end_of_stream=end >= len(body))
@@ -322,7 +327,7 @@ def pieces(body: bytes) -> Iterable[pb.ProcessingResponse]:
 
 
 def passed_back(body: pb.HttpBody) -> pb.ProcessingResponse:
-    """A piece of an engine's answer, as it came."""
+    """Response that passes a piece of an engine's answer on, as it came."""
     streamed = pb.StreamedBodyResponse(body=body.body, end_of_stream=body.end_of_stream)
     common = pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed))
     return pb.ProcessingResponse(response_body=pb.BodyResponse(response=common))
@@ -339,7 +344,7 @@ def _rejected(rejected: Rejected) -> pb.ProcessingResponse:
 
 
 def refusal(status: int, text: str, reason: str) -> pb.ProcessingResponse:
-    """An immediate answer to the client."""
+    """Response that answers the client at once."""
     return _immediate(status, [(DROPPED, reason)], text.encode(), reason)
 
 

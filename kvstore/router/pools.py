@@ -20,7 +20,9 @@ _log = logging.getLogger(__name__)
 
 
 def faults(policy: RoutingPolicy, workers: Collection[Worker]) -> list[str]:
-    """Fault of each pool that gets requests of a model; empty: it serves them."""
+    """A sentence about each pool that gets requests of a model and does not serve it; empty: it
+    does.
+    """
     found = []
     for model, rule in policy.models.items():
         for pool in rule.pools or (ModelPool(pool=""),):  # without pools: sought in all
@@ -50,7 +52,7 @@ class PoolWatch:
         self._policy, self._workers = policy, workers
         self.notes: list[str] = []
         self.said: list[str] = []
-        """Those that the log has; cleared at a reload."""
+        """Notes that are in the log already; cleared at a reload."""
 
     async def once(self) -> None:
         found = faults(self._policy(), list(self._workers))

@@ -91,7 +91,7 @@ _log = logging.getLogger(__name__)
 
 
 class Router:
-    """Parts of one router, on the running loop: `start`, and `close` in any case."""
+    """All parts of one router, on the running loop: call `start`, and `close` in any case."""
 
     def __init__(
         self,
@@ -100,8 +100,9 @@ class Router:
         *,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`core`: another one than the policy file's. `clock`: of its events, in nanoseconds.
-        Raises ConfigError."""
+        """`core`: used in place of one by the policy file. `clock`: time of the core's events, in
+        nanoseconds. Raises ConfigError.
+        """
         self.config = config
         tenants = load_tenants(config.api_keys) if config.api_keys else None
         self.core = core or RouterCore(load_policy(config.policy), seed=secrets.randbits(62))
@@ -114,12 +115,12 @@ class Router:
         self.discovery = Discovery(config, self.workers)
         self.pools = PoolWatch(lambda: self.core.policy, self.workers)
         self.refused_policy = ""
-        """Why the last reload changed nothing; empty: it did, or there was none."""
+        """Reason why the last reload changed nothing; empty: it did, or there was none."""
         self.engines = EngineHttp(_worker_context(config), config.worker_key)
         receipts, receipt_bytes = config.receipts
         self.receipts = ReceiptFile(receipts, bytes_max=receipt_bytes)
         self.ttfts = {"predicted": Timings(), "achieved": Timings()}
-        """Times to the first token, of the same requests."""
+        """Predicted and achieved times to the first token, of the same requests."""
         self.decided = deque[ReceiptDraft](maxlen=REQUESTS_SHOWN)
         """Decisions of the latest requests that ended."""
         self.probes = Probes(
@@ -142,7 +143,7 @@ class Router:
         )
         self.bodies = Bodies(bytes_max=config.body_max)
         self.servers: dict[str, RpcServer] = {}
-        """`route` and `picker`, where they are wanted."""
+        """gRPC servers by name, `route` and `picker`, if configured."""
         self._tasks: list[asyncio.Task[None]] = []
         self._open_door: OpenDoor | None = None
         self.port = 0
@@ -214,7 +215,7 @@ class Router:
         return KeyPrefixes(self.rendering, self.index, spaces, by_bytes)
 
     async def start(self) -> None:
-        """Listen and begin. Raises ConfigError."""
+        """Listen, and begin all work. Raises ConfigError."""
         config, context = self.config, None
         if config.front is not None:
             context = server_context(config.front, demands_certificates=config.api_keys is None)
@@ -229,7 +230,7 @@ class Router:
         await self.begin()
 
     async def begin(self) -> None:
-        """All but the listening socket. Raises ConfigError."""
+        """Begin all work but the listening socket. Raises ConfigError."""
         config = self.config
         self.workers.replace(addresses_of(config.workers))
         if (place := config.route_listen) is not None:
@@ -261,8 +262,9 @@ class Router:
             self._tasks.append(loop.create_task(persist(what, work, pause_s=pause_s)))
 
     async def drain(self, is_hurried: asyncio.Event) -> None:
-        """Readiness fails; then nobody is accepted any more; then requests in flight end. Hurried:
-        at once."""
+        """Readiness fails; after `drain_delay` no connection is accepted; then requests in flight
+        have `drain_timeout`. `is_hurried`: when set, both end at once.
+        """
         self.proxy.is_draining = True
         _log.info("draining: readiness fails, %d requests are under way", self.proxy.in_flight)
         with contextlib.suppress(TimeoutError):
@@ -286,7 +288,7 @@ class Router:
         self.door.pre_shutdown()
 
     async def close(self) -> None:
-        """End, and what is under way, too."""
+        """End the router and all that is under way."""
         self.proxy.is_draining = True
         self._leave()
         await self.exchange.close()
@@ -323,7 +325,7 @@ class Router:
     def _observed(
         self, worker: Worker, job: RequestJob, prompt_tokens: int, cached: int | None
     ) -> None:
-        """An engine's own numbers about a request that it answered."""
+        """Learn from an engine's own token counts of a request that it answered."""
         prefix = job.prefix
         if prefix.text_bytes:
             self.estimates.learn(job.read.model, prefix.text_bytes, prefix.media, prompt_tokens)
@@ -337,7 +339,9 @@ class Router:
             self.parity.observed(worker, job.read.model, predicted, cached)
 
     def _failed(self, worker: Worker, error: LegFailure) -> None:
-        """Something failed at a worker: its probe decides what that was."""
+        """A request failed at a worker: probe it at once, and read its models again if it lacked
+        one.
+        """
         if error.is_gone:
             self.dispatcher.note(Probed(worker.name, ProbeResult.REFUSED, str(error)))
         if error.lack is Lack.MODEL:

@@ -22,17 +22,19 @@ from kvstore.routing.receipts import Receipt
 
 PAUSE_S: Final = 0.2
 TURN_COUNT: Final = 8
-"""Receipts that are made in one turn of the loop: a millisecond with 64 workers."""
+"""Receipts that are encoded in one turn of the loop: a millisecond with 64 workers."""
 
 _log = logging.getLogger(__name__)
 _decoder: Final = msgspec.json.Decoder(Receipt)
 
 
 class ReceiptFile:
-    """Appends. `written_count`, `failed_count`: receipts."""
+    """Appends receipts to a file. `written_count`, `failed_count`: receipts."""
 
     def __init__(self, path: Path | None, *, bytes_max: int) -> None:
-        """`path` None: receipts are dropped."""
+        """`path`: None: receipts are dropped. `bytes_max`: of the file and the older one
+        together.
+        """
         self._path, self._half_bytes = path, bytes_max // 2
         self._appending = asyncio.Lock()
         self.pause_s = PAUSE_S
@@ -78,7 +80,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def older(path: Path) -> Path:
-    """Place of the first half."""
+    """Path of the older half of a log."""
     return path.with_name(path.name + ".1")
 
 

@@ -56,15 +56,15 @@ TOKENS_MAX: Final = 4 << 20
 BLOCK_TOKENS_MAX: Final = 1 << 16
 STREAMS_PER_CALLER: Final = 4096
 FIRST_WORD_S: Final = 10.0
-"""A stream that has not asked by then ends …"""
+"""Time after which a stream that has not asked ends."""
 SILENCE_S: Final = 900.0
-"""… and one that has, and says nothing for so long."""
+"""Time after which a stream that has asked, and sends nothing, ends."""
 
 Context = grpc.aio.ServicerContext[pb.RouteWord, pb.Decision]
 
 
 class RouteService(RouterServicer):
-    """On the router's loop."""
+    """The `Router` service; on the router's loop. See the module."""
 
     def __init__(
         self,
@@ -75,10 +75,12 @@ class RouteService(RouterServicer):
         *,
         suspected: Callable[[Worker], None],
     ) -> None:
-        """`prefixes` None: this router asks no index. `suspected`: takes workers to be probed."""
+        """`prefixes` None: this router asks no index. `suspected`: takes a worker that should be
+        probed, as a caller reports a failure there.
+        """
         self._exchange, self._suspected = exchange, suspected
         self._streams = Counter[str]()
-        """By caller."""
+        """Number of open streams by caller."""
         self._dispatcher, self._workers, self._prefixes = dispatcher, workers, prefixes
 
     async def Route(
@@ -144,14 +146,14 @@ class RouteService(RouterServicer):
             yield self._decision(decision, life.worker, prefix)
 
     def loads_handler(self) -> grpc.GenericRpcHandler:
-        """For other routers."""
+        """Handler by which other routers ask for this router's loads."""
         method = grpc.unary_stream_rpc_method_handler(self.loads, bytes, encode)
         return grpc.method_handlers_generic_handler(LOADS, {"Loads": method})
 
     async def loads(
         self, _: bytes, context: grpc.aio.ServicerContext[bytes, RouterLoads]
     ) -> AsyncIterator[RouterLoads]:
-        """One other router, until either side hangs up."""
+        """Stream of reports to one other router, until either side hangs up."""
         async with aclosing(self._exchange.reports()) as reports:
             try:
                 async for report in reports:
@@ -191,7 +193,7 @@ class RouteService(RouterServicer):
 
 
 def _fault(ask: pb.Ask) -> str:
-    """Fault of a question; empty: none."""
+    """Sentence about an invalid question; empty: it is valid."""
     if len(ask.keys) % KEY_BYTES:
         return f"keys have {KEY_BYTES} bytes each"
     if ask.block_tokens > BLOCK_TOKENS_MAX:
@@ -207,7 +209,7 @@ def _fault(ask: pb.Ask) -> str:
 
 
 async def _next(words: AsyncIterator[pb.RouteWord], timeout_s: float) -> pb.RouteWord | None:
-    """None: there is no further word, or none in time."""
+    """The next message of a stream; None: it has ended, or none came in time."""
     try:
         async with asyncio.timeout(timeout_s):
             return await anext(words, None)

@@ -42,7 +42,7 @@ _OPTIONS: Final = (
 
 
 class RpcServer:
-    """One listening server."""
+    """One listening gRPC server."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class RpcServer:
 
 
 async def serve_route(place: tuple[str, int], tls: Tls | None, service: RouteService) -> RpcServer:
-    """Raises ConfigError."""
+    """Start the server for Route. Raises ConfigError if it cannot listen."""
     server = _server()
     add_RouterServicer_to_server(service, server)
     server.add_generic_rpc_handlers((service.loads_handler(),))
@@ -79,7 +79,7 @@ async def serve_route(place: tuple[str, int], tls: Tls | None, service: RouteSer
 
 
 async def serve_picker(place: tuple[str, int], tls: Tls | None, picker: Picker) -> RpcServer:
-    """Raises ConfigError."""
+    """Start the server for the endpoint picker. Raises ConfigError if it cannot listen."""
     server = _server()
     handler = grpc.stream_stream_rpc_method_handler(
         picker.process,

@@ -23,7 +23,7 @@ from kvstore.routing.receipts import Receipt
 from kvstore.wire.traces import TRACEPARENT, TraceParent
 
 BEGUN_MAX: Final = 16_384
-"""More than connections of clients; the oldest leave."""
+"""Most requests that are remembered, more than connections of clients; the oldest leave."""
 TRACESTATE: Final = "tracestate"
 
 
@@ -31,10 +31,10 @@ class BegunRoute(NamedTuple):
     """A request under way, or one whose receipt is still to come."""
 
     parent: TraceParent
-    """The client's span, or none."""
+    """The client's span, or a new trace without one."""
     span_id: int
     begin_ns: int
-    """Unix time."""
+    """Unix time of the request's arrival, in ns."""
 
 
 class RouteTraces(Traces[tuple[BegunRoute, Receipt]]):
@@ -47,7 +47,7 @@ class RouteTraces(Traces[tuple[BegunRoute, Receipt]]):
         self._begun = OrderedDict[str, BegunRoute]()
 
     def begin(self, request_id: str, headers: CIMultiDictProxy[str], begin_ns: int) -> None:
-        """A request came then."""
+        """Note that a request came at `begin_ns`, and its parent from the `traceparent` header."""
         parent = self.parent(",".join(headers.getall(TRACEPARENT, ())))
         self._begun[request_id] = BegunRoute(parent, new_span_id(), begin_ns)
         if len(self._begun) > BEGUN_MAX:
@@ -64,7 +64,7 @@ class RouteTraces(Traces[tuple[BegunRoute, Receipt]]):
         return [*(p for p in pairs if p[0].lower() not in ours), (TRACEPARENT, own.header)]
 
     def ended(self, receipt: Receipt) -> None:
-        """Its receipt is complete."""
+        """Queue the span of a request whose receipt is complete, if it is sampled."""
         begun = self._begun.pop(receipt.request_id, None)
         if begun is not None and begun.parent.is_sampled:
             self.put((begun, receipt))

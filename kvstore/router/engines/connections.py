@@ -28,12 +28,14 @@ import httptools
 from yarl import URL
 
 KEEPALIVE_S: Final = 3.0
-"""Less than the 5 s after which engines close idle connections."""
+"""Time for which an idle connection is kept: less than the 5 s after which engines close them."""
 HEAD_BYTES_MAX: Final = 64 << 10
 JOINED_BYTES_MAX: Final = 64 << 10
-"""Shorter requests are one write, with their head."""
+"""Bodies up to this are sent in one write with their head."""
 ROUTERS: Final = "X-Kvstore-Routers"
-"""Header with the names of the routers on the way of a request, its sender's last."""
+"""Header with the names of the routers that a request has passed, comma-separated, the sender's
+last.
+"""
 OWN_WAIT_S: Final = 0.05
 _OWN: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 _GONE: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETUNREACH)
@@ -44,7 +46,7 @@ _LENGTH_CHARACTERS: Final = len("content-length")
 
 
 class NoConnection(Exception):
-    """The engine cannot be reached; says why in one clause. `is_gone`: nothing listens there."""
+    """The engine cannot be reached; the message is one clause. `is_gone`: nothing listens there."""
 
     def __init__(self, why: str, *, is_gone: bool) -> None:
         super().__init__(why)
@@ -52,7 +54,7 @@ class NoConnection(Exception):
 
 
 class NoAnswer(Exception):
-    """The answer broke off, or is no HTTP; says why in one clause."""
+    """The answer broke off, or is no HTTP; the message is one clause."""
 
 
 class HttpAnswer(NamedTuple):
@@ -64,14 +66,15 @@ class HttpAnswer(NamedTuple):
 
 
 class AnswerTaker(Protocol):
-    """An answer goes here, on the loop, in order."""
+    """Listener that takes an answer, on the loop, in order."""
 
     def heard(self, piece: bytes, *, is_over: bool) -> None:
         """Bytes of the body; the first call follows the head. `is_over`: these are the last."""
 
     def broke(self, why: str, *, is_stale: bool) -> None:
-        """The connection has ended before the answer. Nothing follows. `is_stale`: it was kept from
-        an earlier request, and no byte of an answer came."""
+        """The connection has ended before the answer; nothing follows. `is_stale`: it was kept from
+        an earlier request, and no byte of an answer came.
+        """
 
 
 class EngineConnection(asyncio.Protocol):
@@ -87,20 +90,20 @@ class EngineConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._is_headed = self._is_over = self._is_kept = self._is_paused = False
         self._is_used = self._has_heard = False
-        """Answers came before; a byte of this one has come."""
+        """An answer came over this connection before; a byte of the current one has come."""
         self.idle_since_s = 0.0
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.length: int | None = None
-        """None: not said before."""
+        """Length of the answer's body by its head; None: not given."""
 
     @property
     def is_closing(self) -> bool:
-        """Whether no request gets an answer here any more."""
+        """Whether the connection is closed or closing, so that no request gets an answer here."""
         return self._transport is None or self._transport.is_closing()
 
     def ask(self, head: bytes, body: bytes, listener: AnswerTaker) -> None:
-        """Send a request; its answer goes to the listener."""
+        """Send a request; its answer goes to `listener`."""
         self._listener = listener
         self._is_headed = self._is_over = self._has_heard = False
         self._head_bytes = 0
@@ -115,13 +118,13 @@ class EngineConnection(asyncio.Protocol):
             transport.writelines((head, body))
 
     def pause(self) -> None:
-        """Read no more for now."""
+        """Stop reading from the engine until `resume`."""
         if self._transport is not None and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read again."""
+        """Read from the engine again."""
         if self._is_paused:
             self._is_paused = False
             if self._transport is not None and not self._transport.is_closing():
@@ -239,14 +242,14 @@ class EngineConnection(asyncio.Protocol):
 
 
 class _Whole:
-    """A whole answer, as an AnswerTaker."""
+    """Collects a whole answer of at most `bytes_max` bytes, as an AnswerTaker."""
 
     def __init__(self, connection: EngineConnection, bytes_max: int) -> None:
         self._connection, self._bytes_max = connection, bytes_max
         self._pieces: list[bytes] = []
         self._size = 0
         self.done: asyncio.Future[HttpAnswer | None] = asyncio.get_running_loop().create_future()
-        """None: the connection was stale."""
+        """The answer, or NoAnswer; None: the connection was stale."""
 
     def heard(self, piece: bytes, *, is_over: bool) -> None:
         self._pieces.append(piece)
@@ -269,20 +272,23 @@ class _Whole:
 
 
 class EngineHttp:
-    """Connections to all engines of a router. `context`: for those with https; `worker_key`: their
-    API key; empty: they have none."""
+    """Connections to all engines of a router. `context`: TLS for https URLs; `worker_key`: API key
+    that the engines take; empty: none.
+    """
 
     def __init__(self, context: ssl.SSLContext | None, worker_key: str = "") -> None:
         self._context = context
         self.authorization = f"Bearer {worker_key}" if worker_key else ""
         self._places: dict[str, _Place] = {}
         self.name = secrets.token_hex(8)
-        """This router's, in `ROUTERS`: by it a request that comes back is known."""
+        """Random name of this router in `ROUTERS`, by which a request that comes back is
+        recognised.
+        """
         self.is_closed = False
         self.trouble = ""
-        """Why no connection can be opened at all; empty: some can."""
+        """Reason why no connection can be opened at all; empty: connections can be opened."""
         self.trouble_s = 0.0
-        """When that was so last, on the clock of the loop."""
+        """When `trouble` was last set, on the clock of the loop."""
 
     def place(self, url: URL) -> _Place:
         """Connections to the engine at a URL."""
@@ -330,7 +336,7 @@ class EngineHttp:
             connection = None
 
     def close(self) -> None:
-        """Close what is idle, and the others when they are."""
+        """Close idle connections now, and each other one when it becomes idle."""
         self.is_closed = True
         for place in self._places.values():
             place.close()
@@ -347,24 +353,26 @@ def request_head(
 
 
 def whole_head(head: bytes, line_count: int) -> bytes:
-    """A head of so many lines, with its end. Raises ValueError: a line has a break inside."""
+    """The head with its final blank line. Raises ValueError if it does not have `line_count` lines:
+    a header has a line break inside.
+    """
     if head.count(b"\n") != line_count or head.count(b"\r") != line_count:
         raise ValueError("a header with a line break")  # no parser lets one through
     return head + b"\r\n"
 
 
 class _Place:
-    """One engine's address, and connections to it."""
+    """Address of one engine, and the connections to it."""
 
     def __init__(self, engines: EngineHttp, url: URL, context: ssl.SSLContext | None) -> None:
         self._engines, self._url, self._context = engines, url, context
         self.host = url.host_port_subcomponent or ""
-        """For the header of this name."""
+        """Value of the `Host` header."""
         self._idle: list[EngineConnection] = []
         self._sweep: asyncio.TimerHandle | None = None
 
     def idle(self) -> EngineConnection | None:
-        """The one that was used last."""
+        """The idle connection that was used last; None: there is none."""
         while self._idle:
             connection = self._idle.pop()
             if not connection.is_closing:
@@ -395,7 +403,7 @@ class _Place:
                 return connection
 
     def keep(self, connection: EngineConnection) -> None:
-        """A connection is idle now."""
+        """Keep a connection that is idle now."""
         if self._engines.is_closed:
             connection.abort()
             return
@@ -406,7 +414,7 @@ class _Place:
             self._sweep = loop.call_later(KEEPALIVE_S, self._close_old)
 
     def forget(self, connection: EngineConnection) -> None:
-        """A connection is closed."""
+        """Drop a connection that is closed."""
         if connection in self._idle:
             self._idle.remove(connection)
 
@@ -429,7 +437,7 @@ class _Place:
 
 
 def why_no_connection(error: OSError) -> str:
-    """One clause."""
+    """Reason for a failed connection, in one clause."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message or error}"[:200]
     is_system = error.errno in errno.errorcode and not isinstance(error, ssl.SSLError)

@@ -28,7 +28,7 @@ from kvstore.wire.load import is_base_url
 
 PERIOD_S: Final = 5.0
 INDEX: Final = "index"
-"""The source of engines that nodes list."""
+"""Name of the source of engines that nodes list in the index."""
 EXPOSED: Final = (
     "the engine at {} is left out: it is beyond this machine, and everybody on the way can read"
     " prompts: list it as https://, or start the router with --insecure"
@@ -54,12 +54,13 @@ class Discovery:
 
     @property
     def trouble(self) -> str:
-        """Sources that fail, in one sentence; empty: none."""
+        """Sources that fail and the reason, in one sentence; empty: none fails."""
         return "; ".join(f"{source}: {why}" for source, why in sorted(self._troubles.items()))
 
     def found(self, source: str, addresses: Iterable[WorkerAddress], *, trouble: str = "") -> None:
-        """A source's workers now. An engine that several sources know is that of the first: flags,
-        the index, the others. An engine terminates if one of them says so."""
+        """Take the workers that a source has now. If several sources name an engine, the entry of
+        the first counts: flags, the index, the others. An engine terminates if one of them says so.
+        """
         self._known[source] = tuple(addresses)
         self._troubled(source, trouble)
         names: dict[str, WorkerAddress] = {}
@@ -74,9 +75,10 @@ class Discovery:
         self._workers.replace(names.values())
 
     def listed(self, listed: Iterable[Listed]) -> None:
-        """The engines that nodes list now. One that left the list, as all do whose node restarts,
-        stays while it answers, unless another one has its place. One that is known goes before
-        those that are new: no other node takes its place, and no crowd pushes it out."""
+        """Take the engines that nodes list now. An engine that left the list, as all do when their
+        node restarts, stays while it answers, unless another one has its place. Known engines go
+        before new ones, so that no other node takes their place and no crowd pushes them out.
+        """
         self._listed = tuple(listed)
         found = list(addresses_listed(self._listed))
         left_out = [not self._insecure and is_exposed(each.url) for each in found]
@@ -93,7 +95,7 @@ class Discovery:
         self.found(INDEX, found, trouble=EXPOSED.format(plain[0]) if plain else "")
 
     def failed(self, source: str, why: str) -> None:
-        """A source has no answer: its workers stay."""
+        """A source gave no answer: its workers stay as they are."""
         self._troubled(source, f"{why}; its workers stay as they are")
 
     def _troubled(self, source: str, why: str) -> None:
@@ -105,7 +107,7 @@ class Discovery:
             self._troubles.pop(source, None)
 
     async def once(self) -> None:
-        """Ask for all names."""
+        """Resolve all DNS names, and check again which engines that left the index still answer."""
         await asyncio.gather(*map(self._resolve, self._names))
         if self._known[INDEX]:
             self.listed(self._listed)
@@ -125,7 +127,7 @@ class Discovery:
 
 
 def addresses_of(texts: Iterable[WorkerText]) -> tuple[WorkerAddress, ...]:
-    """Workers as flags name them. Raises ConfigError: two of them are one engine."""
+    """Workers as flags name them. Raises ConfigError if two of them are one engine."""
     found, places = tuple(map(address_of_text, texts)), dict[object, WorkerAddress]()
     for each in found:
         url = URL(each.url)
@@ -138,7 +140,9 @@ def addresses_of(texts: Iterable[WorkerText]) -> tuple[WorkerAddress, ...]:
 
 
 def addresses_listed(listed: Iterable[Listed]) -> Iterator[WorkerAddress]:
-    """Engines that nodes list with an address; those without one need a flag."""
+    """Addresses of the engines that nodes list; engines that list none need a flag and are left
+    out.
+    """
     for node, entry in ((each.node, each.entry) for each in listed):
         if is_base_url(entry.address):
             yield WorkerAddress(
@@ -156,7 +160,7 @@ def addresses_listed(listed: Iterable[Listed]) -> Iterator[WorkerAddress]:
 
 
 def address_of_text(text: WorkerText) -> WorkerAddress:
-    """One worker; its options are checked."""
+    """Address of a worker from its text, whose options are already checked."""
     given = dict(text.options)
     block, seed, rank = given.pop("block", "0"), given.pop("seed", ""), given.pop("rank", "0")
     fields = {"name": text.name, "url": text.url, **given}

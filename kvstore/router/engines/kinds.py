@@ -24,11 +24,13 @@ _LABEL: Final = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 
 LINE_BYTES_MAX: Final = 16 << 10
 VALUE_MAX: Final = 1e12
-"""No number of an engine is larger: products of two stay numbers, too."""
+"""Larger numbers of an engine are ignored: products of two must stay finite."""
 
 
 class Figure(NamedTuple):
-    """Series of one number: name of the metric, and a label that it must have."""
+    """Series that hold one number: the metric's name, and the value of a label (empty:
+    any series).
+    """
 
     metric: str
     label: str = ""
@@ -40,7 +42,7 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     health: str = "/health"
     metrics: str = "/metrics"
-    """Empty: none."""
+    """Path of the metrics page; empty: none."""
     port: int = 0
     """Port of the metrics; 0: the engine's own."""
     waiting: Figure = Figure("")
@@ -48,31 +50,31 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     memory: Figure = Figure("")
     """Share of the KV cache in use."""
     has_memory: bool = True
-    """False: only some versions publish it."""
+    """False: only some versions publish `memory`."""
     adapters: str = ""
     """Metric whose label `running_lora_adapters` lists adapters."""
     cache: str = ""
-    """Metric whose labels describe the cache …"""
+    """Metric whose labels describe the cache."""
     block: str = ""
-    """… the label with the tokens of a block, and …"""
+    """Label of `cache` with the tokens of a block."""
     blocks: str = ""
-    """… the one with their number …"""
+    """Label of `cache` with the number of blocks."""
     block_gauge: Figure = Figure("")
-    """… or gauges of both."""
+    """Gauges of both, for kinds without such a metric: tokens of a block, number of blocks."""
     blocks_gauge: Figure = Figure("")
     advice: str = ""
-    """How to make it publish metrics."""
+    """Hint for operators how to make the engine publish metrics."""
 
     @functools.cached_property
     def wanted(self) -> tuple[bytes, ...]:
-        """Beginnings of the lines that are read."""
+        """Prefixes of the lines that are read."""
         figures = (self.waiting, self.running, self.memory, self.block_gauge, self.blocks_gauge)
         names = {*(figure.metric for figure in figures), self.cache, self.adapters}
         return tuple(name.encode() for name in sorted(filter(None, names)))
 
     @property
     def load(self) -> tuple[Figure, ...]:
-        """Figures that its page must have."""
+        """Figures of load that the page must have."""
         found = (self.waiting, self.running, *([self.memory] if self.has_memory else ()))
         return tuple(each for each in found if each.metric)
 
@@ -133,18 +135,20 @@ ENGINES: Final[dict[str, EngineKind]] = {
 
 
 class EngineFigures(NamedTuple):
-    """Content of a page of metrics."""
+    """Numbers that were read from a page of metrics."""
 
     load: LoadSample
     block_tokens: int
-    """0: not published, as `memory_tokens`."""
+    """Tokens of a block; 0: not published, as with `memory_tokens`."""
     memory_tokens: int
     missing: tuple[str, ...] = ()
-    """Metrics of the kind that the page does not have: renamed, or not counted yet."""
+    """Metrics of the kind that the page lacks: renamed, or not counted yet."""
 
 
 def findings_of(kind: EngineKind, page: bytes) -> EngineFigures:
-    """Numbers of an engine. Lines that are no metrics, or absurd, are passed over."""
+    """Numbers in a page of metrics of an engine. Lines that are no metrics, or have absurd values,
+    are skipped.
+    """
     figures = (kind.waiting, kind.running, kind.memory, kind.block_gauge, kind.blocks_gauge)
     sums: dict[Figure, list[float]] = {}
     block = blocks = 0
@@ -181,8 +185,9 @@ def findings_of(kind: EngineKind, page: bytes) -> EngineFigures:
 
 @functools.lru_cache(maxsize=4096)
 def _read_line(line: bytes) -> tuple[str, dict[str, str], float] | None:
-    """Name, labels and value; None: it is no metric. Most lines are those of the last probe. The
-    labels are to be read only."""
+    """(name, labels, value) of a line; None: it is no metric. Cached, as most lines are those of
+    the last probe, so the labels must not be changed.
+    """
     found = _LINE.match(line.decode("utf-8", "replace"))
     try:
         value = float(found[3]) if found is not None else math.nan

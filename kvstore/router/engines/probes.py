@@ -32,27 +32,29 @@ from kvstore.routing.values import ProbeResult, WorkerWord
 
 TICK_S: Final = 0.2
 PROBES_PER_S: Final = 50
-"""All engines together."""
+"""Most probes per second, of all engines together."""
 STALL_S: Final = 1.0
 UNREAD_MAX: Final = 4
 MODELS_S: Final = 10.0
 MODELS_PER_S: Final = 5
 TROUBLED: Final = (WorkerWord.DOWN, WorkerWord.OPEN, WorkerWord.HALF_OPEN)
-"""Words of workers whose health is asked, too: an engine may publish metrics and be unwell."""
+"""States of workers whose health endpoint is asked as well: an engine may publish metrics and be
+unwell.
+"""
 ROUND_S: Final = 1.0
-"""Between two rounds of reading all models, and the most that a request waits for one."""
+"""Time between two rounds of reading all models, and the most that a request waits for one."""
 PAGE_BYTES_MAX: Final = 4 << 20
 MODELS_MAX: Final = 1 << 14
 CONTEXT_MAX: Final = 1 << 32
-"""No model has a longer one."""
+"""Longer contexts are ignored: no model has one."""
 
 
 class _Model(msgspec.Struct):
     id: str
     parent: str | None = None
-    """Base model of an adapter, as vLLM says it …"""
+    """Base model of an adapter, as vLLM gives it."""
     root: str | None = None
-    """… and its path."""
+    """Path of an adapter; of a base model, its name or path."""
     max_model_len: int | None = None
 
 
@@ -78,22 +80,24 @@ class Probes:
         settings: Callable[[], PolicyProbes],
         clock: Callable[[], int],
     ) -> None:
-        """`clock`: nanoseconds, of the core."""
+        """`note`: takes events for the core. `settings`: the current settings of the policy.
+        `clock`: nanoseconds, of the core.
+        """
         self._engines, self._workers, self._note = engines, workers, note
         self._settings, self._clock = settings, clock
         self._due: list[tuple[float, int, Worker]] = []
-        """Heap of workers, by when they are probed next."""
+        """Heap of (time of the next probe, number, worker)."""
         self._budget: float = PROBES_PER_S
-        """Probes that may begin now: failures that callers claim cause no more of them, either."""
+        """Probes that may begin now. Bounds also those that callers cause by reporting failures."""
         self._known: dict[Worker, None] = {}
         self._version = -1
         self._open: dict[Worker, tuple[float, asyncio.Task[None]]] = {}
-        """Probes without an answer, with their beginnings."""
+        """Probes without an answer: worker → (when it began, its task)."""
         self._numbers = itertools.count()
         self._readings: dict[Worker, asyncio.Task[None]] = {}
-        """Reads of models."""
+        """Reads of models under way."""
         self._looked_s = self._awake_s = asyncio.get_running_loop().time()
-        """When `once` ran last, and did so after a stall of this process."""
+        """When `once` ran last, and when it last ran after a stall of this process."""
         self._round: asyncio.Task[None] | None = None
         self._round_due_s = 0.0
         workers.read_again = self.read_again
@@ -128,7 +132,7 @@ class Probes:
             worker.probe_count += 1
 
     def _follow(self, now_s: float) -> None:
-        """Workers that joined and left."""
+        """Begin to probe workers that joined, and end probes of those that left."""
         present = dict.fromkeys(self._workers)
         for gone in self._known.keys() - present.keys():
             if gone in self._open:
@@ -150,7 +154,7 @@ class Probes:
             _log.error("a bug: a probe failed", exc_info=error)
 
     def look_now(self, worker: Worker) -> None:
-        """A request failed there: it is probed next, behind those that are due."""
+        """A request failed at this worker: it is probed next, behind those that are due."""
         now_s = asyncio.get_running_loop().time()
         if now_s < worker.probe_due_s:
             self._put(worker, now_s)
@@ -163,7 +167,7 @@ class Probes:
         now_s: float,
         settings: PolicyProbes,
     ) -> None:
-        """At a probe that has no answer yet."""
+        """Look at a probe that has no answer yet: report it as late, or end it as silent."""
         # Not the router's own silence.
         heard_s = max(since_s, worker.heard_s, self._engines.trouble_s, self._awake_s)
         late_s = now_s - heard_s - max(settings.late_s, 2 * worker.probe_s)  # slow pages are usual
@@ -199,8 +203,10 @@ class Probes:
             self._read(worker, kind, page, asked_ns)
 
     async def _metrics(self, worker: Worker, kind: EngineKind) -> bytes | None:
-        """Its page; None: it has none that can be read, which is said when it was so UNREAD_MAX
-        times. Raises NoConnection: nothing listens at the engine's own port."""
+        """The worker's metrics page; None: it has none that can be read, which is logged from the
+        UNREAD_MAX-th time in a row on. Raises NoConnection: nothing listens at the engine's own
+        port.
+        """
         try:
             found = await self._get(worker, kind.metrics, kind.port)
             if 200 <= found.status < 300:
@@ -235,7 +241,7 @@ class Probes:
             self._workers.describe(worker)
 
     def read_models(self, worker: Worker) -> None:
-        """Ask for its models now: they may have changed."""
+        """Begin to read the worker's models: they may have changed."""
         reading = self._readings.get(worker)
         if reading is None or reading.done():
             loop = asyncio.get_running_loop()
@@ -244,8 +250,9 @@ class Probes:
             self._readings[worker] = loop.create_task(self._read_models(worker))
 
     async def read_again(self) -> None:
-        """Read the models of all engines now, or with those who wait for that already: a request
-        names one that nobody knows. Ends after ROUND_S, read or not."""
+        """Read the models of all engines now, because a request names an unknown one; joins a round
+        that is under way. Ends after ROUND_S, read or not.
+        """
         if self._round is None or self._round.done():
             self._round = asyncio.create_task(self._read_all())
         await asyncio.wait([self._round])
@@ -285,13 +292,13 @@ class Probes:
         self._describe(worker)
 
     async def _get(self, worker: Worker, path: str, port: int = 0) -> HttpAnswer:
-        """Raises NoConnection, NoAnswer."""
+        """GET of a path at a worker. Raises NoConnection, NoAnswer."""
         url = worker.url.with_path(path)
         url = url.with_port(port) if port else url
         return await self._engines.fetch(url, bytes_max=PAGE_BYTES_MAX)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """End the probes and reads that are under way."""
         tasks = [*(task for _, task in self._open.values()), *self._readings.values()]
         tasks += [self._round] if self._round is not None else []
         for task in tasks:

@@ -35,12 +35,12 @@ from kvstore.router.engines.workers import WorkerAddress
 FILES: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 LIST_TIMEOUT_S: Final = 10.0
 WATCH_S: Final = 300
-"""The API server ends a watch after so long, and the next one begins where it ended."""
+"""Time after which the API server ends a watch; the next one begins where it ended."""
 LINE_BYTES_MAX: Final = 8 << 20
 
 
 class KubernetesApi(msgspec.Struct, frozen=True, kw_only=True):
-    """Address of the API server, and who asks."""
+    """Address of the API server, its CA, and the token of the router's service account."""
 
     url: str
     ca: Path
@@ -53,7 +53,7 @@ class _Port(msgspec.Struct):
 
 
 class _Conditions(msgspec.Struct, frozen=True):
-    """None: ready, serving, and not terminating."""
+    """Conditions of an endpoint. None counts as ready, serving, and not terminating."""
 
     ready: bool | None = None
     serving: bool | None = None
@@ -111,7 +111,7 @@ def in_cluster() -> KubernetesApi:
 
 
 class Slices:
-    """Follows one service; `once` is repeated by its owner."""
+    """Follows the EndpointSlices of one service; `once` is repeated by its owner."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Slices:
         self._slices: dict[str, _Slice] = {}
 
     async def once(self) -> None:
-        """List, and watch until the watch ends."""
+        """List the slices, and watch them until the watch ends; failures go to `failed`."""
         try:
             context = ssl.create_default_context(cafile=self._api.ca)
             connector = aiohttp.TCPConnector(ssl=context)
@@ -154,7 +154,9 @@ class Slices:
         return {"Authorization": f"Bearer {self._api.token.read_text().strip()}"}
 
     async def _list(self, session: aiohttp.ClientSession) -> str:
-        """Raises ValueError: no list."""
+        """List all slices. Returns the resourceVersion from which to watch. Raises ValueError: no
+        list.
+        """
         async with (
             asyncio.timeout(LIST_TIMEOUT_S),
             session.get(self._url, headers=self._headers()) as answer,
@@ -167,7 +169,9 @@ class Slices:
         return listed.metadata.resource_version
 
     async def _watch(self, session: aiohttp.ClientSession, version: str) -> None:
-        """Until its end. Raises ValueError: it was refused."""
+        """Apply changes from `version` on until the watch ends. Raises ValueError: it was
+        refused.
+        """
         url = f"{self._url}&watch=1&resourceVersion={version}&timeoutSeconds={WATCH_S}"
         url += "&allowWatchBookmarks=true"
         timeout = aiohttp.ClientTimeout(total=None, sock_read=WATCH_S + LIST_TIMEOUT_S)

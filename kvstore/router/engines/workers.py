@@ -26,7 +26,7 @@ from kvstore.routing.workers.rows import StateChange
 WORKERS_MAX: Final = 1024
 UNASKED: Final = "its weights are not known yet"
 SERVING: Final = (WorkerWord.UP, WorkerWord.LATE, WorkerWord.HALF_OPEN, WorkerWord.OPEN)
-"""Words of workers whose engine has answered, and that get requests."""
+"""States of workers whose engine has answered, and that get requests."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,28 +43,31 @@ class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     tenant: str = ""
     space: str = ""
-    """Hex; empty: from the registry of the index."""
+    """Space in hex; empty: from the registry of the index."""
     block_tokens: int = 0
-    """0: as its metrics say."""
+    """Tokens of a block; 0: as its metrics page has it."""
     hash_seed: str = "vllm-none-hash"
     models: tuple[str, ...] = ()
     role: str = "both"
     rank: int = 0
     is_terminating: bool = False
-    """Its pod is; the worker stays the same one."""
+    """Its pod terminates; this alone makes no other worker."""
 
 
 class WorkerAdapter:
-    """A LoRA adapter that an engine lists. Its keys are made with the digest of its weights, which
-    the engine says; nobody asks for that of an adapter without requests."""
+    """A LoRA adapter that an engine lists. Its keys include the digest of its weights, which the
+    engine reports; only adapters with requests are asked for theirs.
+    """
 
     def __init__(self, base: str, path: str) -> None:
         self.base, self.path = base, path
         self.digest = b""
         self.trouble = UNASKED
-        """Why requests for it are routed here by load; empty: its keys are equal, here …"""
+        """Reason why this worker's requests for the adapter are routed by load; empty: its keys are
+        equal to the router's.
+        """
         self.other = ""
-        """… but not with those of most engines."""
+        """Reason if its keys differ from those of most engines; else empty."""
         self.is_wanted = False
         self.due_s = 0.0
         self.drift = 0.0
@@ -79,53 +82,55 @@ class Worker:
         self.name = address.name
         self.url = URL(address.url)
         self.word = WorkerWord.NEW
-        """The core's, with its reason."""
+        """State by the core; `why` is the reason for it."""
         self.why = ""
         self.heard_s = 0.0
-        """When a byte of a response came from it last, on the clock of the loop."""
+        """When the last byte of a response came from it, on the clock of the loop."""
         self.probe_due_s = self.models_due_s = 0.0
-        """When it is probed next, and asked for its models."""
+        """When it is probed next, and when its models are read next, on the clock of the loop."""
         self.probe_count = 0
         self.parity = ""
-        """Why its keys are not used; empty: they are equal, or it has no node."""
+        """Reason why its keys are not used; empty: they are equal, or it has no node."""
         self.has_parity = False
-        """Its keys were compared, and are equal."""
+        """Its keys were compared, and are equal to the router's."""
         self.drift = 0.0
-        """Mean share of predicted cached tokens that its engine did not have …"""
+        """Mean share of predicted cached tokens that its engine did not have."""
         self.drift_count = 0
-        """… over so many requests."""
+        """Number of requests in `drift`."""
         self.unread = ""
-        """Why its own load is not known; empty: it is, or its kind publishes none."""
+        """Reason why its own load is not known; empty: it is, or its kind publishes none."""
         self.unread_count = 0
         """Failed reads of its metrics in a row."""
         self.probe_s = 0.0
-        """Duration of the last answer to a probe."""
+        """Duration of the last probe that was answered, in seconds."""
         self.has_served = False
-        """A request has ended there: some engines publish nothing before."""
+        """A request has ended there: before that, some engines publish no metrics."""
         self.models: tuple[str, ...] = address.models
         self.contexts: dict[str, int] = {}
         """Model → longest prompt with its output."""
         self.adapters: dict[str, WorkerAdapter] = {}
-        """By name."""
+        """LoRA adapters by name."""
         self.renders_after_s = 0.0
-        """When it may render again: it was late, or does not serve that."""
+        """Time from which it may render prompts again, after it was late or did not serve that."""
         self.render_pause_s = 0.0
         self.unrendered = ""
-        """Why it tokenizes no prompts; empty: it does, or was not asked."""
+        """Reason why it tokenizes no prompts; empty: it does, or was not asked."""
         self.token_troubles: dict[str, str] = {}
-        """Model → how its tokens differ from those of a tokenizer here; empty: they do not."""
+        """Model → how its tokens differ from those of the local tokenizer; empty: they do not."""
         self.block_tokens = address.block_tokens
         self.memory_tokens = 0
         self.source: dict[str, Any] | None = None
-        """Parameters of remote prefills common to its requests, from its last answer to one."""
+        """Parameters common to all its remote prefills, from its last answer to one; None: none
+        yet.
+        """
         self.attempts: set[Callable[[], None]] = set()
-        """Requests under way: each ends one, unless its response has begun."""
+        """Functions that each end one request under way there, unless its response has begun."""
         self.prompt_tokens = 0
         self.predicted_tokens = 0
         self.cached_tokens = 0
 
     def spec(self) -> WorkerSpec:
-        """As the core sees it."""
+        """Description of the worker for the core."""
         a = self.address
         return WorkerSpec(
             worker=self.name,
@@ -155,31 +160,33 @@ class Worker:
 
     @property
     def serves_requests(self) -> bool:
-        """Whole ones, or their decode leg: false for a prefiller."""
+        """Whether it serves whole requests, or their decode leg: false for a prefiller."""
         return self.address.role != WorkerRole.PREFILL
 
     def serves(self, model: str) -> bool:
-        """Whether requests may name it so; a worker whose models are not known serves any."""
+        """Whether requests may name this model or adapter there; true if its models are
+        not known.
+        """
         return not self.models or model in self.models or model in self.adapters
 
     @property
     def state(self) -> str:
-        """One word for pages: that of the core, or load-only."""
+        """State in one word for pages: the core's, or `load-only`."""
         is_plain = self.word in (WorkerWord.UP, WorkerWord.LATE)
         return "load-only" if is_plain and self.parity else self.word.value
 
 
 class Workers:
-    """All of them, by name."""
+    """All workers of the router, by name."""
 
     def __init__(self, note: Callable[[RouteEvent], None]) -> None:
         """`note`: takes events for the core."""
         self._note = note
         self._workers: dict[str, Worker] = {}
         self.version = 0
-        """Counts changes of descriptions and of parity."""
+        """Counts changes of workers, descriptions, parity and states."""
         self.serve_a_model = True
-        """Whether they serve one of the policy."""
+        """Whether the workers serve a model of the policy (`pools`)."""
         self.read_again: Callable[[], Awaitable[None]] = _not_read
         """Read the models of all engines now (`probes`)."""
 
@@ -197,14 +204,16 @@ class Workers:
 
     @property
     def take_requests(self) -> bool:
-        """Whether one of them does, as far as is known: one that was never reached does not count,
-        though requests may go there."""
+        """Whether a worker is known to take requests. One that was never reached does not count,
+        though requests may go there.
+        """
         is_fit = any(each.serves_requests and each.takes_requests for each in self)
         return is_fit and self.serve_a_model
 
     def replace(self, found: Iterable[WorkerAddress]) -> list[Worker]:
-        """The workers that there are now, by discovery; those that are new. An address that changed
-        is a new worker. One that left finishes what it has."""
+        """Adopt the workers that discovery has now. Returns those that are new. An address that
+        changed is a new worker. A worker that left finishes its requests.
+        """
         wanted = {each.name: each for each in list(found)[:WORKERS_MAX]}
         for worker in self:
             now, before = wanted.get(worker.name), worker.address
@@ -226,24 +235,26 @@ class Workers:
         return added
 
     def compared(self, adapter: WorkerAdapter, trouble: str) -> None:
-        """A result about the keys of an adapter. `trouble`: why they are not used."""
+        """Take the result of comparing an adapter's keys. `trouble`: reason why they are not used;
+        empty: they are equal.
+        """
         adapter.trouble, adapter.drift, adapter.drift_count = trouble, 0.0, 0
         self.version += 1
 
     def describe(self, worker: Worker) -> None:
-        """Its description, new or changed, to the core."""
+        """Give the core a worker's new or changed description."""
         self._note(Joined(worker.spec()))
         self.judge(worker)
 
     def judge(self, worker: Worker) -> None:
-        """Whether its keys are used, to the core."""
+        """Report to the core whether a worker's keys are used."""
         self.version += 1
         self._note(Judged(worker.name, is_parity_red=bool(worker.parity)))
 
     # ── from the core ────────────────────────────────────────────────────────────────────────────
 
     def changed(self, change: StateChange) -> None:
-        """Another word for a worker."""
+        """A worker has another state by the core: keep it, and log it."""
         worker = self._workers.get(change.worker)
         if worker is None:
             return
@@ -264,7 +275,7 @@ class Workers:
             _log.info("worker %s is up", worker.name)
 
     def give_up(self, command: AbandonWorker) -> None:
-        """End attempts that wait for the first byte of a worker."""
+        """End attempts at a silent worker that have no first byte yet."""
         worker = self._workers.get(command.worker)
         for give_up in list(worker.attempts) if worker is not None else ():
             give_up()

@@ -38,15 +38,15 @@ PROMPTS: Final = frozenset(
 AUDIO: Final = re.compile(r"/v1/audio/[a-z]+")
 RESPONSES: Final = "/v1/responses"
 STORED: Final = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,256})(/cancel|/input_items)?")
-"""A stored response, by its id."""
+"""Path of a stored response; group 1 is its id."""
 ALIVE: Final = "/livez"
 PROBED: Final = frozenset({ALIVE, "/health"})
-"""Without API keys: Kubernetes and load balancers have none."""
+"""Paths that need no API key: Kubernetes and load balancers have none."""
 FORM: Final = "multipart/form-data"
 
 
 def takes_prompts(path: str) -> bool:
-    """Whether requests of a path are routed."""
+    """Whether requests of a path are routed to workers by prefix or load."""
     return path in PROMPTS or AUDIO.fullmatch(path) is not None
 
 
@@ -63,11 +63,11 @@ def takes_prompts(path: str) -> bool:
 PREFIX: Final = "resp_"
 TAG_DIGITS: Final = 8
 _TAKES_ID: Final = ("vllm", "sglang")
-"""Kinds that take it; others may refuse a field that they do not know."""
+"""Kinds of engines that take the id from the request; others may refuse an unknown field."""
 
 
 def tag(worker: Worker) -> str:
-    """The tag of an engine, the same at each router."""
+    """Tag of a worker's engine in ids, of TAG_DIGITS hex digits; the same at each router."""
     place = f"{worker.address.url}#{worker.address.rank}"
     return _tag(place)
 
@@ -77,26 +77,30 @@ def _tag(name: str) -> str:
 
 
 def new_id(worker: Worker, tenant: str) -> str:
-    """For a response that this worker will store; as long as vLLM's own."""
+    """Id of a response that this worker will store for a tenant; as long as vLLM's own."""
     return f"{PREFIX}{tag(worker)}{_tag(tenant)}{secrets.token_hex(8)}"
 
 
 def id_for(worker: Worker, path: str, read: Peek, tenant: str) -> dict[str, str]:
-    """Fields for the body of a request that this worker gets: the id of what it will store."""
+    """Fields to set in the body for this worker: the id of the response that it will store; empty
+    if it stores none, or if the client gave an id of its own.
+    """
     is_ours = bool(tenant) or not read.request_id  # a client's own id says no tenant
     is_stored = path == RESPONSES and worker.address.kind in _TAKES_ID and is_ours
     return {"request_id": new_id(worker, tenant)} if is_stored else {}
 
 
 def is_of(response_id: str, tenant: str, workers: Iterable[Worker]) -> bool:
-    """Whether a tenant may ask for a response: not for one that another tenant has stored."""
+    """Whether a tenant may ask for a response: false for one that another tenant has stored."""
     begin = len(PREFIX) + TAG_DIGITS
     is_its = response_id[begin : begin + TAG_DIGITS] == _tag(tenant)
     return is_its or not tenant or worker_of(response_id, workers) is None
 
 
 def worker_of(response_id: str, workers: Iterable[Worker]) -> Worker | None:
-    """The worker that made an id; None: another one, or an engine that makes its own ids."""
+    """Worker whose tag an id has; None: no tag, as of engines that make their own ids, or the tag
+    of another worker.
+    """
     if not response_id.startswith(PREFIX):
         return None
     wanted = response_id[len(PREFIX) :][:TAG_DIGITS]
@@ -107,7 +111,7 @@ def worker_of(response_id: str, workers: Iterable[Worker]) -> Worker | None:
 
 
 def rejection(rejected: Rejected) -> web.Response:
-    """The answer to a request that no worker gets."""
+    """Response for a request that no worker gets."""
     known = f"there are {', '.join(rejected.known_models) or 'none'}"
     text = {
         400: f"the body names no model; {known}",
@@ -127,7 +131,7 @@ def rejection(rejected: Rejected) -> web.Response:
 
 
 def error_response(status: int, text: str, code: str) -> web.Response:
-    """An error in OpenAI's form."""
+    """Response with an error in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return json_response(
         status, {"error": {"message": text, "type": kind, "param": None, "code": code}}
@@ -135,7 +139,7 @@ def error_response(status: int, text: str, code: str) -> web.Response:
 
 
 def json_response(status: int, content: object) -> web.Response:
-    """An answer of the router itself."""
+    """Response of the router itself, with JSON content."""
     return web.Response(
         status=status,
         body=msgspec.json.encode(content),
@@ -157,7 +161,9 @@ MODELS: Final = "/v1/models"
 def models_answer(
     path: str, policy: RoutingPolicy, workers: Iterable[Worker], created_s: int
 ) -> web.Response:
-    """All of them, or the one that the path names. Args: `created_s`: since 1970."""
+    """Response with all models, or with the one that the path names. `created_s`: Unix time for
+    each.
+    """
     contexts: dict[str, int] = {}
     served = set[str]()
     for worker in workers:

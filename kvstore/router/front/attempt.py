@@ -40,16 +40,18 @@ from kvstore.routing.events import Failure, Lack, Leg
 
 CONNECT_TIMEOUT_S: Final = 2.0
 STALL_S: Final = 600.0
-"""Longest silence of a client that does not read."""
+"""Longest time for which a client may not read."""
 ERROR_BYTES_MAX: Final = 1 << 20
 WHOLE_BYTES_MAX: Final = 256 << 10
-"""An answer of a known length up to this goes in one piece."""
+"""An answer of a known length up to this goes to the client in one piece."""
 TAIL_BYTES: Final = 4096
 LAST_CHUNK: Final = b"0\r\n\r\n"
 _NO_ENTRY: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _NOT_HERE: Final = (HTTPStatus.NOT_FOUND, HTTPStatus.NOT_IMPLEMENTED)
 _READ: Final = (HTTPStatus.BAD_REQUEST, *_NOT_HERE)
-"""Statuses whose body is read before it is known for whom the answer is."""
+"""Statuses whose body is read first, to find whether the answer concerns the engine or
+the request.
+"""
 _LACKS: Final = {
     Lack.MEDIA: re.compile(rb"not a multi-?modal", re.IGNORECASE),
     # Of some requests only: nothing of these is remembered of the engine.
@@ -68,7 +70,7 @@ _MADE: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})\b')
 
 
 class LegFailure(Exception):
-    """The attempt failed. `answer`: of the engine, where it gave one."""
+    """The attempt failed. `answer`: the engine's error response, if it gave one."""
 
     def __init__(
         self,
@@ -81,16 +83,20 @@ class LegFailure(Exception):
         lack: Lack | None = None,
         is_gone: bool = False,
     ) -> None:
-        """`is_gone`: nothing listens at the engine's address."""
+        """`leg`: the one that failed. `lack`: the thing that the engine lacks. `is_gone`: nothing
+        listens at its address.
+        """
         super().__init__(why)
         self.failure, self.answer, self.has_streamed = failure, answer, has_streamed
         self.leg, self.lack, self.is_gone = leg, lack, is_gone
         self.worker = ""
-        """Name, where it was sent to one."""
+        """Name of the worker that it was sent to; empty: none."""
 
 
 class Fault(NamedTuple):
-    """The word of an answer's status, and of its body, about the engine or the request."""
+    """Failure that an error response shows, and the thing that the engine lacks, if that
+    is known.
+    """
 
     failure: Failure
     lack: Lack | None = None
@@ -99,9 +105,10 @@ class Fault(NamedTuple):
 def fault_of(
     status: int, *, is_put_off: bool, has_client_key: bool, body: bytes = b""
 ) -> Fault | None:
-    """The failure that an answer shows: another engine is asked. None: the answer is for the
-    client. Args: `is_put_off`: with Retry-After; `has_client_key`: the engine got the API key of
-    the client, and not the router's; `body`: of a 4xx, which may say what this engine lacks."""
+    """Failure that an answer shows, for which another engine is asked; None: the answer is for the
+    client. `is_put_off`: it has Retry-After; `has_client_key`: the engine got the client's API key,
+    not the router's; `body`: of a 4xx, which may show what this engine lacks.
+    """
     if status < 300:
         return None
     if status == 429 or (status == 503 and is_put_off):
@@ -128,34 +135,37 @@ class Beaten(Exception):
 
 
 class Attempt:
-    """See the module. `tail` and `status` are there after `run`,
-    `has_answered` from the answer's first piece on, `is_whole` when all of it was sent."""
+    """One attempt at one worker; see the module. `tail` and `status` are there after `run`,
+    `has_answered` from the answer's first piece on, `is_whole` when all of it was sent.
+    """
 
     def __init__(self, engines: EngineHttp, worker: Worker, request: web.BaseRequest) -> None:
         self._place, self.worker, self.request = engines.place(worker.url), worker, request
         self.status = 0
         self.tail = b""
-        """The end of the answer's body."""
+        """Last TAIL_BYTES of the answer's body."""
         self.has_answered = False
         self.is_whole = False
         self._is_completed = False
-        """Its last event has begun, which may be longer than the tail."""
+        """The last event of `/v1/responses` has begun, which may be longer than the tail."""
         self._loop = asyncio.get_running_loop()
         self._connecting: asyncio.Timeout | None = None
         self._has_begun = False
-        """The client has got something: pieces go on to it as they come."""
+        """The client has got a piece: further pieces go to it as they come."""
         self._is_over = self._is_chunked = self._is_stale = False
         self._is_behind = False
         """The client does not read as fast as the engine writes."""
         self._pieces: list[bytes] = []
-        """Not sent yet, `_size` in all."""
+        """Pieces that are not sent yet, of `_size` bytes in all."""
         self._size = 0
         self._error: Exception | None = None
         self._is_woken = False
         self._waiter: asyncio.Future[None] | None = None
         self._connection: EngineConnection
         self._headers: list[tuple[bytes, bytes]] = []
-        """Headers of the answer: a connection may have another request before the task runs."""
+        """Headers of the answer, kept here since the connection may have another request before the
+        task runs.
+        """
         self._on_first: Callable[[], None]
         self._has_client_key = True
 
@@ -168,7 +178,7 @@ class Attempt:
         more: dict[str, str],
         has_client_key: bool = True,
     ) -> web.StreamResponse:
-        """The answer, wholly sent.
+        """Send the request, and the answer to the client. Returns when all of it is sent.
 
         Args:
             headers: for the engine.
@@ -179,8 +189,8 @@ class Attempt:
 
         Raises:
             LegFailure: the engine failed.
-            Beaten: `on_first` did.
-            ClientStalled, ConnectionError: the client did.
+            Beaten: `on_first` raised it.
+            ClientStalled, ConnectionError: the client does not read, or has left.
         """
         self._on_first, self._has_client_key = on_first, has_client_key
         target = self.request.rel_url.raw_path_qs
@@ -214,14 +224,18 @@ class Attempt:
                 connection.abort()
 
     def _begin(self) -> None:
-        """Anew: another attempt of the same object may have been before."""
+        """Reset the state: the same object may have made an attempt before, on a stale
+        connection.
+        """
         self._error, self._is_woken = None, False
         self._is_over = self._is_stale = False
         self._pieces.clear()
         self._size = 0
 
     async def _connected(self) -> EngineConnection:
-        """Raises NoConnection; LegFailure: not in time."""
+        """A new connection. Raises NoConnection, or LegFailure if there is none in
+        CONNECT_TIMEOUT_S.
+        """
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S) as self._connecting:
                 return await self._place.connected()
@@ -231,12 +245,14 @@ class Attempt:
             self._connecting = None
 
     def give_up(self) -> None:
-        """Its engine is silent."""
+        """End the attempt because its engine is silent; nothing if an answer has begun."""
         if not (self.has_answered or self._is_over):
             self.end(LegFailure(Failure.SILENT, "the engine is silent"))
 
     def end(self, error: Exception) -> None:
-        """`run` raises this, or what was wrong already; not for one that answers."""
+        """Make `run` raise this error, or an earlier one; for attempts whose answer has
+        not begun.
+        """
         if self._error is None:
             self._error = error
             if self._connecting is not None:
@@ -269,7 +285,7 @@ class Attempt:
     # ── what the engine's connection says ────────────────────────────────────────────────────────
 
     def heard(self, piece: bytes, *, is_over: bool) -> None:
-        """As `AnswerTaker`."""
+        """As `AnswerTaker`: keep or relay a piece of the engine's answer."""
         self._is_over, self._headers = is_over, self._connection.headers
         if self._error is not None:  # the task runs next, and ends by that
             return
@@ -301,7 +317,9 @@ class Attempt:
             self._wake()
 
     def broke(self, why: str, *, is_stale: bool) -> None:
-        """As `AnswerTaker`."""
+        """As `AnswerTaker`: `run` raises, or asks again over another connection if this one was
+        stale.
+        """
         self._is_stale = is_stale and self._error is None
         if not (self._is_stale or self._error):
             why = f"the answer broke off: {why}"
@@ -320,7 +338,7 @@ class Attempt:
             self._waiter.set_result(None)
 
     async def _news(self) -> None:
-        """Until `_wake`. Raises what went wrong."""
+        """Wait for `_wake`. Raises the error that ended the attempt, if there is one."""
         if not self._is_woken:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -361,7 +379,9 @@ class Attempt:
         return out
 
     def _relay(self, piece: bytes, head: bytes = b"") -> None:
-        """Write a piece, and what comes before and after it."""
+        """Write a piece to the client, after `head`, with chunk framing where needed. Pauses the
+        engine's connection if the client does not keep up.
+        """
         transport = self.request.transport
         if transport is None or transport.is_closing():
             self._error = ConnectionResetError("the client has left")
@@ -386,7 +406,7 @@ class Attempt:
             self._wake()
 
     async def _drained(self) -> None:
-        """Until the client has read."""
+        """Wait until the client has read. Raises ClientStalled after STALL_S."""
         try:
             async with asyncio.timeout(STALL_S):
                 await self.request.writer.drain()
@@ -395,7 +415,7 @@ class Attempt:
 
 
 class Relayed(web.StreamResponse):
-    """An answer that is written already: aiohttp has nothing to add."""
+    """An answer whose bytes are written already: aiohttp has nothing to add."""
 
     def __init__(self, status: int, *, is_kept: bool) -> None:
         super().__init__(status=status)
@@ -413,18 +433,19 @@ class Relayed(web.StreamResponse):
 
 
 def cached_tokens_of(tail: bytes) -> int | None:
-    """By the engine's own word at the end of its answer; None: it gave none, or a number that no
-    request has."""
+    """Cached prompt tokens, as the engine reports them at the end of its answer; None: it reports
+    none, or an impossible number.
+    """
     return _last(_CACHED, tail)
 
 
 def prompt_tokens_of(tail: bytes) -> int:
-    """By the engine's own word; 0: it gave none."""
+    """Prompt tokens, as the engine reports them at the end of its answer; 0: it reports none."""
     return _last(_PROMPT, tail) or 0
 
 
 def output_tokens_of(tail: bytes) -> int:
-    """By the engine's own word; 0: it gave none."""
+    """Output tokens, as the engine reports them at the end of its answer; 0: it reports none."""
     return _last(_MADE, tail) or 0
 
 

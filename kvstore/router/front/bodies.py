@@ -34,13 +34,17 @@ STRIPPED: Final = frozenset(
 """Fields with which an engine would connect to an address, or compute at a rank, of the client's
 choice (the last four: SGLang's)."""
 TENANTS_STRIPPED: Final = STRIPPED | {"priority"}
-"""Where there are tenants: with it, one would be served before the others."""
+"""Fields that are dropped where there are tenants: by `priority`, one tenant would be served before
+the others.
+"""
 COLONS_MAX: Final = 1 << 18
-"""Bodies with more, and so perhaps as many fields, are not taken apart: that takes seconds."""
+"""Bodies with more colons are not taken apart, since they may have as many fields: that takes
+seconds.
+"""
 PROMPTS_BYTES_MAX: Final = 4 << 20
 """A larger list of prompts is routed as one."""
 PARTS_MAX: Final = 1000
-"""Parts of a form, beyond which its fields are not looked for."""
+"""Most parts of a form in which fields are looked for."""
 _EMPTY: Final = msgspec.Raw()
 
 
@@ -93,12 +97,14 @@ class Peek(msgspec.Struct):
 
     @property
     def content(self) -> bytes:
-        """JSON of the prompt, whatever its fields. Equal prefixes of prompts are equal bytes."""
+        """JSON of the prompt, joined from all fields that it is made of. Equal prefixes of prompts
+        are equal bytes.
+        """
         return b"".join(_content(self))
 
     @property
     def prompts(self) -> list[msgspec.Raw]:
-        """JSON of each prompt of a list of several; empty: there is one."""
+        """JSON of each prompt in a list of several; empty: there is one prompt."""
         prompt = bytes(self.prompt)[:64].lstrip()
         is_list = prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
         if not is_list or len(self.prompt) > PROMPTS_BYTES_MAX:
@@ -111,17 +117,17 @@ class Peek(msgspec.Struct):
 
     @property
     def output_tokens(self) -> int | None:
-        """Tokens to make at most; None: the request has no limit."""
+        """Most tokens that the client wants; None: no limit given."""
         return _number(self.max_completion_tokens or self.max_tokens or self.max_output_tokens)
 
     @property
     def urgency(self) -> int | None:
-        """Priority among requests that wait, lower first; None: it gives none."""
+        """Priority among requests that wait, lower first; None: not given."""
         return _number(self.priority)
 
     @property
     def previous_response(self) -> str:
-        """Id of the stored response that it goes on from; empty: none."""
+        """Id of the stored response that the request continues; empty: none."""
         return _text(self.previous_response_id)
 
     @property
@@ -134,12 +140,13 @@ class Peek(msgspec.Struct):
         return _text(self.cache_salt)
 
     def given(self, names: Iterable[str]) -> list[str]:
-        """Those of some fields that it has."""
+        """The names among `names` of fields that the body has."""
         return [name for name in names if getattr(self, name)]
 
     def vllm_xargs_without(self, names: Collection[str]) -> dict[str, msgspec.Raw] | None:
-        """`vllm_xargs` without these fields, which vLLM reads there, too: a text fails in every
-        engine that it is sent to. None: it has none of them."""
+        """`vllm_xargs` without these fields, which vLLM reads there, too: a text in one of them
+        makes every engine fail. None: it has none of them.
+        """
         if not bytes(self.vllm_xargs):
             return None
         try:
@@ -150,7 +157,7 @@ class Peek(msgspec.Struct):
         return kept if len(kept) < len(fields) else None
 
     def token_ids(self) -> list[int] | None:
-        """The prompt, where it is one list of token ids; None: anything else."""
+        """Token ids of the prompt, if it is one list of them; None: anything else."""
         if bytes(self.prompt)[:1] != b"[":
             return None
         try:
@@ -178,7 +185,7 @@ _ids: Final = msgspec.json.Decoder(list[int])
 
 
 def peek(body: bytes) -> Peek:
-    """Raises BadBody."""
+    """Fields that routing reads from a JSON body. Raises BadBody."""
     try:
         read = _peek.decode(body)
     except msgspec.ValidationError as error:
@@ -197,7 +204,8 @@ _NAMED: Final = re.compile(rb'name\s*=[\s"<]*(\w+)', re.IGNORECASE)
 
 
 def peek_form(body: bytes, content_type: str) -> Peek:
-    """Fields of a form, which is sent on as it came: nothing in it can be dropped or set.
+    """Fields that routing reads from a form, which is sent on as it came: nothing in it can be
+    dropped or set.
 
     Raises:
         BadBody: it is no form, or has a field by which it would steer its engine.
@@ -233,7 +241,9 @@ def edited(
     body: bytes, *, drop: Collection[str] = (), put: Mapping[str, Any] | None = None
 ) -> bytes:
     """The body, known to be an object, without some fields and with others set. A body of perhaps
-    very many fields gets them behind its own, null where they are dropped: the last one counts."""
+    very many fields gets the changes behind its own fields, null for those dropped: the last one
+    counts.
+    """
     if body.count(b":") > COLONS_MAX:
         more = msgspec.json.encode(dict.fromkeys(drop) | dict(put or {}))
         head = body.rstrip()[:-1].rstrip()

@@ -37,23 +37,26 @@ HEAD_BYTES_MAX: Final = 32 << 10
 HEADERS_MAX: Final = 100
 IDLE_S: Final = 75.0
 GIVES_WAY_S: Final = 2.0
-"""A connection without a request for so long gives way; the request of a new one is on its way."""
+"""Time without a request after which a connection gives way to a new one, whose request is on its
+way.
+"""
 BODY_STALL_S: Final = 60.0
 """Longest time for the next STEP_BYTES of a body."""
 DESCRIPTORS_SHARE: Final = 4
-"""One part in so many of the process's descriptors is for clients; requests have one at an engine,
-too, or two."""
+"""The share of the process's descriptors for clients is one in this many: requests also need one at
+an engine, or two.
+"""
 PAUSE_S: Final = 0.05
 LOG_EVERY_S: Final = 60.0
 BODIES_SHARE: Final = 8
-"""Bodies of the largest size that fit at a time."""
+"""Number of bodies of the largest size that the memory for bodies holds."""
 SMALL_BYTES: Final = 64 << 10
-"""Bodies up to this are always read."""
+"""Bodies up to this are read without waiting for memory."""
 ROOM_LOOK_S: Final = 0.02
 STALLED_S: Final = 2.0
-"""A body that took longer for its last STEP_BYTES gives way where the memory is used up."""
+"""When memory is used up, a body gives way whose last STEP_BYTES took longer than this, …"""
 WHOLE_S: Final = 120.0
-"""So does one that would not be whole within that time at the rate at which it comes."""
+"""… or that at its rate would take longer than this in all."""
 STEP_BYTES: Final = 16 << 10
 _BACKLOG: Final = 1024
 _CONTINUE: Final = "100-continue"
@@ -68,7 +71,9 @@ _http_log = logging.getLogger(__name__ + ".http")
 
 
 def _is_bug(record: logging.LogRecord) -> bool:
-    """Every malformed head would otherwise be logged, with what the client wrote."""
+    """Log filter: false for errors of malformed heads. Each would otherwise be logged, with bytes
+    of the client.
+    """
     kind = record.exc_info[0] if record.exc_info else None
     return kind is None or not issubclass(kind, HttpProcessingError)
 
@@ -77,7 +82,7 @@ _http_log.addFilter(_is_bug)
 
 
 class BodyRefused(Exception):
-    """The body is not read on. Carries the status and one sentence."""
+    """The body is not read on. Carries the HTTP status and one sentence."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -85,7 +90,7 @@ class BodyRefused(Exception):
 
 
 class _Connection(RequestHandler):
-    """One client. Errors of the parser are answered in OpenAI's form, too."""
+    """One client's connection. Errors of the parser are answered in OpenAI's form, too."""
 
     __slots__ = ("_head_bytes",)
 
@@ -103,7 +108,7 @@ class _Connection(RequestHandler):
 
     @property
     def _is_in_head(self) -> bool:
-        """Whether what comes next is of a head, be it behind a request under way."""
+        """Whether the next bytes belong to a head, which may be behind a request under way."""
         if self._messages:
             return self._messages[-1][1].is_eof()
         request = self._current_request
@@ -130,7 +135,7 @@ class _Connection(RequestHandler):
 
 
 def _refusal(sentence: str) -> bytes:
-    """The whole answer to bytes that are read no further."""
+    """A whole 400 response, as bytes, for input that is read no further."""
     body = error_response(400, sentence, "bad_request").body
     assert isinstance(body, bytes)
     own = [(b"Server", b"kvstore"), (b"Content-Type", b"application/json")]
@@ -139,7 +144,7 @@ def _refusal(sentence: str) -> bytes:
 
 
 def connections_max(wanted: int) -> int:
-    """Connections of clients that the process's descriptors allow, at most `wanted`."""
+    """Most connections of clients that the process's descriptors allow, at most `wanted`."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
         return wanted
@@ -147,7 +152,7 @@ def connections_max(wanted: int) -> int:
 
 
 class FrontDoor(web.Server):
-    """Serves connections with `answer`. Use `open_door`."""
+    """Serves connections with `answer`, at most `connections_max` of them. Use `open_door`."""
 
     def __init__(self, answer: Answer, *, connections_max: int) -> None:
         super().__init__(
@@ -164,24 +169,27 @@ class FrontDoor(web.Server):
         )
         self._answer, self.connections_max = answer, connections_max
         self._idle: dict[RequestHandler, tuple[asyncio.Transport, float]] = {}
-        """Connections without a request, and since when: longest first."""
+        """Connections without a request → (transport, since when); the longest idle first."""
         self.connection_count = 0
         self.refused_count = 0
-        """Connections that gave way."""
+        """Number of idle connections that were closed to make room."""
         self.trouble = ""
-        """Why no connection is accepted now; empty: they are."""
+        """Reason why no connection is accepted now; empty: connections are accepted."""
 
     def __call__(self) -> RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
 
     def has_room(self, coming: int) -> bool:
-        """Whether one more connection is served, be it in the place of one without a request.
-        Args: `coming`: connections that are accepted and not counted yet."""
+        """Whether one more connection can be served, perhaps in the place of an idle one. `coming`:
+        connections that are accepted and not counted yet.
+        """
         excess = self.connection_count + coming - self.connections_max
         return excess < 0 or self._gives_way(excess)
 
     def _gives_way(self, place: int) -> bool:
-        """Whether the one at this place of `_idle` does."""
+        """Whether the idle connection at this place of `_idle` is idle for long enough to be
+        closed.
+        """
         _, since_s = next(islice(self._idle.values(), place, None), (None, math.inf))
         return since_s + GIVES_WAY_S <= self._loop.time()
 
@@ -227,15 +235,15 @@ class _Coming:
     def __init__(self, limit: asyncio.Timeout, taken: int, now_s: float) -> None:
         self.limit = limit
         self.taken = taken
-        """Bytes of the memory for it."""
+        """Bytes of the memory budget that it has."""
         self.size = self.step_size = 0
-        """Bytes that came, and those of them at the last step …"""
+        """Bytes that came, and how many there were at the last step of STEP_BYTES."""
         self.step_s = self._begun_s = now_s
-        """… and when that was."""
+        """When the last step was, and when reading began."""
         self.gives_way = False
 
     def is_slow(self, now_s: float) -> bool:
-        """Whether it holds its memory for longer than it needs to come."""
+        """Whether the body comes too slowly for the memory that it has."""
         age_s = now_s - self._begun_s
         is_behind = age_s >= STALLED_S and self.size * WHOLE_S < self.taken * age_s
         return is_behind or now_s - self.step_s >= STALLED_S
@@ -248,11 +256,11 @@ class Bodies:
         self.bytes_max, self._clock = bytes_max, asyncio.get_running_loop().time
         self._left = bytes_max * BODIES_SHARE
         self._coming: dict[_Coming, None] = {}
-        """Longest without a step first."""
+        """Bodies that are being read; the one with the oldest last step first."""
         self._turn = asyncio.Lock()
 
     async def read(self, request: web.BaseRequest) -> bytes:
-        """The body; its owner calls `release` with its length.
+        """The whole body of a request; the caller releases its length afterwards.
 
         Raises:
             BodyRefused: framing, coding, size or time.
@@ -313,15 +321,18 @@ class Bodies:
             raise BodyRefused(503, NO_MEMORY)
 
     async def _room(self, size: int) -> None:
-        """Wait for it, in turn: an engine could take the request, so it is not refused."""
+        """Wait, in turn, until there is memory for `size` bytes: an engine could take the request,
+        so it is not refused.
+        """
         async with self._turn:
             while not self.take(size):
                 self.release(size)
                 await asyncio.sleep(ROOM_LOOK_S)
 
     def take(self, size: int) -> bool:
-        """Count bytes of a body. Whether there is room, for which bodies that are stalled give
-        way; without, too, they are counted until `release`."""
+        """Count `size` bytes against the memory; they stay counted until `release`, whatever the
+        result. Returns whether there is room, for which slow bodies give way.
+        """
         self._left -= size
         now_s = self._clock()
         while self._left < 0:
@@ -354,7 +365,7 @@ def _refuse_framing(request: web.BaseRequest) -> None:
 
 
 def server_context(tls: Tls, *, demands_certificates: bool) -> ssl.SSLContext:
-    """TLS of the proxy. With API keys clients need no certificate, without them one of the CA."""
+    """TLS of the proxy: with API keys clients need no certificate, without them one of the CA."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # The ssl module takes files only, and a container may have no directory to write to.
@@ -376,14 +387,16 @@ class OpenDoor:
         self._door, self._sock, self._context = door, sock, context
         self._loop = asyncio.get_running_loop()
         self._coming: dict[asyncio.Task[None], float] = {}
-        """Connections that are not open yet, and since when: longest first."""
+        """Tasks of connections in their handshake → since when; longest first."""
         self._resuming: asyncio.TimerHandle | None = None
         self._silent_until_s = 0.0
         self.port: int = sock.getsockname()[1]
         self._loop.add_reader(sock, self._accept)
 
     def _accept(self) -> None:
-        """One in a turn of the loop, so that a crowd does not hold up the answers under way."""
+        """Accept one connection per turn of the loop, so that a crowd does not hold up the answers
+        under way.
+        """
         if not (self._door.has_room(len(self._coming)) or self._gives_way()):
             self._pause("every connection of clients is in use (--connections)")
             return
@@ -400,7 +413,7 @@ class OpenDoor:
         task.add_done_callback(lambda task: self._coming.pop(task, None))
 
     def _gives_way(self) -> bool:
-        """Whether the longest handshake does: it is ended."""
+        """End the longest handshake, if it takes long enough. Returns whether it was ended."""
         task, since_s = next(iter(self._coming.items()), (None, math.inf))
         if task is None or since_s + GIVES_WAY_S > self._loop.time():
             return False
@@ -418,8 +431,9 @@ class OpenDoor:
             accepted.close()
 
     async def _is_http(self, accepted: socket.socket) -> bool:
-        """Whether a method comes in place of TLS. Reads it then: a close before would reset the
-        connection, and the answer be lost."""
+        """Whether the client sends an HTTP method in place of TLS. If so, reads it: closing with
+        unread bytes would reset the connection, and lose the answer.
+        """
         seen = asyncio.Event()
         self._loop.add_reader(accepted, seen.set)
         try:
@@ -433,7 +447,7 @@ class OpenDoor:
         return is_http
 
     def _pause(self, why: str) -> None:
-        """Those who come meanwhile wait in the kernel."""
+        """Accept no connection for PAUSE_S; clients wait in the kernel meanwhile."""
         now_s = self._loop.time()
         if now_s >= self._silent_until_s:
             self._silent_until_s = now_s + LOG_EVERY_S
@@ -450,7 +464,7 @@ class OpenDoor:
         self._accept()
 
     def close(self) -> None:
-        """Accept nobody else."""
+        """Close the listening socket."""
         if self._resuming is not None:
             self._resuming.cancel()
         else:

@@ -36,11 +36,13 @@ _STEERING: Final = (
     *("x-prefiller-", "x-encoder-", "x-data-parallel", "x-kv-cache-", "x-envoy-", "x-slo-"),
     *("epp-", "x-session-token", "x-dynamo-"),
 )
-"""Beginnings of names by which engines, side-cars and gateways are steered."""
+"""Prefixes of header names by which engines, side-cars and gateways are steered."""
 _OWN: Final = ("x-kvstore-", "access-control-")
-"""Beginnings of names that only the router sets for clients."""
+"""Prefixes of header names that only the router sets for clients."""
 _REQUEST_ID: Final = re.compile(r"(?!.*___)[A-Za-z0-9._:-]{1,128}", re.ASCII)
-"""Some engines read addresses between runs of underscores out of an id."""
+"""Ids that are passed on: runs of underscores are refused, since some engines read addresses
+between them.
+"""
 GIVEN_ID_CHARACTERS_MAX: Final = 96
 NO_ID: Final = "req"
 SERVER: Final = istr("Server")
@@ -60,7 +62,9 @@ ROUTERS_MAX: Final = 4
 def onward(
     headers: CIMultiDictProxy[str], *, request_id: str, authorization: str | None, way: str
 ) -> list[tuple[str, str]]:
-    """Headers for an engine. `authorization`: in place of the client's; None: the client's own."""
+    """Headers for an engine. `authorization`: replaces the client's, empty for none; None: the
+    client's own stays. `way`: value of `ROUTERS`.
+    """
     kept = [pair for pair in headers.items() if _goes_on(pair[0])]
     if CONNECTION in headers:
         values = ",".join(headers.getall(CONNECTION))
@@ -75,7 +79,9 @@ def onward(
 
 
 def back(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Headers for a client. Versions of servers are nobody's business."""
+    """Headers of an engine's answer that go to the client. The name and version of its server are
+    replaced.
+    """
     kept, named = [], set[bytes]()
     for pair in headers:
         if _comes_back(pair[0]):
@@ -89,7 +95,7 @@ def back(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
 
 
 def readable(headers: Iterable[tuple[bytes, bytes]]) -> CIMultiDict[str]:
-    """Headers of an engine as text."""
+    """Headers of an engine as text, undecodable bytes escaped."""
     return CIMultiDict(
         (name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape"))
         for name, value in headers
@@ -97,7 +103,7 @@ def readable(headers: Iterable[tuple[bytes, bytes]]) -> CIMultiDict[str]:
 
 
 def answer_head(status: int, headers: list[tuple[bytes, bytes]], more: Mapping[str, str]) -> bytes:
-    """The head for a client, whole. `more`: beside the engine's headers, or in their place."""
+    """The whole head for a client. `more`: headers that are added, or replace the engine's."""
     replaced, has_date = _lows(tuple(more)), False
     lines = [_status_line(status)]
     for name, value in headers:
@@ -150,7 +156,7 @@ def _comes_back(name: bytes) -> bool:
 
 
 def hints(answer: HintAnswer | None) -> dict[str, str]:
-    """Headers that acknowledge a client's hints; none: it gave none."""
+    """Headers that acknowledge a client's hints; empty if it gave none."""
     found = dict[str, str]()
     if answer is None:
         return found
@@ -164,32 +170,37 @@ def hints(answer: HintAnswer | None) -> dict[str, str]:
 
 
 def new_id(headers: CIMultiDictProxy[str]) -> str:
-    """A request's id: unique, since a client's may be that of another request under way. The
-    client's is its beginning, where that is a harmless one."""
+    """A unique id for a request: the client's own, where it is harmless, with random digits behind
+    it, since another request under way may have the same.
+    """
     given = headers.get(REQUEST_ID, "")
     beginning = given if _REQUEST_ID.fullmatch(given) else ""
     return f"{beginning[:GIVEN_ID_CHARACTERS_MAX] or NO_ID}-{secrets.token_hex(8)}"
 
 
 def way(headers: CIMultiDictProxy[str], name: str) -> str | None:
-    """`ROUTERS` for an engine; None: the request has been at the router of this name before."""
+    """Value of `ROUTERS` for an engine; None: the request has passed the router of this name, or
+    too many routers.
+    """
     passed = headers[ROUTERS].split(",") if ROUTERS in headers else []
     return None if name in passed or len(passed) >= ROUTERS_MAX else ",".join([*passed, name])
 
 
 class Origins:
-    """Web pages whose scripts may read answers (CORS), as vLLM's `--allowed-origins`.
+    """Origins of web pages whose scripts may read answers (CORS), as vLLM's `--allowed-origins`.
 
-    Keys are sent in headers, never in cookies, so that pages of any origin have only keys that
-    somebody gave them.
+    Keys are sent in headers, never in cookies, so pages of any origin have only the keys that a
+    user gave them.
     """
 
     def __init__(self, origins: Collection[str]) -> None:
-        """`origins`: `*` for all; empty: none."""
+        """`origins`: `*` for all; empty: none is allowed."""
         self._origins = frozenset(origins)
 
     def allowed(self, headers: CIMultiDictProxy[str]) -> dict[str, str]:
-        """Headers of an answer that let the page read it; none: it is no page, or not allowed."""
+        """Headers of an answer that let the page read it; empty: no page asks, or its origin is not
+        allowed.
+        """
         origin = headers.get(ORIGIN)
         if origin is None or not {origin, "*"} & self._origins:
             return {}
@@ -200,8 +211,9 @@ class Origins:
         }
 
     def preflight(self, headers: CIMultiDictProxy[str]) -> dict[str, str] | None:
-        """Headers for a browser that asks before its request; none: its page is not allowed. None:
-        it does not ask."""
+        """Headers that answer a browser's CORS preflight; empty: the origin is not allowed. None:
+        the request is no preflight.
+        """
         if "Access-Control-Request-Method" not in headers or ORIGIN not in headers:
             return None
         if not (more := self.allowed(headers)):

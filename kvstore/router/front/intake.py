@@ -54,23 +54,23 @@ _HASH: Final = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 class Tenants:
-    """Tenants by the hash of their keys."""
+    """Tenants by the SHA-256 of their API keys."""
 
     def __init__(self, by_hash: dict[bytes, str]) -> None:
         self._by_hash = by_hash
 
     def of(self, key: str) -> str | None:
-        """The tenant of an API key; None: nobody's."""
+        """Tenant of an API key; None: the key is unknown."""
         return self._by_hash.get(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest())
 
 
 def salt(tenant: str, given: str) -> str:
-    """`cache_salt` of a tenant's request that came with another one, or with none."""
+    """`cache_salt` for a tenant's request. `given`: the client's own salt, or empty."""
     return f"{tenant}/{given}" if given else tenant
 
 
 def load_tenants(path: Path) -> Tenants:
-    """Raises ConfigError."""
+    """Tenants in a file of API keys. Raises ConfigError."""
     content = read_yaml("--api-keys", path)
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"--api-keys {path} must hold lines such as 'team-a: [KEY]'")
@@ -105,7 +105,7 @@ def _digest(key: object) -> bytes | None:
 # ── intake ────────────────────────────────────────────────────────────────────────────────────────
 
 OUTPUT_TOKENS_MAX: Final = 1 << 24
-"""More counts as so many: engines have the last word about the limit itself."""
+"""Larger limits count as this one: engines have the last word about the limit itself."""
 PRIORITY_MAX: Final = 1 << 31
 SESSION_CHARACTERS_MAX: Final = 256
 SESSION_HEADER: Final = istr("X-Session-Id")
@@ -115,7 +115,9 @@ END_HEADER: Final = istr("X-Kvstore-Session-End")
 PRIORITY_HEADER: Final = istr("X-Kvstore-Priority")
 CLASS_HEADERS: Final = (istr("X-Kvstore-Class"), istr("X-Llm-D-Inference-Objective"))
 RACED_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
-"""Answers of `/v1/responses` are stored by engines, which may also call tools for them."""
+"""Paths whose requests may go to two engines. Answers of `/v1/responses` are stored by engines,
+which may also call tools for them.
+"""
 _PRIORITY: Final = re.compile(r"-?[0-9]{1,10}")
 _NOTHING: Final = frozenset({b"", b"null", b"false"})
 _ONE: Final = frozenset({b"", b"null", b"1"})
@@ -140,7 +142,9 @@ class RequestJob(NamedTuple):
         return self.asked.request.request_id
 
     def body_for(self, model: str, put: Mapping[str, Any] | None = None) -> bytes:
-        """The body, with the name by which the chosen engine serves the model, and other fields."""
+        """The body for an engine that serves the model by the name `model`, with the fields of
+        `put` set.
+        """
         fields = dict(put or {})
         if model != self.read.model:
             fields["model"] = model
@@ -148,9 +152,10 @@ class RequestJob(NamedTuple):
 
 
 def can_race(path: str, read: Peek) -> bool:
-    """Whether two engines may compute the request, of which one is aborted: one answer is asked
+    """Whether two engines may compute the request, one of which is aborted: one answer is asked
     for, nothing is stored, and no plug-in of the engine gets arguments. Only streams, since the
-    first byte of a whole answer says nothing about its first token."""
+    first byte of a whole answer says nothing about its first token.
+    """
     return (
         path in RACED_PATHS
         and read.is_streamed
@@ -160,7 +165,7 @@ def can_race(path: str, read: Peek) -> bool:
 
 
 class RequestIntake:
-    """See the module."""
+    """Makes requests of the decision core from heads and bodies; see the module."""
 
     def __init__(
         self,
@@ -169,7 +174,9 @@ class RequestIntake:
         workers: Workers,
         sole: Callable[[], str],
     ) -> None:
-        """`sole`: model of a body that names none; empty: there are several, or none is known."""
+        """`sole`: returns the model of a body that names none; empty: there are several, or none is
+        known.
+        """
         self.prefixes, self._tenants, self._sole = prefixes, tenants, sole
         self._workers = workers
 
@@ -178,7 +185,9 @@ class RequestIntake:
         return self._tenants is not None
 
     def tenant(self, headers: CIMultiDictProxy[str]) -> str:
-        """Whose request it is; empty: this router has no tenants. Raises Unauthorized."""
+        """Tenant whose API key the headers have; empty: this router has no tenants. Raises
+        Unauthorized.
+        """
         if self._tenants is None:
             return ""
         found = self._tenants.of(heads.bearer(headers))
@@ -197,8 +206,9 @@ class RequestIntake:
         drives_legs: bool = False,
         request_id: str = "",
     ) -> RequestJob:
-        """`drives_legs`: its sender can drive a remote prefill, and a race. `request_id`: as of
-        `new_id`; empty: it has none yet. Raises BadBody."""
+        """A request for the core. `drives_legs`: the caller can drive a remote prefill, and a race.
+        `request_id`: as of `new_id`; empty: a new one is made. Raises BadBody.
+        """
         content_type = headers.get(CONTENT_TYPE, "")
         is_form = content_type.lower().startswith(FORM)
         read = peek_form(body, content_type) if is_form else peek(body)
@@ -244,26 +254,28 @@ class RequestIntake:
 
 
 def output_tokens(given: int | None) -> int | None:
-    """The client's limit of an answer, whatever its size; None: it gave none."""
+    """The client's limit of output tokens, kept between 1 and OUTPUT_TOKENS_MAX; None: it gave
+    none.
+    """
     return min(max(1, given), OUTPUT_TOKENS_MAX) if given else None
 
 
 def _priority(headers: CIMultiDictProxy[str], read: Peek) -> int:
-    """By the header, else by the body; lower is first, as in vLLM."""
+    """Priority by the header, else by the body, else 0; lower is first, as in vLLM."""
     text = headers.get(PRIORITY_HEADER, "")
     given = int(text) if _PRIORITY.fullmatch(text) else read.urgency
     return min(max(-PRIORITY_MAX, given or 0), PRIORITY_MAX)
 
 
 def session_of(given: str) -> str:
-    """A session's name for the core: one that is long, or has bytes that are no text, is hashed."""
+    """Name of a session for the core: a name that is long, or not printable, is hashed."""
     if len(given) <= SESSION_CHARACTERS_MAX and given.isprintable():
         return given
     return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _pin_s(given: str | None) -> float:
-    """Seconds of a pin; 0: none is wanted; below 0: it is no number of them."""
+    """Seconds of a pin by its header; 0: none is wanted; below 0: the value is not valid."""
     if given is None:
         return 0.0
     return float(given) if given.isascii() and given.isdigit() and len(given) <= 6 else -1.0

@@ -29,24 +29,25 @@ from kvstore.wire.transfers import DecodePart, read_transfer
 
 SPLIT_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 ANSWER_BYTES_MAX: Final = 4 << 20
-"""Longest answer of a prefiller: one token and parameters."""
+"""Largest answer of a prefiller, with one token and parameters."""
 PARAMETERS: Final = "kv_transfer_params"
 DEPTH_MAX: Final = 8
-"""Deeper parameters decode in one engine and fail in the next."""
+"""Deeper nested parameters decode in one engine and fail in the next."""
 _NULL: Final = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 _ONE_TOKEN: Final = ("max_tokens", "max_completion_tokens", "n", "best_of")
 _OF_ANSWERS: Final = ("stream_options", "min_tokens", "logprobs", "top_logprobs", PARAMETERS)
-"""Keys that the prefill engine has no use for."""
+"""Keys of a body that are dropped for the prefill engine, which has no use for them."""
 _NO: Final = frozenset({b"", b"null", b"false"})
 
 
 class PrefillRefused(Exception):
-    """The prefiller answered 4xx or 501: the word of the engine that decodes is what counts."""
+    """The prefiller answered 4xx or 501; the answer of the engine that decodes counts instead."""
 
 
 def can_split(path: str, read: Peek) -> bool:
-    """Whether blocks of a prefiller are of use: for log probabilities of a prompt an engine
-    computes it itself."""
+    """Whether a remote prefill is of use for a request: for log probabilities of a prompt an engine
+    computes it itself.
+    """
     return path in SPLIT_PATHS and {bytes(read.prompt_logprobs), bytes(read.echo)} <= _NO
 
 
@@ -61,7 +62,7 @@ def ahead(prefiller: Worker, decoder: Worker, transfer: str) -> dict[str, Any] |
 
 
 def prefill_order(body: bytes, transfer: str) -> bytes:
-    """The body for a prefiller: one token, not streamed; the answer has the parameters."""
+    """The body for a prefiller: one token, not streamed; its answer will have the parameters."""
     kept: dict[str, Any] = {k: v for k, v in fields_of(body).items() if k not in _OF_ANSWERS}
     kept |= {key: 1 for key in _ONE_TOKEN if key in kept} | {"max_tokens": 1, "stream": False}
     asked = {"do_remote_decode": True, "do_remote_prefill": False, **_NULL}
@@ -70,7 +71,9 @@ def prefill_order(body: bytes, transfer: str) -> bytes:
 
 
 def decode_order(body: bytes, parameters: Mapping[str, Any] | None) -> bytes:
-    """The body for a decoder; None: it computes everything."""
+    """The body for a decoder, with parameters of the remote prefill; None: it computes
+    everything.
+    """
     return body if parameters is None else edited(body, put={PARAMETERS: parameters})
 
 
@@ -81,7 +84,7 @@ async def prefilled(
     headers: list[tuple[str, str]],
     body: bytes,
 ) -> dict[str, Any] | None:
-    """Parameters in a prefiller's answer; None: it gave none.
+    """Send the request to a prefiller. Returns the parameters in its answer; None: it gave none.
 
     Raises:
         LegFailure: the prefiller failed.
@@ -123,8 +126,9 @@ async def prefilled(
 
 
 def parameters_of(answer: bytes) -> dict[str, Any] | None:
-    """Parameters in the answer of a prefill engine; None: it has none, or such that the decode
-    engine would fail on them instead of computing the prompt."""
+    """Parameters in the answer of a prefill engine; None: it has none, or some on which the decode
+    engine would fail instead of computing the prompt.
+    """
     try:
         found = msgspec.json.decode(answer, type=dict[str, Any]).get(PARAMETERS)
         is_fit = isinstance(read_transfer(found, "none"), DecodePart) and _is_plain(found)
@@ -143,8 +147,9 @@ def _is_plain(value: object, depth: int = DEPTH_MAX) -> bool:
 
 
 def source_of(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The part of a prefill engine's parameters that holds for all its requests; None: not
-    kvstore's."""
+    """The part of a prefill engine's parameters that is the same for all its requests; None: they
+    are not kvstore's.
+    """
     ours = (parameters or {}).get("kvstore")
     if not isinstance(ours, dict) or not isinstance(ours.get("node"), str):
         return None

@@ -107,9 +107,10 @@ class Proxy:
         """
         Args:
             explain: makes the receipt of a dry run, as JSON.
-            observed: takes an answered request's prompt tokens, all and cached, by its engine.
-            failed: takes what failed at a worker.
-            traces: None: headers of traces are the client's.
+            observed: takes an answered request's prompt tokens, all and cached, as its engine
+                reports them.
+            failed: takes each failure at a worker.
+            traces: None: headers of traces are passed on as the client sent them.
         """
         self._traces = traces
         self._dispatcher, self._workers, self._engines = dispatcher, workers, engines
@@ -122,16 +123,18 @@ class Proxy:
         self.splits = Counter[str]()
         """Decisions about local or remote prefill, by reason."""
         self.prefills = Counter[str]()
-        """Legs at prefillers by result."""
+        """Remote prefills by result."""
         self.races = Counter[str]()
-        """Second attempts that began, and ends of one of two by reason."""
+        """Second attempts that began (`begun`), and attempts of a race that ended (`failed`,
+        `slower`).
+        """
         self.retried_count = 0
         self.in_flight = 0
         self.is_draining = False
         self._is_idle = asyncio.Event()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request, whatever it is."""
+        """Response for any request of a client."""
         request_id = heads.new_id(request.headers)
         asks = self._origins.preflight(request.headers) if request.method == "OPTIONS" else None
         if asks is None:
@@ -199,12 +202,14 @@ class Proxy:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a worker takes requests, or the policy holds them until one does."""
+        """Whether a worker takes requests, or the policy holds requests until one does; false while
+        draining.
+        """
         holds = self._dispatcher.core.policy.limits.holds_without_workers and not self._workers
         return not self.is_draining and (holds or self._workers.take_requests)
 
     async def idle(self) -> None:
-        """Ends when no request is under way; `/health` says 503 since `is_draining`."""
+        """Begin to drain, so that `/health` is 503, and wait until no request is under way."""
         self.is_draining = True
         if self.in_flight:
             await self._is_idle.wait()
@@ -241,7 +246,9 @@ class Proxy:
     async def _at_keeper(
         self, request: web.BaseRequest, response_id: str, request_id: str, body: bytes, tenant: str
     ) -> web.StreamResponse:
-        """A request about a stored response: by the worker of its id, else by all, one by one."""
+        """Pass a request about a stored response to the worker in its id, else to all,
+        one by one.
+        """
         keeper = answers.worker_of(response_id, self._workers)
         answering = [worker for worker in self._workers if worker.is_answering]
         missing = f"there is no response {response_id}" if response_id else "no worker has a model"
@@ -306,7 +313,9 @@ class Proxy:
     async def _attempt(
         self, client: web.BaseRequest, job: RequestJob, routed: Routed, life: RoutedLife
     ) -> web.StreamResponse:
-        """Raises LegFailure; in all other cases the request has ended for the core."""
+        """Send a request where the core decided, and answer the client. Raises LegFailure; in all
+        other cases the request has ended for the core.
+        """
         worker = self._workers.get(routed.worker)
         if worker is None:  # it left in the same turn of the loop
             raise LegFailure(Failure.CONNECT, "the worker has left")
@@ -354,7 +363,7 @@ class Proxy:
         return await race.run(decode, routed.late_after_s, second)
 
     def _race_over(self, job: RequestJob, attempt: Attempt, error: LegFailure | None) -> None:
-        """One of two attempts has ended."""
+        """One of two attempts has ended: count it, and report it to the core."""
         self.races["failed" if error is not None else "slower"] += 1
         over = RaceOver(job.request_id, attempt.worker.name)
         if error is not None:
@@ -370,8 +379,9 @@ class Proxy:
         parameters: dict[str, Any] | None = None,
         claim: Callable[[Attempt], None] = lambda _: None,
     ) -> web.StreamResponse:
-        """The answer to the client. Args: `parameters`: of a remote prefill; `claim`: raises where
-        another attempt answers."""
+        """Answer the client by the decode leg. `parameters`: of a remote prefill; `claim`: raises
+        Beaten if another attempt answers.
+        """
         worker, client = attempt.worker, attempt.request
         more: dict[str, str] = {heads.REQUEST_ID: job.request_id, heads.WORKER: worker.name}
         if routed.prefill_worker is not None:
@@ -403,7 +413,7 @@ class Proxy:
     async def _both_legs(
         self, attempt: Attempt, job: RequestJob, routed: Routed, life: RoutedLife, name: str
     ) -> web.StreamResponse:
-        """As `_decode`, with a prefill at the worker of this name."""
+        """As `_decode`, with a remote prefill at the worker of this name."""
         prefiller = self._workers.get(name)
         if prefiller is None:
             raise LegFailure(Failure.CONNECT, "the prefiller has left", leg=Leg.PREFILL)
@@ -438,7 +448,9 @@ class Proxy:
         worker: Worker,
         transfer: str,
     ) -> dict[str, Any] | None:
-        """Parameters for the engine that decodes; None: it computes all. Raises LegFailure."""
+        """Parameters of a remote prefill for the engine that decodes; None: it computes all. Raises
+        LegFailure.
+        """
         result, found = "aborted", None
         over = PrefillDone(job.request_id)
         try:
@@ -497,14 +509,16 @@ def _failure_of(leg: asyncio.Task[dict[str, Any] | None]) -> LegFailure | None:
 
 
 def _cut(request: web.BaseRequest, why: str) -> NoReturn:
-    """End the client's connection, so that no half of an answer is taken for a whole one."""
+    """Close the client's connection, so that it does not take half an answer for a whole one.
+    Raises ConnectionResetError.
+    """
     if request.transport is not None:
         request.transport.abort()
     raise ConnectionResetError(why)
 
 
 def _is_here(request: web.BaseRequest) -> bool:
-    """Whether the client is on this machine, and no proxy speaks for another one."""
+    """Whether the client is on this machine, and no proxy passes on the request of another one."""
     if {"Forwarded", "X-Forwarded-For", "Via"} & request.headers.keys():
         return False
     peer = request.transport.get_extra_info("peername") if request.transport else None

@@ -24,20 +24,23 @@ _T = TypeVar("_T")
 
 
 class Race:
-    """See the module. `attempt`: the one that answers, or was left last."""
+    """Two attempts of one request; see the module. `attempt`: the one that answers, or was left
+    last.
+    """
 
     def __init__(
         self, first: Attempt, on_over: Callable[[Attempt, LegFailure | None], None]
     ) -> None:
         """`on_over`: takes the attempt that ended while the other one goes on, and its failure;
-        None: it was slower."""
+        None: it was slower.
+        """
         self.attempt = self._first = first
         self._on_over = on_over
         self._second: Attempt | None = None
         self._beside: asyncio.Task[web.StreamResponse] | None = None
-        """Task of the second attempt; None: there is none that can answer."""
+        """Task of the second attempt; None: there is none that can still answer."""
         self._has_both = False
-        """Neither attempt has ended."""
+        """Both attempts are under way."""
         self._timer: asyncio.TimerHandle
 
     async def run(
@@ -46,9 +49,10 @@ class Race:
         after_s: float,
         second: Callable[[], Attempt | None],
     ) -> web.StreamResponse:
-        """The answer, wholly sent. Args: `second`: asked for another attempt after `after_s`, and
-        again later while there is none.
-        Raises as `decode` of the attempt that was left."""
+        """The answer, wholly sent. `decode`: runs an attempt. `second`: asked for another attempt
+        after `after_s`, and again later while it returns None. Raises as `decode` of the attempt
+        that was left.
+        """
         loop = asyncio.get_running_loop()
 
         def late(after_s: float) -> None:
@@ -81,7 +85,7 @@ class Race:
                 await asyncio.gather(self._beside, return_exceptions=True)
 
     def _over(self, attempt: Attempt, error: BaseException | None) -> None:
-        """The other one goes on alone."""
+        """An attempt ended with this error, or was slower (None): the other one goes on alone."""
         assert self._second is not None
         self._has_both = False
         self.attempt = self._second if attempt is self._first else self._first
@@ -98,7 +102,9 @@ class Race:
             self._first.end(RuntimeError(f"the second attempt has ended: {error!r}"))
 
     def claim(self, attempt: Attempt) -> None:
-        """The attempt has the first piece of an answer. Raises Beaten: it is not sent."""
+        """The attempt has the first piece of an answer, which it may send. Raises Beaten if it may
+        not.
+        """
         if self._beside is not None:
             self._second_ended(self._beside)  # said before the claim, which begins an answer
         if not self._has_both:
@@ -119,7 +125,7 @@ class Race:
 
 @contextlib.asynccontextmanager
 async def beside(work: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T]]:
-    """Work of its own task, which ends with the context."""
+    """Run work as a task of its own, which is cancelled at the end of the context."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -129,7 +135,8 @@ async def beside(work: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T
 
 
 def refuse_if(is_too_late: asyncio.Event, _: Attempt) -> None:
-    """As of `Race.claim`: where its prefill failed, the first piece of a decode leg that is being
-    ended is no answer."""
+    """A `claim`: refuses the first piece of a decode leg that is being ended because its prefill
+    failed. Raises Beaten.
+    """
     if is_too_late.is_set():
         raise Beaten

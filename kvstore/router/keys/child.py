@@ -19,31 +19,33 @@ from kvstore.index.chain import adapter_keys, block_keys
 
 ORDER_BYTES_MAX: Final = 64 << 20
 STRIPPED: Final = "x-anthropic-billing-header"
-"""vLLM drops this line from a system's text: it is another one in each request."""
+"""Prefix of a system text that vLLM drops, as it differs in each request: such prompts are left to
+the engine.
+"""
 
 
 class KeyOrder(msgspec.Struct, array_like=True):
-    """Make tokens, if there is a body, and keys."""
+    """Order to make keys, and tokens first where they are not given."""
 
     model: str = ""
-    """Whose tokenizer; empty: none, the tokens are in the body or were rendered."""
+    """Model whose tokenizer is used; empty: none, the tokens are in the body or were rendered."""
     body: bytes = b""
     """JSON of the request."""
     rendered: bytes = b""
-    """The engine's answer to it at its render endpoint; empty: none."""
+    """The engine's answer to the request at its render endpoint; empty: none."""
     block_tokens: int = 0
-    """0: no keys."""
+    """Tokens of a block; 0: no keys are made."""
     seed: str = ""
     salt: str = ""
     wants_ids: bool = False
     adapter: tuple[str, str] | None = None
-    """(name, path) of a LoRA adapter …"""
+    """(name, path) of the LoRA adapter; None: none."""
     digest: bytes = b""
-    """… and the digest of its weights."""
+    """Digest of the adapter's weights."""
 
 
 class KeyAnswer(msgspec.Struct, array_like=True):
-    """`why` empty: done."""
+    """Result of an order. `why`: reason why nothing was made; empty: done."""
 
     token_count: int = 0
     keys: bytes = b""
@@ -60,7 +62,7 @@ class _Tokens(msgspec.Struct):
 
 
 class _Text(msgspec.Struct):
-    """One of both."""
+    """Body with one of both: a prompt, or messages."""
 
     prompt: str | None = None
     messages: list[dict[str, str]] = []
@@ -73,13 +75,15 @@ _text: Final = msgspec.json.Decoder(_Text)
 
 
 class Tokenizers:
-    """By model; loaded when first asked for."""
+    """Tokenizers by model, each loaded when it is first used."""
 
     def __init__(self, directories: dict[str, str]) -> None:
         self._directories, self._loaded = directories, dict[str, Any]()
 
     def ids(self, model: str, body: bytes) -> list[int] | None:
-        """Tokens of a request's prompt; None: the engine must say. Raises OSError, ValueError."""
+        """Tokens of a request's prompt; None: only the engine can make them. Raises OSError,
+        ValueError.
+        """
         if model not in self._directories:
             return None
         text = _text.decode(body)
@@ -113,7 +117,7 @@ def _ids(order: KeyOrder, tokenizers: Tokenizers) -> list[int] | None:
 
 
 def answer_to(order: KeyOrder, tokenizers: Tokenizers) -> KeyAnswer:
-    """Never raises for what a client sent."""
+    """Carry out an order. Never raises for the contents of a request."""
     try:
         ids = _ids(order, tokenizers)
         if ids is None:

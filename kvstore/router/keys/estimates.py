@@ -21,17 +21,19 @@ import xxhash
 
 BYTES_PER_TOKEN: Final = 4.0
 MEDIA_TOKENS: Final = {"image": 1000.0, "audio": 750.0, "video": 4000.0, "file": 2000.0}
-"""Before any was reported."""
+"""Tokens of a medium by kind, before any was reported."""
 BYTES_MIN, BYTES_MAX = 1.0, 16.0
 TOKENS_MAX: Final = 1 << 20
 MODELS_MAX: Final = 1000
 VALUE_BYTES_MIN: Final = 1024
-"""Shorter values are text, whatever they are."""
+"""Shorter values are text, even if they are base64."""
 _SMOOTH: Final = 0.1
 _TEXT_BYTES_MIN: Final = 256
-"""Shorter prompts are mostly template: they say little of the text."""
+"""Prompts with less text are mostly template, and say little about tokens of text: not learned
+from.
+"""
 MEDIA_MAX: Final = 1024
-"""Media that are looked for in a prompt, and kinds: more are text."""
+"""Most media, and kinds of media, that are looked for in a prompt; further ones count as text."""
 _KIND: Final = re.compile(rb'"type"\s*:\s*"(?:input_)?(image|audio|video|file|document)(?:_url)?"')
 _NAMES: Final = {b"document": "file"}
 _BASE64: Final = rb"([A-Za-z0-9+/\\=_-]{256}[^\"]*)"
@@ -39,7 +41,7 @@ _URI: Final = re.compile(rb";base64," + _BASE64)  # each begins with a word that
 _OF_KEY: Final = re.compile(
     rb'"(?:url|(?:image|video|audio)_url|(?:file_)?data)"\s*:\s*"data:[^",]{0,128}\Z'
 )
-"""Key and beginning of a data URI; without a key before it, it is text."""
+"""Key and beginning of a data URI; a URI without such a key before it is text."""
 _VALUES: Final = (
     _URI,
     *(re.compile(key + rb'\s*:\s*"' + _BASE64) for key in (rb'"data"', rb'"file_data"')),
@@ -54,7 +56,7 @@ class PromptText(NamedTuple):
 
 
 def without_media(content: bytes) -> PromptText:
-    """Values in base64 are replaced by their digests."""
+    """Replace media in base64 in a prompt's JSON by their digests, and count the media by kind."""
     kinds = [each[1] for each in islice(_KIND.finditer(content), MEDIA_MAX)]
     found = Counter(_NAMES.get(each, each.decode()) for each in kinds) if kinds else {}
     if len(content) <= VALUE_BYTES_MIN or not (kinds or b"base64" in content):
@@ -80,18 +82,18 @@ class _ModelTokens(msgspec.Struct):
 
 
 class TokenEstimates:
-    """See the module."""
+    """Learned tokens of text and media by model; see the module."""
 
     def __init__(self) -> None:
         self._models: OrderedDict[str, _ModelTokens] = OrderedDict()
 
     def bytes_per_token(self, model: str) -> float:
-        """For JSON of text."""
+        """Bytes of JSON text per token of a model."""
         found = self._models.get(model)
         return BYTES_PER_TOKEN if found is None else found.bytes_per_token
 
     def tokens(self, model: str, text_bytes: int, media: Mapping[str, int]) -> int:
-        """At least 1."""
+        """Estimated tokens of a prompt, at least 1. `media`: number by kind."""
         costs = self._models[model].media if model in self._models else MEDIA_TOKENS
         text = text_bytes / self.bytes_per_token(model)
         return max(1, round(text + sum(costs[kind] * count for kind, count in media.items())))
@@ -99,7 +101,7 @@ class TokenEstimates:
     def learn(
         self, model: str, text_bytes: int, media: Mapping[str, int], prompt_tokens: int
     ) -> None:
-        """An engine reports a prompt's tokens."""
+        """Learn from a prompt's tokens as an engine reports them."""
         if not 0 < prompt_tokens <= TOKENS_MAX:
             return
         if model not in self._models:

@@ -44,17 +44,17 @@ _log = logging.getLogger(__name__)
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """An engine that a node serves, by the index."""
+    """An engine that a node lists in the index."""
 
     node: str
     entry: EngineEntry
 
 
 class IndexCalls:
-    """Replicas of the index; on one loop."""
+    """Calls to the replicas of the index; on one loop."""
 
     def __init__(self, endpoints: Sequence[str], tls: Tls | None, *, timeout_s: float) -> None:
-        """`timeout_s`: of a match of few keys."""
+        """`timeout_s`: limit for a match of few keys; each key adds TIMEOUT_S_PER_KEY."""
         self._timeout_s = timeout_s
         credentials = tls.channel_credentials() if tls is not None else None
         self._channels = [aio_channel(each, credentials) for each in endpoints]
@@ -62,17 +62,19 @@ class IndexCalls:
         self._first = 0
         self._breaker = Breaker(failures_max=FAILURES_MAX, cooldown_ms=COOLDOWN_MS)
         self.trouble = ""
-        """Why it is not asked; empty: it is."""
+        """Reason why the index is not asked for matches; empty: it is asked."""
         self.lost = ""
-        """Why no replica lists nodes and engines; empty: one does."""
+        """Reason why no replica lists nodes and engines; empty: one does."""
         self._lost_count = 0
         self.match_count = 0
         self.late_count = 0
         self.epoch = 0
-        """Counts news of the members."""
+        """Counts updates of the lists of nodes and engines."""
         self.listed: tuple[Listed, ...] = ()
         self.addresses: dict[str, str] = {}
-        """Node → where other nodes and routers reach it; one without neither serves nor fetches."""
+        """Node → address for other nodes and routers; a node without an address neither serves nor
+        fetches blocks.
+        """
 
     @property
     def peers(self) -> frozenset[str]:
@@ -80,7 +82,7 @@ class IndexCalls:
         return frozenset(self.addresses)
 
     async def match(self, tenant: str, space: bytes, keys: bytes) -> Answer | None:
-        """None: no answer in time."""
+        """Matches of keys in a space; None: no answer in time."""
         if not self._breaker.allows(time.monotonic_ns()):
             return None
         self.match_count += 1
@@ -109,7 +111,9 @@ class IndexCalls:
             _log.warning("%s; prefixes are those that this router sent", self.trouble)
 
     async def follow(self, changed: Callable[[], None]) -> None:
-        """Follow the engines that nodes list, until the stream ends; its owner repeats it."""
+        """Follow the engines that nodes list, calling `changed` after each update, until the stream
+        ends; its owner repeats it.
+        """
         number = self._first
         members: dict[str, tuple[EngineEntry, ...]] = {}
         addresses: dict[str, str] = {}
@@ -136,7 +140,7 @@ class IndexCalls:
             call.cancel()
 
     def _unfollowed(self, error: grpc.aio.AioRpcError) -> None:
-        """No news from this replica; trouble when there are none from any."""
+        """A replica's stream failed: set `lost` when every replica has failed in a row."""
         self._lost_count += 1
         if self._lost_count < len(self._stubs):
             return
@@ -150,7 +154,7 @@ class IndexCalls:
 
 
 def prefix_answer(answer: Answer, epoch: int, peers: frozenset[str]) -> PrefixAnswer:
-    """As the core takes it."""
+    """The index's answer in the form that the core takes."""
     return PrefixAnswer(
         trust=_TRUST[answer.trust],
         matches=tuple(

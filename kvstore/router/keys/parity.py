@@ -38,10 +38,10 @@ from kvstore.wire.transfers import ADAPTER_QUESTION, adapter_digest
 PAUSE_S: Final = 1.0
 PERIOD_S: Final = 300.0
 RETRY_S: Final = 10.0
-"""Pause after a failure."""
+"""Pause of a worker's comparison after a failure."""
 BLOCKS: Final = 3
 STORED_S: Final = 5.0
-"""Until the index shows blocks that an engine has computed."""
+"""Longest wait until the index shows blocks that an engine has computed."""
 COMPUTED_S: Final = 30.0
 ANSWER_BYTES_MAX: Final = 1 << 20
 ASK_AGAIN_S: Final = 0.1
@@ -51,7 +51,9 @@ DRIFT_REQUESTS_MIN: Final = 20
 UNSAID: Final = "its engine does not report its weights: its connector is off, or an older one"
 UNPROVEN: Final = "keys not compared yet"
 AHEAD: Final = '; with EAGLE or MTP: add "disable_lookahead_block_hashes" to --speculative-config'
-"""For engines without the connector: their flag names the space, since nodes do not list them."""
+"""Advice for engines without the connector. Their flag names the space, since nodes do not list
+them.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class Parity:
         self._due_s: dict[Worker, float] = {}
 
     async def once(self) -> None:
-        """Compare each worker whose time has come."""
+        """Compare the keys of each worker that is due."""
         present = [worker for worker in self._workers if worker.address.node]
         for gone in self._due_s.keys() - set(present):
             del self._due_s[gone]
@@ -101,7 +103,9 @@ class Parity:
                 await self._compare_adapters(worker)
 
     async def _compare_adapters(self, worker: Worker) -> None:
-        """Those that requests name; for any other one the engine would have to load it."""
+        """Compare the adapters that requests name; any other one would have to be loaded by the
+        engine.
+        """
         for name, adapter in list(worker.adapters.items()):
             if adapter.is_wanted and time.monotonic() >= adapter.due_s:
                 try:
@@ -126,7 +130,7 @@ class Parity:
         self._workers.judge(worker)
 
     def _unready(self, worker: Worker) -> str:
-        """Why a probe would prove nothing; empty: it would."""
+        """Reason why a probe would prove nothing; empty: a probe can be sent."""
         if why := self._index.lost or self._index.trouble:
             return why
         if not self._spaces.of(worker):
@@ -134,7 +138,9 @@ class Parity:
         return "" if worker.block_tokens else "its block size is not known: give block=N"
 
     async def _compared(self, worker: Worker) -> str:
-        """Why its keys are not used; empty: they are equal."""
+        """Compare a worker's keys with a probe. Returns why they are not used; empty: they are
+        equal.
+        """
         model = next(iter(worker.models), "")
         await self._rendering.compare(model, worker)
         body, rendered = await self._probe(worker, model)
@@ -144,7 +150,9 @@ class Parity:
         return await self._shown(worker, _plan(worker).order(body), rendered)
 
     async def _adapter_compared(self, worker: Worker, name: str, adapter: WorkerAdapter) -> str:
-        """The same of one of its adapters, whose digest the engine says."""
+        """Compare the keys of one adapter of a worker, as `_compared`; its engine reports the
+        digest.
+        """
         body, rendered = await self._probe(worker, adapter.base)
         asked = {**msgspec.json.decode(body), "model": name, PARAMETERS: ADAPTER_QUESTION}
         answer = await self._computed(worker, msgspec.json.encode(asked))
@@ -158,7 +166,9 @@ class Parity:
         return await self._shown(worker, plan.order(body), rendered)
 
     async def _probe(self, worker: Worker, model: str) -> tuple[bytes, bytes]:
-        """A request that was never sent before, and its rendering; of its token ids: none."""
+        """(body of a request that was never sent before, its rendering; empty if its prompt is
+        token ids).
+        """
         body = probe_body(model, characters=worker.block_tokens * BLOCKS * 6)
         rendered = await self._rendering.rendered(
             "/v1/completions", body, [worker], timeout_s=COMPARE_TIMEOUT_S
@@ -171,7 +181,7 @@ class Parity:
         return msgspec.json.encode(fields), b""
 
     async def _computed(self, worker: Worker, body: bytes) -> bytes | str:
-        """The answer to a probe; a sentence: why there is none."""
+        """Body of the answer to a probe, or as a sentence the reason why there is none."""
         url = worker.url.with_path("/v1/completions")
         try:
             async with asyncio.timeout(COMPUTED_S):
@@ -183,7 +193,9 @@ class Parity:
         return found.body if found.status == 200 else f"a probe got status {found.status}"
 
     async def _shown(self, worker: Worker, order: KeyOrder, rendered: bytes) -> str:
-        """Wait until the index shows the blocks of a probe at its node; why it does not."""
+        """Wait until the index shows the blocks of a probe at the worker's node. Returns why it
+        does not; empty: it does.
+        """
         made = await self._keys.make(msgspec.structs.replace(order, rendered=rendered))
         if made is None or made.why or not made.keys:
             return f"no keys of a probe: {made.why if made else 'late'}"
@@ -208,7 +220,9 @@ class Parity:
         )
 
     def observed(self, worker: Worker, model: str, predicted: int, cached: int) -> None:
-        """An answer's own count of cached tokens, beside the one predicted."""
+        """Compare the cached tokens of an answered request with those predicted. Too large a mean
+        difference makes the worker or adapter load-only until the next probe.
+        """
         if not predicted or not worker.has_parity:
             return
         held = worker.adapters.get(model, worker)

@@ -35,30 +35,30 @@ from kvstore.router.keys.spaces import PrefixScope, Spaces
 from kvstore.routing.values import PrefixAnswer, PrefixMatch, PrefixTrust
 
 PIECE_BYTES: Final = 512
-"""Length of JSON that has a key: about 128 tokens."""
+"""Bytes of JSON per key: about 128 tokens."""
 TOKENS_PER_PIECE: Final = round(PIECE_BYTES / BYTES_PER_TOKEN)
 PIECES_MAX: Final = 4096
 PROMPTS_MAX: Final = 16
-"""Prompts of a list that have keys; the others are computed wherever the request goes."""
+"""Most prompts of a list that get keys; further ones are computed wherever the request goes."""
 KEY_BYTES: Final = 32
 _ORDER: Final = (PrefixTrust.EXACT, PrefixTrust.CATCHING_UP, PrefixTrust.STALE)
-"""An answer of several scopes is worth what its worst part is."""
+"""Trust from best to worst: an answer made of several scopes has the worst of theirs."""
 
 
 class Prefix(msgspec.Struct, frozen=True):
-    """Facts about a prompt."""
+    """Facts about a prompt: its length, keys, and the index's answer."""
 
     prompt_tokens: int
     keys: bytes = b""
     block_tokens: int = TOKENS_PER_PIECE
     answer: PrefixAnswer | None = None
-    """None: the index has none, or was not asked."""
+    """None: the index gave none in time, or was not asked."""
     load_only: dict[str, str] = {}
     """Worker → why its prefixes are not known for this prompt's adapter."""
     parts: tuple[int, ...] = ()
-    """Keys of each prompt of a list; empty: there is one prompt."""
+    """Number of keys of each prompt of a list; empty: there is one prompt."""
     text_bytes: int = 0
-    """Where the tokens are estimated; 0: they are counted."""
+    """Bytes of text by which the tokens are estimated; 0: the tokens are counted."""
     media: Mapping[str, int] = {}
     """Number of media by kind."""
 
@@ -74,7 +74,7 @@ class Prefixes(Protocol):
 
 
 class BytePrefixes:
-    """Keys of the JSON's bytes alone."""
+    """Source of prefixes by keys of the JSON's bytes alone."""
 
     def __init__(self, estimates: TokenEstimates) -> None:
         self._estimates = estimates
@@ -103,7 +103,7 @@ class BytePrefixes:
 
 
 class KeyPrefixes:
-    """Keys of tokens, and the index's answer about them; else keys of bytes."""
+    """Source of prefixes by keys of tokens, with the index's answer; else by keys of bytes."""
 
     def __init__(
         self, rendering: Rendering, index: IndexCalls, spaces: Spaces, by_bytes: BytePrefixes
@@ -129,14 +129,16 @@ class KeyPrefixes:
         return msgspec.structs.replace(all_of_it, media=text.media) if text.media else all_of_it
 
     async def of_ids(self, model: str, ids: list[int], tenant: str = "") -> Prefix | None:
-        """Facts about a prompt by its tokens; None: nothing of the model is in the index."""
+        """Facts about a prompt by its token ids; None: nothing of the model is in the index, or no
+        keys in time.
+        """
         if (scope := self._spaces.scope(model)) is None:
             return None
         made = await self._rendering.keys_of_ids(ids, scope.plan, tenant)
         return await self._found(scope, made.keys, len(ids)) if made is not None else None
 
     async def of_keys(self, model: str, keys: bytes, prompt_tokens: int) -> Prefix | None:
-        """Facts about a prompt by its keys, as `of_ids`."""
+        """Facts about a prompt by its keys; None: nothing of the model is in the index."""
         if (scope := self._spaces.scope(model)) is None:
             return None
         if scope.plan.digest:  # keys are those of the engine
@@ -162,7 +164,7 @@ class KeyPrefixes:
 
 
 def _orders(body: bytes, read: Peek, model: str) -> Sequence[tuple[bytes, Peek]]:
-    """A body for each prompt of a request, by the name of its served model."""
+    """(body, its fields) for each prompt of a request, with the name of the served model."""
     prompts = read.prompts[:PROMPTS_MAX]
     if not prompts and model == read.model:
         return [(body, read)]
@@ -178,7 +180,9 @@ def _text_of(read: Peek) -> PromptText:
 
 
 def predicted_tokens(prefix: Prefix, worker: WorkerAddress) -> int:
-    """Cached tokens that the index lets expect at a worker: of its own node, or its own memory."""
+    """Cached tokens that the index predicts at a worker: in its node's tiers, or its engine's
+    memory.
+    """
     if prefix.answer is None or worker.name in prefix.load_only:
         return 0
     blocks = (
@@ -190,7 +194,7 @@ def predicted_tokens(prefix: Prefix, worker: WorkerAddress) -> int:
 
 
 def keys_of_bytes(content: bytes, seed: bytes) -> bytes:
-    """Keys of a prompt that is not rendered, piece by piece; those of other seeds differ."""
+    """Keys of a prompt that is not rendered, one per PIECE_BYTES; keys with other seeds differ."""
     key, keys = blake2b(seed, digest_size=KEY_BYTES).digest(), []
     end = min(len(content) // PIECE_BYTES, PIECES_MAX) * PIECE_BYTES
     for begin in range(0, end, PIECE_BYTES):
@@ -200,7 +204,9 @@ def keys_of_bytes(content: bytes, seed: bytes) -> bytes:
 
 
 def _joined(found: list[Prefix]) -> Prefix:
-    """A list of prompts: what a holder has of each is added up."""
+    """Facts about a list of prompts as one: keys concatenated, matches of each location
+    added up.
+    """
     answers = [each.answer for each in found if each.answer is not None]
     sums: dict[tuple[str, str, int], PrefixMatch] = {}
     for match in (match for answer in answers for match in answer.matches):

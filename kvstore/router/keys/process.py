@@ -27,14 +27,18 @@ import msgspec
 from kvstore.router.keys.child import KeyAnswer, KeyOrder
 
 BYTES_MAX: Final = 64 << 20
-"""Bodies that wait or are under way; their requests hold them, too."""
+"""Most bytes of orders that wait or are under way; their requests hold them, too."""
 LONG_BYTES: Final = 256 << 10
 ANSWER_TIMEOUT_S: Final = 2.0
-"""For a busy child; loading a tokenizer takes longer, and its first orders go unanswered."""
+"""Longest wait for an answer of a busy child. Loading a tokenizer takes longer, so its first orders
+go unanswered.
+"""
 HANG_S: Final = 30.0
-"""A child that owes an answer for so long is replaced."""
+"""Time after which a child that has not answered an order is replaced."""
 LOADING_S: Final = 300.0
-"""The same of one that has not answered yet: to import `transformers` takes 5 s of a core."""
+"""The same limit for a child that has never answered: to import `transformers` takes 5 s
+of a core.
+"""
 LIMIT_BYTES: Final = 64 << 20
 _answers: Final = msgspec.msgpack.Decoder(KeyAnswer)
 
@@ -49,17 +53,18 @@ class Waiting(NamedTuple):
 
 
 class FairQueue:
-    """Orders by tenant: the next one is of the tenant that got the fewest bytes while others
-    waited; one that comes begins at the least of those, not before."""
+    """Orders by tenant. The next one is of the tenant that got the fewest bytes while others
+    waited; a tenant that comes begins level with the least of them, and saves up nothing.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[Waiting]] = {}
         self._got: dict[str, int] = {}
-        """Bytes of each tenant since nobody waited last."""
+        """Bytes that each tenant got since the queue was last empty."""
         self._least = 0
 
     def put(self, waiting: Waiting) -> None:
-        """One more."""
+        """Add an order."""
         tenant = waiting.tenant
         if tenant not in self._waiting:
             self._waiting[tenant] = deque()
@@ -67,7 +72,7 @@ class FairQueue:
         self._waiting[tenant].append(waiting)
 
     def take(self) -> Waiting | None:
-        """The next one for which somebody waits; None: nobody does."""
+        """Remove and return the next order whose caller still waits; None: there is none."""
         while self._waiting:
             tenant = min(self._waiting, key=self._got.__getitem__)
             self._least = self._got[tenant]
@@ -83,7 +88,7 @@ class FairQueue:
 
 
 class _Lane:
-    """One child, and the orders for it."""
+    """One child process, and the orders for it."""
 
     def __init__(self, arguments: list[str]) -> None:
         self._arguments = arguments
@@ -91,7 +96,7 @@ class _Lane:
         self._queue = FairQueue()
         self._sender: asyncio.Task[None] | None = None
         self._asked_s: float | None = None
-        """Since when the child owes an answer; None: it does not."""
+        """When the child got the order that it has not answered; None: it has answered all."""
         self._has_answered = False  # this child
         self.restart_count = 0
 
@@ -130,7 +135,7 @@ class _Lane:
         return answer
 
     async def running(self) -> asyncio.subprocess.Process:
-        """The child, started where there is none."""
+        """The child process, which is started if there is none."""
         if self._child is None:
             self._has_answered = False
             self._child = await asyncio.create_subprocess_exec(
@@ -144,7 +149,7 @@ class _Lane:
         return self._child
 
     def replace_hanging(self) -> None:
-        """End a child that owes its answer for too long."""
+        """Kill the child if it has not answered for too long."""
         limit_s = HANG_S if self._has_answered else LOADING_S
         now_s = asyncio.get_running_loop().time()
         if self._asked_s is not None and now_s - self._asked_s > limit_s:
@@ -156,7 +161,7 @@ class _Lane:
                 self._child.kill()
 
     async def end(self) -> None:
-        """End the child, if there is one."""
+        """Kill the child, if there is one, and wait for its end."""
         self._kill()
         if self._child is not None:
             child, self._child = self._child, None
@@ -174,14 +179,15 @@ class _Lane:
 
 
 class KeyProcess:
-    """Two children, for short and for long prompts; each starts with its first order. `make` from
-    one loop."""
+    """Two children, for short and for long prompts; each starts with its first order. Call `make`
+    on one loop only.
+    """
 
     def __init__(self, tokenizers: Mapping[str, Path]) -> None:
         arguments = [f"{model}={path}" for model, path in tokenizers.items()]
         self.lanes = _Lane(arguments), _Lane(arguments)
         self._owed = Counter[str]()
-        """Bytes by tenant."""
+        """Bytes of orders without an answer, by tenant."""
         self.refused_count = 0
 
     @property
@@ -190,7 +196,7 @@ class KeyProcess:
         return sum(lane.restart_count for lane in self.lanes)
 
     async def make(self, order: KeyOrder, tenant: str = "") -> KeyAnswer | None:
-        """None: no answer in time, or refused."""
+        """Carry out an order in a child; None: no answer in time, or the order is refused."""
         size = len(order.body) + len(order.rendered)
         lane, owed = self.lanes[size >= LONG_BYTES], self._owed
         is_over = owed[tenant] > 0 and owed[tenant] + size > BYTES_MAX // 2

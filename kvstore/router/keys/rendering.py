@@ -67,7 +67,9 @@ _messages: Final = msgspec.json.Decoder(list[_Message])
 
 
 def source_of(path: str, body: bytes) -> Literal["ids", "local", ""]:
-    """Source of the tokens of a body that is known to be an object; empty: an engine."""
+    """Source of the tokens of a body that is known to be an object: its own ids, the local
+    tokenizer, or, if empty, an engine.
+    """
     try:
         fields = fields_of(body)
         named = {n for n in fields.keys() - PLAIN_FIELDS if bytes(fields[n]) != b"null"}
@@ -84,14 +86,14 @@ def source_of(path: str, body: bytes) -> Literal["ids", "local", ""]:
 # ── rendering ─────────────────────────────────────────────────────────────────────────────────────
 
 RENDER_TIMEOUT_S: Final = 0.1
-"""For a request, which waits meanwhile …"""
+"""Limit of a render call for a request, which waits meanwhile."""
 COMPARE_TIMEOUT_S: Final = 5.0
-"""… and for a comparison, for which nothing waits."""
+"""Limit of a render call for a comparison, for which no request waits."""
 PAUSE_S: Final = 1.0
 PAUSE_S_MAX: Final = 60.0
-"""A worker that was late renders nothing for so long, at first and at most."""
+"""Shortest and longest pause in the rendering of a worker that was late."""
 UNSERVED_S: Final = 300.0
-"""The same of one that does not render at all."""
+"""Pause of a worker that does not render at all."""
 UNRENDERED: Final = "start its vLLM with --enable-scale-out"
 RENDERED_BYTES_MAX: Final = 16 << 20
 CHECK_EVERY: Final = 64
@@ -126,21 +128,21 @@ _log = logging.getLogger(__name__)
 
 
 class _UncomparedError(Exception):
-    """Nothing was learnt; says why."""
+    """The comparison gave no result; the message has the reason."""
 
 
 class KeyPlan(NamedTuple):
-    """How the keys of a model are made."""
+    """Parameters by which the keys of a model are made."""
 
     block_tokens: int
     seed: str
     adapter: tuple[str, str] | None = None
-    """(name, path) of a LoRA adapter …"""
+    """(name, path) of the LoRA adapter; None: none."""
     digest: bytes = b""
-    """… and the digest of its weights."""
+    """Digest of the adapter's weights."""
 
     def order(self, body: bytes, salt: str = "") -> KeyOrder:
-        """For the keys of a request."""
+        """Order for the keys of a request."""
         return KeyOrder(body=body, salt=salt, **self._asdict())
 
 
@@ -157,12 +159,12 @@ class Rendering:
     ) -> None:
         self._engines, self._workers, self._keys = engines, workers, keys
         self.local: dict[str, str] = dict.fromkeys(tokenizers, UNCOMPARED)
-        """Model → why its tokenizer is not used; empty: it is."""
+        """Model → reason why its local tokenizer is not used; empty: it is used."""
         self.counts = {"ids": 0, "local": 0, "engine": 0, "none": 0}
         self._checks: set[asyncio.Task[None]] = set()
 
     def unused(self) -> Iterator[str]:
-        """Local tokenizers that are not used, and why, for an operator."""
+        """A sentence for operators about each local tokenizer that is not used."""
         served = {name for worker in self._workers for name in worker.models}
         for model, why in self.local.items():
             if served and model not in served:
@@ -180,7 +182,9 @@ class Rendering:
         salt: str,
         tenant: str = "",
     ) -> KeyAnswer | None:
-        """Count of tokens, and keys, of a prompt for a served model. None: not known in time."""
+        """Number of tokens, and keys, of the prompt of a request for a served model; None: not
+        known in time.
+        """
         order, source = plan.order(body, salt), ""
         if self.local.get(model) == "" or bytes(read.prompt)[:1] == b"[":
             source = source_of(path, body)
@@ -200,7 +204,9 @@ class Rendering:
         )
 
     async def keys_of_ids(self, ids: list[int], plan: KeyPlan, tenant: str) -> KeyAnswer | None:
-        """Keys of tokens that a caller has."""
+        """Number of tokens, and keys, of a prompt whose token ids a caller has; None: not
+        in time.
+        """
         body = msgspec.json.encode({"prompt": ids})
         return self._counted("ids", await self._keys.make(plan.order(body), tenant))
 
@@ -210,7 +216,7 @@ class Rendering:
         return found
 
     def _renderers(self, model: str) -> list[Worker]:
-        """Workers that may render for a model, least busy first."""
+        """At most two workers that may render for a model, least busy first."""
         now_s = asyncio.get_running_loop().time()
         able = (
             worker
@@ -227,8 +233,9 @@ class Rendering:
         *,
         timeout_s: float = RENDER_TIMEOUT_S,
     ) -> bytes | None:
-        """The answer of the first of these that renders the request in time; None: none did. One
-        that is late is not asked for a while: the prefixes that were sent are known by bytes."""
+        """The render answer of the first of these workers that gives one in time; None: none did. A
+        worker that is late is not asked for a while, since prefixes are then known by bytes.
+        """
         if path not in PATHS:
             return None
         loop = asyncio.get_running_loop()
@@ -262,7 +269,8 @@ class Rendering:
 
     async def compare(self, model: str, worker: Worker) -> None:
         """Accept or refuse the local tokenizer of a model, by all probes at one worker. A
-        difference that was found there stays."""
+        difference that was found there before stays.
+        """
         if model not in self.local:
             return
         why = worker.token_troubles.get(model, "")
@@ -278,8 +286,9 @@ class Rendering:
             self._judge(model)
 
     async def _difference(self, path: str, body: bytes, model: str, worker: Worker) -> str:
-        """Differences between tokens made here and there, found twice: a template may show the
-        time. Empty: none. Raises _UncomparedError."""
+        """One sentence about a difference between tokens made here and by the worker, seen twice in
+        a row since a template may show the time; empty: none. Raises _UncomparedError.
+        """
         why = ""
         for _ in range(2 if source_of(path, body) == "local" else 0):
             ours = await self._keys.make(KeyOrder(model=model, body=body, wants_ids=True))
@@ -300,7 +309,9 @@ class Rendering:
         return why
 
     def _judge(self, model: str, otherwise: str = "") -> None:
-        """The verdict by all present workers; `otherwise`: none was compared."""
+        """Accept or refuse a model's local tokenizer by the comparisons at all present workers;
+        `otherwise`: reason to refuse it if there was none.
+        """
         known = [w.token_troubles[model] for w in self._workers if model in w.token_troubles]
         why = max(known, default=otherwise)  # a difference, if there is one
         if self.local[model] != why:
@@ -320,7 +331,7 @@ class Rendering:
         task.add_done_callback(self._checks.discard)
 
     async def close(self) -> None:
-        """End comparisons."""
+        """End comparisons that are under way."""
         for task in self._checks:
             task.cancel()
         await asyncio.gather(*self._checks, return_exceptions=True)

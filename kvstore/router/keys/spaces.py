@@ -20,23 +20,25 @@ from kvstore.router.keys.rendering import KeyPlan
 from kvstore.routing.policy import RoutingPolicy
 
 MODELS_MAX: Final = 1000
-"""Names of clients that are remembered, wrong ones included."""
+"""Most model names that are remembered, unknown ones included."""
 OTHER_KEYS: Final = "most engines have other weights under that name, or another path"
 
 
 class PrefixScope(NamedTuple):
-    """How keys of a model are made, and the places in the index where they are looked up."""
+    """Parameters for the keys of a model, and the (tenant, space) pairs in which the index is asked
+    for them.
+    """
 
     model: str
-    """As engines serve it; of an adapter the base model, whose tokens it shares."""
+    """Model as engines serve it; of an adapter the base model, whose tokens it shares."""
     plan: KeyPlan
     places: frozenset[tuple[str, bytes]]
     load_only: dict[str, str]
-    """Worker → why its prefixes are not known for this adapter."""
+    """Worker → reason why its prefixes are not known for this adapter."""
 
 
 class Spaces:
-    """See the module."""
+    """Scopes of workers and models in the index; see the module."""
 
     def __init__(
         self, workers: Workers, index: IndexCalls, policy: Callable[[], RoutingPolicy]
@@ -46,7 +48,9 @@ class Spaces:
         self._version, self._made_by = (-1, -1), policy()
 
     def of(self, worker: Worker) -> list[tuple[str, bytes]]:
-        """(tenant, space) of its engine."""
+        """(tenant, space) pairs of a worker's engine; several if its node lists several
+        that fit.
+        """
         address = worker.address
         if address.space:
             return [(address.tenant, bytes.fromhex(address.space))]
@@ -88,8 +92,9 @@ class Spaces:
         return PrefixScope(served, plan, places, {}) if places else None
 
     def _adapter_scope(self, names: list[str], able: list[Worker]) -> PrefixScope | None:
-        """Workers whose keys equal those of most: the same name, path and weights. The others are
-        load-only for these requests."""
+        """Scope of an adapter by the workers whose keys equal those of most: the same name, path
+        and weights. The other workers are load-only for its requests; None: no worker has keys.
+        """
         found = [(w, name, w.adapters[name]) for w in able for name in names if name in w.adapters]
         plans: dict[Worker, KeyPlan] = {}
         for worker, name, adapter in found:
