@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """Runs from construction until `close`."""
+    """A thread that runs an asyncio loop from construction until `close`."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -61,22 +61,22 @@ class LoopThread:
 
 
 class Tasks:
-    """Work on a loop that no other task awaits."""
+    """Tasks on a loop that no other task awaits: errors that they raise are logged."""
 
     def __init__(self, bug: str) -> None:
-        """`bug`: the line of the log for an error that work lets out."""
+        """`bug`: line of the log for an error that work raises."""
         self._bug = bug
         self._running: set[asyncio.Task[None]] = set()
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Begin."""
+        """Begin to run `work` on the running loop. Returns its task."""
         task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)
         task.add_done_callback(self._done)
         return task
 
     def cancel(self) -> list[asyncio.Task[None]]:
-        """Cancel all that runs; these end soon."""
+        """Cancel all tasks that run, and return them; they end soon."""
         for task in self._running:
             task.cancel()
         return list(self._running)
@@ -101,13 +101,14 @@ async def resolved(host: str, port: int) -> list[str]:
 
 
 def jitter() -> float:
-    """A random part of 1, so that processes do not keep step."""
+    """A random number in [0, 1), by which pauses differ so that processes do not keep step."""
     return secrets.randbelow(_MILLI) / _MILLI
 
 
 async def persist(what: str, work: Callable[[], Awaitable[None]], *, pause_s: float) -> None:
-    """Work that only cancellation ends: after a bug the work begins again. No task awaits it, so an
-    end would go unseen."""
+    """Call `work` again and again, `pause_s` apart, until cancelled; an error is logged as a bug of
+    `what`. No task awaits it, so an end would go unseen.
+    """
     bug = ""
     while True:
         try:

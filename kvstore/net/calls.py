@@ -29,15 +29,16 @@ import grpc
 # files. Does not cover: authentication (`tls`); limits of one caller's requests (the servers).
 
 HANDSHAKE_TIMEOUT_MS: Final = 10_000
-"""For the TLS handshake and the preface of HTTP/2, also between busy machines."""
+"""Limit for the TLS handshake and the preface of HTTP/2, also between busy machines."""
 CONNECTIONS_MAX: Final = 4096
 DESCRIPTORS_SHARE: Final = 4
-"""One part in so many of the process's descriptors, if that is less: a node may have two servers,
-and needs the other descriptors."""
+"""The share of the process's descriptors for connections is one in this many, if that is less than
+CONNECTIONS_MAX: a node may have two servers, and needs the other descriptors.
+"""
 
 
 def limits() -> list[tuple[str, int]]:
-    """The limits as options of a server."""
+    """The limits as options of a gRPC server."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = CONNECTIONS_MAX
     if descriptors != resource.RLIM_INFINITY:
@@ -51,7 +52,7 @@ def limits() -> list[tuple[str, int]]:
 # ── calls ─────────────────────────────────────────────────────────────────────────────────────────
 
 READ_TIMEOUT_S: Final = 5.0
-"""For the message of a call, once it may be read."""
+"""Limit for the message of a call to come, once it may be read."""
 SILENT_MAX: Final = 64
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -59,7 +60,7 @@ Details = grpc.HandlerCallDetails
 
 
 class RefusedCall(Exception):
-    """Raised where a call is answered with a status and one sentence."""
+    """Raised to answer a call with a status and one sentence."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
@@ -67,8 +68,8 @@ class RefusedCall(Exception):
 
 
 async def only_message(context: Context, limit: asyncio.Timeout) -> Any:
-    """The message of a call that has one. Not from the handler's iterator: that is part of a
-    reference cycle with the messages read, which lasts until garbage is collected.
+    """The message of a call, which must have one. Not read from the handler's iterator: that is
+    part of a reference cycle with the messages read, which lasts until garbage is collected.
 
     Raises:
         RefusedCall: none came within `limit`, or the call has none.
@@ -87,7 +88,7 @@ class Calls(grpc.aio.ServerInterceptor):
     """Intercepts all calls of one server; its behaviors are plain functions. On its loop."""
 
     def __init__(self, pool: ThreadPoolExecutor, *, count_max: int) -> None:
-        """`count_max`: calls that are answered, or wait for a thread of `pool`."""
+        """`count_max`: most calls that are answered, or wait for a thread of `pool`."""
         self._pool, self._count_max = pool, count_max
         self._silent: dict[asyncio.Timeout, None] = {}
         self._count = 0

@@ -24,16 +24,16 @@ BUFFER_BYTES: Final = 1 << 20
 
 
 class Spawned(NamedTuple):
-    """A process, as its parent got it."""
+    """A process as `spawn` returns it to its parent."""
 
     pid: int
     wait: Callable[[], int]
-    """Its exit status, negative for a signal; after its pidfd fired."""
+    """Returns the exit status, negative for a signal; to be called after its pidfd fired."""
     socket: socket.socket
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends, blocking."""
+    """Both ends of a SOCK_SEQPACKET pair, blocking."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -41,7 +41,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def spawn(program: Sequence[str], environment: Mapping[str, str] | None = None) -> Spawned:
-    """The code on disk as a process of its own, out of reach of the terminal's signals.
+    """Start the code on disk as a process of its own, out of reach of the terminal's signals.
 
     Args:
         program: arguments of Python, before a descriptor and our pid.
@@ -69,14 +69,14 @@ def spawn(program: Sequence[str], environment: Mapping[str, str] | None = None) 
 
 
 class Child:
-    """One process, until `close`."""
+    """One child process and its pidfd, until `close`."""
 
     def __init__(self, spawned: Spawned) -> None:
         self.pid, self._wait, self.socket = spawned
         self.pidfd = os.pidfd_open(self.pid)
 
     def signal(self, number: signal.Signals) -> None:
-        """Never reaches another process."""
+        """Send a signal to the child, never to another process; no error if it has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 

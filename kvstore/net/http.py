@@ -39,7 +39,7 @@ ANSWER_TIMEOUT_S: Final = 5.0
 CLIENT_COUNT_MAX: Final = 64
 ACCEPTS_PER_TURN: Final = 16
 PAUSE_S: Final = 0.2
-"""Without descriptors, until the next `accept`."""
+"""Pause until the next `accept`, when the process is out of descriptors."""
 _REASONS: Final = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
 HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -52,13 +52,13 @@ HEADERS: Final = {
 _FOREIGN: Final = re.compile(
     rb"\r\nhost:(?![ \t]*(localhost|[\d.]*|\[[\da-f:.]+\])(:\d+)?[ \t]*\r\n)", re.IGNORECASE
 )
-"""A host that is neither localhost nor an IP address."""
+"""Host header that is neither localhost nor an IP address."""
 
 _log = logging.getLogger(__name__)
 
 
 class Page(NamedTuple):
-    """One answer."""
+    """Content of one HTTP answer."""
 
     status: int
     content_type: str
@@ -66,9 +66,9 @@ class Page(NamedTuple):
 
 
 PageMaker = Callable[..., Page]
-"""Without arguments; where the path ends with a question mark, of the query behind it."""
+"""Function that makes a page. Takes no arguments, or the query if its path ends with `?`."""
 _Target = tuple[str, *tuple[str, ...]]
-"""Path, and the query if the page depends on it."""
+"""Path of a page; and the query, if the page depends on it."""
 
 
 def text_page(status: int, text: str) -> Page:
@@ -84,10 +84,14 @@ class _Client:
         self.head = bytearray()
         self.answer: memoryview | None = None
         self.deadline_s: float | None = time.monotonic() + HEAD_TIMEOUT_S
-        """For the other end. None: it waits for us."""
+        """Limit for the client to send its head, or to take the answer; None: it waits for its
+        page.
+        """
 
     def hears(self) -> bool:
-        """Whether the head, or the connection, is at its end. Raises OSError."""
+        """Read from the client. Returns whether the head is complete, too long, or the connection
+        has ended. Raises OSError.
+        """
         while b"\r\n\r\n" not in self.head and len(self.head) <= HEAD_BYTES_MAX:
             try:
                 piece = self.socket.recv(HEAD_BYTES_MAX)
@@ -99,12 +103,14 @@ class _Client:
         return True
 
     def begin(self, answer: bytes) -> None:
-        """To answer."""
+        """Begin to send an answer, with a new deadline."""
         self.answer = memoryview(answer)
         self.deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
 
     def says(self) -> bool:
-        """Whether all of the answer has gone. Raises OSError."""
+        """Send what the client takes. Returns whether all of the answer has been sent. Raises
+        OSError.
+        """
         assert self.answer is not None
         with contextlib.suppress(BlockingIOError):
             while self.answer:
@@ -138,9 +144,11 @@ class HttpServer:
         self.url = f"http://{joined(host, self.port)}"
         self._is_loopback = ipaddress.ip_address(host).is_loopback
         self._clients: dict[int, _Client] = {}
-        """Descriptor → client; heads that arrive and answers that go, oldest first."""
+        """Descriptor → client. Heads that arrive and answers that go are oldest first."""
         self._waiting = defaultdict[_Target, list[_Client]](list)
-        """For that page, which is begun when the one of its path that is being made is there."""
+        """Page → clients that wait for it; begun when the page of its path that is being made is
+        ready.
+        """
         self._making: set[str] = set()
         self._made = Mailbox[tuple[str, list[_Client], bytes]]()
         self._accept_again_s = 0.0
@@ -148,7 +156,7 @@ class HttpServer:
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer. Once."""
+        """Begin to answer; called once."""
         self._thread.start()
 
     def close(self) -> None:
@@ -182,7 +190,7 @@ class HttpServer:
             self._expire(time.monotonic())
 
     def _ready(self) -> list[int]:
-        """Descriptors on which something has happened."""
+        """Wait. Returns descriptors with input or room for output, the listening one included."""
         poll, now_s = select.poll(), time.monotonic()
         poll.register(self._made, select.POLLIN)
         times = [client.deadline_s for client in self._clients.values() if client.deadline_s]
@@ -247,7 +255,7 @@ class HttpServer:
             self._make(target[0])
 
     def _make(self, path: str) -> None:
-        """The next page of that path, for all clients that wait for it by now."""
+        """Begin to make the next page of a path, for all clients that wait for it by now."""
         target = next((each for each in self._waiting if each[0] == path), None)
         if path in self._making or target is None:
             return
@@ -257,7 +265,7 @@ class HttpServer:
         making.add_done_callback(lambda made: self._is_made(path, clients, made))
 
     def _is_made(self, path: str, clients: list[_Client], made: Future[Page]) -> None:
-        """Called on the thread that made the page."""
+        """Pass a page to the thread of the server; called on the thread that made it."""
         error = None if made.cancelled() else made.exception()
         if error is not None:
             _log.error("a page could not be made", exc_info=error)

@@ -44,14 +44,16 @@ _WITHOUT_NAME = _without_name()
 
 
 def process_of(pidfd: int, otherwise: int) -> int:
-    """A number below 0 that is the same for all pidfds of a process, for those of other pid
-    namespaces too; before Linux 6.9, where they share an inode with all that has no name, one made
-    of `otherwise`."""
+    """Number below 0 that is the same for all pidfds of a process, also in other pid namespaces.
+    Before Linux 6.9 all descriptors without a name share an inode: there it is made of `otherwise`.
+    """
     its = os.fstat(pidfd)
     return -1 - (otherwise if os.path.samestat(its, _WITHOUT_NAME) else its.st_ino)
 
 
 def why_no_descriptor() -> str:
-    """The refusal of an engine whose pidfd this process had no descriptor to receive."""
+    """Sentence that refuses an engine because this process had no descriptor to receive
+    its pidfd.
+    """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return f"the node has used up its {limit} descriptors: raise LimitNOFILE, or ulimit -n"

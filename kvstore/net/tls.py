@@ -28,7 +28,9 @@ WARNING_DAYS: Final = 30
 """A component warns at its start if fewer days of its certificate remain."""
 _DAY_S: Final = 24 * 60 * 60
 _DNS_NAMES: Final = "peer_dns"
-"""gRPC has another list, of alternative names of all kinds in one."""
+"""Key of the DNS names of a certificate in gRPC's auth context, which has another list with
+alternative names of all kinds.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +56,9 @@ def certificate_ends(tls: Tls | None) -> Family:
 
 
 def warn_of_its_end(tls: Tls | None, *, renewal: str) -> None:
-    """Warn at the start that the certificate ends soon. `renewal`: how to load another one."""
+    """Log a warning at the start if the certificate ends within WARNING_DAYS. `renewal`: how to
+    load another one.
+    """
     if tls is None or (left_s := tls.ends_s - time.time()) >= WARNING_DAYS * _DAY_S:
         return
     _log.warning(

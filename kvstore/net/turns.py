@@ -27,11 +27,13 @@ from kvstore.types import ConnectionId
     TURN_LISTENER,
 ) = range(7)
 FORGOTTEN_NS: Final = 1000.0
-"""So little counts as nothing."""
+"""Less time of a user or process counts as none."""
 
 _K = TypeVar("_K")
 Read = Callable[[int], Iterable[Event]]
-"""Events of a descriptor, given its mask; a call after an early stop continues with the rest."""
+"""Takes the mask of a ready descriptor and yields its events; a call after an early stop continues
+with the rest.
+"""
 
 
 class Party(NamedTuple):
@@ -39,14 +41,14 @@ class Party(NamedTuple):
 
     uid: int
     process: int
-    """Its pid, or another number that no other process of the user has."""
+    """Pid, or another number that no other process of the user has."""
 
 
 NODE: Final = Party(-1, 0)
 
 
 class TurnSource(NamedTuple):
-    """A source in epoll: its turn in the round, its party, how to read it."""
+    """A source in epoll: its kind (a TURN_ number), its party, and the function that reads it."""
 
     turn: int
     connection: ConnectionId | None
@@ -61,11 +63,13 @@ class Turns:
         self._of_user: dict[int, float] = {}
         self._of_party: dict[Party, float] = {}
         self._served: dict[int, int] = {}
-        """Descriptor → serial number of its last turn; a reused descriptor waits for it once."""
+        """Descriptor → serial number of its last turn; a descriptor number that is used again waits
+        once as if it were the old one.
+        """
         self._serial = 0
 
     def order(self, found: list[tuple[int, int]], sources: Mapping[int, TurnSource]) -> None:
-        """Sort (descriptor, mask) by turn."""
+        """Sort `found`, a list of (descriptor, mask), by turn."""
 
         def rank(item: tuple[int, int]) -> tuple[int, float, float, int]:
             turn, party = sources[item[0]].turn, sources[item[0]].party
@@ -75,13 +79,13 @@ class Turns:
         found.sort(key=rank)
 
     def join(self, party: Party) -> None:
-        """A process has introduced itself."""
+        """Add a process that has introduced itself."""
         if party not in self._of_party:
             its = (time for other, time in self._of_party.items() if other.uid == party.uid)
             self._of_party[party] = max(its, default=0.0)
 
     def charge(self, fd: int, party: Party, duration_ns: int) -> None:
-        """This descriptor of a party was served for so long."""
+        """Charge a party for the time in which one of its descriptors was served."""
         self._serial += 1
         self._served[fd] = self._serial
         self._of_user[party.uid] = self._of_user.get(party.uid, 0.0) + duration_ns

@@ -49,7 +49,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
 
 def picked(row: object, names: Iterable[str]) -> dict[str, Any]:
-    """These attributes; None for those that a row lacks."""
+    """Attributes of a row by name; None for those that it lacks."""
     return {name: getattr(row, name, None) for name in names}
 
 
