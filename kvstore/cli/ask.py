@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 _R = TypeVar("_R", bound=Row)
 TIMEOUT_S: Final = 5.0
 STATE_TIMEOUT_S: Final = 1.0
-"""Timeout of queries that are repeated."""
+"""Timeout of the state query, which `kvstore top` repeats."""
 INDEX_TIMEOUT_S: Final = 5.0
 
 
 class NodeClient:
-    """Asks one node. Use as a context."""
+    """Client of one node. Use as a context."""
 
     def __init__(self, node_socket: Path) -> None:
         """Connect to the node whose attach socket is `node_socket`.
@@ -60,12 +60,12 @@ class NodeClient:
             raise AttachError(f"{error}: use the command that is installed with the node") from None
 
     def state(self) -> dict[str, Any]:
-        """The page of the node, as its /state.json has it. Raises AttachError."""
+        """Sections of the node's page, as its /state.json has them. Raises AttachError."""
         reply = _call(self._stub.State, pb.StateRequest(), timeout_s=STATE_TIMEOUT_S)
         return decode_state(reply.state)
 
     def clear(self, *, space: str) -> int:
-        """Forget blocks; returns how many. Raises AttachError."""
+        """Drop cached blocks of a space (empty: of all). Returns how many. Raises AttachError."""
         return int(_call(self._stub.Clear, pb.ClearRequest(space=space)).blocks)
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class NodeClient:
 
 
 def _probe(path: Path, node_socket: Path) -> None:
-    """Raise with the precise reason why no node answers: gRPC has only the fact."""
+    """Raise AttachError with the precise reason why no node answers, which gRPC does not report."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
@@ -102,7 +102,9 @@ def _call(call: Callable[..., Any], request: Any, *, timeout_s: float = TIMEOUT_
 
 @contextlib.contextmanager
 def node_client(socket: Path, *, hint: str = "") -> Iterator[NodeClient]:
-    """A client. Raises AttachError; `hint`: further advice in its text."""
+    """Context with a client of the node. Raises AttachError, also for errors inside; `hint`:
+    further advice in its text.
+    """
     try:
         with contextlib.closing(NodeClient(socket)) as client:
             yield client
@@ -112,7 +114,9 @@ def node_client(socket: Path, *, hint: str = "") -> Iterator[NodeClient]:
 
 @contextlib.contextmanager
 def index_client(settings: AskSettings) -> Iterator[IndexClient]:
-    """A client. Raises ConfigError, and IndexUnavailable with the replicas that were asked."""
+    """Context with a client of the index. Raises ConfigError, and IndexUnavailable with the
+    replicas that were asked.
+    """
     # Here: questions to a node do without TLS, and start in half the time.
     from kvstore.client.index import IndexClient, IndexUnavailable
     from kvstore.config.cluster import resolve_tls

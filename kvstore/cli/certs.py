@@ -28,7 +28,7 @@ from kvstore.wire.identity import Identity, is_name
 
 CA_DAYS: Final = 3650
 _BACKDATED: Final = datetime.timedelta(hours=1)
-"""Clocks of machines differ."""
+"""Certificates are valid this long before they are made, as clocks of machines differ."""
 
 
 def make_certificates(

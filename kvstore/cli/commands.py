@@ -23,13 +23,14 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Number(click.FloatRange):
-    """A number within bounds. Python reads nan and inf, which pass any comparison, or have no
-    bound to pass, and are none."""
+    """Click type of a finite number within bounds. Python also parses nan, which passes any
+    comparison, and inf, which passes where there is no bound.
+    """
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Raises click.BadParameter."""
+        """The value as a number. Raises click.BadParameter."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
             self.fail(f"{value} is no number: write one such as 2.5", param, ctx)
@@ -48,7 +49,7 @@ SOCKET_OPTION: Final = click.option(
     help="Attach socket of the node.",
 )
 JSON_OPTION: Final = functools.partial(click.option, "--json", "json_", is_flag=True)
-"""`help` says what is printed."""
+"""Option --json; `help` describes the output."""
 _CONFIG_OPTION: Final = click.option(
     "--config",
     "config_path",
@@ -58,7 +59,9 @@ _CONFIG_OPTION: Final = click.option(
 
 
 def settings_options(kind: type[Settings], *, has_file: bool = True) -> Callable[[_F], _F]:
-    """A flag for each setting of a program, and --config. Flags that are not given are None."""
+    """Decorator that adds a flag for each setting of a program, and --config. Flags that are not
+    given are None.
+    """
     options = [*map(_option, table(kind)), *([_CONFIG_OPTION] if has_file else [])]
 
     def add(command: _F) -> _F:
@@ -88,7 +91,9 @@ def _list(_context: click.Context, _option: click.Parameter, given: Any) -> list
 
 
 def _mapping(_context: click.Context, option: click.Parameter, given: Any) -> Any:
-    """Parse NAME=SHARE; a name may contain an =."""
+    """Values of a repeated NAME=SHARE flag as a mapping; None: not given. A name may contain an
+    `=`. Raises ConfigError: a name comes twice.
+    """
     pairs = [(text.rpartition("=") if "=" in text else (text, "", ""))[::2] for text in given]
     names = [name for name, _ in pairs]
     for name in names:
@@ -98,8 +103,9 @@ def _mapping(_context: click.Context, option: click.Parameter, given: Any) -> An
 
 
 def index_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Options of a command that may ask the index instead of one node; its argument `asked` is None
-    for the node."""
+    """Decorator that adds the options of a command that may ask the index instead of one node. Its
+    argument `asked` has them; None: ask the node.
+    """
 
     @functools.wraps(command)
     def with_index(**flags: Any) -> None:
@@ -114,7 +120,7 @@ def index_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def as_json(**found: object) -> str:
-    """One object, as every --json prints it."""
+    """One JSON object, as every --json prints it."""
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(found)).decode()

@@ -26,7 +26,7 @@ RANGES: Final = {"vllm": "vllm>=0.32,<0.34", "nixl": "nixl>=1.5,<2", "ucx": "ucx
 """Supported versions, as pip reads them."""
 OVERHEAD_BYTES: Final = 2 * GIB
 BYTES_PER_FILE_BLOCK: Final = 233
-"""Memory beyond dram, as the Helm chart has it."""
+"""Memory of a node beyond dram for each block on disk, as in the Helm chart."""
 CERTIFICATE_DAYS_MIN: Final = 30
 DISK_BYTES_PER_S_MIN: Final = 400 * MIB
 """Less than a SATA SSD reads: loads from such a disk seldom beat computing on a GPU."""
@@ -41,12 +41,12 @@ _SHMEM_ENABLED: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
 class Diagnosis(NamedTuple):
-    """Outcome of a check, or a part of it."""
+    """Finding of a check, with its verdict: a key of EXIT_STATUS."""
 
     verdict: str
     finding: str
     mend: str = ""
-    """Command or setting; empty if there is nothing to mend."""
+    """Command or setting that mends it; empty if there is nothing to mend."""
 
 
 EXIT_STATUS: Final = {"ok": 0, "not applicable": 0, "warning": 1, "error": 2}
@@ -54,7 +54,7 @@ _ok, _skip, _warning, _error = (partial(Diagnosis, verdict) for verdict in EXIT_
 
 
 def judge(name: str, machine: Machine) -> list[Diagnosis]:
-    """All errors and warnings of a check; without any, its last finding."""
+    """All errors and warnings of a check; if there are none, only its last finding."""
     every: list[Diagnosis] = []
     try:
         found = CHECKS[name](machine)
@@ -68,7 +68,7 @@ def judge(name: str, machine: Machine) -> list[Diagnosis]:
 
 
 def kernel(machine: Machine) -> Diagnosis:
-    """System calls of the node."""
+    """Whether the kernel has the system calls that a node needs."""
     release = machine.text("/proc/sys/kernel/osrelease")
     if version_of(release) < (5, 3):
         return _error(f"Linux {release} has no pidfd_open", "Linux 5.14 or later")
@@ -78,7 +78,7 @@ def kernel(machine: Machine) -> Diagnosis:
 
 
 def memory(machine: Machine) -> Diagnosis:
-    """Dram and the node itself, against the machine and the memory cgroups."""
+    """Whether dram and the node itself fit the machine and the memory cgroups."""
     limits = {"the machine": machine.meminfo("MemTotal") * KIB} | machine.memory_limits()
     source, limit = min(limits.items(), key=lambda each: each[1])
     blocks = machine.file.capacity_bytes // (256 * KIB) if machine.file else 0
@@ -94,7 +94,7 @@ def memory(machine: Machine) -> Diagnosis:
 
 
 def memlock(machine: Machine) -> Iterator[Diagnosis]:
-    """Memory that engines may pin for their GPU."""
+    """Whether engines may pin dram for their GPU."""
     pinning = ("/proc/driver/nvidia/version", "/sys/class/infiniband/*/node_type")
     if not any(map(machine.files, pinning)):
         yield _skip("no NVIDIA driver and no RDMA device: no memory is pinned")
@@ -113,8 +113,9 @@ def memlock(machine: Machine) -> Iterator[Diagnosis]:
 
 
 def _fits_the_pool(machine: Machine) -> bool:
-    """Whether dram is, or will be, in huge pages of the pool: whole, or not at all. The pages of a
-    running node are its own."""
+    """Whether dram lies, or will lie, in the pool of huge pages: all of it or none does. The pages
+    of a running node count as its own.
+    """
     kib, count = machine.meminfo("Hugepagesize"), machine.meminfo("HugePages_Total")
     if not machine.node:
         count = machine.meminfo("HugePages_Free") - machine.meminfo("HugePages_Rsvd")
@@ -122,7 +123,7 @@ def _fits_the_pool(machine: Machine) -> bool:
 
 
 def huge_pages(machine: Machine) -> Diagnosis:
-    """The pool of huge pages."""
+    """Whether the pool of huge pages, if there is one, suffices for dram."""
     page = machine.meminfo("Hugepagesize") * KIB
     total, free = machine.meminfo("HugePages_Total"), machine.meminfo("HugePages_Free")
     if not total:
@@ -137,7 +138,7 @@ def huge_pages(machine: Machine) -> Diagnosis:
 
 
 def thp(machine: Machine) -> Diagnosis:
-    """Transparent huge pages of shared memory."""
+    """Whether shared memory may have transparent huge pages."""
     if _fits_the_pool(machine):
         return _skip("dram lies in the pool of huge pages")
     chosen = "".join(re.findall(r"\[(\w+)\]", machine.text(_SHMEM_ENABLED)))
@@ -150,7 +151,7 @@ def thp(machine: Machine) -> Diagnosis:
 
 
 def numa(machine: Machine) -> Diagnosis:
-    """Dram and GPUs on NUMA nodes."""
+    """Whether dram lies on the NUMA node of the GPUs."""
     count = len(machine.files("/sys/devices/system/node/node*/cpulist"))
     if count <= 1:
         return _skip("one NUMA node")
@@ -167,7 +168,7 @@ def numa(machine: Machine) -> Diagnosis:
 
 
 def rdma(machine: Machine) -> Diagnosis:
-    """Ports, GIDs and device files."""
+    """Whether RDMA ports have a link and a GID, and device files are there."""
     if machine.transport not in RANGES:
         return _skip(_NEITHER)
     ports = machine.files("/sys/class/infiniband/*/ports/*/state")
@@ -188,13 +189,13 @@ def rdma(machine: Machine) -> Diagnosis:
 
 
 def transport(machine: Machine) -> Diagnosis:
-    """Version of NIXL or UCX."""
+    """Whether the version of NIXL or UCX is supported."""
     name = machine.transport
     return _version(machine, name) if name in RANGES else _skip(_NEITHER)
 
 
 def clock(machine: Machine) -> Diagnosis:
-    """Synchronisation as the kernel knows it."""
+    """Whether the kernel's clock is synchronised."""
     if not machine.has_cluster:
         return _skip("no cluster: times of other machines do not matter")
     if machine.is_clock_set():
@@ -203,7 +204,7 @@ def clock(machine: Machine) -> Diagnosis:
 
 
 def certificates(machine: Machine) -> Diagnosis:
-    """Validity, and everything that a node refuses."""
+    """Whether the certificate is valid for long enough, and accepted by a node."""
     renew = "kvstore certs DIRECTORY --node NAME, or a new one of the site's CA"
     if machine.tls_refusal:
         return _error(machine.tls_refusal, renew)
@@ -218,7 +219,7 @@ def certificates(machine: Machine) -> Diagnosis:
 
 
 def disk(machine: Machine) -> Iterator[Diagnosis]:
-    """The file system of --file."""
+    """Whether the file system of --file has room, takes O_DIRECT and is fast enough."""
     file, other = machine.file, "a local disk for --file, with ext4 or XFS"
     if file is None:
         yield _skip("no --file")
@@ -246,14 +247,16 @@ def disk(machine: Machine) -> Iterator[Diagnosis]:
 
 
 def vllm(machine: Machine) -> Diagnosis:
-    """Version of the engine."""
+    """Whether the version of vLLM is supported."""
     if not machine.version("vllm"):
         return _skip("vLLM is not in this Python: run doctor in the engine's environment, too")
     return _version(machine, "vllm")
 
 
 def engine_flags(machine: Machine) -> Iterator[Diagnosis]:
-    """Flags and two variables of engines; one of the variables in this shell, too."""
+    """Whether engines have the flags and two variables that kvstore needs; one of the variables is
+    also checked in this shell.
+    """
     yield _skip("no vLLM process of this user runs here")
     yield from _allocator("this shell", machine.environment("self"))
     seeds = set()
@@ -272,7 +275,7 @@ def engine_flags(machine: Machine) -> Iterator[Diagnosis]:
 
 
 def _has(line: str, pattern: str) -> bool:
-    """Whether a command line has this, with - or _ in place of each -."""
+    """Whether a command line matches a pattern, with `-` or `_` for each `-`."""
     return bool(re.search(pattern.replace("-", "[-_]"), line))
 
 
@@ -310,7 +313,7 @@ def _allocator(who: str, variables: dict[str, str]) -> Iterator[Diagnosis]:
 
 
 def node(machine: Machine) -> Iterator[Diagnosis]:
-    """Answers of a running node."""
+    """Whether a running node serves all engines and spaces, and its disk works."""
     if not machine.node:
         yield _without_a_node(machine)
         return
@@ -332,7 +335,9 @@ def node(machine: Machine) -> Iterator[Diagnosis]:
 
 
 def _without_a_node(machine: Machine) -> Diagnosis:
-    """No finding before the first start: there is neither a socket nor an engine that needs it."""
+    """Finding where no node answers. Nothing is wrong before the first start: there is neither a
+    socket nor an engine that needs a node.
+    """
     text, _, mend = machine.no_node.partition(": ")
     mend = mend or f"kvstore node --socket {machine.socket}"
     lines = [line for line in machine.engines.values() if _CONNECTOR in line]
@@ -346,7 +351,7 @@ def _without_a_node(machine: Machine) -> Diagnosis:
 
 
 def hits(machine: Machine) -> Diagnosis:
-    """Hits since the start of a running node, and the latest misses."""
+    """Whether lookups of a running node hit since its start, with the latest misses."""
     (state,) = machine.node.get("state") or [{}]
     hit, missed = (sum(state.get(name, {}).values()) for name in ("hits", "misses"))
     count = hit + missed
@@ -376,7 +381,7 @@ def _version(machine: Machine, name: str) -> Diagnosis:
 
 
 def version_of(text: str) -> tuple[int, ...]:
-    """Major and minor number; empty: the text has none."""
+    """(major, minor) number in a version text; empty: it has none."""
     return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])[:2]))
 
 

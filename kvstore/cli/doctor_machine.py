@@ -42,7 +42,7 @@ class Machine:
     """The machine where a node with these settings runs, or is going to run."""
 
     def __init__(self, settings: NodeSettings, root: Path, *, with_rate: bool = False) -> None:
-        """Facts below `root`; `with_rate`: the disk is measured.
+        """Collect facts below `root`. `with_rate`: measure the disk when a check asks for it.
 
         Raises:
             ConfigError: a wrong setting.
@@ -70,7 +70,7 @@ class Machine:
             self.transport = cluster.peers.transport.name
 
     def files(self, pattern: str) -> dict[str, str]:
-        """(path → text) of all that fit a pattern; devices without a text.
+        """(path → text) of all files that match a glob pattern; devices have an empty text.
 
         Raises:
             PermissionError: this user may not read one.
@@ -90,12 +90,12 @@ class Machine:
         return self.files(path).get(path, "")
 
     def field(self, path: str, name: str) -> str:
-        """First word behind a name at the start of a line of a file; empty: not there."""
+        """First word after `name` at the start of a line of a file; empty: not there."""
         found = re.search(rf"^{name}:?\s+(\S+)", self.text(path), re.MULTILINE)
         return found[1] if found else ""
 
     def meminfo(self, name: str) -> int:
-        """Figure of /proc/meminfo; 0: not there."""
+        """Figure of /proc/meminfo, as it stands there (KiB or pages); 0: not there."""
         return int(self.field("/proc/meminfo", name) or 0)
 
     def memory_limits(self) -> dict[str, int]:
@@ -116,7 +116,7 @@ class Machine:
         return found
 
     def environment(self, pid: str) -> dict[str, str]:
-        """Variables of a process. Raises PermissionError."""
+        """Environment variables of a process. Raises PermissionError."""
         words = self.text(f"/proc/{pid}/environ").split("\0")
         return dict(word.partition("=")[::2] for word in words)
 
@@ -134,8 +134,8 @@ class Machine:
         return state not in (-1, time_error) and not timex[40][0] & sta_unsync
 
     def disk(self, file: FileConfig) -> tuple[int, bool | None, tuple[int, int] | None]:
-        """Room in bytes, the tier's own files included; whether O_DIRECT works; bytes per second
-        written and read. None: not tried, or the file system has no files without a name.
+        """(room in bytes, the tier's own files included; whether O_DIRECT works; bytes per second
+        written and read). None: not tried, or the file system has no files without a name.
 
         Raises:
             ConfigError: a node does not start with it.
@@ -160,7 +160,9 @@ class Machine:
 
 
 def disk_rates(fd: int) -> tuple[int, int] | None:
-    """Bytes per second written, and read: of RATE_BYTES, or for RATE_S each; None: it failed."""
+    """Bytes per second (written, read) of RATE_BYTES, or of the bytes moved in RATE_S each; None:
+    an error.
+    """
     buffer = mmap.mmap(-1, 4 * MIB)
     buffer.write(os.urandom(len(buffer)))  # some disks shorten zeros
     done, rates = RATE_BYTES, []
@@ -175,8 +177,9 @@ def disk_rates(fd: int) -> tuple[int, int] | None:
 
 
 def ask_node(path: Path) -> tuple[dict[str, list[Any]], str]:
-    """The node's answers: rows of topics as `kvstore inspect` has them, and one row of `state`, its
-    page; or nothing, and why."""
+    """(topic → rows as `kvstore inspect` has them, and `state` with the node's page as its only
+    row; empty text), or (empty, reason for no answer).
+    """
     if not path.exists():
         return {}, f"there is no socket {path}"
     from kvstore.cli.ask import node_client
@@ -192,7 +195,7 @@ def ask_node(path: Path) -> tuple[dict[str, list[Any]], str]:
 
 
 def _pid_at(path: Path) -> str:
-    """Process that listens; empty: not visible from here."""
+    """Pid of the process that listens at a node's socket; empty: not visible from here."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asked:
         asked.connect(f"{path}.rpc")
         data = asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -53,14 +53,20 @@ from kvstore.wire.segment import SegmentHead, Table, parse_store_page
 
 _PIECE_BYTES = 4 * MIB
 _LOOKS_MAX, _LOOK_PAUSE_S = 5, 0.2
-"""Reads of a segment that a node appends to: a run of records takes a moment to be whole."""
+"""Most further reads of a segment that a node appends to, and the pause between them: a run of
+records takes a moment to be whole.
+"""
 _QUARANTINE_BYTES_MAX = 1 << 62
-"""Here a person asked for it: nothing is deleted for want of room."""
+"""Limit of the quarantine directory. With `--quarantine` an operator asked for it, so nothing is
+deleted for want of room.
+"""
 
 
 @dataclass
 class Report:
-    """The findings. `problems` counts by reason; `files` has a line per file with a problem."""
+    """Findings about one directory. `problems` counts by reason; `files` has a line per file with a
+    problem.
+    """
 
     directory: Path
     is_store: bool = True
@@ -69,7 +75,9 @@ class Report:
     record_bytes: int = 0
     file_bytes: int = 0
     torn: int = 0
-    """Segments without a footer that none should have."""
+    """Segments that are not closed, which is no damage: the next one does not record that they
+    were.
+    """
     quarantine_files: int = 0
     quarantine_bytes: int = 0
     node_runs: bool = False
@@ -155,12 +163,12 @@ _ONE = {
 
 
 def _counted(count: int, what: str) -> str:
-    """`what` is the word for several."""
+    """Number and noun; `what` is the noun for several."""
     return f"{count} {_ONE.get(what, what) if count == 1 else what}"
 
 
 def stores_in(directory: Path) -> list[Path]:
-    """The directory itself, or if several nodes share it, that of each."""
+    """The directories of the nodes that share a directory; else the directory itself."""
     return parts_of(directory) or [directory]
 
 
@@ -238,7 +246,7 @@ def _lock(directory: Path, disk: Disk) -> Directory:
 
 
 def _is_in_use(dir_fd: int) -> bool:
-    """Whether a node holds the lock."""
+    """Whether a node holds the lock of a directory."""
     try:
         fd = os.open("lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=dir_fd)
     except OSError:
@@ -315,7 +323,9 @@ def _check_all(
 
 
 def _blame_what_was_closed(report: Report, found: list[_Checked]) -> None:
-    """A segment without a footer was never closed, unless the next one records that it was."""
+    """Count segments without a footer: one that the next one records as closed was cut short, which
+    is damage; others were never closed.
+    """
     once_closed = {checked.number - 1 for checked in found if checked.head.follows_closed}
     for checked in found:
         checked.cut_short = not checked.closed and checked.number in once_closed
@@ -355,7 +365,7 @@ def _check(
 
 
 def _read(disk: Disk, fd: int, size: int, head: SegmentHead) -> tuple[Contents, list[int]]:
-    """The contents of a segment, and which rows of them are bad."""
+    """(contents of a segment, rows of its table whose records are bad)."""
     found = read_contents(disk, fd, size, head)
     walked = walk(disk, fd, head, found.table, Pages(_PIECE_BYTES))
     return found, [row for row, (_, good) in enumerate(walked) if not good]

@@ -49,7 +49,7 @@ _TRUSTS: Final = {
 
 
 def inspect_members(asked: AskSettings, *, json_: bool) -> None:
-    """The nodes of the cluster, by an index."""
+    """Print the nodes of the cluster, as an index lists them."""
     with index_client(asked) as client:
         known = client.nodes(engines=True)
     rows: list[Row] = [member_report(member, known.trust) for member in known.nodes]
@@ -66,7 +66,7 @@ def inspect_members(asked: AskSettings, *, json_: bool) -> None:
 def inspect_node(
     socket: Path, topic: str | None, *, limit: int | None, space: str | None, json_: bool
 ) -> None:
-    """State of one node. `topic` None: everything but single blocks."""
+    """Print the state of one node. `topic` None: all topics but single blocks."""
     both = {"tiers": ("tiers", "quotas"), "nodes": WITH_NODES}
     topics = SUMMARY if topic is None else both.get(topic, (topic,))
     shown = limit or BLOCKS_LISTED
@@ -87,7 +87,7 @@ def inspect_node(
 
 
 def inspect_curve(socket: Path, *, json_: bool) -> None:
-    """Expected hits by capacity of dram."""
+    """Print expected hits by capacity of dram."""
     with node_client(socket) as client:
         rows = client.rows("curve", CurveReport)
     if json_:
@@ -109,7 +109,9 @@ def inspect_prefix(
     tokenizer: str | None,
     cache_salt: str | None,
 ) -> None:
-    """Locations of the blocks of one prompt. `asked` None: on the node of `socket` only."""
+    """Print the locations of the blocks of one prompt. `asked` None: only on the node of
+    `socket`.
+    """
     if sum(given is not None for given in (tokens_file, keys_file, text)) != 1:
         raise click.UsageError(
             "name one prompt: --tokens-file FILE, --keys-file FILE or --text TEXT"
@@ -150,7 +152,9 @@ def inspect_prefix(
 
 
 def explain_request(socket: Path, request_id: str | None, last: int | None, *, json_: bool) -> None:
-    """Why one request hit or missed, or a list of the latest."""
+    """Print why one request hit or missed, or a list of the latest. Exits with 1: no such
+    request.
+    """
     limit = REQUEST_ROWS_MAX if request_id is not None else last or REQUESTS_LISTED
     with node_client(socket) as client:
         question = pb.Filter(request=request_id or "", limit=limit)
@@ -181,7 +185,7 @@ def explain_request(socket: Path, request_id: str | None, last: int | None, *, j
 
 
 def prefix_as_dict(found: PrefixReport | ClusterPrefix) -> dict[str, Any]:
-    """For programs."""
+    """A prefix answer as JSON values, with reasons as words and sentences."""
     row = msgspec.structs.asdict(found)
     if isinstance(found, PrefixReport):
         row["ranges"] = [reasons.range_as_dict(each, None) for each in found.ranges]
@@ -189,7 +193,7 @@ def prefix_as_dict(found: PrefixReport | ClusterPrefix) -> dict[str, Any]:
 
 
 def show_story(request: RequestReport, ranges: Sequence[RangeReport]) -> None:
-    """One request, to stdout."""
+    """Print one request to stdout."""
     lines = {
         "request": request.request,
         "engine": f"{_named(request.engine_id, request.label)}, tenant {request.tenant}, space "
@@ -219,11 +223,11 @@ _STORIES: Final = (
     number("lookup", "lookup_us", format_us),
     TableColumn("outcome", lambda row: reasons.word(row.outcome) or "loaded"),
 )
-"""One line a request, newest first."""
+"""Columns of the list of requests, which has one line each, newest first."""
 
 
 def show_prefix(found: PrefixReport) -> None:
-    """Locations of a prompt's blocks on one node, to stdout."""
+    """Print the locations of a prompt's blocks on one node to stdout."""
     lines = {
         "space": f"{_named(found.space, found.label)}, tenant {found.tenant}",
         "prompt": f"{found.prompt_tokens} tokens, of which a request would find "
@@ -238,7 +242,7 @@ def show_prefix(found: PrefixReport) -> None:
 
 
 def show_cluster_prefix(found: ClusterPrefix) -> None:
-    """Locations of a prompt's blocks, each with its prefix length, to stdout."""
+    """Print the locations of a prompt's blocks, each with its prefix length, to stdout."""
     size = found.block_tokens
     prompt = f"{found.asked_blocks} blocks asked for; at most {found.held_blocks} of them"
     if size is not None:
@@ -275,7 +279,7 @@ _HOLDERS: Final = (
 
 
 def show_curve(rows: Sequence[CurveReport]) -> None:
-    """A line a capacity, and what twice the dram would bring, to stdout."""
+    """Print a line per capacity of dram, and the effect of twice the dram, to stdout."""
     now = next(row for row in rows if row.capacity == "1x")
     if now.trouble:
         click.echo(f"the curve is off until the node restarts, by an error: {now.trouble}")

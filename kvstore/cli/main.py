@@ -132,7 +132,7 @@ def router(config_path: Path | None, **flags: Any) -> None:
 
 
 def _set_up(log_level: str) -> None:
-    """Logs and limits of this process, before it serves."""
+    """Set up logs and limits of this process before it serves."""
     from kvstore.net.harden import harden_process
     from kvstore.obs import logs
 
@@ -282,11 +282,10 @@ def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
 
 
 class EngineCommand(click.Command):
-    """A command that starts a real vLLM: the program that it becomes reads the arguments, all as
-    they are."""
+    """A command that becomes another program (`_become`), which reads all arguments as they are."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Leaves none."""
+        """Pass all arguments on, and leave none for click."""
         ctx.params["arguments"] = tuple(args)
         return []
 
@@ -319,8 +318,9 @@ def up(arguments: tuple[str, ...]) -> None:
 
 
 def _become(name: str, module: str, arguments: tuple[str, ...]) -> None:
-    """Become a program of its own: the node needs neither the engine nor the test kit that the
-    demo is made of."""
+    """Replace this process by a program of its own, since a node needs neither the engine nor the
+    test kit that the demo is made of. Exits with 2: a package is missing.
+    """
     missing = [need for need in DEMO_NEEDS if importlib.util.find_spec(need) is None]
     if {"-h", "--help"} & set(arguments):
         module, arguments = "kvstore.demo.flags", (name, *arguments)
@@ -352,7 +352,9 @@ def main() -> None:
 
 
 def _discard_output() -> None:
-    """Python flushes at its end, and would report the failed write a second time."""
+    """Send stdout to /dev/null: Python flushes it at exit, and would report the failed write a
+    second time.
+    """
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

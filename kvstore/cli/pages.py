@@ -26,7 +26,7 @@ NO_STATE: Final = (
     " command that is installed there"
 )
 _OTHER_NAME: Final = (62, 64)
-"""OpenSSL's codes for a certificate of another host, another IP address."""
+"""OpenSSL's verify codes for a certificate of another host, and of another IP address."""
 _SENTENCES: Final = (
     (ConnectionRefusedError, "connection refused: is it running, with {0.flag} at this address?"),
     (ssl.SSLError, "it does not speak TLS: use http://, as {0.flag} does"),
@@ -36,11 +36,11 @@ _SENTENCES: Final = (
     (http.client.HTTPException, "it does not speak HTTP: is it https:// there?"),
     (OSError, "{1}"),
 )
-"""Failure → sentence: the first that fits."""
+"""Failure → sentence about it; the first that fits."""
 
 
 def decode_state(text: str | bytes) -> dict[str, Any]:
-    """A /state.json, whose sections are not checked. Raises AttachError: it is none."""
+    """Sections of a /state.json, which are not checked. Raises AttachError: the text is none."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -48,28 +48,30 @@ def decode_state(text: str | bytes) -> dict[str, Any]:
 
 
 class Site(NamedTuple):
-    """A process with pages, and what sentences about it name."""
+    """A process with pages, and the words for sentences about it."""
 
     url: str
     context: ssl.SSLContext
-    """For https://."""
+    """TLS for https:// URLs."""
     example: str
-    """HOST:PORT of such a URL."""
+    """HOST:PORT as an example of such a URL."""
     flag: str
     """The flag of the process for this address."""
     ca: str
-    """Advice for a certificate that is refused."""
+    """Advice for a certificate whose CA is not accepted."""
     name: str
-    """The same, for one of another name."""
+    """Advice for a certificate that names another host."""
     server_name: str | None = None
     """Name in its certificate; None: the host of the URL."""
     is_anonymous: bool = False
-    """https:// without a certificate of the client, which could be given."""
+    """https:// is used without a client certificate, although one could be given."""
 
     def ask(
         self, path: str, body: bytes | None = None, *, timeout_s: float, **headers: str
     ) -> tuple[int, bytes]:
-        """Status and content; GET without a body, else POST. Raises AttachError: one sentence."""
+        """(HTTP status, content) of a path; GET without a body, else POST. Raises AttachError: one
+        sentence.
+        """
         until_s = time.monotonic() + timeout_s
         try:
             with contextlib.closing(self._connection(timeout_s)) as connection:
@@ -88,7 +90,7 @@ class Site(NamedTuple):
             raise AttachError(self._why(error)) from None
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        """Raises OSError, and ValueError: no URL."""
+        """A connection to the process. Raises OSError, and ValueError: no URL."""
         parts = urlsplit(self.url)
         host, port = parts.hostname, parts.port
         if parts.scheme not in ("http", "https") or not host:
@@ -101,7 +103,7 @@ class Site(NamedTuple):
         return connection
 
     def _why(self, error: Exception) -> str:
-        """Why there is no answer, and what helps."""
+        """Reason why there is no answer, with advice."""
         if isinstance(error, ssl.SSLCertVerificationError):
             advice = self.name if error.verify_code in _OTHER_NAME else self.ca
             return f"its certificate is refused ({error.verify_message.rstrip('.')}): {advice}"
@@ -113,7 +115,7 @@ class Site(NamedTuple):
 
 
 def tls_context(flags: Mapping[str, Path | None]) -> ssl.SSLContext:
-    """TLS of a client. Raises ConfigError: files that are none.
+    """TLS of a client. Raises ConfigError: a file is not usable.
 
     Args:
         flags: flag → file, in this order: CA (None: the CAs of the system), certificate (None: no

@@ -40,7 +40,7 @@ def read_config(path: Path) -> Config:
 
 
 def _size(text: str) -> int:
-    """Bytes above 0."""
+    """Bytes of a size above 0. Raises click.BadParameter."""
     try:
         if size_bytes := parse_size(text):
             return size_bytes

@@ -54,9 +54,9 @@ class HolderReport(msgspec.Struct, frozen=True):
 
     node: str
     engine: str
-    """The engine with the blocks in its own memory; empty: the node."""
+    """Engine with the blocks in its own memory; empty: the node's tiers."""
     rank: int
-    """Data-parallel."""
+    """Data-parallel rank."""
     trust: str
     hbm_blocks: int
     dram_blocks: int
@@ -71,11 +71,11 @@ class ClusterPrefix(msgspec.Struct, frozen=True):
     tenant: str
     label: str
     block_tokens: int | None
-    """None, as the tokens below: no node was asked how large blocks are."""
+    """None if no node was asked for the size of blocks; so are the tokens below."""
     prompt_tokens: int | None
     asked_blocks: int
     held_blocks: int
-    """Longest prefix length."""
+    """Longest prefix length, in blocks."""
     held_tokens: int | None
     trust: str
     """exact: no other node has the first block; catching-up: another may; stale: not known."""
@@ -87,7 +87,7 @@ class Prompt(NamedTuple):
     """The prompt to look up."""
 
     hashing: HashingReport
-    """Its space."""
+    """Space, tenant and hash settings of the prompt."""
     keys: Sequence[bytes]
     """Keys of its full blocks."""
     tokens: int
@@ -184,7 +184,7 @@ def tokenize(text: str, tokenizer: str) -> list[int]:
 
 
 def choose(known: Sequence[HashingReport], *, space: str, tenant: str) -> HashingReport:
-    """The one space that fits.
+    """The space among `known` that fits a prefix of its digits and a tenant (empty: any).
 
     Raises:
         ConfigError: none or several do.
@@ -208,21 +208,22 @@ def choose(known: Sequence[HashingReport], *, space: str, tenant: str) -> Hashin
 
 
 def hashing_of_keys(space: str, tenant: str) -> HashingReport | None:
-    """For keys given by the user: neither hash settings nor tokens per block are known (0). None:
-    these are not all digits of a space."""
+    """Space of keys that the user gives: hash settings are unknown, and tokens per block 0. None:
+    `space` does not have all 64 digits.
+    """
     is_whole = re.fullmatch(r"[0-9a-fA-F]{64}", space)
     return HashingReport(space.lower(), tenant, "", 0, ALGORITHM, "") if is_whole else None
 
 
 def prompt_of_tokens(tokens: Sequence[int], hashing: HashingReport, *, cache_salt: str) -> Prompt:
-    """Tokens → keys, as the engines of a space make them."""
+    """A prompt with the keys that engines of the space make of its tokens."""
     size, seed = hashing.block_tokens, hashing.hash_seed
     keys = block_keys(tokens, block_tokens=size, seed=seed, cache_salt=cache_salt)
     return Prompt(hashing, keys, len(tokens))
 
 
 def prompt_of_keys(keys: Sequence[bytes], hashing: HashingReport) -> Prompt:
-    """A prompt whose keys are known."""
+    """A prompt made of its keys."""
     return Prompt(hashing, keys, len(keys) * hashing.block_tokens)
 
 
@@ -246,12 +247,12 @@ def look_up(client: NodeClient, prompt: Prompt) -> PrefixReport:
 
 
 def _space(hashing: HashingReport) -> tuple[str, str, str]:
-    """As it is shown: digits, tenant, label."""
+    """(first digits, tenant, label) of a space, as they are shown."""
     return hashing.space[:SPACE_DIGITS], hashing.tenant, hashing.label
 
 
 def _batches(prompt: Prompt) -> Iterator[tuple[int, int, pb.Filter]]:
-    """First block, number of blocks, and question of each part that fits one question."""
+    """(first block, number of blocks, filter) of each part of the prompt that fits one query."""
     tenant, space = prompt.hashing.tenant, bytes.fromhex(prompt.hashing.space)
     for begin in range(0, len(prompt.keys), PREFIX_KEYS_MAX):
         keys = prompt.keys[begin : begin + PREFIX_KEYS_MAX]
@@ -260,7 +261,9 @@ def _batches(prompt: Prompt) -> Iterator[tuple[int, int, pb.Filter]]:
 
 
 def _in_engines(client: NodeClient, prompt: Prompt) -> list[MemoryReport]:
-    """By the events of the node's engines, batch after batch while some engine has all of one."""
+    """Leading blocks of a prompt in each engine's memory, by the events of the node's engines. Asks
+    batch after batch while an engine has all blocks of one.
+    """
     found: dict[tuple[str, int], MemoryReport] = {}
     for begin, count, asked in _batches(prompt):
         rows = client.rows("engines", MemoryReport, asked)
@@ -274,7 +277,7 @@ def _in_engines(client: NodeClient, prompt: Prompt) -> list[MemoryReport]:
 
 
 def look_up_everywhere(index: IndexClient, prompt: Prompt) -> ClusterPrefix:
-    """Ask the index about a prompt's blocks, as far as it can be asked. Raises IndexUnavailable."""
+    """Ask the index about a prompt's first KEYS_MAX blocks. Raises IndexUnavailable."""
     hashing, keys = prompt.hashing, prompt.keys[:KEYS_MAX]
     answer = index.match(hashing.tenant, bytes.fromhex(hashing.space), b"".join(keys))
     holders = [

@@ -173,7 +173,7 @@ def _dry(url: str, path: str, body: Path, api_key: str | None, **tls: Any) -> Re
 
 
 def _message(content: bytes) -> str:
-    """The text in an error of OpenAI's form. Raises DecodeError, KeyError, TypeError."""
+    """Text of an error in OpenAI's form. Raises DecodeError, KeyError, TypeError."""
     import msgspec
 
     return str(msgspec.json.decode(content)["error"]["message"])
@@ -187,7 +187,9 @@ def _site(
     key: Path | None,
     server_name: str | None,
 ) -> Site:
-    """Raises ConfigError: no URL, flags that do not go together, files of TLS that are none."""
+    """The router to ask. Raises ConfigError: no URL, flags that do not go together, or unusable TLS
+    files.
+    """
     from kvstore.cli.pages import Site, tls_context
     from kvstore.errors import ConfigError
 
@@ -206,7 +208,7 @@ def _site(
 
 
 def _prefixes(receipt: Receipt) -> str:
-    """Source of the prefix lengths."""
+    """Sentence about the source of the prefix lengths in a receipt."""
     if receipt.index_trust != "none":
         return f"prefixes {receipt.index_trust} (index epoch {receipt.index_epoch})"
     if "prefix-approximate" in receipt.degraded:
@@ -215,7 +217,7 @@ def _prefixes(receipt: Receipt) -> str:
 
 
 def _show(receipt: Receipt) -> None:
-    """Facts, then a table of workers, best first."""
+    """Print a receipt: facts, then a table of workers, best first."""
     outcome = receipt.outcome
     took = f", took {format_us(outcome.ttft_s * US_PER_S)}" if outcome.ttft_s is not None else ""
     goal = f", objective {format_us(receipt.objective_s * US_PER_S)}" if receipt.objective_s else ""

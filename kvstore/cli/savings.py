@@ -23,24 +23,28 @@ ALL: Final = "(all)"
 
 
 class SavingsRow(msgspec.Struct, frozen=True):
-    """One model, tenant and tier, or all of them, in hours."""
+    """Savings in hours of one model, tenant and tier, or of all of them."""
 
     model: str
     tenant: str
     tier: str
     loaded_tokens: int
     saved_hours: float
-    """Hours of engines, as `spent` and `lost`: an engine computes on all of its GPUs at once."""
+    """Hours of engines, also in `spent_hours` and `lost_hours`: an engine computes on all of its
+    GPUs at once.
+    """
     spent_hours: float
     lost_hours: float
     net_gpu_hours: float
-    """Saved less spent, times GPUs; negative: a loss."""
+    """Hours saved less hours spent, times GPUs; negative: a loss."""
     net_money: float | None = None
-    """The same at the price of a GPU hour; None: no price was given."""
+    """`net_gpu_hours` at the price of a GPU hour; None: no price was given."""
 
 
 def in_hours(rows: Sequence[SavingsReport], gpu_hour: float | None) -> list[SavingsRow]:
-    """Rows of a node, and behind them their sum. `gpu_hour`: price of one, in any currency."""
+    """Rows of a node in hours, and their sum as the last row. `gpu_hour`: price of one, in any
+    currency.
+    """
     names = SavingsReport.__struct_fields__[3:]
     sums = (sum(getattr(row, name) for row in rows) for name in names)
     every = [*rows, SavingsReport(ALL, ALL, ALL, *sums)]
@@ -60,7 +64,7 @@ def _in_hours(row: SavingsReport, gpu_hour: float | None) -> SavingsRow:
 
 
 def inspect_savings(socket: Path, *, gpu_hour: float | None, json_: bool) -> None:
-    """Savings of one node since its start."""
+    """Print the savings of one node since its start."""
     with node_client(socket) as client:
         rows = in_hours(client.rows("savings", SavingsReport), gpu_hour)
     if json_:
@@ -87,7 +91,7 @@ def columns(gpu_hour: float | None) -> list[TableColumn]:
 
 
 def _figure(value: Any) -> Text:
-    """Small ones with more digits; losses stand out."""
+    """Text of a number; small ones with more digits, and losses in yellow."""
     digits = 2 if abs(value) >= 10 else 4
     shown = round(value, digits) + 0.0  # no minus before a zero
     return Text(f"{shown:,.{digits}f}", style="yellow" if value < 0 else "")

@@ -30,7 +30,7 @@ class TableColumn(NamedTuple):
 
     title: str
     value: str | Callable[[Any], object]
-    """A field of the row, or a figure or text made of the row; None and "" are shown as -."""
+    """Name of a field of the row, or a function of the row; None and "" are shown as -."""
     form: Callable[[Any], str | Text] = str
     justify: Literal["left", "right"] = "left"
 
@@ -45,7 +45,7 @@ class TableColumn(NamedTuple):
 def number(
     title: str, value: str | Callable[[Any], object], form: Callable[[Any], str | Text] = str
 ) -> TableColumn:
-    """A column of figures, to the right."""
+    """A column of figures, aligned to the right."""
     return TableColumn(title, value, form, "right")
 
 
@@ -56,7 +56,9 @@ def table(
     title: str | None = None,
     is_cut: bool = False,
 ) -> Table:
-    """One line a row. `is_cut`: cells that do not fit are cut, not wrapped, and columns closer."""
+    """Table with one line per row. `is_cut`: cells that do not fit are cut, not wrapped, and
+    columns stand closer.
+    """
     made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     made.header_style, made.padding = "dim", (0, 1, 0, 0) if is_cut else (0, 1)
     for column in columns:
@@ -67,7 +69,7 @@ def table(
 
 
 def console() -> Console:
-    """Stdout, as wide as a terminal or wide enough for scripts."""
+    """Console on stdout, as wide as the terminal, or wide enough for scripts."""
     made = Console(highlight=False)
     return made if made.is_terminal else Console(highlight=False, width=WIDE_COLUMNS)
 
@@ -78,11 +80,11 @@ _NOT_OF: Final = {
     "dram": ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes"),
     "file": ("pinned_bytes", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased"),
 }
-"""Tier → fields that say nothing about it."""
+"""Tier → fields that do not apply to it."""
 _BREAKERS = {"closed": "ok", "half-open": "being tried again", "open": "off: errors"}
 """Circuit breaker of a disk → text."""
 _DURATION: Final = re.compile(r"(?:^|_)(us|ms|s)(_ago|)$")
-"""Endings of fields."""
+"""Unit of a duration at the end of a field's name."""
 _UNITS_US: Final = {"us": 1, "ms": US_PER_MS, "s": US_PER_S}
 
 
@@ -104,19 +106,19 @@ def show(found: dict[str, list[Row]]) -> None:
 
 
 def _without_engines(rows: Sequence[Row]) -> Text:
-    """A node without engines: its other figures, in place of a row of zeros."""
+    """Figures of a node without engines as one sentence, in place of a row of zeros."""
     values = (pair for row in rows for pair in msgspec.structs.asdict(row).items())
     facts = [f"{title_of(name)} {value}" for name, value in values if value]
     return Text(printable(", ".join(["no engine is attached", *facts])))
 
 
 def _is_absent(row: Row) -> bool:
-    """A tier that this node was not given."""
+    """Whether a row is of a tier that this node does not have."""
     return isinstance(row, TierReport) and not row.capacity_bytes and not row.blocks
 
 
 def _table(topic: str, rows: Sequence[Row]) -> Table:
-    """One line a row."""
+    """Table with one line per row and a column per field."""
     columns = [
         TableColumn(
             title_of(name),
@@ -129,7 +131,9 @@ def _table(topic: str, rows: Sequence[Row]) -> Table:
 
 
 def _columns(topic: str, rows: Sequence[TierReport]) -> Table:
-    """One column a tier: of few rows with many fields, each for some of them only."""
+    """Table with a column per tier and a line per field: there are few tiers, with many fields that
+    apply to some of them only.
+    """
     tiers = [number(row.tier, functools.partial(_cell_of_tier, row)) for row in rows]
     heads = TableColumn("", title_of, functools.partial(Text, style="dim"))
     names = TierReport.__struct_fields__[1:]
@@ -142,13 +146,15 @@ def _cell_of_tier(row: TierReport, name: str) -> Text | str | None:
 
 
 def title_of(name: str) -> str:
-    """The name of a field without its unit."""
+    """Title of a field: its name without the unit."""
     name = name.removesuffix("_bytes").replace("_per_", "/")
     return _DURATION.sub(r"\2", name).replace("_", " ")
 
 
 def cell(name: str, row: Row | Mapping[str, Any]) -> Text | str | None:
-    """A field as people read it, by its name. A mapping may lack it."""
+    """Value of a field as people read it, formatted by the field's name. A mapping may lack the
+    field.
+    """
     value = getattr(row, name) if isinstance(row, Row) else row.get(name)
     if (name, value) == ("budget_left_bytes", NO_BUDGET):
         return "any"

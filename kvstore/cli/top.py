@@ -54,26 +54,28 @@ _SUMMED: Final = (
     *("stored_bytes", "leased_bytes", "fetched_bytes", "served_bytes"),
     *("blocks_hit", "blocks_missed", "saved_ms", "waited_ms"),
 )
-"""Fields of the nodes' loads of which the index has the sums."""
+"""Fields of the nodes' loads that are summed for the index."""
 _HEALTH: Final = {Trust.EXACT: "ok", Trust.STALE: INDEX_IS_STALE}
 PAGES_MAX: Final = 64
-"""Pages are asked by as many threads."""
+"""Most pages that can be shown: each is asked by a thread of its own."""
 KEYS_MAX: Final = 64
 QUITS: Final = frozenset(b"qQ")
 _CA: Final = "give its CA with --page-ca"
 
 Source = Callable[[], State]
-"""The state, now. Raises KVStoreError."""
+"""Returns the state of a process now. Raises KVStoreError."""
 
 
 def of_socket(socket: Path) -> State:
-    """The node at a socket. Raises AttachError."""
+    """State of the node at a socket. Raises AttachError."""
     with node_client(socket) as client:
         return client.state()
 
 
 def of_index(client: IndexClient) -> State:
-    """The nodes that an index knows, and the sums of their loads. Raises IndexUnavailable."""
+    """State of an index: the nodes that it knows, and the sums of their loads. Raises
+    IndexUnavailable.
+    """
     trust, nodes = client.nodes(engines=True, timeout_s=STATE_TIMEOUT_S)
     text = _HEALTH.get(trust, f"ok, but {trust.word}: there may be more nodes")
     loads = [node.load for node in nodes if node.load is not None]
@@ -89,7 +91,7 @@ def of_index(client: IndexClient) -> State:
 
 
 def of_page(url: str, context: ssl.SSLContext) -> State:
-    """The process whose page is at this URL. Raises AttachError."""
+    """State of the process whose page is at this URL. Raises AttachError."""
     site = Site(url, context, DEFAULT_ROUTER_METRICS, "--metrics", _CA, _CA)
     status, content = site.ask("/state.json", timeout_s=ANSWER_S)
     if status == http.client.SERVICE_UNAVAILABLE:
@@ -100,17 +102,21 @@ def of_page(url: str, context: ssl.SSLContext) -> State:
 
 
 class Sampler:
-    """Samples of these processes by place. Close it."""
+    """Takes samples of several processes, by place. Close it."""
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         self._sources = sources
         self._threads = ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="top")
         self._asked: dict[str, Future[State]] = {}
-        """Place → its call, until it has ended: a name server may be slower than we wait."""
+        """Place → its call under way. A call may outlast several samples: a name server may be
+        slow.
+        """
         self.seen = {place: Seen(place) for place in sources}
 
     def take(self) -> list[Seen]:
-        """All processes now; without an answer the last state of each."""
+        """Ask all processes. Returns the state of each, or its last one if it did not answer in
+        ANSWER_S.
+        """
         for place, source in self._sources.items():
             if place not in self._asked:
                 self._asked[place] = self._threads.submit(source)
@@ -139,7 +145,9 @@ def _after(before: Seen, answer: Future[State] | None) -> Seen:
 
 
 def _rates(before: Seen, state: State) -> Mapping[str, float]:
-    """Changes of its flows per second; after another boot or a first answer none."""
+    """Changes of the flows per second, between two states; empty after a restart or a
+    first answer.
+    """
     last = before.state or state
     elapsed_s = (state["at_ms"] - last["at_ms"]) / MS_PER_S
     if elapsed_s <= 0:  # pages are made once a second at most
@@ -149,7 +157,7 @@ def _rates(before: Seen, state: State) -> Mapping[str, float]:
 
 
 def place_of(url: str) -> str:
-    """HOST:PORT of a URL, without a password that may be in it; or the whole text."""
+    """HOST:PORT of a URL, without user and password; else the whole text."""
     return url.partition("://")[2].partition("/")[0].rpartition("@")[2] or url
 
 
@@ -163,7 +171,9 @@ def watch(
     once: bool,
     json_: bool,
 ) -> None:
-    """States of processes, once or until q. `asked` None: the node at `socket`, if any."""
+    """Print the states of processes, once or until `q`. `asked` None: the node at
+    `socket`, if any.
+    """
     if len(urls := dict.fromkeys(pages)) > PAGES_MAX:
         raise ConfigError(f"--page was given {len(urls)} times: {PAGES_MAX} at most")
     context, sources = tls_context({"--page-ca": page_ca}), dict[str, Source]()
@@ -194,7 +204,7 @@ def watch(
 
 
 def _draw(sampler: Sampler, *, interval_s: float) -> None:
-    """Draw until a key or a signal ends it."""
+    """Draw samples until a key or a signal ends it."""
     out, head = console(), f"kvstore top, every {interval_s:g} s, q leaves"
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -211,7 +221,7 @@ def _draw(sampler: Sampler, *, interval_s: float) -> None:
 
 @contextlib.contextmanager
 def _ends_in_order() -> Iterator[None]:
-    """Signals that would end the program at once end it by an exception."""
+    """Context in which SIGTERM and SIGHUP raise SystemExit, so that the terminal is restored."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -227,7 +237,9 @@ def _ends_in_order() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keyboard(fd: int) -> Iterator[Callable[[float], bool]]:
-    """Waits so many seconds for a key that quits: True, there was one. Keys are not shown."""
+    """Context with a function that waits for up to so many seconds, and returns whether a quit key
+    was pressed. Keys are not shown.
+    """
     if not os.isatty(fd):
         yield lambda seconds: bool(select.select([], [], [], seconds)[0])
         return

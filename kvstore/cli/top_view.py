@@ -21,7 +21,7 @@ from kvstore.units import short
 from kvstore.wording import printable
 
 ROWS_PRINTED: Final = 20
-"""Rows of a table at most where there is no limit of lines."""
+"""Most rows of a table where lines are not limited."""
 TEXT_MAX: Final = 60
 COLUMNS: Final = {
     "unserved": "engine, reason",
@@ -45,32 +45,35 @@ COLUMNS: Final = {
     "decisions": "decided=ms_ago, worker=chosen, prompt_tokens, cached_tokens, expected_tokens,"
     " ttft_s, predicted_s, held_s, end, model, tenant",
 }
-"""Section → fields, the most important first; with a title, and in share of others."""
+"""Section → fields, the most important first. `title=field` gives a title; `a/b` is a share of
+field b, or of a sum `b+c`.
+"""
 _GOOD: Final = {"state": "up", "trust": "exact"}
 State = dict[str, Any]
-"""A /state.json (`kvstore.net.site`)."""
+"""Sections of a /state.json (`kvstore.net.site`)."""
 Rows = list[dict[str, Any]]
 
 
 class Seen(NamedTuple):
-    """A process on the screen."""
+    """A process, with its last state."""
 
     place: str
     """Its socket or address."""
     state: State | None = None
-    """None: it has not answered yet."""
+    """Last state; None: it has not answered yet."""
     rates: Mapping[str, float] = {}
-    """Flow → change per second, between two states."""
+    """Flow → change per second between the last two states."""
     trouble: str = ""
-    """Why there is no answer now."""
+    """Reason for no answer now; empty: it has answered."""
 
 
 def screen(
     seen: Sequence[Seen], head: str = "", *, width: int, height: int | None = None
 ) -> RenderableType:
-    """All processes, with as many rows as fit `height` lines; None: ROWS_PRINTED a table.
+    """Output for all processes, with as many rows as fit `height` lines; None: ROWS_PRINTED per
+    table.
 
-    Raises LookupError, TypeError, ValueError, AttributeError, ArithmeticError: of what is no state.
+    Raises LookupError, TypeError, ValueError, AttributeError, ArithmeticError: a state is invalid.
     """
     sections = [_sections(each) for each in seen]
     lengths = [len(rows) for its in sections for rows in its.values()]
@@ -88,7 +91,9 @@ def screen(
 
 
 def _head(seen: Seen) -> list[tuple[str, str]]:
-    """Role, why it is old, health and facts, each with its style."""
+    """(text, style) of the lines above a process's tables: role, reason for an old state, health,
+    facts.
+    """
     state = seen.state
     if state is None:
         return [(f"{seen.place}: {seen.trouble}", "yellow")]
@@ -100,7 +105,7 @@ def _head(seen: Seen) -> list[tuple[str, str]]:
 
 
 def _sections(seen: Seen) -> dict[str, Rows]:
-    """Rows of each section that has some."""
+    """Section → rows, for each section that has some."""
     made = dict(seen.state or {})
     made["tiers"] = [row for row in made.get("tiers", ()) if row["capacity_bytes"]]
     if "hits" in made:
@@ -128,7 +133,9 @@ def _sections(seen: Seen) -> dict[str, Rows]:
 
 
 def _table(fields: str, rows: Rows, total: int, width: int) -> Table:
-    """With as many of the columns as fit."""
+    """Table of rows, with as many of the columns as fit `width`. `total`: number of rows
+    there are.
+    """
     columns = list[TableColumn]()
     for each in fields.split(", "):
         title, _, field = each.rpartition("=")
@@ -156,7 +163,7 @@ def _cell(field: str, row: dict[str, Any]) -> Text | str | None:
 
 
 def _line(text: str, width: int, style: str = "") -> Text:
-    """As much of the text as fits."""
+    """The text as one line, cut to `width`."""
     line = Text(printable(text), style)
     line.truncate(width, overflow="ellipsis")
     return line
