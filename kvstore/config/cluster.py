@@ -37,11 +37,11 @@ class ReplicaConfig:
 
     host: str
     port: int
-    """0: the kernel chooses; the ready line has the port."""
+    """Port; 0: the kernel chooses, and the ready line has it."""
     entry_count_max: int
-    """Pairs of a block and a location."""
+    """Most entries: pairs of a block and a location."""
     option: str
-    """The flag that chose the address, for sentences about it."""
+    """Flag that chose the address, for error messages."""
     store: StoreConfig | None = None
     """Store that several replicas share; None: each has a memory of its own."""
     is_plain: bool = True
@@ -54,7 +54,7 @@ class IndexConfig:
 
     replica: ReplicaConfig
     tls: Tls | None
-    """None: --insecure."""
+    """Certificates; None: --insecure."""
     http: HostPort | None
     log_level: str
 
@@ -65,14 +65,18 @@ class PeerConfig:
 
     host: str
     port: int
-    """0: the kernel chooses; the index gets the port."""
+    """Port; 0: the kernel chooses, and the index is given the port."""
     transport: TransportConfig
     landing_bytes: int = 0
-    """End of the arena that prefill nodes write to, whole slabs; 0: none do."""
+    """Bytes at the end of the arena that prefill nodes write to, a multiple of the slab size; 0:
+    none do.
+    """
     is_fetched_always: bool = False
     """Whether blocks are fetched even if computing is quicker."""
     drain_s: int = 0
-    """For the hottest blocks to reach other nodes when this one leaves."""
+    """Seconds in which the hottest blocks are handed to other nodes when this one ends; 0: they are
+    not.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,20 +85,22 @@ class ClusterConfig:
 
     node: str
     indexes: tuple[str, ...]
-    """HOST:PORT of replicas to feed; the one inside this node not included."""
+    """HOST:PORT of the replicas to publish to, without the one inside this node."""
     replica: ReplicaConfig | None
-    """Inside this node."""
+    """Replica inside this node; None: there is none."""
     engines: tuple[EngineSource, ...]
     """Sources of KV events besides attached engines."""
     peers: PeerConfig | None
     """None: this node neither serves nor fetches blocks, it only publishes their locations."""
     tls: Tls | None
     files: TlsFiles | None
-    """Source of `tls`."""
+    """Files that `tls` was read from."""
 
 
 def load_index_config(path: Path | None, flags: Mapping[str, Any]) -> IndexConfig:
-    """The checked configuration. Raises ConfigError: one sentence, and how to mend it."""
+    """The checked configuration of `kvstore index`. Raises ConfigError: one sentence, with how to
+    mend it.
+    """
     settings = load_settings(path, flags, IndexSettings)
     tls = resolve_tls(settings, what="an index")
     if tls is not None and settings.insecure:
@@ -189,7 +195,7 @@ def resolve_tls(settings: TlsSettings, *, what: str) -> Tls | None:
 
 
 def _files(settings: TlsSettings) -> TlsFiles | None:
-    """All three, or none."""
+    """Paths of CA, certificate and key; None: one is not set."""
     if not (settings.ca and settings.cert and settings.key):
         return None
     return TlsFiles(ca=Path(settings.ca), cert=Path(settings.cert), key=Path(settings.key))

@@ -29,24 +29,24 @@ _SETTINGS: Final = ("replay", "space", "tenant", "rank", "seed")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSource:
-    """One data-parallel rank of one engine."""
+    """Source of the KV events of one data-parallel rank of one engine."""
 
     engine: str
     rank: int
     endpoint: str
     replay_endpoint: str
-    """Empty: no replay."""
+    """Endpoint of replays; empty: none."""
     tenant: str
     space: SpaceId
     hash_seed: str
     block_tokens: int = 0
-    """0: any."""
+    """Tokens of a block; 0: any number."""
     names_are_keys: bool = False
-    """The engine's whole hashes are keys of this space."""
+    """The engine's event hashes are whole, and are keys of this space."""
 
 
 def parse_sources(texts: Sequence[str], *, insecure: bool) -> tuple[EngineSource, ...]:
-    """Parse --engine-events. Raises ConfigError."""
+    """Sources of KV events in --engine-events. Raises ConfigError."""
     sources = tuple(_source(text, insecure=insecure) for text in texts)
     if len(sources) > ENGINE_COUNT_MAX:
         raise ConfigError(f"engine-events names {ENGINE_COUNT_MAX} engines at most")

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def refuse_what_cannot_hold(file: FileConfig) -> None:
-    """Raises ConfigError: one sentence, and how to mend it."""
+    """Raises ConfigError if a disk tier cannot be kept there: one sentence, and how to mend it."""
     directory = file.directory
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if os.path.isfile(there):
@@ -50,7 +50,9 @@ def refuse_what_cannot_hold(file: FileConfig) -> None:
 
 
 def warn_of_too_little_room(file: FileConfig) -> None:
-    """At the start of a node: other programs may use more of the disk than expected."""
+    """Log a warning if the disk tier has less room than its capacity; at a node's start, since
+    other programs may use more of the disk than expected.
+    """
     free_bytes, own_bytes = file_system_free_bytes(file.directory), used_bytes(file.home)
     if free_bytes + own_bytes < file.capacity_bytes:
         _log.warning(
@@ -73,13 +75,13 @@ def used_bytes(directory: Path) -> int:
 
 
 def file_system_bytes(directory: Path) -> int:
-    """Size of the file system that a directory, made or not yet, lies in."""
+    """Size of the file system that a directory lies in, or will lie in."""
     found = _file_system(directory)
     return found.f_blocks * found.f_frsize
 
 
 def file_system_free_bytes(directory: Path) -> int:
-    """Bytes of that file system that this user may still fill."""
+    """Bytes that this user may still write to the file system of a directory."""
     found = _file_system(directory)
     return found.f_bavail * found.f_frsize
 
@@ -91,7 +93,8 @@ def _file_system(directory: Path) -> os.statvfs_result:
 
 
 def available_memory() -> tuple[int, str]:
-    """(free bytes, name): the least of the machine and every cgroup above this process.
+    """(free bytes, name) of the machine or the memory cgroup above this process that has least
+    left.
 
     Page cache that can be dropped counts as available, as it does for the kernel's own limits.
     """

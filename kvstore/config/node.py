@@ -41,14 +41,14 @@ SCRUB_BYTES_MIN: Final = 64 * KIB
 
 @dataclass(frozen=True, kw_only=True)
 class EventsConfig:
-    """Publication of KV events; addresses as ZeroMQ spells them."""
+    """Publication of KV events; endpoints in the form of ZeroMQ."""
 
     endpoint: str
     replay_endpoint: str
     node: str
     beyond_loopback: bool
     whole_hashes: bool
-    """Hashes of 32 bytes, as from engines with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0."""
+    """Hashes are 32 bytes, as from engines with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,11 @@ class NodeConfig:
     dram_bytes: int
     """Size of the arena; a multiple of SLOT_BYTES_MIN."""
     dram_note: str
-    """How `auto` chose, for the ready line; empty when the operator chose."""
+    """How `auto` chose the size, for the ready line; empty if the operator chose."""
     hbm_bytes: int
     """Size of the slab of GPU memory; a multiple of `slab_bytes`, 0: none."""
     hbm_gpu: int
-    """Number of that GPU, as CUDA counts for this process."""
+    """Number of the GPU with that slab, as CUDA counts for this process."""
     slab_bytes: int
     """Unit in which the arena is divided among slot sizes; a multiple of SLOT_BYTES_MIN."""
     policy: str
@@ -140,7 +140,9 @@ def load_config(
 
 
 def _cluster(settings: NodeSettings, *, dram_bytes: int, slab_bytes: int) -> ClusterConfig | None:
-    """With room for pushes: whole slabs."""
+    """The cluster configuration, with the landing slab sized in whole slabs. None: no cluster.
+    Raises ConfigError.
+    """
     cluster = resolve_cluster(settings)
     if cluster is None or cluster.peers is None or settings.landing in (False, "off"):
         return cluster
@@ -174,8 +176,9 @@ def _has_use_for_a_name(settings: NodeSettings) -> bool:
 def file_of(
     text: str | None, node_name: str | None, *, dram_bytes: int, scrub: ScrubRate | None = None
 ) -> FileConfig | None:
-    """PATH:SIZE of the disk tier, with ,shared behind it for a directory of several nodes.
-    Raises ConfigError."""
+    """Disk tier of PATH:SIZE, with `,shared` behind it for a directory of several nodes; None: no
+    disk tier. Raises ConfigError.
+    """
     if text is None:
         return None
     path, colon, size = text.rpartition(":")
@@ -199,7 +202,9 @@ def file_of(
 
 
 def _scrub(text: str | int | bool) -> ScrubRate | None:
-    """auto, off, or a size: bytes per second, of each tier."""
+    """Scrub rate of `auto`, `off` (None), or a size in bytes per second and tier. Raises
+    ConfigError.
+    """
     if text is False or text == "off":  # YAML reads a bare off as false
         return None
     if text == "auto":
@@ -230,7 +235,7 @@ def _file_day_bytes(settings: NodeSettings, *, slab_bytes: int) -> int:
 
 
 def _dram(text: str | int) -> tuple[int, str]:
-    """(bytes, how auto chose)."""
+    """(bytes, sentence how `auto` chose them, or empty). Raises ConfigError."""
     available, source = available_memory()
     note = ""
     if text == "auto":
@@ -256,7 +261,9 @@ def _dram(text: str | int) -> tuple[int, str]:
 
 
 def _hbm(text: str | int, *, slab_bytes: int) -> tuple[int, int]:
-    """SIZE, with ,gpu=N behind it for another GPU than the first."""
+    """(bytes, GPU number) of SIZE, with `,gpu=N` behind it for another GPU than the first. Raises
+    ConfigError.
+    """
     found = re.fullmatch(r"([^,:]*)(?:,gpu=(\d{1,3}))?", str(text), re.ASCII)
     if found is None:
         raise ConfigError(f"hbm {text!r} must be SIZE or SIZE,gpu=N, such as 8GiB,gpu=1")
@@ -283,7 +290,9 @@ def _slab(text: str | int, dram_bytes: int) -> int:
 
 
 def _quotas(quotas: Mapping[str, str | int], *, dram_bytes: int) -> tuple[tuple[str, int], ...]:
-    """NAME: SHARE, a share being a part of dram (30%) or a size."""
+    """(name, bytes) of each NAME: SHARE, where a share is a part of dram (30%) or a size. Raises
+    ConfigError.
+    """
     if len(quotas) > QUOTA_COUNT_MAX:
         raise ConfigError(f"{len(quotas)} quotas are more than {QUOTA_COUNT_MAX}: give fewer")
     found = []
@@ -313,8 +322,10 @@ def _quotas(quotas: Mapping[str, str | int], *, dram_bytes: int) -> tuple[tuple[
 
 
 def _events(settings: NodeSettings) -> EventsConfig | None:
-    """ipc:///PATH, with the replay socket at PATH.replay, or tcp://ADDRESS:PORT, with it one port
-    above; port 0 lets the kernel choose both."""
+    """Endpoints of ipc:///PATH, with the replay socket at PATH.replay, or of tcp://ADDRESS:PORT,
+    with the replay one port above; port 0 lets the kernel choose both. None: off. Raises
+    ConfigError.
+    """
     text = settings.events
     if text is False or text == "off":
         return None

@@ -38,7 +38,9 @@ def read_settings(path: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]
 
 
 def load_settings(path: Path | None, flags: Mapping[str, Any], kind: type[_S]) -> _S:
-    """The settings of `read_settings` as a program has them. Raises ConfigError."""
+    """The settings of `read_settings`, checked and parsed to the types of `kind`. Raises
+    ConfigError.
+    """
     given, rows = read_settings(path, flags), table(kind)
     for row in rows:
         value = given.get(row.key)
@@ -76,7 +78,9 @@ def load_settings(path: Path | None, flags: Mapping[str, Any], kind: type[_S]) -
 
 
 def _number(row: Setting, value: object, least: int, most: int) -> int:
-    """Parse 10000000, 10_000_000 or 10M."""
+    """Number of a text such as 10000000, 10_000_000 or 10M. Raises ConfigError if it is out of
+    bounds.
+    """
     found = re.fullmatch(r"(\d[\d_]*)([kKMG]?)", str(value), re.ASCII)
     number = int(found[1].replace("_", "")) * _THOUSANDS[found[2].upper()] if found else -1
     if not least <= number <= most:

@@ -31,8 +31,9 @@ from kvstore.wire.load import is_base_url
 
 
 def load_policy(path: Path | None, *, is_again: bool = False) -> RoutingPolicy:
-    """`path` None: the default policy. `is_again`: requests wait, and a pipe, such as a shell's
-    `<(…)`, might never be read to its end. Raises ConfigError."""
+    """The policy in a file; `path` None: the default policy. `is_again`: a pipe is refused, since
+    it might never be read to its end (a shell's `<(…)`) while requests wait. Raises ConfigError.
+    """
     if is_again and path is not None and path.is_fifo():
         raise ConfigError(f"--policy {path} is a pipe, which is read once: reload a file")
     content = read_yaml("--policy", path) if path is not None else {}
@@ -48,7 +49,7 @@ KINDS: Final = ("vllm", "sglang", "tgi", "trtllm", "triton", "llamacpp", "ollama
 ROLES: Final = ("both", "prefill", "decode", "any")
 KEYS: Final = ("kind", "pool", "node", "engine", "tenant", "space", "block", "seed", "role", "rank")
 INDEX_KEYS: Final = ("node", "engine", "tenant", "space", "seed", "rank")
-"""Options that mean nothing without an index."""
+"""Options of a worker that have no effect without an index."""
 TOKENIZER_FILES: Final = ("tokenizer*", "vocab*", "*.model", "tekken.json")
 SLICE_KEYS: Final = (*KEYS, "scheme")
 _PATTERNS: Final = {
@@ -58,7 +59,7 @@ _PATTERNS: Final = {
     "rank": (r"\d+", "rank is a number"),
     "space": ("[0-9a-f]{64}", "space has 64 hex digits, as 'kvstore inspect' shows"),
 }
-"""Options of few values, and what is said of another one."""
+"""Option → (pattern of its values, error message for another value)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,30 +69,32 @@ class WorkerText:
     name: str
     url: str
     options: Mapping[str, str] = field(default_factory=dict)
-    """Values of `KEYS`."""
+    """Option of `KEYS` → value."""
     written: str = ""
-    """Flag and text, for sentences about it."""
+    """Flag and text as given, for error messages."""
 
 
 class RouterConfig(RouterSettings):
-    """Checked."""
+    """The whole configuration of `kvstore router`, checked."""
 
     tls: Tls | None
-    """In the cluster; None: plain."""
+    """Certificates within the cluster; None: plain."""
     front: Tls | None
-    """Towards clients of `listen`; None: plain HTTP."""
+    """Certificates for clients of `listen`; None: plain HTTP."""
     workers: tuple[WorkerText, ...]
     names: tuple[WorkerText, ...]
-    """Names in DNS."""
+    """DNS names, each of which stands for several engines."""
     slices: WorkerText | None
-    """Its URL has the scheme `kubernetes`."""
+    """Kubernetes service of engines, as a URL with the scheme `kubernetes`; None: none."""
     worker_key: str
     tokenizers: Mapping[str, Path]
-    """Model → directory."""
+    """Model → directory of its local tokenizer."""
 
 
 def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterConfig:
-    """Raises ConfigError: one sentence, and how to mend it."""
+    """The checked configuration of `kvstore router`. Raises ConfigError: one sentence, and how to
+    mend it.
+    """
     config = load_settings(path, flags, RouterConfig)
     if not is_installed("aiohttp"):
         raise ConfigError(lacking("the router", "aiohttp", "node,router"))
@@ -121,7 +124,9 @@ def load_router_config(path: Path | None, flags: Mapping[str, Any]) -> RouterCon
 
 
 def _refuse_plain(config: RouterConfig) -> None:
-    """Without TLS in the cluster nobody else may be reached or reach this router."""
+    """Raises ConfigError if a router without TLS in the cluster would be reached from, or reach,
+    other processes of the cluster.
+    """
     listens = {"--route-listen": config.route_listen, "--picker-listen": config.picker_listen}
     if config.front is None:
         listens = {"--listen": config.listen, **listens}
@@ -139,8 +144,9 @@ def _refuse_plain(config: RouterConfig) -> None:
 
 
 def _front(settings: RouterConfig) -> Tls | None:
-    """Certificate that clients see, and the CA of theirs: those of the cluster where no others are
-    given."""
+    """Certificate that clients see, and the CA of theirs; those of the cluster where none are
+    given. None: plain HTTP.
+    """
     ca = settings.listen_ca or settings.ca
     if settings.listen_cert is None or settings.listen_key is None:
         if not settings.listen_ca:
@@ -180,8 +186,10 @@ def _workers(settings: RouterSettings) -> tuple[WorkerText, ...]:
 
 
 def _refuse_names_in_the_index(workers: Sequence[WorkerText]) -> None:
-    """A router without an index needs no names in it; between prefill and decode engines `node` and
-    `engine` lead the blocks all the same."""
+    """Raises ConfigError if workers have options that do nothing without an index. `node` and
+    `engine` are allowed where engines may prefill, since they lead blocks from prefill to decode
+    engines.
+    """
     may_prefill = any(each.options.get("role") in ("prefill", "any") for each in workers)
     useless = set(INDEX_KEYS) - ({"node", "engine"} if may_prefill else set())
     for each in workers:
@@ -193,10 +201,11 @@ def _refuse_names_in_the_index(workers: Sequence[WorkerText]) -> None:
 
 
 def worker_of(option: str, text: str, *, insecure: bool, is_name: bool = False) -> WorkerText:
-    """An engine of NAME=URL[,KEY=VALUE…]; of URL[,…] when the host `is_name` of several engines.
+    """An engine of NAME=URL[,KEY=VALUE…]; or of URL[,…] if the host is a DNS name of several
+    (`is_name`).
 
     Raises:
-        ConfigError: it is none, or it is beyond this machine without TLS.
+        ConfigError: the text is invalid, or the URL is beyond this machine without TLS.
     """
     written, (address, *pairs) = f"{option} {text!r}", text.split(",")
     name, equals, url = ("dns", "=", address) if is_name else address.partition("=")

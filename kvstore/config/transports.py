@@ -46,7 +46,7 @@ class TransportConfig:
 
 
 def parse_transport(text: str | None, *, has_tls: bool) -> TransportConfig:
-    """Raises ConfigError."""
+    """The back end that --transport names; None: the default. Raises ConfigError."""
     name, *parts = (text or _default(has_tls=has_tls)).split(",")
     if name not in BACKENDS:
         raise ConfigError(f"transport {name!r} must be one of {', '.join(BACKENDS)}")

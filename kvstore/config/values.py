@@ -32,16 +32,16 @@ RECEIPT_BYTES: Final = 256 << 20
 
 
 class Form(NamedTuple):
-    """How a value is written."""
+    """Form of a value in flags and YAML."""
 
     metavar: str
-    """Its name in help texts."""
+    """Name of the value in help texts."""
     kind: Any = None
-    """Its type in YAML; None: the annotation of the field."""
+    """Type of the value in YAML; None: the annotation of the field."""
     parse: Callable[[str, Any], Any] = lambda _key, value: value
-    """From the key of a setting and what an operator wrote. Raises ConfigError: one sentence."""
+    """(key of a setting, value as written) → parsed value. Raises ConfigError: one sentence."""
     absent: Any = None
-    """The value when nothing was written."""
+    """Value if nothing was written."""
 
 
 class HostPort(NamedTuple):
@@ -49,7 +49,7 @@ class HostPort(NamedTuple):
 
     host: str
     port: int
-    """0 to listen on: the kernel chooses; the ready line has the port."""
+    """Port; 0 to listen on: the kernel chooses, and the ready line has it."""
 
     @property
     def is_loopback(self) -> bool:
@@ -66,7 +66,7 @@ class HostPort(NamedTuple):
 
 
 def address_of(text: str) -> HostPort | None:
-    """HOST:PORT, of an IP address; None when it is none.
+    """IP address and port of HOST:PORT; None: the text is none.
 
     [::1]:9464, or ::1:9464, as Kubernetes makes it of $(POD_IP):9464: the last colon is the port's.
     """
@@ -84,7 +84,7 @@ def address_of(text: str) -> HostPort | None:
 
 
 def joined(host: str, port: int | str) -> str:
-    """HOST:PORT, for people and for parsers."""
+    """HOST:PORT, an IPv6 address in brackets; for people and for parsers."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -95,7 +95,7 @@ def _listening(example: str, key: str, text: str) -> HostPort:
 
 
 def _reachable(key: str, text: str) -> HostPort | None:
-    """None: empty, as a template leaves what nobody filled in."""
+    """Address where other nodes reach this one; None: empty, as a template may leave the text."""
     if not text:
         return None
     found = address_of(text)
@@ -108,7 +108,7 @@ def _reachable(key: str, text: str) -> HostPort | None:
 
 
 def _pages(key: str, text: str | int | bool) -> HostPort | None:
-    """None: no pages."""
+    """Address of /metrics and the other pages; None: no pages."""
     if text is False or text == "off":  # YAML reads a bare off as false
         return None
     if found := address_of(str(text)):
@@ -118,7 +118,9 @@ def _pages(key: str, text: str | int | bool) -> HostPort | None:
 
 
 def _servers(what: str, most: int | None, _key: str, given: Sequence[str] | str) -> tuple[str, ...]:
-    """HOST:PORT of each, where HOST may be a name."""
+    """HOST:PORT of each server, where HOST may be a name. Raises ConfigError: more than `most`, or
+    one twice.
+    """
     texts = ((given,) if given else ()) if isinstance(given, str) else tuple(given)
     if most and (len(texts) > most or len(set(texts)) != len(texts)):
         raise ConfigError(f"{what} names up to {most} replicas, each once")
@@ -131,7 +133,7 @@ def _servers(what: str, most: int | None, _key: str, given: Sequence[str] | str)
 
 
 def size_of(key: str, text: str | int) -> int:
-    """Bytes. Raises ConfigError."""
+    """Bytes of a size. Raises ConfigError."""
     try:
         return parse_size(str(text))
     except ValueError as error:
@@ -149,7 +151,7 @@ def _body_size(key: str, text: str | int) -> int:
 
 
 def _receipts(key: str, text: str) -> tuple[Path | None, int]:
-    """FILE[:SIZE]."""
+    """(path, bytes) of FILE[:SIZE]; None as the path: no receipts. Raises ConfigError."""
     if not text:
         return None, RECEIPT_BYTES
     name, colon, size = text.rpartition(":")
@@ -163,7 +165,7 @@ def _receipts(key: str, text: str) -> tuple[Path | None, int]:
 
 
 def socket_path(_key: str, text: str) -> Path:
-    """Raises ConfigError."""
+    """Absolute path of an attach socket. Raises ConfigError: it is too long."""
     if not text.strip():
         raise ConfigError(f"socket must be a path, such as {DEFAULT_SOCKET}")
     path = Path(text).absolute()
@@ -200,7 +202,7 @@ def _origins(key: str, given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _collector(key: str, text: str) -> str | None:
-    """None: empty."""
+    """URL of a collector of traces; None: the text is empty."""
     if text and not re.fullmatch(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}/?", text, re.ASCII):
         raise ConfigError(
             f"--{key} {text!r} must be http://HOST:PORT or https://HOST:PORT of a collector, such"
@@ -210,7 +212,7 @@ def _collector(key: str, text: str) -> str | None:
 
 
 def is_exposed(url: str, *, is_name: bool = False) -> bool:
-    """Whether what is sent there can be read on the way."""
+    """Whether requests to a URL can be read on the way: plain HTTP to another machine."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     found = address_of(f"[{host}]:1" if ":" in host else f"{host}:1")

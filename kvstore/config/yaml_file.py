@@ -32,15 +32,18 @@ def read_yaml(option: str, path: Path) -> Any:
 
 
 def _yaml_fault(error: Exception) -> str:
-    """Line, column and fault; PyYAML's own text repeats a name that is not the file's."""
+    """Line, column and fault of a YAML error. PyYAML's own text repeats a name that is not the
+    file's.
+    """
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
     return " ".join(str(error).split())
 
 
 def _twice(node: yaml.Node | None, seen: set[int]) -> str | None:
-    """A key that a mapping has twice, at any depth: YAML lets the last one win, silently; an
-    operator meant one of them. `seen`: nodes that were looked at, since aliases repeat them."""
+    """A key that a mapping has twice, at any depth; None: there is none. YAML silently uses the
+    last one. `seen`: ids of nodes that were looked at, since aliases repeat them.
+    """
     if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
         return None
     seen.add(id(node))
