@@ -29,15 +29,17 @@ _NAMES: Final = {
     "conv": "conv",
     "": "- E mlp moe",
 }
-"""Kind of a layer's cache → its names in configurations; "" is none."""
+"""Kind of a layer's cache → its names in configurations; "": the layer has no cache."""
 _KINDS: Final = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 _OWN_FIELDS: Final = {
     "full": ("global_", "num_global_key_value_heads"),
     "window": ("swa_", "swa_num_key_value_heads"),
 }
-"""Prefix of sizes, and the count of heads, that layers of a kind have for themselves."""
+"""Kind of layers → (prefix of their size fields, field with their count of heads), where they
+differ.
+"""
 _UNKNOWN: Final = ("compress_ratios", "rswa_window", "attention_sink_replay")
-"""Fields of models whose caches have other forms."""
+"""Fields of models whose caches have forms that are not known here: refused."""
 
 
 class CacheGroup(NamedTuple):
@@ -46,20 +48,22 @@ class CacheGroup(NamedTuple):
     kind: str
     layers: int
     layer_bytes: int
-    """On one rank of a layer: bytes of a token, or of the state of a sequence."""
+    """Bytes of a layer on one rank: per token, or for the state of a sequence."""
     tokens_max: int
-    """Tokens that a sequence needs: of a window or chunk; 0: all."""
+    """Most tokens of a sequence that are needed, as in a window or chunk; 0: all."""
     is_state: bool
     shards: int
     """Ranks that hold different bytes; others replicate them, and kvstore stores them once."""
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Bytes that one sequence of so many tokens needs to be continued, of all ranks."""
+        """Bytes in all ranks that one sequence of this many tokens needs to be continued."""
         used = 1 if self.is_state else min(tokens, self.tokens_max or tokens)
         return self.layers * self.layer_bytes * self.shards * used
 
     def kept_bytes(self, tokens: int) -> int:
-        """Bytes that kvstore keeps of it: of windows all tokens, so that each prefix can hit."""
+        """Bytes that kvstore keeps of such a sequence: of windows all tokens, so that each prefix
+        can hit.
+        """
         return self._replace(tokens_max=0).sequence_bytes(tokens)
 
 
@@ -72,7 +76,7 @@ def text_config(config: Config) -> Config:
 
 
 def number(config: Config, *names: str, default: int | None = None) -> int:
-    """The first of these fields that is set.
+    """Value of the first of these fields that is set.
 
     Raises:
         ConfigError: absent without a default, or no sensible number.
@@ -171,8 +175,10 @@ def _heads(config: Config, kind: str, layers: int, *, kv_bytes: int, tp: int) ->
 
 
 def _latent(config: Config, layers: int, kv_bytes: int) -> list[CacheGroup]:
-    """MLA: one latent vector a token, on every rank. DeepSeek V3.2's sparse attention has an index
-    of 128 numbers and a scale beside it; its fp8 vector has scales and the rope part in bf16."""
+    """Groups of MLA layers: one latent vector per token, on every rank. DeepSeek V3.2's sparse
+    attention has an index of 128 numbers and a scale beside it; its fp8 vector has scales and the
+    rope part in bf16.
+    """
     rank = number(config, "kv_lora_rank")
     rope = number(config, "qk_rope_head_dim")
     size, made = (rank + rope) * kv_bytes, []
@@ -184,7 +190,9 @@ def _latent(config: Config, layers: int, kv_bytes: int) -> list[CacheGroup]:
 
 
 def _state_bytes(config: Config, kind: str, tp: int, draft_tokens: int) -> int:
-    """State of a sequence in one layer, on one rank; its convolution has 2 bytes a number."""
+    """Bytes of a sequence's recurrent state in one layer, on one rank; its convolution has 2 bytes
+    per number.
+    """
     its, kda = partial(number, config), config.get("linear_attn_config")
     dtype = str(config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype"))
     wide = 4 if "32" in dtype else 2

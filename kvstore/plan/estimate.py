@@ -21,7 +21,7 @@ ENGINE_MEMORY: Final = 0.9
 """vLLM's default `gpu_memory_utilization`."""
 GPUS_OF_A_NODE: Final = 8
 BUSY_MAX: Final = 0.7
-"""Share of time that an engine works, so that queues stay short."""
+"""Highest share of time that an engine works, so that queues stay short."""
 PCIE_SHARE: Final = 0.8
 """Share of PCIe's rate that loads from dram reach, unless measured."""
 NUMBER_BYTES: Final = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
@@ -35,7 +35,7 @@ class Gpu(NamedTuple):
     fp8_flops: float
     hbm_bytes: float
     pcie_bytes: float
-    """One direction."""
+    """Rate in one direction."""
 
 
 GPUS: Final = {
@@ -51,12 +51,13 @@ H200 SXM, HGX B200 per GPU. An A100 has no fp8 and computes such weights in bf16
 
 class Workload(NamedTuple):
     """Requests, engines and rates: the flags of `kvstore plan`. Sizes in bytes, rates per second;
-    None: of the GPU's data sheet."""
+    None: the GPU's data sheet has the value.
+    """
 
     gpu: str
     gpu_memory: int | None
     flops: float | None
-    """In units of 1e12."""
+    """TFLOP/s."""
     tp: int
     pp: int
     kv_dtype: str
@@ -66,17 +67,17 @@ class Workload(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     reused: float
-    """Share of the prompt that an earlier request had."""
+    """Share of a prompt that an earlier request had, 0 to 1."""
     requests_per_s: float
     users: int
     host_memory: int
     dram_rate: int | None
-    """Loads of one rank."""
+    """Bytes per second that one rank loads from dram."""
     disk_rate: int
     network: int
     mfu: float
     token_us: float
-    """Measured time to compute a token of a prompt; 0: by FLOPs."""
+    """Measured microseconds to compute a token of a prompt; 0: estimated by FLOPs."""
     overhead_ms: float
 
 
@@ -139,12 +140,12 @@ def plan(config: Config, work: Workload) -> dict[str, Any]:
 
 
 def loaded_bytes(groups: Sequence[CacheGroup], tokens: int) -> int:
-    """Bytes that a load of a prefix of so many tokens moves, of all ranks."""
+    """Bytes that all ranks together move to load a prefix of this many tokens."""
     return sum(group.sequence_bytes(tokens) for group in groups)
 
 
 def _head_size(config: Config) -> tuple[int, int]:
-    """(heads of queries, size of one)."""
+    """(number of query heads, size of one)."""
     heads = number(config, "num_attention_heads")
     usual = number(config, "hidden_size") // max(heads, 1)
     return heads, number(config, "head_dim", default=0) or usual
@@ -182,8 +183,10 @@ def _token_s(config: Config, active: int, work: Workload) -> float:
 
 
 def _tiers(groups: Sequence[CacheGroup], token_s: float, work: Workload) -> list[dict[str, Any]]:
-    """Loads of the reused part of a prompt from each place; the tokens from which on a load is
-    faster than computing, None: never."""
+    """For each place that blocks are loaded from: seconds until the first token with the reused
+    part of a prompt loaded, and the tokens from which on a load is faster than computing; None:
+    never.
+    """
     dram = (work.dram_rate or PCIE_SHARE * GPUS[work.gpu].pcie_bytes) * work.tp * work.pp
     rates = {"dram": dram, "disk": work.disk_rate, "another node": work.network}
     reused = int(work.prompt_tokens * work.reused)
