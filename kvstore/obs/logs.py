@@ -65,8 +65,9 @@ def setup(level: str) -> None:
 
 
 def say(name: str, text: str) -> None:
-    """A line of the same form on stdout, whatever the level: that a program is ready. Scripts wait
-    for it there, and containers merge both into one log."""
+    """Print a line of the log's form to stdout, whatever the level: that a program is ready.
+    Scripts wait for it there, and containers merge both into one log.
+    """
     record = logging.LogRecord(name, logging.INFO, "", 0, text, None, None)
     sys.stdout.write(logging.Formatter(_FORMAT).format(record) + "\n")
     sys.stdout.flush()

@@ -19,18 +19,22 @@ if TYPE_CHECKING:
     from kvstore.obs.metrics import Buckets
 
 BUCKETS: Final = 56
-"""Upper bounds from 1 µs on, among them 1 s; the last is 181 s, and counts longer ones, too."""
+"""Number of upper bounds, from 1 µs on, among them 1 s; the last is 181 s, whose bucket counts
+longer durations, too.
+"""
 BOUNDS_NS: Final = tuple(round(NS_PER_S * 2 ** (n / 2 - 20)) for n in range(BUCKETS))
 STEPS: Final = range(0, 46, 4)
-"""Buckets of /metrics for steps of a node: 1 µs, and each factor of four above it, to 4 s."""
+"""Buckets in /metrics for steps of a node: 1 µs, and each factor of four above it, to 4 s."""
 TRANSFERS: Final = range(14, BUCKETS - 1, 4)
-"""For transfers: 122 µs to 128 s."""
+"""Buckets in /metrics for transfers: 122 µs to 128 s."""
 TTFTS: Final = range(28, BUCKETS - 1, 2)
-"""For times to the first token: 16 ms, and each factor of two above it, to 128 s."""
+"""Buckets in /metrics for times to the first token: 16 ms, and each factor of two above it, to 128
+s.
+"""
 
 
 class Timings:
-    """Durations of one kind."""
+    """Counts of durations of one kind, and bytes moved in them."""
 
     __slots__ = ("count", "counts", "size_bytes", "total_ns")
 
@@ -48,7 +52,9 @@ class Timings:
         self.size_bytes += size_bytes
 
     def percentile_ns(self, percent: float) -> int:
-        """Upper bound of the shortest `percent` of all; 0: nothing was added."""
+        """Duration below which `percent` of all lie, rounded up to a bucket's bound; 0: nothing was
+        added.
+        """
         wanted, seen = math.ceil(self.count * percent / 100), 0
         for bound, count in zip(BOUNDS_NS, self.counts, strict=True):
             seen += count
@@ -57,8 +63,9 @@ class Timings:
         return 0
 
     def row(self, labels: Sequence[str], of: range) -> Buckets:
-        """For /metrics: durations up to each bound of these buckets, in seconds, and all of them;
-        and their sum."""
+        """(labels, upper bound in seconds → durations up to it, sum in seconds) for /metrics, with
+        these buckets and one of all.
+        """
         found = {BOUNDS_NS[n] / NS_PER_S: sum(self.counts[: n + 1]) for n in of}
         return labels, found | {math.inf: self.count}, self.total_ns / NS_PER_S
 
@@ -69,18 +76,18 @@ class Timings:
 
 
 class Stopwatch:
-    """The parts of one fetch, one after the other."""
+    """Times the consecutive parts of one fetch."""
 
     def __init__(self, timings: Mapping[str, Timings], clock: Clock) -> None:
         self._timings, self._clock = timings, clock
         self._begin_ns = self._lap_ns = clock.now_ns()
 
     def lap(self, kind: str, size_bytes: int = 0) -> None:
-        """A part has ended."""
+        """A part of this kind has ended: count its time, and the bytes moved."""
         now_ns = self._clock.now_ns()
         self._timings[kind].add(now_ns - self._lap_ns, size_bytes)
         self._lap_ns = now_ns
 
     def end(self, kind: str, size_bytes: int) -> None:
-        """All of it has."""
+        """The fetch has ended: count its whole time, and the bytes moved."""
         self._timings[kind].add(self._clock.now_ns() - self._begin_ns, size_bytes)

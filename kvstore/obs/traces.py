@@ -29,15 +29,15 @@ from kvstore import __version__
 from kvstore.wire.traces import TraceParent, parse_traceparent
 
 QUEUE_MAX: Final = 2048
-"""Requests that wait: a few MB."""
+"""Most requests that wait to be exported: a few MB."""
 BATCH_MAX: Final = 64
 PAUSE_S: Final = 0.2
-"""Between exports, unless a batch is full: an export costs more than its spans."""
+"""Pause between exports, unless a batch is full: an export costs more than its spans."""
 CLOSE_S: Final = 0.2
 """Longest wait for the last export: it is part of the gap of an upgrade."""
 
 Attributes = Mapping[str, Any]
-"""Texts and numbers."""
+"""Attribute → text or number."""
 _OUTAGE: Final = (
     "takes no spans, and they are dropped until it does: look whether it runs, and whether the URL"
     " has its port for OTLP over gRPC, often 4317"
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 def new_span_id() -> int:
-    """A random one."""
+    """A random id, not 0."""
     return secrets.randbits(64) or 1
 
 
@@ -76,15 +76,19 @@ class Traces(ABC, Generic[_T]):
 
     @abstractmethod
     def make(self, ended: _T) -> list[ReadableSpan]:
-        """Spans of a request, none if it is not sampled. On the thread."""
+        """Spans of a request that ended; none if it is not sampled. Called on the thread of
+        exports.
+        """
 
     @property
     def counts(self) -> list[tuple[tuple[str], int]]:
-        """Requests, by result."""
+        """((result,), number of requests) of each result."""
         return [(("exported",), self._exported), (("dropped",), self._refused + self._failed)]
 
     def put(self, ended: _T) -> None:
-        """A request has ended. Never waits. One thread."""
+        """Queue a request that has ended, or drop it if the queue is full. Never waits. Called from
+        one thread only.
+        """
         if self._queue.qsize() < QUEUE_MAX:
             self._queue.put(ended)
         else:
@@ -98,7 +102,9 @@ class Traces(ABC, Generic[_T]):
         self._exporter.shutdown()
 
     def parent(self, text: str) -> TraceParent:
-        """The caller's span, from its header; else a trace that begins here."""
+        """The caller's span, from its `traceparent` header; if there is none, a new trace without a
+        parent span.
+        """
         is_sampled = secrets.randbelow(100) < self._sample_percent
         return parse_traceparent(text) or TraceParent(secrets.randbits(128) or 1, 0, is_sampled)
 
@@ -111,7 +117,7 @@ class Traces(ABC, Generic[_T]):
         attributes: Attributes,
         events: Sequence[Event] = (),
     ) -> ReadableSpan:
-        """`times_ns`: begin and end, Unix time."""
+        """A finished span. `times_ns`: begin and end, Unix time."""
         own, above = (
             SpanContext(parent.trace_id, number, False, TraceFlags(TraceFlags.SAMPLED))
             for number in (span_id, parent.span_id)
@@ -155,8 +161,9 @@ class Traces(ABC, Generic[_T]):
 
 
 def _to(url: str) -> SpanExporter:
-    """Timeout, headers and certificates: OpenTelemetry's variables, such as
-    OTEL_EXPORTER_OTLP_HEADERS."""
+    """Exporter to a collector's URL. Timeout, headers and certificates are OpenTelemetry's
+    variables, such as OTEL_EXPORTER_OTLP_HEADERS.
+    """
     # It says each failed attempt; `Traces` says each outage.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     return OTLPSpanExporter(url, channel_options=(("grpc.enable_http_proxy", 0),))
