@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 KV_BYTES: Final = MEDIUM.kv_bytes_per_token(4)
 COLOURS: Final = ("#8a94a0", "#0072b2")
-"""Colours of both runs in a picture."""
+"""Colours of the two runs in a picture."""
 STYLE: Final = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -46,7 +46,7 @@ STYLE: Final = {
 
 
 class DemoError(KVStoreError):
-    """One sentence about a failure of the demo."""
+    """A failure of the demo, in one sentence."""
 
 
 class Measure(NamedTuple):
@@ -54,7 +54,7 @@ class Measure(NamedTuple):
 
     title: str
     cell: Callable[[Replay, Replay], str]
-    """From a run and the first one."""
+    """Text of a cell, from a run and the first run."""
 
 
 class Claim(NamedTuple):
@@ -63,7 +63,7 @@ class Claim(NamedTuple):
     sentence: str
     holds: bool = True
     failure: str = ""
-    """The sentence when it does not hold."""
+    """Error message if the claim does not hold."""
 
 
 COLUMNS: Final = (
@@ -78,27 +78,27 @@ COLUMNS: Final = (
 
 
 class Act(ABC):
-    """One way to run the demo."""
+    """One way to run the demo: its runs, and what is shown of them."""
 
     heading = "kvstore demo"
     names: tuple[str, ...]
-    """Names of its runs."""
+    """Names of its runs, in order."""
     requests = LATER
-    """Those in the table."""
+    """Words for the requests that the table is about."""
     columns: tuple[Measure, ...] = COLUMNS
     picture = ""
-    """Name of its file; empty: there is none."""
+    """File name of its picture; empty: there is none."""
 
     @abstractmethod
     def runs(self, stage: Stage) -> Iterator[Replay]:
-        """All runs, one after the other."""
+        """Do all runs, one after the other, and yield the result of each."""
 
     @abstractmethod
     def claims(self, runs: Sequence[Replay]) -> list[Claim]:
-        """Results of the runs, beside equal answers."""
+        """Claims about the runs, besides equal answers."""
 
     def introduction(self, plan: ConversationPlan) -> str:
-        """Text before the runs."""
+        """Text that is printed before the runs."""
         return (
             f"{plan.users} users × {plan.rounds} rounds, shared system prompt, growing history;"
             f" real vLLM on this machine's CPU, {format_size(KV_BYTES)} of KV per token; its own"
@@ -106,14 +106,16 @@ class Act(ABC):
         )
 
     def remark(self, runs: Sequence[Replay]) -> str:
-        """Text under the table, with markup. Raises DemoError: there is nothing to show."""
+        """Text under the table, with markup; empty: none. Raises DemoError: there is nothing to
+        show.
+        """
         return ""
 
     def draw(self, figure: Figure, runs: Sequence[Replay]) -> None:  # noqa: B027 -- most draw nothing
-        """The picture, where the act has one."""
+        """Draw the picture of the runs, where the act has one."""
 
     def gain(self, runs: Sequence[Replay]) -> str:
-        """For the last line."""
+        """Text about the gain, for the last line."""
         factors = (f"{run.name} {runs[0].median_ms / run.median_ms:.1f} ×" for run in runs[1:])
         saved_s = sum(run.saved_s for run in runs)
         return (
@@ -143,7 +145,9 @@ class Act(ABC):
         console.print(table)
 
     def conclude(self, console: Console, runs: Sequence[Replay], picture: Path) -> None:
-        """Print remark and claims, and draw the picture. Raises DemoError: a claim fails."""
+        """Print remark and claims, and draw the picture. Raises DemoError: a claim does
+        not hold.
+        """
         if remark := self.remark(runs):
             console.print(remark, highlight=False)
         for run in runs:
@@ -160,7 +164,7 @@ class Act(ABC):
             self._draw(console, runs, picture)
 
     def _draw(self, console: Console, runs: Sequence[Replay], picture: Path) -> None:
-        """The picture, where matplotlib is installed."""
+        """Draw and save the picture, if matplotlib is installed."""
         try:
             from matplotlib import rc_context
             from matplotlib.figure import Figure
@@ -177,5 +181,5 @@ class Act(ABC):
 
 
 def dots(axes: Axes, x: ArrayLike, y: ArrayLike, colour: str) -> None:
-    """Draw single requests."""
+    """Draw single requests as dots."""
     axes.plot(x, y, "o", color=colour, alpha=0.5)

@@ -28,7 +28,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """One answered request."""
 
     id: str = ""
-    """As the client gets it."""
+    """Id of the request, as the client gets it."""
     tokens: tuple[int, ...]
     prompt_tokens: int
     cached_tokens: int
@@ -64,7 +64,7 @@ _chunk_decoder = msgspec.json.Decoder(_Chunk)
 
 
 class CompletionClient:
-    """Asks a server, or a proxy in front of some, at a port of 127.0.0.1."""
+    """Client of a server, or of a proxy in front of some, at a port of 127.0.0.1."""
 
     def __init__(self, port: int = 0, served_name: str = SERVED_NAME) -> None:
         self.port, self._served_name = port, served_name

@@ -34,11 +34,10 @@ from kvstore.demo.completions import (
 from kvstore.demo.engine_config import ServerConfig
 from kvstore.testing import tied
 
-"""A start takes 12 s on a quiet machine, and all of ten times that on a busy one."""
 STOP_TIMEOUT_S: Final = 20.0
 POLL_S: Final = 0.05
 WARM_UP_PROMPT: Final = tuple(range(32))
-"""Shorter than a block, so never stored. See `VllmServer.warm_up`."""
+"""Prompt of `VllmServer.warm_up`: shorter than a block, so never stored."""
 
 _PARTS: Final = ("tier", "reason")
 _ERROR_LINE: Final = re.compile(r"(?:^|[\])] )[\w.]*(?:Error|Exception): ")
@@ -46,14 +45,14 @@ _ERROR_LINE: Final = re.compile(r"(?:^|[\])] )[\w.]*(?:Error|Exception): ")
 
 
 class HitCounts(NamedTuple):
-    """The engine's own counters since its start."""
+    """Counters of the engine since its start."""
 
     local_hits: float
     """Tokens found in its prefix cache."""
     external_hits: float
     """Tokens that the connector loaded."""
     saved_s: float
-    """Prefill that loads saved, less the time that requests waited for them."""
+    """Seconds of prefill that loads saved, less the time that requests waited for them."""
 
 
 def launch(config: ServerConfig, log: Path) -> psutil.Process:
@@ -134,14 +133,16 @@ class VllmServer(CompletionClient):
         return False
 
     def wait(self, timeout_s: float) -> bool:
-        """True when all its processes have ended, waiting for that up to `timeout_s`."""
+        """Wait up to `timeout_s` for the end of all its processes. Returns whether they
+        have ended.
+        """
         with contextlib.suppress(psutil.TimeoutExpired):
             self._guard.wait(timeout_s)
             return True
         return False
 
     def stop(self) -> None:
-        """SIGTERM, as from a service manager; SIGKILL when that does not end it."""
+        """Send SIGTERM, as a service manager does; SIGKILL when that does not end it."""
         if server := self.server():
             with contextlib.suppress(psutil.NoSuchProcess):
                 server.terminate()
@@ -149,7 +150,7 @@ class VllmServer(CompletionClient):
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to all its processes, reaped on return."""
+        """Kill all its processes, which are reaped on return."""
         for end in (self._guard.terminate, self._guard.kill):
             with contextlib.suppress(psutil.NoSuchProcess):
                 end()
@@ -199,7 +200,9 @@ class VllmServer(CompletionClient):
                 raise EngineError(f"the engine did not empty its cache: {status} {body[:200]!r}")
 
     def metrics(self) -> dict[str, float]:
-        """All samples of /metrics, summed over their labels, and by tier and reason."""
+        """Sample name → sum over its labels; also with each tier or reason behind it, as
+        `name{tier="dram"}`.
+        """
         status, body = self._request("GET", "/metrics")
         if status != http.client.OK:
             raise EngineError(f"/metrics answered {status}")
@@ -212,7 +215,9 @@ class VllmServer(CompletionClient):
         return sums
 
     def hits(self) -> HitCounts:
-        """Prompt tokens that prefix cache and connector had."""
+        """Prompt tokens found in the prefix cache and loaded by the connector, since the engine's
+        start.
+        """
         sums = self.metrics()
         return HitCounts(
             local_hits=sums["vllm:prefix_cache_hits_total"],

@@ -18,18 +18,18 @@ class ServerConfig:
     """Settings of one vLLM server; by default it computes in float32."""
 
     model: Path | str
-    """Directory, or name in a hub."""
+    """Directory, or name of the model in a hub."""
     served_name: str = SERVED_NAME
     socket: Path | None = None
     """The node's attach socket; None: vLLM without the connector."""
     max_model_len: int | None = 4096
-    """None: the model's own."""
+    """Longest request in tokens; None: the model's own limit."""
     kv_blocks: int | None = None
     """Blocks (128 tokens) of the engine's own cache; None: as many as fit 1 GiB."""
     flags: tuple[str, ...] = ("--enforce-eager", "--dtype", "float32", "--max-num-seqs", "64")
-    """More of the server's flags."""
+    """Further flags of the server."""
     environment: dict[str, str] = field(default_factory=dict)
-    """More of its environment."""
+    """Further environment variables of the server."""
 
     def command(self) -> list[str]:
         """The server's command line."""
@@ -49,7 +49,7 @@ class ServerConfig:
         return command
 
     def transfer(self, socket: Path) -> dict[str, object]:
-        """Its connector."""
+        """Its connector's configuration, with the node's attach socket."""
         return {
             "kv_connector": "KVStoreConnector",
             "kv_connector_module_path": "kvstore.connector",

@@ -38,7 +38,7 @@ WAYS: Final = {
 
 
 class DemoParser(argparse.ArgumentParser):
-    """Errors in the form of all other commands."""
+    """Parser whose errors have the form of all other commands."""
 
     def error(self, message: str) -> NoReturn:
         said = message.removeprefix("argument ").replace(": ", " ", 1)
@@ -47,7 +47,7 @@ class DemoParser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Parser of the command line."""
+    """Parser of `kvstore demo`."""
     made = DemoParser(
         prog="kvstore demo",
         description="A real vLLM without and with kvstore, in a few minutes.",
@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
 def read_flags(
     arguments: Sequence[str] | None,
 ) -> tuple[argparse.Namespace, ConversationPlan]:
-    """The flags, checked, and their conversations. Ends the process: they are wrong."""
+    """(flags, checked; their conversations) of `kvstore demo`. Exits if the flags are wrong."""
     flags = parser()
     chosen = flags.parse_args(arguments)
     is_drawn = chosen.pd or chosen.router
@@ -113,8 +113,9 @@ def up_parser() -> argparse.ArgumentParser:
 
 
 def read_up_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The flags of `kvstore up`; those behind ``--`` are the engines'. Ends the process: they are
-    wrong."""
+    """The flags of `kvstore up`; those behind ``--`` are for the engines. Exits if they
+    are wrong.
+    """
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
     chosen = up_parser().parse_args(words[:end])
@@ -125,27 +126,27 @@ def read_up_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def default_cache() -> Path:
-    """Directory of the demo's model between runs."""
+    """Directory that keeps the demo's model between runs."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "kvstore"
 
 
 def _rounds(text: str) -> int:
-    """Times are compared from round 2 on."""
+    """Number of rounds, at least 2, since times are compared from round 2 on."""
     if (count := _count(text)) < 2:
         raise argparse.ArgumentTypeError(f"'{text}' must be at least 2: the first has no history")
     return count
 
 
 def _port(text: str) -> int:
-    """0: one that the kernel chooses."""
+    """Port number; 0: the kernel chooses one."""
     if not text.isdecimal() or int(text) > 65_535:
         raise argparse.ArgumentTypeError(f"'{text}' must be a port, 0 to 65535")
     return int(text)
 
 
 def _count(text: str) -> int:
-    """At least one."""
+    """Whole number, at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' must be a number of at least 1")
     return int(text)

@@ -62,7 +62,7 @@ def watch(parent: int, start: Callable[[], int]) -> int:
 
 
 def _reap(child: int) -> int | None:
-    """Reap ended children; the status of `child` if it was among them."""
+    """Reap ended children. Returns the wait status of `child` if it was among them; else None."""
     found = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -90,7 +90,9 @@ def _children() -> list[int]:
 
 
 def _is_tracker(pid: int) -> bool:
-    """Whether it is or may be one: a program that is just being started has no command line yet."""
+    """Whether a process is, or may be, a resource tracker: a program that is just being started has
+    no command line yet.
+    """
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         return not command or b"resource_tracker" in command

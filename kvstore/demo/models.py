@@ -42,7 +42,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     and, in float32, 16 KiB of KV per token."""
 
     size: str = "medium"
-    """Its name."""
+    """Name of the shape, in recipes."""
     layer_count: int = 8
     hidden: int = 512
     intermediate: int = 1536
@@ -65,7 +65,7 @@ MEDIUM: Final = Shape()
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Input of a model directory; equal recipes give equal bytes."""
+    """Parameters of a model directory; equal recipes give equal bytes."""
 
     size: str
     weights_seed: int
@@ -115,7 +115,7 @@ def read_recipe(directory: Path) -> Recipe | None:
 
 
 def encoder(directory: Path) -> Callable[[str], list[int]]:
-    """The model's tokenizer as a function, for `kvstore.demo.workload`."""
+    """Function from a text to token ids, by the model's tokenizer; for `kvstore.demo.workload`."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -175,7 +175,7 @@ def _write_weights(directory: Path, shape: Shape, seed: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="kvstore.demo.models", description="Build a model.")
     parser.add_argument("directory", type=Path)
     build_model(parser.parse_args(arguments).directory)

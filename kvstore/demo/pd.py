@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LANDING: Final = "64MiB"
-"""Part of each node's dram, for blocks on their way."""
+"""Size of the landing slab of each node, for pushed blocks."""
 ANSWER_TOKENS: Final = 160
 """Length of the answer that is streamed while other prompts arrive."""
 LONG_PROMPTS: Final = 3
@@ -41,13 +41,13 @@ PUSHED: Final = "kvstore_push_blocks_landed_total"
 
 
 class PdAct(Act):
-    """One engine, then two."""
+    """Act of `--pd`: one engine, then a prefill and a decode engine."""
 
     names = ("one engine", "prefill → decode")
     picture = "pd.png"
 
     def runs(self, stage: Stage) -> Iterator[Replay]:
-        """See the class."""
+        """Do the run with one engine, then the run with both."""
         with stage.engine(0) as alone:
             run = stage.replay(0, alone)
             run.token_s = answer_beside_prompts(alone, stage.encode, seed=stage.plan.seed)
@@ -68,14 +68,14 @@ class PdAct(Act):
             yield run
 
     def remark(self, runs: Sequence[Replay]) -> str:
-        """Meaning of the second row."""
+        """Explanation of the second row of the table."""
         return (
             "Sources and computed tokens of the second row are of the decode engine: the prefill"
             " engine computed what was pushed, and node d keeps it for the next turn."
         )
 
     def claims(self, runs: Sequence[Replay]) -> list[Claim]:
-        """Blocks were pushed; how long an answer pauses."""
+        """Claims that blocks were pushed, and how long an answer pauses."""
         alone, split = runs
         return [
             Claim(
@@ -126,8 +126,9 @@ def longest_gap_ms(run: Replay) -> float:
 def answer_beside_prompts(
     engine: CompletionClient, encode: Encode, *, seed: int
 ) -> tuple[float, ...]:
-    """Seconds from the first token of a long answer to each of its tokens; long prompts arrive
-    meanwhile, one after the other."""
+    """Seconds from the first token of a long answer to each of its tokens, while long prompts
+    arrive one after the other.
+    """
     first, *others = fresh_prompts(seed, count=1 + LONG_PROMPTS, tokens=LONG_TOKENS, encode=encode)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(engine.complete, first[:300], max_tokens=ANSWER_TOKENS)

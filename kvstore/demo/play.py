@@ -39,12 +39,12 @@ PEER_TOKENS: Final = 'vllm:kvstore_hit_tokens_total{tier="peer"}'
 
 
 class ClusterAct(Act):
-    """Node a and its engine live on while b works."""
+    """Act of `--cluster`: node a and its engine stay up while the engine on node b works."""
 
     names = ("vLLM alone", "engine on node a", "engine on node b")
 
     def runs(self, stage: Stage) -> Iterator[Replay]:
-        """See the class."""
+        """Do the runs of vLLM alone, of the engine on node a, and of the one on node b."""
         with stage.engine(0) as alone:
             yield stage.replay(0, alone)
         a = stage.peer("a")
@@ -59,7 +59,7 @@ class ClusterAct(Act):
         yield run
 
     def claims(self, runs: Sequence[Replay]) -> list[Claim]:
-        """Node b served what node a had."""
+        """The claim that node b got blocks from node a."""
         *_, other = runs
         return [
             Claim(
@@ -83,13 +83,16 @@ FILE: Final = "4GiB"
 
 
 class RestartsAct(Act):
-    """The node outlives the engine after the second run, and the engine the node after the
-    third."""
+    """Act without a flag: the node stays up when its engine is restarted after the second run, and
+    the engine when its node is restarted after the third.
+    """
 
     names = ("vLLM alone", "with kvstore", "engine restarted", "node restarted")
 
     def runs(self, stage: Stage) -> Iterator[Replay]:
-        """See the class."""
+        """Do the runs alone, with a node, after a restart of the engine, and after a restart of the
+        node.
+        """
         with stage.engine(0) as engine:
             yield stage.replay(0, engine)
         node = self._start_node(stage)
@@ -109,7 +112,7 @@ class RestartsAct(Act):
         return stage.node("--file", f"{stage.work / 'files'}:{FILE}")
 
     def claims(self, runs: Sequence[Replay]) -> list[Claim]:
-        """The node served each run but the first."""
+        """Claims that the node served prompt tokens in each run but the first."""
         alone, shared, restarted, from_disk = runs
         fewer = 1 - shared.computed_tokens / alone.computed_tokens
         first = np.median(restarted.ttft_ms(range(1))) / np.median(alone.ttft_ms(range(1)))
@@ -133,9 +136,9 @@ def _served(run: Replay, sentence: str) -> Claim:
 # ── play ──────────────────────────────────────────────────────────────────────────────────────────
 
 ACTS: Final[dict[str, Act]] = {"cluster": ClusterAct(), "pd": PdAct(), "router": RouterAct()}
-"""By flag; without one of them: `RestartsAct`."""
+"""Act of each flag; without one of them: `RestartsAct`."""
 NEXT: Final = tuple(f"--{flag}" for flag in ACTS)
-"""Flags to try after a demo, but for its own."""
+"""Flags to try after a demo; its own is left out."""
 Finish = Callable[[Sequence[Replay], ConversationPlan], None]
 """Called with the runs of `RestartsAct` after they are shown."""
 
@@ -149,7 +152,9 @@ def main(
     cache: Path | None = None,
     finish: Finish = lambda *_: None,
 ) -> int:
-    """Command line; returns the exit status. The last line names the gain and what to try next."""
+    """Run the command line; returns the exit status. The last line of output has the gain and what
+    to try next.
+    """
     chosen, plan = read_flags(arguments)
     act = next((ACTS[flag] for flag in ACTS if getattr(chosen, flag)), RestartsAct())
     cache = cache or default_cache()

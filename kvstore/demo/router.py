@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 POLICIES: Final = ("round-robin", "cost")
 CACHE_SHARE: Final = 0.56
-"""Dram of a node, and the cache of its engine, as shares of the KV of all histories."""
+"""Dram of a node, and cache of its engine, as a share of the KV of all histories."""
 
 
 class RouterAct(Act):
-    """Both policies, one after the other."""
+    """Act of `--router`: the policies of `POLICIES`, one after the other."""
 
     heading = "kvstore demo --router"
     names = ("round robin", "kvstore router")
@@ -57,7 +57,7 @@ class RouterAct(Act):
     picture = "router.png"
 
     def introduction(self, plan: ConversationPlan) -> str:
-        """Room is scarce."""
+        """Text before the runs, with the scarce room of the engines."""
         return (
             f"{plan.users} users at once × {plan.rounds} rounds; two real engines and nodes on this"
             f" machine's CPU, each with room for {CACHE_SHARE:.0%} of all histories. Nodes fetch"
@@ -65,7 +65,7 @@ class RouterAct(Act):
         )
 
     def runs(self, stage: Stage) -> Iterator[Replay]:
-        """See the class."""
+        """Do a run with each policy, on the same nodes and engines."""
         tokens = round(CACHE_SHARE * history_tokens(stage.plan, stage.encode))
         dram = f"{tokens * KV_BYTES >> 20}MiB"
         stage.note(0, f"two nodes of {dram} and two engines are starting")
@@ -103,7 +103,9 @@ class RouterAct(Act):
         return run
 
     def remark(self, runs: Sequence[Replay]) -> str:
-        """The last receipt."""
+        """The last receipt, as `kvstore route explain` shows it. Raises DemoError: it cannot be
+        shown.
+        """
         *_, routed = runs
         last = routed.receipts[-1].request_id
         explain = ["route", "explain", last, "--receipts"]
@@ -115,7 +117,7 @@ class RouterAct(Act):
         return f"[dim]$ {typed}[/]\n{escape(done.stdout)}"
 
     def claims(self, runs: Sequence[Replay]) -> list[Claim]:
-        """By cost is faster than by turns."""
+        """The claim that `cost` is faster than `round-robin`."""
         turns, routed = runs
         ratio = np.mean(routed.ttft_ms()) / np.mean(turns.ttft_ms())
         return [
@@ -128,12 +130,12 @@ class RouterAct(Act):
         ]
 
     def gain(self, runs: Sequence[Replay]) -> str:
-        """Ratio of the means."""
+        """Text with the ratio of the mean times to the first token."""
         turns, routed = (np.mean(run.ttft_ms()) for run in runs)
         return f"Speed-up of the mean first token over round robin: {turns / routed:.1f} ×"
 
     def draw(self, figure: Figure, runs: Sequence[Replay]) -> None:
-        """Each request by round, and the mean of each round."""
+        """Draw each request by round, and the mean of each round."""
         figure.set_size_inches(7, 3.4)
         axes = figure.subplots()
         rounds = range(1 + max(round for _, round in runs[0].answers))
@@ -159,12 +161,12 @@ def history_tokens(plan: ConversationPlan, encode: Encode) -> int:
 
 
 def requests_at(run: Replay, worker: str) -> int:
-    """Requests that the router sent to a worker."""
+    """Number of requests in a run that the router sent to a worker."""
     return sum(receipt.chosen == worker for receipt in run.receipts)
 
 
 def stays(run: Replay) -> tuple[int, int]:
-    """(turns at the engine of the turn before, turns that have one before)."""
+    """(turns that went to the engine of the user's previous turn, turns with a previous one)."""
     at = {receipt.request_id: receipt.chosen for receipt in run.receipts}
     # The id that the engine answers has the router's in it: ``cmpl-ID``.
     places = {

@@ -76,25 +76,25 @@ ANY_PORT: Final = "127.0.0.1:0"
 ALL_ROUNDS: Final = range(sys.maxsize)
 LATER_ROUNDS: Final = ALL_ROUNDS[1:]
 LATER: Final = "from round 2 on"
-"""Requests that have a history, of which progress, table and last line show the median."""
+"""Words for the requests that have a history; progress, table and last line show their median."""
 
 
 class Replay(msgspec.Struct, kw_only=True):
-    """One replay of all conversations."""
+    """Result of one replay of all conversations."""
 
     name: str
     answers: dict[tuple[int, int], Completion]
-    """By (user, round), in the order of the replay."""
+    """(user, round) → answer, in the order of the replay."""
     own_hit_tokens: int = 0
-    """Prefix-cache hits of the engines."""
+    """Prompt tokens found in the engines' prefix caches."""
     kvstore_hit_tokens: int = 0
-    """Loaded from nodes."""
+    """Prompt tokens loaded from nodes."""
     saved_s: float = 0.0
-    """As the engines themselves estimate it."""
+    """Seconds of prefill saved less waits, as the engines estimate it."""
     moved: int = 0
     """Prompt tokens fetched from another node, or blocks pushed to it."""
     token_s: tuple[float, ...] = ()
-    """Arrival of each token of an answer beside long prompts, from the first one on."""
+    """Seconds from the first token of an answer beside long prompts to each of its tokens."""
     receipts: list[Receipt] = []
     receipt_log: Path = Path()
 
@@ -121,7 +121,7 @@ class Replay(msgspec.Struct, kw_only=True):
 
 
 class Stage(ExitStack):
-    """Common parts of all acts."""
+    """Model, nodes, engines and progress of one act; see the module."""
 
     def __init__(
         self, console: Console, plan: ConversationPlan, names: Sequence[str], *, cache: Path
@@ -163,13 +163,13 @@ class Stage(ExitStack):
     # ── progress ─────────────────────────────────────────────────────────────────────────────────
 
     def note(self, index: int, note: str) -> None:
-        """Show an activity of a run other than its requests."""
+        """Show what a run does, other than its requests."""
         self.progress.start_task(self._tasks[index])
         self.progress.update(self._tasks[index], note=note)
         self._say(f"{self._names[index]}: {note}")
 
     def _say(self, text: str) -> None:
-        """Print a line where no progress can be drawn, as in a log of CI."""
+        """Print a line if progress cannot be drawn, as in a log of CI."""
         if not self._console.is_terminal:
             self._console.print(text, highlight=False, markup=False)
 
@@ -181,7 +181,7 @@ class Stage(ExitStack):
     # ── processes ────────────────────────────────────────────────────────────────────────────────
 
     def node(self, *flags: str, name: str = "", dram: str = DRAM) -> NodeProcess:
-        """Start a node. Those with names are a cluster, whose index is in the first."""
+        """Start a node. Nodes with names form a cluster, whose index is in the first one."""
         if name:
             index = ("--index", self.nodes[0].index) if self.nodes else ("--index-listen", ANY_PORT)
             flags = (*index, *flags)
@@ -198,7 +198,7 @@ class Stage(ExitStack):
         return self.node(*peers, *certificate, *flags, name=name)
 
     def engine(self, index: int, node: NodeProcess | None = None) -> VllmServer:
-        """Start the engine of a run."""
+        """Start the engine of a run, on a node or alone."""
         self.note(index, "vLLM is starting")
         return self._start(node, ENGINE_BLOCKS)
 
@@ -228,7 +228,7 @@ class Stage(ExitStack):
         abreast: int = 1,
         shows_mean: bool = False,
     ) -> Replay:
-        """A run of all conversations.
+        """Replay all conversations.
 
         Args:
             index: of the run.

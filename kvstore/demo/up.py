@@ -44,11 +44,11 @@ WATCH_S: Final = 0.5
 NODE: Final = "up"
 """Name of the node in its index."""
 _RENDERS: Final = "--enable-scale-out"
-"""The router asks an engine for the tokens of a prompt, and finds its keys by them."""
+"""Flag of an engine by which the router can ask it for the tokens of a prompt, to find its keys."""
 
 
 def engine_names(count: int) -> Iterator[str]:
-    """a, b, … z, then a1, b1, …"""
+    """Names of `count` engines: a, b, … z, then a1, b1, …"""
     names = (f"{x}{n or ''}" for n in itertools.count() for x in string.ascii_lowercase)
     return itertools.islice(names, count)
 
@@ -61,7 +61,7 @@ def gpus_of_engines(count: int, gpus: Sequence[str]) -> list[str]:
 
 
 def gpus_here(devices: Path = Path("/dev")) -> list[str]:
-    """GPUs that this process may use."""
+    """Numbers of the GPUs that this process may use."""
     if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return chosen.split(",")
     return sorted(
@@ -72,8 +72,9 @@ def gpus_here(devices: Path = Path("/dev")) -> list[str]:
 def engine_configs(
     model: str | None, count: int, flags: Sequence[str], attach: Path
 ) -> list[ServerConfig]:
-    """Settings of the engines on the node with this attach socket. Without a model: those of the
-    demo, whose model is built."""
+    """Settings of the engines on the node with this attach socket. `model` None: the demo's, which
+    is built if missing.
+    """
     if model is None:
         small = ServerConfig(model=build_model(default_cache() / "models" / MEDIUM.size))
         config = dataclasses.replace(small, socket=attach, flags=(*small.flags, _RENDERS, *flags))
@@ -118,7 +119,7 @@ def commands_to_try(
 
 
 def refuse_taken_port(port: int) -> None:
-    """Raises OSError now: engines take a minute before the router would say it."""
+    """Raises OSError if a port is taken: the router would find out only after the engines' start."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -132,8 +133,8 @@ def refuse_taken_port(port: int) -> None:
 def start_engines(
     console: Console, stack: ExitStack, configs: Sequence[ServerConfig], logs: Path
 ) -> dict[str, VllmServer]:
-    """Start all of them side by side and show the logs' last lines until they answer; they end with
-    `stack`. Raises EngineError: one does not start."""
+    """Start all engines side by side, and show the logs' last lines until they answer; they end
+    with `stack`. Returns them by name. Raises EngineError: one does not start."""
     engines = {}
     for name, config in zip(engine_names(len(configs)), configs, strict=True):
         log = logs / f"engine-{name}.log"
@@ -151,7 +152,9 @@ def _show_start(status: Status, name: str, engine: VllmServer) -> None:
 def watch(
     console: Console, engines: dict[str, VllmServer], router: RouterProcess, node: NodeProcess
 ) -> None:
-    """Name the node when it ends, and each engine; returns when all engines have, or the router."""
+    """Print a line when the node or an engine ends; returns when all engines or the router have
+    ended.
+    """
     left, has_node = dict(engines), True
     while left:
         if (code := router.process.poll()) is not None:
@@ -171,8 +174,9 @@ def watch(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 0 after Ctrl-C or SIGTERM, 1 when something does not
-    start, or when the router or the last engine has ended."""
+    """Run the command line; returns the exit status: 0 after Ctrl-C or SIGTERM, 1 when something
+    does not start, or when the router or the last engine has ended.
+    """
     chosen = read_up_flags(sys.argv[1:] if arguments is None else arguments)
     console = Console(soft_wrap=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C

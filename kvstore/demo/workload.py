@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 Encode = Callable[[str], list[int]]
-"""Text to token ids, without added special tokens."""
+"""Function from a text to token ids, without added special tokens."""
 
 _DICTIONARY: Final = """
 able about account across action after again air all along always among animal answer arm autumn
@@ -100,7 +100,9 @@ class Conversations:
         return f"<|user|>{document}{prose(rng, self.plan.question_words)}<|end|><|assistant|>"
 
     def rounds(self) -> Iterator[list[Turn]]:
-        """All turns of a round at a time. Those of the previous one must have answers."""
+        """Yield the turns of one round at a time. All turns of the previous round must have
+        answers.
+        """
         for round, users in enumerate(self._order):
             assert not self._open, "a previous turn was not answered"
             for user in users:
@@ -109,7 +111,7 @@ class Conversations:
             yield list(self._open)
 
     def answer(self, turn: Turn, tokens: Sequence[int]) -> None:
-        """Add the model's answer to that user's history."""
+        """Add the model's answer to the history of the turn's user."""
         assert turn in self._open, "an answer to another turn"
         self._history[turn.user] += tokens
         self._open.remove(turn)
