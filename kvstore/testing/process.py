@@ -35,11 +35,11 @@ from kvstore.wire.identity import Identity, Role
 READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
 launch: Callable[..., subprocess.Popen[str]] = tied.popen
-"""Starts a command; our own tests fork instead (`tests/kit/nursery.py`)."""
+"""Starts a command as a child. The project's own tests fork instead (`tests/kit/nursery.py`)."""
 
 
 class NodeFailed(Exception):
-    """The node did not start; carries its exit code and its stderr."""
+    """The node did not start; has its exit code and its stderr."""
 
     def __init__(self, code: int | None, stderr: str) -> None:
         super().__init__(f"the node exited with {code}: {stderr.strip()}")
@@ -55,7 +55,8 @@ def start_ready(
     timeout_s: float,
     python: str | Path = sys.executable,
 ) -> tuple[subprocess.Popen[str], str]:
-    """Start Python with these; the process and its ready line, which contains `says`.
+    """Start Python with these arguments. Returns the process and its ready line, which contains
+    `says`.
 
     Raises:
         NodeFailed: it exited, said something else, or was not ready in time.
@@ -82,19 +83,19 @@ def start_ready(
 
 
 class ChildServer:
-    """A child that serves, reaped at the end of its `with`."""
+    """A child process that serves; reaped at the end of its `with`."""
 
     def __init__(
         self, process: subprocess.Popen[str], ready_line: str = "", log_file: Path | None = None
     ) -> None:
-        """`log_file`: of its stderr."""
+        """`log_file`: file that its stderr goes to."""
         self.process = process
         self.ready_line = ready_line
         self.log_file = log_file
 
     @property
     def address(self) -> str:
-        """HOST:PORT of its service; empty for a node, which has a socket."""
+        """HOST:PORT of its service; empty for a node, which has a socket instead."""
         return self._said(r"listen=(\S+)")
 
     @property
@@ -104,25 +105,25 @@ class ChildServer:
 
     @property
     def metrics_url(self) -> str:
-        """URL of /metrics; empty when off."""
+        """URL of /metrics; empty when they are off."""
         return self._said(r"metrics=(http\S+)")
 
     def stop(self) -> int:
-        """SIGTERM; returns the exit code."""
+        """Send SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self._wait()
 
     def kill(self) -> int:
-        """SIGKILL; returns the exit code."""
+        """Send SIGKILL; returns the exit code."""
         self.process.kill()
         return self._wait()
 
     def pause(self) -> None:
-        """SIGSTOP."""
+        """Stop the process (SIGSTOP) until `resume`."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Continue the process (SIGCONT)."""
         self.process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
@@ -132,7 +133,7 @@ class ChildServer:
         reap(self.process)
 
     def _said(self, pattern: str) -> str:
-        """Part of the ready line; empty when not in it."""
+        """Part of the ready line that a pattern's group matches; empty when it does not match."""
         found = re.search(pattern, self.ready_line)
         return found[1] if found else ""
 
@@ -161,7 +162,7 @@ class NodeProcess(ChildServer):
         program: Sequence[str] = ("-m", "kvstore.cli.main"),
         python: str | Path = sys.executable,
     ) -> NodeProcess:
-        """Start a node with its log in `directory`, its socket too, and wait for its ready line.
+        """Start a node with its log and its socket in `directory`, and wait for its ready line.
 
         /metrics is on a port that the kernel chooses. `flags` come last, so they win, that of
         another socket too. `program`: arguments of `python` for `kvstore`.
@@ -194,12 +195,12 @@ class NodeProcess(ChildServer):
 
     @property
     def supervisor_pid(self) -> int:
-        """Pid of the process whose end ends the node."""
+        """Pid of the supervisor, whose end ends the node."""
         return self.process.pid
 
     @property
     def index(self) -> str:
-        """Address of the replica inside; empty without one."""
+        """Address of the index replica inside the node; empty without one."""
         return self._said(r"serves-index=([^ ]+:\d+)")
 
     @property
@@ -210,7 +211,9 @@ class NodeProcess(ChildServer):
         return live, replay
 
     def kill(self) -> int:
-        """SIGKILL to the supervisor; returns the exit code once all is gone, memory included."""
+        """Kill the supervisor; returns its exit code once all processes are gone, memory
+        included.
+        """
         pidfds = [os.pidfd_open(pid) for pid in children_of(self.process.pid)]
         code = super().kill()
         for pidfd in pidfds:
@@ -218,23 +221,25 @@ class NodeProcess(ChildServer):
         return code
 
     def crash(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal the node process; returns once it is gone. Another one follows."""
+        """Send a signal to the node process, and wait until it is gone. The supervisor starts
+        another one.
+        """
         pid = self.pid
         pidfd = os.pidfd_open(pid)
         signal.pidfd_send_signal(pidfd, number)
         _wait_gone(pidfd)
 
     def pause(self) -> None:
-        """SIGSTOP to the node process."""
+        """Stop the node process (SIGSTOP) until `resume`."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT to the node process."""
+        """Continue the node process (SIGCONT)."""
         os.kill(self.pid, signal.SIGCONT)
 
 
 def children_of(pid: int) -> list[int]:
-    """Living children of a process; none when it is gone itself."""
+    """Pids of the living children of a process; empty when it is gone itself."""
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in sorted(Path(f"/proc/{pid}/task").iterdir()):
@@ -252,7 +257,7 @@ def _wait_gone(pidfd: int) -> None:
 
 
 def reap(process: subprocess.Popen[str]) -> None:
-    """End a process in any state, and wait for that."""
+    """End a process in any state, and wait for its end."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(ProcessLookupError):
@@ -295,7 +300,7 @@ class Lab:
         self.directory = directory
 
     def files(self, role: Role, name: str, *, days: int = 2, with_index: bool = False) -> TlsFiles:
-        """The certificate of a component, made when missing."""
+        """Files of a component's certificate, which is made if missing."""
         cert = self.directory / f"{role}-{name}.crt"
         if not cert.exists():
             make_certificates(
@@ -304,7 +309,9 @@ class Lab:
         return TlsFiles(ca=self.directory / "ca.crt", cert=cert, key=cert.with_suffix(".key"))
 
     def options(self, name: str) -> dict[str, str]:
-        """Options of the tcp transport, for a transfer worker of just that name."""
+        """Options of the tcp transport, for a transfer worker whose certificate names
+        just `name`.
+        """
         cert = self.directory / f"node-{name}.crt"
         if not cert.exists():
             make_certificates(self.directory, [Identity("node", name)], hosts=[name], days=2)
@@ -312,7 +319,7 @@ class Lab:
         return {"ca": str(self.directory / "ca.crt"), "certificate": str(cert), "key": str(key)}
 
     def flags(self, role: Role, name: str, *, with_index: bool = False) -> tuple[str, ...]:
-        """The certificate as flags of a command."""
+        """Flags of a command for a component's certificate."""
         files = self.files(role, name, with_index=with_index)
         return ("--ca", str(files.ca), "--cert", str(files.cert), "--key", str(files.key))
 
@@ -330,7 +337,7 @@ class IndexProcess(ChildServer):
         name: str = "index",
         ready_timeout_s: float = READY_TIMEOUT_S,
     ) -> IndexProcess:
-        """Start one and wait for its ready line. `flags` come last, so they win.
+        """Start an index and wait for its ready line. `flags` come last, so they take precedence.
 
         Raises:
             NodeFailed: it exited, or was not ready in time.
@@ -371,8 +378,8 @@ class RouterProcess(ChildServer):
         name: str = "router",
         policy: str = "",
     ) -> RouterProcess:
-        """Start one and wait for its ready line. `flags` come last, so they win. `policy`: text of
-        its policy file; empty: it has none.
+        """Start a router and wait for its ready line. `flags` come last, so they take precedence.
+        `policy`: text of its policy file; empty: it has none.
 
         Raises:
             NodeFailed: it exited, or was not ready in time.
@@ -412,8 +419,9 @@ class RouterProcess(ChildServer):
         self._await(f"{self.url}/health", "has no worker that answers", lambda _: True)
 
     def await_parity(self) -> None:
-        """Wait until it routes by prefixes to all workers. Raises TimeoutError: one stays load-only
-        or down."""
+        """Wait until the router routes by prefixes to all workers. Raises TimeoutError: one stays
+        load-only or down.
+        """
         url = self.metrics_url.replace("metrics", "healthz")
         self._await(url, "does not route by prefixes", lambda page: "worker" not in page)
 

@@ -63,17 +63,19 @@ LAYER_COUNT: Final = 4
 HEAD_COUNT: Final = 4
 TOKEN_BYTES: Final = 256
 BLOCK_BYTES: Final = LAYER_COUNT * HEAD_COUNT * BLOCK_TOKENS * TOKEN_BYTES
-"""64 KiB: the smallest slot, if one rank has it all."""
+"""64 KiB: the smallest slot, if one rank has the whole block."""
 _ODD: Final = 0x9E3779B97F4A7C15
-"""Its multiples differ in all their bytes."""
+"""Odd factor whose multiples differ in all their bytes."""
 
 
 class EngineGone(Exception):
-    """The node refused, hung up or closed the session; carries its reason."""
+    """The node refused, hung up or closed the session; the message is its reason."""
 
 
 def make_space(*, model: str = "model", block_bytes: int = BLOCK_BYTES) -> Space:
-    """A small space; another `model` has another space. `block_bytes`: of all ranks."""
+    """A small space, different for each `model`. `block_bytes`: size of a block in all ranks
+    together.
+    """
     return Space(
         model=model,
         weights="weights",
@@ -123,22 +125,21 @@ class RawEngine:
         address: str = "",
         timeout_s: float = 10.0,
     ) -> None:
-        """Connect all sockets. `block_bytes`, `gpu`: of all ranks together. With the `nonce` of
-        another, the same processes attach again. `events`: endpoints of KV events and replay.
-
-        Raises AttachError without a node.
+        """Connect all sockets. `block_bytes`: of all ranks together. `gpu`: of each rank. With the
+        `nonce` of another engine, the same processes attach again. `events`: endpoints of KV events
+        and replay. Raises AttachError without a node.
         """
         assert rank_count % replicas == 0
         self.columns = rank_count // replicas
-        """Distinct shards; that of rank r is r // replicas."""
+        """Number of distinct shards; rank r has shard r // replicas."""
         self.replicas, self.timeout_s, self.session, self._failure = replicas, timeout_s, 0, ""
         self.credits: list[tuple[NDArray[np.uint32], NDArray[np.uint64]]] = []
-        """(slots [S], generations [S]) of each free block, oldest first."""
+        """(slots [columns], generations [columns]) of each free block, oldest first."""
         self.push_ends: list[PushEnd] = []
         self._lease_ids = itertools.count(1)
         self._replies: dict[int, LeaseReply] = {}
         self._quiesced: Counter[Link] = Counter()
-        """Number of Quiesce messages to each rank."""
+        """Number of Quiesce messages that each rank received."""
         self.nonce = nonce = nonce or secrets.token_hex(4)
         self._tell_apart(tenant, model, block_bytes)
         who = (PROTOCOL_VERSION, engine_id, nonce, tenant)
@@ -169,14 +170,16 @@ class RawEngine:
         ]
 
     def _tell_apart(self, tenant: str, model: str, block_bytes: int) -> None:
-        """Set up contents of blocks, and prefixes of their checksums."""
+        """Set up contents of blocks, and prefixes of their checksums, which differ by tenant, model
+        and shard.
+        """
         assert HEAD_COUNT % self.columns == 0
         assert block_bytes % (LAYER_COUNT * HEAD_COUNT * KEY_BYTES) == 0
         self._space = make_space(model=model, block_bytes=block_bytes)
         self.block_bytes = block_bytes // self.columns
         shards = [self._shard(column * self.replicas) for column in range(self.columns)]
         self._places = [_places(shard, block_bytes) for shard in shards]
-        """By column."""
+        """Numbers of `_places`, by column."""
         self._prefixes = [
             Scope(
                 tenant=tenant,
@@ -192,7 +195,7 @@ class RawEngine:
         self.wait(lambda: self.session != 0)
 
     def store(self, keys: Sequence[bytes]) -> None:
-        """Fill and seal a block per key, with its `contents`.
+        """Fill a block per key with its `contents`, and seal it.
 
         As many as there are credits at a time, waiting for more. Raises EngineGone, TimeoutError.
         """
@@ -215,22 +218,24 @@ class RawEngine:
                 _send(link, seal)
 
     def hint(self, keys: Sequence[bytes]) -> None:
-        """A new request names these keys."""
+        """Send the hint of a new request with these keys."""
         _send(self.scheduler, Hint(request=next(self._lease_ids), keys=b"".join(keys)))
 
     def expect(
         self, transfer: str, node: str, keys: Sequence[bytes], *, deadline_ms: int = 60_000
     ) -> None:
-        """A prefill node will push these keys."""
+        """Report to the node that a prefill node will push these keys."""
         message = PushExpect(transfer, node, b"".join(keys), deadline_ms)
         _send(self.scheduler, message)
 
     def cancel(self, transfer: str) -> None:
-        """Nobody waits for a transfer any more."""
+        """Report to the node that a transfer is not waited for any more."""
         _send(self.scheduler, PushCancel(transfer))
 
     def push_end(self) -> PushEnd:
-        """Wait for the end of the oldest `expect`. Raises EngineGone, TimeoutError."""
+        """Wait for the end of the oldest push that was expected. Raises EngineGone,
+        TimeoutError.
+        """
         self.wait(lambda: bool(self.push_ends))
         return self.push_ends.pop(0)
 
@@ -243,7 +248,7 @@ class RawEngine:
         return self.finish(self.ask(keys))
 
     def ask(self, keys: Sequence[bytes]) -> LeaseReply:
-        """Ask for a lease of these keys; the first answer, with more blocks perhaps on their way.
+        """Ask for a lease of these keys. Returns the first answer; more blocks may be on their way.
 
         Raises EngineGone, TimeoutError.
         """
@@ -253,16 +258,20 @@ class RawEngine:
         return self._replies[number]
 
     def finish(self, reply: LeaseReply) -> LeaseReply:
-        """Wait for blocks on their way; the whole answer. Raises EngineGone, TimeoutError."""
+        """Wait for blocks that are on their way. Returns the whole answer. Raises EngineGone,
+        TimeoutError.
+        """
         self.wait(lambda: not self._replies[reply.lease].promoting)
         return self._replies.pop(reply.lease)
 
     def coming(self, reply: LeaseReply) -> int:
-        """Number of blocks of this answer on their way, by the messages so far."""
+        """Number of blocks of a lease that are still on their way, by the messages so far."""
         return self._replies[reply.lease].promoting
 
     def lease_stored(self, keys: Sequence[bytes]) -> LeaseReply:
-        """Lease once all of `keys` are published: a seal and a lookup travel on two sockets."""
+        """Lease `keys` once all of them are published: a seal and a lookup travel on two sockets.
+        Raises TimeoutError.
+        """
         deadline_s = time.monotonic() + self.timeout_s
         while True:
             reply = self.lease(keys)
@@ -282,7 +291,7 @@ class RawEngine:
         _send(self.scheduler, LeaseRenew(leases=[reply.lease]))
 
     def read(self, reply: LeaseReply, *, rank: int = 0) -> list[bytes]:
-        """The bytes of every leased block of a rank."""
+        """Bytes of a rank's shard of every leased block."""
         arena = self.ranks[rank].arena
         assert arena is not None
         slots = slots_array(reply.slots).reshape(-1, self.columns)[:, rank // self.replicas]
@@ -290,7 +299,7 @@ class RawEngine:
         return [arena.array[at : at + self.block_bytes].tobytes() for at in begins]
 
     def contents(self, key: bytes, *, rank: int = 0) -> bytes:
-        """The bytes of a block of a rank."""
+        """Bytes that a rank's shard of a block should have."""
         return self._words(rank // self.replicas, key).tobytes()
 
     def is_right(self, reply: LeaseReply, keys: Sequence[bytes]) -> bool:
@@ -312,7 +321,9 @@ class RawEngine:
                 raise TimeoutError("the node said nothing in time")
 
     def hear(self, timeout_s: float = 0.0) -> bool:
-        """Receive messages, waiting up to `timeout_s` for the first; whether there was one."""
+        """Receive messages, waiting up to `timeout_s` for the first. Returns whether
+        there was one.
+        """
         links = [link for link in (self.scheduler, *self.ranks) if not link.closed]
         ready, _, _ = select.select(links, [], [], timeout_s)
         for link in ready:
@@ -383,7 +394,7 @@ class RawEngine:
         return Shard(0, LAYER_COUNT, column * heads, (column + 1) * heads)
 
     def checksum(self, column: int, key: bytes) -> bytes:
-        """Checksum of a block's shard."""
+        """Checksum of the shard of a block in a column."""
         return self._checksum(column, key, self._words(column, key))
 
     def _checksum(self, column: int, key: bytes, words: NDArray[np.uint64]) -> bytes:
@@ -392,14 +403,14 @@ class RawEngine:
         )
 
     def _words(self, column: int, key: bytes) -> NDArray[np.uint64]:
-        """Content of a block's shard, [block_bytes / 8]."""
+        """Content of the shard of a block in a column, u64 [block_bytes / 8]."""
         repeated = np.frombuffer(key * (self.block_bytes // KEY_BYTES), np.uint64)
         return repeated ^ self._places[column]
 
     def _fill(
         self, link: Link, column: int, keys: Sequence[bytes], slots: NDArray[np.uint32]
     ) -> bytes:
-        """Write these blocks; returns their checksums."""
+        """Write the shards of blocks to their slots; returns their checksums."""
         assert link.arena is not None
         checksums = []
         for key, slot in zip(keys, slots.tolist(), strict=True):
@@ -411,7 +422,8 @@ class RawEngine:
 
 def _places(shard: Shard, block_bytes: int) -> NDArray[np.uint64]:
     """A number for each 8 bytes of a shard, by their place in the block of all ranks, whatever the
-    number of ranks. u64 [block_bytes / 8 of the shard]."""
+    number of ranks. u64 [shard bytes / 8].
+    """
     every = np.arange(block_bytes // 8, dtype=np.uint64) * np.uint64(_ODD)
     pages = every.reshape(LAYER_COUNT, HEAD_COUNT, -1)
     layers = slice(shard.layer_begin, shard.layer_end)

@@ -24,7 +24,7 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit(137)
 os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""With the parent's pid and the command as arguments."""
+"""Program that becomes the command in its arguments, after the parent's pid."""
 _T = TypeVar("_T")
 
 
@@ -36,11 +36,11 @@ def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 
 
 def on_lasting_thread(call: Callable[[], _T]) -> _T:
-    """Call it on a thread that ends with this process."""
+    """Call a function on a thread that ends only with this process. Returns its result."""
     return _threads(os.getpid()).submit(call).result()
 
 
 @functools.cache
 def _threads(_pid: int) -> ThreadPoolExecutor:
-    """A forked child has none of its parent's."""
+    """The pool with that thread, by process: a forked child has no threads of its parent."""
     return ThreadPoolExecutor(1, thread_name_prefix="nursery")
