@@ -17,9 +17,10 @@ BACKENDS: Final[Mapping[str, type[Nixl | Tcp | Ucx]]] = {"nixl": Nixl, "tcp": Tc
 
 
 def is_at(descriptor: bytes, address: str) -> bool:
-    """Whether a peer's descriptor is a place on the machine at HOST:PORT, where the back end can
-    check: a peer must not have others dial any address, nor give a transfer worker what none
-    would."""
+    """Whether a peer's descriptor is a place on the machine at HOST:PORT, as far as its back end
+    can check. A peer must not make others dial any address, nor pass on a descriptor that no
+    transfer worker would make.
+    """
     try:
         found = decode_descriptor(descriptor)
     except ProtocolError:
@@ -52,7 +53,7 @@ def open_transport(
 
 
 def refuse_absent(backend: str) -> None:
-    """Raises ConfigError: it is not installed."""
+    """Raises ConfigError if the library of a back end is not installed."""
     modules = BACKENDS[backend].capabilities.modules
     if modules and not any(map(is_installed, modules)):
         raise ConfigError(lacking(f"--transport {backend}", " or ".join(modules), backend))

@@ -20,7 +20,9 @@ from kvstore.units import NS_PER_S
 
 NODES_MAX: Final = 1024
 NODE_MAX: Final = 2
-"""A transfer worker that follows another may be there before that one's end is seen."""
+"""Places of one node: a transfer worker that follows another may connect before the end of that one
+is seen.
+"""
 ADMITTED_MAX: Final = NODES_MAX * NODE_MAX
 ARRIVING_MAX: Final = 512
 QUIET_NS: Final = 300 * NS_PER_S
@@ -33,11 +35,11 @@ class Guests(Generic[T]):
 
     def __init__(self) -> None:
         self._arriving: dict[T, None] = {}
-        """Oldest first."""
+        """Guests that have shown no certificate yet, oldest first."""
         self._heard_ns: dict[T, int] = {}
-        """Last sign of each admitted guest, the longest quiet first."""
+        """Admitted guest → when it was heard last, in ns; the longest quiet first."""
         self._nodes: dict[T, str] = {}
-        """Names of admitted guests that have one."""
+        """Admitted guest → its node's name, if it has one."""
 
     def __contains__(self, guest: T) -> bool:
         return guest in self._arriving or guest in self._heard_ns
@@ -51,13 +53,14 @@ class Guests(Generic[T]):
         return [*self._arriving, *self._heard_ns]
 
     def arrive(self, guest: T) -> T | None:
-        """The guest that must go for it, if any."""
+        """Add a guest that arrives. Returns the guest that must go for it; None: none must."""
         self._arriving[guest] = None
         return next(iter(self._arriving)) if len(self._arriving) > ARRIVING_MAX else None
 
     def admit(self, guest: T, node: str, now_ns: int) -> T | None:
-        """The guest that must go for it; itself, where there is no room. `node`: by its
-        certificate; empty without authentication."""
+        """Admit a guest. Returns the guest that must go for it, or the guest itself if there is no
+        room; None: none must. `node`: name in its certificate; empty without authentication.
+        """
         its = [each for each in self._heard_ns if node and self._nodes.get(each) == node]
         gone = its[0] if len(its) >= NODE_MAX else None
         if gone is None and len(self._heard_ns) >= ADMITTED_MAX:
@@ -71,12 +74,12 @@ class Guests(Generic[T]):
         return gone
 
     def heard(self, guest: T, now_ns: int) -> None:
-        """A sign of an admitted guest."""
+        """Note a sign of life of an admitted guest."""
         del self._heard_ns[guest]
         self._heard_ns[guest] = now_ns
 
     def leave(self, guest: T) -> None:
-        """Whether it arrives or is admitted."""
+        """Remove a guest, whether it arrives or is admitted."""
         self._arriving.pop(guest, None)
         self._heard_ns.pop(guest, None)
         self._nodes.pop(guest, None)

@@ -35,22 +35,23 @@ from kvstore.wire.transfer_worker import Descriptor, Direction, encode
 
 UNIT_BYTES: Final = 64 << 10
 PREPARED_MIN: Final = 16
-"""Pieces from which on a list that was prepared is worth its indices."""
+"""From this many pieces on, a prepared list of units is worth the indices into it."""
 FORGOTTEN_MAX: Final = 64
-"""Connections whose peers may come back."""
+"""Most connections that are kept for peers that are forgotten, as these may come back."""
 PROGRESS_US: Final = 50_000
-"""How long NIXL's progress thread sleeps at most; whatever arrives wakes it (nixl pull request 347:
-some transports of UCX want to be looked after now and then all the same)."""
+"""Longest sleep of NIXL's progress thread, in µs; whatever arrives wakes it (nixl pull request 347:
+some transports of UCX must be polled now and then all the same).
+"""
 
 
 class _NixlPeer:
-    """A process, as long as its name is not taken by another."""
+    """A peer's process, while no other one has taken its name."""
 
     def __init__(self, agent: str, found: Descriptor, units: Any) -> None:
         self.agent = agent
         self.found = found
         self.units = units
-        """Its arena, prepared in UNIT_BYTES."""
+        """Prepared list of its arena, in UNIT_BYTES."""
         self.is_connected = True
         self.is_broken = False
 
@@ -73,7 +74,9 @@ class Nixl:
     )
 
     def __init__(self, name: str, memory: TransportMemory, options: Mapping[str, str]) -> None:
-        """Register the memory; NIXL is installed. Raises ConfigError: it has no such plugin."""
+        """Register the memory; NIXL must be installed. Raises ConfigError: NIXL has no
+        such plugin.
+        """
         self._arena, source, landing = memory
         self._plugin = options.get("plugin", "UCX")
         # Another one with each start: peers do not mistake this agent for an earlier one.
@@ -89,7 +92,7 @@ class Nixl:
         except self._faults:
             source = self._arena
         self._told = [source]
-        """Mapped for as long as peers may use them."""
+        """Mappings that peers may use, kept mapped as long as they may."""
         if landing is not None:
             self._register(landing.memory)
             self._told.append(landing.memory)
@@ -110,12 +113,12 @@ class Nixl:
         )
         self._units = self._prepare("", self._arena.ctypes.data, len(self._arena))
         self._peers: dict[str, _NixlPeer] = {}
-        """Those that are forgotten in the order in which they were."""
+        """Peers by name; forgotten ones are in the order in which they were forgotten."""
         self._moves: dict[int, _NixlMove] = {}
         self._outcomes: list[Outcome] = []
 
     refused_count = 0
-    """Its peers are not known here."""
+    """Always 0: NIXL reports no connections of peers."""
 
     @staticmethod
     def is_at(details: bytes, host: str) -> bool:
@@ -178,7 +181,7 @@ class Nixl:
         return -1
 
     def forget(self, peer: str) -> None:
-        """Transfers under way are given up, which says nothing about their requests."""
+        """Give up transfers with this peer, which says nothing about the ends of their requests."""
         gone = self._peers.get(peer)
         if gone is None:
             return
@@ -210,7 +213,9 @@ class Nixl:
             self._end(number, begun, "NIXL reports an error")
 
     def _end(self, number: int, begun: _NixlMove, reason: str, end: End = End.FAILED) -> None:
-        """End a move as failed. One range has one request; with more, others may be under way."""
+        """End a move as failed. One with a single range has one request, so its end is known; with
+        more ranges, other requests may be under way, so the end is UNKNOWN.
+        """
         begun.peer.is_broken = True
         del self._moves[number]
         self._quietly(begun.handle.release)
@@ -218,7 +223,7 @@ class Nixl:
         self._outcomes.append(Outcome(number, end, f"{begun.peer.found.name}: {reason}"))
 
     def _drop(self, peer: str) -> None:
-        """End the connection, if there is one."""
+        """End the connection to a peer, if there is one."""
         gone = self._peers.pop(peer, None)
         if gone is not None:
             self._quietly(gone.units.release)
@@ -233,7 +238,7 @@ class Nixl:
         self._agent.register_memory(_ranges(self._agent, memory), backends=[self._plugin])
 
     def _prepare(self, agent: str, base: int, size_bytes: int) -> Any:
-        """All units of an arena, of which transfers then name some by number."""
+        """Prepare the list of all units of an arena; transfers then name units by number."""
         rows = [(base, UNIT_BYTES, 0, UNIT_BYTES, max(1, size_bytes // UNIT_BYTES))]
         return self._agent.prep_xfer_dlist(
             agent, np.array(rows, np.uint64), "DRAM", backends=[self._plugin]
@@ -266,7 +271,7 @@ class Nixl:
 
 
 def _open_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
-    """An agent, and what its calls raise."""
+    """(an agent of NIXL, the exceptions that its calls raise)."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # errors are outcomes, and told as such
     # `nixl` itself would load torch, to learn which of the two to take; host memory needs neither.
     package = next(filter(is_installed, Nixl.capabilities.modules))
@@ -280,7 +285,7 @@ def _open_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
 
 @contextlib.contextmanager
 def sleeping_progress(bindings: Any) -> Iterator[None]:
-    """The progress threads of agents that are made meanwhile sleep when there is nothing to do.
+    """Context in which the progress threads of new agents sleep when there is nothing to do.
 
     NIXL's Python interface sets their sleep to 0, and nobody can choose: an idle agent then takes a
     core, for ever (0.97 of one with 1.5.1).
@@ -315,7 +320,7 @@ def _rows(base: int, begin: NDArray[np.uint64], length: NDArray[np.uint64]) -> N
 
 
 def _units(begin: NDArray[np.uint64], length: NDArray[np.uint64]) -> NDArray[np.int32]:
-    """Numbers of the units that these ranges consist of."""
+    """Numbers of the units that these ranges consist of, in order."""
     counts = (length // np.uint64(UNIT_BYTES)).astype(np.int64)
     firsts = (begin // np.uint64(UNIT_BYTES)).astype(np.int64)
     before = np.cumsum(counts) - counts

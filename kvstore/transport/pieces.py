@@ -17,17 +17,17 @@ from kvstore.wire.transfer_worker import Descriptor, Direction, decode_descripto
 
 
 def make_pieces(local: object, remote: object, length: object) -> Pieces:
-    """Pieces from anything that numpy takes."""
+    """Pieces from offsets and lengths in bytes, as anything that numpy converts."""
     return Pieces(*(np.asarray(part, np.uint64).reshape(-1) for part in (local, remote, length)))
 
 
 def total_bytes(pieces: Pieces) -> int:
-    """Bytes of all pieces together; they are not so many that it overflows."""
+    """Bytes of all pieces together. The caller makes sure that the sum does not overflow."""
     return int(pieces.length.sum(dtype=np.uint64))
 
 
 def joined(pieces: Pieces) -> Pieces:
-    """Neighbours that follow each other in both arenas as one, empty pieces left out."""
+    """Pieces without empty ones, where those that follow each other in both arenas are one."""
     keep = pieces.length > 0
     local, remote, length = (part[keep] for part in pieces)
     if len(length) < 2:
@@ -42,8 +42,9 @@ def joined(pieces: Pieces) -> Pieces:
 def check_pieces(
     pieces: Pieces, direction: Direction, *, local_bytes: int, found: Descriptor
 ) -> None:
-    """Raises TransportError when the peer that is `found` takes no writes, or a piece does not lie
-    within both memories."""
+    """Raises TransportError if a piece does not lie within both memories, or if the pieces are
+    writes and the peer of `found` takes none.
+    """
     check_within(pieces.local, pieces.length, 0, local_bytes, "this node's arena")
     if direction is Direction.READ:
         check_within(pieces.remote, pieces.length, 0, found.size_bytes, "the peer's arena")
@@ -70,7 +71,7 @@ def check_within(
 
 
 def cut(pieces: Pieces, limit_bytes: int) -> tuple[Pieces, Pieces]:
-    """The first `limit_bytes` of them, the last piece cut if need be, and the rest."""
+    """(the first `limit_bytes` of the pieces, the last of them cut if need be; the rest)."""
     ends = np.cumsum(pieces.length, dtype=np.uint64)
     whole = int(np.searchsorted(ends, np.uint64(limit_bytes), side="right"))
     if whole == len(pieces.length):
@@ -96,13 +97,15 @@ def described(
     details: bytes,
     landing: Landing | None,
 ) -> Descriptor:
-    """Descriptor of a back end that counts by offsets."""
+    """Descriptor for a back end whose peers count by offsets, not by addresses."""
     begin, landing_bytes = (landing.begin, len(landing.memory)) if landing else (0, 0)
     return Descriptor(backend, name, size_bytes, 0, details, begin, landing_bytes)
 
 
 def open_descriptor(data: bytes, *, peer: str, backend: str) -> Descriptor:
-    """Raises TransportError when it is not one of that peer and back end."""
+    """The descriptor in `data`. Raises TransportError when it is not one of that peer and
+    back end.
+    """
     try:
         found = decode_descriptor(data)
     except ProtocolError:

@@ -25,14 +25,14 @@ from kvstore.wire.transfer_worker import REASON_CHARS_MAX, Direction, Done, Fail
 
 POST_BYTES_MAX: Final = 32 << 20
 POSTS_PER_WINDOW: Final = 4
-"""While one ends, the others are under way."""
+"""Posts that a window is divided into: while one ends, the others are under way."""
 PIECES_PER_POST_MAX: Final = 4096
 
 Told = Done | Failed | Limbo
 
 
 class Post(NamedTuple):
-    """One transfer for the back end."""
+    """One transfer for the back end: a part of a larger one."""
 
     number: int
     peer: str
@@ -47,9 +47,9 @@ class _Transfer:
         self.peer = peer
         self.direction = direction
         self.rest: Pieces | None = rest
-        """None: nothing more of it is posted."""
+        """Pieces still to be posted; None: nothing more of the transfer is posted."""
         self.posts = 0
-        """Under way."""
+        """Number of its posts under way."""
         self.failed: str | None = None
         self.limbo = False
 
@@ -74,7 +74,7 @@ class _PeerReads:
         return any(its.direction is Direction.READ for its in self.waiting)
 
     def anything(self) -> bool:
-        """Whether there is anything to post."""
+        """Whether there is anything to post to this peer: always, as it has a turn."""
         return True
 
     def next(self) -> _Transfer:
@@ -84,25 +84,30 @@ class _PeerReads:
 
 
 class Reads:
-    """Transfers of one transfer worker."""
+    """All transfers of one transfer worker."""
 
     def __init__(self, *, paced: bool = True) -> None:
-        """`paced`: False posts each transfer whole and at once, to measure what windows cost."""
+        """`paced`: windows limit what is under way; False posts each transfer whole and at once, to
+        measure what windows cost.
+        """
         self._paced = paced
         self._peers: dict[str, _PeerReads] = {}
         self._under_way: dict[int, _UnderWay] = {}
         self._turns: deque[str] = deque()
-        """Peers that have more to post, in the order of their turns: a transfer worker asks every
-        100 µs, whoever it ever read from."""
+        """Peers with more to post, in the order of their turns. Others are not in it, since it is
+        walked every 100 µs.
+        """
         self._next_post = 1
 
     @property
     def under_way(self) -> int:
-        """Posts that have not ended."""
+        """Number of posts that have not ended."""
         return len(self._under_way)
 
     def begin(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> list[Told]:
-        """A transfer, whose pieces are joined and not empty unless it is."""
+        """Begin a transfer, whose pieces are joined and not empty. Returns Done if it has no
+        pieces.
+        """
         if not len(pieces.length):
             return [Done(number)]
         known = self._peers.setdefault(peer, _PeerReads())
@@ -112,7 +117,9 @@ class Reads:
         return []
 
     def next_post(self, now_ns: int) -> Post | None:
-        """The next post, or None; ask until there is none."""
+        """The next post to give to the back end; None: there is none now. Ask until there
+        is none.
+        """
         for wants in (_PeerReads.reads, _PeerReads.anything):
             for _ in range(len(self._turns)):
                 name = self._turns[0]
@@ -123,12 +130,14 @@ class Reads:
         return None
 
     def pause_ns(self, now_ns: int) -> int:
-        """When to ask again although nothing ended; 0: no need to."""
+        """Time at which to ask again although nothing ended, in ns; 0: no need to."""
         pauses = (self._peers[name].window.pause_ns(now_ns) for name in self._turns)
         return min(filter(None, pauses), default=0)
 
     def ended(self, outcome: Outcome, now_ns: int) -> list[Told]:
-        """A post has."""
+        """A post has ended. Returns the outcome of its transfer if that has ended, too, or is in
+        limbo.
+        """
         post = self._under_way.pop(outcome.number)
         transfer, window = post.transfer, post.peer.window
         transfer.posts -= 1
@@ -149,7 +158,9 @@ class Reads:
         return self._settle(transfer)
 
     def forget(self, name: str) -> list[Told]:
-        """Nothing more is posted to this peer; what is under way ends, or does not."""
+        """Post nothing more to this peer. Returns transfers that failed by this; posts under way
+        end, or do not.
+        """
         peer = self._peers.get(name)
         if peer is None:
             return []
@@ -161,7 +172,7 @@ class Reads:
         return told
 
     def _size(self, peer: _PeerReads, now_ns: int) -> int:
-        """How much to post to this peer; 0: nothing now."""
+        """Bytes to post to this peer now; 0: nothing."""
         if not self._paced:
             return 1 << 62
         room = peer.window.room_bytes(peer.under_way_bytes, now_ns)
@@ -190,14 +201,14 @@ class Reads:
         return Post(number, name, pieces, transfer.direction, size_bytes)
 
     def _has_posted(self, transfer: _Transfer) -> None:
-        """All that is to be posted of it."""
+        """All pieces of a transfer are posted: its peer's queue goes on."""
         peer = self._peers[transfer.peer]
         peer.waiting.remove(transfer)
         if not peer.waiting:
             self._turns.remove(transfer.peer)
 
     def _stop(self, transfer: _Transfer, why: str) -> None:
-        """Post no more of it."""
+        """Post nothing more of a transfer, which has failed."""
         if transfer.failed is None:
             transfer.failed = why
         if transfer.rest is not None:
@@ -205,7 +216,7 @@ class Reads:
             transfer.rest = None
 
     def _settle(self, transfer: _Transfer) -> list[Told]:
-        """The outcome of the transfer, if all its posts have ended."""
+        """The outcome of a transfer, if all its posts have ended; else empty."""
         if transfer.posts or transfer.rest is not None or transfer.limbo:
             return []
         if transfer.failed is None:

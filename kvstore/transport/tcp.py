@@ -45,10 +45,10 @@ from kvstore.wire.transfer_worker import Direction, encode
 from kvstore.wording import cannot_listen
 
 BACKLOG: Final = 1024
-"""The kernel cuts it to net.core.somaxconn."""
+"""Length of the listen queue; the kernel limits it to net.core.somaxconn."""
 ACCEPTS_PER_TURN: Final = 64
 PORT_PATIENCE_S: Final = 5.0
-"""So long is a port that is in use tried again."""
+"""Time for which a port that is in use is tried again."""
 PORT_PAUSE_S: Final = 0.05
 UNREACHABLE: Final = (OSError, ValueError, TypeError)
 """Errors of connecting, also to an address that is invalid by its scope."""
@@ -73,15 +73,19 @@ class Tcp:
         self._selector = selectors.EpollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._wake = Wake()
-        """Readable when a turn ended before its bytes did: those may be in TLS's buffers."""
+        """Makes the selector ready when a turn ended before its bytes did: those may be in TLS's
+        buffers.
+        """
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._spare_fd = os.eventfd(0)
-        """Given up for a moment when there is no other."""
+        """Descriptor that is closed for a moment to accept and refuse a connection, when there is
+        no other.
+        """
         self._again: set[TcpReader | TcpOwner] = set()
         self._guests: Guests[TcpReader] = Guests()
         self._owners: dict[str, TcpOwner] = {}
         self._dialled: set[TcpOwner] = set()
-        """Those that may not be open yet."""
+        """Owners whose connection may not be open yet."""
         self._outcomes: list[Outcome] = []
         self.refused_count = 0
 
@@ -200,7 +204,9 @@ class Tcp:
             self._arrived(sock)
 
     def _turn_away(self) -> None:
-        """There is no descriptor for who waits, and as long as he waits the listener is ready."""
+        """Out of descriptors: accept one connection and close it, or the listener would stay ready
+        for as long as it waits.
+        """
         if self._spare_fd >= 0:
             os.close(self._spare_fd)
         with contextlib.suppress(OSError):
@@ -226,7 +232,9 @@ class Tcp:
             self._end(oldest)
 
     def _serve(self, reader: TcpReader) -> bool:
-        """Whether there may be more to do at once. Raises OSError, Closed."""
+        """Serve a peer that connected. Returns whether there may be more to do at once. Raises
+        OSError, ConnectionClosed.
+        """
         if not reader.stream.shake():
             return False
         now_ns = time.monotonic_ns()
@@ -261,7 +269,9 @@ class Tcp:
             self._wake.set()
 
     def _fail(self, owner: TcpOwner, reason: str) -> None:
-        """Its connection is closed: nothing of it writes any more."""
+        """Close the connection to an owner, and fail its transfers: nothing of it writes
+        any more.
+        """
         self._end(owner)
         why = f"{owner.name}: {reason}"
         self._outcomes += [Outcome(number, End.FAILED, why) for number in owner.lose()]
@@ -289,7 +299,9 @@ class Tcp:
 
 
 def _contexts(options: Mapping[str, str]) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
-    """For those who dial and for those whom we dial; None: insecure."""
+    """TLS (for peers that dial this node, for peers that it dials); None: insecure. Raises
+    ConfigError.
+    """
     if options.get("insecure") == "yes":
         return None, None
     try:
@@ -319,7 +331,7 @@ def _is_dns_name(name: str) -> bool:
 
 
 def _address(options: Mapping[str, str], listener: socket.socket, *, secure: bool) -> Address:
-    """The address that peers dial."""
+    """The address that peers dial. Raises ConfigError: its host is no IP address."""
     host, port = listener.getsockname()[:2]
     host = options.get("host") or host
     try:

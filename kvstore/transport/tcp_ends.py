@@ -48,7 +48,7 @@ REQUESTS_MAX: Final = 32
 """Most unanswered requests of one connection."""
 PIECES_MAX: Final = 4096
 HELLO_NS: Final = 10 * NS_PER_S
-"""For the certificates."""
+"""Time for connecting and showing certificates."""
 SEND_BYTES: Final = 256 << 10
 TURN_BYTES: Final = 8 << 20
 """Bytes that one connection moves before others have their turn."""
@@ -58,7 +58,7 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Address at which an owner listens. Raises ValueError, in decoding a ValidationError."""
 
     host: str
-    """A literal: names are not looked up."""
+    """IP address: names are not looked up."""
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     secure: bool
 
@@ -67,11 +67,11 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ConnectionClosed(Exception):
-    """The other end closed, or is not what it should be."""
+    """The other end closed the connection, or does not keep to the protocol."""
 
 
 class Stream:
-    """A connection: bytes both ways, without waiting."""
+    """A connection that sends and receives bytes without waiting."""
 
     def __init__(
         self,
@@ -79,19 +79,21 @@ class Stream:
         secure: Callable[[socket.socket], ssl.SSLSocket] | None,
         events: int = selectors.EVENT_READ | selectors.EVENT_WRITE,
     ) -> None:
-        """`events`: what to wait for first."""
+        """`events`: events of the selector to wait for first."""
         self._socket, self._secure = sock, secure
         self.fd = sock.fileno()
         self.deadline_ns = time.monotonic_ns() + HELLO_NS
-        """For being open; 0: it is."""
+        """Time by which it must be open, in ns; 0: it is open."""
         self.is_open = False
-        """Connected, and certificates seen."""
+        """Connected, and certificates verified."""
         self.node = ""
-        """The other end, by its certificate."""
+        """Name of the node at the other end, by its certificate."""
         self.events = events
 
     def shake(self) -> bool:
-        """Whether it is open by now. Raises OSError, Closed."""
+        """Go on with connecting and the handshake. Returns whether it is open by now. Raises
+        OSError, ConnectionClosed.
+        """
         if not self.is_open:
             if code := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(code, os.strerror(code))
@@ -117,7 +119,7 @@ class Stream:
         return True
 
     def receive(self, into: memoryview) -> int:
-        """How many bytes came; 0: none for now. Raises OSError, Closed."""
+        """Number of bytes received; 0: none for now. Raises OSError, ConnectionClosed."""
         try:
             count = self._socket.recv_into(into)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -127,7 +129,7 @@ class Stream:
         return count
 
     def send(self, data: memoryview) -> int:
-        """How many bytes went; 0: there is no room. Raises OSError."""
+        """Number of bytes sent; 0: there is no room. Raises OSError."""
         try:
             return self._socket.send(data[:SEND_BYTES])
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -137,26 +139,28 @@ class Stream:
         self._socket.close()
 
     def wants(self, *, write: bool) -> int:
-        """Events to wait for."""
+        """Events to wait for; `write`: there are bytes to send."""
         if self.is_open:
             self.events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
         return self.events
 
 
 def _node_of(certificate: dict[str, Any]) -> str:
-    """Empty: clients and indexes have certificates of the same authority, and no business here."""
+    """Node name in a certificate; empty: it has none. Clients and indexes have certificates of the
+    same authority, but must not connect here.
+    """
     names = identities_of(certificate.get("subjectAltName", ()))
     return min((each.name for each in names if each.role == "node"), default="")
 
 
 class _Incoming:
-    """Bytes that come in pieces: into one place after the other."""
+    """Bytes to receive, into one place after the other."""
 
     def __init__(self, places: list[memoryview]) -> None:
         self._places = deque(place for place in places if len(place))
 
     def take(self, stream: Stream, budget: int) -> int:
-        """How many bytes came, at most about `budget`. Raises OSError, Closed."""
+        """Number of bytes received, at most about `budget`. Raises OSError, ConnectionClosed."""
         taken = 0
         while self._places and taken < budget:
             count = stream.receive(self._places[0])
@@ -175,7 +179,7 @@ class _Incoming:
 
 
 class _Outgoing:
-    """Bytes that go, without copies of them."""
+    """Bytes to send, without copies of them."""
 
     def __init__(self) -> None:
         self._parts: deque[memoryview] = deque()
@@ -187,7 +191,7 @@ class _Outgoing:
         self._parts.extend(part for part in parts if len(part))
 
     def give(self, stream: Stream, budget: int) -> int:
-        """How many bytes went, at most about `budget`. Raises OSError."""
+        """Number of bytes sent, at most about `budget`. Raises OSError."""
         given = 0
         while self._parts and given < budget:
             count = stream.send(self._parts[0])
@@ -201,19 +205,21 @@ class _Outgoing:
 
 
 class TcpReader:
-    """A peer that reads and writes here, over a stream that is open when it has its turn."""
+    """A peer that reads from and writes to this node, over a stream that is open at its turns."""
 
     def __init__(self, stream: Stream, source: NDArray[np.uint8], landing: Landing | None) -> None:
         self.stream, self._view = stream, memoryview(source.data)
         self._landing = landing or Landing(0, np.empty(0, np.uint8))
         self._out = _Outgoing()
         self._unanswered: deque[int] = deque()
-        """Bytes that were given when each of the answers is."""
+        """For each answer that is not sent: total of bytes sent once it is."""
         self._put = self._given = 0
         self._expect_header()
 
     def turn(self) -> bool:
-        """Whether there may be more to do at once. Raises OSError, Closed."""
+        """Receive requests and send answers. Returns whether there may be more to do at once.
+        Raises OSError, ConnectionClosed.
+        """
         moved = self._in.take(self.stream, TURN_BYTES)
         while self._in.is_full:
             self._heard()
@@ -271,21 +277,24 @@ class TcpReader:
 
 
 class TcpOwner:
-    """A peer that is read from and written to, and what is asked in the order of its answers."""
+    """A peer that this node reads from and writes to; its requests are answered in order."""
 
     def __init__(self, name: str, found: Descriptor, address: Address) -> None:
         self.name, self.found, self.address = name, found, address
         self.stream: Stream | None = None
-        """None until the first transfer, and after a failure until the next."""
+        """Connection; None until the first transfer, and after a failure until the next."""
         self.waiting: deque[tuple[int, Pieces, Direction, list[memoryview]]] = deque()
         self.asked: deque[tuple[int, int, list[memoryview]]] = deque()
-        """On their way: number, bytes that will come, and their places."""
+        """(number, bytes that will come, their places) of each request without a whole answer, in
+        order.
+        """
         self._out = _Outgoing()
         self._expect_header()
 
     def turn(self) -> tuple[list[int], bool]:
-        """The transfers that are done, and whether there may be more to do at once. Raises OSError,
-        Closed."""
+        """Send requests and receive answers. Returns (transfers that are done, whether there may be
+        more to do at once). Raises OSError, ConnectionClosed.
+        """
         assert self.stream is not None
         done: list[int] = []
         if not self.stream.shake():
@@ -305,7 +314,7 @@ class TcpOwner:
         return bool(self._out)
 
     def lose(self) -> list[int]:
-        """The transfers that have not ended; none from now on."""
+        """Return the numbers of all transfers that have not ended, and forget them."""
         found = [each[0] for each in self.asked] + [each[0] for each in self.waiting]
         self.asked.clear()
         self.waiting.clear()

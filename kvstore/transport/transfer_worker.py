@@ -42,24 +42,26 @@ from kvstore.wire import transfer_worker as wire
 # there is nothing to fill.
 
 PART_BYTES: Final = 4 << 20
-"""At a time: about a millisecond, by which a read that comes meanwhile is late."""
+"""Bytes whose tables are filled at a time: about a millisecond, by which a read that comes
+meanwhile is late.
+"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class PageTables:
-    """Page tables of mappings of one arena, each all of it."""
+    """Page tables of several mappings of one arena, each of all of it."""
 
     def __init__(self, fd: int, *mappings: NDArray[np.uint8]) -> None:
-        """`fd`: of the arena."""
+        """`fd`: descriptor of the arena."""
         self._mappings = mappings
         self._size_bytes = len(mappings[0])
         has_huge_pages = os.fstat(fd).st_blksize > PAGE_BYTES
         self.filled_bytes = self._size_bytes if has_huge_pages else 0
 
     def fill(self) -> bool:
-        """The next part, of what is there. False: for now there is no more."""
+        """Fill the next part, as far as its pages are present. False: for now there is no more."""
         begin = self.filled_bytes
         if begin >= self._size_bytes:
             return False
@@ -79,8 +81,9 @@ class PageTables:
 
 
 def present_bytes(mapped: NDArray[np.uint8], begin: int, end: int) -> int:
-    """How much of bytes [begin, end) of an arena, page aligned, is there from `begin` on, whether
-    this process has mapped it or not. (SEEK_HOLE would look at all that follows, each time.)
+    """Number of bytes from `begin` on, in bytes [begin, end) of an arena, page aligned, whose pages
+    are present, whether this process has mapped them or not. (SEEK_HOLE would look at all that
+    follows, each time.)
 
     Raises:
         OSError: the kernel does not say.
@@ -96,10 +99,12 @@ def present_bytes(mapped: NDArray[np.uint8], begin: int, end: int) -> int:
 
 BEAT_NS: Final = NS_PER_S // 4
 POLL_S: Final = 100e-6
-"""Between two looks at a back end that has no descriptor to wait for, at least."""
+"""Least pause between two polls of a back end without a descriptor to wait for."""
 POLL_SHARE: Final = 16
-"""The pause grows with the time since the last news: an end is seen a sixteenth later at most, and
-a long write is not looked at a hundred times by a processor that could move its bytes."""
+"""The pause between polls is the time since the last news divided by this: an end is seen a
+sixteenth later at most, and a long write is not polled a hundred times by a processor that could
+move its bytes.
+"""
 DATAGRAMS_PER_TURN: Final = 64
 _ANCILLARY_BYTES: Final = socket.CMSG_LEN(8)
 
@@ -123,7 +128,10 @@ def run(sock: socket.socket) -> int:
 
 
 def _hear_begin(sock: socket.socket) -> tuple[wire.Begin, int] | None:
-    """With the arena. The word that this process may write there stays open until it has ended."""
+    """The node's first message, and the descriptor of the arena; None: the node has ended. A second
+    descriptor, by which the node knows that this process may write to the arena, stays open until
+    the end.
+    """
     data, ancillary, _, _ = sock.recvmsg(
         wire.DATAGRAM_BYTES_MAX, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
     )
@@ -137,7 +145,9 @@ def _hear_begin(sock: socket.socket) -> tuple[wire.Begin, int] | None:
 
 
 def _landing(begin: wire.Begin, fd: int) -> Landing | None:
-    """In a mapping of its own: what peers write to is registered apart from the rest."""
+    """Landing memory in a mapping of its own, since peers' writes are registered apart from the
+    rest; None: there is none.
+    """
     if not begin.landing_bytes:
         return None
     at = begin.landing_begin
@@ -146,7 +156,7 @@ def _landing(begin: wire.Begin, fd: int) -> Landing | None:
 
 
 class TransferWorkerLoop:
-    """One transport, for one node."""
+    """Runs one transport for one node."""
 
     def __init__(
         self,
@@ -157,18 +167,22 @@ class TransferWorkerLoop:
         idle: Callable[[], bool] = lambda: False,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`idle`: what to do while there is nothing to read, a little at a time; False: nothing."""
+        """`idle`: called again and again while there is nothing to read, does a little work, and
+        returns whether there is more.
+        """
         self._idle, self._has_more = idle, False
         self._socket, self._transport, self._now_ns = sock, transport, now_ns
         self._reads = Reads(paced=begin.paced)
         self._arena_bytes = begin.arena_bytes
         self._parts: dict[int, list[wire.MovePieces]] = {}
-        """Parts of transfers that are not complete yet."""
+        """Transfer → its messages so far, until the last one has come."""
         self._outbox: deque[wire.TransferWorkerMessage] = deque()
-        """Not taken by the node yet: at most an answer to each message, and a beat."""
+        """Messages that the node has not taken yet: at most an answer to each message,
+        and a beat.
+        """
         self._next_beat_ns = 0
         self._news_ns = 0
-        """When something was posted, or ended, the last time."""
+        """Time of the last post or end of a post, in ns."""
         self._ended = False
         self._tell(
             wire.Registered(
@@ -178,13 +192,13 @@ class TransferWorkerLoop:
         )
 
     def run(self) -> None:
-        """Until the node has ended."""
+        """Serve until the node has ended."""
         while not self._ended:
             self._wait()
             self.turn()
 
     def turn(self) -> None:
-        """All that can be done without waiting."""
+        """Do all that can be done without waiting."""
         self._hear()
         self._collect()
         self._post()

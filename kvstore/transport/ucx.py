@@ -58,12 +58,14 @@ class _UcxRead:
     def __init__(self, owner: _Owner, requests: list[Any], ask: bytes) -> None:
         self.owner, self.requests = owner, requests
         self._ask = ask
-        """UCX reads a long message from where it lies, when the owner fetches it."""
+        """Encoded request, kept since UCX reads a long message in place when the owner
+        fetches it.
+        """
         self.completed = 0
-        """So many from the first on have been looked at."""
+        """Number of leading requests that are known to have completed."""
 
     def is_over(self) -> bool:
-        """Nothing of it is under way any more. Looks at each request once."""
+        """Whether all of its requests have completed. Looks at each completed one once."""
         while self.completed < len(self.requests) and self.requests[self.completed].completed:
             self.completed += 1
         return self.completed == len(self.requests)
@@ -77,7 +79,7 @@ class Ucx:
     )
 
     def __init__(self, name: str, memory: TransportMemory, options: Mapping[str, str]) -> None:
-        """ucxx is installed. Raises ConfigError: it cannot work here."""
+        """Set up UCX; ucxx must be installed. Raises ConfigError: UCX cannot work here."""
         self._name, (self._arena, self._source, landing) = name, memory
         assert landing is None, "it takes no writes"
         if options:
@@ -93,13 +95,17 @@ class Ucx:
             raise ConfigError(f"UCX cannot work here: {error}") from None
         address: bytes = self._worker.address.tobytes()
         self._address = xxhash.xxh3_64_digest(address) + address
-        """With a checksum: UCX itself reads whatever it is given."""
+        """Address of this worker behind its checksum, since UCX itself does not check the bytes of
+        an address.
+        """
         self._owners: dict[str, _Owner] = {}
         self._readers: dict[bytes, Any] = {}
-        """Endpoints to those that read from here, by address."""
+        """Address → endpoint of each peer that reads from here."""
         self._reads: dict[int, _UcxRead] = {}
         self._given_up: list[_UcxRead] = []
-        """Whose places may still be written to, and whose requests must not be freed."""
+        """Reads that were given up: their places may still be written to, and their requests must
+        not be freed.
+        """
         self._sends: deque[Any] = deque()
         self._next_tag = DATA
         self._outcomes: list[Outcome] = []
@@ -179,7 +185,7 @@ class Ucx:
             raise TransportError(f"UCX cannot use this address: {error}") from None
 
     def _progress(self) -> None:
-        """Make all progress that is due, and arm the descriptor for what comes next."""
+        """Make all progress that is due, and arm the descriptor for the next event."""
         self._worker.progress()
         while not self._worker.arm():
             self._worker.progress()
@@ -198,7 +204,9 @@ class Ucx:
             self._give_up(read, "it has ended")
 
     def _give_up(self, read: int, reason: str) -> None:
-        """Its receives stay posted: to cancel them at an endpoint that has failed ends in UCX."""
+        """End a read as UNKNOWN. Its receives stay posted: to cancel them at an endpoint that has
+        failed crashes UCX.
+        """
         begun = self._reads.pop(read)
         self._given_up.append(begun)
         self._outcomes.append(Outcome(read, End.UNKNOWN, reason))
@@ -220,7 +228,7 @@ class Ucx:
                 continue  # whoever asked so waits for its own deadline
 
     def _give(self, ask: _UcxRequest) -> None:
-        """Raises TransportError."""
+        """Send the bytes that a reader asks for. Raises TransportError."""
         if len(ask.begin) != len(ask.length) or len(ask.begin) % 8:
             raise TransportError("the arrays of a request are not equally long")
         begin, length = array_of(ask.begin), array_of(ask.length)

@@ -23,17 +23,19 @@ from kvstore.units import NS_PER_S
 GRACE_NS: Final = NS_PER_S
 SILENT_NS: Final = 5 * NS_PER_S
 START_NS: Final = 60 * NS_PER_S
-"""Until its first word: libraries are loaded, an arena is registered."""
+"""Limit until a transfer worker's first message: libraries are loaded, and an arena is
+registered.
+"""
 LOOK_LATE_NS: Final = NS_PER_S
 LIMBO_DIVISOR: Final = 16
-"""A sixteenth of the arena may be in limbo."""
+"""One part in this many of the arena may be in limbo."""
 PAUSES_NS: Final = (0, NS_PER_S // 10, NS_PER_S // 2, NS_PER_S, 2 * NS_PER_S, 5 * NS_PER_S)
 LONG_NS: Final = 30 * NS_PER_S
-"""A transfer worker that served for longer did not die of its start."""
+"""A transfer worker that served for longer did not die because of its start."""
 
 
 class Recycle(NamedTuple):
-    """Kill the transfer worker."""
+    """The transfer worker must be killed, for this reason."""
 
     reason: str
 
@@ -46,25 +48,25 @@ class _WatchedTransfer:
 
 
 class Watch:
-    """Watches one transfer worker after the other."""
+    """Watches the transfer workers of a node, one after the other."""
 
     def __init__(self, *, arena_bytes: int) -> None:
         self._limbo_max = arena_bytes // LIMBO_DIVISOR
         self._transfers: dict[int, _WatchedTransfer] = {}
         self._silent_at_ns = 0
-        """When it will have been silent for too long; 0: there is none."""
+        """Time at which it will have been silent for too long; 0: there is no transfer worker."""
         self._looked_ns = 0
         self._begun_ns = 0
         self._deaths = 0
 
     @property
     def transfers(self) -> dict[int, str]:
-        """Transfers that have not ended, each with its peer."""
+        """Numbers of transfers that have not ended, each with its peer."""
         return {number: each.peer for number, each in self._transfers.items()}
 
     @property
     def limbo_bytes(self) -> int:
-        """Whose end only the transfer worker's death would prove."""
+        """Bytes of transfers in limbo, whose end only the transfer worker's death would prove."""
         return sum(each.size_bytes for each in self._transfers.values() if each.limbo)
 
     def began(self, now_ns: int) -> None:
@@ -73,7 +75,7 @@ class Watch:
         self._silent_at_ns = now_ns + START_NS
 
     def heard(self, now_ns: int) -> None:
-        """Something came from the transfer worker."""
+        """A message of the transfer worker came."""
         self._silent_at_ns = now_ns + SILENT_NS
 
     def posted(self, transfer: int, peer: str, *, size_bytes: int, deadline_ns: int) -> None:
@@ -81,12 +83,14 @@ class Watch:
         self._transfers[transfer] = _WatchedTransfer(peer, size_bytes, deadline_ns)
 
     def ended(self, transfer: int) -> str | None:
-        """The transfer worker says so. Returns its peer; None: that transfer is not known."""
+        """The transfer worker reports the end of a transfer. Returns its peer; None: that transfer
+        is not known.
+        """
         known = self._transfers.pop(transfer, None)
         return known.peer if known else None
 
     def in_limbo(self, transfer: int) -> None:
-        """The transfer worker says that it cannot know."""
+        """The transfer worker reports that it cannot know the end of a transfer."""
         if transfer in self._transfers:
             self._transfers[transfer].limbo = True
 
@@ -112,13 +116,14 @@ class Watch:
         return overdue
 
     def next_ns(self) -> int:
-        """When to look again at the latest."""
+        """Time at which to look again at the latest, in ns."""
         times = [each.deadline_ns + GRACE_NS * each.overdue for each in self._transfers.values()]
         return min([*times, self._looked_ns + LOOK_LATE_NS // 2, self._silent_at_ns])
 
     def died(self, now_ns: int) -> tuple[dict[int, str], int]:
-        """The transfer worker is dead and reaped: the transfers that have ended with it, each with
-        its peer, and how long to wait before another is started."""
+        """The transfer worker is dead and reaped. Returns the transfers that have ended with it,
+        each with its peer, and how many ns to wait before another is started.
+        """
         ended = self.transfers
         self._transfers.clear()
         soon = now_ns - self._begun_ns <= LONG_NS

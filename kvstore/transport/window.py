@@ -31,19 +31,25 @@ CEILING_BYTES: Final = 256 << 20
 LEAST_BYTES: Final = STEP_BYTES // 4
 GROW_BELOW: Final = 1.15
 CUT_ABOVE: Final = 1.3
-"""Times what is expected. One flow as strong as ours makes it 2."""
+"""A post that takes longer than this times the expected time halves the window. One flow as strong
+as ours makes it 2.
+"""
 SLACK_NS: Final = 4_000_000
-"""Delay that a busy host adds to any time: no reason to give way."""
+"""Delay that a busy host adds to any time, in ns: no reason to give way."""
 QUEUE_NS: Final = 10_000_000
-"""More than this, beyond what fills the link, would hide the queues of others behind our own."""
+"""Time by which the window may exceed what fills the link, in ns: more would hide the queues of
+others behind our own.
+"""
 SHARE: Final = 8
-"""No less than one part in so many of what the link carries is read."""
+"""The window suffices for at least one part in this many of what the link carries."""
 EPOCH_NS: Final = 60 * NS_PER_S
-"""The least times are those of this epoch and the one before: routes change."""
+"""Length of an epoch. The least times are those of the current epoch and the one before, since
+routes change.
+"""
 
 
 class _Least:
-    """The least times of an epoch."""
+    """Least times of posts in one epoch."""
 
     def __init__(self) -> None:
         self.ns_per_byte = float("inf")
@@ -52,26 +58,26 @@ class _Least:
 
 
 class Window:
-    """Window of one peer."""
+    """Window of one peer, in bytes."""
 
     def __init__(self) -> None:
         self.size_bytes: float = START_BYTES
         self._slow_start = True
         self._cut_ns = 0
-        """Posts from before the last cut say nothing about the window after it."""
+        """Time of the last cut: posts from before it say nothing about the window after it."""
         self._pause_until_ns = 0
         self._epochs = (_Least(), _Least())
         self._epoch_end_ns = 0
 
     def room_bytes(self, under_way_bytes: int, now_ns: int) -> int:
-        """How many more may be under way now."""
+        """Bytes that may be posted now, in addition to those under way."""
         if self.size_bytes < STEP_BYTES:
             idle = not under_way_bytes and now_ns >= self._pause_until_ns
             return STEP_BYTES if idle else 0
         return max(0, int(self.size_bytes) - under_way_bytes)
 
     def pause_ns(self, now_ns: int) -> int:
-        """Until when nothing may be posted whatever ends; 0: no such time."""
+        """Time until which nothing may be posted, whatever ends; 0: no such time."""
         waits = self.size_bytes < STEP_BYTES and now_ns < self._pause_until_ns
         return self._pause_until_ns if waits else 0
 
@@ -91,7 +97,7 @@ class Window:
             self._pause_until_ns = now_ns + int(took_ns * (STEP_BYTES / self.size_bytes - 1))
 
     def failed(self, *, posted_ns: int, now_ns: int) -> None:
-        """A post came to nothing."""
+        """A post failed: cut the window."""
         self._cut(posted_ns, now_ns)
 
     def _cut(self, posted_ns: int, now_ns: int) -> None:
@@ -115,11 +121,13 @@ class Window:
         return base_ns + queued_bytes * ns_per_byte
 
     def _due_bytes(self, took_ns: int) -> float:
-        """Window that reads no less than its share, where posts take so long."""
+        """Window that reads at least the share 1 / SHARE of the link, where posts take
+        `took_ns`.
+        """
         ns_per_byte = min(epoch.ns_per_byte for epoch in self._epochs)
         return took_ns / ns_per_byte / SHARE
 
     def _enough_bytes(self) -> float:
-        """Window that fills the link, with some to spare."""
+        """Window that fills the link, with some to spare, in bytes."""
         ns_per_byte = min(epoch.ns_per_byte for epoch in self._epochs)
         return max(2 * STEP_BYTES, (self._expected_ns(0) + QUEUE_NS) / ns_per_byte)
