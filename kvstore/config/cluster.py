@@ -91,7 +91,9 @@ class ClusterConfig:
     engines: tuple[EngineSource, ...]
     """Sources of KV events besides attached engines."""
     peers: PeerConfig | None
-    """None: this node neither serves nor fetches blocks, it only publishes their locations."""
+    """Address for other nodes, and transport; None: this node neither serves nor fetches blocks, it
+    only publishes their locations.
+    """
     tls: Tls | None
     files: TlsFiles | None
     """Files that `tls` was read from."""

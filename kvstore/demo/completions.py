@@ -34,10 +34,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     """Prompt tokens that were not computed: prefix cache and connector together."""
     ttft_s: float
-    """From before the request was sent until its first token arrived."""
+    """Seconds from before the request was sent until its first token arrived."""
     duration_s: float
     token_s: tuple[float, ...] = ()
-    """From before the request was sent until each token arrived."""
+    """Seconds from before the request was sent until each token arrived."""
 
 
 class _Usage(msgspec.Struct):

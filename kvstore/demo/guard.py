@@ -30,7 +30,7 @@ SIGNALS: Final = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def main(arguments: list[str]) -> int:
-    """Command line without the program's name; returns the exit status."""
+    """Run the command line, without the program's name; returns the exit status."""
     command = arguments[1:]
     start = partial(os.posix_spawnp, command[0], command, os.environ, setsigmask=())
     return watch(int(arguments[0]), start)

@@ -119,7 +119,7 @@ def commands_to_try(
 
 
 def refuse_taken_port(port: int) -> None:
-    """Raises OSError if a port is taken: the router would find out only after the engines' start."""
+    """Raises OSError if a port is taken, before the minute in which the engines start."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,4 +1,4 @@
-"""Which process a descriptor stands for. Does not cover: waiting for its end (`attach`)."""
+"""The process that a pidfd stands for. Does not cover: waiting for its end (`attach`)."""
 
 from __future__ import annotations
 

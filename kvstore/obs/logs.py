@@ -28,7 +28,7 @@ class RateLimit(logging.Filter):
         self._seen: dict[str, tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """False: drop the record."""
+        """Whether to log the record."""
         template = str(record.msg)
         now_s = time.monotonic()
         begin_s, count = self._seen.get(template, (now_s, 0))

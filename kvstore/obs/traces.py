@@ -59,7 +59,7 @@ class Traces(ABC, Generic[_T]):
     def __init__(self, exporter: SpanExporter | str, instance: str, sample_percent: int) -> None:
         """
         Args:
-            exporter: or the URL of a collector: http://HOST:PORT, or https:// with TLS.
+            exporter: or the URL of a collector in its place, http:// or https://HOST:PORT.
             instance: name of this process.
             sample_percent: of requests without a traceparent, the share to export.
         """

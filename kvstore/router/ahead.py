@@ -1,4 +1,4 @@
-"""Preparations at nodes: what the core wants brought to dram ahead of time, said over gRPC.
+"""Preparations at nodes: blocks that the core wants brought to dram ahead of time, by gRPC.
 
     core: Prepare ─▶ worker ─▶ its node ─ address by the index ─▶ kvstore.peer.v3.Ahead/Prepare
     core ◀─ PrepareAnswered ◀─ counts, or why not, within DEADLINE_S

@@ -274,7 +274,7 @@ def _story(router: Router, number: int) -> dict[str, Any] | None:
 
 
 def make_router_pages(router: Router, loop: asyncio.AbstractEventLoop) -> dict[str, PageMaker]:
-    """The pages by path."""
+    """Path → function that makes the page, for all pages of a router."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RouterCollector(router, loop))
 

@@ -100,9 +100,7 @@ class Router:
         *,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`core`: used in place of one by the policy file. `clock`: time of the core's events, in
-        nanoseconds. Raises ConfigError.
-        """
+        """`core` None: one by the policy file. `clock`: ns, for its events. Raises ConfigError."""
         self.config = config
         tenants = load_tenants(config.api_keys) if config.api_keys else None
         self.core = core or RouterCore(load_policy(config.policy), seed=secrets.randbits(62))

@@ -1,4 +1,4 @@
-"""The whole: events in, commands out.
+"""The decision core as a whole: events in, commands out.
 
     core = RouterCore(policy, seed=…)
     for command in core.step(Arrived(request, prefix), now_ns): …

@@ -26,7 +26,7 @@ from kvstore.routing.values import PrefixTrust
 from kvstore.routing.workers.rows import Floats
 
 NETWORK_S: Final = 0.001
-"""Latency of a transfer between nodes."""
+"""Latency of a transfer between nodes, in seconds."""
 TRUSTED: Final = {
     PrefixTrust.EXACT: 1.0,
     PrefixTrust.CATCHING_UP: 1.0,

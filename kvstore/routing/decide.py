@@ -24,9 +24,9 @@ from kvstore.routing.receipts import Receipt
 from kvstore.routing.workers.rows import Floats
 
 ADAPTER_S: Final = 0.2
-"""Load of a LoRA adapter that a worker does not have."""
+"""Seconds to load a LoRA adapter that a worker does not have."""
 NEAR_S: Final = 0.005
-"""Workers whose cost exceeds the best one by less are as good."""
+"""Seconds by which a worker's cost may exceed the best one and still count as equal."""
 _MASK: Final = (1 << 64) - 1
 _SESSION_LOAD_MAX: Final = 1.25
 """Bounded load: a request of a session goes elsewhere if the session's worker has this many times

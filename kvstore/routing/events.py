@@ -71,9 +71,9 @@ class Lack(enum.StrEnum):
 
     MODEL = "model"
     CONTEXT = "context"
-    """Context for so many tokens."""
+    """Context for as many tokens as the request needs."""
     LIMIT = "limit"
-    """Permission for so many media in one prompt, or for media of that kind."""
+    """Permission for as many media in one prompt, or for media of that kind."""
     MEDIA = "media"
     """A model that takes images, audio or video."""
 
@@ -83,11 +83,11 @@ class Ending(enum.StrEnum):
 
     DONE = "done"
     REFUSED = "refused"
-    """4xx of the engine."""
+    """The engine refused it with a 4xx."""
     ABORTED = "aborted"
-    """By the client."""
+    """The client left or cancelled it."""
     FAILED = "failed"
-    """After the last attempt."""
+    """Its last attempt failed."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
@@ -118,7 +118,7 @@ class Probed(msgspec.Struct, frozen=True, tag=True):
     worker: str
     result: ProbeResult
     why: str = ""
-    """One clause for operators."""
+    """Reason, in one clause for operators."""
     late_s: float = 0.0
     """Seconds beyond the time in which an answer is expected."""
 
@@ -192,14 +192,14 @@ class RaceOver(RequestEvent, frozen=True, tag=True):
     worker: str
     """Worker of the attempt that ended."""
     failure: Failure | None = None
-    """None: it was slower, and its connection is closed."""
+    """Failure of that attempt; None: it was slower, and its connection is closed."""
     why: str = ""
     lack: Lack | None = None
 
 
 class LegFailed(RequestEvent, frozen=True, tag=True):
     """A leg of a request failed. Answered by `Routed` (elsewhere, or local prefill) or `Rejected`;
-    nothing if the request is held again.
+    later, if the request is held again.
     """
 
     leg: Leg
@@ -207,7 +207,7 @@ class LegFailed(RequestEvent, frozen=True, tag=True):
     has_streamed: bool = False
     """Bytes of the answer reached the client: no retry."""
     why: str = ""
-    """One clause for operators."""
+    """Reason, in one clause for operators."""
     lack: Lack | None = None
     """The thing that the worker lacks; only with REFUSED."""
     is_claim: bool = False
@@ -226,7 +226,7 @@ class RequestEnded(RequestEvent, frozen=True, tag=True):
     served_by: str = ""
     """Worker that served it, where a gateway chose another one than `Routed.worker`."""
     why: str = ""
-    """With FAILED: one clause for operators."""
+    """Reason, with FAILED; one clause for operators."""
 
 
 class RouteTick(msgspec.Struct, frozen=True, tag=True):
@@ -271,7 +271,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Request that it is for; it may have ended."""
     worker: str
     keys: bytes
-    """In chain order."""
+    """Keys of the blocks, in chain order."""
     reason: PrepareReason
 
 
@@ -302,10 +302,12 @@ class Routed(msgspec.Struct, frozen=True, tag=True):
     fallbacks: tuple[str, ...]
     """Next best workers, for Envoy's list."""
     attempt: int
-    """1 for the first."""
+    """Number of the attempt, from 1."""
     late_after_s: float
-    """Time without a first byte after which a request is late: say `Late` if it `may_race`; with a
-    remote prefill in turn, let the decode worker begin, too."""
+    """Seconds without a first byte after which the request is late. The shell then says `Late` if
+    it `may_race`; if a remote prefill runs before the decode leg, it lets the decode worker begin,
+    too.
+    """
     may_race: bool
     draft: ReceiptDraft
     hints: HintAnswer | None = None
@@ -379,7 +381,7 @@ class RejectReason(enum.StrEnum):
 
 
 class Blocked(enum.Enum):
-    """Why there is no placement."""
+    """Reason why a request cannot be placed now."""
 
     LOAD = "load"
     """All workers that fit have too much load now: waiting can help."""

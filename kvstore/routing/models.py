@@ -71,7 +71,9 @@ class ModelMap:
                 self._rules[adapter or model] = (model, adapter, _pools(found))
         bases = {base for base, _, _ in self._rules.values()}
         self.sole = bases.pop() if len(bases) == 1 else ""
-        """The model of requests that name none; empty: there are several, or nobody said one."""
+        """The only base model, for requests that name none; empty: there are several, or none is
+        known.
+        """
 
     @property
     def known(self) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ def kept(verdict: RouteVerdict, count_max: int) -> list[int] | slice:
 
 
 class Placer:
-    """Judges requests by one policy."""
+    """Judges requests by the current policy, and places them."""
 
     def __init__(self, fleet: Fleet, tree: ApproximateTree, seed: int) -> None:
         self.fleet = fleet
@@ -291,7 +291,9 @@ class Placer:
         now_ns: int,
         predicted_s: float = 0.0,
     ) -> ReceiptDraft:
-        """Draft of the receipt. `placed` None: rejected because of `predicted_s`, or 0."""
+        """Draft of the receipt. `placed` None: rejected, for its `predicted_s` or, if 0, another
+        reason.
+        """
         features, case = verdict.features, verdict.case
         request, prefix = opened.request, opened.prefix
         held_s = (now_ns - opened.arrived_ns) / NS_PER_S if opened.was_held else 0.0

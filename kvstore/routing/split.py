@@ -66,7 +66,7 @@ class SplitReason(enum.StrEnum):
     BUSY_DECODE = "busy-decode"
     PREFILL_QUEUE = "prefill-queue"
     FELL_BACK = "fell-back"
-    """Every prefiller failed or does not fit this request, or the chosen worker is one itself."""
+    """Prefillers failed or do not fit this request, or the chosen worker is one itself."""
 
     @property
     def is_remote(self) -> bool:

@@ -41,7 +41,7 @@ class ProbeResult(enum.StrEnum):
     """Result of a probe."""
 
     ANSWERED = "answered"
-    """With 2xx, however late."""
+    """The engine answered 2xx, however late."""
     LATE = "late"
     """No answer yet: the engine may be busy. The probe goes on."""
     REFUSED = "refused"
@@ -63,7 +63,7 @@ class WorkerWord(enum.StrEnum):
     OPEN = "open"
     """Its requests failed: it gets one at a time, until one succeeds."""
     HALF_OPEN = "half-open"
-    """One such request is under way."""
+    """The breaker is open, and one request is under way as a trial."""
     DOWN = "down"
     """The engine refuses connections, says that it is unwell, or is silent."""
     DRAINING = "draining"
@@ -82,13 +82,13 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     """Unique among the requests under way."""
     model: str
-    """As the client wrote it: name, alias or adapter."""
+    """Model as the client wrote it: name, alias or adapter."""
     prompt_tokens: int
     """Estimated where there is no rendering."""
     keys: bytes = b""
     """32 bytes each, of the full blocks, in chain order; empty: no prefix routing by keys."""
     block_tokens: int = 16
-    """Tokens of the block of a key."""
+    """Tokens of a block, which has one key."""
     is_of_bytes: bool = False
     """Nobody rendered the prompt: its keys are of the bytes of its text, and its tokens are
     estimated.
@@ -98,9 +98,9 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     `keys`; empty: one prompt.
     """
     output_tokens_max: int | None = None
-    """Bound of the client; None: it gave none."""
+    """Most output tokens that the client wants; None: it gave no limit."""
     is_streamed: bool = True
-    """No: its response comes whole, and its first byte says nothing about its first token."""
+    """False: the response comes whole, and its first byte says nothing about its first token."""
     has_media: bool = False
     """Images, audio or video are part of the prompt."""
     tenant: str = ""
@@ -113,7 +113,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     subset: tuple[str, ...] | None = None
     """Workers (or addresses) that may be chosen; None: all. An Envoy subset hint."""
     has_side_effects: bool = True
-    """Racing two workers needs False."""
+    """False: two workers may race for it without harm."""
     pin_s: float = 0.0
     """Seconds for which the client wants its prompt's blocks kept; 0: no pin; negative: the client
     gave no valid number.
@@ -121,7 +121,9 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     ends_session: bool = False
     """The client says that no request of the session follows."""
     is_bound_to_one: bool = False
-    """One worker keeps its object, nobody knows which: all may be asked."""
+    """The request names a stored response that one worker keeps, and it is not known which: all may
+    be asked.
+    """
     must_be_local: bool = False
     """No remote prefill: the engine or the request does not allow it."""
     load_only: dict[str, str] = {}

@@ -125,9 +125,10 @@ class RawEngine:
         address: str = "",
         timeout_s: float = 10.0,
     ) -> None:
-        """Connect all sockets. `block_bytes`: of all ranks together. `gpu`: of each rank. With the
-        `nonce` of another engine, the same processes attach again. `events`: endpoints of KV events
-        and replay. Raises AttachError without a node.
+        """Connect all sockets. `block_bytes`: in all ranks. `gpu`: of each rank. The `nonce` of an
+        earlier engine attaches its processes again. `events`: endpoints of KV events and replay.
+
+        Raises AttachError without a node.
         """
         assert rank_count % replicas == 0
         self.columns = rank_count // replicas

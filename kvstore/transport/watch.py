@@ -95,8 +95,9 @@ class Watch:
             self._transfers[transfer].limbo = True
 
     def look(self, now_ns: int) -> set[str] | Recycle:
-        """Actions that are due now: peers to have forgotten, since a transfer is past its deadline,
-        or the end of the transfer worker."""
+        """Actions that are due now: the peers to be forgotten, since a transfer is past its
+        deadline; or Recycle, to end the transfer worker.
+        """
         if now_ns - self._looked_ns > LOOK_LATE_NS:
             self._silent_at_ns = max(self._silent_at_ns, now_ns + SILENT_NS)
         self._looked_ns = now_ns

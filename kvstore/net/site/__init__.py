@@ -60,7 +60,7 @@ def make_site(
     *,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> dict[str, PageMaker]:
-    """The pages by path.
+    """Path → function that makes the page, for the page for people and its files.
 
     Args:
         healthz: the page of that path.

@@ -249,7 +249,7 @@ class _Whole:
         self._pieces: list[bytes] = []
         self._size = 0
         self.done: asyncio.Future[HttpAnswer | None] = asyncio.get_running_loop().create_future()
-        """The answer, or NoAnswer; None: the connection was stale."""
+        """Result: the answer, or NoAnswer; None: the connection was stale."""
 
     def heard(self, piece: bytes, *, is_over: bool) -> None:
         self._pieces.append(piece)

@@ -38,7 +38,7 @@ class Figure(NamedTuple):
 
 
 class EngineKind(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One row of the table. Empty metric: not published."""
+    """Paths and metrics of one kind of engine. Empty metric: not published."""
 
     health: str = "/health"
     metrics: str = "/metrics"

@@ -54,7 +54,7 @@ class _Model(msgspec.Struct):
     parent: str | None = None
     """Base model of an adapter, as vLLM gives it."""
     root: str | None = None
-    """Path of an adapter; of a base model, its name or path."""
+    """Path of an adapter, as vLLM gives it."""
     max_model_len: int | None = None
 
 

@@ -51,7 +51,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
     role: str = "both"
     rank: int = 0
     is_terminating: bool = False
-    """Its pod terminates; this alone makes no other worker."""
+    """Its pod terminates; a change of this alone makes no new worker."""
 
 
 class WorkerAdapter:
@@ -188,7 +188,7 @@ class Workers:
         self.serve_a_model = True
         """Whether the workers serve a model of the policy (`pools`)."""
         self.read_again: Callable[[], Awaitable[None]] = _not_read
-        """Read the models of all engines now (`probes`)."""
+        """Function that reads the models of all engines now (`probes`)."""
 
     def __getitem__(self, name: str) -> Worker:
         return self._workers[name]

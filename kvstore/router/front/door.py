@@ -54,9 +54,11 @@ SMALL_BYTES: Final = 64 << 10
 """Bodies up to this are read without waiting for memory."""
 ROOM_LOOK_S: Final = 0.02
 STALLED_S: Final = 2.0
-"""When memory is used up, a body gives way whose last STEP_BYTES took longer than this, …"""
+"""When memory is used up, a body gives way whose last STEP_BYTES took longer than this."""
 WHOLE_S: Final = 120.0
-"""… or that at its rate would take longer than this in all."""
+"""When memory is used up, a body also gives way if at its present rate it would take longer than
+this in all.
+"""
 STEP_BYTES: Final = 16 << 10
 _BACKLOG: Final = 1024
 _CONTINUE: Final = "100-continue"

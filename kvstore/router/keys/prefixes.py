@@ -52,7 +52,7 @@ class Prefix(msgspec.Struct, frozen=True):
     keys: bytes = b""
     block_tokens: int = TOKENS_PER_PIECE
     answer: PrefixAnswer | None = None
-    """None: the index gave none in time, or was not asked."""
+    """Answer of the index; None: there was none in time, or it was not asked."""
     load_only: dict[str, str] = {}
     """Worker → why its prefixes are not known for this prompt's adapter."""
     parts: tuple[int, ...] = ()

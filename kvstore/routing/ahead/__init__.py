@@ -1,4 +1,4 @@
-"""Memory beyond a decision: blocks on their way, pins, sessions.
+"""State that outlives a decision: prefetches on their way, pins, sessions.
 
 | module         | cares about                                     | in → out            |
 |----------------|-------------------------------------------------|---------------------|

@@ -35,7 +35,7 @@ from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX as KEYS_MAX
 
 PARTS_MAX: Final = 4
-"""Most preparations for one request, each of the KEYS_MAX keys that follow."""
+"""Most preparations for one request, each of the next KEYS_MAX keys."""
 HEAT_MAX: Final = 4096
 LOOK_NS: Final = NS_PER_S
 """Time after which a hot prefix is looked at again if no copy was asked for."""
@@ -241,8 +241,8 @@ class Ahead:
         return is_fine and serves and self._rests.get(spec.node, 0) <= now_ns
 
     def _may_copy(self, tokens: int, now_ns: int) -> bool:
-        """Whether a copy of so many tokens is within the budget (`copies_max`, `copy_bytes_per_s`),
-        to which it is charged then.
+        """Whether a copy of `tokens` tokens is within the budget (`copies_max`,
+        `copy_bytes_per_s`). If so, the copy is charged to it.
         """
         settings, costs = self._fleet.policy.ahead, self._fleet.policy.costs
         self._copies = [end_ns for end_ns in self._copies if end_ns > now_ns]

@@ -44,15 +44,15 @@ class Fleet:
 
     def __init__(self, policy: RoutingPolicy) -> None:
         self.policy = policy
-        """The one in effect, for all parts of the core."""
+        """Policy in effect, for all parts of the core."""
         self.workers: list[WorkerState] = []
         self.row_of: dict[str, int] = {}
         self.columns: Floats = np.zeros((len(FleetColumn), _ROWS_MIN))
         self.flights: dict[str, Flight] = {}
-        """By flight id."""
+        """Flight id → flight."""
         self._shared: dict[str, tuple[SharedLoad, ...]] = {}
         self._crews: dict[tuple[str, bool], Crew] = {}
-        """By pool, and whether it is for remote prefills."""
+        """(pool, whether for remote prefills) → workers; made anew when workers change."""
         self.doubtful: set[str] = set()
         """Workers that are not fine, whose keys differ, or that failed since they last answered."""
         self._news: dict[str, None] = {}
@@ -259,7 +259,7 @@ class Fleet:
         return {state.spec.worker: state.role for state in flexible}
 
     def flexible(self, pool: str) -> Crew:
-        """Workers of a pool that the planner made prefillers, and no operator."""
+        """Workers of a pool that are prefillers by the planner's choice, not by an operator's."""
         every = self.crew(pool, prefill=True).rows.tolist()
         return Crew([n for n in every if self.workers[n].spec.role is WorkerRole.ANY], self.workers)
 
@@ -336,8 +336,9 @@ class Fleet:
         column[FleetColumn.HEAD_NS] = now_ns
 
     def scraped(self, worker: str, sample: LoadSample, asked_ns: int, now_ns: int) -> None:
-        """Numbers of the engine's metrics, asked for at `asked_ns`; ignored for a worker that is
-        not there."""
+        """Take in the numbers of an engine's metrics page, asked for at `asked_ns`; ignored for a
+        worker that is not there.
+        """
         row = self.row_of.get(worker)
         if row is None:
             return
@@ -384,7 +385,7 @@ class Fleet:
         return 0 if row is None else int(self.columns[columns, row].sum())
 
     def loads(self) -> tuple[SharedLoad, ...]:
-        """Own flights, by worker."""
+        """Load of own flights, by worker."""
         sums: dict[str, tuple[float, int]] = {}
         for flight in self.flights.values():
             tokens, streams = sums.get(flight.worker, (0.0, 0))
@@ -395,7 +396,9 @@ class Fleet:
         return tuple(SharedLoad(name, round(t), streams) for name, (t, streams) in sums.items())
 
     def set_router_loads(self, router: str, loads: tuple[SharedLoad, ...]) -> None:
-        """All that another router has in flight; none: it has nothing, or is gone."""
+        """Replace the loads of another router by all that it has in flight; empty: it has nothing,
+        or is gone.
+        """
         self._shared.pop(router, None)
         if loads:
             self._shared[router] = loads

@@ -1,4 +1,4 @@
-"""WorkerHealth of one worker: its probes, its answers, its circuit breaker.
+"""Health of one worker: its probes, its answers, its circuit breaker.
 
     probe ─▶ `probed` ─▶ answering, late, down        answers and faults ─▶ `succeeded`, `failed`
                         └──────────── `word` ─▶ pages, logs ────┘
@@ -95,7 +95,7 @@ class WorkerHealth:
 
     @property
     def is_fine(self) -> bool:
-        """Whether nothing speaks against sending requests there."""
+        """Whether nothing speaks against sending requests to the worker."""
         return self.is_up and not (self.late_s or self.rests_until_ns or self.breaker.is_open)
 
     @property

@@ -33,19 +33,19 @@ class FleetColumn(enum.IntEnum):
     QUEUED = 0
     """Own requests before their first token."""
     STREAMS = 1
-    """Own requests after it."""
+    """Own requests after their first token."""
     WORK_S = 2
-    """Prefill of those that are queued, in seconds."""
+    """Seconds of prefill of all queued own requests."""
     HEAD_S = 3
-    """Prefill of the first in the queue alone, which is computed now, in seconds."""
+    """Seconds of prefill of the first in the queue, which is computed now."""
     HEAD_NS = 4
-    """When that became the first."""
+    """When the first in the queue came to be first, in ns."""
     YOUNG_NS = 5
-    """When `YOUNG` had its value."""
+    """When `YOUNG` had its value, in ns."""
     SENT_NS = 6
-    """When a request was last sent; `NEVER_NS`: none was."""
+    """When a request was last sent, in ns; `NEVER_NS`: none was."""
     SCRAPED_NS = 7
-    """When numbers were last scraped; less than 0: never."""
+    """When numbers were last scraped, in ns; less than 0: never."""
     YOUNG = 8
     """Streams whose first token was lately; decays with time constant `YOUNG_S`."""
     NEED_TOKENS = 9
@@ -63,7 +63,7 @@ class FleetColumn(enum.IntEnum):
     HIT_RATIO = 16
     """Cached tokens observed over predicted, smoothed; 1 at the start."""
     FETCH_RATIO = 17
-    """The same, of tokens that only another node had."""
+    """Cached tokens observed over predicted, of those that only another node had; smoothed."""
     WAITING = 18
     """Requests in the engine's own queue: by its last report, less own ones that began or ended."""
     LATE_S = 19
@@ -140,7 +140,7 @@ def begin_as(role: WorkerRole) -> WorkerRole:
 
 
 class CrewFit(NamedTuple):
-    """Fit of a model to the workers of a crew."""
+    """Whether the workers of a crew serve a model, and their context lengths for it."""
 
     all_serve: bool
     least_tokens: float
@@ -148,7 +148,7 @@ class CrewFit(NamedTuple):
     not known.
     """
     most_tokens: float
-    """Longest context, in the same way."""
+    """Longest context of the workers, as `least_tokens`."""
 
 
 class Crew:
