@@ -35,7 +35,7 @@ INDEX_TIMEOUT_S: Final = 5.0
 
 
 class NodeClient:
-    """Client of one node. Use as a context."""
+    """Asks one node. Use as a context."""
 
     def __init__(self, node_socket: Path) -> None:
         """Connect to the node whose attach socket is `node_socket`.

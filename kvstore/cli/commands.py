@@ -120,7 +120,7 @@ def index_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def as_json(**found: object) -> str:
-    """One JSON object, as every --json prints it."""
+    """One object, as every --json prints it."""
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(found)).decode()

@@ -90,7 +90,7 @@ class Machine:
         return self.files(path).get(path, "")
 
     def field(self, path: str, name: str) -> str:
-        """First word after `name` at the start of a line of a file; empty: not there."""
+        """First word behind a name at the start of a line of a file; empty: not there."""
         found = re.search(rf"^{name}:?\s+(\S+)", self.text(path), re.MULTILINE)
         return found[1] if found else ""
 

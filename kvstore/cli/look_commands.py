@@ -123,7 +123,7 @@ def _check_flags(
     gpu_hour: float | None,
     prompt: Mapping[str, Any],
 ) -> None:
-    """Raises UsageError: a flag belongs to another topic."""
+    """Raises UsageError: a flag is of another topic."""
     if asked is not None and topic not in ("nodes", "prefix"):
         raise click.UsageError("--index is for 'kvstore inspect nodes' and 'prefix': name one")
     if gpu_hour is not None and topic != "savings":

@@ -36,7 +36,7 @@ _SENTENCES: Final = (
     (http.client.HTTPException, "it does not speak HTTP: is it https:// there?"),
     (OSError, "{1}"),
 )
-"""Failure → sentence about it; the first that fits."""
+"""Failure → sentence: the first that fits."""
 
 
 def decode_state(text: str | bytes) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Site(NamedTuple):
         return connection
 
     def _why(self, error: Exception) -> str:
-        """Reason why there is no answer, with advice."""
+        """Why there is no answer, and what helps."""
         if isinstance(error, ssl.SSLCertVerificationError):
             advice = self.name if error.verify_code in _OTHER_NAME else self.ca
             return f"its certificate is refused ({error.verify_message.rstrip('.')}): {advice}"

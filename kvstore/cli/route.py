@@ -173,7 +173,7 @@ def _dry(url: str, path: str, body: Path, api_key: str | None, **tls: Any) -> Re
 
 
 def _message(content: bytes) -> str:
-    """Text of an error in OpenAI's form. Raises DecodeError, KeyError, TypeError."""
+    """The text in an error of OpenAI's form. Raises DecodeError, KeyError, TypeError."""
     import msgspec
 
     return str(msgspec.json.decode(content)["error"]["message"])

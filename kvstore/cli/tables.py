@@ -45,7 +45,7 @@ class TableColumn(NamedTuple):
 def number(
     title: str, value: str | Callable[[Any], object], form: Callable[[Any], str | Text] = str
 ) -> TableColumn:
-    """A column of figures, aligned to the right."""
+    """A column of figures, to the right."""
     return TableColumn(title, value, form, "right")
 
 

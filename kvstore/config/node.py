@@ -48,7 +48,7 @@ class EventsConfig:
     node: str
     beyond_loopback: bool
     whole_hashes: bool
-    """Hashes are 32 bytes, as from engines with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0."""
+    """Hashes of 32 bytes, as from engines with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0."""
 
 
 @dataclass(frozen=True, kw_only=True)

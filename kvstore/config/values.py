@@ -41,7 +41,7 @@ class Form(NamedTuple):
     parse: Callable[[str, Any], Any] = lambda _key, value: value
     """(key of a setting, value as written) → parsed value. Raises ConfigError: one sentence."""
     absent: Any = None
-    """Value if nothing was written."""
+    """The value when nothing was written."""
 
 
 class HostPort(NamedTuple):

@@ -32,9 +32,7 @@ def read_yaml(option: str, path: Path) -> Any:
 
 
 def _yaml_fault(error: Exception) -> str:
-    """Line, column and fault of a YAML error. PyYAML's own text repeats a name that is not the
-    file's.
-    """
+    """Line, column and fault; PyYAML's own text repeats a name that is not the file's."""
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
     return " ".join(str(error).split())

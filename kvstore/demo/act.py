@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 KV_BYTES: Final = MEDIUM.kv_bytes_per_token(4)
 COLOURS: Final = ("#8a94a0", "#0072b2")
-"""Colours of the two runs in a picture."""
+"""Colours of both runs in a picture."""
 STYLE: Final = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -145,9 +145,7 @@ class Act(ABC):
         console.print(table)
 
     def conclude(self, console: Console, runs: Sequence[Replay], picture: Path) -> None:
-        """Print remark and claims, and draw the picture. Raises DemoError: a claim does
-        not hold.
-        """
+        """Print remark and claims, and draw the picture. Raises DemoError: a claim fails."""
         if remark := self.remark(runs):
             console.print(remark, highlight=False)
         for run in runs:

@@ -65,7 +65,7 @@ MEDIUM: Final = Shape()
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of a model directory; equal recipes give equal bytes."""
+    """Input of a model directory; equal recipes give equal bytes."""
 
     size: str
     weights_seed: int

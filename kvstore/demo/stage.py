@@ -163,13 +163,13 @@ class Stage(ExitStack):
     # ── progress ─────────────────────────────────────────────────────────────────────────────────
 
     def note(self, index: int, note: str) -> None:
-        """Show what a run does, other than its requests."""
+        """Show an activity of a run other than its requests."""
         self.progress.start_task(self._tasks[index])
         self.progress.update(self._tasks[index], note=note)
         self._say(f"{self._names[index]}: {note}")
 
     def _say(self, text: str) -> None:
-        """Print a line if progress cannot be drawn, as in a log of CI."""
+        """Print a line where no progress can be drawn, as in a log of CI."""
         if not self._console.is_terminal:
             self._console.print(text, highlight=False, markup=False)
 

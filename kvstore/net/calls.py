@@ -38,7 +38,7 @@ CONNECTIONS_MAX: a node may have two servers, and needs the other descriptors.
 
 
 def limits() -> list[tuple[str, int]]:
-    """The limits as options of a gRPC server."""
+    """The limits as options of a server."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = CONNECTIONS_MAX
     if descriptors != resource.RLIM_INFINITY:
@@ -60,7 +60,7 @@ Details = grpc.HandlerCallDetails
 
 
 class RefusedCall(Exception):
-    """Raised to answer a call with a status and one sentence."""
+    """Raised where a call is answered with a status and one sentence."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
@@ -88,7 +88,7 @@ class Calls(grpc.aio.ServerInterceptor):
     """Intercepts all calls of one server; its behaviors are plain functions. On its loop."""
 
     def __init__(self, pool: ThreadPoolExecutor, *, count_max: int) -> None:
-        """`count_max`: most calls that are answered, or wait for a thread of `pool`."""
+        """`count_max`: calls that are answered, or wait for a thread of `pool`."""
         self._pool, self._count_max = pool, count_max
         self._silent: dict[asyncio.Timeout, None] = {}
         self._count = 0

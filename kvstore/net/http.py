@@ -144,7 +144,7 @@ class HttpServer:
         self.url = f"http://{joined(host, self.port)}"
         self._is_loopback = ipaddress.ip_address(host).is_loopback
         self._clients: dict[int, _Client] = {}
-        """Descriptor → client. Heads that arrive and answers that go are oldest first."""
+        """Descriptor → client; heads that arrive and answers that go, oldest first."""
         self._waiting = defaultdict[_Target, list[_Client]](list)
         """Page → clients that wait for it; begun when the page of its path that is being made is
         ready.
@@ -156,7 +156,7 @@ class HttpServer:
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer; called once."""
+        """Begin to answer. Once."""
         self._thread.start()
 
     def close(self) -> None:

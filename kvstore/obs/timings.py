@@ -24,7 +24,7 @@ longer durations, too.
 """
 BOUNDS_NS: Final = tuple(round(NS_PER_S * 2 ** (n / 2 - 20)) for n in range(BUCKETS))
 STEPS: Final = range(0, 46, 4)
-"""Buckets in /metrics for steps of a node: 1 µs, and each factor of four above it, to 4 s."""
+"""Buckets of /metrics for steps of a node: 1 µs, and each factor of four above it, to 4 s."""
 TRANSFERS: Final = range(14, BUCKETS - 1, 4)
 """Buckets in /metrics for transfers: 122 µs to 128 s."""
 TTFTS: Final = range(28, BUCKETS - 1, 2)

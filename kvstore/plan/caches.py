@@ -76,7 +76,7 @@ def text_config(config: Config) -> Config:
 
 
 def number(config: Config, *names: str, default: int | None = None) -> int:
-    """Value of the first of these fields that is set.
+    """The first of these fields that is set.
 
     Raises:
         ConfigError: absent without a default, or no sensible number.

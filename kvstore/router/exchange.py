@@ -80,7 +80,7 @@ class LoadExchange:
         self._routers: dict[str, str] = {}
         """Address → name of the router that is followed there."""
         self._troubles: dict[str, str] = {}
-        """Address → reason why its router's loads are not known."""
+        """Address → why its router's loads are not known."""
         self._unresolved: dict[str, str] = {}
         self._report = RouterLoads(name, ())
         self._made_s = 0.0

@@ -48,7 +48,7 @@ _OF_WORKERS: Final = {
     "prompt_tokens_total": "prompt_tokens",
 }
 _REJECTED: Final = ("rejected-", "evicted-")
-"""Prefixes of outcomes that are reasons of a rejection."""
+"""Beginnings of outcomes that are reasons of a rejection."""
 NAMED_MAX: Final = 3
 UNREACHED: Final = "never reached yet"
 _WORST_FIRST: Final = ("down", "open", "half-open", "draining", "late", "load-only", "new")

@@ -213,7 +213,7 @@ class _Stream:
 
     @property
     def _served_by(self) -> str:
-        """Name of the worker that Envoy chose instead of the router's; empty: it chose none."""
+        """Name of the worker that Envoy chose in the place of the router's; empty: it did not."""
         worker = self._life.worker
         if not self._served or (worker is not None and worker.url.authority == self._served):
             return ""

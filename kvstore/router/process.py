@@ -91,7 +91,7 @@ _log = logging.getLogger(__name__)
 
 
 class Router:
-    """All parts of one router, on the running loop: call `start`, and `close` in any case."""
+    """Parts of one router, on the running loop: `start`, and `close` in any case."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Router:
         self.discovery = Discovery(config, self.workers)
         self.pools = PoolWatch(lambda: self.core.policy, self.workers)
         self.refused_policy = ""
-        """Reason why the last reload changed nothing; empty: it did, or there was none."""
+        """Why the last reload changed nothing; empty: it did, or there was none."""
         self.engines = EngineHttp(_worker_context(config), config.worker_key)
         receipts, receipt_bytes = config.receipts
         self.receipts = ReceiptFile(receipts, bytes_max=receipt_bytes)

@@ -22,7 +22,7 @@ from kvstore.routing.receipts import Receipt
 
 PAUSE_S: Final = 0.2
 TURN_COUNT: Final = 8
-"""Receipts that are encoded in one turn of the loop: a millisecond with 64 workers."""
+"""Receipts that are made in one turn of the loop: a millisecond with 64 workers."""
 
 _log = logging.getLogger(__name__)
 _decoder: Final = msgspec.json.Decoder(Receipt)

@@ -42,7 +42,7 @@ _OPTIONS: Final = (
 
 
 class RpcServer:
-    """One listening gRPC server."""
+    """One listening server."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class FeatureColumn(enum.IntEnum):
     rest.
     """
     STAYS = 18
-    """1: the last request of the session was there."""
+    """1: the last request of its session was there."""
     WAITING = 19
     """Requests in the engine's own queue."""
     LATE_S = 20

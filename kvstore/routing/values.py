@@ -22,7 +22,7 @@ class WorkerRole(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     ANY = "any"
-    """The planner chooses: `prefill` or `both`."""
+    """As the planner says: `prefill` or `both`."""
 
 
 class PrefixTrust(enum.StrEnum):

@@ -89,7 +89,7 @@ class WaitingRoom:
         return displaced
 
     def remove(self, request_id: str) -> OpenRequest | None:
-        """Remove a request that was routed, rejected or aborted; None if it is not here."""
+        """Remove and return a request (routed, rejected or aborted); None: it is not here."""
         entry = self.entries.pop(request_id, None)
         if entry is not None:
             self._by_class[entry.service] -= 1
@@ -142,7 +142,7 @@ class WaitingRoom:
         return [pool for pool, count in self._by_pool.items() if count]
 
     def ahead(self, pool: str, rank: int) -> int:
-        """Number of held requests of a pool with this rank or a more urgent one."""
+        """Held requests of a pool with this rank or a more urgent one."""
         classes = self.policy.classes
         return sum(
             1 for e in self.entries.values() if e.pool == pool and classes[e.service].rank <= rank

@@ -39,7 +39,7 @@ launch: Callable[..., subprocess.Popen[str]] = tied.popen
 
 
 class NodeFailed(Exception):
-    """The node did not start; has its exit code and its stderr."""
+    """The node did not start; carries its exit code and its stderr."""
 
     def __init__(self, code: int | None, stderr: str) -> None:
         super().__init__(f"the node exited with {code}: {stderr.strip()}")
@@ -95,7 +95,7 @@ class ChildServer:
 
     @property
     def address(self) -> str:
-        """HOST:PORT of its service; empty for a node, which has a socket instead."""
+        """HOST:PORT of its service; empty for a node, which has a socket."""
         return self._said(r"listen=(\S+)")
 
     @property
@@ -105,7 +105,7 @@ class ChildServer:
 
     @property
     def metrics_url(self) -> str:
-        """URL of /metrics; empty when they are off."""
+        """URL of /metrics; empty when off."""
         return self._said(r"metrics=(http\S+)")
 
     def stop(self) -> int:
@@ -257,7 +257,7 @@ def _wait_gone(pidfd: int) -> None:
 
 
 def reap(process: subprocess.Popen[str]) -> None:
-    """End a process in any state, and wait for its end."""
+    """End a process in any state, and wait for that."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(ProcessLookupError):

@@ -69,7 +69,7 @@ _ODD: Final = 0x9E3779B97F4A7C15
 
 
 class EngineGone(Exception):
-    """The node refused, hung up or closed the session; the message is its reason."""
+    """The node refused, hung up or closed the session; carries its reason."""
 
 
 def make_space(*, model: str = "model", block_bytes: int = BLOCK_BYTES) -> Space:
@@ -140,7 +140,7 @@ class RawEngine:
         self._lease_ids = itertools.count(1)
         self._replies: dict[int, LeaseReply] = {}
         self._quiesced: Counter[Link] = Counter()
-        """Number of Quiesce messages that each rank received."""
+        """Number of Quiesce messages to each rank."""
         self.nonce = nonce = nonce or secrets.token_hex(4)
         self._tell_apart(tenant, model, block_bytes)
         who = (PROTOCOL_VERSION, engine_id, nonce, tenant)
@@ -196,7 +196,7 @@ class RawEngine:
         self.wait(lambda: self.session != 0)
 
     def store(self, keys: Sequence[bytes]) -> None:
-        """Fill a block per key with its `contents`, and seal it.
+        """Fill and seal a block per key, with its `contents`.
 
         As many as there are credits at a time, waiting for more. Raises EngineGone, TimeoutError.
         """

@@ -320,7 +320,7 @@ def _rows(base: int, begin: NDArray[np.uint64], length: NDArray[np.uint64]) -> N
 
 
 def _units(begin: NDArray[np.uint64], length: NDArray[np.uint64]) -> NDArray[np.int32]:
-    """Numbers of the units that these ranges consist of, in order."""
+    """Numbers of the units that these ranges consist of."""
     counts = (length // np.uint64(UNIT_BYTES)).astype(np.int64)
     firsts = (begin // np.uint64(UNIT_BYTES)).astype(np.int64)
     before = np.cumsum(counts) - counts

@@ -84,7 +84,7 @@ class _PeerReads:
 
 
 class Reads:
-    """All transfers of one transfer worker."""
+    """Transfers of one transfer worker."""
 
     def __init__(self, *, paced: bool = True) -> None:
         """`paced`: windows limit what is under way; False posts each transfer whole and at once, to
@@ -101,7 +101,7 @@ class Reads:
 
     @property
     def under_way(self) -> int:
-        """Number of posts that have not ended."""
+        """Posts that have not ended."""
         return len(self._under_way)
 
     def begin(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> list[Told]:

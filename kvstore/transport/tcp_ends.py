@@ -129,7 +129,7 @@ class Stream:
         return count
 
     def send(self, data: memoryview) -> int:
-        """Number of bytes sent; 0: there is no room. Raises OSError."""
+        """How many bytes went; 0: there is no room. Raises OSError."""
         try:
             return self._socket.send(data[:SEND_BYTES])
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -191,7 +191,7 @@ class _Outgoing:
         self._parts.extend(part for part in parts if len(part))
 
     def give(self, stream: Stream, budget: int) -> int:
-        """Number of bytes sent, at most about `budget`. Raises OSError."""
+        """How many bytes went, at most about `budget`. Raises OSError."""
         given = 0
         while self._parts and given < budget:
             count = stream.send(self._parts[0])

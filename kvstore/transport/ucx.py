@@ -185,7 +185,7 @@ class Ucx:
             raise TransportError(f"UCX cannot use this address: {error}") from None
 
     def _progress(self) -> None:
-        """Make all progress that is due, and arm the descriptor for the next event."""
+        """Make all progress that is due, and arm the descriptor for what comes next."""
         self._worker.progress()
         while not self._worker.arm():
             self._worker.progress()

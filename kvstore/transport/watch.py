@@ -31,7 +31,7 @@ LIMBO_DIVISOR: Final = 16
 """One part in this many of the arena may be in limbo."""
 PAUSES_NS: Final = (0, NS_PER_S // 10, NS_PER_S // 2, NS_PER_S, 2 * NS_PER_S, 5 * NS_PER_S)
 LONG_NS: Final = 30 * NS_PER_S
-"""A transfer worker that served for longer did not die because of its start."""
+"""A transfer worker that served for longer did not die of its start."""
 
 
 class Recycle(NamedTuple):

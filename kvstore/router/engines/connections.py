@@ -46,7 +46,7 @@ _LENGTH_CHARACTERS: Final = len("content-length")
 
 
 class NoConnection(Exception):
-    """The engine cannot be reached; the message is one clause. `is_gone`: nothing listens there."""
+    """The engine cannot be reached; says why in one clause. `is_gone`: nothing listens there."""
 
     def __init__(self, why: str, *, is_gone: bool) -> None:
         super().__init__(why)
@@ -54,7 +54,7 @@ class NoConnection(Exception):
 
 
 class NoAnswer(Exception):
-    """The answer broke off, or is no HTTP; the message is one clause."""
+    """The answer broke off, or is no HTTP; says why in one clause."""
 
 
 class HttpAnswer(NamedTuple):
@@ -72,9 +72,8 @@ class AnswerTaker(Protocol):
         """Bytes of the body; the first call follows the head. `is_over`: these are the last."""
 
     def broke(self, why: str, *, is_stale: bool) -> None:
-        """The connection has ended before the answer; nothing follows. `is_stale`: it was kept from
-        an earlier request, and no byte of an answer came.
-        """
+        """The connection has ended before the answer. Nothing follows. `is_stale`: it was kept from
+        an earlier request, and no byte of an answer came."""
 
 
 class EngineConnection(asyncio.Protocol):
@@ -103,7 +102,7 @@ class EngineConnection(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     def ask(self, head: bytes, body: bytes, listener: AnswerTaker) -> None:
-        """Send a request; its answer goes to `listener`."""
+        """Send a request; its answer goes to the listener."""
         self._listener = listener
         self._is_headed = self._is_over = self._has_heard = False
         self._head_bytes = 0
@@ -362,7 +361,7 @@ def whole_head(head: bytes, line_count: int) -> bytes:
 
 
 class _Place:
-    """Address of one engine, and the connections to it."""
+    """One engine's address, and connections to it."""
 
     def __init__(self, engines: EngineHttp, url: URL, context: ssl.SSLContext | None) -> None:
         self._engines, self._url, self._context = engines, url, context

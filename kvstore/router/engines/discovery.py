@@ -95,7 +95,7 @@ class Discovery:
         self.found(INDEX, found, trouble=EXPOSED.format(plain[0]) if plain else "")
 
     def failed(self, source: str, why: str) -> None:
-        """A source gave no answer: its workers stay as they are."""
+        """A source has no answer: its workers stay."""
         self._troubled(source, f"{why}; its workers stay as they are")
 
     def _troubled(self, source: str, why: str) -> None:
@@ -127,7 +127,7 @@ class Discovery:
 
 
 def addresses_of(texts: Iterable[WorkerText]) -> tuple[WorkerAddress, ...]:
-    """Workers as flags name them. Raises ConfigError if two of them are one engine."""
+    """Workers as flags name them. Raises ConfigError: two of them are one engine."""
     found, places = tuple(map(address_of_text, texts)), dict[object, WorkerAddress]()
     for each in found:
         url = URL(each.url)

@@ -67,7 +67,7 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def wanted(self) -> tuple[bytes, ...]:
-        """Prefixes of the lines that are read."""
+        """Beginnings of the lines that are read."""
         figures = (self.waiting, self.running, self.memory, self.block_gauge, self.blocks_gauge)
         names = {*(figure.metric for figure in figures), self.cache, self.adapters}
         return tuple(name.encode() for name in sorted(filter(None, names)))
@@ -142,7 +142,7 @@ class EngineFigures(NamedTuple):
     """Tokens of a block; 0: not published, as with `memory_tokens`."""
     memory_tokens: int
     missing: tuple[str, ...] = ()
-    """Metrics of the kind that the page lacks: renamed, or not counted yet."""
+    """Metrics of the kind that the page does not have: renamed, or not counted yet."""
 
 
 def findings_of(kind: EngineKind, page: bytes) -> EngineFigures:

@@ -85,12 +85,12 @@ class Worker:
         """State by the core; `why` is the reason for it."""
         self.why = ""
         self.heard_s = 0.0
-        """When the last byte of a response came from it, on the clock of the loop."""
+        """When a byte of a response last came from it, on the clock of the loop."""
         self.probe_due_s = self.models_due_s = 0.0
         """When it is probed next, and when its models are read next, on the clock of the loop."""
         self.probe_count = 0
         self.parity = ""
-        """Reason why its keys are not used; empty: they are equal, or it has no node."""
+        """Why its keys are not used; empty: they are equal, or it has no node."""
         self.has_parity = False
         """Its keys were compared, and are equal to the router's."""
         self.drift = 0.0
@@ -98,7 +98,7 @@ class Worker:
         self.drift_count = 0
         """Number of requests in `drift`."""
         self.unread = ""
-        """Reason why its own load is not known; empty: it is, or its kind publishes none."""
+        """Why its own load is not known; empty: it is, or its kind publishes none."""
         self.unread_count = 0
         """Failed reads of its metrics in a row."""
         self.probe_s = 0.0
@@ -114,7 +114,7 @@ class Worker:
         """Time from which it may render prompts again, after it was late or did not serve that."""
         self.render_pause_s = 0.0
         self.unrendered = ""
-        """Reason why it tokenizes no prompts; empty: it does, or was not asked."""
+        """Why it tokenizes no prompts; empty: it does, or was not asked."""
         self.token_troubles: dict[str, str] = {}
         """Model → how its tokens differ from those of the local tokenizer; empty: they do not."""
         self.block_tokens = address.block_tokens

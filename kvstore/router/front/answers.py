@@ -91,7 +91,7 @@ def id_for(worker: Worker, path: str, read: Peek, tenant: str) -> dict[str, str]
 
 
 def is_of(response_id: str, tenant: str, workers: Iterable[Worker]) -> bool:
-    """Whether a tenant may ask for a response: false for one that another tenant has stored."""
+    """Whether a tenant may ask for a response: not for one that another tenant has stored."""
     begin = len(PREFIX) + TAG_DIGITS
     is_its = response_id[begin : begin + TAG_DIGITS] == _tag(tenant)
     return is_its or not tenant or worker_of(response_id, workers) is None
@@ -111,7 +111,7 @@ def worker_of(response_id: str, workers: Iterable[Worker]) -> Worker | None:
 
 
 def rejection(rejected: Rejected) -> web.Response:
-    """Response for a request that no worker gets."""
+    """The answer to a request that no worker gets."""
     known = f"there are {', '.join(rejected.known_models) or 'none'}"
     text = {
         400: f"the body names no model; {known}",

@@ -43,7 +43,7 @@ STALL_S: Final = 600.0
 """Longest time for which a client may not read."""
 ERROR_BYTES_MAX: Final = 1 << 20
 WHOLE_BYTES_MAX: Final = 256 << 10
-"""An answer of a known length up to this goes to the client in one piece."""
+"""An answer of a known length up to this goes in one piece."""
 TAIL_BYTES: Final = 4096
 LAST_CHUNK: Final = b"0\r\n\r\n"
 _NO_ENTRY: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)

@@ -104,7 +104,7 @@ class Peek(msgspec.Struct):
 
     @property
     def prompts(self) -> list[msgspec.Raw]:
-        """JSON of each prompt in a list of several; empty: there is one prompt."""
+        """JSON of each prompt of a list of several; empty: there is one."""
         prompt = bytes(self.prompt)[:64].lstrip()
         is_list = prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
         if not is_list or len(self.prompt) > PROMPTS_BYTES_MAX:
@@ -122,7 +122,7 @@ class Peek(msgspec.Struct):
 
     @property
     def urgency(self) -> int | None:
-        """Priority among requests that wait, lower first; None: not given."""
+        """Priority among requests that wait, lower first; None: it gives none."""
         return _number(self.priority)
 
     @property
@@ -144,8 +144,8 @@ class Peek(msgspec.Struct):
         return [name for name in names if getattr(self, name)]
 
     def vllm_xargs_without(self, names: Collection[str]) -> dict[str, msgspec.Raw] | None:
-        """`vllm_xargs` without these fields, which vLLM reads there, too: a text in one of them
-        makes every engine fail. None: it has none of them.
+        """`vllm_xargs` without these fields, which vLLM reads there, too: with a text in one of
+        them the request fails in every engine. None: it has none of them.
         """
         if not bytes(self.vllm_xargs):
             return None

@@ -84,7 +84,7 @@ _http_log.addFilter(_is_bug)
 
 
 class BodyRefused(Exception):
-    """The body is not read on. Carries the HTTP status and one sentence."""
+    """The body is not read on. Carries the status and one sentence."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -146,7 +146,7 @@ def _refusal(sentence: str) -> bytes:
 
 
 def connections_max(wanted: int) -> int:
-    """Most connections of clients that the process's descriptors allow, at most `wanted`."""
+    """Connections of clients that the process's descriptors allow, at most `wanted`."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
         return wanted
@@ -367,7 +367,7 @@ def _refuse_framing(request: web.BaseRequest) -> None:
 
 
 def server_context(tls: Tls, *, demands_certificates: bool) -> ssl.SSLContext:
-    """TLS of the proxy: with API keys clients need no certificate, without them one of the CA."""
+    """TLS of the proxy. With API keys clients need no certificate, without them one of the CA."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # The ssl module takes files only, and a container may have no directory to write to.

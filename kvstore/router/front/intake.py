@@ -152,10 +152,9 @@ class RequestJob(NamedTuple):
 
 
 def can_race(path: str, read: Peek) -> bool:
-    """Whether two engines may compute the request, one of which is aborted: one answer is asked
+    """Whether two engines may compute the request, of which one is aborted: one answer is asked
     for, nothing is stored, and no plug-in of the engine gets arguments. Only streams, since the
-    first byte of a whole answer says nothing about its first token.
-    """
+    first byte of a whole answer says nothing about its first token."""
     return (
         path in RACED_PATHS
         and read.is_streamed

@@ -62,7 +62,7 @@ def ahead(prefiller: Worker, decoder: Worker, transfer: str) -> dict[str, Any] |
 
 
 def prefill_order(body: bytes, transfer: str) -> bytes:
-    """The body for a prefiller: one token, not streamed; its answer will have the parameters."""
+    """The body for a prefiller: one token, not streamed; the answer has the parameters."""
     kept: dict[str, Any] = {k: v for k, v in fields_of(body).items() if k not in _OF_ANSWERS}
     kept |= {key: 1 for key in _ONE_TOKEN if key in kept} | {"max_tokens": 1, "stream": False}
     asked = {"do_remote_decode": True, "do_remote_prefill": False, **_NULL}
@@ -126,9 +126,8 @@ async def prefilled(
 
 
 def parameters_of(answer: bytes) -> dict[str, Any] | None:
-    """Parameters in the answer of a prefill engine; None: it has none, or some on which the decode
-    engine would fail instead of computing the prompt.
-    """
+    """Parameters in the answer of a prefill engine; None: it has none, or such that the decode
+    engine would fail on them instead of computing the prompt."""
     try:
         found = msgspec.json.decode(answer, type=dict[str, Any]).get(PARAMETERS)
         is_fit = isinstance(read_transfer(found, "none"), DecodePart) and _is_plain(found)
@@ -147,9 +146,8 @@ def _is_plain(value: object, depth: int = DEPTH_MAX) -> bool:
 
 
 def source_of(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The part of a prefill engine's parameters that is the same for all its requests; None: they
-    are not kvstore's.
-    """
+    """The part of a prefill engine's parameters that holds for all its requests; None: not
+    kvstore's."""
     ours = (parameters or {}).get("kvstore")
     if not isinstance(ours, dict) or not isinstance(ours.get("node"), str):
         return None

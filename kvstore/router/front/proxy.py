@@ -518,7 +518,7 @@ def _cut(request: web.BaseRequest, why: str) -> NoReturn:
 
 
 def _is_here(request: web.BaseRequest) -> bool:
-    """Whether the client is on this machine, and no proxy passes on the request of another one."""
+    """Whether the client is on this machine, and no proxy speaks for another one."""
     if {"Forwarded", "X-Forwarded-For", "Via"} & request.headers.keys():
         return False
     peer = request.transport.get_extra_info("peername") if request.transport else None

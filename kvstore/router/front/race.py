@@ -38,7 +38,7 @@ class Race:
         self._on_over = on_over
         self._second: Attempt | None = None
         self._beside: asyncio.Task[web.StreamResponse] | None = None
-        """Task of the second attempt; None: there is none that can still answer."""
+        """Task of the second attempt; None: there is none that can answer."""
         self._has_both = False
         """Both attempts are under way."""
         self._timer: asyncio.TimerHandle

@@ -64,7 +64,7 @@ class IndexCalls:
         self.trouble = ""
         """Reason why the index is not asked for matches; empty: it is asked."""
         self.lost = ""
-        """Reason why no replica lists nodes and engines; empty: one does."""
+        """Why no replica lists nodes and engines; empty: one does."""
         self._lost_count = 0
         self.match_count = 0
         self.late_count = 0

@@ -88,7 +88,7 @@ class FairQueue:
 
 
 class _Lane:
-    """One child process, and the orders for it."""
+    """One child, and the orders for it."""
 
     def __init__(self, arguments: list[str]) -> None:
         self._arguments = arguments

@@ -34,7 +34,7 @@ class PrefixScope(NamedTuple):
     plan: KeyPlan
     places: frozenset[tuple[str, bytes]]
     load_only: dict[str, str]
-    """Worker → reason why its prefixes are not known for this adapter."""
+    """Worker → why its prefixes are not known for this adapter."""
 
 
 class Spaces:

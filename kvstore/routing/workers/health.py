@@ -56,7 +56,7 @@ class WorkerHealth:
         self.suspected_ns = -1
         """Time of the last failure there that the request may have caused."""
         self.probe_trouble = self.fault = ""
-        """Why it is down, and its last fault that counted; empty: none."""
+        """Why it is down, and the last fault that counted; empty: none."""
 
     def probed(self, result: ProbeResult, why: str, late_s: float) -> None:
         """Take in the result of a probe, or that it is late by `late_s` seconds."""
@@ -95,7 +95,7 @@ class WorkerHealth:
 
     @property
     def is_fine(self) -> bool:
-        """Whether nothing speaks against sending requests to the worker."""
+        """Whether nothing speaks against sending requests there."""
         return self.is_up and not (self.late_s or self.rests_until_ns or self.breaker.is_open)
 
     @property
