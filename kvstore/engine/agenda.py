@@ -1,7 +1,7 @@
-"""Things that are looked at when their time has come or their name is called, so that no event has
-to look at all of them.
+"""Agendas and groups: a thing is looked at when its time has come or its name is called, so that no
+event has to look at all things.
 
-Does not cover: the looks (`grants`, `pushes`, `leases`).
+Does not cover: what a look does (`grants`, `pushes`, `leases`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 G = TypeVar("G", bound=Hashable)
 LOOK_COST: Final = 64
-"""A look costs as much as finding so many keys."""
+"""Cost of one look, in the unit of the budgets: the cost of finding one key."""
 LOOK_COST_MAX: Final = 1 << 12
 """Budget for looks of one kind in a tick, in keys: two milliseconds. The rest is looked at in
 further ticks, between which lookups are answered."""
@@ -22,16 +22,17 @@ _STALE_MAX: Final = 64
 
 
 class Agenda(Generic[T]):
-    """Things by the time of their next look, each with one."""
+    """Things ordered by the time of their next look; each thing has one such time."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, T]] = []
-        """(time, number of the entry, thing); entries that were replaced stay for a while."""
+        """(time in ns, number of the entry, thing). Entries that a later `put` replaced stay until
+        they are popped or cleaned out."""
         self._entries: dict[T, int] = {}
         self._number = 0
 
     def put(self, its: T, due_ns: int) -> None:
-        """Set the time of the next look."""
+        """Set the time of the next look at this thing, in place of any earlier one."""
         self._number += 1
         self._entries[its] = self._number
         heapq.heappush(self._heap, (due_ns, self._number, its))
@@ -40,11 +41,11 @@ class Agenda(Generic[T]):
             heapq.heapify(self._heap)
 
     def drop(self, its: T) -> None:
-        """Look at this no more. Unknown things are ignored."""
+        """Cancel the next look at this thing. Unknown things are ignored."""
         self._entries.pop(its, None)
 
     def take(self, now_ns: int) -> T | None:
-        """Remove and return the thing that has been due for longest; None: none is due."""
+        """Remove and return the thing whose look has been due for longest; None if none is due."""
         while self._heap and self._heap[0][0] <= now_ns:
             _, number, its = heapq.heappop(self._heap)
             if self._entries.get(its) == number:
@@ -57,43 +58,43 @@ class Agenda(Generic[T]):
 
 
 class Groups(Generic[G, T]):
-    """Things that share a name, in the order in which they came."""
+    """Things by name, several to a name, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[G, dict[T, None]] = OrderedDict()
 
     def add(self, name: G, its: T) -> None:
-        """One more of this name."""
+        """Add a thing under a name."""
         self._groups.setdefault(name, {})[its] = None
 
     def remove(self, name: G, its: T) -> None:
-        """Remove this, if the name has it."""
+        """Remove a thing from a name; ignored if the name does not have it."""
         group = self._groups.get(name, {})
         group.pop(its, None)
         if not group:
             self._groups.pop(name, None)
 
     def of(self, name: G) -> list[T]:
-        """All of this name."""
+        """All things of this name, in the order in which they were added."""
         return list(self._groups.get(name, ()))
 
     def first(self, name: G) -> T | None:
-        """The one that came first."""
+        """The thing that was added first to this name; None if it has none."""
         return next(iter(self._groups.get(name, ())), None)
 
     def turn(self) -> T:
-        """The first one of a name, of another name each time. There is one."""
+        """The first thing of the name whose turn it is; names take turns. There must be a thing."""
         name = next(iter(self._groups))
         self._groups.move_to_end(name)
         return next(iter(self._groups[name]))
 
     @property
     def names(self) -> int:
-        """How many names there are."""
+        """Number of names that have a thing."""
         return len(self._groups)
 
     def count(self, name: G) -> int:
-        """How many there are."""
+        """Number of things of this name."""
         return len(self._groups.get(name, ()))
 
     def __iter__(self) -> Iterator[G]:

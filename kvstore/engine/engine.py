@@ -162,13 +162,13 @@ class Engine:
         self._switches = Switches(self._state, self._files)
         self._scrubs = Scrubs(self._state)
         self._handlers = self._handlers_of_rooms()
-        """Handlers of events that concern one room."""
+        """Method for each type of event that one part of the engine handles alone."""
         if self._hbm is not None:
             self._handlers[Promoted] = self._hbm.promoted
         self._clear_from = 0
-        """Row after the last one that was cleared."""
+        """Table row after the last one that a Clear emptied: the next slice begins there."""
         self.explain = Explain(self._state)
-        """Why recent requests hit or missed."""
+        """Findings about recent requests: why they hit or missed."""
 
     def _handlers_of_rooms(self) -> dict[type[Event], Callable[[Any], None]]:
         return {
@@ -203,12 +203,13 @@ class Engine:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a step is due though nothing happened."""
+        """Whether another step is due at once, though no event came: work was left for it."""
         return self._arrivals.has_news or self._awaited.is_behind or self._pushes.is_behind
 
     def step(self, events: Iterable[Event], now_ns: int) -> list[Command]:
-        """Take events in order; returns commands, in order. The next event is drawn from `events`
-        when the one before is done: the caller can end an iterator when time is up."""
+        """Take events in order at time `now_ns`; returns commands, in order. The next event is
+        drawn from `events` when the one before is done: the caller can end an iterator when time is
+        up."""
         state = self._state
         state.now_ns = now_ns
         state.commands = []
@@ -342,14 +343,15 @@ class Engine:
         return ""
 
     def _prefill_named(self, connection: Connection, transfer: str) -> None:
-        """A word, and no timer, is what others wait for."""
+        """A PushOpen or PushClose came: wake pushes and expectations of this transfer, which wait
+        for such a message and not for a timer."""
         self._pushes.prefill_changed(connection.owner.key[0], transfer)
         self._awaited.prefill_changed(connection.owner.key[0], transfer)
 
     # ── all blocks ───────────────────────────────────────────────────────────────────────────────
 
     def _empty_what_is_off(self) -> None:
-        """Clear a slice of a space that is switched off."""
+        """Clear one slice of a space that a shadow check switched off, if any is left to clear."""
         address = self._switches.to_empty()
         if address is not None:
             tenant, space = address
@@ -358,8 +360,8 @@ class Engine:
             self._state.publish_generations()
 
     def _clear(self, space: bytes | None, tenant: str | None, why: Reason) -> int:
-        """Forget up to CLEAR_ROWS_MAX blocks in every tier. Credits stay out; readers see
-        generations change."""
+        """Forget up to CLEAR_ROWS_MAX blocks of a space and tenant (None: of any) in every tier;
+        returns how many. Granted slots stay granted; readers see generations change."""
         residency = self._state.residency
         scopes = residency.scopes_of(tenant, space)
         rows = residency.rows_in(scopes, CLEAR_ROWS_MAX, begin=self._clear_from)
@@ -375,17 +377,15 @@ class Engine:
         return len(rows)
 
     def salvage(self) -> list[Command]:
-        """After `step` raised: the commands until then, raised generations included.
-
-        Without these a slot could be reused unnoticed by its readers.
-        """
+        """Commands that were decided before `step` raised, raised generations included. Without
+        these a slot could be reused unnoticed by its readers."""
         self._state.publish_generations()
         self._state.tell_changes()
         commands, self._state.commands = self._state.commands, []
         return commands
 
     def learned(self) -> Learned:
-        """Measured paces for the next start."""
+        """Measured paces of disk and spaces, to be kept for the next start."""
         disk = self._files.pace.measured_ns_per_mib or self.config.learned.disk_ns_per_mib
         return within_bounds(Learned(disk, self._state.paces.all()))
 
@@ -395,13 +395,14 @@ class Engine:
 
     @property
     def left_out_blocks(self) -> int:
-        """Blocks, since the start, that the disk tier reported and that found no row."""
+        """Blocks, since the start, that the disk tier reported and that the table had no row
+        for."""
         return self._files.left_out_count
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
     def nodes(self) -> list[report.NodeReport]:
-        """This node, in one row."""
+        """Report of this node, as one row."""
         return report.nodes(self._state)
 
     def unserved(self) -> list[UnservedReport]:
@@ -411,7 +412,7 @@ class Engine:
         return unserved(state.owners.values(), state.refusals, state.now_ns, is_full=is_full)
 
     def unpinned(self) -> str:
-        """Trouble of a rank that cannot pin the arena; empty: none has any."""
+        """Error of a rank that cannot pin the arena's memory; empty if all ranks can."""
         return report.unpinned(self._state)
 
     def load(self) -> Load:
@@ -436,7 +437,8 @@ class Engine:
         return report.tiers(self._state, budget_left_bytes, self._scrubs.tiers)
 
     def sealed(self, first_word: int) -> Sealed:
-        """Blocks in dram to be verified, from a word of the arena on: see `Scrubs.sealed`."""
+        """Blocks in dram to be scrubbed, from word `first_word` of the arena on: see
+        `Scrubs.sealed`."""
         return self._scrubs.sealed(first_word)
 
     def curve(self) -> list[CurveReport]:
@@ -452,7 +454,7 @@ class Engine:
         return named(self._state, words)
 
     def quotas(self) -> list[report.QuotaReport]:
-        """One row per quota and one for all others; none without quotas."""
+        """One row per quota and one for the rest of dram; no rows without quotas."""
         return report.quotas(self._state)
 
     def spaces(self) -> list[report.SpaceReport]:
@@ -480,14 +482,15 @@ class Engine:
         return report.blocks(self._state, limit=limit, space=space)
 
     def held(self, begin_row: int) -> tuple[list[Changed], int]:
-        """Blocks that the tiers hold, a slice at a time: from row 0 on, until the next row is -1.
-        `Changed` reports changes between two slices."""
+        """Blocks that the tiers hold, one slice per call: from `begin_row` on. Returns the slice
+        and the row of the next one, -1 after the last. `Changed` reports changes between two
+        slices."""
         held = self._state.residency.held(begin_row, HELD_ROWS_MAX)
         return list(self._state.in_words(held)), self._next_row(begin_row)
 
     def offered(self, begin_row: int) -> tuple[list[Offered], int]:
-        """Blocks that peers can fetch, in the slices of `held`. `Offered` reports changes between
-        two slices."""
+        """Blocks that peers can fetch, in slices as in `held`: the slice and the next row, -1 after
+        the last. `Offered` reports changes between two slices."""
         held = self._state.residency.held(begin_row, HELD_ROWS_MAX)
         return self._state.offers.held(held), self._next_row(begin_row)
 
@@ -496,24 +499,24 @@ class Engine:
         return end if end < len(self._state.residency.table.used_scopes) else -1
 
     def leases(self) -> list[report.LeaseReport]:
-        """Leases, at most report.ROWS_MAX."""
+        """Rows of leases, at most report.ROWS_MAX."""
         return report.leases(self._state)
 
     def landing_bytes(self) -> dict[tuple[str], int]:
-        """Bytes of the landing slab by state."""
+        """Bytes of the landing slab, by (state,): free, granted or limbo."""
         return {(state,): size for state, size in self._grants.landing_bytes().items()}
 
     def push_counts(self) -> dict[tuple[str], int]:
-        """Pushes under way by this node's side in them."""
+        """Number of pushes under way, by (side,) of this node in them: decode or prefill."""
         return {("decode",): len(self._awaited.expects), ("prefill",): len(self._pushes)}
 
     def jobs(self) -> list[report.JobReport]:
-        """Ranks that hold slots they may write."""
+        """Rows of ranks that hold slots that they may still write to."""
         return report.jobs(self._state)
 
 
 def fresh_journal(config: EngineConfig) -> Journal:
-    """An empty journal in memory of its own."""
+    """An empty journal in private memory, which does not outlive this process."""
     return Journal.fresh(
         arena_bytes=config.arena_bytes,
         slab_bytes=config.slab_bytes,

@@ -44,10 +44,11 @@ from kvstore.wire.peers import (
 
 
 class PrepareBlocks(msgspec.Struct, frozen=True):
-    """Bring these blocks to dram, as far as there is room. BlocksPrepared answers at once."""
+    """Bring these blocks to dram, as far as there is room. BlocksPrepared answers at once, with
+    what was begun."""
 
     ask: int
-    """The shell's number; never used again."""
+    """Number of the request, chosen by the shell and never used again."""
     its: PrepareRequest
 
 
@@ -63,13 +64,13 @@ class BlocksPrepared(msgspec.Struct, frozen=True):
 
 
 class Received(msgspec.Struct, frozen=True):
-    """A datagram came; the first one of a connection is its Hello."""
+    """A datagram came from an engine's process; the first one of a connection is its Hello."""
 
     connection: ConnectionId
     message: EngineMessage
     process: int = 0
-    """Process that sent a Hello, by a number of the kernel: below 0, and no other process has it; 0
-    if the kernel gives none."""
+    """Process that sent a Hello, by a negative number derived from the kernel's identification and
+    unique to the process; 0 if the kernel gives none."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -79,7 +80,8 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """The process behind the connection is gone: its pidfd fired. Before or after `Ended`."""
+    """The process behind the connection is gone: its pidfd became readable. Comes before or after
+    `Ended`."""
 
     connection: ConnectionId
 
@@ -90,34 +92,37 @@ class AdoptedWriter(msgspec.Struct, frozen=True):
     connection: ConnectionId
     hello: HelloRank
     process: int = 0
-    """As in `Received`."""
+    """Process number, as in `Received`."""
 
 
 class Adopt(msgspec.Struct, frozen=True):
-    """Go on with the state of an earlier process of this node. The first event, if at all."""
+    """Take over the state of an earlier process of this node. If it occurs, it is the first
+    event."""
 
     found: JournalContents
     writers: tuple[AdoptedWriter, ...]
-    """All writers whose end the node would notice; those that the journal names are among them."""
+    """All ranks whose exit the node would notice. Every writer that the journal names is one of
+    them."""
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """So many bytes from the arena's start have their pages."""
+    """The first `ready_bytes` of the arena are backed by pages and can be used."""
 
     ready_bytes: int
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time passed: leases may have run out."""
+    """Time passed: leases, deadlines and back-offs may have ended."""
 
     file_used_bytes: int = 0
     """Used part of the disk tier's capacity."""
     file_breakers: tuple[str, str] = ("closed", "closed")
-    """State of the circuit breakers of disk reads and writes."""
+    """State of the circuit breakers of disk reads and of disk writes."""
 
 
 class Clear(msgspec.Struct, frozen=True):
-    """Forget blocks: of one space, one tenant, both, or (None, None) all."""
+    """Forget the blocks of one space, of one tenant, of one tenant in one space, or (None, None)
+    all."""
 
     space: bytes | None
     tenant: str | None
@@ -132,7 +137,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Located(msgspec.Struct, frozen=True):
-    """Answer to Locate, always, and soon: the locations of its keys."""
+    """Answer to Locate: other nodes with these keys. An answer always comes, and soon."""
 
     locate: int
     candidates: tuple[Candidate, ...] = ()
@@ -147,24 +152,24 @@ class Fetched(msgspec.Struct, frozen=True):
     job: int
     good: bytes
     checksums: bytes = b""
-    """[n][S], 16 bytes each, of the good ones; or nothing if none is good."""
+    """[n][S], 16 bytes each, valid for the good blocks; empty if no block is good."""
     peer_failed: bool = False
     """The peer, or the path to it, is at fault: other nodes may be asked."""
     not_served: int = 0
-    """Blocks that are not good, here and below: those that the peer did not serve."""
+    """Number of blocks that are not good because the peer did not serve them."""
     not_kept: int = 0
-    """Those that left the peer before they were read."""
+    """Number of blocks that the peer evicted before they were read."""
     damaged: int = 0
-    """Those that stayed on the peer, but differ from the stored blocks."""
+    """Number of blocks that stayed on the peer, but arrived with another checksum."""
     trouble: str = ""
-    """Why no block came, for people."""
+    """Error text if no block came, for messages to people."""
 
 
 class Serve(msgspec.Struct, frozen=True):
     """Another node asks to read the longest run of these keys that is here."""
 
     peer: int
-    """The shell's number for one incarnation of a node; never used again."""
+    """Number of one incarnation of a node, chosen by the shell and never used again."""
     serving: int
     tenant: str
     space: bytes
@@ -179,17 +184,17 @@ class ServingReturned(msgspec.Struct, frozen=True):
 
 
 class PeerGone(msgspec.Struct, frozen=True):
-    """All of a peer's servings end."""
+    """The connection to a peer has ended: all its servings and grants end."""
 
     peer: int
 
 
 class LandingUp(msgspec.Struct, frozen=True):
-    """Peers can write to the landing slab from now on; nothing writes there for an earlier epoch
-    any more."""
+    """The transfer worker was started or has ended: peers can write to the landing slab for
+    `epoch`, and nothing writes there for an earlier epoch any more."""
 
     epoch: int
-    """Random number of one start of the transfer worker; 0: there is none now."""
+    """Random number of one start of the transfer worker; 0: no transfer worker runs."""
 
 
 class Landed(msgspec.Struct, frozen=True):
@@ -201,10 +206,11 @@ class Landed(msgspec.Struct, frozen=True):
 
 
 class PushAsked(msgspec.Struct, frozen=True):
-    """A decode node grants room for blocks of this node."""
+    """A decode node grants extents of its landing slab for blocks that this node has or
+    computes."""
 
     peer: int
-    """As in Serve."""
+    """Number of the decode node's incarnation, as in Serve."""
     node: str
     its: PushGrant
 
@@ -217,7 +223,8 @@ class PushRevoked(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True):
-    """A WritePush has ended. `trouble`: why not all bytes are there; the rest may still arrive."""
+    """A WritePush has ended. `trouble`: error if not all bytes were written; the rest may still
+    arrive. Empty: all were."""
 
     job: int
     trouble: str = ""
@@ -237,8 +244,8 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """Send Welcome with descriptors: the generation page, for a rank the arena before it; and with
-    `welcome.hbm` the page of places behind it."""
+    """Send Welcome with file descriptors, in this order: the arena (`with_arena`: for a rank), the
+    generation page, and with `welcome.hbm` the page of places in hbm."""
 
     connection: ConnectionId
     welcome: Welcome
@@ -267,7 +274,8 @@ class Cleared(msgspec.Struct, frozen=True):
 
 
 class SwitchedOff(msgspec.Struct, frozen=True):
-    """Report to people: a shadow check found other values than this space holds."""
+    """A shadow check found values that differ from the blocks of this space, which is now switched
+    off: to be logged for people."""
 
     tenant: str
     space: SpaceId
@@ -280,7 +288,8 @@ class SwitchedOff(msgspec.Struct, frozen=True):
 
 
 class Changed(msgspec.Struct, frozen=True, gc=False):
-    """A tier holds these blocks from now on, or no more. Only if EngineConfig.tell_changes."""
+    """A tier holds these blocks from now on (`stored`), or does not hold them any more. Only if
+    EngineConfig.tell_changes."""
 
     tier: Tier
     stored: bool
@@ -295,9 +304,9 @@ class Changed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Offered(msgspec.Struct, frozen=True, gc=False):
-    """Peers can fetch these blocks from a tier from now on, or no more: every shard is in it. Only
-    if EngineConfig.tell_offers. Blocks that were never offered may be taken back, and offered ones
-    may be offered again."""
+    """Peers can fetch these blocks from a tier from now on (`stored`), or cannot any more: every
+    shard is in the tier. Only if EngineConfig.tell_offers. Blocks that were never offered may be
+    taken back, and offered ones may be offered again."""
 
     tier: Tier
     stored: bool
@@ -310,7 +319,8 @@ class Offered(msgspec.Struct, frozen=True, gc=False):
 
 
 class OffersUntold(msgspec.Struct, frozen=True):
-    """Blocks of a space could not be judged before now: `Engine.offered` has them."""
+    """A space became known whose held blocks were not offered before, because their completeness
+    could not be judged: read `Engine.offered` for them."""
 
 
 class Follow(msgspec.Struct, frozen=True):
@@ -324,7 +334,7 @@ class Follow(msgspec.Struct, frozen=True):
     """Data-parallel rank."""
     endpoint: str
     replay_endpoint: str
-    """Empty: no replay."""
+    """Endpoint for missed events; empty: the engine replays none."""
     tenant: str
     space: SpaceId
     hash_seed: str
@@ -349,8 +359,8 @@ class Locate(msgspec.Struct, frozen=True):
 
 class Fetch(msgspec.Struct, frozen=True):
     """Bring these blocks from another node, and verify them. `slots` u32 [n][S], held for the peer
-    until Fetched: one column per shard; `block_bytes`: size of a block in each; `head_bytes`: those
-    of the space."""
+    until Fetched: one column per shard; `block_bytes`: size of a block in each shard; `head_bytes`:
+    from the space."""
 
     job: int
     node: str
@@ -365,9 +375,9 @@ class Fetch(msgspec.Struct, frozen=True):
 
 
 class AnswerPeer(msgspec.Struct, frozen=True):
-    """Say this to a peer: the answer to Serve, at once or when the blocks on disk have come, a run
-    in dram that is pinned until ServingReturned or the end of its time; the answer to
-    ServingReturned; or a word about its grant."""
+    """Send an answer to a peer: a ServeAnswer, at once or when blocks on disk were read, for a run
+    in dram that is pinned until ServingReturned or its expiry; a GivenBack, which answers
+    ServingReturned; or Pushed and PushOver, about a grant of the peer."""
 
     peer: int
     its: Answer
@@ -375,7 +385,8 @@ class AnswerPeer(msgspec.Struct, frozen=True):
 
 
 class AskPush(msgspec.Struct, frozen=True):
-    """Give a prefill node this grant, with our descriptor. Pushed and one PushOver answer."""
+    """Send a grant to a prefill node, with the transfer worker's descriptor. Pushed and one
+    PushOver answer."""
 
     node: str
     its: PushGrant
@@ -383,7 +394,7 @@ class AskPush(msgspec.Struct, frozen=True):
 
 
 class RevokePush(msgspec.Struct, frozen=True):
-    """Take a grant back: its PushOver comes."""
+    """Revoke a grant at a prefill node; its PushOver follows."""
 
     grant: int
     node: str
@@ -411,14 +422,16 @@ class Land(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecycleTransferWorker(msgspec.Struct, frozen=True):
-    """Kill the transfer worker: only that ends what may still be written. LandingUp follows."""
+    """Kill the transfer worker: only its end stops peers that may still write. LandingUp
+    follows."""
 
     reason: str
     cause: int
 
 
 class WritePush(msgspec.Struct, frozen=True, kw_only=True):
-    """Write blocks to the extents of a peer's grant. Written answers. `slots` u32 [n][S]."""
+    """Write blocks to the extents of a peer's grant, from number `first` of the grant on. Written
+    answers. `slots` u32 [n][S]."""
 
     job: int
     peer: int

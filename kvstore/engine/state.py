@@ -38,7 +38,7 @@ from kvstore.wire.space import Space, is_prefix
 
 
 class Counters(msgspec.Struct):
-    """Plain integers; the unit is in the name."""
+    """Counts since the start of the node; the unit of each is in its name."""
 
     blocks_distrusted: int = 0
     blocks_granted: int = 0
@@ -99,7 +99,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     arena_bytes: int
     slab_bytes: int
-    """Multiple of 64 KiB; a slot is never larger."""
+    """Size of a slab, a multiple of 64 KiB; no slot is larger than a slab."""
     generation_bytes: int
     """Size of the generation page's memfd, for Welcome."""
     block_count_max: int
@@ -108,7 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     first_generation: int = 1
     """Generation of every slot at the start: higher than any from an earlier process."""
     restarts: int = 0
-    """Earlier processes of this node."""
+    """Number of earlier processes of this node."""
     hbm: Slab | None = None
     """The slab in a GPU's memory, if there is one."""
     file_bytes: int = 0
@@ -144,11 +144,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     fetches: bool = False
     """Whether other nodes are asked for blocks that are not here."""
     node: str = ""
-    """Name in the cluster."""
+    """Name of this node in the cluster."""
     landing_bytes: int = 0
-    """End of the arena that prefill nodes may write to; whole slabs. 0: nothing is pushed here."""
+    """Size of the landing slab, at the end of the arena, in whole slabs. 0: nothing is pushed to
+    this node."""
     fetches_always: bool = False
-    """Whether blocks are fetched that are computed as quickly, too."""
+    """Whether blocks are also fetched where computing them is as quick."""
 
 
 KNOWN_SPACES_MAX = 1024
@@ -169,7 +170,7 @@ class Off(msgspec.Struct, frozen=True):
     tier: Tier | None
     """Tier that is off for the space; None: all."""
     is_empty: bool = False
-    """No block of the space is held any more."""
+    """Whether all blocks of the space have been cleared."""
 
 
 class State:
@@ -220,34 +221,37 @@ class State:
         self.names = Names()
         """Names of engines and spaces, for tombstones."""
         self.room_for = (Reason.EVICTED_FOR_STORES, 0)
-        """Reason of evictions from now on, and the number of the engine's name."""
+        """(reason, number of an engine's name) that blocks evicted from now on are marked with."""
         self.now_ns = 0
         self.file_used_bytes = 0
         """Used bytes of the disk tier at the last Tick."""
         self.file_breakers = ("closed", "closed")
         """Circuit breakers of disk reads and writes at the last Tick."""
         self.cause = 0
-        """Number of the event being taken."""
+        """Number of the event that is being handled; commands carry it."""
         self.commands: list[Command] = []
         self.hung_up: set[ConnectionId] = set()
         """Connections hung up in this step: messages queued from them are ignored."""
         self._published_unknown: set[tuple[str, SpaceId]] = set()
-        """Spaces of changes that were published before an engine had named their kind."""
+        """Spaces with changes that were published before an engine had described the space."""
         self.credits_due = True
-        """Whether a change may allow or need a grant."""
+        """Whether credits are to be granted at the end of this step, because a change may allow
+        it."""
 
     def attached(self) -> list[Connection]:
-        """Attached processes. Ended ones that only keep slots in quarantine do not count."""
+        """Attached processes. Processes whose socket ended and that only keep slots in quarantine
+        do not count."""
         return [each for each in self.connections.values() if not each.ended]
 
     def say(self, command: Command) -> None:
-        """Append a command."""
+        """Append a command to the result of this step."""
         if isinstance(command, Hangup):
             self.hung_up.add(command.connection)
         self.commands.append(command)
 
     def send(self, connection: Connection, message: Message) -> None:
-        """Send to an attached process; generations that were raised go first."""
+        """Send a message to a process, unless its socket has ended; generations that were raised go
+        first."""
         if not connection.ended:
             self.publish_generations()
             self.commands.append(Send(connection.id, message, self.cause))
@@ -266,7 +270,7 @@ class State:
         self.commands.append(RaiseGenerations(*raised, self.cause, tier))
 
     def tell_changes(self) -> None:
-        """Turn gains and losses of the tiers into commands."""
+        """Append Changed and Offered commands for what the tiers gained and lost in this step."""
         changes = self.residency.take_changes()
         if self.config.tell_changes:
             self.commands += self.in_words(changes)
@@ -274,8 +278,9 @@ class State:
             self.commands += self.offers.offers_of(changes)
 
     def in_words(self, changes: Iterable[Change]) -> Iterator[Changed]:
-        """Changes with the label and block size of their spaces. Readers take any block for a part
-        of a prefix, so those of windows and recurrent layers are left out."""
+        """`changes` as Changed commands, with the label and block size of their spaces. Readers
+        take any block for a part of a prefix, so blocks of windows and recurrent layers are left
+        out."""
         for change in changes:
             tenant, space, shard = change.scope
             known = self.known.get((tenant, space))
@@ -297,7 +302,8 @@ class State:
             )
 
     def know(self, address: tuple[str, SpaceId], known: KnownSpace) -> None:
-        """A session opened: keep its space in full, in place of the one unused for longest."""
+        """Record the space of a session that opened, in `known` and in the journal. When `known` is
+        full, the space whose last session opened longest ago is dropped."""
         was_known = self.known.pop(address, None) is not None
         if self.config.tell_offers and not was_known and self.offers.any_held(address):
             self.say(OffersUntold())
@@ -318,14 +324,15 @@ class State:
         return off is not None and (off.tier in (None, tier) or not off.is_empty)
 
     def is_scope_off(self, scope: int, tier: Tier = Tier.DRAM) -> bool:
-        """The same for a scope's space."""
+        """Whether a tier may neither serve nor store blocks of this scope (`is_off`)."""
         if not self.off:
             return False
         tenant, space, _ = self.residency.address(scope)
         return self.is_off(tenant, space, tier)
 
     def forget_unused_scopes(self) -> None:
-        """Before a scope is made: drop those that neither blocks nor sessions use, when many."""
+        """Drop scopes that neither blocks nor sessions use, when there are many. Called before a
+        scope is made."""
         groups = (group for owner in self.owners.values() for group in owner.groups)
         self.residency.forget_unused_scopes(
             keep={scope for group in groups for scope in group.asker.scopes}
@@ -347,12 +354,12 @@ class State:
             self.credits_due = True
 
     def stamp(self, why: Reason, name: int = 0) -> int:
-        """Stamp for blocks that leave now."""
+        """Tombstone stamp for blocks that leave now: reason, number of an engine's name, time."""
         return stamp(why, name, self.now_ns)
 
     def empty(self, words: Words, stamp: int) -> None:
-        """Sealed slots lose their blocks, for the reason in `stamp`. Readers with a lease see the
-        generation change."""
+        """Drop the blocks of sealed slots and free the slots; `stamp` has the reason. Readers with
+        a lease see the generation change."""
         if len(words):
             if self.hbm is not None:
                 copies = self.residency.hbm_of_word[words].astype(np.int64)
@@ -361,18 +368,19 @@ class State:
             self.free(words)
 
     def drop_copies(self, words: Words) -> None:
-        """Slots of hbm lose their copies."""
+        """Drop the copies in these slots of hbm and free the slots."""
         if len(words):
             assert self.hbm is not None
             self.residency.drop_hbm(words)
             self.hbm.free(words, self.cause)
 
     def make_room_for(self, why: Reason, title: str) -> None:
-        """Set the reason of evictions from now on, and the engine's title."""
+        """Set the reason of evictions from now on, and the title of the engine that needs the
+        room."""
         self.room_for = (why, self.names.number(title))
 
     def evict(self, words: Words) -> None:
-        """Empty slots to make room."""
+        """Evict the blocks of these slots, for the reason set by `make_room_for`."""
         self.counters.evictions += len(words)
         self.ages[Tier.DRAM].evicted(np.abs(self.slots.stamps[words]), self.now_ns)
         self.empty(words, self.stamp(*self.room_for))

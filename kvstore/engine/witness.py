@@ -29,7 +29,8 @@ class Origin(enum.IntEnum):
 
 
 Origins = NDArray[np.int64]
-"""An `Origin` per block, and from bit SEARCH_SHIFT on the question to the index that led to it."""
+"""An `Origin` per block, and from bit SEARCH_SHIFT on the number of the index query that led to
+it."""
 SEARCH_SHIFT: Final = 8
 
 
@@ -39,32 +40,34 @@ def tiers_of(origins: Origins) -> NDArray[np.int64]:
 
 
 class Wanted(NamedTuple):
-    """Blocks from other nodes that a lookup may wait for, and why no more."""
+    """Result of asking other nodes for blocks of a lookup: how many may come, and by which
+    query."""
 
     coming: int = 0
-    """Leading blocks that are on their way, or may be."""
+    """Number of leading blocks that are on their way from other nodes, or may be."""
     number: int = 0
-    """Number of the question or fetch that brings them or did not; 0: other nodes play no part."""
+    """Number of the index query or fetch that brings these blocks, or that brought none; 0: other
+    nodes were not asked."""
     at: int = 0
-    """Place of the lookup's first block among the keys of that question or fetch."""
+    """Place of the lookup's first key among the keys of that query or fetch."""
 
 
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of a request that were pushed here (`decode`), or from here for a grant (`prefill`).
-    Times are since they were asked for; 0: never."""
+    """One push of a request's blocks, to this node (`side` decode) or from it for a grant (`side`
+    prefill). Times are in µs since the blocks were asked for; 0: never."""
 
     side: str
     node: str
-    """The other one."""
+    """The node at the other end."""
     group: int = 0
     first_block: int = 0
-    """Number in the prompt (decode) or in the grant (prefill) of the first one."""
+    """Number of the first block, in the prompt (decode) or in the grant (prefill)."""
     blocks: int
     held: int = 0
-    """Blocks of these that were here before."""
+    """Number of these blocks that this node held before."""
     pushed: int
     reason: str
-    """Why not all of the rest; empty: all came."""
+    """Why the rest of the blocks did not come; empty: all came."""
     granted_us: int = 0
     first_us: int = 0
     last_us: int = 0
@@ -82,11 +85,12 @@ class PushTimes(msgspec.Struct):
     sealed_ns: int = 0
 
     def moved(self, now_ns: int) -> None:
-        """Bytes have come, or were written."""
+        """Note that bytes came, or were written, at this time."""
         self.first_ns, self.last_ns = self.first_ns or now_ns, now_ns
 
     def as_us(self, now_ns: int) -> dict[str, int]:
-        """Times for a report made now. A stage of the step that asked counts as 1 µs."""
+        """Fields of a PushReport made now: name of each time, in µs since `since_ns`. A stage
+        reached in the step that asked counts as 1 µs, because 0 means never."""
         reached = {f.removesuffix("_ns"): getattr(self, f) for f in self.__struct_fields__[1:]}
         reached["ended"] = now_ns
         return {
@@ -96,23 +100,23 @@ class PushTimes(msgspec.Struct):
 
 
 class StoryTold(msgspec.Struct, frozen=True):
-    """A request ended, for traces. Only if EngineConfig.tell_stories."""
+    """Report of a request that ended, for traces. Only if EngineConfig.tell_stories."""
 
     row: RequestReport
     ranges: tuple[RangeReport, ...]
     story: Story
     ended_ns: int
-    """When, on the node's clock."""
+    """When the request ended, on the node's clock."""
     block_bytes: int
     """Size of a block of the first KV cache group, all shards together; 0: not known."""
 
 
 class Staged(msgspec.Struct, frozen=True):
-    """A stage of pushes from a peer that ends here: its duration, for metrics and warnings."""
+    """Duration of a stage of pushes from a peer, for metrics and warnings; the stage has ended."""
 
     stage: Literal["push_seal", "push_token"]
-    """From the word that blocks are there until they are sealed; from the end of the push until the
-    first token of its request."""
+    """push_seal: from the message that blocks are there until they are sealed. push_token: from the
+    end of the push until the first token of its request."""
     node: str
     took_ns: int
     size_bytes: int

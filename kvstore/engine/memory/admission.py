@@ -13,11 +13,11 @@ from kvstore.engine.memory.quotas import QuotaGroup
 from kvstore.engine.memory.slots import Pool, Slots
 
 CREDIT_PART = 4
-"""With quotas, one part in this many of a share may be granted."""
+"""With quotas, a group may have one part in this many of its share granted."""
 
 
 class Admission:
-    """Makes room in pools. `evict` empties slots: residency, state and generation."""
+    """Makes room in pools. `evict` must drop the blocks of slots and free the slots."""
 
     def __init__(
         self,
@@ -37,16 +37,15 @@ class Admission:
         self._evict = evict
 
     def credit_target(self, pools: Mapping[Pool, int], *, sessions: int) -> int:
-        """Credits in blocks that a session should have out, at least one.
-
-        `pools`: slots of each that a block takes.
-        """
+        """Number of blocks that one session should have credits for, at least 1. `pools`: each pool
+        with the number of its slots that a block takes; `sessions`: how many share these pools."""
         capacity = min(self._reachable(pool) // count for pool, count in pools.items())
         share = int(capacity * self._credit_share) // max(sessions, 1)
         return max(1, min(share, self._credit_blocks_max))
 
     def _reachable(self, pool: Pool) -> int:
-        """Slots of this pool, or of its part of the arena."""
+        """Number of slots that this pool has or can get: its own, or those of an equal part of the
+        arena."""
         part = self._slots.slabs_ready // max(len(self._slots.pools), 1)
         return max(pool.capacity, part * pool.slots_per_slab, pool.slots_per_slab)
 

@@ -26,7 +26,7 @@ CHUNK_BLOCKS = 1 << 13
 
 
 def adopt(state: State, event: Adopt) -> None:
-    """The first event of an engine."""
+    """Set up the state of an engine from the journal in `event`, its first event."""
     found, residency = event.found, state.residency
     assert not state.connections, "something happened before the journal was taken over"
     assert len(residency.table) == 0, "something happened before the journal was taken over"

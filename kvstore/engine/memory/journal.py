@@ -53,7 +53,7 @@ _MAGIC_AT, _VERSION_AT, _ARENA_AT, _SLAB_AT, _GROUPS_AT, _READY_AT = range(6)
 _ROW_WORDS: Final = 8
 _SCOPE_AT, _CHECK_AT = 6, 7
 _CHUNK_ROWS: Final = 1 << 13
-"""Rows looked at together, in cache."""
+"""Number of rows examined together, so that they stay in the CPU's cache."""
 _ODD: Final = np.array(
     [
         0x9E3779B97F4A7C15,
@@ -71,15 +71,18 @@ _HALF: Final = np.uint64(32)
 _ONE: Final = np.uint64(1)
 
 _CODE: Final = 65_497
-"""Coded words are multiples of it: no three flipped bits make another multiple of one."""
+"""Coded words are multiples of this number: up to three flipped bits never turn one multiple into
+another."""
 _BIAS: Final = 16
-"""Writers that are no connections have numbers from -1 down, above the negative of this."""
+"""Added to a number before it is coded: writers that are no connections have negative numbers,
+greater than minus this."""
 STAMP_MAX: Final = 1 << 56
 DOUBT_SHARE: Final = 4
 """A journal with more than one part in this many unreadable is not kept."""
 
 SCOPE_COUNT_MAX: Final = 4096
-"""Blocks of further scopes are not journalled: after a restart they are computed again."""
+"""Most scopes in a journal. Blocks of further ones are not journalled: they are computed again
+after a restart."""
 _SCOPE_WORDS: Final = 48
 _INDEX_BITS: Final = 12
 
@@ -88,36 +91,36 @@ ScopeAddress = tuple[str, SpaceId, Shard]
 
 
 class JournalUnusable(Exception):
-    """This memory cannot be taken over; the text gives the reason. None of it may be used, nor
-    its arena: a process may still write there."""
+    """This journal cannot be taken over; the text gives the reason. Neither the journal nor its
+    arena may be used: a process may still write there."""
 
 
 class JournalContents(msgspec.Struct, frozen=True):
-    """Content of a journal, verified."""
+    """Verified content of a journal."""
 
     words: Words
     """Slots with a block, ascending."""
     scopes: NDArray[np.uint64]
-    """Scope of each, by the journal's numbers: keys of `addresses`."""
+    """Scope of each of `words`, by the journal's numbers: keys of `addresses`."""
     addresses: dict[int, ScopeAddress]
     held: Words
     """Slots with a writer."""
     writers: NDArray[np.int64]
-    """Writer of each."""
+    """Writer of each slot in `held`."""
     doubtful: Words
     """Slots with an unreadable writer: never to be used again."""
     slot_bytes: NDArray[np.int64]
-    """Slot size of each slab; 0: in no pool; UNREADABLE: not to be used again."""
+    """Slot size of each slab; 0: the slab is in no pool; UNREADABLE: it must not be used again."""
     spaces: tuple[Remembered, ...]
-    """Spaces that engines described."""
+    """Spaces as engines described them."""
 
 
 UNREADABLE: Final = -1
-"""Slot bytes of a slab."""
+"""Value of `slot_bytes` for a slab whose size in the journal is damaged."""
 
 
 class Journal:
-    """One arena's journal, over memory of `size_bytes`."""
+    """The journal of one arena, in `memory` of `size_bytes` bytes."""
 
     def __init__(self, memory: NDArray[np.uint64], *, arena_bytes: int, slab_bytes: int) -> None:
         self._arena_bytes, self._slab_bytes = arena_bytes, slab_bytes
@@ -130,18 +133,18 @@ class Journal:
         self.groups = next(parts).view(np.uint8)[:word_count]
         self._writers = next(parts)[:word_count]
         self.stamps = next(parts)[:word_count].view(np.int64)
-        """Order of use, by word."""
+        """Stamp of the last use, by word; greater is later."""
         self._rows = next(parts)[: word_count * _ROW_WORDS].reshape(-1, _ROW_WORDS)
         self._entries = next(parts)[: SCOPE_COUNT_MAX * _SCOPE_WORDS].reshape(-1, _SCOPE_WORDS)
         self.spaces = SpaceTable(next(parts))
         self._ids: dict[int, int] = {}
-        """The residency's number of a scope → the journal's."""
+        """The journal's number of each scope, by the residency's number."""
         self._indexes = list(range(SCOPE_COUNT_MAX - 1, -1, -1))
         self._next_serial = 1
 
     @staticmethod
     def size_bytes(arena_bytes: int, slab_bytes: int) -> int:
-        """Bytes of memory for the journal of an arena."""
+        """Size of the journal of an arena, in bytes."""
         return 8 * sum(_part_words(arena_bytes // SLOT_BYTES_MIN, arena_bytes // slab_bytes))
 
     @classmethod
@@ -153,7 +156,7 @@ class Journal:
         quotas: Sequence[str] = (),
         memory: NDArray[np.uint64] | None = None,
     ) -> Journal:
-        """An empty journal, over memory that is all zero, or not shared."""
+        """An empty journal in `memory`, which must be all zero; without it, in private memory."""
         if memory is None:
             memory = np.zeros(cls.size_bytes(arena_bytes, slab_bytes) // 8, np.uint64)
         journal = cls(memory, arena_bytes=arena_bytes, slab_bytes=slab_bytes)
@@ -166,18 +169,18 @@ class Journal:
 
     @property
     def ready_bytes(self) -> int:
-        """Bytes of the arena with pages, by the last `set_ready`."""
+        """Bytes from the arena's start that are backed by pages, as of the last `set_ready`."""
         ready_bytes = min(int(self._header[_READY_AT]), self._arena_bytes)
         return ready_bytes - ready_bytes % PAGE_BYTES
 
     def set_ready(self, ready_bytes: int) -> None:
-        """From any one thread."""
+        """Record how many bytes of the arena are backed by pages. Any one thread may call this."""
         self._header[_READY_AT] = ready_bytes
 
     # ── while serving ────────────────────────────────────────────────────────────────────────────
 
     def cut(self, slab: int, slot_bytes: int) -> None:
-        """A slab is slots of this size now; 0: in no pool."""
+        """Record that a slab is cut into slots of this size; 0: it is in no pool."""
         self._slabs[slab] = _coded(slot_bytes)
 
     def name_writer(self, words: Words, writer: int) -> None:
@@ -187,7 +190,8 @@ class Journal:
     def publish(
         self, words: Words, scope: int, address: ScopeAddress, keys: Keys, checksums: Rows
     ) -> None:
-        """These slots hold these blocks of one scope now."""
+        """Write the rows of these slots: each holds a block of one scope, with its key and
+        checksum. Nothing is written when the table of scopes is full."""
         id = self._ids.get(scope) or self._add_scope(scope, address)
         if not id:
             return
@@ -199,19 +203,20 @@ class Journal:
         self._rows[words] = rows
 
     def retract(self, words: Words) -> None:
-        """These slots hold their blocks no more."""
+        """Make the rows of these slots void, because their blocks leave dram."""
         self._rows[words, _CHECK_AT] = 0
 
     def forget_scope(self, scope: int) -> None:
-        """No block is in this scope, or all of them are void: rows that name it are void from the
-        first store on. Blocks published in it later have another number."""
+        """Make all rows of this scope void with one store, because no block is in it or all of them
+        are void. Blocks published in it later get another number of the scope."""
         id = self._ids.pop(scope, 0)
         if id:
             self._entries[_index(id), 0] = 0
             self._indexes.append(_index(id))
 
     def _add_scope(self, scope: int, address: ScopeAddress) -> int:
-        """The journal's number of a scope; 0 without room."""
+        """Enter a scope and return the journal's number for it; 0 if the table of scopes is
+        full."""
         if not self._indexes:
             return 0
         index = self._indexes.pop()
@@ -224,12 +229,12 @@ class Journal:
     # ── at a start ───────────────────────────────────────────────────────────────────────────────
 
     def examine(self, *, quotas: Sequence[str], writers: set[int]) -> JournalContents:
-        """State of another process. Changes only dispensable parts: groups are forgotten when the
-        quotas have changed, and so are impossible groups and stamps. `writers`: numbers of
-        possible writers.
+        """Verify and return the state that another process left. `quotas`: names of this process's;
+        `writers`: numbers of all possible writers. Changes only dispensable parts: groups are
+        forgotten when the quotas have changed, and so are impossible groups and stamps.
 
         Raises:
-            JournalUnusable: of another layout, or impossible.
+            JournalUnusable: the layout is another one, or the content is impossible.
         """
         expected = self._head(quotas)
         if self._header[:_GROUPS_AT].tolist() != expected[:_GROUPS_AT]:
@@ -274,8 +279,8 @@ class Journal:
         return rows[:, :4], rows[:, 4:6]
 
     def settle(self, found: JournalContents, scopes: dict[int, int]) -> None:
-        """Take over the found rows: all others are void. `scopes`: the residency's number of each
-        scope that counts, by the journal's."""
+        """Take over the rows in `found` and make all others void. `scopes`: the residency's number
+        of each scope that counts, by the journal's."""
         void = np.ones(len(self._rows), dtype=bool)
         void[found.words] = False
         self._rows[void, _CHECK_AT] = 0
@@ -288,14 +293,15 @@ class Journal:
         self._indexes = [index for index in self._indexes if index not in used]
 
     def _words_of(self, slabs: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Mask of the words in these slabs."""
+        """Mask over all words of the arena: those in slabs flagged in `slabs`."""
         mask = np.zeros(len(self._writers), dtype=bool)
         whole = np.repeat(slabs, self._slab_bytes // SLOT_BYTES_MIN)
         mask[: len(whole)] = whole
         return mask
 
     def _slot_starts(self, slot_bytes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Mask of the first words of slots. `slot_bytes`: of each slab."""
+        """Mask over all words of the arena: those in which a slot begins. `slot_bytes`: size by
+        slab. Raises JournalUnusable for an impossible size."""
         starts = np.zeros(len(self._writers), dtype=bool)
         pages_per_slab = self._slab_bytes // PAGE_BYTES
         for size in np.unique(slot_bytes[slot_bytes != 0]).tolist():
@@ -339,12 +345,12 @@ class Journal:
     # ── for checks ───────────────────────────────────────────────────────────────────────────────
 
     def published(self) -> Words:
-        """Slots whose row is not taken back."""
+        """Slots whose row is not void."""
         return np.flatnonzero(self._rows[:, _CHECK_AT])
 
 
 def _part_words(word_count: int, slab_count: int) -> list[int]:
-    """Words of each part: whole pages."""
+    """Size in words of each part of the journal, rounded up to whole pages."""
     parts = [
         _WORDS_PER_PAGE,
         slab_count,
@@ -359,13 +365,13 @@ def _part_words(word_count: int, slab_count: int) -> list[int]:
 
 
 def _coded(number: int) -> int:
-    """The coded word of a number greater than -_BIAS; 0 for 0."""
+    """Coded word for `number`, which is greater than -_BIAS; 0 is coded as 0."""
     assert number > -_BIAS
     return (number + _BIAS) * _CODE if number else 0
 
 
 def _decoded(column: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Numbers of coded words, and a mask of invalid ones (their number is 0)."""
+    """Numbers in coded words, and a mask of damaged words, whose number is 0."""
     words = np.array(column, dtype=np.uint64)
     wrong = words % np.uint64(_CODE) != 0
     numbers = (words // np.uint64(_CODE)).astype(np.int64) - _BIAS
@@ -374,8 +380,8 @@ def _decoded(column: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 def _checks(words: Words, rows: Rows) -> NDArray[np.uint64]:
-    """Check word of each row, never 0. A mix of two rows, or a row at another's place, has another
-    one but for one time in 2^63."""
+    """Check word of each row, never 0. Damage, a mix of two rows, or a row at another word's place
+    is detected except with probability 2^-63."""
     mixed = rows[:, :_CHECK_AT] * _ODD
     mixed ^= mixed >> _HALF
     sums: NDArray[np.uint64] = mixed.sum(axis=1, dtype=np.uint64)
@@ -388,8 +394,8 @@ def _checks(words: Words, rows: Rows) -> NDArray[np.uint64]:
 def _first_of_each(
     scopes: NDArray[np.uint64], heads: NDArray[np.uint64], rows: Rows, words: Words
 ) -> NDArray[np.bool_]:
-    """One bool per word: False for a block that an earlier word holds too. Duplicates come from a
-    bug only, and must not get into a table."""
+    """Mask of `words`: False where an earlier word holds the same block. Duplicates come from a bug
+    only, and must not get into a table."""
     first = np.ones(len(words), dtype=bool)
     ordered = np.sort(heads ^ scopes)
     if not (ordered[1:] == ordered[:-1]).any():
@@ -421,7 +427,8 @@ def _digest(data: bytes) -> bytes:
 
 
 def _entry(id: int, address: ScopeAddress) -> NDArray[np.uint64]:
-    """[digest, id, length, msgpack]: at most as long as a tenant's name allows."""
+    """Words of a scope's entry: [digest, id, length, msgpack]. They suffice for the longest name of
+    a tenant."""
     tenant, space, shard = address
     body = msgspec.msgpack.encode(_Entry(id, tenant, space, msgspec.structs.astuple(shard)))
     text = id.to_bytes(8, "little") + len(body).to_bytes(8, "little") + body
@@ -432,7 +439,7 @@ def _entry(id: int, address: ScopeAddress) -> NDArray[np.uint64]:
 
 
 def _address(words: NDArray[np.uint64], index: int) -> ScopeAddress | None:
-    """Content of an entry; None when torn."""
+    """The scope in an entry; None if the entry is torn or damaged."""
     data = words.tobytes()
     length = int(words[2])
     if length > len(data) - 24 or _digest(data[8 : 24 + length]) != data[:8]:

@@ -34,7 +34,7 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True):
     space_id: bytes
     label: str
     shards: tuple[tuple[int, int, int, int], ...]
-    """By column."""
+    """Layers and heads (begin and end of each) of the shard in each column."""
     space: Space
 
     @property
@@ -43,15 +43,16 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SpaceTable:
-    """Over the journal's memory, [SPACE_COUNT_MAX * SPACE_WORDS] u64."""
+    """The table of spaces, in the journal's memory, [SPACE_COUNT_MAX * SPACE_WORDS] u64."""
 
     def __init__(self, memory: NDArray[np.uint64]) -> None:
         self._entries = memory.reshape(SPACE_COUNT_MAX, SPACE_WORDS)
         self._rows: dict[Address, int] = {}
-        """Least recently used first."""
+        """Row of the entry of each space, least recently used first."""
 
     def remember(self, address: Address, label: str, shards: list[Shard], space: Space) -> None:
-        """Add or refresh a space."""
+        """Write or refresh the entry of a space. A space too large for one page is left out; when
+        the table is full, the least recently used space gives way."""
         fields = tuple(msgspec.structs.astuple(shard) for shard in shards)
         body = msgspec.msgpack.encode(Remembered(*address, label, fields, space))
         if len(body) > PAGE_BYTES - _HEAD_BYTES:  # of very many ranks: an engine will say it again
@@ -71,7 +72,7 @@ class SpaceTable:
         return next(row for row in range(SPACE_COUNT_MAX) if row not in self._rows.values())
 
     def found(self) -> tuple[Remembered, ...]:
-        """Spaces of an earlier process."""
+        """Valid entries that an earlier process wrote."""
         found: dict[Address, Remembered] = {}
         for row in range(SPACE_COUNT_MAX):
             entry = _entry(row, self._entries[row].tobytes())
@@ -86,7 +87,7 @@ def _digest(row: int, text: bytes) -> bytes:
 
 
 def _entry(row: int, data: bytes) -> Remembered | None:
-    """Content of a page; None when invalid."""
+    """The space in an entry's page; None if the entry is invalid."""
     end = _HEAD_BYTES + int.from_bytes(data[8:_HEAD_BYTES], "little")
     if end > PAGE_BYTES or _digest(row, data[8:end]) != data[:8]:
         return None

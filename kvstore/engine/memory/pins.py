@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # Does not cover: other pins of an account (`pins`), processes that fork.
 
 Weights = list[tuple[int, int]]
-"""(group, bytes)."""
+"""Bytes of some slots by group: [(group, bytes)]."""
 
 PROCESS_PART: Final = (1, 2)
 
@@ -53,24 +53,25 @@ class _Process:
 
     def __init__(self, groups: int) -> None:
         self.writers = 0
-        """Connections."""
+        """Number of connections."""
         self.held = [0] * groups
-        """Writable bytes, by group."""
+        """Bytes that this process may write to, by group."""
 
 
 class Processes:
-    """Processes of one node: attached ones, and living ones that ended the socket."""
+    """Writable bytes of each engine process of a node: of attached ones, and of living ones whose
+    socket ended."""
 
     def __init__(self, *, groups: int) -> None:
         self.held = [0] * groups
-        """Writable bytes of all engines, by group."""
+        """Bytes that all engines may write to, by group."""
         self._groups = groups
         self._processes: dict[int, _Process] = {}
         self._of: dict[int, int] = {}
-        """Connection → its process."""
+        """Process of each connection."""
 
     def join(self, connection: int, process: int, weights: Weights) -> None:
-        """Add a connection of a process, with its writable bytes."""
+        """Add a connection of a process; `weights`: bytes that it may write to already."""
         self._of[connection] = process
         self._processes.setdefault(process, _Process(self._groups)).writers += 1
         self.count(connection, weights, 1)
@@ -80,7 +81,7 @@ class Processes:
         return self._of[connection]
 
     def leave(self, connection: int) -> None:
-        """Remove a connection without writable bytes."""
+        """Remove a connection, which holds no writable bytes any more."""
         number = self._of.pop(connection, None)
         if number is not None:
             process = self._processes[number]
@@ -89,14 +90,15 @@ class Processes:
                 del self._processes[number]
 
     def count(self, connection: int, weights: Weights, sign: int) -> None:
-        """Add writable bytes, or remove them with -1."""
+        """Add writable bytes to a connection's process (`sign` 1), or remove them (-1)."""
         process = self._processes[self._of[connection]]
         for group, size_bytes in weights:
             process.held[group] += sign * size_bytes
             self.held[group] += sign * size_bytes
 
     def blocks(self, columns: list[tuple[int, int]], group: int, share_bytes: int) -> int:
-        """Number of further blocks to grant, each as (connection, bytes) of its columns."""
+        """Number of further blocks that may be granted, by the limit of each process. `columns`:
+        (connection that writes, bytes) of each slot of a block."""
         sizes: dict[int, int] = {}
         for connection, size_bytes in columns:
             process = self._of[connection]
@@ -116,13 +118,15 @@ class Processes:
 # ── pins ──────────────────────────────────────────────────────────────────────────────────────────
 
 ENGINE_PART: Final = (15, 16)
-"""Seven eighths of dram for a single engine."""
+"""Part of the rest that an engine may pin, and a tenant: with both, a single engine gets seven
+eighths of dram."""
 NODE_PART: Final = (1, 2)
-"""A quarter for a single node: a node of equal size has no more than that in motion."""
+"""Part of the rest that another node may pin, and all nodes together: a single one gets a quarter
+of dram. A node of equal size has no more than that in motion."""
 
 
 class Account:
-    """One owner of pins, or several together."""
+    """An account of pins: one engine or node, or the account of several (a tenant, all nodes)."""
 
     __slots__ = ("counts", "held", "members", "name", "parent", "part")
 
@@ -139,14 +143,15 @@ class Account:
         self.part = part
         self.parent = parent
         self.members = 0
-        """Connections or nodes; of the upper one: accounts."""
+        """Number of connections or nodes; of an upper account, number of accounts below it."""
         self.counts = np.zeros(words, dtype=np.int32)
-        """Leases of each slot. Pages of it that are never touched take no memory."""
+        """Number of leases of each slot by this account. Untouched pages of the array take no
+        memory."""
         self.held = [0] * groups
-        """Bytes pinned, each slot once, by group."""
+        """Bytes pinned by this account, each slot counted once, by group."""
 
     def line(self) -> Iterator[Account]:
-        """This account and those above."""
+        """This account and those above it, from the bottom up."""
         each: Account | None = self
         while each is not None:
             yield each
@@ -154,32 +159,34 @@ class Account:
 
 
 class Pins:
-    """Pins of one node."""
+    """All pins of one node: leases by account, and writable slots by process."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self.accounts: dict[tuple[str, ...], Account] = {}
         self._of: dict[int, Account] = {}
-        """Connections, and nodes by their number below 0."""
+        """Account of each connection; nodes have the negative of their number."""
         self.processes = Processes(groups=len(slots.quotas.share))
         self.leased = 0
-        """Leased slots, of all accounts together."""
+        """Number of leased slots, each counted once."""
         self.is_short = False
-        """Whether credits are due that exceed a limit."""
+        """Whether sessions got fewer credits than they should have, because of a limit on pins."""
         self.block_bytes_max = 0
-        """Largest block of a query: bounds of accounts are kept to one."""
+        """Largest block that `room` was asked about: an account exceeds its limit by at most
+        one."""
 
     # ── who ──────────────────────────────────────────────────────────────────────────────────────
 
     def join_engine(self, connection: int, owner: tuple[str, str, str], process: int) -> None:
-        """Add a process of an engine, perhaps with slots."""
+        """Add a connection of an engine (`owner`: tenant, engine id, nonce) with its process; slots
+        granted to it before count at once."""
         self.processes.join(
             connection, process, self._slots.weigh(self._slots.of_writer(connection))
         )
         self._join(connection, ("engine", owner[0]), ("engine", *owner), ENGINE_PART)
 
     def join_node(self, peer: int) -> Account:
-        """Add another node."""
+        """Add another node; returns its account."""
         if -peer not in self._of:
             self._join(-peer, ("node",), ("node", str(peer)), NODE_PART)
         return self._of[-peer]
@@ -200,7 +207,7 @@ class Pins:
             _add(each.held, self._slots.weigh(self._slots.of_writer(id)), 1)
 
     def leave(self, id: int) -> None:
-        """Remove a member, and accounts without members."""
+        """Remove a connection or node (negative), and accounts without members."""
         self.processes.leave(id)
         account = self._of.pop(id, None)
         for each in account.line() if account is not None else ():
@@ -210,13 +217,14 @@ class Pins:
             del self.accounts[each.name]
 
     def account(self, connection: int) -> Account:
-        """Account of an engine's process."""
+        """Account of the engine that a connection belongs to."""
         return self._of[connection]
 
     # ── how much ─────────────────────────────────────────────────────────────────────────────────
 
     def room(self, account: Account | None, group: int, block_bytes: int) -> int:
-        """Bytes of a group's slots that an account, or the node itself, may pin."""
+        """Bytes of a group's slots that an account may still pin; account None: the node itself.
+        One block always fits while nothing is pinned."""
         quotas = self._slots.quotas
         share, pinned = int(quotas.share[group]), quotas.pinned[group]
         self.block_bytes_max = max(self.block_bytes_max, block_bytes)
@@ -231,11 +239,13 @@ class Pins:
         return max(room, 0) if pinned else max(room, block_bytes)
 
     def writable(self, columns: list[tuple[int, int]], group: int) -> int:
-        """Blocks of a group that these (connection, bytes) may be granted."""
+        """Number of blocks of a group that may be granted; `columns`: (connection, bytes) of each
+        slot of a block."""
         return self.processes.blocks(columns, group, int(self._slots.quotas.share[group]))
 
     def fitting(self, account: Account | None, words: Words, shards: int) -> int:
-        """Number of these blocks, [n][shards] and sealed, that may be pinned, from the first on."""
+        """Number of leading blocks that an account may pin. `words` are sealed slots,
+        [n][shards]."""
         if not len(words):
             return 0
         slots, count = self._slots, len(words) // shards
@@ -255,11 +265,11 @@ class Pins:
     # ── what ─────────────────────────────────────────────────────────────────────────────────────
 
     def pin(self, words: Words, account: Account | None = None) -> None:
-        """Lease sealed, distinct slots once more."""
+        """Add one lease to each of these sealed, distinct slots."""
         self._count(words, account, 1)
 
     def unpin(self, words: Words, account: Account | None = None) -> None:
-        """Release slots once; their blocks are those of the lease."""
+        """Remove one lease from each of these slots, whose blocks are still those of the lease."""
         self._count(words, account, -1)
 
     def _count(self, words: Words, account: Account | None, sign: int) -> None:
@@ -279,7 +289,8 @@ class Pins:
 
     @staticmethod
     def _leased(counts: NDArray[np.int32], words: Words, sign: int) -> NDArray[np.int32] | None:
-        """Count each once more, or less; returns the counts without this one, None for none."""
+        """Add `sign` to the count of each slot. Returns the counts of other leases of these slots,
+        None if there are none."""
         before = counts[words]
         after = before + np.int32(sign)
         counts[words] = after
@@ -287,7 +298,7 @@ class Pins:
         return others if others.any() else None
 
     def freed(self, words: Words) -> None:
-        """Drop all leases: their blocks leave."""
+        """Drop all leases of these slots, because their blocks leave."""
         slots = self._slots
         leased = words[slots.leases[words] != 0]
         if not len(leased):
@@ -301,7 +312,7 @@ class Pins:
             account.counts[its] = 0
 
     def written(self, words: Words, sign: int) -> None:
-        """Add, or remove with -1, pins of the slots' present writers."""
+        """Add pins for the present writers of these slots (`sign` 1), or remove them (-1)."""
         slots = self._slots
         words = words[slots.writer[words] != 0]
         if not len(words):

@@ -39,9 +39,9 @@ class Quotas:
         self.share = np.array([arena_bytes - sum(promised), *promised], dtype=np.int64)
         self.held = np.zeros(len(self.share), dtype=np.int64)
         self.pinned = [0] * len(self.share)
-        """Part of the use that is pinned (`pins`)."""
+        """Bytes of each group's slots that are pinned (`pins`)."""
         self.floor = [0] * len(self.share)
-        """Pins taken over from an earlier process."""
+        """Bytes pinned by group when an earlier process's state was taken over."""
 
     @property
     def any(self) -> bool:
@@ -49,7 +49,8 @@ class Quotas:
         return len(self.share) > 1
 
     def group(self, *, label: str, tenant: str) -> QuotaGroup:
-        """Group of an engine: of its model's quota, or else its tenant's."""
+        """Group of an engine: the quota named by its model's label, or else by its tenant, or else
+        OTHERS."""
         for name in (label, tenant):
             if name and name in self.names:
                 return QuotaGroup(self.names.index(name))
@@ -60,7 +61,8 @@ class Quotas:
         return bool(self.held[group] + more_bytes > self.share[group])
 
     def givers(self, asker: QuotaGroup, more_bytes: int) -> list[QuotaGroup]:
-        """Groups that make room for `asker`, in order."""
+        """Groups that make room for `more_bytes` of `asker`, in the order in which they give
+        way."""
         above = np.argsort(self.share - self.held, kind="stable").tolist()
         others = [QuotaGroup(g) for g in above if g != asker and self.held[g] > self.share[g]]
         return [asker, *others] if self.is_full(asker, more_bytes) else [*others, asker]
@@ -71,7 +73,7 @@ class Quotas:
         return int(self.held[giver] if giver == asker else max(0, surplus))
 
     def can_lose(self, asker: QuotaGroup, size_bytes: int) -> NDArray[np.bool_]:
-        """Mask of groups that can lose `size_bytes` in one piece to `asker`."""
+        """Mask by group: whether a group can lose `size_bytes` in one piece to `asker`."""
         may: NDArray[np.bool_] = self.held - self.share >= size_bytes
         may[asker] = True
         return may

@@ -29,11 +29,11 @@ Scope = tuple[str, SpaceId, Shard]
 
 SCOPE_COUNT_MAX = 4096
 SCAN_ROWS = 262_144
-"""Rows looked at together: about 1 ms."""
+"""Number of rows scanned in one numpy operation: about 1 ms."""
 
 
 class Change(msgspec.Struct, frozen=True, gc=False):
-    """Blocks of one scope that a tier gained or lost."""
+    """Blocks of one scope that a tier gained (`stored`) or lost."""
 
     tier: Tier
     stored: bool
@@ -42,9 +42,10 @@ class Change(msgspec.Struct, frozen=True, gc=False):
 
 
 class Column:
-    """Places of one tier: of each row the block's place there, 0 for none.
+    """Places of blocks in one tier, by row; 0: the tier does not hold the block.
 
-    One more than there are rows: row -1, "no such block", reads as held nowhere.
+    The array has one place more than there are rows: row -1, "no such block", reads as held
+    nowhere.
     """
 
     __slots__ = ("count", "places", "tier")
@@ -53,7 +54,7 @@ class Column:
         self.tier = tier
         self.places: NDArray[Any] = np.zeros(row_count + 1, dtype)
         self.count = 0
-        """Number of its blocks."""
+        """Number of blocks that the tier holds."""
 
     def has(self, rows: Rows) -> NDArray[np.bool_]:
         held: NDArray[np.bool_] = self.places[rows] != 0
@@ -83,14 +84,15 @@ class Residency:
         self._journal = journal
         self.table = BlockTable(row_count_max=block_count_max, seed=seed)
         self._dram = Column(Tier.DRAM, block_count_max, np.int64)
-        """Slot words, counted from 1."""
+        """Slot word of each row's block in dram, counted from 1."""
         self._file = Column(Tier.FILE, block_count_max, np.uint64)
-        """Locations, of which 0 is none."""
+        """Location of each row's block on disk, never 0."""
         self._columns = {column.tier: column for column in (self._dram, self._file)}
         self.checksum = np.zeros((block_count_max, 2), dtype=np.uint64)
         self.row_of_word = np.full(word_count, -1, dtype=np.int32)
         self.unverified = np.zeros(word_count, dtype=bool)
-        """Taken over from another process, and not compared with their checksum since."""
+        """Whether each slot's block was taken over from another process and not compared with its
+        checksum since."""
         self.hbm_of_word = np.full(word_count if hbm_word_count else 0, -1, dtype=np.int32)
         """Slot of hbm with the copy of each slot of dram; -1: none. Empty without hbm."""
         self.word_of_hbm = np.full(hbm_word_count, -1, dtype=np.int32)
@@ -100,12 +102,12 @@ class Residency:
         self._shards: dict[tuple[str, SpaceId], dict[Shard, int]] = {}
         self._next_scope = 1
         self._forget_from = SCOPE_COUNT_MAX
-        """Number of scopes from which on a look for unused ones pays."""
+        """Number of scopes at which unused ones are searched for again."""
 
     # ── scopes ───────────────────────────────────────────────────────────────────────────────────
 
     def scope(self, tenant: str, space: SpaceId, shard: Shard) -> int:
-        """The number of a scope, made when new."""
+        """The number of a scope; a new scope is entered."""
         address = (tenant, space, shard)
         number = self._scopes.get(address)
         if number is None:
@@ -117,11 +119,11 @@ class Residency:
         return number
 
     def scopes(self) -> dict[Scope, int]:
-        """All known scopes."""
+        """Number of each known scope."""
         return dict(self._scopes)
 
     def scopes_of(self, tenant: str | None, space: bytes | None) -> set[int]:
-        """Scopes of this tenant and space; None: of any."""
+        """Numbers of the scopes of this tenant and space; None: of any."""
         return {
             number
             for (its_tenant, its_space, _), number in self._scopes.items()
@@ -129,22 +131,24 @@ class Residency:
         }
 
     def shards(self, tenant: str, space: SpaceId) -> dict[Shard, int]:
-        """Scope numbers of a space, by shard; not to be changed."""
+        """Numbers of the scopes of a (tenant, space), by shard; not to be changed."""
         return self._shards.get((tenant, space), {})
 
     def address(self, scope: int) -> Scope:
         return self._scope_of[scope]
 
     def let_end_with_the_process(self, scopes: set[int]) -> None:
-        """Blocks of these scopes in dram now are for no later process."""
+        """Drop blocks of these scopes that are in dram now from the journal: no later process takes
+        them over."""
         if self._journal is not None:
             for scope in scopes:
                 self._journal.forget_scope(scope)
 
     def forget_unused_scopes(self, *, keep: set[int]) -> None:
-        """When there are many scopes, forget those without a block and not in `keep`.
+        """Forget scopes that have no block and are not in `keep`, once there are many.
 
-        A look at every row, so not again before there are a quarter more than were in use."""
+        Scans every row, so the next scan waits until a quarter more scopes exist than were left.
+        """
         if len(self._scopes) < self._forget_from:
             return
         used = np.zeros(self._next_scope, dtype=bool)
@@ -178,11 +182,11 @@ class Residency:
 
     @property
     def file(self) -> NDArray[np.uint64]:
-        """Location on disk of each row, 0 for none (also of row -1)."""
+        """Location on disk of each row's block, 0 for none (also for row -1)."""
         return self._file.places
 
     def put_dram(self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]) -> None:
-        """These rows' blocks are sealed in these slots now."""
+        """Record that these rows' blocks are sealed in these slots, with these checksums [n][2]."""
         self._hold(rows, words, checksums)
         if self._journal is not None:
             scopes = self.table.scopes[rows]
@@ -199,7 +203,8 @@ class Residency:
     def adopt_dram(
         self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]
     ) -> None:
-        """Blocks of another process in dram, by the journal."""
+        """Record blocks in dram that an earlier process stored and that the journal names
+        already."""
         self._hold(rows, words, checksums)
         self.unverified[words] = True
 
@@ -215,8 +220,8 @@ class Residency:
         self.checksum[rows] = checksums
 
     def drop_dram(self, words: NDArray[np.int64], stamp: int = 0) -> int:
-        """These slots hold their blocks no more; `stamp` says why. Returns how many blocks on disk
-        were forgotten for it."""
+        """Record that these slots hold their blocks no more; `stamp` has the reason for tombstones.
+        Returns how many blocks on disk were forgotten because rows are scarce."""
         rows = self.row_of_word[words].astype(np.int64)
         assert bool((rows >= 0).all()), "a slot without a block is emptied"
         if self._journal is not None:
@@ -234,29 +239,30 @@ class Residency:
         return len(gone)
 
     def put_hbm(self, words: NDArray[np.int64], copies: NDArray[np.int64]) -> None:
-        """Blocks in these slots of dram have copies in these slots of hbm now."""
+        """Record that blocks in `words` of dram have copies in slots `copies` of hbm."""
         assert bool((self.row_of_word[words] >= 0).all()), "a copy of no block"
         assert bool((self.hbm_of_word[words] < 0).all()), "a block is copied twice"
         self.hbm_of_word[words], self.word_of_hbm[copies] = copies, words
 
     def drop_hbm(self, copies: NDArray[np.int64]) -> None:
-        """These slots of hbm hold no copies any more."""
+        """Record that these slots of hbm hold no copies any more."""
         words = self.word_of_hbm[copies]
         assert bool((words >= 0).all()), "a slot without a copy is emptied"
         self.hbm_of_word[words] = self.word_of_hbm[copies] = -1
 
     @property
     def spare_rows(self) -> int:
-        """Rows that blocks on disk may still take."""
+        """Number of rows that blocks on disk may still take; each slot of dram keeps one in
+        reserve."""
         return self.table.free_count - (len(self.row_of_word) - self._dram.count)
 
     def put_file(self, rows: Rows, locations: NDArray[np.uint64]) -> None:
-        """The disk tier holds these rows' blocks at these places, none of them 0."""
+        """Record that the disk tier holds these rows' blocks at these locations, none of them 0."""
         assert bool((locations != 0).all()), "0 means: in no file"
         self._put(self._file, rows, locations)
 
     def drop_file(self, rows: Rows, stamp: int = 0) -> None:
-        """The disk tier holds these rows' blocks no more; `stamp` has the reason."""
+        """Record that the disk tier holds these rows' blocks no more; `stamp` has the reason."""
         self._take_out(self._file, rows[self._file.has(rows)])
         self._forget_absent(rows, stamp)
 
@@ -267,13 +273,14 @@ class Residency:
         column.places[rows] = places
 
     def _take_out(self, column: Column, rows: Rows) -> None:
-        """Number of rows."""
+        """Record that a tier lost the blocks of these rows."""
         self._tell(column.tier, rows, stored=False)
         column.count -= len(rows)
         column.places[rows] = 0
 
     def insert(self, scope: int, keys: Keys) -> Rows:
-        """Rows for absent, distinct keys; each must be put into a tier before anything else."""
+        """New rows for absent, distinct keys; each must be put into a tier before any other
+        call."""
         return self.table.insert(scope, keys)
 
     def _forget_absent(self, rows: Rows, stamp: int) -> None:
@@ -291,7 +298,8 @@ class Residency:
     # ── changes ──────────────────────────────────────────────────────────────────────────────────
 
     def _tell(self, tier: Tier, rows: Rows, *, stored: bool) -> None:
-        """Bury rows before they are forgotten: their keys and scopes are read here."""
+        """Note gained or lost blocks as changes; lost ones before their rows are forgotten, because
+        keys and scopes are read from these."""
         if self._changes is not None and len(rows):
             self._changes += self._by_scope(tier, rows, stored=stored)
 
@@ -315,7 +323,7 @@ class Residency:
         return taken
 
     def held(self, begin: int, count: int) -> list[Change]:
-        """Blocks of `count` rows from `begin` on, as if they were stored now."""
+        """All blocks in rows `begin` to `begin + count`, as changes that store them."""
         used = self.table.used_scopes[begin : begin + count]
         rows = np.flatnonzero(used) + begin
         return [
@@ -327,15 +335,17 @@ class Residency:
     # ── counts ───────────────────────────────────────────────────────────────────────────────────
 
     def count(self, tier: Tier) -> int:
-        """Blocks that a tier holds."""
+        """Number of blocks that a tier holds."""
         column = self._columns.get(tier)
         return column.count if column is not None else 0
 
     def rows_in(self, scopes: set[int], count_max: int, *, begin: int = 0) -> Rows:
-        """Rows of these scopes, from row `begin` on and then from the first: all, or `count`.
+        """Rows of these scopes, at most `count_max`, from row `begin` on and then from the first
+        row.
 
-        A caller that takes slices begins each behind the one before: all other rows on the way
-        are then looked at once, not each time."""
+        A caller that takes slices passes the end of the slice before as `begin`: rows of other
+        scopes are then scanned once, not for each slice.
+        """
         missing = min(count_max, sum(self.table.count_of[scope] for scope in scopes))
         wanted = np.zeros(self._next_scope, dtype=bool)
         wanted[sorted(scopes)] = True
@@ -350,7 +360,7 @@ class Residency:
 
 
 def _windows(begin: int, end: int) -> Iterator[slice]:
-    """All up to `end`, once, from `begin` on and then from the first."""
+    """Slices of SCAN_ROWS that cover each row below `end` once, from `begin` on and then from 0."""
     for first, last in ((begin, end), (0, begin)):
         for start in range(first, last, SCAN_ROWS):
             yield slice(start, min(start + SCAN_ROWS, last))

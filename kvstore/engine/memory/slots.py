@@ -40,11 +40,11 @@ from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 # when they are half of it. Does not cover: the journal, states (`slots`).
 
 _SPARE = 1024
-"""A list is not cleaned for fewer returned slots."""
+"""A writer's list is cleaned only if it has more returned slots than this, besides half of it."""
 
 
 class _Given:
-    """Slots granted to one writer; some are returned, or granted twice."""
+    """Batches of slots granted to one writer. Some slots may be returned since, or occur twice."""
 
     __slots__ = ("batches", "size")
 
@@ -58,7 +58,7 @@ class _Given:
 
 
 class Writers:
-    """Writers by word, and slots by writer; writer 0 is none."""
+    """Writer of each word (0: none), and slots of each writer."""
 
     def __init__(self, word_count: int) -> None:
         self.column = np.zeros(word_count, dtype=np.int64)
@@ -67,7 +67,7 @@ class Writers:
         self._given: dict[int, _Given] = {}
 
     def name(self, words: Words, writer: int) -> None:
-        """Set the writer of distinct slots."""
+        """Set the writer of these distinct slots; 0: none."""
         if not len(words):
             return
         before = self.column[words]
@@ -116,7 +116,7 @@ PEER_WRITER = -2
 """Writer of slots that the transfer worker fetches into. This writer ends before the next process
 of the node begins (`node.warm`), which finds these slots free."""
 UNKNOWN_WRITER = -15
-"""Writer of slots with an unreadable writer in the journal, without an end."""
+"""Writer of slots whose writer in the journal is unreadable: these slots are never free again."""
 _HISTORY_BATCHES = 256
 
 
@@ -146,7 +146,7 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.SEALED, SlotEvent.FREE): SlotState.FREE,
     (SlotState.QUARANTINED, SlotEvent.FREE): SlotState.FREE,
 }
-"""The one table; a missing pair is a bug of ours."""
+"""State after each event; a pair that is missing is a bug and raises."""
 
 _ILLEGAL = 255
 _NEXT = {
@@ -168,9 +168,10 @@ class Pool:
         self.free: list[int] = []
         """Words of free slots; the last one is granted next."""
         self.is_starved = False
-        """No slot could be freed; not tried again until a change."""
+        """Whether the last try to free a slot found no victim; none is made again until a
+        change."""
         self.starved_asker = OTHERS
-        """The group of that try: another one may find victims."""
+        """Quota group of that try: for another group there may be victims."""
 
     @property
     def capacity(self) -> int:
@@ -201,43 +202,45 @@ class Slots:
         self._slabs_ready = 0
         self._slabs_free: deque[int] = deque()
         self._slabs_lost: set[int] = set()
-        """Slots with unknown content: never to be used."""
+        """Slabs with an unreadable slot size: never to be used."""
         self._pool_of_slab: list[Pool | None] = [None] * self.slab_count
         self._slot_bytes_of_slab = np.zeros(self.slab_count, dtype=np.int64)
         self.state = np.zeros(word_count, dtype=np.uint8)
         self.counts = np.zeros(len(SlotState), dtype=np.int64)
-        """Slots in each state; for FREE gains less losses."""
+        """Number of slots in each state; the count of FREE is only relative."""
         self.sealed_bytes = 0
         self.generation = np.full(word_count, first_generation, dtype=np.uint64)
         self._journal = journal
         self.writers = Writers(word_count)
         self.writer = self.writers.column
-        """Connection that may write, while GRANTED or QUARANTINED."""
+        """Writer of each slot while it is GRANTED or QUARANTINED: a connection, or a constant
+        above."""
         self.session = np.zeros(word_count, dtype=np.int64)
         self.group = journal.groups
-        """Group of the quota that a slot counts for, unless FREE."""
+        """Quota group that each slot counts for, unless the slot is FREE."""
         self.quotas = Quotas(quotas, arena_bytes=arena_bytes - landing_bytes)
         self.leases = np.zeros(word_count, dtype=np.int32)
         self.pins = Pins(self)
         self.stamps = journal.stamps
         self._slot = np.arange(word_count, dtype=np.uint32) * np.uint32(PAGES_PER_GENERATION)
-        """Slot id of the slot that begins in a word: slots are packed at 4 KiB."""
+        """Id of the slot that begins in each word. Slots are packed at 4 KiB, so it is not always
+        the word's first page."""
         self._next_stamp = 1
         self._expected = Expected(key_count=word_count)
         self._make_policy = maker(policy, self.stamps)
         self.pools: dict[int, Pool] = {}
         self._history: deque[tuple[int, SlotEvent, Words]] = deque(maxlen=_HISTORY_BATCHES)
         self.raised: list[Words] = []
-        """Words whose generation was raised and not yet published."""
+        """Words whose generation was raised; the new generations are not yet published."""
 
     # ── names ────────────────────────────────────────────────────────────────────────────────────
 
     def slots_of(self, words: Words) -> NDArray[np.uint32]:
-        """Slot ids (first pages) of words."""
+        """Slot ids (numbers of first pages) of these words."""
         return self._slot[words]
 
     def words_of(self, slots: NDArray[np.uint32]) -> tuple[Words, NDArray[np.bool_]]:
-        """Words of slot ids, and a mask of real slots of this arena."""
+        """Words of these slot ids, and a mask of ids that are slots of this arena."""
         words = slots.astype(np.int64) // PAGES_PER_GENERATION
         known = words < len(self.state)
         words = np.where(known, words, 0)
@@ -249,11 +252,11 @@ class Slots:
         return pool
 
     def sizes(self, words: Words) -> NDArray[np.int64]:
-        """Bytes of these slots."""
+        """Size of each of these slots in bytes."""
         return self._slot_bytes_of_slab[words // self._words_per_slab]
 
     def weigh(self, words: Words) -> list[tuple[int, int]]:
-        """(group, bytes) of these slots."""
+        """Total bytes of these slots by group: [(group, bytes)]."""
         if not self.quotas.any:
             return [(OTHERS, self._bytes(words))]
         totals = np.bincount(self.group[words], weights=self.sizes(words))
@@ -300,7 +303,8 @@ class Slots:
         cause: int,
         quota: QuotaGroup = OTHERS,
     ) -> Words:
-        """Take `count` free slots; the caller has checked their number."""
+        """Take `count` free slots of a pool for a writer; returns their words. The caller has
+        checked that there are enough."""
         words = np.array(pool.free[-count:][::-1], dtype=np.int64)
         assert len(words) == count, "more granted than free"
         del pool.free[-count:]
@@ -312,15 +316,15 @@ class Slots:
         return words
 
     def seal(self, words: Words, prints: Prints, cause: int) -> None:
-        """Slots of one pool are complete and readable from now on. A block of a hint takes its
-        reserved place in the order of use."""
+        """Mark slots of one pool as complete and readable. A block that a hint named takes the
+        place in the order of use that the hint reserved."""
         if len(words):
             pool = self._sealed(words, cause)
             pool.policy.insert(words[::-1], self._places(prints)[::-1], prints[::-1])
 
     def seal_read(self, words: Words, prints: Prints, cause: int) -> None:
-        """Seal blocks that were brought for a request: this is their second use, not their
-        first."""
+        """Seal slots with blocks that were brought for a request: that request is their second use,
+        not their first."""
         if len(words):
             pool = self._sealed(words, cause)
             pool.policy.insert(words[::-1], self._new_stamps(len(words)), prints[::-1])
@@ -340,11 +344,11 @@ class Slots:
         return pool
 
     def lose(self, words: Words, cause: int) -> None:
-        """The writer's socket ended; its process may still write."""
+        """Quarantine slots: their writer's socket ended, and its process may still write."""
         self._change(words, SlotEvent.LOSE, cause)
 
     def free(self, words: Words, cause: int) -> None:
-        """Free slots, with a new generation."""
+        """Free slots from any state, and raise their generation."""
         if len(words) == 0:
             return
         self._change(words, SlotEvent.FREE, cause)
@@ -366,42 +370,43 @@ class Slots:
     # ── order of use ─────────────────────────────────────────────────────────────────────────────
 
     def _new_stamps(self, count: int) -> Stamps:
-        """Stamps newer than all, ascending."""
+        """`count` stamps greater than all before, ascending."""
         first = self._next_stamp
         self._next_stamp += count
         return np.arange(first, self._next_stamp)
 
     @property
     def next_stamp(self) -> int:
-        """Stamp of the next use."""
+        """Stamp that the next use will get."""
         return self._next_stamp
 
     def _places(self, prints: Prints) -> Stamps:
-        """Stamps of blocks that come in now, in chain order: reserved by a hint, or else new
+        """Stamps for blocks that come in now, in chain order: those reserved by a hint, or else new
         ones."""
         kept = self._expected.take(prints)
         return np.where(kept, kept, self._new_stamps(len(prints))[::-1])
 
     def use(self, pool: Pool, words: Words, prints: Prints) -> None:
-        """A request names these blocks: their slots, of one pool, or -1 for absent ones. The first
-        counts as used last, so that a chain loses its end before its start, also when parts of it
-        come later."""
+        """Record that a request uses these blocks: `words` are their slots, of one pool, or -1 for
+        absent ones, which get a place reserved. The first block counts as used last, so that a
+        chain loses its end before its start, also when parts of it come later."""
         stamps, there = self._new_stamps(len(words))[::-1], words >= 0
         if there.any():
             pool.policy.use(words[there][::-1], stamps[there][::-1])
         self._expected.keep(prints[~there][::-1], stamps[~there][::-1])
 
     def touch(self, pool: Pool, words: Words) -> None:
-        """The same request again, for resident blocks."""
+        """Make these blocks the newest: the request that used them before asks again."""
         if len(words):
             pool.policy.touch(words[::-1], self._new_stamps(len(words)))
 
     def victims(self, pool: Pool, count: int) -> Words:
-        """Sealed, unleased slots to free, in the order of the policy; at most `count`."""
+        """Up to `count` sealed, unleased slots to free, in the order of the policy."""
         return pool.policy.pop(count, self._evictable)
 
     def victims_for(self, asker: QuotaGroup, pool: Pool, count: int) -> Words:
-        """Victims with quotas: of the groups that give way to `asker`."""
+        """Up to `count` victims where there are quotas, taken from the groups that give way to
+        `asker`."""
         found: list[Words] = []
         missing = count
         for giver in self.quotas.givers(asker, count * pool.slot_bytes):
@@ -414,7 +419,7 @@ class Slots:
     # ── slabs ────────────────────────────────────────────────────────────────────────────────────
 
     def pool(self, slot_bytes: int) -> Pool:
-        """The pool for this slot size, made when new."""
+        """The pool for this slot size; a new one is made."""
         pool = self.pools.get(slot_bytes)
         if pool is None:
             slots_per_slab = self.slab_bytes // slot_bytes
@@ -429,12 +434,13 @@ class Slots:
         return pool
 
     def forget_pools(self, *, keep: set[int]) -> None:
-        """Pools without a slab go, except for these sizes: each takes its part in the shares."""
+        """Drop pools that have no slab, except those of the sizes in `keep`: every pool counts when
+        slabs are shared out."""
         for size in [s for s, pool in self.pools.items() if not pool.slabs and s not in keep]:
             del self.pools[size]
 
     def _members(self, slot_bytes: int) -> Mask:
-        """Mask of words in slabs of a pool."""
+        """Mask over all words: those in slabs of the pool with this slot size."""
         mask = np.zeros(len(self.state), dtype=bool)
         whole = self.slab_count * self._words_per_slab
         mask[:whole] = np.repeat(self._slot_bytes_of_slab == slot_bytes, self._words_per_slab)
@@ -448,7 +454,7 @@ class Slots:
         return lambda words: self._evictable(words) & (self.group[words] == group)
 
     def ready(self, ready_bytes: int) -> None:
-        """Pages have arrived up to here: whole slabs below become usable."""
+        """Make whole slabs usable up to `ready_bytes`, as far as the arena is backed by pages."""
         now = min(ready_bytes // self.slab_bytes, self.slab_count)
         arrived = range(self._slabs_ready, now)
         self._slabs_free.extend(slab for slab in arrived if slab not in self._slabs_lost)
@@ -456,13 +462,13 @@ class Slots:
         self.retry_starved()
 
     def retry_starved(self) -> None:
-        """Let pools that found no victim look again, after a change."""
+        """Let pools that found no victim look for one again, because something changed."""
         for pool in self.pools.values():
             pool.is_starved = False
 
     @property
     def any_starved(self) -> bool:
-        """Whether a pool waits for a release."""
+        """Whether a pool waits for a victim, or a session for room to pin its credits."""
         return self.pins.is_short or any(pool.is_starved for pool in self.pools.values())
 
     @property
@@ -470,7 +476,7 @@ class Slots:
         return self._slabs_ready
 
     def extend(self, pool: Pool) -> bool:
-        """Give the pool a free slab. False: none left."""
+        """Cut a free slab into slots of the pool. Returns False if no slab is free."""
         if not self._slabs_free:
             return False
         pool.free[:0] = self._form(self._slabs_free.popleft(), pool)[::-1].tolist()
@@ -500,7 +506,7 @@ class Slots:
         return self._words_of_slabs(pool, np.array([slab])).reshape(-1)
 
     def _words_of_slabs(self, pool: Pool, slabs: NDArray[np.int64]) -> Words:
-        """Shape [slabs, slots of a slab]."""
+        """Words of the slots in these slabs of a pool, [slabs][slots per slab]."""
         pages = np.arange(pool.slots_per_slab) * (pool.slot_bytes // PAGE_BYTES)
         begin = slabs * (self.slab_bytes // PAGE_BYTES)
         words: Words = (begin[:, None] + pages) // PAGES_PER_GENERATION
@@ -509,8 +515,9 @@ class Slots:
     def coldest_slab(
         self, pool: Pool, may_lose: NDArray[np.bool_] | None = None
     ) -> tuple[int, int] | None:
-        """(slab, newest stamp in it) of the pool's slab that was used longest ago, among those
-        whose slots are all free, or sealed, unleased and of groups that may lose a slab (all)."""
+        """(slab, newest stamp in it) of the pool's slab that was used longest ago. Only slabs count
+        whose slots are all free, or sealed, unleased and of groups flagged in `may_lose` (None: all
+        groups)."""
         slabs = np.array(sorted(pool.slabs), dtype=np.int64)
         words = self._words_of_slabs(pool, slabs)
         in_use = (self.state[words] == SlotState.GRANTED) | (self.leases[words] != 0)
@@ -525,7 +532,7 @@ class Slots:
         return int(slabs[usable[coldest]]), int(newest[coldest])
 
     def take_slab(self, slab: int) -> None:
-        """Take an all-free slab from its pool; it can be given to another."""
+        """Take a slab, whose slots are all free, from its pool; it is free for any pool then."""
         words = self.words_in(slab)
         assert bool((self.state[words] == SlotState.FREE).all()), "a slab in use is taken"
         pool = self._pool_of_slab[slab]
@@ -544,9 +551,9 @@ class Slots:
     # ── taken over ───────────────────────────────────────────────────────────────────────────────
 
     def adopt(self, found: JournalContents, prints: Prints) -> None:
-        """Take over the slots of another process: sealed, or granted to processes whose sockets
-        are gone. The first call of all. Valid parts of the journal stay untouched: this process
-        may die at any moment, too."""
+        """Take over slots of an earlier process: blocks as sealed, and slots whose writers' sockets
+        are gone as quarantined. Must be the first call. Valid parts of the journal stay untouched,
+        because this process may die at any moment, too."""
         in_use = np.concatenate([found.words, found.held, found.doubtful])
         used = np.unique(in_use // self._words_per_slab)
         self._slabs_lost = set(np.flatnonzero(found.slot_bytes == UNREADABLE).tolist())

@@ -31,15 +31,15 @@ _KEY_WORDS = 4
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _ALL_FOUR = 0x01010101
 _FEW = 24
-"""Up to this many keys are found faster one by one."""
+"""Up to this many keys are found faster one by one than with numpy."""
 FEW_SCOPES = 8
-"""Up to this many are looked into faster one by one: chains stored together lie together."""
+"""Up to this many scopes are searched faster one by one: the blocks of a chain lie together."""
 NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 
 
 def tallied(values: NDArray[np.integer[Any]]) -> list[tuple[int, int]]:
-    """Distinct values in ascending order, each with its number. Mostly all are the same, and
-    np.unique takes 50 µs to find that out."""
+    """Distinct values in ascending order, each with the number of its occurrences. Mostly all
+    values are the same, and np.unique takes 50 µs to find that out."""
     if not len(values):
         return []
     if (values == values[0]).all():
@@ -49,16 +49,16 @@ def tallied(values: NDArray[np.integer[Any]]) -> list[tuple[int, int]]:
 
 
 def each(keys: Keys) -> Iterator[bytes]:
-    """Keys one after the other."""
+    """The keys one after the other, as bytes."""
     raw = keys.tobytes()
     return (raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))
 
 
 class BlockTable:
-    """Rows 0 … row_count_max-1. Scope 0 is reserved for free rows."""
+    """The table. Rows are 0 … row_count_max-1; scope 0 marks free rows."""
 
     def __init__(self, *, row_count_max: int, seed: int = 0) -> None:
-        """`seed`: a secret random number."""
+        """`seed`: a secret random number, so that nobody can choose keys that collide."""
         cell_bits = max(4, (4 * row_count_max - 1).bit_length())
         cell_count = 1 << cell_bits
         self._mask = cell_count - 1
@@ -74,10 +74,10 @@ class BlockTable:
         self._free = np.zeros(row_count_max, dtype=np.int32)
         self._free_count = 0
         self._fresh = 0
-        """Rows from here on are unused."""
+        """First row that was never used; all later ones are unused, too."""
         self.row_count_max = row_count_max
         self.count_of: Counter[int] = Counter()
-        """Number of rows of each scope that has any."""
+        """Number of rows of each scope that has rows."""
         # Single cells are read through views: a tenth of the cost of indexing an array.
         self._cell_view = self._cells.data
         self._scope_view = self.scopes.data
@@ -112,8 +112,8 @@ class BlockTable:
         return self._probe(np.full(n, scope, dtype=np.uint32), keys)
 
     def find_all(self, scopes: Sequence[int], keys: Keys) -> Rows:
-        """Rows of keys in each scope; shape [S, n]. Many scopes are probed for together: a call for
-        each costs more than it finds."""
+        """Rows of keys in each scope, [S][n], -1 for none. Many scopes are probed together: one
+        call for each would cost more than the search."""
         if len(scopes) <= FEW_SCOPES:
             found = [self.find(scope, keys) for scope in scopes]
             return np.stack(found) if found else np.empty((0, len(keys)), dtype=np.int64)
@@ -134,20 +134,21 @@ class BlockTable:
         return -1
 
     def _homes(self, mixed: np.uint64 | NDArray[np.uint64], keys: Keys) -> NDArray[np.int64]:
-        """Starts of probes: the highest bits of all words, each times its secret, summed up."""
+        """First cell of each key's probe: the highest bits of the sum of all words, each times its
+        secret."""
         homes: Keys = keys @ self._secrets
         homes += mixed
         homes >>= np.uint64(self._shift)
         return homes.view(np.int64)
 
     def _home_of(self, scope: int, key: list[int]) -> int:
-        """Start of the probe of one key, given as four words."""
+        """First cell of the probe of one key, given as four words."""
         (a, b, c, d), (w, x, y, z) = key, self._secret_words
         mixed = a * w + b * x + c * y + d * z + scope * self._scope_secret
         return mixed >> self._shift & self._mask
 
     def _probe(self, scopes: NDArray[np.uint32], keys: Keys) -> Rows:
-        """Rows of keys, each of its own scope."""
+        """Rows of keys, each looked for in its own scope; -1 for none."""
         found = np.full(len(keys), -1, dtype=np.int64)
         pending = np.arange(len(keys))
         homes = cells = self._homes(scopes * np.uint64(self._scope_secret), keys)
@@ -225,7 +226,7 @@ class BlockTable:
         self._close_gaps(cells)
 
     def _close_gaps(self, emptied: NDArray[np.int64]) -> None:
-        """Put entries between these cells and the next empty ones in their places anew."""
+        """Place entries anew that lie between these emptied cells and the next empty ones."""
         behind = []
         cells = (emptied + 1) & self._mask
         while len(cells := cells[self._cells[cells] != _EMPTY]):
@@ -239,7 +240,7 @@ class BlockTable:
 
     @property
     def used_scopes(self) -> NDArray[np.uint32]:
-        """Scope of each row ever used, 0 for a free one. A view."""
+        """Scope of each row that was ever used, 0 for a free row; a view."""
         return self.scopes[: self._fresh]
 
     def used_rows(self) -> Rows:

@@ -29,21 +29,23 @@ from kvstore.engine.witness import SEARCH_SHIFT, Origin, Origins, tiers_of
 from kvstore.wire.messages import LeaseMore
 
 LOOKS_PER_STEP: Final = 64
-"""A look takes 10 µs where the first block is still on its way, as mostly, and 100 where it leases
-what came, as for many requests that share a prefix."""
+"""Most watches that one step looks at. A look takes 10 µs where the first block is still on its
+way, as mostly, and 100 where it leases what came, as for many requests that share a prefix."""
 
 
 Name = tuple[int, int]
-"""Session and lease; sessions of servings are below 0."""
+"""Name of a watch: session and lease; negative sessions are those of other nodes."""
 Look = Callable[[], Keys]
-"""Takes the blocks that arrived; returns the keys still waited for, none when the wait is over."""
+"""Called when the watched key has arrived or will not: handles the blocks that arrived and returns
+the keys that are still waited for, none when the wait is over."""
 
 
 class Source(Protocol):
-    """A way for blocks to come to dram."""
+    """A way by which blocks come to dram: the disk, another node, a push."""
 
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
-        """Flags of the keys, whose rows are given, that are on their way or may be; [S][n]."""
+        """Flags [S][n] of the keys that are on their way or may be; `rows` are the rows of these
+        keys."""
         ...
 
 
@@ -53,15 +55,15 @@ class Wait(msgspec.Struct):
     connection: Connection
     lease: int
     held: Lease
-    """Another lease may have the same number by the time the blocks come."""
+    """The lease itself: another one may have the same id by the time the blocks come."""
     asker: Asker
     keys: Keys
     """Keys that were asked for and are not leased yet, in chain order."""
     with_checksums: bool
     promoting: int
-    """So many leading ones were said to be on their way."""
+    """Number of leading keys that the engine was last informed are on their way."""
     bring: Callable[[Keys], object]
-    """Begin to bring more of these keys, as far as there is room for by now."""
+    """Begins to bring more of these keys to dram, as far as there is room by now."""
 
 
 class _Watch(NamedTuple):
@@ -77,11 +79,11 @@ class Arrivals:
         self._sources: list[Source] = []
         word_count = len(state.slots.state)
         self._generation = np.zeros(word_count, dtype=np.uint64)
-        """Generation of each slot that a block was brought into and that has no lease since."""
+        """Generation of each slot that a block was brought into and that was not leased since."""
         self._origin: Origins = np.zeros(word_count, dtype=np.int64)
         self._watches: dict[Name, _Watch] = {}
         self._next: dict[bytes, dict[Name, None]] = {}
-        """Watches by the key that they need next."""
+        """Names of watches by the key that they need next."""
         self._to_look_at: dict[Name, None] = {}
         """Watches that `advance` looks at next, in order."""
 
@@ -90,13 +92,14 @@ class Arrivals:
         self._sources.append(source)
 
     def brought(self, words: Words, origin: Origin, search: int = 0) -> None:
-        """Blocks were put into these slots because they were asked for; `search`: the question to
-        the index that led to them."""
+        """Note that requested blocks were brought into these slots, and from where. `search`:
+        number of the index query that led to them."""
         self._generation[words] = self._state.slots.generation[words]
         self._origin[words] = origin | search << SEARCH_SHIFT
 
     def take_origins(self, run: Run) -> Origins | None:
-        """Origins of the blocks of a run that is leased now; None: all were in dram."""
+        """Origins of the blocks of a run that is being leased; None: all were in dram. Each origin
+        is reported once."""
         if not run.count or not self._sources:
             return None
         words = run.words_by_shard[0][: run.count]
@@ -107,7 +110,7 @@ class Arrivals:
         return np.where(flags, self._origin[words], Origin.DRAM)
 
     def wait(self, wait: Wait) -> None:
-        """Let a lease grow as its blocks arrive."""
+        """Begin to extend a lease as its blocks arrive."""
         session = wait.connection.owner.open_session
         self.watch((session, wait.lease), wait.keys, lambda: self._grow(session, wait))
 
@@ -132,7 +135,8 @@ class Arrivals:
         return bool(self._next) and any(key in self._next for key in each(keys))
 
     def settle_keys(self, keys: Keys) -> None:
-        """These keys arrived, or will not: queue the watches that need one of them next."""
+        """Queue the watches that need one of these keys next, because the keys arrived or will
+        not."""
         for key in each(keys) if self._next else ():
             self._to_look_at |= self._next.get(key, {})
 
@@ -153,7 +157,8 @@ class Arrivals:
                     self.watch(name, rest, watch.look)
 
     def _grow(self, session: int, wait: Wait) -> Keys:
-        """The keys that the lease waits for from now on."""
+        """Extend the lease of `wait` by the blocks that arrived. Returns the keys that it waits for
+        from now on, none if the lease is gone or nothing more will come."""
         is_held = self._state.leases.get(session, wait.lease) is wait.held
         return wait.keys if is_held and self._advance(session, wait) else wait.keys[:0]
 
@@ -196,8 +201,8 @@ class Arrivals:
     def on_their_way(
         self, scopes: Sequence[int], keys: Keys, by: Iterable[Source] | None = None
     ) -> int:
-        """Leading keys that are in dram or coming in every shard, at least one of them coming;
-        `by`: by these sources only."""
+        """Number of leading keys that are in dram or on their way in every shard; 0 if none of them
+        is on its way. `by`: only these sources count; None: all."""
         rows = self._state.residency.find_all(scopes, keys)
         coming = np.zeros(rows.shape, dtype=bool)
         for source in self._sources if by is None else by:
@@ -207,5 +212,5 @@ class Arrivals:
 
 
 def count_of(origins: Origins | None, origin: Origin) -> int:
-    """Number of blocks from this origin."""
+    """Number of blocks from this origin; 0 if there are no origins."""
     return 0 if origins is None else int(np.count_nonzero(tiers_of(origins) == origin))

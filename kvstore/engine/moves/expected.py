@@ -1,10 +1,10 @@
-"""Expectations of prefill nodes: requests that wait, their news and limits, whose turn it is to get
-room, the room that was granted for their blocks, and keys by scopes.
+"""Expectations of prefill nodes: requests that wait for pushed blocks, their news and limits, whose
+turn it is to get room, the room that was granted for their blocks, and keys by scopes.
 
 Rules. 1: an event looks at expectations that it names, that are due, or whose turn it is, and never
-at all of them. 2: a process may expect so much, whatever its engines are called.
+at all of them. 2: limits hold per process, whatever its engines are called.
 
-Does not cover: what becomes of them (`grants`), room itself (`landing`).
+Does not cover: what becomes of expectations (`grants`), the room itself (`landing`).
 """
 
 from __future__ import annotations
@@ -28,49 +28,52 @@ from kvstore.units import NS_PER_S
 from kvstore.wire.messages import PushExpect
 
 EXPECTS_MAX: Final = 4096
-"""Expectations of one process: of 1,024 waiting requests with four KV cache groups."""
+"""Most expectations of one process: 1,024 waiting requests with four KV cache groups."""
 KEYS_MAX: Final = 1 << 18
-"""Keys that one process expects, 40 MiB: 1,024 prompts of 4,096 tokens in blocks of 16."""
+"""Most keys that one process may expect, 40 MiB: 1,024 prompts of 4,096 tokens in blocks of 16."""
 ALL_EXPECTS_MAX: Final = 8 * EXPECTS_MAX
 ALL_KEYS_MAX: Final = 4 * KEYS_MAX
 STALLED_NS: Final = 10 * NS_PER_S
 STALLED_GAPS: Final = 3
-"""A transfer without news for so long, and for as many times the longest wait between two news, is
-not waited for: its prefill engine or node hangs. News are its blocks, and words that its engine
-stores blocks of other requests: it has a queue. While they come, only the deadline counts."""
+"""A transfer is given up after STALLED_NS without news, or after this many times its longest gap
+between two news if that is longer: its prefill engine or node hangs. News are blocks of the
+transfer, and messages that its engine stores blocks of other requests: it has a queue. While news
+come, only the deadline counts."""
 ASLEEP_NS: Final = NS_PER_S
-"""Time between two ticks, which come ten times a second, from which on this node was suspended: it
-could not hear of blocks."""
+"""If two ticks, which come ten times a second, are further apart than this, the node was suspended
+and could not receive news: gaps are counted anew."""
 
 
 Name = tuple[int | str, ...]
 Lane = tuple[int, str, int]
-"""Process, prefill node, size of an extent."""
+"""(process, prefill node, size of an extent in pages): expectations of one lane get room in
+order."""
 
 
 class PushNews(msgspec.Struct, gc=False):
-    """News of a transfer, which its parts share, or blocks of any transfer of an engine."""
+    """Times of news of one transfer, shared by its expectations, or of one engine (blocks of any of
+    its transfers)."""
 
     last_ns: int
-    """Time of the last ones; at first, when they were expected."""
+    """Time of the last news; at first, the time of the PushExpect."""
     is_first: bool = True
     gap_ns: int = 0
-    """Longest wait for news after the first ones."""
+    """Longest gap between two news, after the first ones."""
 
     def hear(self, now_ns: int) -> None:
-        """News came."""
+        """Record that news came at this time."""
         if not self.is_first:
             self.gap_ns = max(self.gap_ns, now_ns - self.last_ns)
         self.is_first, self.last_ns = False, now_ns
 
     @property
     def stalled_ns(self) -> int:
-        """Time from which on there were none for too long."""
+        """Time at which the gap since the last news will be too long."""
         return self.last_ns + max(STALLED_NS, STALLED_GAPS * self.gap_ns)
 
 
 class Expectation(msgspec.Struct, eq=False, gc=False):
-    """A PushExpect that has not ended. Nothing in it refers to it: a crowd of them does not slow
+    """A PushExpect that has not ended. Nothing in it refers back to it: many of them do not slow
     down the garbage collector."""
 
     number: int
@@ -80,7 +83,7 @@ class Expectation(msgspec.Struct, eq=False, gc=False):
     message: PushExpect
     asker: Asker
     missing: Keys
-    """Keys that no tier held."""
+    """Keys that no tier held when the PushExpect came."""
     times: PushTimes
     until_ns: int
     news: PushNews
@@ -88,30 +91,32 @@ class Expectation(msgspec.Struct, eq=False, gc=False):
     engine_news: PushNews
     """News of the engine."""
     has_come: NDArray[np.bool_]
-    """Flags of those that were sealed since."""
+    """Flags of the `missing` keys: their blocks were sealed since."""
     is_here: bool
-    """Its prefill is on this node."""
+    """Whether its prefill engine is on this node."""
     is_called: bool = True
-    """Its blocks may be here by now, or come no more: those of a prefill on this node."""
+    """Whether to search dram for its blocks at the next look, for a prefill on this node: some may
+    be there, or none will come any more."""
     granted: int = 0
-    """Leading ones of these that were granted room."""
+    """Number of leading `missing` keys that were granted room."""
     reason: str | None = None
-    """Why it has ended; None: it has not."""
+    """Why the expectation has ended; None: it has not."""
 
     @property
     def stalled_ns(self) -> int:
-        """Time from which on there was no news for too long. Requests that wait without room hear
-        of other blocks of their engine, too: these make room."""
+        """Time at which the gap without news will be too long. For a request that waits without
+        room, news of other blocks of its engine count, too: these make room."""
         own_ns = self.news.stalled_ns
         return max(own_ns, self.engine_news.stalled_ns) if self.has_no_room else own_ns
 
     @property
     def has_no_room(self) -> bool:
-        """Whether it waits for its first part of the landing slab."""
+        """Whether it still waits for its first part of the landing slab."""
         return not self.granted and not self.is_here
 
     def stalled_by(self, *, is_up: bool) -> str:
-        """The reason of one that is stalled; `is_up`: there is a transfer worker."""
+        """Reason to report for an expectation that is stalled. `is_up`: whether a transfer worker
+        runs."""
         if not self.has_no_room:
             return "nothing was heard of its prefill for too long"
         if not is_up:
@@ -120,47 +125,50 @@ class Expectation(msgspec.Struct, eq=False, gc=False):
 
     @property
     def engine(self) -> tuple[int, int]:
-        """Its engine, in one session."""
+        """Its decode engine: (connection, session)."""
         return self.connection.id, self.session
 
     @property
     def transfer(self) -> tuple[int, str, str]:
-        """Its transfer: another engine, or a request to another node, may use the same name."""
+        """Its transfer: (connection, prefill node, name). Another engine, or a request to another
+        node, may use the same name."""
         return self.connection.id, self.message.node, self.message.transfer
 
     @property
     def names(self) -> tuple[Name, ...]:
-        """Names that call it: its transfer, in PushCancel, by a prefill engine on this node."""
+        """Names under which it is found: its transfer; (connection, name), as in PushCancel; and,
+        if the prefill is on this node, (tenant, name)."""
         transfer = self.message.transfer
         here = ((self.asker.tenant, transfer),) if self.is_here else ()
         return self.transfer, (self.connection.id, transfer), *here
 
     @property
     def pages(self) -> int:
-        """Size of an extent: the shards of a block, one behind the other."""
+        """Size of an extent in pages: the shards of a block, one behind the other."""
         return -(-sum(self.asker.block_bytes) // PAGE_BYTES)
 
     @property
     def lane(self) -> Lane:
-        """Expectations of one lane get room in order; lanes take turns."""
+        """Its lane: expectations of one lane get room in order, and lanes take turns."""
         return self.process, self.message.node, self.pages
 
 
 class Expectations:
-    """All that have not ended, by what calls them; and how much processes expect."""
+    """All expectations that have not ended, by engine, by name and by time, and the number of each
+    process."""
 
     def __init__(self) -> None:
         self.engines = Groups[tuple[int, int], Expectation]()
         self.named = Groups[Name, Expectation]()
         self.agenda = Agenda[Expectation]()
         self.queue = Groups[Lane, Expectation]()
-        """Expectations that wait for room."""
+        """Expectations that wait for room, by lane."""
         self._counts: Counter[int] = Counter()
-        """By process; those that have ended count until they are settled."""
+        """Number of expectations by process; ended ones count until `settle`."""
         self._keys: Counter[int] = Counter()
 
     def too_many(self, process: int, count: int) -> str:
-        """Why this process cannot expect so many keys more; empty: it can."""
+        """Why this process may not expect `count` more keys; empty: it may."""
         if self._counts[process] >= EXPECTS_MAX or self._counts.total() >= ALL_EXPECTS_MAX:
             return "too many transfers are expected"
         if self._keys[process] + count > KEYS_MAX or self._keys.total() + count > ALL_KEYS_MAX:
@@ -168,7 +176,8 @@ class Expectations:
         return ""
 
     def add(self, its: Expectation) -> None:
-        """One more; its transfer and its engine may have news."""
+        """Add an expectation, which shares the news of its transfer and of its engine with earlier
+        ones."""
         part, other = self.named.first(its.transfer), self.engines.first(its.engine)
         if part is not None:
             part.news.last_ns = max(part.news.last_ns, its.news.last_ns)
@@ -181,7 +190,8 @@ class Expectations:
             self.named.add(name, its)
 
     def get_room(self, its: Expectation, count: int, now_ns: int) -> None:
-        """Count blocks that were granted room: from now on the transfer's own news count."""
+        """Record that the next `count` blocks were granted room. From the first grant on, only news
+        of the transfer itself count."""
         if not its.granted:
             its.times.granted_ns = now_ns
             its.news.last_ns = max(its.news.last_ns, its.engine_news.last_ns)
@@ -191,7 +201,7 @@ class Expectations:
             self.queue.remove(its.lane, its)
 
     def end(self, its: Expectation) -> None:
-        """Forget the names and turns of one that has ended."""
+        """Remove an expectation that has ended from all names, the agenda and the queue."""
         self.engines.remove(its.engine, its)
         for name in its.names:
             self.named.remove(name, its)
@@ -199,7 +209,7 @@ class Expectations:
         self.queue.remove(its.lane, its)
 
     def settle(self, its: Expectation) -> None:
-        """Let the process of one that has ended expect others."""
+        """Remove an expectation that has ended from the counts of its process."""
         self._count(its, -1)
 
     def _count(self, its: Expectation, sign: int) -> None:
@@ -221,33 +231,34 @@ class GrantedRoom(msgspec.Struct, eq=False):
     number: int
     expect: Expectation
     first: int
-    """Place of its first key among those that are missing."""
+    """Place of its first key among the expectation's `missing` keys."""
     keys: Keys
     extents: Extents
     pages: int
     has_landed: NDArray[np.bool_]
     copying: int = 0
-    """Blocks that are being copied out."""
+    """Number of blocks that are being copied out of the landing slab."""
 
     @property
     def node(self) -> str:
-        """The peer that may write."""
+        """The prefill node that may write to the extents."""
         return self.expect.message.node
 
 
 class ExpectedKeys:
-    """By all the scopes together that a key is wanted in."""
+    """Expected keys, counted by expectation, grouped by the scopes (all shards) in which they are
+    wanted."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, ...], Counter[bytes]] = {}
 
     def add(self, scopes: tuple[int, ...], keys: Keys) -> None:
-        """One more expectation wants these."""
+        """Count one more expectation that wants these keys in these scopes."""
         if len(keys):
             self._counts.setdefault(scopes, Counter()).update(each(keys))
 
     def remove(self, scopes: tuple[int, ...], keys: Keys) -> None:
-        """One expectation does not want these any more."""
+        """Count one expectation less that wants these keys in these scopes."""
         its = self._counts.get(scopes, Counter())
         for key in each(keys):
             its[key] -= 1
@@ -257,7 +268,7 @@ class ExpectedKeys:
             self._counts.pop(scopes, None)
 
     def flags(self, scopes: Sequence[int], keys: Keys) -> NDArray[np.bool_]:
-        """Flags of the keys that are expected, [S][n]."""
+        """Flags [S][n] of the keys that are expected in these scopes."""
         flags = np.zeros((len(scopes), len(keys)), dtype=bool)
         for these, its in self._counts.items():
             if not frozenset(these).isdisjoint(scopes):

@@ -40,32 +40,33 @@ from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 
 LOCATES_MAX = 256
-"""Questions to the index under way."""
+"""Most index queries under way."""
 AHEAD_LOCATES_MAX = 32
-"""With more under way nothing is asked ahead: questions of engines would wait behind these."""
+"""With this many index queries under way, routers may start no more: queries of engines would wait
+behind theirs."""
 COMING_BYTES = 192
-"""Memory for one key while it is asked for or on its way, for any number of shards."""
+"""Memory taken by one key while it is queried or on its way, for any number of shards."""
 COMING_BYTES_MAX = 32 * MIB
 COMING_BYTES_PER_ENGINE = 4 * MIB
-"""Ten questions of 2,048 keys."""
+"""Most such memory of one engine: ten queries of 2,048 keys."""
 LOCATE_MS = 2
-"""Estimated time of a question to the index."""
+"""Estimated duration of an index query."""
 ABSENT_NS = NS_PER_S
-"""After the index knew no location, the same question is not asked again for so long."""
+"""After an index query found no location, the same query is not repeated for this long."""
 ABSENT_MAX = 4096
 FETCH_BYTES = 16 * MIB
-"""Size of one fetch: the peer is asked for the next one while this one moves, and waiting leases
-grow piece by piece."""
+"""Most bytes of one fetch: the peer is asked for the next one while this one moves, and waiting
+leases grow piece by piece."""
 GAIN = 2
-"""The estimated time of a fetch may be the compute time divided by this, at most."""
+"""Blocks are fetched only if the estimated time is at most the compute time divided by this."""
 AVOID_FIRST_NS, AVOID_MOST_NS = NS_PER_S, 30 * NS_PER_S
 """First and longest back-off from a peer that failed, or from an index that did not answer
 UNANSWERED_MAX times in a row."""
 UNANSWERED_MAX = 3
 PEERS_MAX = 1024
 FORGET_NS = 10 * NS_PER_S
-"""A peer that fetches do not pay from is measured again: its slowest sample is forgotten after so
-long, then the next one."""
+"""A peer that is too slow to fetch from is measured again: every so often its slowest sample is
+forgotten."""
 
 
 class _Locating(msgspec.Struct, frozen=True):
@@ -74,11 +75,11 @@ class _Locating(msgspec.Struct, frozen=True):
 
 
 class _Fetching(Incoming):
-    """Blocks on their way; their slots are PEER_WRITER's."""
+    """A fetch under way: its slots belong to PEER_WRITER until it ends."""
 
     node: str
     question: int
-    """Number of the question to the index that led to it."""
+    """Number of the index query that led to this fetch."""
 
 
 class _PeerPace(msgspec.Struct):
@@ -86,14 +87,14 @@ class _PeerPace(msgspec.Struct):
 
     pace: ReadPace = msgspec.field(default_factory=ReadPace)
     measured_ns: int = 0
-    """When a fetch ended last, or a sample was forgotten."""
+    """When the last fetch from it ended, or its slowest sample was forgotten."""
     failures: int = 0
-    """In a row."""
+    """Number of failed fetches in a row."""
     avoid_until_ns: int = 0
 
 
 class Fetches:
-    """Everything the engine decides about fetching from other nodes."""
+    """Decides which blocks to query the index for, and which to fetch from which node."""
 
     def __init__(
         self,
@@ -109,23 +110,25 @@ class Fetches:
         self._locating: dict[int, _Locating] = {}
         self._fetching: Jobs[_Fetching] = Jobs(numbers, arena_bytes=state.config.arena_bytes)
         self._coming: dict[tuple[int, ...], dict[bytes, int]] = {}
-        """Question or fetch of each key, by all the scopes together that the key is wanted in."""
+        """Number of the query or fetch for each key, by all the scopes together in which the key is
+        wanted."""
         self._coming_of: Counter[str] = Counter()
-        """Number of these keys, by engine."""
+        """Number of keys in `_coming`, by engine."""
         self._absent: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
-        """(time until which the index is not asked for a run that begins with this (scope, key),
-        question or fetch that found none)."""
+        """By (scope, key): (time until which the index is not queried for a run that begins with
+        this key, number of the query or fetch that found nothing)."""
         self._peers: OrderedDict[str, _PeerPace] = OrderedDict()
         self._unanswered = 0
-        """Questions in a row that the index did not answer."""
+        """Number of queries in a row that the index did not answer."""
         self._ask_from_ns = 0
-        """End of the back-off from the index: a question before it would only wait."""
+        """End of the back-off from the index: no query is sent before it."""
 
     # ── what is asked ────────────────────────────────────────────────────────────────────────────
 
     def want(self, asker: Asker, keys: Keys) -> Wanted:
-        """A request names these keys, in chain order, and this node does not hold the first.
-        Returns how many leading ones are on their way or may be."""
+        """Query the index for these keys of a request, in chain order, the first of which this node
+        does not hold. Returns how many leading ones are on their way from other nodes, or may
+        be."""
         state = self._state
         if not state.config.fetches or not len(keys):
             return Wanted()
@@ -162,7 +165,8 @@ class Fetches:
         return Wanted(len(keys), number)
 
     def _exceeds_share(self, engine: str, more: int) -> bool:
-        """Whether so many more keys exceed the bound of this engine or of all engines together."""
+        """Whether `more` further keys would exceed the limit of this engine, or that of all engines
+        together."""
         its = (self._coming_of[engine] + more) * COMING_BYTES
         every = (self._coming_of.total() + more) * COMING_BYTES
         return its > COMING_BYTES_PER_ENGINE or every > COMING_BYTES_MAX
@@ -173,23 +177,24 @@ class Fetches:
         return Wanted(0, number)
 
     def _brought_by(self, scope: int, key: bytes) -> tuple[int, int]:
-        """The question or fetch that brings this key of a scope, and the key's place in it."""
+        """Number of the query or fetch that is to bring this key of a scope, and the key's place in
+        it."""
         number = self._bringer(scope, key)
         job = self._locating.get(number) or self._fetching.get(number)
         assert job is not None, "nobody brings a key"
         return number, next(n for n, its in enumerate(each(job.keys)) if its == key)
 
     def _bringer(self, scope: int, key: bytes) -> int:
-        """Number of the question or fetch that brings this key of a scope."""
+        """Number of the query or fetch that is to bring this key of a scope."""
         return next(its[key] for its in self._with([scope]).values() if key in its)
 
     def _with(self, scopes: Sequence[int]) -> dict[tuple[int, ...], dict[bytes, int]]:
-        """Keys on their way in any of these scopes."""
+        """Keys on their way in any of these scopes, grouped as in `_coming`."""
         wanted = set(scopes)
         return {these: its for these, its in self._coming.items() if not wanted.isdisjoint(these)}
 
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
-        """Flags of the keys that are on their way or asked for (`arrivals.Source`)."""
+        """Flags [S][n] of the keys that are queried or on their way (`arrivals.Source`)."""
         del rows
         flags = np.zeros((len(scopes), len(keys)), dtype=bool)
         for these, its in self._with(scopes).items() if self._coming else ():
@@ -215,9 +220,9 @@ class Fetches:
             del self._coming_of[asker.engine]
 
     def estimate(self, asker: Asker, keys: Keys, wanted: Wanted) -> tuple[int, str]:
-        """Estimated time in ms for the wanted ones of these keys to come, after what was asked for
-        before them, and the peer that they come from; `*` while the index is asked, and the
-        quickest peer that does not fail may be it."""
+        """Estimated time in ms until the first `wanted.coming` of these keys have come, earlier
+        requests to the same source included, and the peer that they come from. While the index is
+        queried, the peer is `*`, and the estimate that of the quickest peer that does not fail."""
         now_ns = self._state.now_ns
         number = self._bringer(asker.scopes[0], keys[wanted.coming - 1].tobytes())
         job = self._fetching.get(number)
@@ -233,7 +238,7 @@ class Fetches:
     # ── what the index knows ─────────────────────────────────────────────────────────────────────
 
     def located(self, event: Located) -> None:
-        """The index answered, or did not: fetch from the best candidate, if any."""
+        """The index answered a query, or did not: fetch from the best candidate, if any."""
         state, question = self._state, self._locating.pop(event.locate, None)
         assert question is not None, f"question {event.locate} was answered twice"
         asker, keys = question.asker, question.keys
@@ -249,7 +254,8 @@ class Fetches:
         self._arrivals.settle_keys(keys)
 
     def _judge_index(self, *, is_known: bool) -> None:
-        """Back off from an unreachable index, so that not every request waits for it."""
+        """Count unanswered queries, and back off from an unreachable index, so that not every
+        request waits for it."""
         if is_known:
             self._unanswered = self._ask_from_ns = 0
             return
@@ -269,7 +275,8 @@ class Fetches:
     def _choose(
         self, asker: Asker, candidates: Sequence[Candidate], question: int
     ) -> Candidate | None:
-        """The candidate that saves most time; None: computing is as quick, or all are avoided."""
+        """The candidate whose blocks save most compute time; None: computing is as quick, or all
+        candidates are in back-off."""
         state = self._state
         pace = state.paces.of(asker.tenant, asker.space)
         compute_ns = pace.compute_ns_per_token * asker.block_tokens
@@ -300,7 +307,8 @@ class Fetches:
     # ── what is fetched ──────────────────────────────────────────────────────────────────────────
 
     def _fetch_all(self, node: str, asker: Asker, keys: Keys, question: int) -> None:
-        """Fetch those of the keys that are not here by now, as far as there is room."""
+        """Fetch those of the keys that are neither here nor on their way by now, as far as there is
+        room."""
         state = self._state
         rows = state.residency.find_all(asker.scopes, keys)
         away = (state.residency.words(rows) < 0) & ~self.coming(asker.scopes, keys, rows)
@@ -367,7 +375,7 @@ class Fetches:
         state.counters.fetch_blocks_lost += len(good) - count
 
     def _judge(self, job: _Fetching, event: Fetched) -> None:
-        """Update the peer's pace, failures and back-off."""
+        """Update the pace, failures and back-off of the peer of a fetch that has ended."""
         peer = self._peer(job.node)
         good = any(event.good)
         peer.pace.ended(event.job, self._state.now_ns, counts=good)
@@ -380,7 +388,8 @@ class Fetches:
             peer.failures += 1
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
-        """Mark fetches of cleared blocks, so that these do not come back."""
+        """Mark running fetches of cleared blocks, so that these are dropped when they arrive. None:
+        of any tenant or space."""
         for job in self._fetching.values():
             job.is_void |= job.asker.is_of(tenant, space)
 

@@ -49,33 +49,35 @@ from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 from kvstore.wire.record import Scope
 
 READ_BYTES = 8 * MIB
-"""A promotion is reported piece by piece: a request takes the blocks that came in time."""
+"""Most bytes of one read: a request takes the blocks that came in time, piece by piece."""
 READ_AHEAD_NS = 10**9
 """The disk is asked for no more at once than it reads in about this time, or all would be late; a
 lease that waits asks for more whenever some came. Half of it is for requests that come meanwhile,
-and each of them gets half of what is left: a long prompt keeps nobody from the disk."""
+and each of them gets half of the rest: a long prompt does not block the disk."""
 PROMOTED_BLOCKS_MAX = KEYS_PER_DATAGRAM_MAX
-"""Blocks of one question; later ones are promoted when they are asked for."""
+"""Most blocks, times shards, of one call of `promote`; later ones are read when they are asked
+for."""
 REPEATED = -1
-"""Answer to a question that names a key twice."""
+"""Result of `promote` when the keys name one twice."""
 KEEP_SHARE = 4
-"""At most one part in so many of a reclaimed segment is kept."""
+"""At most one part in this many of a reclaimed segment is kept."""
 FOREIGN_LOCATION = np.uint64(1 << 63)
-"""Locations from here on are records of other nodes."""
+"""Locations from this number on are records that other nodes wrote."""
 
 
 class _Read(Incoming):
-    """Blocks of one shard on their way from disk; their slots are FILE_WRITER's."""
+    """A read of blocks of one shard from disk; its slots belong to FILE_WRITER until it ends."""
 
     rows: Rows
     checksums: NDArray[np.uint64]
-    """For verification by the tier: when the read ends, the row may be another copy's."""
+    """Expected checksums, which the tier verifies: when the read ends, the row may be that of
+    another copy."""
     late: bool = False
-    """No lease waits for this read any more."""
+    """Whether the read was reported late: no lease waits for it any more."""
 
 
 class Files:
-    """Everything the engine decides about its disk tier."""
+    """Decides which blocks to read from disk and which to keep, and records their places."""
 
     def __init__(
         self,
@@ -91,14 +93,15 @@ class Files:
         self.writes = writes
         rows = state.residency.table.row_count_max
         self._reading = np.zeros(rows + 1, dtype=np.int32)
-        """Read job of each row, 0 when none; row -1 reads as none."""
+        """Number of the job that reads each row, 0 for none; row -1 reads as none."""
         self._asked_for = np.zeros(rows, dtype=bool)
-        """Flag of each row: asked for since its record was written."""
+        """Flag of each row: whether a request named the block since its record was written."""
         self._reads: Jobs[_Read] = Jobs(numbers, arena_bytes=state.config.arena_bytes)
         self.next_location = 1
-        """Above all places of own records so far: a log is written in their order."""
+        """A location greater than those of all own records so far: the log is written in ascending
+        order."""
         self.left_out_count = 0
-        """Blocks that the tier reported and that found no row."""
+        """Number of blocks that the tier reported and that the table had no row for."""
         self.pace = ReadPace(state.config.learned.disk_ns_per_mib)
 
     @property
@@ -116,9 +119,9 @@ class Files:
         self, asker: Asker, keys: Keys, *, held: Rows = NO_ROWS, is_more: bool = False
     ) -> int:
         """Begin to read those of these keys, in chain order, that are on disk and not in dram.
-        Returns how many leading ones are in dram or on their way, or REPEATED if nothing was begun.
-        `held`: rows of the first shard that the same question has leased already; `is_more`: some
-        of the same prompt were asked for before."""
+        Returns how many leading ones are in dram or on their way, or REPEATED, with nothing begun.
+        `held`: rows of the first shard that the same request has leased already; `is_more`: the
+        same prompt has had blocks read before."""
         state = self._state
         if not self.enabled:
             return 0
@@ -155,7 +158,7 @@ class Files:
         return there
 
     def _room(self, asker: Asker, size: int, *, is_more: bool) -> int:
-        """How many more blocks of this size may be under way."""
+        """Number of further blocks of this size whose reads may be under way."""
         ahead_bytes = int(READ_AHEAD_NS / self.pace.ns_per_byte(self._state.now_ns))
         ahead_bytes = min(ahead_bytes, self._reads.bytes_max)
         begun_bytes = self.pace.begun_bytes  # without late reads, which keep nobody from the disk
@@ -166,7 +169,7 @@ class Files:
         return min(max(room, 0 if begun_bytes else 1), self._reads.room(size))
 
     def _start(self, asker: Asker, column: int, keys: Keys, rows: Rows) -> int:
-        """Issue reads for these rows of one shard as far as there is room; returns how many."""
+        """Begin reads of these rows of one shard, as far as there is room; returns how many."""
         its = asker.column(column)
         wanted = self._intake.room_for(its, len(rows))
         for piece in pieces(wanted, READ_BYTES // its.slot_sizes[0]):
@@ -208,7 +211,8 @@ class Files:
         self.pace.ended(event.job, state.now_ns, counts=counts, was_awaited=was_awaited)
 
     def late(self, event: FileLate) -> None:
-        """No lease waits for this read any more; its slots stay until the read has ended."""
+        """A read is late: no lease waits for it any more, and its slots stay taken until it has
+        ended."""
         job = self._reads.get(event.job)
         if job is not None and not job.late:
             job.late = True
@@ -218,7 +222,7 @@ class Files:
             self._arrivals.settle_keys(job.keys)
 
     def estimate_ms(self, asker: Asker, keys: Keys) -> int:
-        """Estimated time for those of these keys to come that are being read."""
+        """Estimated time in ms until those of these keys that are being read have come."""
         rows = self._state.residency.find_all(asker.scopes, keys)
         return self.pace.estimate_ms(int(self._reading[rows].max()), self._state.now_ns)
 
@@ -237,8 +241,8 @@ class Files:
         return self._state.residency.scope(scope.tenant, SpaceId(scope.space), scope.shard)
 
     def _live(self, scope: Scope, keys: bytes, locations: bytes) -> tuple[Rows, NDArray[np.bool_]]:
-        """Rows of these blocks, and flags of those whose place on disk is the named one; without
-        places, of those that have a row."""
+        """Rows of these blocks, and flags of those whose place on disk is the one in `locations`;
+        with empty `locations`, flags of those that have a row."""
         residency = self._state.residency
         rows = residency.find(self._number_of(scope), keys_array(keys))
         live = rows >= 0
@@ -247,7 +251,8 @@ class Files:
         return rows, live
 
     def known(self, event: FileKnown) -> None:
-        """The tier holds these blocks. The place that was written last counts."""
+        """The tier reports blocks that it holds. If it holds a block in several places, the one
+        written last counts."""
         state = self._state
         if state.is_off(event.scope.tenant, SpaceId(event.scope.space), Tier.FILE):
             return
@@ -277,12 +282,13 @@ class Files:
         self._state.residency.put_file(rows, locations)
 
     def moved(self, event: FileMoved) -> None:
-        """New places of blocks kept from a reclaimed segment. Blocks with a later place keep it."""
+        """Blocks kept from a reclaimed segment have new places. A block that was written again
+        meanwhile keeps that later place."""
         rows, live = self._live(event.scope, event.keys, event.old_locations)
         self._place(rows[live], np.frombuffer(event.locations, dtype="<u8")[live])
 
     def gone(self, event: FileGone) -> None:
-        """The tier holds these blocks no more, at these places."""
+        """The tier does not hold these blocks at these places any more."""
         rows, live = self._live(event.scope, event.keys, event.locations)
         if event.damaged:
             self._state.counters.file_blocks_damaged += len(event.keys) // KEY_BYTES
@@ -290,8 +296,8 @@ class Files:
         self._state.residency.drop_file(np.unique(rows[live]), stamp)
 
     def reclaim(self, event: FileReclaim) -> None:
-        """A segment is to go: keep the blocks that were asked for since they were written, within a
-        share and the budget."""
+        """A segment is to be reclaimed: answer which blocks to keep, those asked for since they
+        were written, within KEEP_SHARE and the budget. The other blocks are forgotten."""
         state = self._state
         total = sum(len(part.keys) // KEY_BYTES for part in event.parts)
         room, kept = total // KEEP_SHARE, []
@@ -319,8 +325,8 @@ class Files:
 
 
 def _is_newer(new: NDArray[np.uint64], old: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Flags of the new places that supersede the old ones: any is newer than none, an own one than
-    a foreign one, and the greater of two own ones."""
+    """Flags of the new places that supersede the old ones: any place supersedes none (0), an own
+    place a foreign one, and a greater own place a smaller one."""
     own = new < FOREIGN_LOCATION
     newer: NDArray[np.bool_] = (old == 0) | (own & ((old >= FOREIGN_LOCATION) | (new > old)))
     return newer

@@ -50,15 +50,17 @@ from kvstore.wire.peers import PushGrant
 
 GRANT_BYTES: Final = 64 * MIB
 MISSES_MAX: Final = 32
-"""Turns without room, each two microseconds, until the next event that may have made some."""
+"""Most turns in a row without room, each two microseconds; the next event that may have freed some
+begins anew."""
 REVOKED_NS: Final = 5 * NS_PER_S
-"""A peer that did not answer a revocation for so long may write for ever."""
+"""A peer that does not answer a revocation for this long may write for ever: its extents go to
+limbo."""
 LIMBO_NS: Final = 5 * NS_PER_S
-"""After that our transfer worker is killed."""
+"""Extents stay in limbo for this long; then our transfer worker is killed."""
 
 
 class _Landing(Incoming):
-    """Blocks that are copied out of the landing slab; their slots are PEER_WRITER's."""
+    """A job that copies blocks out of the landing slab; their slots are PEER_WRITER's."""
 
     granted: GrantedRoom
     places: slice
@@ -66,7 +68,7 @@ class _Landing(Incoming):
 
 
 class Grants:
-    """Everything this node expects of prefill nodes."""
+    """Grants of this node's landing slab to prefill nodes, and the blocks that arrive by them."""
 
     def __init__(
         self,
@@ -84,20 +86,21 @@ class Grants:
         self._epoch = 0
         self._grants: dict[int, GrantedRoom] = {}
         self._grants_of = Groups[str | Expectation, GrantedRoom]()
-        """By peer, and by expectation."""
+        """Grants by peer, and by expectation."""
         self._revoked: dict[int, int] = {}
-        """Grants that their peers still have to answer for, and until when, in order."""
+        """Time at which each revoked grant counts as unanswered, in order."""
         self._pages_of: Counter[str] = Counter()
         """Pages granted, by peer."""
         self._landings: Jobs[_Landing] = Jobs(numbers, arena_bytes=config.arena_bytes)
         self._limbo: list[tuple[Extents, int]] = []
         self._limbo_ns = 0
-        """Since when there is limbo; 0: there is none."""
+        """Time since which some extents are in limbo; 0: none are."""
 
     # ── grants ───────────────────────────────────────────────────────────────────────────────────
 
     def give_room(self) -> None:
-        """Room may have come back: those whose turn it is are granted as much as there is."""
+        """Grant the landing slab's free room to expectations, in turn, because some may have been
+        freed."""
         misses, awaited = 0, self._awaited
         queue = awaited.expects.queue
         while self._epoch and awaited.budget > 0 and misses < min(MISSES_MAX, queue.names):
@@ -105,7 +108,8 @@ class Grants:
             misses = 0 if self._grant(expect, self._room_of(expect)) else misses + 1
 
     def _room_of(self, expect: Expectation) -> int:
-        """Extents that its node may be granted, as far as its share goes."""
+        """Number of extents that the expectation's prefill node may still be granted, by its
+        share."""
         node = expect.message.node
         if self._grants_of.count(node) >= ASKS_MAX:
             return 0  # it refuses more of them
@@ -114,7 +118,8 @@ class Grants:
         return max(0, share - held) // expect.pages
 
     def _grant(self, expect: Expectation, room: int) -> bool:
-        """Grant the next blocks room, if there is any."""
+        """Grant extents for the next blocks of an expectation, at most `room`. Returns False if
+        there is no room."""
         state, asker, message = self._state, expect.asker, expect.message
         rest = expect.missing[expect.granted :]
         block_bytes, pages = sum(asker.block_bytes), expect.pages
@@ -146,7 +151,7 @@ class Grants:
         return True
 
     def _revoke(self, expect: Expectation) -> None:
-        """Nobody waits any more for what these grants are for."""
+        """Revoke the grants of an expectation that has ended."""
         for granted in self._grants_of.of(expect):
             self._revoked.setdefault(granted.number, self._state.now_ns + REVOKED_NS)
             self._state.say(RevokePush(granted.number, granted.node, self._state.cause))
@@ -154,7 +159,8 @@ class Grants:
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────
 
     def pushed(self, event: Pushed) -> None:
-        """A peer says that blocks are in their extents: copy them out."""
+        """A peer reports that blocks are in their extents: copy them out. A report without blocks
+        is news."""
         granted, shards = self._grants.get(event.grant), len(event.shards)
         if not shards and granted is not None and event.epoch == self._epoch:
             granted.expect.news.hear(self._state.now_ns)
@@ -235,12 +241,13 @@ class Grants:
         self.give_room()
 
     def _leave(self, granted: GrantedRoom, places: slice) -> None:
-        """These extents are free."""
+        """Free the extents of these places of a grant."""
         self._slab.free(granted.extents[places], granted.pages)
         self._owe(granted, places.stop - places.start)
 
     def _owe(self, granted: GrantedRoom, count: int) -> None:
-        """So many extents fewer are this peer's; and the grant ends with its last one."""
+        """Subtract `count` extents from those that the peer holds; the grant ends with its last
+        one."""
         node = granted.node
         self._pages_of[node] -= count * granted.pages
         if not self._pages_of[node]:
@@ -252,7 +259,7 @@ class Grants:
                 self._grants_of.remove(whose, granted)
 
     def grant_ended(self, event: PushOver) -> None:
-        """The peer's last word about a grant, or its session is lost."""
+        """The peer's last message about a grant, or the loss of its session."""
         granted = self._grants.get(event.grant)
         if granted is None or event.epoch != self._epoch:
             return
@@ -265,7 +272,8 @@ class Grants:
         self.give_room()
 
     def _give_up(self, granted: GrantedRoom, *, is_quiet: bool) -> None:
-        """Nothing more comes for a grant. Not `is_quiet`: not known to whom the extents belong."""
+        """Close a grant for which nothing more comes. Without `is_quiet` the peer may still write:
+        the extents go to limbo."""
         left = granted.extents[~granted.has_landed]
         granted.has_landed[:] = True
         self._owe(granted, len(left))
@@ -278,7 +286,8 @@ class Grants:
     # ── the transfer worker ──────────────────────────────────────────────────────────────────────
 
     def transfer_worker_changed(self, event: LandingUp) -> None:
-        """Our transfer worker is another one, or dead: nothing writes for the one before."""
+        """The transfer worker was started or has ended, so nothing writes for an earlier one: free
+        limbo and end all grants."""
         for extents, pages in self._limbo:
             self._slab.free(extents, pages)
         self._limbo, self._limbo_ns = [], 0
@@ -289,7 +298,8 @@ class Grants:
         self.give_room()
 
     def tick(self) -> None:
-        """Time passed: peers that do not answer, limbo, room."""
+        """Give up grants whose revocation the peer did not answer, give room, and have the transfer
+        worker killed when extents stay in limbo."""
         state = self._state
         while (
             self._revoked and state.now_ns >= self._revoked[(oldest := next(iter(self._revoked)))]
@@ -303,7 +313,8 @@ class Grants:
             state.say(RecycleTransferWorker(why, state.cause))
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
-        """Blocks of these are cleared: none of them comes back."""
+        """End expectations of cleared blocks, and drop their blocks that are being copied. None: of
+        any tenant or space."""
         self._awaited.void(tenant, space)
         for job in self._landings.values():
             job.is_void |= job.asker.is_of(tenant, space)
@@ -311,7 +322,7 @@ class Grants:
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
     def landing_bytes(self) -> dict[str, int]:
-        """Bytes of the landing slab by state."""
+        """Bytes of the landing slab by state: free, granted, limbo."""
         limbo = sum(len(extents) * pages for extents, pages in self._limbo)
         free = self._slab.free_pages
         pages = {"free": free, "granted": self._slab.page_count - free - limbo, "limbo": limbo}

@@ -37,28 +37,28 @@ from kvstore.wire.record import Scope
 WINDOW_NS: Final = 60 * NS_PER_S
 """A block that is leased twice within this time is worth a copy."""
 MOVING_BYTES_MAX: Final = 256 * MIB
-"""In motion at once: a tenth of a second or so of one direction of the bus."""
+"""Most bytes in motion at once: a tenth of a second or so of one direction of the bus."""
 JOB_BYTES_MAX: Final = 32 * MIB
 HBM_WRITER: Final = -3
-"""Writer of slots that copies are being made into: the tier."""
+"""Writer of slots that copies are being made into: the hbm tier."""
 
 
 class _Rise(NamedTuple):
-    """Blocks of dram that are being copied into hbm."""
+    """A job that copies blocks from dram into hbm."""
 
     sources: Words
-    """Slots of dram, with their generations."""
+    """Slots of dram, whose generations at the start are in `generations`."""
     generations: NDArray[np.uint64]
     words: Words
-    """Slots of hbm."""
+    """Slots of hbm that the copies are made into."""
     size_bytes: int
 
 
 class HbmCopies:
-    """Copies of one node, whose slots in hbm are `state.hbm`."""
+    """Decides which blocks of dram get copies in hbm; slots of hbm are in `state.hbm`."""
 
     def __init__(self, state: State, slots: Slots, numbers: Iterator[int]) -> None:
-        """`numbers`: of jobs of all kinds."""
+        """`numbers`: source of job numbers, shared by jobs of all kinds."""
         self._state = state
         self._slots = slots
         self._admission = Admission(
@@ -72,14 +72,15 @@ class HbmCopies:
         self._jobs: Jobs[_Rise] = Jobs(numbers, arena_bytes=len(slots.state) * SLOT_BYTES_MIN)
         count = len(state.slots.state)
         self._leased_ns = np.zeros(count, dtype=np.int64)
-        """Time of the last lease of each slot of dram, with this generation."""
+        """Time of the last lease of each slot of dram, for the generation in `_generation`."""
         self._generation = np.zeros(count, dtype=np.uint64)
         self._job_of = np.zeros(count, dtype=np.int64)
-        """Job that copies a slot of dram, else 0."""
+        """Number of the job that copies each slot of dram; 0: none."""
         self._has_failed = False
 
     def leased(self, group: OwnerGroup, run: Run) -> None:
-        """An engine is about to load these blocks."""
+        """Note that an engine is about to load these blocks, and begin to copy those leased twice
+        within WINDOW_NS."""
         for column, is_here in enumerate(group.on_gpu):
             if is_here and run.count and not self._has_failed:
                 self._leased(group.asker, column, run.words_by_shard[column][: run.count])
@@ -99,7 +100,8 @@ class HbmCopies:
             self._promote(asker, column, words[again])
 
     def _promote(self, asker: Asker, column: int, words: Words) -> None:
-        """Copy the first of these blocks, as many as there is room for."""
+        """Begin to copy the leading ones of these blocks of one shard, as many as there is room
+        for."""
         state, size = self._state, asker.slot_sizes[column]
         count = min(len(words), self._jobs.room(size, bytes_max=MOVING_BYTES_MAX))
         pool = self._slots.pool(size)
@@ -129,7 +131,8 @@ class HbmCopies:
             )
 
     def promoted(self, event: Promoted) -> None:
-        """Copies are made: show those of blocks that stayed in dram meanwhile."""
+        """A job has ended: show readers the copies of blocks that stayed in dram meanwhile, and
+        free the other slots. After a first failure of the device hbm is given up."""
         state, job = self._state, self._jobs.end(event.job)
         self._job_of[job.sources[self._job_of[job.sources] == event.job]] = 0
         if event.trouble and not self._has_failed:

@@ -44,7 +44,7 @@ class Copies(NamedTuple):
 
 
 class Incoming(msgspec.Struct, kw_only=True):
-    """Blocks on their way into dram: a job of a tier or peer, whose slots these are until the
+    """A job that brings blocks into dram, from a tier or a peer. Its slots stay its own until the
     transfer has truly ended, however late."""
 
     asker: Asker
@@ -52,21 +52,22 @@ class Incoming(msgspec.Struct, kw_only=True):
     columns: list[Words]
     """Slots, one column per shard."""
     is_void: bool = False
-    """Cleared meanwhile; of reads from disk, absent rows say that."""
+    """Whether the blocks were cleared meanwhile. Not used for reads from disk: there the rows are
+    gone."""
 
     @property
     def words(self) -> Words:
-        """Slots of all columns, [n][S]."""
+        """Slots of all columns, [n][S], flat."""
         return np.stack(self.columns, axis=1).reshape(-1)
 
     @property
     def size_bytes(self) -> int:
-        """Size of these slots."""
+        """Total size of these slots."""
         return len(self.keys) * sum(self.asker.slot_sizes)
 
 
 class Intake:
-    """The intake of one node."""
+    """Puts blocks into dram: makes room, holds slots, and seals what was written to them."""
 
     def __init__(
         self, state: State, admission: Admission, arrivals: Arrivals, writes: Writes
@@ -79,7 +80,7 @@ class Intake:
     # ── room ─────────────────────────────────────────────────────────────────────────────────────
 
     def room(self, sizes: Sequence[int], wanted: int, quota: QuotaGroup, active: set[int]) -> int:
-        """Make room for blocks of one slot of each of these sizes; returns how many fit, up to
+        """Make room for blocks that take one slot of each of `sizes`; returns how many fit, up to
         `wanted`. `active`: slot sizes that sessions use now; other pools give way first."""
         if wanted <= 0:
             return 0
@@ -90,7 +91,8 @@ class Intake:
         return min(wanted, *(len(pool.free) // sizes.count(s) for s, pool in pools.items()))
 
     def room_for(self, asker: Asker, wanted: int) -> int:
-        """The same for blocks that are brought for a request, as far as they may be pinned."""
+        """Make room for blocks that are brought for a request; returns how many fit, up to `wanted`
+        and to what may be pinned."""
         state, sizes, block_bytes = self._state, asker.slot_sizes, sum(asker.slot_sizes)
         pinnable = state.slots.pins.room(None, asker.quota, block_bytes) // block_bytes
         active = state.active_sizes()
@@ -100,7 +102,8 @@ class Intake:
     def hold(
         self, asker: Asker, count: int, writers: Iterable[int], *, session: int = 0
     ) -> list[Words]:
-        """Grant slots for so many blocks; one column for each shard, to its writer."""
+        """Grant slots for `count` blocks: one column of words for each shard, granted to its
+        writer."""
         state = self._state
         return [
             state.slots.grant(
@@ -117,8 +120,8 @@ class Intake:
     # ── arrival ──────────────────────────────────────────────────────────────────────────────────
 
     def store(self, copies: Copies, *, block_bytes: int) -> NDArray[np.bool_]:
-        """Seal blocks that an engine computed, no key twice. Returns flags of those that are in
-        dram in these slots now; the other slots are free."""
+        """Seal blocks that an engine computed, no key twice. Returns flags of those that dram did
+        not hold and now holds in these slots; the other slots are free."""
         rows, absent = self._find(copies)
         taken = self._put(copies, rows, absent, is_use=False)
         self._writes.sealed(copies.scope, taken, block_bytes=block_bytes)
@@ -127,9 +130,9 @@ class Intake:
     def fetch(
         self, job: Incoming, good: bytes, checksums: bytes, *, search: int = 0
     ) -> NDArray[np.bool_]:
-        """Seal the good blocks that another node sent, unless these were cleared or switched off on
-        their way. Returns flags of those that count; `checksums` [n][S], or nothing; `search`: the
-        question to the index that led to them."""
+        """Seal the good blocks that another node sent, unless they were cleared or switched off on
+        their way. Returns flags of the blocks that count. `checksums` [n][S], or empty; `search`:
+        number of the index query that led to them."""
         state, asker, count = self._state, job.asker, len(job.keys)
         flags = np.frombuffer(good, dtype=np.bool_)
         if job.is_void or state.is_off(*asker.address):

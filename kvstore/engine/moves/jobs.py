@@ -16,13 +16,14 @@ from kvstore.types import MOVING_SHARE
 
 
 def pieces(count: int, size: int) -> Iterator[slice]:
-    """Jobs of `count` blocks, in order, each of `size` at most and of one at least."""
+    """Slices of `count` blocks, one per job, in order, each of at most `size` blocks and at least
+    one."""
     size = max(1, size)
     return (slice(begin, min(begin + size, count)) for begin in range(0, count, size))
 
 
 class Moving(Protocol):
-    """Properties of every job."""
+    """A job as `Jobs` sees it."""
 
     @property
     def size_bytes(self) -> int:
@@ -34,7 +35,7 @@ J = TypeVar("J", bound=Moving)
 
 
 class Jobs(Generic[J]):
-    """Jobs of one kind. `numbers` names jobs of all kinds."""
+    """Running jobs of one kind, by number. `numbers` is shared by jobs of all kinds."""
 
     def __init__(self, numbers: Iterator[int], *, arena_bytes: int) -> None:
         self._numbers = numbers
@@ -43,7 +44,8 @@ class Jobs(Generic[J]):
         self.moving_bytes = 0
 
     def room(self, block_bytes: int, *, bytes_max: int | None = None) -> int:
-        """How many more blocks may be in motion; `bytes_max`: a lower limit that holds now."""
+        """Number of further blocks that may be in motion, at least one while no job runs.
+        `bytes_max`: a lower limit for this call."""
         limit = self.bytes_max if bytes_max is None else min(bytes_max, self.bytes_max)
         return max(0 if self._jobs else 1, (limit - self.moving_bytes) // block_bytes)
 
@@ -66,9 +68,9 @@ class Jobs(Generic[J]):
         return self._jobs.get(number)
 
     def items(self) -> ItemsView[int, J]:
-        """Number and job of each."""
+        """Number and job of each running job."""
         return self._jobs.items()
 
     def values(self) -> ValuesView[J]:
-        """All jobs."""
+        """All running jobs."""
         return self._jobs.values()

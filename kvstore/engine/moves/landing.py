@@ -18,38 +18,39 @@ from numpy.typing import NDArray
 from kvstore.types import PAGE_BYTES
 
 PEER_SHARE = 2
-"""A peer may be granted one part in so many of the slab."""
+"""A peer may be granted at most one part in this many of the slab."""
 
 Extents = NDArray[np.int64]
-"""First page in the arena of each."""
+"""First page of each extent, counted from the start of the arena."""
 
 
 class LandingSlab:
-    """Room of the slab, in pages."""
+    """Free and taken pages of the landing slab."""
 
     def __init__(self, *, begin_bytes: int, size_bytes: int) -> None:
         self._first = begin_bytes // PAGE_BYTES
         self._is_free = np.zeros(size_bytes // PAGE_BYTES, dtype=bool)
         self._end_of: dict[int, int] = {}
-        """Page behind each free run, by its first one; no two runs touch."""
+        """Page behind each free run, by the run's first page; no two runs touch."""
         self._begin_of: dict[int, int] = {}
         self._bins: list[dict[int, None]] = [{} for _ in range(self.page_count.bit_length() + 1)]
-        """First pages of the runs of 2^(n-1) to 2^n - 1 pages, by n."""
+        """First pages of free runs by size: bin n has the runs of 2^(n-1) to 2^n - 1 pages."""
         if size_bytes:
             self._free_run(0, self.page_count)
 
     @property
     def page_count(self) -> int:
-        """Size."""
+        """Size of the slab in pages."""
         return len(self._is_free)
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody may write to."""
+        """Number of pages that no peer may write to."""
         return int(self._is_free.sum())
 
     def take(self, pages: int, count: int) -> Extents:
-        """Up to `count` extents of so many pages, one behind the other; none: no room."""
+        """Take up to `count` extents of `pages` pages each, contiguous; an empty array if there is
+        no room for one."""
         begin = self._fitting(pages, count) if count > 0 else None
         if begin is None:
             return np.zeros(0, dtype=np.int64)
@@ -61,7 +62,8 @@ class LandingSlab:
         return np.arange(self._first + begin, self._first + end, pages, dtype=np.int64)
 
     def _fitting(self, pages: int, count: int) -> int | None:
-        """A run with room for all, or else one of the largest bin that has room for one."""
+        """First page of a free run with room for all extents, or else of one in the largest bin
+        that has room for one extent; None: no run has."""
         all_fit = min((pages * count).bit_length(), len(self._bins)) + 1
         one_fits = min(pages.bit_length(), len(self._bins)) + 1
         for its in [*self._bins[all_fit:], *reversed(self._bins[one_fits:all_fit])]:
@@ -71,7 +73,7 @@ class LandingSlab:
         return next((begin for begin in last if self._end_of[begin] - begin >= pages), None)
 
     def free(self, extents: Extents, pages: int) -> None:
-        """Nothing writes to these, and nothing reads them, any more."""
+        """Free these extents of `pages` pages each, which nothing writes to or reads any more."""
         at = np.sort(extents) - self._first
         edges = np.flatnonzero(np.diff(at) != pages) + 1
         for run in np.split(at, edges) if len(at) else ():

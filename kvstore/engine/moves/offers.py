@@ -29,11 +29,11 @@ from kvstore.types import KEY_BYTES, Shard, SpaceId
 
 Address = tuple[str, SpaceId]
 Geometry = tuple[int, int]
-"""Layers and heads."""
+"""Number of layers and of KV heads."""
 
 
 class Offers:
-    """Judges changes of one node's residency."""
+    """Decides which blocks are whole, from changes of one node's residency."""
 
     def __init__(
         self, residency: Residency, geometry: Callable[[Address], Geometry | None]
@@ -42,12 +42,13 @@ class Offers:
         self._geometry = geometry
 
     def offers_of(self, changes: Iterable[Change]) -> list[Offered]:
-        """Updates that follow from the changes of a step that has ended, in order."""
+        """Offers and withdrawals that follow from the changes of a step that has ended, in
+        order."""
         return [offer for change in changes for offer in self._judge(change)]
 
     def held(self, held: Iterable[Change]) -> list[Offered]:
-        """Whole blocks of a slice of the tables. Each key comes with the shards where layers and
-        heads begin: every cover has one of them."""
+        """Offers of the whole blocks in a slice of the tables (`Residency.held`). A key is judged
+        once, with the shard that begins at layer 0 and head 0: every whole block has one."""
         offers = (
             offer
             for change in held
@@ -57,7 +58,7 @@ class Offers:
         return [offer for offer in offers if offer.stored]
 
     def any_held(self, address: Address) -> bool:
-        """Whether a tier holds anything of a space."""
+        """Whether a tier holds any block of a (tenant, space)."""
         count_of = self._residency.table.count_of
         return any(scope in count_of for scope in self._residency.shards(*address).values())
 
@@ -78,7 +79,8 @@ class Offers:
                 yield Offered(change.tier, stored, tenant, space, keys[which].tobytes())
 
     def _whole(self, change: Change, geometry: Geometry) -> NDArray[np.bool_]:
-        """Flags of the keys whose shards in the tier cover everything now."""
+        """Flags of the keys of a change: the shards that the tier holds of the key cover all layers
+        and heads."""
         tenant, space, _ = change.scope
         keys = np.frombuffer(change.keys, dtype=np.uint64).reshape(-1, KEY_BYTES // 8)
         shards = self._residency.shards(tenant, space)

@@ -1,13 +1,13 @@
-"""How long the disk takes, or another node, learned from every read: the estimate by which requests
-decide.
+"""Estimated time of reads from the disk or from another node, learned from every read; requests
+decide by it whether to wait.
 
-A read is timed from question to answer, queue, seeks and checksums included, over the bytes that
+A read is timed from request to answer, queue, seeks and checksums included, over the bytes that
 were under way with it. The slowest of the last few counts: a slow disk shows after one read, a
-recovered one after READS. A read under way counts with the time it has taken already, and from when
-it takes longer than expected, with as long again, until it is late.
+recovered one after READS. A read under way counts with the time it has taken already; once that
+exceeds the expected time, the excess counts twice, until the read is late.
 
-A read that nobody waited for counts if it was quicker than these: it ran beside the computing of
-its request, which may need the same processors.
+A read that no request waited for counts only if it was quicker than expected: it ran beside the
+computing of its request, which may need the same processors.
 
 Does not cover: how long requests wait (`kvstore.client.core.waits`), deadlines of I/O.
 """
@@ -31,7 +31,7 @@ from kvstore.wire.messages import Measured
 
 
 class Paces:
-    """Paces by (tenant, space), the least recently reported first."""
+    """Paces by (tenant, space), the least recently reported first; at most SPACES_MAX."""
 
     def __init__(self, learned: Learned) -> None:
         self._by_space: OrderedDict[tuple[str, str], SpacePace] = OrderedDict()
@@ -39,7 +39,8 @@ class Paces:
             self._by_space[pace.tenant, pace.space] = pace
 
     def told(self, tenant: str, space: SpaceId, measured: Measured) -> None:
-        """An engine reports its speed. A value that it has not measured stays as it was."""
+        """Record the speed that an engine reported. A value of 0 was not measured and leaves the
+        old one."""
         old = self.of(tenant, space)
         told = SpacePace(
             tenant,
@@ -54,16 +55,16 @@ class Paces:
             self._by_space.popitem(last=False)
 
     def of(self, tenant: str, space: SpaceId) -> SpacePace:
-        """Pace of this space; zeros where it is not known."""
+        """Pace of this space; zeros if it is not known."""
         nothing = SpacePace(tenant, space.hex())
         return self._by_space.get((tenant, nothing.space), nothing)
 
     def compute_ns_per_token(self, tenant: str, space: SpaceId) -> int:
-        """Pace of computing in this space; 0: not known."""
+        """Compute time per token in this space; 0: not known."""
         return self.of(tenant, space).compute_ns_per_token
 
     def all(self) -> tuple[SpacePace, ...]:
-        """All paces, the last reported first."""
+        """All paces, the most recently reported first."""
         return tuple(reversed(self._by_space.values()))
 
 
@@ -71,9 +72,9 @@ class Paces:
 
 READS = 4
 SMALL_READ_BYTES = 256 * KIB
-"""A shorter read is mostly latency: it takes as long as this."""
+"""A shorter read counts as this long: it is mostly latency."""
 NS_PER_BYTE_GUESS = 1.0
-"""Estimate until the first read was measured."""
+"""Pace assumed until the first read was measured."""
 
 
 class _TimedRead:
@@ -82,49 +83,50 @@ class _TimedRead:
     def __init__(self, size_bytes: int, ahead_bytes: int, asked_bytes: int, begin_ns: int) -> None:
         self.size_bytes = size_bytes
         self.ahead_bytes = max(ahead_bytes, SMALL_READ_BYTES)
-        """Bytes that the disk has to read until this read is done, its own included."""
+        """Bytes that the disk has to read until this read is done, those of this read included."""
         self.asked_bytes = asked_bytes
-        """Bytes of all reads so far, this one included."""
+        """Bytes of all reads requested so far, this one included."""
         self.begin_ns = begin_ns
 
 
 class ReadPace:
-    """Time of reads from one place: the disk tier or another node."""
+    """Pace of reads from one place, the disk tier or another node, and the reads under way."""
 
     def __init__(self, learned_ns_per_mib: int = 0) -> None:
         self._guess = (MIB, learned_ns_per_mib or int(NS_PER_BYTE_GUESS * MIB))
         self._samples: deque[tuple[int, float]] = deque(maxlen=READS)
-        """Bytes and nanoseconds."""
+        """(bytes, nanoseconds) of the last READS measurements."""
         self._reads: dict[int, _TimedRead] = {}
         self._late: dict[int, _TimedRead] = {}
-        """Reads that may never end."""
+        """Late reads, which may never end."""
         self.begun_bytes = 0
-        """Bytes under way, without late reads."""
+        """Bytes of the reads under way, without late ones."""
         self._asked_bytes = 0
-        """Bytes of all reads so far."""
+        """Bytes of all reads requested so far."""
 
     @property
     def measured_ns_per_mib(self) -> int:
-        """Pace for the next start; 0: no read was measured."""
+        """Slowest measured pace, for the next start; 0: no read was measured."""
         return round(max(ns / size for size, ns in self._samples) * MIB) if self._samples else 0
 
     def ns_per_byte(self, now_ns: int) -> float:
-        """Pace of the slowest read, the oldest one under way included."""
+        """Pace of the slowest of the last reads and the oldest one under way."""
         return max(ns / size for size, ns in [*self._learned(), *self._so_far(now_ns)])
 
     def begun(self, job: int, size_bytes: int, now_ns: int) -> None:
-        """A read was asked of the disk."""
+        """A read was requested."""
         self.begun_bytes += size_bytes
         self._asked_bytes += size_bytes
         self._reads[job] = _TimedRead(size_bytes, self.begun_bytes, self._asked_bytes, now_ns)
 
     def late(self, job: int) -> None:
-        """Nobody waits any longer for a read: it says something again when it ends."""
+        """A read is late and nobody waits for it: it counts again only when it ends."""
         self._late[job] = read = self._reads.pop(job)
         self.begun_bytes -= read.size_bytes
 
     def ended(self, job: int, now_ns: int, *, counts: bool, was_awaited: bool = True) -> None:
-        """A read has truly ended. `counts`: its time is a measurement of the disk."""
+        """A read has truly ended. `counts`: its time is a measurement; `was_awaited`: a request
+        waited for it."""
         read = self._late.pop(job, None)
         if read is None:
             read = self._reads.pop(job)
@@ -140,13 +142,14 @@ class ReadPace:
                 self._samples.append(sample)
 
     def forget_slowest(self) -> None:
-        """The place is not read from because it was slow: what is never tried would stay so."""
+        """Drop the slowest sample: a place that is not read from because it was slow would
+        otherwise stay slow for ever."""
         if self._samples:
             self._samples.remove(max(self._samples, key=lambda sample: sample[1] / sample[0]))
 
     def estimate_ms(self, job: int, now_ns: int) -> int:
-        """How long this read will take, after those that were asked for before it; all reads that
-        are under way, if it is none of them."""
+        """Estimated time in ms until this read ends, after those requested before it; until all
+        reads under way end, if `job` is none of them."""
         samples, size = [*self._learned(), *self._so_far(now_ns)], self.begun_bytes
         if (read := self._reads.get(job)) is not None:
             # Reads end in about their order: those that ended were asked for before it.
@@ -158,7 +161,8 @@ class ReadPace:
         return list(self._samples) or [self._guess]
 
     def _so_far(self, now_ns: int) -> list[tuple[int, float]]:
-        """The oldest read under way, as if it ended now, or after as long again as it is late."""
+        """Sample (bytes, nanoseconds) of the oldest read under way: the time taken so far, and by
+        how much that exceeds the expected time once more. Empty if no read is under way."""
         oldest = next(iter(self._reads.values()), None)
         if oldest is None:
             return []
@@ -168,7 +172,7 @@ class ReadPace:
 
 
 def _expected_ns(samples: Iterable[tuple[int, float]], size_bytes: int) -> float:
-    """A longer read than one that was measured takes longer in proportion; a shorter one is quicker
-    by the root of that only, because an unknown part of every read is latency.
-    """
+    """Time expected for `size_bytes`, by the slowest of the samples. A longer read than a sample
+    takes longer in proportion; a shorter one is quicker only by the root of the ratio, because an
+    unknown part of every read is latency."""
     return max(ns * max(size_bytes / size, math.sqrt(size_bytes / size)) for size, ns in samples)

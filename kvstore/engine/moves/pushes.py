@@ -50,17 +50,18 @@ WRITE_BYTES: Final = 8 * MIB
 JOBS_MAX: Final = 4
 """Writes of one grant at a time."""
 ASKS_MAX: Final = 64
-"""Grants of one peer."""
+"""Most grants of one peer at a time."""
 NEWS_NS: Final = 2 * NS_PER_S
-"""Between two words that the engine computes, while it has no block of the grant yet."""
+"""Shortest time between two messages that the engine computes other requests, sent while it has
+stored no block of the grant yet."""
 LOOK_NS: Final = NEWS_NS // 4
-"""Between two looks whether it does."""
+"""Time between two checks whether the engine computes."""
 LEASE: Final = 1 << 63
-"""Leases of writes are numbered from here on; a serving's number is below it."""
+"""Leases of writes have ids from this number on; a serving's number is below it."""
 
 
 class _Ask(msgspec.Struct, eq=False):
-    """A grant of another node, which waits for blocks of this one."""
+    """A grant of another node, which waits for blocks of this node."""
 
     peer: int
     grant: int
@@ -72,26 +73,27 @@ class _Ask(msgspec.Struct, eq=False):
     times: PushTimes
     until_ns: int
     said_ns: int
-    """When the other node heard of this grant, the last time."""
+    """When the last message about this grant was sent to the other node."""
     next: int = 0
-    """Blocks that were written, or are being."""
+    """Number of blocks that were written, or are being written."""
     pushed: int = 0
-    """Blocks that were reported to the other node."""
+    """Number of blocks that were reported to the other node as written."""
     jobs: int = 0
-    """Writes under way."""
+    """Number of writes under way."""
     reason: str | None = None
-    """Why no more is written; None: more may be."""
+    """Why the grant has ended; empty: all blocks were written; None: it has not ended."""
     is_quiet: bool = True
-    """No write failed."""
+    """Whether nothing may still be written for the grant: no write failed."""
     is_called: bool = True
-    """Blocks may be here of which no news will come."""
+    """Whether to search for its blocks at the next look, because some may be here that no watch
+    reports."""
     read_first: int = -1
     read_ns: int = 0
-    """The block from which on the disk was asked the last time, and when."""
+    """When the disk was last asked for blocks of this grant, from number `read_first` on."""
 
     def try_read(self, first: int, now_ns: int) -> bool:
-        """Note that the disk is asked from this block on. False: not again yet, for a read that
-        fails would be repeated at once."""
+        """Note that the disk is asked for blocks from number `first` on. Returns False if that was
+        done less than LOOK_NS ago: a read that fails would be repeated at once."""
         if first == self.read_first and now_ns < self.read_ns + LOOK_NS:
             return False
         self.read_first, self.read_ns = first, now_ns
@@ -99,12 +101,12 @@ class _Ask(msgspec.Struct, eq=False):
 
     @property
     def name(self) -> Name:
-        """For arrivals, apart from servings."""
+        """Name of its watch in `arrivals`, different from those of servings."""
         return -self.peer, LEASE + self.grant
 
     @property
     def groups(self) -> tuple[int, tuple[str, str]]:
-        """Its peer and its transfer."""
+        """Its peer and its (tenant, transfer), by which it is found."""
         return self.peer, (self.address[0], self.transfer)
 
 
@@ -139,7 +141,7 @@ class Pushes:
         self._writes: dict[int, _PushWrite] = {}
 
     def asked(self, event: PushAsked) -> None:
-        """Write what is here, and wait for the rest."""
+        """A decode node grants extents: write the blocks that are here, and wait for the rest."""
         state, its, name = self._state, event.its, (event.peer, event.its.grant)
         if name in self._asks or self._groups.count(event.peer) >= ASKS_MAX:
             over = PushOver(its.grant, its.epoch, "too many grants of one node", is_quiet=True)
@@ -161,13 +163,14 @@ class Pushes:
         self._look_again(ask)
 
     def _go_on(self, ask: _Ask) -> None:
-        """Write more, and wait for what is not here."""
+        """Write the blocks of a grant that are here, and watch for the next one."""
         rest = self._look(ask)
         if len(rest):
             self._arrivals.watch(ask.name, rest, lambda: self._look(ask))
 
     def _look(self, ask: _Ask) -> Keys:
-        """Write the leading blocks that are here. Returns the keys that are waited for."""
+        """Begin to write the leading blocks of the rest that are in dram, and to read more from
+        disk. Returns the keys that are still waited for."""
         nothing = ask.keys[:0]
         rest = ask.keys[ask.next :]
         if ask.reason is not None or not len(rest):
@@ -195,7 +198,8 @@ class Pushes:
         return ask.keys[ask.next :]
 
     def _impatience(self, ask: _Ask, *, is_here: bool) -> str | None:
-        """Why the grant waits no longer; None: it does."""
+        """Why the grant waits no longer; None: it waits. `is_here`: its next block is on this
+        node."""
         now_ns = self._state.now_ns
         if now_ns >= ask.until_ns:
             return "its deadline has passed"
@@ -245,7 +249,7 @@ class Pushes:
             at += count
 
     def written(self, event: Written) -> None:
-        """A write has ended: say which blocks are there."""
+        """A write has ended: report to the other node which blocks are there, and go on."""
         state, write = self._state, self._writes.pop(event.job)
         ask = write.ask
         ask.jobs -= 1
@@ -275,8 +279,8 @@ class Pushes:
         self._say(ask, write.first, write.shards, write.block_bytes, checksums)
 
     def _say_news(self, ask: _Ask) -> None:
-        """The engine computes, and has not come to this transfer, or to its next block: a word
-        without blocks, so that nobody takes a long queue for an engine that hangs."""
+        """Send a message without blocks if the engine computes other requests, so that the other
+        node does not take a long queue for an engine that hangs. At most once per NEWS_NS."""
         computed_ns = self._transfers.computed_ns(ask.address[0], ask.transfer)
         is_time = self._state.now_ns >= ask.said_ns + NEWS_NS
         if ask.reason is None and is_time and computed_ns > ask.said_ns:
@@ -302,33 +306,35 @@ class Pushes:
         self._state.say(AnswerPeer(ask.peer, word, self._state.cause))
 
     def revoked(self, event: PushRevoked) -> None:
-        """The other node takes its grant back."""
+        """The decode node revokes a grant: end it."""
         ask = self._asks.get((event.peer, event.grant))
         if ask is not None:
             self._end(ask, "it was taken back")
             self._settle(ask)
 
     def gone(self, event: PeerGone) -> None:
-        """Its session has ended, and with it its grants; writes under way end by themselves."""
+        """The session with a peer has ended, and with it the peer's grants; writes under way end by
+        themselves."""
         for ask in self._groups.of(event.peer):
             self._end(ask, "the session has ended")
             self._forget(ask)
 
     def prefill_changed(self, tenant: str, transfer: str) -> None:
-        """An engine on this node has begun to prefill this transfer, or has ended."""
+        """An engine on this node has begun to prefill this transfer, or has ended: look at its
+        grants."""
         for ask in self._groups.of((tenant, transfer)):
             ask.is_called = True
             self._agenda.put(ask, self._state.now_ns)
         self._look_at_due()
 
     def tick(self) -> None:
-        """Time passed: grants may have waited long enough."""
+        """Look at the grants that are due, with a fresh budget."""
         self._budget = LOOK_COST_MAX
         self._look_at_due()
 
     @property
     def is_behind(self) -> bool:
-        """Whether the next tick is due before its time."""
+        """Whether the budget is spent, so that the next tick is due at once."""
         return self._budget <= 0
 
     def _look_at_due(self) -> None:
@@ -361,7 +367,8 @@ class Pushes:
             self._groups.remove(whose, ask)
 
     def _settle(self, ask: _Ask) -> None:
-        """Say the last word, if nothing is under way."""
+        """Close a grant that has ended and has no write under way: send PushOver and report it. A
+        grant whose blocks are all written ends here."""
         if ask.reason is None and ask.next == len(ask.keys) and not ask.jobs:
             self._end(ask, "")
         name = (ask.peer, ask.grant)

@@ -42,14 +42,14 @@ from kvstore.wire.peers import GivenBack, ServeAnswer
 # Blocks of one space may be held by engines of several parallel sizes: each is a cover of its own.
 
 COVERS_MAX = 16
-"""Parallel sizes of one space on one node; blocks of further ones are not offered."""
+"""Most parallel sizes of one space on one node; blocks of further ones are not served."""
 
 
 WORK_MAX = 1 << 15
-"""Gaps looked at in one search. Engines choose the shards, and could make the search long."""
+"""Most gaps examined in one search. Engines choose the shards, and could make the search long."""
 
 _Gap = tuple[int, int, int]
-"""First head, the head behind the last one, first layer that is not covered."""
+"""(first head, head behind the last one, first layer that is not covered)."""
 _Chosen = tuple[Shard, "_Chosen | None"]
 
 
@@ -80,7 +80,7 @@ def covers(
 
 
 def _placed(gaps: list[_Gap], shard: Shard, end: int) -> list[_Gap]:
-    """The gaps when this shard lies at the start of the one that ends at `end`."""
+    """The gaps after this shard was placed at the start of the gap that ends at head `end`."""
     new: list[_Gap] = []
     for gap in gaps:
         parts = [gap]
@@ -108,7 +108,7 @@ def _unfold(chosen: _Chosen | None) -> tuple[Shard, ...]:
 WAIT_NS = NS_PER_S
 """Longest wait of a serving for blocks from disk; the peer waits twice as long for the answer."""
 WAITING_MAX = 64
-"""Waiting servings of one peer."""
+"""Most servings of one peer that wait for the disk."""
 
 
 class _Waiting(msgspec.Struct, frozen=True):
@@ -132,7 +132,8 @@ class Servings:
         self._waiting: dict[tuple[int, int], _Waiting] = {}
 
     def serve(self, event: Serve) -> None:
-        """Pin the longest run of any parallel size that was stored here."""
+        """Pin the longest run of these keys, in the shards of any parallel size that was stored
+        here, and answer; wait for the disk first, if needed."""
         state, name = self._state, (event.peer, event.serving)
         keys = keys_array(event.keys)[:KEYS_PER_DATAGRAM_MAX]
         is_new = name not in self._servings and name not in self._waiting
@@ -163,8 +164,8 @@ class Servings:
         return waiting < WAITING_MAX and self._state.leases.may_add(-peer, serving)
 
     def best(self, address: tuple[str, SpaceId], keys: Keys) -> tuple[Asker, Rows] | None:
-        """The cover that has the longest run of a (tenant, space), and its rows, [S][n]; None: no
-        block to serve."""
+        """The shards that have the longest run of a (tenant, space) as an asker, and rows [S][n] of
+        that run; None: there is no block to serve."""
         state = self._state
         known = state.known.get(address)
         if known is None or state.is_off(*address) or not len(keys):
@@ -221,8 +222,8 @@ class Servings:
         self._state.say(AnswerPeer(peer, ServeAnswer(serving), self._state.cause))
 
     def _look(self, waiting: _Waiting) -> Keys:
-        """Blocks came, or time passed: answer a serving that need not wait any longer. Returns the
-        keys that it still waits for."""
+        """Answer a waiting serving whose blocks came or whose time is up. Returns the keys that it
+        still waits for, none if it was answered."""
         state, name = self._state, (waiting.peer, waiting.serving)
         run = leading_run(state, waiting.asker.scopes, waiting.keys)
         rest = waiting.keys[run.count :]
@@ -239,7 +240,8 @@ class Servings:
         return rest[:0]
 
     def returned(self, event: ServingReturned) -> None:
-        """Answer which blocks of the serving stayed, and release its lease."""
+        """The peer has read a serving: answer which of its blocks stayed unchanged, and release its
+        lease."""
         state = self._state
         lease = self._servings.pop((event.peer, event.serving), None)
         intact = np.zeros(lease.block_count if lease else 0, dtype=bool)
@@ -252,7 +254,8 @@ class Servings:
         state.say(AnswerPeer(event.peer, answer, state.cause))
 
     def gone(self, event: PeerGone) -> None:
-        """The peer reads no more, or drops the bytes that it read: end its servings."""
+        """The connection to a peer has ended, so the peer reads no more, or drops the bytes that it
+        read: end its servings."""
         self._state.leases.end_session(-event.peer)
         self._state.slots.pins.leave(-event.peer)
         self._servings = {at: each for at, each in self._servings.items() if at[0] != event.peer}
@@ -262,8 +265,8 @@ class Servings:
         self._state.credits_due = True
 
     def tick(self) -> None:
-        """Forget servings whose lease has run out: for these, `returned` answers that none
-        stayed."""
+        """Answer servings that waited too long for the disk, and forget those whose lease has
+        expired: `returned` then answers that no block stayed."""
         now_ns = self._state.now_ns
         for name in [name for name, its in self._waiting.items() if its.until_ns <= now_ns]:
             self._arrivals.unwatch(_watch(name))

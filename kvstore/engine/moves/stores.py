@@ -37,7 +37,7 @@ from kvstore.wire.space import GROUPS_MAX
 
 
 class Stores:
-    """Grants, seals, drops."""
+    """Grants credits to engines, and handles their Seal, Drop, Distrust and Verified."""
 
     def __init__(self, state: State, admission: Admission, intake: Intake) -> None:
         self._state = state
@@ -45,11 +45,11 @@ class Stores:
         self._intake = intake
         self._counted: list[int] = []
         self._sharing_slots: dict[frozenset[int], int] = {}
-        """Number of counted sessions that have slots of one of these sizes."""
+        """Number of counted sessions that use one of these slot sizes, by set of sizes."""
         self._sharing_quota: Counter[QuotaGroup] = Counter()
 
     def drop(self, connection: Connection, message: Drop) -> None:
-        """Free granted slots that were not written."""
+        """Free granted slots that the engine did not write."""
         words, valid = self._valid(connection, message)
         words = np.unique(words[valid])
         self._state.counters.stores_dropped += len(words)
@@ -72,7 +72,8 @@ class Stores:
         return words, valid
 
     def seal(self, connection: Connection, message: Seal) -> str:
-        """Publish what is complete. Returns why the connection must end, or nothing."""
+        """Publish the blocks of a Seal whose grants are valid. Returns why the connection must end,
+        or nothing."""
         owner, hello = connection.owner, connection.hello
         assert isinstance(hello, HelloRank)
         words, valid = self._valid(connection, message)
@@ -124,13 +125,15 @@ class Stores:
         self._state.empty(words, self._state.stamp(Reason.FAILED_CHECK))
 
     def verified(self, connection: Connection, message: Verified) -> None:
-        """Mark copies whose bytes passed their checksum as verified, by the same rule."""
+        """Mark copies whose bytes passed their checksum as verified. Only copies that this engine
+        can read count."""
         words = self._readable(connection, message)
         self._state.counters.blocks_verified += int(self._state.residency.unverified[words].sum())
         self._state.residency.unverified[words] = False
 
     def _readable(self, connection: Connection, message: Distrust | Verified) -> Words:
-        """The named copies that are still there and that the engine can read."""
+        """Slots of the message whose named generation is still sealed there and whose block the
+        engine can read."""
         words, known = self._state.slots.words_of(slots_array(message.slots))
         bad = (
             known
@@ -144,7 +147,7 @@ class Stores:
         return words[own]
 
     def grant_all(self) -> None:
-        """Top up credits of sessions that used half of theirs."""
+        """Top up the credits of sessions that have used half of theirs."""
         if not self._state.credits_due:
             return
         self._state.credits_due = self._state.slots.pins.is_short = False
@@ -160,7 +163,7 @@ class Stores:
                         self._grant(owner, index, wanted, active)
 
     def _credits_wanted(self, group: OwnerGroup) -> int:
-        """Blocks that a group's credits lack; 0 while more than half of them are left."""
+        """Number of blocks to grant to a group; 0 while more than half of its credits are left."""
         counts, quota = Counter(group.asker.slot_sizes), group.asker.quota
         pools = {self._state.slots.pools[size]: count for size, count in counts.items()}
         sharing = self._sharing_slots[frozenset(counts)]

@@ -20,14 +20,16 @@ from kvstore.units import NS_PER_S
 from kvstore.wire.messages import PushClose, PushOpen
 
 TRANSFERS_MAX = 1024
-"""Transfers of one engine; one more makes it forget another, if possible one that is closed."""
+"""Most transfers of one engine; for one more another is forgotten, if possible a closed one."""
 ALL_MAX = 16 * TRANSFERS_MAX
-"""Transfers of all engines; one more makes the node forget a quarter: those of engines that are
-gone, then those that are closed, then the oldest."""
+"""Most transfers of all engines; for one more a quarter is forgotten: those of engines that are
+gone, then closed ones, then the oldest."""
 UNKNOWN_NS = 2 * NS_PER_S
-"""Legs of a request are dispatched together, and the prefill engine may name the transfer late."""
+"""How long others wait for a transfer that no engine has named: both legs of a request are
+dispatched together, and the prefill engine may name the transfer late."""
 SEALS_NS = NS_PER_S // 4
-"""Seals come by other sockets than PushClose, and may be taken after it."""
+"""How long after PushClose blocks may still come: seals come by other sockets and may be handled
+later."""
 EVER: int = 1 << 63
 
 
@@ -38,7 +40,7 @@ class _Prefill(msgspec.Struct):
     """(tenant, space) of the engine's groups."""
     node: str
     closed_ns: int = 0
-    """0: open."""
+    """When the transfer was closed; 0: it is open."""
     reason: str = ""
 
 
@@ -50,16 +52,16 @@ class Patience(msgspec.Struct, frozen=True):
 
 
 class Transfers:
-    """By (tenant, name), the one named first in front."""
+    """Transfers that engines of this node prefill, by (tenant, name), the oldest first."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._transfers: OrderedDict[tuple[str, str], _Prefill] = OrderedDict()
         self._names = Groups[int, tuple[str, str]]()
-        """By session, the same order."""
+        """Names of transfers by session, in the same order."""
 
     def open(self, connection: Connection, message: PushOpen) -> None:
-        """An engine computes blocks of this transfer."""
+        """Record that an engine computes blocks of this transfer."""
         owner = connection.owner
         if not owner.open_session:
             return
@@ -83,7 +85,7 @@ class Transfers:
             self._names.remove(its.session, name)
 
     def close(self, connection: Connection, message: PushClose) -> None:
-        """No more of its blocks will be sealed."""
+        """Record that the engine will seal no more blocks of this transfer."""
         if connection.owner.open_session:
             name = (connection.owner.groups[0].asker.tenant, message.transfer)
             its = self._transfers.get(name)
@@ -93,7 +95,8 @@ class Transfers:
     def patience(
         self, address: tuple[str, SpaceId], transfer: str, node: str, since_ns: int
     ) -> Patience:
-        """Patience of a node that waits since then for blocks of this (tenant, space)."""
+        """How long a decode node that has waited since `since_ns` should wait for blocks of this
+        transfer and (tenant, space)."""
         its = self._transfers.get((address[0], transfer))
         if its is None:
             return Patience(since_ns + UNKNOWN_NS, "no engine here prefills it")
@@ -115,14 +118,15 @@ class Transfers:
         )
 
     def computed_ns(self, tenant: str, transfer: str) -> int:
-        """When blocks came from the engine of this transfer, the last time, of any request: it may
-        have a long queue. 0: none did, or no engine prefills it."""
+        """When the engine of this transfer last sealed blocks, of any request: it may have a long
+        queue. 0: it has sealed none, or no engine prefills the transfer."""
         its = self._transfers.get((tenant, transfer))
         return its.connection.owner.sealed_ns if its is not None else 0
 
 
 def _worth(item: tuple[object, _Prefill]) -> int:
-    """Open ones are worth most."""
+    """Sort key of a transfer: 0 for those of engines that are gone, 1 for closed ones, 2 for open
+    ones."""
     its = item[1]
     if its.connection.owner.open_session != its.session:
         return 0

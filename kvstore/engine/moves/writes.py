@@ -32,22 +32,23 @@ from kvstore.types import PAGE_BYTES, Tier
 from kvstore.wire.record import Scope, payload_pages
 
 JOB_BYTES_MAX = 64 << 20
-"""Size of a job of more than one block: jobs of some hundred MiB would fill any queue."""
+"""Most bytes of a job of more than one block: jobs of some hundred MiB would fill any queue."""
 
 
 class _Write(msgspec.Struct, frozen=True):
-    """Blocks on their way to disk; their slots are pinned."""
+    """A job that writes blocks to disk; their slots are pinned until it ends."""
 
     words: Words
     generations: NDArray[np.uint64]
     size_bytes: int
-    """Size in dram."""
+    """Total size of the slots in dram."""
     record_bytes: int
     """Size of one block on disk."""
 
 
 class Writes:
-    """All writes of a node; `numbers` names jobs."""
+    """Decides which blocks are written to disk, and follows these writes; `numbers` are those of
+    jobs."""
 
     def __init__(self, state: State, numbers: Iterator[int]) -> None:
         self._state = state
@@ -61,15 +62,15 @@ class Writes:
         )
         self._jobs: Jobs[_Write] = Jobs(numbers, arena_bytes=config.arena_bytes)
         self._job_of_word = np.zeros(len(state.slots.state), dtype=np.int64)
-        """Job of the last write of each slot while it lasts, else 0."""
+        """Number of the job that writes each slot; 0: none does."""
 
     def sealed(self, scope: int, rows: Rows, *, block_bytes: int) -> None:
-        """Offer blocks that were just stored."""
+        """Offer blocks that were just sealed in dram to the disk."""
         if self._state.config.file_bytes:
             self._offer(scope, rows, block_bytes)
 
     def asked_again(self, scope: int, rows: Rows, *, block_bytes: int) -> None:
-        """Offer blocks that a new request names; absent rows are -1."""
+        """Offer blocks that a new request names to the disk; absent rows are -1."""
         if not self._state.config.file_bytes:
             return
         words = self._state.residency.words(rows)
@@ -78,7 +79,8 @@ class Writes:
             self._offer(scope, rows, block_bytes)
 
     def _offer(self, scope: int, rows: Rows, block_bytes: int) -> None:
-        """Write blocks in dram, in chain order, if they are in no file, worth it, and fit."""
+        """Write those of these blocks in dram, in chain order, that are not on disk, worth it, and
+        have room."""
         state = self._state
         rows = rows[state.residency.file[rows] == 0]
         if len(rows) == 0 or state.is_scope_off(scope, Tier.FILE):
@@ -100,7 +102,8 @@ class Writes:
             self._write(scope, rows[piece], words[piece], size=size, block_bytes=block_bytes)
 
     def allow(self, count: int, *, block_bytes: int) -> int:
-        """How many of the blocks the budget allows now; these count as written."""
+        """Number of blocks of this size that the budget allows to write now, up to `count`; they
+        count as written."""
         allowed = self._admission.allow(count, _record_bytes(block_bytes), self._state.now_ns)
         self._state.counters.file_blocks_over_budget += count - allowed
         return allowed
@@ -123,7 +126,8 @@ class Writes:
         )
 
     def ended(self, event: FileWritten) -> tuple[Rows, NDArray[np.uint64]]:
-        """A write ended, well or not: unpin its slots. Returns rows and their places on disk."""
+        """A write ended, well or not: unpin its slots. Returns the rows of the written blocks and
+        their places on disk."""
         state, job = self._state, self._jobs.end(event.job)
         locations = np.frombuffer(event.locations, dtype="<u8")
         stayed = state.slots.generation[job.words] == job.generations
@@ -152,5 +156,5 @@ class Writes:
 
 
 def _record_bytes(block_bytes: int) -> int:
-    """Size of a block on disk: its header's page and its payload."""
+    """Size of a block on disk: a page of header, and its payload in whole pages."""
     return PAGE_BYTES * (1 + payload_pages(block_bytes))

@@ -16,13 +16,14 @@ from kvstore.wire.layout import shard_bytes, slot_bytes
 from kvstore.wire.space import Space
 
 ANOTHER_NODE = "(another node)"
-"""Stands in place of an engine's title."""
+"""Title of an asker that is another node."""
 A_ROUTER = "(a router)"
-"""The same, for blocks that are brought before an engine asks."""
+"""Title of an asker that is a router, for blocks that are brought before an engine asks."""
 
 
 class Asker(msgspec.Struct, frozen=True):
-    """One KV cache group; one column per distinct shard, as in the arrays of a session."""
+    """One KV cache group that blocks are brought for; one column per distinct shard, as in a
+    session."""
 
     tenant: str
     space: SpaceId
@@ -35,11 +36,11 @@ class Asker(msgspec.Struct, frozen=True):
     block_tokens: int
     quota: QuotaGroup
     engine: str
-    """Engine whose share of bounded resources is used."""
+    """Id of the engine whose share of bounded resources is used."""
     title: str
-    """Name for people, in explanations of evictions."""
+    """Name shown in explanations of evictions."""
     is_ahead: bool = False
-    """Nobody waits for the blocks yet: half of the room in motion stays free for engines."""
+    """Whether no request waits for the blocks yet: they take at most half of the room in motion."""
 
     @property
     def address(self) -> tuple[str, SpaceId]:
@@ -51,7 +52,7 @@ class Asker(msgspec.Struct, frozen=True):
         return tenant in (None, self.tenant) and space in (None, self.space)
 
     def column(self, number: int) -> Asker:
-        """The same for blocks of one of its shards."""
+        """This asker for the shard in one column only."""
         its = ("shards", "scopes", "slot_sizes", "block_bytes")
         return msgspec.structs.replace(self, **{f: (getattr(self, f)[number],) for f in its})
 
@@ -65,7 +66,7 @@ def asker(
     engine: str = ANOTHER_NODE,
     title: str = ANOTHER_NODE,
 ) -> Asker:
-    """The asker for an engine or for another node. `columns`: shards and their scopes."""
+    """Make an Asker for an engine or another node. `columns`: shards and their scopes."""
     sizes = tuple(shard_bytes(space, shard) for shard, _ in columns)
     return Asker(
         tenant=address[0],

@@ -42,7 +42,7 @@ from kvstore.wire.messages import PushEnd, PushExpect, keys_array
 
 
 class Awaited:
-    """Everything that engines of this node expect of prefill nodes."""
+    """Expectations of this node's engines: blocks that prefill nodes are to push to them."""
 
     def __init__(
         self,
@@ -59,17 +59,18 @@ class Awaited:
         """Expectations whose PushEnd is not sent yet."""
         self._coming = ExpectedKeys()
         self.budget = LOOK_COST_MAX
-        """Budget for looks until the next tick, in keys."""
+        """Cost of looks that may still be spent before the next tick, in keys."""
         self.is_up = False
-        """Whether there is a transfer worker."""
+        """Whether a transfer worker runs."""
         self._ticked_ns = 0
         self.revoke: Callable[[Expectation], None] = lambda _: None
-        """Takes back grants of an expectation that has ended."""
+        """Called with an expectation that has ended: revokes its grants."""
 
     # ── what is expected ─────────────────────────────────────────────────────────────────────────
 
     def expect(self, connection: Connection, message: PushExpect) -> str:
-        """A request will be sent these blocks. Returns why the connection must end, or nothing."""
+        """A request waits for these blocks to be pushed. Returns why the connection must end, or
+        nothing."""
         state, owner = self._state, connection.owner
         if owner.open_session and message.group >= len(owner.groups):
             return "a PushExpect of a KV cache group that its engine does not have"
@@ -115,28 +116,30 @@ class Awaited:
         return self.expects.too_many(process, count)
 
     def cancel(self, connection: Connection, transfer: str) -> None:
-        """Nobody waits for this transfer any more."""
+        """End the expectations of this transfer: the engine does not wait for it any more."""
         for its in self.expects.named.of((connection.id, transfer)):
             self.end(its, "it was cancelled")
 
     def prefill_changed(self, tenant: str, transfer: str) -> None:
-        """An engine on this node has begun to prefill this transfer, or has ended."""
+        """An engine on this node has begun to prefill this transfer, or has ended: look at its
+        expectations."""
         for its in self.expects.named.of((tenant, transfer)):
             self._call(its)
         self._look_at_due()
 
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
-        """Flags of the keys that are expected (`arrivals.Source`)."""
+        """Flags [S][n] of the keys that are expected (`arrivals.Source`)."""
         del rows
         return self._coming.flags(scopes, keys)
 
     def run(self, asker: Asker, keys: Keys) -> int:
-        """How many leading keys are in dram or expected; 0 if none of them is expected."""
+        """Number of leading keys that are in dram or expected; 0 if none of them is expected."""
         is_any = bool(self._coming) and len(keys) > 0
         return self._arrivals.on_their_way(asker.scopes, keys, by=[self]) if is_any else 0
 
     def end(self, expect: Expectation, reason: str) -> None:
-        """Wait no more for an expectation."""
+        """End an expectation; `reason` is empty if all its blocks came. PushEnd follows within the
+        budget."""
         if expect.reason is None:
             expect.reason = reason
             self.expects.end(expect)
@@ -144,7 +147,8 @@ class Awaited:
             self._tell_ends()
 
     def _tell_ends(self) -> None:
-        """Say that they have ended, and take their grants back."""
+        """Send PushEnd for expectations that have ended, and revoke their grants, as far as the
+        budget goes."""
         state = self._state
         while self._ended and self.budget > 0:
             expect = self._ended.popleft()
@@ -170,7 +174,8 @@ class Awaited:
         times: PushTimes,
         counts: tuple[int, int, int],
     ) -> None:
-        """No more are waited for; counts: blocks that are here, were before, and were pushed."""
+        """Send PushEnd and report the push. `counts`: blocks that are here, that were here before,
+        and that were pushed."""
         state, transfer, first = self._state, message.transfer, message.first_block
         blocks, held, pushed = counts
         state.counters.pushes_cut_short += bool(reason)
@@ -189,13 +194,13 @@ class Awaited:
         state.trail.pushed(connection.owner.key[0], transfer, report)
 
     def settle_blocks(self, expect: Expectation, places: slice | NDArray[np.intp]) -> None:
-        """These are here, or not expected any more."""
+        """Mark the blocks at these places of `missing` as arrived, or as not expected any more."""
         left = expect.missing[places][~expect.has_come[places]]
         self._coming.remove(expect.asker.scopes, left)
         expect.has_come[places] = True
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
-        """Blocks of these are cleared: none of them comes back."""
+        """End expectations of blocks that are cleared. None: of any tenant or space."""
         for its in self.expects:
             if its.asker.is_of(tenant, space):
                 self.end(its, "cleared meanwhile")
@@ -203,7 +208,8 @@ class Awaited:
     # ── looks ────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self) -> None:
-        """Time passed: deadlines, engines that left, transfers without news."""
+        """End expectations of engines that left, and look at those that are due, with a fresh
+        budget."""
         now_ns, engines = self._state.now_ns, self.expects.engines
         asleep_ns, self._ticked_ns = now_ns - self._ticked_ns, now_ns
         if asleep_ns > ASLEEP_NS:
@@ -220,7 +226,7 @@ class Awaited:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the next tick is due before its time."""
+        """Whether the budget is spent, so that the next tick is due at once."""
         return self.budget <= 0
 
     def _look_at_due(self) -> None:
@@ -228,7 +234,8 @@ class Awaited:
             self._look(its)
 
     def _look(self, expect: Expectation) -> None:
-        """Look at one that is due, or that was named."""
+        """End an expectation whose deadline has passed or that is stalled, or set the time of its
+        next look."""
         now_ns = self._state.now_ns
         self.budget -= LOOK_COST
         look_ns = self._look_here(expect) if expect.is_here else expect.until_ns
@@ -244,7 +251,8 @@ class Awaited:
         self.expects.agenda.put(expect, due_ns)
 
     def _look_here(self, expect: Expectation) -> int:
-        """Prefill on this node, too: its blocks need only be sealed. Returns when to look again."""
+        """Look at an expectation whose prefill is on this node, too: its blocks need only be
+        sealed. Returns when to look again."""
         state, address = self._state, expect.asker.address
         _, node, transfer = expect.transfer
         patience = self._transfers.patience(address, transfer, node, expect.times.since_ns)
@@ -273,7 +281,8 @@ class Awaited:
             self._arrivals.watch((0, expect.number), rest, lambda: self._call(expect))
 
     def _call(self, expect: Expectation) -> Keys:
-        """The next tick looks for its blocks; until then none of them is waited for."""
+        """Have dram searched for its blocks at the next look, which is due now. Returns no keys:
+        until then none is waited for."""
         expect.is_called = True
         self.expects.agenda.put(expect, self._state.now_ns)
         return expect.missing[:0]

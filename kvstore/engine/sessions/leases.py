@@ -23,17 +23,18 @@ from kvstore.units import MIB
 from kvstore.wire.messages import LEASE_LIVES_MAX
 
 SLOT_BYTES: Final = 16
-"""Size of a slot in a lease: a word and a generation."""
+"""Memory of one slot in a lease: a word and a generation."""
 LEASE_BYTES: Final = 4096
-"""Counted for a lease, and for each time that it grows: more than its memory, because ending it
-takes time."""
+"""Bytes counted for a lease, and for each time that it grows: more than its memory, because ending
+it takes time."""
 SESSION_BYTES_MAX: Final = 8 * MIB
-"""Half a million slots: 30 ms to end them all. A session gets at most half of what others leave."""
+"""Most bytes counted for the leases of a session, half a million slots: 30 ms to end them all. A
+session gets at most half of what other sessions leave."""
 BYTES_MAX: Final = 256 * MIB
 
 
 class Lease:
-    """One LeaseAsk that was answered with at least one block."""
+    """Pinned slots for one LeaseAsk, answered with at least one block now or by LeaseMore."""
 
     __slots__ = ("_shards", "account", "expires_ns", "granted_ns", "pieces")
 
@@ -41,7 +42,7 @@ class Lease:
         self, account: Account | None, *, shards: int, granted_ns: int, expires_ns: int
     ) -> None:
         self.account = account
-        """Account that pins its slots."""
+        """Account whose pins these are."""
         self._shards = shards
         self.pieces: list[tuple[Words, NDArray[np.uint64]]] = []
         """Slots and generations, as they were pinned: distinct within a piece. A slot whose block
@@ -51,12 +52,12 @@ class Lease:
 
     @property
     def slot_count(self) -> int:
-        """Slots pinned."""
+        """Number of slots pinned."""
         return sum(len(words) for words, _ in self.pieces)
 
     @property
     def block_count(self) -> int:
-        """Blocks pinned."""
+        """Number of blocks pinned."""
         return self.slot_count // self._shards
 
     @property
@@ -65,7 +66,7 @@ class Lease:
         return len(self.pieces) * LEASE_BYTES + self.slot_count * SLOT_BYTES
 
     def intact(self, slots: Slots) -> NDArray[np.bool_]:
-        """Flags of its blocks, true where no slot has changed since it was pinned."""
+        """Flags of its blocks: true where no slot has changed since it was pinned."""
         same = [slots.generation[words] == generations for words, generations in self.pieces]
         flags: NDArray[np.bool_] = np.concatenate(same).reshape(-1, self._shards).all(axis=1)
         return flags
@@ -80,7 +81,7 @@ class Leases:
         self._count_max = count_max
         self._by_session: dict[int, dict[int, Lease]] = {}
         self._bytes_of: Counter[int] = Counter()
-        """Bytes counted by session; only sessions that have leases."""
+        """Bytes counted by session, for sessions that have leases."""
         self._bytes = 0
         self._agenda = Agenda[tuple[int, int]]()
 
@@ -88,14 +89,15 @@ class Leases:
         return sum(len(leases) for leases in self._by_session.values())
 
     def may_add(self, session: int, lease: int) -> bool:
-        """False when the session holds its share already, or this lease id."""
+        """Whether a session may get a lease with this id: False when its share is used up, or it
+        holds this id."""
         held = self._by_session.get(session, {})
         if lease in held or len(held) >= self._count_max:
             return False
         return self._room(session) >= LEASE_BYTES
 
     def fitting(self, session: int, account: Account | None, words: Words, shards: int) -> int:
-        """How many leading blocks of these slots may be leased: [n][shards], sealed."""
+        """Number of leading blocks that may be leased. `words` are sealed slots, [n][shards]."""
         room = max(self._room(session) - LEASE_BYTES, 0) // (SLOT_BYTES * shards)
         return min(self._slots.pins.fitting(account, words, shards), room)
 
@@ -112,7 +114,8 @@ class Leases:
         account: Account | None = None,
         shards: int = 1,
     ) -> Lease:
-        """Pin these slots, [n][shards] and distinct; the account has room (`Pins.fitting`)."""
+        """Make a lease that pins these slots, [n][shards] and distinct. The account has room
+        (`Pins.fitting`)."""
         expires_ns = now_ns + self._ttl_ns
         made = Lease(account, shards=shards, granted_ns=now_ns, expires_ns=expires_ns)
         self._by_session.setdefault(session, {})[lease] = made
@@ -130,7 +133,8 @@ class Leases:
             self._pin(session, self._by_session[session][lease], words)
 
     def renew(self, session: int, leases: list[int], now_ns: int) -> None:
-        """Let leases last a whole life from now, within rule 2; unknown ones are ignored."""
+        """Extend the time of these leases to a whole life from now, within rule 2; unknown ids are
+        ignored."""
         held = self._by_session.get(session, {})
         for lease in leases:
             found = held.get(lease)
@@ -139,7 +143,7 @@ class Leases:
                 found.expires_ns = min(now_ns + self._ttl_ns, last_ns)
 
     def release(self, session: int, leases: list[int]) -> None:
-        """Release leases; unknown ones are ignored."""
+        """Release leases; unknown ids are ignored."""
         held = self._by_session.get(session, {})
         for lease in leases:
             found = held.pop(lease, None)

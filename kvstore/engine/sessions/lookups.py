@@ -33,7 +33,7 @@ from kvstore.wire.messages import (
 
 
 class Lookups:
-    """Answers LeaseAsk and Hint."""
+    """Answers LeaseAsk and Hint messages of engines."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Lookups:
         self._arrivals = arrivals
         self._hbm = hbm
         self._brings = files.enabled or state.config.fetches
-        """Whether any blocks come to dram besides stores of engines."""
+        """Whether blocks come to dram from disk or other nodes, besides stores of engines."""
 
     def lease(self, connection: Connection, ask: LeaseAsk) -> str:
         """Pin the longest run in dram and answer. Returns why the connection must end, or "" ."""
@@ -124,16 +124,16 @@ class Lookups:
         return ""
 
     def _may_lease(self, session: int, account: Account, run: Run) -> tuple[Run, int]:
-        """The part of a run that a session may lease, and the number of blocks it may not."""
+        """The part of a run that a session may lease, and the number of blocks cut off."""
         shards = max(len(run.words_by_shard), 1)
         fits = self._state.leases.fitting(session, account, run.words(), shards)
         self._state.counters.pins_refused += run.count - fits
         return run.cut(fits), run.count - fits
 
     def _bring(self, asker: Asker, keys: Keys, run: Run) -> tuple[int, tuple[int, str], Wanted]:
-        """Begin to bring blocks that are not in dram, first from disk, later ones from other nodes.
-        Returns how many are on their way or may be, an estimate of the time in ms and where those
-        come from that take longest, and the part of other nodes."""
+        """Begin to bring blocks that are not in dram: leading ones from disk, later ones from other
+        nodes. Returns (number on their way or possibly so, (estimated time in ms, source) of those
+        that take longest, result of asking other nodes)."""
         pushed = self._awaited.run(asker, keys)
         estimate = (0, PUSHED if pushed else "")
         if not self._brings or not len(keys):
@@ -151,7 +151,7 @@ class Lookups:
         return promoting + wanted.coming, estimate, wanted
 
     def _refuse(self, connection: Connection, ask: LeaseAsk, asker: Asker) -> str:
-        """Lease no block of this space; explain says why."""
+        """Answer with no block because the space is switched off, and record that for `explain`."""
         state, keys = self._state, keys_array(ask.keys)
         self._serve_nothing(connection, ask)
         if len(keys):
@@ -164,8 +164,8 @@ class Lookups:
         self._state.send(connection, nothing)
 
     def hint(self, connection: Connection, hint: Hint) -> str:
-        """Touch the blocks that are held, and reply which keys are known, up to LOOKED_UP_MAX.
-        Returns why the connection must end, or nothing."""
+        """Touch the named blocks that are here, begin to bring others, and reply which keys are
+        known, up to LOOKED_UP_MAX. Returns why the connection must end, or nothing."""
         state, owner, keys = self._state, connection.owner, keys_array(hint.keys)
         present: NDArray[np.bool_] = np.zeros(len(keys), dtype=bool)
         if owner.open_session:
@@ -198,7 +198,8 @@ class Lookups:
         return present
 
     def _use(self, asker: Asker, keys: Keys, words: NDArray[np.int64]) -> None:
-        """A request names these blocks; words are [S][n]. One pool at a time, all its shards."""
+        """Record that a request uses these blocks; words are [S][n]. Shards of one pool are handled
+        together."""
         sizes, scopes = np.array(asker.slot_sizes), np.array(asker.scopes)
         for size in dict.fromkeys(asker.slot_sizes):
             its = np.flatnonzero(sizes == size)

@@ -21,7 +21,8 @@ OwnerKey = tuple[str, str, str]
 
 
 class Connection:
-    """One attached process. Stays here after its socket ended while the process may still write."""
+    """One attached process. Kept after its socket ended while the process may still write to
+    slots."""
 
     __slots__ = (
         *("asked_session", "ended", "hello", "id", "owner", "quiet_session"),
@@ -34,13 +35,13 @@ class Connection:
         self.owner = owner
         self.ended = False
         self.asked_session = 0
-        """Session of the last Quiesce to this rank."""
+        """Session of the last Quiesce sent to this rank."""
         self.quiet_session = 0
         """Session of the last Quiet from this rank."""
         self.pinned_bytes = 0
-        """Arena pinned by this rank."""
+        """Bytes of the arena that this rank has pinned."""
         self.trouble = ""
-        """Why it cannot pin more; empty: it can."""
+        """Error that keeps the rank from pinning more; empty: none."""
 
     @property
     def role(self) -> Literal["scheduler", "rank"]:
@@ -57,17 +58,18 @@ class OwnerGroup:
     ) -> None:
         self.asker = asker
         self.on_gpu = on_gpu
-        """Whether a rank on the GPU of hbm loads the shard, by column; empty: there is no hbm."""
+        """Whether a rank on the hbm tier's GPU loads the shard, by column; empty: there is no hbm
+        tier."""
         self.writers = writers
         """Rank that writes the shard, by column."""
         self.session = session
-        """Number that granted slots carry: the session's, plus the group's index."""
+        """Number that granted slots carry: the session's plus the group's index."""
         self.granted_slots = 0
-        """Slots granted and not yet sealed or dropped, all columns together."""
+        """Number of slots granted and not yet sealed or dropped, in all columns together."""
 
     @property
     def granted_blocks(self) -> int:
-        """Credits out, in blocks."""
+        """Credits that the engine holds, in blocks."""
         return -(-self.granted_slots // len(self.writers))
 
 
@@ -102,16 +104,16 @@ class Owner:
         """KV cache groups of the last session."""
         self.opened_ns = 0
         self.sealed_ns = 0
-        """When a rank sealed blocks, the last time: it computes, whatever for."""
+        """When a rank last sealed blocks, of any request: a sign that the engine computes."""
 
     @property
     def is_complete(self) -> bool:
-        """Scheduler and all ranks are attached, or more ranks than there should be."""
+        """Whether the scheduler and at least as many ranks as it reported are attached."""
         return self.scheduler is not None and len(self.ranks) >= self.rank_count
 
     @property
     def rank_count(self) -> int:
-        """Number of ranks by the Hello of the scheduler, which must be attached."""
+        """Number of ranks that the scheduler's Hello reports; the scheduler must be attached."""
         assert self.scheduler is not None
         hello = self.scheduler.hello
         assert isinstance(hello, HelloScheduler)
@@ -119,7 +121,7 @@ class Owner:
 
     @property
     def title(self) -> str:
-        """Text for people: the engine's id and the label of its model."""
+        """The engine's id and the label of its model, for messages."""
         hello = self.scheduler.hello if self.scheduler is not None else None
         label = hello.label if isinstance(hello, HelloScheduler) else ""
         return f"{self.key[1]} ({label})" if label else self.key[1]
@@ -138,7 +140,8 @@ class Owner:
         return hellos
 
     def columns(self, group: int) -> dict[Shard, HelloRank]:
-        """Distinct shards of the attached ranks in column order, each with its writer."""
+        """Distinct shards of a group in column order, each with the Hello of the rank that writes
+        it."""
         columns: dict[Shard, HelloRank] = {}
         for hello in self.rank_hellos():
             if group < len(hello.groups):  # as on every rank, once `objection` has none
@@ -147,12 +150,14 @@ class Owner:
 
     @property
     def address(self) -> tuple[str, SpaceId] | None:
-        """Tenant and space of the first group of the last session; None: there was no session."""
+        """Tenant and space of the first group of the last session; None: no session was ever
+        opened."""
         return self.groups[0].asker.address if self.groups else None
 
 
 def objection(owner: Owner, *, slab_bytes: int) -> str:
-    """Why this complete owner cannot be served, in one sentence; empty when it can."""
+    """Why an engine whose processes are all attached cannot be served, in one sentence; empty when
+    it can be."""
     hellos = owner.rank_hellos()
     if len(hellos) != owner.rank_count:
         return (

@@ -28,9 +28,9 @@ from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 from kvstore.wire.peers import PrepareReply
 
 AHEAD_SHARE = 2
-"""One part in so many of the arena may be brought ahead at once …"""
+"""At most one part in this many of the arena may be brought ahead at once …"""
 AHEAD_NS = 30 * NS_PER_S
-"""… and again in this time."""
+"""… and as much again in each such time."""
 
 
 class Prepares:
@@ -42,12 +42,12 @@ class Prepares:
         self._fetches = fetches
         self._awaited = awaited
         self._room_bytes = self._room_max = state.config.arena_bytes // AHEAD_SHARE
-        """Bytes that may be brought ahead, …"""
+        """Bytes that could be brought ahead at the time `_room_ns`."""
         self._room_ns = 0
-        """… as of this time."""
+        """Time as of which `_room_bytes` counts."""
 
     def prepare(self, event: PrepareBlocks) -> None:
-        """Begin, and say what was begun."""
+        """Begin to bring the blocks, and answer with what was begun."""
         state, its = self._state, event.its
         asker = self._asker((its.tenant, its.space), its.engine)
         if asker is None:
@@ -63,7 +63,8 @@ class Prepares:
         state.say(BlocksPrepared(event.ask, reply, state.cause))
 
     def _asker(self, address: tuple[str, SpaceId], engine: str) -> Asker | None:
-        """The one that blocks of a space are brought for."""
+        """The asker for blocks of a (tenant, space): a group of an attached engine, `engine` if
+        possible. None: no such engine is attached, or the space is off."""
         if self._state.is_off(*address):
             return None
         able = [

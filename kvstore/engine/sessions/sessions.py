@@ -26,7 +26,7 @@ from kvstore.wire.space import GROUPS_MAX, ShardColumn, Space, fingerprint
 
 
 class Sessions:
-    """Attaches, opens, closes, detaches."""
+    """Attaches processes of engines, opens and closes sessions, and detaches processes."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -35,7 +35,8 @@ class Sessions:
         self._next_session = (state.config.incarnation & 0x7F_FFFF_FFFF) << 24 | GROUPS_MAX
 
     def hello(self, id: ConnectionId, hello: HelloScheduler | HelloRank, process: int = 0) -> None:
-        """A process attaches, or is refused; the owner may be complete with it."""
+        """Attach a process, or refuse it. If its engine is complete with it, a session is begun.
+        `process`: as in `events.Received`."""
         reason, permanent, is_full = "", False, False
         replaced = self._attached_as(hello)
         if hello.protocol != PROTOCOL_VERSION:
@@ -88,7 +89,8 @@ class Sessions:
         self._form(owner)
 
     def _attached_as(self, hello: HelloScheduler | HelloRank) -> Connection | None:
-        """The connection in whose place this Hello asks to be."""
+        """The attached connection that this Hello asks to replace: the same engine's scheduler or
+        rank. None: there is none."""
         owner = self._state.owners.get((hello.tenant, hello.engine_id, hello.nonce))
         if owner is None or isinstance(hello, HelloScheduler):
             return None if owner is None else owner.scheduler
@@ -104,7 +106,8 @@ class Sessions:
         self._state.say(Hangup(id, reason, self._state.cause))
 
     def _rank_is_quiet_again(self, owner: Owner, hello: HelloRank) -> None:
-        """This Hello shows that no copy of the process runs: free the slots that it could write."""
+        """Free the slots of ended connections of this rank and process: its new Hello shows that no
+        copy of the process still writes."""
         for old in list(self._state.connections.values()):
             if (
                 old.ended
@@ -117,7 +120,8 @@ class Sessions:
                 self._forget(old)
 
     def _form(self, owner: Owner) -> None:
-        """If all are attached and fit, ask the ranks to be quiet for a new session."""
+        """If all processes of an engine are attached and fit together, ask the ranks to be quiet
+        for a new session. If they do not fit, refuse them all."""
         scheduler = owner.scheduler
         if scheduler is None or not owner.is_complete:
             return
@@ -321,6 +325,6 @@ class Sessions:
 
 
 def _slab_for(hello: HelloScheduler | HelloRank, slab: Slab | None) -> Slab | None:
-    """The slab, for a rank on its GPU."""
+    """The hbm slab, if this Hello is from a rank on the slab's GPU; else None."""
     is_there = isinstance(hello, HelloRank) and slab is not None and hello.gpu == slab.gpu
     return slab if is_there else None

@@ -22,12 +22,13 @@ from kvstore.units import NS_PER_S
 FORMS_NS_MAX: Final = 30 * NS_PER_S
 """Ranks attach before their scheduler does: a session that takes longer will not open."""
 REFUSED_NS_MAX: Final = 30 * NS_PER_S
-"""A refused engine asks again after 10 s; one that did not is gone."""
+"""A refusal is shown for this long: a refused engine asks again after 10 s, and one that did not is
+gone."""
 REFUSED_COUNT_MAX: Final = 64
 
 
 class UnservedReport(msgspec.Struct, frozen=True):
-    """An engine without a session."""
+    """An engine without a session, and the reason."""
 
     engine: str
     tenant: str
@@ -41,14 +42,16 @@ class Refusals:
         self._last: dict[OwnerKey, tuple[str, int, bool]] = {}
 
     def add(self, owner: OwnerKey, reason: str, now_ns: int, *, is_full: bool = False) -> None:
-        """Add a refusal; the latest ones stay. `is_full`: for want of room."""
+        """Add a refusal, in place of an earlier one of this engine. `is_full`: the node had no room
+        for it."""
         self._last.pop(owner, None)
         self._last[owner] = (reason, now_ns, is_full)
         if len(self._last) > REFUSED_COUNT_MAX:
             del self._last[next(iter(self._last))]
 
     def rows(self, now_ns: int, *, is_full: bool) -> list[UnservedReport]:
-        """Rows of refused engines that may still be there. `is_full`: there is no room now."""
+        """Rows of refused engines that may still be there. `is_full`: whether the node has no room
+        now; if it has, refusals for want of room are left out."""
         return [
             UnservedReport(engine, tenant, f"refused: {reason}")
             for (tenant, engine, _), (reason, at_ns, was_full) in self._last.items()
@@ -59,7 +62,7 @@ class Refusals:
 def unserved(
     owners: Iterable[Owner], refusals: Refusals, now_ns: int, *, is_full: bool
 ) -> list[UnservedReport]:
-    """One row for each engine that is not served."""
+    """One row for each engine that is attached without being served, or was refused lately."""
     attached = [(owner, _reason(owner, now_ns)) for owner in owners]
     rows = [UnservedReport(each.title, each.key[0], reason) for each, reason in attached if reason]
     return rows + refusals.rows(now_ns, is_full=is_full)

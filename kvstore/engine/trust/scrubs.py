@@ -25,10 +25,10 @@ from kvstore.wire.messages import generations_array, slots_array
 from kvstore.wire.record import Scope
 
 WORDS_PER_LOOK: Final = 65_536
-"""Blocks of the slot table per look: a tenth of a millisecond."""
+"""Slots of the table examined in one call of `sealed`: a tenth of a millisecond."""
 BLOCKS_PER_LOOK: Final = 256
 NO_PASS: Final = -1
-"""Age of a pass that has not ended yet."""
+"""Age of the last complete pass when none has ended yet."""
 
 
 class Sealed(msgspec.Struct, frozen=True):
@@ -42,33 +42,33 @@ class Sealed(msgspec.Struct, frozen=True):
     keys: Any
     checksums: Any
     next_word: int
-    """Next word; 0: end of the arena."""
+    """Word to pass to the next call; 0: the end of the arena was reached."""
 
 
 class TierScrub(msgspec.Struct):
-    """Counts since the start of the node."""
+    """Results of scrubbing one tier, since the start of the node."""
 
     blocks: int = 0
     size_bytes: int = 0
     bad: int = 0
     pass_ended_ns: int = 0
-    """0: none has."""
+    """When the last complete pass ended; 0: none has."""
 
     def age_ms(self, now_ns: int) -> int:
-        """Since the last pass ended, or NO_PASS."""
+        """Time in ms since the last complete pass ended, or NO_PASS."""
         return (now_ns - self.pass_ended_ns) // NS_PER_MS if self.pass_ended_ns else NO_PASS
 
 
 class Scrubs:
-    """Those of dram and file."""
+    """Blocks of dram for the scrub to verify, and the results of scrubbing dram and disk."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self.tiers = {Tier.DRAM: TierScrub(), Tier.FILE: TierScrub()}
 
     def sealed(self, first_word: int) -> Sealed:
-        """The next blocks from a word on, at most BLOCKS_PER_LOOK. Blocks of a space that no engine
-        has named since the start are left out: their length is unknown."""
+        """The next blocks from word `first_word` on, at most BLOCKS_PER_LOOK. Blocks of a space
+        that no engine has named since the start are left out: their length is unknown."""
         slots, residency = self._state.slots, self._state.residency
         end = min(first_word + WORDS_PER_LOOK, len(slots.state))
         words = np.flatnonzero(slots.state[first_word:end] == SlotState.SEALED) + first_word
@@ -99,7 +99,8 @@ class Scrubs:
         return Scope(tenant, space, shard, shard_bytes(known.space, shard))
 
     def take(self, event: Scrubbed) -> None:
-        """Count, and drop bad blocks: the next request reads them from disk, or computes them."""
+        """Count the results of a scrub, and drop bad blocks: the next request reads them from disk,
+        or computes them."""
         state, scrub = self._state, self.tiers[event.tier]
         scrub.blocks += event.blocks
         scrub.size_bytes += event.size_bytes

@@ -39,16 +39,17 @@ PPM: Final = 1_000_000
 
 
 class Switches:
-    """Changes of `State.off`, the spaces that are off."""
+    """Switches spaces off and on, in `State.off`, by the findings of engines."""
 
     def __init__(self, state: State, files: Files) -> None:
         self._state = state
         self._files = files
         self.worst_error = 0.0
-        """Largest error of all comparisons since the start."""
+        """Largest relative error of all shadow checks since the start."""
 
     def take(self, connection: Connection, message: Compared) -> None:
-        """Take a finding: an engine has computed blocks of one of its lookups."""
+        """Handle the result of a shadow check: an engine has computed blocks of one of its lookups
+        anew. If any differs, the space is switched off."""
         state, owner = self._state, connection.owner
         if not owner.open_session or message.session != owner.open_session:
             return
@@ -103,17 +104,18 @@ class Switches:
             del off[next(own, next(iter(off)))]
 
     def to_empty(self) -> tuple[str, SpaceId] | None:
-        """A space that is off and may still have blocks."""
+        """(tenant, space) of a space that is off and may still have blocks; None: there is none."""
         return next((a for a, off in self._state.off.items() if not off.is_empty), None)
 
     def emptied(self, address: tuple[str, SpaceId]) -> None:
-        """A space has no more blocks."""
+        """Record that a space that is off has no blocks any more."""
         off = self._state.off[address]
         self._state.off[address] = msgspec.structs.replace(off, is_empty=True)
         self._state.credits_due = True
 
     def clear(self, tenant: str | None, space: bytes | None) -> None:
-        """Switch these spaces on (None: all): an operator cleared them."""
+        """Switch spaces of this tenant and space (None: of any) on again, because an operator
+        cleared them."""
         off = self._state.off
         for address in list(off):
             if tenant in (None, address[0]) and space in (None, address[1]):

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from kvstore.units import NS_PER_S
 
 BOUNDS_S: Final = (60, 600, 3600, 21_600, 86_400)
-"""Upper bounds of /metrics: a minute, ten, an hour, six, a day."""
+"""Upper bounds, in seconds, of the age histogram in /metrics: a minute, ten, an hour, six, a
+day."""
 GAP_NS: Final = NS_PER_S
 MARKS_MAX: Final = 4096
 RESOLUTION: Final = 32
@@ -28,18 +29,19 @@ Numbers = NDArray[np.int64]
 
 
 class Ages:
-    """Ages of what one tier evicted."""
+    """Ages of the blocks that one tier evicted, counted by BOUNDS_S."""
 
     def __init__(self) -> None:
         self._marks = np.zeros((2, MARKS_MAX), dtype=np.int64)
-        """Number of the next use, and time in ns."""
+        """Row 0: number of the next use at each mark; row 1: time of the mark in ns."""
         self._count = 0
         self.counts = [0] * (len(BOUNDS_S) + 1)
-        """Evicted blocks up to each bound and above the one before; the last: above all."""
+        """Evicted blocks up to each bound and above the one before; the last: above all bounds."""
         self.total_ns = 0
 
     def mark(self, next_number: int, now_ns: int) -> None:
-        """Uses from this number on come later than now. Numbers and times never fall."""
+        """Note that uses from number `next_number` on come later than now. Numbers and times never
+        fall."""
         if self._count and now_ns - int(self._marks[1, self._count - 1]) < GAP_NS:
             return
         if self._count == MARKS_MAX:
@@ -48,7 +50,7 @@ class Ages:
         self._count += 1
 
     def evicted(self, numbers: Numbers, now_ns: int) -> None:
-        """Blocks with these numbers of their last use are evicted."""
+        """Count evicted blocks, given the numbers of their last uses."""
         if not self._count:
             self.mark(0, now_ns)
         marks, times = self._marks[:, : self._count]
@@ -60,7 +62,7 @@ class Ages:
             self.counts[place] += count
 
     def _thin_out(self, now_ns: int) -> None:
-        """Keep the first mark of all that are about as old."""
+        """Drop marks: of those of about the same age only the first is kept."""
         ages = (now_ns - self._marks[1]) / GAP_NS
         octaves = np.floor(np.log2(np.maximum(ages, 1)) * RESOLUTION)
         _, first = np.unique(octaves, return_index=True)

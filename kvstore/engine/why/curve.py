@@ -42,30 +42,30 @@ from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX
 
 SCALES: Final = (0.5, 1, 2, 4, 8)
-"""Capacities, in that of dram."""
+"""Capacities of the simulated caches, as multiples of the dram of this node."""
 KEYS_MAX: Final = 640
-"""Blocks that each of these caches tracks."""
+"""Most sampled blocks that each simulated cache tracks."""
 BATCH_KEYS: Final = 128
-"""Sampled blocks that a cache takes at once: evictions come at the end of a batch. Small caches
-take a quarter of what they hold."""
+"""Most sampled blocks that a cache takes at once: evictions come at the end of a batch. Small
+caches take a quarter of what they hold."""
 KEYS_PER_TICK: Final = 128
-"""Sampled blocks of one tick, so that a lookup waits a millisecond or two for it."""
+"""Sampled blocks processed in one tick, so that a lookup waits a millisecond or two for it."""
 WAITING_KEYS_MAX: Final = 2048
-"""More lookups than that are left out."""
+"""Most sampled blocks that wait for a tick; further lookups are left out."""
 BLOCKS_MIN: Final = 1000
-"""Looked-up blocks before there is a curve, or as many as dram holds, if that is more."""
+"""A curve needs this many looked-up blocks, or as many as dram holds, if that is more."""
 _ROWS: Final = KEYS_MAX + BATCH_KEYS + KEYS_PER_DATAGRAM_MAX
 _PRINTS: Final = 1 << 64
 _FALL: Final = 7 / 8
 
 
 class BlockEvent(enum.Enum):
-    """Events of blocks."""
+    """Ways in which the engine sees blocks of a chain."""
 
     NAMED = enum.auto()
-    """A request has them in its prompt."""
+    """A hint: a request has these blocks in its prompt."""
     ASKED = enum.auto()
-    """A lookup asks for them."""
+    """A lookup asks for these blocks."""
     STORED = enum.auto()
 
 
@@ -73,24 +73,25 @@ class CurveReport(msgspec.Struct, frozen=True):
     """Expected hits with one capacity of dram."""
 
     capacity: str
-    """In that of this node: 0.5x to 8x."""
+    """Capacity as a multiple of this node's dram: 0.5x to 8x."""
     capacity_bytes: int
     hit_ratio: float | None
     """Share of the looked-up prompt tokens; None: too few lookups yet."""
     is_least: bool
-    """Room is left in it: the share still rises."""
+    """Whether the simulated cache is not full yet: the hit ratio still rises."""
     prefill_ms_per_day: int | None
-    """Computing that these hits save; None: no engine has measured its pace."""
+    """Compute time that these hits save per day; None: too few lookups, or no engine has measured
+    its pace."""
     blocks: int
-    """Looked-up blocks since the start …"""
+    """Number of looked-up blocks since the start …"""
     blocks_needed: int
-    """… and how many a curve needs."""
+    """… and the number that a curve needs."""
     trouble: str = ""
-    """Error that switched the curve off."""
+    """Error that switched the curve off; empty: none."""
 
 
 class _Totals(NamedTuple):
-    """Exact sums over lookups."""
+    """Sums over all lookups, not only over sampled blocks."""
 
     blocks: float = 0
     size_bytes: float = 0
@@ -113,14 +114,14 @@ class _Sample(NamedTuple):
 
 
 class Miniature:
-    """One capacity: the policy over sampled blocks."""
+    """Simulation of one capacity: the eviction policy over sampled blocks."""
 
     def __init__(self, policy: str, capacity_bytes: float) -> None:
         self.capacity_bytes = capacity_bytes
         self.rate = 1.0
         self.limit = _PRINTS
         self.missed_tokens = self.missed_ns = 0.0
-        """Scaled up to all blocks."""
+        """Missed tokens, and `missed_ns` to compute them, scaled up from sampled to all blocks."""
         self.is_full = False
         self._stamps: Stamps = np.zeros(_ROWS, dtype=np.int64)
         self._prints: Prints = np.zeros(_ROWS, dtype=np.uint64)
@@ -137,11 +138,12 @@ class Miniature:
 
     @property
     def tracked(self) -> int:
-        """Blocks in it."""
+        """Number of blocks in the simulated cache."""
         return len(self._row_of)
 
     def add(self, sample: _Sample) -> None:
-        """Blocks were seen: taken with others, unless there are none that this cache samples."""
+        """Queue a sample of blocks, less those that this cache does not sample; a full batch is
+        processed."""
         if self.limit < _PRINTS:
             its = [print_ for print_ in sample.prints if print_ < self.limit]
             sample = sample._replace(prints=its)
@@ -152,7 +154,7 @@ class Miniature:
                 self.flush()
 
     def flush(self) -> None:
-        """Take the blocks that were added."""
+        """Process the queued samples."""
         samples, self._batch, self._batch_keys = self._batch, [], 0
         self._take(samples)
         self._shrink()
@@ -160,7 +162,7 @@ class Miniature:
             self._fall()
 
     def _take(self, samples: Sequence[_Sample]) -> None:
-        """Look up and use the blocks, in order."""
+        """Look up and use the blocks of these samples, in order."""
         row_of, new, used = self._row_of, dict[int, tuple[int, int]](), set[int]()
         stamps: dict[int, int] = {}
         for sample in samples:
@@ -191,7 +193,8 @@ class Miniature:
     def _apply(
         self, new: dict[int, tuple[int, int]], used: set[int], stamps: dict[int, int]
     ) -> None:
-        """Apply to the policy; each row has its last stamp only, the oldest comes first."""
+        """Apply a batch to the policy. `new`: row → (print, size); `used`: rows used by a new
+        request; `stamps`: last stamp of each row."""
         rows: Words = np.fromiter(stamps, np.int64, len(stamps))
         its: Stamps = np.fromiter(stamps.values(), np.int64, len(stamps))
         order = np.argsort(its)
@@ -231,7 +234,7 @@ class Miniature:
         self._used_bytes -= int(self._sizes[rows].sum())
 
     def _fall(self) -> None:
-        """Track fewer blocks from now on."""
+        """Lower the sampling rate, so that fewer blocks are tracked from now on."""
         assert self._policy is not None
         self.rate *= _FALL
         self.limit = int(self.rate * _PRINTS)
@@ -242,13 +245,13 @@ class Miniature:
         self._shrink()
 
     def fade(self) -> None:
-        """Halve the counts."""
+        """Halve the counts of misses."""
         self.missed_tokens /= 2
         self.missed_ns /= 2
 
 
 class Curve:
-    """The curve of one node."""
+    """The miss-ratio curve of one node."""
 
     def __init__(self, policy: str, capacity_bytes: int) -> None:
         self.caches = [Miniature(policy, scale * capacity_bytes) for scale in SCALES]
@@ -260,13 +263,13 @@ class Curve:
         self._since_ns = -1
 
     def see(self, seen: BlockEvent, asker: Asker, keys: Keys, ns_per_token: int = 0) -> None:
-        """Blocks of a KV cache group were named, asked for or stored, in chain order.
+        """Count blocks of a KV cache group that were named, asked for or stored, in chain order.
 
         Args:
-            seen: the event.
+            seen: how the blocks were seen.
             asker: the group.
             keys: of the blocks, [n, 4].
-            ns_per_token: pace of computing on this engine; 0: not known.
+            ns_per_token: compute time per token on this engine; 0: not known.
         """
         if self.trouble or self._waiting_keys >= WAITING_KEYS_MAX:
             return
@@ -276,7 +279,7 @@ class Curve:
             self._stop(error)
 
     def see_stored(self, asker: Asker, keys: Keys) -> None:
-        """Blocks were sealed."""
+        """Take note of blocks that were sealed."""
         self.see(BlockEvent.STORED, asker, keys)
 
     def _see(self, seen: BlockEvent, asker: Asker, keys: Keys, ns_per_token: int) -> None:
@@ -296,7 +299,8 @@ class Curve:
             self._waiting_keys += len(marks)
 
     def tick(self, now_ns: int) -> None:
-        """Let the caches take some of the samples that wait. Counts fade by half every 12 hours."""
+        """Let the simulated caches process some of the samples that wait. Counts fade by half every
+        12 hours."""
         if self.trouble:
             return
         try:

@@ -30,10 +30,10 @@ from kvstore.wire.space import is_prefix
 
 STORIES_MAX: Final = 1024
 COUNT_MAX: Final = 1 << 50
-"""Bound of nanoseconds (13 days): larger values from an engine make no sense, and their sums would
-fit no message."""
+"""Bound of nanoseconds in a Story (13 days): larger values from an engine make no sense, and their
+sums would not fit a message."""
 TOKENS_MAX: Final = 1 << 32
-"""Bound of tokens and blocks."""
+"""Bound of tokens and blocks in a Story."""
 _TEXTS: Final = {"request", "outcome", "detail", "transfer", "session", "leases", "traceparent"}
 _NOT_WAITED_FOR: Final = {
     Reason.PROMOTION_DEADLINE: Reason.PROMOTION_COST,
@@ -52,7 +52,7 @@ class RequestReport(msgspec.Struct, frozen=True):
     """One request, from its engine's story and this node's findings."""
 
     number: int
-    """Number of this request on this node; `ranges` takes it."""
+    """Number of this request on this node; argument of `ranges`."""
     request: str
     engine_id: str
     label: str
@@ -75,7 +75,7 @@ class RequestReport(msgspec.Struct, frozen=True):
     load_us: int
     stored_blocks: int
     first_token_us: int = 0
-    """Since its arrival; 0: none was sampled."""
+    """Time from arrival to the first token; 0: no token was sampled."""
     transfer: str = ""
     """Name of its transfer between a prefill and a decode engine, if it has one."""
     pushes: tuple[PushReport, ...] = ()
@@ -108,7 +108,7 @@ _AS_TOLD: Final = {*RequestReport.__struct_fields__} & {*Story.__struct_fields__
 
 
 class Explain:
-    """Stories of recent requests of one node, and the questions about them."""
+    """Recent requests of one node, and answers to questions about them."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -117,7 +117,8 @@ class Explain:
         self.ledger = state.ledger
 
     def tell(self, connection: Connection, story: Story) -> None:
-        """A request ended: keep its story with the findings of its lookups."""
+        """A request ended: keep its Story with the findings of its lookups, and count it in the
+        ledger."""
         state, owner = self._state, connection.owner
         if owner.address is None:
             return  # no session ever: it does not know what it speaks of
@@ -151,7 +152,8 @@ class Explain:
         self._stage(row, story)
 
     def _stage(self, row: RequestReport, story: Story) -> None:
-        """Say how long after a push from another node its request had its first token."""
+        """Report the time from the end of a push from another node to the first token of its
+        request."""
         state = self._state
         for each in state.trail.pushes(row.tenant, story.transfer):
             is_from_there = each.side == "decode" and each.node != state.config.node
@@ -164,8 +166,8 @@ class Explain:
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
     def requests(self, request: str, *, limit: int, below: float = math.inf) -> list[RequestReport]:
-        """The newest requests whose id fits `request` and whose number is `below`, newest first; an
-        empty one fits all. Each may take a millisecond."""
+        """The newest requests whose id fits `request` (empty: all) and whose number is less than
+        `below`, newest first, at most `limit`. Each may take a millisecond."""
         older = (told for told in reversed(self._told) if told.row.number < below)
         fitting = (told for told in older if fits(told.story.request, request))
         found = itertools.islice(fitting, limit)
@@ -183,12 +185,12 @@ class Explain:
         )
 
     def request(self, number: int) -> RequestReport | None:
-        """The request with this number; None: no longer kept."""
+        """The request with this number; None if it is no longer kept."""
         found = (told for told in self._told if told.row.number == number)
         return next((self._row(told, self._table(told)) for told in found), None)
 
     def ranges(self, number: int) -> list[RangeReport]:
-        """Result for each block of a request's prompt; empty if the request is no longer kept."""
+        """Results for all blocks of a request's prompt; empty if the request is no longer kept."""
         return next((self._table(told) for told in self._told if told.row.number == number), [])
 
     def _table(self, told: _Told) -> list[RangeReport]:
@@ -212,7 +214,7 @@ class Explain:
         ]
 
     def prefix(self, tenant: str, space: SpaceId, keys: bytes) -> list[RangeReport]:
-        """Tiers of these blocks now, or why they are in none; empty when the space is not known."""
+        """Tiers that hold these blocks now, or why none does; empty when the space is not known."""
         state, known = self._state, self._state.known.get((tenant, space))
         if known is None or not keys:
             return []
@@ -261,7 +263,8 @@ def _outcome(story: Story) -> Reason:
 
 
 def _of_request(story: Story, row: RangeReport, *, served: int) -> RangeReport:
-    """A lookup's row for blocks that were all loaded, being in front of `served`, or all not."""
+    """Result, for its request, of blocks in one row of a lookup: all of them were loaded, or none.
+    Blocks before number `served` were loaded."""
     is_loaded = row.first_block < served
     if row.reason is Reason.NONE:
         reason = reason_of(story.outcome) or Reason.NOT_NEEDED
@@ -274,7 +277,8 @@ def _of_request(story: Story, row: RangeReport, *, served: int) -> RangeReport:
 
 
 def _with_pushes(ranges: list[RangeReport], pushes: tuple[PushReport, ...]) -> list[RangeReport]:
-    """With what pushes brought, and the end of a push as the reason for what it did not bring."""
+    """`ranges` with the node of blocks that were pushed, and with the end of a push as the reason
+    for blocks that it did not bring."""
     for push in pushes:
         if push.side == "decode" and not push.group:
             ends = push.first_block, push.first_block + push.blocks
@@ -283,7 +287,7 @@ def _with_pushes(ranges: list[RangeReport], pushes: tuple[PushReport, ...]) -> l
 
 
 def _with_push(row: RangeReport, push: PushReport) -> RangeReport:
-    """A row of blocks that are all of the push, or all of others."""
+    """The row with what a push says of it; the row's blocks are all in the push, or none is."""
     if not 0 <= row.first_block - push.first_block < push.blocks:
         return row
     if row.tier == "peer" and row.search is None:

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from kvstore.engine.state import State
 
 RANGES_MAX: Final = 32
-"""Ranges of one lookup; all blocks behind them share one range."""
+"""Most ranges of one lookup; all blocks behind the last but one share a range."""
 SPACE_DIGITS: Final = 16
 """Hex digits of a space, in rows for people."""
 OTHER_SCOPES_MAX: Final = 256
-"""Scopes that are searched for a block that is not in its own space."""
+"""Most scopes that are searched for a block that is not in its own space."""
 
 Flags = NDArray[np.bool_]
 NO_FLAGS: Flags = np.empty(0, dtype=np.bool_)
@@ -45,11 +45,11 @@ TIERS: Final = {Origin.DRAM: "dram", Origin.FILE: "file", Origin.PEER: "peer"}
 _TIER_OF: Final = dict.fromkeys((Reason.BEHIND_A_GAP, Reason.PINNED_SHARE_USED_UP), "dram") | (
     dict.fromkeys((Reason.BEHIND_A_GAP_ON_DISK, Reason.NOT_READ, Reason.PROMOTION_DEADLINE), "file")
 )
-"""Tier of a block that was not leased."""
+"""Tier of a block that was held and not leased, by the reason."""
 ABSENT: Final = (Reason.NEVER_STORED, Reason.FORGOTTEN)
-"""The block was not here, and the node has no record of it."""
+"""Reasons which mean: the block was not here, and the node has no record of it."""
 _NOT_FETCHED: Final = (Reason.FETCH_COST, Reason.NODE_AVOIDED, Reason.NO_ROOM, Reason.FETCH_FAILED)
-"""Why a block that another node has did not come."""
+"""Reasons why a block that another node has did not come from there."""
 
 
 class RangeReport(msgspec.Struct, frozen=True):
@@ -70,40 +70,44 @@ class RangeReport(msgspec.Struct, frozen=True):
     left_ms: tuple[int, int] = (0, 0)
     """Time from when the last and the first of the blocks left until the lookup."""
     search: Search | None = None
-    """The question to other nodes in full."""
+    """The query to other nodes, in full; None: there was none."""
 
 
 class Finding(msgspec.Struct):
-    """One LeaseAsk of at least one key."""
+    """Result of one LeaseAsk with at least one key."""
 
     owner: OwnerKey
     address: tuple[str, SpaceId]
     """Tenant and space."""
     scopes: tuple[int, ...]
-    """The shards of the engine that asked."""
+    """Scopes of the shards of the engine that asked."""
     asked_ns: int
     held: int = 0
     """Number of blocks leased at once."""
     arrived: int = 0
     """Number of blocks leased later, on arrival."""
     promoting: int | None = 0
-    """So many of those not held were on their way, and the next one ended the lookup; None: there
-    was no lookup."""
+    """Number of blocks behind the leased ones that were on their way; the next one ended the
+    lookup. None: there was no lookup."""
     pieces: list[tuple[int, Origins]] = []
-    """Place of the first block, and origins, of leased pieces of which not all were in dram."""
+    """(place of the first block, origins) of each piece of leased blocks that were not all in
+    dram."""
     searched: Search | None = None
-    """Question to other nodes, new or earlier, about the blocks that were not held."""
+    """Query to other nodes about the blocks that were not held, made now or earlier; None: none."""
     search_begin: int = 0
-    """Place of the search's first block among those that were not held."""
+    """Place of the query's first block among those that were not held."""
     refused: tuple[int, int] = (0, 0)
-    """(first, count) of the blocks not held that were in dram and could not be pinned."""
+    """(first, count) of the blocks, among those not held, that were in dram and could not be
+    pinned."""
     keys: Keys | None = None
-    """Keys of the blocks that were not held, in chain order; None once examined."""
+    """Keys of the blocks that were not leased at once, in chain order; None once they were
+    examined."""
     present: Flags = NO_FLAGS
-    """Flags of the blocks not held, by the first shard: in some tier, in dram."""
+    """Flags of the blocks not leased at once, by the first shard: held in some tier. `in_dram`:
+    held in dram."""
     in_dram: Flags = NO_FLAGS
     rest: list[RangeReport] = []
-    """Ranges of the blocks that were not held, once examined."""
+    """Ranges of the blocks that were not leased at once, once examined."""
 
     def take(self, origins: Origins | None) -> None:
         """Add the origins of blocks that are leased now; None: all were in dram."""
@@ -111,15 +115,15 @@ class Finding(msgspec.Struct):
             self.pieces.append((self.held + self.arrived, origins))
 
     def leased(self) -> Origins:
-        """Origin, for this lookup, of each leased block."""
+        """Origin of each leased block in this lookup."""
         origins = np.full(self.held + self.arrived, Origin.DRAM, dtype=np.int64)
         for begin, some in self.pieces:
             origins[begin : begin + len(some)] = some
         return origins
 
     def ranges(self, searches: Searches, begin: int) -> list[RangeReport]:
-        """Ranges of leased blocks, then of the others, by their numbers in the prompt; `begin`:
-        that of the first one. The finding must have been examined."""
+        """Ranges of leased blocks, then of the others, numbered from `begin`, the lookup's first
+        block in the prompt. The finding must have been examined."""
         origins, found = self.leased(), []
         tiers = tiers_of(origins)
         for at, end in _runs(origins):
@@ -138,7 +142,8 @@ class Finding(msgspec.Struct):
 
 
 def cut(row: RangeReport, *places: int, moved: int = 0) -> list[RangeReport]:
-    """The row in pieces, of which some begin at these blocks; moved behind so many others."""
+    """Pieces of the row, which begin at its start and at those of `places` inside it. `moved` is
+    added to the number of each first block."""
     begin, end = row.first_block, row.first_block + row.blocks
     inside = [place for place in places if begin < place < end]
     if not inside:  # as of most rows
@@ -150,7 +155,8 @@ def cut(row: RangeReport, *places: int, moved: int = 0) -> list[RangeReport]:
 
 
 def _told_of(row: RangeReport, search: Search | None, *, at: int) -> RangeReport:
-    """The row with the results of other nodes, for blocks from a place of the search on."""
+    """The row with the results of a query to other nodes; `at`: place of the row's first block in
+    that query."""
     if search is None:
         return row
     reason, is_its = row.reason, row.reason is Reason.NONE or at < search.known
@@ -171,7 +177,8 @@ def _told_of(row: RangeReport, search: Search | None, *, at: int) -> RangeReport
 
 
 def examine(state: State, finding: Finding, keys: Keys) -> list[RangeReport]:
-    """Ranges of the blocks that were not held; before the first of these keys all were."""
+    """Ranges of the blocks with these keys, none of which was leased at once: where each was, or
+    why it was in no tier."""
     scopes, present, in_dram = finding.scopes, finding.present, finding.in_dram
     promoting = finding.promoting
     codes = np.where(in_dram, Reason.BEHIND_A_GAP, Reason.BEHIND_A_GAP_ON_DISK).astype(np.int64)
@@ -216,8 +223,9 @@ def _absent(
 
 
 def _elsewhere(state: State, scope: int, keys: Keys) -> tuple[Flags, int]:
-    """Flags of the keys that another space of the same tenant holds, and their code, with that
-    space's name. The first key decides: a chain that another model has begins there."""
+    """Flags of the keys that another space of the same tenant holds, and a packed code of the
+    reason and that space's name. The first key decides: a chain that another model has begins
+    there."""
     residency = state.residency
     scopes = residency.scopes()
     own = next((address for address, number in scopes.items() if number == scope), None)
@@ -247,7 +255,7 @@ def _was_reset(state: State, own: tuple[str, SpaceId], space: SpaceId) -> bool:
 def _ranges(
     state: State, codes: NDArray[np.int64], stamps: NDArray[np.uint64], until_ns: int
 ) -> list[RangeReport]:
-    """Ranges of neighbours with one code; `until_ns`: time of the lookup."""
+    """One range for each run of blocks with the same code; `until_ns`: time of the lookup."""
     found: list[RangeReport] = []
     for begin, end in _runs(codes):
         if len(found) == RANGES_MAX - 1 and end < len(codes):
@@ -264,7 +272,7 @@ def _ranges(
 
 
 def _runs(codes: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """(begin, end) of each run of neighbours with one code."""
+    """(begin, end) of each run of equal neighbours."""
     if len(codes) == 0:
         return []
     begins = [0, *(np.flatnonzero(codes[1:] != codes[:-1]) + 1).tolist()]

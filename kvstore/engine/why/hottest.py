@@ -27,33 +27,33 @@ SLICE: Final = 4096
 
 
 class UsedSlots(NamedTuple):
-    """Slots with a block that can be read; arrays of shape [n]."""
+    """Sealed slots of dram with their last use; arrays of shape [n]."""
 
     words: Words
     stamps: Words
-    """Order of their last use."""
+    """Stamp of the last use of each slot: greater is later."""
     sizes: Words
     arena_bytes: int
 
 
 class NamedBlocks(NamedTuple):
-    """Blocks of some slots, in the order of these."""
+    """Blocks in some slots, one scope and key each."""
 
     scopes: NDArray[np.uint32]
     keys: Keys
     addresses: dict[int, tuple[str, SpaceId]]
-    """Scope → tenant and space."""
+    """Tenant and space of each scope."""
 
 
 def used_slots(state: State) -> UsedSlots:
-    """All of dram. About 20 ms for a million."""
+    """All sealed slots of dram. About 20 ms for a million."""
     slots = state.slots
     words = np.flatnonzero(slots.state == SlotState.SEALED)
     return UsedSlots(words, slots.stamps[words], slots.sizes(words), state.config.arena_bytes)
 
 
 def named(state: State, words: Words) -> NamedBlocks:
-    """Blocks in these slots now."""
+    """Blocks in these slots now; slots that were emptied are left out."""
     residency = state.residency
     rows = residency.row_of_word[words].astype(np.int64)
     rows = rows[rows >= 0]

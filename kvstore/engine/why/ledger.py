@@ -26,11 +26,11 @@ from kvstore.wording import printable
 
 PAIRS_MAX: Final = 32
 NAMES_MAX: Final = 38
-"""Three series each, so that a node has at most 400."""
+"""Most named rows: they make three time series each, so that a node has at most 400."""
 NAME_LENGTH_MAX: Final = 64
 OTHER: Final = "other"
 NOTHING: Final = "none"
-"""Tier of time that was spent and brought no block."""
+"""Tier of time that was spent without loading a block."""
 _BEHIND: Final = (Reason.BEHIND_A_GAP, Reason.BEHIND_A_GAP_ON_DISK)
 
 Pair = tuple[str, str]
@@ -38,7 +38,7 @@ Pair = tuple[str, str]
 
 
 class Traffic(msgspec.Struct):
-    """Sums of one model and tenant."""
+    """Sums over all requests of one model and tenant."""
 
     prompt_tokens: int = 0
     loaded_tokens: int = 0
@@ -46,33 +46,34 @@ class Traffic(msgspec.Struct):
 
 
 class Savings(msgspec.Struct):
-    """Sums of one model, tenant and tier."""
+    """Sums over all requests of one model and tenant that loaded from one tier."""
 
     loaded_tokens: int = 0
     saved_ns: int = 0
     """Estimated time to compute the loaded tokens."""
     spent_ns: int = 0
-    """Waits for lookups, for blocks from disk or other nodes, and for copies."""
+    """Time spent on lookups, on waits for blocks from disk or other nodes, and on copies."""
     lost_ns: int = 0
-    """Part of `spent_ns` that exceeds what its request saved; of the tier that cost it most."""
+    """Part of `spent_ns` that exceeds what a request saved; counted for the tier that cost it
+    most."""
     net_gpu_ns: int = 0
-    """Saved less spent, times the GPUs of each engine; negative: a loss."""
+    """(`saved_ns` - `spent_ns`) times the engine's number of GPUs; negative: a loss."""
 
 
 class SavingsReport(msgspec.Struct, frozen=True):
-    """One model, tenant and tier of this node, since its start."""
+    """Savings of one model, tenant and tier on this node, since its start."""
 
     model: str
     tenant: str
     tier: str
-    """dram, file, peer; none: time for which nothing came."""
+    """dram, file or peer; none: time spent without loading a block."""
     loaded_tokens: int
     saved_ms: int
     spent_ms: int
     lost_ms: int
-    """Part of `spent_ms` that exceeds what its request saved."""
+    """Part of `spent_ms` that exceeds what its requests saved."""
     net_gpu_ms: int
-    """Saved less spent, times the GPUs of each engine."""
+    """(saved - spent) times the GPUs of each engine; negative: a loss."""
 
 
 class Ledger:
@@ -80,17 +81,18 @@ class Ledger:
 
     def __init__(self) -> None:
         self.hits = dict.fromkeys(TIERS.values(), 0)
-        """Blocks by tier."""
+        """Number of blocks hit, by tier."""
         self.misses = dict.fromkeys(CLASSES.values(), 0)
-        """Blocks by class of reasons."""
+        """Number of blocks missed, by class of reasons."""
         self.accounts: dict[Pair, Traffic] = {}
         self.savings: dict[tuple[str, str, str], Savings] = {}
-        """By (model, tenant, tier)."""
+        """Sums by (model, tenant, tier)."""
 
     def count(
         self, pair: Pair, story: Story, rows: Iterable[RangeReport], *, gpu_count: int = 1
     ) -> None:
-        """A request of this model and tenant ended, with these rows, on so many GPUs."""
+        """Add a request that ended. `pair`: model and tenant; `rows`: results for its blocks;
+        `gpu_count`: GPUs of its engine."""
         gap = CLASSES[Reason.NOT_REMEMBERED]
         for row in rows:
             if row.reason:
@@ -109,11 +111,11 @@ class Ledger:
                     setattr(saving, field, getattr(saving, field) + getattr(part, field))
 
     def stored(self, pair: Pair, size_bytes: int) -> None:
-        """An engine of this model and tenant stored blocks."""
+        """Add bytes that an engine of this model and tenant stored."""
         self._account(pair).stored_bytes += size_bytes
 
     def total(self) -> Savings:
-        """All models, tenants and tiers together."""
+        """Sums over all models, tenants and tiers."""
         every = self.savings.values()
         return Savings(*(sum(getattr(a, f) for a in every) for f in Savings.__struct_fields__))
 
@@ -136,13 +138,14 @@ class Ledger:
 
 
 def _cut(pair: Pair) -> Pair:
-    """Names come from outside: two that are equal when cut are one, as a page names each once."""
+    """The names shortened and made printable, since they come from outside. Names that are equal
+    then share one row, as a page names each once."""
     model, tenant = (printable(name[:NAME_LENGTH_MAX]) for name in pair)
     return model, tenant
 
 
 def _parts(story: Story) -> dict[str, Savings]:
-    """The story's share of each tier."""
+    """The request's savings, split by tier."""
     file = min(story.file_tokens, story.loaded_tokens)
     peer = min(story.peer_tokens, story.loaded_tokens - file)
     tokens = {"dram": story.loaded_tokens - file - peer, "file": file, "peer": peer}
@@ -160,7 +163,8 @@ def _parts(story: Story) -> dict[str, Savings]:
 
 
 def _split(total: int, weights: Mapping[str, int]) -> dict[str, int]:
-    """Split by weights without a remainder; all of it to NOTHING where there are none."""
+    """`total` split in proportion to weights, without a remainder; all of it goes to NOTHING if the
+    weights are 0."""
     whole, seen, given, parts = sum(weights.values()), 0, 0, {}
     if not whole:
         return {NOTHING: total}

@@ -1,4 +1,5 @@
-"""Typed snapshots for `kvstore inspect`. Bounded; keys are cut to 8 hex digits."""
+"""Rows for `kvstore inspect`: typed snapshots of the engine. At most ROWS_MAX rows; keys are cut to
+8 hex digits."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ NO_BUDGET = -1
 
 
 class NodeReport(msgspec.Struct, frozen=True):
-    """A node."""
+    """State of a node, in counts."""
 
     incarnation: str
     connections: int
@@ -38,9 +39,9 @@ class NodeReport(msgspec.Struct, frozen=True):
     leases: int
     blocks: int
     restarts: int
-    """Node processes before this one."""
+    """Number of node processes before this one."""
     blocks_kept: int
-    """Blocks taken over from earlier processes, in dram."""
+    """Number of blocks in dram that were taken over from earlier processes."""
 
 
 class TierReport(msgspec.Struct, frozen=True):
@@ -50,9 +51,9 @@ class TierReport(msgspec.Struct, frozen=True):
     capacity_bytes: int
     ready_bytes: int
     pinned_bytes: int = 0
-    """Dram that some rank has pinned for the copies of its GPU, at most; 0: no rank did."""
+    """Most bytes of dram that any one rank has pinned for copies of its GPU; 0: no rank did."""
     used_bytes: int = 0
-    """Slots that hold a block; in the disk tier, whole segments."""
+    """Bytes of slots that hold a block; in the disk tier, of whole segments."""
     blocks: int = 0
     slots_sealed: int = 0
     slots_granted: int = 0
@@ -61,38 +62,40 @@ class TierReport(msgspec.Struct, frozen=True):
     policy: str = ""
     """Eviction policy of dram; admission policy of the disk tier."""
     not_admitted: int = 0
-    """Times a block was not written because it was seen for the first time."""
+    """Number of times that a block was not written because it was seen for the first time."""
     over_budget: int = 0
-    """Times a block was not written, or not kept, because the day's budget was used up."""
+    """Number of times that a block was not written, or not kept, because the day's budget was used
+    up."""
     budget_left_bytes: int = NO_BUDGET
     """Bytes that may be written to disk now; NO_BUDGET: any amount."""
     reads: str = "closed"
-    """State of the circuit breaker: closed (reads go on), open (none), half-open (one probe)."""
+    """State of the circuit breaker of disk reads: closed (reads go on), open (none), half-open (one
+    probe). `writes`: that of disk writes."""
     writes: str = "closed"
     scrubbed_blocks: int = 0
     """Blocks verified by the scrub since the start."""
     scrubbed_bytes: int = 0
     scrub_bad: int = 0
-    """Damaged blocks among those, which were dropped."""
+    """Number of damaged blocks among those, which were dropped."""
     scrub_age_ms: int = -1
     """Time since the end of the last complete scrub; -1: none yet."""
 
 
 class QuotaReport(msgspec.Struct, frozen=True):
-    """Share of dram that one quota guarantees, and use by its engines."""
+    """Share of dram that one quota guarantees, and what its engines use."""
 
     quota: str
-    """Name of a model or tenant; empty: all others together."""
+    """Name of a model or tenant; empty: the row of all engines without a quota."""
     promised_bytes: int
     used_bytes: int
-    """Slots that hold its blocks or are granted to it; may exceed the guarantee."""
+    """Bytes of slots that hold its blocks or are granted to it; may exceed the guarantee."""
 
 
 class SpaceReport(msgspec.Struct, frozen=True):
     """One (tenant, space): blocks that one model's engines share."""
 
     space: str
-    """All hex digits, as other commands need them."""
+    """The full id in hex, as other commands need it."""
     tenant: str
     label: str
     group: str
@@ -102,7 +105,7 @@ class SpaceReport(msgspec.Struct, frozen=True):
     bytes_dram: int
     engines: int
     off: str
-    """Tier in which a shadow check switched the space off, or all; empty: the space is on."""
+    """Tier for which a shadow check switched the space off, or `all`; empty: the space is on."""
 
 
 class BlockReport(msgspec.Struct, frozen=True):
@@ -130,7 +133,7 @@ class LeaseReport(msgspec.Struct, frozen=True):
 
 
 class JobReport(msgspec.Struct, frozen=True):
-    """Slots that one rank may still write."""
+    """Number of slots that one rank may still write to."""
 
     engine_id: str
     rank: int
@@ -141,7 +144,7 @@ class JobReport(msgspec.Struct, frozen=True):
 
 
 def nodes(state: State) -> list[NodeReport]:
-    """This node, in one row."""
+    """State of this node, as one row."""
     return [
         NodeReport(
             incarnation=f"{state.config.incarnation:016x}",
@@ -215,7 +218,8 @@ def tiers(
 
 
 def _memory(tier: str, slots: Slots, **its: Any) -> TierReport:
-    """Counted as they change: a scrape looks at no column, however large the arena is."""
+    """Row of a tier in memory, from counts that are kept up to date: a scrape scans no column,
+    however large the arena is."""
     its |= _slots(slots.counts, SlotState.SEALED, SlotState.GRANTED, SlotState.QUARANTINED)
     return TierReport(tier=tier, used_bytes=slots.sealed_bytes, **its)
 
@@ -232,14 +236,16 @@ def _ranks(state: State) -> Iterator[Connection]:
 
 
 def unpinned(state: State) -> str:
-    """Trouble of a rank that cannot pin memory, for operators; empty: none has any."""
+    """Error of a rank that cannot pin the arena's memory, with its engine, for operators; empty if
+    all ranks can."""
     found = [each for each in _ranks(state) if each.trouble]
     more = f" (and {len(found) - 1} more ranks)" if len(found) > 1 else ""
     return f"engine {found[0].owner.title}{more}: {found[0].trouble}" if found else ""
 
 
 def load(state: State, ledger: Ledger) -> Load:
-    """Load of this node. Published every few seconds, so no pass over any table."""
+    """Load of this node, published every few seconds: made from counters, without a pass over any
+    table."""
     counters, slots, total = state.counters, state.slots, ledger.total()
     return Load(
         at_ms=state.now_ns // NS_PER_MS,
@@ -273,7 +279,7 @@ def savings(ledger: Ledger) -> list[SavingsReport]:
 
 
 def quotas(state: State) -> list[QuotaReport]:
-    """One row per quota and one for all others; none without quotas."""
+    """One row per quota and one for the rest of dram; no rows without quotas."""
     table = state.slots.quotas
     if not table.any:
         return []
@@ -355,7 +361,7 @@ def leases(state: State) -> list[LeaseReport]:
 
 
 def jobs(state: State) -> list[JobReport]:
-    """Ranks that hold slots they may write."""
+    """One row for each rank that holds slots that it may still write to."""
     slots, out = state.slots, []
     for connection in state.connections.values():
         hello, words = connection.hello, slots.of_writer(connection.id)

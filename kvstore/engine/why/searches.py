@@ -1,4 +1,4 @@
-"""Searches of other nodes for blocks: one record for each question to the index.
+"""Searches of other nodes for blocks: one record for each query to the index.
 
     asked ─▶ no node, too dear, avoided, no room ─── or on its way ─▶ fetched, or failed
 
@@ -22,32 +22,32 @@ SEARCHES_MAX: Final = 4096
 
 
 class Search(msgspec.Struct):
-    """One question, and its results."""
+    """One query to the index, and the results of its fetches."""
 
     number: int
     asked: int
-    """Blocks of the question."""
+    """Number of blocks in the query."""
     sought: Reason
     node: str = ""
-    """Node that was chosen, or would have been."""
+    """Node that was chosen; if none was, the one that was too slow or in back-off."""
     known: int = 0
-    """Leading blocks that the node has, by the index."""
+    """Number of leading blocks that the node has, according to the index."""
     wanted: int = 0
-    """Blocks to be fetched: there was room for so many."""
+    """Number of blocks for whose fetch there was room."""
     missing: int = 0
-    """Known blocks that were not here when the index answered."""
+    """Number of known blocks that were not here when the index answered."""
     fetched: int = 0
     not_served: int = 0
     not_kept: int = 0
     damaged: int = 0
     is_void: bool = False
-    """Cleared or switched off here while the blocks were on their way."""
+    """Whether the blocks were cleared or switched off here while they were on their way."""
     trouble: str = ""
-    """Last failure, as the shell reported it."""
+    """Text of the last failure, as the shell reported it."""
     failures: int = 0
-    """Failures of the node in a row, when it was avoided."""
+    """Number of failures of the node in a row, if it was in back-off."""
     fetch_ns: int = 0
-    """Estimates for fetching and computing, when computing was as quick."""
+    """Estimated time to fetch, as against `compute_ns` to compute, if computing was as quick."""
     compute_ns: int = 0
     begun_ns: int = 0
     ended_ns: int = 0
@@ -63,18 +63,19 @@ class Search(msgspec.Struct):
 
 
 class Searches:
-    """Searches by the number of the question, and of each fetch that followed from it."""
+    """Searches by the number of their query, and by the number of each fetch that followed from
+    it."""
 
     def __init__(self) -> None:
         self._by_number: OrderedDict[int, tuple[Search, Sequence[int]]] = OrderedDict()
-        """(search, place in the question of each key of this question or fetch)."""
+        """(search, place in the query of each key of this query or fetch)."""
 
     def __len__(self) -> int:
         return len(self._by_number)
 
     def get(self, number: int, at: int = 0) -> tuple[Search | None, int]:
-        """The search, and the place in it of key `at` of this number; None: the search is not kept
-        any more."""
+        """The search with this number of a query or fetch, and the place in the query of key number
+        `at`; (None, 0) if the search is not kept any more."""
         search, places = self._by_number.get(number, (None, ()))
         return search, int(places[at]) if search is not None else 0
 
@@ -84,7 +85,8 @@ class Searches:
             self._by_number.popitem(last=False)
 
     def asked(self, question: int, blocks: int, why: Reason) -> None:
-        """The index was asked for locations of blocks, or why it was not."""
+        """Record a query about this many blocks. `why`: NO_ANSWER_YET, or the reason why the index
+        was not asked."""
         self._keep(question, Search(question, blocks, why), range(blocks))
 
     def judged(
@@ -118,7 +120,7 @@ class Searches:
         search.known, search.failures = known, int(figures[0]) if figures else 0
 
     def fetching(self, question: int, job: int, places: Sequence[int], now_ns: int) -> None:
-        """A fetch began, of the blocks at these places of a question."""
+        """A fetch began, for the blocks at these places of a query."""
         search, _ = self.get(question)
         if search is not None:
             search.sought, search.begun_ns = Reason.ON_ITS_WAY, search.begun_ns or now_ns
@@ -127,7 +129,8 @@ class Searches:
             self._keep(job, search, places)
 
     def fetched(self, event: Fetched, good: int, *, is_void: bool, now_ns: int) -> None:
-        """A fetch ended with so many good blocks. `is_void`: cleared or switched off meanwhile."""
+        """A fetch ended with `good` good blocks. `is_void`: they were cleared or switched off
+        meanwhile."""
         search, places = self._by_number.get(event.job, (None, ()))
         if search is None:
             return  # it is not kept any more

@@ -21,7 +21,7 @@ from kvstore.engine.why.reasons import Reason
 from kvstore.units import NS_PER_MS
 
 COUNT_MAX: Final = 1 << 20
-"""Entries; 16 MiB."""
+"""Most entries; 16 MiB."""
 NAMES_MAX: Final = 4096
 _MIX: Final = 0x9E3779B97F4A7C15
 _U64: Final = 0xFFFF_FFFF_FFFF_FFFF
@@ -41,7 +41,8 @@ class Departure(msgspec.Struct, frozen=True):
 
 
 class Names:
-    """Short texts by number; 0 is the empty text, and any new text when all numbers are taken."""
+    """Short texts by number. The empty text has number 0, and so has any new text when all numbers
+    are taken."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {"": 0}
@@ -57,13 +58,13 @@ class Names:
 
 
 def stamp(why: Reason, name: int, now_ns: int) -> int:
-    """One u64, not 0."""
+    """Packed stamp of a reason, a name's number and a time; never 0."""
     assert 0 <= name < NAMES_MAX
     return now_ns // NS_PER_MS << TIME_SHIFT | name << NAME_SHIFT | why
 
 
 def restamp(packed: int, why: Reason) -> int:
-    """A stamp of the same time, for another reason and without a name."""
+    """`packed` with another reason, without a name; 0 stays 0."""
     return stamp(why, 0, unpack(packed).at_ms * NS_PER_MS) if packed else 0
 
 
@@ -83,10 +84,10 @@ class Tombstones:
         # Print and stamp side by side: one cache line a block.
         self._entries = np.zeros((size, 2), dtype=np.uint64)
         self.has_overwritten = False
-        """Whether any entry gave way to another block's."""
+        """Whether any entry was overwritten by another block's."""
 
     def write(self, scopes: NDArray[np.uint32], keys: Keys, packed: int) -> None:
-        """These blocks left now, all for one reason."""
+        """Record that these blocks left, all with one stamp."""
         prints = keys[:, 0] ^ (scopes.astype(np.uint64) * np.uint64(_MIX))
         places = (prints & self._mask).astype(np.int64)
         if not self.has_overwritten:
@@ -98,7 +99,7 @@ class Tombstones:
             self.has_overwritten = bool((self._entries[places, 0] != prints).any())
 
     def find(self, scope: int, keys: Keys) -> Stamps:
-        """Stamp of each key, 0 where none is known."""
+        """Stamp of each key, 0 where none is recorded."""
         prints = keys[:, 0] ^ np.uint64(scope * _MIX & _U64)
         entries = self._entries[(prints & self._mask).astype(np.int64)]
         return np.where(entries[:, 0] == prints, entries[:, 1], np.uint64(0))

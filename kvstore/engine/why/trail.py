@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 FINDINGS_MAX: Final = 4096
 PENDING_KEYS_MAX: Final = 1 << 16
 LOOKS_PER_TICK: Final = 16_384
-"""Looks at a key in a shard: some milliseconds of the loop."""
+"""Most looks, each at one key in one shard, in a tick: some milliseconds of the loop."""
 LOOKS_OF_ONE: Final = 256
-"""Looks that a lookup is charged at least."""
+"""Least number of looks that one lookup is charged."""
 TRANSFERS_MAX: Final = 1024
 PARTS_MAX: Final = 64
-"""Pushes of one transfer: a group of a long prompt has several."""
+"""Most pushes kept of one transfer: a group of a long prompt has several."""
 
 
 class Trail:
@@ -100,13 +100,13 @@ class Trail:
     def switched_off(
         self, connection: Connection, lease: int, asker: Asker, blocks: int, now_ns: int
     ) -> None:
-        """A lookup of a space that is off was answered with nothing."""
+        """A lookup in a space that is off was answered with no block."""
         finding = Finding(connection.owner.key, asker.address, asker.scopes, now_ns)
         finding.rest = [RangeReport(0, blocks, "", Reason.SWITCHED_OFF)]
         self._add(connection, lease, finding)
 
     def _add(self, connection: Connection, lease: int, finding: Finding) -> None:
-        """Keep a finding, in place of the oldest."""
+        """Keep a finding; the oldest one gives way. Its keys are queued to be examined."""
         self._findings[connection.owner.open_session, lease] = finding
         if len(self._findings) > FINDINGS_MAX:
             self._findings.popitem(last=False)
@@ -121,7 +121,8 @@ class Trail:
     def grew(
         self, session: int, lease: int, run: Run, origins: Origins | None, refused: int
     ) -> None:
-        """A lease grew by blocks that were on their way; so many more could not be pinned."""
+        """A lease grew by the blocks of `run`, which had been on their way; `refused` further ones
+        could not be pinned."""
         finding = self._findings.get((session, lease))
         if finding is not None:
             finding.take(origins)
@@ -139,16 +140,16 @@ class Trail:
     # ── what is kept ─────────────────────────────────────────────────────────────────────────────
 
     def finding(self, owner: OwnerKey, session: int, lease: int) -> Finding | None:
-        """The finding of this engine's lookup, if it is still kept."""
+        """The finding of this engine's lookup; None if it is not kept any more."""
         finding = self._findings.get((session, lease))
         return finding if finding is not None and finding.owner == owner else None
 
     def pushes(self, tenant: str, transfer: str) -> tuple[PushReport, ...]:
-        """Ended pushes of this transfer that are still remembered."""
+        """Reports of ended pushes of this transfer that are still kept."""
         return tuple(self._pushes.get((tenant, transfer), ()))
 
     def tick(self, state: State) -> None:
-        """Examine some of the findings that wait."""
+        """Examine some of the findings that wait, within a budget."""
         budget = LOOKS_PER_TICK
         while self._pending and budget > 0:
             finding = self._pending.popleft()
@@ -157,7 +158,7 @@ class Trail:
                 self.examine(finding, state)
 
     def examine(self, finding: Finding, state: State) -> None:
-        """Examine a finding now: on request, or in its turn."""
+        """Examine a finding now, unless that was done: on request, or in its turn."""
         if finding.keys is not None:
             self._pending_keys -= len(finding.keys)
             _close(finding, examine(state, finding, finding.keys))
@@ -175,6 +176,6 @@ class Trail:
 
 
 def _close(finding: Finding, rest: list[RangeReport]) -> None:
-    """End the examination: keep the ranges, drop the keys."""
+    """Store the ranges of an examined finding and drop its keys."""
     finding.rest, finding.keys = rest, None
     finding.present = finding.in_dram = NO_FLAGS

@@ -11,7 +11,7 @@ from kvstore.engine.memory.policy.reuse import Columns, Reuse
 from kvstore.errors import ConfigError
 
 MakePolicy = Callable[[Members, int], Policy]
-"""From a pool's members and its largest number of slots."""
+"""Makes the policy of a pool from the mask of its members and its largest number of slots."""
 
 
 def _lru(stamps: Stamps) -> MakePolicy:
@@ -27,7 +27,8 @@ POLICIES: Final[dict[str, Callable[[Stamps], MakePolicy]]] = {"lru": _lru, "reus
 
 
 def maker(name: str, stamps: Stamps) -> MakePolicy:
-    """Factory of the policies of one arena's pools; they share columns by word."""
+    """Factory of policies for the pools of one arena, by the policy's name; they share `stamps`.
+    Raises ConfigError for an unknown name."""
     if name not in POLICIES:
         raise ConfigError(f"no eviction policy is called {name!r}: use {' or '.join(POLICIES)}")
     return POLICIES[name](stamps)

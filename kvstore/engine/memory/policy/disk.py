@@ -80,7 +80,7 @@ class DiskAdmission:
         )
 
     def give_back(self, unwritten_bytes: int) -> None:
-        """Refund an allowance that was not written."""
+        """Refund bytes to the budget that were allowed and not written."""
         if self._budget is not None:
             self._budget.give_back(unwritten_bytes)
 
@@ -93,8 +93,8 @@ class WriteBudget:
     """A bucket of bytes with a daily rate and room for a day. Starts full, less the bytes written
     by an earlier start of the node.
 
-    Writes never exceed a day's worth and the inflow since; an empty bucket allows none. Integers
-    all through: nothing drifts, however often it is used.
+    Within any time, at most a day's budget and the refill during that time are written; an empty
+    bucket allows none. All values are integers, so rounding errors do not add up.
     """
 
     def __init__(self, day_bytes: int, *, spent_bytes: int = 0) -> None:
@@ -105,7 +105,7 @@ class WriteBudget:
         self._full = day_bytes * NS_PER_DAY
         self._level = self._full - spent_bytes * NS_PER_DAY
         self._at_ns: int | None = None
-        """Time up to which it is filled; None: before the first use."""
+        """Time up to which the bucket was refilled; None before the first use."""
 
     def left_bytes(self, now_ns: int) -> int:
         """Bytes that may be written now."""
@@ -113,7 +113,8 @@ class WriteBudget:
         return self._level // NS_PER_DAY
 
     def is_tight(self, now_ns: int) -> bool:
-        """Whether little is left: only blocks seen before should go to disk."""
+        """Whether less than TIGHT_SHARE of a day is left: only blocks seen before should go to
+        disk."""
         return self.left_bytes(now_ns) < TIGHT_SHARE * self._day_bytes
 
     def allow(self, wanted_bytes: int, now_ns: int, *, unit_bytes: int) -> int:
@@ -123,7 +124,7 @@ class WriteBudget:
         return allowed
 
     def give_back(self, unwritten_bytes: int) -> None:
-        """Refund an allowance that was not written."""
+        """Refund bytes that were allowed and not written."""
         self._level += unwritten_bytes * NS_PER_DAY
 
     def _fill(self, now_ns: int) -> None:

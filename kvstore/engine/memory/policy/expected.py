@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from kvstore.engine.memory.policy.port import Prints, Stamps
 
 KEYS_MIN: Final = 1 << 16
-"""1 MiB: some prompts, each of more blocks than there are slots."""
+"""Smallest table, 1 MiB: enough for some prompts, each of more blocks than there are slots."""
 KEYS_MAX: Final = 1 << 20
-"""16 MiB."""
+"""Largest table, 16 MiB."""
 
 
 class Expected:
-    """See the module.
+    """Table of reserved stamps; see the module.
 
     Args:
-        key_count: number of slots; about as many places are kept, within bounds.
+        key_count: number of slots; about as many stamps are kept, within KEYS_MIN and KEYS_MAX.
     """
 
     def __init__(self, *, key_count: int) -> None:
@@ -36,16 +36,16 @@ class Expected:
         self._mask = np.uint64(size - 1)
         self._prints: Prints = np.zeros(size, dtype=np.uint64)
         self._stamps: Stamps = np.zeros(size, dtype=np.int64)
-        """0: no reservation."""
+        """Reserved stamp of each cell; 0: none."""
 
     def keep(self, prints: Prints, stamps: Stamps) -> None:
-        """Reserve stamps for blocks. Among those that meet in one place the last stays."""
+        """Reserve stamps for blocks. Where blocks meet in one cell, the last one is kept."""
         at = self._at(prints)
         self._prints[at] = prints
         self._stamps[at] = stamps
 
     def take(self, prints: Prints) -> Stamps:
-        """Reserved stamps of blocks that come now, 0 for none. Each is taken once."""
+        """Reserved stamps of blocks that come in now, 0 for none. A reservation ends with it."""
         at = self._at(prints)
         kept: Stamps = np.where(self._prints[at] == prints, self._stamps[at], 0)
         self._stamps[at[kept != 0]] = 0

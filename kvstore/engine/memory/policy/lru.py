@@ -46,7 +46,7 @@ class OldestFirst:
         self._queue_stamps: Stamps = NONE
 
     def take(self, count: int, may_go: MayGo) -> Words:
-        """Some slots that may go now, oldest first, at most `count`; empty only without any. The
+        """Up to `count` slots that may go now, oldest first; none only if no slot may go. The
         caller keeps each from being taken again: by another stamp, or by removing it from
         `among`."""
         go = self._look(count, may_go)
@@ -64,12 +64,13 @@ class OldestFirst:
         return words
 
     def peek(self, count: int, may_go: MayGo) -> Stamps:
-        """Stamps of the next slots of `take`."""
+        """Stamps of the slots that `take` would return next, without taking them."""
         go = self._look(count, may_go)
         return self._queue_stamps[go]
 
     def note(self, words: Words, stamps: Stamps) -> None:
-        """Take note of new stamps, which may be older than queued ones."""
+        """Take note of new stamps of slots: those older than the end of the queue are inserted into
+        it."""
         if not len(self._queue) or not len(words):
             return
         older = stamps < self._queue_stamps[-1]
@@ -86,7 +87,8 @@ class OldestFirst:
         self._queue_stamps = np.insert(self._queue_stamps, at, stamps[order])
 
     def _look(self, count: int, may_go: MayGo) -> Words:
-        """Places in the queue of slots that may go, in order, at least one if there is any."""
+        """Indexes into the queue of up to `count` slots that may go, in order; none only if no slot
+        may go."""
         assert count > 0, "nothing is asked for"
         chunk = max(_CHUNK_MIN, 2 * count)
         while len(self._queue) or self._refill(count, may_go):
@@ -109,7 +111,7 @@ class OldestFirst:
         return NONE
 
     def _refill(self, count: int, may_go: MayGo) -> bool:
-        """Queue the oldest slots that may go now. False: none."""
+        """Fill the queue with the oldest slots that may go now. Returns False if there are none."""
         may = may_go(_ALL) & self._among() & (self._stamps > 0)
         words = np.flatnonzero(may)
         size = max(count, _QUEUE_MIN, len(words) // _QUEUE_SHARE)

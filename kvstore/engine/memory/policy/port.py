@@ -33,18 +33,19 @@ Stamps = NDArray[np.int64]
 """One per word: grows with every use; 0 = the slot holds nothing; below 0: the block
 with that stamp was popped, and its slot is not empty yet."""
 Prints = NDArray[np.uint64]
-"""One per block: a hash of its address, known beyond its eviction."""
+"""One per block: a hash of its scope and key, which still identifies the block after its
+eviction."""
 
 MayGo = Callable[[Words | slice], Mask]
-"""Mask of some words, or of all (a whole slice), that may be evicted now."""
+"""Returns a mask of some words, or of all (a whole slice): those that may be evicted now."""
 Members = Callable[[], Mask]
-"""Mask of words in the pool, one bool per word."""
+"""Returns the mask of words in the pool, one bool per word."""
 
 _MIX, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 def prints(scope: int, keys: NDArray[np.uint64]) -> Prints:
-    """Prints of keys, shape [n, 4], in a scope."""
+    """Prints of keys, [n][4], in a scope."""
     mixed: Prints = keys[:, 0] ^ np.uint64(scope * _MIX & _WORD)
     return mixed
 
@@ -56,11 +57,11 @@ class Policy(Protocol):
     `touch`, where a hint may name one twice."""
 
     def insert(self, words: Words, stamps: Stamps, prints: Prints) -> None:
-        """Empty slots hold blocks now."""
+        """Add blocks to the order: they were just put into these slots, which were empty."""
         ...
 
     def resume(self, words: Words, prints: Prints) -> None:
-        """Slots of another process hold blocks, with their stamps in place."""
+        """Add blocks that an earlier process put into these slots; their stamps are in place."""
         ...
 
     def use(self, words: Words, stamps: Stamps) -> None:
@@ -68,11 +69,11 @@ class Policy(Protocol):
         ...
 
     def touch(self, words: Words, stamps: Stamps) -> None:
-        """The same request again: no new use, but a later one."""
+        """Make blocks newer, because the same request asks again: this is no new use."""
         ...
 
     def forget(self, words: Words) -> None:
-        """Empty these slots, whether they held blocks or not."""
+        """Remove these slots from the order, because they are emptied. Some may hold no block."""
         ...
 
     def pop(self, count: int, may_go: MayGo) -> Words:
@@ -81,5 +82,5 @@ class Policy(Protocol):
         ...
 
     def oldest_stamp(self) -> int | None:
-        """Least stamp of all held slots, leased or not; None without any."""
+        """Least stamp of all held slots, leased or not; None if no slot is held."""
         ...

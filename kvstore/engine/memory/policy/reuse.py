@@ -75,13 +75,14 @@ class RecentKeys:
         return (mixed & self._mask).astype(np.int64), marks
 
     def may_contain(self, prints: Prints) -> Mask:
-        """Mask of keys added lately. Wrong both ways at times: see above."""
+        """Mask of keys that were added lately. Errors of both kinds occur; the comment above has
+        their probabilities."""
         buckets, marks = self._places(prints)
         found: Mask = (self._table[buckets] == marks[:, None]).any(axis=1)
         return found
 
     def add(self, prints: Prints) -> None:
-        """Remember these, the last of them as the latest."""
+        """Remember these keys, the last of them as the latest."""
         buckets, marks = self._places(prints)
         while len(buckets):
             # Two of a batch may meet in one bucket: first the first, in the next round the second.
@@ -97,7 +98,8 @@ class RecentKeys:
 
 
 def _to_front(rows: Marks, marks: Marks) -> Marks:
-    """Each row with its mark in front: moved there if it has it, else in place of the last."""
+    """`rows` of buckets, each with its mark in front: moved there if the row has it, else in place
+    of the row's last mark."""
     same = rows == marks[:, None]
     # Where the gap is that closes when the mark is put in front.
     gap = np.where(same.any(axis=1), same.argmax(axis=1), WAYS - 1)
@@ -110,14 +112,15 @@ def _to_front(rows: Marks, marks: Marks) -> Marks:
 # ── reuse ─────────────────────────────────────────────────────────────────────────────────────────
 
 REUSED_AGE: Final = 0.125
-"""Weight of a reused block's age, to that of a fresh one."""
+"""Factor by which the age of a reused block counts, against a fresh one."""
 REMEMBERED: Final = 2
-"""Keys remembered after eviction, in pools."""
+"""Number of keys remembered after eviction, as a multiple of the pool's slots."""
 _SEED: Final = 0x6B76
 
 
 class Columns:
-    """Columns by word; a word lies in one pool, so all pools share them."""
+    """Prints and flags of reuse, by word. A word lies in one pool, so all pools share these
+    columns."""
 
     def __init__(self, stamps: Stamps) -> None:
         self.stamps = stamps
@@ -204,8 +207,8 @@ class Reuse:
         return gone
 
     def _split(self, count: int, may_go: MayGo) -> tuple[int, int]:
-        """Numbers of fresh and of reused blocks among the next victims; as far as visible now, at
-        most `count` together, none only when none may go."""
+        """Numbers of fresh and of reused blocks among the next victims, at most `count` together.
+        Fewer if not all are visible yet; both 0 only when no block may go."""
         fresh = self._fresh.peek(count, may_go) if self._fresh_count else NONE
         reused = self._reused.peek(count, may_go) if self._reused_count else NONE
         ages = np.concatenate([self._now - fresh, (self._now - reused) * REUSED_AGE])
