@@ -44,20 +44,21 @@ def block_keys(
 
 
 def adapter_keys(keys: Iterable[bytes], digest: bytes) -> list[BlockKey]:
-    """Keys under which nodes hold blocks of an adapter whose weights have this digest."""
+    """Keys under which nodes hold the blocks of a LoRA adapter. `keys`: the engine's keys;
+    `digest`: hash of the adapter's weights."""
     return [BlockKey(hashlib.sha256(digest + key).digest()) for key in keys]
 
 
 def root_key(seed: str) -> BlockKey:
-    """Parent of a first block."""
+    """Key that the first block of a prompt has as its parent. `seed`: the engine's hash seed."""
     return BlockKey(_digest(seed))
 
 
 def chained_keys(
     parent: BlockKey, tokens: Sequence[int], *, block_tokens: int, cache_salt: str = ""
 ) -> list[BlockKey]:
-    """Keys of the full blocks that follow a block, in chain order. `cache_salt`: of a request whose
-    first block is the first of these."""
+    """Keys of the full blocks that follow block `parent`, in chain order. `cache_salt`: of the
+    request, if these begin its prompt."""
     return _chained(parent, tokens, block_tokens, _salted(cache_salt))
 
 
@@ -68,7 +69,8 @@ def _salted(cache_salt: str) -> _Extra:
 def _chained(
     parent: bytes, tokens: Sequence[int], block_tokens: int, first: _Extra, later: _Extra = ()
 ) -> list[BlockKey]:
-    """`first`, `later`: what else is in the keys of the first block and of the others."""
+    """Keys of the full blocks behind `parent`. `first`, `later`: extra keys hashed into the first
+    block and into the others."""
     extra = first
     keys = []
     for begin in range(0, len(tokens) - block_tokens + 1, block_tokens):

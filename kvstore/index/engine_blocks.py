@@ -25,11 +25,11 @@ from kvstore.types import BlockKey
 BLOCK_COUNT_MAX: Final = 1 << 20
 
 Name = int | bytes
-"""The engine's name of a block."""
+"""Name of a block in the engine's events: its hash."""
 
 
 class EngineBlocks:
-    """One data-parallel rank of one engine."""
+    """Blocks held by one data-parallel rank of one engine, by name and key."""
 
     def __init__(
         self,
@@ -39,27 +39,28 @@ class EngineBlocks:
         names_are_keys: bool = False,
         block_count_max: int = BLOCK_COUNT_MAX,
     ) -> None:
-        """`seed`: the hash seed of the space, as its engines say it. `block_tokens`: of the space's
-        blocks; others are left out; 0: any. `names_are_keys`: those that are whole."""
+        """`seed`: hash seed of the space, as its engines report it. `block_tokens`: tokens per
+        block of the space; blocks of another size are left out; 0: any size. `names_are_keys`:
+        names of full length are keys already."""
         self._root = root_key(seed)
         self._block_tokens = block_tokens
         self._names_are_keys = names_are_keys
         self._block_count_max = block_count_max
         self._keys: dict[Name, BlockKey] = {}
         self._held: Counter[BlockKey] = Counter()
-        """The same keys, with the number of their names: a name may cover more than the block."""
+        """Held keys, with the number of names of each: a name may cover more than the block."""
         self.left_out = 0
-        """Blocks that could not be named, since the start."""
+        """Number of blocks since the start whose key could not be made."""
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def __contains__(self, key: object) -> bool:
-        """Whether a block of this key is held. May be asked by any thread."""
+        """Whether a block with this key is held. Any thread may call this."""
         return key in self._held
 
     def keys(self) -> list[BlockKey]:
-        """All that are held."""
+        """Keys of all held blocks, one per name."""
         return list(self._keys.values())
 
     def stored(
@@ -72,8 +73,9 @@ class EngineBlocks:
         is_plain: bool,
         cache_salt: str = "",
     ) -> list[BlockKey]:
-        """Blocks of one chain came; `is_plain`: nothing but tokens is in their keys, and in the
-        first of a prompt this salt. Returns the keys of those that can be named."""
+        """Add blocks of one chain. `is_plain`: nothing but tokens is hashed into their keys, and in
+        the first block of a prompt this salt. Returns the keys of those blocks whose key can be
+        made."""
         count = len(names)
         is_plain = is_plain and block_tokens * count == len(tokens)
         # Before any key is made: a full memory costs nothing.
@@ -98,7 +100,7 @@ class EngineBlocks:
         return list(named.values())
 
     def removed(self, names: Sequence[Name]) -> list[BlockKey]:
-        """Blocks went. Returns the keys that have no name any more."""
+        """Remove blocks by name. Returns the keys that no name is left for."""
         gone = []
         for name in names:
             if (key := self._keys.pop(name, None)) is not None:
@@ -109,6 +111,6 @@ class EngineBlocks:
         return gone
 
     def cleared(self) -> None:
-        """All went."""
+        """Remove all blocks."""
         self._keys.clear()
         self._held.clear()

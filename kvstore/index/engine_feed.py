@@ -49,13 +49,14 @@ from kvstore.wire.feed import Change, Left, Removed, Stored
 WAITING_BATCHES_MAX: Final = 1024
 WAITING_BYTES_MAX: Final = 16 << 20
 REPLAY_MS: Final = 5000
-"""A replay of which nothing comes for so long has ended."""
+"""A replay without a batch for this long counts as ended."""
 JOINED_MS: Final = 1000
-"""After joining the rest is asked for."""
+"""Time after joining at which the batches since the replay are requested."""
 KEYS_MAX: Final = 4096
-"""Keys of one change."""
+"""Most keys of one change."""
 PIECE_WORK_MAX: Final = 1024
-"""Work of one call: about 30 ms. A name, 64 tokens of one, or 256 bytes to be decoded are 1."""
+"""Work done in one call: about 30 ms. A name, 64 tokens of one, or 256 bytes to be decoded count as
+1."""
 _WORK_TOKENS: Final = 64
 _WORK_BYTES: Final = 256
 OWN_GROUPS: Final = (None, 0)
@@ -63,7 +64,7 @@ OWN_GROUPS: Final = (None, 0)
 
 
 class FollowedMemory(msgspec.Struct, frozen=True):
-    """Whose memory, and of what."""
+    """The engine, rank, tenant and space whose blocks a feed reports."""
 
     engine: str
     rank: int
@@ -72,15 +73,15 @@ class FollowedMemory(msgspec.Struct, frozen=True):
 
 
 class EngineCounters:
-    """Since the start, of all engines that share it."""
+    """Counts since the start, of all engines that share this object."""
 
     def __init__(self) -> None:
         self.batches = 0
         self.replays = 0
         self.voids = 0
-        """Times that all was given up: a gap, or what could not be read."""
+        """Number of times that all blocks were dropped: after a gap, or an unreadable batch."""
         self.refused = 0
-        """Batches that could not be read."""
+        """Number of batches that could not be read."""
 
 
 class Phase(enum.Enum):
@@ -93,7 +94,7 @@ class Phase(enum.Enum):
 
 
 class EngineFeed:
-    """One data-parallel rank of one engine."""
+    """Feed of KV events of one data-parallel rank of one engine."""
 
     def __init__(
         self,
@@ -108,19 +109,20 @@ class EngineFeed:
         self.counters = counters or EngineCounters()
         self.phase = Phase.UNREACHABLE
         self.lookahead_tokens = 0
-        """Tokens behind a block that its hash covers: hits may be a block shorter than is held."""
+        """Number of tokens behind a block that its hash covers: hits may be a block shorter than is
+        held."""
         self._can_replay = can_replay
         self._asked: int | None = None
-        """A replay from here on is to be asked for."""
+        """Number from which on a replay is to be requested; None: no request is due."""
         self._next: int | None = None
-        """Number of the batch that comes next; None: any."""
+        """Number of the batch expected next; None: any."""
         self._last_live = -1
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
         self._events: deque[EngineEvent] = deque()
-        """Pieces of received batches that are still to be worked on."""
+        """Pieces of received batches that are not applied yet."""
         self._in_order = 0
-        """Batches of this replay that were taken."""
+        """Number of batches of this replay that were applied in order."""
         self._has_hole = False
         self._quiet_since_ms = 0
         self._rest_due_ms: int | None = None
@@ -128,7 +130,8 @@ class EngineFeed:
     # ── what happens ─────────────────────────────────────────────────────────────────────────────
 
     def begin(self, now_ms: int) -> list[Change]:
-        """The engine is there: it may be another one than before."""
+        """The engine was connected; another process may have taken its place. All earlier blocks
+        are void, and a replay is requested."""
         changes = self.end()
         self._last_live = -1
         if self._can_replay:
@@ -140,7 +143,7 @@ class EngineFeed:
         return changes
 
     def end(self) -> list[Change]:
-        """The engine is not there any more."""
+        """The engine is disconnected: all its blocks are void."""
         changes = self._void()
         self.phase, self._next, self._asked, self._rest_due_ms = Phase.UNREACHABLE, None, None, None
         self.lookahead_tokens = 0
@@ -148,12 +151,13 @@ class EngineFeed:
         return changes
 
     def take_ask(self) -> int | None:
-        """Number from which on a replay is wanted now; one that is under way is void."""
+        """Number from which on to request a replay now, in place of any replay under way; None:
+        none is wanted. Each request is returned once."""
         asked, self._asked = self._asked, None
         return asked
 
     def heard(self, number: int, payload: bytes, now_ms: int) -> list[Change]:
-        """A batch came live."""
+        """A live batch came. Returns the changes of the index that follow."""
         if self.phase is Phase.UNREACHABLE:
             return []
         if number <= self._last_live:
@@ -164,7 +168,7 @@ class EngineFeed:
         return self.more(now_ms) if self.phase is Phase.LIVE else []
 
     def replayed(self, number: int, payload: bytes, now_ms: int) -> list[Change]:
-        """A batch came that was asked for."""
+        """A batch of a replay came. Returns the changes of the index that follow."""
         if self.phase not in (Phase.JOINING, Phase.FILLING):
             return []
         self._quiet_since_ms = now_ms
@@ -183,7 +187,7 @@ class EngineFeed:
         return changes + self._told(self._take(number, payload)) + self.more(now_ms)
 
     def replay_ended(self, now_ms: int) -> list[Change]:
-        """End of the replay."""
+        """The replay has ended: go live, or request the rest if a piece is missing."""
         if self.phase not in (Phase.JOINING, Phase.FILLING):
             return []
         if self._has_hole:
@@ -198,7 +202,7 @@ class EngineFeed:
         return self._go_live(now_ms)
 
     def tick(self, now_ms: int) -> list[Change]:
-        """Time passed."""
+        """Time passed: replays may be due, or may have stopped. Returns the changes that follow."""
         match self.phase:
             case Phase.LIVE if self._rest_due_ms is not None and now_ms >= self._rest_due_ms:
                 self._rest_due_ms = None
@@ -214,11 +218,11 @@ class EngineFeed:
 
     @property
     def has_more(self) -> bool:
-        """Received batches are not worked on to their end: `more` is to be called."""
+        """Whether received batches are not fully applied: `more` is to be called."""
         return bool(self._events) or (self.phase is Phase.LIVE and bool(self._waiting))
 
     def more(self, now_ms: int) -> list[Change]:
-        """Go on with what came, by one piece."""
+        """Apply one piece of the received batches. Returns the changes of the index that follow."""
         changes: list[Change] = []
         work = 0
         while work < PIECE_WORK_MAX:
@@ -241,11 +245,11 @@ class EngineFeed:
         return self._told(changes)
 
     def held_keys(self) -> list[BlockKey]:
-        """Keys of all published blocks that were not removed since: quickly made."""
+        """Keys of all published blocks that were not removed since; a quick copy."""
         return [] if self.phase is Phase.JOINING else self.blocks.keys()
 
     def held_of(self, keys: Sequence[BlockKey]) -> list[Stored]:
-        """Result of `held_keys` in the form of a change."""
+        """The result of `held_keys` as changes that store these blocks."""
         return self._stored(keys)
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────
@@ -260,7 +264,8 @@ class EngineFeed:
         self._ask(self._next or 0, now_ms)
 
     def _give_up(self, now_ms: int) -> list[Change]:
-        """No answer. If something is missing, all is void; go on with what comes."""
+        """The replay was not answered. If a batch is missing, all blocks are void; go on with the
+        live batches."""
         is_gap = any(self._is_behind(number) for number, _ in self._waiting)
         changes: list[Change] = []
         if self.phase is Phase.JOINING or is_gap:
@@ -277,7 +282,7 @@ class EngineFeed:
         return changes + self.more(now_ms)
 
     def _is_behind(self, number: int) -> bool:
-        """Whether what comes before this batch is missing."""
+        """Whether batches before this one are missing."""
         return self._next is not None and number > self._next
 
     def _live(self, number: int, payload: bytes) -> list[Change]:
@@ -309,7 +314,8 @@ class EngineFeed:
         return [] if self.phase is Phase.JOINING else changes
 
     def _take(self, number: int, payload: bytes) -> list[Change]:
-        """The next batch, whatever it holds: `more` works on it."""
+        """Decode the batch that is next in order and queue its events for `more`. An unreadable
+        batch voids all blocks."""
         self._next = number + 1
         self.counters.batches += 1
         try:
@@ -358,10 +364,10 @@ class EngineFeed:
 
 
 def _what_else(event: EngineStored) -> tuple[bool, str]:
-    """(whether nothing but tokens and a salt is in the keys of these blocks, the salt).
+    """(whether only tokens and a salt are hashed into the keys of these blocks, the salt).
 
-    Events name what else there is without its kind: a text alone, in the first block of a prompt
-    without an adapter, is a salt.
+    Events name extra keys without their kind: a single text, in the first block of a prompt without
+    an adapter, is a salt.
     """
     first, *rest = event.extra_keys or [None]
     if event.lora_id is not None or event.lora_name is not None or any(rest):
@@ -388,7 +394,7 @@ def _work_of(event: EngineEvent) -> int:
 
 
 def _pieces_of(event: EngineEvent) -> Iterator[EngineEvent]:
-    """The same in a row of events that are each little work."""
+    """The event, split into events of at most PIECE_WORK_MAX work each."""
     if _work_of(event) <= PIECE_WORK_MAX or isinstance(event, EngineCleared):
         yield event
         return

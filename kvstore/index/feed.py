@@ -36,21 +36,24 @@ from kvstore.wire.load import EngineEntry, Load
 # (`kvstore.indexer.service`).
 
 RIVAL_MS: Final = 15_000
-"""A process dials every 2 s: after so much silence it is gone."""
+"""A refused process counts as gone after this long without another Hello: processes dial every 2
+s."""
 NAMES_MAX: Final = 1024
 
 
 class Rivals:
-    """Twins among the nodes of one replica; at most NAMES_MAX, the latest."""
+    """Nodes of one replica whose name two live processes use; at most NAMES_MAX, the latest."""
 
     def __init__(self) -> None:
         self._refused: dict[str, tuple[Incarnation, int, str]] = {}
-        """When last, and from where, the replaced incarnation of a node said Hello."""
+        """By node: the refused incarnation, the time of its last Hello, and the host that sent
+        it."""
         self._rivals: dict[str, tuple[int, str]] = {}
-        """Refused nodes for which that was not the first time."""
+        """Nodes with a second live process: time of its last Hello, and its host."""
 
     def refused(self, node: str, incarnation: Incarnation, host: str, now_ms: int) -> bool:
-        """Its Hello was, since another incarnation is heard. Returns whether both are alive."""
+        """A Hello was refused because another incarnation of this node is connected. Returns
+        whether both processes are alive."""
         last = self._refused.pop(node, None)
         self._refused[node] = (incarnation, now_ms, host)
         if len(self._refused) > NAMES_MAX:
@@ -63,54 +66,56 @@ class Rivals:
         return True
 
     def of(self, node: str, now_ms: int) -> str | None:
-        """Address of the node's rival; None: it has none."""
+        """Address of the node's second process; None: there is none."""
         found = self._rivals.get(node)
         return None if found is None or now_ms - found[0] > RIVAL_MS else found[1]
 
     def names(self, now_ms: int) -> list[str]:
-        """Names of nodes that are two processes now."""
+        """Names of nodes that two processes use now."""
         return sorted(node for node in list(self._rivals) if self.of(node, now_ms) is not None)
 
 
 # ── feed ──────────────────────────────────────────────────────────────────────────────────────────
 
 BEAT_MS: Final = 1000
-"""A node that has nothing to say repeats itself this often."""
+"""Interval at which a node without news repeats its last sequence number."""
 STALE_MS: Final = 2000
-"""Silent for so long: stale."""
+"""A node that is silent for this long is stale."""
 OUT_MS: Final = 3000
-"""Silent for so long: in no answer."""
+"""A node that is silent for this long is left out of answers."""
 FORGET_MS: Final = 60_000
-"""Silent for so long: its blocks are forgotten, and a snapshot is needed to come back."""
+"""The blocks of a node that is silent for this long are forgotten; to come back the node must send
+a snapshot."""
 ASK_AGAIN_MS: Final = 3000
-"""A snapshot that does not begin or go on for so long is asked for again."""
+"""A snapshot without a part for this long is requested again."""
 _REPLACED_MAX: Final = 8
-"""So many incarnations that were replaced are remembered, lest a late Hello brings one back while
-the one that replaced it is heard."""
+"""Number of replaced incarnations that are remembered, so that a late Hello of one is refused while
+the incarnation that replaced it is connected."""
 
 
 class Trust(enum.IntEnum):
-    """Trust in an answer, in the order of doubt."""
+    """How current the view of a node, or an answer, is; a greater value is less current."""
 
     EXACT = 0
-    """All that the node said up to its last sequence number."""
+    """In sync: all updates up to the node's last sequence number are applied."""
     CATCHING_UP = 1
-    """Published blocks were there when published; more may be there."""
+    """Listed blocks were there when published; the node may have more blocks."""
     STALE = 2
-    """Silent, or its stream broke: it may be gone."""
+    """The node is silent or its stream broke: it may be gone."""
 
     @property
     def word(self) -> str:
-        """For people: exact, catching-up, stale."""
+        """Name in messages: exact, catching-up, stale."""
         return self.name.lower().replace("_", "-")
 
 
 class FeedClosed(OfStream, frozen=True, tag="Closed"):
-    """The stream ended or broke."""
+    """The node's stream ended or broke."""
 
 
 class ConnectRefused(msgspec.Struct, frozen=True, tag="Refused"):
-    """Somebody tried to connect to the node and was refused: out until the node speaks again."""
+    """A connection to the node's address was refused: the node is left out of answers until its
+    next message."""
 
     node: str
 
@@ -119,31 +124,32 @@ Event = Hello | Word | FeedClosed | ConnectRefused
 
 
 class Verdict(enum.Enum):
-    """The replica's next step for the stream after an event."""
+    """Next step of the replica for the stream, after an event."""
 
     GO_ON = "go on"
     ASK = "ask"
     """Ask the node for a snapshot."""
     CLOSE = "close"
-    """The stream is not, or no longer, the node's: close it. Nothing of the event was taken."""
+    """Close the stream, because it is not, or no longer, the node's. Nothing of the event was
+    applied."""
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """Outcome of one event: what happens to the stream, and to what the node said so far.
+    """Outcome of one event: the next step for the stream, and for the node's blocks.
 
-    In this order: `forget`, `abandon`, `begin`, the changes if `apply`, `complete`.
+    To be done in this order: `forget`, `abandon`, `begin`, the changes if `apply`, `complete`.
     """
 
     verdict: Verdict
     forget: bool = False
-    """All that the node ever said is void."""
+    """All blocks of the node are void."""
     abandon: bool = False
-    """The snapshot that was coming is void."""
+    """The snapshot under way is void."""
     begin: bool = False
-    """A snapshot begins."""
+    """A new snapshot begins with this event."""
     apply: bool = False
     complete: bool = False
-    """The snapshot is whole: blocks neither in it nor published meanwhile are void."""
+    """The snapshot is complete: blocks neither in it nor published meanwhile are void."""
 
 
 _CLOSE: Final = Heard(Verdict.CLOSE)
@@ -151,7 +157,8 @@ _GO_ON: Final = Heard(Verdict.GO_ON)
 
 
 def trust_after(silent_ms: int, *, is_open: bool, is_exact: bool) -> Trust | None:
-    """Trust in a node after so much silence. None: in no answer."""
+    """Trust in a node after `silent_ms` of silence; None: it is left out of answers. `is_open`: its
+    stream is open; `is_exact`: no snapshot is missing."""
     if silent_ms >= OUT_MS:
         return None
     if not is_open or silent_ms >= STALE_MS:
@@ -172,15 +179,16 @@ class _Phase(enum.Enum):
 
 
 class Feed:
-    """One node. Made by its first Hello, which is then heard like any other."""
+    """Feed of one node, made for its first Hello, which must then be passed to `hear` like any
+    event."""
 
     def __init__(self) -> None:
         self.address = ""
         self.sequence = 0
         self.load: Load | None = None
-        """Last load published by its incarnation."""
+        """Last load published by the present incarnation; None: none yet."""
         self.engines: tuple[EngineEntry, ...] = ()
-        """The same."""
+        """Engines last published by the present incarnation."""
         self._incarnation = Incarnation(0)
         self._replaced: deque[Incarnation] = deque(maxlen=_REPLACED_MAX)
         self._stream = 0
@@ -188,10 +196,10 @@ class Feed:
         self._refused = False
         self._heard_ms = 0
         self._awaited_ms = 0
-        """When a snapshot was asked for, or its last part came."""
+        """When a snapshot was requested, or its last part came."""
         self._phase = _Phase.EXACT
         self._parts = 0
-        """Parts of the present snapshot so far."""
+        """Number of parts of the present snapshot that came so far."""
 
     @classmethod
     def of_another(
@@ -201,9 +209,9 @@ class Feed:
         *,
         heard_ms: int | None,
     ) -> Feed:
-        """The feed of a node that somebody else heard so far, when last; None: no more. Numbers are
-        those of another stream, so that after its Hello only a snapshot makes it exact, or a new
-        incarnation."""
+        """Feed of a node whose stream another replica had, until `heard_ms` (None: its stream has
+        ended). Sequence numbers were those of another stream: only a snapshot or a new incarnation
+        makes it in sync."""
         feed = cls()
         feed._incarnation, feed._stream, feed._phase = incarnation, -1, _Phase.ASKED
         feed._replaced.extend(replaced)
@@ -212,7 +220,7 @@ class Feed:
         return feed
 
     def hear(self, event: Event, now_ms: int) -> Heard:
-        """Take in an event of this node."""
+        """Apply an event of this node; returns what follows from it."""
         match event:
             case Hello():
                 return self._hello(event, now_ms)
@@ -246,32 +254,32 @@ class Feed:
 
     @property
     def replaced(self) -> tuple[Incarnation, ...]:
-        """Incarnations that cannot come back."""
+        """Replaced incarnations, whose Hello is refused while the present one is connected."""
         return tuple(self._replaced)
 
     @property
     def is_open(self) -> bool:
-        """Its stream has not ended."""
+        """Whether the stream has not ended."""
         return self._open
 
     @property
     def is_exact(self) -> bool:
-        """No snapshot is wanted."""
+        """Whether all updates are applied: no snapshot is missing."""
         return self._phase is _Phase.EXACT
 
     def trust(self, now_ms: int) -> Trust | None:
-        """None: in no answer."""
+        """Trust in the node at this time; None: it is left out of answers."""
         if self._refused:
             return None
         silent_ms = now_ms - self._heard_ms
         return trust_after(silent_ms, is_open=self.is_open, is_exact=self.is_exact)
 
     def until_ms(self, now_ms: int) -> int:
-        """Silence may change `trust` or `is_lost` then, not before."""
+        """Earliest time at which silence may change `trust` or `is_lost`."""
         return until_ms(self._heard_ms, now_ms)
 
     def is_lost(self, now_ms: int) -> bool:
-        """Silent for so long that its blocks are to be forgotten."""
+        """Whether the node is silent for so long that its blocks are to be forgotten."""
         return now_ms - self._heard_ms >= FORGET_MS
 
     def _spoke(self, now_ms: int) -> None:

@@ -26,13 +26,15 @@ from kvstore.types import KEY_BYTES, SpaceId, Tier
 ENTRY_COUNT_MAX: Final = 1 << 29
 """Places in the flat memory are 32-bit numbers."""
 _SWEPT_TO_OPEN: Final = 100_000
-"""So many rows are swept at most for a slot when none is free: nobody is answered meanwhile."""
+"""Most rows swept in one call when a new slot is needed and none is free: nothing is answered
+meanwhile."""
 _SWEPT_PER_TOLD: Final = 4
-"""Rows swept for each published key, while there is something void."""
+"""Rows swept for each published key, while a slot is void."""
 
 
 class Holdings:
-    """See the module. `is_native` None: machine code if numba is there."""
+    """Flat memory of blocks and the slots that hold them; see the module. `is_native` None:
+    compiled loops if numba is installed."""
 
     def __init__(
         self,
@@ -63,31 +65,31 @@ class Holdings:
         self._free_scopes = self.free_slots.copy()
         self.scopes: dict[tuple[str, SpaceId], int] = {}
         self.scope_of: dict[int, tuple[str, SpaceId]] = {}
-        """By slot, void ones included."""
+        """(tenant, space) of each slot, void ones included."""
         self._slots_in: dict[tuple[str, SpaceId], int] = {}
-        """How many slots each scope has: without one it is free again."""
+        """Number of slots of each scope; a scope without slots is free again."""
         self._void: list[int] = []
-        """Since the sweep under way began."""
+        """Slots that became void since the present sweep began."""
         self._sweeping: list[int] = []
 
     @property
     def entry_count(self) -> int:
-        """(block, slot) pairs, those of void slots until they are swept included."""
+        """Number of (block, slot) pairs, including those of void slots that are not swept yet."""
         return self._meta[fields.ENTRIES]
 
     @property
     def block_count(self) -> int:
-        """Blocks that somebody holds."""
+        """Number of blocks that some slot holds."""
         return self._meta[fields.BLOCKS]
 
     @property
     def evicted_count(self) -> int:
-        """Blocks that left because there was no room."""
+        """Number of blocks that left because there was no room."""
         return self._meta[fields.EVICTED]
 
     @property
     def void_slots(self) -> list[int]:
-        """Those whose rows are still to be swept."""
+        """Void slots whose rows are still to be swept."""
         return self._sweeping + self._void
 
     @property
@@ -96,7 +98,8 @@ class Holdings:
         return sum(array.nbytes for array in self.arrays.values())
 
     def open(self, tenant: str, space: SpaceId, *, is_hidden: bool) -> int | None:
-        """A new slot, empty. None: all are in use, or void and not swept yet."""
+        """A new, empty slot. `is_hidden`: until `show` it is in no answer. None: all slots are in
+        use, or void and not swept yet."""
         if not self.free_slots:
             self.sweep(_SWEPT_TO_OPEN)
         if not self.free_slots:
@@ -115,11 +118,11 @@ class Holdings:
         return slot
 
     def show(self, slot: int) -> None:
-        """Let a hidden slot be in answers."""
+        """Include a hidden slot in answers from now on."""
         self._slots[slot * fields.SLOT + fields.STATE] = fields.SHOWN
 
     def void(self, slot: int) -> None:
-        """Forget all that this slot holds, and the slot."""
+        """Drop this slot and all that it holds."""
         self._slots[slot * fields.SLOT + fields.STATE] = fields.VOID
         if self._slots[slot * fields.SLOT + fields.LOST]:
             scope = self.scopes[self.scope_of[slot]]
@@ -127,20 +130,21 @@ class Holdings:
         self._void.append(slot)
 
     def stored(self, slot: int, tier: Tier, keys: bytes) -> None:
-        """The slot holds these in this tier."""
+        """Record that the slot holds these blocks in this tier. `keys`: 32 bytes each."""
         if self._void or self._sweeping:
             self.sweep(_SWEPT_PER_TOLD * len(keys) // KEY_BYTES)
         scope = self.scopes[self.scope_of[slot]]
         self._loops.store(*self._memory, self._words(keys), scope, slot, int(tier))
 
     def removed(self, slot: int, tier: Tier, keys: bytes) -> None:
-        """The slot holds these in this tier no more; no error if it did not."""
+        """Record that the slot does not hold these blocks in this tier any more; no error if it did
+        not."""
         scope = self.scopes[self.scope_of[slot]]
         self._loops.remove(*self._memory, self._words(keys), scope, slot, int(tier))
 
     def match(self, tenant: str, space: SpaceId, keys: bytes) -> list[tuple[int, ...]]:
-        """(slot, blocks in hbm, in dram or faster, in any tier, has it lost something) of each
-        slot that holds the first block."""
+        """For each slot that holds the first block: (slot, leading blocks in hbm, in dram or
+        faster, in any tier, whether it has lost a block)."""
         scope = self.scopes.get((tenant, space))
         if scope is None:
             return []
@@ -150,13 +154,14 @@ class Holdings:
         return list(zip(numbers, numbers, numbers, numbers, numbers, strict=True))
 
     def has_lost(self, tenant: str, space: SpaceId) -> bool:
-        """A block of a slot that is not void left for want of room."""
+        """Whether a slot of this (tenant, space) has lost a block for want of room; void slots do
+        not count."""
         scope = self.scopes.get((tenant, space))
         return scope is not None and self._slots[scope * fields.SLOT + fields.LOST_IN] > 0
 
     def sweep(self, row_count: int) -> None:
-        """Take void slots out of so many rows; those that were void when the pass began are free
-        at its end."""
+        """Remove void slots from the next `row_count` rows. At the end of a pass over all rows, the
+        slots that were void at its start are free."""
         if not self._sweeping:
             if not self._void:
                 return
@@ -214,7 +219,7 @@ def _arrays(entry_count_max: int, slot_end: int, seed: int) -> dict[str, NDArray
 
 
 def _secrets(seed: int, count: int, *, bits: int) -> NDArray[np.int64]:
-    """Odd numbers of so many bits."""
+    """`count` odd numbers of `bits` bits each, derived from the seed."""
     digest = hashlib.sha512(b"kvstore index %d" % seed).digest()
     words = np.frombuffer(digest, dtype="<u4")[:count].astype(np.int64)
     return words >> 32 - bits | 1 << bits - 1 | 1

@@ -23,16 +23,18 @@ from kvstore.wire.feed import Hello
 from kvstore.wire.load import EngineEntry, Load
 
 SWEEP_ROWS: Final = 25_000
-"""Rows that one `tick` looks at, while there is something void: about a millisecond."""
+"""Rows that one `tick` sweeps while a slot is void: about a millisecond."""
 _SLOT_COUNT_MIN: Final = 1 << 14
 SLOT_COUNT_MAX: Final = 1 << 17
-"""4096 nodes with eight engines, and all their snapshots again at the same time, find room."""
+"""Most slots by default: room for 4096 nodes with eight engines, and for all their snapshots at the
+same time."""
 _ENTRIES_PER_SLOT: Final = 16
-"""So that slots take a fifth of the memory at most."""
+"""Entries per slot by default, so that slots take a fifth of the memory at most."""
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Whose memory: an engine's (tier hbm), or with an empty engine the node's own."""
+    """Holder of blocks: an engine's own memory (tier hbm), or with an empty `engine` the node's
+    tiers."""
 
     node: str
     engine: str = ""
@@ -40,7 +42,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Match(msgspec.Struct, frozen=True):
-    """Leading blocks of the question that a holder has in this tier or a faster one."""
+    """Leading blocks of a query that a holder has in this tier or a faster one."""
 
     holder: Holder
     hbm_blocks: int
@@ -53,7 +55,8 @@ class Answer(msgspec.Struct, frozen=True):
     """Holders of the first block, each with its matching prefix length."""
 
     trust: Trust
-    """EXACT: nobody else holds it, by what the nodes said. CATCHING_UP: somebody may."""
+    """EXACT: by all updates of the nodes there are no other holders. CATCHING_UP: there may be
+    some."""
     matches: list[Match]
 
 
@@ -63,21 +66,21 @@ class Member(msgspec.Struct, frozen=True):
     node: str
     incarnation: Incarnation
     address: str
-    """Where peers find it; empty: they do not."""
+    """Address for peers; empty: the node serves none."""
     trust: Trust | None
-    """None: in no answer."""
+    """Trust in the node; None: it is left out of answers."""
     sequence: int
     load: Load | None = None
-    """None: not published yet."""
+    """Last published load; None: none yet."""
     engines: tuple[EngineEntry, ...] = ()
     """Engines that the node serves."""
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """Sizes now, and what was counted since the start."""
+    """Present sizes of an index, and counts since the start."""
 
     entry_count: int
-    """(block, holder) pairs, those of void slots until they are swept included."""
+    """(block, holder) pairs, including those of void slots that are not swept yet."""
     block_count: int
     slot_count: int
     node_count: int
@@ -87,12 +90,12 @@ class Statistics(msgspec.Struct, frozen=True):
 
 
 def default_slot_count(entry_count_max: int) -> int:
-    """How many slots an index of so many entries has."""
+    """Number of slots of an index with `entry_count_max` entries."""
     return max(_SLOT_COUNT_MIN, min(entry_count_max // _ENTRIES_PER_SLOT, SLOT_COUNT_MAX))
 
 
 class _Node:
-    """State of a node beside its blocks, and its `Slots`."""
+    """State of a node: its feed, its trust, and its slots in the index (as `PlaceSlots`)."""
 
     def __init__(self, name: str, index: Index) -> None:
         self.feed = Feed()
@@ -161,15 +164,16 @@ class Index:
         self.nodes: dict[str, _Node] = {}
         self._node_count_max = node_count_max
         self.owners: dict[int, tuple[Holder, _Node]] = {}
-        """By slot."""
+        """Holder and node of each slot."""
         self._young_until_ms = now_ms + OUT_MS
         self._review_ms = now_ms
-        """Until then no silence changes the trust in a node."""
+        """Time until which silence does not change the trust in any node."""
         self.doubted: set[_Node] = set()
-        """Nodes in answers that are not in sync: they may hold more than answers have."""
+        """Nodes that are in answers without being in sync: they may hold more than answers show."""
 
     def hear(self, event: Event, now_ms: int) -> Verdict:
-        """Take in what a node said, or what happened to its stream."""
+        """Apply a message of a node, or an event of its stream. Returns what to do with the
+        stream."""
         node = self.nodes.get(event.node)
         if node is None:
             if not isinstance(event, Hello) or len(self.nodes) >= self._node_count_max:
@@ -196,12 +200,13 @@ class Index:
         return Answer(Trust.EXACT if is_whole else Trust.CATCHING_UP, matches)
 
     def tick(self, now_ms: int) -> None:
-        """Regular work, a bounded piece at a time: forget who is lost, reclaim what is void."""
+        """Regular work, a bounded piece per call: forget nodes silent for FORGET_MS, sweep void
+        slots."""
         self._review(now_ms)
         self.holdings.sweep(SWEEP_ROWS)
 
     def members(self, now_ms: int) -> list[Member]:
-        """Everybody who is not forgotten, by name."""
+        """All nodes that are not forgotten, by name."""
         self._review(now_ms)
         return [
             Member(
@@ -212,7 +217,7 @@ class Index:
         ]
 
     def address(self, node: str, now_ms: int) -> str | None:
-        """Address for peers of the node; None when it is not there, or out."""
+        """Peer address of the node; None if it is unknown or left out of answers."""
         self._review(now_ms)
         known = self.nodes.get(node)
         return None if known is None or known.trust is None else known.feed.address
@@ -230,7 +235,7 @@ class Index:
         )
 
     def _review(self, now_ms: int) -> None:
-        """Changes of trust in nodes by silence, when there can be any."""
+        """Update the trust in nodes that became silent, when silence can have changed it."""
         if now_ms < self._review_ms:
             return
         for name in [name for name, node in self.nodes.items() if node.feed.is_lost(now_ms)]:
@@ -242,7 +247,7 @@ class Index:
             self._judge(node, now_ms)
 
     def _judge(self, node: _Node, now_ms: int) -> None:
-        """Trust in a node by its last message and its age."""
+        """Set the trust in a node, by its last message and the time since."""
         trust = node.feed.trust(now_ms)
         if trust is Trust.EXACT and node.places.is_short:
             trust = Trust.CATCHING_UP

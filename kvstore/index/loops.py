@@ -61,7 +61,7 @@ from kvstore.index.sets import (
 
 
 def give(rows: Ints, sets: Ints, set_cells: Ints, meta: Ints, row: int, new: int) -> None:
-    """The row has this set from now on."""
+    """Make `new` the set of a row."""
     old = rows[row * ROW + SET]
     if new == old:
         return
@@ -77,7 +77,7 @@ def alter(
     rows: Ints, sets: Ints, set_cells: Ints, scratch: Ints, meta: Ints,
     row: int, slot: int, drop: int, add: int,
 ) -> None:  # fmt: skip
-    """Drop and add tiers of one slot, for one row."""
+    """Change the set of one row: drop and add tiers (bit masks) of one slot."""
     old = rows[row * ROW + SET]
     if old == meta[MEMO_FROM]:
         new = meta[MEMO_TO]
@@ -90,7 +90,8 @@ def alter(
 
 
 def evict(rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, meta: Ints) -> None:
-    """The block with the oldest request or publication leaves; its holders have lost something."""
+    """Evict the block with the oldest request or publication; its slots are marked as having lost
+    one."""
     row = rows[NEWER]  # of the sentinel: the oldest
     first = chunk = rows[row * ROW + SET]
     for i in range(sets[first * CHUNK + SIZE]):
@@ -108,7 +109,8 @@ def store(
     rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, scratch: Ints, meta: Ints,
     keys: Sequence[int], scope: int, slot: int, tier: int,
 ) -> None:  # fmt: skip
-    """The slot holds these keys in this tier. The first of them become the newest."""
+    """Record that the slot holds these keys in this tier. They become the newest, the first of them
+    the newest of all."""
     meta[MEMO_FROM] = -1
     row = 0
     for at in range(len(keys) // WORDS):
@@ -128,7 +130,7 @@ def remove(
     rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, scratch: Ints, meta: Ints,
     keys: Sequence[int], scope: int, slot: int, tier: int,
 ) -> None:  # fmt: skip
-    """The slot holds these keys in this tier no more."""
+    """Record that the slot does not hold these keys in this tier any more."""
     meta[MEMO_FROM] = -1
     last = 0
     for at in range(len(keys) // WORDS):
@@ -144,7 +146,8 @@ def sweep(
     rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, scratch: Ints, meta: Ints,
     row_count: int,
 ) -> bool:  # fmt: skip
-    """Take void slots out of the next so many rows; True when these were the last."""
+    """Remove void slots from the next `row_count` rows; returns True when these were the last
+    rows."""
     meta[MEMO_FROM] = -1
     begin = meta[SWEPT]
     end = min(begin + row_count, meta[ROW_FRESH])
@@ -170,7 +173,8 @@ def match(
     rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, scratch: Ints, meta: Ints,
     keys: Sequence[int], scope: int,
 ) -> int:  # fmt: skip
-    """Write to scratch how far each shown slot goes from the first key on; how many slots."""
+    """Write to scratch, for each shown slot with the first key, how many leading keys it holds by
+    tier. Returns the number of these slots."""
     row = last_set = answers = count = at = 0
     for at in range(len(keys) // WORDS):
         before = row
@@ -201,12 +205,12 @@ def match(
 
 
 def fastest(member: int) -> int:
-    """The fastest tier of a member."""
+    """Number of the fastest tier in a member's bits."""
     return 0 if member & 1 else 1 if member & 2 else SLOWEST
 
 
 def end(slots: Ints, slot: int, tier: int, at: int) -> None:
-    """The slot's run in tiers faster than this one ends before block `at`."""
+    """End the slot's run, in the tiers faster than `tier`, before block `at`."""
     for faster in range(slots[slot * SLOT + WORST], tier):
         slots[slot * SLOT + LENGTH + faster] = at
     if slots[slot * SLOT + WORST] < tier:
@@ -214,7 +218,7 @@ def end(slots: Ints, slot: int, tier: int, at: int) -> None:
 
 
 def enter(sets: Ints, slots: Ints, scratch: Ints, meta: Ints, first: int) -> int:
-    """The shown slots of the first block's set are in the answer, and still in the run."""
+    """Begin the answer with the shown slots of the first block's set; returns their number."""
     count, chunk, slot_count = 0, first, meta[SLOT_COUNT]
     for i in range(sets[first * CHUNK + SIZE]):
         chunk = chunk_of(sets, chunk, i)
@@ -231,12 +235,12 @@ def enter(sets: Ints, slots: Ints, scratch: Ints, meta: Ints, first: int) -> int
 
 
 def tiers_upto(slots: Ints, slot: int) -> int:
-    """A mask of the tiers that a block may be in without making the slot's run slower."""
+    """Mask of the tiers that a block may be in without making the slot's run slower."""
     return (2 << slots[slot * SLOT + WORST]) - 1
 
 
 def is_held_by(sets: Ints, scratch: Ints, meta: Ints, here: int, count: int) -> bool:
-    """Has this set just the slots still in the run, in tiers that make none of them slower?"""
+    """Whether this set has just the slots still in the run, in tiers that make no run slower."""
     # The innermost loop of a prompt whose blocks all have other sets: vectors, and no branches.
     if sets[here * CHUNK + SIZE] != count:
         return False
@@ -260,7 +264,8 @@ def is_held_by(sets: Ints, scratch: Ints, meta: Ints, here: int, count: int) -> 
 def narrow(
     sets: Ints, slots: Ints, scratch: Ints, meta: Ints, here: int, count: int, at: int
 ) -> int:
-    """Number of holders still in the run that have block `at` too: both lists ascend."""
+    """Keep only the slots in the run that hold block `at` too, and end the run of the others;
+    returns how many are kept. Both lists ascend."""
     left, place, stop = sets[here * CHUNK + SIZE], here * CHUNK, here * CHUNK + MEMBERS
     active = meta[SLOT_COUNT] * (1 + ANSWER)
     kept = active

@@ -1,8 +1,8 @@
-"""The loops of the index as machine code, or as they stand (ADR 10).
+"""The loops of the index, compiled to machine code with numba, or as plain Python (ADR 10).
 
-Compiled with numba (extra `index`) when the first `Holdings` of a process is made, never while it
-answers. Nothing is kept on disk: numba's cache would be a pickle that anybody who can write the
-folder could replace.
+Compiled (extra `index`) when the first `Holdings` of a process is made, never while it answers.
+Nothing is kept on disk: numba's cache would be a pickle that anybody who can write to the folder
+could replace.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ class Loops(NamedTuple):
 
 
 PLAIN = Loops(loops.store, loops.remove, loops.sweep, loops.match)
-"""The reference, and what runs where numba is not installed: on memoryviews."""
+"""The loops as plain Python, on memoryviews: the reference, and used where numba is not
+installed."""
 
 
 def is_available() -> bool:
-    """Is numba installed?"""
+    """Whether numba is installed."""
     return importlib.util.find_spec("numba") is not None
 
 
 @functools.cache
 def compiled() -> Loops:
-    """Takes arrays; takes seconds the first time."""
+    """The loops compiled; they take numpy arrays. The first call takes seconds."""
     import numba
     from numba import types
 
@@ -61,7 +62,7 @@ def compiled() -> Loops:
 
 
 def _in_order(space: dict[str, Any]) -> list[tuple[str, FunctionType]]:
-    """The functions, each behind those that it calls."""
+    """Names and functions of `space`, each function behind those that it calls."""
     functions = {name: value for name, value in space.items() if inspect.isfunction(value)}
     done: dict[str, FunctionType] = {}
     while len(done) < len(functions):

@@ -20,64 +20,67 @@ from kvstore.types import SpaceId, Tier
 from kvstore.wire.feed import Change, Delta, Left, Removed, SnapshotPart, Stored
 
 PLACES_MAX: Final = 1024
-"""Places of one node, and as many again while a snapshot of it comes."""
+"""Most places of one node, and as many again while a snapshot of it is received."""
 
 Scope = Hashable
-"""The keeper's name of a (tenant, space)."""
+"""Name that the keeper of the blocks uses for a (tenant, space)."""
 Place = tuple[str, int, Scope]
 """Engine, rank, scope."""
 
 
 class PlaceSlots(Protocol):
-    """Keeper of the blocks of one node."""
+    """Keeper of the blocks of one node, in slots."""
 
     def scope(self, tenant: str, space: SpaceId) -> Scope:
-        """Its name of a (tenant, space)."""
+        """Name that this keeper uses for a (tenant, space)."""
         ...
 
     def open(self, place: Place, *, is_hidden: bool) -> int | None:
-        """A new slot, empty. None: there is no room for one."""
+        """A new, empty slot; hidden: in no answer until `show`. None: there is no room for one."""
         ...
 
     def show(self, slot: int) -> None:
-        """Let a hidden slot be in answers."""
+        """Include a hidden slot in answers from now on."""
         ...
 
     def void(self, slot: int) -> None:
-        """Forget all that this slot holds, and the slot."""
+        """Drop this slot and all that it holds."""
         ...
 
     def stored(self, slot: int, scope: Scope, tier: Tier, keys: bytes) -> None:
-        """The slot holds these in this tier."""
+        """Record that the slot holds these blocks in this tier. `keys`: 32 bytes each."""
         ...
 
     def removed(self, slot: int, scope: Scope, tier: Tier, keys: bytes) -> None:
-        """The slot holds these in this tier no more; no error if it did not."""
+        """Record that the slot does not hold these blocks in this tier any more; no error if it did
+        not."""
         ...
 
 
 class Places:
-    """One node."""
+    """Slots of one node, by place, and of the snapshot under way."""
 
     def __init__(self, kept: PlaceSlots) -> None:
         self._kept = kept
         self.slots: dict[Place, int] = {}
         self.coming: dict[Place, int] | None = None
-        """The slots of a snapshot that fills while older ones answer."""
+        """Slots of a snapshot that is being received while older ones answer; None: there is
+        none."""
         self._scopes: dict[tuple[str, int], set[Scope]] = {}
-        """Superset of an engine's places, so that none are searched for when the engine leaves."""
+        """Scopes of each (engine, rank), maybe too many, so that none are searched for when the
+        engine leaves."""
         self.is_short = False
-        """Something it said found no room."""
+        """Whether some of the node's blocks found no room."""
 
     def resume(self, slots: dict[Place, int], coming: dict[Place, int] | None) -> None:
-        """Go on with slots that another replica opened. A snapshot that came in part is dropped,
-        and earlier blocks stay."""
+        """Take over slots that another replica opened. A snapshot received in part is dropped, and
+        earlier blocks stay."""
         self.slots, self.coming = slots, coming
         self.abandon()
         self._know(slots)
 
     def take(self, heard: Heard, event: Event) -> None:
-        """Do what `Feed.hear` said of this event."""
+        """Apply an event as `Feed.hear` decided about it."""
         if heard.forget:
             self.forget()
         if heard.abandon:
@@ -95,14 +98,14 @@ class Places:
             self._complete()
 
     def forget(self) -> None:
-        """All that it ever said is void."""
+        """Drop all blocks of the node."""
         self.abandon()
         self._void(self.slots, list(self.slots))
         self._scopes.clear()
         self.is_short = False
 
     def abandon(self) -> None:
-        """The snapshot that is coming is void."""
+        """Drop the snapshot under way."""
         if self.coming is not None:
             self._void(self.coming, list(self.coming))
             self.coming = None

@@ -31,8 +31,8 @@ from kvstore.index.fields import (
 
 
 def home(meta: Ints, mixed: int) -> int:
-    """First cell of a probe, by all words of a block. Every bit of every word counts, by secrets:
-    nobody can choose keys that begin at one cell, or at neighbours."""
+    """First cell of a probe, from the sum of a block's words, each times its secret. Every bit of
+    every word counts: nobody can choose keys that begin at one cell, or at neighbours."""
     folded = (mixed & M31) * meta[SECRET_A] + (mixed >> 31) * meta[SECRET_B]
     return (((folded >> 20) & M31) * meta[CELL_COUNT]) >> 31
 
@@ -41,7 +41,7 @@ def home(meta: Ints, mixed: int) -> int:
 
 
 def home_of_key(meta: Ints, keys: Sequence[int], at: int, scope: int) -> int:
-    """First cell to probe for a published or requested key."""
+    """First cell of the probe for key number `at` in a scope."""
     i = at * WORDS
     return home(
         meta,
@@ -52,7 +52,7 @@ def home_of_key(meta: Ints, keys: Sequence[int], at: int, scope: int) -> int:
 
 
 def home_of_row(meta: Ints, rows: Ints, row: int) -> int:
-    """The same of one that has a row."""
+    """First cell of the probe for the block of a row."""
     i = row * ROW
     return home(
         meta,
@@ -63,7 +63,8 @@ def home_of_row(meta: Ints, rows: Ints, row: int) -> int:
 
 
 def is_at(rows: Ints, row: int, keys: Sequence[int], at: int, scope: int) -> bool:
-    """All 32 bytes and the scope: no other block is ever taken for this one."""
+    """Whether the row has key number `at` and this scope. All 32 bytes are compared: no other block
+    is ever taken for this one."""
     base, begin = row * ROW, at * WORDS
     if rows[base + SCOPE] != scope:
         return False
@@ -76,7 +77,8 @@ def is_at(rows: Ints, row: int, keys: Sequence[int], at: int, scope: int) -> boo
 def find(
     rows: Ints, cells: Ints, meta: Ints, keys: Sequence[int], at: int, scope: int, last: int
 ) -> int:
-    """Row of a key, 0 when there is none; `last`: the row of the key before it, or 0."""
+    """Row of key number `at` in a scope, 0 if there is none; `last`: row of the key before it, or
+    0."""
     if last and is_at(rows, last + 1, keys, at, scope):
         return last + 1
     cell = home_of_key(meta, keys, at, scope)
@@ -93,7 +95,8 @@ def find(
 
 
 def insert(rows: Ints, cells: Ints, meta: Ints, keys: Sequence[int], at: int, scope: int) -> int:
-    """A row for a key that `find` just did not find, with the empty set, linked to itself."""
+    """New row for a key that `find` just did not find, with the empty set, linked to itself;
+    returns its number."""
     row = meta[ROW_FREE]
     if row:
         meta[ROW_FREE] = rows[row * ROW + OLDER]
@@ -113,7 +116,7 @@ def insert(rows: Ints, cells: Ints, meta: Ints, keys: Sequence[int], at: int, sc
 
 
 def delete(rows: Ints, cells: Ints, meta: Ints, row: int) -> None:
-    """Forget a row whose set is empty. Later cells of its probe move up: no tombstones."""
+    """Delete a row whose set is empty. Later cells of its probe move up: no tombstones."""
     base, count = row * ROW, meta[CELL_COUNT]
     unlink(rows, row)
     hole = home_of_row(meta, rows, row)
@@ -138,14 +141,14 @@ def delete(rows: Ints, cells: Ints, meta: Ints, row: int) -> None:
 
 
 def unlink(rows: Ints, row: int) -> None:
-    """Out of the order of use."""
+    """Remove a row from the order of use."""
     newer, older = rows[row * ROW + NEWER], rows[row * ROW + OLDER]
     rows[newer * ROW + OLDER] = older
     rows[older * ROW + NEWER] = newer
 
 
 def put_behind(rows: Ints, row: int, other: int) -> None:
-    """Make this row the next older one than the other; other 0: the newest of all."""
+    """Make this row the next older one than row `other`; with `other` 0, the newest of all."""
     older = rows[other * ROW + OLDER]
     if older == row or other == row:
         return

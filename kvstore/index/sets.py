@@ -1,7 +1,8 @@
-"""Loops over sets: who holds a block. Each different set is kept once, and counts its rows.
+"""Loops over sets of slots: each set is the holders of one or more blocks. A set is kept once, and
+counts the rows that have it.
 
 Members are slot << 3 | tiers (bit 1 << tier), in ascending order, in chunks of twelve. A set is
-known by its first chunk; a table finds it by its members.
+named by its first chunk; a table finds it by its members.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ def member_of(sets: Ints, chunk: int, i: int) -> int:
 
 
 def chunk_of(sets: Ints, chunk: int, i: int) -> int:
-    """The chunk that has member number i, when `chunk` had the one before."""
+    """The chunk that has member number i, where `chunk` has member i - 1."""
     return sets[chunk * CHUNK + NEXT] if i and i % MEMBERS == 0 else chunk
 
 
 def altered(sets: Ints, scratch: Ints, old: int, slot: int, drop: int, add: int) -> int:
-    """Write to scratch the old set with these tiers of one slot dropped and added; its size."""
+    """Write to scratch the members of set `old` with these tiers of one slot dropped and added;
+    returns their number."""
     count, chunk, is_done = 0, old, False
     for i in range(sets[old * CHUNK + SIZE]):
         chunk = chunk_of(sets, chunk, i)
@@ -62,7 +64,7 @@ def altered(sets: Ints, scratch: Ints, old: int, slot: int, drop: int, add: int)
 
 
 def stripped(sets: Ints, slots: Ints, scratch: Ints, old: int) -> int:
-    """Write to scratch the old set without void slots; its size."""
+    """Write to scratch the members of set `old` without void slots; returns their number."""
     count, chunk = 0, old
     for i in range(sets[old * CHUNK + SIZE]):
         chunk = chunk_of(sets, chunk, i)
@@ -74,7 +76,7 @@ def stripped(sets: Ints, slots: Ints, scratch: Ints, old: int) -> int:
 
 
 def intern(sets: Ints, set_cells: Ints, meta: Ints, scratch: Ints, count: int) -> int:
-    """The set with the members in scratch, made if there is none yet."""
+    """The set with the `count` members in scratch; made if there is none yet. 0: the empty set."""
     if count == 0:
         return 0
     mixed = 0
@@ -103,7 +105,7 @@ def intern(sets: Ints, set_cells: Ints, meta: Ints, scratch: Ints, count: int) -
 
 
 def is_set(sets: Ints, first: int, scratch: Ints, count: int, mixed: int) -> bool:
-    """Has this set exactly the members in scratch?"""
+    """Whether this set has just the members in scratch."""
     if sets[first * CHUNK + HASH] != mixed or sets[first * CHUNK + SIZE] != count:
         return False
     chunk = first
@@ -115,7 +117,7 @@ def is_set(sets: Ints, first: int, scratch: Ints, count: int, mixed: int) -> boo
 
 
 def take_chunk(sets: Ints, meta: Ints) -> int:
-    """A free chunk, at the end of nothing; `holdings.py` says why there is always one."""
+    """A free chunk, with no next one; `holdings.py` explains why there is always one."""
     chunk = meta[CHUNK_FREE]
     if chunk:
         meta[CHUNK_FREE] = sets[chunk * CHUNK + NEXT]
@@ -128,7 +130,7 @@ def take_chunk(sets: Ints, meta: Ints) -> int:
 
 
 def release(sets: Ints, set_cells: Ints, meta: Ints, old: int) -> None:
-    """One row less has this set; without rows it is freed."""
+    """Count one row less for this set, and free the set if no row has it."""
     sets[old * CHUNK + REFS] -= 1
     if sets[old * CHUNK + REFS]:
         return
