@@ -57,16 +57,16 @@ from kvstore.wire.feed import MESSAGE_BYTES_MAX
 from kvstore.wording import cannot_listen
 
 CALL_COUNT_MAX: Final = 8192
-"""Feeds and watchers included."""
+"""Most calls of a replica at a time, feeds and watchers included."""
 CALLS_PER_CONNECTION_MAX: Final = 64
 UNREAD_BYTES_MAX: Final = (64 << 10) - 1
 DRAIN_S: Final = 1.0
 START_TIMEOUT_S: Final = 10.0
 PAGE_TIMEOUT_S: Final = 1.0
 PING_MS: Final = 10_000
-"""A connection that is silent for so long gets a ping …"""
+"""A connection without traffic for this long gets a ping …"""
 PING_TIMEOUT_MS: Final = 5_000
-"""… and is closed when it does not answer."""
+"""… and is closed when no answer comes for this long."""
 PING_LEAST_MS: Final = 1_000
 """Shortest interval of a client's pings; a client that pings more often is disconnected."""
 SERVICES: Final = (
@@ -97,10 +97,10 @@ _log = logging.getLogger(__name__)
 
 
 class Replica:
-    """Listens from construction until `close`."""
+    """A replica of the index, which listens from construction until `close`."""
 
     def __init__(self, config: ReplicaConfig, tls: Tls | None, loop: LoopThread) -> None:
-        """`tls` None: no authentication.
+        """Listen on the configured address. `tls` None: no TLS, and no authentication.
 
         Raises:
             ConfigError: the address cannot be listened on.
@@ -127,7 +127,7 @@ class Replica:
 
     @property
     def note(self) -> str:
-        """Note for the operator of a replica that serves; empty: none."""
+        """Warnings about a replica that serves, for its operator; empty: none."""
         notes = (INSECURE_NOTE if self.insecure else "", self._store.trouble, self._service.trouble)
         return ", and ".join(filter(None, notes))
 
@@ -168,7 +168,7 @@ class Replica:
     # ── pages ────────────────────────────────────────────────────────────────────────────────────
 
     def families(self) -> list[Family]:
-        """Its metrics. Raises TimeoutError."""
+        """Metrics of this replica. Raises TimeoutError if its loop does not answer."""
         return self._loop.call(self._families(), timeout_s=PAGE_TIMEOUT_S)
 
     async def _families(self) -> list[Family]:
@@ -193,7 +193,7 @@ class Replica:
         ]
 
     def state(self) -> dict[str, Any]:
-        """Sections of its page. Raises TimeoutError."""
+        """Sections of this replica's web page. Raises TimeoutError if its loop does not answer."""
         return self._loop.call(self._state(), timeout_s=PAGE_TIMEOUT_S)
 
     async def _state(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class Replica:
 
 
 def is_compiled(config: ReplicaConfig) -> bool:
-    """Whether the loops of its index are. With a store elsewhere it has none."""
+    """Whether this replica runs compiled loops. With a shared store it runs none."""
     return config.store is None and not config.is_plain and native.is_available()
 
 
@@ -237,14 +237,14 @@ def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
 
 
 class IndexCollector(Collector):
-    """The metrics of a replica that is a process of its own."""
+    """Metrics of a replica that has a process of its own, for Prometheus."""
 
     def __init__(self, replica: Replica, tls: Tls | None) -> None:
         self._replica, self._tls = replica, tls
         self._version = __version__
 
     def collect(self) -> Iterator[Family]:
-        """Raises TimeoutError when the loop does not answer."""
+        """All metrics. Raises TimeoutError when the loop does not answer."""
         yield family("kvstore_index_info", [((self._version,), 1)])
         yield certificate_ends(self._tls)
         yield from self._replica.families()
@@ -254,7 +254,8 @@ class IndexCollector(Collector):
 
 
 def make_pages(replica: Replica, tls: Tls | None) -> dict[str, PageMaker]:
-    """The pages of a replica by path. `tls`: as at its start."""
+    """Pages of a replica by path: /metrics, /healthz and its web pages. `tls`: as read at its
+    start."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(IndexCollector(replica, tls))
 
@@ -276,7 +277,7 @@ def make_pages(replica: Replica, tls: Tls | None) -> dict[str, PageMaker]:
 
 
 def run_index(config: IndexConfig) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP. Call it in the main thread.
+    """Run `kvstore index` until SIGTERM, SIGINT or SIGHUP. Call it in the main thread.
 
     Raises:
         ConfigError: the replica cannot start with this configuration on this machine.

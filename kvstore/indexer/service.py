@@ -58,12 +58,12 @@ FEED_COUNT_MAX: Final = 4096
 WATCHER_COUNT_MAX: Final = 64
 WATCH_KEYS_MAX: Final = 1024
 TOKEN_QUESTIONS_MAX: Final = 16
-"""Prompts of tokens that wait for their keys: a second of work and 32 MiB, or so."""
+"""Most queries by tokens that wait for their keys: a second of work and 32 MiB, or so."""
 WATCH_PERIOD_S: Final = 0.1
-"""Shortest interval of a watcher's news; nodes that come and go in between are left out. The list
-of the nodes is made once per interval for all callers."""
+"""Shortest interval between two updates to a watcher; nodes that come and go in between are left
+out. The list of the nodes is made once per interval for all callers."""
 READER_TIMEOUT_S: Final = 5.0
-"""A watcher that takes longer to read its news is disconnected."""
+"""A watcher that takes longer to read an update is disconnected."""
 HELLO_TIMEOUT_S: Final = 5.0
 DIAL_TIMEOUT_S: Final = 1.0
 DIALS_MAX: Final = 3
@@ -73,7 +73,8 @@ OLDER_FEEDS: Final = "kvstore.index.v1.Index"
 _log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 News = tuple[Incarnation, str, Trust | None, tuple[EngineEntry, ...]]
-"""The state whose changes are news. Sequence numbers and loads change all the time."""
+"""Part of a node's state whose changes are sent to watchers. Sequence numbers and loads change all
+the time."""
 
 
 class IndexCounters:
@@ -91,7 +92,7 @@ class IndexCounters:
 
 
 class _Sight:
-    """The nodes as watchers see them, taken from the store once a period for all of them."""
+    """Nodes as watchers see them, read from the store once per period for all watchers."""
 
     def __init__(self, store: IndexStore, *, engines: bool) -> None:
         self._store, self._engines = store, engines
@@ -100,7 +101,7 @@ class _Sight:
         self.members: dict[str, Member] = {}
 
     def look(self, now_ms: int) -> dict[str, News]:
-        """Node → news; the same object until one changes."""
+        """Present `News` by node; the same object as before unless one has changed."""
         if now_ms >= self._due_ms:
             self._due_ms = now_ms + int(WATCH_PERIOD_S * 1000)
             self.members = {member.node: member for member in self._store.members(now_ms)}
@@ -119,27 +120,29 @@ class _Sight:
 
 
 class IndexService(IndexServicer):
-    """One replica. All of it runs on one loop."""
+    """The gRPC service of one replica. All of it runs on one loop."""
 
     def __init__(self, store: IndexStore, *, demands_names: bool) -> None:
-        """`demands_names`: a feed must come from the node that its certificate names."""
+        """`demands_names`: accept a feed only from the node that its certificate names."""
         self.store = store
         self.counters = IndexCounters()
         self._demands_names = demands_names
         self._feeds: dict[str, Hello] = {}
-        """The newest stream of each node."""
+        """Hello of the newest stream of each connected node."""
         self._hosts: dict[str, str] = {}
-        """Node → IP address that its stream came from."""
+        """IP address that the stream of each node comes from."""
         self._rivals = Rivals()
         self._watchers = 0
         self._endings: set[asyncio.Task[None]] = set()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="index-keys")
-        """Keys of long prompts take tens of milliseconds."""
+        """Thread that makes the keys of prompts, since those of long ones take tens of
+        milliseconds."""
         self._token_questions = 0
-        """Questions in that thread, also of callers that have disconnected."""
+        """Number of queries in that thread, including those of callers that have disconnected."""
         self._sights = {wanted: _Sight(store, engines=wanted) for wanted in (False, True)}
         self._listed: dict[bool, pb.NodesReply] = {}
-        """Without engines, and with them."""
+        """Reply to `Nodes` without engines (False) and with them (True), until
+        `_listed_until_ms`."""
         self._listed_until_ms = 0
 
     @property
@@ -151,11 +154,11 @@ class IndexService(IndexServicer):
         return self._watchers
 
     async def trust(self) -> Trust:
-        """Trust in the index itself: that in its answer about an empty prompt."""
+        """Trust in the index itself: the trust of its answer about an empty prompt."""
         return (await self.store.match("", SpaceId(bytes(KEY_BYTES)), b"", loop_ms())).trust
 
     def call_refused(self) -> None:
-        """Count a call of a caller with too many (`shares`)."""
+        """Count a call that was refused because its caller has too many (`shares`)."""
         self.counters.calls_refused += 1
 
     async def tick(self) -> None:
@@ -165,7 +168,7 @@ class IndexService(IndexServicer):
             await asyncio.sleep(TICK_S)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the thread that makes keys."""
         self._hashing.shutdown(wait=False, cancel_futures=True)
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────
@@ -262,8 +265,9 @@ class IndexService(IndexServicer):
     # ── feeds ────────────────────────────────────────────────────────────────────────────────────
 
     def feed_handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """Words are decoded here: gRPC would end the stream without one about what is wrong. Nodes
-        of the version before have the sentence of this end only."""
+        """gRPC handlers of feeds. Messages are decoded in `feed`: if gRPC decoded them, it would
+        end the stream without saying what is wrong. Nodes of the version before only get the
+        message to upgrade."""
         feed = grpc.stream_stream_rpc_method_handler(self.feed, bytes, encode)
         older = grpc.stream_stream_rpc_method_handler(_refuse_older, bytes, bytes)
         return (
@@ -272,7 +276,8 @@ class IndexService(IndexServicer):
         )
 
     async def feed(self, words: AsyncIterator[bytes], context: Context) -> AsyncIterator[FeedOrder]:
-        """The stream of one node."""
+        """The feed of one node: its messages come in, and orders such as a snapshot request go
+        out."""
         hello = await self._hello(words, context)
         verdict = await self._tell_store(hello)
         if verdict is Verdict.CLOSE:
@@ -304,7 +309,8 @@ class IndexService(IndexServicer):
             ending.add_done_callback(self._endings.discard)
 
     async def _hello(self, words: AsyncIterator[bytes], context: Context) -> Hello:
-        """The first message of a feed, from a node that may send it."""
+        """The Hello that begins a feed. Ends the call if it is missing, late or malformed, or if
+        this caller may not send it."""
         try:
             hello = decode_hello(await asyncio.wait_for(anext(words), HELLO_TIMEOUT_S))
         except (TimeoutError, StopAsyncIteration):
@@ -362,12 +368,13 @@ class IndexService(IndexServicer):
 
     @property
     def trouble(self) -> str:
-        """Why the service is not healthy; empty while it is."""
+        """Error to report on /healthz; empty while the service is healthy."""
         names = self._rivals.names(now_ms())
         return f"two processes claim to be node {', '.join(names)}" if names else ""
 
     async def _tell_store(self, event: Event) -> Verdict:
-        """Apply an event; nodes that come, go or are in sync again renew the list of the nodes."""
+        """Apply an event to the store. If a node came, went or is in sync again, the list of nodes
+        is made anew for the next caller."""
         verdict = await self.store.hear(event, loop_ms())
         match event:
             case Delta() | FeedBeat() | SnapshotPart(is_last=False) if verdict is Verdict.GO_ON:
@@ -381,7 +388,8 @@ class IndexService(IndexServicer):
         return FeedOrder()
 
     async def _ended(self, hello: Hello, peer: str) -> None:
-        """The node's stream has ended: find out whether the node has."""
+        """A node's stream has ended: dial the node's address to find out whether the node has
+        ended, too."""
         await self._tell_store(FeedClosed(hello.node, hello.incarnation, hello.stream))
         found = address_of(hello.address)
         if found is None or found.host != _host_of(peer) or hello.node in self._feeds:
@@ -411,7 +419,8 @@ def now_ms() -> int:
 
 
 def loop_ms() -> int:
-    """The same, on a loop: its clock is that one, or in tests a virtual one."""
+    """Time of the index as in `now_ms`, from the running loop: its clock is the monotonic one, or
+    in tests a virtual one."""
     return int(asyncio.get_running_loop().time() * 1000)
 
 

@@ -31,19 +31,20 @@ from kvstore.proto import index_pb2 as pb
 from kvstore.types import KEY_BYTES
 
 CALLS_MAX: Final = 64
-"""As many as one connection has."""
+"""Most calls of one caller at a time: as many as one connection has."""
 WATCHES_MAX: Final = 8
 KEYS_AT_ONCE: Final = 16_384
-"""One question of the largest."""
+"""Most keys of one caller's queries that are answered at the same time: one query of the largest
+size."""
 SMALL_KEYS: Final = 1024
-"""A question of no more stops the loop for no longer than a few calls do."""
+"""A query of at most this many keys stops the loop for no longer than a few calls do."""
 REST_MAX_S: Final = 0.2
 REFUSAL_S: Final = 0.05
 """Pause between two refusals of a caller."""
 REFUSALS_WAITING_MAX: Final = 1024
 """Calls that wait to be refused; gRPC keeps up to 64 KiB of each. More are refused at once."""
 TOKENS_PER_KEY: Final = 16
-"""So many are as much work, at the least."""
+"""In a query by tokens, this many tokens count as one key."""
 
 _log = logging.getLogger(__name__)
 Behavior = Callable[[Any, Any], Any]
@@ -56,24 +57,25 @@ class _Share:
         self.calls = 0
         self.watches = 0
         self.is_told = False
-        """The log has a warning that the caller exceeds its share."""
+        """Whether a warning that the caller exceeds its share was logged."""
         self.turn = asyncio.Lock()
         self.refusals = 0
-        """Calls that wait to be refused."""
+        """Number of calls that wait to be refused."""
         self.refusal = asyncio.Lock()
         self._keys = 0
         self._has_room = asyncio.Event()
         self._rest_s = 0.0
 
     async def rest(self) -> None:
-        """Pause as long as the caller's large questions took: they stop the loop, which takes in
-        other callers' calls meanwhile. In `turn`."""
+        """Pause as long as the caller's large queries took: these stop the loop, which handles
+        other callers' calls in the pause. Call it while holding `turn`."""
         rest_s, self._rest_s = self._rest_s, 0.0
         if rest_s:
             await asyncio.sleep(min(rest_s, REST_MAX_S))
 
     async def take(self, keys: int) -> None:
-        """Wait for room. In `turn`."""
+        """Wait until the caller's queries being answered leave room for this many keys. Call it
+        while holding `turn`."""
         while self._keys and self._keys + keys > KEYS_AT_ONCE:
             self._has_room.clear()
             await self._has_room.wait()
@@ -86,7 +88,8 @@ class _Share:
 
 
 class _Written:
-    """Encodes a reply once for many callers: the list of the nodes."""
+    """Encoder of replies that keeps the last result: the list of the nodes is encoded once for many
+    callers."""
 
     def __init__(self, write: Callable[[Any], bytes]) -> None:
         self._write = write
@@ -100,10 +103,10 @@ class _Written:
 
 
 class Shares(grpc.aio.ServerInterceptor):
-    """Intercepts all calls of one server. On its loop."""
+    """Interceptor that applies the limits to all calls of one server. Runs on the server's loop."""
 
     def __init__(self, refused: Callable[[], None]) -> None:
-        """`refused`: counts a call that was refused."""
+        """`refused`: called for each call that is refused, to count it."""
         self._refused = refused
         self._shares: dict[str, _Share] = {}
         self._handlers: dict[str, Any] = {}
@@ -111,8 +114,9 @@ class Shares(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Any]], handler_call_details: Details
     ) -> Any:
-        """A handler that sees the caller before the message: gRPC starts the handler of a stream
-        before its first message is there, and on the wire a single message is a stream of one."""
+        """The handler for a call, wrapped so that the caller is checked before its message is read.
+        Calls with one message are served as streams of one, which is the same on the wire: gRPC
+        starts the handler of a stream before its first message is there."""
         method = handler_call_details.method
         if method not in self._handlers:
             handler = await continuation(handler_call_details)
@@ -206,13 +210,13 @@ class Shares(grpc.aio.ServerInterceptor):
 
 
 def caller(context: Context) -> str:
-    """Name of the caller that a call belongs to."""
+    """Name of a call's peer: the identities in its certificate, or else its connection."""
     names = sorted(map(str, peer_identities(context.auth_context())))
     return "+".join(names) or context.peer()
 
 
 def _keys_of(request: Any) -> int:
-    """Work of a request, in keys."""
+    """Cost of answering a request, in keys."""
     if not isinstance(request, pb.MatchRequest):
         return 1
     return max(1, len(request.keys) // KEY_BYTES, len(request.tokens.ids) // TOKENS_PER_KEY)

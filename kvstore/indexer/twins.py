@@ -16,20 +16,21 @@ _log = logging.getLogger(__name__)
 
 
 class Twin:
-    """The other process, as reported by one replica."""
+    """Second process with this node's name, as reported by one replica."""
 
     def __init__(self) -> None:
         self.text = ""
-        """The last report; empty: none lately."""
+        """Text of the last report; empty: there was none lately."""
         self._at_s = 0.0
 
     def told(self, text: str, now_s: float) -> None:
-        """Take a report; log the first."""
+        """Keep a report; the first one is logged."""
         if not self.text:
             _log.error("%s. %s", text, OWN_NAMES)
         self.text, self._at_s = text, now_s
 
     def look(self, now_s: float) -> None:
-        """Drop an old report: this node is accepted, and the other process is gone."""
+        """Drop a report that is older than TOLD_S: this node is accepted, and the other process is
+        gone."""
         if now_s - self._at_s > TOLD_S:
             self.text = ""
