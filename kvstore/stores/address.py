@@ -21,26 +21,26 @@ PASSWORD_BYTES_MAX: Final = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig:
-    """A Redis or Valkey, and its credentials."""
+    """Address of a Redis or Valkey, and the credentials for it."""
 
     host: str
     port: int
     database: int
     tls: bool
     ca: Path | None = None
-    """CA of its certificate; None: the authorities that the system trusts."""
+    """CA of the store's certificate; None: the authorities that the system trusts."""
     username: str | None = None
     password: str | None = field(default=None, repr=False)
 
     @property
     def place(self) -> str:
-        """Address in messages."""
+        """Address as a URL without credentials, for messages."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'rediss' if self.tls else 'redis'}://{host}:{self.port}/{self.database}"
 
     @property
     def is_here(self) -> bool:
-        """Whether the way is TLS or loopback."""
+        """Whether the connection is protected: by TLS, or because it is loopback."""
         if self.tls or self.host == "localhost":
             return True
         try:
@@ -50,7 +50,8 @@ class StoreConfig:
 
 
 def store_config(url: str, *, password_file: str | None, ca: str | None) -> StoreConfig:
-    """From `--store` and the two flags beside it. Raises ConfigError."""
+    """Make a StoreConfig from `--store` and the two flags beside it. Raises ConfigError for values
+    that cannot be used."""
     try:
         parts = urlsplit(url)
         port, database = parts.port or DEFAULT_PORT, int(parts.path.strip("/") or 0)

@@ -41,36 +41,37 @@ class Deadlines(NamedTuple):
     """Longest waits for a store."""
 
     read_s: float = 0.2
-    """For an answer: beyond it the caller had better compute."""
+    """For the answer to a query: if it takes longer, the caller had better compute."""
     write_s: float = 2.0
-    """For a step, for which only the next one of the same node waits."""
+    """For a step that writes: only the next step of the same node waits for it."""
 
 
 DEADLINES: Final = Deadlines()
 CONNECTIONS_MAX: Final = 32
 PREFIX: Final = b"kvstore:1:"
-"""Prefix of all keys, with the number of this layout: another one begins with an empty store."""
+"""Prefix of all keys, with the number of their layout: a version with another layout begins with an
+empty store."""
 FAILURES: Final = (RedisError, OSError, TimeoutError)
 _REMEDIES: Final = {
     OutOfMemoryError: "Raise its maxmemory, or lower --entries.",
     ReadOnlyError: "Name its primary in --store.",
 }
 REFUSALS: Final = tuple(_REMEDIES)
-"""Failures of a store that answers and takes no writes."""
+"""Errors of a store that answers, but accepts no writes."""
 
 _Argument = bytes | str
 _log = logging.getLogger(__name__)
 
 
 class StoreConnection:
-    """Connection to one store. Unreachable until the first poll."""
+    """Connection to one store; counts as unreachable until the first successful poll."""
 
     def __init__(self, config: StoreConfig, deadlines: Deadlines) -> None:
         self.is_away = True
         self.trouble = ""
         self.failure_count = 0
         self.warning = ""
-        """A wrong setting of a store that answers."""
+        """Warning about a wrong setting of a store that answers; empty: none."""
         self._place = config.place
         self._deadlines = deadlines
         self._has_scripts = False
@@ -95,21 +96,22 @@ class StoreConnection:
         self._redis: Any = Redis.from_pool(pool)
 
     async def read(self, script: scripts.Script, *arguments: _Argument) -> Any:
-        """A query. Raises FAILURES."""
+        """Run a script that only reads; returns its answer. Raises FAILURES."""
         async with asyncio.timeout(self._deadlines.read_s):
             return await self._redis.evalsha(script.sha, 0, PREFIX, *arguments)
 
     async def write_all(
         self, script: scripts.Script, calls: Iterable[Sequence[_Argument]]
     ) -> list[int]:
-        """Steps, in order and in one go. Raises FAILURES."""
+        """Run a script with each of these arguments, in order, in one round trip; returns its
+        answers. Raises FAILURES."""
         async with asyncio.timeout(self._deadlines.write_s), self._redis.pipeline(False) as steps:
             for arguments in calls:
                 steps.evalsha(script.sha, 0, PREFIX, *arguments)
             return list(map(int, await _outcomes(steps)))
 
     async def record(self, node: str) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """Version, body and places of a node. Raises FAILURES."""
+        """Version, body and places of a node's record; None for missing ones. Raises FAILURES."""
         name = PREFIX + b"n:" + node.encode()
         async with asyncio.timeout(self._deadlines.write_s):
             version, body, places = await self._redis.hmget(name, ["v", "body", "places"])
@@ -121,18 +123,19 @@ class StoreConnection:
             return int(await self._redis.incrby(PREFIX + b"ids", count))
 
     async def void_slots(self, count: int) -> list[bytes]:
-        """Some of the slots that are to be swept. Raises FAILURES."""
+        """Up to `count` of the slots that are to be swept. Raises FAILURES."""
         async with asyncio.timeout(self._deadlines.write_s):
             return list(await self._redis.srandmember(PREFIX + b"void", count))
 
     async def rows(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """The next cursor, 0 at the end, and names of some rows. Raises FAILURES."""
+        """Next cursor (0 at the end) and names of some rows, about `count`. Raises FAILURES."""
         async with asyncio.timeout(self._deadlines.write_s):
             after, names = await self._redis.scan(cursor, match=PREFIX + b"b:*", count=count)
         return int(after), names
 
     async def poll(self, epoch: bytes) -> tuple[list[Any], str, int]:
-        """Answer of POLL, the server's run id, and its memory in bytes. Raises FAILURES."""
+        """Run the script POLL, which proposes `epoch` to an empty store. Returns its answer, the
+        server's run id, and the server's memory in bytes. Raises FAILURES."""
         async with asyncio.timeout(self._deadlines.read_s), self._redis.pipeline(False) as asked:
             if not self._has_scripts:
                 for script in scripts.ALL:
@@ -152,7 +155,8 @@ class StoreConnection:
         return found, str(server.get("run_id", "")), int(memory.get("used_memory", 0))
 
     def lose(self, error: Exception) -> str:
-        """Take note of a failure. Returns the reason if the store answers, but takes no writes."""
+        """Record a failure. If the store answers, but accepts no writes, returns the reason; any
+        other failure makes the store unreachable and returns ""."""
         for kind, remedy in _REMEDIES.items():
             if isinstance(error, kind):
                 return f"the store at {self._place} takes nothing: {error} {remedy}"
@@ -171,16 +175,16 @@ class StoreConnection:
         return ""
 
     def is_back(self) -> None:
-        """The store answered a poll."""
+        """Record that the store answered a poll: it counts as reachable."""
         if self.trouble:
             _log.info("the store at %s answers", self._place)
         self.is_away, self.trouble = False, ""
 
     async def verify(self) -> None:
-        """Connect once. The store may be unreachable, but must not refuse the credentials.
+        """Connect at the start. The store may be unreachable, but must not refuse the credentials.
 
         Raises:
-            ConfigError: refused.
+            ConfigError: the store refuses the credentials.
         """
         try:
             async with asyncio.timeout(self._deadlines.write_s):
@@ -200,7 +204,8 @@ class StoreConnection:
 
 
 async def _outcomes(pipeline: Any) -> list[Any]:
-    """Outcomes of all commands. Raises the first error, without the command, which may be long."""
+    """Results of all commands of a pipeline. Raises the first error, without the command, which may
+    be long."""
     outcomes: list[Any] = await pipeline.execute(raise_on_error=False)
     for outcome in outcomes:
         if isinstance(outcome, Exception):

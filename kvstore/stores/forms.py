@@ -26,10 +26,10 @@ from kvstore.wire.load import Load
 SCOPE_BYTES = 16
 SLOT_BYTES = 4
 SLOTS_GIVEN_MAX: Final = 1 << 31
-"""More slot numbers than a store can give in its life: a larger one is forged."""
+"""More slot numbers than a store can give in its life: a greater number was forged."""
 _COUNT_MAX: Final = 1 << 63
 _TEXT_MAX: Final = 64
-"""Part of a broken value in a message."""
+"""Characters of a broken value that an error message shows."""
 _VERSION: Final = re.compile(rb"[0-9a-f]{1,32}\.[0-9]{1,18}")
 _COUNTS: Final = ("entries", "rows", "evicted")
 
@@ -41,7 +41,7 @@ _Place = tuple[str, int, bytes, Annotated[int, msgspec.Meta(ge=0, lt=1 << 8 * SL
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True):
-    """State of a node, for other replicas."""
+    """Record of a node, which other replicas read."""
 
     incarnation: Annotated[Incarnation, msgspec.Meta(ge=0)]
     replaced: tuple[Incarnation, ...]
@@ -49,28 +49,28 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
     sequence: _Number
     is_open: bool
     is_exact: bool
-    """Every update is applied; with `is_short`, one found no room."""
+    """Whether all updates of the node are applied; with `is_short`, some blocks found no room."""
     is_short: bool
     load_numbers: tuple[_Number, ...] = ()
-    """Fields of `Load`, in order; empty: none yet."""
+    """Fields of `Load`, in order; empty: no load was published yet."""
 
     @property
     def load(self) -> Load | None:
-        """Last load of its incarnation; None: none yet."""
+        """Last load published by its incarnation; None: none yet."""
         if not self.load_numbers:
             return None
         return Load(**dict(zip(Load.__struct_fields__, self.load_numbers, strict=False)))
 
 
 class KeptSlots(msgspec.Struct, frozen=True, array_like=True):
-    """Slots of a node by (engine, rank, scope), for the next replica that hears the node."""
+    """Slots of a node by (engine, rank, scope), for the next replica that the node publishes to."""
 
     slots: list[_Place]
     coming: list[_Place] | None
 
 
 class Polled(NamedTuple):
-    """Answer of POLL."""
+    """Decoded answer of the script POLL."""
 
     epoch: bytes
     slot_count: int
@@ -79,11 +79,12 @@ class Polled(NamedTuple):
     row_count: int
     evicted_count: int
     records: dict[str, tuple[bytes, Body, bytes]]
-    """By node: version, body, and the version at which its address refused."""
+    """By node: version, body, and the version of the record at which a connection to the node's
+    address was refused."""
 
 
 def polled(answer: Sequence[Any]) -> Polled:
-    """Raises ProtocolError."""
+    """Decode the answer of the script POLL. Raises ProtocolError."""
     epoch, slots, void, ids, *rest = answer
     if not 0 <= _count("the key ids", ids) < SLOTS_GIVEN_MAX:
         raise ProtocolError(f"the key ids is {int(ids)}, which is no number of a slot")
@@ -119,12 +120,12 @@ def _record(
 
 
 def encode(value: Body | KeptSlots | Holder) -> bytes:
-    """A record as bytes."""
+    """Encode a record with msgpack."""
     return msgspec.msgpack.encode(value)
 
 
 def decode(kind: type[_T], data: bytes) -> _T:
-    """Raises ProtocolError."""
+    """Decode a record of this type. Raises ProtocolError."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.MsgspecError:
@@ -132,10 +133,10 @@ def decode(kind: type[_T], data: bytes) -> _T:
 
 
 def scope_of(tenant: str, space: SpaceId) -> bytes:
-    """The name of a (tenant, space) in the store."""
+    """Name of a (tenant, space) in the store: a digest."""
     return hashlib.blake2b(space + tenant.encode(), digest_size=SCOPE_BYTES).digest()
 
 
 def slot_name(slot: int) -> bytes:
-    """Name of a slot number."""
+    """Name of a slot in the store: its number in 4 bytes, big-endian."""
     return slot.to_bytes(SLOT_BYTES, "big")

@@ -8,7 +8,8 @@ from kvstore.types import SpaceId
 
 
 class LocalStore:
-    """Always reachable, without waits: no answer mixes two states."""
+    """An `Index` in this process as an `IndexStore`: always reachable, answers without waiting, and
+    no answer mixes two states."""
 
     trouble = ""
     failure_count = 0

@@ -46,14 +46,16 @@ from kvstore.wire.load import EngineEntry
 # Covers: orders, and their division into scripts. Does not cover: the scripts (`scripts`).
 
 SCRIPT_KEYS_MAX: Final = 1024
-"""A script blocks the whole store: about a millisecond."""
+"""Most keys of one script, which blocks the whole store: about a millisecond."""
 
 Order = tuple[str, bytes, bytes, bytes]
-"""Name, slot, tiers or state, scope and keys or record."""
+"""Arguments of one change in the script WRITE: name, slot, tiers or state, scope and keys or
+record."""
 
 
 class StoreBatch:
-    """Collects orders until they are taken. `ids`: unused slot numbers."""
+    """Changes of one event of a node (as `PlaceSlots`), collected until they are taken. `ids`:
+    unused slot numbers."""
 
     def __init__(self, node: str, ids: deque[int]) -> None:
         self._node = node
@@ -82,7 +84,8 @@ class StoreBatch:
         self._say("remove", slot, scope, tier, keys)
 
     def take(self) -> list[list[Order]]:
-        """The orders of each script, in order: one script at least."""
+        """The collected orders, divided among scripts, in order; at least one script, maybe
+        empty."""
         scripts: list[list[Order]] = [[]]
         count = 0
         for keys, order in self._orders:
@@ -117,22 +120,22 @@ SLOTS_AT_ONCE: Final = 1024
 
 
 class Sweeper:
-    """The sweeper of one replica."""
+    """Sweeps void slots out of the store's rows, while this replica has the lease."""
 
     def __init__(self, connection: StoreConnection, me: bytes) -> None:
         self.void_count = 0
-        """Slots to be swept, as of the last poll."""
+        """Number of slots to be swept, as of the last poll."""
         self._connection = connection
         self._me = me
         self._void = b""
         self._cursor = 0
 
     def restart(self) -> None:
-        """Forget void slots: they are of another state."""
+        """Begin anew, because the store has another epoch."""
         self._void, self._cursor = b"", 0
 
     async def sweep(self, epoch: bytes) -> None:
-        """Some pieces of a pass, if a slot is void. Raises FAILURES."""
+        """Sweep some pieces of a pass, if a slot is void. Raises FAILURES."""
         for _ in range(PIECES_AT_ONCE):
             if not self._void:
                 if not self.void_count:
@@ -160,7 +163,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Heard:
-    """A node whose record this replica writes."""
+    """State of a node whose record this replica writes."""
 
     def __init__(self, feed: Feed, places: Places, batch: StoreBatch, version: bytes) -> None:
         self.feed = feed
@@ -168,7 +171,7 @@ class _Heard:
         self.batch = batch
         self.version = version
         self.kept = b""
-        """Its places, as encoded in the store."""
+        """The node's places as they are encoded in the store."""
 
     @property
     def body(self) -> Body:
@@ -192,14 +195,15 @@ class _Link:
         self.hello = hello
         self.is_open = False
         self.engines: tuple[EngineEntry, ...] = ()
-        """Not in the store: every replica hears them itself."""
+        """Engines of the node. Not in the store: every replica gets them from the node itself."""
         self.heard: _Heard | None = None
-        """None: another replica hears the node, or none can."""
+        """State of the node, if this replica writes its record; None: another replica does, or none
+        can."""
         self.lock = asyncio.Lock()
 
 
 class RedisStore:
-    """The end of one replica. Begins with the first `tick`."""
+    """A shared store as one replica uses it. Begins with the first `tick`."""
 
     def __init__(
         self,
@@ -223,7 +227,8 @@ class RedisStore:
         self._sizes = Statistics(0, 0, 0, 0, 0, 0)
         self._sweeper = Sweeper(self._connection, self._me)
         self._refusals = {"words": "", "ticks": ""}
-        """Reasons why the store refused the last writes."""
+        """Reasons why the store refused the last writes of updates and of ticks; empty: it did
+        not."""
 
     @property
     def trouble(self) -> str:
@@ -247,7 +252,7 @@ class RedisStore:
         return link.engines if link is not None and is_its else ()
 
     async def verify(self) -> None:
-        """Raises ConfigError: the store refuses the credentials."""
+        """Connect once, at start. Raises ConfigError if the store refuses the credentials."""
         await self._connection.verify()
 
     async def close(self) -> None:
@@ -365,7 +370,7 @@ class RedisStore:
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     async def _claim(self, link: _Link, hello: Hello, now_ms: int) -> Verdict:
-        """Hear this node from now on, unless another replica does."""
+        """Write this node's record from now on, unless another replica does."""
         row = self._view.rows.get(hello.node)
         if row is not None and self._step(row.version) < 0:
             is_same = row.body.incarnation == hello.incarnation
@@ -384,7 +389,8 @@ class RedisStore:
         return verdict
 
     async def _taken_over(self, node: str) -> _Heard:
-        """The store's record of a node, taken over. Raises FAILURES, ProtocolError."""
+        """State of a node from its record in the store, for this replica to go on with. Raises
+        FAILURES, ProtocolError."""
         version, body, kept = await self._connection.record(node)
         batch = StoreBatch(node, self._ids)
         heard = _Heard(Feed(), Places(batch), batch, version or b"")
@@ -401,8 +407,8 @@ class RedisStore:
         return heard
 
     async def _say(self, link: _Link, heard: _Heard, event: Event, now_ms: int) -> Verdict:
-        """Write one event of a node that is heard here. If the store refuses it, the node is heard
-        here no more."""
+        """Apply one event of a node whose record this replica writes, and write the result. If the
+        store refuses it, this replica gives the record up."""
         try:
             await self._reserve(event)
             what = heard.feed.hear(event, now_ms)
@@ -429,7 +435,7 @@ class RedisStore:
         self._refusals[what] = reason
 
     async def _reserve(self, event: Event) -> None:
-        """Slot numbers for an event: two for each change, at most."""
+        """Reserve slot numbers for an event: two for each change, at most. Raises FAILURES."""
         match event:
             case Delta(changes=changes):
                 count = 2 * len(changes)
@@ -444,7 +450,8 @@ class RedisStore:
                 self._ids.extend(range(last - wanted + 1, last + 1))
 
     async def _flush(self, node: str, heard: _Heard) -> tuple[bool, int]:
-        """Write the decided changes in one go. Returns acceptance, and slots without room."""
+        """Write the collected changes of a node in one go. Returns whether the store accepted them,
+        and the number of slots that found no room. Raises FAILURES."""
         kept = encode(_kept(heard.places))
         changed = kept if kept != heard.kept else b""
         body = encode(heard.body)
@@ -473,8 +480,8 @@ class RedisStore:
         self._refuse("ticks", refusal)
 
     async def _tidy(self, now_ms: int) -> str:
-        """Sweep and forget. Returns the reason if the store answers and takes no writes.
-        Raises FAILURES, ProtocolError."""
+        """Sweep void slots, and forget nodes that were silent too long. Returns the reason if the
+        store answers, but accepts no writes. Raises FAILURES, ProtocolError."""
         try:
             await self._sweeper.sweep(self._epoch)
             for node in self._view.lost(now_ms):
@@ -517,14 +524,14 @@ class RedisStore:
     def _newest(
         self, node: str, version: bytes, body: Body, gone: bytes
     ) -> tuple[bytes, Body, bytes]:
-        """A polled record, or this replica's own newer write of it."""
+        """The polled record of a node, or this replica's own write of it if that is newer."""
         row = self._view.rows.get(node)
         if row is not None and self._step(row.version) > self._step(version) >= 0:
             return row.version, row.body, gone
         return version, body, gone
 
     def _step(self, version: bytes) -> int:
-        """Number of the step that made this version; -1: of another replica."""
+        """Number of this replica's step that wrote this version; -1: another replica wrote it."""
         whose, _, step = version.partition(b".")
         return int(step) if whose == self._me else -1
 

@@ -25,16 +25,17 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 LOST: Final = -1
-"""The node's record has changed: another replica heard the node, or the store forgot."""
+"""Result of a script if the node's record has changed: another replica wrote it, or the store
+forgot."""
 OTHER_EPOCH: Final = -2
 SAMPLES: Final = 8
-"""Random rows of which the oldest is evicted, as Redis itself does."""
+"""Number of random rows of which the oldest is evicted, as Redis itself does."""
 SWEEPER_MS: Final = 5000
 _LINE: Final = struct.Struct(">IIII")
 
 
 class Script(NamedTuple):
-    """A script, and its name in the store."""
+    """A script, and its SHA-1, by which the store runs it."""
 
     text: str
     sha: str
@@ -155,9 +156,9 @@ for id in pairs(alive) do out(id, total) end
 return lost .. table.concat(answer)
 """
 )
-"""scope, keys ─▶ 1 if blocks of the scope were lost, else 0; for each slot with the first block
-four numbers (length of its record, blocks in hbm, in dram or faster, in any tier) and the record;
-all in one string, which is read fastest (`matched`)."""
+"""Arguments: scope, keys. Answer, in one string, which is read fastest (`matched`): 1 if blocks of
+the scope were lost, else 0; then for each slot with the first block four numbers (length of its
+record, blocks in hbm, in dram or faster, in any tier) and the record."""
 
 WRITE: Final = _script(
     _SAME_EPOCH
@@ -273,8 +274,9 @@ count()
 return refused
 """
 )
-"""node, version, next version, body, places (or nothing), entries at most, slots at most, then
-orders of four: name, slot, tiers or state, scope and keys or record ─▶ slots without room."""
+"""Arguments: node, version, next version, body, places (or empty), most entries, most slots, then
+orders of four: name, slot, tiers or state, scope and keys or record. Answer: number of slots
+without room."""
 
 POLL: Final = _script(
     """
@@ -293,16 +295,17 @@ end
 return answer
 """
 )
-"""an epoch, if there is none ─▶ epoch, slots, void slots, last slot number, entries, rows,
-evicted, then nodes."""
+"""Argument: an epoch, which is set if there is none. Answer: epoch, slots, void slots, last slot
+number, entries, rows, evicted, then nodes."""
 
 RENEW: Final = _script(_SAME_EPOCH + "redis.call('SET', P .. 'epoch', ARGV[3]) return 0")
-"""another epoch."""
+"""Argument: the epoch that replaces the present one."""
 
 GONE: Final = _script(
     _SAME_EPOCH + _SAME_RECORD + "return redis.call('HSET', record, 'gone', ARGV[4])"
 )
-"""node, version: out until its next update, which gives its record another version."""
+"""Arguments: node, version. The node is in no answer until its next update, which gives its record
+another version."""
 
 FORGET: Final = _script(
     _SAME_EPOCH
@@ -314,7 +317,7 @@ redis.call('SREM', P .. 'nodes', ARGV[3])
 return redis.call('DEL', record)
 """
 )
-"""node, version, its slots."""
+"""Arguments: node, version, its slots. Deletes the node's record and makes its slots void."""
 
 SWEEP: Final = _script(
     _SAME_EPOCH
@@ -346,18 +349,20 @@ end
 return 0
 """
 )
-"""sweeping replica, void slots, 'last' for the last piece, names of rows."""
+"""Arguments: sweeping replica, void slots, 'last' for the last piece, names of rows. Removes the
+void slots from these rows; after the last piece they are gone."""
 
 ALL: Final = (MATCH, WRITE, POLL, RENEW, GONE, FORGET, SWEEP)
 
 
 def has_lost(found: bytes) -> bool:
-    """Whether MATCH's answer says that blocks of the scope found no room."""
+    """Whether MATCH's answer reports that blocks of the scope found no room."""
     return found.startswith(b"1")
 
 
 def matched(found: bytes) -> Iterator[tuple[bytes, tuple[int, int, int]]]:
-    """Slots in MATCH's answer: letters and record, and lengths."""
+    """For each slot in MATCH's answer: its two letters and record, and the numbers of blocks in
+    hbm, in dram or faster, in any tier."""
     at = 1
     while at < len(found):
         size, hbm, dram, file = _LINE.unpack_from(found, at)

@@ -19,17 +19,17 @@ from kvstore.stores.forms import Body
 
 @dataclass
 class Row:
-    """One node."""
+    """Record of one node, and when it last changed by this replica's clock."""
 
     version: bytes
     body: Body
     changed_ms: int
     was_seen_to_change: bool
     is_gone: bool = False
-    """Its address refused connections, and no update came since."""
+    """Whether its address refused a connection, and no update came since."""
 
     def trust(self, now_ms: int) -> Trust | None:
-        """None: in no answer."""
+        """Trust in the node at this time; None: it is left out of answers."""
         if self.is_gone:
             return None
         body, silent_ms = self.body, now_ms - self.changed_ms
@@ -40,31 +40,32 @@ class Row:
         return trust
 
     def is_heard(self, now_ms: int) -> bool:
-        """Whether some replica has a live stream of it."""
+        """Whether some replica has an open stream of the node."""
         return self.body.is_open and now_ms - self.changed_ms < STALE_MS
 
 
 class View:
-    """All nodes."""
+    """Records of all nodes, as polled or written by this replica."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
         self._doubted: set[str] = set()
-        """Nodes that are in answers, and not in sync."""
+        """Nodes that are in answers without being in sync."""
         self._review_ms = 0
-        """Until then neither silence nor a poll changes the trust of a node."""
+        """Time until which neither silence nor a poll changes the trust in a node."""
         self._is_first = True
         self._young_until_ms = 0
 
     def restart(self, now_ms: int) -> None:
-        """Forget all records: they are of another state."""
+        """Forget all records, because the store has another epoch."""
         self.rows.clear()
         self._review_ms = now_ms
         self._is_first = True
         self._young_until_ms = now_ms + OUT_MS
 
     def polled(self, records: dict[str, tuple[bytes, Body, bytes]], now_ms: int) -> None:
-        """All records: version, body, and the version at which the node's address refused."""
+        """Take in all records of a poll, by node: version, body, and the version at which the
+        node's address refused a connection."""
         for name in self.rows.keys() - records.keys():
             del self.rows[name]
         for name, (version, body, gone) in records.items():
@@ -74,19 +75,21 @@ class View:
         self._is_first = False
 
     def changed(self, name: str, version: bytes, body: Body, now_ms: int) -> None:
-        """A record as this replica wrote it, changed or not."""
+        """Take in a record that this replica has just written."""
         self._put(name, version, body, now_ms, was_seen_to_change=True)
         self._judge(name, now_ms)
 
     def gone(self, name: str, version: bytes) -> None:
-        """The node's address refuses connections, if this is still its record."""
+        """Mark a node whose address refuses connections, if `version` is still that of its
+        record."""
         row = self.rows.get(name)
         if row is not None and row.version == version:
             row.is_gone = True
             self._doubted.discard(name)
 
     def trust(self, now_ms: int) -> Trust:
-        """In sync: by all updates there are no other locations."""
+        """Trust in the whole: EXACT if by all updates there are no other locations than those in an
+        answer."""
         if now_ms >= self._review_ms:
             self._doubted.clear()
             self._review_ms = now_ms + OUT_MS
@@ -121,5 +124,5 @@ class View:
         ]
 
     def lost(self, now_ms: int) -> list[str]:
-        """Nodes silent for so long that their blocks are to be forgotten."""
+        """Nodes that were silent for FORGET_MS: their blocks are to be forgotten."""
         return [n for n, row in self.rows.items() if now_ms - row.changed_ms >= FORGET_MS]
