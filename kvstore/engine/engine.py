@@ -110,9 +110,10 @@ from kvstore.wire.messages import (
 __all__ = ["Engine", "EngineConfig"]
 
 CLEAR_ROWS_MAX = 32_768
-"""Rows of one Clear, about 10 ms: the caller sends Clear again until fewer rows were there."""
+"""Most rows that one Clear empties, about 10 ms; the caller sends Clear again until fewer are
+reported."""
 HELD_ROWS_MAX = 16_384
-"""Rows of one slice of `held`."""
+"""Number of rows in one slice of `held`."""
 _PUSH_WORDS = (PushOpen, PushClose, PushExpect, PushCancel)
 _FROM_SCHEDULER = (
     *(Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story, Compared, Unserved),
@@ -288,7 +289,8 @@ class Engine:
                 self._sessions.hang_up(connection, objection)
 
     def _dispatch(self, connection: Connection, message: EngineMessage) -> str:
-        """Returns why the connection must end, or nothing."""
+        """Handle a message of an attached process. Returns why the connection must end, or
+        nothing."""
         if (connection.role == "scheduler") != isinstance(message, _FROM_SCHEDULER):
             return f"{type(message).__name__} from a {connection.role}"
         state, session = self._state, connection.owner.open_session
@@ -432,7 +434,7 @@ class Engine:
         return report.engines(self._state)
 
     def tiers(self) -> list[report.TierReport]:
-        """One row per tier."""
+        """Reports of the tiers, one row each."""
         budget_left_bytes = self._files.writes.budget_left_bytes()
         return report.tiers(self._state, budget_left_bytes, self._scrubs.tiers)
 
@@ -458,7 +460,7 @@ class Engine:
         return report.quotas(self._state)
 
     def spaces(self) -> list[report.SpaceReport]:
-        """One row per (tenant, space)."""
+        """Reports of the spaces, one row per (tenant, space)."""
         return report.spaces(self._state)
 
     def space_ids(self) -> list[SpaceId]:

@@ -177,7 +177,8 @@ class Serve(msgspec.Struct, frozen=True):
 
 
 class ServingReturned(msgspec.Struct, frozen=True):
-    """The peer has read the blocks: GivenBack says which were there until now."""
+    """The peer has read the blocks of a serving: GivenBack answers which of them stayed until
+    now."""
 
     peer: int
     serving: int
@@ -198,7 +199,8 @@ class LandingUp(msgspec.Struct, frozen=True):
 
 
 class Landed(msgspec.Struct, frozen=True):
-    """A Land has ended. `good`: one bool per block, verified in its slots; `checksums` [n][S]."""
+    """A Land has ended. `good`: one bool per block, true if its copy in its slots was verified;
+    `checksums` [n][S]."""
 
     job: int
     good: bytes
@@ -216,7 +218,7 @@ class PushAsked(msgspec.Struct, frozen=True):
 
 
 class PushRevoked(msgspec.Struct, frozen=True):
-    """The decode node takes a grant back. PushOver answers."""
+    """The decode node revokes a grant. PushOver answers."""
 
     peer: int
     grant: int

@@ -89,11 +89,13 @@ class Admission:
         return int(pool.capacity * self._low)
 
     def _take_over(self, pool: Pool, active: set[int], asker: QuotaGroup, *, claims: bool) -> bool:
-        """Move one slab of another pool to this one; False: none may be moved.
+        """Move one slab of another pool to this one; returns False if none may be moved.
 
-        The other pool has no session, and its coldest slab is older than the next victims of this
-        one; or it has more than its part, and this one less. With `claims` any pool, but only
-        slabs of other quota groups. No group falls below its quota."""
+        A slab may be moved from a pool whose slot size no session uses, if the slab was last used
+        before the next victims of this pool; from a pool with more than an equal part of the arena,
+        if this one has less; or from any pool, if this one has none. With `claims` it may be from
+        any pool, but only with slots of other quota groups than `asker`. No group falls below its
+        quota."""
         part = max(1, self._slots.slabs_ready // max(len(active), 1))
         best: tuple[int, int] | None = None
         quotas = self._slots.quotas

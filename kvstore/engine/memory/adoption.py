@@ -22,7 +22,7 @@ from kvstore.engine.state import KnownSpace, State
 from kvstore.types import Shard
 
 CHUNK_BLOCKS = 1 << 13
-"""Rows taken over at a time, in cache."""
+"""Number of rows taken over at a time, so that they stay in the CPU's cache."""
 
 
 def adopt(state: State, event: Adopt) -> None:

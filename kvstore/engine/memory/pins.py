@@ -77,7 +77,7 @@ class Processes:
         self.count(connection, weights, 1)
 
     def of(self, connection: int) -> int:
-        """The process of a connection."""
+        """Number of the process that a connection belongs to."""
         return self._of[connection]
 
     def leave(self, connection: int) -> None:

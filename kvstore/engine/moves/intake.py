@@ -40,7 +40,7 @@ class Copies(NamedTuple):
     keys: Keys
     words: Words
     checksums: NDArray[np.uint64]
-    """u64 [n][2]."""
+    """Two 64-bit words per block, u64 [n][2]."""
 
 
 class Incoming(msgspec.Struct, kw_only=True):

@@ -46,9 +46,9 @@ from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 from kvstore.wire.transfer_worker import REASON_CHARS_MAX
 
 WRITE_BYTES: Final = 8 * MIB
-"""Size of one write: the other node verifies it while the next one moves."""
+"""Most bytes of one write: the other node verifies it while the next one moves."""
 JOBS_MAX: Final = 4
-"""Writes of one grant at a time."""
+"""Most writes of one grant at a time."""
 ASKS_MAX: Final = 64
 """Most grants of one peer at a time."""
 NEWS_NS: Final = 2 * NS_PER_S
@@ -120,7 +120,7 @@ class _PushWrite(msgspec.Struct, frozen=True):
 
 
 class Pushes:
-    """All grants of other nodes, by (peer, grant)."""
+    """All grants that other nodes gave to this one, by (peer, grant), and the writes for them."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Pushes:
         self._transfers, self._numbers = transfers, numbers
         self._asks: dict[tuple[int, int], _Ask] = {}
         self._groups = Groups[int | tuple[str, str], _Ask]()
-        """By peer, and by tenant and transfer."""
+        """Grants by peer, and by (tenant, transfer)."""
         self._agenda = Agenda[_Ask]()
         self._budget = LOOK_COST_MAX
         self._writes: dict[int, _PushWrite] = {}

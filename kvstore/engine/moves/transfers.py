@@ -45,7 +45,8 @@ class _Prefill(msgspec.Struct):
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """Until when blocks of a transfer may still come, and the reason why not any longer."""
+    """Time until which blocks of a transfer may still come, and the reason why none come after
+    it."""
 
     until_ns: int
     reason: str

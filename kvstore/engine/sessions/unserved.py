@@ -20,7 +20,8 @@ from kvstore.engine.sessions.owners import Owner, OwnerKey
 from kvstore.units import NS_PER_S
 
 FORMS_NS_MAX: Final = 30 * NS_PER_S
-"""Ranks attach before their scheduler does: a session that takes longer will not open."""
+"""A session that has not opened this long after its scheduler attached will not open: ranks attach
+before their scheduler does."""
 REFUSED_NS_MAX: Final = 30 * NS_PER_S
 """A refusal is shown for this long: a refused engine asks again after 10 s, and one that did not is
 gone."""

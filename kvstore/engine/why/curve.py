@@ -105,7 +105,7 @@ class _Totals(NamedTuple):
 class _Sample(NamedTuple):
     seen: BlockEvent
     prints: list[int]
-    """In chain order."""
+    """Prints of its sampled blocks, in chain order."""
     size_bytes: int
     tokens: int
     compute_ns: int
@@ -330,7 +330,7 @@ class Curve:
         self._waiting.clear()
 
     def report(self, now_ns: int) -> list[CurveReport]:
-        """One row per capacity, ascending."""
+        """The curve: one row per capacity, ascending."""
         if not self.trouble:
             try:
                 for cache in self.caches:

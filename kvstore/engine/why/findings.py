@@ -68,7 +68,7 @@ class RangeReport(msgspec.Struct, frozen=True):
     name: str = ""
     """Engine that room was made for, or space that holds the blocks."""
     left_ms: tuple[int, int] = (0, 0)
-    """Time from when the last and the first of the blocks left until the lookup."""
+    """Shortest and longest time in ms from the departure of one of the blocks until the lookup."""
     search: Search | None = None
     """The query to other nodes, in full; None: there was none."""
 

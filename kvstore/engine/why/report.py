@@ -180,7 +180,7 @@ def engines(state: State) -> tuple[EngineEntry, ...]:
 def tiers(
     state: State, budget_left_bytes: int | None, scrubs: Mapping[Tier, TierScrub]
 ) -> list[TierReport]:
-    """One row per tier."""
+    """Reports of the tiers, one row each."""
     config, counters, slots, hbm = state.config, state.counters, state.slots, state.hbm
     rows = [
         _memory(

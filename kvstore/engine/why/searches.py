@@ -92,12 +92,12 @@ class Searches:
     def judged(
         self, question: int, why: Reason, candidate: Candidate | None = None, *figures: float
     ) -> None:
-        """Result of a question, or of one candidate of its answer. Among several nodes the one that
-        was chosen last counts, else the one that was too dear for most blocks, else the first that
-        was avoided.
+        """Record the result of a query, or of one candidate in its answer. Among several nodes the
+        one that was chosen last counts, else the one that was too slow for most blocks, else the
+        first that was in back-off.
 
         Args:
-            question: its number.
+            question: number of the query.
             why: the result.
             candidate: the node; None: the result concerns all of them.
             figures: failures of the node in a row; or estimated times in ns for fetching and for
