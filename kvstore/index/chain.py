@@ -33,9 +33,9 @@ def block_keys(
     """Keys of the full blocks of a prompt, in chain order.
 
     Args:
-        tokens: of the whole prompt; what fills no block at the end has no key.
+        tokens: of the whole prompt; those after the last full block have no key.
         block_tokens: tokens of a block.
-        seed: the engine's hash seed, as its space says it.
+        seed: the engine's hash seed, as reported in its space.
         cache_salt: of the request; empty: none.
         adapter: (name, path) of the LoRA adapter, as the engine has them.
     """

@@ -17,8 +17,8 @@ An engine numbers its batches from 0 and keeps the last ones, which it replays f
 6. Batches are worked on in pieces of PIECE_WORK_MAX: while `has_more`, the caller calls `more` and
    passes in nothing else. Other engines get their turn between pieces.
 
-The engine sends nothing before it knows that it is subscribed to, and the replay may end before:
-once more, soon after joining, the rest is asked for.
+A publisher sends nothing until the subscription has reached it, and the first replay may end before
+that: so the batches in between are requested once more, JOINED_MS after joining.
 
 Pure; time is an argument. Covers: numbers, gaps, what counts. Does not cover: names
 (`engine_blocks`), sockets (`kvstore.peers.engine_memory`).
@@ -60,7 +60,8 @@ PIECE_WORK_MAX: Final = 1024
 _WORK_TOKENS: Final = 64
 _WORK_BYTES: Final = 256
 OWN_GROUPS: Final = (None, 0)
-"""KV cache groups that count: all groups of a model have the same keys, and the first is enough."""
+"""KV cache groups whose events count: all groups of a model have the same keys, and the first is
+enough."""
 
 
 class FollowedMemory(msgspec.Struct, frozen=True):

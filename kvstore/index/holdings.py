@@ -24,7 +24,7 @@ from kvstore.index import fields, native
 from kvstore.types import KEY_BYTES, SpaceId, Tier
 
 ENTRY_COUNT_MAX: Final = 1 << 29
-"""Places in the flat memory are 32-bit numbers."""
+"""Most entries of an index: places in its flat memory are 32-bit numbers."""
 _SWEPT_TO_OPEN: Final = 100_000
 """Most rows swept in one call when a new slot is needed and none is free: nothing is answered
 meanwhile."""
@@ -188,7 +188,7 @@ class Holdings:
 
 
 def _arrays(entry_count_max: int, slot_end: int, seed: int) -> dict[str, NDArray[Any]]:
-    """The flat memory, in the order in which the loops take it."""
+    """The arrays of the flat memory by name, in the order in which the loops take them."""
     # The sentinel, and one row more while there is one entry too many.
     row_end = entry_count_max + 2
     # Each set has a row, so its members are entries. A set of one member takes a chunk for one

@@ -131,16 +131,16 @@ class _Node:
 
 
 class Index:
-    """One replica.
+    """The index of one replica, with state in the memory of this process.
 
     Args:
-        entry_count_max: (block, holder) pairs at most.
-        now_ms: it began now.
-        slot_count_max: (holder, tenant, space) at most, with those that are void and not yet swept;
-            None: as `default_slot_count` says.
-        node_count_max: nodes at most.
+        entry_count_max: most (block, holder) pairs.
+        now_ms: time of its start.
+        slot_count_max: most (holder, tenant, space), including void ones that are not swept yet;
+            None: by `default_slot_count`.
+        node_count_max: most nodes.
         seed: a random number, so that nobody can choose prompts whose keys collide in the table.
-        is_native: compiled loops; None: if numba is there.
+        is_native: whether to use compiled loops; None: if numba is installed.
     """
 
     def __init__(

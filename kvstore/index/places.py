@@ -2,9 +2,10 @@
 
     Heard, event ─▶ open, store, remove, show, void
 
-A **slot** is one holder in one (tenant, space). A snapshot over older words fills hidden slots
-beside them; at its end they are shown and the older ones void. Deltas that come meanwhile go to
-both. A node has PLACES_MAX of either at most: no node takes the slots of others.
+A **slot** is one holder in one (tenant, space). If a node that has slots sends a snapshot, hidden
+slots are filled beside them; at its end these are shown, and the older ones are void. Deltas that
+come meanwhile are applied to both. A node has PLACES_MAX of either at most: no node takes the slots
+of others.
 
 Covers: which slot stands for which place. Does not cover: trust (`feed`), the keeper of the blocks
 (`holdings`, `kvstore.stores`).
