@@ -42,7 +42,7 @@ REST_MAX_S: Final = 0.2
 REFUSAL_S: Final = 0.05
 """Pause between two refusals of a caller."""
 REFUSALS_WAITING_MAX: Final = 1024
-"""Calls that wait to be refused; gRPC keeps up to 64 KiB of each. More are refused at once."""
+"""Most calls that wait to be refused; gRPC keeps up to 64 KiB of each. More are refused at once."""
 TOKENS_PER_KEY: Final = 16
 """In a query by tokens, this many tokens count as one key."""
 
