@@ -34,7 +34,7 @@ from kvstore.wire.identity import Identity
 
 ASKS_MAX: Final = 64
 UNREAD_MAX: Final = 1024
-"""Answers that a peer has not taken; until it takes some, nothing more is read from it."""
+"""Answers that wait for a peer to take them, from which on nothing more is read from it."""
 SESSIONS_MAX: Final = 1024
 HANG_UP_S: Final = 5.0
 HELLO_TIMEOUT_S: Final = 5.0
@@ -49,18 +49,18 @@ class _Session:
         self.number = number
         self.node = node
         self.answers: asyncio.Queue[wire.Answer | None] = asyncio.Queue()
-        """None: the peer has hung up, or must."""
+        """Answers for the peer, in order; None ends the session."""
         self.serving = asyncio.current_task()
         self.cut: asyncio.TimerHandle | None = None
         self.has_room = asyncio.Event()
-        """Fewer than UNREAD_MAX answers wait for it."""
+        """Set while fewer than UNREAD_MAX answers wait for the peer."""
         self.has_room.set()
         self.unanswered = 0
         self.objection = ""
 
 
 class BlockServer:
-    """Serves `PEERS`. On the asyncio loop."""
+    """The gRPC service `PEERS`, by which other nodes read blocks here. Runs on the asyncio loop."""
 
     def __init__(
         self,
@@ -70,24 +70,28 @@ class BlockServer:
         descriptor: Callable[[], bytes],
         demands_certificates: bool,
     ) -> None:
-        """`descriptor`: of this node's transfer worker, now; empty while there is none."""
+        """`who`: this node. `descriptor`: returns that of the present transfer worker, empty while
+        there is none. `demands_certificates`: a peer must have the certificate of the node that it
+        says it is."""
         self._exchange = exchange
         self._who = who
         self._descriptor = descriptor
         self._demands_certificates = demands_certificates
         self.pusher: Pusher | None = None
-        """Takes grants; None: they are refused."""
+        """Handles grants of peers; None: a grant ends the peer's session."""
         self._numbers = itertools.count(1)
         self.sessions: dict[int, _Session] = {}
-        """One for each connected peer, by number."""
+        """Session of each connected peer, by number."""
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Asks are decoded here: gRPC would end the stream without a word about what is wrong."""
+        """gRPC handler of sessions. Messages are decoded in `session`: if gRPC decoded them, it
+        would end the stream without saying what is wrong."""
         method = grpc.stream_stream_rpc_method_handler(self.session, bytes, wire.encode)
         return grpc.method_handlers_generic_handler(wire.PEERS, {"Session": method})
 
     async def session(self, asks: AsyncIterator[bytes], context: Any) -> AsyncIterator[wire.Answer]:
-        """One peer, until either side hangs up."""
+        """Serve one peer until either side ends the stream. Yields Welcome, then the answers for
+        the peer."""
         try:
             first = await asyncio.wait_for(anext(asks), HELLO_TIMEOUT_S)
         except StopAsyncIteration:
@@ -127,7 +131,8 @@ class BlockServer:
             self._exchange.post(PeerGone(session.number))
 
     def transfer_worker_changed(self) -> None:
-        """End all sessions: their descriptors of this node's memory are void."""
+        """End all sessions, because the descriptor that peers have of this node's memory is
+        void."""
         self._hang_up(self.sessions.values())
 
     def _hang_up(self, sessions: Iterable[_Session]) -> None:
@@ -139,7 +144,8 @@ class BlockServer:
                 )
 
     def _caller(self, first: wire.Ask, context: Any) -> str:
-        """Its node. Raises RefusedCall: it is nobody that is served."""
+        """Name of the calling node, from its Hello. Raises RefusedCall if the first message is no
+        Hello, or the certificate is another node's."""
         if not isinstance(first, wire.PeerHello):
             raise RefusedCall(_DENIED, "the first word of a session is Hello")
         if self._demands_certificates and Identity("node", first.node) not in peer_identities(
@@ -159,7 +165,7 @@ class BlockServer:
             self._hang_up([session])
 
     def _hear(self, session: _Session, ask: wire.Ask) -> None:
-        """Raises ProtocolError."""
+        """Handle one message of a peer. Raises ProtocolError."""
         peer = session.number
         match ask:
             case wire.PushGrant() if self.pusher is not None:
@@ -174,14 +180,15 @@ class BlockServer:
                 raise ProtocolError("an ask that is none")
 
     def _post(self, session: _Session, event: Serve | ServingReturned) -> None:
-        """Raises ProtocolError."""
+        """Pass an ask to the engine. Raises ProtocolError if too many of the peer are
+        unanswered."""
         session.unanswered += 1
         if session.unanswered > ASKS_MAX:
             raise ProtocolError(f"more than {ASKS_MAX} asks at a time")
         self._exchange.post(event)
 
     def answer(self, peer: int, answer: wire.Answer) -> None:
-        """Say something to a peer, if it is there."""
+        """Queue an answer for a peer; dropped if the peer is not connected any more."""
         session = self.sessions.get(peer)
         if session is not None:
             session.answers.put_nowait(answer)

@@ -26,16 +26,17 @@ from kvstore.types import KEY_BYTES
 from kvstore.wire.feed import Left
 
 LOG_BYTES_MAX: Final = 32 << 20
-"""Size of one log: 131,072 rows of one key, or a million keys in full rows."""
+"""Most memory of one log: 131,072 rows of one key, or a million keys in full rows."""
 ROW_BYTES: Final = 224
-"""Bytes of a row besides its keys; names are shared with the engine's tables."""
+"""Memory of a row besides its keys; names are shared with the engine's tables."""
 ROW_KEYS_MAX: Final = 1024
 LEAVE_ROWS_MAX: Final = 64
-"""Rows that all have had and that leave with one append, so that none takes long."""
+"""Most rows that every reader has had and that leave in one append, so that none takes long."""
 DELTA_KEYS_MAX: Final = 4096
-"""Keys of one message but for its last row: a replica takes it in within a millisecond or two."""
+"""A message gets rows until it has this many keys: a replica applies it within a millisecond or
+two."""
 _CHANGE_BYTES: Final = 72
-"""Bytes of a change besides its keys and names: a space, numbers, lengths."""
+"""Most encoded bytes of a change besides its keys and names: a space, numbers, lengths."""
 
 Told = Offered | Left
 Row = Changed | Told | OffersUntold
@@ -45,7 +46,7 @@ _RowT = TypeVar("_RowT", bound=Row)
 
 
 class FeedCounters:
-    """Updates published since the start, to all replicas together."""
+    """Counts since the start of updates to all replicas together."""
 
     def __init__(self) -> None:
         self.deltas = 0
@@ -55,7 +56,7 @@ class FeedCounters:
 
 
 class EventCounters:
-    """Counters of published events since the start; each is written by one thread."""
+    """Counts since the start of published KV events; each is written by one thread."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -65,25 +66,26 @@ class EventCounters:
 
 
 class ChangeLog(Generic[_RowT]):
-    """Any thread appends; each reader is of one thread."""
+    """The log. Any thread appends; each reader belongs to one thread."""
 
     def __init__(self) -> None:
         self.rows: dict[int, _RowT] = {}
         self.first = self.end = 0
-        """Numbers of the oldest row, and of the next one."""
+        """Numbers of the oldest row (`first`) and of the next one (`end`)."""
         self.keys = self.gone_keys = 0
-        """Keys of all rows that ever were, and of those that left."""
+        """Number of keys in all rows ever appended; `gone_keys`: in rows that left."""
         self.lock = threading.Lock()
         """Held by threads that append; a reader takes it only after a loss."""
         self._readers: list[ChangeReader[_RowT]] = []
 
     def reader(self, wake: Callable[[], object]) -> ChangeReader[_RowT]:
-        """Reads what is appended from here on. `wake` is called by threads that append."""
+        """A new reader, which begins with the next row. `wake` is called by threads that append."""
         self._readers.append(ChangeReader(self, wake))
         return self._readers[-1]
 
     def append(self, change: _RowT) -> None:
-        """Never blocks for long."""
+        """Append a change, in several rows if it has many keys, and wake readers. Never blocks for
+        long."""
         count = key_count(change)
         with self.lock:
             for row in pieces(change, ROW_KEYS_MAX) if count > ROW_KEYS_MAX else (change,):
@@ -102,29 +104,29 @@ class ChangeLog(Generic[_RowT]):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the rows that are kept."""
+        """Memory of the rows in the log."""
         return ROW_BYTES * (self.end - self.first) + KEY_BYTES * (self.keys - self.gone_keys)
 
 
 class ChangeReader(Generic[_RowT]):
-    """A place in a log."""
+    """One reader's position in a log."""
 
     def __init__(self, log: ChangeLog[_RowT], wake: Callable[[], object]) -> None:
         self.number = log.end
         self.wake = wake
         self.is_armed = False
-        """The next append wakes the reader."""
+        """Whether the next append calls `wake`."""
         self._log = log
         self._keys = log.keys
 
     @property
     def waiting_keys(self) -> int:
-        """Keys of the log that this reader has not had."""
+        """Number of keys in the log that this reader has not had."""
         return self._log.keys - self._keys
 
     def take_lost(self) -> int:
-        """Keys that left the log before this reader had them; it goes on with the oldest row. The
-        next append wakes."""
+        """Number of keys that left the log before this reader had them; the reader goes on with the
+        oldest row. From here on the next append wakes the reader."""
         self.is_armed = True
         log = self._log
         if self.number >= log.first:
@@ -135,7 +137,8 @@ class ChangeReader(Generic[_RowT]):
         return lost
 
     def new(self) -> Iterator[_RowT]:
-        """Rows that this reader has not had, up to the end as it is now, or to a loss."""
+        """Rows that this reader has not had, up to the present end of the log, or to a row that has
+        left."""
         end = self._log.end
         while self.number < end and (row := self._log.rows.get(self.number)) is not None:
             self.number += 1
@@ -144,32 +147,33 @@ class ChangeReader(Generic[_RowT]):
 
 
 def key_count(row: Row) -> int:
-    """Keys of a row; one without keys counts as one."""
+    """Number of keys of a row; a row without keys counts as one."""
     return len(row.keys) // KEY_BYTES if isinstance(row, _KEYED) else 1
 
 
 def head_bytes(told: Told) -> int:
-    """Most bytes of a change in a message, without its keys."""
+    """Most encoded bytes of a change in a message, without its keys."""
     names = [told.engine] if isinstance(told, Left) else [told.engine, told.tenant]
     return _CHANGE_BYTES + sum(len(name.encode()) for name in names)
 
 
 def is_like(one: Told, other: Told) -> bool:
-    """Whether they are changes that differ in their keys only."""
+    """Whether two changes differ in their keys only."""
     if isinstance(one, Left) or isinstance(other, Left):
         return False
     return msgspec.structs.replace(one, keys=other.keys) == other
 
 
 def joined(told: Told, keys: Sequence[bytes]) -> Told:
-    """One change instead of several alike: engines store block by block."""
+    """The change with all of these keys, in place of several alike: engines store block by
+    block."""
     if len(keys) <= 1 or isinstance(told, Left):
         return told
     return msgspec.structs.replace(told, keys=b"".join(keys))
 
 
 def pieces(row: _RowT, count: int) -> Iterator[_RowT]:
-    """The same in rows of so many keys at most."""
+    """The row, split into rows of at most `count` keys each."""
     if key_count(row) <= count or not isinstance(row, _KEYED):
         yield row
         return

@@ -30,18 +30,18 @@ from kvstore.wire.peers import AHEAD, PrepareReply, PrepareRequest, decode_reply
 ASK_AGAIN_S: Final = 0.05
 CALL_TIMEOUT_S: Final = 2.0
 PATIENCE_S: Final = 5.0
-"""Without progress, after which a peer is taken not to fetch a run. A fetch that failed is tried
+"""A peer without progress for this long is taken not to fetch a run. A fetch that failed is tried
 again after a second or two."""
 FAILURES_MAX: Final = 3
 """Failed calls in a row after which a peer is left out: one that hangs would hold up every run."""
 Ask = Callable[[str, PrepareRequest], Awaitable[PrepareReply]]
-"""One call to a peer, by its name."""
+"""Sends one Prepare to a peer, by its name; returns the reply."""
 
 _log = logging.getLogger(__name__)
 
 
 class Drain:
-    """One departure. On the asyncio loop."""
+    """One departure: hands runs of blocks to peers through `ask`. Runs on the asyncio loop."""
 
     def __init__(self, runs: Sequence[PrepareRequest], peers: Sequence[str], ask: Ask) -> None:
         self._runs, self._peers, self._ask = runs, peers, ask
@@ -52,11 +52,11 @@ class Drain:
 
     @property
     def drained_count(self) -> int:
-        """Blocks that some peer said to have in dram."""
+        """Number of blocks that some peer has reported to be in its dram."""
         return sum(self._drained)
 
     async def run(self) -> None:
-        """Until every run is with a peer, or with nobody."""
+        """Offer all runs to the peers; returns when each is at a peer or was refused by all."""
         await asyncio.gather(*(self._place(number) for number in range(len(self._runs))))
 
     async def _place(self, number: int) -> None:
@@ -95,7 +95,8 @@ async def drain_node(
     credentials: grpc.ChannelCredentials | None,
     timeout_s: float,
 ) -> None:
-    """Hand the runs to the peers at these addresses, by name, and log how far that went."""
+    """Hand the runs to peers, within `timeout_s`, and log how far that went. `addresses`: peer
+    address of each node."""
     channels = {
         name: aio_channel(address, credentials, channel_options(str(Identity("node", name))))
         for name, address in addresses.items()

@@ -4,14 +4,15 @@
            ◀─ first number ─ DEALER ─▶ EngineFeed ─▶ changes ─▶ ChangeLog
            ── ROUTER ──────▶ ────┘
 
-One thread for all engines. A connection is one life of an engine: when it ends, and when the engine
-does not answer ZeroMQ's own heartbeat for HEARTBEAT_TIMEOUT_MS (a stopped process), all that it
-held is taken back, its sockets are closed with whatever they had read, and new ones wait for it. So
-no number of one life is taken for one of another. So it begins again, too, whose events meet a bug.
+One thread serves all engines. A connection is one life of an engine: when it ends, or when the
+engine does not answer ZeroMQ heartbeats for HEARTBEAT_TIMEOUT_MS (a stopped process), all blocks of
+the engine are withdrawn, its sockets are closed with whatever they had read, and new ones wait for
+it. So no batch number of one life is taken for one of another. An engine is begun again in the same
+way when a bug is met while its events are applied.
 
-Bounded: a frame is PAYLOAD_BYTES_MAX at most, a message FRAMES_MAX and MESSAGE_BYTES_MAX (one with
-more ends the connection), QUEUED_BATCHES_MAX wait in a socket, one message of
-a socket is taken at a time and worked on in pieces, between which others have their turn: an engine
+Bounded: a frame has PAYLOAD_BYTES_MAX at most, a message FRAMES_MAX and MESSAGE_BYTES_MAX (one with
+more ends the connection), and QUEUED_BATCHES_MAX messages wait in a socket. One message of a socket
+is taken at a time and applied in pieces, between which other engines have their turn: an engine
 that floods waits on its own side. The node's loop takes no lock of this thread.
 
 Covers: sockets, threads. Does not cover: numbers and gaps (`index.engine_feed`), names
@@ -48,7 +49,7 @@ from kvstore.wire.engine_events import END, PAYLOAD_BYTES_MAX, SEQUENCE_BYTES
 from kvstore.wire.feed import Change, Left, Removed, Stored
 
 TURN_MS: Final = 250
-"""Deadlines are looked at this often."""
+"""Longest wait between two checks of deadlines."""
 HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 3000
 REOPEN_MS: Final = 200
@@ -57,20 +58,21 @@ RECONNECT_MS: Final = 100
 RECONNECT_MS_MAX: Final = 2000
 QUEUED_BATCHES_MAX: Final = 32
 FRAMES_MAX: Final = 16
-"""Frames of one message, which has four at most where it makes sense."""
+"""Most frames read of one message; valid messages have four at most."""
 MESSAGE_BYTES_MAX: Final = PAYLOAD_BYTES_MAX + (64 << 10)
-"""In all frames but the last."""
+"""Most bytes of a message in all frames but the last."""
 BUGS_MAX: Final = 8
-"""So many are remembered, to be logged once."""
+"""Number of recent bugs remembered, so that each is logged once."""
 AHEAD = 'it hashes {} token(s) ahead: add "disable_lookahead_block_hashes" to --speculative-config'
 _FIRST_ROW: Final = 1 << 40
-"""First row of slices of a snapshot: the node's own rows are below."""
+"""Number of the first snapshot slice of engines' memory: rows of the node itself have smaller
+numbers."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Follower:
-    """The sockets of one engine, and what came of them."""
+    """Sockets that read one engine's KV events, and the feed that applies them."""
 
     def __init__(
         self,
@@ -81,7 +83,8 @@ class _Follower:
         *,
         failed_until_ms: int = 0,
     ) -> None:
-        """`failed_until_ms`: a bug ended the one before; begin then."""
+        """`serial`: its place in snapshots. `failed_until_ms`: a bug ended the follower before this
+        one; connect again at that time."""
         self.source = source
         self.serial = serial
         place = FollowedMemory(source.engine, source.rank, source.tenant, source.space)
@@ -100,16 +103,20 @@ class _Follower:
         self._replay: zmq.Socket[bytes] | None = None
         self._reopen_ms = failed_until_ms
         self.has_failed = failed_until_ms > 0
-        """And has not joined again."""
+        """Whether a bug ended the follower before this one, and the engine has not been connected
+        since."""
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """To be polled in this order: whoever sees a batch then sees the connection it came by."""
+        """Sockets to poll, in this order: a batch is then never seen before the event that its
+        connection was made. The data sockets are left out while received batches wait to be
+        applied."""
         # While there is something to work on, nothing more is read.
         read = () if self.feed.has_more else (self._live, self._replay)
         return [each for each in (*read, self._monitor) if each is not None]
 
     def turn(self, ready: set[object], now_ms: int) -> list[Change]:
-        """Take what is there, a message of each socket at most, or go on with what was."""
+        """Read at most one message from each socket in `ready`, or apply one more piece of what was
+        read. Returns the changes of the index that follow."""
         changes: list[Change] = []
         try:
             if self._live is None and now_ms >= self._reopen_ms:
@@ -132,12 +139,12 @@ class _Follower:
         return changes
 
     def close(self) -> list[Change]:
-        """End following; the changes that take its blocks back."""
+        """Stop following; returns the changes that withdraw the engine's blocks."""
         self.hang_up()
         return self.feed.end()
 
     def hang_up(self) -> None:
-        """Close its sockets."""
+        """Close all sockets of this engine."""
         self._close_replay()
         if self._live is not None:
             assert self._monitor is not None
@@ -178,8 +185,8 @@ class _Follower:
         return self.close()
 
     def _ask(self) -> None:
-        """As far as it is wanted. On a socket of its own, so that what is still on its way of an
-        earlier answer is not taken for this one's."""
+        """Send the replay request that the feed wants, if any. Each request has a socket of its
+        own, so that a late part of an earlier replay is not taken for a part of this one."""
         number = self.feed.take_ask()
         if number is None:
             return
@@ -219,35 +226,37 @@ class _Follower:
 
 
 class EngineMemory:
-    """All engines that a node follows, from construction until `close`."""
+    """Reader of the KV events of all engines that a node follows, from construction until
+    `close`."""
 
     def __init__(
         self, sources: Sequence[EngineSource], *, clock: Clock, tell: Callable[[Told], None]
     ) -> None:
-        """`tell`: `append` of the log of feeds."""
+        """`sources`: engines from the configuration. `tell`: called with each change; `append` of
+        the feeds' log."""
         self.counters = EngineCounters()
         self._clock = clock
         self._tell = tell
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._configured = {(source.engine, source.rank) for source in sources}
         self._followers: dict[int, _Follower] = {}
-        """By connection; those of the configuration by numbers below 0."""
+        """Followers by connection; those from the configuration have numbers below 0."""
         self._serial = 0
         self._orders = Mailbox[tuple[int, EngineSource | None]]()
         for number, source in enumerate(sources):
             self._order(-1 - number, source)
         self._bugs: deque[str] = deque(maxlen=BUGS_MAX)
-        """Recent bugs."""
+        """Texts of recent bugs, each logged once."""
         self._lock = threading.Lock()
-        """Guards changes until they are published: a slice must not fall between a change and its
-        update. Held for a turn of one engine. Reading a single fact needs no lock."""
+        """Held for one engine's turn, until its changes are in the log: a snapshot slice must not
+        fall between a change and its publication. Reading a single value needs no lock."""
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="engine-memory", daemon=True)
 
     # ── of the node's loop ───────────────────────────────────────────────────────────────────────
 
     def carry_out(self, command: Follow | Unfollow) -> None:
-        """Begin or end to follow an engine that is attached. Never waits."""
+        """Begin or stop following an attached engine. Never waits."""
         if isinstance(command, Unfollow):
             self._order(command.connection, None)
             return
@@ -275,11 +284,11 @@ class EngineMemory:
     # ── of any other thread ──────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start the thread that reads."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop."""
+        """Stop the thread and close all sockets."""
         self._orders.end()
         if self._thread.ident is not None:
             self._thread.join()
@@ -287,7 +296,8 @@ class EngineMemory:
         self._orders.close()
 
     def behind(self, ask: Callable[[int], Slice]) -> Callable[[int], Slice]:
-        """Slices of a snapshot: those of `ask`, and then of what engines hold."""
+        """A function that returns snapshot slices: those of `ask`, and then the blocks in engines'
+        memory."""
 
         def both(row: int) -> Slice:
             if row >= _FIRST_ROW:
@@ -310,7 +320,8 @@ class EngineMemory:
     def reports(
         self, *, tenant: str = "", space: SpaceId | None = None, keys: bytes = b""
     ) -> list[MemoryReport]:
-        """All engines; or with a space those that hold the first of `keys`, and how many."""
+        """One row per engine. With `space`, only engines of this tenant and space that hold the
+        first of `keys`, with the number of leading keys that they hold."""
         wanted = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
         rows = []
         for follower in list(self._followers.values()):
@@ -327,12 +338,12 @@ class EngineMemory:
 
     @property
     def block_count(self) -> int:
-        """Held by all engines."""
+        """Number of blocks in the memory of all followed engines."""
         return sum(len(each.feed.blocks) for each in list(self._followers.values()))
 
     @property
     def trouble(self) -> str:
-        """Trouble to report on /healthz; empty while all is well."""
+        """Errors to report on /healthz; empty while all is well."""
         if self._has_ended:
             return "KV events of engines are not read any more after a bug, which the log has"
         away: dict[bool, list[str]] = {False: [], True: []}
@@ -366,7 +377,8 @@ class EngineMemory:
 
     @contextlib.contextmanager
     def _guarded(self, number: int | None) -> Iterator[None]:
-        """A bug costs the follower of that number, or all: they begin again."""
+        """Context that catches and logs a bug: the follower of this number (None: every follower)
+        begins again."""
         try:
             yield
         except Exception as error:
@@ -378,7 +390,8 @@ class EngineMemory:
                     self._begin_again(each)
 
     def _begin_again(self, number: int) -> None:
-        """Start over: the engine's blocks, and those published for it, may be wrong."""
+        """Replace a follower and withdraw the engine's blocks, because these, and the published
+        ones, may be wrong."""
         failed = self._followers[number]
         source, until_ms = failed.source, self._clock.now_ns() // NS_PER_MS + REOPEN_MS_MAX
         self._serial += 1
@@ -450,8 +463,8 @@ class EngineMemory:
 
 
 def _take(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """The frames of a message. Raises ZMQError: it has too many, or too many bytes, and what is
-    left of it is still in the socket."""
+    """The frames of one message; empty if none is there. Raises ZMQError if it has too many frames
+    or bytes: the rest of the message is then still in the socket."""
     try:
         frames = [socket.recv(zmq.NOBLOCK)]
     except zmq.Again:
@@ -485,5 +498,6 @@ def _report(follower: _Follower, blocks: int) -> MemoryReport:
 
 
 def _note(ahead: int) -> str:
-    """Why hits of an engine are shorter than its blocks say; empty: they are not."""
+    """Note for an engine whose hits are shorter than its blocks suggest; empty for others. `ahead`:
+    tokens that its hashes cover behind a block."""
     return AHEAD.format(ahead) if ahead else ""

@@ -1,4 +1,4 @@
-"""Between the node's loop and the asyncio loop of what concerns other nodes.
+"""Commands and events between the node's loop and the asyncio loop that serves other nodes.
 
     node's loop     Executor ─carry_out(command)─▶ call_soon_threadsafe ─▶ handler     asyncio loop
                     Attach ◀─read()─ Mailbox ◀───────────── post(event) ─┘
@@ -19,11 +19,12 @@ from kvstore.engine.events import Event, PeerCommand, PeerEvent
 from kvstore.mailbox import Mailbox
 
 READ_EVENTS_MAX: Final = 64
-"""At a time: engines are served in between."""
+"""Most events read at a time: engines are served in between."""
 
 
 class Exchange:
-    """Both directions. `handle` is called on the asyncio loop, once a command, in order."""
+    """Both directions between the two loops. `handle` is called on the asyncio loop, once for each
+    command, in order."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, handle: Callable[[PeerCommand], None]
@@ -39,20 +40,20 @@ class Exchange:
         return self._events.fileno()
 
     def read(self, _mask: int) -> Iterator[Event]:
-        """Events that were posted, a part of them at a time."""
+        """Posted events, at most READ_EVENTS_MAX of them."""
         return itertools.islice(self._events.take(), READ_EVENTS_MAX)
 
     def carry_out(self, command: PeerCommand) -> None:
-        """Hand it over."""
+        """Pass a command to `handle` on the asyncio loop."""
         with contextlib.suppress(RuntimeError):  # the asyncio loop has ended, and the node ends
             self._loop.call_soon_threadsafe(self._handle, command)
 
     # ── of any thread ────────────────────────────────────────────────────────────────────────────
 
     def post(self, event: PeerEvent) -> None:
-        """Have the engine take it."""
+        """Pass an event to the engine."""
         self._events.put(event)
 
     def close(self) -> None:
-        """Nothing is taken any more."""
+        """Close the mailbox; no event is passed on any more."""
         self._events.close()

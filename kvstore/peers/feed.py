@@ -67,31 +67,32 @@ from kvstore.wire.feed import (
 from kvstore.wire.load import EngineEntry, Load
 
 MESSAGE_BYTES: Final = MESSAGE_BYTES_MAX // 4
-"""Bytes of one message but for its last change, which is half of that and two names at most."""
+"""A message gets changes until it has this many bytes. Its last change adds at most half of that
+and two names."""
 BEAT_S: Final = BEAT_MS / 1000
 LOAD_S: Final = 2.0
-"""How often the node is asked what it does."""
+"""Interval at which the node's load and engines are read."""
 CONNECT_TIMEOUT_S: Final = 5.0
 WRITE_TIMEOUT_S: Final = 5.0
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0
 STEADY_S: Final = 30.0
-"""A stream that lasted so long was well: what ends the next one is news again."""
+"""A stream that lasted this long was healthy: errors that end the next one are logged again."""
 REASONS_MAX: Final = 8
 REASON_CHARS_MAX: Final = 300
 BUSY_RETRY_S: Final = 0.2
 ANOTHER_VERSION: Final = "it is of another version of kvstore: run one on nodes and indexes"
 
 Slice = tuple[list[Offered], int]
-"""Blocks of some rows that peers can have, and the next row, -1 after the last."""
+"""Blocks in some rows of the table that peers can fetch, and the next row, -1 after the last."""
 
 FeedLog = ChangeLog[Told | OffersUntold]
 
 Serves = Callable[[], tuple[EngineEntry, ...]]
-"""The engines that a node serves now."""
+"""Returns the engines that a node serves now."""
 
 Dial = Callable[[str, grpc.ChannelCredentials | None], grpc.aio.Channel]
-"""(address, credentials) of a replica → a channel to it."""
+"""Makes a channel to a replica from (address, credentials)."""
 
 _DIGITS: Final = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
@@ -138,33 +139,34 @@ class Feeder:
         load: Callable[[], Load] = Load,
         engines: Serves = tuple,
     ) -> None:
-        """Begin to dial. `ask` is `Engine.offered`, `load` what the node does, and `engines` those
-        that it serves; all are asked on the node's loop, and may raise NodeBusy."""
+        """Begin to dial the replicas. `ask` is `Engine.offered`, `load` returns the node's load,
+        and `engines` the engines that the node serves; all are called in the node's loop, and may
+        raise NodeBusy."""
         self._loop.loop.call_soon_threadsafe(self._begin, ask, load, engines)
 
     def close(self) -> None:
-        """Hang up."""
+        """End all feeds."""
         with contextlib.suppress(TimeoutError):
             self._loop.call(self._end(), timeout_s=WRITE_TIMEOUT_S)
 
     @property
     def waiting_keys(self) -> int:
-        """Keys that still have to be sent to some replica."""
+        """Number of keys that still have to be sent to the replica that lacks most."""
         return max((link.changes.waiting_keys for link in self._links), default=0)
 
     @property
     def replica_count(self) -> int:
-        """Replicas that the node publishes to."""
+        """Number of replicas that the node publishes to."""
         return len(self._links)
 
     @property
     def connected_count(self) -> int:
-        """Replicas that are connected."""
+        """Number of replicas that are connected."""
         return sum(link.is_connected for link in self._links)
 
     @property
     def trouble(self) -> str:
-        """Trouble to report on /healthz; empty while all is well."""
+        """Error to report on /healthz; empty while all replicas are connected."""
         if twins := [link.twin.text for link in self._links if link.twin.text]:
             return twins[0]
         away = [
@@ -189,7 +191,8 @@ class Feeder:
         self._tasks = [loop.create_task(work) for work in works]
 
     async def _follow_node(self, load: Callable[[], Load], engines: Serves) -> None:
-        """Beats repeat the last load: they do not wait for a node that is busy."""
+        """Read the node's load and engines regularly. Beats repeat the last load, so they do not
+        wait for a node that is busy."""
         while True:
             with contextlib.suppress(NodeBusy):
                 self._load = await asyncio.to_thread(load)
@@ -203,7 +206,7 @@ class Feeder:
 
 
 class FeedLink:
-    """The feed of one replica."""
+    """The feed to one replica."""
 
     def __init__(
         self,
@@ -220,9 +223,9 @@ class FeedLink:
     ) -> None:
         """
         Args:
-            hello: of the first stream, before any delta.
-            dial: what makes a channel; None: gRPC.
-            jitter: a random part of 1.
+            hello: Hello of the first stream, before any delta.
+            dial: makes a channel; None: gRPC.
+            jitter: returns a random number from 0 to 1.
         """
         self.replica = replica
         self._load, self._engines = load, engines
@@ -235,26 +238,27 @@ class FeedLink:
         self._jitter = jitter or aio.jitter
         self.changes = log.reader(self._woken)
         self._sequence = 0
-        """Number of the last delta that was made, sent or not."""
+        """Number of the last delta, whether it was sent or not."""
         self._streams = 0
         self._wake = asyncio.Event()
         self._is_asked = False
         self.why = ""
-        """Behind a sentence that says that it is not reached."""
+        """Reason of the last failure, in brackets, for sentences that the replica is not
+        reached."""
         self._told: deque[str] = deque(maxlen=REASONS_MAX)
-        """Recently logged reasons, without their numbers."""
+        """Recently logged reasons, without digits, so that a repeated one is not logged again."""
 
     def _stream_name(self) -> tuple[str, Incarnation, int]:
-        """First fields of all words of the present stream."""
+        """(node, incarnation, stream): first fields of all messages of the present stream."""
         return self._hello.node, self._hello.incarnation, self._streams
 
     def _woken(self) -> None:
-        """Called by threads that append, once `run` has begun to read."""
+        """Wake the link, because a change was appended. Called by threads that append."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._wake.set)
 
     def _lose(self) -> None:
-        """Skip a number, so that the replica sees a gap."""
+        """Skip a sequence number, so that the replica sees a gap and asks for a snapshot."""
         self._sequence += 1
         self._wake.set()
 
@@ -264,7 +268,8 @@ class FeedLink:
             self._lose()
 
     async def run(self, ask: Callable[[int], Slice]) -> None:
-        """Publish, and dial again, until cancelled."""
+        """Publish to the replica until cancelled; dial again whenever the stream ends. `ask`
+        returns the slice of a snapshot that begins at a row."""
         retry_s = RETRY_MIN_S
         self._loop = loop = asyncio.get_running_loop()
         while True:
@@ -355,8 +360,8 @@ class FeedLink:
             raise ended
 
     async def _listen(self, call: Any) -> None:
-        """Orders of the replica, until its end of the stream. Raises grpc.RpcError,
-        ProtocolError."""
+        """Read orders of the replica, such as to send a snapshot, until it ends the stream. Raises
+        grpc.RpcError, ProtocolError."""
         try:
             async for data in call:
                 order = decode_order(data)
@@ -373,7 +378,8 @@ class FeedLink:
             self._wake.set()
 
     async def _write_waiting(self, call: Any) -> None:
-        """Send the changes that are there now: no snapshot waits for later ones."""
+        """Send the changes that are in the log now. Later ones have to wait, so that a snapshot is
+        not held up."""
         self._look_for_losses()
         rows = self.changes.new()
         while changes := self._take_changes(rows):
@@ -382,7 +388,7 @@ class FeedLink:
             await _write(call, Delta(*self._stream_name(), self._sequence, changes))
 
     def _take_changes(self, rows: Iterator[Told | OffersUntold]) -> tuple[Change, ...]:
-        """As many as a message may have; what is alike is joined."""
+        """As many changes as one message may have; changes that differ in keys only are joined."""
         runs: list[tuple[Told, list[bytes]]] = []
         count = size = 0
         while count < DELTA_KEYS_MAX and size < MESSAGE_BYTES and (told := next(rows, None)):
@@ -398,7 +404,7 @@ class FeedLink:
         return tuple(_change(joined(told, keys)) for told, keys in runs)
 
     async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
-        """All that peers can have, in parts, with deltas between them."""
+        """Send all blocks that peers can fetch, in parts, with deltas between them."""
         self._counters.snapshots += 1
         # Before anything is read: what is told from here on counts, and what is lost is noticed.
         await self._write_part(call, 0, [], is_last=False)
@@ -439,7 +445,7 @@ async def _slice(ask: Callable[[int], Slice], row: int) -> Slice:
 
 
 async def _write(call: Any, word: OfStream) -> None:
-    """Raises grpc.RpcError, TimeoutError."""
+    """Send one message. Raises grpc.RpcError, TimeoutError."""
     async with asyncio.timeout(WRITE_TIMEOUT_S):
         try:
             await call.write(word)
@@ -451,7 +457,8 @@ async def _write(call: Any, word: OfStream) -> None:
 
 
 async def _connect(channel: grpc.aio.Channel) -> None:
-    """Without it a first write would wait as long as nobody is there. Raises RpcError."""
+    """Wait until the channel is connected: a first write would otherwise wait for ever for a
+    replica that is not there. Raises RpcError."""
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             await channel.channel_ready()

@@ -45,22 +45,24 @@ from kvstore.wire.record import scopes_of
 
 LOCATE_TIMEOUT_S: Final = 0.25
 MEMBERS_EVERY_S: Final = 1.0
-"""About: nodes that ask in step would have an index answer all of them at once."""
+"""Average interval at which members are read, with jitter: nodes in step would have an index answer
+all of them at once."""
 ASK_TIMEOUT_S: Final = 2.0
 MOVE_TIMEOUT_S: Final = 10.0
-"""Longest move. The waiting engine has given up long before; the bound is for a stopped peer's
-transfer worker."""
+"""Longest time for a transfer. The waiting engine has given up long before; the limit is for a peer
+whose transfer worker is stopped."""
 FETCHES_AT_ONCE: Final = 4
-"""Fetches from one peer at a time: 64 MiB together, as `engine.fetches` cuts them. All those of a
-long prompt would share the link until none ends within its timeout."""
+"""Most fetches from one peer at a time: 64 MiB together, as `engine.fetches` cuts them. All fetches
+of a long prompt at once would share the link, and none would end within its timeout."""
 KINDS: Final = ("ask", "move", "verify", "fetch")
-"""Timed steps: until the peer served, the transfer worker's reading, verifying, all of it."""
+"""Timed steps: until the peer has served, until the transfer worker has read, until all is
+verified, and the whole."""
 TROUBLE_MAX: Final = 200
-"""Characters of a failure's text."""
+"""Most characters of an error text."""
 ASK_THREADS: Final = 4
 """Threads that query the index."""
 VERIFY_THREADS: Final = 4
-"""Threads for verification alone: blocks that have come do not wait for an index that hangs."""
+"""Threads that only verify: blocks that have come do not wait for an index that hangs."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -79,33 +81,35 @@ class IndexQueries(Protocol):
 
 
 class FetcherCounters:
-    """Since the start."""
+    """Counts since the start."""
 
     def __init__(self) -> None:
         self.damaged = 0
-        """Blocks that were served all the while, and are not what was stored."""
+        """Blocks that the peer kept until they were read, and whose checksum differs."""
         self.not_kept = 0
-        """Blocks that did not stay until they were read."""
+        """Blocks that the peer evicted before they were read."""
         self.fetched_bytes = 0
 
 
 class _Turns:
-    """Whose turn it is to fetch from one peer."""
+    """Limit of the fetches from one peer at a time."""
 
     def __init__(self) -> None:
         self.free = asyncio.Semaphore(FETCHES_AT_ONCE)
         self.losses = 0
         self.trouble = ""
-        """Reason of the last loss."""
+        """Error of the last fetch that lost the peer."""
 
     def lost(self, trouble: str) -> None:
-        """Fetches that wait for a turn give up, too: each would wait as long again."""
+        """Have fetches that wait for a turn fail with this error: each would wait for the peer as
+        long again."""
         self.losses += 1
         self.trouble = trouble
 
 
 class Fetcher:
-    """On the asyncio loop; `start` and `close` too."""
+    """Answers Locate and Fetch commands of the engine. All of it runs on the asyncio loop, `start`
+    and `close` too."""
 
     def __init__(
         self,
@@ -118,12 +122,13 @@ class Fetcher:
         dial: Dial | None = None,
         jitter: Callable[[], float] | None = None,
     ) -> None:
-        """`memory`: the arena. `dial`: see `PeerSession.open`. `jitter`: a random part of 1."""
+        """`who`: this node. `memory`: the arena. `dial`: see `PeerSession.open`. `jitter`: returns
+        a random number from 0 to 1."""
         self.counters = FetcherCounters()
         self.timings = {kind: Timings() for kind in KINDS}
         """Timings of steps that succeeded."""
         self.exchange: Exchange | None = None
-        """Where answers go; set before the first command."""
+        """Takes answers for the engine; set before the first command."""
         self.index: IndexQueries | None = None
         """The index to query; set before `start`."""
         self._who = who
@@ -134,9 +139,9 @@ class Fetcher:
         self._dial = dial
         self._jitter = jitter or aio.jitter
         self._members = {who.node}
-        """All that the index named the last time."""
+        """Names of all nodes that the index listed last, and of this one."""
         self._addresses: dict[str, str] = {}
-        """Addresses of nodes that serve fetches."""
+        """Peer address of each node that serves fetches."""
         self._looking: asyncio.Task[None] | None = None
         self._sessions: dict[str, asyncio.Task[PeerSession]] = {}
         self._turns: WeakValueDictionary[str, _Turns] = WeakValueDictionary()
@@ -146,11 +151,12 @@ class Fetcher:
         self._told: dict[str, str] = {}
 
     def start(self) -> None:
-        """Begin to follow the members."""
+        """Begin to read the members from the index regularly."""
         self._tasks.run(self._follow_members())
 
     async def close(self) -> None:
-        """Hang up on all peers. Fetches under way are not answered any more: the node ends."""
+        """End the sessions with all peers. Fetches under way are not answered any more, because the
+        node ends."""
         await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
         for opening in list(self._sessions.values()):
             opening.cancel()
@@ -161,11 +167,11 @@ class Fetcher:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def locate(self, command: Locate) -> None:
-        """Answered by Located."""
+        """Begin to ask the index for locations; Located answers."""
         self._tasks.run(self._locate(command))
 
     def fetch(self, command: Fetch) -> None:
-        """Answered by Fetched."""
+        """Begin a fetch; Fetched answers."""
         self._tasks.run(self._fetch(command))
 
     # ── where blocks are ─────────────────────────────────────────────────────────────────────────
@@ -196,10 +202,11 @@ class Fetcher:
             self.exchange.post(located)
 
     def _match(self, command: Locate, begin_ns: int) -> Answer:
-        """On a thread of its own. Raises IndexUnavailable.
+        """Query the index. Runs on a thread. Raises IndexUnavailable.
 
-        Questions queue up behind those that an index does not answer. By the time that it would be
-        their turn nobody waits for them: all are answered within twice LOCATE_TIMEOUT_S.
+        Queries queue up behind those that an index does not answer. When it is their turn, no
+        request waits for them any more, so late ones fail at once: all are answered within twice
+        LOCATE_TIMEOUT_S.
         """
         assert self.index is not None
         if self._clock.now_ns() - begin_ns > LOCATE_TIMEOUT_S * NS_PER_S:
@@ -214,7 +221,7 @@ class Fetcher:
             await asyncio.sleep(MEMBERS_EVERY_S * (0.5 + self._jitter()))
 
     async def _look(self) -> None:
-        """Read the present members."""
+        """Read the present members from the index."""
         assert self.index is not None
         index = self.index
         try:
@@ -232,8 +239,8 @@ class Fetcher:
         self._forget_departed()
 
     def _forget_departed(self) -> None:
-        """Nodes that are no members any more, and sessions that have ended: who has left is not
-        fetched from again, and would be kept for ever."""
+        """Drop what is kept of nodes that are no members any more, and of sessions that have ended:
+        nothing else would remove it."""
         for name in self._told.keys() - {"the index", *map(_title, self._addresses)}:
             del self._told[name]
         for node, opening in list(self._sessions.items()):
@@ -241,7 +248,8 @@ class Fetcher:
                 self._forget(node, _session_of(opening))
 
     def _note(self, name: str, trouble: str) -> None:
-        """One line when it changes."""
+        """Log a line when the state of a node or of the index changes; `trouble` empty: it is
+        well."""
         if self._told.get(name, "") != trouble:
             self._told[name] = trouble
             is_index = name == "the index"
@@ -279,7 +287,7 @@ class Fetcher:
             self.exchange.post(fetched)
 
     async def _take_turn(self, turns: _Turns, command: Fetch, count: int) -> Fetched:
-        """Raises SessionLost."""
+        """Carry out one fetch in its turn. Raises SessionLost."""
         session: PeerSession | None = None
         try:
             session = await self.session(command.node)
@@ -293,7 +301,8 @@ class Fetcher:
         return fetched
 
     async def _fetch_from(self, session: PeerSession, command: Fetch, count: int) -> Fetched:
-        """Raises SessionLost; nothing is under way then."""
+        """Fetch blocks of `command` (`count` of them) over a session. Raises SessionLost, when no
+        transfer is under way."""
         watch = Stopwatch(self.timings, self._clock)
         answer = await session.serve(
             command.tenant, command.space, command.keys, timeout_s=ASK_TIMEOUT_S
@@ -351,7 +360,8 @@ class Fetcher:
         slots: NDArray[np.int64],
         answer: ServeAnswer,
     ) -> list[list[bytes] | None]:
-        """Checksums of our shards of each block, None: it is another; on a thread of its own."""
+        """Checksums of our shards for each block, None for a block whose bytes are not those
+        stored. Runs on a thread."""
         # In their slots, which nobody else knows yet: a copy would cost more than the checksum.
         its = self._memory, command.keys, answer.checksums
         begins = (slots * PAGE_BYTES).tolist()
@@ -365,7 +375,8 @@ class Fetcher:
         *,
         shards: int,
     ) -> tuple[bytes, bytes]:
-        """(one bool per block, checksums of our shards). A block that did not stay is no damage."""
+        """(one bool per block: is it good, checksums of our shards). A block that did not stay on
+        the peer does not count as damaged."""
         self.counters.not_kept += int((~stayed).sum())
         good, made = bytearray(len(stayed)), bytearray()
         for number, (kept, its) in enumerate(zip(stayed.tolist(), sums, strict=True)):
@@ -380,13 +391,14 @@ class Fetcher:
         self._note(_title(node), "a block that it served is not what was stored; see its scrub")
 
     async def find_addresses(self) -> dict[str, str]:
-        """Addresses of all other members that serve fetches, by name, as of now if the index
+        """Peer address of each other member that serves fetches, by name; read anew if the index
         answers."""
         await self._look()
         return dict(self._addresses)
 
     async def address_of(self, node: str) -> str:
-        """Address of a member; empty: no member. Members that have just joined are looked for."""
+        """Peer address of a member; empty if it is none or has none. If it is unknown, members are
+        read anew."""
         if node not in self._addresses and self.index is not None:
             if self._looking is None or self._looking.done():  # one for all that wait
                 self._looking = self._tasks.run(self._look())
@@ -398,7 +410,7 @@ class Fetcher:
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
     async def session(self, node: str) -> PeerSession:
-        """The open one, or a new one; who asks at the same time waits for the same. Raises
+        """The open session with a node, or a new one; simultaneous callers share it. Raises
         SessionLost."""
         address = await self.address_of(node)
         opening = self._sessions.get(node)
@@ -425,8 +437,8 @@ class Fetcher:
         return session
 
     def _forget(self, node: str, session: PeerSession | None) -> None:
-        """This session ends, if nobody has opened another by now; None: none could be opened. The
-        next fetch opens one."""
+        """Close this session with a node, unless it has been replaced by another; None: opening it
+        failed. The next fetch opens a new one."""
         opening = self._sessions.get(node)
         if opening is None or not opening.done() or _session_of(opening) is not session:
             return
@@ -437,7 +449,7 @@ class Fetcher:
 
 
 def _title(node: str) -> str:
-    """In sentences."""
+    """Subject for a node in log messages."""
     return f"node {node}"
 
 
@@ -446,7 +458,7 @@ async def _on(threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
 
 
 async def _both(asking: Awaitable[T], working: Awaitable[U]) -> tuple[T, U]:
-    """Both results, or the first error, when both have ended."""
+    """Results of both, when both have ended; or else the first error."""
     asked, worked = await asyncio.gather(asking, working, return_exceptions=True)
     for each in (asked, worked):
         if isinstance(each, BaseException):
@@ -455,12 +467,12 @@ async def _both(asking: Awaitable[T], working: Awaitable[U]) -> tuple[T, U]:
 
 
 def transfer_worker_name(node: str) -> str:
-    """Name of a node's transfer worker: as in its certificate."""
+    """Name of a node's transfer worker, which is the name in the node's certificate."""
     return str(Identity("node", node))
 
 
 def _session_of(opening: asyncio.Task[PeerSession]) -> PeerSession | None:
-    """Session of an opening that is done; None: it failed."""
+    """Session from a finished attempt to open one; None if the attempt failed."""
     return None if opening.cancelled() or opening.exception() else opening.result()
 
 

@@ -3,9 +3,9 @@
     AskPush ─▶ session with the prefill node ─▶ Pushed …, PushOver ─▶ engine
     Land ────▶ copied into slots, verified there ─▶ Landed
 
-Rules. 1: every AskPush has one PushOver, whatever happens: a session that is lost says it for all
-of its grants, and that writes may still arrive. 2: what is verified is the copy, which no peer can
-write to. 3: addresses come from membership (`fetcher`).
+Rules. 1: every AskPush has one PushOver, whatever happens: the loss of a session counts as PushOver for each of its grants, and means that writes may still
+arrive. 2: the copy is verified, which no peer
+can write to. 3: addresses come from membership (`fetcher`).
 
 Does not cover: room (`engine.moves.grants`), the other end (`pusher`).
 """
@@ -53,24 +53,24 @@ KINDS: Final = (
     *("push_grant", "push_first", "push", "land_copy", "land_verify"),
     *("push_seal", "push_token"),
 )
-"""See `stages`."""
+"""Stages that are timed here; see `stages`."""
 
 _log = logging.getLogger(__name__)
 
 
 class _OpenGrant:
-    """A grant whose last word has not come."""
+    """A grant for which PushOver has not come."""
 
     def __init__(self, command: AskPush, begun_ns: int) -> None:
         self.command, self.begun_ns = command, begun_ns
         self.session: PeerSession | None = None
-        """None: it was not sent yet."""
+        """Session by which the grant was sent; None: not sent yet."""
         self.is_revoked = False
         self.has_begun = False
 
 
 class Lander:
-    """On the asyncio loop."""
+    """Sends grants to prefill nodes, and copies out what they push. Runs on the asyncio loop."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Lander:
         draw_epoch: Callable[[], int],
         slow_s: float = SLOW_S,
     ) -> None:
-        """`memory`: the arena. `draw_epoch`: a random number that is not 0. `slow_s`: see
-        `Stages`."""
+        """`post`: passes an event to the engine. `memory`: the arena. `draw_epoch`: returns a
+        random number that is not 0. `slow_s`: see `Stages`."""
         self.stages = Stages(KINDS, clock, slow_s=slow_s)
         self._post, self._fetcher, self._transfer_worker = post, fetcher, transfer_worker
         self._memory, self._clock, self._draw_epoch = memory, clock, draw_epoch
@@ -95,17 +95,18 @@ class Lander:
         self._threads = ThreadPoolExecutor(LAND_THREADS, thread_name_prefix="land")
 
     def close(self) -> None:
-        """The node ends."""
+        """Stop, because the node ends."""
         self._tasks.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def transfer_worker_changed(self) -> None:
-        """The transfer worker is another one, or dead and reaped."""
+        """Draw a new epoch and report it to the engine, because the transfer worker was started, or
+        is dead and reaped."""
         self.epoch = self._draw_epoch() if self._transfer_worker.descriptor else 0
         self._post(LandingUp(self.epoch))
 
     def carry_out(self, command: LandCommand) -> None:
-        """An order of the engine."""
+        """Carry out a command of the engine."""
         match command:
             case AskPush(its=its):
                 given = self._given[its.grant] = _OpenGrant(command, self._clock.now_ns())
@@ -193,7 +194,8 @@ class Lander:
         self._post(landed)
 
     def _copy(self, command: Land) -> Landed:
-        """On a thread of its own."""
+        """Copy blocks out of the landing slab into their slots and verify the copies. Runs on a
+        thread."""
         count, size = len(command.keys) // KEY_BYTES, sum(command.block_bytes)
         nothing = Landed(
             command.job, bytes(count), bytes(count * len(command.shards) * CHECKSUM_BYTES)

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class ClusterMember:
-    """From construction until `close`. `feeder` is to be started."""
+    """All that a node does in a cluster, from construction until `close`."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class ClusterMember:
                 stack.callback(self.peering.close)
             replicas = (*self._own_replica(), *config.indexes)
             self.tells = ",".join(replicas)
-            """Replicas that hear what this node holds, its own first."""
+            """Addresses of the replicas that this node publishes to, its own first, joined by
+            commas."""
             self._client = IndexClient(replicas, tls=config.tls, insecure=config.tls is None)
             stack.callback(self._client.close)
             self._node = config.node
@@ -96,7 +97,7 @@ class ClusterMember:
             self._stack = stack.pop_all()
 
     def _own_replica(self) -> Iterable[str]:
-        """Address at which this node reaches its own replica; none: it has none."""
+        """Address at which this node reaches the replica inside it; empty: it has none."""
         if self._replica is None:
             return ()
         host = ipaddress.ip_address(self._replica.host)
@@ -110,8 +111,8 @@ class ClusterMember:
         load: Callable[[], Load],
         engines: Callable[[], tuple[EngineEntry, ...]],
     ) -> None:
-        """Publish, serve and fetch. `ask` is `Engine.offered`, the others are of its name, all on
-        the node's loop."""
+        """Begin to publish, serve and fetch. `ask` is `Engine.offered`, `load` and `engines` the
+        engine's methods of these names; all are called in the node's loop."""
         if self.peering is not None:
             self.peering.start(self._client)
         if self.memory is not None:
@@ -120,32 +121,32 @@ class ClusterMember:
         self.feeder.start(ask, lambda: self.with_peers(load()), engines)
 
     def close(self) -> None:
-        """Hang up and stop."""
+        """End all connections and stop."""
         self._stack.close()
 
     @property
     def index(self) -> str:
-        """Address of the replica; empty when there is none."""
+        """Address of the replica inside this node; empty when there is none."""
         return self._replica.address if self._replica is not None else ""
 
     @property
     def reached(self) -> str:
-        """Address for peers and transport of blocks; empty without peers."""
+        """Peer address and name of the transport, HOST:PORT/TRANSPORT; empty without peers."""
         return f"{self.peering.address}/{self.peering.transport}" if self.peering else ""
 
     @property
     def index_port(self) -> int:
-        """0 when there is none."""
+        """Port of the replica inside this node; 0 when there is none."""
         return self._replica.port if self._replica is not None else 0
 
     @property
     def peer_port(self) -> int:
-        """0 when peers do not reach this node."""
+        """Port for peers; 0 when this node has none."""
         return int(self.peering.address.rpartition(":")[2]) if self.peering is not None else 0
 
     @property
     def trouble(self) -> str:
-        """Trouble to report on /healthz; empty while all is well."""
+        """Errors to report on /healthz; empty while all is well."""
         notes = (
             INSECURE_NOTE if self._tls is None else "",
             self.feeder.trouble,
@@ -155,7 +156,8 @@ class ClusterMember:
         return "; ".join(filter(None, notes))
 
     def members(self) -> list[MemberReport]:
-        """The nodes of the cluster, by the first replica that answers; takes a second at most."""
+        """Reports of the cluster's nodes, from the first replica that answers; takes a second at
+        most. One row with the error if none answers."""
         try:
             known = self._client.nodes(engines=True)
         except IndexUnavailable as error:
@@ -177,17 +179,19 @@ class ClusterMember:
         return load if self.peering is None else self.peering.with_fetches(load)
 
     def transfers(self) -> list[TransferReport]:
-        """How long reading from other nodes took."""
+        """Durations of transfers between this node and others, a row per kind; empty without
+        peers."""
         return self.peering.transfers() if self.peering is not None else []
 
     def memories(self, tenant: str, space: SpaceId | None, keys: bytes) -> list[MemoryReport]:
-        """Blocks in the engines' own memory: all, or of one prompt."""
+        """Reports of blocks in engines' own memory: of all engines, or for the keys of one prompt
+        in a space."""
         if self.memory is None:
             return []
         return self.memory.reports(tenant=tenant, space=space, keys=keys)
 
     def families(self) -> list[Family]:
-        """Metrics of the parts that this node has, without its replica."""
+        """Metrics of feeds, peers and engines' memory; not those of the replica."""
         found = self.peering.families() if self.peering is not None else []
         counts = {f"feed_{name}": n for name, n in vars(self.feeder.counters).items()}
         if self.memory is not None:
@@ -202,7 +206,8 @@ class ClusterMember:
         ]
 
     def index_families(self) -> list[Family]:
-        """Metrics of the replica; none when there is none, or it does not answer."""
+        """Metrics of the replica inside this node; empty when there is none, or it does not
+        answer."""
         if self._replica is None:
             return []
         try:

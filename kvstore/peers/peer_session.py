@@ -1,12 +1,13 @@
 """One stream to another node: ask to be served blocks, give them back.
 
-A session ends with the first thing that goes wrong, and everything that waits on it then raises
-`SessionLost`; whoever needs the peer again opens another. The peer proves its name by its
-certificate; its address comes from membership.
+A session ends with its first error, and everything that waits for it then raises `SessionLost`; the
+next caller opens another session. The peer proves its name by its certificate; its address comes
+from membership.
 
-A call keeps its connection as long as anything knows it. Errors know the frames they came through,
-and some are kept until garbage is collected, which takes for ever while nothing happens: so none is
-raised where a call could be found, and a session that is closed has none.
+gRPC closes a connection only when nothing refers to its call any more. An exception refers to the
+frames that it passed through, with their local variables, and may be kept until garbage is
+collected, which takes for ever in an idle process. So no exception is raised in a frame that holds
+the call, and a closed session holds none.
 
 Does not cover: serving others (`block_server`), what is asked for (`fetcher`).
 """
@@ -44,31 +45,31 @@ PINGS: Final = (
 
 
 Dial = Callable[[str, str, grpc.ChannelCredentials | None], grpc.aio.Channel]
-"""(name, address, credentials) of a peer → a channel to it."""
+"""Makes a channel to a peer from (name, address, credentials)."""
 _Served = TypeVar("_Served", wire.ServeAnswer, wire.GivenBack)
 
 
 class SessionLost(KVStoreError):
-    """The peer is gone, refuses, or talks nonsense. The text says which."""
+    """The peer is gone, refuses, or sends what the protocol forbids; the text says which."""
 
 
 class PeerSession:
-    """A stream that is open. On the asyncio loop."""
+    """An open stream to a peer. Runs on the asyncio loop."""
 
     def __init__(self, channel: grpc.aio.Channel, call: Any, welcome: wire.PeerWelcome) -> None:
         self.node = welcome.node
         self.descriptor = welcome.descriptor
         """The peer's descriptor, which our transfer worker needs to read there."""
         self.lost = ""
-        """Why it has ended."""
+        """Why the session has ended; empty while it is open."""
         self.heard: Callable[[wire.PushWord | None], object] = lambda _: None
-        """Called with words about pushes, and with None when the session has ended."""
+        """Called with each message about pushes, and with None when the session ends."""
         self._channel = channel
         self._call = call
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[wire.ServeAnswer | wire.GivenBack]] = {}
         self._writing = asyncio.Lock()
-        """A stream that two write to at a time is ended by gRPC."""
+        """Held during a write: gRPC ends a stream that two tasks write to at a time."""
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     @classmethod
@@ -81,7 +82,8 @@ class PeerSession:
         credentials: grpc.ChannelCredentials | None,
         dial: Dial | None = None,
     ) -> Self:
-        """`dial`: what makes a channel; None: gRPC. Raises SessionLost."""
+        """Open a session with node `name` at `address`; `me`: this node. `dial`: makes the channel;
+        None: gRPC. Raises SessionLost."""
         channel = (dial or _channel)(name, address, credentials)
         call: Any = None
         trouble = ""
@@ -109,7 +111,8 @@ class PeerSession:
     async def serve(
         self, tenant: str, space: SpaceId, keys: bytes, *, timeout_s: float
     ) -> wire.ServeAnswer:
-        """The longest run that the peer has in dram. Raises SessionLost."""
+        """Ask the peer for the longest run of these keys that it has in dram, pinned until
+        `give_back`. Raises SessionLost."""
         serve = wire.ServeAsk(next(self._numbers), tenant, space, keys)
         answer = await self._ask(serve, wire.ServeAnswer, timeout_s)
         try:
@@ -120,8 +123,8 @@ class PeerSession:
         return answer
 
     async def give_back(self, serving: int, *, count: int, timeout_s: float) -> NDArray[np.bool_]:
-        """Which of the serving's blocks stayed as they were served until now. Raises
-        SessionLost."""
+        """Release a serving. Returns flags of its `count` blocks: those that stayed unchanged until
+        now. Raises SessionLost."""
         answer = await self._ask(wire.GiveBack(serving), wire.GivenBack, timeout_s)
         try:
             return wire.intact_of(answer, count=count)
@@ -130,7 +133,7 @@ class PeerSession:
             raise SessionLost(self.lost) from None
 
     async def tell(self, ask: wire.Ask, *, timeout_s: float) -> None:
-        """Say what has no answer of its own. Raises SessionLost."""
+        """Send a message that has no direct answer. Raises SessionLost."""
         trouble = ""
         try:
             async with asyncio.timeout(timeout_s), self._writing:
@@ -144,7 +147,7 @@ class PeerSession:
             raise SessionLost(self.lost)
 
     async def close(self) -> None:
-        """Hang up: the peer ends what it served."""
+        """End the session: the peer releases what it served."""
         self._end("this node has hung up")
         self._reading.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -63,16 +63,18 @@ from kvstore.wording import cannot_listen
 
 START_TIMEOUT_S: Final = 10.0
 STREAMS_PER_CONNECTION_MAX: Final = 4
-"""A peer needs one, and another while the one before ends; calls of a router take turns."""
+"""Most streams of a connection: a peer needs one, and another while the one before ends; calls of a
+router take turns."""
 
 WHOLE: Final = {"fetch", "push", "push_token", "write"}
-"""Kinds of transfers with buckets in /metrics; the others are parts of them."""
+"""Kinds of transfers with histogram buckets in /metrics; the other kinds are parts of these."""
 
 _log = logging.getLogger(__name__)
 
 
 class Peering:
-    """Listens from construction; serves and fetches from `start` until `close`."""
+    """The node's exchange of blocks with other nodes. Listens from construction; serves and fetches
+    from `start` until `close`."""
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class Peering:
         if transport.is_plain:
             _log.warning(PLAIN, transport.name)
         self.address = loop.call(self._listen(peers), timeout_s=START_TIMEOUT_S)
-        """Where peers reach this node."""
+        """Address at which peers reach this node."""
 
     async def _listen(self, peers: PeerConfig) -> str:
         self.fetcher = Fetcher(
@@ -169,13 +171,13 @@ class Peering:
         self.lander.transfer_worker_changed()
 
     async def drain(self, runs: Sequence[PrepareRequest], *, timeout_s: float) -> None:
-        """Hand blocks to the other nodes."""
+        """Hand these runs of blocks to the other nodes, within `timeout_s`."""
         addresses = await self.fetcher.find_addresses()
         credentials = self._tls.channel_credentials() if self._tls else None
         await drain_node(runs, addresses, credentials, timeout_s)
 
     def start(self, index: IndexClient) -> None:
-        """Begin. `index` is asked where blocks are; it stays the caller's to close."""
+        """Begin to serve and fetch. `index` is queried for locations; the caller closes it."""
         self.fetcher.index = index
         self._loop.call(self._start(), timeout_s=START_TIMEOUT_S)
 
@@ -185,7 +187,7 @@ class Peering:
         await self._server.start()
 
     def close(self) -> None:
-        """Hang up. No byte is written for any fetch after this."""
+        """End all sessions and the transfer worker. No byte is written for any fetch after this."""
         try:
             self._loop.call(self._close(), timeout_s=START_TIMEOUT_S)
         except TimeoutError:
@@ -221,7 +223,8 @@ class Peering:
         return self.fetcher.timings | self.lander.stages.timings | self.pusher.stages.timings
 
     def transfers(self) -> list[TransferReport]:
-        """How long reading from other nodes took, and pushes."""
+        """Durations of fetches and pushes, and of their steps, a row for each kind that has
+        occurred."""
         return [
             TransferReport(
                 kind=kind,
@@ -248,7 +251,7 @@ class Peering:
         )
 
     def families(self) -> list[Family]:
-        """The same as metrics, and what became of the bytes."""
+        """Metrics of fetches, pushes and the transfer worker."""
         counters, timings = self.fetcher.counters, self._timings
         return [
             family("kvstore_fetch_damaged_total", [((), counters.damaged)]),
@@ -268,7 +271,7 @@ class Peering:
 
     @property
     def trouble(self) -> str:
-        """Trouble to report on /healthz; empty while all is well."""
+        """Errors to report on /healthz; empty while all is well."""
         stages = self.lander.stages.trouble, self.pusher.stages.trouble
         return "; ".join(filter(None, (self._note, self.transfer_worker.trouble, *stages)))
 
@@ -289,7 +292,8 @@ def _server() -> grpc.aio.Server:
 
 
 def _options(cluster: ClusterConfig, peers: PeerConfig) -> dict[str, str]:
-    """Options of the back end."""
+    """Options of the transport's back end: those configured, and addresses and certificates where
+    it needs them."""
     options = dict(peers.transport.options)
     if not BACKENDS[peers.transport.name].capabilities.is_secure:
         return options

@@ -30,17 +30,18 @@ from kvstore.units import NS_PER_S
 from kvstore.wire.peers import AHEAD, PrepareReply, decode_request, encode
 
 CALLS_MAX: Final = 16
-"""Calls of one caller at a time."""
+"""Most calls of one caller at a time."""
 CALLERS_MAX: Final = 64
 KEYS_PER_S: Final = 65_536
-"""Keys of one caller; a look at a key takes about a microsecond of the node's loop."""
+"""Most keys per second of one caller; a look at a key takes about a microsecond of the node's
+loop."""
 READ_TIMEOUT_S: Final = 1.0
 ANSWER_TIMEOUT_S: Final = 1.0
 _EXHAUSTED: Final = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class _Caller:
-    """Calls under way, and keys that are left at a time."""
+    """One caller's calls under way, and the keys that its rate still allowed at a time."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -48,7 +49,8 @@ class _Caller:
         self.at_ns = 0
 
     def take(self, count: int, now_ns: int) -> bool:
-        """Whether there is room for so many keys, which are taken then."""
+        """Take this many keys from what the rate allows; False, with nothing taken, if they are too
+        many."""
         more = (now_ns - self.at_ns) / NS_PER_S * KEYS_PER_S
         self.keys, self.at_ns = min(KEYS_PER_S, self.keys + more), now_ns
         if count > self.keys:
@@ -58,7 +60,7 @@ class _Caller:
 
 
 class Preparer:
-    """Serves `Ahead`. On the asyncio loop."""
+    """The gRPC service `Ahead`. Runs on the asyncio loop."""
 
     def __init__(
         self,
@@ -75,12 +77,13 @@ class Preparer:
         self.refused_count = 0
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """On the wire a single message is a stream of one: the caller is judged before it."""
+        """gRPC handler of Prepare. The call is served as a stream of one message, which is the same
+        on the wire, so that the caller is checked before its message is read."""
         method = grpc.stream_unary_rpc_method_handler(self.prepare, bytes, encode)
         return grpc.method_handlers_generic_handler(AHEAD, {"Prepare": method})
 
     async def prepare(self, _messages: AsyncIterator[bytes], context: Context) -> PrepareReply:
-        """One call."""
+        """Answer one call, or refuse it."""
         try:
             name = self._name_of(context)
             caller = self._caller(name)
@@ -94,7 +97,8 @@ class Preparer:
             await context.abort(error.code, str(error))
 
     def _name_of(self, context: Context) -> str:
-        """Raises RefusedCall: it is neither client nor node."""
+        """Name of the caller, from its certificate. Raises RefusedCall if it is neither a client
+        nor a node."""
         if not self._demands_certificates:
             return str(context.peer())
         found = sorted(peer_identities(context.auth_context()))
@@ -105,7 +109,8 @@ class Preparer:
         return name
 
     def _caller(self, name: str) -> _Caller:
-        """Raises RefusedCall: there is no place for its call."""
+        """State of this caller. Raises RefusedCall if it has too many calls, or there are too many
+        callers."""
         caller = self._callers.pop(name, None) or _Caller()
         self._callers[name] = caller
         if len(self._callers) > CALLERS_MAX:
@@ -118,7 +123,7 @@ class Preparer:
         return caller
 
     async def _answer(self, name: str, caller: _Caller, context: Context) -> PrepareReply:
-        """Raises RefusedCall."""
+        """Read the request, have the engine begin, and return its reply. Raises RefusedCall."""
         message = await only_message(context, asyncio.timeout(READ_TIMEOUT_S))
         try:
             request = decode_request(message)
@@ -140,7 +145,7 @@ class Preparer:
             del self._waiting[ask]
 
     def prepared(self, command: BlocksPrepared) -> None:
-        """The engine's answer."""
+        """Pass the engine's answer to the call that waits for it."""
         answered = self._waiting.get(command.ask)
         if answered is not None and not answered.done():
             answered.set_result(command.its)

@@ -37,7 +37,7 @@ from kvstore.wire.transfer_worker import Direction
 
 WRITE_TIMEOUT_S: Final = 10.0
 GRANTS_MAX: Final = 256
-"""Grants of one peer without a last word."""
+"""Most grants of one peer for which no PushOver was sent."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,12 +46,13 @@ class _TakenGrant:
     def __init__(self, node: str, its: PushGrant) -> None:
         self.node, self.its = node, its
         self.is_known = False
-        """The engine knows it."""
+        """Whether the grant was passed to the engine."""
         self.is_revoked = False
 
 
 class Pusher:
-    """On the asyncio loop."""
+    """Passes grants of decode nodes to the engine, and writes blocks to them. Runs on the asyncio
+    loop."""
 
     def __init__(
         self,
@@ -63,8 +64,9 @@ class Pusher:
         clock: Clock,
         slow_s: float = SLOW_S,
     ) -> None:
-        """`answer`: says something to a peer, by its number (`block_server`). `slow_s`: see
-        `Stages`."""
+        """`post`: passes an event to the engine. `address_of`: peer address of a node, empty if it
+        is no member. `answer`: sends a message to a peer, by its number (`block_server`). `slow_s`:
+        see `Stages`."""
         self.stages = Stages(("write",), clock, slow_s=slow_s)
         self._post, self._transfer_worker, self._clock = post, transfer_worker, clock
         self._address_of, self._answer = address_of, answer
@@ -74,7 +76,8 @@ class Pusher:
     # ── of peers ─────────────────────────────────────────────────────────────────────────────────
 
     def asked(self, peer: int, node: str, grant: PushGrant) -> None:
-        """A peer grants room. Raises ProtocolError."""
+        """A peer (number and node) gave a grant: check it and pass it to the engine. Raises
+        ProtocolError."""
         name = (peer, grant.grant)
         if name in self._taken or sum(each == peer for each, _ in self._taken) >= GRANTS_MAX:
             raise ProtocolError("a grant that was given before, or too many of them")
@@ -99,7 +102,7 @@ class Pusher:
         self._post(PushAsked(peer, node, its))
 
     def revoked(self, peer: int, grant: int) -> None:
-        """A peer takes its grant back; perhaps before the engine knows it."""
+        """A peer revokes a grant, perhaps before that was passed to the engine."""
         taken = self._taken.get((peer, grant))
         if taken is not None and taken.is_known:
             self._post(PushRevoked(peer, grant))
@@ -107,17 +110,18 @@ class Pusher:
             taken.is_revoked = True
 
     def gone(self, peer: int) -> None:
-        """Its session has ended."""
+        """A peer's session has ended: forget its grants."""
         self._taken = {name: its for name, its in self._taken.items() if name[0] != peer}
 
     # ── of the engine ────────────────────────────────────────────────────────────────────────────
 
     def write(self, command: WritePush) -> None:
-        """Answered by Written."""
+        """Begin a write; Written answers."""
         self._tasks.run(self._write(command))
 
     def say(self, peer: int, word: PushWord) -> None:
-        """A word of the engine about a grant; none follows a PushOver."""
+        """Send a message of the engine about a grant to its peer; messages after PushOver are
+        dropped."""
         taken = self._taken.get((peer, word.grant))
         if taken is None:
             return
@@ -136,7 +140,7 @@ class Pusher:
         self._post(Written(command.job, trouble))
 
     async def _move(self, command: WritePush, taken: _TakenGrant) -> str:
-        """Returns why not all bytes are there."""
+        """Write the blocks; returns why not all bytes are there, empty if they are."""
         node, its = taken.node, taken.its
         sizes = np.asarray(command.block_bytes, dtype=np.int64)
         if int(sizes.sum()) != its.block_bytes:
@@ -160,5 +164,5 @@ class Pusher:
         return ""
 
     def close(self) -> None:
-        """The node ends."""
+        """Stop, because the node ends."""
         self._tasks.cancel()

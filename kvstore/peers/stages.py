@@ -21,7 +21,7 @@ from kvstore.units import NS_PER_S, format_size
 SLOW_S: Final = 0.5
 SLOW_TCP_S: Final = 2.0
 FRESH_NS: Final = 60 * NS_PER_S
-"""So long /healthz names a slow stage."""
+"""How long /healthz names a slow stage."""
 _SLOW: Final = {
     "push_grant": "granting room to node {node} took {took:.1f} s: it is stopped or busy",
     "write": "pushing {size} to node {node} took {took:.1f} s: its link or one of the two hosts"
@@ -36,21 +36,23 @@ _log = logging.getLogger(__name__)
 
 
 class Stages:
-    """Durations by stage. On the asyncio loop, but for stages that have no warning."""
+    """Durations by stage, and warnings. Stages that have a warning are reported on the asyncio loop
+    only."""
 
     def __init__(self, kinds: Sequence[str], clock: Clock, *, slow_s: float) -> None:
-        """`slow_s`: a stage that takes longer is reported."""
+        """`kinds`: names of the stages. `slow_s`: a stage that takes longer is logged as slow."""
         self.timings = {kind: Timings() for kind in kinds}
         self._clock, self.slow_ns = clock, int(slow_s * NS_PER_S)
         self._slow = ""
         self._slow_ns = 0
 
     def since(self, kind: str, begun_ns: int, size_bytes: int = 0, *, node: str = "") -> None:
-        """A stage that began then has ended."""
+        """Record a stage that began at `begun_ns` and ends now. `node`: the other node, for the
+        warning."""
         self.took(kind, self._clock.now_ns() - begun_ns, size_bytes, node=node)
 
     def took(self, kind: str, took_ns: int, size_bytes: int = 0, *, node: str = "") -> None:
-        """A stage has ended."""
+        """Record a stage that took `took_ns`, and log a warning if it was slow."""
         self.timings[kind].add(took_ns, size_bytes)
         if took_ns > self.slow_ns and kind in _SLOW:
             its = {"node": node, "took": took_ns / NS_PER_S, "size": format_size(size_bytes)}
@@ -59,7 +61,7 @@ class Stages:
 
     @property
     def trouble(self) -> str:
-        """The last slow stage, for a while; empty: there was none."""
+        """Text about the last slow stage, for FRESH_NS; empty: there was none."""
         ago_ns = self._clock.now_ns() - self._slow_ns
         if not self._slow or ago_ns > FRESH_NS:
             return ""

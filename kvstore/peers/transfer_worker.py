@@ -38,28 +38,30 @@ from kvstore.units import NS_PER_S
 from kvstore.wire import transfer_worker as wire
 
 UNSENT_MAX: Final = 1024
-"""Datagrams that a transfer worker has not taken."""
+"""Most datagrams that wait for a transfer worker to read them; with more it is killed."""
 PROGRAM: Final = ("-P", "-m", "kvstore.peers.transfer_worker_process")
 
 
 class TransferWorkerSettings(msgspec.Struct, frozen=True):
-    """Which back end, and how."""
+    """Back end of a transfer worker, and its settings."""
 
     backend: str
     name: str
-    """Name of this node, to which peers connect."""
+    """Name of this node, under which peers connect."""
     options: dict[str, str] = {}
     """Options of the back end."""
     environment: dict[str, str] = {}
-    """Added to that of the child: UCX_* and the like."""
+    """Variables added to the child's environment, such as UCX_*."""
     landing: tuple[int, int] = (0, 0)
     """(offset, bytes) of the part of the arena that peers may write to."""
     paced: bool = False
-    """By windows. Not by default: a busy host may make it read an eighth of what it could."""
+    """Whether reads are paced by windows. Not by default: on a busy host the transfer worker may
+    then read at an eighth of its speed."""
 
 
 class Up(NamedTuple):
-    """A transfer worker is ready: peers may be given the descriptor, and none is connected."""
+    """A transfer worker is ready: its descriptor can be given to peers, and no peer is connected
+    yet."""
 
     registered: wire.Registered
 
@@ -71,41 +73,42 @@ class Down(NamedTuple):
 
 
 class Unusable(NamedTuple):
-    """This back end cannot be used here: the operator must mend it. No other transfer worker is
-    started."""
+    """This back end cannot be used on this machine: an operator must repair that. No other transfer
+    worker is started."""
 
     reason: str
 
 
 class PeerUnreachable(NamedTuple):
-    """This peer cannot be connected."""
+    """The transfer worker cannot connect to this peer."""
 
     peer: str
     reason: str
 
 
 class TransferEnded(NamedTuple):
-    """Nothing writes to the places of this transfer any more."""
+    """A transfer has ended: nothing writes to its places any more."""
 
     transfer: int
     peer: str
     good: bool
-    """All bytes are there; not that they are right, or that they were served until the end."""
+    """Whether all bytes are there; not whether they are right, or were served until the end."""
     reason: str = ""
 
 
 class Crowded(NamedTuple):
-    """Peers that would read from here found no room; reported at the first, and each doubling."""
+    """The transfer worker refused peers that wanted to read here, for want of room. Reported at the
+    first refusal, and whenever their number doubles."""
 
     refused: int
-    """Peers refused by this transfer worker."""
+    """Number of peers refused by this transfer worker."""
 
 
 TransferWorkerEvent = Up | Down | Unusable | PeerUnreachable | TransferEnded | Crowded
 
 
 class TransferWorkerChild(Child):
-    """One process. Its words, as they come."""
+    """One transfer worker process and the socket to it."""
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class TransferWorkerChild(Child):
         *,
         program: Sequence[str] = PROGRAM,
     ) -> None:
-        """Raises OSError: the machine has no room for it."""
+        """Start the process. Raises OSError if the machine has no room for it."""
         super().__init__(spawn(program, settings.environment))
         self._unsent: deque[bytes] = deque()
         begin = wire.Begin(
@@ -133,7 +136,8 @@ class TransferWorkerChild(Child):
             self.socket.sendmsg([wire.encode(begin)], rights, socket.MSG_NOSIGNAL)
 
     def say(self, *messages: wire.FromNode) -> bool:
-        """Never waits. False: it has not taken too many, and takes no more."""
+        """Send messages without waiting. Returns False if more than UNSENT_MAX of them wait to be
+        read."""
         self._unsent.extend(map(wire.encode, messages))
         self.flush()
         return len(self._unsent) <= UNSENT_MAX
@@ -152,15 +156,16 @@ class TransferWorkerChild(Child):
         return bool(self._unsent)
 
     def hear(self) -> Iterator[wire.FromTransferWorker]:
-        """All that it has said. Raises ProtocolError, after the messages before the malformed."""
+        """Messages that the process has sent. Raises ProtocolError at a malformed one, after those
+        before it."""
         with contextlib.suppress(OSError):
             while data := self.socket.recv(wire.DATAGRAM_BYTES_MAX, socket.MSG_DONTWAIT):
                 yield wire.decode_from_transfer_worker(data)
 
 
 class TransferWorker:
-    """One transfer worker child after the other. One thread; no call waits but `close` and a kill's
-    end."""
+    """The node's transfer worker: one child process after the other. For one thread; no call waits,
+    except `close` and `read` after the child's end."""
 
     def __init__(
         self,
@@ -170,25 +175,26 @@ class TransferWorker:
         settings: TransferWorkerSettings,
         clock: Clock,
     ) -> None:
-        """Both descriptors (of `arena.Arena`) stay the caller's, open as long as this."""
+        """Nothing is started yet. Both descriptors (of `arena.Arena`) stay the caller's, and open
+        as long as this object is used."""
         self._arena = arena_fd, hold_fd, arena_bytes
         self._settings, self._clock = settings, clock
         self._watch = Watch(arena_bytes=arena_bytes)
         self._child: TransferWorkerChild | None = None
         self._ready = False
         self._again_ns = 0
-        """When to start another; 0: not planned."""
+        """When to start another child; 0: not planned."""
         self._epoll = select.epoll()
         self._pending: list[TransferWorkerEvent] = []
         self._killed = ""
-        """Why, if it was us."""
+        """Reason if this object killed the child; empty: it did not."""
         self._unusable = False
         self._has_served = False
         self.restarts = 0
         self.refused = 0
-        """Peers that would read from here and found no room, by all transfer workers."""
+        """Number of times that a peer wanted to read here and found no room, over all children."""
         self._refused = 0
-        """By this one."""
+        """The same number for the present child."""
 
     @property
     def is_ready(self) -> bool:
@@ -201,11 +207,11 @@ class TransferWorker:
         return self._child.pid if self._child else None
 
     def fileno(self) -> int:
-        """Readable when `read` has something to do."""
+        """Descriptor that is readable when `read` has something to do."""
         return self._epoll.fileno()
 
     def next_ns(self) -> int:
-        """When to call `read` although nothing is readable; 0: never."""
+        """Time at which to call `read` even if nothing is readable; 0: none."""
         if self._pending:
             return self._clock.now_ns()
         if self._child is not None and self._killed:  # its end is told by its pidfd
@@ -216,7 +222,8 @@ class TransferWorker:
         return min(filter(None, times), default=0)
 
     def start(self) -> None:
-        """Start a child, from the thread that lives as long as this process."""
+        """Start a child. Call it in a thread that lives as long as this process, because the child
+        ends with that thread."""
         assert self._child is None, "it runs"
         self._again_ns = 0
         now_ns = self._clock.now_ns()
@@ -232,18 +239,20 @@ class TransferWorker:
             self._epoll.register(fd, select.EPOLLIN)
 
     def is_reading(self, peer: str) -> bool:
-        """Whether a transfer from this peer has not ended."""
+        """Whether a transfer with this peer has not ended."""
         return peer in self._watch.transfers.values()
 
     def connect(self, peer: str, descriptor: bytes) -> None:
-        """`PeerUnreachable` comes if that cannot be; `forget` it before it is connected again."""
+        """Connect to a peer by the descriptor of its transfer worker. `PeerUnreachable` reports a
+        failure; call `forget` before connecting to the peer again."""
         if len(descriptor) > wire.DESCRIPTOR_BYTES_MAX:  # which would end the transfer worker
             self._pending.append(PeerUnreachable(peer, "its descriptor is too long"))
             return
         self._say(wire.Connect(peer, descriptor))
 
     def forget(self, peer: str) -> None:
-        """Its transfers end, if the back end can see to it; else at their deadlines."""
+        """Disconnect from a peer. Its transfers end now, if the back end can end them, or else at
+        their deadlines."""
         self._say(wire.Forget(peer))
 
     def post(
@@ -255,7 +264,8 @@ class TransferWorker:
         *,
         deadline_ns: int,
     ) -> bool:
-        """Begin a transfer, which has exactly one end. False: not now, and nothing was begun."""
+        """Begin a transfer with this number; exactly one TransferEnded follows. Returns False if it
+        cannot begin now: then nothing follows."""
         pieces = joined(pieces)
         if not self._ready or len(pieces.length) > wire.PIECES_PER_MOVE_MAX:
             return False
@@ -265,7 +275,7 @@ class TransferWorker:
         return True
 
     def read(self) -> list[TransferWorkerEvent]:
-        """New events; call it when `fileno` is readable, and at `next_ns`."""
+        """New events. Call it when `fileno` is readable, and at `next_ns`."""
         now_ns = self._clock.now_ns()
         events, self._pending = self._pending, []
         child = self._child
@@ -292,13 +302,14 @@ class TransferWorker:
         return events
 
     def kill(self, reason: str) -> None:
-        """SIGKILL. Its transfers end when it is gone, as `read` reports."""
+        """Send SIGKILL to the child. Its transfers end when it is gone, as `read` reports."""
         if self._child is not None:
             self._ready, self._killed = False, self._killed or reason
             self._child.signal(signal.SIGKILL)
 
     def close(self) -> list[TransferWorkerEvent]:
-        """End it for good; what had not ended has now."""
+        """End the child for good. Returns the last events: every transfer that had not ended has
+        ended."""
         events = self._pending + self._reap("the node ends")
         self._pending, self._again_ns = [], 0
         self._epoll.close()

@@ -32,15 +32,16 @@ _log = logging.getLogger(__name__)
 
 
 class TransferWorkerHost:
-    """One transfer worker, from `start` to `close`, both on the asyncio loop."""
+    """The transfer worker of a node for coroutines, from `start` to `close`, both on the asyncio
+    loop."""
 
     def __init__(self, transfer_worker: TransferWorker, clock: Clock) -> None:
         self.descriptor = b""
-        """Descriptor that peers need to read from here; empty while nothing can be read."""
+        """Descriptor that peers need to read here; empty while no transfer worker is ready."""
         self.trouble = "the transfer worker is starting"
-        """Why nothing moves; empty while all is well."""
+        """Why no blocks can be moved; empty while all is well."""
         self.changed: Callable[[], object] = lambda: None
-        """Called when the descriptor is another."""
+        """Called when `descriptor` has changed."""
         self._transfer_worker = transfer_worker
         self._clock = clock
         self._numbers = itertools.count(1)
@@ -48,33 +49,35 @@ class TransferWorkerHost:
         self._connected: dict[str, bytes] = {}
         """Descriptor of each peer that the transfer worker is connected to."""
         self._to_forget: set[str] = set()
-        """When their reads have ended."""
+        """Peers to disconnect from when their reads have ended."""
         self._forgets_reads = False
-        """Whether the back end ends the reads of a peer that it forgets. Where it does not, only
-        the transfer worker's death would: nothing is forgotten while it is read from."""
+        """Whether the back end ends the reads of a peer that it disconnects from. If not, only the
+        death of the transfer worker would end them: a peer is not forgotten while it is read
+        from."""
         self._is_unusable = False
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def restarts(self) -> int:
-        """TransferWorkers before this one."""
+        """Number of transfer workers before this one."""
         return self._transfer_worker.restarts
 
     @property
     def refused(self) -> int:
-        """Times that a peer which would read from here found no room."""
+        """Number of times that a peer wanted to read here and found no room."""
         return self._transfer_worker.refused
 
     def start(self) -> None:
-        """Begin. The loop's thread lives as long as the node: the transfer worker dies with it."""
+        """Start the transfer worker. The loop's thread must live as long as the node, because the
+        transfer worker ends with that thread."""
         self._loop = asyncio.get_running_loop()
         self._transfer_worker.start()
         self._loop.add_reader(self._transfer_worker.fileno(), self._turn)
         self._turn()
 
     def close(self) -> None:
-        """End it; every transfer has ended on return."""
+        """End the transfer worker; on return every transfer has ended."""
         if self._loop is None:
             return
         self._loop.remove_reader(self._transfer_worker.fileno())
@@ -118,7 +121,8 @@ class TransferWorkerHost:
         return await asyncio.shield(end)
 
     def forget(self, peer: str) -> None:
-        """Nothing more is read from it, as far as is known."""
+        """Disconnect from a peer that nothing more is read from, as far as is known; deferred while
+        a read is under way that the back end cannot end."""
         if self._transfer_worker.is_reading(peer) and not self._forgets_reads:
             self._to_forget.add(peer)
         elif self._connected.pop(peer, None) is not None:

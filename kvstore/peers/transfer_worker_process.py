@@ -16,7 +16,8 @@ from kvstore.net.harden import die_with, harden_process
 
 
 def main(arguments: list[str]) -> int:
-    """`arguments`: number of the socket's descriptor, pid of the parent."""
+    """Run the child; returns its exit code. `arguments`: number of the socket's descriptor, pid of
+    the parent."""
     die_with(int(arguments[1]))
     harden_process()
     # UCX's copies by process_vm_readv need a peer that may be looked into, which this one is not.
