@@ -191,8 +191,8 @@ class PeerGone(msgspec.Struct, frozen=True):
 
 
 class LandingUp(msgspec.Struct, frozen=True):
-    """The transfer worker was started or has ended: peers can write to the landing slab for
-    `epoch`, and nothing writes there for an earlier epoch any more."""
+    """The transfer worker was started, and peers can write to the landing slab for `epoch`; or it
+    has ended. Nothing writes there for an earlier epoch any more."""
 
     epoch: int
     """Random number of one start of the transfer worker; 0: no transfer worker runs."""

@@ -177,8 +177,8 @@ def _told_of(row: RangeReport, search: Search | None, *, at: int) -> RangeReport
 
 
 def examine(state: State, finding: Finding, keys: Keys) -> list[RangeReport]:
-    """Ranges of the blocks with these keys, none of which was leased at once: where each was, or
-    why it was in no tier."""
+    """Ranges of the blocks with these keys, which follow those leased at once: where each block
+    was, or why it was in no tier."""
     scopes, present, in_dram = finding.scopes, finding.present, finding.in_dram
     promoting = finding.promoting
     codes = np.where(in_dram, Reason.BEHIND_A_GAP, Reason.BEHIND_A_GAP_ON_DISK).astype(np.int64)

@@ -6,7 +6,8 @@ memory would evict its own start and never be hit. So the blocks of a request ge
 together at its hint, the start the newest, and each takes its stamp on arrival.
 
 One table of fixed size and no probing: a block whose place was overwritten comes in as new, as do
-blocks outside of hints. The cost is order, never a block. Does not cover: stamps (`engine.slots`).
+blocks outside of hints. The cost is order, never a block. Does not cover: stamps
+(`engine.memory.slots`).
 """
 
 from __future__ import annotations

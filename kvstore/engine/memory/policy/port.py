@@ -14,7 +14,8 @@ The contract of every policy, which `tests/contract/test_policy.py` checks:
 - All wanted or all possible: `pop` returns fewer than `count` only when no more may go.
 
 Cost: arrays in and out, no object per block, and no look at all slots in `insert`, `use`, `touch`
-and `forget`. Does not cover: slots, leases and states (`engine.slots`), disk (`policy.disk`).
+and `forget`. Does not cover: slots, leases and states (`engine.memory.slots`), disk
+(`policy.disk`).
 """
 
 from __future__ import annotations
