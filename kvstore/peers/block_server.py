@@ -9,7 +9,7 @@ read meanwhile. A session's servings end with it. A node has one session: its ne
 before, and all end when this node's transfer worker is another, with other memory that peers must
 learn of. A peer that does not take the rest of its answers within HANG_UP_S is cut off.
 
-Does not cover: what is served (`engine.servings`), reading from others (`fetcher`), the bytes
+Does not cover: what is served (`engine.moves.servings`), reading from others (`fetcher`), the bytes
 (`kvstore.transport`).
 """
 

@@ -16,7 +16,7 @@ is taken at a time and applied in pieces, between which other engines have their
 that floods waits on its own side. The node's loop takes no lock of this thread.
 
 Covers: sockets, threads. Does not cover: numbers and gaps (`index.engine_feed`), names
-(`index.engine_blocks`), where engines may be (`engine_sources`).
+(`index.engine_blocks`), where engines may be (`config.engine_sources`).
 """
 
 from __future__ import annotations

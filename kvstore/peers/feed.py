@@ -10,8 +10,8 @@ deltas, and the last update about a block counts.
 A link that fails dials again, with jitter, for ever. A replica that takes nothing for so long as
 WRITE_TIMEOUT_S is hung up on. Carries keys, tenants and spaces; never a token.
 
-Covers: numbers, streams. Does not cover: the log (`changes`), what is offered (`engine.offers`),
-a replica's trust (`index.feed`), forms (`wire.feed`).
+Covers: numbers, streams. Does not cover: the log (`changes`), what is offered
+(`engine.moves.offers`), a replica's trust (`index.feed`), forms (`wire.feed`).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ writes to its slots any more: a transfer that was begun is awaited to its end. 3
 it was served until after it was read, and its bytes are what was stored under its key. 4: addresses
 come from the index's members, never from an answer of a peer.
 
-Does not cover: what is worth it (`engine.fetches`), sessions (`peer_session`), the transfer worker
-(`transfer_worker_host`).
+Does not cover: what is worth it (`engine.moves.fetches`), sessions (`peer_session`), the transfer
+worker (`transfer_worker_host`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ MOVE_TIMEOUT_S: Final = 10.0
 """Longest time for a transfer. The waiting engine has given up long before; the limit is for a peer
 whose transfer worker is stopped."""
 FETCHES_AT_ONCE: Final = 4
-"""Most fetches from one peer at a time: 64 MiB together, as `engine.fetches` cuts them. All fetches
-of a long prompt at once would share the link, and none would end within its timeout."""
+"""Most fetches from one peer at a time: 64 MiB together, as `engine.moves.fetches` cuts them. All
+fetches of a long prompt at once would share the link, and none would end within its timeout."""
 KINDS: Final = ("ask", "move", "verify", "fetch")
 """Timed steps: until the peer has served, until the transfer worker has read, until all is
 verified, and the whole."""

@@ -3,9 +3,9 @@
     AskPush ─▶ session with the prefill node ─▶ Pushed …, PushOver ─▶ engine
     Land ────▶ copied into slots, verified there ─▶ Landed
 
-Rules. 1: every AskPush has one PushOver, whatever happens: the loss of a session counts as PushOver for each of its grants, and means that writes may still
-arrive. 2: the copy is verified, which no peer
-can write to. 3: addresses come from membership (`fetcher`).
+Rules. 1: every AskPush has one PushOver, whatever happens: the loss of a session counts as PushOver
+for each of its grants, and means that writes may still arrive. 2: the copy is verified, which no
+peer can write to. 3: addresses come from membership (`fetcher`).
 
 Does not cover: room (`engine.moves.grants`), the other end (`pusher`).
 """
