@@ -233,10 +233,9 @@ class State:
         self.hung_up: set[ConnectionId] = set()
         """Connections hung up in this step: messages queued from them are ignored."""
         self._published_unknown: set[tuple[str, SpaceId]] = set()
-        """Spaces with changes that were published before an engine had described the space."""
+        """Spaces with changes published before an engine had described the space."""
         self.credits_due = True
-        """Whether credits are to be granted at the end of this step, because a change may allow
-        it."""
+        """Whether to grant credits at the end of this step, because a change may allow it."""
 
     def attached(self) -> list[Connection]:
         """Attached processes. Processes whose socket ended and that only keep slots in quarantine
