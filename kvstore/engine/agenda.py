@@ -45,7 +45,7 @@ class Agenda(Generic[T]):
         self._entries.pop(its, None)
 
     def take(self, now_ns: int) -> T | None:
-        """Remove and return the thing whose look has been due for longest; None if none is due."""
+        """Remove and return the thing that has been due for longest; None: none is due."""
         while self._heap and self._heap[0][0] <= now_ns:
             _, number, its = heapq.heappop(self._heap)
             if self._entries.get(its) == number:

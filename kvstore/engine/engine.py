@@ -113,7 +113,7 @@ CLEAR_ROWS_MAX = 32_768
 """Most rows that one Clear empties, about 10 ms; the caller sends Clear again until fewer are
 reported."""
 HELD_ROWS_MAX = 16_384
-"""Number of rows in one slice of `held`."""
+"""Rows of one slice of `held`."""
 _PUSH_WORDS = (PushOpen, PushClose, PushExpect, PushCancel)
 _FROM_SCHEDULER = (
     *(Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story, Compared, Unserved),
@@ -456,7 +456,7 @@ class Engine:
         return named(self._state, words)
 
     def quotas(self) -> list[report.QuotaReport]:
-        """One row per quota and one for the rest of dram; no rows without quotas."""
+        """One row per quota and one for all others; none without quotas."""
         return report.quotas(self._state)
 
     def spaces(self) -> list[report.SpaceReport]:
@@ -501,7 +501,7 @@ class Engine:
         return end if end < len(self._state.residency.table.used_scopes) else -1
 
     def leases(self) -> list[report.LeaseReport]:
-        """Rows of leases, at most report.ROWS_MAX."""
+        """Leases, at most report.ROWS_MAX."""
         return report.leases(self._state)
 
     def landing_bytes(self) -> dict[tuple[str], int]:
@@ -513,7 +513,7 @@ class Engine:
         return {("decode",): len(self._awaited.expects), ("prefill",): len(self._pushes)}
 
     def jobs(self) -> list[report.JobReport]:
-        """Rows of ranks that hold slots that they may still write to."""
+        """Ranks that hold slots they may write."""
         return report.jobs(self._state)
 
 

@@ -117,12 +117,11 @@ class Tick(msgspec.Struct, frozen=True):
     file_used_bytes: int = 0
     """Used part of the disk tier's capacity."""
     file_breakers: tuple[str, str] = ("closed", "closed")
-    """State of the circuit breakers of disk reads and of disk writes."""
+    """State of the circuit breakers of disk reads and writes."""
 
 
 class Clear(msgspec.Struct, frozen=True):
-    """Forget the blocks of one space, of one tenant, of one tenant in one space, or (None, None)
-    all."""
+    """Forget blocks: of one space, one tenant, both, or (None, None) all."""
 
     space: bytes | None
     tenant: str | None
@@ -169,7 +168,7 @@ class Serve(msgspec.Struct, frozen=True):
     """Another node asks to read the longest run of these keys that is here."""
 
     peer: int
-    """Number of one incarnation of a node, chosen by the shell and never used again."""
+    """The shell's number for one incarnation of a node; never used again."""
     serving: int
     tenant: str
     space: bytes
@@ -195,7 +194,7 @@ class LandingUp(msgspec.Struct, frozen=True):
     has ended. Nothing writes there for an earlier epoch any more."""
 
     epoch: int
-    """Random number of one start of the transfer worker; 0: no transfer worker runs."""
+    """Random number of one start of the transfer worker; 0: there is none now."""
 
 
 class Landed(msgspec.Struct, frozen=True):
@@ -218,7 +217,7 @@ class PushAsked(msgspec.Struct, frozen=True):
 
 
 class PushRevoked(msgspec.Struct, frozen=True):
-    """The decode node revokes a grant. PushOver answers."""
+    """The decode node takes a grant back. PushOver answers."""
 
     peer: int
     grant: int

@@ -108,7 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     first_generation: int = 1
     """Generation of every slot at the start: higher than any from an earlier process."""
     restarts: int = 0
-    """Number of earlier processes of this node."""
+    """Earlier processes of this node."""
     hbm: Slab | None = None
     """The slab in a GPU's memory, if there is one."""
     file_bytes: int = 0
@@ -144,7 +144,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     fetches: bool = False
     """Whether other nodes are asked for blocks that are not here."""
     node: str = ""
-    """Name of this node in the cluster."""
+    """Name in the cluster."""
     landing_bytes: int = 0
     """Size of the landing slab, at the end of the arena, in whole slabs. 0: nothing is pushed to
     this node."""
@@ -238,8 +238,7 @@ class State:
         """Whether to grant credits at the end of this step, because a change may allow it."""
 
     def attached(self) -> list[Connection]:
-        """Attached processes. Processes whose socket ended and that only keep slots in quarantine
-        do not count."""
+        """Attached processes. Ended ones that only keep slots in quarantine do not count."""
         return [each for each in self.connections.values() if not each.ended]
 
     def say(self, command: Command) -> None:
@@ -374,8 +373,7 @@ class State:
             self.hbm.free(words, self.cause)
 
     def make_room_for(self, why: Reason, title: str) -> None:
-        """Set the reason of evictions from now on, and the title of the engine that needs the
-        room."""
+        """Set the reason of evictions from now on, and the engine's title."""
         self.room_for = (why, self.names.number(title))
 
     def evict(self, words: Words) -> None:

@@ -64,7 +64,7 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the first block, in the prompt (decode) or in the grant (prefill)."""
     blocks: int
     held: int = 0
-    """Number of these blocks that this node held before."""
+    """Blocks of these that were here before."""
     pushed: int
     reason: str
     """Why the rest of the blocks did not come; empty: all came."""
@@ -100,7 +100,7 @@ class PushTimes(msgspec.Struct):
 
 
 class StoryTold(msgspec.Struct, frozen=True):
-    """Report of a request that ended, for traces. Only if EngineConfig.tell_stories."""
+    """A request ended, for traces. Only if EngineConfig.tell_stories."""
 
     row: RequestReport
     ranges: tuple[RangeReport, ...]

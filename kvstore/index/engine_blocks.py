@@ -56,7 +56,7 @@ class EngineBlocks:
         return len(self._keys)
 
     def __contains__(self, key: object) -> bool:
-        """Whether a block with this key is held. Any thread may call this."""
+        """Whether a block of this key is held. May be asked by any thread."""
         return key in self._held
 
     def keys(self) -> list[BlockKey]:

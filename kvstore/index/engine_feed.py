@@ -53,7 +53,7 @@ REPLAY_MS: Final = 5000
 JOINED_MS: Final = 1000
 """Time after joining at which the batches since the replay are requested."""
 KEYS_MAX: Final = 4096
-"""Most keys of one change."""
+"""Keys of one change."""
 PIECE_WORK_MAX: Final = 1024
 """Work done in one call: about 30 ms. A name, 64 tokens of one, or 256 bytes to be decoded count as
 1."""
@@ -82,7 +82,7 @@ class EngineCounters:
         self.voids = 0
         """Number of times that all blocks were dropped: after a gap, or an unreadable batch."""
         self.refused = 0
-        """Number of batches that could not be read."""
+        """Batches that could not be read."""
 
 
 class Phase(enum.Enum):
@@ -110,20 +110,19 @@ class EngineFeed:
         self.counters = counters or EngineCounters()
         self.phase = Phase.UNREACHABLE
         self.lookahead_tokens = 0
-        """Number of tokens behind a block that its hash covers: hits may be a block shorter than is
-        held."""
+        """Tokens behind a block that its hash covers: hits may be a block shorter than is held."""
         self._can_replay = can_replay
         self._asked: int | None = None
         """Number from which on a replay is to be requested; None: no request is due."""
         self._next: int | None = None
-        """Number of the batch expected next; None: any."""
+        """Number of the batch that comes next; None: any."""
         self._last_live = -1
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
         self._events: deque[EngineEvent] = deque()
         """Pieces of received batches that are not applied yet."""
         self._in_order = 0
-        """Number of batches of this replay that were applied in order."""
+        """Batches of this replay that were taken."""
         self._has_hole = False
         self._quiet_since_ms = 0
         self._rest_due_ms: int | None = None
@@ -246,7 +245,7 @@ class EngineFeed:
         return self._told(changes)
 
     def held_keys(self) -> list[BlockKey]:
-        """Keys of all published blocks that were not removed since; a quick copy."""
+        """Keys of all published blocks that were not removed since: quickly made."""
         return [] if self.phase is Phase.JOINING else self.blocks.keys()
 
     def held_of(self, keys: Sequence[BlockKey]) -> list[Stored]:
@@ -283,7 +282,7 @@ class EngineFeed:
         return changes + self.more(now_ms)
 
     def _is_behind(self, number: int) -> bool:
-        """Whether batches before this one are missing."""
+        """Whether what comes before this batch is missing."""
         return self._next is not None and number > self._next
 
     def _live(self, number: int, payload: bytes) -> list[Change]:

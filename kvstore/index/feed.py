@@ -71,7 +71,7 @@ class Rivals:
         return None if found is None or now_ms - found[0] > RIVAL_MS else found[1]
 
     def names(self, now_ms: int) -> list[str]:
-        """Names of nodes that two processes use now."""
+        """Names of nodes that are two processes now."""
         return sorted(node for node in list(self._rivals) if self.of(node, now_ms) is not None)
 
 
@@ -110,7 +110,7 @@ class Trust(enum.IntEnum):
 
 
 class FeedClosed(OfStream, frozen=True, tag="Closed"):
-    """The node's stream ended or broke."""
+    """The stream ended or broke."""
 
 
 class ConnectRefused(msgspec.Struct, frozen=True, tag="Refused"):
@@ -124,7 +124,7 @@ Event = Hello | Word | FeedClosed | ConnectRefused
 
 
 class Verdict(enum.Enum):
-    """Next step of the replica for the stream, after an event."""
+    """The replica's next step for the stream after an event."""
 
     GO_ON = "go on"
     ASK = "ask"
@@ -149,7 +149,7 @@ class Heard(msgspec.Struct, frozen=True):
     """A new snapshot begins with this event."""
     apply: bool = False
     complete: bool = False
-    """The snapshot is complete: blocks neither in it nor published meanwhile are void."""
+    """The snapshot is whole: blocks neither in it nor published meanwhile are void."""
 
 
 _CLOSE: Final = Heard(Verdict.CLOSE)
@@ -196,10 +196,10 @@ class Feed:
         self._refused = False
         self._heard_ms = 0
         self._awaited_ms = 0
-        """When a snapshot was requested, or its last part came."""
+        """When a snapshot was asked for, or its last part came."""
         self._phase = _Phase.EXACT
         self._parts = 0
-        """Number of parts of the present snapshot that came so far."""
+        """Parts of the present snapshot so far."""
 
     @classmethod
     def of_another(

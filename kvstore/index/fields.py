@@ -21,7 +21,7 @@ MEMBERS: Final = 12
 NEXT: Final = 12
 """Next chunk of the set; in memory right behind the members."""
 REFS: Final = 13
-"""Number of rows that have this set."""
+"""Rows that have this set."""
 SIZE: Final = 14
 HASH: Final = 15
 
@@ -48,7 +48,7 @@ VOID: Final = 3
 # Of scratch, in parts as long as there are slots: a set being made (1), the answer (ANSWER), the
 # slots still in the run (1), the tiers that keep each of them as fast as it is (1).
 ANSWER: Final = 5
-"""Numbers per slot in an answer: slot, three lengths, lost."""
+"""Numbers of one answer: slot, three lengths, lost."""
 
 # Of meta. First a secret for each word of a key.
 SECRET_OF_SCOPE: Final = WORDS
@@ -71,7 +71,7 @@ MEMO_FROM: Final = 23
 MEMO_TO: Final = 24
 """… into this one. Both are void once either set is freed."""
 SWEPT: Final = 25
-"""Next row that the sweep examines."""
+"""The next row that the sweep looks at."""
 GAP: Final = 26
 """The empty cell at which the last probe ended."""
 META: Final = 27

@@ -67,14 +67,14 @@ class Holdings:
         self.scope_of: dict[int, tuple[str, SpaceId]] = {}
         """(tenant, space) of each slot, void ones included."""
         self._slots_in: dict[tuple[str, SpaceId], int] = {}
-        """Number of slots of each scope; a scope without slots is free again."""
+        """How many slots each scope has: without one it is free again."""
         self._void: list[int] = []
         """Slots that became void since the present sweep began."""
         self._sweeping: list[int] = []
 
     @property
     def entry_count(self) -> int:
-        """Number of (block, slot) pairs, including those of void slots that are not swept yet."""
+        """(block, slot) pairs, those of void slots until they are swept included."""
         return self._meta[fields.ENTRIES]
 
     @property
@@ -84,7 +84,7 @@ class Holdings:
 
     @property
     def evicted_count(self) -> int:
-        """Number of blocks that left because there was no room."""
+        """Blocks that left because there was no room."""
         return self._meta[fields.EVICTED]
 
     @property

@@ -42,7 +42,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Match(msgspec.Struct, frozen=True):
-    """Leading blocks of a query that a holder has in this tier or a faster one."""
+    """Leading blocks of the question that a holder has in this tier or a faster one."""
 
     holder: Holder
     hbm_blocks: int
@@ -77,10 +77,10 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """Present sizes of an index, and counts since the start."""
+    """Sizes now, and what was counted since the start."""
 
     entry_count: int
-    """(block, holder) pairs, including those of void slots that are not swept yet."""
+    """(block, holder) pairs, those of void slots until they are swept included."""
     block_count: int
     slot_count: int
     node_count: int
@@ -169,7 +169,7 @@ class Index:
         self._review_ms = now_ms
         """Time until which silence does not change the trust in any node."""
         self.doubted: set[_Node] = set()
-        """Nodes that are in answers without being in sync: they may hold more than answers show."""
+        """Nodes in answers that are not in sync: they may hold more than answers have."""
 
     def hear(self, event: Event, now_ms: int) -> Verdict:
         """Apply a message of a node, or an event of its stream. Returns what to do with the

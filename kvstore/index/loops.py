@@ -205,12 +205,12 @@ def match(
 
 
 def fastest(member: int) -> int:
-    """Number of the fastest tier in a member's bits."""
+    """The fastest tier of a member."""
     return 0 if member & 1 else 1 if member & 2 else SLOWEST
 
 
 def end(slots: Ints, slot: int, tier: int, at: int) -> None:
-    """End the slot's run, in the tiers faster than `tier`, before block `at`."""
+    """The slot's run in tiers faster than this one ends before block `at`."""
     for faster in range(slots[slot * SLOT + WORST], tier):
         slots[slot * SLOT + LENGTH + faster] = at
     if slots[slot * SLOT + WORST] < tier:
@@ -235,12 +235,12 @@ def enter(sets: Ints, slots: Ints, scratch: Ints, meta: Ints, first: int) -> int
 
 
 def tiers_upto(slots: Ints, slot: int) -> int:
-    """Mask of the tiers that a block may be in without making the slot's run slower."""
+    """A mask of the tiers that a block may be in without making the slot's run slower."""
     return (2 << slots[slot * SLOT + WORST]) - 1
 
 
 def is_held_by(sets: Ints, scratch: Ints, meta: Ints, here: int, count: int) -> bool:
-    """Whether this set has just the slots still in the run, in tiers that make no run slower."""
+    """Has this set just the slots still in the run, in tiers that make none of them slower?"""
     # The innermost loop of a prompt whose blocks all have other sets: vectors, and no branches.
     if sets[here * CHUNK + SIZE] != count:
         return False

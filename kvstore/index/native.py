@@ -32,7 +32,7 @@ installed."""
 
 
 def is_available() -> bool:
-    """Whether numba is installed."""
+    """Is numba installed?"""
     return importlib.util.find_spec("numba") is not None
 
 

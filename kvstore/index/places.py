@@ -21,7 +21,7 @@ from kvstore.types import SpaceId, Tier
 from kvstore.wire.feed import Change, Delta, Left, Removed, SnapshotPart, Stored
 
 PLACES_MAX: Final = 1024
-"""Most places of one node, and as many again while a snapshot of it is received."""
+"""Places of one node, and as many again while a snapshot of it comes."""
 
 Scope = Hashable
 """Name that the keeper of the blocks uses for a (tenant, space)."""
@@ -30,7 +30,7 @@ Place = tuple[str, int, Scope]
 
 
 class PlaceSlots(Protocol):
-    """Keeper of the blocks of one node, in slots."""
+    """Keeper of the blocks of one node."""
 
     def scope(self, tenant: str, space: SpaceId) -> Scope:
         """Name that this keeper uses for a (tenant, space)."""
@@ -74,8 +74,8 @@ class Places:
         """Whether some of the node's blocks found no room."""
 
     def resume(self, slots: dict[Place, int], coming: dict[Place, int] | None) -> None:
-        """Take over slots that another replica opened. A snapshot received in part is dropped, and
-        earlier blocks stay."""
+        """Go on with slots that another replica opened. A snapshot that came in part is dropped,
+        and earlier blocks stay."""
         self.slots, self.coming = slots, coming
         self.abandon()
         self._know(slots)

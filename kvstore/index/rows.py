@@ -95,8 +95,7 @@ def find(
 
 
 def insert(rows: Ints, cells: Ints, meta: Ints, keys: Sequence[int], at: int, scope: int) -> int:
-    """New row for a key that `find` just did not find, with the empty set, linked to itself;
-    returns its number."""
+    """A row for a key that `find` just did not find, with the empty set, linked to itself."""
     row = meta[ROW_FREE]
     if row:
         meta[ROW_FREE] = rows[row * ROW + OLDER]
@@ -116,7 +115,7 @@ def insert(rows: Ints, cells: Ints, meta: Ints, keys: Sequence[int], at: int, sc
 
 
 def delete(rows: Ints, cells: Ints, meta: Ints, row: int) -> None:
-    """Delete a row whose set is empty. Later cells of its probe move up: no tombstones."""
+    """Forget a row whose set is empty. Later cells of its probe move up: no tombstones."""
     base, count = row * ROW, meta[CELL_COUNT]
     unlink(rows, row)
     hole = home_of_row(meta, rows, row)
@@ -148,7 +147,7 @@ def unlink(rows: Ints, row: int) -> None:
 
 
 def put_behind(rows: Ints, row: int, other: int) -> None:
-    """Make this row the next older one than row `other`; with `other` 0, the newest of all."""
+    """Make this row the next older one than the other; other 0: the newest of all."""
     older = rows[other * ROW + OLDER]
     if older == row or other == row:
         return

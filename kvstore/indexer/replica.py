@@ -237,7 +237,7 @@ def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
 
 
 class IndexCollector(Collector):
-    """Metrics of a replica that has a process of its own, for Prometheus."""
+    """The metrics of a replica that is a process of its own."""
 
     def __init__(self, replica: Replica, tls: Tls | None) -> None:
         self._replica, self._tls = replica, tls

@@ -63,7 +63,7 @@ WATCH_PERIOD_S: Final = 0.1
 """Shortest interval between two updates to a watcher; nodes that come and go in between are left
 out. The list of the nodes is made once per interval for all callers."""
 READER_TIMEOUT_S: Final = 5.0
-"""A watcher that takes longer to read an update is disconnected."""
+"""A watcher that takes longer to read its news is disconnected."""
 HELLO_TIMEOUT_S: Final = 5.0
 DIAL_TIMEOUT_S: Final = 1.0
 DIALS_MAX: Final = 3
@@ -123,7 +123,7 @@ class IndexService(IndexServicer):
     """The gRPC service of one replica. All of it runs on one loop."""
 
     def __init__(self, store: IndexStore, *, demands_names: bool) -> None:
-        """`demands_names`: accept a feed only from the node that its certificate names."""
+        """`demands_names`: a feed must come from the node that its certificate names."""
         self.store = store
         self.counters = IndexCounters()
         self._demands_names = demands_names
@@ -154,11 +154,11 @@ class IndexService(IndexServicer):
         return self._watchers
 
     async def trust(self) -> Trust:
-        """Trust in the index itself: the trust of its answer about an empty prompt."""
+        """Trust in the index itself: that in its answer about an empty prompt."""
         return (await self.store.match("", SpaceId(bytes(KEY_BYTES)), b"", loop_ms())).trust
 
     def call_refused(self) -> None:
-        """Count a call that was refused because its caller has too many (`shares`)."""
+        """Count a call of a caller with too many (`shares`)."""
         self.counters.calls_refused += 1
 
     async def tick(self) -> None:

@@ -42,7 +42,7 @@ REST_MAX_S: Final = 0.2
 REFUSAL_S: Final = 0.05
 """Pause between two refusals of a caller."""
 REFUSALS_WAITING_MAX: Final = 1024
-"""Most calls that wait to be refused; gRPC keeps up to 64 KiB of each. More are refused at once."""
+"""Calls that wait to be refused; gRPC keeps up to 64 KiB of each. More are refused at once."""
 TOKENS_PER_KEY: Final = 16
 """In a query by tokens, this many tokens count as one key."""
 
@@ -60,7 +60,7 @@ class _Share:
         """Whether a warning that the caller exceeds its share was logged."""
         self.turn = asyncio.Lock()
         self.refusals = 0
-        """Number of calls that wait to be refused."""
+        """Calls that wait to be refused."""
         self.refusal = asyncio.Lock()
         self._keys = 0
         self._has_room = asyncio.Event()

@@ -131,8 +131,7 @@ class BlockServer:
             self._exchange.post(PeerGone(session.number))
 
     def transfer_worker_changed(self) -> None:
-        """End all sessions, because the descriptor that peers have of this node's memory is
-        void."""
+        """End all sessions: their descriptors of this node's memory are void."""
         self._hang_up(self.sessions.values())
 
     def _hang_up(self, sessions: Iterable[_Session]) -> None:

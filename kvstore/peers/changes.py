@@ -26,9 +26,9 @@ from kvstore.types import KEY_BYTES
 from kvstore.wire.feed import Left
 
 LOG_BYTES_MAX: Final = 32 << 20
-"""Most memory of one log: 131,072 rows of one key, or a million keys in full rows."""
+"""Size of one log: 131,072 rows of one key, or a million keys in full rows."""
 ROW_BYTES: Final = 224
-"""Memory of a row besides its keys; names are shared with the engine's tables."""
+"""Bytes of a row besides its keys; names are shared with the engine's tables."""
 ROW_KEYS_MAX: Final = 1024
 LEAVE_ROWS_MAX: Final = 64
 """Most rows that every reader has had and that leave in one append, so that none takes long."""
@@ -36,7 +36,7 @@ DELTA_KEYS_MAX: Final = 4096
 """A message gets rows until it has this many keys: a replica applies it within a millisecond or
 two."""
 _CHANGE_BYTES: Final = 72
-"""Most encoded bytes of a change besides its keys and names: a space, numbers, lengths."""
+"""Bytes of a change besides its keys and names: a space, numbers, lengths."""
 
 Told = Offered | Left
 Row = Changed | Told | OffersUntold
@@ -46,7 +46,7 @@ _RowT = TypeVar("_RowT", bound=Row)
 
 
 class FeedCounters:
-    """Counts since the start of updates to all replicas together."""
+    """Updates published since the start, to all replicas together."""
 
     def __init__(self) -> None:
         self.deltas = 0
@@ -56,7 +56,7 @@ class FeedCounters:
 
 
 class EventCounters:
-    """Counts since the start of published KV events; each is written by one thread."""
+    """Counters of published events since the start; each is written by one thread."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -121,7 +121,7 @@ class ChangeReader(Generic[_RowT]):
 
     @property
     def waiting_keys(self) -> int:
-        """Number of keys in the log that this reader has not had."""
+        """Keys of the log that this reader has not had."""
         return self._log.keys - self._keys
 
     def take_lost(self) -> int:
@@ -147,18 +147,18 @@ class ChangeReader(Generic[_RowT]):
 
 
 def key_count(row: Row) -> int:
-    """Number of keys of a row; a row without keys counts as one."""
+    """Keys of a row; one without keys counts as one."""
     return len(row.keys) // KEY_BYTES if isinstance(row, _KEYED) else 1
 
 
 def head_bytes(told: Told) -> int:
-    """Most encoded bytes of a change in a message, without its keys."""
+    """Most bytes of a change in a message, without its keys."""
     names = [told.engine] if isinstance(told, Left) else [told.engine, told.tenant]
     return _CHANGE_BYTES + sum(len(name.encode()) for name in names)
 
 
 def is_like(one: Told, other: Told) -> bool:
-    """Whether two changes differ in their keys only."""
+    """Whether they are changes that differ in their keys only."""
     if isinstance(one, Left) or isinstance(other, Left):
         return False
     return msgspec.structs.replace(one, keys=other.keys) == other

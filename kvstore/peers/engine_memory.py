@@ -256,7 +256,7 @@ class EngineMemory:
     # ── of the node's loop ───────────────────────────────────────────────────────────────────────
 
     def carry_out(self, command: Follow | Unfollow) -> None:
-        """Begin or stop following an attached engine. Never waits."""
+        """Begin or end to follow an engine that is attached. Never waits."""
         if isinstance(command, Unfollow):
             self._order(command.connection, None)
             return
@@ -343,7 +343,7 @@ class EngineMemory:
 
     @property
     def trouble(self) -> str:
-        """Errors to report on /healthz; empty while all is well."""
+        """Trouble to report on /healthz; empty while all is well."""
         if self._has_ended:
             return "KV events of engines are not read any more after a bug, which the log has"
         away: dict[bool, list[str]] = {False: [], True: []}

@@ -156,17 +156,17 @@ class Feeder:
 
     @property
     def replica_count(self) -> int:
-        """Number of replicas that the node publishes to."""
+        """Replicas that the node publishes to."""
         return len(self._links)
 
     @property
     def connected_count(self) -> int:
-        """Number of replicas that are connected."""
+        """Replicas that are connected."""
         return sum(link.is_connected for link in self._links)
 
     @property
     def trouble(self) -> str:
-        """Error to report on /healthz; empty while all replicas are connected."""
+        """Trouble to report on /healthz; empty while all is well."""
         if twins := [link.twin.text for link in self._links if link.twin.text]:
             return twins[0]
         away = [
@@ -206,7 +206,7 @@ class Feeder:
 
 
 class FeedLink:
-    """The feed to one replica."""
+    """The feed of one replica."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class FeedLink:
         self._jitter = jitter or aio.jitter
         self.changes = log.reader(self._woken)
         self._sequence = 0
-        """Number of the last delta, whether it was sent or not."""
+        """Number of the last delta that was made, sent or not."""
         self._streams = 0
         self._wake = asyncio.Event()
         self._is_asked = False

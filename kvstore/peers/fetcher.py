@@ -58,11 +58,11 @@ KINDS: Final = ("ask", "move", "verify", "fetch")
 """Timed steps: until the peer has served, until the transfer worker has read, until all is
 verified, and the whole."""
 TROUBLE_MAX: Final = 200
-"""Most characters of an error text."""
+"""Characters of a failure's text."""
 ASK_THREADS: Final = 4
 """Threads that query the index."""
 VERIFY_THREADS: Final = 4
-"""Threads that only verify: blocks that have come do not wait for an index that hangs."""
+"""Threads for verification alone: blocks that have come do not wait for an index that hangs."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -87,7 +87,7 @@ class FetcherCounters:
         self.damaged = 0
         """Blocks that the peer kept until they were read, and whose checksum differs."""
         self.not_kept = 0
-        """Blocks that the peer evicted before they were read."""
+        """Blocks that did not stay until they were read."""
         self.fetched_bytes = 0
 
 
@@ -155,8 +155,7 @@ class Fetcher:
         self._tasks.run(self._follow_members())
 
     async def close(self) -> None:
-        """End the sessions with all peers. Fetches under way are not answered any more, because the
-        node ends."""
+        """Hang up on all peers. Fetches under way are not answered any more: the node ends."""
         await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
         for opening in list(self._sessions.values()):
             opening.cancel()
@@ -221,7 +220,7 @@ class Fetcher:
             await asyncio.sleep(MEMBERS_EVERY_S * (0.5 + self._jitter()))
 
     async def _look(self) -> None:
-        """Read the present members from the index."""
+        """Read the present members."""
         assert self.index is not None
         index = self.index
         try:
@@ -467,7 +466,7 @@ async def _both(asking: Awaitable[T], working: Awaitable[U]) -> tuple[T, U]:
 
 
 def transfer_worker_name(node: str) -> str:
-    """Name of a node's transfer worker, which is the name in the node's certificate."""
+    """Name of a node's transfer worker: as in its certificate."""
     return str(Identity("node", node))
 
 

@@ -97,7 +97,7 @@ class ClusterMember:
             self._stack = stack.pop_all()
 
     def _own_replica(self) -> Iterable[str]:
-        """Address at which this node reaches the replica inside it; empty: it has none."""
+        """Address at which this node reaches its own replica; none: it has none."""
         if self._replica is None:
             return ()
         host = ipaddress.ip_address(self._replica.host)
@@ -126,7 +126,7 @@ class ClusterMember:
 
     @property
     def index(self) -> str:
-        """Address of the replica inside this node; empty when there is none."""
+        """Address of the replica; empty when there is none."""
         return self._replica.address if self._replica is not None else ""
 
     @property
@@ -146,7 +146,7 @@ class ClusterMember:
 
     @property
     def trouble(self) -> str:
-        """Errors to report on /healthz; empty while all is well."""
+        """Trouble to report on /healthz; empty while all is well."""
         notes = (
             INSECURE_NOTE if self._tls is None else "",
             self.feeder.trouble,
@@ -206,8 +206,7 @@ class ClusterMember:
         ]
 
     def index_families(self) -> list[Family]:
-        """Metrics of the replica inside this node; empty when there is none, or it does not
-        answer."""
+        """Metrics of the replica; none when there is none, or it does not answer."""
         if self._replica is None:
             return []
         try:

@@ -63,8 +63,7 @@ from kvstore.wording import cannot_listen
 
 START_TIMEOUT_S: Final = 10.0
 STREAMS_PER_CONNECTION_MAX: Final = 4
-"""Most streams of a connection: a peer needs one, and another while the one before ends; calls of a
-router take turns."""
+"""A peer needs one, and another while the one before ends; calls of a router take turns."""
 
 WHOLE: Final = {"fetch", "push", "push_token", "write"}
 """Kinds of transfers with histogram buckets in /metrics; the other kinds are parts of these."""

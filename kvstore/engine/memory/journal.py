@@ -96,7 +96,7 @@ class JournalUnusable(Exception):
 
 
 class JournalContents(msgspec.Struct, frozen=True):
-    """Verified content of a journal."""
+    """Content of a journal, verified."""
 
     words: Words
     """Slots with a block, ascending."""
@@ -110,9 +110,9 @@ class JournalContents(msgspec.Struct, frozen=True):
     doubtful: Words
     """Slots with an unreadable writer: never to be used again."""
     slot_bytes: NDArray[np.int64]
-    """Slot size of each slab; 0: the slab is in no pool; UNREADABLE: it must not be used again."""
+    """Slot size of each slab; 0: in no pool; UNREADABLE: not to be used again."""
     spaces: tuple[Remembered, ...]
-    """Spaces as engines described them."""
+    """Spaces that engines described."""
 
 
 UNREADABLE: Final = -1
@@ -144,7 +144,7 @@ class Journal:
 
     @staticmethod
     def size_bytes(arena_bytes: int, slab_bytes: int) -> int:
-        """Size of the journal of an arena, in bytes."""
+        """Bytes of memory for the journal of an arena."""
         return 8 * sum(_part_words(arena_bytes // SLOT_BYTES_MIN, arena_bytes // slab_bytes))
 
     @classmethod
@@ -371,7 +371,7 @@ def _coded(number: int) -> int:
 
 
 def _decoded(column: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Numbers in coded words, and a mask of damaged words, whose number is 0."""
+    """Numbers of coded words, and a mask of invalid ones (their number is 0)."""
     words = np.array(column, dtype=np.uint64)
     wrong = words % np.uint64(_CODE) != 0
     numbers = (words // np.uint64(_CODE)).astype(np.int64) - _BIAS
@@ -394,8 +394,8 @@ def _checks(words: Words, rows: Rows) -> NDArray[np.uint64]:
 def _first_of_each(
     scopes: NDArray[np.uint64], heads: NDArray[np.uint64], rows: Rows, words: Words
 ) -> NDArray[np.bool_]:
-    """Mask of `words`: False where an earlier word holds the same block. Duplicates come from a bug
-    only, and must not get into a table."""
+    """One bool per word: False for a block that an earlier word holds too. Duplicates come from a
+    bug only, and must not get into a table."""
     first = np.ones(len(words), dtype=bool)
     ordered = np.sort(heads ^ scopes)
     if not (ordered[1:] == ordered[:-1]).any():

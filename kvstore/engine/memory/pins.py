@@ -64,7 +64,7 @@ class Processes:
 
     def __init__(self, *, groups: int) -> None:
         self.held = [0] * groups
-        """Bytes that all engines may write to, by group."""
+        """Writable bytes of all engines, by group."""
         self._groups = groups
         self._processes: dict[int, _Process] = {}
         self._of: dict[int, int] = {}
@@ -90,7 +90,7 @@ class Processes:
                 del self._processes[number]
 
     def count(self, connection: int, weights: Weights, sign: int) -> None:
-        """Add writable bytes to a connection's process (`sign` 1), or remove them (-1)."""
+        """Add writable bytes, or remove them with -1."""
         process = self._processes[self._of[connection]]
         for group, size_bytes in weights:
             process.held[group] += sign * size_bytes

@@ -49,8 +49,7 @@ class Quotas:
         return len(self.share) > 1
 
     def group(self, *, label: str, tenant: str) -> QuotaGroup:
-        """Group of an engine: the quota named by its model's label, or else by its tenant, or else
-        OTHERS."""
+        """Group of an engine: of its model's quota, or else its tenant's."""
         for name in (label, tenant):
             if name and name in self.names:
                 return QuotaGroup(self.names.index(name))
@@ -73,7 +72,7 @@ class Quotas:
         return int(self.held[giver] if giver == asker else max(0, surplus))
 
     def can_lose(self, asker: QuotaGroup, size_bytes: int) -> NDArray[np.bool_]:
-        """Mask by group: whether a group can lose `size_bytes` in one piece to `asker`."""
+        """Mask of groups that can lose `size_bytes` in one piece to `asker`."""
         may: NDArray[np.bool_] = self.held - self.share >= size_bytes
         may[asker] = True
         return may

@@ -107,7 +107,7 @@ class Residency:
     # ── scopes ───────────────────────────────────────────────────────────────────────────────────
 
     def scope(self, tenant: str, space: SpaceId, shard: Shard) -> int:
-        """The number of a scope; a new scope is entered."""
+        """The number of a scope, made when new."""
         address = (tenant, space, shard)
         number = self._scopes.get(address)
         if number is None:
@@ -123,7 +123,7 @@ class Residency:
         return dict(self._scopes)
 
     def scopes_of(self, tenant: str | None, space: bytes | None) -> set[int]:
-        """Numbers of the scopes of this tenant and space; None: of any."""
+        """Scopes of this tenant and space; None: of any."""
         return {
             number
             for (its_tenant, its_space, _), number in self._scopes.items()
@@ -131,7 +131,7 @@ class Residency:
         }
 
     def shards(self, tenant: str, space: SpaceId) -> dict[Shard, int]:
-        """Numbers of the scopes of a (tenant, space), by shard; not to be changed."""
+        """Scope numbers of a space, by shard; not to be changed."""
         return self._shards.get((tenant, space), {})
 
     def address(self, scope: int) -> Scope:
@@ -182,7 +182,7 @@ class Residency:
 
     @property
     def file(self) -> NDArray[np.uint64]:
-        """Location on disk of each row's block, 0 for none (also for row -1)."""
+        """Location on disk of each row, 0 for none (also of row -1)."""
         return self._file.places
 
     def put_dram(self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]) -> None:
@@ -245,7 +245,7 @@ class Residency:
         self.hbm_of_word[words], self.word_of_hbm[copies] = copies, words
 
     def drop_hbm(self, copies: NDArray[np.int64]) -> None:
-        """Record that these slots of hbm hold no copies any more."""
+        """These slots of hbm hold no copies any more."""
         words = self.word_of_hbm[copies]
         assert bool((words >= 0).all()), "a slot without a copy is emptied"
         self.hbm_of_word[words] = self.word_of_hbm[copies] = -1
@@ -257,12 +257,12 @@ class Residency:
         return self.table.free_count - (len(self.row_of_word) - self._dram.count)
 
     def put_file(self, rows: Rows, locations: NDArray[np.uint64]) -> None:
-        """Record that the disk tier holds these rows' blocks at these locations, none of them 0."""
+        """The disk tier holds these rows' blocks at these places, none of them 0."""
         assert bool((locations != 0).all()), "0 means: in no file"
         self._put(self._file, rows, locations)
 
     def drop_file(self, rows: Rows, stamp: int = 0) -> None:
-        """Record that the disk tier holds these rows' blocks no more; `stamp` has the reason."""
+        """The disk tier holds these rows' blocks no more; `stamp` has the reason."""
         self._take_out(self._file, rows[self._file.has(rows)])
         self._forget_absent(rows, stamp)
 
@@ -335,7 +335,7 @@ class Residency:
     # ── counts ───────────────────────────────────────────────────────────────────────────────────
 
     def count(self, tier: Tier) -> int:
-        """Number of blocks that a tier holds."""
+        """Blocks that a tier holds."""
         column = self._columns.get(tier)
         return column.count if column is not None else 0
 

@@ -171,7 +171,7 @@ class Pool:
         """Whether the last try to free a slot found no victim; none is made again until a
         change."""
         self.starved_asker = OTHERS
-        """Quota group of that try: for another group there may be victims."""
+        """The group of that try: another one may find victims."""
 
     @property
     def capacity(self) -> int:
@@ -217,7 +217,7 @@ class Slots:
         above."""
         self.session = np.zeros(word_count, dtype=np.int64)
         self.group = journal.groups
-        """Quota group that each slot counts for, unless the slot is FREE."""
+        """Group of the quota that a slot counts for, unless FREE."""
         self.quotas = Quotas(quotas, arena_bytes=arena_bytes - landing_bytes)
         self.leases = np.zeros(word_count, dtype=np.int32)
         self.pins = Pins(self)
@@ -231,12 +231,12 @@ class Slots:
         self.pools: dict[int, Pool] = {}
         self._history: deque[tuple[int, SlotEvent, Words]] = deque(maxlen=_HISTORY_BATCHES)
         self.raised: list[Words] = []
-        """Words whose generation was raised; the new generations are not yet published."""
+        """Words whose generation was raised and not yet published."""
 
     # ── names ────────────────────────────────────────────────────────────────────────────────────
 
     def slots_of(self, words: Words) -> NDArray[np.uint32]:
-        """Slot ids (numbers of first pages) of these words."""
+        """Slot ids (first pages) of words."""
         return self._slot[words]
 
     def words_of(self, slots: NDArray[np.uint32]) -> tuple[Words, NDArray[np.bool_]]:
@@ -323,8 +323,8 @@ class Slots:
             pool.policy.insert(words[::-1], self._places(prints)[::-1], prints[::-1])
 
     def seal_read(self, words: Words, prints: Prints, cause: int) -> None:
-        """Seal slots with blocks that were brought for a request: that request is their second use,
-        not their first."""
+        """Seal blocks that were brought for a request: this is their second use, not their
+        first."""
         if len(words):
             pool = self._sealed(words, cause)
             pool.policy.insert(words[::-1], self._new_stamps(len(words)), prints[::-1])
@@ -377,11 +377,11 @@ class Slots:
 
     @property
     def next_stamp(self) -> int:
-        """Stamp that the next use will get."""
+        """Stamp of the next use."""
         return self._next_stamp
 
     def _places(self, prints: Prints) -> Stamps:
-        """Stamps for blocks that come in now, in chain order: those reserved by a hint, or else new
+        """Stamps of blocks that come in now, in chain order: reserved by a hint, or else new
         ones."""
         kept = self._expected.take(prints)
         return np.where(kept, kept, self._new_stamps(len(prints))[::-1])
@@ -401,7 +401,7 @@ class Slots:
             pool.policy.touch(words[::-1], self._new_stamps(len(words)))
 
     def victims(self, pool: Pool, count: int) -> Words:
-        """Up to `count` sealed, unleased slots to free, in the order of the policy."""
+        """Sealed, unleased slots to free, in the order of the policy; at most `count`."""
         return pool.policy.pop(count, self._evictable)
 
     def victims_for(self, asker: QuotaGroup, pool: Pool, count: int) -> Words:
@@ -419,7 +419,7 @@ class Slots:
     # ── slabs ────────────────────────────────────────────────────────────────────────────────────
 
     def pool(self, slot_bytes: int) -> Pool:
-        """The pool for this slot size; a new one is made."""
+        """The pool for this slot size, made when new."""
         pool = self.pools.get(slot_bytes)
         if pool is None:
             slots_per_slab = self.slab_bytes // slot_bytes
@@ -462,7 +462,7 @@ class Slots:
         self.retry_starved()
 
     def retry_starved(self) -> None:
-        """Let pools that found no victim look for one again, because something changed."""
+        """Let pools that found no victim look again, after a change."""
         for pool in self.pools.values():
             pool.is_starved = False
 

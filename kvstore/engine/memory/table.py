@@ -31,15 +31,15 @@ _KEY_WORDS = 4
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _ALL_FOUR = 0x01010101
 _FEW = 24
-"""Up to this many keys are found faster one by one than with numpy."""
+"""Up to this many keys are found faster one by one."""
 FEW_SCOPES = 8
 """Up to this many scopes are searched faster one by one: the blocks of a chain lie together."""
 NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 
 
 def tallied(values: NDArray[np.integer[Any]]) -> list[tuple[int, int]]:
-    """Distinct values in ascending order, each with the number of its occurrences. Mostly all
-    values are the same, and np.unique takes 50 µs to find that out."""
+    """Distinct values in ascending order, each with its number. Mostly all are the same, and
+    np.unique takes 50 µs to find that out."""
     if not len(values):
         return []
     if (values == values[0]).all():
@@ -49,13 +49,13 @@ def tallied(values: NDArray[np.integer[Any]]) -> list[tuple[int, int]]:
 
 
 def each(keys: Keys) -> Iterator[bytes]:
-    """The keys one after the other, as bytes."""
+    """Keys one after the other."""
     raw = keys.tobytes()
     return (raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))
 
 
 class BlockTable:
-    """The table. Rows are 0 … row_count_max-1; scope 0 marks free rows."""
+    """Rows 0 … row_count_max-1. Scope 0 is reserved for free rows."""
 
     def __init__(self, *, row_count_max: int, seed: int = 0) -> None:
         """`seed`: a secret random number, so that nobody can choose keys that collide."""
@@ -77,7 +77,7 @@ class BlockTable:
         """First row that was never used; all later ones are unused, too."""
         self.row_count_max = row_count_max
         self.count_of: Counter[int] = Counter()
-        """Number of rows of each scope that has rows."""
+        """Number of rows of each scope that has any."""
         # Single cells are read through views: a tenth of the cost of indexing an array.
         self._cell_view = self._cells.data
         self._scope_view = self.scopes.data
@@ -142,7 +142,7 @@ class BlockTable:
         return homes.view(np.int64)
 
     def _home_of(self, scope: int, key: list[int]) -> int:
-        """First cell of the probe of one key, given as four words."""
+        """Start of the probe of one key, given as four words."""
         (a, b, c, d), (w, x, y, z) = key, self._secret_words
         mixed = a * w + b * x + c * y + d * z + scope * self._scope_secret
         return mixed >> self._shift & self._mask
@@ -240,7 +240,7 @@ class BlockTable:
 
     @property
     def used_scopes(self) -> NDArray[np.uint32]:
-        """Scope of each row that was ever used, 0 for a free row; a view."""
+        """Scope of each row ever used, 0 for a free one. A view."""
         return self.scopes[: self._fresh]
 
     def used_rows(self) -> Rows:

@@ -83,7 +83,7 @@ class Arrivals:
         self._origin: Origins = np.zeros(word_count, dtype=np.int64)
         self._watches: dict[Name, _Watch] = {}
         self._next: dict[bytes, dict[Name, None]] = {}
-        """Names of watches by the key that they need next."""
+        """Watches by the key that they need next."""
         self._to_look_at: dict[Name, None] = {}
         """Watches that `advance` looks at next, in order."""
 
@@ -98,8 +98,7 @@ class Arrivals:
         self._origin[words] = origin | search << SEARCH_SHIFT
 
     def take_origins(self, run: Run) -> Origins | None:
-        """Origins of the blocks of a run that is being leased; None: all were in dram. Each origin
-        is reported once."""
+        """Origins of the blocks of a run that is leased now; None: all were in dram."""
         if not run.count or not self._sources:
             return None
         words = run.words_by_shard[0][: run.count]
@@ -110,7 +109,7 @@ class Arrivals:
         return np.where(flags, self._origin[words], Origin.DRAM)
 
     def wait(self, wait: Wait) -> None:
-        """Begin to extend a lease as its blocks arrive."""
+        """Let a lease grow as its blocks arrive."""
         session = wait.connection.owner.open_session
         self.watch((session, wait.lease), wait.keys, lambda: self._grow(session, wait))
 
@@ -212,5 +211,5 @@ class Arrivals:
 
 
 def count_of(origins: Origins | None, origin: Origin) -> int:
-    """Number of blocks from this origin; 0 if there are no origins."""
+    """Number of blocks from this origin."""
     return 0 if origins is None else int(np.count_nonzero(tiers_of(origins) == origin))

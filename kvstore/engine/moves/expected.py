@@ -28,9 +28,9 @@ from kvstore.units import NS_PER_S
 from kvstore.wire.messages import PushExpect
 
 EXPECTS_MAX: Final = 4096
-"""Most expectations of one process: 1,024 waiting requests with four KV cache groups."""
+"""Expectations of one process: of 1,024 waiting requests with four KV cache groups."""
 KEYS_MAX: Final = 1 << 18
-"""Most keys that one process may expect, 40 MiB: 1,024 prompts of 4,096 tokens in blocks of 16."""
+"""Keys that one process expects, 40 MiB: 1,024 prompts of 4,096 tokens in blocks of 16."""
 ALL_EXPECTS_MAX: Final = 8 * EXPECTS_MAX
 ALL_KEYS_MAX: Final = 4 * KEYS_MAX
 STALLED_NS: Final = 10 * NS_PER_S
@@ -111,7 +111,7 @@ class Expectation(msgspec.Struct, eq=False, gc=False):
 
     @property
     def has_no_room(self) -> bool:
-        """Whether it still waits for its first part of the landing slab."""
+        """Whether it waits for its first part of the landing slab."""
         return not self.granted and not self.is_here
 
     def stalled_by(self, *, is_up: bool) -> str:
@@ -237,11 +237,11 @@ class GrantedRoom(msgspec.Struct, eq=False):
     pages: int
     has_landed: NDArray[np.bool_]
     copying: int = 0
-    """Number of blocks that are being copied out of the landing slab."""
+    """Blocks that are being copied out."""
 
     @property
     def node(self) -> str:
-        """The prefill node that may write to the extents."""
+        """The peer that may write."""
         return self.expect.message.node
 
 
@@ -268,7 +268,7 @@ class ExpectedKeys:
             self._counts.pop(scopes, None)
 
     def flags(self, scopes: Sequence[int], keys: Keys) -> NDArray[np.bool_]:
-        """Flags [S][n] of the keys that are expected in these scopes."""
+        """Flags of the keys that are expected, [S][n]."""
         flags = np.zeros((len(scopes), len(keys)), dtype=bool)
         for these, its in self._counts.items():
             if not frozenset(these).isdisjoint(scopes):

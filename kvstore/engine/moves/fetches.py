@@ -45,12 +45,12 @@ AHEAD_LOCATES_MAX = 32
 """With this many index queries under way, routers may start no more: queries of engines would wait
 behind theirs."""
 COMING_BYTES = 192
-"""Memory taken by one key while it is queried or on its way, for any number of shards."""
+"""Memory for one key while it is asked for or on its way, for any number of shards."""
 COMING_BYTES_MAX = 32 * MIB
 COMING_BYTES_PER_ENGINE = 4 * MIB
 """Most such memory of one engine: ten queries of 2,048 keys."""
 LOCATE_MS = 2
-"""Estimated duration of an index query."""
+"""Estimated time of a question to the index."""
 ABSENT_NS = NS_PER_S
 """After an index query found no location, the same query is not repeated for this long."""
 ABSENT_MAX = 4096
@@ -87,7 +87,7 @@ class _PeerPace(msgspec.Struct):
 
     pace: ReadPace = msgspec.field(default_factory=ReadPace)
     measured_ns: int = 0
-    """When the last fetch from it ended, or its slowest sample was forgotten."""
+    """When a fetch ended last, or a sample was forgotten."""
     failures: int = 0
     """Number of failed fetches in a row."""
     avoid_until_ns: int = 0
@@ -113,13 +113,13 @@ class Fetches:
         """Number of the query or fetch for each key, by all the scopes together in which the key is
         wanted."""
         self._coming_of: Counter[str] = Counter()
-        """Number of keys in `_coming`, by engine."""
+        """Number of these keys, by engine."""
         self._absent: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
         """By (scope, key): (time until which the index is not queried for a run that begins with
         this key, number of the query or fetch that found nothing)."""
         self._peers: OrderedDict[str, _PeerPace] = OrderedDict()
         self._unanswered = 0
-        """Number of queries in a row that the index did not answer."""
+        """Questions in a row that the index did not answer."""
         self._ask_from_ns = 0
         """End of the back-off from the index: no query is sent before it."""
 
@@ -177,15 +177,14 @@ class Fetches:
         return Wanted(0, number)
 
     def _brought_by(self, scope: int, key: bytes) -> tuple[int, int]:
-        """Number of the query or fetch that is to bring this key of a scope, and the key's place in
-        it."""
+        """The question or fetch that brings this key of a scope, and the key's place in it."""
         number = self._bringer(scope, key)
         job = self._locating.get(number) or self._fetching.get(number)
         assert job is not None, "nobody brings a key"
         return number, next(n for n, its in enumerate(each(job.keys)) if its == key)
 
     def _bringer(self, scope: int, key: bytes) -> int:
-        """Number of the query or fetch that is to bring this key of a scope."""
+        """Number of the question or fetch that brings this key of a scope."""
         return next(its[key] for its in self._with([scope]).values() if key in its)
 
     def _with(self, scopes: Sequence[int]) -> dict[tuple[int, ...], dict[bytes, int]]:
@@ -238,7 +237,7 @@ class Fetches:
     # ── what the index knows ─────────────────────────────────────────────────────────────────────
 
     def located(self, event: Located) -> None:
-        """The index answered a query, or did not: fetch from the best candidate, if any."""
+        """The index answered, or did not: fetch from the best candidate, if any."""
         state, question = self._state, self._locating.pop(event.locate, None)
         assert question is not None, f"question {event.locate} was answered twice"
         asker, keys = question.asker, question.keys
@@ -254,8 +253,7 @@ class Fetches:
         self._arrivals.settle_keys(keys)
 
     def _judge_index(self, *, is_known: bool) -> None:
-        """Count unanswered queries, and back off from an unreachable index, so that not every
-        request waits for it."""
+        """Back off from an unreachable index, so that not every request waits for it."""
         if is_known:
             self._unanswered = self._ask_from_ns = 0
             return
@@ -307,8 +305,7 @@ class Fetches:
     # ── what is fetched ──────────────────────────────────────────────────────────────────────────
 
     def _fetch_all(self, node: str, asker: Asker, keys: Keys, question: int) -> None:
-        """Fetch those of the keys that are neither here nor on their way by now, as far as there is
-        room."""
+        """Fetch those of the keys that are not here by now, as far as there is room."""
         state = self._state
         rows = state.residency.find_all(asker.scopes, keys)
         away = (state.residency.words(rows) < 0) & ~self.coming(asker.scopes, keys, rows)
@@ -375,7 +372,7 @@ class Fetches:
         state.counters.fetch_blocks_lost += len(good) - count
 
     def _judge(self, job: _Fetching, event: Fetched) -> None:
-        """Update the pace, failures and back-off of the peer of a fetch that has ended."""
+        """Update the peer's pace, failures and back-off."""
         peer = self._peer(job.node)
         good = any(event.good)
         peer.pace.ended(event.job, self._state.now_ns, counts=good)

@@ -62,7 +62,7 @@ REPEATED = -1
 KEEP_SHARE = 4
 """At most one part in this many of a reclaimed segment is kept."""
 FOREIGN_LOCATION = np.uint64(1 << 63)
-"""Locations from this number on are records that other nodes wrote."""
+"""Locations from here on are records of other nodes."""
 
 
 class _Read(Incoming):
@@ -158,7 +158,7 @@ class Files:
         return there
 
     def _room(self, asker: Asker, size: int, *, is_more: bool) -> int:
-        """Number of further blocks of this size whose reads may be under way."""
+        """How many more blocks of this size may be under way."""
         ahead_bytes = int(READ_AHEAD_NS / self.pace.ns_per_byte(self._state.now_ns))
         ahead_bytes = min(ahead_bytes, self._reads.bytes_max)
         begun_bytes = self.pace.begun_bytes  # without late reads, which keep nobody from the disk
@@ -169,7 +169,7 @@ class Files:
         return min(max(room, 0 if begun_bytes else 1), self._reads.room(size))
 
     def _start(self, asker: Asker, column: int, keys: Keys, rows: Rows) -> int:
-        """Begin reads of these rows of one shard, as far as there is room; returns how many."""
+        """Issue reads for these rows of one shard as far as there is room; returns how many."""
         its = asker.column(column)
         wanted = self._intake.room_for(its, len(rows))
         for piece in pieces(wanted, READ_BYTES // its.slot_sizes[0]):
@@ -288,7 +288,7 @@ class Files:
         self._place(rows[live], np.frombuffer(event.locations, dtype="<u8")[live])
 
     def gone(self, event: FileGone) -> None:
-        """The tier does not hold these blocks at these places any more."""
+        """The tier holds these blocks no more, at these places."""
         rows, live = self._live(event.scope, event.keys, event.locations)
         if event.damaged:
             self._state.counters.file_blocks_damaged += len(event.keys) // KEY_BYTES

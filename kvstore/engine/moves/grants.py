@@ -60,7 +60,7 @@ LIMBO_NS: Final = 5 * NS_PER_S
 
 
 class _Landing(Incoming):
-    """A job that copies blocks out of the landing slab; their slots are PEER_WRITER's."""
+    """Blocks that are copied out of the landing slab; their slots are PEER_WRITER's."""
 
     granted: GrantedRoom
     places: slice
@@ -259,7 +259,7 @@ class Grants:
                 self._grants_of.remove(whose, granted)
 
     def grant_ended(self, event: PushOver) -> None:
-        """The peer's last message about a grant, or the loss of its session."""
+        """The peer's last word about a grant, or its session is lost."""
         granted = self._grants.get(event.grant)
         if granted is None or event.epoch != self._epoch:
             return
@@ -322,7 +322,7 @@ class Grants:
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
     def landing_bytes(self) -> dict[str, int]:
-        """Bytes of the landing slab by state: free, granted, limbo."""
+        """Bytes of the landing slab by state."""
         limbo = sum(len(extents) * pages for extents, pages in self._limbo)
         free = self._slab.free_pages
         pages = {"free": free, "granted": self._slab.page_count - free - limbo, "limbo": limbo}

@@ -75,7 +75,7 @@ class HbmCopies:
         """Time of the last lease of each slot of dram, for the generation in `_generation`."""
         self._generation = np.zeros(count, dtype=np.uint64)
         self._job_of = np.zeros(count, dtype=np.int64)
-        """Number of the job that copies each slot of dram; 0: none."""
+        """Job that copies a slot of dram, else 0."""
         self._has_failed = False
 
     def leased(self, group: OwnerGroup, run: Run) -> None:

@@ -62,7 +62,7 @@ class Incoming(msgspec.Struct, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """Total size of these slots."""
+        """Size of these slots."""
         return len(self.keys) * sum(self.asker.slot_sizes)
 
 
@@ -80,7 +80,7 @@ class Intake:
     # ── room ─────────────────────────────────────────────────────────────────────────────────────
 
     def room(self, sizes: Sequence[int], wanted: int, quota: QuotaGroup, active: set[int]) -> int:
-        """Make room for blocks that take one slot of each of `sizes`; returns how many fit, up to
+        """Make room for blocks of one slot of each of these sizes; returns how many fit, up to
         `wanted`. `active`: slot sizes that sessions use now; other pools give way first."""
         if wanted <= 0:
             return 0

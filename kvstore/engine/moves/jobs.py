@@ -68,9 +68,9 @@ class Jobs(Generic[J]):
         return self._jobs.get(number)
 
     def items(self) -> ItemsView[int, J]:
-        """Number and job of each running job."""
+        """Number and job of each."""
         return self._jobs.items()
 
     def values(self) -> ValuesView[J]:
-        """All running jobs."""
+        """All jobs."""
         return self._jobs.values()

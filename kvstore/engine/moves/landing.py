@@ -31,7 +31,7 @@ class LandingSlab:
         self._first = begin_bytes // PAGE_BYTES
         self._is_free = np.zeros(size_bytes // PAGE_BYTES, dtype=bool)
         self._end_of: dict[int, int] = {}
-        """Page behind each free run, by the run's first page; no two runs touch."""
+        """Page behind each free run, by its first one; no two runs touch."""
         self._begin_of: dict[int, int] = {}
         self._bins: list[dict[int, None]] = [{} for _ in range(self.page_count.bit_length() + 1)]
         """First pages of free runs by size: bin n has the runs of 2^(n-1) to 2^n - 1 pages."""

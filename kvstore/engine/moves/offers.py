@@ -33,7 +33,7 @@ Geometry = tuple[int, int]
 
 
 class Offers:
-    """Decides which blocks are whole, from changes of one node's residency."""
+    """Judges changes of one node's residency."""
 
     def __init__(
         self, residency: Residency, geometry: Callable[[Address], Geometry | None]
@@ -58,7 +58,7 @@ class Offers:
         return [offer for offer in offers if offer.stored]
 
     def any_held(self, address: Address) -> bool:
-        """Whether a tier holds any block of a (tenant, space)."""
+        """Whether a tier holds anything of a space."""
         count_of = self._residency.table.count_of
         return any(scope in count_of for scope in self._residency.shards(*address).values())
 

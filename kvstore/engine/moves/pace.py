@@ -31,7 +31,7 @@ from kvstore.wire.messages import Measured
 
 
 class Paces:
-    """Paces by (tenant, space), the least recently reported first; at most SPACES_MAX."""
+    """Paces by (tenant, space), the least recently reported first."""
 
     def __init__(self, learned: Learned) -> None:
         self._by_space: OrderedDict[tuple[str, str], SpacePace] = OrderedDict()
@@ -55,16 +55,16 @@ class Paces:
             self._by_space.popitem(last=False)
 
     def of(self, tenant: str, space: SpaceId) -> SpacePace:
-        """Pace of this space; zeros if it is not known."""
+        """Pace of this space; zeros where it is not known."""
         nothing = SpacePace(tenant, space.hex())
         return self._by_space.get((tenant, nothing.space), nothing)
 
     def compute_ns_per_token(self, tenant: str, space: SpaceId) -> int:
-        """Compute time per token in this space; 0: not known."""
+        """Pace of computing in this space; 0: not known."""
         return self.of(tenant, space).compute_ns_per_token
 
     def all(self) -> tuple[SpacePace, ...]:
-        """All paces, the most recently reported first."""
+        """All paces, the last reported first."""
         return tuple(reversed(self._by_space.values()))
 
 
@@ -74,7 +74,7 @@ READS = 4
 SMALL_READ_BYTES = 256 * KIB
 """A shorter read counts as this long: it is mostly latency."""
 NS_PER_BYTE_GUESS = 1.0
-"""Pace assumed until the first read was measured."""
+"""Estimate until the first read was measured."""
 
 
 class _TimedRead:
@@ -83,9 +83,9 @@ class _TimedRead:
     def __init__(self, size_bytes: int, ahead_bytes: int, asked_bytes: int, begin_ns: int) -> None:
         self.size_bytes = size_bytes
         self.ahead_bytes = max(ahead_bytes, SMALL_READ_BYTES)
-        """Bytes that the disk has to read until this read is done, those of this read included."""
+        """Bytes that the disk has to read until this read is done, its own included."""
         self.asked_bytes = asked_bytes
-        """Bytes of all reads requested so far, this one included."""
+        """Bytes of all reads so far, this one included."""
         self.begin_ns = begin_ns
 
 
@@ -100,9 +100,9 @@ class ReadPace:
         self._late: dict[int, _TimedRead] = {}
         """Late reads, which may never end."""
         self.begun_bytes = 0
-        """Bytes of the reads under way, without late ones."""
+        """Bytes under way, without late reads."""
         self._asked_bytes = 0
-        """Bytes of all reads requested so far."""
+        """Bytes of all reads so far."""
 
     @property
     def measured_ns_per_mib(self) -> int:

@@ -46,22 +46,22 @@ from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 from kvstore.wire.transfer_worker import REASON_CHARS_MAX
 
 WRITE_BYTES: Final = 8 * MIB
-"""Most bytes of one write: the other node verifies it while the next one moves."""
+"""Size of one write: the other node verifies it while the next one moves."""
 JOBS_MAX: Final = 4
-"""Most writes of one grant at a time."""
+"""Writes of one grant at a time."""
 ASKS_MAX: Final = 64
-"""Most grants of one peer at a time."""
+"""Grants of one peer."""
 NEWS_NS: Final = 2 * NS_PER_S
 """Shortest time between two messages that the engine computes other requests, sent while it has
 stored no block of the grant yet."""
 LOOK_NS: Final = NEWS_NS // 4
 """Time between two checks whether the engine computes."""
 LEASE: Final = 1 << 63
-"""Leases of writes have ids from this number on; a serving's number is below it."""
+"""Leases of writes are numbered from here on; a serving's number is below it."""
 
 
 class _Ask(msgspec.Struct, eq=False):
-    """A grant of another node, which waits for blocks of this node."""
+    """A grant of another node, which waits for blocks of this one."""
 
     peer: int
     grant: int
@@ -77,9 +77,9 @@ class _Ask(msgspec.Struct, eq=False):
     next: int = 0
     """Number of blocks that were written, or are being written."""
     pushed: int = 0
-    """Number of blocks that were reported to the other node as written."""
+    """Blocks that were reported to the other node."""
     jobs: int = 0
-    """Number of writes under way."""
+    """Writes under way."""
     reason: str | None = None
     """Why the grant has ended; empty: all blocks were written; None: it has not ended."""
     is_quiet: bool = True
@@ -120,7 +120,7 @@ class _PushWrite(msgspec.Struct, frozen=True):
 
 
 class Pushes:
-    """All grants that other nodes gave to this one, by (peer, grant), and the writes for them."""
+    """All grants of other nodes, by (peer, grant)."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class Pushes:
         self._state.say(AnswerPeer(ask.peer, word, self._state.cause))
 
     def revoked(self, event: PushRevoked) -> None:
-        """The decode node revokes a grant: end it."""
+        """The other node takes its grant back."""
         ask = self._asks.get((event.peer, event.grant))
         if ask is not None:
             self._end(ask, "it was taken back")

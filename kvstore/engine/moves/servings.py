@@ -46,10 +46,10 @@ COVERS_MAX = 16
 
 
 WORK_MAX = 1 << 15
-"""Most gaps examined in one search. Engines choose the shards, and could make the search long."""
+"""Gaps looked at in one search. Engines choose the shards, and could make the search long."""
 
 _Gap = tuple[int, int, int]
-"""(first head, head behind the last one, first layer that is not covered)."""
+"""First head, the head behind the last one, first layer that is not covered."""
 _Chosen = tuple[Shard, "_Chosen | None"]
 
 

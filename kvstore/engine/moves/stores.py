@@ -49,7 +49,7 @@ class Stores:
         self._sharing_quota: Counter[QuotaGroup] = Counter()
 
     def drop(self, connection: Connection, message: Drop) -> None:
-        """Free granted slots that the engine did not write."""
+        """Free granted slots that were not written."""
         words, valid = self._valid(connection, message)
         words = np.unique(words[valid])
         self._state.counters.stores_dropped += len(words)
@@ -147,7 +147,7 @@ class Stores:
         return words[own]
 
     def grant_all(self) -> None:
-        """Top up the credits of sessions that have used half of theirs."""
+        """Top up credits of sessions that used half of theirs."""
         if not self._state.credits_due:
             return
         self._state.credits_due = self._state.slots.pins.is_short = False

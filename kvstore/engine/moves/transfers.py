@@ -20,10 +20,10 @@ from kvstore.units import NS_PER_S
 from kvstore.wire.messages import PushClose, PushOpen
 
 TRANSFERS_MAX = 1024
-"""Most transfers of one engine; for one more another is forgotten, if possible a closed one."""
+"""Transfers of one engine; one more makes it forget another, if possible one that is closed."""
 ALL_MAX = 16 * TRANSFERS_MAX
-"""Most transfers of all engines; for one more a quarter is forgotten: those of engines that are
-gone, then closed ones, then the oldest."""
+"""Transfers of all engines; one more makes the node forget a quarter: those of engines that are
+gone, then those that are closed, then the oldest."""
 UNKNOWN_NS = 2 * NS_PER_S
 """How long others wait for a transfer that no engine has named: both legs of a request are
 dispatched together, and the prefill engine may name the transfer late."""
@@ -62,7 +62,7 @@ class Transfers:
         """Names of transfers by session, in the same order."""
 
     def open(self, connection: Connection, message: PushOpen) -> None:
-        """Record that an engine computes blocks of this transfer."""
+        """An engine computes blocks of this transfer."""
         owner = connection.owner
         if not owner.open_session:
             return

@@ -32,7 +32,7 @@ from kvstore.types import PAGE_BYTES, Tier
 from kvstore.wire.record import Scope, payload_pages
 
 JOB_BYTES_MAX = 64 << 20
-"""Most bytes of a job of more than one block: jobs of some hundred MiB would fill any queue."""
+"""Size of a job of more than one block: jobs of some hundred MiB would fill any queue."""
 
 
 class _Write(msgspec.Struct, frozen=True):
@@ -102,8 +102,7 @@ class Writes:
             self._write(scope, rows[piece], words[piece], size=size, block_bytes=block_bytes)
 
     def allow(self, count: int, *, block_bytes: int) -> int:
-        """Number of blocks of this size that the budget allows to write now, up to `count`; they
-        count as written."""
+        """How many of the blocks the budget allows now; these count as written."""
         allowed = self._admission.allow(count, _record_bytes(block_bytes), self._state.now_ns)
         self._state.counters.file_blocks_over_budget += count - allowed
         return allowed
@@ -156,5 +155,5 @@ class Writes:
 
 
 def _record_bytes(block_bytes: int) -> int:
-    """Size of a block on disk: a page of header, and its payload in whole pages."""
+    """Size of a block on disk: its header's page and its payload."""
     return PAGE_BYTES * (1 + payload_pages(block_bytes))

@@ -36,9 +36,9 @@ class Asker(msgspec.Struct, frozen=True):
     block_tokens: int
     quota: QuotaGroup
     engine: str
-    """Id of the engine whose share of bounded resources is used."""
+    """Engine whose share of bounded resources is used."""
     title: str
-    """Name shown in explanations of evictions."""
+    """Name for people, in explanations of evictions."""
     is_ahead: bool = False
     """Whether no request waits for the blocks yet: they take at most half of the room in motion."""
 
@@ -66,7 +66,7 @@ def asker(
     engine: str = ANOTHER_NODE,
     title: str = ANOTHER_NODE,
 ) -> Asker:
-    """Make an Asker for an engine or another node. `columns`: shards and their scopes."""
+    """The asker for an engine or for another node. `columns`: shards and their scopes."""
     sizes = tuple(shard_bytes(space, shard) for shard, _ in columns)
     return Asker(
         tenant=address[0],

@@ -61,7 +61,7 @@ class Awaited:
         self.budget = LOOK_COST_MAX
         """Cost of looks that may still be spent before the next tick, in keys."""
         self.is_up = False
-        """Whether a transfer worker runs."""
+        """Whether there is a transfer worker."""
         self._ticked_ns = 0
         self.revoke: Callable[[Expectation], None] = lambda _: None
         """Called with an expectation that has ended: revokes its grants."""
@@ -133,7 +133,7 @@ class Awaited:
         return self._coming.flags(scopes, keys)
 
     def run(self, asker: Asker, keys: Keys) -> int:
-        """Number of leading keys that are in dram or expected; 0 if none of them is expected."""
+        """How many leading keys are in dram or expected; 0 if none of them is expected."""
         is_any = bool(self._coming) and len(keys) > 0
         return self._arrivals.on_their_way(asker.scopes, keys, by=[self]) if is_any else 0
 

@@ -42,7 +42,7 @@ class Lease:
         self, account: Account | None, *, shards: int, granted_ns: int, expires_ns: int
     ) -> None:
         self.account = account
-        """Account whose pins these are."""
+        """Account that pins its slots."""
         self._shards = shards
         self.pieces: list[tuple[Words, NDArray[np.uint64]]] = []
         """Slots and generations, as they were pinned: distinct within a piece. A slot whose block
@@ -52,12 +52,12 @@ class Lease:
 
     @property
     def slot_count(self) -> int:
-        """Number of slots pinned."""
+        """Slots pinned."""
         return sum(len(words) for words, _ in self.pieces)
 
     @property
     def block_count(self) -> int:
-        """Number of blocks pinned."""
+        """Blocks pinned."""
         return self.slot_count // self._shards
 
     @property
@@ -66,7 +66,7 @@ class Lease:
         return len(self.pieces) * LEASE_BYTES + self.slot_count * SLOT_BYTES
 
     def intact(self, slots: Slots) -> NDArray[np.bool_]:
-        """Flags of its blocks: true where no slot has changed since it was pinned."""
+        """Flags of its blocks, true where no slot has changed since it was pinned."""
         same = [slots.generation[words] == generations for words, generations in self.pieces]
         flags: NDArray[np.bool_] = np.concatenate(same).reshape(-1, self._shards).all(axis=1)
         return flags
@@ -81,7 +81,7 @@ class Leases:
         self._count_max = count_max
         self._by_session: dict[int, dict[int, Lease]] = {}
         self._bytes_of: Counter[int] = Counter()
-        """Bytes counted by session, for sessions that have leases."""
+        """Bytes counted by session; only sessions that have leases."""
         self._bytes = 0
         self._agenda = Agenda[tuple[int, int]]()
 
@@ -133,8 +133,7 @@ class Leases:
             self._pin(session, self._by_session[session][lease], words)
 
     def renew(self, session: int, leases: list[int], now_ns: int) -> None:
-        """Extend the time of these leases to a whole life from now, within rule 2; unknown ids are
-        ignored."""
+        """Let leases last a whole life from now, within rule 2; unknown ones are ignored."""
         held = self._by_session.get(session, {})
         for lease in leases:
             found = held.get(lease)
@@ -143,7 +142,7 @@ class Leases:
                 found.expires_ns = min(now_ns + self._ttl_ns, last_ns)
 
     def release(self, session: int, leases: list[int]) -> None:
-        """Release leases; unknown ids are ignored."""
+        """Release leases; unknown ones are ignored."""
         held = self._by_session.get(session, {})
         for lease in leases:
             found = held.pop(lease, None)

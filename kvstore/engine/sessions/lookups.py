@@ -33,7 +33,7 @@ from kvstore.wire.messages import (
 
 
 class Lookups:
-    """Answers LeaseAsk and Hint messages of engines."""
+    """Answers LeaseAsk and Hint."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Lookups:
         return ""
 
     def _may_lease(self, session: int, account: Account, run: Run) -> tuple[Run, int]:
-        """The part of a run that a session may lease, and the number of blocks cut off."""
+        """The part of a run that a session may lease, and the number of blocks it may not."""
         shards = max(len(run.words_by_shard), 1)
         fits = self._state.leases.fitting(session, account, run.words(), shards)
         self._state.counters.pins_refused += run.count - fits

@@ -35,7 +35,7 @@ class Connection:
         self.owner = owner
         self.ended = False
         self.asked_session = 0
-        """Session of the last Quiesce sent to this rank."""
+        """Session of the last Quiesce to this rank."""
         self.quiet_session = 0
         """Session of the last Quiet from this rank."""
         self.pinned_bytes = 0
@@ -58,14 +58,13 @@ class OwnerGroup:
     ) -> None:
         self.asker = asker
         self.on_gpu = on_gpu
-        """Whether a rank on the hbm tier's GPU loads the shard, by column; empty: there is no hbm
-        tier."""
+        """Whether a rank on the GPU of hbm loads the shard, by column; empty: there is no hbm."""
         self.writers = writers
         """Rank that writes the shard, by column."""
         self.session = session
-        """Number that granted slots carry: the session's plus the group's index."""
+        """Number that granted slots carry: the session's, plus the group's index."""
         self.granted_slots = 0
-        """Number of slots granted and not yet sealed or dropped, in all columns together."""
+        """Slots granted and not yet sealed or dropped, all columns together."""
 
     @property
     def granted_blocks(self) -> int:
@@ -121,7 +120,7 @@ class Owner:
 
     @property
     def title(self) -> str:
-        """The engine's id and the label of its model, for messages."""
+        """Text for people: the engine's id and the label of its model."""
         hello = self.scheduler.hello if self.scheduler is not None else None
         label = hello.label if isinstance(hello, HelloScheduler) else ""
         return f"{self.key[1]} ({label})" if label else self.key[1]
@@ -150,8 +149,7 @@ class Owner:
 
     @property
     def address(self) -> tuple[str, SpaceId] | None:
-        """Tenant and space of the first group of the last session; None: no session was ever
-        opened."""
+        """Tenant and space of the first group of the last session; None: there was no session."""
         return self.groups[0].asker.address if self.groups else None
 
 

@@ -18,9 +18,8 @@ from kvstore.engine.state import State
 from kvstore.wire.messages import ASKS_PER_LOOKUP_MAX, KEYS_PER_DATAGRAM_MAX
 
 LOOKED_UP_MAX = ASKS_PER_LOOKUP_MAX * KEYS_PER_DATAGRAM_MAX
-"""Most blocks, times shards, that one message is answered about: as many as a lookup can lease with
-all its asks. A message has room for so many keys and shards that a look at each would take 0.1
-s."""
+"""Blocks, times shards, that one message is answered about: as many as a lookup can lease with all
+its asks. A message has room for so many keys and shards that a look at each would take 0.1 s."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -53,7 +52,7 @@ class Run(msgspec.Struct, frozen=True):
         return sums.astype("<u8").tobytes()
 
     def every_checksum(self, state: State) -> NDArray[np.uint64]:
-        """Checksums of all blocks, [n][S] of two 64-bit words."""
+        """Checksums of all blocks, [n][S] of two words."""
         rows = _interleave(self.rows_by_shard, self.count)
         sums: NDArray[np.uint64] = state.residency.checksum[rows]
         return sums

@@ -29,7 +29,7 @@ REFUSED_COUNT_MAX: Final = 64
 
 
 class UnservedReport(msgspec.Struct, frozen=True):
-    """An engine without a session, and the reason."""
+    """An engine without a session."""
 
     engine: str
     tenant: str

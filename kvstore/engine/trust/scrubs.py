@@ -67,8 +67,8 @@ class Scrubs:
         self.tiers = {Tier.DRAM: TierScrub(), Tier.FILE: TierScrub()}
 
     def sealed(self, first_word: int) -> Sealed:
-        """The next blocks from word `first_word` on, at most BLOCKS_PER_LOOK. Blocks of a space
-        that no engine has named since the start are left out: their length is unknown."""
+        """The next blocks from a word on, at most BLOCKS_PER_LOOK. Blocks of a space that no engine
+        has named since the start are left out: their length is unknown."""
         slots, residency = self._state.slots, self._state.residency
         end = min(first_word + WORDS_PER_LOOK, len(slots.state))
         words = np.flatnonzero(slots.state[first_word:end] == SlotState.SEALED) + first_word

@@ -45,7 +45,7 @@ class Switches:
         self._state = state
         self._files = files
         self.worst_error = 0.0
-        """Largest relative error of all shadow checks since the start."""
+        """Largest error of all comparisons since the start."""
 
     def take(self, connection: Connection, message: Compared) -> None:
         """Handle the result of a shadow check: an engine has computed blocks of one of its lookups

@@ -36,7 +36,7 @@ class Ages:
         """Row 0: number of the next use at each mark; row 1: time of the mark in ns."""
         self._count = 0
         self.counts = [0] * (len(BOUNDS_S) + 1)
-        """Evicted blocks up to each bound and above the one before; the last: above all bounds."""
+        """Evicted blocks up to each bound and above the one before; the last: above all."""
         self.total_ns = 0
 
     def mark(self, next_number: int, now_ns: int) -> None:

@@ -46,10 +46,10 @@ SCALES: Final = (0.5, 1, 2, 4, 8)
 KEYS_MAX: Final = 640
 """Most sampled blocks that each simulated cache tracks."""
 BATCH_KEYS: Final = 128
-"""Most sampled blocks that a cache takes at once: evictions come at the end of a batch. Small
-caches take a quarter of what they hold."""
+"""Sampled blocks that a cache takes at once: evictions come at the end of a batch. Small caches
+take a quarter of what they hold."""
 KEYS_PER_TICK: Final = 128
-"""Sampled blocks processed in one tick, so that a lookup waits a millisecond or two for it."""
+"""Sampled blocks of one tick, so that a lookup waits a millisecond or two for it."""
 WAITING_KEYS_MAX: Final = 2048
 """Most sampled blocks that wait for a tick; further lookups are left out."""
 BLOCKS_MIN: Final = 1000
@@ -83,11 +83,11 @@ class CurveReport(msgspec.Struct, frozen=True):
     """Compute time that these hits save per day; None: too few lookups, or no engine has measured
     its pace."""
     blocks: int
-    """Number of looked-up blocks since the start …"""
+    """Looked-up blocks since the start …"""
     blocks_needed: int
-    """… and the number that a curve needs."""
+    """… and how many a curve needs."""
     trouble: str = ""
-    """Error that switched the curve off; empty: none."""
+    """Error that switched the curve off."""
 
 
 class _Totals(NamedTuple):
@@ -245,13 +245,13 @@ class Miniature:
         self._shrink()
 
     def fade(self) -> None:
-        """Halve the counts of misses."""
+        """Halve the counts."""
         self.missed_tokens /= 2
         self.missed_ns /= 2
 
 
 class Curve:
-    """The miss-ratio curve of one node."""
+    """The curve of one node."""
 
     def __init__(self, policy: str, capacity_bytes: int) -> None:
         self.caches = [Miniature(policy, scale * capacity_bytes) for scale in SCALES]
@@ -330,7 +330,7 @@ class Curve:
         self._waiting.clear()
 
     def report(self, now_ns: int) -> list[CurveReport]:
-        """The curve: one row per capacity, ascending."""
+        """One row per capacity, ascending."""
         if not self.trouble:
             try:
                 for cache in self.caches:

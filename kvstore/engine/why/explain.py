@@ -33,7 +33,7 @@ COUNT_MAX: Final = 1 << 50
 """Bound of nanoseconds in a Story (13 days): larger values from an engine make no sense, and their
 sums would not fit a message."""
 TOKENS_MAX: Final = 1 << 32
-"""Bound of tokens and blocks in a Story."""
+"""Bound of tokens and blocks."""
 _TEXTS: Final = {"request", "outcome", "detail", "transfer", "session", "leases", "traceparent"}
 _NOT_WAITED_FOR: Final = {
     Reason.PROMOTION_DEADLINE: Reason.PROMOTION_COST,
@@ -52,7 +52,7 @@ class RequestReport(msgspec.Struct, frozen=True):
     """One request, from its engine's story and this node's findings."""
 
     number: int
-    """Number of this request on this node; argument of `ranges`."""
+    """Number of this request on this node; `ranges` takes it."""
     request: str
     engine_id: str
     label: str
@@ -185,12 +185,12 @@ class Explain:
         )
 
     def request(self, number: int) -> RequestReport | None:
-        """The request with this number; None if it is no longer kept."""
+        """The request with this number; None: no longer kept."""
         found = (told for told in self._told if told.row.number == number)
         return next((self._row(told, self._table(told)) for told in found), None)
 
     def ranges(self, number: int) -> list[RangeReport]:
-        """Results for all blocks of a request's prompt; empty if the request is no longer kept."""
+        """Result for each block of a request's prompt; empty if the request is no longer kept."""
         return next((self._table(told) for told in self._told if told.row.number == number), [])
 
     def _table(self, told: _Told) -> list[RangeReport]:
@@ -214,7 +214,7 @@ class Explain:
         ]
 
     def prefix(self, tenant: str, space: SpaceId, keys: bytes) -> list[RangeReport]:
-        """Tiers that hold these blocks now, or why none does; empty when the space is not known."""
+        """Tiers of these blocks now, or why they are in none; empty when the space is not known."""
         state, known = self._state, self._state.known.get((tenant, space))
         if known is None or not keys:
             return []

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from kvstore.engine.state import State
 
 RANGES_MAX: Final = 32
-"""Most ranges of one lookup; all blocks behind the last but one share a range."""
+"""Most ranges of one lookup; the last one takes all further blocks."""
 SPACE_DIGITS: Final = 16
 """Hex digits of a space, in rows for people."""
 OTHER_SCOPES_MAX: Final = 256
-"""Most scopes that are searched for a block that is not in its own space."""
+"""Scopes that are searched for a block that is not in its own space."""
 
 Flags = NDArray[np.bool_]
 NO_FLAGS: Flags = np.empty(0, dtype=np.bool_)
@@ -115,7 +115,7 @@ class Finding(msgspec.Struct):
             self.pieces.append((self.held + self.arrived, origins))
 
     def leased(self) -> Origins:
-        """Origin of each leased block in this lookup."""
+        """Origin, for this lookup, of each leased block."""
         origins = np.full(self.held + self.arrived, Origin.DRAM, dtype=np.int64)
         for begin, some in self.pieces:
             origins[begin : begin + len(some)] = some

@@ -38,7 +38,7 @@ Pair = tuple[str, str]
 
 
 class Traffic(msgspec.Struct):
-    """Sums over all requests of one model and tenant."""
+    """Sums of one model and tenant."""
 
     prompt_tokens: int = 0
     loaded_tokens: int = 0
@@ -61,7 +61,7 @@ class Savings(msgspec.Struct):
 
 
 class SavingsReport(msgspec.Struct, frozen=True):
-    """Savings of one model, tenant and tier on this node, since its start."""
+    """One model, tenant and tier of this node, since its start."""
 
     model: str
     tenant: str
@@ -81,9 +81,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self.hits = dict.fromkeys(TIERS.values(), 0)
-        """Number of blocks hit, by tier."""
+        """Blocks by tier."""
         self.misses = dict.fromkeys(CLASSES.values(), 0)
-        """Number of blocks missed, by class of reasons."""
+        """Blocks by class of reasons."""
         self.accounts: dict[Pair, Traffic] = {}
         self.savings: dict[tuple[str, str, str], Savings] = {}
         """Sums by (model, tenant, tier)."""

@@ -39,9 +39,9 @@ class NodeReport(msgspec.Struct, frozen=True):
     leases: int
     blocks: int
     restarts: int
-    """Number of node processes before this one."""
+    """Node processes before this one."""
     blocks_kept: int
-    """Number of blocks in dram that were taken over from earlier processes."""
+    """Blocks taken over from earlier processes, in dram."""
 
 
 class TierReport(msgspec.Struct, frozen=True):
@@ -62,10 +62,9 @@ class TierReport(msgspec.Struct, frozen=True):
     policy: str = ""
     """Eviction policy of dram; admission policy of the disk tier."""
     not_admitted: int = 0
-    """Number of times that a block was not written because it was seen for the first time."""
+    """Times a block was not written because it was seen for the first time."""
     over_budget: int = 0
-    """Number of times that a block was not written, or not kept, because the day's budget was used
-    up."""
+    """Times a block was not written, or not kept, because the day's budget was used up."""
     budget_left_bytes: int = NO_BUDGET
     """Bytes that may be written to disk now; NO_BUDGET: any amount."""
     reads: str = "closed"
@@ -76,26 +75,26 @@ class TierReport(msgspec.Struct, frozen=True):
     """Blocks verified by the scrub since the start."""
     scrubbed_bytes: int = 0
     scrub_bad: int = 0
-    """Number of damaged blocks among those, which were dropped."""
+    """Damaged blocks among those, which were dropped."""
     scrub_age_ms: int = -1
     """Time since the end of the last complete scrub; -1: none yet."""
 
 
 class QuotaReport(msgspec.Struct, frozen=True):
-    """Share of dram that one quota guarantees, and what its engines use."""
+    """Share of dram that one quota guarantees, and use by its engines."""
 
     quota: str
     """Name of a model or tenant; empty: the row of all engines without a quota."""
     promised_bytes: int
     used_bytes: int
-    """Bytes of slots that hold its blocks or are granted to it; may exceed the guarantee."""
+    """Slots that hold its blocks or are granted to it; may exceed the guarantee."""
 
 
 class SpaceReport(msgspec.Struct, frozen=True):
     """One (tenant, space): blocks that one model's engines share."""
 
     space: str
-    """The full id in hex, as other commands need it."""
+    """All hex digits, as other commands need them."""
     tenant: str
     label: str
     group: str
@@ -105,7 +104,7 @@ class SpaceReport(msgspec.Struct, frozen=True):
     bytes_dram: int
     engines: int
     off: str
-    """Tier for which a shadow check switched the space off, or `all`; empty: the space is on."""
+    """Tier in which a shadow check switched the space off, or all; empty: the space is on."""
 
 
 class BlockReport(msgspec.Struct, frozen=True):
@@ -133,7 +132,7 @@ class LeaseReport(msgspec.Struct, frozen=True):
 
 
 class JobReport(msgspec.Struct, frozen=True):
-    """Number of slots that one rank may still write to."""
+    """Slots that one rank may still write."""
 
     engine_id: str
     rank: int
@@ -279,7 +278,7 @@ def savings(ledger: Ledger) -> list[SavingsReport]:
 
 
 def quotas(state: State) -> list[QuotaReport]:
-    """One row per quota and one for the rest of dram; no rows without quotas."""
+    """One row per quota and one for all others; none without quotas."""
     table = state.slots.quotas
     if not table.any:
         return []

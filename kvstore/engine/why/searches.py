@@ -31,21 +31,21 @@ class Search(msgspec.Struct):
     node: str = ""
     """Node that was chosen; if none was, the one that was too slow or in back-off."""
     known: int = 0
-    """Number of leading blocks that the node has, according to the index."""
+    """Leading blocks that the node has, by the index."""
     wanted: int = 0
     """Number of blocks for whose fetch there was room."""
     missing: int = 0
-    """Number of known blocks that were not here when the index answered."""
+    """Known blocks that were not here when the index answered."""
     fetched: int = 0
     not_served: int = 0
     not_kept: int = 0
     damaged: int = 0
     is_void: bool = False
-    """Whether the blocks were cleared or switched off here while they were on their way."""
+    """Cleared or switched off here while the blocks were on their way."""
     trouble: str = ""
-    """Text of the last failure, as the shell reported it."""
+    """Last failure, as the shell reported it."""
     failures: int = 0
-    """Number of failures of the node in a row, if it was in back-off."""
+    """Failures of the node in a row, when it was avoided."""
     fetch_ns: int = 0
     """Estimated time to fetch, as against `compute_ns` to compute, if computing was as quick."""
     compute_ns: int = 0
@@ -68,7 +68,7 @@ class Searches:
 
     def __init__(self) -> None:
         self._by_number: OrderedDict[int, tuple[Search, Sequence[int]]] = OrderedDict()
-        """(search, place in the query of each key of this query or fetch)."""
+        """(search, place in the question of each key of this question or fetch)."""
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -120,7 +120,7 @@ class Searches:
         search.known, search.failures = known, int(figures[0]) if figures else 0
 
     def fetching(self, question: int, job: int, places: Sequence[int], now_ns: int) -> None:
-        """A fetch began, for the blocks at these places of a query."""
+        """A fetch began, of the blocks at these places of a question."""
         search, _ = self.get(question)
         if search is not None:
             search.sought, search.begun_ns = Reason.ON_ITS_WAY, search.begun_ns or now_ns

@@ -41,8 +41,7 @@ class Departure(msgspec.Struct, frozen=True):
 
 
 class Names:
-    """Short texts by number. The empty text has number 0, and so has any new text when all numbers
-    are taken."""
+    """Short texts by number; 0 is the empty text, and any new text when all numbers are taken."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {"": 0}
@@ -84,7 +83,7 @@ class Tombstones:
         # Print and stamp side by side: one cache line a block.
         self._entries = np.zeros((size, 2), dtype=np.uint64)
         self.has_overwritten = False
-        """Whether any entry was overwritten by another block's."""
+        """Whether any entry gave way to another block's."""
 
     def write(self, scopes: NDArray[np.uint32], keys: Keys, packed: int) -> None:
         """Record that these blocks left, all with one stamp."""
@@ -99,7 +98,7 @@ class Tombstones:
             self.has_overwritten = bool((self._entries[places, 0] != prints).any())
 
     def find(self, scope: int, keys: Keys) -> Stamps:
-        """Stamp of each key, 0 where none is recorded."""
+        """Stamp of each key, 0 where none is known."""
         prints = keys[:, 0] ^ np.uint64(scope * _MIX & _U64)
         entries = self._entries[(prints & self._mask).astype(np.int64)]
         return np.where(entries[:, 0] == prints, entries[:, 1], np.uint64(0))

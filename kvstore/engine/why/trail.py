@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 FINDINGS_MAX: Final = 4096
 PENDING_KEYS_MAX: Final = 1 << 16
 LOOKS_PER_TICK: Final = 16_384
-"""Most looks, each at one key in one shard, in a tick: some milliseconds of the loop."""
+"""Looks at a key in a shard: some milliseconds of the loop."""
 LOOKS_OF_ONE: Final = 256
-"""Least number of looks that one lookup is charged."""
+"""Looks that a lookup is charged at least."""
 TRANSFERS_MAX: Final = 1024
 PARTS_MAX: Final = 64
-"""Most pushes kept of one transfer: a group of a long prompt has several."""
+"""Pushes of one transfer: a group of a long prompt has several."""
 
 
 class Trail:
@@ -100,7 +100,7 @@ class Trail:
     def switched_off(
         self, connection: Connection, lease: int, asker: Asker, blocks: int, now_ns: int
     ) -> None:
-        """A lookup in a space that is off was answered with no block."""
+        """A lookup of a space that is off was answered with nothing."""
         finding = Finding(connection.owner.key, asker.address, asker.scopes, now_ns)
         finding.rest = [RangeReport(0, blocks, "", Reason.SWITCHED_OFF)]
         self._add(connection, lease, finding)
@@ -140,16 +140,16 @@ class Trail:
     # ── what is kept ─────────────────────────────────────────────────────────────────────────────
 
     def finding(self, owner: OwnerKey, session: int, lease: int) -> Finding | None:
-        """The finding of this engine's lookup; None if it is not kept any more."""
+        """The finding of this engine's lookup, if it is still kept."""
         finding = self._findings.get((session, lease))
         return finding if finding is not None and finding.owner == owner else None
 
     def pushes(self, tenant: str, transfer: str) -> tuple[PushReport, ...]:
-        """Reports of ended pushes of this transfer that are still kept."""
+        """Ended pushes of this transfer that are still remembered."""
         return tuple(self._pushes.get((tenant, transfer), ()))
 
     def tick(self, state: State) -> None:
-        """Examine some of the findings that wait, within a budget."""
+        """Examine some of the findings that wait."""
         budget = LOOKS_PER_TICK
         while self._pending and budget > 0:
             finding = self._pending.popleft()

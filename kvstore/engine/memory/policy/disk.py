@@ -105,7 +105,7 @@ class WriteBudget:
         self._full = day_bytes * NS_PER_DAY
         self._level = self._full - spent_bytes * NS_PER_DAY
         self._at_ns: int | None = None
-        """Time up to which the bucket was refilled; None before the first use."""
+        """Time up to which it is filled; None: before the first use."""
 
     def left_bytes(self, now_ns: int) -> int:
         """Bytes that may be written now."""

@@ -38,15 +38,15 @@ Prints = NDArray[np.uint64]
 eviction."""
 
 MayGo = Callable[[Words | slice], Mask]
-"""Returns a mask of some words, or of all (a whole slice): those that may be evicted now."""
+"""Mask of some words, or of all (a whole slice), that may be evicted now."""
 Members = Callable[[], Mask]
-"""Returns the mask of words in the pool, one bool per word."""
+"""Mask of words in the pool, one bool per word."""
 
 _MIX, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 def prints(scope: int, keys: NDArray[np.uint64]) -> Prints:
-    """Prints of keys, [n][4], in a scope."""
+    """Prints of keys, shape [n, 4], in a scope."""
     mixed: Prints = keys[:, 0] ^ np.uint64(scope * _MIX & _WORD)
     return mixed
 
@@ -83,5 +83,5 @@ class Policy(Protocol):
         ...
 
     def oldest_stamp(self) -> int | None:
-        """Least stamp of all held slots, leased or not; None if no slot is held."""
+        """Least stamp of all held slots, leased or not; None without any."""
         ...

@@ -82,7 +82,7 @@ class RecentKeys:
         return found
 
     def add(self, prints: Prints) -> None:
-        """Remember these keys, the last of them as the latest."""
+        """Remember these, the last of them as the latest."""
         buckets, marks = self._places(prints)
         while len(buckets):
             # Two of a batch may meet in one bucket: first the first, in the next round the second.
