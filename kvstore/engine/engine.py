@@ -434,7 +434,7 @@ class Engine:
         return report.engines(self._state)
 
     def tiers(self) -> list[report.TierReport]:
-        """Reports of the tiers, one row each."""
+        """One row per tier."""
         budget_left_bytes = self._files.writes.budget_left_bytes()
         return report.tiers(self._state, budget_left_bytes, self._scrubs.tiers)
 
@@ -460,7 +460,7 @@ class Engine:
         return report.quotas(self._state)
 
     def spaces(self) -> list[report.SpaceReport]:
-        """Reports of the spaces, one row per (tenant, space)."""
+        """One row per (tenant, space)."""
         return report.spaces(self._state)
 
     def space_ids(self) -> list[SpaceId]:

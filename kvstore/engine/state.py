@@ -242,7 +242,7 @@ class State:
         return [each for each in self.connections.values() if not each.ended]
 
     def say(self, command: Command) -> None:
-        """Append a command to the result of this step."""
+        """Append a command."""
         if isinstance(command, Hangup):
             self.hung_up.add(command.connection)
         self.commands.append(command)

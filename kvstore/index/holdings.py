@@ -122,7 +122,7 @@ class Holdings:
         self._slots[slot * fields.SLOT + fields.STATE] = fields.SHOWN
 
     def void(self, slot: int) -> None:
-        """Drop this slot and all that it holds."""
+        """Forget all that this slot holds, and the slot."""
         self._slots[slot * fields.SLOT + fields.STATE] = fields.VOID
         if self._slots[slot * fields.SLOT + fields.LOST]:
             scope = self.scopes[self.scope_of[slot]]

@@ -90,7 +90,7 @@ class Statistics(msgspec.Struct, frozen=True):
 
 
 def default_slot_count(entry_count_max: int) -> int:
-    """Number of slots of an index with `entry_count_max` entries."""
+    """How many slots an index of so many entries has."""
     return max(_SLOT_COUNT_MIN, min(entry_count_max // _ENTRIES_PER_SLOT, SLOT_COUNT_MAX))
 
 

@@ -45,7 +45,7 @@ class PlaceSlots(Protocol):
         ...
 
     def void(self, slot: int) -> None:
-        """Drop this slot and all that it holds."""
+        """Forget all that this slot holds, and the slot."""
         ...
 
     def stored(self, slot: int, scope: Scope, tier: Tier, keys: bytes) -> None:

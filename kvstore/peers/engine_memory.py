@@ -284,7 +284,7 @@ class EngineMemory:
     # ── of any other thread ──────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Start the thread that reads."""
+        """Begin to read."""
         self._thread.start()
 
     def close(self) -> None:

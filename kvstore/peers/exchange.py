@@ -40,7 +40,7 @@ class Exchange:
         return self._events.fileno()
 
     def read(self, _mask: int) -> Iterator[Event]:
-        """Posted events, at most READ_EVENTS_MAX of them."""
+        """Events that were posted, a part of them at a time."""
         return itertools.islice(self._events.take(), READ_EVENTS_MAX)
 
     def carry_out(self, command: PeerCommand) -> None:

@@ -92,7 +92,7 @@ Serves = Callable[[], tuple[EngineEntry, ...]]
 """Returns the engines that a node serves now."""
 
 Dial = Callable[[str, grpc.ChannelCredentials | None], grpc.aio.Channel]
-"""Makes a channel to a replica from (address, credentials)."""
+"""(address, credentials) of a replica → a channel to it."""
 
 _DIGITS: Final = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
@@ -253,7 +253,8 @@ class FeedLink:
         return self._hello.node, self._hello.incarnation, self._streams
 
     def _woken(self) -> None:
-        """Wake the link, because a change was appended. Called by threads that append."""
+        """Wake the link, because a change was appended. Called by threads that append, once `run`
+        has begun to read."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._wake.set)
 

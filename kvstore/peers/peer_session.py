@@ -45,7 +45,7 @@ PINGS: Final = (
 
 
 Dial = Callable[[str, str, grpc.ChannelCredentials | None], grpc.aio.Channel]
-"""Makes a channel to a peer from (name, address, credentials)."""
+"""(name, address, credentials) of a peer → a channel to it."""
 _Served = TypeVar("_Served", wire.ServeAnswer, wire.GivenBack)
 
 

@@ -66,7 +66,7 @@ STREAMS_PER_CONNECTION_MAX: Final = 4
 """A peer needs one, and another while the one before ends; calls of a router take turns."""
 
 WHOLE: Final = {"fetch", "push", "push_token", "write"}
-"""Kinds of transfers with histogram buckets in /metrics; the other kinds are parts of these."""
+"""Kinds of transfers with buckets in /metrics; the others are parts of them."""
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Peering:
         if transport.is_plain:
             _log.warning(PLAIN, transport.name)
         self.address = loop.call(self._listen(peers), timeout_s=START_TIMEOUT_S)
-        """Address at which peers reach this node."""
+        """Where peers reach this node."""
 
     async def _listen(self, peers: PeerConfig) -> str:
         self.fetcher = Fetcher(
@@ -170,7 +170,7 @@ class Peering:
         self.lander.transfer_worker_changed()
 
     async def drain(self, runs: Sequence[PrepareRequest], *, timeout_s: float) -> None:
-        """Hand these runs of blocks to the other nodes, within `timeout_s`."""
+        """Hand blocks to the other nodes."""
         addresses = await self.fetcher.find_addresses()
         credentials = self._tls.channel_credentials() if self._tls else None
         await drain_node(runs, addresses, credentials, timeout_s)
@@ -270,7 +270,7 @@ class Peering:
 
     @property
     def trouble(self) -> str:
-        """Errors to report on /healthz; empty while all is well."""
+        """Trouble to report on /healthz; empty while all is well."""
         stages = self.lander.stages.trouble, self.pusher.stages.trouble
         return "; ".join(filter(None, (self._note, self.transfer_worker.trouble, *stages)))
 

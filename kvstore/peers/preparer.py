@@ -30,7 +30,7 @@ from kvstore.units import NS_PER_S
 from kvstore.wire.peers import AHEAD, PrepareReply, decode_request, encode
 
 CALLS_MAX: Final = 16
-"""Most calls of one caller at a time."""
+"""Calls of one caller at a time."""
 CALLERS_MAX: Final = 64
 KEYS_PER_S: Final = 65_536
 """Most keys per second of one caller; a look at a key takes about a microsecond of the node's

@@ -101,7 +101,7 @@ class Crowded(NamedTuple):
     first refusal, and whenever their number doubles."""
 
     refused: int
-    """Number of peers refused by this transfer worker."""
+    """Peers refused by this transfer worker."""
 
 
 TransferWorkerEvent = Up | Down | Unusable | PeerUnreachable | TransferEnded | Crowded
@@ -275,7 +275,7 @@ class TransferWorker:
         return True
 
     def read(self) -> list[TransferWorkerEvent]:
-        """New events. Call it when `fileno` is readable, and at `next_ns`."""
+        """New events; call it when `fileno` is readable, and at `next_ns`."""
         now_ns = self._clock.now_ns()
         events, self._pending = self._pending, []
         child = self._child

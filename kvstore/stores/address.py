@@ -28,7 +28,7 @@ class StoreConfig:
     database: int
     tls: bool
     ca: Path | None = None
-    """CA of the store's certificate; None: the authorities that the system trusts."""
+    """CA of its certificate; None: the authorities that the system trusts."""
     username: str | None = None
     password: str | None = field(default=None, repr=False)
 

@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoreConnection:
-    """Connection to one store; counts as unreachable until the first successful poll."""
+    """Connection to one store. Unreachable until the first poll."""
 
     def __init__(self, config: StoreConfig, deadlines: Deadlines) -> None:
         self.is_away = True
@@ -175,7 +175,7 @@ class StoreConnection:
         return ""
 
     def is_back(self) -> None:
-        """Record that the store answered a poll: it counts as reachable."""
+        """The store answered a poll."""
         if self.trouble:
             _log.info("the store at %s answers", self._place)
         self.is_away, self.trouble = False, ""
@@ -204,8 +204,7 @@ class StoreConnection:
 
 
 async def _outcomes(pipeline: Any) -> list[Any]:
-    """Results of all commands of a pipeline. Raises the first error, without the command, which may
-    be long."""
+    """Outcomes of all commands. Raises the first error, without the command, which may be long."""
     outcomes: list[Any] = await pipeline.execute(raise_on_error=False)
     for outcome in outcomes:
         if isinstance(outcome, Exception):

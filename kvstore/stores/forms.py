@@ -52,11 +52,11 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
     """Whether all updates of the node are applied; with `is_short`, some blocks found no room."""
     is_short: bool
     load_numbers: tuple[_Number, ...] = ()
-    """Fields of `Load`, in order; empty: no load was published yet."""
+    """Fields of `Load`, in order; empty: none yet."""
 
     @property
     def load(self) -> Load | None:
-        """Last load published by its incarnation; None: none yet."""
+        """Last load of its incarnation; None: none yet."""
         if not self.load_numbers:
             return None
         return Load(**dict(zip(Load.__struct_fields__, self.load_numbers, strict=False)))
@@ -133,7 +133,7 @@ def decode(kind: type[_T], data: bytes) -> _T:
 
 
 def scope_of(tenant: str, space: SpaceId) -> bytes:
-    """Name of a (tenant, space) in the store: a digest."""
+    """The name of a (tenant, space) in the store."""
     return hashlib.blake2b(space + tenant.encode(), digest_size=SCOPE_BYTES).digest()
 
 

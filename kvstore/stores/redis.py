@@ -124,7 +124,7 @@ class Sweeper:
 
     def __init__(self, connection: StoreConnection, me: bytes) -> None:
         self.void_count = 0
-        """Number of slots to be swept, as of the last poll."""
+        """Slots to be swept, as of the last poll."""
         self._connection = connection
         self._me = me
         self._void = b""
@@ -135,7 +135,7 @@ class Sweeper:
         self._void, self._cursor = b"", 0
 
     async def sweep(self, epoch: bytes) -> None:
-        """Sweep some pieces of a pass, if a slot is void. Raises FAILURES."""
+        """Some pieces of a pass, if a slot is void. Raises FAILURES."""
         for _ in range(PIECES_AT_ONCE):
             if not self._void:
                 if not self.void_count:
@@ -524,14 +524,14 @@ class RedisStore:
     def _newest(
         self, node: str, version: bytes, body: Body, gone: bytes
     ) -> tuple[bytes, Body, bytes]:
-        """The polled record of a node, or this replica's own write of it if that is newer."""
+        """A polled record, or this replica's own newer write of it."""
         row = self._view.rows.get(node)
         if row is not None and self._step(row.version) > self._step(version) >= 0:
             return row.version, row.body, gone
         return version, body, gone
 
     def _step(self, version: bytes) -> int:
-        """Number of this replica's step that wrote this version; -1: another replica wrote it."""
+        """Number of the step that made this version; -1: of another replica."""
         whose, _, step = version.partition(b".")
         return int(step) if whose == self._me else -1
 

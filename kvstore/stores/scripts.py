@@ -356,7 +356,7 @@ ALL: Final = (MATCH, WRITE, POLL, RENEW, GONE, FORGET, SWEEP)
 
 
 def has_lost(found: bytes) -> bool:
-    """Whether MATCH's answer reports that blocks of the scope found no room."""
+    """Whether MATCH's answer says that blocks of the scope found no room."""
     return found.startswith(b"1")
 
 

@@ -26,7 +26,7 @@ class Row:
     changed_ms: int
     was_seen_to_change: bool
     is_gone: bool = False
-    """Whether its address refused a connection, and no update came since."""
+    """Its address refused connections, and no update came since."""
 
     def trust(self, now_ms: int) -> Trust | None:
         """Trust in the node at this time; None: it is left out of answers."""
@@ -40,7 +40,7 @@ class Row:
         return trust
 
     def is_heard(self, now_ms: int) -> bool:
-        """Whether some replica has an open stream of the node."""
+        """Whether some replica has a live stream of it."""
         return self.body.is_open and now_ms - self.changed_ms < STALE_MS
 
 
@@ -50,9 +50,9 @@ class View:
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
         self._doubted: set[str] = set()
-        """Nodes that are in answers without being in sync."""
+        """Nodes that are in answers, and not in sync."""
         self._review_ms = 0
-        """Time until which neither silence nor a poll changes the trust in a node."""
+        """Until then neither silence nor a poll changes the trust of a node."""
         self._is_first = True
         self._young_until_ms = 0
 
@@ -124,5 +124,5 @@ class View:
         ]
 
     def lost(self, now_ms: int) -> list[str]:
-        """Nodes that were silent for FORGET_MS: their blocks are to be forgotten."""
+        """Nodes silent for so long that their blocks are to be forgotten."""
         return [n for n, row in self.rows.items() if now_ms - row.changed_ms >= FORGET_MS]

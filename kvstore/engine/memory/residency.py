@@ -86,7 +86,7 @@ class Residency:
         self._dram = Column(Tier.DRAM, block_count_max, np.int64)
         """Slot word of each row's block in dram, counted from 1."""
         self._file = Column(Tier.FILE, block_count_max, np.uint64)
-        """Location of each row's block on disk, never 0."""
+        """Location of each row's block on disk; 0: none."""
         self._columns = {column.tier: column for column in (self._dram, self._file)}
         self.checksum = np.zeros((block_count_max, 2), dtype=np.uint64)
         self.row_of_word = np.full(word_count, -1, dtype=np.int32)

@@ -252,7 +252,7 @@ class Slots:
         return pool
 
     def sizes(self, words: Words) -> NDArray[np.int64]:
-        """Size of each of these slots in bytes."""
+        """Bytes of these slots."""
         return self._slot_bytes_of_slab[words // self._words_per_slab]
 
     def weigh(self, words: Words) -> list[tuple[int, int]]:
@@ -440,7 +440,7 @@ class Slots:
             del self.pools[size]
 
     def _members(self, slot_bytes: int) -> Mask:
-        """Mask over all words: those in slabs of the pool with this slot size."""
+        """Mask of words in slabs of a pool."""
         mask = np.zeros(len(self.state), dtype=bool)
         whole = self.slab_count * self._words_per_slab
         mask[:whole] = np.repeat(self._slot_bytes_of_slab == slot_bytes, self._words_per_slab)

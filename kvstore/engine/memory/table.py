@@ -74,7 +74,7 @@ class BlockTable:
         self._free = np.zeros(row_count_max, dtype=np.int32)
         self._free_count = 0
         self._fresh = 0
-        """First row that was never used; all later ones are unused, too."""
+        """Rows from here on are unused."""
         self.row_count_max = row_count_max
         self.count_of: Counter[int] = Counter()
         """Number of rows of each scope that has any."""

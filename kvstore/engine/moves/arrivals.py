@@ -134,8 +134,7 @@ class Arrivals:
         return bool(self._next) and any(key in self._next for key in each(keys))
 
     def settle_keys(self, keys: Keys) -> None:
-        """Queue the watches that need one of these keys next, because the keys arrived or will
-        not."""
+        """These keys arrived, or will not: queue the watches that need one of them next."""
         for key in each(keys) if self._next else ():
             self._to_look_at |= self._next.get(key, {})
 

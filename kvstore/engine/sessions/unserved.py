@@ -43,8 +43,8 @@ class Refusals:
         self._last: dict[OwnerKey, tuple[str, int, bool]] = {}
 
     def add(self, owner: OwnerKey, reason: str, now_ns: int, *, is_full: bool = False) -> None:
-        """Add a refusal, in place of an earlier one of this engine. `is_full`: the node had no room
-        for it."""
+        """Add a refusal, in place of an earlier one of this engine; the latest ones stay.
+        `is_full`: the node had no room for it."""
         self._last.pop(owner, None)
         self._last[owner] = (reason, now_ns, is_full)
         if len(self._last) > REFUSED_COUNT_MAX:

@@ -62,7 +62,7 @@ class Ages:
             self.counts[place] += count
 
     def _thin_out(self, now_ns: int) -> None:
-        """Drop marks: of those of about the same age only the first is kept."""
+        """Keep the first mark of all that are about as old."""
         ages = (now_ns - self._marks[1]) / GAP_NS
         octaves = np.floor(np.log2(np.maximum(ages, 1)) * RESOLUTION)
         _, first = np.unique(octaves, return_index=True)

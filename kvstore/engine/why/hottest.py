@@ -42,7 +42,7 @@ class NamedBlocks(NamedTuple):
     scopes: NDArray[np.uint32]
     keys: Keys
     addresses: dict[int, tuple[str, SpaceId]]
-    """Tenant and space of each scope."""
+    """Scope → tenant and space."""
 
 
 def used_slots(state: State) -> UsedSlots:

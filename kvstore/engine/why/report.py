@@ -179,7 +179,7 @@ def engines(state: State) -> tuple[EngineEntry, ...]:
 def tiers(
     state: State, budget_left_bytes: int | None, scrubs: Mapping[Tier, TierScrub]
 ) -> list[TierReport]:
-    """Reports of the tiers, one row each."""
+    """One row per tier."""
     config, counters, slots, hbm = state.config, state.counters, state.slots, state.hbm
     rows = [
         _memory(
