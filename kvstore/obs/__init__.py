@@ -4,6 +4,5 @@ metrics   every metric in one table: name with unit, labels, help
 logs      one line a record, and never a flood
 reasons   words and sentences of reasons for hits and misses
 timings   durations
-reasons   words of reasons
 traces    spans for a collector, on a thread of their own
 """

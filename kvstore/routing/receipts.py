@@ -109,7 +109,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     load_only: dict[str, str] = {}
     """Worker → reason for its unknown prefixes with the request's LoRA adapter."""
     features: dict[str, list[float]] = {}
-    """Name → column, by `features.COLUMNS`."""
+    """Name → column, by `features.FEATURE_NAMES`."""
     weights: list[list[float]] = []
     """Learned ones, a column for each worker; empty: all 1."""
     terms: dict[str, list[float]] = {}
