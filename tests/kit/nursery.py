@@ -97,7 +97,7 @@ class Nursery:
                 # A forked child of a process with threads would wait for locks that nobody holds.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             )
-        self._door.recv(1)  # it has imported all
+        self._heard(1)  # it has imported all
         process.launch = self.popen
 
     def popen(self, command: list[str], **options: Any) -> subprocess.Popen[Any]:
@@ -107,13 +107,24 @@ class Nursery:
             return tied.popen(command, **options)
         order = msgspec.json.encode(Order(command[3:], os.getcwd(), options["env"]))
         out, its_out = os.pipe()
-        with open(os.devnull) as nothing:
-            files = [nothing.fileno(), its_out, options["stderr"].fileno()]
-            with self._lock:
+        try:
+            with open(os.devnull) as nothing, self._lock:
+                files = [nothing.fileno(), its_out, options["stderr"].fileno()]
                 socket.send_fds(self._door, [order], files)
-                pid = int.from_bytes(self._door.recv(4), "little")
-        os.close(its_out)
+                pid = int.from_bytes(self._heard(4), "little")
+        except BaseException:
+            os.close(out)
+            raise
+        finally:
+            os.close(its_out)
         return Forked(command, pid, out)
+
+    def _heard(self, size_bytes: int) -> bytes:
+        """Its answer. Never that of a dead one, since signals to pid 0 reach all processes here."""
+        data = self._door.recv(size_bytes)
+        if len(data) != size_bytes:
+            raise RuntimeError("the nursery of commands has ended: see what it printed")
+        return data
 
     def __enter__(self) -> Self:
         return self

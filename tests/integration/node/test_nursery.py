@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.testing import process, tied
 from kvstore.testing.process import NodeFailed, NodeProcess
-from tests.kit.nursery import ROOT, Forked
+from tests.kit.nursery import ROOT, Forked, Nursery
 
 KEPT = ("SigBlk", "SigIgn", "SigCgt", "CapEff", "NoNewPrivs", "Umask")
 """Of /proc/PID/status, what a process has from the one that made it."""
@@ -78,6 +78,17 @@ def test_variables_that_are_read_early_need_exec(
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     with NodeProcess.start(tmp_path) as node:
         assert not isinstance(node.process, Forked)
+
+
+def test_a_nursery_that_is_gone_is_said_and_no_process_is_taken_for_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "launch", process.launch)  # the run's own, again after this
+    with Nursery() as nursery:
+        nursery._process.kill()
+        nursery._process.wait()
+        with pytest.raises((RuntimeError, OSError)):
+            NodeProcess.start(tmp_path)
 
 
 def test_nothing_forked_survives_the_tests_that_are_killed(tmp_path: Path) -> None:

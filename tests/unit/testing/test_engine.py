@@ -149,7 +149,9 @@ def test_a_server_that_ends_at_once_is_reported_with_its_log(
 def test_a_server_that_is_slow_is_waited_for_until_the_user_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "import os, signal; print('pid', os.getpid(), end='\\r', flush=True); signal.pause()"
+    code = (
+        "import os, signal; print('0 %\\rpid', os.getpid(), end='\\r', flush=True); signal.pause()"
+    )
     monkeypatch.setattr(EngineConfig, "command", lambda _: [sys.executable, "-c", code])
     config, log = EngineConfig(model=tmp_path), tmp_path / "log"
     with VllmServer(config, launch(config, log), log) as engine:
