@@ -221,6 +221,7 @@ class Engine:
             state.publish_generations()
         if self._arrivals.has_news:
             self._arrivals.advance()  # once a step, for all that happened in it
+        self._files.advance()
         self._stores.grant_all()
         state.publish_generations()
         state.tell_changes()

@@ -34,7 +34,7 @@ TEXTS: Final = {
     Reason.NOT_ALL_SHARDS: "shards of some ranks are missing",
     Reason.BEHIND_A_GAP: "held, but an earlier block of the prompt was missing",
     Reason.BEHIND_A_GAP_ON_DISK: "on disk, but an earlier block of the prompt was missing",
-    Reason.NOT_READ: "on disk; the disk was busy with other reads",
+    Reason.NOT_READ: "on disk; dram had no room to read it into",
     Reason.PROMOTION_DEADLINE: "on disk; not read within {waited}",
     Reason.PROMOTION_COST: "on disk; computing it was estimated to be faster",
     Reason.PINNED_SHARE_USED_UP: "held, but the engine's limit of pinned dram was reached",

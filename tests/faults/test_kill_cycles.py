@@ -69,6 +69,6 @@ def test_a_descriptor_that_stays_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
     with (
         KillCycles(tmp_path, seed=1) as cycles,
         RawEngine(cycles.host.node.socket),
-        pytest.raises(AssertionError, match="connections is 8, not 6; descriptors are"),
+        pytest.raises(AssertionError, match=r"connections is 8, not 6;.* descriptors are"),
     ):
         cycles.wait_for_baseline()

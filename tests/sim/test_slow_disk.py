@@ -127,9 +127,7 @@ def test_a_disk_that_recovered_is_used_again_after_a_few_reads() -> None:
     assert [s.loaded_blocks for s in stories[-READS:]] == [25] * READS
 
 
-def test_a_long_prompt_is_loaded_whole_though_the_disk_is_asked_for_a_second_s_worth_at_most() -> (
-    None
-):
+def test_a_long_prompt_is_loaded_whole_though_it_takes_longer_than_one_read_may() -> None:
     world = typical(block_bytes=8 * MIB)
     world.disk.factor = 8
     for _ in range(READS):
@@ -168,10 +166,14 @@ def test_memory_slower_than_computing_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "together", "at_most"), [(1, 16, 0.05), (4, 16, 0.3), (10, 16, 0.7), (30, 4, 0.7)]
+    ("factor", "together", "blocks", "at_most"),
+    [
+        *((1, 16, 8, 0.05), (4, 16, 8, 0.15), (4, 16, 25, 0.18)),
+        *((10, 16, 8, 0.42), (10, 32, 16, 0.5), (30, 4, 8, 0.7)),
+    ],
 )
 def test_of_requests_that_come_together_those_are_loaded_that_come_before_their_turn(
-    factor: int, together: int, at_most: float
+    factor: int, together: int, blocks: int, at_most: float
 ) -> None:
     """All of them are loaded sooner than they would be computed one after the other, and reading
     them takes less than computing them."""
@@ -181,7 +183,7 @@ def test_of_requests_that_come_together_those_are_loaded_that_come_before_their_
     world.disk.factor = factor
     took = computing = lost = 0
     for _ in range(5):
-        for told in world.run_together([8] * together):
+        for told in world.run_together([blocks] * together):
             took, computing = took + told.took_ns, computing + told.computing_ns
             lost += max(0, told.took_ns - told.computing_ns)
         world.pause(2000)
@@ -195,7 +197,7 @@ def test_of_requests_that_come_together_those_are_loaded_that_come_before_their_
 def never_learns(patch: pytest.MonkeyPatch) -> None:
     """The disk is taken for quick, whatever it did."""
     patch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
-    patch.setattr(ReadPace, "estimate_ms", lambda *_: 1)
+    patch.setattr(ReadPace, "estimate_ms", lambda *_, **__: 1)
     patch.setattr(Odds, "ended", lambda *_: None)
 
 
@@ -235,7 +237,7 @@ def test_a_queue_that_is_not_seen_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     sees_no_queue(monkeypatch)
     with pytest.raises(AssertionError):
         test_of_requests_that_come_together_those_are_loaded_that_come_before_their_turn(
-            10, 16, 0.7
+            10, 16, 8, 0.42
         )
 
 

@@ -129,6 +129,10 @@ class Arrivals:
             if not names:
                 del self._next[watch.next_key]
 
+    def is_watched(self, name: Name) -> bool:
+        """Whether there is a watch of this name."""
+        return name in self._watches
+
     def awaits(self, keys: Keys) -> bool:
         """Whether a watch needs one of these keys next."""
         return bool(self._next) and any(key in self._next for key in each(keys))

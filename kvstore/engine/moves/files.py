@@ -1,12 +1,15 @@
 """The disk tier as the engine sees it: promotions, and blocks kept from reclaimed segments.
 
     sealed in dram ──▶ written through, if it is worth it (`writes`)
-    asked for      ──ReadFile───▶ slots held  ──FileRead─────▶ sealed in dram, waiting leases grow
-    segment to go  ──FileReclaim─▶ blocks asked for since they were written stay, all others go
+    asked for ──queue──ReadFile──▶ slots held ──FileRead─────▶ sealed in dram, waiting leases grow
+    segment to go ──FileReclaim──▶ blocks asked for since they were written stay, all others go
 
 Rules. 1: a slot that is being read into belongs to FILE_WRITER until the read has truly ended,
 however late. 2: a block that was read counts only if it is still wanted: its row is there and not
-in dram. 3: at most a quarter of the arena is in motion each way.
+in dram. 3: at most a quarter of the arena is in motion each way. 4: blocks that somebody waits for
+are read in turn, those of the shortest rest first (shortest remaining processing time, Schrage
+1968, which has the least mean wait): a long prompt does not block the disk. A turn ends with its
+wait. 5: while turns are queued, a read is under way, at whose end the next one begins.
 
 Covers: reads, places on disk. Does not cover: writes (`writes`), leases that wait (`arrivals`), the
 I/O, its deadlines and checksums (`kvstore.tiers.file`), where blocks are (`residency`), how long a
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,9 +38,9 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.memory.slots import FILE_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
-from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.intake import Copies, Incoming, Intake
-from kvstore.engine.moves.jobs import Jobs, pieces
+from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.moves.pace import ReadPace
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.askers import Asker
@@ -44,19 +48,21 @@ from kvstore.engine.sessions.runs import has_repeats, leading
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import KEY_BYTES, SpaceId, Tier
-from kvstore.units import MIB
+from kvstore.units import MIB, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 from kvstore.wire.record import Scope
 
 READ_BYTES = 8 * MIB
 """Most bytes of one read: a request takes the blocks that came in time, piece by piece."""
-READ_AHEAD_NS = 10**9
-"""The disk is asked for no more at once than it reads in about this time, or all would be late; a
-lease that waits asks for more whenever some came. Half of it is for requests that come meanwhile,
-and each of them gets half of the rest: a long prompt does not block the disk."""
+READ_AHEAD_NS = NS_PER_S // 2
+"""The disk is asked for no more at once than it reads in about this time: the rest stays queued,
+where others may pass it and what is no longer waited for costs nothing. Blocks that nobody waits
+for take half of it, and only while no turn is queued."""
 PROMOTED_BLOCKS_MAX = KEYS_PER_DATAGRAM_MAX
 """Most blocks, times shards, of one call of `promote`; later ones are read when they are asked
 for."""
+NOBODY: Name = (0, 0)
+"""Name of blocks that no watch waits for: what the disk has no time for now is not read."""
 REPEATED = -1
 """Result of `promote` when the keys name one twice."""
 KEEP_SHARE = 4
@@ -74,6 +80,25 @@ class _Read(Incoming):
     another copy."""
     late: bool = False
     """Whether the read was reported late: no lease waits for it any more."""
+
+
+class _Turn(msgspec.Struct):
+    """Blocks on disk that one request waits for and that are not being read yet, in chain order."""
+
+    asker: Asker
+    keys: Keys
+    rows: Rows
+    """Their rows when they were queued, [S][n]; a row may be that of another block by now."""
+
+    @property
+    def slots_bytes(self) -> int:
+        """Size of the slots of one block, in all shards."""
+        return sum(self.asker.slot_sizes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the slots of all blocks."""
+        return len(self.keys) * self.slots_bytes
 
 
 class Files:
@@ -94,6 +119,12 @@ class Files:
         rows = state.residency.table.row_count_max
         self._reading = np.zeros(rows + 1, dtype=np.int32)
         """Number of the job that reads each row, 0 for none; row -1 reads as none."""
+        self._turns: dict[Name, _Turn] = {}
+        """Queued blocks, by the watch that waits for them."""
+        self._queued = np.zeros(rows + 1, dtype=np.int32)
+        """Number of the turns that each row is in; none for row -1."""
+        self._has_ended = False
+        """Whether a read ended, or was late, since `advance`."""
         self._asked_for = np.zeros(rows, dtype=bool)
         """Flag of each row: whether a request named the block since its record was written."""
         self._reads: Jobs[_Read] = Jobs(numbers, arena_bytes=state.config.arena_bytes)
@@ -116,39 +147,32 @@ class Files:
     # ── disk to dram ─────────────────────────────────────────────────────────────────────────────
 
     def promote(
-        self, asker: Asker, keys: Keys, *, held: Rows = NO_ROWS, is_more: bool = False
+        self, asker: Asker, keys: Keys, *, held: Rows = NO_ROWS, name: Name = NOBODY
     ) -> int:
-        """Begin to read those of these keys, in chain order, that are on disk and not in dram.
-        Returns how many leading ones are in dram or on their way, or REPEATED, with nothing begun.
-        `held`: rows of the first shard that the same request has leased already; `is_more`: the
-        same prompt has had blocks read before."""
+        """Bring those of these keys, in chain order, that are on disk and not in dram. Returns how
+        many leading ones are in dram or on their way, or REPEATED, with nothing begun.
+        `held`: rows of the first shard that the same request has leased already; `name`: the watch
+        that waits for the blocks; for NOBODY none are queued."""
         state = self._state
         if not self.enabled:
             return 0
         keys = keys[: PROMOTED_BLOCKS_MAX // max(len(asker.scopes), 1)]
         rows = state.residency.find_all(asker.scopes, keys)
         count = leading(self.there(rows))
-        rows = rows[:, :count]
+        keys, rows = keys[:count], rows[:, :count]
         if has_repeats(np.concatenate([held, rows[0]])):
             return REPEATED
         self._asked_for[rows] = True
-        away = (state.residency.words(rows) < 0) & (self._reading[rows] == 0)
-        columns = np.flatnonzero(away.any(axis=1)).tolist()
-        if not columns:
+        self._leave(name)
+        places = np.flatnonzero(self._is_away(rows).any(axis=0))
+        if not len(places):
             return count
-        size = sum(asker.slot_sizes[column] for column in columns)
-        room = self._room(asker, size, is_more=is_more)
-        places = np.flatnonzero(away.any(axis=0)).tolist()
-        first, count = places[0], count if room >= len(places) else places[room]
-        piece = max(1, READ_BYTES // max(asker.slot_sizes))
-        # Piece by piece in all shards: a block is there with the last one of them.
-        for begin in range(first, count, piece):
-            for column in columns if begin < count else ():
-                wanted = begin + np.flatnonzero(away[column, begin : min(begin + piece, count)])
-                started = self._start(asker, column, keys[wanted], rows[column, wanted])
-                if started < len(wanted):
-                    count = int(wanted[started])
-        return count
+        turn = self._turns[name] = _Turn(asker, keys[places], rows[:, places])
+        self._queued[turn.rows] += 1
+        self._serve(name)
+        if name == NOBODY:
+            self._leave(name)
+        return leading((state.residency.words(rows) >= 0) | self.coming((), keys, rows))
 
     def there(self, rows: Rows) -> NDArray[np.bool_]:
         """Flags of the rows that are in dram, on their way, or on disk."""
@@ -157,24 +181,79 @@ class Files:
         there |= (rows >= 0) & (residency.file[rows] != 0)
         return there
 
-    def _room(self, asker: Asker, size: int, *, is_more: bool) -> int:
-        """How many more blocks of this size may be under way."""
+    def _is_away(self, rows: Rows) -> NDArray[np.bool_]:
+        """Flags of the rows that are on disk, not in dram and not being read."""
+        residency = self._state.residency
+        away: NDArray[np.bool_] = (rows >= 0) & (residency.file[rows] != 0)
+        away &= (residency.words(rows) < 0) & (self._reading[rows] == 0)
+        return away
+
+    def _in_order(self, name: Name) -> list[_Turn]:
+        """Queued turns in their order, without those that nobody waits for any more. `name`: of the
+        one that is asked for now, whose watch may not be there yet."""
+        for each in [each for each in self._turns if each != name and not self._is_awaited(each)]:
+            self._leave(each)
+        return sorted(self._turns.values(), key=lambda turn: turn.size_bytes)
+
+    def _is_awaited(self, name: Name) -> bool:
+        is_over = name[0] > 0 and self._state.leases.get(*name) is None
+        return self._arrivals.is_watched(name) and not is_over
+
+    def _leave(self, name: Name) -> None:
+        """End a turn, if there is one of this name."""
+        if (turn := self._turns.pop(name, None)) is not None:
+            self._queued[turn.rows] -= 1
+
+    def advance(self) -> None:
+        """Begin the next reads, if one ended since this was last called."""
+        if self._has_ended and self._turns:
+            self._serve(NOBODY)
+        self._has_ended = False
+
+    def _serve(self, name: Name) -> None:
+        """Begin to read what is queued, as far as there is room. `name`: as for `_in_order`."""
+        for turn in self._in_order(name):
+            while len(turn.keys) and (room := self._room(turn)):
+                if not self._begin(turn, room):  # the rest is not coming
+                    self._arrivals.settle_keys(turn.keys)
+                    self._drop(turn, len(turn.keys))
+            if len(turn.keys):
+                break  # there is no room for it, nor for those behind it
+        self._turns = {name: turn for name, turn in self._turns.items() if len(turn.keys)}
+
+    def _drop(self, turn: _Turn, count: int) -> None:
+        """Take the first blocks out of the queue."""
+        self._queued[turn.rows[:, :count]] -= 1
+        turn.keys, turn.rows = turn.keys[count:], turn.rows[:, count:]
+
+    def _room(self, turn: _Turn) -> int:
+        """How many more blocks of a turn may be under way."""
         ahead_bytes = int(READ_AHEAD_NS / self.pace.ns_per_byte(self._state.now_ns))
         ahead_bytes = min(ahead_bytes, self._reads.bytes_max)
+        if turn is self._turns.get(NOBODY):
+            ahead_bytes = ahead_bytes // 2 if len(self._turns) == 1 else 0
         begun_bytes = self.pace.begun_bytes  # without late reads, which keep nobody from the disk
-        if is_more or asker.is_ahead:
-            room = (ahead_bytes // 2 - begun_bytes) // size
-        else:
-            room = ((ahead_bytes - begun_bytes) // size + 1) // 2
-        return min(max(room, 0 if begun_bytes else 1), self._reads.room(size))
+        room = (ahead_bytes - begun_bytes) // turn.slots_bytes
+        return min(max(room, 0 if begun_bytes else 1), self._reads.room(turn.slots_bytes))
 
-    def _start(self, asker: Asker, column: int, keys: Keys, rows: Rows) -> int:
-        """Issue reads for these rows of one shard as far as there is room; returns how many."""
-        its = asker.column(column)
-        wanted = self._intake.room_for(its, len(rows))
-        for piece in pieces(wanted, READ_BYTES // its.slot_sizes[0]):
-            self._read(its, keys[piece], rows[piece])
-        return wanted
+    def _begin(self, turn: _Turn, room: int) -> bool:
+        """Begin to read the first piece of a turn, at most `room` blocks, in all shards: a block is
+        there with the last one of them. False: dram has no room."""
+        count = min(room, max(1, READ_BYTES // max(turn.asker.slot_sizes)))
+        keys = turn.keys[:count]
+        rows = self._state.residency.find_all(turn.asker.scopes, keys)
+        for column, away in enumerate(self._is_away(rows)):
+            wanted = np.flatnonzero(away)
+            if not len(wanted):
+                continue
+            its = turn.asker.column(column)
+            fits = self._intake.room_for(its, len(wanted))
+            if fits:
+                self._read(its, keys[wanted[:fits]], rows[column, wanted[:fits]])
+            if fits < len(wanted):
+                return False
+        self._drop(turn, len(keys))
+        return True
 
     def _read(self, asker: Asker, keys: Keys, rows: Rows) -> None:
         state, (shard,), (block_bytes,) = self._state, asker.shards, asker.block_bytes
@@ -209,6 +288,7 @@ class Files:
         state.counters.file_blocks_unread += int((~good).sum())
         counts = bool(good.any())
         self.pace.ended(event.job, state.now_ns, counts=counts, was_awaited=was_awaited)
+        self._has_ended = True
 
     def late(self, event: FileLate) -> None:
         """A read is late: no lease waits for it any more, and its slots stay taken until it has
@@ -220,20 +300,41 @@ class Files:
             self._no_more_reading(event.job, job)
             self.pace.late(event.job)
             self._arrivals.settle_keys(job.keys)
+            self._has_ended = True
 
-    def estimate_ms(self, asker: Asker, keys: Keys) -> int:
-        """Estimated time in ms until those of these keys that are being read have come."""
+    def estimate_ms(self, asker: Asker, keys: Keys, name: Name) -> int:
+        """Estimated time in ms until those of these keys that are being read, or that the watch of
+        this name has queued, have come."""
         rows = self._state.residency.find_all(asker.scopes, keys)
-        return self.pace.estimate_ms(int(self._reading[rows].max()), self._state.now_ns)
+        job, queued_bytes = int(self._reading[rows].max()), self._queued_bytes(name)
+        return self.pace.estimate_ms(job, self._state.now_ns, queued_bytes=queued_bytes)
+
+    def _queued_bytes(self, name: Name) -> int:
+        """Bytes that are queued up to the last block of this turn, each block once; 0: no block of
+        it is queued."""
+        own = self._turns.get(name)
+        if own is None:
+            return 0
+        queued_bytes, is_counted = 0, np.zeros(len(self._queued), dtype=bool)
+        for turn in self._in_order(name):
+            rows = turn.rows[0]
+            left = (self._reading[rows] == 0) & ~is_counted[rows]
+            queued_bytes += int(np.count_nonzero(left)) * turn.slots_bytes
+            is_counted[rows] = True
+            if turn is own:
+                break
+        return queued_bytes
 
     def _no_more_reading(self, number: int, job: _Read) -> None:
         mine = job.rows[self._reading[job.rows] == number]
         self._reading[mine] = 0
 
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
-        """Flags of the rows that are being read (`arrivals.Source`)."""
-        being_read: NDArray[np.bool_] = self._reading[rows] != 0
-        return being_read
+        """Flags of the rows that are being read, or queued (`arrivals.Source`)."""
+        residency = self._state.residency
+        queued: NDArray[np.bool_] = (self._queued[rows] > 0) & (residency.file[rows] != 0)
+        queued |= self._reading[rows] != 0
+        return queued
 
     # ── what the tier tells ──────────────────────────────────────────────────────────────────────
 

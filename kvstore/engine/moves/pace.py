@@ -147,11 +147,13 @@ class ReadPace:
         if self._samples:
             self._samples.remove(max(self._samples, key=lambda sample: sample[1] / sample[0]))
 
-    def estimate_ms(self, job: int, now_ns: int) -> int:
+    def estimate_ms(self, job: int, now_ns: int, *, queued_bytes: int = 0) -> int:
         """Estimated time in ms until this read ends, after those requested before it; until all
-        reads under way end, if `job` is none of them."""
+        reads under way end, if `job` is none of them, or if `queued_bytes` come after them."""
         samples, size = [*self._learned(), *self._so_far(now_ns)], self.begun_bytes
-        if (read := self._reads.get(job)) is not None:
+        if queued_bytes:
+            size += queued_bytes
+        elif (read := self._reads.get(job)) is not None:
             # Reads end in about their order: those that ended were asked for before it.
             ended_bytes = self._asked_bytes - self.begun_bytes
             size = max(read.size_bytes, read.asked_bytes - ended_bytes)

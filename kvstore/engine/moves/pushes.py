@@ -190,7 +190,7 @@ class Pushes:
                 first = len(ask.keys) - len(rest) + run.count
                 if run.count < rows.shape[1] and ask.try_read(first, self._state.now_ns):
                     its = rest[run.count : rows.shape[1]]
-                    self._files.promote(asker, its, held=run.rows(), is_more=True)
+                    self._files.promote(asker, its, held=run.rows(), name=ask.name)
         if why is not None:
             self._end(ask, why)
             self._settle(ask)

@@ -150,7 +150,10 @@ class Servings:
             self._say_nothing(*name)
         elif run.count == count:
             self._answer(*name, asker, run)
-        elif self._files.promote(asker, keys[run.count :], held=run.rows()) == REPEATED:
+        elif (
+            self._files.promote(asker, keys[run.count :], held=run.rows(), name=_watch(name))
+            == REPEATED
+        ):
             self._say_nothing(*name)
         else:
             until_ns = state.now_ns + WAIT_NS

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvstore.engine.memory.pins import Account
 from kvstore.engine.memory.policy.port import prints
 from kvstore.engine.memory.table import Keys
-from kvstore.engine.moves.arrivals import Arrivals, Wait, count_of
+from kvstore.engine.moves.arrivals import Arrivals, Name, Wait, count_of
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import REPEATED, Files
 from kvstore.engine.moves.hbm import HbmCopies
@@ -86,7 +86,8 @@ class Lookups:
             # Before anything makes room for what is promoted.
             held = state.leases.add(session, ask.lease, words, state.now_ns, account, shards)
         # Nothing is brought behind a block that may not be pinned.
-        promoting, estimate, wanted = self._bring(asker, keys[:0] if refused else rest, run)
+        name, wants = (session, ask.lease), keys[:0] if refused else rest
+        promoting, estimate, wanted = self._bring(asker, wants, run, name)
         if promoting == REPEATED:
             return "a LeaseAsk that names a key twice"
         origins = self._arrivals.take_origins(run)
@@ -119,7 +120,7 @@ class Lookups:
             if not run.count:
                 held = state.leases.add(session, ask.lease, words, state.now_ns, account, shards)
             wait = (connection, ask.lease, held, asker, rest, ask.with_checksums, promoting)
-            bring = functools.partial(self._files.promote, asker, is_more=True)
+            bring = functools.partial(self._files.promote, asker, name=name)
             self._arrivals.wait(Wait(*wait, bring))
         return ""
 
@@ -130,19 +131,21 @@ class Lookups:
         self._state.counters.pins_refused += run.count - fits
         return run.cut(fits), run.count - fits
 
-    def _bring(self, asker: Asker, keys: Keys, run: Run) -> tuple[int, tuple[int, str], Wanted]:
-        """Begin to bring blocks that are not in dram: leading ones from disk, later ones from other
-        nodes. Returns (number on their way or possibly so, (estimated time in ms, source) of those
-        that take longest, result of asking other nodes)."""
+    def _bring(
+        self, asker: Asker, keys: Keys, run: Run, name: Name
+    ) -> tuple[int, tuple[int, str], Wanted]:
+        """Begin to bring blocks that are not in dram for the lease of this name: leading ones from
+        disk, later ones from other nodes. Returns (number on their way or possibly so,
+        (estimated time in ms, source) of those that take longest, result of asking other nodes)."""
         pushed = self._awaited.run(asker, keys)
         estimate = (0, PUSHED if pushed else "")
         if not self._brings or not len(keys):
             return pushed, estimate, Wanted()
-        promoting = self._files.promote(asker, keys, held=run.rows())
+        promoting = self._files.promote(asker, keys, held=run.rows(), name=name)
         if promoting == REPEATED:
             return REPEATED, estimate, Wanted()
         if promoting:
-            estimate = self._files.estimate_ms(asker, keys[:promoting]), ""
+            estimate = self._files.estimate_ms(asker, keys[:promoting], name), ""
         # What is pushed is not asked for elsewhere.
         promoting += self._awaited.run(asker, keys[promoting:]) if promoting else pushed
         wanted = self._fetches.want(asker, keys[promoting:])

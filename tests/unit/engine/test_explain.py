@@ -309,13 +309,14 @@ def test_some_came_before_its_patience_ended() -> None:
     node.answer(second)
 
 
-def test_on_disk_but_the_disk_was_busy() -> None:
-    node, peer = on_disk(*range(1, 9), slots=8)
-    reply = peer.lease(1, *range(1, 9))
-    assert 0 < reply.promoting < 8
-    told(node, peer, blocks=8)
-    assert rows(node)[-1] == (reply.promoting, 8 - reply.promoting, "file", Reason.NOT_READ)
-    node.read_all()
+def test_on_disk_without_room_in_dram() -> None:
+    node, peer = on_disk(*range(1, 17), slots=8)
+    peer.lease(1, *range(1, 9))
+    while node.reads:
+        node.read_all()
+    assert peer.lease(2, *range(9, 17)).promoting == 0
+    told(node, peer, leases=[2], blocks=8)
+    assert rows(node) == [(0, 8, "file", Reason.NOT_READ)]
 
 
 def test_on_disk_behind_a_gap() -> None:

@@ -19,6 +19,7 @@ from kvstore.engine.moves import files as files_module, writes as writes_module
 from kvstore.engine.moves.pace import READS, ReadPace
 from kvstore.engine.state import Off
 from kvstore.types import SLOT_BYTES_MIN, SpaceId, Tier
+from kvstore.units import MIB
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
 from kvstore.wire.record import Scope
@@ -132,19 +133,24 @@ def test_large_blocks_go_in_several_jobs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [len(read.keys) // 32 for read in node.reads] == [2, 1]
 
 
-def test_no_more_is_read_ahead_than_the_disk_can_bring_in_time() -> None:
+def test_no_more_is_read_at_once_than_the_disk_can_bring_in_time() -> None:
     node, peer = on_disk_only(*range(1, 9))
     peer.lease(1, 1)
     node.now_ns += 10**9  # a block a second
     node.read_all()
-    assert peer.lease(2, *range(2, 9)).promoting == 2, "half of four: as long as one, being small"
+    assert peer.lease(2, *range(2, 9)).promoting == 7, "and yet all of it will come"
+    assert [len(read.keys) // 32 for read in node.reads] == [2], "four of half a second's size"
     node.now_ns += 4 * 10**9
     node.answer(node.reads[0])
-    assert more(node, peer).promoting == 1, "but one at least, or it is never measured"
-    node.answer(node.reads[0])
+    assert more(node, peer).promoting == 5
+    assert [len(read.keys) // 32 for read in node.reads] == [1], (
+        "one at least, or it is never measured"
+    )
     node.hear(peer.scheduler, LeaseRelease([2]))
     node.read_all()
-    assert peer.lease(3, *range(5, 9)).promoting == 1, "but one at least, or it is never measured"
+    assert node.reads == [], "what nobody waits for any more stays on disk"
+    assert peer.hint(*range(5, 9)) == [True] * 4
+    assert [len(read.keys) // 32 for read in node.reads] == [1]
 
 
 def test_a_block_computed_anew_replaces_the_record_of_the_old_one() -> None:
@@ -191,19 +197,20 @@ def test_a_hint_starts_the_promotion_and_the_lease_joins_it() -> None:
     assert len(pairs(more(node, peer))) == 2
 
 
-def test_a_lease_asks_for_more_whenever_some_of_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is asked for a second's worth at a time, and yet a longer prompt is read whole."""
+def test_a_lease_of_a_long_prompt_is_read_whole_and_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
-    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 4 * SLOT_BYTES_MIN)
+    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 2 * SLOT_BYTES_MIN)
     monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
     node, peer = on_disk_only(*range(1, 7))
-    assert peer.lease(1, *range(1, 7)).promoting == 2
+    assert peer.lease(1, *range(1, 7)).promoting == 6
     came = []
     while node.reads:
         assert len(node.reads) <= 2
         node.answer(node.reads[0])
         came.append((len(pairs(more(node, peer))), more(node, peer).promoting))
-    assert came == [(1, 2), (1, 2), (1, 2), (1, 2), (1, 1), (1, 0)]
+    assert came == [(1, left) for left in (5, 4, 3, 2, 1, 0)]
 
 
 @pytest.mark.parametrize("in_dram", [0, 3])
@@ -226,9 +233,7 @@ def test_all_shards_of_a_block_come_before_any_of_the_next(
         scopes = {read.scope.shard for read in node.reads}
         assert scopes == {*HALVES}, "of the first block that is not in dram, too"
     reply = peer.lease(1, *range(20))
-    room = max(1, records_per_s // 2)
-    hinted = (room + 1) // 2 if in_dram else 0
-    assert reply.promoting == min(20 - in_dram, hinted + (room - hinted + 1) // 2)
+    assert reply.promoting == 20 - in_dram
     came = 0
     while node.reads:
         node.answer(node.reads[0])
@@ -280,20 +285,84 @@ def test_a_read_that_never_ends_keeps_nobody_from_the_disk() -> None:
     assert node.engine._files.pace.begun_bytes == 0
 
 
-def test_a_long_prompt_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shortest_rest_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt blocks the disk for nobody, and those that come together do not wait for each
+    other to the end."""
     monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
-    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 8 * SLOT_BYTES_MIN)
+    monkeypatch.setattr(files_module, "READ_AHEAD_NS", 2 * SLOT_BYTES_MIN)
     monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
     node, peer = on_disk_only(*range(1, 31), slots=64)
-    assert peer.lease(1, *range(1, 21)).promoting == 4
-    node.answer(node.reads[0])
-    assert len(node.reads) == 4, "half of the room, always"
-    assert peer.lease(2, 21, 22).promoting == 2
-    assert peer.lease(3, 23, 24, 25).promoting == 1, "half of what is left"
+    assert peer.lease(1, *range(1, 21)).promoting == 20
+    assert len(node.reads) == 2
+    assert peer.lease(2, 21, 22, 23).promoting == 3
+    assert peer.lease(3, 24, 25, 26).promoting == 3
+    assert peer.hint(30) == [True], "which nobody waits for"
+    order = []
     while node.reads:
-        node.answer(node.reads[-1])  # whatever ends first
-    assert all(state == "dram+file" for state in node.blocks().values() if state != "file")
-    assert {node.blocks()[short(number)] for number in (*range(1, 21), 21, 22)} == {"dram+file"}
+        assert len(node.reads) <= 2
+        order.append(node.reads[0].keys)
+        node.answer(node.reads[0])
+    assert b"".join(order) == keys(1, 2, *range(21, 27), *range(3, 21))
+
+
+def test_what_others_queued_before_counts_in_the_estimate_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files_module, "READ_BYTES", 1)
+    node, peer = on_disk_only(*range(1, 31), slots=64)
+    node.engine._files.pace = ReadPace(8 * 10**9)  # half a second a block
+    block_ms = SLOT_BYTES_MIN / MIB * 8000
+    all_ms = [peer.lease(number, *range(1, 21)).promoting_ms for number in (1, 2)]
+    assert all_ms == [pytest.approx(20 * block_ms, rel=0.01)] * 2, "the same blocks"
+    assert peer.lease(3, 21, 22).promoting_ms < 0.5 * all_ms[0], "it is shorter"
+    longest_ms = peer.lease(4, *range(1, 21), 23).promoting_ms
+    assert longest_ms == pytest.approx(23 * block_ms, rel=0.01)
+
+
+def test_a_block_that_is_dropped_while_it_is_queued_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
+    monkeypatch.setattr(files_module, "READ_AHEAD_NS", SLOT_BYTES_MIN)
+    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
+    node, peer = on_disk_only(*range(1, 7))
+    assert peer.lease(1, *range(1, 7)).promoting == 6
+    node.step(FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(3), places(3, 1), damaged=False))
+    node.answer(node.reads[0])
+    assert more(node, peer).promoting == 1
+    node.answer(node.reads[0])
+    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (1, 0)
+    node.read_all()
+    assert node.reads == [], "nothing behind it is read"
+
+
+@pytest.mark.parametrize("how", ["release", "end"])
+def test_a_turn_ends_with_its_lease(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "READ_BYTES", SLOT_BYTES_MIN)
+    monkeypatch.setattr(files_module, "READ_AHEAD_NS", SLOT_BYTES_MIN)
+    monkeypatch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
+    node, peer = on_disk_only(*range(1, 7))
+    peer.lease(1, *range(1, 7))
+    if how == "release":
+        node.hear(peer.scheduler, LeaseRelease([1]))
+    else:
+        node.end(peer.scheduler, *peer.ranks)
+    node.read_all()
+    assert node.reads == []
+
+
+def test_what_dram_has_no_room_for_is_not_waited_for() -> None:
+    node, peer = on_disk_only(*range(1, 13), slots=8)
+    peer.lease(1, *range(1, 7))
+    peer.lease(2, *range(7, 13))
+    while node.reads:
+        node.answer(node.reads[0])
+    sent = [each for each in node.sent[peer.scheduler] if isinstance(each, LeaseMore)]
+    came = {
+        lease: sum(len(pairs(each)) for each in sent if each.lease == lease) for lease in (1, 2)
+    }
+    assert came[1] == 6 > came[2]
+    assert more(node, peer).promoting == 0, "the rest does not come, and nobody waits for it"
 
 
 def test_a_read_that_nobody_waited_for_makes_the_disk_no_slower() -> None:
