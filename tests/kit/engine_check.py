@@ -253,11 +253,7 @@ def _check_files(state: State, files: Files) -> None:
     reading = words_of(files._reads)
     assert len(np.unique(reading)) == len(reading), "two reads into one slot"
     assert set(held.tolist()) == set(reading.tolist()), "a slot held for a read that nobody makes"
-    queued = np.zeros_like(files._queued)
-    for turn in files._turns.values():
-        queued[turn.rows] += 1
-        assert len(turn.keys), "a turn without blocks"
-    assert bool((files._queued == queued).all()), "a block in a turn that is over"
+    files._turns.check()
     assert len(reading) or not files._turns, "blocks are queued, and nothing is read"
 
 

@@ -6,21 +6,18 @@
 
 Rules. 1: a slot that is being read into belongs to FILE_WRITER until the read has truly ended,
 however late. 2: a block that was read counts only if it is still wanted: its row is there and not
-in dram. 3: at most a quarter of the arena is in motion each way. 4: blocks that somebody waits for
-are read in turn, those of the shortest rest first (shortest remaining processing time, Schrage
-1968, which has the least mean wait): a long prompt does not block the disk. A turn ends with its
-wait. 5: while turns are queued, a read is under way, at whose end the next one begins.
+in dram. 3: at most a quarter of the arena is in motion each way. 4: while turns are queued, a read
+is under way, at whose end the next one begins.
 
 Covers: reads, places on disk. Does not cover: writes (`writes`), leases that wait (`arrivals`), the
-I/O, its deadlines and checksums (`kvstore.tiers.file`), where blocks are (`residency`), how long a
-promotion takes (`pace`).
+order of reads (`turns`), their I/O, deadlines and checksums (`kvstore.tiers.file`), where blocks
+are (`residency`), how long a promotion takes (`pace`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,6 +39,7 @@ from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.intake import Copies, Incoming, Intake
 from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.moves.pace import ReadPace
+from kvstore.engine.moves.turns import Turn, Turns
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.runs import has_repeats, leading
@@ -82,25 +80,6 @@ class _Read(Incoming):
     """Whether the read was reported late: no lease waits for it any more."""
 
 
-class _Turn(msgspec.Struct):
-    """Blocks on disk that one request waits for and that are not being read yet, in chain order."""
-
-    asker: Asker
-    keys: Keys
-    rows: Rows
-    """Their rows when they were queued, [S][n]; a row may be that of another block by now."""
-
-    @property
-    def slots_bytes(self) -> int:
-        """Size of the slots of one block, in all shards."""
-        return sum(self.asker.slot_sizes)
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the slots of all blocks."""
-        return len(self.keys) * self.slots_bytes
-
-
 class Files:
     """Decides which blocks to read from disk and which to keep, and records their places."""
 
@@ -119,10 +98,7 @@ class Files:
         rows = state.residency.table.row_count_max
         self._reading = np.zeros(rows + 1, dtype=np.int32)
         """Number of the job that reads each row, 0 for none; row -1 reads as none."""
-        self._turns: dict[Name, _Turn] = {}
-        """Queued blocks, by the watch that waits for them."""
-        self._queued = np.zeros(rows + 1, dtype=np.int32)
-        """Number of the turns that each row is in; none for row -1."""
+        self._turns = Turns(rows, self._is_awaited)
         self._has_ended = False
         """Whether a read ended, or was late, since `advance`."""
         self._asked_for = np.zeros(rows, dtype=bool)
@@ -163,15 +139,13 @@ class Files:
         if has_repeats(np.concatenate([held, rows[0]])):
             return REPEATED
         self._asked_for[rows] = True
-        self._leave(name)
         places = np.flatnonzero(self._is_away(rows).any(axis=0))
         if not len(places):
+            self._turns.leave(name)
             return count
-        turn = self._turns[name] = _Turn(asker, keys[places], rows[:, places])
-        self._queued[turn.rows] += 1
-        self._serve(name)
-        if name == NOBODY:
-            self._leave(name)
+        self._turns.enter(name, asker, keys[places], rows[:, places])
+        self._serve()
+        self._turns.leave(NOBODY)
         return leading((state.residency.words(rows) >= 0) | self.coming((), keys, rows))
 
     def there(self, rows: Rows) -> NDArray[np.bool_]:
@@ -188,55 +162,35 @@ class Files:
         away &= (residency.words(rows) < 0) & (self._reading[rows] == 0)
         return away
 
-    def _in_order(self, name: Name) -> list[_Turn]:
-        """Queued turns in their order, without those that nobody waits for any more. `name`: of the
-        one that is asked for now, whose watch may not be there yet."""
-        for each in [each for each in self._turns if each != name and not self._is_awaited(each)]:
-            self._leave(each)
-        return sorted(self._turns.values(), key=lambda turn: turn.size_bytes)
-
     def _is_awaited(self, name: Name) -> bool:
         is_over = name[0] > 0 and self._state.leases.get(*name) is None
         return self._arrivals.is_watched(name) and not is_over
 
-    def _leave(self, name: Name) -> None:
-        """End a turn, if there is one of this name."""
-        if (turn := self._turns.pop(name, None)) is not None:
-            self._queued[turn.rows] -= 1
-
     def advance(self) -> None:
-        """Begin the next reads, if one ended since this was last called."""
-        if self._has_ended and self._turns:
-            self._serve(NOBODY)
+        """Begin the next reads, if one ended since this was last called: once a step."""
+        self._turns.settle()
+        if self._has_ended:
+            self._serve()
         self._has_ended = False
 
-    def _serve(self, name: Name) -> None:
-        """Begin to read what is queued, as far as there is room. `name`: as for `_in_order`."""
-        for turn in self._in_order(name):
-            while len(turn.keys) and (room := self._room(turn)):
-                if not self._begin(turn, room):  # the rest is not coming
-                    self._arrivals.settle_keys(turn.keys)
-                    self._drop(turn, len(turn.keys))
-            if len(turn.keys):
-                break  # there is no room for it, nor for those behind it
-        self._turns = {name: turn for name, turn in self._turns.items() if len(turn.keys)}
+    def _serve(self) -> None:
+        """Begin to read what is queued, as far as there is room."""
+        while (turn := self._turns.first) is not None and (room := self._room(turn)):
+            if not self._begin(turn, room):  # the rest is not coming
+                self._arrivals.settle_keys(turn.keys)
+                self._turns.drop(turn, len(turn.keys))
 
-    def _drop(self, turn: _Turn, count: int) -> None:
-        """Take the first blocks out of the queue."""
-        self._queued[turn.rows[:, :count]] -= 1
-        turn.keys, turn.rows = turn.keys[count:], turn.rows[:, count:]
-
-    def _room(self, turn: _Turn) -> int:
+    def _room(self, turn: Turn) -> int:
         """How many more blocks of a turn may be under way."""
         ahead_bytes = int(READ_AHEAD_NS / self.pace.ns_per_byte(self._state.now_ns))
         ahead_bytes = min(ahead_bytes, self._reads.bytes_max)
-        if turn is self._turns.get(NOBODY):
+        if turn.name == NOBODY:
             ahead_bytes = ahead_bytes // 2 if len(self._turns) == 1 else 0
         begun_bytes = self.pace.begun_bytes  # without late reads, which keep nobody from the disk
         room = (ahead_bytes - begun_bytes) // turn.slots_bytes
         return min(max(room, 0 if begun_bytes else 1), self._reads.room(turn.slots_bytes))
 
-    def _begin(self, turn: _Turn, room: int) -> bool:
+    def _begin(self, turn: Turn, room: int) -> bool:
         """Begin to read the first piece of a turn, at most `room` blocks, in all shards: a block is
         there with the last one of them. False: dram has no room."""
         count = min(room, max(1, READ_BYTES // max(turn.asker.slot_sizes)))
@@ -252,7 +206,7 @@ class Files:
                 self._read(its, keys[wanted[:fits]], rows[column, wanted[:fits]])
             if fits < len(wanted):
                 return False
-        self._drop(turn, len(keys))
+        self._turns.drop(turn, len(keys))
         return True
 
     def _read(self, asker: Asker, keys: Keys, rows: Rows) -> None:
@@ -306,24 +260,8 @@ class Files:
         """Estimated time in ms until those of these keys that are being read, or that the watch of
         this name has queued, have come."""
         rows = self._state.residency.find_all(asker.scopes, keys)
-        job, queued_bytes = int(self._reading[rows].max()), self._queued_bytes(name)
+        job, queued_bytes = int(self._reading[rows].max()), self._turns.bytes_until(name)
         return self.pace.estimate_ms(job, self._state.now_ns, queued_bytes=queued_bytes)
-
-    def _queued_bytes(self, name: Name) -> int:
-        """Bytes that are queued up to the last block of this turn, each block once; 0: no block of
-        it is queued."""
-        own = self._turns.get(name)
-        if own is None:
-            return 0
-        queued_bytes, is_counted = 0, np.zeros(len(self._queued), dtype=bool)
-        for turn in self._in_order(name):
-            rows = turn.rows[0]
-            left = (self._reading[rows] == 0) & ~is_counted[rows]
-            queued_bytes += int(np.count_nonzero(left)) * turn.slots_bytes
-            is_counted[rows] = True
-            if turn is own:
-                break
-        return queued_bytes
 
     def _no_more_reading(self, number: int, job: _Read) -> None:
         mine = job.rows[self._reading[job.rows] == number]
@@ -332,9 +270,9 @@ class Files:
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
         """Flags of the rows that are being read, or queued (`arrivals.Source`)."""
         residency = self._state.residency
-        queued: NDArray[np.bool_] = (self._queued[rows] > 0) & (residency.file[rows] != 0)
-        queued |= self._reading[rows] != 0
-        return queued
+        coming: NDArray[np.bool_] = self._turns.has(rows) & (residency.file[rows] != 0)
+        coming |= self._reading[rows] != 0
+        return coming
 
     # ── what the tier tells ──────────────────────────────────────────────────────────────────────
 
