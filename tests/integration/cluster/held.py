@@ -27,6 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -202,11 +203,12 @@ class Scene:
         self.heal(self.stored(next(self._seeds)))
         self._rest()
         self._machinery = [*machinery(pair.a), *machinery(pair.b)]
-        # Two pipes more while a child is on its way to its program.
+        # Two pipes more while a child is on its way to its program; a pidfd less while a rank is on
+        # its way to the supervisor.
+        due = [(2, 2, 2 + ranks) for ranks in (2, 1)]
+        at_rest_now = itemgetter("children", "pipe", "anon_inode:[pidfd]")
         assert eventually(
-            lambda: all(
-                found["children"] == 2 and found["pipe"] == 2 for found in self._supervisors_open()
-            ),
+            lambda: [at_rest_now(found) for found in self._supervisors_open()] == due,
             timeout_s=P3_S,
         )
         self._supervisors = self._supervisors_open()
