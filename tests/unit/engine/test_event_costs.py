@@ -12,6 +12,9 @@ from kvstore.engine.events import (
     Ended,
     Event,
     Exited,
+    FileGone,
+    FileLate,
+    FileRead,
     Land,
     Landed,
     LandingUp,
@@ -20,7 +23,9 @@ from kvstore.engine.events import (
     Received,
     Tick,
 )
+from kvstore.engine.moves import turns as turns_module
 from kvstore.engine.moves.landing import LandingSlab
+from kvstore.engine.moves.pace import ReadPace
 from kvstore.types import PAGE_BYTES, ConnectionId
 from kvstore.wire.messages import (
     Distrust,
@@ -39,7 +44,9 @@ from kvstore.wire.messages import (
     Quiet,
     Verified,
 )
+from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
+from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
 from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, arrays, checksum, key, keys
 from tests.unit.engine.pushing import PushNode, push_grant
 from tests.unit.engine.watched import Watched, elements_of, instructions_of, watch
@@ -47,6 +54,8 @@ from tests.unit.engine.watched import Watched, elements_of, instructions_of, wat
 SLOTS = 1 << 10
 TIMES = 16
 """As many slots, in the second of two nodes."""
+FEW, MANY = 64, 512
+"""Requests that wait: more than there is room for."""
 
 
 def attached(slots: int) -> tuple[Node, Peer]:
@@ -178,10 +187,54 @@ def test_an_answer_that_comes_after_the_next_question_is_no_answer() -> None:
     assert not node.hangups.keys() & set(peer.ranks)
 
 
-# ── pushes ───────────────────────────────────────────────────────────────────────────────────────
+# ── the queue for the disk ───────────────────────────────────────────────────────────────────────
 
-FEW, MANY = 64, 512
-"""Requests that wait: more than there is room for."""
+
+def _disk_crowd(waiting: int) -> tuple[DiskNode, Peer]:
+    """An engine that waits for so many prompts of two blocks on a disk that reads one at a time."""
+    node = DiskNode(slots=64, block_count_max=8 * MANY)
+    peer = Peer(node)
+    node.engine._files.pace = ReadPace(10**10)
+    node.step(known(*range(2 * MANY + 4)))
+    for number in range(waiting):
+        peer.lease(number + 10, 2 * number, 2 * number + 1)
+    assert len(node.engine._files._turns) == waiting
+    return node, peer
+
+
+DISK: dict[str, Callable[[DiskNode, Peer], Event]] = {
+    "read": lambda node, _: FileRead(node.reads[0].job, b"\1"),
+    "late": lambda node, _: FileLate(node.reads[0].job),
+    "release": lambda _, peer: Received(ConnectionId(peer.scheduler), LeaseRelease(leases=[30])),
+    "gone": lambda *_: FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(7), places(8, 1)),
+}
+
+
+@pytest.mark.parametrize("name", DISK)
+def test_no_event_of_the_disk_looks_at_all_turns(name: str) -> None:
+    found = []
+    for waiting in (FEW, MANY):
+        node, peer = _disk_crowd(waiting)
+        event = DISK[name](node, peer)
+        found.append(instructions_of(node.engine, event, now_ns=node.now_ns + 1))
+    few, many = found
+    assert many < few + MANY
+
+
+def test_an_ask_adds_up_a_bounded_number_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "TURNS_COUNTED", FEW)
+    found = []
+    for waiting in (FEW, MANY):
+        node, peer = _disk_crowd(waiting)
+        asked = Received(
+            ConnectionId(peer.scheduler), LeaseAsk(lease=1, keys=keys(*range(1024, 1028)))
+        )
+        found.append(instructions_of(node.engine, asked, now_ns=node.now_ns + 1))
+    few, many = found
+    assert many < few + MANY
+
+
+# ── pushes ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def crowd(waiting: int, *, is_here: bool = False) -> tuple[PushNode, Peer]:
