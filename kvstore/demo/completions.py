@@ -74,7 +74,7 @@ class CompletionClient:
         prompt: Sequence[int],
         *,
         max_tokens: int,
-        timeout_s: float = REQUEST_TIMEOUT_S,
+        timeout_s: float | None = REQUEST_TIMEOUT_S,
         extra: dict[str, object] | None = None,
     ) -> Completion:
         """Greedy completion of token ids, streamed. `extra` goes into the request's body.
@@ -121,7 +121,7 @@ class CompletionClient:
             token_s=tuple(arrived_s),
         )
 
-    def _stream(self, body: bytes, timeout_s: float) -> Iterator[_Chunk]:
+    def _stream(self, body: bytes, timeout_s: float | None) -> Iterator[_Chunk]:
         with self._connection(timeout_s) as connection:
             connection.request("POST", "/v1/completions", body, JSON)
             response = connection.getresponse()
@@ -142,6 +142,8 @@ class CompletionClient:
             response = connection.getresponse()
             return response.status, response.read()
 
-    def _connection(self, timeout_s: float) -> contextlib.closing[http.client.HTTPConnection]:
+    def _connection(
+        self, timeout_s: float | None
+    ) -> contextlib.closing[http.client.HTTPConnection]:
         made = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         return contextlib.closing(made)

@@ -27,6 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.demo import guard
 from kvstore.demo.completions import (
+    REQUEST_TIMEOUT_S,
     Completion as Completion,
     CompletionClient,
     EngineError as EngineError,
@@ -116,7 +117,7 @@ class VllmServer(CompletionClient):
             if self.wait(POLL_S):
                 raise EngineError(f"vLLM ended while starting: {self.last_error()}")
         if warm:
-            self.warm_up()
+            self.warm_up(timeout_s=None)
 
     def last_line(self) -> str:
         """The end of its log, also of a progress bar."""
@@ -173,15 +174,15 @@ class VllmServer(CompletionClient):
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
-    def warm_up(self) -> None:
-        """Run a short prompt once.
+    def warm_up(self, *, timeout_s: float | None = REQUEST_TIMEOUT_S) -> None:
+        """Run a short prompt once; None: without a limit, as a first forward may compile.
 
         On CPUs with AMX a fresh bfloat16 engine whose very first forward computes a single token
         dies with SIGILL in its attention, connector or not; a cache hit that leaves one token to
         compute is that case. A prefill before it prevents that, and pays for first-time set-up
         that no measurement should contain.
         """
-        self.complete(WARM_UP_PROMPT, max_tokens=2)
+        self.complete(WARM_UP_PROMPT, max_tokens=2, timeout_s=timeout_s)
 
     # ── cache ────────────────────────────────────────────────────────────────────────────────────
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import shlex
 import signal
@@ -187,7 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flags = ["--node-name", NODE, "--index-listen", "127.0.0.1:0", "--insecure"]
             flags += ["--file", chosen.file] if chosen.file else []
             dram = chosen.dram or ("auto" if chosen.model else DRAM)
-            node = stack.enter_context(NodeProcess.start(work, dram=dram, flags=flags))
+            # No limits: large memory takes minutes to pin, and Ctrl-C ends every wait.
+            node = NodeProcess.start(work, dram=dram, flags=flags, timeout_s=math.inf)
+            stack.enter_context(node)
             console.print(f"node: ready; logs are in {work}", highlight=False)
             configs = engine_configs(chosen.model, chosen.engines, chosen.flags, node.socket)
             console.print(
@@ -200,8 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ]
             flags = ["--listen", f"127.0.0.1:{chosen.port}", "--insecure", "--index", node.index]
             flags += workers
-            router = stack.enter_context(RouterProcess.start(work, flags))
-            router.await_worker()
+            router = RouterProcess.start(work, flags, timeout_s=math.inf)
+            stack.enter_context(router).await_worker(math.inf)
             _name_commands(console, router, engines, node, configs[0].served_name)
             watch(console, engines, router, node)
             return 1

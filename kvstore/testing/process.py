@@ -13,6 +13,7 @@ and the node process, whose pid is `pid` and which alone is stopped by `pause` o
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import selectors
@@ -272,12 +273,13 @@ def reap(process: subprocess.Popen[str]) -> None:
 
 
 def read_line(process: subprocess.Popen[str], timeout_s: float) -> str:
-    """The first line of stdout; empty when the process ended or `timeout_s` passed."""
+    """The first line of stdout; empty when the process ended or `timeout_s` passed, which may be
+    `math.inf`.
+    """
     assert process.stdout is not None
-    deadline_s = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        if not selector.select(max(0.0, deadline_s - time.monotonic())):
+        if not selector.select(None if timeout_s == math.inf else timeout_s):
             return ""
         return process.stdout.readline()
 
@@ -377,6 +379,7 @@ class RouterProcess(ChildServer):
         *,
         name: str = "router",
         policy: str = "",
+        timeout_s: float = READY_TIMEOUT_S,
     ) -> RouterProcess:
         """Start a router and wait for its ready line. `flags` come last, so they take precedence.
         `policy`: text of its policy file; empty: it has none.
@@ -396,7 +399,7 @@ class RouterProcess(ChildServer):
             ],
             log=log,
             says="kvstore router ready:",
-            timeout_s=READY_TIMEOUT_S,
+            timeout_s=timeout_s,
         )
         return cls(process, line, log)
 
@@ -414,9 +417,9 @@ class RouterProcess(ChildServer):
     def url(self) -> str:
         return f"http://{self.address}"
 
-    def await_worker(self) -> None:
+    def await_worker(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Wait until a worker that serves requests has answered a probe. Raises TimeoutError."""
-        self._await(f"{self.url}/health", "has no worker that answers", lambda _: True)
+        self._await(f"{self.url}/health", "has no worker that answers", lambda _: True, timeout_s)
 
     def await_parity(self) -> None:
         """Wait until the router routes by prefixes to all workers. Raises TimeoutError: one stays
@@ -425,8 +428,14 @@ class RouterProcess(ChildServer):
         url = self.metrics_url.replace("metrics", "healthz")
         self._await(url, "does not route by prefixes", lambda page: "worker" not in page)
 
-    def _await(self, url: str, lacks: str, is_good: Callable[[str], bool]) -> None:
-        deadline_s, page = time.monotonic() + READY_TIMEOUT_S, ""
+    def _await(
+        self,
+        url: str,
+        lacks: str,
+        is_good: Callable[[str], bool],
+        timeout_s: float = READY_TIMEOUT_S,
+    ) -> None:
+        deadline_s, page = time.monotonic() + timeout_s, ""
         while time.monotonic() < deadline_s:
             try:
                 with urllib.request.urlopen(url, timeout=READY_TIMEOUT_S) as answer:

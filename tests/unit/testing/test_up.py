@@ -6,6 +6,7 @@ With real engines: `tests/integration/engine/test_up.py`.
 from __future__ import annotations
 
 import io
+import math
 import os
 import shlex
 import socket
@@ -21,8 +22,9 @@ from rich.text import Text
 
 from kvstore.cli.main import cli
 from kvstore.demo import up
-from kvstore.demo.engine import EngineError
+from kvstore.demo.engine import EngineError, VllmServer
 from kvstore.demo.flags import read_up_flags
+from kvstore.testing.process import reap, start_ready
 
 NODE: Any = SimpleNamespace(
     directory=Path("/kept"),
@@ -208,3 +210,40 @@ def test_engines_that_have_started_end_with_one_that_does_not(
     shown = [Text.from_markup(text).plain for text in shown]
     assert shown == [f"engine {name}: Loading [/weights] of engine-{name}.log" for name in "ab"]
     assert sorted(stopped) == ["engine-a.log", "engine-b.log", "engine-c.log"]
+
+
+def test_no_wait_for_what_starts_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory takes minutes to pin, models to download and to compile; Ctrl-C ends it."""
+    limits: list[float | None] = []
+
+    class Started(nullcontext[Any]):
+        index = socket = ""
+
+        @classmethod
+        def start(cls, *_: object, timeout_s: float, **__: object) -> Self:
+            limits.append(timeout_s)
+            return cls(SimpleNamespace(await_worker=limits.append))
+
+    monkeypatch.setattr(up, "NodeProcess", Started)
+    monkeypatch.setattr(up, "RouterProcess", Started)
+    monkeypatch.setattr(up, "engine_configs", lambda *_: [SimpleNamespace(served_name="m")])
+    monkeypatch.setattr(up, "start_engines", lambda *_: {})
+    monkeypatch.setattr(up, "_name_commands", lambda *_: None)
+    monkeypatch.setattr(up, "watch", lambda *_: None)
+    assert up.main(["--port", "0"]) == 1
+    assert limits == [math.inf] * 3
+
+    engine = object.__new__(VllmServer)
+    monkeypatch.setattr(engine, "_is_healthy", lambda: True)
+    monkeypatch.setattr(engine, "complete", lambda *_, timeout_s, **__: limits.append(timeout_s))
+    engine.await_ready()
+    assert limits.pop() is None
+
+
+def test_a_process_that_is_ready_late_is_waited_for(tmp_path: Path) -> None:
+    late = "import time; time.sleep(0.2); print('late ready')"
+    process, line = start_ready(
+        ["-c", late], log=tmp_path / "log", says="ready", timeout_s=math.inf
+    )
+    assert line == "late ready\n"
+    reap(process)
