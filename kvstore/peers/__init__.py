@@ -9,7 +9,7 @@ drain           blocks that go to others when this node leaves
 `lander`, `pusher`   blocks that others push here, and that are pushed to others
 stages          durations of their stages, and warnings
 exchange        between this loop and the node's
-`transfer_worker`, `transfer_worker_host`, `transfer_worker_process`   the child that moves bytes
+`transfer_worker`, `transfer_worker_process`   the child that moves bytes
 engine_memory   KV events of engines: blocks in their own memory
 """
 

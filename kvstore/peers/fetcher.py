@@ -9,7 +9,7 @@ it was served until after it was read, and its bytes are what was stored under i
 come from the index's members, never from an answer of a peer.
 
 Does not cover: what is worth it (`engine.moves.fetches`), sessions (`peer_session`), the transfer
-worker (`transfer_worker_host`).
+worker (`transfer_worker`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvstore.net import aio
 from kvstore.obs.timings import Stopwatch, Timings
 from kvstore.peers.exchange import Exchange
 from kvstore.peers.peer_session import Dial, PeerSession, SessionLost
-from kvstore.peers.transfer_worker_host import TransferWorkerHost
+from kvstore.peers.transfer_worker import TransferWorker
 from kvstore.ports import Clock, Pieces
 from kvstore.transport.backends import is_at
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
@@ -115,7 +115,7 @@ class Fetcher:
         self,
         *,
         who: PeerHello,
-        transfer_worker: TransferWorkerHost,
+        transfer_worker: TransferWorker,
         memory: NDArray[np.uint8],
         clock: Clock,
         credentials: grpc.ChannelCredentials | None,
@@ -320,14 +320,14 @@ class Fetcher:
             raise SessionLost(f"node {command.node} serves {error}") from None
         slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1)[:served]
         remote, local, length = assembly.moves(places * PAGE_BYTES, slots * PAGE_BYTES)
-        ended = await self._transfer_worker.move(
+        trouble = await self._transfer_worker.move(
             transfer_worker_name(command.node),
             session.descriptor,
             Pieces(_u64(local), _u64(remote), _u64(length)),
             timeout_s=MOVE_TIMEOUT_S,
         )
-        if not ended.good:
-            raise SessionLost(f"reading from node {command.node} failed: {ended.reason}")
+        if trouble:
+            raise SessionLost(f"reading from node {command.node} failed: {trouble}")
         size_bytes = int(length.sum())
         watch.lap("move", size_bytes)
         # The peer is asked while the bytes are verified. Both have ended when this returns: nobody

@@ -40,7 +40,7 @@ from kvstore.net.aio import Tasks
 from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.peer_session import PeerSession, SessionLost
 from kvstore.peers.stages import SLOW_S, Stages
-from kvstore.peers.transfer_worker_host import TransferWorkerHost
+from kvstore.peers.transfer_worker import TransferWorker
 from kvstore.ports import Clock
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.assembly import Assembly
@@ -77,7 +77,7 @@ class Lander:
         post: Callable[[PushEvent], None],
         *,
         fetcher: Fetcher,
-        transfer_worker: TransferWorkerHost,
+        transfer_worker: TransferWorker,
         memory: NDArray[np.uint8],
         clock: Clock,
         draw_epoch: Callable[[], int],

@@ -1,7 +1,7 @@
 """A node among others: serving, fetching, and the transfer worker between them, on one loop.
 
 Covers: putting these together, their addresses, their state for an operator. Does not cover: any of
-them (`block_server`, `fetcher`, `transfer_worker_host`), the index (`member`).
+them (`block_server`, `fetcher`, `transfer_worker`), the index (`member`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ from kvstore.peers.preparer import Preparer
 from kvstore.peers.pusher import Pusher
 from kvstore.peers.stages import SLOW_S, SLOW_TCP_S
 from kvstore.peers.transfer_worker import TransferWorker, TransferWorkerSettings
-from kvstore.peers.transfer_worker_host import TransferWorkerHost
 from kvstore.ports import Clock
 from kvstore.proto.rows import TransferReport
 from kvstore.transport.backends import BACKENDS
@@ -103,8 +102,7 @@ class Peering:
             landing=(arena_bytes - peers.landing_bytes, peers.landing_bytes),
             paced=transport.is_paced,
         )
-        worker = TransferWorker(arena_fd, hold_fd, arena_bytes, settings, clock)
-        self.transfer_worker = TransferWorkerHost(worker, clock)
+        self.transfer_worker = TransferWorker(arena_fd, hold_fd, arena_bytes, settings, clock)
         self._who, self._memory = who, memory
         self.transport, self._clock = transport.name, clock
         self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""

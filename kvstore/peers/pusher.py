@@ -28,7 +28,7 @@ from kvstore.errors import ProtocolError
 from kvstore.net.aio import Tasks
 from kvstore.peers.fetcher import transfer_worker_name
 from kvstore.peers.stages import SLOW_S, Stages
-from kvstore.peers.transfer_worker_host import TransferWorkerHost
+from kvstore.peers.transfer_worker import TransferWorker
 from kvstore.ports import Clock, Pieces
 from kvstore.transport.backends import is_at
 from kvstore.types import PAGE_BYTES
@@ -58,7 +58,7 @@ class Pusher:
         self,
         post: Callable[[PushEvent], None],
         *,
-        transfer_worker: TransferWorkerHost,
+        transfer_worker: TransferWorker,
         address_of: Callable[[str], Awaitable[str]],
         answer: Callable[[int, PushWord], None],
         clock: Clock,
@@ -151,15 +151,15 @@ class Pusher:
         extents = extents[command.first : command.first + len(slots)]
         remote = extents[:, None] + (np.cumsum(sizes) - sizes)
         lengths = np.broadcast_to(sizes, slots.shape)
-        ended = await self._transfer_worker.move(
+        trouble = await self._transfer_worker.move(
             transfer_worker_name(node),
             its.descriptor,
             Pieces(*(part.reshape(-1).astype(np.uint64) for part in (slots, remote, lengths))),
             timeout_s=WRITE_TIMEOUT_S,
             direction=Direction.WRITE,
         )
-        if not ended.good:
-            return f"writing to node {node} failed: {ended.reason}"
+        if trouble:
+            return f"writing to node {node} failed: {trouble}"
         self.stages.since("write", begun_ns, int(lengths.sum()), node=node)
         return ""
 

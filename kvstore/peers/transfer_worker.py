@@ -1,31 +1,30 @@
-"""The node's end of its transfer worker: starts, watches and kills it, and reports each transfer's
-end once.
+"""The node's end of its transfer worker: starts, watches and kills it; a transfer is something to
+be awaited.
 
     worker = TransferWorker(arena_fd, hold_fd, arena_bytes, settings, clock)
-    worker.start()                                  # from the loop's own thread: it dies with it
-    selector.register(worker.fileno(), EVENT_READ)  # and call `read` at `worker.next_ns()`, too
-    worker.connect("node-b", descriptor)            # of b's transfer worker, from b
-    worker.post(7, "node-b", pieces, deadline_ns=…)
-    for event in worker.read(): …                   # TransferEnded(7, …): its slots are quiet
+    worker.start()          # on the asyncio loop, from a thread that lives as long as the node
+    trouble = await worker.move("node-b", descriptor, pieces, timeout_s=…)
 
-`TransferEnded` is the moment from which nothing writes to the places of a transfer: the transfer
-worker said so, or it is dead and reaped. After a death peers must be connected again: `Up` says
-when.
+`move` returns when nothing writes to the places of the transfer any more: the transfer worker said
+so, or it is dead and reaped. After a death another one is started, to which peers are connected
+again as they are needed.
 
-Does not cover: rules (`transport.watch`), messages (`wire.transfer_worker`), what is read
-(`engine`).
+Does not cover: when it must be killed (`transport.watch`), messages (`wire.transfer_worker`), whom
+to read from (`fetcher`), what is read (`engine`).
 """
 
 from __future__ import annotations
 
 import array
+import asyncio
 import contextlib
-import select
+import itertools
+import logging
 import signal
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import msgspec
 
@@ -36,10 +35,13 @@ from kvstore.transport.pieces import joined, total_bytes
 from kvstore.transport.watch import Recycle, Watch
 from kvstore.units import NS_PER_S
 from kvstore.wire import transfer_worker as wire
+from kvstore.wire.transfer_worker import Direction
 
 UNSENT_MAX: Final = 1024
 """Most datagrams that wait for a transfer worker to read them; with more it is killed."""
 PROGRAM: Final = ("-P", "-m", "kvstore.peers.transfer_worker_process")
+
+_log = logging.getLogger(__name__)
 
 
 class TransferWorkerSettings(msgspec.Struct, frozen=True):
@@ -57,54 +59,6 @@ class TransferWorkerSettings(msgspec.Struct, frozen=True):
     paced: bool = False
     """Whether reads are paced by windows. Not by default: on a busy host the transfer worker may
     then read at an eighth of its speed."""
-
-
-class Up(NamedTuple):
-    """A transfer worker is ready: its descriptor can be given to peers, and no peer is connected
-    yet."""
-
-    registered: wire.Registered
-
-
-class Down(NamedTuple):
-    """The transfer worker is dead and reaped."""
-
-    reason: str
-
-
-class Unusable(NamedTuple):
-    """This back end cannot be used on this machine: an operator must repair that. No other transfer
-    worker is started."""
-
-    reason: str
-
-
-class PeerUnreachable(NamedTuple):
-    """The transfer worker cannot connect to this peer."""
-
-    peer: str
-    reason: str
-
-
-class TransferEnded(NamedTuple):
-    """A transfer has ended: nothing writes to its places any more."""
-
-    transfer: int
-    peer: str
-    good: bool
-    """Whether all bytes are there; not whether they are right, or were served until the end."""
-    reason: str = ""
-
-
-class Crowded(NamedTuple):
-    """The transfer worker refused peers that wanted to read here, for want of room. Reported at the
-    first refusal, and whenever their number doubles."""
-
-    refused: int
-    """Peers refused by this transfer worker."""
-
-
-TransferWorkerEvent = Up | Down | Unusable | PeerUnreachable | TransferEnded | Crowded
 
 
 class TransferWorkerChild(Child):
@@ -164,8 +118,8 @@ class TransferWorkerChild(Child):
 
 
 class TransferWorker:
-    """The node's transfer worker: one child process after the other. For one thread; no call waits,
-    except `close` and `read` after the child's end."""
+    """The node's transfer worker, one child process after the other, from `start` to `close`, both
+    on the asyncio loop. No call blocks, except for the end of a child that was killed."""
 
     def __init__(
         self,
@@ -177,192 +131,241 @@ class TransferWorker:
     ) -> None:
         """Nothing is started yet. Both descriptors (of `arena.Arena`) stay the caller's, and open
         as long as this object is used."""
-        self._arena = arena_fd, hold_fd, arena_bytes
-        self._settings, self._clock = settings, clock
-        self._watch = Watch(arena_bytes=arena_bytes)
-        self._child: TransferWorkerChild | None = None
-        self._ready = False
-        self._again_ns = 0
-        """When to start another child; 0: not planned."""
-        self._epoll = select.epoll()
-        self._pending: list[TransferWorkerEvent] = []
-        self._killed = ""
-        """Reason if this object killed the child; empty: it did not."""
-        self._unusable = False
-        self._has_served = False
+        self.descriptor = b""
+        """Descriptor that peers need to read here; empty while no transfer worker is ready."""
+        self.trouble = "the transfer worker is starting"
+        """Why no blocks can be moved; empty while all is well."""
+        self.changed: Callable[[], object] = lambda: None
+        """Called when `descriptor` has changed."""
         self.restarts = 0
+        """Number of transfer workers before this one."""
         self.refused = 0
         """Number of times that a peer wanted to read here and found no room, over all children."""
         self._refused = 0
         """The same number for the present child."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether transfers can be posted."""
-        return self._ready
+        self._arena = arena_fd, hold_fd, arena_bytes
+        self._settings, self._clock = settings, clock
+        self._watch = Watch(arena_bytes=arena_bytes)
+        self._child: TransferWorkerChild | None = None
+        self._killed = ""
+        """Why the child is killed, or ends by itself; empty: it serves."""
+        self._is_unusable = False
+        """Whether an operator must repair something first: no other child is started."""
+        self._has_served = False
+        self._numbers = itertools.count(1)
+        self._awaited: dict[int, asyncio.Future[str]] = {}
+        """Transfers that have not ended, each with its result for `move`."""
+        self._connected: dict[str, bytes] = {}
+        """Descriptor of each peer that the child is connected to."""
+        self._to_forget: set[str] = set()
+        """Peers to disconnect from when their reads have ended."""
+        self._forgets_reads = False
+        """Whether the back end ends the reads of a peer that it disconnects from. If not, only the
+        death of the child would end them: a peer is not forgotten while it is read from."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Next look at the child, or the start of another one."""
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def pid(self) -> int | None:
         """Process id of the child."""
         return self._child.pid if self._child else None
 
-    def fileno(self) -> int:
-        """Descriptor that is readable when `read` has something to do."""
-        return self._epoll.fileno()
-
-    def next_ns(self) -> int:
-        """Time at which to call `read` even if nothing is readable; 0: none."""
-        if self._pending:
-            return self._clock.now_ns()
-        if self._child is not None and self._killed:  # its end is told by its pidfd
-            return self._clock.now_ns() + NS_PER_S // 10
-        times = [self._again_ns, self._watch.next_ns() if self._child else 0]
-        if self._child is not None and self._child.has_unsent:
-            times.append(self._clock.now_ns() + NS_PER_S // 100)
-        return min(filter(None, times), default=0)
-
     def start(self) -> None:
-        """Start a child. Call it in a thread that lives as long as this process, because the child
-        ends with that thread."""
+        """Start a child. The loop's thread must live as long as the node, because the child ends
+        with that thread."""
         assert self._child is None, "it runs"
-        self._again_ns = 0
+        self._loop = asyncio.get_running_loop()
         now_ns = self._clock.now_ns()
         self._watch.began(now_ns)
         try:
-            child = TransferWorkerChild(*self._arena, self._settings)
+            self._child = TransferWorkerChild(*self._arena, self._settings)
         except OSError:
             _, pause_ns = self._watch.died(now_ns)
-            self._again_ns = now_ns + max(pause_ns, NS_PER_S)
+            self._call_later(max(pause_ns, NS_PER_S), self.start)
             return
-        self._child = child
-        for fd in (child.socket.fileno(), child.pidfd):
-            self._epoll.register(fd, select.EPOLLIN)
+        for fd in (self._child.socket.fileno(), self._child.pidfd):
+            self._loop.add_reader(fd, self._turn)
+        self._plan()
 
-    def is_reading(self, peer: str) -> bool:
-        """Whether a transfer with this peer has not ended."""
-        return peer in self._watch.transfers.values()
+    def close(self) -> None:
+        """End the child for good; on return every transfer has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._child is not None:
+            self._reap("the node ends")
 
-    def connect(self, peer: str, descriptor: bytes) -> None:
-        """Connect to a peer by the descriptor of its transfer worker. `PeerUnreachable` reports a
-        failure; call `forget` before connecting to the peer again."""
+    async def move(
+        self,
+        peer: str,
+        descriptor: bytes,
+        pieces: Pieces,
+        *,
+        timeout_s: float,
+        direction: Direction = Direction.READ,
+    ) -> str:
+        """Read from a peer, or write to its landing memory. On return nothing touches the places of
+        the pieces here any more. Returns why bytes are missing, empty if all are there; not whether
+        they are right, or were served until the end.
+
+        Must not be cancelled: only its return proves that.
+        """
+        if not self.descriptor:  # nor is one told of peers that does not say yet that it is there
+            return self.trouble
+        pieces = joined(pieces)
+        if self._killed or len(pieces.length) > wire.PIECES_PER_MOVE_MAX:
+            return "the transfer worker takes nothing now"
         if len(descriptor) > wire.DESCRIPTOR_BYTES_MAX:  # which would end the transfer worker
-            self._pending.append(PeerUnreachable(peer, "its descriptor is too long"))
-            return
-        self._say(wire.Connect(peer, descriptor))
+            return f"the descriptor of {peer} is too long"
+        assert self._loop is not None
+        self._to_forget.discard(peer)
+        if self._connected.get(peer) != descriptor:
+            if peer in self._connected:
+                self._say(wire.Forget(peer))
+            self._connected[peer] = descriptor
+            self._say(wire.Connect(peer, descriptor))
+        number = next(self._numbers)
+        end = self._awaited[number] = self._loop.create_future()
+        deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
+        size_bytes = total_bytes(pieces)
+        self._watch.posted(number, peer, size_bytes=size_bytes, deadline_ns=deadline_ns)
+        self._say(*wire.parts_of(number, peer, pieces, direction))
+        self._plan()
+        return await asyncio.shield(end)
 
     def forget(self, peer: str) -> None:
-        """Disconnect from a peer. Its transfers end now, if the back end can end them, or else at
-        their deadlines."""
-        self._say(wire.Forget(peer))
+        """Disconnect from a peer that nothing more is read from, as far as is known; deferred while
+        a read is under way that the back end cannot end."""
+        if peer in self._watch.transfers.values() and not self._forgets_reads:
+            self._to_forget.add(peer)
+        elif self._connected.pop(peer, None) is not None:
+            self._say(wire.Forget(peer))
 
-    def post(
-        self,
-        transfer: int,
-        peer: str,
-        pieces: Pieces,
-        direction: wire.Direction = wire.Direction.READ,
-        *,
-        deadline_ns: int,
-    ) -> bool:
-        """Begin a transfer with this number; exactly one TransferEnded follows. Returns False if it
-        cannot begin now: then nothing follows."""
-        pieces = joined(pieces)
-        if not self._ready or len(pieces.length) > wire.PIECES_PER_MOVE_MAX:
-            return False
-        size_bytes = total_bytes(pieces)
-        self._watch.posted(transfer, peer, size_bytes=size_bytes, deadline_ns=deadline_ns)
-        self._say(*wire.parts_of(transfer, peer, pieces, direction))
-        return True
+    def recycle(self, reason: str) -> None:
+        """Kill the child; another one follows. Transfers end when it is reaped."""
+        if self._child is not None:
+            self._killed = self._killed or reason
+            self._child.signal(signal.SIGKILL)
 
-    def read(self) -> list[TransferWorkerEvent]:
-        """New events; call it when `fileno` is readable, and at `next_ns`."""
-        now_ns = self._clock.now_ns()
-        events, self._pending = self._pending, []
-        child = self._child
-        if child is None:
-            if self._again_ns and now_ns >= self._again_ns:
-                self.start()
-            return events
-        ended = child.has_ended  # asked first: what it said before its end is heard below
+    # ── the child ────────────────────────────────────────────────────────────────────────────────
+
+    def _say(self, *messages: wire.FromNode) -> None:
+        if self._child is not None and not self._child.say(*messages):
+            self.recycle("it takes no messages")
+
+    def _turn(self) -> None:
+        """Hear the child, look whether it must be killed, and reap it when it has ended."""
+        child, now_ns = self._child, self._clock.now_ns()
+        assert child is not None
+        has_ended = child.has_ended  # asked first: what it said before its end is heard below
         child.flush()
         try:
             for message in child.hear():
                 self._watch.heard(now_ns)
-                events += self._take(message)
+                self._take(message)
         except ProtocolError as error:
-            self.kill(str(error))
-        if ended:
-            return events + self._reap("it ended")
+            self.recycle(str(error))
+        if has_ended:
+            self._follow(*self._reap("it ended"))
+            return
         match self._watch.look(now_ns):
             case Recycle(reason=reason):
-                self.kill(reason)
+                self.recycle(reason)
             case overdue:
                 for peer in overdue:
-                    self.forget(peer)
-        return events
+                    self._connected.pop(peer, None)
+                    self._say(wire.Forget(peer))
+        self._plan()
 
-    def kill(self, reason: str) -> None:
-        """Send SIGKILL to the child. Its transfers end when it is gone, as `read` reports."""
-        if self._child is not None:
-            self._ready, self._killed = False, self._killed or reason
-            self._child.signal(signal.SIGKILL)
+    def _plan(self) -> None:
+        """Have `_turn` called when there is something to do even if the child says nothing."""
+        assert self._child is not None
+        wait_ns = self._watch.next_ns() - self._clock.now_ns()
+        if self._killed:  # its end is told by its pidfd
+            wait_ns = NS_PER_S // 10
+        elif self._child.has_unsent:
+            wait_ns = min(wait_ns, NS_PER_S // 100)
+        self._call_later(wait_ns, self._turn)
 
-    def close(self) -> list[TransferWorkerEvent]:
-        """End the child for good. Returns the last events: every transfer that had not ended has
-        ended."""
-        events = self._pending + self._reap("the node ends")
-        self._pending, self._again_ns = [], 0
-        self._epoll.close()
-        return events
+    def _call_later(self, wait_ns: int, call: Callable[[], None]) -> None:
+        assert self._loop is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(max(0, wait_ns) / NS_PER_S, call)
 
-    def _reap(self, reason: str) -> list[TransferWorkerEvent]:
-        if self._child is None:
-            return []
-        child, self._child, self._ready = self._child, None, False
+    def _reap(self, reason: str) -> tuple[str, int]:
+        """End the child, and with it all transfers. Returns (why it ended, ns to wait before
+        another is started)."""
+        assert self._child is not None
+        assert self._loop is not None
+        child, self._child = self._child, None
         for fd in (child.socket.fileno(), child.pidfd):
-            with contextlib.suppress(OSError):
-                self._epoll.unregister(fd)
-        status = child.close()
-        now_ns = self._clock.now_ns()
-        ended, pause_ns = self._watch.died(now_ns)
-        why, self._killed = self._killed or f"{reason} with status {status}", ""
-        self._again_ns = 0 if self._unusable else now_ns + max(pause_ns, 1)
+            self._loop.remove_reader(fd)
+        why = f"{reason} with status {child.close()}"
+        why, self._killed = self._killed or why, ""
+        ended, pause_ns = self._watch.died(self._clock.now_ns())
+        for number, peer in ended.items():
+            self._end(number, peer, why)
+        self._connected.clear()
         self.restarts += 1
-        ends = [TransferEnded(each, peer, good=False, reason=why) for each, peer in ended.items()]
-        return [*ends, Down(why)]
+        return why, pause_ns
 
-    def _say(self, *messages: wire.FromNode) -> None:
-        if self._child is not None and not self._child.say(*messages):
-            self.kill("it takes no messages")
+    def _follow(self, why: str, pause_ns: int) -> None:
+        """Have another child started after the end of one."""
+        if not self._is_unusable:
+            _log.warning("the transfer worker ended: %s; another one is started", why)
+            self._become(b"", f"the transfer worker ended: {why}")
+            self._call_later(pause_ns, self.start)
 
-    def _take(self, message: wire.FromTransferWorker) -> list[TransferWorkerEvent]:
+    def _become(self, descriptor: bytes, trouble: str) -> None:
+        is_another = descriptor != self.descriptor
+        self.descriptor, self.trouble = descriptor, trouble
+        if is_another:
+            self.changed()
+
+    def _take(self, message: wire.FromTransferWorker) -> None:
         match message:
-            case wire.Registered():
-                self._ready, self._has_served, self._refused = not self._killed, True, 0
-                return [Up(message)]
+            case wire.Registered(descriptor=descriptor, ends_forgotten=ends_forgotten):
+                self._has_served, self._refused = True, 0
+                self._forgets_reads = ends_forgotten
+                self._connected.clear()
+                self._become(descriptor, "")
             case wire.Done(transfer=transfer):
-                return self._end(transfer, good=True)
+                self._end(transfer, self._watch.ended(transfer), "")
             case wire.Failed(transfer=transfer, reason=reason):
-                return self._end(transfer, good=False, reason=reason)
+                self._end(transfer, self._watch.ended(transfer), reason or "it failed")
             case wire.Limbo(transfer=transfer):
                 self._watch.in_limbo(transfer)
             case wire.Unreachable(peer=peer, reason=reason):
-                return [PeerUnreachable(peer, reason)]
+                _log.info("the transfer worker does not reach node %s: %s", peer, reason)
+                self._connected.pop(peer, None)
+            case wire.Unable(reason=reason) if self._has_served:
+                # What worked may work again: certificates being replaced, …
+                self._killed = self._killed or reason
             case wire.Unable(reason=reason):
-                if self._has_served:  # what worked may work again: certificates being replaced, …
-                    self._killed = self._killed or reason
-                    return []
-                self._unusable = True
-                return [Unusable(reason)]
+                self._is_unusable = True
+                _log.error("blocks cannot be moved between nodes: %s", reason)
+                self._become(b"", f"blocks cannot be moved: {reason}")
             case wire.Beat(refused=refused):
-                return self._count_refused(refused)
-        return []
+                self._count_refused(refused)
 
-    def _count_refused(self, refused: int) -> list[TransferWorkerEvent]:
+    def _count_refused(self, refused: int) -> None:
+        """Count peers that the child refused for want of room; logged at the first, and whenever
+        their number doubles."""
         before, self._refused = self._refused, refused
         self.refused += refused - before
-        return [Crowded(refused)] if refused.bit_length() > before.bit_length() else []
+        if refused.bit_length() > before.bit_length():
+            _log.warning(
+                "the transfer worker refused peers %d times: as many as it has room for read"
+                " from this node already",
+                refused,
+            )
 
-    def _end(self, transfer: int, *, good: bool, reason: str = "") -> list[TransferWorkerEvent]:
-        peer = self._watch.ended(transfer)
-        return [] if peer is None else [TransferEnded(transfer, peer, good, reason)]
+    def _end(self, number: int, peer: str | None, trouble: str) -> None:
+        """A transfer has ended; `peer` None: the child reports one that is not known."""
+        if peer is None:
+            return
+        self._awaited.pop(number).set_result(trouble)
+        if peer in self._to_forget:
+            self._to_forget.discard(peer)
+            self.forget(peer)  # or not yet: it may be read from still

@@ -3,6 +3,7 @@ quiet."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,19 +21,14 @@ import psutil
 import pytest
 
 from kvstore.arena import Arena, wait_for_holders
+from kvstore.node.node import MonotonicClock
 from kvstore.peers.transfer_worker import (
-    Down,
-    PeerUnreachable,
-    TransferEnded,
     TransferWorker,
-    TransferWorkerEvent,
+    TransferWorkerChild,
     TransferWorkerSettings,
-    Unusable,
-    Up,
 )
 from kvstore.testing.process import Lab
 from kvstore.transport import guests, watch
-from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp_ends import Address
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
@@ -47,46 +43,49 @@ NIXL = TransferWorkerSettings(backend="nixl", name="a", environment={"UCX_TLS": 
 UCX = TransferWorkerSettings(backend="ucx", name="a", environment={"UCX_TLS": "tcp"})
 
 
-class Clock:
-    """Real time, and what is added to it."""
-
-    def __init__(self) -> None:
-        self.added_ns = 0
-
-    def now_ns(self) -> int:
-        return time.monotonic_ns() + self.added_ns
-
-
 class Node:
-    """A transfer worker, its arena, and all that it told."""
+    """A transfer worker, its arena and its loop, and all that it logged. Its children end with the
+    thread of the test."""
 
-    def __init__(self, settings: TransferWorkerSettings) -> None:
-        self.memory = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(1))
-        self.clock = Clock()
-        memory = self.memory
-        self.transfer_worker = TransferWorker(
-            memory.arena_fd, memory.hold_fd, ARENA_BYTES, settings, self.clock
+    def __init__(self, opened: ExitStack, settings: TransferWorkerSettings) -> None:
+        self.memory = memory = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(1))
+        opened.callback(memory.close)
+        self.worker = TransferWorker(
+            memory.arena_fd, memory.hold_fd, ARENA_BYTES, settings, MonotonicClock()
         )
-        self.told: list[TransferWorkerEvent] = []
-        self.transfer_worker.start()
+        self._loop = opened.enter_context(asyncio.Runner()).get_loop()
+        opened.callback(self.worker.close)
+        self._loop.call_soon(self.worker.start)
+        self.until(lambda: self.worker.pid)
 
-    def until(self, kind: type[TransferWorkerEvent], count: int = 1) -> list[TransferWorkerEvent]:
-        """Waits for so many of a kind."""
+    @property
+    def pid(self) -> int:
+        assert self.worker.pid is not None
+        return self.worker.pid
+
+    def until(self, done: Callable[[], object]) -> None:
+        """Runs the loop until this is so."""
         end_s = time.monotonic() + LIMIT_S
-        while len(found := [each for each in self.told if isinstance(each, kind)]) < count:
-            assert time.monotonic() < end_s, self.told
-            wait_s = max(0.0, (self.transfer_worker.next_ns() - self.clock.now_ns()) / NS_PER_S)
-            select.select([self.transfer_worker.fileno()], [], [], min(wait_s, 0.1))
-            self.told += self.transfer_worker.read()
-        return found
+        while not done():
+            assert time.monotonic() < end_s, self.worker.trouble
+            self._loop.run_until_complete(asyncio.sleep(0.001))
 
-    def post(self, transfer: int, peer: str, *, after_s: float = LIMIT_S) -> None:
-        deadline_ns = self.clock.now_ns() + int(after_s * NS_PER_S)
-        assert self.transfer_worker.post(transfer, peer, ALL, deadline_ns=deadline_ns)
+    def is_up(self, restarts: int = 0) -> None:
+        """Runs the loop until a transfer worker is ready after so many before it."""
+        self.until(lambda: self.worker.restarts == restarts and self.worker.descriptor)
 
-    def close(self) -> None:
-        self.told += self.transfer_worker.close()
-        self.memory.close()
+    def begin(self, descriptor: bytes, *, after_s: float = LIMIT_S) -> asyncio.Task[str]:
+        """Begins to read all from `b`; it must end in time."""
+        read = self.worker.move("b", descriptor, ALL, timeout_s=after_s)
+        return self._loop.create_task(read)
+
+    def end(self, *reads: asyncio.Task[str]) -> list[str]:
+        """Why these reads failed; empty: they did not."""
+        return self._loop.run_until_complete(asyncio.wait_for(asyncio.gather(*reads), LIMIT_S))
+
+    def read(self, descriptor: bytes) -> str:
+        """Why a read of all from `b` failed."""
+        return self.end(self.begin(descriptor))[0]
 
 
 @pytest.fixture
@@ -96,9 +95,8 @@ def opened() -> Iterator[ExitStack]:
 
 
 def _node(opened: ExitStack, settings: TransferWorkerSettings) -> Node:
-    node = Node(settings)
-    opened.callback(node.close)
-    node.until(Up)
+    node = Node(opened, settings)
+    node.is_up()
     return node
 
 
@@ -136,38 +134,25 @@ def _resident_bytes(pid: int, name: str) -> int:
 
 
 @pytest.mark.parametrize("settings", [TCP, NIXL], ids=["tcp", "nixl"])
-def test_a_transfer_ends_once(opened: ExitStack, settings: TransferWorkerSettings) -> None:
+def test_a_transfer_brings_the_bytes(opened: ExitStack, settings: TransferWorkerSettings) -> None:
     node, peer = _node(opened, settings), _peer(opened, settings)
-    node.transfer_worker.connect("b", peer.descriptor())
-    node.post(7, "b")
-    (ended,) = node.until(TransferEnded)
-    assert isinstance(ended, TransferEnded)
-    assert (ended.transfer, ended.good) == (7, True)
+    assert node.read(peer.descriptor()) == ""
     assert np.array_equal(node.memory.array, peer.arena)
 
 
 def test_what_was_under_way_has_ended_when_the_child_is_dead(opened: ExitStack) -> None:
     node, peer = _node(opened, TCP), _peer(opened, TCP)
-    node.transfer_worker.connect("b", peer.descriptor())
     peer.pause()
-    node.post(1, "b")
-    node.post(2, "b")
-    pid = node.transfer_worker.pid
-    assert pid is not None
+    reads = [node.begin(peer.descriptor()) for _ in range(2)]
+    node.until(lambda: len(node.worker._awaited) == 2)
+    pid = node.pid
     os.kill(pid, signal.SIGKILL)
-    assert [
-        each.transfer for each in node.until(TransferEnded, 2) if isinstance(each, TransferEnded)
-    ] == [1, 2]
+    assert node.end(*reads) == ["it ended with status -9"] * 2
     assert _is_gone(pid)
-    node.until(Down)
     peer.resume()
-    node.until(Up, 2)
-    assert node.transfer_worker.pid != pid
-    node.transfer_worker.connect("b", peer.descriptor())
-    node.post(3, "b")
-    last = node.until(TransferEnded, 3)[-1]
-    assert isinstance(last, TransferEnded)
-    assert (last.transfer, last.good) == (3, True)
+    node.is_up(restarts=1)
+    assert node.pid != pid
+    assert node.read(peer.descriptor()) == ""
 
 
 def test_a_peer_that_stopped_costs_no_transfer_worker_where_its_reads_can_be_ended(
@@ -176,29 +161,23 @@ def test_a_peer_that_stopped_costs_no_transfer_worker_where_its_reads_can_be_end
     # On a busy machine a transfer worker needs more than a second to end a read.
     monkeypatch.setattr(watch, "GRACE_NS", 60 * NS_PER_S)
     node, peer = _node(opened, TCP), _peer(opened, TCP)
-    node.transfer_worker.connect("b", peer.descriptor())
     peer.pause()
-    node.post(1, "b", after_s=0.2)
-    (ended,) = node.until(TransferEnded)
-    assert isinstance(ended, TransferEnded)
-    assert not ended.good
-    assert node.transfer_worker.restarts == 0
+    assert node.end(node.begin(peer.descriptor(), after_s=0.2)) != [""]
+    assert node.worker.restarts == 0
+    peer.resume()
+    assert node.read(peer.descriptor()) == ""
 
 
 def test_a_peer_that_stopped_costs_a_transfer_worker_where_they_cannot(opened: ExitStack) -> None:
     node, peer = _node(opened, NIXL), _peer(opened, NIXL)
-    node.transfer_worker.connect("b", peer.descriptor())
     peer.pause()
-    node.post(1, "b", after_s=0.2)
-    pid = node.transfer_worker.pid
-    assert pid is not None
-    (ended,) = node.until(TransferEnded)
-    assert isinstance(ended, TransferEnded)
-    assert not ended.good
+    pid = node.pid
+    (trouble,) = node.end(node.begin(peer.descriptor(), after_s=0.2))
+    assert "no end" in trouble
     assert _is_gone(pid)
     peer.resume()
     node.memory.array[:] = 0xA5
-    node.until(Up, 2)
+    node.is_up(restarts=1)
     assert (node.memory.array == 0xA5).all()
 
 
@@ -207,84 +186,75 @@ def test_a_descriptor_that_is_too_long_costs_its_peer_only(
     opened: ExitStack, settings: TransferWorkerSettings
 ) -> None:
     node, peer = _node(opened, settings), _peer(opened, settings)
-    node.transfer_worker.connect("liar", bytes(DESCRIPTOR_BYTES_MAX + 1))
-    (lost,) = node.until(PeerUnreachable)
-    assert isinstance(lost, PeerUnreachable)
-    assert lost.peer == "liar"
-    node.transfer_worker.connect("b", peer.descriptor())
-    node.post(1, "b")
-    (ended,) = node.until(TransferEnded)
-    assert isinstance(ended, TransferEnded)
-    assert ended.good
-    assert node.transfer_worker.restarts == 0
+    assert node.read(bytes(DESCRIPTOR_BYTES_MAX + 1)) == "the descriptor of b is too long"
+    assert node.read(peer.descriptor()) == ""
+    assert node.worker.restarts == 0
 
 
 def test_those_who_say_nothing_keep_no_peer_out(opened: ExitStack, tmp_path: Path) -> None:
     lab = Lab(tmp_path)
-    node, peer = (
-        make(opened, TransferWorkerSettings(backend="tcp", name=name, options=lab.options(name)))
-        for make, name in ((_node, "a"), (_peer, "b"))
-    )
-    assert isinstance(node, Node)
-    assert isinstance(peer, TransferWorkerParty)
+    settings = [
+        TransferWorkerSettings(backend="tcp", name=name, options=lab.options(name))
+        for name in ("a", "b")
+    ]
+    node, peer = _node(opened, settings[0]), _peer(opened, settings[1])
     place = msgspec.msgpack.decode(decode_descriptor(peer.descriptor()).details, type=Address)
     for _ in range(guests.ARRIVING_MAX + 64):
         opened.enter_context(socket.create_connection((place.host, place.port), timeout=LIMIT_S))
-    node.transfer_worker.connect("b", peer.descriptor())
-    node.post(1, "b")
-    (ended,) = node.until(TransferEnded)
-    assert isinstance(ended, TransferEnded)
-    assert ended.good
+    assert node.read(peer.descriptor()) == ""
 
 
 def test_a_child_that_stopped_is_killed(opened: ExitStack) -> None:
     node = _node(opened, TCP)
-    pid = node.transfer_worker.pid
-    assert pid is not None
+    pid = node.pid
     os.kill(pid, signal.SIGSTOP)
-    for _ in range(9):
-        node.clock.added_ns += NS_PER_S * 8 // 10
-        node.told += node.transfer_worker.read()
-    node.until(Down)
+    node.until(lambda: node.worker.restarts)
     assert _is_gone(pid)
+    assert node.worker.trouble == "the transfer worker ended: it is silent"
 
 
-def test_what_an_operator_must_mend_is_not_tried_again(opened: ExitStack) -> None:
-    node = Node(TransferWorkerSettings(backend="tcp", name="a"))
-    opened.callback(node.close)
-    (unusable,) = node.until(Unusable)
-    assert isinstance(unusable, Unusable)
-    assert "insecure=yes" in unusable.reason
-    node.until(Down)
-    assert node.transfer_worker.next_ns() == 0
-    assert not node.transfer_worker.post(1, "b", make_pieces([0], [0], [1]), deadline_ns=1)
+def test_what_an_operator_must_mend_is_not_tried_again(
+    opened: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(opened, TransferWorkerSettings(backend="tcp", name="a"))
+    node.until(lambda: node.worker.restarts)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "insecure=yes" in said
+    assert node.worker.pid is None
+    assert "insecure=yes" in node.read(b"its")
 
 
 def test_what_has_worked_is_tried_again(opened: ExitStack, tmp_path: Path) -> None:
     # Certificates that are being replaced while a transfer worker is started again.
     options = Lab(tmp_path).options("a")
-    node = Node(TransferWorkerSettings(backend="tcp", name="a", options=options))
-    opened.callback(node.close)
-    node.until(Up)
+    node = _node(opened, TransferWorkerSettings(backend="tcp", name="a", options=options))
     key, aside = Path(options["key"]), tmp_path / "aside"
     key.rename(aside)
-    node.transfer_worker.kill("it is in the way")
-    _, down = node.until(Down, 2)
-    assert isinstance(down, Down)
-    assert "cannot be used" in down.reason
+    node.worker.recycle("it is in the way")
+    node.until(lambda: node.worker.restarts == 2)
+    assert "cannot be used" in node.worker.trouble
     aside.rename(key)
-    node.until(Up, 2)
-    assert not any(isinstance(each, Unusable) for each in node.told)
+    node.until(lambda: node.worker.descriptor)
 
 
-def test_the_end_of_one_that_was_killed_is_awaited_without_haste(opened: ExitStack) -> None:
-    node = Node(TCP)
-    opened.callback(node.close)
-    node.until(Up)
-    node.post(1, "b")
-    node.clock.added_ns += int(2 * LIMIT_S) * NS_PER_S  # its deadline has long passed
-    node.transfer_worker.kill("for this")
-    assert node.transfer_worker.next_ns() > node.clock.now_ns()
+def test_the_end_of_one_that_was_killed_is_awaited_without_haste(
+    opened: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, peer = _node(opened, TCP), _peer(opened, TCP)
+    peer.pause()
+    read = node.begin(peer.descriptor())
+    node.until(lambda: node.worker._awaited)
+    os.kill(node.pid, signal.SIGSTOP)
+    monkeypatch.setattr(TransferWorkerChild, "signal", lambda *_: None)  # a kernel that is busy
+    node.worker.recycle("for this")
+    turns = []
+    monkeypatch.setattr(TransferWorkerChild, "flush", lambda _: turns.append(1))
+    seen_s = time.monotonic()
+    node.until(lambda: time.monotonic() - seen_s > 1)
+    assert len(turns) < 30
+    monkeypatch.undo()
+    os.kill(node.pid, signal.SIGKILL)
+    assert node.end(read) == ["for this"]
 
 
 def test_the_arena_is_mapped_before_anything_is_read(opened: ExitStack) -> None:
@@ -316,27 +286,28 @@ def test_a_transfer_worker_says_that_it_may_write_for_as_long_as_it_lives(
     node = _node(opened, TCP)
     memory, fd = node.memory, node.memory.holders_fd
     os.dup2(fd, memory.hold_fd)  # as if the node had ended
-    assert node.transfer_worker.pid is not None
-    os.kill(node.transfer_worker.pid, signal.SIGSTOP)
+    os.kill(node.pid, signal.SIGSTOP)
     assert not wait_for_holders(fd, timeout_s=0)
-    node.transfer_worker.kill("the test is over")
+    node.worker.recycle("the test is over")
     assert wait_for_holders(fd, timeout_s=LIMIT_S)
 
 
 def test_a_child_ends_with_its_node() -> None:
     program = """if True:
-        import os
-        from kvstore.arena import Arena, wait_for_holders
+        import asyncio, os
+        from kvstore.arena import Arena
         from kvstore.node.node import MonotonicClock
         from kvstore.peers.transfer_worker import TransferWorker, TransferWorkerSettings
         from kvstore.types import Incarnation
         arena = Arena(arena_bytes=1 << 20, incarnation=Incarnation(1))
         settings = TransferWorkerSettings(backend="tcp", name="a", options={"insecure": "yes"})
         worker = TransferWorker(arena.arena_fd, arena.hold_fd, 1 << 20, settings, MonotonicClock())
-        worker.start()
-        print(worker.pid, flush=True)
-        input()
-        os._exit(0)
+        async def main():
+            worker.start()
+            print(worker.pid, flush=True)
+            input()
+            os._exit(0)
+        asyncio.run(main())
     """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) as node:

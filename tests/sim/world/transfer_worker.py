@@ -16,7 +16,6 @@ import itertools
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from kvstore.peers.transfer_worker import TransferEnded
 from kvstore.ports import Pieces
 from kvstore.transport.watch import GRACE_NS
 from kvstore.types import PAGE_BYTES, SlotId
@@ -48,7 +47,7 @@ class Read(NamedTuple):
 
 
 class SimTransferWorker:
-    """Of one node process. `move` and `forget` are `TransferWorkerHost`'s."""
+    """Of one node process. `move` and `forget` are `TransferWorker`'s."""
 
     def __init__(
         self, peers: Peers, net: SimNet, transfer_workers: dict[bytes, SimTransferWorker]
@@ -105,27 +104,27 @@ class SimTransferWorker:
         *,
         timeout_s: float,
         direction: Direction = Direction.READ,
-    ) -> TransferEnded:
-        """Read from a peer, or write there. On return nothing touches the places here any more."""
-        number = next(self._numbers)
+    ) -> str:
+        """Read from a peer, or write there. On return nothing touches the places here any more.
+        Returns why it failed."""
         if self.trouble:
-            return TransferEnded(number, peer, good=False, reason=self.trouble)
+            return self.trouble
+        number = next(self._numbers)
         rows = list(zip(*(array.tolist() for array in pieces), strict=True))
         life = self._lives
         deadline_ns = self.peers.now_ns + int(timeout_s * NS_PER_S)
         if direction is Direction.WRITE:
-            reason = await self._write(descriptor, rows, deadline_ns, life)
-            return TransferEnded(number, peer, good=not reason, reason=reason)
+            return await self._write(descriptor, rows, deadline_ns, life)
         self.writing[number] = {to // PAGE_BYTES for to, _, _ in rows}
         reason = await self._read(descriptor, rows, deadline_ns, life)
         self.writing.pop(number, None)
-        return TransferEnded(number, peer, good=not reason, reason=reason)
+        return reason
 
     def forget(self, peer: str) -> None:
         """Each read finds its source by the descriptor: there is nothing to forget."""
 
     def recycle(self, reason: str) -> None:
-        """As `TransferWorkerHost.recycle`."""
+        """As `TransferWorker.recycle`."""
         self.die(reason)
 
     def written_to(self) -> set[int]:

@@ -36,7 +36,6 @@ from kvstore.peers.exchange import Exchange
 from kvstore.peers.fetcher import Fetcher
 from kvstore.peers.lander import Lander
 from kvstore.peers.pusher import Pusher
-from kvstore.peers.transfer_worker import TransferEnded
 from kvstore.ports import Pieces
 from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
 from kvstore.wire.layout import shard_bytes
@@ -59,7 +58,7 @@ from tests.unit.engine.harness import (
 
 
 class MemoryTransferWorker:
-    """Instead of `TransferWorkerHost`: the peers' memories are at hand."""
+    """Instead of `TransferWorker`: the peers' memories are at hand."""
 
     def __init__(self, memory: bytearray) -> None:
         self.memory = memory
@@ -82,7 +81,7 @@ class MemoryTransferWorker:
         *,
         timeout_s: float,
         direction: Direction = Direction.READ,
-    ) -> TransferEnded:
+    ) -> str:
         assert decode_descriptor(descriptor).backend == "memory"
         assert timeout_s > 0
         self.descriptors.append(descriptor)
@@ -96,7 +95,7 @@ class MemoryTransferWorker:
             else:
                 there[begin : begin + size] = self.memory[to : to + size]
         self.after()
-        return TransferEnded(1, peer, good=not self.reason, reason=self.reason)
+        return self.reason
 
     def recycle(self, reason: str) -> None:
         self.recycled.append(reason)
