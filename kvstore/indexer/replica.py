@@ -14,15 +14,11 @@ import logging
 import secrets
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector
 
 from kvstore import __version__
 from kvstore.client.tls import Tls
@@ -36,13 +32,13 @@ from kvstore.indexer.shares import Shares
 from kvstore.installation import lacking
 from kvstore.net import calls
 from kvstore.net.aio import LoopThread, persist
-from kvstore.net.http import HttpServer, Page, PageMaker, text_page
+from kvstore.net.http import HttpServer, Page, PageMaker, metrics_page, text_page
 from kvstore.net.site import ROWS_MAX, make_site
 from kvstore.net.tls import (
     INSECURE,
     INSECURE_NOTE,
     certificate_ends,
-    server_credentials,
+    listen,
     warn_of_its_end,
 )
 from kvstore.obs import logs
@@ -54,7 +50,6 @@ from kvstore.proto.rows import member_rows
 from kvstore.stores.local import LocalStore
 from kvstore.units import MIB
 from kvstore.wire.feed import MESSAGE_BYTES_MAX
-from kvstore.wording import cannot_listen
 
 CALL_COUNT_MAX: Final = 8192
 """Most calls of a replica at a time, feeds and watchers included."""
@@ -113,10 +108,9 @@ class Replica:
         self.host = config.host
         try:
             self.port = loop.call(self._listen(config, tls), timeout_s=START_TIMEOUT_S)
-        except RuntimeError:
+        except ConfigError:
             self._service.close()
-            address = joined(config.host, config.port)
-            raise ConfigError(cannot_listen(config.option, address)) from None
+            raise
         if tls is None:
             _log.warning(INSECURE, self.address)
 
@@ -143,15 +137,11 @@ class Replica:
         reflection.enable_server_reflection(SERVICES, self._server)
         for service in ("", SERVICES[0]):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        place = joined(config.host, config.port)
-        if tls is None:
-            port = self._server.add_insecure_port(place)
-        else:
-            port = self._server.add_secure_port(place, server_credentials(tls))
+        port = listen(self._server, joined(config.host, config.port), tls, config.option)
         await self._server.start()
         ticking = persist("regular work of the index", self._service.tick, pause_s=TICK_S)
         self._tick = asyncio.get_running_loop().create_task(ticking)
-        return int(port)
+        return port
 
     def close(self) -> None:
         """Report as not serving, let calls end for a moment, and stop."""
@@ -236,34 +226,13 @@ def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
     return store
 
 
-class IndexCollector(Collector):
-    """The metrics of a replica that is a process of its own."""
-
-    def __init__(self, replica: Replica, tls: Tls | None) -> None:
-        self._replica, self._tls = replica, tls
-        self._version = __version__
-
-    def collect(self) -> Iterator[Family]:
-        """All metrics. Raises TimeoutError when the loop does not answer."""
-        yield family("kvstore_index_info", [((self._version,), 1)])
-        yield certificate_ends(self._tls)
-        yield from self._replica.families()
-
-    def describe(self) -> list[Family]:
-        return []
-
-
 def make_pages(replica: Replica, tls: Tls | None) -> dict[str, PageMaker]:
     """Pages of a replica by path: /metrics, /healthz and its web pages. `tls`: as read at its
     start."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(IndexCollector(replica, tls))
 
-    def metrics() -> Page:
-        try:
-            return Page(200, CONTENT_TYPE_LATEST, generate_latest(registry))
-        except TimeoutError:
-            return text_page(503, "the index is busy: ask again later")
+    def families() -> list[Family]:
+        info = family("kvstore_index_info", [((__version__,), 1)])
+        return [info, certificate_ends(tls), *replica.families()]
 
     def healthz() -> Page:
         try:
@@ -273,6 +242,7 @@ def make_pages(replica: Replica, tls: Tls | None) -> dict[str, PageMaker]:
         return text_page(200, ", but ".join(filter(None, ["ok", replica.note])))
 
     site = make_site(healthz, replica.state)
+    metrics = metrics_page(families, busy="the index is busy: ask again later")
     return {"/metrics": metrics, "/healthz": healthz, **site}
 
 

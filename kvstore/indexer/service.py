@@ -34,6 +34,7 @@ from kvstore.index.chain import block_keys
 from kvstore.index.feed import ConnectRefused, Event, FeedClosed, Rivals, Trust, Verdict
 from kvstore.index.index import Answer, Member
 from kvstore.indexer.twins import OWN_NAMES
+from kvstore.net.aio import Tasks
 from kvstore.net.tls import peer_identities
 from kvstore.ports import IndexStore
 from kvstore.proto import forms, index_pb2 as pb
@@ -133,7 +134,7 @@ class IndexService(IndexServicer):
         """IP address that the stream of each node comes from."""
         self._rivals = Rivals()
         self._watchers = 0
-        self._endings: set[asyncio.Task[None]] = set()
+        self._endings = Tasks("a bug at the end of a feed")
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="index-keys")
         """Thread that makes the keys of prompts, since those of long ones take tens of
         milliseconds."""
@@ -304,9 +305,7 @@ class IndexService(IndexServicer):
             if self._feeds.get(hello.node) is hello:
                 del self._feeds[hello.node], self._hosts[hello.node]
             # Not here: a call that was cancelled has no time to wait for a store.
-            ending = asyncio.get_running_loop().create_task(self._ended(hello, context.peer()))
-            self._endings.add(ending)
-            ending.add_done_callback(self._endings.discard)
+            self._endings.run(self._ended(hello, context.peer()))
 
     async def _hello(self, words: AsyncIterator[bytes], context: Context) -> Hello:
         """The Hello that begins a feed. Ends the call if it is missing, late or malformed, or if

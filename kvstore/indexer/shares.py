@@ -20,12 +20,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import grpc
 
-from kvstore.net.calls import READ_TIMEOUT_S, Context, Details, RefusedCall, only_message
+from kvstore.net.calls import READ_TIMEOUT_S, Context, Guard, RefusedCall, only_message
 from kvstore.net.tls import peer_identities
 from kvstore.proto import index_pb2 as pb
 from kvstore.types import KEY_BYTES
@@ -102,28 +102,14 @@ class _Written:
         return self._bytes
 
 
-class Shares(grpc.aio.ServerInterceptor):
+class Shares(Guard):
     """Interceptor that applies the limits to all calls of one server. Runs on the server's loop."""
 
     def __init__(self, refused: Callable[[], None]) -> None:
         """`refused`: called for each call that is refused, to count it."""
         self._refused = refused
         self._shares: dict[str, _Share] = {}
-        self._handlers: dict[str, Any] = {}
-
-    async def intercept_service(
-        self, continuation: Callable[[Details], Awaitable[Any]], handler_call_details: Details
-    ) -> Any:
-        """The handler for a call, wrapped so that the caller is checked before its message is read.
-        Calls with one message are served as streams of one, which is the same on the wire: gRPC
-        starts the handler of a stream before its first message is there."""
-        method = handler_call_details.method
-        if method not in self._handlers:
-            handler = await continuation(handler_call_details)
-            if handler is None:
-                return None
-            self._handlers[method] = self._guarded(handler)
-        return self._handlers[method]
+        super().__init__()
 
     def _guarded(self, handler: Any) -> Any:
         forms = (handler.request_deserializer, handler.response_serializer)

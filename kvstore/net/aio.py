@@ -25,6 +25,22 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
+def call_on(
+    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _T], *, timeout_s: float
+) -> _T:
+    """Run `coroutine` on the loop of another thread and wait for its result.
+
+    Raises:
+        TimeoutError: the coroutine took longer, and was cancelled.
+    """
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        future.cancel()
+        raise
+
+
 class LoopThread:
     """A thread that runs an asyncio loop from construction until `close`."""
 
@@ -34,17 +50,8 @@ class LoopThread:
         self._thread.start()
 
     def call(self, coroutine: Coroutine[Any, Any, _T], *, timeout_s: float) -> _T:
-        """Run `coroutine` on the loop and wait for its result, from another thread.
-
-        Raises:
-            TimeoutError: the coroutine took longer, and was cancelled.
-        """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise
+        """`call_on` this loop."""
+        return call_on(self.loop, coroutine, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Cancel all running work, and end."""

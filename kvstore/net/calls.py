@@ -32,21 +32,26 @@ HANDSHAKE_TIMEOUT_MS: Final = 10_000
 """Limit for the TLS handshake and the preface of HTTP/2, also between busy machines."""
 CONNECTIONS_MAX: Final = 4096
 DESCRIPTORS_SHARE: Final = 4
-"""The share of the process's descriptors for connections is one in this many, if that is less than
-CONNECTIONS_MAX: a node may have two servers, and needs the other descriptors.
+"""The share of the process's descriptors for connections of clients is one in this many, if that is
+less than are wanted: a node may have two servers and needs the other descriptors, and a router's
+requests need one or two at engines.
 """
 
 
 def limits() -> list[tuple[str, int]]:
     """The limits as options of a server."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    count = CONNECTIONS_MAX
-    if descriptors != resource.RLIM_INFINITY:
-        count = max(1, min(count, descriptors // DESCRIPTORS_SHARE))
     return [
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-        ("grpc.max_allowed_incoming_connections", count),
+        ("grpc.max_allowed_incoming_connections", connections_max(CONNECTIONS_MAX)),
     ]
+
+
+def connections_max(wanted: int) -> int:
+    """Connections of clients that the process's descriptors allow, at most `wanted`."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, descriptors // DESCRIPTORS_SHARE))
 
 
 # ── calls ─────────────────────────────────────────────────────────────────────────────────────────
@@ -84,32 +89,46 @@ async def only_message(context: Context, limit: asyncio.Timeout) -> Any:
     return request
 
 
-class Calls(grpc.aio.ServerInterceptor):
-    """Intercepts all calls of one server; its behaviors are plain functions. On its loop."""
+class Guard(grpc.aio.ServerInterceptor):
+    """Intercepts all calls of one server, by handlers that begin before a call's message is there:
+    on the wire a single message is a stream of one."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Any] = {}
+
+    async def intercept_service(
+        self, continuation: Callable[[Details], Awaitable[Any]], handler_call_details: Details
+    ) -> Any:
+        """The handler of a call; None: there is no such method."""
+        method = handler_call_details.method
+        if method not in self._handlers:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            self._handlers[method] = self._guarded(handler)
+        return self._handlers[method]
+
+    def _guarded(self, handler: Any) -> Any:
+        """The handler to serve a method by, in place of the server's own."""
+        raise NotImplementedError
+
+
+class Calls(Guard):
+    """For a server whose behaviors are plain functions. On its loop."""
 
     def __init__(self, pool: ThreadPoolExecutor, *, count_max: int) -> None:
         """`count_max`: calls that are answered, or wait for a thread of `pool`."""
         self._pool, self._count_max = pool, count_max
         self._silent: dict[asyncio.Timeout, None] = {}
         self._count = 0
-        self._handlers: dict[str, Any] = {}
+        super().__init__()
 
-    async def intercept_service(
-        self, continuation: Callable[[Details], Awaitable[Any]], handler_call_details: Details
-    ) -> Any:
-        """The handler of a call, which begins before its message is there: on the wire a single
-        message is a stream of one."""
-        method = handler_call_details.method
-        if method not in self._handlers:
-            handler = await continuation(handler_call_details)
-            if handler is None:
-                return None
-            self._handlers[method] = grpc.stream_unary_rpc_method_handler(
-                self._answers(handler.unary_unary),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        return self._handlers[method]
+    def _guarded(self, handler: Any) -> Any:
+        return grpc.stream_unary_rpc_method_handler(
+            self._answers(handler.unary_unary),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
 
     def _answers(self, behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Context], Any]:
         async def answer(_: object, context: Context) -> Any:

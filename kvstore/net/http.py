@@ -28,9 +28,13 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
 from kvstore.config.values import HostPort, joined
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, NodeBusy
 from kvstore.mailbox import Mailbox
+from kvstore.obs.metrics import Family
 from kvstore.wording import cannot_listen
 
 HEAD_BYTES_MAX: Final = 8 << 10
@@ -74,6 +78,27 @@ _Target = tuple[str, *tuple[str, ...]]
 def text_page(status: int, text: str) -> Page:
     """A plain text answer."""
     return Page(status, "text/plain; charset=utf-8", text.encode() + b"\n")
+
+
+class _Families(Collector):
+    def __init__(self, read: Callable[[], Iterable[Family]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Family]:
+        return self._read()
+
+
+def metrics_page(read: Callable[[], Iterable[Family]], *, busy: str = "") -> PageMaker:
+    """The page /metrics. `read`: returns the families, or raises NodeBusy or TimeoutError, and the
+    page is `busy` then; empty: the error's text."""
+
+    def page() -> Page:
+        try:
+            return Page(200, CONTENT_TYPE_LATEST, generate_latest(_Families(read)))
+        except (NodeBusy, TimeoutError) as error:
+            return text_page(503, busy or str(error))
+
+    return page
 
 
 class _Client:

@@ -16,8 +16,10 @@ from typing import Final
 import grpc
 
 from kvstore.client.tls import Tls
+from kvstore.errors import ConfigError
 from kvstore.obs.metrics import Family, family
 from kvstore.wire.identity import Identity, identities_of
+from kvstore.wording import cannot_listen
 
 INSECURE: Final = (
     "--insecure: every client that reaches %s can read and change its contents: no TLS, no"
@@ -40,6 +42,20 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials(
         [(tls.key, tls.cert)], root_certificates=tls.ca, require_client_auth=True
     )
+
+
+def listen(server: grpc.aio.Server, address: str, tls: Tls | None, option: str) -> int:
+    """Have a server listen on HOST:PORT, without TLS if `tls` is None. Returns the port.
+
+    Raises:
+        ConfigError: the address, which is that of `option`, cannot be listened on.
+    """
+    try:
+        if tls is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, server_credentials(tls)))
+    except RuntimeError:
+        raise ConfigError(cannot_listen(option, address)) from None
 
 
 def peer_identities(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[Identity]:

@@ -12,10 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector
-
 from kvstore.engine import (
     BOUNDS_S,
     NO_BUDGET,
@@ -27,7 +23,7 @@ from kvstore.engine import (
     TierReport,
 )
 from kvstore.errors import NodeBusy
-from kvstore.net.http import Page, PageMaker, text_page
+from kvstore.net.http import Page, PageMaker, metrics_page, text_page
 from kvstore.net.site import REQUESTS_SHOWN, make_site, picked
 from kvstore.node.attach import Attach
 from kvstore.node.driver import Driver
@@ -74,7 +70,7 @@ LISTED: Final = (
 """Fields of a request in the page's list."""
 
 
-class NodeCollector(Collector):
+class NodeCollector:
     """The metrics of one node, read between two steps so that they belong together."""
 
     def __init__(
@@ -114,9 +110,6 @@ class NodeCollector(Collector):
         yield from found
         yield from absent(found)
         yield from self._member.index_families() if self._member is not None else ()
-
-    def describe(self) -> list[Family]:
-        return []
 
     @property
     def refused(self) -> str:
@@ -334,14 +327,6 @@ def make_pages(
 ) -> dict[str, PageMaker]:
     """The pages of a node by path. A node whose disk or events are in trouble serves from memory:
     it is healthy, and says what it lacks."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
-
-    def metrics() -> Page:
-        try:
-            return Page(200, CONTENT_TYPE_LATEST, generate_latest(registry))
-        except NodeBusy as error:
-            return text_page(503, str(error))
 
     def health() -> Page:
         try:
@@ -361,4 +346,4 @@ def make_pages(
         return text_page(200, ", but ".join(["ok", *filter(None, troubles)]))
 
     site = make_site(health, partial(_state, driver, member), partial(_story, driver))
-    return {"/metrics": metrics, "/healthz": health, **site}
+    return {"/metrics": metrics_page(collector.collect), "/healthz": health, **site}

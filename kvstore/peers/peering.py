@@ -35,10 +35,9 @@ from kvstore.engine.events import (
     Staged,
     WritePush,
 )
-from kvstore.errors import ConfigError
 from kvstore.net import calls
 from kvstore.net.aio import LoopThread
-from kvstore.net.tls import server_credentials
+from kvstore.net.tls import listen
 from kvstore.obs.metrics import Family, family, histogram
 from kvstore.obs.timings import TRANSFERS, Timings
 from kvstore.peers.block_server import BlockServer
@@ -58,7 +57,6 @@ from kvstore.units import NS_PER_US
 from kvstore.wire.identity import Identity
 from kvstore.wire.load import Load
 from kvstore.wire.peers import MESSAGE_BYTES_MAX, PeerHello, PrepareRequest
-from kvstore.wording import cannot_listen
 
 START_TIMEOUT_S: Final = 10.0
 STREAMS_PER_CONNECTION_MAX: Final = 4
@@ -154,14 +152,7 @@ class Peering:
         handlers = self.block_server.handler(), self.preparer.handler()
         self._server.add_generic_rpc_handlers(handlers)
         address = joined(peers.host, peers.port)
-        try:
-            if self._tls is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, server_credentials(self._tls))
-        except RuntimeError:
-            raise ConfigError(cannot_listen("--peer-listen", address)) from None
-        return joined(peers.host, port)
+        return joined(peers.host, listen(self._server, address, self._tls, "--peer-listen"))
 
     def _transfer_worker_changed(self) -> None:
         self.block_server.transfer_worker_changed()

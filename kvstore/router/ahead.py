@@ -26,6 +26,7 @@ from kvstore.client.index import aio_channel, channel_options
 from kvstore.client.reasons import reason_of
 from kvstore.client.tls import Tls
 from kvstore.errors import ProtocolError
+from kvstore.net.aio import Tasks
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.keys.index_calls import IndexCalls
 from kvstore.router.keys.spaces import Spaces
@@ -76,7 +77,7 @@ class Preparations:
         self._workers, self._index, self._spaces = workers, index, spaces
         self._answered = answered
         self._nodes: dict[str, _NodeChannel] = {}
-        self._calls = set[asyncio.Task[None]]()
+        self._tasks = Tasks("a bug in what prepares blocks")
         self.counts = Counter[tuple[str, str]]()
         """Preparations by (reason, result)."""
         self.blocks = Counter[tuple[str, str]]()
@@ -97,9 +98,7 @@ class Preparations:
         """Ask the worker's node to carry out a command; the core gets a PrepareAnswered later, in
         any case.
         """
-        task = asyncio.get_running_loop().create_task(self._carry_out(command))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        self._tasks.run(self._carry_out(command))
 
     async def _carry_out(self, command: Prepare) -> None:
         said = PrepareReply(refused="the router ends")
@@ -177,15 +176,11 @@ class Preparations:
         return self._nodes[name]
 
     def _forget(self, name: str) -> None:
-        closing = asyncio.get_running_loop().create_task(self._nodes.pop(name).channel.close())
-        self._calls.add(closing)
-        closing.add_done_callback(self._calls.discard)
+        self._tasks.run(self._nodes.pop(name).channel.close())
 
     async def close(self) -> None:
         """End all calls, and close the channels."""
-        for task in self._calls:
-            task.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
         for node in self._nodes.values():
             await node.channel.close()
 

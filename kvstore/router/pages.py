@@ -17,12 +17,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector
 
 from kvstore import __version__
-from kvstore.net.http import Page, PageMaker, text_page
+from kvstore.net.aio import call_on
+from kvstore.net.http import Page, PageMaker, metrics_page, text_page
 from kvstore.net.site import ROWS_MAX, make_site, picked
 from kvstore.net.tls import INSECURE_NOTE, certificate_ends
 from kvstore.obs.metrics import Family, family, histogram
@@ -58,30 +56,11 @@ _DECIDED: Final = ("number", "model", "tenant", "chosen", "prompt_tokens", "held
 _FOLLOWED: Final = ("ttft_s", "cached_tokens", "end", "rejected")
 
 
-class RouterCollector(Collector):
-    """The metrics of a router."""
-
-    def __init__(self, router: Router, loop: asyncio.AbstractEventLoop) -> None:
-        self._router, self._loop = router, loop
-
-    def collect(self) -> Iterator[Family]:
-        """All metrics. Raises TimeoutError when the loop does not answer."""
-        yield from _on(self._loop, lambda: list(_families(self._router)))
-
-    def describe(self) -> list[Family]:
-        return []
-
-
 def _on(loop: asyncio.AbstractEventLoop, read: Callable[[], _T]) -> _T:
     async def reading() -> _T:
         return read()
 
-    future = asyncio.run_coroutine_threadsafe(reading(), loop)
-    try:
-        return future.result(PAGE_TIMEOUT_S)
-    except TimeoutError:
-        future.cancel()
-        raise
+    return call_on(loop, reading(), timeout_s=PAGE_TIMEOUT_S)
 
 
 def _families(router: Router) -> Iterator[Family]:
@@ -275,14 +254,6 @@ def _story(router: Router, number: int) -> dict[str, Any] | None:
 
 def make_router_pages(router: Router, loop: asyncio.AbstractEventLoop) -> dict[str, PageMaker]:
     """Path → function that makes the page, for all pages of a router."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(RouterCollector(router, loop))
-
-    def metrics() -> Page:
-        try:
-            return Page(200, CONTENT_TYPE_LATEST, generate_latest(registry))
-        except TimeoutError:
-            return text_page(503, "the router is busy: ask again later")
 
     def page(read: Callable[[], Page]) -> Page:
         try:
@@ -293,4 +264,6 @@ def make_router_pages(router: Router, loop: asyncio.AbstractEventLoop) -> dict[s
     healthz, alive = partial(health_of, router), partial(text_page, 200, "ok")
     health, state = partial(page, healthz), partial(_on, loop, partial(_state, router))
     site = make_site(health, state, lambda number: _on(loop, partial(_story, router, number)))
+    families = partial(_on, loop, lambda: list(_families(router)))
+    metrics = metrics_page(families, busy="the router is busy: ask again later")
     return {"/metrics": metrics, "/healthz": health, ALIVE: partial(page, alive), **site}

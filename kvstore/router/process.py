@@ -35,6 +35,7 @@ from kvstore.config.values import joined
 from kvstore.errors import ConfigError
 from kvstore.installation import is_installed
 from kvstore.net.aio import persist
+from kvstore.net.calls import connections_max
 from kvstore.net.http import HttpServer
 from kvstore.net.site import REQUESTS_SHOWN
 from kvstore.net.tls import warn_of_its_end
@@ -53,7 +54,6 @@ from kvstore.router.front.door import (
     Bodies,
     FrontDoor,
     OpenDoor,
-    connections_max,
     open_door,
     server_context,
 )

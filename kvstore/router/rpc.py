@@ -15,14 +15,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvstore.client.tls import Tls
 from kvstore.config.values import joined
-from kvstore.errors import ConfigError
 from kvstore.net import calls
-from kvstore.net.tls import server_credentials
+from kvstore.net.tls import listen
 from kvstore.proto import picker_pb2, router_pb2
 from kvstore.proto.router_pb2_grpc import add_RouterServicer_to_server
 from kvstore.router.picker import SERVICE, Picker
 from kvstore.router.route_service import RouteService
-from kvstore.wording import cannot_listen
 
 STREAMS_MAX: Final = 8192
 STREAMS_PER_CONNECTION_MAX: Final = 1024
@@ -109,13 +107,6 @@ async def _begun(
     await state.set(ALIVE, _HEALTH.SERVING)
     for name in names:
         await state.set(name, _HEALTH.NOT_SERVING)
-    address = joined(*place)
-    try:
-        if tls is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, server_credentials(tls))
-    except RuntimeError:
-        raise ConfigError(cannot_listen(option, address)) from None
+    port = listen(server, joined(*place), tls, option)
     await server.start()
     return RpcServer(server, port, state, names)

@@ -159,8 +159,8 @@ class Attempt:
         """Pieces that are not sent yet, of `_size` bytes in all."""
         self._size = 0
         self._error: Exception | None = None
-        self._is_woken = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._woken = asyncio.Event()
+        """Set when the task has something to do."""
         self._connection: EngineConnection
         self._headers: list[tuple[bytes, bytes]] = []
         """Headers of the answer, kept here since the connection may have another request before the
@@ -227,7 +227,8 @@ class Attempt:
         """Reset the state: the same object may have made an attempt before, on a stale
         connection.
         """
-        self._error, self._is_woken = None, False
+        self._error = None
+        self._woken.clear()
         self._is_over = self._is_stale = False
         self._pieces.clear()
         self._size = 0
@@ -257,7 +258,7 @@ class Attempt:
             self._error = error
             if self._connecting is not None:
                 self._connecting.reschedule(self._loop.time())
-            self._wake()
+            self._woken.set()
 
     def _fault(self) -> Fault | None:
         return fault_of(
@@ -300,7 +301,7 @@ class Attempt:
                 self._on_first()
             except Beaten as error:
                 self._error = error
-                self._wake()
+                self._woken.set()
                 return
             self.has_answered = True
         if self._has_begun:
@@ -314,7 +315,7 @@ class Attempt:
         else:
             is_enough = length is None or length > WHOLE_BYTES_MAX
         if is_over or is_enough:
-            self._wake()
+            self._woken.set()
 
     def broke(self, why: str, *, is_stale: bool) -> None:
         """As `AnswerTaker`: `run` raises, or asks again over another connection if this one was
@@ -324,7 +325,7 @@ class Attempt:
         if not (self._is_stale or self._error):
             why = f"the answer broke off: {why}"
             self._error = LegFailure(Failure.BROKEN, why, has_streamed=self._has_begun)
-        self._wake()
+        self._woken.set()
 
     @property
     def has_ended(self) -> bool:
@@ -332,17 +333,10 @@ class Attempt:
         is_over = self._is_completed or any(end in self.tail for end in _ENDS)
         return self.has_answered and is_over
 
-    def _wake(self) -> None:
-        self._is_woken = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
     async def _news(self) -> None:
-        """Wait for `_wake`. Raises the error that ended the attempt, if there is one."""
-        if not self._is_woken:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._is_woken = False
+        """Wait to be woken. Raises the error that ended the attempt, if there is one."""
+        await self._woken.wait()
+        self._woken.clear()
         if self._error is not None:
             raise self._error
 
@@ -385,7 +379,7 @@ class Attempt:
         transport = self.request.transport
         if transport is None or transport.is_closing():
             self._error = ConnectionResetError("the client has left")
-            self._wake()
+            self._woken.set()
             return
         self._is_completed |= _COMPLETED in self.tail[-len(_COMPLETED) :] + piece
         self.tail = (self.tail + piece)[-TAIL_BYTES:]
@@ -398,12 +392,12 @@ class Attempt:
         if framed:
             transport.write(framed)
         if self._is_over:
-            self._wake()
+            self._woken.set()
             return
         if self.request.protocol.writing_paused and not self._is_behind:
             self._is_behind = True
             self._connection.pause()
-            self._wake()
+            self._woken.set()
 
     async def _drained(self) -> None:
         """Wait until the client has read. Raises ClientStalled after STALL_S."""

@@ -17,7 +17,6 @@ import asyncio
 import logging
 import math
 import os
-import resource
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -42,10 +41,6 @@ way.
 """
 BODY_STALL_S: Final = 60.0
 """Longest time for the next STEP_BYTES of a body."""
-DESCRIPTORS_SHARE: Final = 4
-"""The share of the process's descriptors for clients is one in this many: requests also need one at
-an engine, or two.
-"""
 PAUSE_S: Final = 0.05
 LOG_EVERY_S: Final = 60.0
 BODIES_SHARE: Final = 8
@@ -143,14 +138,6 @@ def _refusal(sentence: str) -> bytes:
     own = [(b"Server", b"kvstore"), (b"Content-Type", b"application/json")]
     more: dict[str, str] = {heads.CONTENT_LENGTH: str(len(body)), heads.CONNECTION: "close"}
     return heads.answer_head(400, own, more) + body
-
-
-def connections_max(wanted: int) -> int:
-    """Connections of clients that the process's descriptors allow, at most `wanted`."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if descriptors == resource.RLIM_INFINITY:
-        return wanted
-    return max(1, min(wanted, descriptors // DESCRIPTORS_SHARE))
 
 
 class FrontDoor(web.Server):

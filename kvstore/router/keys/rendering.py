@@ -25,6 +25,7 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
+from kvstore.net.aio import Tasks
 from kvstore.router.engines.connections import EngineHttp, NoAnswer, NoConnection
 from kvstore.router.engines.workers import Worker, Workers
 from kvstore.router.front.bodies import Peek, fields_of
@@ -161,7 +162,7 @@ class Rendering:
         self.local: dict[str, str] = dict.fromkeys(tokenizers, UNCOMPARED)
         """Model → reason why its local tokenizer is not used; empty: it is used."""
         self.counts = {"ids": 0, "local": 0, "engine": 0, "none": 0}
-        self._checks: set[asyncio.Task[None]] = set()
+        self._checks = Tasks("a bug in what compares tokens")
 
     def unused(self) -> Iterator[str]:
         """A sentence for operators about each local tokenizer that is not used."""
@@ -326,15 +327,11 @@ class Rendering:
                         worker.token_troubles[model] = why
                         self._judge(model)
 
-        task = asyncio.create_task(compared())
-        self._checks.add(task)
-        task.add_done_callback(self._checks.discard)
+        self._checks.run(compared())
 
     async def close(self) -> None:
         """End comparisons that are under way."""
-        for task in self._checks:
-            task.cancel()
-        await asyncio.gather(*self._checks, return_exceptions=True)
+        await asyncio.gather(*self._checks.cancel(), return_exceptions=True)
 
 
 def probe_body(model: str, *, characters: int) -> bytes:

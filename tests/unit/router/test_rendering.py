@@ -79,7 +79,7 @@ class Site:
         body = msgspec.json.encode(fields or {"prompt": "hello"})
         before = dict(self.rendering.counts)
         await self.rendering.keys_of(path, body, peek(body), "m", PLAN, "")
-        await asyncio.gather(*vars(self.rendering)["_checks"])
+        await asyncio.gather(*self.rendering._checks._running)
         (source,) = [k for k, count in self.rendering.counts.items() if count > before[k]]
         return source
 
